@@ -1,13 +1,14 @@
 """One block of a large model's shape through every stage, and what follows for all of its blocks.
 
-    PYTHONPATH=. python tools/bench_parts.py --out F.jsonl --text T.txt [--shapes …] [--jobs …] [--work DIR]
+    PYTHONPATH=. python tools/bench_parts.py --out F.jsonl --text T.txt [--shapes …] [--jobs …] [--estimate]
 
 A checkpoint of random weights with a single block of the shape is written (`make_synthetic_llama.py`). Each job runs
 on it in a process of its own, which is measured: seconds on the clock, of processors, and the peak of memory. Beside it
 stands what the tool estimates of the job. What all blocks take is extrapolated: the estimate of as many blocks (the
 one of a single block and so many times what a second one adds), times measured over estimated. For a GPU there is the
 estimate alone, at the rates of `GPU`; for `--processes` of them, samples are shared and what is solved is not
-(parallel/README.md, section 2). Moments, metric and streams grow with `--samples`, what is solved does not.
+(parallel/README.md, section 2). Moments, metric and streams grow with `--samples`, what is solved does not. With
+`--estimate` nothing is run: the estimates alone are told, by the FLOPs and bytes of each stage.
 
 The jobs are `fisher` (moments with Grams on four folds, the metric, sites tried out), `ridge` (sequential) and `best`
 (order by three scores, curves of every width, drift, choice on folds; weighed by energy, since of a single block every
@@ -106,8 +107,10 @@ def together(rates: Rates, processes: int) -> Rates:
     return replace(rates, **{name: processes * getattr(rates, name) for name in SHARED})
 
 
-def measure(place: Path, shape: str, job: str, samples: Mapping[str, Any], processes: int) -> dict[str, Any]:
-    """One line of results."""
+def measure(
+    place: Path, shape: str, job: str, samples: Mapping[str, Any], processes: int, estimate: bool
+) -> dict[str, Any]:
+    """One line of results; with `estimate` nothing is run."""
     one, two = checkpoint(place, shape, 1), checkpoint(place, shape, 2)
     rates = measured_rates(torch.device("cpu"), torch.bfloat16)
 
@@ -116,8 +119,8 @@ def measure(place: Path, shape: str, job: str, samples: Mapping[str, Any], proce
         return first, first + (SHAPES[shape].blocks - 1) * (second - first)
 
     (estimated, whole), (_, gpu), (_, several) = told(rates), told(GPU), told(together(GPU, processes))
-    found = run(one, job, samples)
-    scale = found["seconds"] / estimated
+    found = {} if estimate else run(one, job, samples)
+    scale = found.get("seconds", estimated) / estimated
     return {
         "shape": shape, "job": job, **{k: v for k, v in samples.items() if k != "text"}, **found,
         "estimated": estimated, "blocks": SHAPES[shape].blocks, "all_blocks": whole * scale, "gpu": gpu,
@@ -136,6 +139,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--window", type=int, default=512)
     parser.add_argument("--processes", type=int, default=8)
+    parser.add_argument("--estimate", action="store_true")
     args = parser.parse_args()
     samples = {"text": args.text, "samples": args.samples, "window": args.window}
     known = lines_of(args.out)
@@ -143,11 +147,14 @@ def main() -> None:
         for job in args.jobs:
             if any((line["shape"], line["job"]) == (shape, job) for line in known):
                 continue
-            found = measure(args.work, shape, job, samples, args.processes)
+            found = measure(args.work, shape, job, samples, args.processes, args.estimate)
             add_line(args.out, found)
+            took = "not run"
+            if not args.estimate:
+                took = f"{found['seconds']:.0f} s ({found['cpu_seconds']:.0f} of processors), "
+                took += f"{found['peak_bytes'] / 2**30:.1f} GiB"
             print(
-                f"{shape} {job}: {found['seconds']:.0f} s ({found['cpu_seconds']:.0f} of processors, estimated "
-                f"{found['estimated']:.0f}), {found['peak_bytes'] / 2**30:.1f} GiB; {found['blocks']} blocks "
+                f"{shape} {job}: {took}, estimated {found['estimated']:.0f} s; {found['blocks']} blocks "
                 f"{found['all_blocks'] / 3600:.1f} h, on a GPU {found['gpu'] / 60:.0f} min, "
                 f"on {args.processes} {found['gpus'] / 60:.0f}",
                 flush=True,

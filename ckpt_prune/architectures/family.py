@@ -71,6 +71,8 @@ class Family(Description):
         experts: of a block's mlp, where it is a mixture of them.
         leading: the config key that counts blocks that come before those with the spaces and stay whole (one mlp in
             place of experts), or None.
+        ahead: the config key that counts blocks behind the last that predict further tokens, which the class does not
+            load (`Checkpoint.ignored`), or None.
         together: dimensions that one config key says of several spaces: as many units stay in each.
         spaceless: linear modules of a block that no space lies on, those that are there.
         rope: whether q and k are rotated by position before they meet.
@@ -122,6 +124,7 @@ class Family(Description):
     absent: dict[SpaceName, str] = Field(default_factory=dict)
     experts: Experts | None = None
     leading: str | None = None
+    ahead: str | None = None
     together: list[str] = Field(default_factory=list)
     spaceless: list[str] = Field(default_factory=list)
     rope: bool = False
@@ -290,7 +293,7 @@ class Family(Description):
         found = {key for keys in self.dimensions.values() for key in keys} | set(self.settings or ())
         found |= {slot for slot in self.bias_slots.values() if isinstance(slot, str)}
         found |= {multiple.key for multiple in self.multiples.values()} | set(self.relabel) | set(self.uneven)
-        found |= {key for key in (self.sliding_window, self.variant, self.leading) if key is not None}
+        found |= {key for key in (self.sliding_window, self.variant, self.leading, self.ahead) if key is not None}
         refused = [*self.refused, *(self.residual.refused if self.residual else ())]
         found |= {refusal.key.split(".")[0] for refusal in refused}
         found |= {key for space in self.spaces.values() for key in space.config}

@@ -37,8 +37,10 @@ def oriented(checkpoint: Checkpoint, family: Family) -> Checkpoint:
     Here is the one border that a family whose files hold transposes of them (Conv1D) has, or stacks of experts. Experts
     may also stand as transformers has them in memory (`save_pretrained(…, save_original_format=False)`): all gates and
     ups in one tensor, and all last projections in another. What is written from it has the same names and shapes.
+    Tensors that its class ignores (`Names.ignores`) are not there.
     """
     experts = family.experts
+    checkpoint = checkpoint.without(_ignored(checkpoint, family))
     if not family.transposed and experts is None:
         return checkpoint
     block = re.escape(family.block).replace(re.escape("{block}"), r"\d+")
@@ -56,6 +58,17 @@ def oriented(checkpoint: Checkpoint, family: Family) -> Checkpoint:
             aliases = _aliases(checkpoint, family, stacks.keys())
     turned = (name for name, _, rest in found if rest.removesuffix(".weight") in family.transposed)
     return checkpoint.turned(turned).split(stacks).called(aliases)
+
+
+def _ignored(checkpoint: Checkpoint, family: Family) -> list[str]:
+    """Tensors that the class of a stock checkpoint does not load; buffers that it computes itself are others."""
+    if checkpoint.config.get("auto_map"):
+        return []
+    try:
+        known = stock_names(checkpoint.config, family.architecture)
+    except UserError:  # whoever builds it next says why
+        return []
+    return [name for name in checkpoint.tensors if not is_stored_buffer(name) and known.ignores(name)]
 
 
 def _aliases(checkpoint: Checkpoint, family: Family, others: Set[str]) -> dict[str, str]:
@@ -77,7 +90,7 @@ def _fits(family: Family, checkpoint: Checkpoint, names: set[str]) -> bool:
         known = stock_names(checkpoint.config, family.architecture)
     except UserError:  # whoever builds it next says why
         return False
-    return all(known.parameters(name) for name in names)
+    return all(known.parameters(name) or known.ignores(name) for name in names)
 
 
 def _prefixed(family: Family, names: set[str]) -> Family:

@@ -104,6 +104,14 @@ class Model:
         leading = self.family.leading
         return range(0 if leading is None else int(getattr(self.config, leading) or 0), self.blocks)
 
+    def inputs(self, block: int) -> dict[str, tuple[str, ...]]:
+        """`Family.inputs` of a block: nothing of one that comes before those with spaces."""
+        return self.family.inputs if block in self.spaced else {}
+
+    def weights(self, block: int) -> list[str]:
+        """On-disk weights of a block's linear modules that spaces lie on."""
+        return [self.tensor(block, module) for module in self.family.linears] if block in self.spaced else []
+
     def units(self, space: SpaceName) -> int:
         """Units of a space that a width counts; of q and k, those of one head."""
         return self.family.spaces[space].count(self.dimension)

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -166,7 +167,19 @@ class Names:
             return (name,) if name in self._parameters else ()
         converter = next(each for each in self._converters if pattern in each.source_patterns)
         suffix = converter.target_patterns[0]
-        return tuple(name.removesuffix(suffix) + target for target in converter.target_patterns)
+        held = tuple(name.removesuffix(suffix) + target for target in converter.target_patterns)
+        return held if self._parameters.keys() >= set(held) else ()
+
+    def ignores(self, disk: str) -> bool:
+        """Whether the model's class has no place for a tensor on disk, and says that it does not load it.
+
+        Published checkpoints of DeepSeek V3 have a block behind the last one that predicts a second token.
+        """
+        patterns: Iterable[str] = self.model._keys_to_ignore_on_load_unexpected or ()  # type: ignore[assignment]
+        if not patterns or self.parameters(disk):
+            return False
+        name, _ = rename_source_key(disk, self._renamings, self._converters, self._prefix, self._parameters)
+        return any(re.search(pattern, name) for pattern in patterns)
 
     def saved_as(self, parameter: str) -> str:
         """On-disk name of a parameter."""

@@ -3,7 +3,7 @@
 See compensation/README.md, section 4.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
@@ -27,6 +27,7 @@ def observe_drift(
     gram: Mapping[Key, bool],
     *,
     later: Collection[str] | None = None,
+    seen: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[dict[Key, SpaceMoments], bool]:
     """Moments of what is named in the pruned stream, a tuple over folds, with the drift of spaces with a consumer.
 
@@ -53,6 +54,8 @@ def observe_drift(
         gram: spaces and linear modules to observe, and whether with the Gram.
         later: what will be asked for next of this block. Where its output alone serves all of that, `dense` is let past
             the block. None leaves `dense` where it is.
+        seen: what of the dense residual stream, (tokens, hidden) float64, the pruned one has room for, where that is
+            narrower.
 
     Returns:
         The moments, and whether `dense` is past the block.
@@ -89,6 +92,7 @@ def observe_drift(
             raise ValueError(f"the dense model's hidden states are past what is asked for of block {index}")
         for space, folds in drifts.items():
             reached = _rows(dense.states[rows].to(dense.factory.device)) if theirs is None else theirs.after(space)
+            reached = reached if seen is None else seen(reached)
             if (number := pruned.factory.expert_of(space)) is not None:
                 tokens = None if experts is None else experts.routed.get(number)
                 if experts is None or tokens is None:

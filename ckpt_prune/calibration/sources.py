@@ -152,6 +152,7 @@ class DriftMoments(SequentialMoments):
         read_block: reads the on-disk tensors of a block of the dense model.
         gram: for each space that will be asked for, whether the Gram is needed.
         true_sequential: measure again after each of them, so that every one sees its own pruned prefix.
+        seen: what of the dense stream the pruned one has room for, where that is narrower (`drift.observe_drift`).
     """
 
     def __init__(
@@ -162,9 +163,10 @@ class DriftMoments(SequentialMoments):
         gram: Mapping[Any, bool],
         *,
         true_sequential: bool,
+        seen: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         super().__init__(stream, gram, true_sequential=true_sequential)
-        self.dense, self._read_block = dense, read_block
+        self.dense, self._read_block, self._seen = dense, read_block, seen
         self._stages: list[list[Any]] = []
         self._passed = False
 
@@ -181,7 +183,9 @@ class DriftMoments(SequentialMoments):
         later = None
         if keys in self._stages:
             later = [key for stage in self._stages[self._stages.index(keys) + 1 :] for key in stage]
-        found, self._passed = observe_drift(self.dense, self.stream, block, own, tensors, gram, later=later)
+        found, self._passed = observe_drift(
+            self.dense, self.stream, block, own, tensors, gram, later=later, seen=self._seen
+        )
         return found
 
     def lacking(
@@ -189,7 +193,8 @@ class DriftMoments(SequentialMoments):
     ) -> dict[Key, SpaceMoments]:
         """What the dense model's stream has behind the block, and the pruned one's has not."""
         own = None if self._passed else self._read_block(block)
-        return observe_drift(self.dense, self.stream, block, own, tensors, dict.fromkeys(keys, True))[0]
+        gram = dict.fromkeys(keys, True)
+        return observe_drift(self.dense, self.stream, block, own, tensors, gram, seen=self._seen)[0]
 
     def advance(self, block: int, tensors: Mapping[str, Tensor]) -> None:
         """Let the outputs of the pruned and of the dense block become the inputs of the next ones."""

@@ -94,6 +94,7 @@ class Checkpoint:
         stacks: tensor of a file → the parts that `tensors` has in its place.
         aliases: tensor → its name on disk, where that is another one by which transformers knows it.
         replaced: tensors that are read from elsewhere, each by its name, with the absolute path of its file.
+        ignored: tensors of the files that the model's class does not load: they are not read, and not written.
     """
 
     path: Path
@@ -107,6 +108,7 @@ class Checkpoint:
     stacks: Mapping[str, Stack] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     replaced: Mapping[str, TensorInfo] = field(default_factory=dict)
+    ignored: Mapping[str, TensorInfo] = field(default_factory=dict)
 
     @classmethod
     def open(cls, model: str | Path, revision: str | None = None) -> "Checkpoint":
@@ -161,6 +163,16 @@ class Checkpoint:
         """The same checkpoint, these of its matrices read as their transposes."""
         turned = {name: self.tensors[name].turned() for name in names if name in self.tensors}
         return replace(self, tensors=self.tensors | turned) if turned else self
+
+    def without(self, names: Iterable[str]) -> "Checkpoint":
+        """The same checkpoint, these of its tensors ignored. A file that holds no other is not one of its files."""
+        ignored = {name: self.tensors[name] for name in names}
+        if not ignored:
+            return self
+        tensors = {name: info for name, info in self.tensors.items() if name not in ignored}
+        emptied = {info.file for info in ignored.values()} - {info.file for info in tensors.values()}
+        files = tuple(file for file in self.files if file not in emptied)
+        return replace(self, tensors=tensors, files=files, ignored={**self.ignored, **ignored})
 
     def called(self, aliases: Mapping[str, str]) -> "Checkpoint":
         """The same checkpoint with some tensors under other names; what is written from it has those on disk.
@@ -270,7 +282,7 @@ class Checkpoint:
     def fingerprint(self) -> str:
         """Hex SHA-256 of config, names, shapes and a sample of the bytes: see `digests.checkpoint_fingerprint`."""
         rest = () if self.within is None else self.within.rest.values()
-        return checkpoint_fingerprint(self.path, self.config, [*self.stored.values(), *rest])
+        return checkpoint_fingerprint(self.path, self.config, [*self.stored.values(), *self.ignored.values(), *rest])
 
 
 def read_tensors(folder: Path, infos: Iterable[TensorInfo]) -> dict[str, Tensor]:

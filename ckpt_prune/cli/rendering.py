@@ -46,6 +46,8 @@ def kept_line(settled: Settled) -> str:
         return _depth_line(settled, shortened)
     if shortened is not None and shortened.whole.recipe.joint:
         return _joint_line(settled, shortened)
+    if settled.request.narrowed is not None and recipe.spaces:
+        return _narrow_line(settled, settled.request.narrowed)
     return _kept_units(settled)
 
 
@@ -62,11 +64,19 @@ def _joint_line(settled: Settled, shortened: Shortened) -> str:
     return f"{blocks}; {_kept_units(settled)}"
 
 
+def _narrow_line(settled: Settled, narrowed: Narrowed) -> str:
+    """How many dimensions of the residual stream stay, and what stays of its readers."""
+    hidden, told = narrowed.whole.recipe.hidden, dimensions_line(narrowed.record)
+    if settled.foreseen and hidden is not None and hidden.auto:
+        told = "how many dimensions of the residual stream go is measured first; were it none"
+    return f"{told}; {_kept_units(settled)}"
+
+
 def _kept_units(settled: Settled) -> str:
     """Units kept per block."""
     asked = asked_size_of(settled)
     model, recipe, widths = settled.model, settled.recipe, settled.spaced_widths
-    if settled.request.narrowed is not None:
+    if settled.request.narrowed is not None and not recipe.spaces:
         return _hidden_line(settled, settled.request.narrowed)
     if settled.foreseen:
         return _foreseen_line(settled)

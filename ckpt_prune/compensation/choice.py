@@ -245,11 +245,10 @@ class _Trials:
     ) -> Iterator[tuple[_Key, float]]:
         """Errors on one fold of methods that are not ruled out by a bound, each strength and share once."""
         strengths = [absolute_strength(value, self.units, train.fit) for value in self.grid]
-        for centred in (False, True):
-            ridges = [method for method in methods if method.ridge_towards and method.adds_bias == centred]
-            for method, errors in _ridges(ridges, self.weight_kept, train, fold, strengths, shares):
-                for (value, share), found in zip(product(self.grid, shares), errors, strict=True):
-                    yield (method.name, value, share), found
+        ridges = [method for method in methods if method.ridge_towards]
+        for method, errors in _ridges(ridges, self.weight_kept, train, fold, strengths, shares):
+            for (value, share), found in zip(product(self.grid, shares), errors, strict=True):
+                yield (method.name, value, share), found
         for method in methods:
             if method.ridge_towards is None and method.uses_strength:
                 for (value, strength), share in product(zip(self.grid, strengths, strict=True), shares):
@@ -304,16 +303,24 @@ def _ridges(
     strengths: Sequence[float],
     shares: Sequence[float],
 ) -> Iterator[tuple[Method, list[float]]]:
-    """Held-out errors of methods that are ridges, all of them centred or none: strength by strength, every share.
+    """Held-out errors of methods that are ridges: strength by strength, every share.
 
-    These methods share one decomposition, which is let go at the end: at width 11008 it holds gigabytes.
+    These methods share one decomposition, which is let go at the end: at width 11008 it holds gigabytes. Those that
+    add a bias have one of their own where no other is there, or where a strength is next to nothing.
     """
-    if not methods:
-        return
-    held_out = HeldOut.of(train, fold, centred=methods[0].adds_bias)
-    for method in methods:
-        base = weight_kept if method.ridge_towards == "kept" else None
-        yield method, held_out.errors(base, strengths, shares).flatten().tolist()
+    held_out = None
+    for centred in (False, True):
+        own = [method for method in methods if method.adds_bias == centred]
+        if not own:
+            continue
+        if held_out is not None and held_out.bears(strengths):
+            held_out = held_out.centred(train)
+        else:
+            held_out = None
+            held_out = HeldOut.of(train, fold, centred=centred)
+        for method in own:
+            base = weight_kept if method.ridge_towards == "kept" else None
+            yield method, held_out.errors(base, strengths, shares).flatten().tolist()
 
 
 def _fits(names: Sequence[str], weight_kept: Tensor, fit: Fit) -> Iterator[tuple[str, Solution]]:

@@ -3,14 +3,18 @@
 See compensation/README.md, section 5.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ckpt_prune.compensation.fit import Blend, Fit
 from ckpt_prune.compensation.least_squares import reciprocals
+
+LEAST = 1e-6
+"""Of the mean eigenvalue: under smaller strengths a rank-one inverse cancels too many digits."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,8 @@ class HeldOut:
         count: tokens of the fold.
         drift_mean: mean of δ over the training tokens, (d_out,). The mean restored at α = 1 is that much more than the
             one restored at α = 0. Zero without drift or without a bias.
+        lacking: z, (k,), where the training Gram is V (diag(v) − z zᵀ) Vᵀ: the basis is that of inputs measured from
+            zero. None where it is the eigenbasis.
     """
 
     values: Tensor
@@ -46,6 +52,7 @@ class HeldOut:
     target_sum: Tensor
     count: int
     drift_mean: Tensor
+    lacking: Tensor | None = None
 
     @classmethod
     def of(cls, train: Blend, fold: Fit, *, centred: bool) -> "HeldOut":
@@ -85,6 +92,42 @@ class HeldOut:
             drift_mean,
         )
 
+    def centred(self, train: Blend) -> "HeldOut":
+        """As `of` gives it with `centred`, in the basis of this one, which was made without it: nothing is decomposed.
+
+        Measured from the training mean μ of N tokens, their Gram lacks N μ μᵀ. Its inverse differs by the product of
+        two vectors (Sherman and Morrison), which takes O(k² + d_out k) for each strength.
+
+        Args:
+            train: the one that this was made with.
+        """
+        seen, count = train.fit, train.fit.count
+        mean, target_mean = seen.mean @ self.vectors, seen.target_mean
+        crosses = [torch.addr(self.crosses[0], seen.target_sum, mean, alpha=-1)]
+        drift_mean = torch.zeros_like(target_mean)
+        if train.sum is not None:
+            crosses.append(torch.addr(self.crosses[1], train.sum, mean, alpha=-1))
+            drift_mean = train.sum / count
+        # Moments of turned inputs are moments like any.
+        turned = Fit(self.count, self.sum, self.target_sum, self.gram, self.cross, self.energy)
+        fold = turned.shifted(mean, target_mean + drift_mean)
+        gram, cross, energy = fold.second_moments()
+        return replace(
+            self,
+            crosses=tuple(crosses),
+            gram=gram,
+            cross=cross,
+            energy=energy,
+            sum=fold.sum,
+            target_sum=fold.target_sum,
+            drift_mean=drift_mean,
+            lacking=mean * math.sqrt(count),
+        )
+
+    def bears(self, strengths: Sequence[float]) -> bool:
+        """Whether `centred` loses no digits that matter under these strengths: none is next to nothing."""
+        return min(strengths, default=0.0) > LEAST * float(self.values.mean())
+
     def errors(self, base: Tensor | None, strengths: Sequence[float], shares: Sequence[float]) -> Tensor:
         """Σ ‖y − Ŵ x − b‖² over the fold, for every strength and share.
 
@@ -107,6 +150,8 @@ class HeldOut:
             forecast = turned @ self.gram
             start += float(((forecast - 2 * self.cross) * turned).sum())
             first, residual, reached = first - turned * self.values, residual - forecast, turned @ self.sum
+            if self.lacking is not None:
+                first = torch.addr(first, turned @ self.lacking, self.lacking)
         pulls = (first, *self.crosses[1:])
         scales = torch.stack([reciprocals(self.values + strength) for strength in strengths], 1)
         share = torch.tensor(list(shares), dtype=torch.float64, device=scales.device)
@@ -114,12 +159,59 @@ class HeldOut:
         # The bias restores the training mean of the target at α. That mean is short of the one at α = 1 by (1 − α) gap.
         gap, lack = self.drift_mean, 1 - share
         total += 2 * lack * (gap @ (self.target_sum - reached)) + self.count * lack.square() * (gap @ gap)
+        rank_one = None if self.lacking is None else _RankOne.of(self.lacking, scales, self.gram, pulls)
         for i, pull in enumerate(pulls):
             slope = (pull * residual).sum(0) @ scales
             tilt = (pull.T @ gap * self.sum) @ scales
+            if rank_one is not None:
+                slope += rank_one.product(i, residual @ rank_one.beside)
+                tilt += rank_one.product(i, torch.outer(gap, self.sum @ rank_one.beside))
             total -= 2 * torch.outer(slope, share**i) + 2 * torch.outer(tilt, lack * share**i)
             for j, other in enumerate(pulls[: i + 1]):
                 curve = (pull.T @ other).mul_(self.gram)
                 bend = (scales * (curve @ scales)).sum(0)
+                if rank_one is not None:
+                    bend += rank_one.square(i, j)
                 total += (1 if i == j else 2) * torch.outer(bend, share ** (i + j))
         return total.clamp_min(0)
+
+
+@dataclass(frozen=True)
+class _RankOne:
+    """What (diag(v + λ) − z zᵀ)⁻¹ is beside R = diag(v + λ)⁻¹: r u uᵀ with u = R z and r = 1 / (1 − z·u), for every λ.
+
+    Attributes:
+        beside: u, (k, strengths).
+        rate: r, (strengths,).
+        along: P u of every pull P: each (d_out, strengths).
+        across: P R Q u, with Q the fold's Gram.
+        height: u·Q u, (strengths,).
+    """
+
+    beside: Tensor
+    rate: Tensor
+    along: tuple[Tensor, ...]
+    across: tuple[Tensor, ...]
+    height: Tensor
+
+    @classmethod
+    def of(cls, lacking: Tensor, scales: Tensor, gram: Tensor, pulls: Sequence[Tensor]) -> "_RankOne":
+        """Of z, 1 / (v + λ) as columns, Q and the pulls."""
+        beside = scales * lacking[:, None]
+        seen = gram @ beside
+        return cls(
+            beside,
+            1 / (1 - lacking @ beside),
+            tuple(pull @ beside for pull in pulls),
+            tuple(pull @ (scales * seen) for pull in pulls),
+            (beside * seen).sum(0),
+        )
+
+    def product(self, index: int, other: Tensor) -> Tensor:
+        """The sum r Σ (P u) ∘ `other`, (strengths,)."""
+        return self.rate * (self.along[index] * other).sum(0)
+
+    def square(self, i: int, j: int) -> Tensor:
+        """What tr(P_i H Q H P_jᵀ) has beside tr(P_i R Q R P_jᵀ), H being the inverse: (strengths,)."""
+        crossed = self.along[i] * self.across[j] + self.across[i] * self.along[j]
+        return self.rate * (crossed.sum(0) + self.rate * self.height * (self.along[i] * self.along[j]).sum(0))

@@ -76,7 +76,7 @@ def check_shapes(actual: Mapping[str, tuple[int, ...]], known: Names, where: str
 
     Args:
         actual: name → shape in its file.
-        known: of the config's model.
+        known: of the config's model. Tensors that it ignores may be there.
         where: begins every message.
 
     Raises:
@@ -87,11 +87,11 @@ def check_shapes(actual: Mapping[str, tuple[int, ...]], known: Names, where: str
     missing = known.missing(names)
     absent = known.tied | absent_pooler(known.model, missing)
     missing = [name for name in missing if name not in absent]
-    unknown = [name for name, shape in expected.items() if shape is None]
+    unknown = [name for name, shape in expected.items() if shape is None and not known.ignores(name)]
     if missing:
         raise UserError(f"{where} lacks tensor {missing[0]} ({len(missing)} missing), which its config.json asks for")
     if unknown:
         raise UserError(f"{where} has tensor {unknown[0]} ({len(unknown)} such), which config.json has no place for")
     for name, shape in expected.items():
-        if tuple(actual[name]) != shape:
-            raise UserError(f"{where}: {name} has shape {list(actual[name])}, config.json says {list(shape or ())}")
+        if shape is not None and tuple(actual[name]) != shape:
+            raise UserError(f"{where}: {name} has shape {list(actual[name])}, config.json says {list(shape)}")

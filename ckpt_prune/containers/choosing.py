@@ -314,6 +314,9 @@ def _build(
     said = (multiples if remote else {}) | dict(widths[0])
     changes = model.config_values(said) if own_keys else _stock_values(model, widths[0])
     values |= {as_said(key, values, model.config): value for key, value in changes.items()}
+    if family.ahead is not None and model.checkpoint.ignored:
+        ahead = as_said(family.ahead, values, model.config)
+        values |= {key: 0 for key in values if key == ahead}
     whole = [family.spaces[name] for name in widths[0] if family.attention.output in family.spaces[name].modules]
     decoupled = any(space.fixed is None for space in whole)
     if decoupled or (remote and family.logits):

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class _Fixed(BaseModel):
@@ -104,7 +104,11 @@ class _Any(_Fixed):
 
     def data(self) -> dict[str, Any]:
         """As `--json` prints it."""
-        return self.model_dump(exclude={"sparsity"} if self.sparsity is None else None)
+        return self.model_dump(exclude={key for key in _OPTIONAL if not getattr(self, key, True)})
+
+
+_OPTIONAL = ("sparsity", "ignored")
+"""Keys that are left out of JSON where they hold nothing."""
 
 
 class BlockDescription(_Fixed):
@@ -134,6 +138,8 @@ class ModelDescription(_Any):
         spaces: by name.
         parameters, bytes, flops, tokens, cache: as in `planning.records.Cost`.
         weights: False where there is a config alone.
+        ignored: tensors that its class does not load, which outputs lack; left out of JSON without any.
+        ignored_words: how many, and which, in words.
         made_from: where it is an output of this tool.
         pruned: its size at the ratios that were asked for.
         messages: where units are too coarse for these.
@@ -151,6 +157,8 @@ class ModelDescription(_Any):
     tokens: int | None
     cache: int | None = None
     weights: bool
+    ignored: list[str] = Field(default_factory=list)
+    ignored_words: str | None = Field(default=None, exclude=True)
     made_from: Origin | None
     pruned: list[SizeAtRatio]
     messages: list[str]

@@ -290,7 +290,7 @@ def _kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tuple[bo
         return _kept_outside(checkpoint, dense, whole_blocks=norms)
     if report.rotation is not None:
         return None, "the weights are rotated: they are not compared with the dense model's"
-    if report.hidden is not None:
+    if report.hidden is not None and report.hidden.energy:
         return kept_ends(checkpoint, dense, report.hidden)
     if report.depth is not None and not report.sites:
         return kept_blocks(checkpoint, dense, report.depth)

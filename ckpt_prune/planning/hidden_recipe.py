@@ -1,6 +1,6 @@
 """The part of a recipe that says how many dimensions of the residual stream stay, and in which bases."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -17,8 +17,11 @@ class HiddenRecipe(Strict):
         "on the skip connections (SliceGPT), which needs remote code; shared: one basis for the whole model, absorbed "
         "by its weights, which loads with stock classes.",
     )
-    drop: int | None = Field(
-        None, ge=1, description="Dimensions to drop. Default: the recipe's ratio of them. What stays is rounded down."
+    drop: Annotated[int, Field(ge=1)] | Literal["auto"] | None = Field(
+        None,
+        description="Dimensions to drop. Default: the recipe's ratio of them. What stays is rounded down. Beside "
+        "spaces: a number, or auto for as many as change the model's output least, what else goes of the same size "
+        "included.",
     )
     multiple_of: int = Field(8, ge=1, description="As many dimensions stay as are a multiple of this.")
     signal: SlicingSignal = Field(
@@ -38,3 +41,8 @@ class HiddenRecipe(Strict):
         if self.tied is not None and self.kind != "shared":
             raise ValueError(f"kind: {self.kind} leaves embedding and head as they are: leave out tied")
         return self
+
+    @property
+    def auto(self) -> bool:
+        """Whether how many go is found by measuring, beside what goes of spaces."""
+        return self.drop == "auto"

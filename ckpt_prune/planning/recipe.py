@@ -225,26 +225,49 @@ class Recipe(Strict):
     def _consistent_hidden(self) -> None:
         if self.hidden is None:
             return
-        if self.spaces or self.mask is not None or self.depth is not None:
+        if self.mask is not None or self.depth is not None:
             raise ValueError(
-                "hidden turns the residual stream into another basis: for spaces, blocks or a mask as well, prune "
-                "twice, these first where the output needs code of its own (kind: per-block)"
+                "hidden turns the residual stream into another basis: for blocks or a mask as well, prune twice, these "
+                "first where the output needs code of its own (kind: per-block)"
             )
         if self.recovery is not None:
             raise ValueError("hidden turns the residual stream into another basis, and recovery does not follow it")
-        self._without_units("hidden")
         if self.layers is not None:
             raise ValueError("hidden goes through all blocks: leave out layers")
+        if self.size is not None and self.size.kind == "latency":
+            raise ValueError(
+                "a latency is foreseen by a table of blocks and units, not of the residual stream: give params, bytes "
+                "or flops with hidden"
+            )
+        if self.spaces:
+            self._consistent_narrow(self.hidden)
+            return
+        self._without_units("hidden")
+        if self.hidden.auto:
+            raise ValueError("hidden.drop: auto is for recipes with spaces, which lose what the stream does not")
         if self.target == "drift":
             raise ValueError("target drift is for spaces, whose consumers are refitted: say sequential with hidden")
         if self.target == "sequential" and self.hidden.kind == "shared":
             raise ValueError("one basis for all blocks is known before any is sliced: say target: dense")
         if self.hidden.drop is not None and self.size is not None:
             raise ValueError("size and hidden.drop both say how much goes: leave one out")
-        if self.size is not None and self.size.kind == "latency":
+
+    def _consistent_narrow(self, hidden: HiddenRecipe) -> None:
+        """Dimensions of the residual stream, and units of what reads and writes it."""
+        if hidden.kind != "shared":
             raise ValueError(
-                "a latency is foreseen by a table of blocks and units, not of the residual stream: give params, bytes "
-                "or flops with hidden"
+                "hidden.kind: per-block needs code of its own, in whose blocks nothing else is pruned: beside spaces "
+                "say kind: shared, or prune twice, the spaces first"
+            )
+        if hidden.drop is None:
+            raise ValueError(
+                "ratio and size speak of spaces here: say how many dimensions go besides, hidden.drop (a number, or "
+                "auto)"
+            )
+        if hidden.auto and not self.weighed_by_effect:
+            raise ValueError(
+                "hidden.drop: auto weighs dimensions by what they do to the model's output, as the widths must be: say "
+                "allocation: least-error, without weigh_by"
             )
 
     def _consistent_joint(self, depth: DepthRecipe) -> None:
@@ -472,8 +495,13 @@ class Recipe(Strict):
 
     @property
     def joint(self) -> bool:
-        """Whether whole blocks go, and units of the others."""
-        return self.depth is not None and bool(self.spaces)
+        """Whether whole blocks go, or dimensions of the residual stream, and units of what is left."""
+        return bool(self.spaces) and (self.depth is not None or self.hidden is not None)
+
+    @property
+    def spaces_alone(self) -> "Recipe":
+        """The recipe without blocks and dimensions of the stream."""
+        return self.model_copy(update={"depth": None, "hidden": None})
 
     @property
     def at_its_size(self) -> "Recipe":
@@ -485,7 +513,9 @@ class Recipe(Strict):
 
     @property
     def after_hidden(self) -> "Recipe":
-        """What is left to do once the stream has lost its dimensions."""
+        """What is left to do once the stream has lost its dimensions. A size stays where spaces have to meet it."""
+        if self.spaces:
+            return self.model_copy(update={"hidden": None})
         return self.model_copy(update={"hidden": None, "size": None, "target": "dense"})
 
     @property
@@ -555,7 +585,8 @@ class Recipe(Strict):
             found |= kind_of(space).collects(self.wish(space))
         if self.weighed_by_effect or (self.depth is not None and self.depth.choice not in (None, "loss")):
             found.add("fisher")
-        if self.low_rank is not None and self.low_rank.whitens:
+        sliced = self.hidden is not None and self.hidden.kind == "shared" and not self.spaces
+        if sliced or (self.low_rank is not None and self.low_rank.whitens):
             found |= {"gram", "linears"}
         if self.mask is not None:
             found |= {"gram", "linears"} if self.needs_linear_grams else {"linears"}

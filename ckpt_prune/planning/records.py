@@ -259,19 +259,36 @@ class Gap(Fixed):
     error_held_out: Figure = None
 
 
-class TriedDepth(Fixed):
-    """A number of blocks that was tried, the rest of the size met by the widths of the others.
+class Tried(Fixed):
+    """What was tried where widths meet the rest of a size.
 
     Attributes:
-        blocks: that were gone.
-        predicted: what that was predicted to do to the model's own output, blocks and units added up; None where it was
-            not known.
+        predicted: what it was predicted to do to the model's own output, units included; None where it was not known.
         measured: what it did, on samples that no refit had seen.
     """
 
-    blocks: Annotated[int, Field(ge=0, le=10**6)]
     predicted: Figure = None
     measured: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class TriedDepth(Tried):
+    """A number of blocks that was tried.
+
+    Attributes:
+        blocks: that were gone.
+    """
+
+    blocks: Annotated[int, Field(ge=0, le=10**6)]
+
+
+class TriedHidden(Tried):
+    """A number of dimensions of the residual stream that was tried.
+
+    Attributes:
+        kept: that stayed.
+    """
+
+    kept: Annotated[int, Field(ge=1, le=10**7)]
 
 
 class Depth(Fixed):
@@ -304,7 +321,8 @@ class Hidden(Fixed):
         kept: of them.
         tied: of a shared basis, whether one table is still embedding and head; None where it was not.
         energy: share of the signals' energy that lies in the kept directions, basis by basis: those of attention and
-            mlp of every block in order, or one of all; empty where nothing was measured.
+            mlp of every block in order, or one of all; empty where the stream stays as it is.
+        tried: numbers of dimensions that were held against each other, descending; empty where one was given.
     """
 
     kind: Literal["per-block", "shared"]
@@ -313,6 +331,7 @@ class Hidden(Fixed):
     kept: Annotated[int, Field(ge=1, le=10**7)]
     tied: bool | None = None
     energy: list[Figure] = Field(default_factory=list)
+    tried: list[TriedHidden] = Field(default_factory=list)
 
 
 class StatisticsReference(Fixed):

@@ -311,6 +311,7 @@ class Report(Fixed):
         recipe, recipe_digest: as used.
         origin: where the recipe was fetched from; None for one that was here.
         source: what was pruned.
+        ignored: tensors of the source that its class does not load, which are left out; absent from JSON without any.
         part: of it, where that is made of several models, which all other figures are about; or None.
         asked: what the recipe was changed for, or None.
         calibration: where the moments came from; empty of what another tool pruned.
@@ -342,6 +343,7 @@ class Report(Fixed):
     recipe_digest: str = ""
     origin: Origin | None = None
     source: Source
+    ignored: list[str] = Field(default_factory=list)
     part: str | None = None
     asked: Asked | None = None
     calibration: Record
@@ -372,7 +374,7 @@ class Report(Fixed):
             del values["recovery"], values["layers"]
         if self.part is None:
             del values["part"]
-        for key in ("origin", "lora", "depth", "hidden", "factored"):
+        for key in ("origin", "ignored", "lora", "depth", "hidden", "factored"):
             if not values[key]:
                 del values[key]
         return values

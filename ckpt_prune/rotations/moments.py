@@ -4,11 +4,46 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from ckpt_prune.architectures.family import KINDS
+from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.kinds import Key, SpaceMoments
-from ckpt_prune.calibration.moments import Moments
+from ckpt_prune.calibration.moments import Moments, total
 from ckpt_prune.calibration.sources import MomentSource, NoMoments
-from ckpt_prune.rotations.absorbing import after_rotation, sides, unnormed
+from ckpt_prune.rotations.absorbing import after_rotation, residual_of, sides, unnormed
 from ckpt_prune.rotations.rotated import RotatedCheckpoint
+
+
+def stream_gram(model: Model, source: MomentSource) -> Tensor:
+    """The Gram of what the norms of all blocks make of the residual stream, before their gains and biases.
+
+    What the final norm makes of it is not in it: statistics are of the inputs of blocks' linear modules.
+
+    Args:
+        model: the dense model.
+        source: of moments of every linear module's input, with Grams.
+
+    Returns:
+        Σ x̂ x̂ᵀ over tokens and norms, (d, d) float64 on CPU.
+
+    Raises:
+        ValueError: the source has no moments of what a norm feeds.
+    """
+    family = model.family
+    found: Tensor | None = None
+    for block in range(model.blocks):
+        norms = {family.tensor(block, norm, kind) for norm in residual_of(family).reads for kind in KINDS}
+        tensors = model.checkpoint.read([name for name in model.block_names(block) if name in norms])
+        for norm, fed in residual_of(family).reads.items():
+            known = source.moments(block, tensors, list(fed))
+            module = next((each for each in fed if each in known), None)
+            if module is None:
+                raise ValueError(f"no moments of what {norm} feeds in block {block}")
+            folds = [each for each in known[module] if isinstance(each, Moments)]
+            own = unnormed(family, block, module, tensors, total(folds)).gram
+            assert own is not None
+            found = own if found is None else found + own
+    assert found is not None
+    return found
 
 
 class RotatedMoments(NoMoments):

@@ -171,6 +171,12 @@ class SlicedCheckpoint(AbsorbedCheckpoint):
         )
         return values | {SLICING_KEY: slicing}
 
+    def seen(self, states: Tensor) -> Tensor:
+        """What a stream in one basis has of the dense one, (tokens, d) float64: (tokens, k)."""
+        basis = self.bases(0)[0].to(states)
+        layer = residual_of(self.family).norm == "layer"
+        return self.scale * ((states - states.mean(-1, keepdim=True) if layer else states) @ basis)
+
     # ---- tensors ---------------------------------------------------------------------------------------------
 
     def block(self, index: int) -> dict[str, Tensor]:

@@ -162,13 +162,6 @@ def _mask(request: Request) -> None:
     recipe = request.recipe
     if recipe.mask is None:
         return
-    first, family = request.model.spaced.start, request.model.family
-    if first:
-        raise UserError(
-            f"recipe {recipe.name} masks every block alike, and the first {first} of this {family.model_type} "
-            f"({family.leading} in config.json) have one mlp in place of experts: prune columns "
-            "(corp-mlp) or whole experts (experts)"
-        )
     check_widths(request.model, recipe.mask)
     _mask_shares(request)
     if recipe.rotation is not None:
@@ -385,7 +378,7 @@ def check_plannable(recipe: Recipe) -> None:
     """Refuse to plan what a plan cannot say.
 
     Raises:
-        UserError: a mask, factors, a sliced stream, blocks that the loss chooses, or blocks beside spaces.
+        UserError: a mask, factors, a sliced stream, blocks that the loss chooses, or blocks or a stream beside spaces.
     """
     if recipe.low_rank is not None:
         raise UserError(
@@ -393,9 +386,13 @@ def check_plannable(recipe: Recipe) -> None:
             "--dry-run to see sizes"
         )
     if recipe.joint:
+        first, what, step = "drops blocks", "those that stay", "depth --set depth.drop=N"
+        if recipe.depth is None:
+            first, what, step = "narrows the residual stream", "what is left", "slicegpt-shared --set hidden.drop=N"
         raise UserError(
-            f"recipe {recipe.name} drops blocks and then prunes spaces of those that stay, which are measured without "
-            "the others: use `ckpt-prune prune --text` (or --images)"
+            f"recipe {recipe.name} {first} and then prunes spaces of {what}, which no statistics are of yet: "
+            "`ckpt-prune prune --text` (or --images) does both at once; for a plan, "
+            f"`ckpt-prune prune --recipe {step}` first, then calibrate and plan what it has written"
         )
     if recipe.depth is not None and recipe.depth.choice == "loss":
         raise UserError(

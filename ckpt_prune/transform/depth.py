@@ -18,7 +18,6 @@ from ckpt_prune.calibration.gaps import map_spaces, observe_gap
 from ckpt_prune.calibration.losses import TOKENS, losses_without
 from ckpt_prune.calibration.part_distances import measure_parts
 from ckpt_prune.calibration.samples import Part
-from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.checkpoint.disk import sync
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.shard import read_header
@@ -29,8 +28,8 @@ from ckpt_prune.planning.records import Depth, Gap
 from ckpt_prune.planning.runs import least_blocks, least_runs
 from ckpt_prune.progress import track
 from ckpt_prune.report.stages import Stages
-from ckpt_prune.transform.joint import Weighing, ranked_at
-from ckpt_prune.transform.measuring import measure_first
+from ckpt_prune.transform.joint import measured_whole
+from ckpt_prune.transform.joint_depth import DepthWeighing, ranked_at
 from ckpt_prune.transform.request import LiveSamples, Request
 from ckpt_prune.transform.settle import Settled, settle
 from ckpt_prune.transform.shortening import Wanted, at_depth, depth_of, depth_record, wanted_depth
@@ -39,8 +38,6 @@ DEPTH = "depth"
 """Unit of the journal: which blocks go, and the maps in their place."""
 _REMOVED = "removal"
 """Before the number of a block that the loss chose, of units of the journal."""
-_WHOLE = "statistics of all blocks"
-"""Unit of the journal: what numbers of blocks are held against each other by."""
 _MAPS = "depth.safetensors"
 
 
@@ -78,17 +75,9 @@ def at_chosen_depth(settled: Settled, folder: Path, journal: Journal, stages: St
     return settle(short)
 
 
-def _weighing(request: Request, folder: Path, journal: Journal, stages: Stages) -> Weighing:
+def _weighing(request: Request, folder: Path, journal: Journal, stages: Stages) -> DepthWeighing:
     """What numbers of blocks are held against each other by: the unpruned model is measured, where it was not."""
-    whole, plain = folder / "whole", replace(request, recipe=request.recipe.after_depth)
-    statistics = request.statistics
-    if statistics is None and _WHOLE in journal.units:
-        statistics = Statistics(whole)
-    elif statistics is None:
-        with stages.stage("measuring"):
-            statistics = measure_first(plain, _live(request), whole, None)
-        with disk_failures(folder):
-            journal.record(_WHOLE)
+    statistics = measured_whole(request, folder / "whole", journal, stages)
 
     def shorten(few: Request, record: Depth) -> tuple[Depth, Model]:
         file = folder / f"without-{record.blocks - len(record.kept)}.safetensors"
@@ -96,7 +85,7 @@ def _weighing(request: Request, folder: Path, journal: Journal, stages: Stages) 
         return told, _left(few.model, told, file)
 
     with stages.stage("ranking"):
-        return Weighing(request, statistics, chosen_depth, shorten, journal)
+        return DepthWeighing(request, statistics, chosen_depth, shorten, journal)
 
 
 def _made_up_for(request: Request, record: Depth, file: Path) -> Depth:

@@ -169,6 +169,8 @@ def of_prune(settled: Settled) -> tuple[list[Stage], int] | None:
         return None
     if request.shortened is not None:
         return _of_depth(settled)
+    if request.narrowed is not None and request.whole.recipe.joint:
+        return None
     if request.narrowed is not None and request.narrowed.view is not None:
         return _of_hidden(settled, request.narrowed.view)
     samples, tokens, folds = DEFAULT_WINDOWS, model.tokens, 4 if recipe.needs_folds else 1

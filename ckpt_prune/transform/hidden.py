@@ -1,6 +1,6 @@
 """Slicing the residual stream: its bases are measured block by block, and kept for a run that goes on (rotations)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -8,20 +8,35 @@ from torch import Tensor
 
 from ckpt_prune.architectures.sublayers import sublayers
 from ckpt_prune.calibration.slicing import SlicedStream
+from ckpt_prune.calibration.sources import CachedMoments
 from ckpt_prune.checkpoint.disk import sync
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.reading import read_tensors
 from ckpt_prune.checkpoint.shard import read_header
 from ckpt_prune.checkpoint.staging import disk_failures
+from ckpt_prune.planning.records import Hidden
 from ckpt_prune.progress import track
 from ckpt_prune.report.stages import Stages
 from ckpt_prune.rotations.absorbing import residual_of
+from ckpt_prune.rotations.moments import stream_gram
 from ckpt_prune.rotations.sliced import SlicedCheckpoint, tied_basis
 from ckpt_prune.rotations.slicing import keeping_ones, principal
-from ckpt_prune.transform.narrowing import hidden_of, narrowed, unmeasured
+from ckpt_prune.transform.joint import measured_whole
+from ckpt_prune.transform.joint_hidden import HiddenWeighing
+from ckpt_prune.transform.narrowing import (
+    hidden_of,
+    hidden_record,
+    jointly_narrowed,
+    narrowed,
+    unmeasured,
+    view_of,
+    wanted_width,
+)
 from ckpt_prune.transform.request import Request
 from ckpt_prune.transform.settle import Settled, settle
 
+HIDDEN = "hidden"
+"""Unit of the journal: how many dimensions stay, where spaces lose units besides."""
 BASIS = "basis"
 """Before the number of a block, of units of the journal; alone, the one basis of all blocks."""
 _SHARED = "shared"
@@ -71,6 +86,8 @@ def at_narrow_stream(settled: Settled, folder: Path, journal: Journal, stages: S
     request = settled.request
     if request.recipe.hidden is None:
         return settled
+    if request.recipe.spaces:
+        return _jointly(request, folder, journal, stages)
     view = _view_of(request)
     if view is None:
         return settle(unmeasured(request))
@@ -80,6 +97,38 @@ def at_narrow_stream(settled: Settled, folder: Path, journal: Journal, stages: S
             bases.folder.mkdir(parents=True, exist_ok=True)
         energy = (_shared if bases.shared else _by_block)(request, view, bases, journal)
     return settle(narrowed(request, bases, energy))
+
+
+def _jointly(request: Request, folder: Path, journal: Journal, stages: Stages) -> Settled:
+    """The job on a model with a narrower stream, of which spaces then lose units."""
+    with disk_failures(folder):
+        folder.mkdir(exist_ok=True)
+    weighing = None
+    if hidden_of(request).auto:
+        statistics = measured_whole(request, folder / "whole", journal, stages)
+        with stages.stage("ranking"):
+            weighing = HiddenWeighing(request, statistics, _shared_gram, _shared_basis, journal)
+    if HIDDEN in journal.units:
+        record = Hidden.model_validate(journal.notes[HIDDEN])
+    else:
+        with stages.stage("hidden"):
+            record = hidden_record(request, wanted_width(request)) if weighing is None else weighing.record()
+        with disk_failures(folder):
+            journal.record(HIDDEN, note=record.model_dump(mode="json"))
+    view = None
+    if record.kept < record.dimensions:
+        bare = view_of(request, record.kept)
+        bases = WrittenBases(folder / "bases", True, len(bare.sublayers))
+        with disk_failures(folder):
+            bases.folder.mkdir(exist_ok=True)
+        with stages.stage("hidden"):
+            energy = _shared(request, bare, bases, journal)
+        record, view = record.model_copy(update={"energy": energy}), view_of(request, record.kept, bases)
+    left = jointly_narrowed(request, record, view)
+    if weighing is not None:
+        # The widths are those that were tried. Where all dimensions stay, so do what they were measured on.
+        left = replace(left, ranked=weighing.ranking, statistics=statistics if view is None else None)
+    return settle(left)
 
 
 def _stream(request: Request) -> SlicedStream:
@@ -126,8 +175,21 @@ def _shared(request: Request, view: SlicedCheckpoint, bases: WrittenBases, journ
     if BASIS in journal.units:
         shares: list[float] = journal.notes[BASIS]
         return shares
-    model = request.model
-    centred, sliced = residual_of(model.family).norm == "layer", _stream(request)
+    basis, share = _shared_basis(view, _shared_gram(request))
+    with disk_failures(bases.folder):
+        bases.write(0, [basis])
+        journal.record(BASIS, note=[share])
+    return [share]
+
+
+def _shared_gram(request: Request) -> Tensor:
+    """The Gram of what all norms of the dense model make of the stream, (d, d) float64.
+
+    By statistics those of its blocks alone: nothing tells what the final norm reads.
+    """
+    if request.statistics is not None:
+        return stream_gram(request.model, CachedMoments(request.statistics, request.model)).to(request.device)
+    model, sliced = request.model, _stream(request)
     grams: list[Tensor] = []
 
     def add(_place: int, gram: Tensor) -> None:
@@ -136,14 +198,14 @@ def _shared(request: Request, view: SlicedCheckpoint, bases: WrittenBases, journ
     for block in track(range(model.blocks), "measuring the stream", total=model.blocks):
         sliced.block(block, model.read_block(block), add)
     add(0, sliced.end(sliced.stream.factory.skeleton.get_submodule(residual_of(model.family).final)))
-    gram = grams[0].to(request.device)
+    return grams[0].to(request.device)
+
+
+def _shared_basis(view: SlicedCheckpoint, gram: Tensor) -> tuple[Tensor, float]:
+    """One basis of a view's dimensions for all that reads the stream, and the share of the energy in it."""
+    centred = residual_of(view.family).norm == "layer"
     basis, share = keeping_ones(gram, view.kept) if centred else principal(gram, view.kept, centred=False)
-    if view.keeps_tie:
-        basis = tied_basis(model, basis)
-    with disk_failures(bases.folder):
-        bases.write(0, [basis])
-        journal.record(BASIS, note=[share])
-    return [share]
+    return tied_basis(view.model, basis) if view.keeps_tie else basis, share
 
 
 def _view_of(request: Request) -> SlicedCheckpoint | None:

@@ -1,14 +1,16 @@
-"""How many whole blocks go where units of spaces go besides: by what a few numbers do to the model's own output.
+"""How much goes of one axis where units of spaces go besides: by what a few amounts do to the model's own output.
 
-Predicted divergences of blocks and of units are on different footings: of a gap they are of second order in an error as
-large as the stream's own, without the map that makes up for it; of units they are held-out errors of single sites.
-Their sum compares nothing. So the model is made with a few numbers of blocks gone and the rest of the size met by the
-widths of the least predicted error, refitted on the statistics of the unpruned model, and run on samples that no refit
-has seen (compensation/README.md, section 12).
+Predicted divergences of blocks, or of dimensions of the stream, and of units are on different footings: of a gap they
+are of second order in an error as large as the stream's own, without the map that makes up for it; of units they are
+held-out errors of single sites. Their sum compares nothing. So the model is made with a few amounts gone and the rest
+of the size met by the widths of the least predicted error, refitted on the statistics of the unpruned model, and run on
+samples that no refit has seen (compensation/README.md, section 12).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,70 +30,93 @@ from ckpt_prune.checkpoint.staging import disk_failures
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.budget import total_error
 from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.planning.records import Depth, TriedDepth
+from ckpt_prune.planning.records import Tried
 from ckpt_prune.progress import track
+from ckpt_prune.report.stages import Stages
 from ckpt_prune.transform.budgets import crossings_of, curves_of, decide, dense_ranking
 from ckpt_prune.transform.decisions import Decision, Decisions
 from ckpt_prune.transform.engine import Pruner
+from ckpt_prune.transform.measuring import measure_first
 from ckpt_prune.transform.request import LiveSamples, Ranked, Request
-from ckpt_prune.transform.shortening import at_depth, at_own_size, depth_of, wanted_depth
 from ckpt_prune.transform.site_variants import check_finite, trial_spaces
+from ckpt_prune.transform.sizing import at_own_size
 
 FIRST, MORE = 5, 2
-"""Numbers of blocks that are tried: so many from none to as many as meet the size by themselves, and then so many
-between the best one and those beside it."""
-_TRIED = "depth tried"
-"""Before a number of blocks, of units of the journal."""
-
-Shorten = Callable[[Request, Depth], tuple[Depth, Model]]
-"""A request and which blocks go → the record of what makes up for them, and the model that is left."""
-Choose = Callable[[Request], Depth]
-"""A request with a number of blocks to drop → which ones."""
+"""Amounts that are tried: so many from none to as much as meets the size by itself, and then so many between the best
+one and those beside it."""
+_WHOLE = "statistics of the unpruned model"
+"""Unit of the journal: what amounts are held against each other by."""
 
 
 def tried_counts(most: int) -> list[int]:
-    """Numbers of blocks that are tried first, ascending: none, `most`, and evenly between them."""
+    """Amounts that are tried first, ascending: none, `most`, and evenly between them."""
     return sorted({round(most * step / (FIRST - 1)) for step in range(FIRST)})
 
 
 def counts_beside(best: int, tried: Sequence[int]) -> list[int]:
-    """Numbers that are tried then: halfway between the best one and those tried beside it."""
+    """Amounts that are tried then: halfway between the best one and those tried beside it."""
     below, above = [count for count in tried if count < best], [count for count in tried if count > best]
     ends = [*([max(below)] if below else []), *([min(above)] if above else [])]
     return sorted({(best + end) // 2 for end in ends} - set(tried))[:MORE]
 
 
-@dataclass
-class Weighing:
-    """Numbers of blocks held against each other.
+@dataclass(frozen=True)
+class Trial:
+    """A model without some amount of an axis, its units still whole.
 
     Attributes:
-        request: of a recipe with `depth.drop: auto`, with samples to run.
+        short: the request for what is left to do, with its sites ranked, and nothing to run.
+        numbers: of its blocks in the dense model.
+        what: it lacks, in words.
+        predicted: of what is gone, to be done to the model's output; None where it is not known.
+        own_ends: whether embedding, final norm and head are not the dense model's.
+    """
+
+    short: Request
+    numbers: Sequence[int]
+    what: str
+    predicted: float | None = None
+    own_ends: bool = False
+
+
+class Weighing(ABC):
+    """Amounts of one axis held against each other.
+
+    Args:
+        request: of a recipe that leaves open how much goes, with samples to run.
         statistics: of the unpruned model, with all that widths of the least error are found from.
-        choose: which blocks go.
-        shorten: what makes up for them.
         journal: of the run, in which what was measured of each is entered.
     """
 
-    request: Request
-    statistics: Statistics
-    choose: Choose
-    shorten: Shorten
-    journal: Journal | None = None
+    unit: str
+    """Before an amount, of units of the journal."""
 
-    def __post_init__(self) -> None:
-        self.request = at_own_size(self.request)
-        self.ranking = ranking_of(self.request, self.statistics)
-        self._tried: dict[int, TriedDepth | None] = {}
+    def __init__(self, request: Request, statistics: Statistics, journal: Journal | None = None) -> None:
+        self.request, self.statistics, self.journal = at_own_size(request), statistics, journal
+        self.ranking = ranking_of(self.request, statistics)
+        self.tried: dict[int, Tried | None] = {}
         self._why: UserError | None = None
 
-    def record(self) -> Depth:
-        """The blocks that go, of the number that changes the output least; of equal ones the fewest.
+    @property
+    @abstractmethod
+    def most(self) -> int:
+        """What meets the size by itself, or all that may go."""
+
+    @abstractmethod
+    def trial(self, count: int) -> Trial:
+        """The model without so much of the axis.
 
         Raises:
-            UserError: no number of blocks leaves a model of the size.
+            UserError: there is none.
         """
-        first = tried_counts(wanted_depth(self.request).count)
+
+    def best(self) -> int:
+        """The amount that changes the output least; of equal ones the least.
+
+        Raises:
+            UserError: no amount leaves a model of the size.
+        """
+        first = tried_counts(self.most)
         self._try(first)
         best = self._best()
         if best is not None:
@@ -100,48 +125,35 @@ class Weighing:
         if best is None:
             assert self._why is not None
             raise self._why
-        found = [tried for _, tried in sorted(self._tried.items()) if tried is not None]
-        return self._chosen(best).model_copy(update={"tried": found})
+        return best
 
     def _best(self) -> int | None:
-        found = {count: tried.measured for count, tried in self._tried.items() if tried is not None}
+        found = {count: tried.measured for count, tried in self.tried.items() if tried is not None}
         return min(found, key=lambda count: (found[count], count), default=None)
-
-    def _chosen(self, count: int) -> Depth:
-        recipe, depth = self.request.recipe, depth_of(self.request)
-        settled = depth.model_copy(update={"drop": count} if count else {"drop": None, "blocks": []})
-        asked = replace(self.request, recipe=recipe.model_copy(update={"depth": settled}), statistics=self.statistics)
-        return self.choose(asked)
 
     def _try(self, counts: Sequence[int]) -> None:
         known = {} if self.journal is None else self.journal.notes
         for count in counts:
-            unit = f"{_TRIED} {count}"
+            unit = f"{self.unit} {count}"
             if unit in known:
-                self._tried[count] = None if known[unit] is None else TriedDepth.model_validate(known[unit])
+                self.tried[count] = None if known[unit] is None else Tried.model_validate(known[unit])
                 continue
             try:
-                self._tried[count] = self._measured(count)
+                self.tried[count] = self._measured(count)
             except UserError as error:
-                # Too few blocks for the size, or such as the class cannot do without: others may do.
-                self._tried[count], self._why = None, error
-            tried = self._tried[count]
+                # Too little for the size, or such as the class cannot do without: others may do.
+                self.tried[count], self._why = None, error
+            tried = self.tried[count]
             if self.journal is not None:
                 with disk_failures(self.journal.folder):
                     self.journal.record(unit, note=None if tried is None else tried.model_dump(mode="json"))
 
-    def _measured(self, count: int) -> TriedDepth:
-        """The divergence of a model without so many blocks, whose others meet the size."""
-        chosen = self._chosen(count)
-        few = replace(self.request, live=self._some)
-        record, model = self.shorten(few, chosen)
-        bare = replace(at_depth(self.request, record, model), live=None, statistics=self.statistics)
-        short = replace(bare, ranked=ranked_at(self.ranking, record))
-        decisions = decide(short)
-        predicted = [gap.divergence for gap in record.gaps] + [_predicted(short, decisions)]
-        value = self._divergence(short, record, decisions)
-        known = None if None in predicted else sum(each for each in predicted if each is not None)
-        return TriedDepth(blocks=count, predicted=known, measured=value)
+    def _measured(self, count: int) -> Tried:
+        """The divergence of a model without so much, whose units meet the size."""
+        trial = self.trial(count)
+        decisions = decide(trial.short)
+        predicted = None if trial.predicted is None else trial.predicted + _predicted(trial.short, decisions)
+        return Tried(predicted=predicted, measured=self._divergence(trial, decisions))
 
     # ---- running it ----------------------------------------------------------------------------------------------
 
@@ -151,8 +163,8 @@ class Weighing:
         return self.request.live
 
     @property
-    def _some(self) -> LiveSamples:
-        """The samples that maps are fitted to here: the first ones, which are not those that models are run on."""
+    def some(self) -> LiveSamples:
+        """The samples that whatever makes up for what is gone is fitted to here: not those that models are run on."""
         live, most = self._live, LIMITS[self.request.model.family.modality]
         last = fold_slices(len(live.samples), live.folds)[-1]
         count = min(last.start if last.start > 1 else last.stop, most)
@@ -181,25 +193,27 @@ class Weighing:
             self._reference = stream.readout(), stream.states
         return self._reference
 
-    def _divergence(self, short: Request, record: Depth, decisions: Decisions) -> float:
-        model = short.model
+    def _divergence(self, trial: Trial, decisions: Decisions) -> float:
+        model = trial.short.model
         stream = self._stream(model)
-        for block in track(range(model.blocks), f"without {record.blocks - model.blocks} blocks", total=model.blocks):
-            stream.advance(block, self._pruned(short, record.kept[block], block, decisions))
+        for block in track(range(model.blocks), trial.what, total=model.blocks):
+            stream.advance(block, self._pruned(trial, block, decisions))
         readout, states = self._dense()
-        (value,) = divergences(readout, states, self._unseen, [(readout, stream.states)])
-        check_finite(value, f"the output without {record.blocks - model.blocks} blocks", self._live.compute_dtype)
+        own = stream.readout() if trial.own_ends else readout
+        (value,) = divergences(readout, states, self._unseen, [(own, stream.states)])
+        check_finite(value, f"the output {trial.what}", self._live.compute_dtype)
         return value
 
     @torch.no_grad()
-    def _pruned(self, short: Request, old: int, block: int, decisions: Decisions) -> Mapping[str, Tensor]:
+    def _pruned(self, trial: Trial, block: int, decisions: Decisions) -> Mapping[str, Tensor]:
         """A block with its sites pruned and refitted on all folds but the last, or the only one."""
+        short = trial.short
         model, whole, tensors = short.model, self.request.model, short.model.read_block(block)
         own = {space: decisions.of(model, Site(block, space)) for space in short.recipe.spaces}
         pruned = [space for space, decision in own.items() if decision.keep < model.units(space)]
         if not pruned:
             return tensors
-        read: Any = CachedMoments(self.statistics, whole).moments(old, {}, pruned)
+        read: Any = CachedMoments(self.statistics, whole).moments(trial.numbers[block], {}, pruned)
         moments: Any = {space: (total(folds[:-1] or folds).to(short.device),) for space, folds in read.items()}
         recipe = Recipe.model_validate(
             {"version": 1, "name": "tried", "spaces": trial_spaces(model, block, pruned, tensors)}
@@ -209,15 +223,31 @@ class Weighing:
         return pruner.block(block, tensors, KnownMoments(moments))[0]
 
 
+def measured_whole(request: Request, folder: Path, journal: Journal, stages: Stages) -> Statistics:
+    """Statistics of the unpruned model that amounts are held against each other by: measured, where they were not.
+
+    Args:
+        request: of the whole job, with samples.
+        folder: where they are kept.
+        journal: of the run.
+        stages: of the run.
+    """
+    if request.statistics is not None:
+        return request.statistics
+    if _WHOLE in journal.units:
+        return Statistics(folder)
+    assert request.live is not None
+    with stages.stage("measuring"):
+        plain = replace(request, recipe=request.recipe.spaces_alone)
+        statistics = measure_first(plain, request.live, folder, None)
+    with disk_failures(folder):
+        journal.record(_WHOLE)
+    return statistics
+
+
 def ranking_of(request: Request, statistics: Statistics) -> Mapping[Site, Sequence[Ranked]]:
-    """Every site's units in the dense model, and what fewer of them lose, for a recipe with blocks and spaces."""
-    return dense_ranking(replace(request, recipe=request.recipe.after_depth, statistics=statistics))
-
-
-def ranked_at(ranking: Mapping[Site, Sequence[Ranked]], record: Depth) -> dict[Site, Sequence[Ranked]]:
-    """The same of the blocks that stay, by their new numbers."""
-    places = {old: new for new, old in enumerate(record.kept)}
-    return {site._replace(block=places[site.block]): own for site, own in ranking.items() if site.block in places}
+    """Every site's units in the dense model, and what fewer of them lose, for a recipe with spaces."""
+    return dense_ranking(replace(request, recipe=request.recipe.spaces_alone, statistics=statistics))
 
 
 def _predicted(request: Request, decisions: Decisions) -> float:

@@ -47,7 +47,7 @@ def shared_out(settled: Settled) -> MaskShares:
     model = settled.model
     if mask.allocation == "divergence":
         return _by_divergence(settled, mask)
-    sizes = [_size(model, block) for block in range(model.blocks)]
+    sizes = [_size(model, block) for block in model.spaced]
     ratio = settled.recipe.ratio if mask.groups is None else mask.groups.ratio
     if mask.allocation == "owl":
         figures = _outliers(settled, mask)
@@ -57,23 +57,22 @@ def shared_out(settled: Settled) -> MaskShares:
         ratios = by_exponents(figures, sizes, ratio, mask.chosen_spread)
     if not all(torch.isfinite(torch.tensor(figures))):
         raise UserError(f"mask.allocation {mask.allocation}: a block's weights or inputs tell no finite figure")
+    # Blocks that come before those with spaces have no zeros, and no figure.
+    before = model.spaced.start
+    figures = [0.0] * before + figures
     if mask.groups is not None:
-        return _in_groups(whole_groups(ratios, mask.groups), figures, mask.groups.of)
+        kept = whole_groups(ratios, mask.groups)
+        return _in_groups([mask.groups.of] * before + kept, figures, mask.groups.of)
     check_ratios(ratios, mask.allocation, mask.chosen_spread)
-    return MaskShares(ratios=[round(each, 6) for each in ratios], figures=figures)
+    return MaskShares(ratios=[0.0] * before + [round(each, 6) for each in ratios], figures=figures)
 
 
 def _in_groups(kept: list[int], figures: list[float], of: int) -> MaskShares:
     return MaskShares(ratios=[1 - own / of for own in kept], kept=kept, figures=figures)
 
 
-def _weights(model: Model, block: int, tensors: Mapping[str, Tensor]) -> list[Tensor]:
-    return [tensors[model.family.tensor(block, module)] for module in model.family.linears]
-
-
 def _size(model: Model, block: int) -> int:
-    infos = model.checkpoint.tensors
-    return sum(infos[model.family.tensor(block, module)].numel for module in model.family.linears)
+    return sum(model.checkpoint.tensors[name].numel for name in model.weights(block))
 
 
 # ---- by what blocks are -----------------------------------------------------------------------------------------
@@ -91,6 +90,9 @@ def _outliers(settled: Settled, mask: MaskRecipe) -> list[float]:
     found = []
     for block in track(range(model.blocks), "outliers", total=model.blocks):
         tensors = model.read_block(block)
+        if block not in model.spaced:
+            source.advance(block, tensors)
+            continue
         moments = source.moments(block, tensors, list(family.inputs))
         scores = [
             wanda(tensors[family.tensor(block, module)], total([m for m in moments[first] if isinstance(m, Moments)]))
@@ -105,8 +107,8 @@ def _outliers(settled: Settled, mask: MaskRecipe) -> list[float]:
 def _exponents(model: Model) -> list[float]:
     """AlphaPruning's metric of every block: the mean over its linear modules."""
     found = []
-    for block in track(range(model.blocks), "spectra", total=model.blocks):
-        own = [hill_exponent(weight) for weight in _weights(model, block, model.read_block(block))]
+    for block in track(model.spaced, "spectra", total=len(model.spaced)):
+        own = [hill_exponent(weight) for weight in model.checkpoint.read(model.weights(block)).values()]
         found.append(sum(own) / len(own))
     return found
 
@@ -132,7 +134,7 @@ def _by_divergence(settled: Settled, mask: MaskRecipe) -> MaskShares:
     drawn = gradients_at_the_end(stream.readout(), some, end, live.allocate)
     groups = mask.groups
     tried = TRIED if groups is None else tuple(gone / groups.of for gone in range(1, groups.of))
-    masker = Masker(model.family, mask, 0.0, groups, frozenset(), request.device)
+    masker = Masker(model, mask, 0.0, groups, frozenset(), request.device)
     curves: list[list[float]] = []
     for block in track(range(model.blocks - 1, -1, -1), "trying masks", total=model.blocks):
         tensors, before = model.read_block(block), states.pop()
@@ -149,7 +151,7 @@ def _by_divergence(settled: Settled, mask: MaskRecipe) -> MaskShares:
             for _ in pass_back(stream, module, block, before, [each.values for each in drawn], ()):
                 pass
         end = before
-    sizes = [_size(model, block) for block in range(model.blocks)]
+    sizes = [_size(model, block) for block in model.spaced]
     if not all(bool(torch.isfinite(torch.tensor(own)).all()) for own in curves):
         raise UserError("mask.allocation divergence: a gradient or a masked block's output is not finite")
     if groups is not None:

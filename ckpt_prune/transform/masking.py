@@ -3,12 +3,11 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-from ckpt_prune.architectures.family import Family
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.kinds import SpaceMoments
 from ckpt_prune.calibration.moments import Moments, total
@@ -25,10 +24,10 @@ from ckpt_prune.transform.engine import check_overflow, fill_biases
 
 @dataclass(frozen=True)
 class Masker:
-    """Zeroes weights of every linear module of a block (sparsity/README.md).
+    """Zeroes weights of every linear module of a block that spaces lie on (sparsity/README.md).
 
     Args:
-        family: the model's description.
+        model: the source.
         mask: how.
         ratio: share of weights to zero, where the pattern is unstructured.
         groups: N:M; None where it is unstructured.
@@ -38,7 +37,7 @@ class Masker:
         shares: share of weights to zero of every block, where they differ. Of N:M it says N.
     """
 
-    family: Family
+    model: Model
     mask: MaskRecipe
     ratio: float
     groups: GroupPattern | None
@@ -71,16 +70,16 @@ class Masker:
             own = None if self.groups is None else self.groups.keeping(self.shares[block])
             return replace(self, ratio=self.shares[block], groups=own, shares=None).block(block, tensors, source)
         current = dict(tensors)
-        fill_biases(self.family, block, self.biases, current)
+        fill_biases(self.model.family, block, self.biases, current)
         masked: list[MaskedLinear] = []
-        readers = self.family.inputs
+        readers = self.model.inputs(block)
         for stage in source.stages(list(readers)):
             moments = source.moments(block, current, stage)
             for first in stage:
                 folds = _inputs(moments.get(first))
                 whole = total(folds).to(self.device) if folds else None
                 for module in readers[first]:
-                    name = self.family.tensor(block, module)
+                    name = self.model.tensor(block, module)
                     # As in `engine`: the first of several processes has the moments.
                     current[name], record = here().once(partial(self.stored, block, module, current[name], whole))
                     masked.append(record)
@@ -94,7 +93,7 @@ class Masker:
 
     def linear(self, block: int, module: str, tensor: Tensor, moments: Moments | None) -> tuple[Tensor, MaskedLinear]:
         """One weight with its zeros, float64, and what was done to it."""
-        name = self.family.tensor(block, module)
+        name = self.model.tensor(block, module)
         weight = tensor.to(self.device)
         damp, dead = None, None
         if self.mask.method == "sparsegpt":
@@ -119,7 +118,7 @@ class Masker:
         return new, MaskedLinear(
             block=block,
             weight=name,
-            kind=self.family.labels[module],
+            kind=self.model.family.labels[module],
             rows=weight.shape[0],
             columns=weight.shape[1],
             zeros=int((~keep).sum()),
@@ -153,8 +152,7 @@ def check_widths(model: Model, mask: MaskRecipe) -> None:
     groups = mask.groups
     if groups is None:
         return
-    for block, module in product(range(model.blocks), model.family.linears):
-        name = model.tensor(block, module)
+    for name in chain.from_iterable(map(model.weights, range(model.blocks))):
         columns = model.checkpoint.tensors[name].shape[1]
         if columns % groups.of:
             raise UserError(

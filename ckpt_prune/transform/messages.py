@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
-from itertools import product
+from itertools import chain
 from math import exp
 
 from ckpt_prune.architectures.composite import load_composite
@@ -27,6 +27,8 @@ from ckpt_prune.transform.sizing import dense_size, output_size
 
 _NEAR = 0.005
 """A size that is missed by no more than this share of the dense model is met."""
+_NAMED = 3
+"""So many of a list are named."""
 _ALIKE = 0.005
 """Predicted losses that differ by less than this share are told to be the same."""
 
@@ -45,6 +47,12 @@ def messages(settled: Settled) -> list[str]:
         kind = "sequential" if recipe.target == "sequential" else "drift-correcting"
         told = " (drift: how far pruning has moved the residual stream)" if recipe.target == "drift" else ""
         found.append(f"recipe {recipe.name} is {kind}{told}; with --statistics its dense-cache variant is used")
+    first, family = settled.model.spaced.start, settled.model.family
+    if recipe.mask is not None and first:
+        found.append(
+            f"the mask leaves {counted(first, 'block')} before the others as they are ({family.leading} in "
+            "config.json): one mlp stands there in place of experts"
+        )
     rotation = recipe.rotation
     if rotation is not None and rotation.compute_dtype == "bfloat16" and not multiplies_bfloat16(request.device):
         found.append(
@@ -53,6 +61,10 @@ def messages(settled: Settled) -> list[str]:
         )
     if settled.output.container.note:
         found.append(settled.output.container.note)
+    if settled.model.checkpoint.ignored:
+        found.append(
+            f"{ignored_words(settled.model)}: they are left out, and the output's config.json no longer speaks of them"
+        )
     made = report_of(settled.model.checkpoint.path)
     if made is not None and made.mask is not None:
         masked = mask_words(made.mask.method, made.mask.pattern)
@@ -63,6 +75,17 @@ def messages(settled: Settled) -> list[str]:
     found += size_lines(settled)
     found += filter(None, [few_tokens(settled, errors="below"), wider_choice(settled)])
     return found
+
+
+def ignored_words(model: Model) -> str:
+    """How many tensors of a checkpoint its class does not load, and which."""
+    names = sorted(model.checkpoint.ignored)
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    numbers = sum(info.numel for info in model.checkpoint.ignored.values())
+    return (
+        f"transformers' {model.family.architecture} does not load {counted(len(names), 'tensor')} "
+        f"({human_count(numbers)} numbers; {', '.join(names[:_NAMED])}{more})"
+    )
 
 
 def few_tokens(settled: Settled, *, errors: str) -> str | None:
@@ -84,7 +107,7 @@ def few_tokens(settled: Settled, *, errors: str) -> str | None:
         if recipe.needs_gram(space)
     ]
     depth, hidden = request.whole.recipe.depth, request.whole.recipe.hidden
-    if hidden is not None:
+    if hidden is not None and not recipe.spaces:
         width = model.dimension("hidden")
         if tokens >= 2 * width:
             return None
@@ -96,7 +119,7 @@ def few_tokens(settled: Settled, *, errors: str) -> str | None:
         widths = [model.dimension("hidden")]
     whitened = recipe.low_rank is not None and recipe.low_rank.whitens
     if whitened or (recipe.mask is not None and recipe.mask.method == "sparsegpt"):
-        weights = (model.tensor(block, m) for block, m in product(range(model.blocks), model.family.linears))
+        weights = chain.from_iterable(map(model.weights, range(model.blocks)))
         widths = [model.checkpoint.tensors[name].shape[1] for name in weights]
     if not widths or tokens >= 2 * max(widths):
         return None
@@ -179,7 +202,8 @@ def unmeasured_lines(settled: Settled) -> Iterable[str]:
         also = f", and then {what}" if settled.recipe.spaces else ""
         what = f"how far blocks move the residual stream{also}"
     if hidden is not None:
-        what = "the residual stream, wherever a block reads it"
+        also = f", and then {what}" if recipe.spaces else ""
+        what = f"the residual stream, wherever a block reads it{also}"
     if recipe.weighed_by_effect:
         what += ", and what pruning each does to the model's output"
     if request.live is None:
@@ -192,7 +216,7 @@ def unmeasured_lines(settled: Settled) -> Iterable[str]:
         windows = f"{counted(len(samples), 'window')} of {samples.tokens} tokens"
         count = counted(len(samples), "image") if images else windows
         yield f"to be measured first: {what}, on {count} of {request.live.source}"
-    if settled.foreseen and depth is None and recipe.low_rank is None:
+    if settled.foreseen and depth is None and hidden is None and recipe.low_rank is None:
         yield (
             f"`{recipe.calibration}` and then `ckpt-prune plan --statistics STATS` tell the widths and the predicted "
             "error of every layer before anything is pruned"

@@ -6,11 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt_prune.architectures.depth import facts_of
+from ckpt_prune.architectures.fitting import fitting_family
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import as_said, build_skeleton, parse_config
 from ckpt_prune.containers.choosing import NothingFitsError, choose_container
 from ckpt_prune.containers.container import Container
 from ckpt_prune.errors import UserError
+from ckpt_prune.rotations.narrow import NarrowCheckpoint
 from ckpt_prune.rotations.sliced import SlicedCheckpoint
 from ckpt_prune.transform.layout import Layout, plan_layout
 
@@ -40,6 +42,23 @@ def narrow_container(model: Model, view: SlicedCheckpoint, biases: Set[str]) -> 
         told = "the head is no longer tied to the embedding: it reads another basis"
         container = replace(container, note="; ".join(filter(None, [container.note, told])))
     return container, plan_layout(model, widths, container, view.added)
+
+
+def narrow_model(view: SlicedCheckpoint) -> Model:
+    """The model in one basis of fewer dimensions, as its stock class has it: whatever prunes a model prunes it.
+
+    Args:
+        view: with or without its basis, which is asked for where a tensor is read.
+
+    Raises:
+        UserError: no stock class has such a stream.
+    """
+    model = view.model
+    biases = frozenset(m for m in model.family.linears if model.has(m, "bias")) | view.added_biases
+    container, _ = narrow_container(model, view, biases)
+    checkpoint = NarrowCheckpoint.of(view, container.config, container.biases)
+    config = parse_config(container.config)
+    return Model(checkpoint, fitting_family(checkpoint).with_config(config), config)
 
 
 def _narrow(model: Model, kept: int) -> Model:

@@ -1,19 +1,21 @@
 """How many dimensions of the residual stream stay, what stands in for its bases, and what cannot be sliced."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ckpt_prune.architectures.family import DATA_OPTIONS
 from ckpt_prune.architectures.model import Model
+from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.hidden_recipe import HiddenRecipe
 from ckpt_prune.planning.records import Cost, Hidden
 from ckpt_prune.planning.sizes import cost_in
 from ckpt_prune.rotations.absorbing import residual_of
 from ckpt_prune.rotations.sliced import Bases, SlicedCheckpoint, check_sliceable, not_measured
-from ckpt_prune.transform.narrow_stock import embedding_scale, narrow_container
+from ckpt_prune.transform.narrow_stock import embedding_scale, narrow_container, narrow_model
 from ckpt_prune.transform.output import sliced_output
 from ckpt_prune.transform.request import Narrowed, Request
-from ckpt_prune.transform.sizing import dense_size
+from ckpt_prune.transform.sizing import at_own_size, check_reachable, dense_size
 
 
 def hidden_of(request: Request) -> HiddenRecipe:
@@ -23,7 +25,7 @@ def hidden_of(request: Request) -> HiddenRecipe:
 
 
 def wanted_width(request: Request) -> int:
-    """How many dimensions of the stream are to stay.
+    """How many dimensions of the stream are to stay; all, where that is still to be measured.
 
     Raises:
         UserError: none would, or more are to go than there are, or the size is out of reach.
@@ -31,7 +33,9 @@ def wanted_width(request: Request) -> int:
     model, recipe, hidden = request.model, request.recipe, hidden_of(request)
     width, step = model.dimension("hidden"), hidden.multiple_of
     least = least_width(request)
-    if recipe.size is not None:
+    if hidden.drop == "auto":
+        return width
+    if recipe.size is not None and not recipe.spaces:
         return _width_for_size(request, least)
     if hidden.drop is not None and hidden.drop >= width:
         raise UserError(f"recipe {recipe.name} drops {hidden.drop} of {width} dimensions of the residual stream")
@@ -44,6 +48,19 @@ def wanted_width(request: Request) -> int:
             f"at least {least} have to stay"
         )
     return kept
+
+
+def possible_widths(request: Request) -> list[int]:
+    """Numbers of dimensions that may stay where spaces meet the rest of a size, descending: from all of them on.
+
+    The last one meets the size by itself, or is the least that a model can have.
+    """
+    width, step, least = request.model.dimension("hidden"), hidden_of(request).multiple_of, least_width(request)
+    try:
+        last = _width_for_size(request, least)
+    except UserError:
+        last = least
+    return [width, *range((width - 1) // step * step, last - 1, -step)]
 
 
 def least_width(request: Request) -> int:
@@ -89,7 +106,7 @@ def _cost(request: Request, kept: int) -> Cost:
     """
     model = request.model
     widths = [{space: model.units(space) for space in model.family.spaces}] * model.blocks
-    return sliced_output(model, _view(request, kept, not_measured), widths).cost
+    return sliced_output(model, view_of(request, kept), widths).cost
 
 
 def check_hidden(request: Request) -> None:
@@ -113,11 +130,36 @@ def check_hidden(request: Request) -> None:
             "which embedding and head are one table: leave it out"
         )
     if request.statistics is not None:
-        data = DATA_OPTIONS[model.family.modality]
-        raise UserError(f"recipe {recipe.name} measures the stream itself: give {data} in place of --statistics")
+        _check_statistics(request, request.statistics)
+    if recipe.spaces:
+        _check_joint(request)
+        return
     kept = wanted_width(request)
     if recipe.size is None or kept < model.dimension("hidden"):
         _cost(request, kept)
+
+
+def _check_statistics(request: Request, statistics: Statistics) -> None:
+    """Refuse statistics that do not tell the bases of a recipe."""
+    recipe, hidden = request.recipe, hidden_of(request)
+    if hidden.kind == "per-block" or hidden.signal == "stream" or recipe.spaces:
+        data = DATA_OPTIONS[request.model.family.modality]
+        raise UserError(f"recipe {recipe.name} measures the stream itself: give {data} in place of --statistics")
+    lacking = [kind for kind in recipe.collect if kind not in statistics.index.collect]
+    if lacking:
+        raise UserError(
+            f"recipe {recipe.name} needs Grams of what the blocks' norms give, and {statistics.folder} has no "
+            f"{' and no '.join(lacking)}: calibrate with --collect {','.join(recipe.collect)}"
+        )
+
+
+def _check_joint(request: Request) -> None:
+    """Refuse a narrower stream beside spaces that no class has, or that leaves more than the size."""
+    own = at_own_size(request) if hidden_of(request).auto else request
+    widths = possible_widths(own) if hidden_of(own).auto else [wanted_width(own)]
+    if len(widths) > 1:
+        _cost(own, widths[1])
+    check_reachable(jointly_narrowed(own, hidden_record(own, widths[-1])))
 
 
 def unmeasured(request: Request) -> Request:
@@ -125,7 +167,7 @@ def unmeasured(request: Request) -> Request:
     return narrowed(request, not_measured, [])
 
 
-def narrowed(request: Request, bases: Bases, energy: list[float]) -> Request:
+def narrowed(request: Request, bases: Bases, energy: Sequence[float]) -> Request:
     """The request for what is left to do once the stream is sliced: nothing, where it is within its size as it is.
 
     Args:
@@ -133,24 +175,74 @@ def narrowed(request: Request, bases: Bases, energy: list[float]) -> Request:
         bases: of every block.
         energy: of their signals that they keep.
     """
-    hidden, kept, width = hidden_of(request), wanted_width(request), request.model.dimension("hidden")
+    kept, width = wanted_width(request), request.model.dimension("hidden")
+    record = hidden_record(request, kept, energy)
+    if request.recipe.spaces:
+        return jointly_narrowed(request, record, None if kept == width else view_of(request, kept, bases))
     whole = request.recipe.size is not None and kept == width
-    view = None if whole else _view(request, kept, bases)
-    record = Hidden(
+    view = None if whole else view_of(request, kept, bases)
+    return replace(request, recipe=request.recipe.after_hidden, narrowed=Narrowed(request, record, view))
+
+
+def jointly_narrowed(request: Request, record: Hidden, view: SlicedCheckpoint | None = None) -> Request:
+    """The request for what is left to do to spaces once the stream has lost dimensions.
+
+    Args:
+        request: the whole one.
+        record: of the stream.
+        view: the model in the basis that was measured; by default names and shapes alone.
+    """
+    own = at_own_size(request) if hidden_of(request).auto else request
+    into = None
+    if record.kept < record.dimensions:
+        into = view or view_of(request, record.kept)
+    return replace(
+        request,
+        model=request.model if into is None else narrow_model(into),
+        recipe=own.recipe.after_hidden,
+        statistics=None,
+        narrowed=Narrowed(request, record, None, into),
+    )
+
+
+def hidden_record(request: Request, kept: int, energy: Sequence[float] = ()) -> Hidden:
+    """What is left of a stream of which so many dimensions stay.
+
+    Args:
+        request: the whole one.
+        kept: how many.
+        energy: of their signals that they keep, basis by basis.
+    """
+    hidden, model = hidden_of(request), request.model
+    width = model.dimension("hidden")
+    as_it_is = kept == width and (request.recipe.size is not None or bool(request.recipe.spaces))
+    tied = hidden.kind == "shared" and model.tied and not as_it_is
+    return Hidden(
         kind=hidden.kind,
         signal=hidden.signal,
         dimensions=width,
         kept=kept,
-        tied=view.keeps_tie if view is not None and view.shared and request.model.tied else None,
+        tied=not _untied(request) if tied else None,
         energy=list(energy),
     )
-    return replace(request, recipe=request.recipe.after_hidden, narrowed=Narrowed(request, record, view))
 
 
-def _view(request: Request, kept: int, bases: Bases) -> SlicedCheckpoint:
+def _untied(request: Request) -> bool:
+    """Whether a head that is the embedding gets a table of its own."""
+    hidden = hidden_of(request)
+    return hidden.tied == "untie" or (hidden.tied is None and _centred(request.model))
+
+
+def view_of(request: Request, kept: int, bases: Bases = not_measured) -> SlicedCheckpoint:
+    """The model in bases of so many dimensions.
+
+    Args:
+        request: the whole one.
+        kept: how many.
+        bases: of every block.
+    """
     model, hidden = request.model, hidden_of(request)
-    untied = hidden.tied == "untie" or (hidden.tied is None and _centred(model))
-    view = SlicedCheckpoint(model, hidden.kind, kept, bases, untied=untied, device=request.device)
+    view = SlicedCheckpoint(model, hidden.kind, kept, bases, untied=_untied(request), device=request.device)
     if not view.shared:
         return view
     biases = frozenset(m for m in model.family.linears if model.has(m, "bias")) | view.added_biases

@@ -76,6 +76,8 @@ def _not_by_blocks(report: Report, made_from: object) -> str | None:
         return "it is a part of another model"
     if report.depth is not None and report.sites:
         return "whole blocks are gone, and the others were measured without them"
+    if report.hidden is not None:
+        return "its weights have absorbed a basis of the residual stream"
     if report.rotation is not None or report.recovery is not None:
         return "its weights were rotated or trained"
     if made_from is None:

@@ -84,6 +84,7 @@ def report_of_prune(
         recipe_digest=whole.recipe.digest,
         origin=whole.origin,
         source=source_of(whole.model.checkpoint),
+        ignored=sorted(settled.model.checkpoint.ignored),
         part=part_name(settled.model.checkpoint),
         asked=None if asked is None else _asked(asked),
         calibration=Record.model_validate(settled.provenance()),
@@ -93,7 +94,7 @@ def report_of_prune(
         before=settled.before,
         after=output.cost,
         depth=None if shortened is None else shortened.record,
-        hidden=None if narrowed is None or narrowed.view is None else narrowed.record,
+        hidden=None if narrowed is None or narrowed.idle else narrowed.record,
         mask=mask,
         rotation=rotation,
         sites=[_without_scores(record) for record in records if isinstance(record, SitePlan)],
@@ -215,6 +216,7 @@ def _elsewhere(pruned: Model, dense: Model, container: Container) -> Report:
     return Report(
         recipe=UsedRecipe(name=ELSEWHERE),
         source=source_of(dense.checkpoint),
+        ignored=sorted(pruned.checkpoint.ignored),
         calibration=Record(),
         # What else it has to be noted of its container is not known, nor what is padded.
         container=stored_as(container, pruned.family).model_copy(update={"padded": [], "note": None}),

@@ -94,12 +94,20 @@ class Narrowed:
     Attributes:
         whole: the request that asked for it.
         record: how many stay.
-        view: the model in bases of so many dimensions, measured or not; None where it is within its size as it is.
+        view: the model in bases of so many dimensions, measured or not; None where it is within its size as it is, or
+            where the request's model is so narrow itself.
+        into: the view that the request's model is, in that case.
     """
 
     whole: "Request"
     record: Hidden
     view: SlicedCheckpoint | None
+    into: SlicedCheckpoint | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether the recipe's size asks for nothing."""
+        return self.view is None and not self.whole.recipe.spaces
 
 
 @dataclass(frozen=True)
@@ -121,8 +129,8 @@ class Request:
         by_default: whether nobody named the recipe.
         origin: where the recipe, or that of the plan, was fetched from; None for one that was here.
         shortened: where blocks are gone: `model` is what stays of it, and `recipe` what is left to do.
-        narrowed: where dimensions of the residual stream are gone: `model` is the dense one, and `recipe` what is left
-            to do.
+        narrowed: where dimensions of the residual stream are gone: `recipe` is what is left to do, and `model` the
+            dense one, or without these dimensions where spaces are left.
         latencies: of this machine, where the recipe's size is a latency.
     """
 

@@ -2,8 +2,11 @@
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+from torch import Tensor
 
 from ckpt_prune._version import __version__
 from ckpt_prune.architectures.model import Model
@@ -35,7 +38,7 @@ from ckpt_prune.transform.request import Request
 from ckpt_prune.transform.shortening import standing_in
 from ckpt_prune.transform.sizing import at_size
 
-_JOURNAL = 4
+_JOURNAL = 5
 """Form of the notes that a run leaves for the one that resumes it."""
 
 
@@ -147,7 +150,7 @@ class Settled:
             return Factorer(self.model.family, self.output.ranks, request.device, dense)
         if request.recipe.mask is not None:
             return Masker(
-                self.model.family,
+                self.model,
                 request.recipe.mask,
                 request.recipe.ratio,
                 request.recipe.mask.groups,
@@ -185,13 +188,23 @@ class Settled:
                 gram = dict.fromkeys(self.model.family.inputs, True)
             true, dense = recipe.true_sequential, self.dense
             if recipe.target == "drift":
+                goal, seen = self._goal
                 return DriftMoments(
-                    self.live_stream(dense), self.live_stream(self.source), dense.block, gram, true_sequential=true
+                    self.live_stream(dense), self.live_stream(goal), goal.block, gram, true_sequential=true, seen=seen
                 )
             return SequentialMoments(self.live_stream(dense), gram, true_sequential=true)
         assert request.statistics is not None
         cached, rotated = CachedMoments(request.statistics, self.model), self.rotated
         return cached if rotated is None else RotatedMoments(cached, rotated)
+
+    @property
+    def _goal(self) -> tuple[Dense, Callable[[Tensor], Tensor] | None]:
+        """The model whose stream is fitted to, and what of it a narrower stream has room for."""
+        narrowed = self.request.narrowed
+        if narrowed is None or narrowed.into is None:
+            return self.source, None
+        own = narrowed.whole
+        return Dense(own.model, own.device, container=own.stored), narrowed.into.seen
 
     def live_stream(self, dense: Dense) -> Any:
         """Hidden states of the live samples at the first block of a model."""
@@ -282,7 +295,11 @@ def foresee(request: Request) -> Settled:
     check_fit(request)
     if not request.lacks_moments:
         check_data(request)
-    if request.recipe.joint:
+    recipe = request.recipe
+    if recipe.joint and recipe.hidden is not None:
+        found = _foreseen(unmeasured(request))
+        return replace(found, foreseen=found.foreseen or recipe.hidden.auto)
+    if recipe.joint:
         return replace(_foreseen(standing_in(request)), foreseen=True)
     if request.recipe.depth is not None:
         return replace(_decided(standing_in(request)), foreseen=request.recipe.depth.choice is not None)

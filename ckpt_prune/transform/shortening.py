@@ -13,10 +13,9 @@ from ckpt_prune.planning.depth_recipe import DepthRecipe
 from ckpt_prune.planning.plan import Plan
 from ckpt_prune.planning.records import Depth, Gap
 from ckpt_prune.planning.runs import runs_of
-from ckpt_prune.planning.sizes import TargetSize, size_words
-from ckpt_prune.transform.decisions import Decisions
+from ckpt_prune.planning.sizes import size_words
 from ckpt_prune.transform.request import Request, Shortened
-from ckpt_prune.transform.sizing import check_reachable, dense_size, limit_of, size_at
+from ckpt_prune.transform.sizing import at_own_size, check_reachable, dense_size, limit_of
 
 
 @dataclass(frozen=True)
@@ -120,16 +119,6 @@ def _most(request: Request, allowed: Sequence[int]) -> int:
     """Blocks that may go at the most where their number is found by measuring: then nothing else has to."""
     count, _ = _fewest(at_own_size(request), allowed)
     return min(len(allowed), request.model.blocks - 1) if count is None else count
-
-
-def at_own_size(request: Request) -> Request:
-    """The request with a size in place of a ratio: the parameters that one ratio leaves of all spaces."""
-    recipe = request.recipe
-    if recipe.size is not None:
-        return request
-    plain = replace(request, recipe=recipe.after_depth.at_one_ratio)
-    left = size_at(plain, "params", Decisions(plain.recipe).widths(request.model))
-    return replace(request, recipe=recipe.with_size(TargetSize.model_validate({"params": left})))
 
 
 def without(model: Model, gone: Sequence[int]) -> Model:

@@ -16,7 +16,7 @@ from ckpt_prune.planning.budget import Crossing
 from ckpt_prune.planning.latency import Latencies
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.shares import allowed_widths, ratio_for
-from ckpt_prune.planning.sizes import SizeKind, cost_in, size_words
+from ckpt_prune.planning.sizes import SizeKind, TargetSize, cost_in, size_words
 from ckpt_prune.transform.decisions import Decisions, keep_count, kept_units, rounding_of
 from ckpt_prune.transform.output import output_of
 from ckpt_prune.transform.rankings import ranked
@@ -165,8 +165,8 @@ def check_reachable(request: Request) -> None:
         UserError: with the least size there is.
     """
     recipe, model = request.recipe, request.model
-    if recipe.size is None or recipe.allocation != "least-error" or recipe.depth is not None:
-        return  # what spaces can reach once blocks are gone is looked at then
+    if recipe.size is None or recipe.allocation != "least-error" or recipe.depth or recipe.hidden:
+        return  # what spaces can reach once blocks or dimensions are gone is looked at then
     smallest = {space: min(model.units(space), own.multiple_of) for space, own in recipe.spaces.items()}
     least = size_at(request, recipe.size.kind, [smallest] * model.blocks)
     if least > limit_of(request):
@@ -178,7 +178,9 @@ def unreachable(request: Request, least: float) -> str:
     size = request.recipe.size
     assert size is not None
     dense = dense_size(request.whole, size.kind)
-    what = "spaces" if request.shortened is None else "blocks and spaces"
+    parts = ["blocks"] if request.shortened is not None else []
+    parts += ["stream"] if request.narrowed is not None else []
+    what = " and ".join([*parts, "spaces"])
     return (
         f"{size.words}: out of reach of recipe {request.recipe.name}, whose {what} leave "
         f"{size_words(size.kind, least)} at the least, of {size_words(size.kind, dense)}{size.share_meant}"
@@ -249,6 +251,16 @@ def limit_of(request: Request) -> int:
     size = request.recipe.size
     assert size is not None
     return size.of(dense_size(request.whole, size.kind))
+
+
+def at_own_size(request: Request) -> Request:
+    """The request with a size in place of a ratio: the parameters that one ratio leaves of all spaces."""
+    recipe = request.recipe
+    if recipe.size is not None:
+        return request
+    plain = replace(request, recipe=recipe.spaces_alone.at_one_ratio)
+    left = size_at(plain, "params", Decisions(plain.recipe).widths(request.model))
+    return replace(request, recipe=recipe.with_size(TargetSize.model_validate({"params": left})))
 
 
 def dense_size(request: Request, kind: SizeKind) -> int:

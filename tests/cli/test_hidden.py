@@ -212,7 +212,7 @@ def test_what_does_not_follow_a_basis_of_its_own_is_refused(here) -> None:
             (["--set", "hidden.tied=keep"], "kind: per-block leaves embedding and head as they are: leave out tied"),
             (
                 ["--set", "depth.drop=1"],
-                "hidden turns the residual stream into another basis: for spaces, blocks or a mask as well, prune "
+                "hidden turns the residual stream into another basis: for blocks or a mask as well, prune "
                 "twice, these first where the output needs code of its own (kind: per-block)",
             ),
             (
@@ -240,6 +240,24 @@ def test_what_does_not_follow_a_basis_of_its_own_is_refused(here) -> None:
 def test_what_cannot_be(here, changes: list[str], why: str) -> None:
     said = refused("prune", "tied", "--recipe", "slicegpt", *changes, *TEXT, "-o", "out")
     assert why in said, said
+
+
+def test_one_basis_from_statistics(here) -> None:
+    """Statistics of every linear's input tell what the blocks' norms give: all but what the final norm reads."""
+    ok("calibrate", "tied", *TEXT, "--collect", "moments,gram", "-o", "few")
+    job = (*SHARED[:3], "slicegpt-shared", *SLICE, "--statistics")
+    assert refused(*job, "few", "-o", "out") == (
+        "recipe slicegpt-shared needs Grams of what the blocks' norms give, and few has no linears: calibrate with "
+        "--collect moments,gram,linears"
+    )
+    ok("calibrate", "tied", *TEXT, "--collect", "moments,gram,linears", "-o", "own")
+    said = ok(*job, "own", "-o", "out")
+    assert "residual stream: 12 of 16 dimensions stay (ratio 0.25)" in said
+    ok(*SHARED, "-o", "live")
+    assert energy("out")[0] == pytest.approx(energy("live")[0], abs=0.05)
+    verified = run("verify", "out", "--against", "tied", "--statistics", "own")
+    assert verified.exit_code == 0
+    assert "not computed again: its weights have absorbed a basis of the residual stream" in verified.stdout
 
 
 def test_statistics_plans_and_ratios_are_not_for_it(here) -> None:

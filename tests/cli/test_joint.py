@@ -195,8 +195,9 @@ def test_recipes_that_contradict_themselves(here, changes: dict[str, Any], why: 
 def test_what_cannot_be(here) -> None:
     said = refused("plan", "deep", "--recipe", "mine.yaml", "--statistics", "stats", "--target-params", "70%")
     assert said == (
-        "recipe mine drops blocks and then prunes spaces of those that stay, which are measured without the others: "
-        "use `ckpt-prune prune --text` (or --images)"
+        "recipe mine drops blocks and then prunes spaces of those that stay, which no statistics are of yet: "
+        "`ckpt-prune prune --text` (or --images) does both at once; for a plan, `ckpt-prune prune --recipe depth --set "
+        "depth.drop=N` first, then calibrate and plan what it has written"
     )
     said = refused("prune", "deep", *JOB, "--target-params", "1", "-o", "out")
     assert said.startswith("1 parameters: out of reach of recipe mine, whose blocks and spaces leave "), said

@@ -11,12 +11,21 @@ import torch
 
 import ckpt_prune
 from ckpt_prune.architectures.model import Model
+from ckpt_prune.architectures.skeleton import parse_config
 from ckpt_prune.architectures.sublayers import sublayers
+from ckpt_prune.calibration.moments import Moments, total
+from ckpt_prune.calibration.slicing import SlicedStream
+from ckpt_prune.calibration.sources import CachedMoments
+from ckpt_prune.calibration.streams import stream_of
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.verify import verify
 from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.rotations.absorbing import residual_of
+from ckpt_prune.rotations.moments import stream_gram
+from ckpt_prune.rotations.slicing import keeping_ones, scale_of
+from ckpt_prune.transform.narrowing import hidden_record, jointly_narrowed, view_of
 from ckpt_prune.transform.run import run
-from ckpt_prune.transform.settle import settle
+from ckpt_prune.transform.settle import Settled, settle
 from tests.oracles.slicing import Projected
 from tests.pairs import chosen
 
@@ -87,3 +96,66 @@ def test_equals_the_dense_model_whose_stream_is_projected_by_hand(
     other = case.samples(4, seed=9)
     assert_same_outputs(outputs(ckpt_prune.load(out), other), outputs(own.model, other), COMPUTED)
     assert torch.allclose(torch.tensor(report.hidden.energy), torch.tensor(own.energy), atol=1e-4)
+
+
+@pytest.mark.parametrize("case", chosen(FIRST, lambda case: case.model_type in {"llama", "opt", "gemma"}), ids=str)
+def test_statistics_tell_what_norms_give(dense: Dense, case: Case) -> None:
+    """Gains, their offsets and biases taken out again: the Grams of a live stream, without the final norm's."""
+    model = dense.model(case)
+    found = stream_gram(model, CachedMoments(dense.statistics(case), model))
+    stream = stream_of(model, case.samples(), device=torch.device("cpu"), compute_dtype=torch.float32)
+    live, grams = (
+        SlicedStream(stream, sublayers(model), normed=True, centred=residual_of(model.family).norm == "layer"),
+        list[torch.Tensor](),
+    )
+    for block in range(model.blocks):
+        live.block(block, model.read_block(block), lambda _place, gram: grams.append(gram))
+    expected = torch.stack(grams).sum(0)
+    assert torch.allclose(found.double(), expected, atol=1e-3 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("case", chosen(FIRST, lambda case: case.model_type in {"llama", "cohere2"}), ids=str)
+def test_drift_beside_a_narrower_stream_is_from_the_dense_one(dense: Dense, case: Case) -> None:
+    """In any basis: c (h - mean) P of the dense model less z of stock transformers, behind the first block's attention.
+
+    Where attention and mlp read the same stream that is behind its heads alone.
+    """
+    values = {"hidden": {"kind": "shared", "drop": 4, "multiple_of": 2}, "target": "drift", "container": "any"}
+    spaces = {"heads": {"score": "rcpu", "compensation": {"method": "ridge"}}}
+    recipe = Recipe.model_validate({"version": 1, "name": "test", "spaces": spaces, **values})
+    request = dense.request(case, recipe, case.samples())
+    model, kept = request.model, request.model.dimension("hidden") - 4
+    own = torch.randn(model.dimension("hidden"), 3 * kept, dtype=torch.float64)
+    layer = residual_of(model.family).norm == "layer"
+    basis = keeping_ones(own @ own.T, kept)[0] if layer else torch.linalg.qr(own[:, :kept])[0]
+    view = view_of(request, kept, lambda _block: (basis, basis))
+    narrow = jointly_narrowed(request, hidden_record(request, kept), view)
+    source = Settled(narrow, None).moments()
+    (space,) = source.stages(["heads"])
+    tensors = narrow.model.read_block(0)
+    folds = source.moments(0, tensors, space)["heads"]
+    drift = total([each for each in folds if isinstance(each, Moments)]).drift
+    assert drift is not None
+    config = parse_config(narrow.model.checkpoint.config)
+    short = type(case.model())(config)
+    held = narrow.model.checkpoint.read(list(narrow.model.checkpoint.tensors))
+    short.load_state_dict(held, strict=False)
+    ids = case.samples().batch(slice(len(case.samples())))["input_ids"]
+    seen = [_behind_attention(each.double().eval(), model, ids) for each in (plain(case.model()), short)]
+    wide = seen[0] - seen[0].mean(-1, keepdim=True) if layer else seen[0]
+    delta = (scale_of(kept, model.dimension("hidden")) * wide @ basis - seen[1]).flatten(0, 1)
+    assert drift.energy == pytest.approx(float(delta.square().sum()), rel=1e-4)
+    assert torch.allclose(drift.sum, delta.sum(0), atol=1e-4 * float(delta.abs().sum()))
+
+
+@torch.no_grad()
+def _behind_attention(whole: Any, model: Model, ids: torch.Tensor) -> torch.Tensor:
+    """What enters the first block and what its attention adds."""
+    block, found = whole.get_submodule(model.family.layers)[0], dict[str, torch.Tensor]()
+    block.register_forward_pre_hook(
+        lambda _, args, kwargs: found.update(h=(*args, *kwargs.values())[0]), with_kwargs=True
+    )
+    output = block.get_submodule("self_attn.o_proj")
+    output.register_forward_hook(lambda _, args, given: found.update(a=given))
+    whole(input_ids=ids, use_cache=False)
+    return found["h"] + found["a"]

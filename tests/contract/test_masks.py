@@ -14,7 +14,7 @@ from tests.pairs import every, first_of_each
 from tests.transform.whole import RULES, TARGETS, assert_masked, wanted
 
 from .dense import Dense, spaces_recipe
-from .models import ALIKE, FIRST, LONG, Case, unlike_cases
+from .models import ALIKE, FIRST, LED, LONG, Case, unlike_cases
 from .open_experts import open_up, paths_of
 from .whole import plain
 
@@ -26,6 +26,8 @@ def runs() -> list[tuple[Case, str, Target]]:
     found = [(case, rules[i % len(rules)], targets[(i + i // len(rules)) % 3]) for i, case in enumerate(LONG)]
     for shift, case in enumerate(FIRST):
         found.append((case, rules[(shift + 2) % len(rules)], targets[(shift + 1) % 3]))
+    # Whose first block has no experts.
+    found += [(LED, "wanda", "dense"), (LED, "sparsegpt", "by block")]
     return list(dict.fromkeys(found))
 
 
@@ -37,12 +39,12 @@ def whole(case: Case) -> Model:
     )
     model = plain(case.model())
     open_up(model, case.family)
-    return Model(model, inputs, case.family.layers, case.family.block.replace("{block}", "{}"))
+    return Model(model, inputs, case.family.layers, case.family.block.replace("{block}", "{}"), case.spaced.start)
 
 
-def stands_for(cell: tuple[Case, str, Target]) -> str:
-    """The family that has whatever parts its blocks have."""
-    return ALIKE.get(cell[0].model_type, cell[0].model_type)
+def stands_for(cell: tuple[Case, str, Target]) -> tuple[str, str]:
+    """The family that has whatever parts its blocks have, and the settings of a config."""
+    return ALIKE.get(cell[0].model_type, cell[0].model_type), cell[0].settings
 
 
 def name(value: object) -> str:

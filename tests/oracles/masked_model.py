@@ -88,16 +88,18 @@ class Model:
         inputs: one of `INPUTS`.
         layers: path of the list of blocks.
         prefix: of a block's tensors on disk, with `{}` for its index.
+        first: block that is masked; those before it have other linears.
     """
 
     model: nn.Module
     inputs: tuple[tuple[Linear, ...], ...]
     layers: str
     prefix: str
+    first: int = 0
 
     @property
-    def blocks(self) -> int:
-        return len(self.model.get_submodule(self.layers))  # type: ignore[arg-type]
+    def blocks(self) -> range:
+        return range(self.first, len(self.model.get_submodule(self.layers)))  # type: ignore[arg-type]
 
     def _linears(self, block: int, linear: Linear) -> list[Any]:
         return [self.model.get_submodule(f"{self.layers}.{block}.{path}") for path in linear.modules]
@@ -108,7 +110,7 @@ class Model:
             f"{self.prefix.format(block)}{linear.disk}.weight": torch.cat(
                 [module.weight.detach() for module in self._linears(block, linear)]
             )
-            for block in range(self.blocks)
+            for block in self.blocks
             for group in self.inputs
             for linear in group
         }
@@ -132,10 +134,10 @@ class Model:
         Returns:
             As `weights`.
         """
-        sites = [(block, at) for block in range(self.blocks) for at in range(len(self.inputs))]
+        sites = [(block, at) for block in self.blocks for at in range(len(self.inputs))]
         stages = {
             "dense": [sites],
-            "by block": [[site for site in sites if site[0] == block] for block in range(self.blocks)],
+            "by block": [[site for site in sites if site[0] == block] for block in self.blocks],
             "by input": [[site] for site in sites],
         }
         for stage in stages[target]:

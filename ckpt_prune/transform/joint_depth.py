@@ -1,0 +1,79 @@
+"""Numbers of whole blocks held against each other, where units of spaces go besides."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.architectures.sites import Site
+from ckpt_prune.calibration.statistics import Statistics
+from ckpt_prune.checkpoint.journal import Journal
+from ckpt_prune.planning.records import Depth, TriedDepth
+from ckpt_prune.transform.joint import Trial, Weighing
+from ckpt_prune.transform.request import Ranked, Request
+from ckpt_prune.transform.shortening import at_depth, depth_of, wanted_depth
+
+Shorten = Callable[[Request, Depth], tuple[Depth, Model]]
+"""A request and which blocks go → the record of what makes up for them, and the model that is left."""
+Choose = Callable[[Request], Depth]
+"""A request with a number of blocks to drop → which ones."""
+
+
+class DepthWeighing(Weighing):
+    """Numbers of blocks held against each other.
+
+    Args:
+        request: of a recipe with `depth.drop: auto`, with samples to run.
+        statistics: of the unpruned model, with all that widths of the least error are found from.
+        choose: which blocks go.
+        shorten: what makes up for them.
+        journal: of the run, in which what was measured of each is entered.
+    """
+
+    unit = "depth tried"
+
+    def __init__(
+        self, request: Request, statistics: Statistics, choose: Choose, shorten: Shorten, journal: Journal | None = None
+    ) -> None:
+        super().__init__(request, statistics, journal)
+        self._choose, self._shorten = choose, shorten
+
+    @property
+    def most(self) -> int:
+        """Blocks that meet the size by themselves, or all that may go."""
+        return wanted_depth(self.request).count
+
+    def record(self) -> Depth:
+        """The blocks that go, of the number that changes the output least; of equal ones the fewest.
+
+        Raises:
+            UserError: no number of blocks leaves a model of the size.
+        """
+        chosen = self._chosen(self.best())
+        found = [
+            TriedDepth(blocks=count, predicted=tried.predicted, measured=tried.measured)
+            for count, tried in sorted(self.tried.items())
+            if tried is not None
+        ]
+        return chosen.model_copy(update={"tried": found})
+
+    def trial(self, count: int) -> Trial:
+        """The model without so many blocks, with what makes up for them."""
+        few = replace(self.request, live=self.some)
+        record, model = self._shorten(few, self._chosen(count))
+        bare = replace(at_depth(self.request, record, model), live=None, statistics=self.statistics)
+        short = replace(bare, ranked=ranked_at(self.ranking, record))
+        told = [gap.divergence for gap in record.gaps]
+        predicted = None if None in told else sum(each for each in told if each is not None)
+        return Trial(short, record.kept, f"without {record.blocks - model.blocks} blocks", predicted)
+
+    def _chosen(self, count: int) -> Depth:
+        recipe, depth = self.request.recipe, depth_of(self.request)
+        settled = depth.model_copy(update={"drop": count} if count else {"drop": None, "blocks": []})
+        asked = replace(self.request, recipe=recipe.model_copy(update={"depth": settled}), statistics=self.statistics)
+        return self._choose(asked)
+
+
+def ranked_at(ranking: Mapping[Site, Sequence[Ranked]], record: Depth) -> dict[Site, Sequence[Ranked]]:
+    """What is known of the sites of the blocks that stay, by their new numbers."""
+    places = {old: new for new, old in enumerate(record.kept)}
+    return {site._replace(block=places[site.block]): own for site, own in ranking.items() if site.block in places}

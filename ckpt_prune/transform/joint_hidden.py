@@ -1,0 +1,79 @@
+"""Numbers of dimensions of the residual stream held against each other, where units of spaces go besides."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property
+
+from torch import Tensor
+
+from ckpt_prune.calibration.statistics import Statistics
+from ckpt_prune.checkpoint.journal import Journal
+from ckpt_prune.planning.records import Hidden, TriedHidden
+from ckpt_prune.rotations.sliced import SlicedCheckpoint
+from ckpt_prune.transform.joint import Trial, Weighing
+from ckpt_prune.transform.narrowing import hidden_record, jointly_narrowed, possible_widths, view_of
+from ckpt_prune.transform.request import Request
+
+Measure = Callable[[Request], Tensor]
+"""A request with samples → the Gram of what all norms make of the stream, (d, d) float64."""
+Find = Callable[[SlicedCheckpoint, Tensor], tuple[Tensor, float]]
+"""A view of so many dimensions and that Gram → its basis, and the share of the energy that lies in it."""
+
+
+class HiddenWeighing(Weighing):
+    """Numbers of dimensions held against each other.
+
+    Args:
+        request: of a recipe with `hidden.drop: auto`, with samples to run.
+        statistics: of the unpruned model, with all that widths of the least error are found from.
+        measure: the stream of the unpruned model.
+        find: the basis of a view.
+        journal: of the run, in which what was measured of each is entered.
+    """
+
+    unit = "dimensions tried"
+
+    def __init__(
+        self, request: Request, statistics: Statistics, measure: Measure, find: Find, journal: Journal | None = None
+    ) -> None:
+        super().__init__(request, statistics, journal)
+        self._measure, self._find = measure, find
+        self._widths = possible_widths(self.request)
+
+    @property
+    def most(self) -> int:
+        """Steps down to a stream that meets the size by itself, or to the narrowest there is."""
+        return len(self._widths) - 1
+
+    def record(self) -> Hidden:
+        """As many dimensions as change the output least; of equal numbers the most.
+
+        Raises:
+            UserError: none leaves a model of the size.
+        """
+        best = self._widths[self.best()]
+        found = [
+            TriedHidden(kept=self._widths[count], predicted=tried.predicted, measured=tried.measured)
+            for count, tried in sorted(self.tried.items())
+            if tried is not None
+        ]
+        return hidden_record(self.request, best).model_copy(update={"tried": found})
+
+    def trial(self, count: int) -> Trial:
+        """The model whose stream is so many steps narrower, its basis from other samples than it is run on."""
+        request, kept = self.request, self._widths[count]
+        record = hidden_record(request, kept)
+        view = None
+        if count:
+            bare = view_of(request, kept)
+            basis, _ = self._find(bare, self._gram)
+            view = replace(bare, bases=lambda _block: (basis,) * len(bare.sublayers))
+        short = replace(
+            jointly_narrowed(request, record, view), live=None, statistics=self.statistics, ranked=self.ranking
+        )
+        what = f"with {kept} of {record.dimensions} dimensions"
+        return Trial(short, range(request.model.blocks), what, own_ends=count > 0)
+
+    @cached_property
+    def _gram(self) -> Tensor:
+        return self._measure(replace(self.request, live=self.some))

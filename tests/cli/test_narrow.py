@@ -1,0 +1,203 @@
+"""Dimensions of the residual stream and units of spaces under one size, from the command line."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.calibration.choosing import chosen_samples
+from ckpt_prune.calibration.samples import Part
+from ckpt_prune.checkpoint.journal import Journal
+from ckpt_prune.evaluation.loading import quiet_transformers
+from ckpt_prune.options import PruneOptions
+from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.transform.request import LiveSamples, Request
+from ckpt_prune.transform.run import run as run_job
+from ckpt_prune.transform.settle import settle
+from tests.cli.running import TEXT, ok, read_json, refused, resumed, run
+from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
+from tests.families import stock
+from tests.interrupting import interrupt_at
+
+WIDTHS = """\
+version: 1
+name: mine
+allocation: least-error
+target: drift
+container: any
+spaces:
+  heads: {score: rcpu, compensation: {method: ridge}}
+  mlp: {score: rcpu, compensation: {method: ridge}}
+"""
+RECIPE = f"{WIDTHS}hidden: {{kind: shared, drop: auto, multiple_of: 2}}\n"
+JOB = ("--recipe", "mine.yaml", *TEXT, "--folds", "2")
+FLAT = 4
+
+
+@pytest.fixture
+def here(place: Path) -> Path:
+    """A llama whose stream leaves four of its sixteen dimensions empty, and a recipe for stream and spaces."""
+    Path("mine.yaml").write_text(RECIPE)
+    Path("widths.yaml").write_text(WIDTHS)
+    torch.manual_seed(3)
+    with quiet_transformers(), torch.no_grad():
+        model = tiny_llama(max_position_embeddings=32, num_hidden_layers=2)
+        model.model.embed_tokens.weight[:, -FLAT:] = 0
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight[-FLAT:] = 0
+            layer.mlp.down_proj.weight[-FLAT:] = 0
+        model.save_pretrained("flat")
+    tiny_tokenizer("<s> $A").save_pretrained("flat")
+    return place
+
+
+def test_dimensions_that_are_empty_go_first(here) -> None:
+    """What was measured with as many as are empty, and nothing else gone, is nothing: the size is met without loss."""
+    said = ok("prune", "flat", *JOB, "--target-params", "72%", "-o", "out").splitlines()
+    report = read_json("out/ckpt_prune.json")
+    hidden = report["hidden"]
+    measured = {each["kept"]: each["measured"] for each in hidden["tried"]}
+    assert list(measured) == sorted(measured, reverse=True)
+    assert max(measured) == 16
+    assert measured[hidden["kept"]] == min(measured.values())
+    assert hidden["kept"] <= 16 - FLAT
+    assert hidden["energy"] == [pytest.approx(1, abs=1e-4)] or hidden["kept"] < 16 - FLAT
+    assert report["after"]["parameters"] <= 0.72 * report["before"]["parameters"]
+    told = ", ".join(f"{each['kept']} {each['measured']:.4f}" for each in hidden["tried"])
+    assert (
+        f"dimensions and the divergence that was measured, the size met by the widths of what reads them: {told}"
+        in said
+    )
+    assert any(line.startswith(f"residual stream: {hidden['kept']} of 16 dimensions stay") for line in said)
+    assert stock(Path("out")).config.hidden_size == hidden["kept"]
+    assert run("verify", "out", "--against", "flat").exit_code == 0
+    assert "dimensions stay" in ok("report", "out", "-o", "page.html") + Path("page.html").read_text()
+
+
+def test_what_is_measured_is_the_divergence_of_stock_transformers(here) -> None:
+    """The narrowest stream that was tried meets the size by itself: it is `slicegpt-shared` on the first fold."""
+    ok("prune", "dense", *JOB, "--target-params", "80%", "-o", "out")
+    narrowest = read_json("out/ckpt_prune.json")["hidden"]["tried"][-1]
+    options = PruneOptions.model_validate(
+        {"model": "dense", "output": "out", "text": ("calib.txt",), "samples": 8, "window": 16}
+    )
+    model = Model.open("dense")
+    samples = chosen_samples(model, options, options, trust=False, say=print)
+    hidden = {"kind": "shared", "multiple_of": 2, "drop": 16 - narrowest["kept"]}
+    recipe = Recipe.model_validate({"version": 1, "name": "sliced", "hidden": hidden})
+    live = LiveSamples(Part(samples, 0, 4), 1, torch.float32)
+    run_job(settle(Request(model, recipe, live=live)), Path("sliced"))
+    ids = samples.batch(slice(4, 8))["input_ids"]
+    with torch.no_grad():
+        dense, short = (
+            torch.log_softmax(stock(Path(name)).double()(input_ids=ids, use_cache=False).logits, -1)
+            for name in ("dense", "sliced")
+        )
+    expected = float((dense.exp() * (dense - short)).sum(-1).mean())
+    assert narrowest["measured"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_where_no_dimension_goes_it_is_the_recipe_without_hidden(here) -> None:
+    """A size that the model has: nothing goes, and what is written is what the recipe without it writes."""
+    job = (*JOB[2:], "--target-params", "100%")
+    ok("prune", "dense", "--recipe", "widths.yaml", *job, "-o", "plain")
+    said = ok("prune", "dense", "--recipe", "mine.yaml", *job, "-o", "out")
+    assert "residual stream: 16 of 16 dimensions stay" in said
+    assert Path("out/model.safetensors").read_bytes() == Path("plain/model.safetensors").read_bytes()
+
+
+def test_a_given_number_beside_spaces(here) -> None:
+    """A share of the size is of the model with all its dimensions; a ratio is of the units of what is left."""
+    ok("prune", "flat", *JOB, "--set", "hidden.drop=4", "--target-params", "60%", "-o", "out")
+    report = read_json("out/ckpt_prune.json")
+    assert (report["hidden"]["kept"], report["hidden"]["tried"]) == (12, [])
+    assert report["after"]["parameters"] <= 0.6 * report["before"]["parameters"]
+    uniform = ("--set", "allocation=uniform", "--set", "hidden.drop=4", "--ratio", "0.5")
+    ok("prune", "flat", *JOB, *uniform, "-o", "half")
+    sites = read_json("half/ckpt_prune.json")["sites"]
+    assert {(len(site["kept"]), site["units"]) for site in sites if site["space"] == "mlp"} == {(12, 24)}
+    dry = ok("prune", "flat", *JOB, *uniform, "--dry-run", "-o", "dry")
+    assert "residual stream: 12 of 16 dimensions stay (ratio 0.25); kept per block: heads 1/2" in dry
+
+
+def test_an_interrupted_choice_goes_on(here) -> None:
+    job = ["prune", "dense", *JOB, "--target-params", "80%"]
+    ok(*job, "-o", "whole")
+    for call in (3, 5):
+        with pytest.MonkeyPatch.context() as patch:
+            interrupt_at(patch, Journal, "record", call)
+            assert run(*job, "-o", "out").exit_code == 130
+        resumed(job)
+
+
+def test_a_dry_run(here) -> None:
+    said = ok("prune", "flat", *JOB, "--target-params", "70%", "--dry-run", "-o", "out").splitlines()
+    assert (
+        "how many dimensions of the residual stream go is measured first; were it none; kept per block at one ratio "
+        "everywhere: heads 1/2, mlp 15/24 (70% of the parameters); measuring finds widths of that size that lose less"
+    ) in said
+    assert (
+        "to be measured first: the residual stream, wherever a block reads it, and then the inputs of every block's "
+        "layers, and what pruning each does to the model's output, on 8 windows of 16 tokens of calib.txt"
+    ) in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        (
+            ["hidden.kind=per-block"],
+            "hidden.kind: per-block needs code of its own, in whose blocks nothing else is pruned: beside spaces say "
+            "kind: shared, or prune twice, the spaces first",
+        ),
+        (
+            ["hidden.drop=null"],
+            "ratio and size speak of spaces here: say how many dimensions go besides, hidden.drop (a number, or auto)",
+        ),
+        (
+            ["allocation=uniform"],
+            "hidden.drop: auto weighs dimensions by what they do to the model's output, as the widths must be: say "
+            "allocation: least-error, without weigh_by",
+        ),
+        (
+            ["spaces={}", "allocation=uniform", "container=auto", "target=dense"],
+            "hidden.drop: auto is for recipes with spaces, which lose what the stream does not",
+        ),
+        (["hidden.drop=16"], "recipe mine drops 16 of 16 dimensions of the residual stream"),
+    ],
+)
+def test_recipes_that_contradict_themselves(here, changes: list[str], why: str) -> None:
+    given = [part for change in changes for part in ("--set", change)]
+    said = refused("prune", "flat", *JOB, *given, "-o", "out")
+    assert said.endswith(why), said
+
+
+def test_a_plan_is_made_in_two_steps(here) -> None:
+    """What is refused says them, and they do."""
+    said = refused("plan", "flat", "--recipe", "mine.yaml", "--statistics", "stats", "--target-params", "70%")
+    assert said == (
+        "recipe mine narrows the residual stream and then prunes spaces of what is left, which no statistics are of "
+        "yet: `ckpt-prune prune --text` (or --images) does both at once; for a plan, `ckpt-prune prune --recipe "
+        "slicegpt-shared --set hidden.drop=N` first, then calibrate and plan what it has written"
+    )
+    ok(
+        "prune",
+        "flat",
+        "--recipe",
+        "slicegpt-shared",
+        "--set",
+        "hidden={kind: shared, drop: 4, multiple_of: 2}",
+        *TEXT,
+        "-o",
+        "narrow",
+    )
+    ok("calibrate", "narrow", *TEXT, "--folds", "2", "-o", "narrow-stats")
+    ok("plan", "narrow", "--recipe", "widths.yaml", "--statistics", "narrow-stats", "--ratio", "0.3", "-o", "plan.json")
+    ok("prune", "narrow", "--plan", "plan.json", "-o", "out")
+    assert read_json("out/config.json")["hidden_size"] == 12
+
+
+def test_what_cannot_be(here) -> None:
+    said = refused("prune", "flat", *JOB, "--target-params", "1", "-o", "out")
+    assert said.startswith("1 parameters: out of reach of recipe mine, whose stream and spaces leave "), said

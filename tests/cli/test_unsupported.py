@@ -1,0 +1,40 @@
+"""Families that spaces do not hold for are refused by name, with the reason, by every command that opens a model."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.cli.running import TEXT, refused
+
+WHY = {
+    "gpt_oss": "its experts have biases, a clamped activation, and rows of gate and up that alternate; ",
+    "llama4_text": "its router weighs what experts read instead of what they give; ",
+    "swin": "its stages differ in hidden size, and blocks of one model have one here; ",
+    "siglip2_vision_model": "it reads patches that are cut out beforehand, as many of each image as fit (NaFlex), ",
+}
+
+
+@pytest.mark.parametrize("model_type", WHY)
+def test_it_is_refused_by_name(model_type: str) -> None:
+    folder = Path(model_type)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    save_file({"weight": torch.ones(2, 2)}, folder / "model.safetensors")
+    expected = f"{model_type} is not supported: {WHY[model_type]}"
+    assert refused("inspect", model_type).startswith(expected)
+    assert refused("prune", model_type, "--recipe", "ridge", *TEXT, "-o", "out").startswith(expected)
+    assert refused("calibrate", model_type, *TEXT, "-o", "stats").startswith(expected)
+
+
+def test_the_decoder_of_whisper_is_refused() -> None:
+    folder = Path("whisper")
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "whisper"}))
+    said = refused("inspect", "whisper", "--part", "decoder")
+    assert said.endswith(
+        "its blocks attend to what the encoder makes of audio as well, and calibration has no text with the audio it "
+        "belongs to"
+    )
