@@ -195,7 +195,7 @@ def shapes_of_choice(found: Model, block: int, kept: dict[str, torch.Tensor]) ->
 
 
 @pytest.mark.parametrize("name", RAW)
-@settings(max_examples=20)  # of each of nine models
+@settings(max_examples=10)  # of each of nine models
 @given(data=st.data())
 def test_any_choice_of_as_many_units_has_the_same_shapes(name, data):
     """Each block with units of its own; what stands outside the blocks stays."""
@@ -214,7 +214,7 @@ def test_any_choice_of_as_many_units_has_the_same_shapes(name, data):
 
 
 @pytest.mark.parametrize("name", RAW)
-@settings(max_examples=20)  # of each of nine models
+@settings(max_examples=10)  # of each of nine models
 @given(data=st.data())
 def test_widths_are_read_off_tensors(name, data):
     found, kept = model(name), data.draw(choices(name))

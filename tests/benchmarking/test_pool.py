@@ -14,6 +14,7 @@ from ckpt_prune.benchmarking.messages import Memory, Ready, Seat
 from ckpt_prune.benchmarking.pool import Worker, how_it_ended, workers
 from ckpt_prune.errors import UserError
 from tests.benchmarking import targets
+from tests.pairs import every
 
 
 def seat(model: str = "tiny") -> Seat:
@@ -92,7 +93,7 @@ def test_a_process_that_is_gone_when_it_is_spoken_to():
             worker.time("work")
 
 
-@pytest.mark.parametrize("error", [None, UserError("no"), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", every(2, [None, UserError("no"), KeyboardInterrupt()]))
 def test_none_is_left(error, monkeypatch):
     monkeypatch.setattr(pool, "_PATIENCE", 0.2)
     pids = []

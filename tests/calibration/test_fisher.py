@@ -190,7 +190,7 @@ def test_keys_that_are_all_equal_have_no_logits_to_move():
     assert flat.tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("variant", ["llama-gqa-tied", "vit", "bert-pretraining", "dinov2-swiglu"])
+@pytest.mark.parametrize("variant", every(2, ["llama-gqa-tied", "vit", "bert-pretraining", "dinov2-swiglu"]))
 def test_half_its_product_with_a_small_error_is_the_divergence(dense, variant, monkeypatch):
     """An error of the last mlp's output that is the same size everywhere and independent of all else; drawn often."""
     monkeypatch.setattr(readout, "DRAWS", 64)

@@ -15,6 +15,7 @@ from ckpt_prune.evaluation.loading import quiet_transformers
 from tests.cli.running import TEXT, interrupted, ok, read_json, refused, resumed
 from tests.evaluation.tiny import tiny_tokenizer
 from tests.families import stock
+from tests.pairs import every
 
 RECIPE = """\
 version: 1
@@ -207,7 +208,7 @@ def test_widths_by_the_least_error(here):
         assert check["passed"] is not False, check
 
 
-@pytest.mark.parametrize("more", ["", PAIRS], ids=["without-pairs", "with-pairs"])
+@pytest.mark.parametrize("more", every(2, [PAIRS, ""]), ids=["with-pairs", "without-pairs"])
 def test_blocks_that_differ_in_values_are_recovered(here, more):
     Path("budget.yaml").write_text(BUDGET + more)
     ok("prune", "dense", "--recipe", "budget.yaml", *TEXT, "--folds", "2", "--target-params", "50%", "-o", "out")

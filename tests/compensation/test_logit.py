@@ -22,6 +22,7 @@ from ckpt_prune.compensation.logit import (
     solve_logit,
 )
 from ckpt_prune.compensation.mixing import absorb, mixed, split_factors
+from tests import pairs
 from tests.oracles import logits as oracle
 
 FORMS = ("per-sample", "fourth-order")
@@ -441,9 +442,9 @@ def in_folds(a: Attention, count: int) -> tuple[list[Attention], list[list[oracl
     return parts, [[part.samples(head) for head in range(len(a.kept))] for part in parts]
 
 
-@pytest.mark.parametrize("units", ["relative", "absolute"])
-@pytest.mark.parametrize("samples", [6, 12, 60])
-@pytest.mark.parametrize("form", [*FORMS, "both"])
+@pytest.mark.parametrize(
+    ("form", "samples", "units"), pairs.pairwise([*FORMS, "both"], [6, 12, 60], ["relative", "absolute"])
+)
 def test_chooses_what_refitting_chooses(form, samples, units):
     a = attention(samples=samples, tokens=4)
     parts, by_fold = in_folds(a, 3)

@@ -37,7 +37,7 @@ from ckpt_prune.transform.solvers import solver_of
 from tests.encoders import job_on, request_on
 from tests.families import BLOCKS, calibrate, contents, prune
 from tests.oracles import whole_best
-from tests.pairs import dealt
+from tests.pairs import dealt, every
 from tests.stored import Sources
 
 from .whole import data_of, make_wide
@@ -147,13 +147,16 @@ def cost(job: Settled, kind: str, *, before: bool = False) -> int:
 
 @pytest.mark.parametrize(
     ("variant", "weigh_by", "widths"),
-    [
-        ("llama", "effect", "per_layer"),
-        ("llama", "energy", "uniform"),
-        ("opt", "energy", "per_layer"),
-        ("opt", "effect", "uniform"),
-        ("vit", "effect", "per_layer"),
-    ],
+    every(
+        2,
+        [
+            ("llama", "effect", "per_layer"),
+            ("llama", "energy", "uniform"),
+            ("opt", "energy", "per_layer"),
+            ("opt", "effect", "uniform"),
+            ("vit", "effect", "per_layer"),
+        ],
+    ),
 )
 def test_no_widths_do_better(dense, weighed, variant, weigh_by, widths):
     found = set()
@@ -182,7 +185,7 @@ ATTENTION: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("variant", ["vit", "opt"])
+@pytest.mark.parametrize("variant", every(2, ["vit", "opt"]))
 def test_heads_dimensions_and_columns_in_one_budget(dense, variant, tmp_path):
     """What is written has the size that was planned, block by block, and is whole."""
     values = wanted(variant, widths="per_layer", size={"params": "64%"}).model_dump(by_alias=True)

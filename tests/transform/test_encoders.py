@@ -217,7 +217,10 @@ def test_sequential_targets(dense, variant, tmp_path):
     check_against_whole(dense, variant, "affine", tmp_path / "out", sequential=True)
 
 
-@pytest.mark.parametrize("variant", ["vit", "deit-teacher", "dinov2-swiglu", "opt", "opt-no-bias", "bert-model"])
+@pytest.mark.parametrize(
+    "variant",
+    every(2, ["vit", "deit-teacher", "dinov2-swiglu", "opt", "opt-no-bias", "bert-model"]),
+)
 def test_padded_containers_of_heads_and_mlp(dense, variant, tmp_path):
     if variant == "opt-no-bias":
         report = check_against_whole(dense, variant, "ridge", tmp_path / "out", container="padded")

@@ -169,7 +169,7 @@ def test_a_dead_row_stays_dead(dense, tmp_path):
     assert any(assert_recovered(tmp_path / "out", pruned, report)[0])
 
 
-@pytest.mark.parametrize("rate", [0.01, 0.05])
+@pytest.mark.parametrize("rate", every(2, [0.01, 0.05]))
 def test_a_rate_that_is_too_high_makes_no_block_worse(dense, tmp_path, rate):
     """What is written is no worse than what was there, whatever the later epochs do."""
     variant, recipe, _ = KINDS["narrow q and k, opt"]
@@ -179,7 +179,10 @@ def test_a_rate_that_is_too_high_makes_no_block_worse(dense, tmp_path, rate):
     assert any(layer["best_epoch"] < layer["epochs"] for layer in report["layers"])
 
 
-@pytest.mark.parametrize(("variant", "dtype"), dealt(["mistral", "opt", "vit"], [torch.bfloat16, torch.float16]))
+@pytest.mark.parametrize(
+    ("variant", "dtype"),
+    every(2, dealt(["mistral", "opt", "vit"], [torch.bfloat16, torch.float16])),
+)
 def test_half_precision(dense, tmp_path, variant, dtype):
     folder = dense.folder(variant, dtype=dtype)
     pruned = pruned_by(folder, tmp_path / "pruned", wanted("magnitude"), None)

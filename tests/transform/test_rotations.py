@@ -600,7 +600,7 @@ def learning(kind: str, backbone: str, steps: int = 1, **more: Any) -> Recipe:
 @pytest.mark.parametrize(
     ("learned", "backbone"),
     every(
-        2,
+        3,
         itertools.product(
             [("llama-biases", "per-layer"), ("qwen3", "shared"), ("opt", "per-layer"), ("opt", "values")],
             ["magnitude", "wanda", "sparsegpt"],
@@ -662,8 +662,7 @@ def test_terms_that_do_not_fit_in_memory_are_read_again(dense, tmp_path, monkeyp
 # ---- resuming ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", ["learning", "masking"])
-@pytest.mark.parametrize("kind", ["shared", "per-layer"])
+@pytest.mark.parametrize(("kind", "place"), crossed(["shared", "per-layer"], ["learning", "masking"]))
 def test_a_resumed_run_is_byte_identical(dense, tmp_path, monkeypatch, kind, place):
     """Killed in the second block: what was learned is read back, and not learned again."""
     recipe = learning(kind, "magnitude", 3, mask={"method": "wanda"}, ratio=0.5, target="sequential")
@@ -700,7 +699,7 @@ def kill(patch: pytest.MonkeyPatch, owner: Any, name: str, calls: int) -> None:
 # ---- memory ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", every(2, KINDS))
 def test_no_two_blocks_are_read_together(tmp_path, monkeypatch, kind):
     """A module between two blocks is made of their rotations; one R1 reads blocks again when they do not fit."""
     folder = make_wide(tmp_path / "dense", "llama", num_hidden_layers=6)
