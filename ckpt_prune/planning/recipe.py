@@ -398,8 +398,13 @@ class Recipe(Strict):
         """The recipe with what it says of a space for every one of that name that blocks of a family have.
 
         What the family has not stays as it is, but for what is optional. Spaces of one width (`Family.together`) go
-        together.
+        together. Where a norm stands behind a consumer, target drift is sequential: what the stream lacks, divided by
+        gains near zero, becomes outputs so large that the norm takes it from all others (compensation/README.md,
+        section 4).
         """
+        columns = [family.columns[name] for name in family.columns if known_space(name) in self.spaces]
+        if self.target == "drift" and any(each.norm is not None for each in columns):
+            return self.model_copy(update={"target": "sequential"}).at(family)
         able = {known_space(name) for name, own in family.spaces.items() if own.whole is None}
         lacking = {name for name, own in self.spaces.items() if own.optional and known_space(name) not in able}
         if lacking:
