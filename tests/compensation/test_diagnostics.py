@@ -78,3 +78,20 @@ def test_without_a_gram():
     site = make_site(*WIDE)
     with pytest.raises(ValueError, match="second moments"):
         diagnose(site.weight, dataclasses.replace(site.moments, gram=None), site.kept)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_wide_covariances_are_not_taken_apart(shape, monkeypatch):
+    """Tokens may be fewer than inputs: the pseudo-inverse's floor comes out a little too high, and never too low."""
+    site = make_site(*shape)
+    doubled = Site(
+        torch.cat([site.weight, site.weight], 1), site.tokens.repeat(1, 2), torch.cat([site.kept, site.kept])
+    )
+    for each in (site, dataclasses.replace(doubled, kept=torch.arange(site.tokens.shape[1]))):
+        expected = diagnose(each.weight, each.moments, each.kept)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.linalg, "eigh", None)
+            found = diagnose(each.weight, each.moments, each.kept, exact=0)
+        assert found.uncompensated == expected.uncompensated
+        assert found.floor == pytest.approx(expected.floor, rel=1e-6, abs=1e-6 * expected.uncompensated)
+        assert found.rho2 == pytest.approx(expected.rho2, abs=1e-6)
