@@ -84,7 +84,9 @@ def test_without_a_gram():
 def test_wide_covariances_are_not_taken_apart(shape, monkeypatch):
     """Tokens may be fewer than inputs: the pseudo-inverse's floor comes out a little too high, and never too low."""
     site = make_site(*shape)
-    doubled = Site(torch.cat([site.weight, site.weight], 1), site.tokens.repeat(1, 2), torch.arange(len(site.tokens[0])))
+    doubled = Site(
+        torch.cat([site.weight, site.weight], 1), site.tokens.repeat(1, 2), torch.arange(len(site.tokens[0]))
+    )
     for each in (site, doubled):
         expected = diagnose(each.weight, each.moments, each.kept)
         with monkeypatch.context() as patch:
