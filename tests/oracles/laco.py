@@ -204,7 +204,7 @@ def laco(
         rule: of the optimiser.
     """
     chosen = []
-    for block in range(pruned.blocks):
+    for block in pruned.blocks:
         taught = teacher(dense, pruned, block, rule)
         path = train(dense, pruned, block, names(block), data, split[0], rule)
         errors = []
