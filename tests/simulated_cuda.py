@@ -137,6 +137,7 @@ def pretended_cuda() -> Iterator[torch.device]:
         for name in ("synchronize", "reset_peak_memory_stats", "empty_cache"):
             patch.setattr(torch.cuda, name, lambda *_: None)
         patch.setattr(torch.cuda, "max_memory_allocated", lambda *_: 1)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)  # a CUDA build asks the driver
         # `Module.to` makes parameters of the type that they become.
         future.set_overwrite_module_params_on_conversion(True)
         try:

@@ -60,9 +60,14 @@ class DeviceMap:
         with ExitStack() as stack:
             folder = stack.enter_context(scratch_folder())
             with _quiet_accelerate():
-                model, info = loader.from_pretrained(
-                    source, device_map="auto", max_memory=self.room(), offload_folder=str(folder), **options
-                )
+                try:
+                    model, info = loader.from_pretrained(
+                        source, device_map="auto", max_memory=self.room(), offload_folder=str(folder), **options
+                    )
+                except ValueError as error:
+                    if "whole model to the disk" in str(error):  # accelerate before 1.15
+                        raise no_room(source) from error
+                    raise
             if model.device.type == "meta":
                 raise no_room(source)
             # What had to be converted lies there; the rest is read from the checkpoint itself.

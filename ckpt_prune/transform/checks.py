@@ -392,7 +392,8 @@ def check_plannable(recipe: Recipe) -> None:
         raise UserError(
             f"recipe {recipe.name} {first} and then prunes spaces of {what}, which no statistics are of yet: "
             "`ckpt-prune prune --text` (or --images) does both at once; for a plan, "
-            f"`ckpt-prune prune --recipe {step}` first, then calibrate and plan what it has written"
+            f"`ckpt-prune prune --recipe {step}` first, then calibrate and plan what it has written, by a recipe of "
+            "spaces alone such as best-uniform"
         )
     if recipe.depth is not None and recipe.depth.choice == "loss":
         raise UserError(

@@ -44,6 +44,17 @@ def narrow_container(model: Model, view: SlicedCheckpoint, biases: Set[str]) -> 
     return container, plan_layout(model, widths, container, view.added)
 
 
+def stock_of(view: SlicedCheckpoint) -> Container:
+    """The stock container of a model in one basis of fewer dimensions, all its units whole.
+
+    Raises:
+        UserError: no stock class has such a stream.
+    """
+    model = view.model
+    biases = frozenset(m for m in model.family.linears if model.has(m, "bias")) | view.added_biases
+    return narrow_container(model, view, biases)[0]
+
+
 def narrow_model(view: SlicedCheckpoint) -> Model:
     """The model in one basis of fewer dimensions, as its stock class has it: whatever prunes a model prunes it.
 
@@ -53,9 +64,7 @@ def narrow_model(view: SlicedCheckpoint) -> Model:
     Raises:
         UserError: no stock class has such a stream.
     """
-    model = view.model
-    biases = frozenset(m for m in model.family.linears if model.has(m, "bias")) | view.added_biases
-    container, _ = narrow_container(model, view, biases)
+    container = stock_of(view)
     checkpoint = NarrowCheckpoint.of(view, container.config, container.biases)
     config = parse_config(container.config)
     return Model(checkpoint, fitting_family(checkpoint).with_config(config), config)

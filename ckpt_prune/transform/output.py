@@ -15,7 +15,7 @@ from ckpt_prune.rotations.rotated import RotatedCheckpoint, not_learned
 from ckpt_prune.rotations.sliced import SlicedCheckpoint
 from ckpt_prune.transform.factoring import ranks_of
 from ckpt_prune.transform.layout import Layout, layout_of, plan_layout
-from ckpt_prune.transform.narrow_stock import narrow_container
+from ckpt_prune.transform.narrow_stock import narrow_container, stock_of
 from ckpt_prune.transform.request import Request
 
 
@@ -60,6 +60,9 @@ def output_of(request: Request, widths: Widths) -> Output:
         return Output(replace(request.stored, note=note), layout_of(model), {}, cost_of(model))
     ranks = () if request.recipe.low_rank is None else ranks_of(request)
     container = _container(request, widths, rotated, ranks)
+    if request.narrowed is not None and request.narrowed.into is not None and container.note is None:
+        # What is pruned is a narrower model already, of the class that has room for it.
+        container = replace(container, note=stock_of(request.narrowed.into).note)
     layout = plan_layout(model, widths, container, rotated.added if rotated is not None else None, ranks)
     aside: Layout = {}
     if request.recipe.rotation is not None:

@@ -67,6 +67,8 @@ def summary(journal: Journal, blocks: int, done: str) -> str:
         return sum(unit.rpartition(" ")[0] == prefix for unit in units)
 
     parts = []
+    if "statistics of the unpruned model" in units:
+        parts.append("unpruned model measured")
     for stage in ("statistics", "effects"):
         if stage in units:
             parts.append(f"{stage} measured")
@@ -76,6 +78,11 @@ def summary(journal: Journal, blocks: int, done: str) -> str:
         parts.append("blocks to drop chosen")
     elif counted("removal"):
         parts.append(f"{counted('removal')} blocks to drop chosen")
+    for tried, chosen in (("depth tried", "depth"), ("dimensions tried", "hidden")):
+        if counted(tried) and chosen not in units:
+            parts.append(f"{counted(tried)} models of the size tried")
+    if "hidden" in units:
+        parts.append("dimensions to drop chosen")
     if "basis" in units:
         parts.append("basis of the residual stream measured")
     elif counted("basis"):

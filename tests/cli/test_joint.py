@@ -197,7 +197,8 @@ def test_what_cannot_be(here) -> None:
     assert said == (
         "recipe mine drops blocks and then prunes spaces of those that stay, which no statistics are of yet: "
         "`ckpt-prune prune --text` (or --images) does both at once; for a plan, `ckpt-prune prune --recipe depth --set "
-        "depth.drop=N` first, then calibrate and plan what it has written"
+        "depth.drop=N` first, then calibrate and plan what it has written, by a recipe of "
+        "spaces alone such as best-uniform"
     )
     said = refused("prune", "deep", *JOB, "--target-params", "1", "-o", "out")
     assert said.startswith("1 parameters: out of reach of recipe mine, whose blocks and spaces leave "), said

@@ -179,7 +179,8 @@ def test_a_plan_is_made_in_two_steps(here) -> None:
     assert said == (
         "recipe mine narrows the residual stream and then prunes spaces of what is left, which no statistics are of "
         "yet: `ckpt-prune prune --text` (or --images) does both at once; for a plan, `ckpt-prune prune --recipe "
-        "slicegpt-shared --set hidden.drop=N` first, then calibrate and plan what it has written"
+        "slicegpt-shared --set hidden.drop=N` first, then calibrate and plan what it has written, by a recipe of "
+        "spaces alone such as best-uniform"
     )
     ok(
         "prune",

@@ -131,6 +131,8 @@ class Machine:
             time.sleep(after[0])
             child.send(after[1])
         done = child.ended(SECONDS)
+        if "Autograd-and-Fork" in done.stderr:
+            pytest.skip("what has trained in a CUDA build of torch cannot be copied: run these tests with a CPU build")
         if JOBS[name].repo is not None:
             self._fetch(JOBS[name], place)
         return Ran(done.returncode, done.stdout, done.stderr)
