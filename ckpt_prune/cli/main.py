@@ -97,6 +97,11 @@ class LazyGroup(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 
+    def main(self, *args: Any, **more: Any) -> Any:
+        """Run as a program; Ctrl-C is what it is later, also where click does not listen yet."""
+        with interruptible():
+            return super().main(*args, **more)
+
     def make_context(self, *args: Any, **more: Any) -> click.Context:
         """Read the command line; Ctrl-C is what it is later."""
         with interruptible():

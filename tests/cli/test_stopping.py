@@ -128,3 +128,13 @@ def test_a_signal_that_python_loses_comes_again(name, capfd):
         work()
     assert exit_code(caught.value) == 128 + number
     assert capfd.readouterr().err == ""
+
+
+def test_ctrl_c_before_click_listens(monkeypatch, capsys):
+    def stopped(*_args, **_more):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(click.Group, "main", stopped)
+    with pytest.raises(SystemExit) as ended:
+        main(["recipe", "list"])
+    assert (ended.value.code, capsys.readouterr().err) == (130, "Interrupted.\n")
