@@ -110,6 +110,11 @@ class Weighing(ABC):
             UserError: there is none.
         """
 
+    @property
+    def measured(self) -> list[tuple[int, Tried]]:
+        """Amounts that leave a model of the size, ascending, and what they do."""
+        return [(count, tried) for count, tried in sorted(self.tried.items()) if tried is not None]
+
     def best(self) -> int:
         """The amount that changes the output least; of equal ones the least.
 
@@ -128,7 +133,7 @@ class Weighing(ABC):
         return best
 
     def _best(self) -> int | None:
-        found = {count: tried.measured for count, tried in self.tried.items() if tried is not None}
+        found = {count: tried.measured for count, tried in self.measured}
         return min(found, key=lambda count: (found[count], count), default=None)
 
     def _try(self, counts: Sequence[int]) -> None:

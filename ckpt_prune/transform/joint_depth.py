@@ -49,11 +49,7 @@ class DepthWeighing(Weighing):
             UserError: no number of blocks leaves a model of the size.
         """
         chosen = self._chosen(self.best())
-        found = [
-            TriedDepth(blocks=count, predicted=tried.predicted, measured=tried.measured)
-            for count, tried in sorted(self.tried.items())
-            if tried is not None
-        ]
+        found = [TriedDepth(blocks=count, **tried.model_dump()) for count, tried in self.measured]
         return chosen.model_copy(update={"tried": found})
 
     def trial(self, count: int) -> Trial:
