@@ -28,7 +28,7 @@ from ckpt_prune.checkpoint.units import counted
 from ckpt_prune.containers.checking import check_shapes
 from ckpt_prune.containers.container import stored_container
 from ckpt_prune.containers.remote import REMOTE_MODULE, remote_class
-from ckpt_prune.errors import UserError
+from ckpt_prune.errors import UserError, named, unreadable
 from ckpt_prune.evaluation.kept_blocks import dense_at_depth, kept_blocks, mapped_tensors
 from ckpt_prune.evaluation.kept_ends import kept_ends
 from ckpt_prune.evaluation.parity import stock_load_report
@@ -100,10 +100,17 @@ def verify(folder: Path, against: Path | None = None, family: Path | None = None
 
 
 def guarded(name: str, check: Callable[[], tuple[bool | None, str]]) -> Check:
-    """Run a check; a UserError in it is its failure."""
+    """Run a check; a UserError in it is its failure.
+
+    Raises:
+        UserError: the system could not give a file, which says nothing of what was to be checked.
+    """
     try:
         passed, detail = check()
     except UserError as error:
+        system = unreadable(error)
+        if system is not None:
+            raise named(system) from error
         passed, detail = False, str(error)
     return Check(name, passed, detail)
 
