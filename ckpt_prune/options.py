@@ -374,6 +374,7 @@ class CalibrateOptions(SourceOptions, CalibrationOptions, ImageOptions, Activity
     output: Path = Field(description="Statistics folder to write.")
     shard: str | None = Field(None, description="Which of how many shards of the samples to measure, I/N.")
     collect: Annotated[str | None, BeforeValidator(_with_commas)] = Field(None, description="Which statistics.")
+    dry_run: bool = Field(False, description="Check everything; measure and write nothing.")
     overwrite: bool = Field(False, description="Replace an existing output.")
 
 
