@@ -234,10 +234,10 @@ class Recipe(Strict):
             raise ValueError("hidden turns the residual stream into another basis, and recovery does not follow it")
         if self.layers is not None:
             raise ValueError("hidden goes through all blocks: leave out layers")
-        if self.size is not None and self.size.kind == "latency":
+        if self.size is not None and self.size.kind == "latency" and self.hidden.kind != "shared":
             raise ValueError(
-                "a latency is foreseen by a table of blocks and units, not of the residual stream: give params, bytes "
-                "or flops with hidden"
+                "a latency is foreseen by a table of stock blocks, and hidden.kind: per-block puts matrices on their "
+                "skip connections: give params, bytes or flops with it, or say kind: shared"
             )
         if self.spaces:
             self._consistent_narrow(self.hidden)

@@ -283,6 +283,16 @@ def output_size(request: Request, kind: SizeKind, widths: Widths) -> int:
     return size_at(request, kind, widths) if kind == "latency" else cost_in(kind, output.cost)
 
 
-def _latencies(request: Request) -> Latencies:
+def time_in_stream(request: Request, kept: int) -> int:
+    """What a request's own model takes in a residual stream of so many dimensions, before anything else goes."""
     assert request.latencies is not None
-    return request.latencies
+    return request.latencies.narrowed(kept).of(request.model.blocks)
+
+
+def _latencies(request: Request) -> Latencies:
+    """The table of this machine at the width that a request's residual stream has."""
+    assert request.latencies is not None
+    if request.latencies.stream is None:
+        return request.latencies
+    sliced = None if request.narrowed is None else request.narrowed.view
+    return request.latencies.narrowed(request.model.dimension("hidden") if sliced is None else sliced.kept)

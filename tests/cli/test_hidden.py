@@ -231,8 +231,8 @@ def test_what_does_not_follow_a_basis_of_its_own_is_refused(here) -> None:
             ),
             (
                 ["--target-latency", "80%"],
-                "a latency is foreseen by a table of blocks and units, not of the residual stream: give params, bytes "
-                "or flops with hidden",
+                "a latency is foreseen by a table of stock blocks, and hidden.kind: per-block puts matrices on their "
+                "skip connections: give params, bytes or flops with it, or say kind: shared",
             ),
         ],
     ),
