@@ -15,6 +15,7 @@ from ckpt_prune.rotations.sliced import Bases, SlicedCheckpoint, check_sliceable
 from ckpt_prune.transform.narrow_stock import embedding_scale, narrow_container, narrow_model
 from ckpt_prune.transform.output import sliced_output
 from ckpt_prune.transform.request import Narrowed, Request
+from ckpt_prune.transform.shortening import shortest
 from ckpt_prune.transform.sizing import at_own_size, check_reachable, dense_size, limit_of, time_in_stream
 
 
@@ -61,6 +62,11 @@ def possible_widths(request: Request) -> list[int]:
     except UserError:
         last = least
     return [width, *range((width - 1) // step * step, last - 1, -step)]
+
+
+def open_widths(request: Request) -> list[int]:
+    """Numbers of dimensions that may stay, descending: those that are measured, or the one that the recipe says."""
+    return possible_widths(request) if hidden_of(request).auto else [wanted_width(request)]
 
 
 def least_width(request: Request) -> int:
@@ -134,18 +140,20 @@ def check_hidden(request: Request) -> None:
         )
     if request.statistics is not None:
         _check_statistics(request, request.statistics)
+    # What can be reached is asked once as many blocks are gone as may go.
+    left = request if recipe.depth is None or request.plan is not None else shortest(request)
     if recipe.spaces:
-        _check_joint(request)
+        _check_joint(left)
         return
-    kept = wanted_width(request)
+    kept = wanted_width(left)
     if recipe.size is None or kept < model.dimension("hidden"):
-        _cost(request, kept)
+        _cost(left, kept)
 
 
 def _check_statistics(request: Request, statistics: Statistics) -> None:
     """Refuse statistics that do not tell the bases of a recipe."""
     recipe, hidden = request.recipe, hidden_of(request)
-    if hidden.kind == "per-block" or hidden.signal == "stream" or recipe.spaces:
+    if hidden.kind == "per-block" or hidden.signal == "stream" or recipe.spaces or recipe.depth is not None:
         data = DATA_OPTIONS[request.model.family.modality]
         raise UserError(f"recipe {recipe.name} measures the stream itself: give {data} in place of --statistics")
     lacking = [kind for kind in recipe.collect if kind not in statistics.index.collect]
@@ -159,7 +167,7 @@ def _check_statistics(request: Request, statistics: Statistics) -> None:
 def _check_joint(request: Request) -> None:
     """Refuse a narrower stream beside spaces that no class has, or that leaves more than the size."""
     own = at_own_size(request) if hidden_of(request).auto else request
-    widths = possible_widths(own) if hidden_of(own).auto else [wanted_width(own)]
+    widths = open_widths(own)
     if len(widths) > 1:
         _cost(own, widths[1])
     check_reachable(jointly_narrowed(own, hidden_record(own, widths[-1])))

@@ -164,13 +164,23 @@ def check_reachable(request: Request) -> None:
     Raises:
         UserError: with the least size there is.
     """
-    recipe, model = request.recipe, request.model
+    recipe = request.recipe
     if recipe.size is None or recipe.allocation != "least-error" or recipe.depth or recipe.hidden:
         return  # what spaces can reach once blocks or dimensions are gone is looked at then
+    if not is_reachable(request):
+        raise UserError(unreachable(request, _least_size(request)))
+
+
+def is_reachable(request: Request) -> bool:
+    """Whether some widths of the spaces of a recipe with a size reach it."""
+    return _least_size(request) <= limit_of(request)
+
+
+def _least_size(request: Request) -> int:
+    recipe, model = request.recipe, request.model
+    assert recipe.size is not None
     smallest = {space: min(model.units(space), own.multiple_of) for space, own in recipe.spaces.items()}
-    least = size_at(request, recipe.size.kind, [smallest] * model.blocks)
-    if least > limit_of(request):
-        raise UserError(unreachable(request, least))
+    return size_at(request, recipe.size.kind, [smallest] * model.blocks)
 
 
 def unreachable(request: Request, least: float) -> str:
@@ -180,7 +190,7 @@ def unreachable(request: Request, least: float) -> str:
     dense = dense_size(request.whole, size.kind)
     parts = ["blocks"] if request.shortened is not None else []
     parts += ["stream"] if request.narrowed is not None else []
-    what = " and ".join([*parts, "spaces"])
+    what = " and ".join([*([", ".join(parts)] if parts else []), "spaces"])
     return (
         f"{size.words}: out of reach of recipe {request.recipe.name}, whose {what} leave "
         f"{size_words(size.kind, least)} at the least, of {size_words(size.kind, dense)}{size.share_meant}"
