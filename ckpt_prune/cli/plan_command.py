@@ -28,6 +28,7 @@ from ckpt_prune.cli.options import (
     trust_option,
 )
 from ckpt_prune.errors import UserError
+from ckpt_prune.options import PlanOptions, checked
 from ckpt_prune.plain import plain
 from ckpt_prune.planning.shipped import DEFAULT_RECIPE
 
@@ -42,13 +43,16 @@ _PREDICTED = (
 )
 
 
-def _refuse_data(_ctx: click.Context, _parameter: click.Parameter, value: tuple[str, ...]) -> None:
-    """Those who come from `prune --text` are told what a plan is made from."""
-    if value:
-        raise UserError(
-            "a plan is made from statistics: run `ckpt-prune calibrate MODEL --text FILE -o STATS` (or --images DIR) "
-            "and give --statistics STATS, or let `ckpt-prune prune` measure"
-        )
+def _refuse_data(recipes: tuple[str, ...], given: dict[str, Any]) -> None:
+    """Those who come from `prune --text` are told what a plan is made from, or that there is none by their recipe."""
+    from ckpt_prune.transform.asked import plannable_recipe
+
+    for each in recipes or (None,):
+        plannable_recipe(checked(PlanOptions, given | {"recipe": each}))
+    raise UserError(
+        "a plan is made from statistics: run `ckpt-prune calibrate MODEL --text FILE -o STATS` (or --images DIR) "
+        "and give --statistics STATS, or let `ckpt-prune prune` measure"
+    )
 
 
 @click.command("plan")
@@ -88,14 +92,14 @@ def _refuse_data(_ctx: click.Context, _parameter: click.Parameter, value: tuple[
 @click.option("--window", type=int, help="Tokens of a window of --evaluate.")
 @click.option("--samples", type=int, help="Windows of --evaluate, at most.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Plan file to write.")
-@click.option("--text", "--images", "data", multiple=True, hidden=True, expose_value=False, callback=_refuse_data)
+@click.option("--text", "--images", "data", multiple=True, hidden=True)
 @overwrite_option
 @family_option
 @part_option
 @trust_option
 @device_option
 @json_option
-def command(sweep: str | None, recipes: tuple[str, ...], as_json: bool, **given: Any) -> None:
+def command(sweep: str | None, recipes: tuple[str, ...], as_json: bool, data: tuple[str, ...], **given: Any) -> None:
     """Decide which units of MODEL stay under a recipe, and predict size and error. Writes nothing but the plan.
 
     Errors are those of each output projection on the calibration tokens, relative to its output's energy; of q and k,
@@ -121,6 +125,8 @@ def command(sweep: str | None, recipes: tuple[str, ...], as_json: bool, **given:
       ckpt-prune plan MODEL --recipe ridge --statistics CODE --test STORIES --ratio 0.2
     """
     measured = {name: given.pop(name) for name in ("evaluate", "window", "samples")}
+    if data:
+        _refuse_data(recipes, given)
     if sweep is None and any(value not in ((), None) for value in measured.values()):
         raise UserError("--evaluate, --window and --samples measure the points of a --sweep")
     if given["test"] is not None and (len(recipes) > 1 or sweep is not None):

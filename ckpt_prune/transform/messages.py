@@ -198,12 +198,10 @@ def unmeasured_lines(settled: Settled) -> Iterable[str]:
         return
     images = model.family.modality == "image"
     what = "the inputs of every block's layers"
-    if depth is not None:
-        also = f", and then {what}" if settled.recipe.spaces else ""
-        what = f"how far blocks move the residual stream{also}"
-    if hidden is not None:
-        also = f", and then {what}" if recipe.spaces else ""
-        what = f"the residual stream, wherever a block reads it{also}"
+    if depth is not None or hidden is not None:
+        asked = ["how far blocks move the residual stream"] if depth is not None else []
+        asked += ["the residual stream, wherever a block reads it"] if hidden is not None else []
+        what = ", and then ".join([*asked, *([what] if recipe.spaces else [])])
     if recipe.weighed_by_effect:
         what += ", and what pruning each does to the model's output"
     if request.live is None:

@@ -212,8 +212,8 @@ def test_what_does_not_follow_a_basis_of_its_own_is_refused(here) -> None:
             (["--set", "hidden.tied=keep"], "kind: per-block leaves embedding and head as they are: leave out tied"),
             (
                 ["--set", "depth.drop=1"],
-                "hidden turns the residual stream into another basis: for blocks or a mask as well, prune "
-                "twice, these first where the output needs code of its own (kind: per-block)",
+                "hidden.kind: per-block needs code of its own: for whole blocks as well say kind: shared, or prune "
+                "twice, the blocks first",
             ),
             (
                 ["--set", "recovery.epochs=1"],
@@ -231,8 +231,8 @@ def test_what_does_not_follow_a_basis_of_its_own_is_refused(here) -> None:
             ),
             (
                 ["--target-latency", "80%"],
-                "a latency is foreseen by a table of blocks and units, not of the residual stream: give params, bytes "
-                "or flops with hidden",
+                "a latency is foreseen by a table of stock blocks, and hidden.kind: per-block puts matrices on their "
+                "skip connections: give params, bytes or flops with it, or say kind: shared",
             ),
         ],
     ),
