@@ -31,6 +31,7 @@ from ckpt_prune.containers.remote import REMOTE_MODULE, remote_class
 from ckpt_prune.errors import UserError, named, unreadable
 from ckpt_prune.evaluation.kept_blocks import dense_at_depth, kept_blocks, mapped_tensors
 from ckpt_prune.evaluation.kept_ends import kept_ends
+from ckpt_prune.evaluation.kept_stream import kept_in_basis
 from ckpt_prune.evaluation.parity import stock_load_report
 from ckpt_prune.filenames import REPORT
 from ckpt_prune.planning.records import FactoredLinear, MaskedLinear, SiteRecord
@@ -298,6 +299,8 @@ def _kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tuple[bo
     if report.rotation is not None:
         return None, "the weights are rotated: they are not compared with the dense model's"
     if report.hidden is not None and report.hidden.energy:
+        if report.hidden.kind == "shared":
+            return kept_in_basis(checkpoint, dense, report, report.hidden)
         return kept_ends(checkpoint, dense, report.hidden)
     if report.depth is not None and not report.sites:
         return kept_blocks(checkpoint, dense, report.depth)

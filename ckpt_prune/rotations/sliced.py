@@ -121,7 +121,7 @@ class SlicedCheckpoint(AbsorbedCheckpoint):
         for block in range(self.model.blocks):
             found |= self._of_block(block)
         if self.shared:
-            for name, axis in self._starts.items():
+            for name, axis in self.starts.items():
                 shape = list(self.source.tensors[name].shape)
                 shape[axis] = self.kept
                 found[name] = (name, tuple(shape))
@@ -233,10 +233,10 @@ class SlicedCheckpoint(AbsorbedCheckpoint):
         return {name: torch.full_like(tensors[name][:1], kind == "weight") for name, kind in held.items()}
 
     def _outside(self, name: str) -> Tensor:
-        if not self.shared or not (name in self._starts or name in self._final or name == self._head):
+        if not self.shared or not (name in self.starts or name in self._final or name == self._head):
             return self.source.read([name])[name]
         basis = self.bases(0)[0].to(self.device)
-        if name in self._starts:
+        if name in self.starts:
             return self._started(name, basis * (self.scale / self.embedding_scale))
         if name == self._head:
             return self._read_last(basis / self.scale)
