@@ -4,6 +4,7 @@ import signal
 
 import pytest
 
+from ckpt_prune.evaluation.verify import guarded
 from tests.faults.campaign import Case, faults_of
 from tests.faults.jobs import JOBS
 from tests.faults.shim import DISTURBED, ERRORS, FULL, GROWS, SIGNALS, TORN, Fault, Operation
@@ -103,3 +104,16 @@ def test_every_operation_has_a_fault_that_changes_nothing_when_it_does_not_come(
     assert {"open", "create", "write", "sync", "mkdir", "rename", "remove", "claim"} <= kinds
     assert set(QUICK) <= set(JOBS)
     assert FULL in faults_of(Operation("write", ""))
+
+
+def test_ctrl_c_counts_from_the_first_line_of_the_tool_on(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine itself: one that comes while click is entered is Python's to tell, as one is while that starts."""
+    job, place = JOBS["plan"], machine.place("plan")
+
+    def stops() -> tuple[bool, str]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tests.faults.trial.main", lambda *_: stops())
+    assert machine.run("plan", place, job.arguments).code == 128 + signal.SIGINT
+    monkeypatch.setattr("tests.faults.trial.main", lambda *_: guarded("a check", stops))
+    assert machine.run("plan", place, job.arguments).code == 1
