@@ -80,16 +80,21 @@ class LogitSystem:
         """Mean diagonal entry of the Kronecker operator, Σ_b tr A_b[S,S] tr B_b[S,S] / d'², (H,)."""
         return self.query_gram.diagonal(dim1=1, dim2=2).sum(1) / self.kept.head_dim**2
 
-    def operator(self, head: int) -> Operator:
-        """The operator of one head, laid out for many products. It holds memory of its own while it lives."""
+    def operator(self, head: int, dtype: torch.dtype = torch.float64) -> Operator:
+        """The operator of one head, laid out for many products. It holds memory of its own while it lives.
+
+        Args:
+            head: which.
+            dtype: of what it takes and returns, and of its products.
+        """
         size = self.kept.head_dim
         at = packed_positions(size, self.rhs.device)
         if self.kept.fourth is not None:
             # Entry ((i, j), (k, l)) is Σ_b A_b[i, k] B_b[j, l].
-            fourth = self.kept.fourth[head].double()
+            fourth = self.kept.fourth[head].to(dtype)
             dense = fourth[at[:, None, :, None], at[None, :, None, :]].view(size * size, size * size)
             return lambda M: (dense @ M.reshape(-1, size * size).T).T.reshape(M.shape)
-        queries, keys = (packed[head].double()[:, at] for packed in self.kept.grams())
+        queries, keys = (packed[head].to(dtype)[:, at] for packed in self.kept.grams())
         # In this layout two products serve all samples: (d' N, d') with M, then (d', N d') with all B_b stacked.
         queries, keys = queries.transpose(0, 1).reshape(-1, size), keys.reshape(-1, size)
         return lambda M: torch.stack([(queries @ one).view(size, -1) @ keys for one in M])

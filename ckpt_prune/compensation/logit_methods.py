@@ -40,7 +40,7 @@ class LogitMethod(Traits):
     Attributes:
         fit: moments, their system at the kept dimensions, these, strength and its units → what comes of it.
         choose: moments of each fold, kept dimensions, strengths and their units → the best on held-out folds.
-        diagnose: moments, their system and the errors of a fit → how far the form goes.
+        diagnose: moments, their system and a fit, to these or to others → how far the form goes.
         width_errors: moments → logit errors for 0 … d dropped dimensions, (H, d + 1), never decreasing, where they are
             known for all at once; None where the energies of single dimensions stand for them.
         unknowns: dimensions, and kept ones → unknowns that a sample's Grams have to settle, as the sides of a matrix.
@@ -50,7 +50,7 @@ class LogitMethod(Traits):
 
     fit: Callable[[LogitMoments, LogitSystem, Tensor, float, Units], LogitFit]
     choose: Callable[[Sequence[LogitMoments], Tensor, Sequence[float], Units], Choice]
-    diagnose: Callable[[LogitMoments, LogitSystem, Tensor], LogitDiagnostics]
+    diagnose: Callable[[LogitMoments, LogitSystem, LogitFit], LogitDiagnostics]
     width_errors: Callable[[LogitMoments], Tensor] | None = None
     unknowns: Callable[[int, int], tuple[int, int]] = lambda dims, kept: (kept, kept)
     freedom: Callable[[int, int], int] = lambda dims, kept: kept**2
@@ -78,8 +78,12 @@ def _low_rank(moments: LogitMoments, system: LogitSystem, kept: Tensor, value: f
     return LogitFit(found.left, found.right, found.errors)
 
 
-def _diagnosed(moments: LogitMoments, system: LogitSystem, errors: Tensor) -> LogitDiagnostics:
+def _diagnosed(moments: LogitMoments, system: LogitSystem, fit: LogitFit) -> LogitDiagnostics:
     return logit.diagnose_logit(system)
+
+
+def _low_rank_diagnosed(moments: LogitMoments, system: LogitSystem, fit: LogitFit) -> LogitDiagnostics:
+    return low_rank.diagnose_low_rank(moments, system, fit.left, fit.right)
 
 
 LOGIT_METHODS: dict[str, LogitMethod] = {
@@ -117,7 +121,7 @@ LOGIT_METHODS: dict[str, LogitMethod] = {
             False,
             _low_rank,
             low_rank.choose_low_rank,
-            low_rank.diagnose_low_rank,
+            _low_rank_diagnosed,
             low_rank.width_errors,
             lambda dims, kept: (dims, kept),
             # Matrices (d, d) of rank d': two factors, less what may pass between them.

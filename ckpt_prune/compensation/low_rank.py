@@ -9,14 +9,12 @@ of sample b are off by Q_b E K_bᵀ, E = I − P Qᵀ, and P and Q (d, d') minim
 
 with A_b = Q_bᵀQ_b and B_b = K_bᵀK_b. This is CORP's own objective over a larger set: there P and Q have rows of kept
 dimensions alone. Were all samples alike, a truncated SVD would be the minimum (Eckart and Young). The search starts
-there, and goes on by conjugate gradients on both factors at once. Along a direction the objective is a polynomial of
-degree four, whose least value is found exactly. Alternating least squares comes to the same minimum in more steps.
+there, and goes on over both factors at once (`low_rank_search`).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,19 +30,15 @@ from ckpt_prune.compensation.logit import (
     least_held_out,
     whole_system,
 )
+from ckpt_prune.compensation.low_rank_search import Metric, Pair, from_svd, metric_of, searched
 from ckpt_prune.compensation.methods import Units
 
-Pair = tuple[Tensor, Tensor]
-"""P and Q, (d, d') float64 each."""
-
-TOLERANCE = 1e-9
+TOLERANCE = 3e-8
 """A head is done when a step lowers its objective by less than this share."""
-MAX_STEPS = 50
-"""Steps at most. After so many, real heads are within 0.1 % of their least error."""
+MAX_STEPS = 60
+"""Steps at most. After so many, real heads are within 0.01 % of their least error."""
 CHOICE_TOLERANCE = 1e-5
 """Tolerance of searches that only rank strengths or give a floor: these stop within a hundredth of the least error."""
-ROUNDING = 1e-6
-"""Share of a Gram's mean diagonal that is added to it: above the rounding of float32 moments."""
 
 
 @dataclass(frozen=True)
@@ -75,137 +69,11 @@ class _Head:
         return (rest * self.operator(rest[None])[0]).sum().clamp_min(0)
 
 
-@dataclass(frozen=True)
-class _Metric:
-    """The objective of one head in coordinates that make the samples' mean the identity.
-
-    Attributes:
-        image: Z → the metric's image of Z, both in these coordinates, (g, d, d) each.
-        target: I in these coordinates, what P Qᵀ is to come near.
-        left: of a P in these coordinates its own, (d, d).
-        right: likewise of Q.
-    """
-
-    image: Operator
-    target: Tensor
-    left: Tensor
-    right: Tensor
-
-
-def _metric(head: _Head, strength: float) -> _Metric:
+def _metric(head: _Head, strength: float) -> Metric:
     """The metric at an absolute strength."""
-    scale = head.system.query_gram[0].trace().sqrt()
-    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
-    grams = (head.system.query_gram[0], head.system.key_gram[0])
-    (root, left), (other, right) = (_roots(gram / scale, strength**0.5) for gram in grams)
-
-    def image(Z: Tensor) -> Tensor:
-        dense = left @ Z @ right
-        return left @ (head.operator(dense) + strength * dense) @ right
-
-    return _Metric(image, root @ other, left, right)
-
-
-def _roots(gram: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
-    """The square root of a Gram with a ridge, and its inverse."""
-    values, vectors = torch.linalg.eigh(gram)
-    values = values.clamp_min(0)
-    values = values + ridge + (ROUNDING * values.mean()).clamp_min(torch.finfo(values.dtype).tiny ** 0.5)
-    roots = values.sqrt()
-    return (vectors * roots) @ vectors.T, (vectors / roots) @ vectors.T
-
-
-def _from_svd(metric: _Metric, size: int) -> Pair:
-    """The start that the truncated SVD gives, in the metric's coordinates."""
-    U, values, Vt = torch.linalg.svd(metric.target)
-    root = values[:size].sqrt()
-    return U[:, :size] * root, Vt[:size].T * root
-
-
-def _searched(metric: _Metric, start: Pair, tolerance: float = TOLERANCE, max_steps: int = MAX_STEPS) -> Pair:
-    """P and Q that a search ends with.
-
-    Args:
-        metric: of the head.
-        start: in the metric's coordinates.
-        tolerance: see `TOLERANCE`.
-        max_steps: at most.
-    """
-    X, Y = start
-    rest = metric.target - X @ Y.T
-    force = metric.image(rest[None])[0]
-    least = _product(rest, force)
-    whole = _product(metric.target, metric.image(metric.target[None])[0])
-    way: tuple[Tensor, Tensor] | None = None
-    before: tuple[Tensor, Tensor, float] | None = None
-    for _ in range(max_steps):
-        if not least > ROUNDING**2 * whole:
-            break
-        downhill = force @ Y, force.T @ X
-        # The metric is near the identity: what is left of its condition is that of the factors.
-        turned = _scaled(downhill[0], Y), _scaled(downhill[1], X)
-        square = _product(downhill[0], turned[0]) + _product(downhill[1], turned[1])
-        bend = 0.0
-        if before is not None and before[2] > 0:
-            kept = _product(before[0], turned[0]) + _product(before[1], turned[1])
-            bend = max(0.0, (square - kept) / before[2])
-        way = turned if way is None else (turned[0] + bend * way[0], turned[1] + bend * way[1])
-        before = (*downhill, square)
-        first, second = way[0] @ Y.T + X @ way[1].T, way[0] @ way[1].T
-        moved = metric.image(torch.stack([first, second]))
-        length, fall = _least_along(rest, force, (first, second), (moved[0], moved[1]))
-        if not fall > tolerance * least:
-            if bend == 0:
-                break
-            # Only the way was bad: the search starts anew from here.
-            way = before = None
-            continue
-        X, Y = X + length * way[0], Y + length * way[1]
-        rest = rest - length * first - length**2 * second
-        force = force - length * moved[0] - length**2 * moved[1]
-        least -= fall
-    X, Y = _balanced(X, Y)
-    return metric.left @ X, metric.right @ Y
-
-
-def _least_along(
-    rest: Tensor, force: Tensor, terms: tuple[Tensor, Tensor], moved: tuple[Tensor, Tensor]
-) -> tuple[float, float]:
-    """The length t at which ‖E − t Z₁ − t² Z₂‖² is least, and by how much that lowers it."""
-    falls = np.array(
-        [
-            _product(terms[1], moved[1]),
-            2 * _product(terms[0], moved[1]),
-            _product(terms[0], moved[0]) - 2 * _product(terms[1], force),
-            -2 * _product(terms[0], force),
-            0.0,
-        ]
-    )
-    if not np.isfinite(falls).all():
-        return 0.0, 0.0
-    lengths = [0.0, *(float(each.real) for each in np.roots(np.polyder(falls)) if abs(each.imag) <= 1e-9 * abs(each))]
-    best = min(lengths, key=lambda length: float(np.polyval(falls, length)))
-    return best, -float(np.polyval(falls, best))
-
-
-def _scaled(gradient: Tensor, other: Tensor) -> Tensor:
-    """A gradient times the inverse of the other factor's Gram."""
-    gram = other.T @ other
-    gram.diagonal().add_(ROUNDING**2 * gram.diagonal().mean() + torch.finfo(gram.dtype).tiny)
-    scaled: Tensor = torch.linalg.solve(gram, gradient.T).T
-    return scaled
-
-
-def _balanced(X: Tensor, Y: Tensor) -> tuple[Tensor, Tensor]:
-    """Factors of the same product whose columns are orthogonal and as long in one as in the other."""
-    (left, upper), (right, lower) = torch.linalg.qr(X), torch.linalg.qr(Y)
-    U, values, Vt = torch.linalg.svd(upper @ lower.T)
-    root = values.sqrt()
-    return left @ U * root, right @ Vt.T * root
-
-
-def _product(a: Tensor, b: Tensor) -> float:
-    return float((a * b).sum())
+    system = head.system
+    coarse = system.operator(0, torch.float32)
+    return metric_of(head.operator, coarse, system.query_gram[0], system.key_gram[0], strength)
 
 
 def width_errors(moments: LogitMoments) -> Tensor:
@@ -269,12 +137,11 @@ def solve_low_rank(
     for index in range(moments.heads):
         head = _Head.of(moments.of_head(index))
         metric = _metric(head, head.strength(value, units))
-        tried = [_searched(metric, _from_svd(metric, size), tolerance, max_steps)]
+        tried = [searched(metric, from_svd(metric, size), tolerance, max_steps)]
         if other is not None:
             left, right = other[0][index], other[1][index]
             if head.error(left, right) < head.error(*tried[0]):
-                start = torch.linalg.solve(metric.left, left), torch.linalg.solve(metric.right, right)
-                tried += [_searched(metric, start, tolerance, max_steps), (left, right)]
+                tried += [searched(metric, metric.inside(left, right), tolerance, max_steps), (left, right)]
         errors = [head.error(*each) for each in tried]
         best = min(range(len(tried)), key=lambda at: float(errors[at]))
         found.append((*tried[best], errors[best]))
@@ -293,17 +160,23 @@ def pair_errors(moments: LogitMoments, left: Tensor, right: Tensor) -> Tensor:
     return torch.stack([head.error(*pair) for head, *pair in zip(heads, left, right, strict=True)])
 
 
-def diagnose_low_rank(moments: LogitMoments, system: LogitSystem, reached: Tensor) -> LogitDiagnostics:
-    """The diagnostics of a layer; its floor is what this form reaches with next to no strength.
+def diagnose_low_rank(moments: LogitMoments, system: LogitSystem, left: Tensor, right: Tensor) -> LogitDiagnostics:
+    """The diagnostics of a layer; its floor is what a search from a fit reaches with next to no strength.
 
     Args:
         moments: of the layer's queries and keys.
         system: of the dimensions that would stay: what is lost without compensation is what the others carry.
-        reached: errors of a solution, (H,).
+        left: P of the fit, (H, d, d') float64.
+        right: Q, likewise.
     """
     lost = system.dropped_energy.clamp_min(0)
-    found = solve_low_rank(moments, system.kept.head_dim, NEAR_ZERO, tolerance=CHOICE_TOLERANCE)
-    return LogitDiagnostics.of(lost, torch.minimum(torch.minimum(found.errors, reached), lost))
+    floors = []
+    for index, pair in enumerate(zip(left, right, strict=True)):
+        head = _Head.of(moments.of_head(index))
+        metric = _metric(head, head.strength(NEAR_ZERO, "relative"))
+        found = searched(metric, metric.inside(*pair), CHOICE_TOLERANCE, MAX_STEPS)
+        floors.append(torch.minimum(head.error(*found), head.error(*pair)))
+    return LogitDiagnostics.of(lost, torch.minimum(torch.stack(floors), lost))
 
 
 def choose_low_rank(
@@ -329,7 +202,9 @@ def choose_low_rank(
         parts = [fold.of_head(head) for fold in folds]
         train, scored = _Head.of(total([*parts[:held], *parts[held + 1 :]])), _Head.of(parts[held])
         metrics = [_metric(train, train.strength(value, units)) for value in grid]
-        found = [scored.error(*_searched(metric, _from_svd(metric, size), CHOICE_TOLERANCE)) for metric in metrics]
+        found = [
+            scored.error(*searched(metric, from_svd(metric, size), CHOICE_TOLERANCE, MAX_STEPS)) for metric in metrics
+        ]
         return torch.stack(found), scored.system.energy.sum()
 
     return least_held_out(folds, kept.shape[0], grid, errors)

@@ -419,7 +419,7 @@ class Recipe(Strict):
         gains near zero, becomes outputs so large that the norm takes it from all others (compensation/README.md,
         section 4).
         """
-        columns = [family.columns[name] for name in family.columns if known_space(name) in self.spaces]
+        columns = [own for name, own in family.columns.items() if known_space(name) in self.spaces]
         if self.target == "drift" and any(each.norm is not None for each in columns):
             return self.model_copy(update={"target": "sequential"}).at(family)
         able = {known_space(name) for name, own in family.spaces.items() if own.whole is None}
@@ -520,6 +520,13 @@ class Recipe(Strict):
     def joint(self) -> bool:
         """Whether whole blocks go, dimensions of the residual stream, or both, and units of what is left."""
         return bool(self.spaces) and (self.depth is not None or self.hidden is not None)
+
+    @property
+    def basis_from_statistics(self) -> bool:
+        """Whether moments of what linear modules read tell the one basis of the residual stream."""
+        hidden = self.hidden
+        alone = not self.spaces and self.depth is None
+        return hidden is not None and hidden.kind == "shared" and hidden.signal == "normed" and alone
 
     @property
     def spaces_alone(self) -> "Recipe":

@@ -241,6 +241,23 @@ def forewarning_of_calibration(
     return _warning(stages, statistics_bytes(model, collect=collect, folds=folds, samples=samples), device, dtype)
 
 
+def of_calibration_here(
+    model: Model,
+    samples: int,
+    tokens: int,
+    collect: Sequence[Collect],
+    folds: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    effects: bool,
+) -> Estimate:
+    """What a calibration will take here."""
+    stages = of_calibration(model, samples, tokens, collect, folds, effects=effects)
+    disk = statistics_bytes(model, collect=collect, folds=folds, samples=samples)
+    return estimate(stages, disk, machine.measured_rates(device, dtype))
+
+
 def _warning(stages: Sequence[Stage], disk: int, device: torch.device, dtype: torch.dtype) -> str | None:
     """What to say of a job where it is long; the machine is not measured for one that is short on any."""
     if not is_long(stages):

@@ -109,6 +109,11 @@ class Weighing(ABC, Generic[Amount]):
             UserError: there is none.
         """
 
+    @property
+    def fitting(self) -> list[tuple[Amount, Tried]]:
+        """Amounts that leave a model of the size, ascending, and what they do."""
+        return [(amount, tried) for amount, tried in sorted(self.tried.items()) if tried is not None]
+
     @abstractmethod
     def best(self) -> Amount:
         """The amount that changes the output least.

@@ -90,9 +90,8 @@ class AxesWeighing(Weighing[Pair]):
         """
         blocks, step = self.best()
         found = [
-            TriedHidden(blocks=count, kept=self._widths(count)[own], predicted=tried.predicted, measured=tried.measured)
-            for (count, own), tried in sorted(self.tried.items())
-            if tried is not None
+            TriedHidden(blocks=count, kept=self._widths(count)[own], **tried.model_dump())
+            for (count, own), tried in self.fitting
         ]
         hidden = hidden_record(self.request, self._widths(blocks)[step]).model_copy(update={"tried": found})
         return blocks_chosen(self.request, self.statistics, self._choose, blocks), hidden

@@ -49,11 +49,7 @@ class DepthWeighing(CountWeighing):
             UserError: no number of blocks leaves a model of the size.
         """
         chosen = blocks_chosen(self.request, self.statistics, self._choose, self.best())
-        found = [
-            TriedDepth(blocks=count, predicted=tried.predicted, measured=tried.measured)
-            for count, tried in sorted(self.tried.items())
-            if tried is not None
-        ]
+        found = [TriedDepth(blocks=count, **tried.model_dump()) for count, tried in self.fitting]
         return chosen.model_copy(update={"tried": found})
 
     def trial(self, count: int) -> Trial:

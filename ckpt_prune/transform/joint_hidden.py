@@ -52,11 +52,7 @@ class HiddenWeighing(CountWeighing):
             UserError: none leaves a model of the size.
         """
         best = self._widths[self.best()]
-        found = [
-            TriedHidden(kept=self._widths[count], predicted=tried.predicted, measured=tried.measured)
-            for count, tried in sorted(self.tried.items())
-            if tried is not None
-        ]
+        found = [TriedHidden(kept=self._widths[count], **tried.model_dump()) for count, tried in self.fitting]
         return hidden_record(self.request, best).model_copy(update={"tried": found})
 
     def trial(self, count: int) -> Trial:

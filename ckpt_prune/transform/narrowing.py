@@ -152,8 +152,8 @@ def check_hidden(request: Request) -> None:
 
 def _check_statistics(request: Request, statistics: Statistics) -> None:
     """Refuse statistics that do not tell the bases of a recipe."""
-    recipe, hidden = request.recipe, hidden_of(request)
-    if hidden.kind == "per-block" or hidden.signal == "stream" or recipe.spaces or recipe.depth is not None:
+    recipe = request.recipe
+    if not recipe.basis_from_statistics:
         data = DATA_OPTIONS[request.model.family.modality]
         raise UserError(f"recipe {recipe.name} measures the stream itself: give {data} in place of --statistics")
     lacking = [kind for kind in recipe.collect if kind not in statistics.index.collect]
@@ -204,16 +204,13 @@ def jointly_narrowed(request: Request, record: Hidden, view: SlicedCheckpoint | 
         view: the model in the basis that was measured; by default names and shapes alone.
     """
     own = at_own_size(request) if hidden_of(request).auto else request
-    into = None
+    model, into, note = request.model, None, None
     if record.kept < record.dimensions:
         into = view or view_of(request, record.kept)
-    return replace(
-        request,
-        model=request.model if into is None else narrow_model(into),
-        recipe=own.recipe.after_hidden,
-        statistics=None,
-        narrowed=Narrowed(request, record, None, into),
-    )
+        container, _ = narrow_container(into)
+        model, note = narrow_model(into, container), container.note
+    whole = Narrowed(request, record, None, into, note)
+    return replace(request, model=model, recipe=own.recipe.after_hidden, statistics=None, narrowed=whole)
 
 
 def hidden_record(request: Request, kept: int, energy: Sequence[float] = ()) -> Hidden:
@@ -256,7 +253,13 @@ def half_stream(request: Request) -> Callable[[Model], Model]:
     check_sliceable(request.model, hidden_of(request).kind)
     step = hidden_of(request).multiple_of
     kept = max(least_width(request), request.model.dimension("hidden") // 2 // step * step)
-    return lambda model: narrow_model(view_of(replace(request, model=model), kept))
+
+    def half(model: Model) -> Model:
+        view = view_of(replace(request, model=model), kept)
+        container, _ = narrow_container(view)
+        return narrow_model(view, container)
+
+    return half
 
 
 def view_of(request: Request, kept: int, bases: Bases = not_measured) -> SlicedCheckpoint:
@@ -271,6 +274,5 @@ def view_of(request: Request, kept: int, bases: Bases = not_measured) -> SlicedC
     view = SlicedCheckpoint(model, hidden.kind, kept, bases, untied=_untied(request), device=request.device)
     if not view.shared:
         return view
-    biases = frozenset(m for m in model.family.linears if model.has(m, "bias")) | view.added_biases
-    container, _ = narrow_container(model, view, biases)
+    container, _ = narrow_container(view)
     return replace(view, embedding_scale=embedding_scale(model, container))

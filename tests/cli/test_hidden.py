@@ -81,7 +81,14 @@ def test_one_basis_and_one_table(here) -> None:
     ]
     config = read_json("out/config.json")
     assert (config["hidden_size"], config["head_dim"], config["tie_word_embeddings"]) == (12, 4, True)
-    assert run("verify", "out", "--against", "tied").exit_code == 0
+    verified = run("verify", "out", "--against", "tied")
+    assert verified.exit_code == 0
+    same, said = verified.stdout.splitlines()[-1].split(" are the dense ones: ")
+    assert same == (
+        "kept units: in the basis of 12 dimensions that the embedding tells, 29 tensors outside the blocks and in 3 "
+        "of 3"
+    )
+    assert said.endswith(" of a tensor's largest value away at most")
     model = stock(Path("out"))
     assert model.lm_head.weight is model.model.embed_tokens.weight
     for recipe, more in (("rcpu", ("--ratio", "0.5")), ("wanda-50", ())):
@@ -177,6 +184,28 @@ def test_what_is_not_the_dense_models_is_found(here) -> None:
     assert said.stdout.splitlines()[-1] == (
         "kept units: model.norm.weight is outside the blocks and is not the dense model's"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("model.embed_tokens.weight", "the embedding is not the dense one in a basis of 12 dimensions"),
+        (
+            "model.layers.1.mlp.up_proj.weight",
+            "model.layers.1.mlp.up_proj.weight is not the dense model's in the basis of the embedding: ",
+        ),
+    ],
+)
+def test_a_weight_that_is_not_the_dense_one_in_the_basis(here, name, said) -> None:
+    ok(*SHARED, "-o", "out")
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors[name][:, 0] *= 0
+
+    edit_weights("out", change)
+    verified = run("verify", "out", "--against", "tied")
+    assert verified.exit_code == 1
+    assert verified.stdout.splitlines()[-1].startswith(f"kept units: {said}")
 
 
 def test_what_does_not_follow_a_basis_of_its_own_is_refused(here) -> None:

@@ -71,7 +71,11 @@ def test_dimensions_that_are_empty_go_first(here) -> None:
     )
     assert any(line.startswith(f"residual stream: {hidden['kept']} of 16 dimensions stay") for line in said)
     assert stock(Path("out")).config.hidden_size == hidden["kept"]
-    assert run("verify", "out", "--against", "flat").exit_code == 0
+    verified = run("verify", "out", "--against", "flat")
+    assert verified.exit_code == 0
+    assert verified.stdout.splitlines()[-1] == (
+        "kept units: no weight is compared: the embedding does not tell the basis that all weights have absorbed"
+    )
     assert "dimensions stay" in ok("report", "out", "-o", "page.html") + Path("page.html").read_text()
 
 

@@ -157,7 +157,7 @@ def test_the_floor_is_what_little_strength_reaches():
     a = attention(d=6, size=3, samples=12)
     moments, system = a.moments(), a.system()
     fit = LOGIT_METHODS["low-rank"].fit(moments, system, a.kept, 1.0, "relative")
-    found = diagnose_low_rank(moments, system, fit.errors)
+    found = diagnose_low_rank(moments, system, fit.left, fit.right)
     torch.testing.assert_close(found.uncompensated, system.dropped_energy)
     least = solve_low_rank(moments, 3, 1e-6, tolerance=1e-12, max_steps=1000).errors
     torch.testing.assert_close(found.floor, least, rtol=0.01, atol=0)

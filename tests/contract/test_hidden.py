@@ -101,6 +101,8 @@ def test_equals_the_dense_model_whose_stream_is_projected_by_hand(
     other = case.samples(4, seed=9)
     assert_same_outputs(outputs(ckpt_prune.load(out), other), outputs(own.model, other), COMPUTED)
     assert torch.allclose(torch.tensor(report.hidden.energy), torch.tensor(own.energy), atol=1e-4)
+    found = {check.name: check for check in verify(out, dense.folder(case))}["kept units"]
+    assert found.passed is True, found.detail
 
 
 DESCRIBED = [case for case in FIRST if case.family.residual is not None]

@@ -61,6 +61,13 @@ def test_a_file_that_was_half_written_is_taken_over_by_the_next_run(machine: Mac
     assert Case(job, Fault(write, FULL)).run(machine) == []
 
 
+@pytest.mark.parametrize("what", ["EIO", "EACCES"])
+def test_a_staging_folder_that_cannot_be_locked_goes_again(machine: Machine, what: str) -> None:
+    """It stayed, empty, and nothing in it said whose it was."""
+    at = places_of(machine, "calibrate", "open", ".out.partial")[0]
+    assert Case("calibrate", Fault(at, what)).run(machine) == []
+
+
 @pytest.mark.parametrize(("job", "ending"), [("calibrate", ".out.partial"), ("again", "out.partial")])
 def test_a_signal_just_before_the_folder_gets_its_name(machine: Machine, job: str, ending: str) -> None:
     """Statistics stayed in a hidden folder, and an old output away from its place."""

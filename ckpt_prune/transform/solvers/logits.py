@@ -173,7 +173,7 @@ class LogitSolver(Solver):
         found = head_shift(
             HeadEquations.of_logits(whole, system),
             HeadEquations.of_logits(test, theirs),
-            method.diagnose(test, theirs, lost).floor,
+            method.diagnose(test, theirs, fit).floor,
             logit.absolute_strength(plan.strength or 0.0, own.lambda_units, system.diagonal_mean)
             if method.bounded
             else None,
@@ -196,7 +196,7 @@ class LogitSolver(Solver):
         plan.residual = fit.residual
         enter_errors(plan, system, fit.errors)
         if self.diagnostics and plan.error_uncompensated is not None:
-            enter_diagnostics(plan, system, fit.errors, method.diagnose(whole, system, fit.errors), whole.samples)
+            enter_diagnostics(plan, system, fit.errors, method.diagnose(whole, system, fit), whole.samples)
             enter_held_out(plan, held_out, len(folds), choose)
         return fit
 
