@@ -244,3 +244,11 @@ def test_a_pair_with_none_of_one_axis_is_what_the_other_alone_measures(here) -> 
         shared = both.keys() & alone.keys()
         assert len(shared) > 1
         assert {pair: both[pair] for pair in shared} == {pair: alone[pair] for pair in shared}
+
+
+def test_verify_computes_what_is_left_again_but_for_the_map(here) -> None:
+    given = ("--set", "depth.drop=1", "--set", "hidden.drop=4", *BARE)
+    ok("prune", "dense", *JOB, *given, "-o", "out")
+    said = ok("verify", "out", "--against", "dense")
+    assert "in the basis of 12 dimensions that the embedding tells, " in said
+    assert "; 1 rewritten tensor not compared" in said
