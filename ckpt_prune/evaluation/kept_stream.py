@@ -16,6 +16,7 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.spaces import space_of
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.checkpoint.units import counted
+from ckpt_prune.evaluation.kept_blocks import mapped_tensors
 from ckpt_prune.planning.records import Hidden
 from ckpt_prune.progress import track
 from ckpt_prune.report.model import Report
@@ -34,12 +35,12 @@ _BENT = 1e-2
 def kept_in_basis(checkpoint: Checkpoint, dense: Checkpoint, report: Report, hidden: Hidden) -> tuple[bool | None, str]:
     """Find the basis that the embedding has absorbed, and compute some of the other tensors again with it.
 
-    Those are all tensors outside the blocks, and in some blocks, chosen at random, all that no compensation rewrote: of
-    pruned spaces the rows of the kept units.
+    Those are all tensors outside the blocks, and in some blocks, chosen at random, all that no compensation and no map
+    of a gap rewrote: of pruned spaces the rows of the kept units.
 
     Args:
         checkpoint: the output.
-        dense: what it was made from.
+        dense: what it was made from, without the blocks that are gone.
         report: the output's.
         hidden: its record of the stream, of one basis.
 
@@ -137,7 +138,7 @@ def _pairs(
         yield name, _held(checkpoint, name), view.read([name])[name]
     for block in track(blocks, "comparing", unit="block"):
         made = view.block(block)
-        rewritten = _rewritten(model, report, block)
+        rewritten = _rewritten(model, report, block) | mapped_tensors(report.depth, made)
         for name, tensor in _cut(model, report, block, made).items():
             yield name, _held(checkpoint, name), None if name in rewritten else tensor
 

@@ -128,22 +128,27 @@ class Weighing(ABC, Generic[Amount]):
 
     def measured(self, amount: Amount) -> float | None:
         """The divergence of a model without so much, whose units meet the size; None where there is none."""
-        known = {} if self.journal is None else self.journal.notes
-        unit = f"{self.unit} {self.named(amount)}"
-        if unit in known:
-            self.tried[amount] = None if known[unit] is None else Tried.model_validate(known[unit])
-        else:
-            try:
-                self.tried[amount] = self._tried(amount)
-            except UserError as error:
-                # Too little for the size, or such as the class cannot do without: others may do.
-                self.tried[amount], self.why = None, error
-            tried = self.tried[amount]
-            if self.journal is not None:
-                with disk_failures(self.journal.folder):
-                    self.journal.record(unit, note=None if tried is None else tried.model_dump(mode="json"))
+        if amount not in self.tried:
+            self.tried[amount] = self._known_or_tried(amount)
         tried = self.tried[amount]
         return None if tried is None else tried.measured
+
+    def _known_or_tried(self, amount: Amount) -> Tried | None:
+        known = {} if self.journal is None else self.journal.notes
+        unit = f"{self.unit} {self.named(amount)}"
+        if known.get(unit) is not None:
+            return Tried.model_validate(known[unit])
+        try:
+            tried = self._tried(amount)
+        except UserError as error:
+            # Too little for the size, or such as the class cannot do without: others may do. A run that goes on is told
+            # again, so that it can say why where none does.
+            self.why = error
+            return None
+        if self.journal is not None:
+            with disk_failures(self.journal.folder):
+                self.journal.record(unit, note=tried.model_dump(mode="json"))
+        return tried
 
     def chosen(self, best: Amount | None) -> Amount:
         """The best amount, where there is any.
@@ -251,10 +256,7 @@ class CountWeighing(Weighing[int]):
         return self.chosen(best)
 
     def _least(self, counts: Sequence[int]) -> int | None:
-        found = {
-            count: self.tried[count] for count in counts if count in self.tried or self.measured(count) is not None
-        }
-        told = {count: tried.measured for count, tried in found.items() if tried is not None}
+        told = {count: value for count in counts if (value := self.measured(count)) is not None}
         return min(told, key=lambda count: (told[count], count), default=None)
 
 

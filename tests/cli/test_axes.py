@@ -229,3 +229,26 @@ def test_a_size_that_spaces_alone_cannot_reach(here) -> None:
     )
     said = ok(*job, "--target-params", "5%")
     assert "how many whole blocks go is measured first; were it 3, the fewest for this size" in said
+
+
+def test_a_pair_with_none_of_one_axis_is_what_the_other_alone_measures(here) -> None:
+    """To the last digit, units that go besides and the numbers of the blocks that they are of included."""
+    found = {}
+    for name, given in (("both", ()), ("depth", ("--set", "hidden=null")), ("hidden", ("--set", "depth=null"))):
+        ok("prune", "flat", *JOB, *given, "--target-params", "60%", "-o", name)
+        report = read_json(f"{name}/ckpt_prune.json")
+        tried = report["depth"]["tried"] if name == "depth" else report["hidden"]["tried"]
+        found[name] = {(each.get("blocks") or 0, each.get("kept", 16)): each["measured"] for each in tried}
+    both = found.pop("both")
+    for alone in found.values():
+        shared = both.keys() & alone.keys()
+        assert len(shared) > 1
+        assert {pair: both[pair] for pair in shared} == {pair: alone[pair] for pair in shared}
+
+
+def test_verify_computes_what_is_left_again_but_for_the_map(here) -> None:
+    given = ("--set", "depth.drop=1", "--set", "hidden.drop=4", *BARE)
+    ok("prune", "dense", *JOB, *given, "-o", "out")
+    said = ok("verify", "out", "--against", "dense")
+    assert "in the basis of 12 dimensions that the embedding tells, " in said
+    assert "; 1 rewritten tensor not compared" in said
