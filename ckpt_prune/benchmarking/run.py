@@ -29,8 +29,8 @@ from ckpt_prune.options import SpreadOptions
 from ckpt_prune.progress import meter
 
 REST = 0.05
-"""Seconds between two turns: threads of onnxruntime look for work for some 20 to 40 ms before they sleep, on a core that
-the next model needs (measured: 16.0 ms behind a graph, 13.8 ms behind PyTorch, of one small model on two cores)."""
+"""Seconds between two turns: threads of onnxruntime look for more work before they sleep, on a core that the next model
+needs (measured with two threads on two cores: one small model took 16.0 ms behind a graph, and 13.8 behind PyTorch)."""
 
 
 @dataclass(frozen=True)
