@@ -62,12 +62,12 @@ Cell = tuple[str, Recipe]
 """Label and recipe."""
 
 
-def every_bench(evaluated: int) -> dict[str, Bench]:
-    """Those of bench_best, and the real models there are."""
+def every_bench(evaluated: int, texts: tuple[str, ...] = WIKITEXT) -> dict[str, Bench]:
+    """Those of bench_best, and the real models there are, on texts to calibrate and to test with."""
     found = benches(64)
     for name, window in (("minimind2-26m", 512), ("smollm2-135m", 512), ("gemma3-270m", 512)):
         if (REAL / name).is_dir():
-            found[name] = of_text(Subject(name, window, REAL / name, *WIKITEXT), evaluated)
+            found[name] = of_text(Subject(name, window, REAL / name, *texts), evaluated)
     return found
 
 
@@ -262,6 +262,7 @@ def main() -> None:
     parser.add_argument("--ratios", nargs="+", type=float, default=[0.1, 0.2, 0.3, 0.4])
     parser.add_argument("--samples", type=int, default=32)
     parser.add_argument("--evaluated", type=int, default=16, help="windows of the real models")
+    parser.add_argument("--texts", nargs=2, default=WIKITEXT, help="to calibrate and to test the real models with")
     parser.add_argument("--only", help="cells with this in their label")
     parser.add_argument("--scratch", type=Path)
     parser.add_argument("--tokens", type=int, default=128)
@@ -269,7 +270,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     args = parser.parse_args()
     lines = by_key(args.out)
-    known = every_bench(args.evaluated)
+    known = every_bench(args.evaluated, tuple(args.texts))
     for name in args.models:
         run_bench(args.what, known[name], args, lines)
     table(args.what, lines)

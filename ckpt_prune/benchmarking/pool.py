@@ -1,6 +1,7 @@
 """The processes that hold the models, as their parent sees them."""
 
 import multiprocessing
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,9 @@ _PATIENCE = 5.0
 _SIGKILL = -9
 """Windows does not have its name."""
 
+WAITING = "OMP_WAIT_POLICY"
+"""What OpenMP reads once, when torch is imported."""
+
 Serve = Callable[[Connection, Seat], None]
 
 
@@ -41,7 +45,7 @@ class Worker:
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=target, args=(theirs, seat), daemon=True)
         try:
-            with _deaf_to_interrupts():
+            with _deaf_to_interrupts(), _waiting_passively():
                 self._process.start()
         finally:
             theirs.close()  # so that the end of the process is the end of the pipe
@@ -144,3 +148,19 @@ def _deaf_to_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _waiting_passively() -> Iterator[None]:
+    """Threads of what is started meanwhile sleep while they wait, in place of keeping a core from who is timed next.
+
+    A spawned process imports the script that called this tool before any function of it runs, and perhaps torch with
+    it. Its threads learn how to wait then, so that `serve` would say it too late.
+    """
+    before = os.environ.get(WAITING)
+    os.environ.setdefault(WAITING, "PASSIVE")
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[WAITING]

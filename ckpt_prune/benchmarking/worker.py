@@ -1,6 +1,6 @@
 """A process that holds one model and runs it when it is told to.
 
-Nothing heavy is imported before the first lines of `serve`: threads learn how to wait when torch is imported.
+Nothing heavy is imported before the first lines of `serve`, so that Ctrl-C is ignored and errors are caught early.
 """
 
 import contextlib
@@ -25,7 +25,6 @@ def serve(connection: Connection, seat: Seat) -> None:
     """
     # Ctrl-C reaches every process of the terminal; the parent ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     warnings.simplefilter("ignore")
     with contextlib.suppress(OSError):  # where standard error is closed
         os.dup2(2, 1)  # standard output is the parent's, which may be writing JSON

@@ -7,6 +7,9 @@ import time
 from ckpt_prune.benchmarking.messages import Failure, Memory, Ready
 from ckpt_prune.benchmarking.worker import serve
 
+WAITS = os.environ.get("OMP_WAIT_POLICY", "actively")
+"""As what is imported beside this module sees it, torch too."""
+
 
 def obliging(connection, seat):
     """Ready at once; every timing takes as long as the model's name says."""
@@ -60,3 +63,8 @@ def waiting(connection, seat):
     """Never answers."""
     connection.send(Ready("cpu", None))
     time.sleep(3600)
+
+
+def telling_how_it_waits(connection, seat):
+    """Its device is how OpenMP's threads were told to wait when this module was imported."""
+    connection.send(Ready(WAITS, None))

@@ -184,3 +184,14 @@ def test_ends_with_its_parent(number):
     if number == signal.SIGINT:
         assert said.count("Traceback") == 1
         assert said.rstrip().endswith("KeyboardInterrupt")
+
+
+@pytest.mark.parametrize(("own", "waits"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_threads_sleep_while_they_wait_from_the_first_import_on(monkeypatch, own, waits):
+    """A script that imports torch is imported by its workers before anything of `serve` runs."""
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if own:
+        monkeypatch.setenv("OMP_WAIT_POLICY", own)
+    with workers([seat()], targets.telling_how_it_waits) as (worker,):
+        assert worker.ready().device == waits
+    assert os.environ.get("OMP_WAIT_POLICY") == own

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from ckpt_prune.benchmarking import run
 from ckpt_prune.benchmarking.run import take_turns
 from ckpt_prune.benchmarking.workload import Workload
 
@@ -48,3 +49,10 @@ def test_warm_up_is_run_and_not_counted():
     order, found = turns("ab", rounds=2, warmup=3)
     assert order == "ab|ba|ab|ba|ab|"
     assert found == [[8, 9], [7, 10]]
+
+
+def test_nobody_is_timed_right_behind_another(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(run, "sleep", lambda seconds: clock.log.append(f"{seconds:g}"))
+    take_turns([Runner(name, clock) for name in "ab"], WORK, rounds=1, warmup=1, tick=lambda: None, rest=0.5)
+    assert clock.log == ["0.5", "a", "0.5", "b", "0.5", "b", "0.5", "a"]
