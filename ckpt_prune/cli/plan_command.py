@@ -37,10 +37,14 @@ if TYPE_CHECKING:
     from ckpt_prune.planning.plan import SitePlan
 
 
-_PREDICTED = (
-    "predicted: the divergence (KL, in nats) of the output from the dense model's, by second order: more where much "
-    "goes; its exponential is about what the perplexity is multiplied by"
-)
+def _predicted() -> str:
+    """What a column of predicted divergences is."""
+    from ckpt_prune.transform.messages import SECOND_ORDER
+
+    return (
+        f"predicted: the divergence (KL, in nats) of the output from the dense model's, {SECOND_ORDER}; its "
+        "exponential is about what the perplexity is multiplied by"
+    )
 
 
 def _refuse_data(recipes: tuple[str, ...], given: dict[str, Any]) -> None:
@@ -87,7 +91,8 @@ def _refuse_data(recipes: tuple[str, ...], given: dict[str, Any]) -> None:
     multiple=True,
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="With --sweep: also prune at each value, into a temporary folder, and measure its perplexity on this text.",
+    help="With --sweep: also prune at each value, into a temporary folder, and measure its perplexity and KL on this "
+    "text.",
 )
 @click.option("--window", type=int, help="Tokens of a window of --evaluate.")
 @click.option("--samples", type=int, help="Windows of --evaluate, at most.")
@@ -231,7 +236,7 @@ def _print_compared(compared: "list[ComparedPlan]") -> None:
     if held_out:
         click.echo("held out: the same on each fold of the samples when fitted on the others; by these recipes compare")
     if predicted:
-        click.echo(_PREDICTED)
+        click.echo(_predicted())
     for each in compared:
         for line in each.messages:
             click.echo(f"{each.recipe}: {line}")
@@ -323,6 +328,7 @@ def _print_sweep(found: Sweep) -> None:
                 *kept,
                 *errors,
                 *(["-" if point.divergence is None else f"{point.divergence:.4f}"] if predicted else []),
+                *(["-" if point.measured is None else f"{point.measured:.4f}"] if found.measured else []),
                 *(["-" if point.perplexity is None else f"{point.perplexity:.3f}"] if found.measured else []),
             ]
         )
@@ -335,12 +341,12 @@ def _print_sweep(found: Sweep) -> None:
         *found.spaces,
         *(f"{space} error" for space in found.spaces),
         *(["predicted"] if predicted else []),
-        *(["perplexity"] if found.measured else []),
+        *(["KL", "perplexity"] if found.measured else []),
     ]
     click.echo(table(headers, rows))
     click.echo("errors: means over blocks, relative to each output's energy, after compensation; no perplexity")
     if predicted and not found.depth:
-        click.echo(_PREDICTED)
+        click.echo(_predicted())
     if found.measured:
         click.echo(found.measured)
     if found.depth:
