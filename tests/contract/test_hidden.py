@@ -4,6 +4,7 @@ A stream that lies in fewer dimensions than the model has loses none of them: th
 projected, as the dense stock model is by hand (`tests/oracles/slicing.py`).
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -103,6 +104,29 @@ def test_equals_the_dense_model_whose_stream_is_projected_by_hand(
     assert torch.allclose(torch.tensor(report.hidden.energy), torch.tensor(own.energy), atol=1e-4)
     found = {check.name: check for check in verify(out, dense.folder(case))}["kept units"]
     assert found.passed is True, found.detail
+
+
+@pytest.mark.parametrize("case", chosen(SHARED, lambda case: case.model_type in {"gemma", "vit"}), ids=str)
+def test_with_blocks_it_is_two_prunes_one_after_the_other(dense: Dense, case: Case, tmp_path) -> None:
+    """The map of a gap is absorbed, then the basis of what is left: the same bytes."""
+    parts: dict[str, Any] = {
+        "depth": {"drop": 1, "compensation": {"method": "linear"}},
+        "hidden": {"kind": "shared", "multiple_of": 2, "drop": 4},
+    }
+    made, data = {}, case.samples()
+    for name, own in (("both", parts), ("depth", {"depth": parts["depth"]}), ("hidden", {"hidden": parts["hidden"]})):
+        recipe = Recipe.model_validate({"version": 1, "name": "test", **own})
+        request = dense.request(case, recipe, data)
+        made[name] = tmp_path / name
+        if name == "hidden":
+            request = replace(request, model=Model.open(made["depth"]))
+        run(settle(request), made[name])
+    ours, theirs = (
+        [(path.name, path.read_bytes()) for path in sorted(made[name].glob("*.safetensors"))]
+        for name in ("both", "hidden")
+    )
+    assert ours == theirs
+    assert all(check.passed is not False for check in verify(made["both"], dense.folder(case)))
 
 
 DESCRIBED = [case for case in FIRST if case.family.residual is not None]
