@@ -1,5 +1,11 @@
 """The errors a user is meant to read."""
 
+import errno
+from collections.abc import Iterator
+
+_UNREADABLE = frozenset({errno.EIO, errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE})
+"""What the system says of a file that it cannot give, whatever is in it."""
+
 
 class UserError(Exception):
     """Bad input: one line that names what is wrong and the remedy. The command line prints it and exits with code 2."""
@@ -21,7 +27,20 @@ def interruption(error: BaseException) -> KeyboardInterrupt | None:
 
     A `finally` that reads what its `try` had not yet set raises an UnboundLocalError in place of Ctrl-C.
     """
+    return next((each for each in _behind(error) if isinstance(each, KeyboardInterrupt)), None)
+
+
+def unreadable(error: BaseException) -> OSError | None:
+    """What the system said of a file it could not give, where an error comes of that; None: of something else.
+
+    It says nothing of what is in the file, so no check may fail by it.
+    """
+    return next((each for each in _behind(error) if isinstance(each, OSError) and each.errno in _UNREADABLE), None)
+
+
+def _behind(error: BaseException) -> Iterator[BaseException]:
+    """An error and those it came of, the latest first."""
     behind: BaseException | None = error
-    while behind is not None and not isinstance(behind, KeyboardInterrupt):
+    while behind is not None:
+        yield behind
         behind = behind.__context__
-    return behind

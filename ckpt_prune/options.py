@@ -374,6 +374,7 @@ class CalibrateOptions(SourceOptions, CalibrationOptions, ImageOptions, Activity
     output: Path = Field(description="Statistics folder to write.")
     shard: str | None = Field(None, description="Which of how many shards of the samples to measure, I/N.")
     collect: Annotated[str | None, BeforeValidator(_with_commas)] = Field(None, description="Which statistics.")
+    dry_run: bool = Field(False, description="Check everything; measure and write nothing.")
     overwrite: bool = Field(False, description="Replace an existing output.")
 
 
@@ -411,6 +412,8 @@ class EvaluateOptions(SourceOptions, EvaluationOptions):
         None, description="Files of multiple-choice items (.jsonl), or names of lm-eval tasks."
     )
     probe: Literal["knn", "linear"] | None = Field(None, description="Probe of the features of images.")
+    patch_head: Path | None = Field(None, description="Linear head on the patches of images.")
+    label_maps: Path | None = Field(None, description="Folder of label maps for it.")
     generate: Annotated[tuple[str, ...], BeforeValidator(_several)] = Field((), description="Prompts to continue.")
     generate_tokens: int = Field(64, ge=1, description="Tokens to generate after each prompt, at most.")
     include_path: Path | None = Field(None, description="Folder with lm-eval task files of one's own.")

@@ -1,7 +1,9 @@
 """`ckpt_prune.calibrate`."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ckpt_prune.api.types import AnyModel, AnyPath, Bos, Choose, ComputeDtype, Texts
 from ckpt_prune.architectures.composite import PartName
@@ -15,6 +17,7 @@ from ckpt_prune.progress import Notices, progress_shown
 if TYPE_CHECKING:
     from ckpt_prune.calibration.samples import Samples
     from ckpt_prune.calibration.statistics import Statistics
+    from ckpt_prune.transform.estimate import Estimate
 
 EFFECTS = "effects"
 """What `collect` calls the effects of single sites."""
@@ -22,6 +25,48 @@ CENTRED = "centred"
 """What `collect` calls moments of keys less their mean, which are nothing without the others."""
 NEEDS = {CENTRED: ("logits", "keys are those of logits"), EFFECTS: ("gram", "need Grams")}
 """What `collect` takes only together with something else, and why."""
+
+
+@dataclass(frozen=True)
+class ForeseenStatistics:
+    """What a calibration will measure, and what it will take.
+
+    Attributes:
+        folder: that it will write.
+        modality: what the model reads: text, image or audio.
+        samples: windows, images or sounds.
+        window: tokens of each.
+        blocks: of the model.
+        folds: of the samples.
+        collect: kinds of statistics.
+        bytes: that the folder will take.
+        estimate: time, memory and disk.
+    """
+
+    folder: Path
+    modality: str
+    samples: int
+    window: int
+    blocks: int
+    folds: int
+    collect: tuple[str, ...]
+    bytes: int
+    estimate: "Estimate"
+
+    def summary(self) -> dict[str, Any]:
+        """As `--json` prints it: what `Statistics.summary` has of it, and the estimate."""
+        return {
+            "written": False,
+            "modality": self.modality,
+            "samples": self.samples,
+            "window": self.window,
+            "tokens": self.samples * self.window,
+            "folds": self.folds,
+            "collect": list(self.collect),
+            "blocks": self.blocks,
+            "bytes": self.bytes,
+            "estimate": self.estimate.data(),
+        }
 
 
 def calibrate(
@@ -43,13 +88,14 @@ def calibrate(
     collect: str | Sequence[str] | None = None,
     active_above: float = 1e-6,
     shard: str | None = None,
+    dry_run: bool = False,
     overwrite: bool = False,
     family: AnyPath | None = None,
     part: PartName | None = None,
     trust_remote_code: bool = False,
     device: str = "auto",
     progress: bool = True,
-) -> "Statistics":
+) -> "Statistics | ForeseenStatistics":
     """Measure a dense model's activation statistics, as `ckpt-prune calibrate` does, one block in memory at a time.
 
     Args:
@@ -73,6 +119,7 @@ def calibrate(
             weigh these by effect, are collected on request only.
         active_above: absolute value above which an input of a projection counts as active.
         shard: "I/N": measure only the I-th of N equal shares of the samples, to be added to the others later.
+        dry_run: check everything, and measure and write nothing.
         overwrite: replace an existing statistics folder.
         family: file of a description of the model's family, where this version has none.
         part: which part of a model that is made of several: text, vision or encoder.
@@ -81,7 +128,7 @@ def calibrate(
         progress: show bars and notices on stderr.
 
     Returns:
-        The statistics, which other functions take where they ask for some.
+        The statistics, which other functions take where they ask for some; of a dry run what they will be.
 
     Raises:
         UserError: bad input; nothing is left behind.
@@ -94,7 +141,7 @@ def calibrate(
     check_texts(options.text)
 
     from ckpt_prune.calibration.choosing import chosen_samples
-    from ckpt_prune.calibration.measure import collectable, everything, measure
+    from ckpt_prune.calibration.measure import check_measurable, collectable, everything, measure
     from ckpt_prune.calibration.shards import sharded
     from ckpt_prune.calibration.statistics import with_effects
     from ckpt_prune.checkpoint.staging import refuse_inside, refuse_overlap
@@ -105,7 +152,7 @@ def calibrate(
     from ckpt_prune.devices import computed_in, resolve_device
     from ckpt_prune.evaluation.whole_forward import check_forward
     from ckpt_prune.transform.checks import check_one_basis
-    from ckpt_prune.transform.estimate import forewarning_of_calibration
+    from ckpt_prune.transform.estimate import forewarning_of_calibration, of_calibration_here
     from ckpt_prune.transform.gradients import add_gradients
     from ckpt_prune.transform.measured_effects import measure_effects, measured_singly
 
@@ -143,9 +190,24 @@ def calibrate(
             }
         )
 
-        told = forewarning_of_calibration(
-            source, len(chosen), chosen.tokens, kinds, options.folds or 1, target, dtype, effects=EFFECTS in asked
-        )
+        folds = options.folds or 1
+        job = (source, len(chosen), chosen.tokens, kinds, folds, target, dtype)
+        if options.dry_run:
+            size = here().once(
+                lambda: check_measurable(source, chosen, out, folds=folds, collect=kinds, overwrite=options.overwrite)
+            )
+            return ForeseenStatistics(
+                out,
+                described.modality,
+                len(chosen),
+                chosen.tokens,
+                source.blocks,
+                folds,
+                (*kinds, *((EFFECTS,) if EFFECTS in asked else ())),
+                size,
+                of_calibration_here(*job, effects=EFFECTS in asked),
+            )
+        told = forewarning_of_calibration(*job, effects=EFFECTS in asked)
         if told is not None:
             say(told)
 
@@ -163,7 +225,7 @@ def calibrate(
             chosen,
             out,
             seed=options.seed,
-            folds=options.folds or 1,
+            folds=folds,
             collect=kinds,
             device=target,
             compute_dtype=dtype,

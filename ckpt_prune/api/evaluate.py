@@ -31,6 +31,8 @@ def evaluate(
     bos: Bos = "auto",
     against: AnyModel | None = None,
     probe: Literal["knn", "linear"] | None = None,
+    patch_head: AnyPath | None = None,
+    label_maps: AnyPath | None = None,
     tasks: str | Sequence[AnyPath] | None = None,
     include_path: AnyPath | None = None,
     generate: str | Sequence[str] = (),
@@ -57,6 +59,8 @@ def evaluate(
         bos: begin-of-sequence token before the text.
         against: a reference, usually the dense model.
         probe: with images, what the model's features without its head tell of their classes.
+        patch_head: with images and `label_maps`, a safetensors file with a linear head on every patch.
+        label_maps: folder with a PNG for each image: a class for every pixel, or a number where the head gives one.
         tasks: instead of text, files of multiple-choice items (.jsonl), or names of lm-eval tasks; of a model with a
             sequence-classification head files of labelled texts (.jsonl), or tasks of GLUE (glue:mrpc).
         include_path: folder with lm-eval task files of one's own.
@@ -71,7 +75,8 @@ def evaluate(
 
     Returns:
         One of `ckpt_prune.evaluation.results`: of text a `PerplexityResult`, `MaskedResult`, `FeaturesResult`,
-        `SentencesResult` or `HeadResult`, of images an `AccuracyResult`, `FeaturesResult` or `ProbeResult`,
+        `SentencesResult` or `HeadResult`, of images an `AccuracyResult`, `FeaturesResult`, `ProbeResult` or
+        `PatchHeadResult`,
         of tasks a `ChoiceResult`, `LabelResult` or `TaskResult`, of prompts a `GenerationResult`.
 
     Raises:
@@ -87,7 +92,7 @@ def evaluate(
     from ckpt_prune.evaluation.labelled import is_labelled, measure_labelled
     from ckpt_prune.evaluation.loading import default_dtype
     from ckpt_prune.evaluation.memory_plan import memory_plans
-    from ckpt_prune.evaluation.pictures import measure_images, measure_probe
+    from ckpt_prune.evaluation.pictures import measure_images, measure_patches, measure_probe
     from ckpt_prune.evaluation.placing import spread
     from ckpt_prune.evaluation.speaking import measure_choices, measure_generation
     from ckpt_prune.evaluation.texts import Pair, measure_text
@@ -124,6 +129,8 @@ def evaluate(
             return measure_generation(pair, options.generate, options.generate_tokens)
         if options.probe is not None:
             return measure_probe(pair, options, options.probe)
+        if options.patch_head is not None and options.label_maps is not None:
+            return measure_patches(pair, options, options.patch_head, options.label_maps)
         return measure_text(pair, options) if options.images is None else measure_images(pair, options)
 
 
@@ -187,6 +194,12 @@ def _check(options: EvaluateOptions) -> None:
         raise UserError("--labels goes with --images")
     if options.images is None and options.probe is not None:
         raise UserError("--probe goes with --images")
+    if options.images is None and options.patch_head is not None:
+        raise UserError("--patch-head goes with --images")
+    if (options.patch_head is None) != (options.label_maps is None):
+        raise UserError("--patch-head and --label-maps go together")
+    if options.patch_head is not None and options.probe is not None:
+        raise UserError("--probe and --patch-head: each is measured in a call of its own")
     if len(asked) > 1:
         raise UserError(f"{' and '.join(asked)}: each is measured in a call of its own")
     if not asked:

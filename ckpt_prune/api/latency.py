@@ -68,10 +68,13 @@ def with_latencies(request: "Request", say: Notices, *, trust: bool) -> "Request
         return request
     from ckpt_prune.benchmarking.table import table_of, workload_of
     from ckpt_prune.parallel.group import here
+    from ckpt_prune.transform.narrowing import half_stream
+
+    half = None if request.recipe.hidden is None else half_stream(request)
 
     def measure() -> Any:
         workload = workload_of(request.model.checkpoint.path, size.timed, trust=trust)
-        return table_of(request.model, list(request.recipe.spaces), workload, request.device)
+        return table_of(request.model, list(request.recipe.spaces), workload, request.device, half)
 
     table = here().once(measure)
     say(table.line)

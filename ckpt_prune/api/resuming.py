@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.errors import DiskError, UserError
 
 
@@ -14,6 +15,19 @@ def resumable(out: Path, say: Callable[[str], None]) -> Iterator[None]:
         yield
     except (KeyboardInterrupt, Exception) as error:
         bad_input = isinstance(error, UserError) and not isinstance(error, DiskError)
-        if not bad_input and out.with_name(f"{out.name}.partial").exists():
-            say(f"{out}.partial keeps what is done: the same command with --resume continues")
+        left = out.with_name(f"{out.name}.partial")
+        if not bad_input and left.exists():
+            what = "keeps what is done: the same command with --resume continues"
+            if not _holds(left):
+                what = "holds nothing that is done yet: the same command with --resume starts afresh"
+            say(f"{out}.partial {what}")
         raise
+
+
+def _holds(left: Path) -> bool:
+    """Whether what an unfinished run left says that something of it is done."""
+    try:
+        journal = Journal.read(left)
+    except ValueError:  # a kill before its first journal
+        return False
+    return bool(journal.units) or journal.complete

@@ -59,7 +59,7 @@ class Sweep:
                 "errors": point.errors,
                 "divergence": point.divergence,
             }
-            rows.append(row if self.measured is None else row | {"perplexity": point.perplexity})
+            rows.append(row if self.measured is None else row | {"perplexity": point.perplexity, "kl": point.measured})
         blocks = [
             {"ratio": own.ratio, "gone": own.gone, **own.after.model_dump(), "divergence": own.divergence}
             for own in self.depth
@@ -165,18 +165,21 @@ def _measured(
     from ckpt_prune.api.prune import prune
     from ckpt_prune.evaluation.results import PerplexityResult
 
-    found, windows = [], 0
+    found, windows, dense = [], 0, 0.0
     for point in points:
         options = at(point.value)
         with scratch_folder() as folder:
             small = prune(**options, output=str(folder / "point"), diagnostics=False)
             quiet = {"device": options["device"], "progress": options["progress"]}
-            result = evaluate(small, text=text, window=window, samples=samples, **quiet)
-        if not isinstance(result, PerplexityResult):
+            trust = options["trust_remote_code"]
+            how = {"text": text, "window": window, "samples": samples, "trust_remote_code": trust}
+            result = evaluate(small, against=options["model"], **how, **quiet)
+        if not isinstance(result, PerplexityResult) or result.reference is None:
             raise UserError("--evaluate is for causal language models, whose text has a perplexity")
-        windows, perplexity = result.score.windows, result.score.perplexity
-        found.append(replace(point, perplexity=perplexity if isfinite(perplexity) else None))
-    return found, f"perplexity on {windows} windows of {window} tokens"
+        windows, dense = result.score.windows, result.reference.perplexity
+        own = [each if each is not None and isfinite(each) else None for each in (result.score.perplexity, result.kl)]
+        found.append(replace(point, perplexity=own[0], measured=own[1]))
+    return found, f"perplexity (dense: {dense:.3f}) and KL on {windows} windows of {window} tokens"
 
 
 def _asked(text: str) -> tuple[str, list[float | str]]:

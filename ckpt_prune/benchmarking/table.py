@@ -1,14 +1,15 @@
 """What a block of a model and a unit of its spaces take on this machine, for sizes in time (`planning.latency`).
 
 Models of a few of its blocks, with weights that are drawn, are timed in turns in PyTorch: as many blocks as fit into
-`MOST_BYTES`, half as many, and as many with half the units of each space. Time is taken to be additive over blocks and
-linear in the widths of each. One more model, of half of everything, says how far off that is.
+`MOST_BYTES`, half as many, and as many with half the units of each space; where dimensions of the residual stream may
+go, both numbers of blocks with half of these as well. Time is taken to be additive over blocks and linear in the widths
+of each. One more model, of half of everything, says how far off that is.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from ckpt_prune.containers.choosing import ANY, REMOTE, choose_container
 from ckpt_prune.containers.remote import remote_model_class, with_block_facts
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.accounting import cost_of
-from ckpt_prune.planning.latency import Latencies
+from ckpt_prune.planning.latency import Latencies, StreamTime
 from ckpt_prune.planning.sizes import Timed
 from ckpt_prune.progress import meter
 
@@ -43,11 +44,21 @@ CHECKED_BYTES = 4 * 2**30
 """Weights of the largest model that a table is held against whole."""
 
 
+class TableStream(BaseModel):
+    """What was measured of the residual stream, as `StreamTime` has it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    width: int
+    rest: float
+    block: float
+
+
 class Table(BaseModel):
     """What was measured, as it is kept.
 
     Attributes:
-        rest, block, units: as `Latencies` has them, in nanoseconds.
+        rest, block, units, stream: as `Latencies` has them, in nanoseconds.
         blocks: of the models that were timed.
         half: what a model of half of everything took.
         told: what the table says of it.
@@ -58,6 +69,7 @@ class Table(BaseModel):
     rest: float
     block: float
     units: dict[str, float]
+    stream: TableStream | None = None
     blocks: int
     half: float
     told: float
@@ -65,23 +77,34 @@ class Table(BaseModel):
     @property
     def latencies(self) -> Latencies:
         """For the size of a model."""
-        return Latencies(self.rest, self.block, self.units)
+        stream = None if self.stream is None else StreamTime(**self.stream.model_dump())
+        return Latencies(self.rest, self.block, self.units, stream)
 
     @property
     def line(self) -> str:
         """In words."""
+        of = self.stream
+        stream = ""
+        if of is not None:
+            shares = [of.width * each for each in (of.block / self.block, of.rest / self.rest if self.rest else 0.0)]
+            stream = f", of which the width of the residual stream makes {shares[0]:.0%} and {shares[1]:.0%}"
         return (
-            f"latency table: {self.block / 1e6:.4g} ms a block, {self.rest / 1e6:.4g} ms for the rest; of half of "
-            f"everything it says {self.told / 1e6:.4g} ms, which took {self.half / 1e6:.4g} ms"
+            f"latency table: {self.block / 1e6:.4g} ms a block, {self.rest / 1e6:.4g} ms for the rest{stream}; of half "
+            f"of everything it says {self.told / 1e6:.4g} ms, which took {self.half / 1e6:.4g} ms"
         )
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A model that is timed: so many blocks, with so many units of some spaces."""
+    """A model that is timed: so many blocks, with so many units of some spaces, and all its residual stream or half."""
 
     blocks: int
     kept: dict[SpaceName, int]
+    narrow: bool = False
+
+
+Narrow = Callable[[Model], Model]
+"""A model → the same with about half the dimensions of its residual stream."""
 
 
 def workload_of(folder: Path, timed: Timed, *, trust: bool = False) -> Workload:
@@ -108,7 +131,9 @@ def workload_of(folder: Path, timed: Timed, *, trust: bool = False) -> Workload:
     return found
 
 
-def table_of(model: Model, spaces: Iterable[SpaceName], workload: Workload, device: torch.device) -> Table:
+def table_of(
+    model: Model, spaces: Iterable[SpaceName], workload: Workload, device: torch.device, half: Narrow | None = None
+) -> Table:
     """The table of a model: what is kept of it in the user's cache, or measured now.
 
     Args:
@@ -116,14 +141,15 @@ def table_of(model: Model, spaces: Iterable[SpaceName], workload: Workload, devi
         spaces: of which units may go.
         workload: what is timed.
         device: where.
+        half: where dimensions of the residual stream may go: what takes half of them from a model.
     """
     wanted = [space for space in spaces if model.units(space) > 1]
-    place = _folder() / f"{_key(model, wanted, workload, device)}.json"
+    place = _folder() / f"{_key(model, wanted, workload, device, half)}.json"
     try:
         return Table.model_validate_json(place.read_bytes())
     except (OSError, ValidationError):
         pass
-    found = _measured(model, wanted, workload, device)
+    found = _measured(model, wanted, workload, device, half)
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         write_whole(place, found.model_dump_json(indent=2) + "\n")
@@ -137,15 +163,22 @@ def _folder() -> Path:
     return Path(base) / "ckpt-prune" / "latency"
 
 
-def _key(model: Model, spaces: Sequence[SpaceName], workload: Workload, device: torch.device) -> str:
+def _key(
+    model: Model, spaces: Sequence[SpaceName], workload: Workload, device: torch.device, half: Narrow | None
+) -> str:
     """sha256 of all that the table depends on: machine, versions, the model's shape and what is timed."""
     where = processor_name() if device.type == "cpu" else torch.cuda.get_device_name(device)
     config = {key: value for key, value in model.checkpoint.config.items() if not key.startswith("_")}
     facts = [__version__, torch.__version__, transformers.__version__, where, torch.get_num_threads(), str(device)]
-    return hashlib.sha256(json.dumps([facts, config, list(spaces), asdict(workload)]).encode()).hexdigest()[:32]
+    told: list[Any] = [facts, config, list(spaces), asdict(workload)]
+    if half is not None:
+        told.append(half(model).dimension("hidden"))
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:32]
 
 
-def _measured(model: Model, spaces: Sequence[SpaceName], workload: Workload, device: torch.device) -> Table:
+def _measured(
+    model: Model, spaces: Sequence[SpaceName], workload: Workload, device: torch.device, narrow: Narrow | None
+) -> Table:
     blocks = _blocks(model)
     few = max(1, blocks // 2)
     known = list(dict.fromkeys(map(known_space, spaces)))
@@ -153,18 +186,47 @@ def _measured(model: Model, spaces: Sequence[SpaceName], workload: Workload, dev
     halves = {name: {space: max(1, model.units(space) // 2) for space in own} for name, own in alike.items()}
     every = {space: kept for own in halves.values() for space, kept in own.items()}
     variants = [Variant(blocks, {}), Variant(few, {}), *(Variant(blocks, own) for own in halves.values())]
-    variants.append(Variant(few, every))
-    timers = [timer_of(built(model, variant), device) for variant in variants]
+    if narrow is not None:
+        variants += [Variant(blocks, {}, narrow=True), Variant(few, {}, narrow=True)]
+    variants.append(Variant(few, every, narrow=narrow is not None))
+    timers = [timer_of(built(model, variant, narrow), device) for variant in variants]
     whole, part, *others, half = fastest(timers, workload, "timing blocks")
-    block = max((whole - part) / (blocks - few), whole * 1e-6) if blocks > few else whole
+    rest, block = _rest_and_block(whole, part, blocks, few)
     units = {
         name: max((whole - took) / blocks, 0.0) / (model.units(own[0]) - halves[name][own[0]])
-        for (name, own), took in zip(alike.items(), others, strict=True)
+        for (name, own), took in zip(alike.items(), others[: len(alike)], strict=True)
     }
     units = _within(units, block, {name: model.units(own[0]) for name, own in alike.items()})
-    found = Latencies(max(0.0, whole - blocks * block), block, units)
-    told = found.at(model.units, [every] * few)
-    return Table(rest=found.rest, block=block, units=units, blocks=blocks, half=half, told=told)
+    stream = None
+    width = kept = model.dimension("hidden")
+    if narrow is not None:
+        kept = narrow(model).dimension("hidden")
+        whole, part = others[len(alike) :]
+        stream = _stream_time(width, width - kept, (rest, block), _rest_and_block(whole, part, blocks, few))
+    found = Table(rest=rest, block=block, units=units, stream=stream, blocks=blocks, half=half, told=0.0)
+    told = found.latencies.narrowed(kept).at(model.units, [every] * few)
+    return found.model_copy(update={"told": float(told)})
+
+
+def _rest_and_block(whole: float, part: float, blocks: int, few: int) -> tuple[float, float]:
+    """What stands outside the blocks takes, and one of them, by models of `blocks` and of `few`."""
+    block = max((whole - part) / (blocks - few), whole * 1e-6) if blocks > few else whole
+    return max(0.0, whole - blocks * block), block
+
+
+def _stream_time(width: int, gone: int, wide: tuple[float, float], narrow: tuple[float, float]) -> TableStream:
+    """What a dimension takes, of rest and block: something, and all of them together no more than there is.
+
+    Args:
+        width: dimensions of the dense stream.
+        gone: of them, in the narrow model.
+        wide: rest and block of the dense model.
+        narrow: of the narrow one.
+    """
+    rest, block = (
+        min(max((had - has) / gone, 1e-4 * had / width), had / width) for had, has in zip(wide, narrow, strict=True)
+    )
+    return TableStream(width=width, rest=rest, block=block)
 
 
 def _within(units: dict[str, float], block: float, counts: dict[str, int]) -> dict[str, float]:
@@ -183,11 +245,13 @@ def _blocks(model: Model) -> int:
     return max(min(2, model.blocks), min(model.blocks, fit))
 
 
-def built(model: Model, variant: Variant) -> nn.Module:
+def built(model: Model, variant: Variant, narrow: Narrow | None = None) -> nn.Module:
     """A model of a variant's shape on the CPU, in float32, its weights drawn."""
     short = shortened(model, range(variant.blocks))
+    if variant.narrow and narrow is not None:
+        short = narrow(short)
     widths = [variant.kept] * variant.blocks
-    biases = {module for module in model.family.linears if model.has(module, "bias")}
+    biases = {module for module in short.family.linears if short.has(module, "bias")}
     try:
         container = choose_container(short, widths, biases, requested=ANY)
     except UserError:
@@ -197,7 +261,7 @@ def built(model: Model, variant: Variant) -> nn.Module:
         if container.remote_class is not None:
             made: Any = remote_model_class(container.remote_class)(with_block_facts(config, container.remote_class))
         else:
-            made = getattr(transformers, container.architecture or model.family.architecture)(config)
+            made = getattr(transformers, container.architecture or short.family.architecture)(config)
     made.tie_weights()
     generator = torch.Generator().manual_seed(0)
     found: nn.Module = made.float().eval()

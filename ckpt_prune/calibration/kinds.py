@@ -18,3 +18,8 @@ router's choices."""
 
 Key = TypeVar("Key", bound=str)
 """Names what is measured in a block: a space, or a linear module for the moments of its input."""
+
+
+def inputs_of(folds: SpaceMoments | None) -> tuple[Moments, ...]:
+    """Moments of an input, one for each fold; nothing of what is measured otherwise."""
+    return tuple(each for each in folds or () if isinstance(each, Moments))

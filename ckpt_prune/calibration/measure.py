@@ -105,6 +105,32 @@ def statistics_bytes(model: Model, *, collect: Sequence[Collect], folds: int, sa
     return per_block * len(model.spaced)
 
 
+def check_measurable(
+    model: Model, samples: Samples, out: Path, *, folds: int, collect: Sequence[Collect], overwrite: bool = False
+) -> int:
+    """Refuse what `measure` would, and write nothing.
+
+    Args:
+        model: the dense model.
+        samples: what it would be run on.
+        out: the folder that would be written.
+        folds: of samples.
+        collect: what the folder would hold.
+        overwrite: whether an existing statistics folder may be replaced.
+
+    Returns:
+        Bytes the folder will take.
+
+    Raises:
+        UserError: the folder exists, there are too few samples for the folds, or the disk has no room.
+    """
+    check_folds(samples, folds)
+    needed = statistics_bytes(model, collect=collect, folds=folds, samples=len(samples))
+    _staging(out, model.blocks, collect, overwrite=overwrite)
+    check_room(out.absolute().parent, needed)
+    return needed
+
+
 def measure(
     model: Model,
     samples: Samples,

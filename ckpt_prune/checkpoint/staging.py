@@ -140,9 +140,9 @@ class Staging:
         try:
             self.path.mkdir()
             self._take()
-        except Exception:  # what is there is another run's
+        except (FileExistsError, UserError):  # what is there is another run's
             raise
-        except BaseException:  # a signal, before anything says whose it is
+        except BaseException:  # a signal or a failing disk, before anything says whose it is
             with suppress(OSError):
                 self.path.rmdir()
             raise

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from ckpt_prune.api.calibrate import calibrate
+from ckpt_prune.api.calibrate import ForeseenStatistics, calibrate
 from ckpt_prune.cli.options import (
     device_option,
     echo_json,
@@ -48,6 +48,11 @@ from ckpt_prune.options import ActivityOptions, CalibrationOptions, ImageOptions
     "makes one of all shards.",
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Statistics folder to write.")
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Check everything, and say what would be measured and what that takes; measure and write nothing.",
+)
 @overwrite_option
 @family_option
 @part_option
@@ -61,11 +66,14 @@ def command(as_json: bool, **given: Any) -> None:
     on different data can be added (`ckpt-prune statistics add`). Images go through the checkpoint's own image
     processor; of a labels.csv with a column `split`, the rows `calib` are taken.
 
+    A run that takes long begins with a line on stderr about time, memory and disk; --dry-run always has it.
+
     \b
       ckpt-prune calibrate MODEL --text calib.txt --samples 128 --window 2048 -o STATS
       ckpt-prune calibrate MODEL --images DIR --samples 4000 -o STATS
     """
-    summary = calibrate(**given).summary()
+    found = calibrate(**given)
+    summary = found.summary()
     if as_json:
         echo_json(summary)
         return
@@ -73,7 +81,13 @@ def command(as_json: bool, **given: Any) -> None:
     from ckpt_prune.checkpoint.units import human_bytes
 
     what = "images" if summary["modality"] == "image" else "windows"
-    click.echo(
-        f"{given['output']}: {summary['samples']} {what} of {summary['window']} tokens, {summary['blocks']} blocks, "
-        f"{'+'.join(summary['collect'])}, folds {summary['folds']}, {human_bytes(summary['bytes'])}"
-    )
+    measured = f"{summary['samples']} {what} of {summary['window']} tokens, {summary['blocks']} blocks"
+    collected = f"{'+'.join(summary['collect'])}, folds {summary['folds']}"
+    if isinstance(found, ForeseenStatistics):
+        click.echo(f"to be measured: {measured}, {summary['tokens']:,} tokens in all")
+        click.echo(f"to be collected: {collected}")
+        click.echo(f"{given['output']} will take {human_bytes(summary['bytes'])}")
+        click.echo(f"it takes {found.estimate.line}")
+        click.echo("everything checked, nothing written")
+        return
+    click.echo(f"{given['output']}: {measured}, {collected}, {human_bytes(summary['bytes'])}")

@@ -47,6 +47,19 @@ def _checked(context: click.Context, parameter: click.Parameter, value: str | No
     "regression.",
 )
 @click.option(
+    "--patch-head",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="With --images: a linear head on every patch (safetensors: weight, perhaps bias and a batch norm, bn.*), held "
+    "against --label-maps: classes (segmentation), or one number (depth).",
+)
+@click.option(
+    "--label-maps",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="For --patch-head: a PNG for each image, of its size and stem; 255 is no class, of depth 0 no number.",
+)
+@click.option(
     "--tasks",
     metavar="T[,T...]",
     help="Instead of text, files of multiple-choice items (.jsonl), or names of lm-eval tasks (needs the eval extra); "
@@ -96,6 +109,11 @@ def command(as_json: bool, **given: Any) -> None:
     --probe asks what the features of a base model tell of classes: on images that labels.csv marks calib it learns, on
     those marked eval it is tested; without marks on one half each.
 
+    --patch-head is given what the last block makes of every patch, behind its norm, as DINOv2's linear segmentation
+    heads are. Its answers are drawn out between patches to the size that the model sees (bilinear), and the label maps
+    are resized and cropped as the images are (nearest): mean intersection over union and pixel accuracy, or root mean
+    squared error.
+
     A masked language model (BERT) is asked for 15 % of the tokens of every window, masked. A classifier of texts or
     tokens, and one that finds answers, is held against MODEL2: KL divergence, and how often both put the same first; a
     reranker by the order of its numbers. A base model without a head is compared by the cosine of its features with
@@ -121,6 +139,7 @@ def command(as_json: bool, **given: Any) -> None:
       ckpt-prune evaluate OUT --against MODEL --text wiki.test.raw --window 2048
       ckpt-prune evaluate OUT --against MODEL --images photos --labels labels.csv
       ckpt-prune evaluate OUT --against MODEL --images photos --probe knn
+      ckpt-prune evaluate OUT --against MODEL --images photos --patch-head seg.safetensors --label-maps maps
       ckpt-prune evaluate OUT --against MODEL --tasks arc_easy.jsonl,piqa.jsonl
       ckpt-prune evaluate OUT --against MODEL --tasks glue:sst2
       ckpt-prune evaluate OUT --against MODEL --generate "The capital of France is"
@@ -144,6 +163,7 @@ def _show(found: "Result") -> None:
         HeadResult,
         LabelResult,
         MaskedResult,
+        PatchHeadResult,
         PerplexityResult,
         ProbeResult,
         SentencesResult,
@@ -158,6 +178,7 @@ def _show(found: "Result") -> None:
         SentencesResult: _sentences,
         HeadResult: _head,
         ProbeResult: _probe,
+        PatchHeadResult: _patches,
         TaskResult: _tasks,
         ChoiceResult: _choices,
         LabelResult: _labels,
@@ -232,6 +253,24 @@ def _probe(found: Any) -> None:
     click.echo(f"\n{found.train:,} images to learn from, {found.test:,} to test on; {found.split}")
     if found.against is not None:
         click.echo(f"difference {found.score.top1 - found.reference.top1:+.2%}, same class {found.agreement:.1%}")
+
+
+def _patches(found: Any) -> None:
+    from ckpt_prune.evaluation.patch_heads import Depth
+
+    depth = isinstance(found.score, Depth)
+    rows = [
+        [str(path), *([f"{s.rmse:.4g}"] if depth else [f"{s.miou:.2%}", f"{s.accuracy:.2%}"]), f"{s.pixels:,}"]
+        for path, s in _both(found)
+    ]
+    click.echo(table([f"{found.head} on", *(["RMSE"] if depth else ["mIoU", "pixel accuracy"]), "pixels"], rows))
+    click.echo(f"\n{found.images:,} images, compared at {found.size[0]} x {found.size[1]} pixels")
+    if found.against is not None and depth:
+        click.echo(f"difference {found.score.rmse - found.reference.rmse:+.4g}")
+    elif found.against is not None:
+        difference = found.score.miou - found.reference.miou
+        click.echo(f"difference {difference:+.2%} of mIoU, same class in {found.agreement:.1%} of the pixels")
+    _skipped(found.skipped)
 
 
 def _head(found: Any) -> None:

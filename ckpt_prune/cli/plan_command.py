@@ -28,6 +28,7 @@ from ckpt_prune.cli.options import (
     trust_option,
 )
 from ckpt_prune.errors import UserError
+from ckpt_prune.options import PlanOptions, checked
 from ckpt_prune.plain import plain
 from ckpt_prune.planning.shipped import DEFAULT_RECIPE
 
@@ -36,19 +37,26 @@ if TYPE_CHECKING:
     from ckpt_prune.planning.plan import SitePlan
 
 
-_PREDICTED = (
-    "predicted: the divergence (KL, in nats) of the output from the dense model's, by second order: more where much "
-    "goes; its exponential is about what the perplexity is multiplied by"
-)
+def _predicted() -> str:
+    """What a column of predicted divergences is."""
+    from ckpt_prune.transform.messages import SECOND_ORDER
+
+    return (
+        f"predicted: the divergence (KL, in nats) of the output from the dense model's, {SECOND_ORDER}; its "
+        "exponential is about what the perplexity is multiplied by"
+    )
 
 
-def _refuse_data(_ctx: click.Context, _parameter: click.Parameter, value: tuple[str, ...]) -> None:
-    """Those who come from `prune --text` are told what a plan is made from."""
-    if value:
-        raise UserError(
-            "a plan is made from statistics: run `ckpt-prune calibrate MODEL --text FILE -o STATS` (or --images DIR) "
-            "and give --statistics STATS, or let `ckpt-prune prune` measure"
-        )
+def _refuse_data(recipes: tuple[str, ...], given: dict[str, Any]) -> None:
+    """Those who come from `prune --text` are told what a plan is made from, or that there is none by their recipe."""
+    from ckpt_prune.transform.asked import plannable_recipe
+
+    for each in recipes or (None,):
+        plannable_recipe(checked(PlanOptions, given | {"recipe": each}))
+    raise UserError(
+        "a plan is made from statistics: run `ckpt-prune calibrate MODEL --text FILE -o STATS` (or --images DIR) "
+        "and give --statistics STATS, or let `ckpt-prune prune` measure"
+    )
 
 
 @click.command("plan")
@@ -83,19 +91,20 @@ def _refuse_data(_ctx: click.Context, _parameter: click.Parameter, value: tuple[
     multiple=True,
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="With --sweep: also prune at each value, into a temporary folder, and measure its perplexity on this text.",
+    help="With --sweep: also prune at each value, into a temporary folder, and measure its perplexity and KL on this "
+    "text.",
 )
 @click.option("--window", type=int, help="Tokens of a window of --evaluate.")
 @click.option("--samples", type=int, help="Windows of --evaluate, at most.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Plan file to write.")
-@click.option("--text", "--images", "data", multiple=True, hidden=True, expose_value=False, callback=_refuse_data)
+@click.option("--text", "--images", "data", multiple=True, hidden=True)
 @overwrite_option
 @family_option
 @part_option
 @trust_option
 @device_option
 @json_option
-def command(sweep: str | None, recipes: tuple[str, ...], as_json: bool, **given: Any) -> None:
+def command(sweep: str | None, recipes: tuple[str, ...], as_json: bool, data: tuple[str, ...], **given: Any) -> None:
     """Decide which units of MODEL stay under a recipe, and predict size and error. Writes nothing but the plan.
 
     Errors are those of each output projection on the calibration tokens, relative to its output's energy; of q and k,
@@ -121,6 +130,8 @@ def command(sweep: str | None, recipes: tuple[str, ...], as_json: bool, **given:
       ckpt-prune plan MODEL --recipe ridge --statistics CODE --test STORIES --ratio 0.2
     """
     measured = {name: given.pop(name) for name in ("evaluate", "window", "samples")}
+    if data:
+        _refuse_data(recipes, given)
     if sweep is None and any(value not in ((), None) for value in measured.values()):
         raise UserError("--evaluate, --window and --samples measure the points of a --sweep")
     if given["test"] is not None and (len(recipes) > 1 or sweep is not None):
@@ -225,7 +236,7 @@ def _print_compared(compared: "list[ComparedPlan]") -> None:
     if held_out:
         click.echo("held out: the same on each fold of the samples when fitted on the others; by these recipes compare")
     if predicted:
-        click.echo(_PREDICTED)
+        click.echo(_predicted())
     for each in compared:
         for line in each.messages:
             click.echo(f"{each.recipe}: {line}")
@@ -317,6 +328,7 @@ def _print_sweep(found: Sweep) -> None:
                 *kept,
                 *errors,
                 *(["-" if point.divergence is None else f"{point.divergence:.4f}"] if predicted else []),
+                *(["-" if point.measured is None else f"{point.measured:.4f}"] if found.measured else []),
                 *(["-" if point.perplexity is None else f"{point.perplexity:.3f}"] if found.measured else []),
             ]
         )
@@ -329,12 +341,12 @@ def _print_sweep(found: Sweep) -> None:
         *found.spaces,
         *(f"{space} error" for space in found.spaces),
         *(["predicted"] if predicted else []),
-        *(["perplexity"] if found.measured else []),
+        *(["KL", "perplexity"] if found.measured else []),
     ]
     click.echo(table(headers, rows))
     click.echo("errors: means over blocks, relative to each output's energy, after compensation; no perplexity")
     if predicted and not found.depth:
-        click.echo(_PREDICTED)
+        click.echo(_predicted())
     if found.measured:
         click.echo(found.measured)
     if found.depth:

@@ -40,44 +40,47 @@ DRIFT = ", of what the dense model's residual stream asks for (target drift), al
 
 def kept_line(settled: Settled) -> str:
     """Units kept per block, with the share that goes or the size that this is for."""
-    recipe = settled.recipe
-    shortened = settled.request.shortened
-    if shortened is not None and not recipe.spaces:
+    recipe, request = settled.recipe, settled.request
+    shortened, narrowed = request.shortened, request.narrowed
+    if recipe.spaces:
+        told = [] if shortened is None else [_blocks_gone(settled, shortened)]
+        told += [] if narrowed is None else [_dimensions_left(settled, narrowed)]
+        return "; ".join([*told, _kept_units(settled)])
+    if shortened is not None and narrowed is not None:
+        return f"{_blocks_gone(settled, shortened)}; {_hidden_line(settled, narrowed)}"
+    if shortened is not None:
         return _depth_line(settled, shortened)
-    if shortened is not None and shortened.whole.recipe.joint:
-        return _joint_line(settled, shortened)
-    if settled.request.narrowed is not None and recipe.spaces:
-        return _narrow_line(settled, settled.request.narrowed)
-    return _kept_units(settled)
+    return _kept_units(settled) if narrowed is None else _hidden_line(settled, narrowed)
 
 
-def _joint_line(settled: Settled, shortened: Shortened) -> str:
-    """Which whole blocks go, and what stays of the others."""
+def _blocks_gone(settled: Settled, shortened: Shortened) -> str:
+    """Which whole blocks go, where more than that does."""
     depth, record = shortened.whole.recipe.depth, shortened.record
-    blocks = f"{len(record.kept)} of {record.blocks} blocks stay"
     if settled.foreseen and depth is not None and depth.auto:
-        blocks = "how many whole blocks go is measured first; were it none"
-    elif not record.gaps:
-        blocks = "no whole block goes"
-    elif not settled.foreseen:
-        blocks = f"gone: {named_all(record)}"
-    return f"{blocks}; {_kept_units(settled)}"
+        return f"how many whole blocks go is measured first; were it {_fewest(record.blocks - len(record.kept))}"
+    if not record.gaps:
+        return "no whole block goes"
+    return f"{len(record.kept)} of {record.blocks} blocks stay" if settled.foreseen else f"gone: {named_all(record)}"
 
 
-def _narrow_line(settled: Settled, narrowed: Narrowed) -> str:
-    """How many dimensions of the residual stream stay, and what stays of its readers."""
-    hidden, told = narrowed.whole.recipe.hidden, dimensions_line(narrowed.record)
+def _dimensions_left(settled: Settled, narrowed: Narrowed) -> str:
+    """How many dimensions of the residual stream stay, where units of what reads it go besides."""
+    hidden = narrowed.whole.recipe.hidden
+    gone = narrowed.record.dimensions - narrowed.record.kept
     if settled.foreseen and hidden is not None and hidden.auto:
-        told = "how many dimensions of the residual stream go is measured first; were it none"
-    return f"{told}; {_kept_units(settled)}"
+        return f"how many dimensions of the residual stream go is measured first; were it {_fewest(gone)}"
+    return dimensions_line(narrowed.record)
+
+
+def _fewest(gone: int) -> str:
+    """How many go where what else does makes up for as much of the size as it can."""
+    return f"{gone}, the fewest for this size" if gone else "none"
 
 
 def _kept_units(settled: Settled) -> str:
     """Units kept per block."""
     asked = asked_size_of(settled)
     model, recipe, widths = settled.model, settled.recipe, settled.spaced_widths
-    if settled.request.narrowed is not None and not recipe.spaces:
-        return _hidden_line(settled, settled.request.narrowed)
     if settled.foreseen:
         return _foreseen_line(settled)
     if asked is not None and all(width[space] == model.units(space) for width in widths for space in width):

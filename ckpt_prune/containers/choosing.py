@@ -316,7 +316,8 @@ def _build(
     values |= {as_said(key, values, model.config): value for key, value in changes.items()}
     if family.ahead is not None and model.checkpoint.ignored:
         ahead = as_said(family.ahead, values, model.config)
-        values |= {key: 0 for key in values if key == ahead}
+        if ahead in values:
+            values[ahead] = 0
     whole = [family.spaces[name] for name in widths[0] if family.attention.output in family.spaces[name].modules]
     decoupled = any(space.fixed is None for space in whole)
     if decoupled or (remote and family.logits):

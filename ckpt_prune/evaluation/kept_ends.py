@@ -9,16 +9,14 @@ from ckpt_prune.planning.records import Hidden
 from ckpt_prune.progress import track
 
 
-def kept_ends(checkpoint: Checkpoint, dense: Checkpoint, hidden: Hidden) -> tuple[bool | None, str]:
-    """Embedding, final norm and head are the dense model's where every sub-layer has a basis of its own.
+def kept_ends(checkpoint: Checkpoint, dense: Checkpoint, hidden: Hidden) -> tuple[bool, str]:
+    """Embedding, final norm and head are the dense model's, every sub-layer having a basis of its own.
 
     Args:
         checkpoint: the output.
         dense: what it was made from.
         hidden: the output's record.
     """
-    if hidden.kind == "shared":
-        return None, "all weights have absorbed a basis of the residual stream: they are not compared"
     dense, family = fitted(dense)
     blocks = range(family.dimension(parse_config(dense.config), "layers"))
     inside = tuple(family.block.format(block=block) for block in blocks)

@@ -16,9 +16,11 @@ from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.classification import class_names, classify, compare_classifiers, is_classifier
 from ckpt_prune.evaluation.features import compare_features
 from ckpt_prune.evaluation.kinds import auto_class_of, check_folder, check_same_kind, is_vision, reference_of_base
+from ckpt_prune.evaluation.label_maps import LabelMaps
 from ckpt_prune.evaluation.loading import read_config
+from ckpt_prune.evaluation.patch_heads import measure_patch_head, read_patch_head
 from ckpt_prune.evaluation.probing import Probe, ProbeName, features_of, probe
-from ckpt_prune.evaluation.results import AccuracyResult, FeaturesResult, ProbeResult
+from ckpt_prune.evaluation.results import AccuracyResult, FeaturesResult, PatchHeadResult, ProbeResult
 from ckpt_prune.evaluation.texts import Pair
 from ckpt_prune.options import EvaluationOptions
 
@@ -58,13 +60,7 @@ def measure_probe(pair: Pair, options: EvaluationOptions, kind: ProbeName) -> Pr
         UserError: it reads no images, or there are no classes, or too few images to learn from.
     """
     assert options.images is not None
-    for folder in (pair.folder, pair.reference):
-        if folder is not None:
-            check_folder(folder)
-            if not is_vision(folder):
-                raise UserError(f"{folder} is no vision model: --probe is of features of images")
-    if pair.graph is not None or pair.reference_graph is not None:
-        raise UserError("--probe is of features before the head, which graphs do not give")
+    _check_features(pair, "--probe")
     names = classes_of(options.images, options.labels)
     if has_splits(options.images, options.labels):
         parts = [find_images(options.images, labels=options.labels, split=s, id2label=names) for s in ("calib", "eval")]
@@ -100,6 +96,60 @@ def measure_probe(pair: Pair, options: EvaluationOptions, kind: ProbeName) -> Pr
     score = found(pair.load())
     other = None if pair.reference is None else found(pair.load_reference())
     return ProbeResult(pair.name, kind, score, len(train), len(test), split, pair.reference_name, other)
+
+
+def measure_patches(pair: Pair, options: EvaluationOptions, head: Path, maps: Path) -> PatchHeadResult:
+    """Measure what a linear head makes of every patch of images, and of a reference's patches where there is one.
+
+    Args:
+        pair: models of images.
+        options: whose images are measured.
+        head: safetensors file (`read_patch_head`).
+        maps: folder of label maps (`LabelMaps`).
+
+    Raises:
+        UserError: a model reads no images, or the head, the maps and the models do not fit each other.
+    """
+    assert options.images is not None
+    _check_features(pair, "--patch-head")
+    read = read_patch_head(head)
+    files = find_images(options.images, labels=options.labels, split="eval")
+    if options.samples is not None:
+        files = choose_images(files, samples=min(options.samples, len(files.paths)), seed=0)
+    processor = _shared_processor(pair.folder, pair.reference, pair.trust)
+    samples = ImageSamples(files, processor, tokens=_tokens_of(pair.folder), max_corrupt=options.max_corrupt)
+    height, width = samples.size[1:]
+    truth = LabelMaps(maps, samples.paths, processor, (height, width), classes=read.outputs)
+    models = [pair.load()] if pair.reference is None else [pair.load(), pair.load_reference()]
+    try:
+        found = measure_patch_head(models, read, samples, truth)
+    except ValueError as error:  # what transformers' vision models raise for images of another size
+        reason = " ".join(str(error).split())
+        raise UserError(f"the model does not take the images: {reason[:300]}") from error
+    score, reference = found.scores[0], found.scores[1] if len(models) > 1 else None
+    skipped = tuple(sorted(samples.skipped))
+    return PatchHeadResult(
+        pair.name,
+        head,
+        score,
+        len(samples),
+        (height, width),
+        skipped,
+        pair.reference_name,
+        reference,
+        found.agreement,
+    )
+
+
+def _check_features(pair: Pair, option: str) -> None:
+    """Refuse what gives no features of images."""
+    for folder in (pair.folder, pair.reference):
+        if folder is not None:
+            check_folder(folder)
+            if not is_vision(folder):
+                raise UserError(f"{folder} is no vision model: {option} is of features of images")
+    if pair.graph is not None or pair.reference_graph is not None:
+        raise UserError(f"{option} is of features before the head, which graphs do not give")
 
 
 def _features(pair: Pair, base: Path, samples: ImageSamples) -> FeaturesResult:

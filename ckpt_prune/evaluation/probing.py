@@ -62,12 +62,18 @@ def features_of(model: PreTrainedModel, samples: Samples) -> Tensor:
     return features
 
 
-def _has_class_token(config: Any, batch: dict[str, Tensor], tokens: int) -> bool:
-    """Whether there are more tokens than patches: the first is that of the class in every family that has one."""
+def patch_grid(config: Any, batch: dict[str, Tensor]) -> tuple[int, int]:
+    """Rows and columns of the patches that every image of a batch is cut into."""
     patch = config.patch_size
     height, width = (patch, patch) if isinstance(patch, int) else patch
     rows, columns = batch["pixel_values"].shape[-2:]
-    return tokens > (rows // height) * (columns // width)
+    return rows // height, columns // width
+
+
+def _has_class_token(config: Any, batch: dict[str, Tensor], tokens: int) -> bool:
+    """Whether there are more tokens than patches: the first is that of the class in every family that has one."""
+    rows, columns = patch_grid(config, batch)
+    return tokens > rows * columns
 
 
 def probe(kind: ProbeName, train: Tensor, classes: Tensor, test: Tensor, expected: Tensor) -> Probe:

@@ -13,6 +13,7 @@ from ckpt_prune.evaluation.generation import Continuation
 from ckpt_prune.evaluation.heads import HeadComparison
 from ckpt_prune.evaluation.masked import MaskedScore
 from ckpt_prune.evaluation.memory_plan import MemoryPlans
+from ckpt_prune.evaluation.patch_heads import Depth, Segmentation
 from ckpt_prune.evaluation.perplexity import Score
 from ckpt_prune.evaluation.probing import Probe
 from ckpt_prune.evaluation.sentences import SentenceComparison
@@ -211,6 +212,49 @@ class ProbeResult:
             "agreement": self.agreement,
             "difference": None if self.reference is None else self.score.top1 - self.reference.top1,
             "against": against,
+        }
+
+
+@dataclass(frozen=True)
+class PatchHeadResult:
+    """A linear head on the patches of images.
+
+    Attributes:
+        model: that was measured.
+        head: file that was read.
+        score: against label maps.
+        images: how many.
+        size: height and width of what was compared.
+        skipped: names of images that do not decode.
+        against: the reference, where there is one.
+        reference: the same head's on its patches.
+        agreement: share of the labelled pixels that both put in one class; None of depth, and without a reference.
+    """
+
+    model: Path
+    head: Path
+    score: Segmentation | Depth
+    images: int
+    size: tuple[int, int]
+    skipped: tuple[str, ...] = ()
+    against: Path | None = None
+    reference: Segmentation | Depth | None = None
+    agreement: float | None = None
+
+    def data(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        against = None
+        if self.against is not None and self.reference is not None:
+            against = {"model": str(self.against), **asdict(self.reference)}
+        return {
+            "model": str(self.model),
+            "patch_head": str(self.head),
+            **asdict(self.score),
+            "images": self.images,
+            "size": list(self.size),
+            "agreement": self.agreement,
+            "against": against,
+            "skipped": list(self.skipped),
         }
 
 
@@ -443,6 +487,7 @@ Result = (
     | AccuracyResult
     | FeaturesResult
     | ProbeResult
+    | PatchHeadResult
     | SentencesResult
     | HeadResult
     | TaskResult

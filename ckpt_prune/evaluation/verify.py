@@ -28,9 +28,10 @@ from ckpt_prune.checkpoint.units import counted
 from ckpt_prune.containers.checking import check_shapes
 from ckpt_prune.containers.container import stored_container
 from ckpt_prune.containers.remote import REMOTE_MODULE, remote_class
-from ckpt_prune.errors import UserError
+from ckpt_prune.errors import UserError, named, unreadable
 from ckpt_prune.evaluation.kept_blocks import dense_at_depth, kept_blocks, mapped_tensors
 from ckpt_prune.evaluation.kept_ends import kept_ends
+from ckpt_prune.evaluation.kept_stream import kept_in_basis
 from ckpt_prune.evaluation.parity import stock_load_report
 from ckpt_prune.filenames import REPORT
 from ckpt_prune.planning.records import FactoredLinear, MaskedLinear, SiteRecord
@@ -100,10 +101,17 @@ def verify(folder: Path, against: Path | None = None, family: Path | None = None
 
 
 def guarded(name: str, check: Callable[[], tuple[bool | None, str]]) -> Check:
-    """Run a check; a UserError in it is its failure."""
+    """Run a check; a UserError in it is its failure.
+
+    Raises:
+        UserError: the system could not give a file, which says nothing of what was to be checked.
+    """
     try:
         passed, detail = check()
     except UserError as error:
+        system = unreadable(error)
+        if system is not None:
+            raise named(system) from error
         passed, detail = False, str(error)
     return Check(name, passed, detail)
 
@@ -291,6 +299,8 @@ def _kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tuple[bo
     if report.rotation is not None:
         return None, "the weights are rotated: they are not compared with the dense model's"
     if report.hidden is not None and report.hidden.energy:
+        if report.hidden.kind == "shared":
+            return kept_in_basis(checkpoint, dense, report, report.hidden)
         return kept_ends(checkpoint, dense, report.hidden)
     if report.depth is not None and not report.sites:
         return kept_blocks(checkpoint, dense, report.depth)

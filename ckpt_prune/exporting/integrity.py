@@ -73,14 +73,18 @@ def _digest(tensor: Any) -> str | None:
 
 
 def check_operators(folder: Path, manifest: Manifest) -> tuple[bool, str]:
-    """What `onnx.checker` says, shape inference included."""
+    """What `onnx.checker` says, shape inference included.
+
+    Raises:
+        UserError: it refuses the graph, or cannot read it.
+    """
     try:
         if manifest.stock:
             onnx.checker.check_model(str(folder / manifest.file), full_check=True)
             return True, f"onnx.checker, opset {manifest.opset}"
         onnx.checker.check_model(_without_own(folder / manifest.file), full_check=True)
     except Exception as error:  # the checker's, shape inference's and protobuf's exceptions share no base class
-        return False, f"onnx.checker: {_reason(error)}"
+        raise UserError(f"onnx.checker: {_reason(error)}") from error
     return True, f"onnx.checker, opset {manifest.opset}; onnxruntime's own operators are not its matter"
 
 

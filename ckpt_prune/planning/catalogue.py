@@ -89,8 +89,7 @@ def _data(recipe: Recipe) -> tuple[Data, ...]:
     if recipe.depth is not None and recipe.needs_moments:
         return ("text",) if recipe.depth.choice == "loss" else ("text", "images")
     if recipe.hidden is not None:
-        cached = recipe.hidden.kind == "shared" and recipe.hidden.signal == "normed" and not recipe.spaces
-        return ("text", "images", "statistics") if cached else ("text", "images")
+        return ("text", "images", "statistics") if recipe.basis_from_statistics else ("text", "images")
     if recipe.refits_experts:
         return ("text",)
     if {"taylor", "rotary"} & set(recipe.collect) or "experts" in recipe.spaces:

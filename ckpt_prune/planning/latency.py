@@ -1,12 +1,27 @@
 """What a model takes in time, as a table of a machine foresees it: so much a block, less for every unit that goes."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckpt_prune.architectures.spaces import SpaceName, known_space
 
 Units = Callable[[SpaceName], int]
 """A space → its units in a dense block."""
+
+
+@dataclass(frozen=True)
+class StreamTime:
+    """What one dimension of the residual stream takes. Nanoseconds.
+
+    Attributes:
+        width: dimensions of the dense stream.
+        rest: of what stands outside the blocks.
+        block: of a dense block.
+    """
+
+    width: int
+    rest: float
+    block: float
 
 
 @dataclass(frozen=True)
@@ -17,11 +32,29 @@ class Latencies:
         rest: of what stands outside the blocks: embeddings, final norm, head, and what calling a model takes.
         block: of a dense block.
         units: space → of one unit of it, by its name without an expert's number.
+        stream: of a dimension of the residual stream; None where none is to go.
     """
 
     rest: float
     block: float
     units: Mapping[str, float]
+    stream: StreamTime | None = None
+
+    def narrowed(self, kept: int) -> "Latencies":
+        """The table of a model whose stream has so many dimensions.
+
+        What stands outside the blocks and a block are linear in them. A unit takes the same share of its block, because
+        its rows and columns are as long as the stream is wide.
+
+        Args:
+            kept: dimensions; all of them where the table has no time of one.
+        """
+        if self.stream is None:
+            return self
+        gone = self.stream.width - kept
+        block = self.block - gone * self.stream.block
+        units = {space: own * block / self.block for space, own in self.units.items()}
+        return replace(self, rest=self.rest - gone * self.stream.rest, block=block, units=units, stream=None)
 
     def of(self, blocks: int) -> int:
         """A model of so many dense blocks."""

@@ -207,6 +207,9 @@ class Recipe(Strict):
         if self.depth.auto or self.depth.under is not None:
             key = "drop: auto" if self.depth.auto else "under"
             raise ValueError(f"depth.{key} is for recipes with spaces, which lose what the blocks do not")
+        if self.hidden is not None:
+            self._consistent_blocks_beside_stream(self.depth)
+            return
         self._without_units("depth alone")
         if self.depth.blocks is not None and self.size is not None:
             raise ValueError("size and depth.blocks both say how much goes: leave one out")
@@ -214,6 +217,13 @@ class Recipe(Strict):
             raise ValueError("size and depth.drop both say how much goes: leave one out")
         if self.depth.blocks is not None and self.layers is not None:
             raise ValueError("layers says among which blocks to choose, and depth.blocks chooses: leave one out")
+
+    def _consistent_blocks_beside_stream(self, depth: DepthRecipe) -> None:
+        if depth.drop is None and depth.blocks is None:
+            raise ValueError(
+                "ratio and size speak of the residual stream here: say which blocks go besides, depth.drop (a number) "
+                "or depth.blocks"
+            )
 
     def _without_units(self, part: str) -> None:
         """Refuse what speaks of units of spaces beside a part that has none."""
@@ -225,19 +235,26 @@ class Recipe(Strict):
     def _consistent_hidden(self) -> None:
         if self.hidden is None:
             return
-        if self.mask is not None or self.depth is not None:
+        if self.mask is not None:
             raise ValueError(
-                "hidden turns the residual stream into another basis: for blocks or a mask as well, prune twice, these "
-                "first where the output needs code of its own (kind: per-block)"
+                "hidden turns the residual stream into another basis: for a mask as well, prune twice, the mask last, "
+                "or first where the output needs code of its own (kind: per-block)"
             )
+        if self.depth is not None and self.hidden.kind != "shared":
+            raise ValueError(
+                "hidden.kind: per-block needs code of its own: for whole blocks as well say kind: shared, or prune "
+                "twice, the blocks first"
+            )
+        if self.depth is not None and self.depth.part != "block":
+            raise ValueError(f"depth.part: {self.depth.part} leaves zeros: beside hidden whole blocks go")
         if self.recovery is not None:
             raise ValueError("hidden turns the residual stream into another basis, and recovery does not follow it")
         if self.layers is not None:
             raise ValueError("hidden goes through all blocks: leave out layers")
-        if self.size is not None and self.size.kind == "latency":
+        if self.size is not None and self.size.kind == "latency" and self.hidden.kind != "shared":
             raise ValueError(
-                "a latency is foreseen by a table of blocks and units, not of the residual stream: give params, bytes "
-                "or flops with hidden"
+                "a latency is foreseen by a table of stock blocks, and hidden.kind: per-block puts matrices on their "
+                "skip connections: give params, bytes or flops with it, or say kind: shared"
             )
         if self.spaces:
             self._consistent_narrow(self.hidden)
@@ -402,7 +419,7 @@ class Recipe(Strict):
         gains near zero, becomes outputs so large that the norm takes it from all others (compensation/README.md,
         section 4).
         """
-        columns = [family.columns[name] for name in family.columns if known_space(name) in self.spaces]
+        columns = [own for name, own in family.columns.items() if known_space(name) in self.spaces]
         if self.target == "drift" and any(each.norm is not None for each in columns):
             return self.model_copy(update={"target": "sequential"}).at(family)
         able = {known_space(name) for name, own in family.spaces.items() if own.whole is None}
@@ -495,13 +512,21 @@ class Recipe(Strict):
 
     @property
     def after_depth(self) -> "Recipe":
-        """What is left to do once the blocks are gone. A size stays where spaces have to meet it."""
-        return self.model_copy(update={"depth": None, "size": self.size if self.spaces else None})
+        """What is left to do once the blocks are gone. A size stays where spaces or the stream have to meet it."""
+        others = self.spaces or self.hidden is not None
+        return self.model_copy(update={"depth": None, "size": self.size if others else None})
 
     @property
     def joint(self) -> bool:
-        """Whether whole blocks go, or dimensions of the residual stream, and units of what is left."""
+        """Whether whole blocks go, dimensions of the residual stream, or both, and units of what is left."""
         return bool(self.spaces) and (self.depth is not None or self.hidden is not None)
+
+    @property
+    def basis_from_statistics(self) -> bool:
+        """Whether moments of what linear modules read tell the one basis of the residual stream."""
+        hidden = self.hidden
+        alone = not self.spaces and self.depth is None
+        return hidden is not None and hidden.kind == "shared" and hidden.signal == "normed" and alone
 
     @property
     def spaces_alone(self) -> "Recipe":

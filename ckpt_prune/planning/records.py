@@ -286,9 +286,11 @@ class TriedHidden(Tried):
 
     Attributes:
         kept: that stayed.
+        blocks: that were gone besides; None where the recipe leaves open no number of them.
     """
 
     kept: Annotated[int, Field(ge=1, le=10**7)]
+    blocks: Annotated[int, Field(ge=0, le=10**6)] | None = None
 
 
 class Depth(Fixed):
@@ -300,7 +302,8 @@ class Depth(Fixed):
         kept: those that stay, ascending; in the output they are numbered anew.
         choose: how the others were chosen; None where they were given.
         gaps: runs of those that are gone, in order.
-        tried: numbers of blocks that were held against each other, ascending; empty where one was given.
+        tried: numbers of blocks that were held against each other, ascending; empty where one was given, and where the
+            stream may lose dimensions besides (`Hidden.tried`).
     """
 
     part: Literal["block", "attention", "mlp"] = "block"
@@ -322,7 +325,8 @@ class Hidden(Fixed):
         tied: of a shared basis, whether one table is still embedding and head; None where it was not.
         energy: share of the signals' energy that lies in the kept directions, basis by basis: those of attention and
             mlp of every block in order, or one of all; empty where the stream stays as it is.
-        tried: numbers of dimensions that were held against each other, descending; empty where one was given.
+        tried: numbers of dimensions that were held against each other, descending, or such numbers beside each number
+            of blocks, ascending; empty where one was given.
     """
 
     kind: Literal["per-block", "shared"]

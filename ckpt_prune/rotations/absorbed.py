@@ -88,7 +88,7 @@ class AbsorbedCheckpoint(ABC):
         return f"{self.family.on_disk(self.family.embedding or '')}.weight"
 
     @cached_property
-    def _starts(self) -> dict[str, int]:
+    def starts(self) -> dict[str, int]:
         """What makes the stream → the axis of its dimensions."""
         described, on_disk = residual_of(self.family), self.family.on_disk
         found = {f"{on_disk(path)}.weight": -1 for path in described.starts}
@@ -120,7 +120,7 @@ class AbsorbedCheckpoint(ABC):
 
     def _started(self, name: str, matrix: Tensor) -> Tensor:
         """What makes the stream, times a matrix (d, k); a LayerNorm's mean is subtracted here."""
-        layer, axis = residual_of(self.family).norm == "layer", self._starts[name]
+        layer, axis = residual_of(self.family).norm == "layer", self.starts[name]
         given = self.source.read([name])[name].movedim(axis, -1)
         table = given.reshape(-1, given.shape[-1])
         made = _in_rows(table, self.device, lambda part: (without_mean(part.T).T if layer else part) @ matrix)

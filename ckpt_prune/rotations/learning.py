@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ckpt_prune.architectures.family import Family
 from ckpt_prune.architectures.model import Model, Shape
-from ckpt_prune.calibration.kinds import SpaceMoments
-from ckpt_prune.calibration.moments import Moments, total
+from ckpt_prune.calibration.kinds import SpaceMoments, inputs_of
+from ckpt_prune.calibration.moments import total
 from ckpt_prune.calibration.outside import ReadTensors
 from ckpt_prune.calibration.sources import MomentSource
 from ckpt_prune.checkpoint.reading import read_tensors
@@ -327,7 +327,7 @@ class Learner:
         """
         made: dict[str, Tensor] = {}
         for first in self.family.inputs if self.backbone != "magnitude" else []:
-            folds = tuple(m for m in found[first] if isinstance(m, Moments))
+            folds = inputs_of(found[first])
             _, right = sides(self.family, first, residual=self.turns_stream)
             if not self._needs_gram(right):
                 square = total(folds).square

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from ckpt_prune.architectures.family import KINDS
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.calibration.kinds import Key, SpaceMoments
-from ckpt_prune.calibration.moments import Moments, total
+from ckpt_prune.calibration.kinds import Key, SpaceMoments, inputs_of
+from ckpt_prune.calibration.moments import total
 from ckpt_prune.calibration.sources import MomentSource, NoMoments
 from ckpt_prune.rotations.absorbing import after_rotation, residual_of, sides, unnormed
 from ckpt_prune.rotations.rotated import RotatedCheckpoint
@@ -38,8 +38,7 @@ def stream_gram(model: Model, source: MomentSource) -> Tensor:
             module = next((each for each in fed if each in known), None)
             if module is None:
                 raise ValueError(f"no moments of what {norm} feeds in block {block}")
-            folds = [each for each in known[module] if isinstance(each, Moments)]
-            own = unnormed(family, block, module, tensors, total(folds)).gram
+            own = unnormed(family, block, module, tensors, total(inputs_of(known[module]))).gram
             assert own is not None
             found = own if found is None else found + own
     assert found is not None
@@ -65,7 +64,7 @@ class RotatedMoments(NoMoments):
         norms = self._rotated.norms(block) if residual is not None else {}
         for key, folds in self._source.moments(block, tensors, keys).items():
             _, right = sides(family, key, residual=residual is not None)
-            own = [m.to(self._rotated.device) for m in folds if isinstance(m, Moments)]
+            own = [m.to(self._rotated.device) for m in inputs_of(folds)]
             if residual is not None:
                 own = [unnormed(family, block, key, norms, m) for m in own]
             found[key] = tuple(after_rotation(m, right, residual, heads).to("cpu") for m in own)

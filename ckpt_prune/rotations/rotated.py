@@ -194,7 +194,7 @@ class RotatedCheckpoint(AbsorbedCheckpoint):
             return self.source.read([name])[name]
         if name == self._head:
             return self._read_last(self._residual(self.blocks - 1))
-        if name in self._starts:
+        if name in self.starts:
             return self._started(name, self._residual(0))
         if self._final.get(name) == "weight":
             return no_gains(self.family, self.source.read([name])[name])

@@ -16,7 +16,7 @@ from ckpt_prune.errors import UserError
 from ckpt_prune.modeling_pruned import SKIPS, Slicing
 from ckpt_prune.planning.names import SlicingKind
 from ckpt_prune.rotations.absorbed import AbsorbedCheckpoint, Added
-from ckpt_prune.rotations.absorbing import fused, gains, no_gains, residual_of
+from ckpt_prune.rotations.absorbing import fused, gains, no_gains, residual_of, without_mean
 from ckpt_prune.rotations.slicing import diagonalising, read_by, scale_of, written_by
 
 Bases = Callable[[int], tuple[Tensor, ...]]
@@ -121,7 +121,7 @@ class SlicedCheckpoint(AbsorbedCheckpoint):
         for block in range(self.model.blocks):
             found |= self._of_block(block)
         if self.shared:
-            for name, axis in self._starts.items():
+            for name, axis in self.starts.items():
                 shape = list(self.source.tensors[name].shape)
                 shape[axis] = self.kept
                 found[name] = (name, tuple(shape))
@@ -179,11 +179,16 @@ class SlicedCheckpoint(AbsorbedCheckpoint):
         )
         return values | {SLICING_KEY: slicing}
 
+    @property
+    def biases(self) -> frozenset[str]:
+        """Linear modules of a block that have a bias in the output."""
+        return frozenset(m for m in self.model.family.linears if self.model.has(m, "bias")) | self.added_biases
+
     def seen(self, states: Tensor) -> Tensor:
         """What a stream in one basis has of the dense one, (tokens, d) float64: (tokens, k)."""
         basis = self.bases(0)[0].to(states)
         layer = residual_of(self.family).norm == "layer"
-        return self.scale * ((states - states.mean(-1, keepdim=True) if layer else states) @ basis)
+        return self.scale * ((without_mean(states.T).T if layer else states) @ basis)
 
     # ---- tensors ---------------------------------------------------------------------------------------------
 
@@ -228,10 +233,10 @@ class SlicedCheckpoint(AbsorbedCheckpoint):
         return {name: torch.full_like(tensors[name][:1], kind == "weight") for name, kind in held.items()}
 
     def _outside(self, name: str) -> Tensor:
-        if not self.shared or not (name in self._starts or name in self._final or name == self._head):
+        if not self.shared or not (name in self.starts or name in self._final or name == self._head):
             return self.source.read([name])[name]
         basis = self.bases(0)[0].to(self.device)
-        if name in self._starts:
+        if name in self.starts:
             return self._started(name, basis * (self.scale / self.embedding_scale))
         if name == self._head:
             return self._read_last(basis / self.scale)

@@ -101,12 +101,10 @@ def plan_request(options: PlanOptions) -> Request:
     Raises:
         UserError: options that do not go together, what cannot be read, or what no plan can say.
     """
-    size = asked_size(options.sizes, options.ratio)
     if options.output is not None:
         check_plan_place(options.output, overwrite=options.overwrite)
-    device, file = resolve_device(options.device), _recipe_file(options)
-    recipe = _recipe(file, options, size)
-    check_plannable(recipe)
+    device = resolve_device(options.device)
+    file, recipe = plannable_recipe(options)
     if recipe.perplexity_grid:
         raise UserError(
             f"recipe {recipe.name} chooses lambda by perplexity, on text and while pruning: "
@@ -131,6 +129,18 @@ def plan_request(options: PlanOptions) -> Request:
         by_default=by_default,
         origin=file.origin,
     )
+
+
+def plannable_recipe(options: PlanOptions) -> tuple[RecipeFile, Recipe]:
+    """The recipe to make a plan by, with the changes that options make to it, and its file.
+
+    Raises:
+        UserError: it cannot be read, or no plan can say what it does.
+    """
+    file = _recipe_file(options)
+    recipe = _recipe(file, options, asked_size(options.sizes, options.ratio))
+    check_plannable(recipe)
+    return file, recipe
 
 
 def check_plan_place(out: Path, *, overwrite: bool) -> None:

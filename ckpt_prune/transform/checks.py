@@ -386,14 +386,26 @@ def check_plannable(recipe: Recipe) -> None:
             "--dry-run to see sizes"
         )
     if recipe.joint:
-        first, what, step = "drops blocks", "those that stay", "depth --set depth.drop=N"
-        if recipe.depth is None:
-            first, what, step = "narrows the residual stream", "what is left", "slicegpt-shared --set hidden.drop=N"
+        parts = [
+            ("drops blocks", "`ckpt-prune prune --recipe depth --set depth.drop=N`", recipe.depth),
+            (
+                "narrows the residual stream",
+                "`ckpt-prune prune --recipe slicegpt-shared --set hidden.drop=N`",
+                recipe.hidden,
+            ),
+        ]
+        does, steps = zip(*((what, step) for what, step, own in parts if own is not None), strict=True)
+        what = "what is left" if recipe.hidden is not None else "those that stay"
+        at_once = "all" if len(steps) > 1 else "both"
         raise UserError(
-            f"recipe {recipe.name} {first} and then prunes spaces of {what}, which no statistics are of yet: "
-            "`ckpt-prune prune --text` (or --images) does both at once; for a plan, "
-            f"`ckpt-prune prune --recipe {step}` first, then calibrate and plan what it has written, by a recipe of "
-            "spaces alone such as best-uniform"
+            f"recipe {recipe.name} {', '.join(does)} and then prunes spaces of {what}, which no statistics are of yet: "
+            f"`ckpt-prune prune --text` (or --images) does {at_once} at once; for a plan, {', then '.join(steps)} "
+            "first, then calibrate and plan what it has written, by a recipe of spaces alone such as best-uniform"
+        )
+    if recipe.depth is not None and recipe.hidden is not None:
+        raise UserError(
+            f"recipe {recipe.name} narrows the residual stream of the blocks that stay, of which a plan says nothing: "
+            "`ckpt-prune prune --dry-run` tells its width and size"
         )
     if recipe.depth is not None and recipe.depth.choice == "loss":
         raise UserError(

@@ -28,7 +28,9 @@ from ckpt_prune.planning.records import Depth, Gap
 from ckpt_prune.planning.runs import least_blocks, least_runs
 from ckpt_prune.progress import track
 from ckpt_prune.report.stages import Stages
+from ckpt_prune.transform.hidden import HIDDEN, shared_basis, shared_gram
 from ckpt_prune.transform.joint import measured_whole
+from ckpt_prune.transform.joint_axes import AxesWeighing
 from ckpt_prune.transform.joint_depth import DepthWeighing, ranked_at
 from ckpt_prune.transform.request import LiveSamples, Request
 from ckpt_prune.transform.settle import Settled, settle
@@ -63,19 +65,19 @@ def at_chosen_depth(settled: Settled, folder: Path, journal: Journal, stages: St
         record = Depth.model_validate(journal.notes[DEPTH])
     else:
         with stages.stage("depth"):
-            record = chosen_depth(request, journal) if weighing is None else weighing.record()
+            record = chosen_depth(request, journal) if weighing is None else _weighed(weighing, journal)
             record = _made_up_for(request, record, folder / _MAPS)
             with disk_failures(folder):
                 journal.record(DEPTH, note=record.model_dump(mode="json"))
     short = at_depth(request, record, _left(request.model, record, folder / _MAPS))
     if weighing is not None:
-        # The widths are those that were tried. Where all blocks stay, so do what they were measured on.
-        known = None if record.gaps else weighing.statistics
+        # The widths are those that were tried. Where all of the model stays, so do what they were measured on.
+        known = None if record.gaps or isinstance(weighing, AxesWeighing) else weighing.statistics
         short = replace(short, ranked=ranked_at(weighing.ranking, record), statistics=known)
     return settle(short)
 
 
-def _weighing(request: Request, folder: Path, journal: Journal, stages: Stages) -> DepthWeighing:
+def _weighing(request: Request, folder: Path, journal: Journal, stages: Stages) -> DepthWeighing | AxesWeighing:
     """What numbers of blocks are held against each other by: the unpruned model is measured, where it was not."""
     statistics = measured_whole(request, folder / "whole", journal, stages)
 
@@ -85,7 +87,20 @@ def _weighing(request: Request, folder: Path, journal: Journal, stages: Stages) 
         return told, _left(few.model, told, file)
 
     with stages.stage("ranking"):
-        return DepthWeighing(request, statistics, chosen_depth, shorten, journal)
+        if request.recipe.hidden is None:
+            return DepthWeighing(request, statistics, chosen_depth, shorten, journal)
+        return AxesWeighing(request, statistics, chosen_depth, shorten, shared_gram, shared_basis, journal)
+
+
+def _weighed(weighing: DepthWeighing | AxesWeighing, journal: Journal) -> Depth:
+    """Which blocks go; how many dimensions of the stream stay, where that was weighed with it, is kept for later."""
+    if isinstance(weighing, DepthWeighing):
+        return weighing.record()
+    record, hidden = weighing.records()
+    if HIDDEN not in journal.units:
+        with disk_failures(journal.folder):
+            journal.record(HIDDEN, note=hidden.model_dump(mode="json"))
+    return record
 
 
 def _made_up_for(request: Request, record: Depth, file: Path) -> Depth:

@@ -15,10 +15,8 @@ from ckpt_prune import machine
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.spaces import ENDS, known_space
 from ckpt_prune.calibration.choosing import DEFAULT_WINDOWS
-from ckpt_prune.calibration.distances import SAMPLES
 from ckpt_prune.calibration.fisher import LIMITS
 from ckpt_prune.calibration.kinds import Collect
-from ckpt_prune.calibration.losses import TOKENS
 from ckpt_prune.calibration.measure import statistics_bytes
 from ckpt_prune.calibration.readout import READOUT_TOKENS
 from ckpt_prune.calibration.streams import fold_slices
@@ -28,19 +26,20 @@ from ckpt_prune.machine import Rates
 from ckpt_prune.planning.kinds import CANDIDATES, CHOSEN
 from ckpt_prune.planning.plan import Plan
 from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.rotations.sliced import SlicedCheckpoint
 from ckpt_prune.scoring.unit_scores import UNIT_SCORES
 from ckpt_prune.transform.engine import SWEEPS
+from ckpt_prune.transform.estimate_axes import absorbing, stages_before, weighs
 from ckpt_prune.transform.measured_effects import SHALLOW
 from ckpt_prune.transform.settle import Settled
 from ckpt_prune.transform.site_variants import POINTS, dropped_counts
 from ckpt_prune.transform.space_effects import MANY, SPACE_POINTS
 from ckpt_prune.transform.work import (
-    BACK,
-    BYTES_OF_LOGIT,
     Shape,
     Site,
+    Stage,
     Work,
+    back,
+    back_of_logits,
     blended,
     factored,
     held_out,
@@ -59,21 +58,6 @@ LIBRARIES = 160 * 2**20
 """Bytes that libraries take once they compute."""
 _SLOW = Rates(2e9, 1e9, 5e8, 5e8, 5e8, 2e7, 1e5, 2e7, 1e8, 0)
 """A machine that is slower than any: a job that is short even there needs no measurement of this one."""
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A part of a job.
-
-    Attributes:
-        name: as in the report, where it has it.
-        work: what it asks of the machine.
-        memory: bytes that it holds at most, beside what the process had before.
-    """
-
-    name: str
-    work: Work
-    memory: int
 
 
 @dataclass(frozen=True)
@@ -150,8 +134,8 @@ def of_calibration(
     if "fisher" in collect:
         stages += _gradients(model, shape, few, tokens, trials=grams)
     if "taylor" in collect:
-        own = _back(shape, samples, tokens) + Work(gemm=2 * count * shape.weights, moved=12 * samples * shape.weights)
-        work = own * shape.blocks + _back_of_logits(shape, count)
+        own = back(shape, samples, tokens) + Work(gemm=2 * count * shape.weights, moved=12 * samples * shape.weights)
+        work = own * shape.blocks + back_of_logits(shape, count)
         stages.append(Stage("gradients", work, _of_gradients(shape, samples, tokens)))
     if effects:
         stages.append(_effects(model, shape, few, tokens))
@@ -167,12 +151,30 @@ def of_prune(settled: Settled) -> tuple[list[Stage], int] | None:
     request, recipe, model = settled.request, settled.recipe, settled.model
     if _uncounted(recipe) or settled.known is None:
         return None
-    if request.shortened is not None:
-        return _of_depth(settled)
-    if request.narrowed is not None and request.whole.recipe.joint:
+    goes = request.shortened is not None or request.narrowed is not None
+    if goes and request.whole.live is None and model.family.modality == "image":
         return None
-    if request.narrowed is not None and request.narrowed.view is not None:
-        return _of_hidden(settled, request.narrowed.view)
+    before, scratch = stages_before(settled) if goes else ([], 0)
+    found = _of_spaces(settled) if recipe.spaces else _of_the_rest(settled)
+    return None if found is None else ([*before, *found[0]], scratch + found[1])
+
+
+def _of_the_rest(settled: Settled) -> tuple[list[Stage], int]:
+    """Stages of a job of which nothing is left once blocks or dimensions are gone: they are written."""
+    disk = settled.output.cost.bytes
+    written = settled.before.bytes + 2 * disk
+    rest = STARTING + Work(moved=4 * written, disk=disk, hashed=written)
+    narrowed = settled.request.narrowed
+    if narrowed is None or narrowed.view is None:
+        return [Stage("rest", rest, 0)], disk
+    shape = Shape.of(settled.model)
+    return [Stage("rest", absorbing(shape, narrowed.view) + rest, 16 * shape.weights)], disk
+
+
+def _of_spaces(settled: Settled) -> tuple[list[Stage], int] | None:
+    """Stages of what units of spaces that go take, and what is written."""
+    request, recipe, model = settled.request, settled.recipe, settled.model
+    whole = request.whole.model if weighs(request.whole.recipe) else model
     samples, tokens, folds = DEFAULT_WINDOWS, model.tokens, 4 if recipe.needs_folds else 1
     if request.live is not None:
         samples, tokens, folds = len(request.live.samples), request.live.samples.tokens, request.live.folds
@@ -193,86 +195,17 @@ def of_prune(settled: Settled) -> tuple[list[Stage], int] | None:
     measured = 0
     if first:
         kinds = recipe.collect
-        shallow = model.blocks <= SHALLOW and recipe.weighed_by_effect
-        stages += of_calibration(model, samples, tokens, kinds, folds, effects=shallow)
-        measured = statistics_bytes(model, collect=kinds, folds=folds, samples=samples)
+        shallow = whole.blocks <= SHALLOW and recipe.weighed_by_effect
+        stages += of_calibration(whole, samples, tokens, kinds, folds, effects=shallow)
+        measured = statistics_bytes(whole, collect=kinds, folds=folds, samples=samples)
     elif cached:
         measured = sum(path.stat().st_size for path in request.statistics.folder.iterdir()) if request.statistics else 0
     if recipe.allocation == "least-error" and request.plan is None:
-        stages.append(_ranking(recipe, shape, measured))
+        stages.append(_ranking(recipe, Shape.of(whole, kept), measured))
     stages.append(_blocks(settled, shape, (samples, tokens, folds), sequential=sequential, read=measured))
     written = settled.before.bytes + 2 * disk
     stages.append(Stage("rest", Work(moved=4 * written, disk=disk, hashed=written), 0))
     return stages, disk + (measured if first else 0)
-
-
-def _of_depth(settled: Settled) -> tuple[list[Stage], int] | None:
-    """Stages of dropping whole blocks, and what is written."""
-    whole = settled.request.whole
-    depth, live, shortened = whole.recipe.depth, whole.live, settled.request.shortened
-    if depth is None or shortened is None or (live is None and whole.model.family.modality == "image"):
-        return None
-    shape = Shape.of(whole.model)
-    samples, tokens = (
-        (DEFAULT_WINDOWS, whole.model.tokens) if live is None else (len(live.samples), live.samples.tokens)
-    )
-    work, held = STARTING, shape.block_bytes + shape.activations(tokens)
-    few = min(samples, LIMITS[whole.model.family.modality] if depth.choice == "divergence" else SAMPLES)
-    chosen = whole.statistics is None and whole.plan is None
-    if chosen and depth.choice == "loss":
-        few = min(samples, max(1, TOKENS // tokens))
-        steps = sum(gap.blocks for gap in shortened.record.gaps)
-        runs = (shape.read() + shape.run(few, tokens) * (shape.blocks / 2) + shape.logits(few * tokens)) * shape.blocks
-        work += runs * steps
-        held += shape.states(few, tokens) * shape.blocks
-    elif chosen and depth.choice is not None:
-        each = shape.read() + shape.run(few, tokens)
-        if depth.choice == "divergence":
-            each = _back(shape, few, tokens)
-            work += _back_of_logits(shape, few * tokens)
-        work += each * shape.blocks + Work(moved=4 * few * tokens * shape.hidden * shape.blocks**2)
-        held += shape.states(few, tokens) * (shape.blocks + 2)
-    if depth.compensation.linear:
-        count = samples * tokens
-        work += (shape.read() + shape.run(samples, tokens)) * shape.blocks
-        site = Site(shape.hidden, shape.hidden, shape.hidden, shape.hidden)
-        gaps = len(shortened.record.gaps)
-        work += (moments(count, shape.hidden, gram=True) * 2 + refitted(site)) * gaps
-        if depth.compensation.lambda_by is not None:
-            work += held_out(site, len(depth.compensation.grid), 1) * (4 * gaps)
-        held = max(held, 3 * shape.states(samples, tokens) + shape.block_bytes + shape.activations(tokens))
-    disk = settled.output.cost.bytes
-    written = settled.before.bytes + 2 * disk
-    return [Stage("depth", work, held), Stage("rest", Work(moved=4 * written, disk=disk, hashed=written), 0)], disk
-
-
-def _of_hidden(settled: Settled, view: SlicedCheckpoint) -> tuple[list[Stage], int] | None:
-    """Stages of slicing the residual stream, and what is written."""
-    live, model = settled.request.live, settled.model
-    if live is None and model.family.modality == "image":
-        return None
-    shape, places = Shape.of(model), len(view.sublayers)
-    samples, tokens = (DEFAULT_WINDOWS, model.tokens) if live is None else (len(live.samples), live.samples.tokens)
-    count, d, k = samples * tokens, shape.hidden, view.kept
-    bases = places * shape.blocks
-    # A block runs once more for what its second sub-layer reads.
-    work = STARTING + (shape.read() + shape.run(samples, tokens) * places) * shape.blocks
-    work += Work(gemm=2 * count * d * d, moved=12 * count * d) * bases
-    if view.shared:
-        work += Work(eigen=d**3)
-    else:
-        work += Work(eigen=d**3) * bases
-        if settled.request.whole.recipe.target == "sequential":
-            work += Work(gemm=4 * count * d * k, moved=12 * count * d) * bases
-    # A Gram, its factors in float64, and the bases of a block.
-    held = shape.states(samples, tokens) + shape.block_bytes + shape.activations(tokens) + 8 * (4 + places) * d * d
-    scratch = 4 * d * k * (1 if view.shared else bases)
-    disk = settled.output.cost.bytes
-    written = settled.before.bytes + 2 * disk
-    # Every matrix is multiplied by its basis, in float64; a table a few rows at a time.
-    absorbing = Work(wide=2 * k * (shape.weights * shape.blocks + (2 * shape.outside if view.shared else 0)))
-    rest = Stage("rest", absorbing + Work(moved=4 * written, disk=disk, hashed=written), 16 * shape.weights)
-    return [Stage("hidden", work + Work(disk=scratch), held), rest], disk + scratch
 
 
 def of_job(settled: Settled) -> Estimate | None:
@@ -306,6 +239,23 @@ def forewarning_of_calibration(
     """What to say of a calibration before it begins, where it is long."""
     stages = of_calibration(model, samples, tokens, collect, folds, effects=effects)
     return _warning(stages, statistics_bytes(model, collect=collect, folds=folds, samples=samples), device, dtype)
+
+
+def of_calibration_here(
+    model: Model,
+    samples: int,
+    tokens: int,
+    collect: Sequence[Collect],
+    folds: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    effects: bool,
+) -> Estimate:
+    """What a calibration will take here."""
+    stages = of_calibration(model, samples, tokens, collect, folds, effects=effects)
+    disk = statistics_bytes(model, collect=collect, folds=folds, samples=samples)
+    return estimate(stages, disk, machine.measured_rates(device, dtype))
 
 
 def _warning(stages: Sequence[Stage], disk: int, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -342,16 +292,6 @@ def _few(model: Model, samples: int, folds: int) -> int:
     return min(int(last.stop - last.start), LIMITS[model.family.modality])
 
 
-def _back(shape: Shape, samples: int, tokens: int) -> Work:
-    """A pass forward and back through one block."""
-    return shape.read() * 2 + shape.run(samples, tokens) * (1 + BACK)
-
-
-def _back_of_logits(shape: Shape, count: int) -> Work:
-    """The head forward and back, with a softmax, for so many tokens."""
-    return Work(gemm=6 * count * shape.hidden * shape.outputs, moved=BYTES_OF_LOGIT * count * shape.outputs)
-
-
 def _of_gradients(shape: Shape, samples: int, tokens: int) -> int:
     states = shape.states(samples, tokens) * (shape.blocks + 2)
     at_once = max(READOUT_TOKENS, tokens)
@@ -362,7 +302,7 @@ def _of_gradients(shape: Shape, samples: int, tokens: int) -> int:
 def _gradients(model: Model, shape: Shape, few: int, tokens: int, *, trials: bool) -> list[Stage]:
     """The Fisher metric, sites tried out, and in deep models spaces as wholes."""
     count = few * tokens
-    block = _back(shape, few, tokens)
+    block = back(shape, few, tokens)
     spaces = Work()
     for site in shape.sites.values():
         block += Work(gemm=2 * count * site.outputs**2)
@@ -378,7 +318,7 @@ def _gradients(model: Model, shape: Shape, few: int, tokens: int, *, trials: boo
             own = factored(site) * min(runs, len(CANDIDATES)) + tried(site, runs)
             spaces += (own + shape.run(few, tokens) * runs) * shape.blocks + shape.logits(count) * (2 * runs)
     held = _of_gradients(shape, few, tokens) + 8 * 6 * shape.widest**2
-    return [Stage("gradients", block * shape.blocks + _back_of_logits(shape, count) + spaces, held)]
+    return [Stage("gradients", block * shape.blocks + back_of_logits(shape, count) + spaces, held)]
 
 
 def _effects(model: Model, shape: Shape, few: int, tokens: int) -> Stage:

@@ -10,8 +10,8 @@ from torch import Tensor
 from ckpt_prune.architectures.blocks import module_paths
 from ckpt_prune.architectures.factors import factor_names
 from ckpt_prune.architectures.family import Family
-from ckpt_prune.calibration.kinds import SpaceMoments
-from ckpt_prune.calibration.moments import Moments, total
+from ckpt_prune.calibration.kinds import SpaceMoments, inputs_of
+from ckpt_prune.calibration.moments import total
 from ckpt_prune.calibration.sources import CachedMoments, MomentSource
 from ckpt_prune.compensation.factoring import energies, factor, updated
 from ckpt_prune.containers.container import Ranks
@@ -153,7 +153,7 @@ def _measured(request: Request, linears: Mapping[tuple[int, str], Thin]) -> Iter
 
 def _gram(folds: SpaceMoments | None, device: torch.device) -> Tensor | None:
     """The Gram of all folds, float64; None without moments."""
-    own = tuple(each for each in folds or () if isinstance(each, Moments))
+    own = inputs_of(folds)
     if not own:
         return None
     found = total(own).to(device).gram

@@ -104,10 +104,11 @@ def _jointly(request: Request, folder: Path, journal: Journal, stages: Stages) -
     with disk_failures(folder):
         folder.mkdir(exist_ok=True)
     weighing = None
-    if hidden_of(request).auto:
+    # Where they were weighed with whole blocks, the sites are ranked and the number is known.
+    if hidden_of(request).auto and request.ranked is None:
         statistics = measured_whole(request, folder / "whole", journal, stages)
         with stages.stage("ranking"):
-            weighing = HiddenWeighing(request, statistics, _shared_gram, _shared_basis, journal)
+            weighing = HiddenWeighing(request, statistics, shared_gram, shared_basis, journal)
     if HIDDEN in journal.units:
         record = Hidden.model_validate(journal.notes[HIDDEN])
     else:
@@ -175,14 +176,14 @@ def _shared(request: Request, view: SlicedCheckpoint, bases: WrittenBases, journ
     if BASIS in journal.units:
         shares: list[float] = journal.notes[BASIS]
         return shares
-    basis, share = _shared_basis(view, _shared_gram(request))
+    basis, share = shared_basis(view, shared_gram(request))
     with disk_failures(bases.folder):
         bases.write(0, [basis])
         journal.record(BASIS, note=[share])
     return [share]
 
 
-def _shared_gram(request: Request) -> Tensor:
+def shared_gram(request: Request) -> Tensor:
     """The Gram of what all norms of the dense model make of the stream, (d, d) float64.
 
     By statistics those of its blocks alone: nothing tells what the final norm reads.
@@ -201,7 +202,7 @@ def _shared_gram(request: Request) -> Tensor:
     return grams[0].to(request.device)
 
 
-def _shared_basis(view: SlicedCheckpoint, gram: Tensor) -> tuple[Tensor, float]:
+def shared_basis(view: SlicedCheckpoint, gram: Tensor) -> tuple[Tensor, float]:
     """One basis of a view's dimensions for all that reads the stream, and the share of the energy in it."""
     centred = residual_of(view.family).norm == "layer"
     basis, share = keeping_ones(gram, view.kept) if centred else principal(gram, view.kept, centred=False)

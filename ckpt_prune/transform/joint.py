@@ -8,10 +8,10 @@ samples that no refit has seen (compensation/README.md, section 12).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -48,6 +48,10 @@ _WHOLE = "statistics of the unpruned model"
 """Unit of the journal: what amounts are held against each other by."""
 
 
+Amount = TypeVar("Amount", bound=Hashable)
+"""What is held against each other: a number of one axis, or one of each of two."""
+
+
 def tried_counts(most: int) -> list[int]:
     """Amounts that are tried first, ascending: none, `most`, and evenly between them."""
     return sorted({round(most * step / (FIRST - 1)) for step in range(FIRST)})
@@ -79,8 +83,8 @@ class Trial:
     own_ends: bool = False
 
 
-class Weighing(ABC):
-    """Amounts of one axis held against each other.
+class Weighing(ABC, Generic[Amount]):
+    """Amounts of an axis, or of several, held against each other.
 
     Args:
         request: of a recipe that leaves open how much goes, with samples to run.
@@ -94,63 +98,71 @@ class Weighing(ABC):
     def __init__(self, request: Request, statistics: Statistics, journal: Journal | None = None) -> None:
         self.request, self.statistics, self.journal = at_own_size(request), statistics, journal
         self.ranking = ranking_of(self.request, statistics)
-        self.tried: dict[int, Tried | None] = {}
-        self._why: UserError | None = None
-
-    @property
-    @abstractmethod
-    def most(self) -> int:
-        """What meets the size by itself, or all that may go."""
+        self.tried: dict[Amount, Tried | None] = {}
+        self.why: UserError | None = None
 
     @abstractmethod
-    def trial(self, count: int) -> Trial:
-        """The model without so much of the axis.
+    def trial(self, amount: Amount) -> Trial:
+        """The model without so much.
 
         Raises:
             UserError: there is none.
         """
 
-    def best(self) -> int:
-        """The amount that changes the output least; of equal ones the least.
+    @property
+    def fitting(self) -> list[tuple[Amount, Tried]]:
+        """Amounts that leave a model of the size, ascending, and what they do."""
+        return [(amount, tried) for amount, tried in sorted(self.tried.items()) if tried is not None]
+
+    @abstractmethod
+    def best(self) -> Amount:
+        """The amount that changes the output least.
 
         Raises:
-            UserError: no amount leaves a model of the size.
+            UserError: none leaves a model of the size.
         """
-        first = tried_counts(self.most)
-        self._try(first)
-        best = self._best()
-        if best is not None:
-            self._try(counts_beside(best, first))
-            best = self._best()
+
+    def named(self, amount: Amount) -> str:
+        """An amount in a unit of the journal: without a space."""
+        return str(amount)
+
+    def measured(self, amount: Amount) -> float | None:
+        """The divergence of a model without so much, whose units meet the size; None where there is none."""
+        if amount not in self.tried:
+            self.tried[amount] = self._known_or_tried(amount)
+        tried = self.tried[amount]
+        return None if tried is None else tried.measured
+
+    def _known_or_tried(self, amount: Amount) -> Tried | None:
+        known = {} if self.journal is None else self.journal.notes
+        unit = f"{self.unit} {self.named(amount)}"
+        if known.get(unit) is not None:
+            return Tried.model_validate(known[unit])
+        try:
+            tried = self._tried(amount)
+        except UserError as error:
+            # Too little for the size, or such as the class cannot do without: others may do. A run that goes on is told
+            # again, so that it can say why where none does.
+            self.why = error
+            return None
+        if self.journal is not None:
+            with disk_failures(self.journal.folder):
+                self.journal.record(unit, note=tried.model_dump(mode="json"))
+        return tried
+
+    def chosen(self, best: Amount | None) -> Amount:
+        """The best amount, where there is any.
+
+        Raises:
+            UserError: none leaves a model of the size; why the last one did not.
+        """
         if best is None:
-            assert self._why is not None
-            raise self._why
+            assert self.why is not None
+            raise self.why
         return best
 
-    def _best(self) -> int | None:
-        found = {count: tried.measured for count, tried in self.tried.items() if tried is not None}
-        return min(found, key=lambda count: (found[count], count), default=None)
-
-    def _try(self, counts: Sequence[int]) -> None:
-        known = {} if self.journal is None else self.journal.notes
-        for count in counts:
-            unit = f"{self.unit} {count}"
-            if unit in known:
-                self.tried[count] = None if known[unit] is None else Tried.model_validate(known[unit])
-                continue
-            try:
-                self.tried[count] = self._measured(count)
-            except UserError as error:
-                # Too little for the size, or such as the class cannot do without: others may do.
-                self.tried[count], self._why = None, error
-            tried = self.tried[count]
-            if self.journal is not None:
-                with disk_failures(self.journal.folder):
-                    self.journal.record(unit, note=None if tried is None else tried.model_dump(mode="json"))
-
-    def _measured(self, count: int) -> Tried:
-        """The divergence of a model without so much, whose units meet the size."""
-        trial = self.trial(count)
+    def _tried(self, amount: Amount) -> Tried:
+        trial = self.trial(amount)
         decisions = decide(trial.short)
         predicted = None if trial.predicted is None else trial.predicted + _predicted(trial.short, decisions)
         return Tried(predicted=predicted, measured=self._divergence(trial, decisions))
@@ -221,6 +233,31 @@ class Weighing(ABC):
         sites = {Site(block, space): Decision(own[space].keep, scores=own[space].scores) for space in pruned}
         pruner = Pruner(model, Decisions(recipe, sites), frozenset(), short.device)
         return pruner.block(block, tensors, KnownMoments(moments))[0]
+
+
+class CountWeighing(Weighing[int]):
+    """Amounts of one axis held against each other."""
+
+    @property
+    @abstractmethod
+    def most(self) -> int:
+        """What meets the size by itself, or all that may go."""
+
+    def best(self) -> int:
+        """The amount that changes the output least; of equal ones the least.
+
+        Raises:
+            UserError: none leaves a model of the size.
+        """
+        first = tried_counts(self.most)
+        best = self._least(first)
+        if best is not None:
+            best = self._least([*first, *counts_beside(best, first)])
+        return self.chosen(best)
+
+    def _least(self, counts: Sequence[int]) -> int | None:
+        told = {count: value for count in counts if (value := self.measured(count)) is not None}
+        return min(told, key=lambda count: (told[count], count), default=None)
 
 
 def measured_whole(request: Request, folder: Path, journal: Journal, stages: Stages) -> Statistics:

@@ -8,7 +8,7 @@ from ckpt_prune.architectures.sites import Site
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.planning.records import Depth, TriedDepth
-from ckpt_prune.transform.joint import Trial, Weighing
+from ckpt_prune.transform.joint import CountWeighing, Trial
 from ckpt_prune.transform.request import Ranked, Request
 from ckpt_prune.transform.shortening import at_depth, depth_of, wanted_depth
 
@@ -18,7 +18,7 @@ Choose = Callable[[Request], Depth]
 """A request with a number of blocks to drop → which ones."""
 
 
-class DepthWeighing(Weighing):
+class DepthWeighing(CountWeighing):
     """Numbers of blocks held against each other.
 
     Args:
@@ -48,29 +48,33 @@ class DepthWeighing(Weighing):
         Raises:
             UserError: no number of blocks leaves a model of the size.
         """
-        chosen = self._chosen(self.best())
-        found = [
-            TriedDepth(blocks=count, predicted=tried.predicted, measured=tried.measured)
-            for count, tried in sorted(self.tried.items())
-            if tried is not None
-        ]
+        chosen = blocks_chosen(self.request, self.statistics, self._choose, self.best())
+        found = [TriedDepth(blocks=count, **tried.model_dump()) for count, tried in self.fitting]
         return chosen.model_copy(update={"tried": found})
 
     def trial(self, count: int) -> Trial:
         """The model without so many blocks, with what makes up for them."""
         few = replace(self.request, live=self.some)
-        record, model = self._shorten(few, self._chosen(count))
+        record, model = self._shorten(few, blocks_chosen(self.request, self.statistics, self._choose, count))
         bare = replace(at_depth(self.request, record, model), live=None, statistics=self.statistics)
         short = replace(bare, ranked=ranked_at(self.ranking, record))
         told = [gap.divergence for gap in record.gaps]
         predicted = None if None in told else sum(each for each in told if each is not None)
         return Trial(short, record.kept, f"without {record.blocks - model.blocks} blocks", predicted)
 
-    def _chosen(self, count: int) -> Depth:
-        recipe, depth = self.request.recipe, depth_of(self.request)
-        settled = depth.model_copy(update={"drop": count} if count else {"drop": None, "blocks": []})
-        asked = replace(self.request, recipe=recipe.model_copy(update={"depth": settled}), statistics=self.statistics)
-        return self._choose(asked)
+
+def blocks_chosen(request: Request, statistics: Statistics, choose: Choose, count: int) -> Depth:
+    """Which blocks go, of so many.
+
+    Args:
+        request: of a recipe that leaves open how many.
+        statistics: of the unpruned model.
+        choose: which ones.
+        count: how many; none of them may be.
+    """
+    recipe, depth = request.recipe, depth_of(request)
+    settled = depth.model_copy(update={"drop": count} if count else {"drop": None, "blocks": []})
+    return choose(replace(request, recipe=recipe.model_copy(update={"depth": settled}), statistics=statistics))
 
 
 def ranked_at(ranking: Mapping[Site, Sequence[Ranked]], record: Depth) -> dict[Site, Sequence[Ranked]]:

@@ -10,7 +10,7 @@ from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.planning.records import Hidden, TriedHidden
 from ckpt_prune.rotations.sliced import SlicedCheckpoint
-from ckpt_prune.transform.joint import Trial, Weighing
+from ckpt_prune.transform.joint import CountWeighing, Trial
 from ckpt_prune.transform.narrowing import hidden_record, jointly_narrowed, possible_widths, view_of
 from ckpt_prune.transform.request import Request
 
@@ -20,7 +20,7 @@ Find = Callable[[SlicedCheckpoint, Tensor], tuple[Tensor, float]]
 """A view of so many dimensions and that Gram → its basis, and the share of the energy that lies in it."""
 
 
-class HiddenWeighing(Weighing):
+class HiddenWeighing(CountWeighing):
     """Numbers of dimensions held against each other.
 
     Args:
@@ -52,28 +52,34 @@ class HiddenWeighing(Weighing):
             UserError: none leaves a model of the size.
         """
         best = self._widths[self.best()]
-        found = [
-            TriedHidden(kept=self._widths[count], predicted=tried.predicted, measured=tried.measured)
-            for count, tried in sorted(self.tried.items())
-            if tried is not None
-        ]
+        found = [TriedHidden(kept=self._widths[count], **tried.model_dump()) for count, tried in self.fitting]
         return hidden_record(self.request, best).model_copy(update={"tried": found})
 
     def trial(self, count: int) -> Trial:
         """The model whose stream is so many steps narrower, its basis from other samples than it is run on."""
         request, kept = self.request, self._widths[count]
-        record = hidden_record(request, kept)
-        view = None
-        if count:
-            bare = view_of(request, kept)
-            basis, _ = self._find(bare, self._gram)
-            view = replace(bare, bases=lambda _block: (basis,) * len(bare.sublayers))
-        short = replace(
-            jointly_narrowed(request, record, view), live=None, statistics=self.statistics, ranked=self.ranking
-        )
-        what = f"with {kept} of {record.dimensions} dimensions"
+        narrow = narrowed_trial(request, kept, self._find, lambda: self._gram)
+        short = replace(narrow, live=None, statistics=self.statistics, ranked=self.ranking)
+        what = f"with {kept} of {request.model.dimension('hidden')} dimensions"
         return Trial(short, range(request.model.blocks), what, own_ends=count > 0)
 
     @cached_property
     def _gram(self) -> Tensor:
         return self._measure(replace(self.request, live=self.some))
+
+
+def narrowed_trial(request: Request, kept: int, find: Find, gram: Callable[[], Tensor]) -> Request:
+    """The request for what is left to do once a stream that is tried has so many dimensions.
+
+    Args:
+        request: before.
+        kept: dimensions; where these are all, nothing is done to it.
+        find: the basis of a view.
+        gram: of what all norms make of the stream, (d, d) float64.
+    """
+    record, view = hidden_record(request, kept), None
+    if kept < record.dimensions:
+        bare = view_of(request, kept)
+        basis, _ = find(bare, gram())
+        view = replace(bare, bases=lambda _block: (basis,) * len(bare.sublayers))
+    return jointly_narrowed(request, record, view)

@@ -9,8 +9,8 @@ from torch import Tensor
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.backward import pass_back, states_at_ends
 from ckpt_prune.calibration.fisher import LIMITS, gradients_at_the_end
-from ckpt_prune.calibration.kinds import SpaceMoments
-from ckpt_prune.calibration.moments import Moments, total
+from ckpt_prune.calibration.kinds import SpaceMoments, inputs_of
+from ckpt_prune.calibration.moments import total
 from ckpt_prune.calibration.readout import Drawn
 from ckpt_prune.calibration.samples import Part
 from ckpt_prune.calibration.sources import CachedMoments, KnownMoments, MomentSource, NoMoments, SequentialMoments
@@ -95,7 +95,7 @@ def _outliers(settled: Settled, mask: MaskRecipe) -> list[float]:
             continue
         moments = source.moments(block, tensors, list(family.inputs))
         scores = [
-            wanda(tensors[family.tensor(block, module)], total([m for m in moments[first] if isinstance(m, Moments)]))
+            wanda(tensors[family.tensor(block, module)], total(inputs_of(moments[first])))
             for first, modules in family.inputs.items()
             for module in modules
         ]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.calibration.kinds import SpaceMoments
+from ckpt_prune.calibration.kinds import inputs_of
 from ckpt_prune.calibration.moments import Moments, total
 from ckpt_prune.calibration.sources import MomentSource
 from ckpt_prune.errors import UserError
@@ -76,7 +76,7 @@ class Masker:
         for stage in source.stages(list(readers)):
             moments = source.moments(block, current, stage)
             for first in stage:
-                folds = _inputs(moments.get(first))
+                folds = inputs_of(moments.get(first))
                 whole = total(folds).to(self.device) if folds else None
                 for module in readers[first]:
                     name = self.model.tensor(block, module)
@@ -159,7 +159,3 @@ def check_widths(model: Model, mask: MaskRecipe) -> None:
                 f"{name} has {columns} inputs, which {groups} does not divide into groups of {groups.of}: "
                 "use another pattern, or unstructured"
             )
-
-
-def _inputs(folds: SpaceMoments | None) -> tuple[Moments, ...]:
-    return tuple(each for each in folds or () if isinstance(each, Moments))

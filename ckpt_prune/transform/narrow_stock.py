@@ -1,7 +1,6 @@
 """Stock containers of a narrower residual stream: which class has one, and what it derives from its width."""
 
 import copy
-from collections.abc import Set
 from dataclasses import replace
 from typing import Any
 
@@ -19,21 +18,20 @@ from ckpt_prune.transform.layout import Layout, plan_layout
 OWN_CODE = "say --set hidden.kind=per-block, which needs remote code"
 
 
-def narrow_container(model: Model, view: SlicedCheckpoint, biases: Set[str]) -> tuple[Container, Layout]:
+def narrow_container(view: SlicedCheckpoint) -> tuple[Container, Layout]:
     """The stock container of a model whose residual stream has lost dimensions, and its files.
 
     Args:
-        model: the dense model.
-        view: it in one basis of fewer dimensions.
-        biases: linear modules of a block that have a bias in the output.
+        view: the dense model in one basis of fewer dimensions.
 
     Raises:
         UserError: no stock class has such a stream beside heads of this width; with the reason.
     """
+    model = view.model
     narrow = _narrow(model, view.kept)
     widths = [{space: narrow.units(space) for space in model.family.spaces}] * model.blocks
     try:
-        container = choose_container(narrow, widths, biases)
+        container = choose_container(narrow, widths, view.biases)
     except NothingFitsError as error:
         raise UserError(f"no stock container fits: {'; '.join(dict.fromkeys(error.reasons))}: {OWN_CODE}") from error
     _check_heads(model, container)
@@ -44,27 +42,13 @@ def narrow_container(model: Model, view: SlicedCheckpoint, biases: Set[str]) -> 
     return container, plan_layout(model, widths, container, view.added)
 
 
-def stock_of(view: SlicedCheckpoint) -> Container:
-    """The stock container of a model in one basis of fewer dimensions, all its units whole.
-
-    Raises:
-        UserError: no stock class has such a stream.
-    """
-    model = view.model
-    biases = frozenset(m for m in model.family.linears if model.has(m, "bias")) | view.added_biases
-    return narrow_container(model, view, biases)[0]
-
-
-def narrow_model(view: SlicedCheckpoint) -> Model:
+def narrow_model(view: SlicedCheckpoint, container: Container) -> Model:
     """The model in one basis of fewer dimensions, as its stock class has it: whatever prunes a model prunes it.
 
     Args:
         view: with or without its basis, which is asked for where a tensor is read.
-
-    Raises:
-        UserError: no stock class has such a stream.
+        container: of it (`narrow_container`).
     """
-    container = stock_of(view)
     checkpoint = NarrowCheckpoint.of(view, container.config, container.biases)
     config = parse_config(container.config)
     return Model(checkpoint, fitting_family(checkpoint).with_config(config), config)

@@ -1,6 +1,6 @@
 """How many dimensions of the residual stream stay, what stands in for its bases, and what cannot be sliced."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ckpt_prune.architectures.family import DATA_OPTIONS
@@ -9,13 +9,14 @@ from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.hidden_recipe import HiddenRecipe
 from ckpt_prune.planning.records import Cost, Hidden
-from ckpt_prune.planning.sizes import cost_in
+from ckpt_prune.planning.sizes import cost_in, size_words
 from ckpt_prune.rotations.absorbing import residual_of
 from ckpt_prune.rotations.sliced import Bases, SlicedCheckpoint, check_sliceable, not_measured
 from ckpt_prune.transform.narrow_stock import embedding_scale, narrow_container, narrow_model
 from ckpt_prune.transform.output import sliced_output
 from ckpt_prune.transform.request import Narrowed, Request
-from ckpt_prune.transform.sizing import at_own_size, check_reachable, dense_size
+from ckpt_prune.transform.shortening import shortest
+from ckpt_prune.transform.sizing import at_own_size, check_reachable, dense_size, limit_of, time_in_stream
 
 
 def hidden_of(request: Request) -> HiddenRecipe:
@@ -63,6 +64,11 @@ def possible_widths(request: Request) -> list[int]:
     return [width, *range((width - 1) // step * step, last - 1, -step)]
 
 
+def open_widths(request: Request) -> list[int]:
+    """Numbers of dimensions that may stay, descending: those that are measured, or the one that the recipe says."""
+    return possible_widths(request) if hidden_of(request).auto else [wanted_width(request)]
+
+
 def least_width(request: Request) -> int:
     """The fewest dimensions that a model can have."""
     step = hidden_of(request).multiple_of
@@ -79,9 +85,11 @@ def _width_for_size(request: Request, least: int) -> int:
     model, size, step = request.model, request.recipe.size, hidden_of(request).multiple_of
     assert size is not None
     dense, width = dense_size(request, size.kind), model.dimension("hidden")
-    limit = size.of(dense)
+    limit = limit_of(request)
 
     def reached(kept: int) -> int:
+        if size.kind == "latency":
+            return time_in_stream(request, kept)
         return cost_in(size.kind, _cost(request, kept))
 
     if dense <= limit:
@@ -90,7 +98,8 @@ def _width_for_size(request: Request, least: int) -> int:
     if low > high or reached(low * step) > limit:
         raise UserError(
             f"{size.words}: out of reach of recipe {request.recipe.name}, which leaves "
-            f"{reached(max(low, 1) * step) if low <= high else dense:,} at the least, of {dense:,}{size.share_meant}"
+            f"{size_words(size.kind, reached(max(low, 1) * step) if low <= high else dense)} at the least, of "
+            f"{size_words(size.kind, dense)}{size.share_meant}"
         )
     while low < high:
         middle = (low + high + 1) // 2
@@ -131,18 +140,20 @@ def check_hidden(request: Request) -> None:
         )
     if request.statistics is not None:
         _check_statistics(request, request.statistics)
+    # What can be reached is asked once as many blocks are gone as may go.
+    left = request if recipe.depth is None or request.plan is not None else shortest(request)
     if recipe.spaces:
-        _check_joint(request)
+        _check_joint(left)
         return
-    kept = wanted_width(request)
+    kept = wanted_width(left)
     if recipe.size is None or kept < model.dimension("hidden"):
-        _cost(request, kept)
+        _cost(left, kept)
 
 
 def _check_statistics(request: Request, statistics: Statistics) -> None:
     """Refuse statistics that do not tell the bases of a recipe."""
-    recipe, hidden = request.recipe, hidden_of(request)
-    if hidden.kind == "per-block" or hidden.signal == "stream" or recipe.spaces:
+    recipe = request.recipe
+    if not recipe.basis_from_statistics:
         data = DATA_OPTIONS[request.model.family.modality]
         raise UserError(f"recipe {recipe.name} measures the stream itself: give {data} in place of --statistics")
     lacking = [kind for kind in recipe.collect if kind not in statistics.index.collect]
@@ -156,7 +167,7 @@ def _check_statistics(request: Request, statistics: Statistics) -> None:
 def _check_joint(request: Request) -> None:
     """Refuse a narrower stream beside spaces that no class has, or that leaves more than the size."""
     own = at_own_size(request) if hidden_of(request).auto else request
-    widths = possible_widths(own) if hidden_of(own).auto else [wanted_width(own)]
+    widths = open_widths(own)
     if len(widths) > 1:
         _cost(own, widths[1])
     check_reachable(jointly_narrowed(own, hidden_record(own, widths[-1])))
@@ -193,16 +204,13 @@ def jointly_narrowed(request: Request, record: Hidden, view: SlicedCheckpoint | 
         view: the model in the basis that was measured; by default names and shapes alone.
     """
     own = at_own_size(request) if hidden_of(request).auto else request
-    into = None
+    model, into, note = request.model, None, None
     if record.kept < record.dimensions:
         into = view or view_of(request, record.kept)
-    return replace(
-        request,
-        model=request.model if into is None else narrow_model(into),
-        recipe=own.recipe.after_hidden,
-        statistics=None,
-        narrowed=Narrowed(request, record, None, into),
-    )
+        container, _ = narrow_container(into)
+        model, note = narrow_model(into, container), container.note
+    whole = Narrowed(request, record, None, into, note)
+    return replace(request, model=model, recipe=own.recipe.after_hidden, statistics=None, narrowed=whole)
 
 
 def hidden_record(request: Request, kept: int, energy: Sequence[float] = ()) -> Hidden:
@@ -233,6 +241,27 @@ def _untied(request: Request) -> bool:
     return hidden.tied == "untie" or (hidden.tied is None and _centred(request.model))
 
 
+def half_stream(request: Request) -> Callable[[Model], Model]:
+    """A model with all its dimensions → with about half of them, as it is stored then; for names and shapes alone.
+
+    Args:
+        request: the whole one, of a recipe with one basis for all blocks.
+
+    Raises:
+        UserError: no stock class has such a stream.
+    """
+    check_sliceable(request.model, hidden_of(request).kind)
+    step = hidden_of(request).multiple_of
+    kept = max(least_width(request), request.model.dimension("hidden") // 2 // step * step)
+
+    def half(model: Model) -> Model:
+        view = view_of(replace(request, model=model), kept)
+        container, _ = narrow_container(view)
+        return narrow_model(view, container)
+
+    return half
+
+
 def view_of(request: Request, kept: int, bases: Bases = not_measured) -> SlicedCheckpoint:
     """The model in bases of so many dimensions.
 
@@ -245,6 +274,5 @@ def view_of(request: Request, kept: int, bases: Bases = not_measured) -> SlicedC
     view = SlicedCheckpoint(model, hidden.kind, kept, bases, untied=_untied(request), device=request.device)
     if not view.shared:
         return view
-    biases = frozenset(m for m in model.family.linears if model.has(m, "bias")) | view.added_biases
-    container, _ = narrow_container(model, view, biases)
+    container, _ = narrow_container(view)
     return replace(view, embedding_scale=embedding_scale(model, container))

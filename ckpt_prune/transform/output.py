@@ -15,7 +15,7 @@ from ckpt_prune.rotations.rotated import RotatedCheckpoint, not_learned
 from ckpt_prune.rotations.sliced import SlicedCheckpoint
 from ckpt_prune.transform.factoring import ranks_of
 from ckpt_prune.transform.layout import Layout, layout_of, plan_layout
-from ckpt_prune.transform.narrow_stock import narrow_container, stock_of
+from ckpt_prune.transform.narrow_stock import narrow_container
 from ckpt_prune.transform.request import Request
 
 
@@ -60,9 +60,8 @@ def output_of(request: Request, widths: Widths) -> Output:
         return Output(replace(request.stored, note=note), layout_of(model), {}, cost_of(model))
     ranks = () if request.recipe.low_rank is None else ranks_of(request)
     container = _container(request, widths, rotated, ranks)
-    if request.narrowed is not None and request.narrowed.into is not None and container.note is None:
-        # What is pruned is a narrower model already, of the class that has room for it.
-        container = replace(container, note=stock_of(request.narrowed.into).note)
+    if request.narrowed is not None and container.note is None:
+        container = replace(container, note=request.narrowed.note)
     layout = plan_layout(model, widths, container, rotated.added if rotated is not None else None, ranks)
     aside: Layout = {}
     if request.recipe.rotation is not None:
@@ -84,15 +83,14 @@ def sliced_output(model: Model, view: SlicedCheckpoint, widths: Widths) -> Outpu
     Raises:
         UserError: no container can hold it.
     """
-    biases = frozenset(m for m in model.family.linears if model.has(m, "bias")) | view.added_biases
     if not view.shared:
-        container = choose_container(model, widths, biases, requested=REMOTE)
+        container = choose_container(model, widths, view.biases, requested=REMOTE)
         note = remote_note(container.model_type, "the residual stream changes its basis between blocks")
         container = replace(container, config=view.config_values(container.config), note=note)
         _check_part(model, container, rotated=True)
         layout = plan_layout(model, widths, container, view.added)
     else:
-        container, layout = narrow_container(model, view, biases)
+        container, layout = narrow_container(view)
         _check_part(model, container, rotated=True)
     shapes = {name: shape for tensors in layout.values() for name, shape in tensors.items()}
     cost = cost_of(model.with_config(parse_config(container.config)), shapes)

@@ -9,7 +9,8 @@ from torch import Tensor
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.sites import Site
 from ckpt_prune.architectures.spaces import SpaceName
-from ckpt_prune.calibration.moments import Moments, total
+from ckpt_prune.calibration.kinds import inputs_of
+from ckpt_prune.calibration.moments import total
 from ckpt_prune.calibration.sources import MomentSource
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.selection import select_ranked, standardise
@@ -26,7 +27,7 @@ def standardised_scores(model: Model, recipe: Recipe, source: MomentSource, devi
             solver = ColumnSolver(model, recipe, space, device)
             name = model.tensor(block, solver.description.consumer)
             weight = model.checkpoint.read([name])[name].to(device)
-            folds = tuple(m for m in moments.get(space, ()) if isinstance(m, Moments))
+            folds = inputs_of(moments.get(space))
             # A ranking does not need Grams.
             whole = total([replace(fold, gram=None) for fold in folds]).to(device) if folds else None
             scores[Site(block, space)] = standardise(solver.column_scores(weight, whole), model.unit_columns(space))

@@ -62,10 +62,10 @@ def recomputed(folder: Path, dense: Path, statistics: Path) -> tuple[bool | None
         for name in sorted(made.keys() & stored):
             if name not in out.tensors:
                 return False, f"{name} of block {block} is not there"
-            away = _away(out.read([name])[name], made[name])
-            if away > _LIMIT:
-                return False, f"{name} is not what the recipe makes of the source: {away:.2g} of its largest value away"
-            largest = max(largest, away)
+            off = away(out.read([name])[name], made[name])
+            if off > _LIMIT:
+                return False, f"{name} is not what the recipe makes of the source: {off:.2g} of its largest value away"
+            largest = max(largest, off)
     same = "bit for bit" if largest == 0 else f"{largest:.2g} of a tensor's largest value away at most"
     return True, f"{counted(len(chosen), 'block')} of {count} computed again: {same}"
 
@@ -100,7 +100,7 @@ def _as_read(out: Checkpoint, model: Model) -> Checkpoint:
     return out.called(model.checkpoint.aliases).turned(model.checkpoint.transposed).split(model.checkpoint.stacks)
 
 
-def _away(ours: Tensor, made: Tensor) -> float:
+def away(ours: Tensor, made: Tensor) -> float:
     """The largest difference of two tensors in units of the largest value."""
     if ours.shape != made.shape or ours.dtype != made.dtype:
         return float("inf")

@@ -10,6 +10,7 @@ from ckpt_prune.architectures.family import KINDS
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.sites import Site
 from ckpt_prune.architectures.spaces import SpaceName
+from ckpt_prune.calibration.kinds import inputs_of
 from ckpt_prune.calibration.moments import Moments, total
 from ckpt_prune.calibration.sources import CachedMoments
 from ckpt_prune.calibration.statistics import Statistics
@@ -47,7 +48,7 @@ class Refits:
     def of(self, block: int, tensors: Mapping[str, Tensor]) -> "BlockRefits":
         """The sites of a block, whose own tensors these are, by on-disk name."""
         read = CachedMoments(self.statistics, self.model).moments(block, {}, list(self.spaces))
-        folds = {space: [each for each in read[space] if isinstance(each, Moments)] for space in self.spaces}
+        folds = {space: inputs_of(read[space]) for space in self.spaces}
         moments = {space: total(own[:-1] or own).to(self.device) for space, own in folds.items()}
         return BlockRefits(self, block, tensors, moments)
 

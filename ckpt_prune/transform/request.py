@@ -97,12 +97,14 @@ class Narrowed:
         view: the model in bases of so many dimensions, measured or not; None where it is within its size as it is, or
             where the request's model is so narrow itself.
         into: the view that the request's model is, in that case.
+        note: why that model is of another class than the dense one; None where it is not.
     """
 
     whole: "Request"
     record: Hidden
     view: SlicedCheckpoint | None
     into: SlicedCheckpoint | None = None
+    note: str | None = None
 
     @property
     def idle(self) -> bool:

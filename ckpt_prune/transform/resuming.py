@@ -78,7 +78,7 @@ def summary(journal: Journal, blocks: int, done: str) -> str:
         parts.append("blocks to drop chosen")
     elif counted("removal"):
         parts.append(f"{counted('removal')} blocks to drop chosen")
-    for tried, chosen in (("depth tried", "depth"), ("dimensions tried", "hidden")):
+    for tried, chosen in (("depth tried", "depth"), ("dimensions tried", "hidden"), ("axes tried", "depth")):
         if counted(tried) and chosen not in units:
             parts.append(f"{counted(tried)} models of the size tried")
     if "hidden" in units:

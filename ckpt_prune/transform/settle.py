@@ -32,11 +32,10 @@ from ckpt_prune.transform.dense import Dense
 from ckpt_prune.transform.engine import Pruner
 from ckpt_prune.transform.factoring import Factorer
 from ckpt_prune.transform.masking import Masker
-from ckpt_prune.transform.narrowing import unmeasured
 from ckpt_prune.transform.output import Output, output_of
 from ckpt_prune.transform.request import Request
-from ckpt_prune.transform.shortening import standing_in
 from ckpt_prune.transform.sizing import at_size
+from ckpt_prune.transform.standing import standing_in
 
 _JOURNAL = 5
 """Form of the notes that a run leaves for the one that resumes it."""
@@ -296,16 +295,13 @@ def foresee(request: Request) -> Settled:
     if not request.lacks_moments:
         check_data(request)
     recipe = request.recipe
-    if recipe.joint and recipe.hidden is not None:
-        found = _foreseen(unmeasured(request))
-        return replace(found, foreseen=found.foreseen or recipe.hidden.auto)
-    if recipe.joint:
-        return replace(_foreseen(standing_in(request)), foreseen=True)
-    if request.recipe.depth is not None:
-        return replace(_decided(standing_in(request)), foreseen=request.recipe.depth.choice is not None)
-    if request.recipe.hidden is not None:
-        return _decided(unmeasured(request))
-    return _foreseen(request)
+    if recipe.depth is None and recipe.hidden is None:
+        return _foreseen(request)
+    left = standing_in(request)
+    found = _foreseen(left) if recipe.spaces else _decided(left)
+    blocks = recipe.depth is not None and (recipe.joint or recipe.depth.choice is not None)
+    dimensions = recipe.hidden is not None and recipe.hidden.auto
+    return replace(found, foreseen=found.foreseen or blocks or dimensions)
 
 
 def _foreseen(request: Request) -> Settled:

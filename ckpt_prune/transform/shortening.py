@@ -56,7 +56,7 @@ def wanted_depth(request: Request) -> Wanted:
         return Wanted(_most(request, allowed), allowed)
     if recipe.size is not None and depth.part != "block":
         raise UserError(f"depth.part: {depth.part} leaves zeros, which save nothing: say --ratio, or part: block")
-    if recipe.size is not None and not recipe.spaces:
+    if recipe.size is not None and not recipe.spaces and recipe.hidden is None:
         count = _count_for_size(request, allowed)
     else:
         assert depth.drop != "auto"
@@ -174,8 +174,7 @@ def check_depth(request: Request) -> None:
     if depth.part != "block":
         return
     if recipe.joint:
-        gone = wanted.allowed[len(wanted.allowed) - wanted.count :]
-        check_reachable(at_depth(request, depth_record(model, gone, depth)))
+        check_reachable(shortest(request))
     check_shortened(model, range(model.blocks))
     if depth.blocks is not None:
         if depth.compensation.linear and 0 in depth.blocks:
@@ -217,16 +216,16 @@ def gaps_of(gone: Sequence[int], part: str = "block") -> list[Gap]:
     return [Gap(first=run.start, blocks=len(run)) for run in runs_of(sorted(gone))]
 
 
-def standing_in(request: Request) -> Request:
-    """The request as it goes on once blocks are gone: those given, or as many that stand in for the choice."""
-    if request.plan is not None and request.plan.depth is not None:
-        return at_depth(request, request.plan.depth)
-    wanted, model = wanted_depth(request), request.model
-    if depth_of(request).auto:
-        # None in their place: what spaces lose instead makes up the same size.
-        wanted = replace(wanted, count=0)
-    gone = wanted.allowed[-wanted.count :] if wanted.count else []
-    return at_depth(request, depth_record(model, gone, depth_of(request)))
+def shortest(request: Request) -> Request:
+    """The request for what is left to do once as many blocks are gone as may go."""
+    return last_blocks(request, wanted_depth(request).count)
+
+
+def last_blocks(request: Request, count: int) -> Request:
+    """The request for what is left to do once so many blocks are gone: the last ones, in place of any others."""
+    allowed = wanted_depth(request).allowed
+    gone = allowed[len(allowed) - count :]
+    return at_depth(request, depth_record(request.model, gone, depth_of(request)))
 
 
 def depth_record(model: Model, gone: Sequence[int], depth: DepthRecipe) -> Depth:

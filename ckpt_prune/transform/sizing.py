@@ -164,13 +164,23 @@ def check_reachable(request: Request) -> None:
     Raises:
         UserError: with the least size there is.
     """
-    recipe, model = request.recipe, request.model
+    recipe = request.recipe
     if recipe.size is None or recipe.allocation != "least-error" or recipe.depth or recipe.hidden:
         return  # what spaces can reach once blocks or dimensions are gone is looked at then
+    if not is_reachable(request):
+        raise UserError(unreachable(request, _least_size(request)))
+
+
+def is_reachable(request: Request) -> bool:
+    """Whether some widths of the spaces of a recipe with a size reach it."""
+    return _least_size(request) <= limit_of(request)
+
+
+def _least_size(request: Request) -> int:
+    recipe, model = request.recipe, request.model
+    assert recipe.size is not None
     smallest = {space: min(model.units(space), own.multiple_of) for space, own in recipe.spaces.items()}
-    least = size_at(request, recipe.size.kind, [smallest] * model.blocks)
-    if least > limit_of(request):
-        raise UserError(unreachable(request, least))
+    return size_at(request, recipe.size.kind, [smallest] * model.blocks)
 
 
 def unreachable(request: Request, least: float) -> str:
@@ -180,7 +190,7 @@ def unreachable(request: Request, least: float) -> str:
     dense = dense_size(request.whole, size.kind)
     parts = ["blocks"] if request.shortened is not None else []
     parts += ["stream"] if request.narrowed is not None else []
-    what = " and ".join([*parts, "spaces"])
+    what = " and ".join([*([", ".join(parts)] if parts else []), "spaces"])
     return (
         f"{size.words}: out of reach of recipe {request.recipe.name}, whose {what} leave "
         f"{size_words(size.kind, least)} at the least, of {size_words(size.kind, dense)}{size.share_meant}"
@@ -283,6 +293,16 @@ def output_size(request: Request, kind: SizeKind, widths: Widths) -> int:
     return size_at(request, kind, widths) if kind == "latency" else cost_in(kind, output.cost)
 
 
-def _latencies(request: Request) -> Latencies:
+def time_in_stream(request: Request, kept: int) -> int:
+    """What a request's own model takes in a residual stream of so many dimensions, before anything else goes."""
     assert request.latencies is not None
-    return request.latencies
+    return request.latencies.narrowed(kept).of(request.model.blocks)
+
+
+def _latencies(request: Request) -> Latencies:
+    """The table of this machine at the width that a request's residual stream has."""
+    assert request.latencies is not None
+    if request.latencies.stream is None:
+        return request.latencies
+    sliced = None if request.narrowed is None else request.narrowed.view
+    return request.latencies.narrowed(request.model.dimension("hidden") if sliced is None else sliced.kept)

@@ -31,6 +31,7 @@ class Point:
         divergence: what all errors together are predicted to do to the model's own output; None where that was not
             measured.
         perplexity: of the pruned model on held-out text; None where it was not measured, or is not finite.
+        measured: what `divergence` predicts, KL(dense ‖ pruned) on that text, nats a token; None as of `perplexity`.
     """
 
     value: float | str
@@ -39,6 +40,7 @@ class Point:
     errors: dict[SpaceName, float | None]
     divergence: float | None = None
     perplexity: float | None = None
+    measured: float | None = None
 
 
 @dataclass(frozen=True)

@@ -233,3 +233,28 @@ def tried(site: Site, counts: int) -> Work:
     """What an order loses at some widths, once it is factored."""
     d, o = site.inputs, site.outputs
     return Work(wide=counts * o * d**2, moved=counts * 24 * o * d, calls=10 * counts)
+
+
+def back(shape: Shape, samples: int, tokens: int) -> Work:
+    """A pass forward and back through one block."""
+    return shape.read() * 2 + shape.run(samples, tokens) * (1 + BACK)
+
+
+def back_of_logits(shape: Shape, count: int) -> Work:
+    """The head forward and back, with a softmax, for so many tokens."""
+    return Work(gemm=6 * count * shape.hidden * shape.outputs, moved=BYTES_OF_LOGIT * count * shape.outputs)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of a job.
+
+    Attributes:
+        name: as in the report, where it has it.
+        work: what it asks of the machine.
+        memory: bytes that it holds at most, beside what the process had before.
+    """
+
+    name: str
+    work: Work
+    memory: int

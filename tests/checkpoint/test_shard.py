@@ -1,5 +1,7 @@
 """The file format, against the safetensors library: same bytes out, same files refused."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -152,6 +154,18 @@ def test_the_library_refuses_them_too(tmp_path: Path, name: str) -> None:
     (tmp_path / "f").write_bytes(ATTACKS[name][0])
     with pytest.raises((SafetensorError, OSError, OverflowError)):
         safe_open(tmp_path / "f", "pt").keys()
+
+
+def test_a_file_that_the_disk_does_not_give_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(path: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    monkeypatch.setattr(shard, "open_input", fails)
+    with pytest.raises(UserError) as raised:
+        read_header(tmp_path / "a.safetensors")
+    assert str(raised.value) == f"{tmp_path}/a.safetensors: Input/output error; give another path or mend this one"
 
 
 def test_a_missing_file_is_a_user_error(tmp_path: Path) -> None:

@@ -486,12 +486,18 @@ def test_a_curve_that_is_measured(here):
     told = ok(*RIDGE, "--sweep", f"{STRENGTH}=0.001,10", *measured).splitlines()
     said = json.loads(ok(*RIDGE, "--sweep", f"{STRENGTH}=0.001,10", *measured, "--json"))
     assert listing() == before
-    assert told[-1] == said["measured"] == "perplexity on 4 windows of 16 tokens"
-    assert told[0].endswith("perplexity")
+    dense = json.loads(ok("evaluate", RIDGE[1], "--text", "calib.txt", *measured[2:], "--json"))
+    assert (
+        told[-1]
+        == said["measured"]
+        == (f"perplexity (dense: {dense['perplexity']:.3f}) and KL on 4 windows of 16 tokens")
+    )
+    assert told[0].split()[-2:] == ["KL", "perplexity"]
     ok("prune", *RIDGE[1:], "--set", f"{STRENGTH}=10", "-o", "out")
-    alone = json.loads(ok("evaluate", "out", "--text", "calib.txt", *measured[2:], "--json"))
+    alone = json.loads(ok("evaluate", "out", "--against", RIDGE[1], "--text", "calib.txt", *measured[2:], "--json"))
     assert said["points"][1]["perplexity"] == pytest.approx(alone["perplexity"], rel=1e-9)
-    assert told[2].split()[-1] == f"{alone['perplexity']:.3f}"
+    assert said["points"][1]["kl"] == pytest.approx(alone["kl"], rel=1e-9)
+    assert told[2].split()[-2:] == [f"{alone['kl']:.4f}", f"{alone['perplexity']:.3f}"]
 
 
 @pytest.mark.parametrize(

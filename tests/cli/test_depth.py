@@ -14,6 +14,7 @@ import ckpt_prune
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.evaluation.loading import quiet_transformers
 from ckpt_prune.recovery.training import Split
+from ckpt_prune.transform.messages import SECOND_ORDER
 from tests.cli.running import TEXT, edit_weights, interrupted, ok, read_json, refused, resumed, run, untimed
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
 from tests.families import stock
@@ -293,7 +294,7 @@ def test_a_plan_chooses_the_blocks(here) -> None:
         f"blocks {picture} 4 of 6 stay (. is gone)\n"
         f"{blocks}: cosine distance {gap['distance']:.4f}; predicted divergence {gap['divergence']:.4f}",
         f"gone: {blocks}\npredicted: a divergence (KL) of {gap['divergence']:.4f} nats from the dense model's output, "
-        f"about {exp(gap['divergence']):.2f} times its perplexity; by second order, so more where much goes",
+        f"about {exp(gap['divergence']):.2f} times its perplexity; {SECOND_ORDER}",
     ]
     ok("prune", "deep", "--plan", "plan.json", *TEXT, "-o", "out")
     ok("prune", "deep", *asked, *TEXT, "-o", "direct")

@@ -10,6 +10,7 @@ TAKES = {
     "inspect": ["MODEL", "--ratio", "--recipe", "--json"],
     "calibrate": [
         *["MODEL", "--text", "--samples", "--window", "--seed", "--collect", "--folds", "--output", "--overwrite"],
+        *["--dry-run"],
         *["--images", "--labels", "--max-corrupt", "--trust-remote-code", "--device", "--json"],
     ],
     "plan": [

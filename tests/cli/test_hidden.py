@@ -81,7 +81,14 @@ def test_one_basis_and_one_table(here) -> None:
     ]
     config = read_json("out/config.json")
     assert (config["hidden_size"], config["head_dim"], config["tie_word_embeddings"]) == (12, 4, True)
-    assert run("verify", "out", "--against", "tied").exit_code == 0
+    verified = run("verify", "out", "--against", "tied")
+    assert verified.exit_code == 0
+    same, said = verified.stdout.splitlines()[-1].split(" are the dense ones: ")
+    assert same == (
+        "kept units: in the basis of 12 dimensions that the embedding tells, 29 tensors outside the blocks and in 3 "
+        "of 3"
+    )
+    assert said.endswith(" of a tensor's largest value away at most")
     model = stock(Path("out"))
     assert model.lm_head.weight is model.model.embed_tokens.weight
     for recipe, more in (("rcpu", ("--ratio", "0.5")), ("wanda-50", ())):
@@ -179,6 +186,28 @@ def test_what_is_not_the_dense_models_is_found(here) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("model.embed_tokens.weight", "the embedding is not the dense one in a basis of 12 dimensions"),
+        (
+            "model.layers.1.mlp.up_proj.weight",
+            "model.layers.1.mlp.up_proj.weight is not the dense model's in the basis of the embedding: ",
+        ),
+    ],
+)
+def test_a_weight_that_is_not_the_dense_one_in_the_basis(here, name, said) -> None:
+    ok(*SHARED, "-o", "out")
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors[name][:, 0] *= 0
+
+    edit_weights("out", change)
+    verified = run("verify", "out", "--against", "tied")
+    assert verified.exit_code == 1
+    assert verified.stdout.splitlines()[-1].startswith(f"kept units: {said}")
+
+
 def test_what_does_not_follow_a_basis_of_its_own_is_refused(here) -> None:
     ok(*PER_BLOCK, "-o", "out")
     said = refused("recover", "out", "--dense", "tied", *TEXT, "-o", "recovered")
@@ -212,8 +241,8 @@ def test_what_does_not_follow_a_basis_of_its_own_is_refused(here) -> None:
             (["--set", "hidden.tied=keep"], "kind: per-block leaves embedding and head as they are: leave out tied"),
             (
                 ["--set", "depth.drop=1"],
-                "hidden turns the residual stream into another basis: for blocks or a mask as well, prune "
-                "twice, these first where the output needs code of its own (kind: per-block)",
+                "hidden.kind: per-block needs code of its own: for whole blocks as well say kind: shared, or prune "
+                "twice, the blocks first",
             ),
             (
                 ["--set", "recovery.epochs=1"],
@@ -231,8 +260,8 @@ def test_what_does_not_follow_a_basis_of_its_own_is_refused(here) -> None:
             ),
             (
                 ["--target-latency", "80%"],
-                "a latency is foreseen by a table of blocks and units, not of the residual stream: give params, bytes "
-                "or flops with hidden",
+                "a latency is foreseen by a table of stock blocks, and hidden.kind: per-block puts matrices on their "
+                "skip connections: give params, bytes or flops with it, or say kind: shared",
             ),
         ],
     ),

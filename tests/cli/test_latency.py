@@ -138,3 +138,80 @@ def test_a_variant_has_the_shape_that_is_timed(here) -> None:
     with torch.no_grad():
         logits = found(input_ids=torch.arange(8)[None]).logits  # type: ignore[operator]
     assert bool(torch.isfinite(logits).all())
+
+
+# ---- a narrower residual stream ------------------------------------------------------------------------------------
+
+OUTSIDE = 5e6
+"""Nanoseconds of what stands outside the blocks, at a stream of 16 dimensions, as all that is made up here."""
+NARROW = ("--recipe", "narrow.yaml", *TEXT, "--folds", "2", "--target-latency")
+RECIPE = """\
+version: 1
+name: narrow
+allocation: least-error
+container: any
+hidden: {kind: shared, drop: auto, multiple_of: 2}
+spaces:
+  heads: {score: rcpu, compensation: {method: ridge}}
+  mlp: {score: rcpu, compensation: {method: ridge}}
+"""
+
+
+@pytest.fixture
+def narrow(here: Path, timed: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
+    """Times of which all but a part of the rest are as long as the stream is wide."""
+
+    def fastest(timers: Sequence[Any], workload: Any, say: str) -> list[float]:
+        timed.append((len(timers), f"{workload.tokens} tokens, {workload.steps} steps"))
+        models = [timer._model for timer in timers]
+        return [OUTSIDE + made_up(model) * model.config.hidden_size / 16 for model in models]
+
+    monkeypatch.setattr(table, "fastest", fastest)
+    Path("narrow.yaml").write_text(RECIPE)
+    return timed
+
+
+def took(report: dict[str, Any], *, whole: bool = False) -> float:
+    """What an output takes, or the dense model, of 6 blocks."""
+    sites = [] if whole else report["sites"]
+    kept = {space: [len(site["kept"]) for site in sites if site["space"] == space] for space in ("heads", "mlp")}
+    groups, columns = sum(kept["heads"] or [12]), sum(kept["mlp"] or [144])
+    width = 16 if whole else report["hidden"]["kept"]
+    return OUTSIDE + (REST + 6 * ATTENTION + groups * HEAD + columns * COLUMN) * width / 16
+
+
+def test_dimensions_by_time(here, narrow) -> None:
+    """As many stay as the time lets stay, which the table foresees exactly here."""
+    sliced = ("--recipe", "slicegpt-shared", "--set", "hidden.multiple_of=2")
+    said = ok("prune", "deep", *sliced, *TEXT, "--target-latency", "60%", "-o", "out").splitlines()
+    report = read_json("out/ckpt_prune.json")
+    dense = took(report, whole=True)
+    assert took(report) <= 0.6 * dense < took({"hidden": {"kept": report["hidden"]["kept"] + 2}, "sites": []})
+    share = f"{took(report) / dense:.1%}"
+    assert said[-2] == (
+        f"latency of one pass: foreseen {took(report) / 1e6:.4g} ms ({share} of the dense model's), measured "
+        f"{took(report) / 1e6:.4g} ms ({share} of {dense / 1e6:.4g} ms): the share foreseen is +0.0% off"
+    )
+    # A dense model, half as deep, both of half the stream, half of everything; then the two whole ones.
+    assert narrow == [(5, "32 tokens, 0 steps"), (2, "32 tokens, 0 steps")]
+
+
+def test_dimensions_and_units_by_time(here, narrow) -> None:
+    """Units of a narrower model take less, so that more of them stay; the table is kept for each stream."""
+    said = ok("prune", "deep", *NARROW, "60%", "--set", "hidden.drop=4", "-o", "out")
+    report = read_json("out/ckpt_prune.json")
+    dense = took(report, whole=True)
+    assert took(report) <= 0.6 * dense < took(report) + 6 * HEAD
+    assert "the share foreseen is +0.0% off" in said
+    said = ok("prune", "deep", *NARROW, "60%", "-o", "auto")
+    report = read_json("auto/ckpt_prune.json")
+    assert len(report["hidden"]["tried"]) > 2
+    assert took(report) <= 0.6 * dense
+    assert "the share foreseen is +0.0% off" in said
+    assert [count for count, _ in narrow] == [7, 2, 2]
+
+
+def test_all_dimensions_take_something_and_no_more_than_there_is() -> None:
+    """Whatever noise there was."""
+    found = table._stream_time(16, 8, (10.0, 100.0), (12.0, 20.0))
+    assert (16 * found.rest, 16 * found.block) == (pytest.approx(1e-3), pytest.approx(100.0))

@@ -15,7 +15,7 @@ from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.transform.request import LiveSamples, Request
 from ckpt_prune.transform.run import run as run_job
 from ckpt_prune.transform.settle import settle
-from tests.cli.running import TEXT, ok, read_json, refused, resumed, run
+from tests.cli.running import TEXT, ok, read_json, refused, resumed, run, untimed
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
 from tests.families import stock
 from tests.interrupting import interrupt_at
@@ -71,7 +71,11 @@ def test_dimensions_that_are_empty_go_first(here) -> None:
     )
     assert any(line.startswith(f"residual stream: {hidden['kept']} of 16 dimensions stay") for line in said)
     assert stock(Path("out")).config.hidden_size == hidden["kept"]
-    assert run("verify", "out", "--against", "flat").exit_code == 0
+    verified = run("verify", "out", "--against", "flat")
+    assert verified.exit_code == 0
+    assert verified.stdout.splitlines()[-1] == (
+        "kept units: no weight is compared: the embedding does not tell the basis that all weights have absorbed"
+    )
     assert "dimensions stay" in ok("report", "out", "-o", "page.html") + Path("page.html").read_text()
 
 
@@ -132,7 +136,7 @@ def test_an_interrupted_choice_goes_on(here) -> None:
 
 
 def test_a_dry_run(here) -> None:
-    said = ok("prune", "flat", *JOB, "--target-params", "70%", "--dry-run", "-o", "out").splitlines()
+    said = untimed(ok("prune", "flat", *JOB, "--target-params", "70%", "--dry-run", "-o", "out")).splitlines()
     assert (
         "how many dimensions of the residual stream go is measured first; were it none; kept per block at one ratio "
         "everywhere: heads 1/2, mlp 15/24 (70% of the parameters); measuring finds widths of that size that lose less"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_prune.transform.messages import SECOND_ORDER
 from tests.cli.running import TEXT, edit_weights, listing, ok, poison, read_json, refused
 
 RCPU = ("--recipe", "rcpu", "--statistics", "stats", "--ratio", "0.5")
@@ -38,7 +39,7 @@ def test_text(place):
     found = sum(site["divergence"] for site in sites)
     assert lines[-1] == (
         f"predicted: a divergence (KL) of {found:.4f} nats from the dense model's output, about {exp(found):.2f} times "
-        "its perplexity; by second order, so more where much goes"
+        f"its perplexity; {SECOND_ORDER}"
     )
     assert [row[:4] for row in rows] == [
         ["0", "heads", "1/2", "rotation"],

@@ -29,6 +29,45 @@ def test_calibrate_json(place):
     assert (said["collect"], said["folds"], said["samples"], said["tokens"]) == (["moments"], 2, 8, 128)
 
 
+DRY = ("calibrate", "dense", *TEXT, "--folds", "2", "--dry-run", "-o", "s")
+
+
+def test_a_dry_run_says_what_would_be_measured_and_writes_nothing(place):
+    before = listing()
+    assert ok(*DRY) == (
+        "to be measured: 8 windows of 16 tokens, 2 blocks, 128 tokens in all\n"
+        "to be collected: moments+gram+linears+fisher+effects, folds 2\n"
+        "s will take 22.2 KiB\n"
+        "it takes about 1 s, 1.17 GiB of memory and 22.2 KiB of disk, where nothing else runs on this machine\n"
+        "everything checked, nothing written\n"
+    )
+    said = json.loads(ok(*DRY, "--json"))
+    assert listing() == before
+    estimate = said.pop("estimate")
+    assert set(estimate["stages"]) == {"measuring", "gradients", "effects"}
+    assert said == {
+        "written": False,
+        "modality": "text",
+        "samples": 8,
+        "window": 16,
+        "tokens": 128,
+        "folds": 2,
+        "collect": ["moments", "gram", "linears", "fisher", "effects"],
+        "blocks": 2,
+        "bytes": estimate["disk_bytes"],
+    }
+    done = json.loads(ok(*DRY[:-3], "-o", "s", "--json"))
+    assert {key: done[key] for key in ("samples", "window", "tokens", "folds", "blocks")} == {
+        key: said[key] for key in ("samples", "window", "tokens", "folds", "blocks")
+    }
+    assert said["bytes"] <= done["bytes"] < 1.5 * said["bytes"]
+
+
+def test_a_dry_run_refuses_what_a_run_would(place):
+    assert refused(*DRY[:-1], "stats") == f"{place / 'stats'} exists; --overwrite replaces it"
+    assert refused(*DRY, "--folds", "9") == "9 folds of 8 samples: every fold needs at least one"
+
+
 def test_defaults_are_the_models_context_and_one_fold(place):
     assert ok("calibrate", "dense", "--text", "calib.txt", "--samples", "4", "-o", "s").startswith(
         "s: 4 windows of 32 tokens, 2 blocks, moments+gram+linears+fisher, folds 1, "

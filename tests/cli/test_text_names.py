@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -147,6 +148,15 @@ def test_parquet(tmp_path):
     file.write_bytes(b"PAR1")
     with pytest.raises(UserError, match=r"\.parquet: cannot be read as wikitext2: Parquet"):
         read_text([tmp_path / "wikitext2:test"])
+
+
+def test_parquet_without_pyarrow(place, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)  # what Python itself knows an absent package by
+    Path("copies").mkdir()
+    Path("copies/test-00000-of-00001.parquet").write_bytes(b"PAR1")
+    assert refused("evaluate", "dense", "--text", "copies/wikitext2:test", "--window", "16") == (
+        "copies/test-00000-of-00001.parquet: reading parquet needs pyarrow: pip install 'ckpt-prune[eval]'"
+    )
 
 
 def test_the_published_text():

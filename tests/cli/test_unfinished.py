@@ -79,6 +79,14 @@ def test_measuring_is_kept_and_gone_on_with(place):
         shutil.rmtree("out")
 
 
+def test_what_ends_before_anything_is_done_promises_nothing(place):
+    assert stopped(*FLAP, record=1) == (
+        "out.partial holds nothing that is done yet: the same command with --resume starts afresh\nInterrupted.\n"
+    )
+    result = run(*FLAP, "--resume")
+    assert (result.exit_code, result.stderr) == (0, "nothing to resume: starting afresh\n")
+
+
 def test_a_disk_that_fills_up_keeps_what_is_measured(place):
     """Where the output has no room, which is known when its widths are, and where a block is not written."""
     ok(*FLAP[:-1], "whole")

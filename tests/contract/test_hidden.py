@@ -61,9 +61,10 @@ def refusal(case: Case, kind: str, *, sliced: bool = True) -> str | None:
     return "no stock container fits: " if kind == "shared" and case.model_type in SLOTLESS else None
 
 
+SHARED = [case for case in FIRST if refusal(case, "shared") is None]
 SLICED = [(case, kind) for kind in KINDS for case in FIRST if refusal(case, kind) is None]
-WHOLE = {"llama", "opt", "mistral", "qwen2", "vit"}
-PROJECTED = {"llama", "opt", "gpt2", "cohere2", "granite", "gemma", "vit"}
+WHOLE = {"llama", "opt", "mistral", "qwen2", "vit", "deit"}
+PROJECTED = {"llama", "opt", "gpt2", "cohere2", "granite", "gemma", "vit", "deit"}
 """RMSNorms and LayerNorms with and without biases, Conv1D, attention beside the mlp, multipliers, offsets of gains,
 streams that begin in a convolution."""
 
@@ -100,9 +101,14 @@ def test_equals_the_dense_model_whose_stream_is_projected_by_hand(
     other = case.samples(4, seed=9)
     assert_same_outputs(outputs(ckpt_prune.load(out), other), outputs(own.model, other), COMPUTED)
     assert torch.allclose(torch.tensor(report.hidden.energy), torch.tensor(own.energy), atol=1e-4)
+    found = {check.name: check for check in verify(out, dense.folder(case))}["kept units"]
+    assert found.passed is True, found.detail
 
 
-@pytest.mark.parametrize("case", chosen(FIRST, lambda case: case.model_type in {"llama", "opt", "gemma"}), ids=str)
+DESCRIBED = [case for case in FIRST if case.family.residual is not None]
+
+
+@pytest.mark.parametrize("case", chosen(DESCRIBED, lambda case: case.model_type in {"llama", "opt", "gemma"}), ids=str)
 def test_statistics_tell_what_norms_give(dense: Dense, case: Case) -> None:
     """Gains, their offsets and biases taken out again: the Grams of a live stream, without the final norm's."""
     model = dense.model(case)
@@ -118,7 +124,10 @@ def test_statistics_tell_what_norms_give(dense: Dense, case: Case) -> None:
     assert torch.allclose(found.double(), expected, atol=1e-3 * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("case", chosen(FIRST, lambda case: case.model_type in {"llama", "cohere2"}), ids=str)
+READS = [case for case in SHARED if case.family.modality == "text"]
+
+
+@pytest.mark.parametrize("case", chosen(READS, lambda case: case.model_type in {"llama", "cohere2"}), ids=str)
 def test_drift_beside_a_narrower_stream_is_from_the_dense_one(dense: Dense, case: Case) -> None:
     """In any basis: c (h - mean) P of the dense model less z of stock transformers, behind the first block's attention.
 

@@ -83,6 +83,11 @@ JOBS = {
         ("export", f"{IN}/pruned", "-o", "out", *TEXT, "--dtype", "int8", "--max-loss", "99%"), graph=True
     ),
     "depth": _prune("replaceme", "--set", "depth.drop=1"),
+    "sliced": _prune("slicegpt-shared", "--set", "hidden.drop=4"),
+    "sliced-blocks": _prune("slicegpt", "--set", "hidden.drop=4"),
+    "narrow": _prune("best-narrow", "--ratio", "0.3", "--folds", "2"),
+    "values": _prune("values", *_HALF),
+    "factored": _prune("low-rank", "--ratio", "0.3"),
     "depth-alone": _prune("shortgpt", "--set", "depth.drop=1"),
     "lora": Job(("recover", f"{IN}/pruned", "--method", "lora", *TEXT, "--epochs", "1", "--batch", "2", "-o", "out")),
     "quantize": Job(("quantize", f"{IN}/wide", "--format", "int8", "-o", "out")),

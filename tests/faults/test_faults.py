@@ -4,6 +4,7 @@ import signal
 
 import pytest
 
+from ckpt_prune.evaluation.verify import guarded
 from tests.faults.campaign import Case, faults_of
 from tests.faults.jobs import JOBS
 from tests.faults.shim import DISTURBED, ERRORS, FULL, GROWS, SIGNALS, TORN, Fault, Operation
@@ -61,6 +62,13 @@ def test_a_file_that_was_half_written_is_taken_over_by_the_next_run(machine: Mac
     assert Case(job, Fault(write, FULL)).run(machine) == []
 
 
+@pytest.mark.parametrize("what", ["EIO", "EACCES"])
+def test_a_staging_folder_that_cannot_be_locked_goes_again(machine: Machine, what: str) -> None:
+    """It stayed, empty, and nothing in it said whose it was."""
+    at = places_of(machine, "calibrate", "open", ".out.partial")[0]
+    assert Case("calibrate", Fault(at, what)).run(machine) == []
+
+
 @pytest.mark.parametrize(("job", "ending"), [("calibrate", ".out.partial"), ("again", "out.partial")])
 def test_a_signal_just_before_the_folder_gets_its_name(machine: Machine, job: str, ending: str) -> None:
     """Statistics stayed in a hidden folder, and an old output away from its place."""
@@ -96,3 +104,16 @@ def test_every_operation_has_a_fault_that_changes_nothing_when_it_does_not_come(
     assert {"open", "create", "write", "sync", "mkdir", "rename", "remove", "claim"} <= kinds
     assert set(QUICK) <= set(JOBS)
     assert FULL in faults_of(Operation("write", ""))
+
+
+def test_ctrl_c_counts_from_the_first_line_of_the_tool_on(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine itself: one that comes while click is entered is Python's to tell, as one is while that starts."""
+    job, place = JOBS["plan"], machine.place("plan")
+
+    def stops() -> tuple[bool, str]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tests.faults.trial.main", lambda *_: stops())
+    assert machine.run("plan", place, job.arguments).code == 128 + signal.SIGINT
+    monkeypatch.setattr("tests.faults.trial.main", lambda *_: guarded("a check", stops))
+    assert machine.run("plan", place, job.arguments).code == 1

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import ckpt_prune
 from ckpt_prune.checkpoint.journal import JOURNAL, is_own
 from ckpt_prune.cli.main import main
 from ckpt_prune.filenames import VALIDATION
@@ -29,6 +31,7 @@ SECONDS = 900
 ROOM = 2**28
 """Bytes of a disk of a job's own: outputs are refused where 64 MiB are not left beside them."""
 Files = dict[str, bytes]
+_TOOL = Path(ckpt_prune.__file__).parent
 _HEARD = [getattr(signal, name) for name in SIGNALS[1:]]
 
 
@@ -120,6 +123,10 @@ class Machine:
                 _hear()
                 try:
                     main(arguments, "ckpt-prune")
+                except KeyboardInterrupt as error:
+                    if _reached(error):
+                        raise
+                    raise SystemExit(128 + signal.SIGINT) from None
                 finally:
                     if seen is not None:
                         shim.off()
@@ -282,6 +289,12 @@ def _hear() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _HEARD)
     except KeyboardInterrupt:
         raise SystemExit(128 + signal.SIGINT) from None
+
+
+def _reached(error: KeyboardInterrupt) -> bool:
+    """Whether Ctrl-C came behind the first line of this tool; before it nobody can make a line of it but Python."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(Path(frame.f_code.co_filename).is_relative_to(_TOOL) for frame in frames)
 
 
 def can_mount(folder: Path) -> bool:

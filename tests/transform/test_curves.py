@@ -251,7 +251,11 @@ def test_what_is_predicted_is_said_in_the_words_of_the_model(dense, variant, lin
         divergence: float | None = 0.2
 
     said = predicted_line(Model.open(dense.folder(variant)), Plan())
-    assert said == f"predicted: {line}" + ("by second order, so more where much goes" if line.endswith("; ") else "")
+    order = (
+        "by second order, which is too low where much goes: of a small llama 1.3 times as much was measured with 10 % "
+        "of the parameters gone, 1.6 times with 30 %"
+    )
+    assert said == f"predicted: {line}" + (order if line.endswith("; ") else "")
     Plan.divergence = 0.0
     assert predicted_line(Model.open(dense.folder(variant)), Plan()) is None
 

@@ -178,6 +178,20 @@ def test_what_best_measures_is_counted(folder):
     assert default[0].work.gemm > found["measuring"].gemm
 
 
+def test_what_is_tried_of_blocks_and_dimensions_is_counted(folder):
+    """Beside what the same recipe without them takes, of which the unpruned model is measured once."""
+
+    def told(recipe):
+        request = request_on(folder, recipe, live=windows(8, 16), folds=4)
+        return {stage.name: stage.work for stage in of_prune(foresee(request))[0]}
+
+    plain, narrow, axes = (told(load_recipe(name)) for name in ("best-uniform", "best-narrow", "best-axes"))
+    assert list(plain) == ["measuring", "gradients", "effects", "ranking", "blocks", "rest"]
+    assert list(narrow) == ["hidden", *plain]
+    assert list(axes) == ["depth", "hidden", *plain]
+    assert {name: axes[name] for name in plain if name != "rest"} == {n: plain[n] for n in plain if n != "rest"}
+
+
 @pytest.mark.parametrize("recipe", ["wanda-50", "laco-flap", "ridge-perplexity", "denoise-rotator-wanda-50"])
 def test_of_what_is_not_counted_there_is_no_estimate(folder, recipe):
     request = request_on(folder, load_recipe(recipe), live=windows(8, 16))

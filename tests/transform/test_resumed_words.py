@@ -20,6 +20,8 @@ from ckpt_prune.transform.resuming import summary
             "1 of 4 blocks done",
         ),
         (["depth tried 1", "depth"], "blocks to drop chosen"),
+        (["axes tried 0:0", "axes tried 0:2"], "2 models of the size tried"),
+        (["axes tried 0:0", "hidden", "depth"], "blocks to drop chosen, dimensions to drop chosen"),
         (["statistics", "effects 0"], "statistics measured, effects of 1 of 4 blocks measured"),
     ],
 )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.calibration.fisher import Fisher
-from ckpt_prune.calibration.kinds import SpaceMoments
+from ckpt_prune.calibration.kinds import SpaceMoments, inputs_of
 from ckpt_prune.calibration.moments import Moments, total
 from ckpt_prune.compensation.choice import choose
 from ckpt_prune.compensation.diagnostics import diagnose
@@ -303,11 +303,6 @@ class ColumnSolver(Solver):
             raise ValueError(f"score {name} needs moments")
         centred = any(METHODS[method].adds_bias for method in methods)
         return UNIT_SCORES[name].function(weight, moments, per_unit, centred=centred)
-
-
-def inputs_of(folds: SpaceMoments | None) -> tuple[Moments, ...]:
-    """Moments of a consumer's input, one for each fold."""
-    return tuple(each for each in folds or () if isinstance(each, Moments))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ckpt_prune.architectures.family import KINDS
 from ckpt_prune.calibration.fisher import Fisher
-from ckpt_prune.calibration.kinds import SpaceMoments
+from ckpt_prune.calibration.kinds import SpaceMoments, inputs_of
 from ckpt_prune.calibration.moments import Moments, total
 from ckpt_prune.compensation.values import Turn, by_direction, by_head, principal
 from ckpt_prune.errors import UserError
@@ -19,7 +19,7 @@ from ckpt_prune.scoring.costs import DropOrder
 from ckpt_prune.scoring.unit_scores import without_mean
 from ckpt_prune.transform.decisions import Decision
 from ckpt_prune.transform.solvers.base import SolvedSite
-from ckpt_prune.transform.solvers.columns import ColumnSolver, inputs_of
+from ckpt_prune.transform.solvers.columns import ColumnSolver
 
 
 @dataclass(frozen=True)

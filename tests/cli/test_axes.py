@@ -1,0 +1,254 @@
+"""Whole blocks, dimensions of the residual stream and units of what is left in one run, from the command line."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.calibration.choosing import chosen_samples
+from ckpt_prune.calibration.samples import Part
+from ckpt_prune.checkpoint.journal import Journal
+from ckpt_prune.evaluation.loading import quiet_transformers
+from ckpt_prune.options import PruneOptions
+from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.transform.pair_search import LIMIT
+from ckpt_prune.transform.request import LiveSamples, Request
+from ckpt_prune.transform.run import run as run_job
+from ckpt_prune.transform.settle import settle
+from tests.cli.running import TEXT, ok, read_json, refused, resumed, run, untimed
+from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
+from tests.families import stock
+from tests.interrupting import interrupt_at
+
+WIDTHS = """\
+version: 1
+name: mine
+allocation: least-error
+target: drift
+container: any
+spaces:
+  heads: {score: rcpu, compensation: {method: ridge}}
+  mlp: {score: rcpu, compensation: {method: ridge}}
+"""
+HIDDEN = "hidden: {kind: shared, drop: auto, multiple_of: 4}\n"
+DEPTH = "depth: {choose: divergence, drop: auto, compensation: {method: linear}}\n"
+JOB = ("--recipe", "mine.yaml", *TEXT, "--folds", "2")
+BARE = ("--set", "spaces={}", "--set", "allocation=uniform", "--set", "container=auto", "--set", "target=dense")
+UNIFORM = ("--set", "allocation=uniform")
+FLAT, IDLE = 4, (1, 2)
+
+
+@pytest.fixture
+def here(place: Path) -> Path:
+    """A llama of four blocks, the middle two of which do little, and whose stream leaves four dimensions empty."""
+    Path("mine.yaml").write_text(WIDTHS + HIDDEN + DEPTH)
+    torch.manual_seed(3)
+    with quiet_transformers(), torch.no_grad():
+        model = tiny_llama(max_position_embeddings=32, num_hidden_layers=4)
+        model.model.embed_tokens.weight[:, -FLAT:] = 0
+        for block, layer in enumerate(model.model.layers):
+            for weight in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight):
+                weight[-FLAT:] = 0
+                if block in IDLE:
+                    weight *= 0.02
+        model.save_pretrained("flat")
+    tiny_tokenizer("<s> $A").save_pretrained("flat")
+    return place
+
+
+def test_blocks_that_do_little_and_dimensions_that_are_empty_go(here) -> None:
+    said = ok("prune", "flat", *JOB, "--target-params", "40%", "-o", "out").splitlines()
+    report = read_json("out/ckpt_prune.json")
+    depth, hidden = report["depth"], report["hidden"]
+    tried = {(each["blocks"], each["kept"]): each["measured"] for each in hidden["tried"]}
+    best = 4 - len(depth["kept"]), hidden["kept"]
+    assert tried[best] == min(tried.values())
+    assert best == (2, 16 - FLAT)
+    assert depth["kept"] == [0, 3]
+    assert len(tried) <= LIMIT
+    assert list(tried) == sorted(tried, key=lambda pair: (pair[0], -pair[1]))
+    assert depth["tried"] == []
+    assert report["after"]["parameters"] <= 0.4 * report["before"]["parameters"]
+    told = ", ".join(f"{blocks}/{kept} {measured:.4f}" for (blocks, kept), measured in tried.items())
+    assert (
+        "blocks gone / dimensions and the divergence that was measured, the size met by the widths of what is left: "
+        f"{told}"
+    ) in said
+    assert (
+        "gone: blocks 1 to 2; residual stream: 12 of 16 dimensions stay (ratio 0.25); kept per block: heads 2/2, mlp "
+        "20/24 (40% of the parameters)"
+    ) in said
+    config = stock(Path("out")).config
+    assert (config.hidden_size, config.num_hidden_layers) == (12, 2)
+    assert run("verify", "out", "--against", "flat").exit_code == 0
+    page = ok("report", "out", "-o", "page.html") + Path("page.html").read_text()
+    assert "blocks +..# 2 of 4 stay" in page
+    assert "12 of 16 dimensions stay" in page
+
+
+def test_what_is_measured_is_the_divergence_of_stock_transformers(here) -> None:
+    """A pair that meets the size by itself is the job of both numbers without spaces, on the first fold."""
+    both = ("--set", "depth.drop=2", "--set", "hidden.drop=8", *BARE)
+    ok("prune", "flat", *JOB[2:], "--recipe", "mine.yaml", *both, "-o", "sized")
+    size = read_json("sized/ckpt_prune.json")["after"]["parameters"]
+    ok("prune", "flat", *JOB, "--target-params", str(size), "-o", "out")
+    tried = {
+        (each["blocks"], each["kept"]): each["measured"] for each in read_json("out/ckpt_prune.json")["hidden"]["tried"]
+    }
+    options = PruneOptions.model_validate(
+        {"model": "flat", "output": "out", "text": ("calib.txt",), "samples": 8, "window": 16}
+    )
+    model = Model.open("flat")
+    samples = chosen_samples(model, options, options, trust=False, say=print)
+    values = {
+        "depth": {"choose": "divergence", "drop": 2, "compensation": {"method": "linear"}},
+        "hidden": {"kind": "shared", "multiple_of": 4, "drop": 8},
+    }
+    recipe = Recipe.model_validate({"version": 1, "name": "both", **values})
+    live = LiveSamples(Part(samples, 0, 4), 1, torch.float32)
+    run_job(settle(Request(model, recipe, live=live)), Path("first"))
+    ids = samples.batch(slice(4, 8))["input_ids"]
+    with torch.no_grad():
+        dense, short = (
+            torch.log_softmax(stock(Path(name)).double()(input_ids=ids, use_cache=False).logits, -1)
+            for name in ("flat", "first")
+        )
+    expected = float((dense.exp() * (dense - short)).sum(-1).mean())
+    assert tried[2, 8] == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize(("target", "spaces"), [("dense", True), ("drift", True), ("dense", False)])
+def test_given_numbers_are_two_prunes_one_after_the_other(here, target: str, spaces: bool) -> None:
+    """Blocks first, their map absorbed, then the basis and the units of what is left: the same bytes."""
+    Path("depth.yaml").write_text(f"version: 1\nname: depth\n{DEPTH.replace('auto', '2')}")
+    widths = [*UNIFORM, "--set", f"target={target}"] if spaces else BARE
+    given = ("--set", "depth.drop=2", "--set", "hidden.drop=4", *widths)
+    ratio = ("--ratio", "0.5") if spaces else ()
+    ok("prune", "flat", *JOB, *given, *ratio, "-o", "one")
+    ok("prune", "flat", "--recipe", "depth.yaml", *JOB[2:], "-o", "short")
+    ok("prune", "short", *JOB, "--set", "depth=null", *given[2:], *ratio, "-o", "two")
+    assert Path("one/model.safetensors").read_bytes() == Path("two/model.safetensors").read_bytes()
+    assert read_json("one/config.json") == read_json("two/config.json")
+
+
+def test_one_number_given_and_the_other_found(here) -> None:
+    ok("prune", "flat", *JOB, "--set", "hidden.drop=4", "--target-params", "40%", "-o", "blocks")
+    tried = read_json("blocks/ckpt_prune.json")["hidden"]["tried"]
+    assert {each["kept"] for each in tried} == {12}
+    assert len({each["blocks"] for each in tried}) > 1
+    ok("prune", "flat", *JOB, "--set", "depth.drop=2", "--target-params", "40%", "-o", "stream")
+    report = read_json("stream/ckpt_prune.json")
+    assert len(report["depth"]["kept"]) == 2
+    assert {each.get("blocks") for each in report["hidden"]["tried"]} == {None}
+    assert report["after"]["parameters"] <= 0.4 * report["before"]["parameters"]
+
+
+def test_where_nothing_goes_it_is_the_recipe_of_widths(here) -> None:
+    Path("widths.yaml").write_text(WIDTHS)
+    job = (*JOB[2:], "--target-params", "100%")
+    ok("prune", "flat", "--recipe", "widths.yaml", *job, "-o", "plain")
+    said = ok("prune", "flat", "--recipe", "mine.yaml", *job, "-o", "out")
+    assert "no whole block goes; residual stream: 16 of 16 dimensions stay (ratio 0); nothing is dropped" in said
+    assert Path("out/model.safetensors").read_bytes() == Path("plain/model.safetensors").read_bytes()
+
+
+def test_an_interrupted_choice_goes_on(here) -> None:
+    job = ["prune", "flat", *JOB, "--target-params", "40%"]
+    ok(*job, "-o", "whole")
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt_at(patch, Journal, "record", 12)  # both numbers are chosen, and one of them is entered
+        assert run(*job, "-o", "out").exit_code == 130
+    resumed(job)
+
+
+def test_a_dry_run(here) -> None:
+    said = untimed(ok("prune", "flat", *JOB, "--target-params", "70%", "--dry-run", "-o", "out")).splitlines()
+    assert (
+        "how many whole blocks go is measured first; were it none; how many dimensions of the residual stream go is "
+        "measured first; were it none; kept per block at one ratio everywhere: heads 2/2, mlp 9/24 (70% of the "
+        "parameters); measuring finds widths of that size that lose less"
+    ) in said
+    assert (
+        "to be measured first: how far blocks move the residual stream, and then the residual stream, wherever a block "
+        "reads it, and then the inputs of every block's layers, and what pruning each does to the model's output, on 8 "
+        "windows of 16 tokens of calib.txt"
+    ) in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        (
+            ["hidden.kind=per-block"],
+            "hidden.kind: per-block needs code of its own: for whole blocks as well say kind: shared, or prune twice, "
+            "the blocks first",
+        ),
+        (["depth={part: mlp, drop: 1}"], "depth.part: mlp leaves zeros: beside spaces whole blocks go"),
+        (
+            [*BARE[1::2], "depth.drop=null", "hidden.drop=null"],
+            "ratio and size speak of the residual stream here: say which blocks go besides, depth.drop (a number) or "
+            "depth.blocks",
+        ),
+        (
+            [*BARE[1::2], "hidden.drop=4"],
+            "depth.drop: auto is for recipes with spaces, which lose what the blocks do not",
+        ),
+    ],
+)
+def test_recipes_that_contradict_themselves(here, changes: list[str], why: str) -> None:
+    given = [part for change in changes for part in ("--set", change)]
+    said = refused("prune", "flat", *JOB, *given, "-o", "out")
+    assert said.endswith(why), said
+
+
+def test_what_cannot_be(here) -> None:
+    said = refused("prune", "flat", *JOB, "--target-params", "1", "-o", "out")
+    assert said.startswith("1 parameters: out of reach of recipe mine, whose blocks, stream and spaces leave "), said
+    bare = ("prune", "flat", "--recipe", "mine.yaml", "--statistics", "stats", "--target-params", "40%", "-o", "out")
+    assert refused(*bare) == "recipe mine measures the stream itself: give --text in place of --statistics"
+    steps = (
+        "recipe mine drops blocks, narrows the residual stream and then prunes spaces of what is left, which no "
+        "statistics are of yet: `ckpt-prune prune --text` (or --images) does all at once; for a plan, `ckpt-prune "
+        "prune --recipe depth --set depth.drop=N`, then `ckpt-prune prune --recipe slicegpt-shared --set "
+        "hidden.drop=N` first, then calibrate and plan what it has written, by a recipe of spaces alone such as "
+        "best-uniform"
+    )
+    # Not after one has calibrated for it.
+    for given in ((), ("--text", "calib.txt")):
+        assert refused("plan", "flat", "--recipe", "mine.yaml", *given, "--target-params", "70%") == steps
+
+
+def test_a_size_that_spaces_alone_cannot_reach(here) -> None:
+    """What is told beforehand has as few dimensions gone as the size asks for, and then as few blocks."""
+    job = ("prune", "flat", *JOB, "--dry-run", "-o", "out")
+    said = ok(*job, "--target-params", "20%")
+    assert "go is measured first; were it none; how many dimensions of the residual stream go is measured first" in said
+    assert (
+        "how many dimensions of the residual stream go is measured first; were it 8, the fewest for this size" in said
+    )
+    said = ok(*job, "--target-params", "5%")
+    assert "how many whole blocks go is measured first; were it 3, the fewest for this size" in said
+
+
+def test_a_pair_with_none_of_one_axis_is_what_the_other_alone_measures(here) -> None:
+    """To the last digit, units that go besides and the numbers of the blocks that they are of included."""
+    found = {}
+    for name, given in (("both", ()), ("depth", ("--set", "hidden=null")), ("hidden", ("--set", "depth=null"))):
+        ok("prune", "flat", *JOB, *given, "--target-params", "60%", "-o", name)
+        report = read_json(f"{name}/ckpt_prune.json")
+        tried = report["depth"]["tried"] if name == "depth" else report["hidden"]["tried"]
+        found[name] = {(each.get("blocks") or 0, each.get("kept", 16)): each["measured"] for each in tried}
+    both = found.pop("both")
+    for alone in found.values():
+        shared = both.keys() & alone.keys()
+        assert len(shared) > 1
+        assert {pair: both[pair] for pair in shared} == {pair: alone[pair] for pair in shared}
+
+
+def test_verify_computes_what_is_left_again_but_for_the_map(here) -> None:
+    given = ("--set", "depth.drop=1", "--set", "hidden.drop=4", *BARE)
+    ok("prune", "dense", *JOB, *given, "-o", "out")
+    said = ok("verify", "out", "--against", "dense")
+    assert "in the basis of 12 dimensions that the embedding tells, " in said
+    assert "; 1 rewritten tensor not compared" in said

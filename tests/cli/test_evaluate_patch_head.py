@@ -1,0 +1,226 @@
+"""`evaluate --images --patch-head`: a linear head on the patches of images, against label maps."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from transformers import Dinov2WithRegistersConfig, Dinov2WithRegistersModel
+
+from ckpt_prune.calibration.image_files import ImageFiles
+from ckpt_prune.calibration.image_processor import load_processor
+from ckpt_prune.calibration.images import ImageSamples
+from ckpt_prune.evaluation.label_maps import LabelMaps
+from ckpt_prune.evaluation.loading import quiet_transformers
+from tests.cli.running import ok, refused
+from tests.images import tiny_vit, write_processor
+from tests.oracles.dense_labels import drawn_out, miou, normalised
+
+COLOURS = ((250, 10, 10), (10, 250, 10), (10, 10, 250))
+COUNT, SIDE = 6, 32
+CROP = {"size": {"shortest_edge": 32}, "do_center_crop": True, "crop_size": {"height": 16, "width": 40}}
+ARGS = ("--images", "pictures", "--patch-head", "head.safetensors", "--label-maps", "maps")
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A DINOv2 with registers, another, and pictures of coloured quarters with their maps."""
+    monkeypatch.chdir(tmp_path)
+    for seed, name in enumerate(("base", "other")):
+        config = Dinov2WithRegistersConfig(
+            image_size=16,
+            patch_size=4,
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_register_tokens=3,
+        )
+        torch.manual_seed(seed)
+        with quiet_transformers():
+            Dinov2WithRegistersModel(config).save_pretrained(name)
+        write_processor(Path(name), size={"height": 16, "width": 16})
+    Path("pictures").mkdir()
+    Path("maps").mkdir()
+    generator = np.random.default_rng(0)
+    for n in range(COUNT):
+        quarters = generator.integers(0, 3, (2, 2))
+        labels = np.kron(quarters, np.ones((SIDE // 2, SIDE // 2), int)).astype(np.uint8)
+        Image.fromarray(np.asarray(COLOURS, np.uint8)[labels]).save(f"pictures/{n}.png")
+        labels[:2, :2] = 255
+        Image.fromarray(labels).save(f"maps/{n}.png")
+    return tmp_path
+
+
+def tokens(name: str) -> torch.Tensor:
+    """Patches of all pictures, (images, 4, 4, d) float64."""
+    files = ImageFiles(tuple(Path("pictures", f"{n}.png") for n in range(COUNT)))
+    samples = ImageSamples(files, load_processor(Path(name)), tokens=lambda _: 20)
+    with torch.inference_mode(), quiet_transformers():
+        states = Dinov2WithRegistersModel.from_pretrained(name).eval()(**samples.batch(slice(None))).last_hidden_state
+    return states[:, 4:].double().unflatten(1, (4, 4))
+
+
+def seen() -> torch.Tensor:
+    """Labels as the model sees them: every second pixel of every second row, (images, 16, 16), -1 unknown."""
+    maps = torch.stack([torch.from_numpy(np.asarray(Image.open(f"maps/{n}.png")).astype(int)) for n in range(COUNT)])
+    found = maps[:, 1::2, 1::2]
+    return torch.where(found == 255, -1, found)
+
+
+def fitted() -> dict[str, torch.Tensor]:
+    """A head on normalised patches of `base` that tells the colours apart, in DINOv2's names."""
+    patches = tokens("base").flatten(0, 2)
+    truth = seen()[:, 2::4, 2::4].flatten()
+    mean, variance = patches.mean(0), patches.var(0)
+    gain, shift = torch.linspace(0.5, 2, 16).double(), torch.linspace(-1, 1, 16).double()
+    inputs = (patches - mean) / (variance + 1e-5).sqrt() * gain + shift
+    wanted = torch.nn.functional.one_hot(truth.clamp_min(0), 3).double()
+    inputs = torch.cat([inputs, torch.ones(len(inputs), 1).double()], 1)
+    solved = torch.linalg.lstsq(inputs, wanted, driver="gelsd").solution
+    norm = {"running_mean": mean, "running_var": variance, "weight": gain, "bias": shift}
+    return {
+        "decode_head.conv_seg.weight": solved[:-1].T[:, :, None, None].float().contiguous(),
+        "decode_head.conv_seg.bias": solved[-1].float().contiguous(),
+        **{f"decode_head.bn.{name}": value.float() for name, value in norm.items()},
+        "decode_head.bn.num_batches_tracked": torch.tensor(7),
+    }
+
+
+def picked(name: str, head: dict[str, torch.Tensor]) -> list[int]:
+    """Classes of all pixels by the definition."""
+    conv, bias = (head[f"decode_head.conv_seg.{part}"].double() for part in ("weight", "bias"))
+    norm = {part: head[f"decode_head.bn.{part}"].tolist() for part in ("running_mean", "running_var", "weight", "bias")}
+    found = []
+    for image in tokens(name).tolist():
+        read = torch.tensor([[normalised(token, norm) for token in row] for row in image]).double()
+        logits = read @ conv[:, :, 0, 0].T + bias
+        planes = [drawn_out(logits[:, :, c].tolist(), 16, 16) for c in range(3)]
+        found += [max(range(3), key=lambda c: planes[c][y][x]) for y in range(16) for x in range(16)]
+    return found
+
+
+def test_segmentation_of_both_models(here):
+    head = fitted()
+    save_file(head, "head.safetensors")
+    said = json.loads(ok("evaluate", "base", "--against", "other", *ARGS, "--json"))
+    truth = seen().flatten().tolist()
+    classes = [picked(name, head) for name in ("base", "other")]
+    own, other = (miou(each, truth, 3) for each in classes)
+    known = [index for index, label in enumerate(truth) if label >= 0]
+    same = sum(classes[0][index] == classes[1][index] for index in known) / len(known)
+    assert len(known) == COUNT * (16 * 16 - 1)
+    assert said == {
+        "model": "base",
+        "patch_head": "head.safetensors",
+        "miou": own[0],
+        "accuracy": own[1],
+        "classes": own[2],
+        "pixels": len(known),
+        "images": COUNT,
+        "size": [16, 16],
+        "agreement": same,
+        "against": {
+            "model": "other",
+            "miou": other[0],
+            "accuracy": other[1],
+            "classes": other[2],
+            "pixels": len(known),
+        },
+        "skipped": [],
+    }
+    assert own[0] > 0.8 > other[0]
+    assert ok("evaluate", "base", "--against", "other", *ARGS).splitlines() == [
+        "head.safetensors on    mIoU  pixel accuracy  pixels",
+        f"base                 {own[0]:.2%}          {own[1]:.2%}   1,530",
+        f"other                {other[0]:.2%}          {other[1]:.2%}   1,530",
+        "",
+        "6 images, compared at 16 x 16 pixels",
+        f"difference {own[0] - other[0]:+.2%} of mIoU, same class in {same:.1%} of the pixels",
+    ]
+
+
+def test_depth(here):
+    """A head of one output, on maps of 16 bits where 0 is unknown."""
+    generator = torch.Generator().manual_seed(1)
+    head = {"weight": 100 * torch.randn(1, 16, generator=generator), "bias": torch.tensor([500.0])}
+    save_file(head, "head.safetensors")
+    truth = []
+    for n in range(COUNT):
+        values = torch.randint(0, 1000, (SIDE, SIDE), generator=generator).numpy().astype(np.uint16)
+        values[5, 5] = 0
+        Image.fromarray(values).save(f"maps/{n}.png")
+        truth += [int(value) for value in values[1::2, 1::2].flatten()]
+    found = []
+    for image in tokens("base"):
+        plane = drawn_out((image @ head["weight"][0].double() + 500).tolist(), 16, 16)
+        found += [value for row in plane for value in row]
+    errors = [(a - b) ** 2 for a, b in zip(found, truth, strict=True) if b]
+    said = json.loads(ok("evaluate", "base", *ARGS, "--json"))
+    assert said["rmse"] == pytest.approx(math.sqrt(sum(errors) / len(errors)), rel=1e-5)
+    assert (said["pixels"], said["agreement"], said["against"]) == (len(errors), None, None)
+    assert ok("evaluate", "base", "--against", "base", *ARGS).splitlines() == [
+        "head.safetensors on   RMSE  pixels",
+        f"base                 {said['rmse']:.4g}   {len(errors):,}",
+        f"base                 {said['rmse']:.4g}   {len(errors):,}",
+        "",
+        "6 images, compared at 16 x 16 pixels",
+        "difference +0",
+    ]
+
+
+def test_maps_are_cropped_as_images_are(here):
+    processor = load_processor(write_processor(Path("cut"), image_processor_type="BitImageProcessor", **CROP))
+    maps = LabelMaps(Path("maps"), [Path("pictures/0.png")], processor, (16, 40), classes=3)
+    labels = torch.from_numpy(np.asarray(Image.open("maps/0.png")).astype(int))
+    expected = torch.full((16, 40), -1)  # beyond the picture there is no label
+    expected[:, 4:36] = labels[8:24]
+    assert torch.equal(maps.of(0), expected)
+
+
+def test_refusals(here):
+    save_file({"weight": torch.ones(3, 16)}, "head.safetensors")
+    save_file({"weight": torch.ones(3, 32)}, "wide.safetensors")
+    save_file({"weight": torch.ones(3, 16), "bias": torch.ones(2)}, "biased.safetensors")
+    save_file({"weight": torch.ones(3, 16), "bn.weight": torch.ones(16)}, "half.safetensors")
+    save_file({"conv.weight": torch.ones(3, 16)}, "odd.safetensors")
+    save_file({"weight": torch.ones(2, 16)}, "two.safetensors")
+    for folder in ("few", "small", "coloured"):
+        Path(folder).mkdir()
+    Image.new("L", (16, 16)).save("small/0.png")
+    Image.new("RGB", (SIDE, SIDE)).save("coloured/0.png")
+    images, head, maps = ("--images", "pictures"), ("--patch-head", "head.safetensors"), ("--label-maps", "maps")
+    for args, message in {
+        (*head, *maps, "--text", "x.txt", "--window", "4"): "--patch-head goes with --images",
+        (*images, *head): "--patch-head and --label-maps go together",
+        (*images, *head, *maps, "--probe", "knn"): "--probe and --patch-head: each is measured in a call of its own",
+        (*images, "--patch-head", "no.safetensors", *maps): "no.safetensors: no such head",
+        (*images, "--patch-head", "wide.safetensors", *maps): "the head reads 32 numbers of a patch, the model gives "
+        "16: heads on several blocks, or with the class token beside every patch, are not read",
+        (*images, "--patch-head", "biased.safetensors", *maps): "biased.safetensors: bias is 2, not 3 for a weight of "
+        "3 x 16",
+        (*images, "--patch-head", "half.safetensors", *maps): "half.safetensors: bn.weight without bn.running_mean and "
+        "bn.running_var",
+        (*images, "--patch-head", "odd.safetensors", *maps): "odd.safetensors: tensor conv.weight is not of a linear "
+        "head on patches: weight (outputs, d), and perhaps bias and bn.running_mean, bn.running_var, bn.weight, "
+        "bn.bias",
+        (*images, "--patch-head", "two.safetensors", *maps): "maps/0.png: label 2, and the head has 2 classes (0 to 1; "
+        "255 is ignored)",
+        (*images, *head, "--label-maps", "none"): "none: no such folder of label maps",
+        (*images, *head, "--label-maps", "few"): "few/0.png: no such label map, which pictures/0.png needs",
+        (*images, *head, "--label-maps", "small"): "small/0.png is 16 x 16 pixels, its image pictures/0.png is 32 x 32",
+        (*images, *head, "--label-maps", "coloured"): "coloured/0.png is a picture of mode RGB: a label map has one "
+        "number a pixel",
+    }.items():
+        assert refused("evaluate", "base", *args) == message
+
+
+def test_the_backbone_of_a_classifier(here):
+    with quiet_transformers():
+        tiny_vit(0).save_pretrained("vit")
+    write_processor(Path("vit"))
+    save_file({"weight": torch.eye(16)[:3]}, "head.safetensors")
+    assert json.loads(ok("evaluate", "vit", *ARGS, "--samples", "2", "--json"))["size"] == [8, 8]
