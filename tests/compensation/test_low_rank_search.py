@@ -32,7 +32,7 @@ def alternated(metric: Metric, matrix: Tensor, start: tuple[Tensor, Tensor]) -> 
     root = np.linalg.cholesky(matrix.numpy()).T
     X, Y = (each.numpy() for each in start)
     d, size = X.shape
-    for _ in range(3000):
+    for _ in range(400):
         for factor in range(2):
             # vec by rows: vec(X Yᵀ) = (I ⊗ Y) vec X, and (X ⊗ I) vec Yᵀ of the transpose.
             if factor == 0:
