@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ckpt_prune.architectures.family import KINDS
 from ckpt_prune.architectures.model import Model
+from ckpt_prune.architectures.sublayers import sublayers
 from ckpt_prune.calibration.kinds import Key, SpaceMoments, inputs_of
 from ckpt_prune.calibration.moments import total
 from ckpt_prune.calibration.sources import MomentSource, NoMoments
@@ -23,21 +24,22 @@ def stream_gram(model: Model, source: MomentSource) -> Tensor:
         source: of moments of every linear module's input, with Grams.
 
     Returns:
-        Σ x̂ x̂ᵀ over tokens and norms, (d, d) float64 on CPU.
+        Σ x̂ x̂ᵀ over tokens and sub-layers, (d, d) float64 on CPU.
 
     Raises:
         ValueError: the source has no moments of what a norm feeds.
     """
     family = model.family
+    places = sublayers(model)
     found: Tensor | None = None
     for block in range(model.blocks):
         norms = {family.tensor(block, norm, kind) for norm in residual_of(family).reads for kind in KINDS}
         tensors = model.checkpoint.read([name for name in model.block_names(block) if name in norms])
-        for norm, fed in residual_of(family).reads.items():
-            known = source.moments(block, tensors, list(fed))
-            module = next((each for each in fed if each in known), None)
+        for each in places:  # norms beside each other make the same of the stream
+            known = source.moments(block, tensors, list(each.reads))
+            module = next((module for module in each.reads if module in known), None)
             if module is None:
-                raise ValueError(f"no moments of what {norm} feeds in block {block}")
+                raise ValueError(f"no moments of what {' and '.join(each.norms)} feed in block {block}")
             own = unnormed(family, block, module, tensors, total(inputs_of(known[module]))).gram
             assert own is not None
             found = own if found is None else found + own

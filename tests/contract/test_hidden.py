@@ -192,7 +192,7 @@ def _behind_attention(whole: Any, model: Model, ids: torch.Tensor) -> torch.Tens
     block.register_forward_pre_hook(
         lambda _, args, kwargs: found.update(h=(*args, *kwargs.values())[0]), with_kwargs=True
     )
-    output = block.get_submodule("self_attn.o_proj")
+    output = block.get_submodule(model.family.attention.output)
     output.register_forward_hook(lambda _, args, given: found.update(a=given))
     whole(input_ids=ids, use_cache=False)
     return found["h"] + found["a"]
