@@ -27,7 +27,7 @@ from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.calibration.streams import HiddenStream, fold_slices, stream_of
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.staging import disk_failures
-from ckpt_prune.errors import UserError
+from ckpt_prune.errors import DiskError, UserError, unreadable
 from ckpt_prune.planning.budget import total_error
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.records import Tried
@@ -127,7 +127,11 @@ class Weighing(ABC, Generic[Amount]):
         return str(amount)
 
     def measured(self, amount: Amount) -> float | None:
-        """The divergence of a model without so much, whose units meet the size; None where there is none."""
+        """The divergence of a model without so much, whose units meet the size; None where there is none.
+
+        Raises:
+            UserError: a file could not be read or written, which says nothing of the amount.
+        """
         if amount not in self.tried:
             self.tried[amount] = self._known_or_tried(amount)
         tried = self.tried[amount]
@@ -141,6 +145,8 @@ class Weighing(ABC, Generic[Amount]):
         try:
             tried = self._tried(amount)
         except UserError as error:
+            if unreadable(error) is not None or isinstance(error, DiskError):
+                raise
             # Too little for the size, or such as the class cannot do without: others may do. A run that goes on is told
             # again, so that it can say why where none does.
             self.why = error

@@ -97,6 +97,13 @@ def test_statistics_that_vanish_while_they_are_read_are_a_line(machine: Machine)
     assert Case("plan", Fault(at, "deleted", name)).run(machine) == []
 
 
+def test_a_weight_that_cannot_be_read_while_numbers_are_tried_is_an_error(machine: Machine) -> None:
+    """The number was taken for one that leaves no model of the size, and another one was chosen in silence."""
+    at = places_of(machine, "narrow", "open", "measured/whole/block-00001.safetensors")[-1] + 1
+    assert machine.reference("narrow").seen[at - 1].path.endswith("dense/model.safetensors")
+    assert Case("narrow", Fault(at, "EACCES"), "overwrite").run(machine) == []
+
+
 def test_every_operation_has_a_fault_that_changes_nothing_when_it_does_not_come(machine: Machine) -> None:
     """The machine itself: without a fault a job ends well, and a wrong file is seen."""
     assert machine.faulty("plan", Fault(10**6, "EIO"), "overwrite") == []
