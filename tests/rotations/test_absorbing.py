@@ -101,7 +101,7 @@ def test_which_norm_feeds_a_linear():
     assert reading_norm(opt, "self_attn.out_proj") is None
 
 
-@pytest.mark.parametrize("model_type", ["deit", "dinov2", "bert"])
+@pytest.mark.parametrize("model_type", ["beit", "dinov2", "bert"])
 def test_families_without_a_description(model_type):
     with pytest.raises(ValueError, match=f"{model_type} has no description of its residual stream"):
         residual_of(load_family(model_type))
