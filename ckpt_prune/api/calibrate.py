@@ -152,7 +152,7 @@ def calibrate(
     from ckpt_prune.devices import computed_in, resolve_device
     from ckpt_prune.evaluation.whole_forward import check_forward
     from ckpt_prune.transform.checks import check_one_basis
-    from ckpt_prune.transform.estimate import forewarning_of_calibration, of_calibration_here
+    from ckpt_prune.transform.estimate import Calibration
     from ckpt_prune.transform.gradients import add_gradients
     from ckpt_prune.transform.measured_effects import measure_effects, measured_singly
 
@@ -191,7 +191,7 @@ def calibrate(
         )
 
         folds = options.folds or 1
-        job = (source, len(chosen), chosen.tokens, kinds, folds, target, dtype)
+        job = Calibration(source, len(chosen), chosen.tokens, kinds, folds, target, dtype, EFFECTS in asked)
         if options.dry_run:
             size = here().once(
                 lambda: check_measurable(source, chosen, out, folds=folds, collect=kinds, overwrite=options.overwrite)
@@ -205,10 +205,9 @@ def calibrate(
                 folds,
                 (*kinds, *((EFFECTS,) if EFFECTS in asked else ())),
                 size,
-                of_calibration_here(*job, effects=EFFECTS in asked),
+                job.told,
             )
-        told = forewarning_of_calibration(*job, effects=EFFECTS in asked)
-        if told is not None:
+        if (told := job.forewarning) is not None:
             say(told)
 
         def finish(found: "Statistics") -> None:

@@ -225,37 +225,41 @@ def forewarning(settled: Settled) -> str | None:
     return None if found is None else _warning(*found, *_machine(settled))
 
 
-def forewarning_of_calibration(
-    model: Model,
-    samples: int,
-    tokens: int,
-    collect: Sequence[Collect],
-    folds: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    effects: bool,
-) -> str | None:
-    """What to say of a calibration before it begins, where it is long."""
-    stages = of_calibration(model, samples, tokens, collect, folds, effects=effects)
-    return _warning(stages, statistics_bytes(model, collect=collect, folds=folds, samples=samples), device, dtype)
+@dataclass(frozen=True)
+class Calibration:
+    """What `calibrate` is to do; see `of_calibration`.
 
+    Attributes:
+        device: that it computes on.
+        dtype: that it computes in.
+    """
 
-def of_calibration_here(
-    model: Model,
-    samples: int,
-    tokens: int,
-    collect: Sequence[Collect],
-    folds: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    effects: bool,
-) -> Estimate:
-    """What a calibration will take here."""
-    stages = of_calibration(model, samples, tokens, collect, folds, effects=effects)
-    disk = statistics_bytes(model, collect=collect, folds=folds, samples=samples)
-    return estimate(stages, disk, machine.measured_rates(device, dtype))
+    model: Model
+    samples: int
+    tokens: int
+    collect: Sequence[Collect]
+    folds: int
+    device: torch.device
+    dtype: torch.dtype
+    effects: bool
+
+    @property
+    def told(self) -> Estimate:
+        """What it will take here."""
+        return estimate(self._stages, self._disk, machine.measured_rates(self.device, self.dtype))
+
+    @property
+    def forewarning(self) -> str | None:
+        """What to say of it before it begins, where it is long."""
+        return _warning(self._stages, self._disk, self.device, self.dtype)
+
+    @property
+    def _stages(self) -> list[Stage]:
+        return of_calibration(self.model, self.samples, self.tokens, self.collect, self.folds, effects=self.effects)
+
+    @property
+    def _disk(self) -> int:
+        return statistics_bytes(self.model, collect=self.collect, folds=self.folds, samples=self.samples)
 
 
 def _warning(stages: Sequence[Stage], disk: int, device: torch.device, dtype: torch.dtype) -> str | None:

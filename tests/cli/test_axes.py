@@ -5,35 +5,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_prune.architectures.model import Model
-from ckpt_prune.calibration.choosing import chosen_samples
-from ckpt_prune.calibration.samples import Part
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.evaluation.loading import quiet_transformers
-from ckpt_prune.options import PruneOptions
-from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.transform.pair_search import LIMIT
-from ckpt_prune.transform.request import LiveSamples, Request
-from ckpt_prune.transform.run import run as run_job
-from ckpt_prune.transform.settle import settle
-from tests.cli.running import TEXT, ok, read_json, refused, resumed, run, untimed
+from tests.cli.joint_axes import JOB, WIDTHS, divergence_on_the_second_fold
+from tests.cli.running import ok, read_json, refused, resumed, run, untimed
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
 from tests.families import stock
 from tests.interrupting import interrupt_at
 
-WIDTHS = """\
-version: 1
-name: mine
-allocation: least-error
-target: drift
-container: any
-spaces:
-  heads: {score: rcpu, compensation: {method: ridge}}
-  mlp: {score: rcpu, compensation: {method: ridge}}
-"""
 HIDDEN = "hidden: {kind: shared, drop: auto, multiple_of: 4}\n"
 DEPTH = "depth: {choose: divergence, drop: auto, compensation: {method: linear}}\n"
-JOB = ("--recipe", "mine.yaml", *TEXT, "--folds", "2")
 BARE = ("--set", "spaces={}", "--set", "allocation=uniform", "--set", "container=auto", "--set", "target=dense")
 UNIFORM = ("--set", "allocation=uniform")
 FLAT, IDLE = 4, (1, 2)
@@ -96,25 +78,11 @@ def test_what_is_measured_is_the_divergence_of_stock_transformers(here) -> None:
     tried = {
         (each["blocks"], each["kept"]): each["measured"] for each in read_json("out/ckpt_prune.json")["hidden"]["tried"]
     }
-    options = PruneOptions.model_validate(
-        {"model": "flat", "output": "out", "text": ("calib.txt",), "samples": 8, "window": 16}
-    )
-    model = Model.open("flat")
-    samples = chosen_samples(model, options, options, trust=False, say=print)
     values = {
         "depth": {"choose": "divergence", "drop": 2, "compensation": {"method": "linear"}},
         "hidden": {"kind": "shared", "multiple_of": 4, "drop": 8},
     }
-    recipe = Recipe.model_validate({"version": 1, "name": "both", **values})
-    live = LiveSamples(Part(samples, 0, 4), 1, torch.float32)
-    run_job(settle(Request(model, recipe, live=live)), Path("first"))
-    ids = samples.batch(slice(4, 8))["input_ids"]
-    with torch.no_grad():
-        dense, short = (
-            torch.log_softmax(stock(Path(name)).double()(input_ids=ids, use_cache=False).logits, -1)
-            for name in ("flat", "first")
-        )
-    expected = float((dense.exp() * (dense - short)).sum(-1).mean())
+    expected = divergence_on_the_second_fold("flat", **values)
     assert tried[2, 8] == pytest.approx(expected, rel=1e-4)
 
 

@@ -10,10 +10,10 @@ import torch
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.evaluation.loading import quiet_transformers
 from ckpt_prune.transform.joint import counts_beside, tried_counts
+from tests.cli.joint_axes import divergence
 from tests.cli.running import TEXT, ok, read_json, refused, resumed, run, same_files, untimed
 from tests.cli.test_depth import windows
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
-from tests.families import stock
 from tests.interrupting import interrupt_at
 
 RECIPE = """\
@@ -80,13 +80,7 @@ def test_blocks_that_do_little_go_first(here) -> None:
         "-o",
         "d",
     )
-    ids = windows()[4:]
-    with torch.no_grad():
-        dense, short = (
-            torch.log_softmax(stock(Path(name)).double()(input_ids=ids, use_cache=False).logits, -1)
-            for name in ("deep", "d")
-        )
-    expected = float((dense.exp() * (dense - short)).sum(-1).mean())
+    expected = divergence("deep", "d", windows()[4:])
     assert read_json("d/ckpt_prune.json")["depth"]["gaps"][0].get("blocks") == most
     assert tried[-1]["measured"] == pytest.approx(expected, rel=1e-4)
     assert run("verify", "out", "--against", "deep").exit_code == 0

@@ -5,33 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_prune.architectures.model import Model
-from ckpt_prune.calibration.choosing import chosen_samples
-from ckpt_prune.calibration.samples import Part
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.evaluation.loading import quiet_transformers
-from ckpt_prune.options import PruneOptions
-from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.transform.request import LiveSamples, Request
-from ckpt_prune.transform.run import run as run_job
-from ckpt_prune.transform.settle import settle
+from tests.cli.joint_axes import JOB, WIDTHS, divergence_on_the_second_fold
 from tests.cli.running import TEXT, ok, read_json, refused, resumed, run, untimed
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
 from tests.families import stock
 from tests.interrupting import interrupt_at
 
-WIDTHS = """\
-version: 1
-name: mine
-allocation: least-error
-target: drift
-container: any
-spaces:
-  heads: {score: rcpu, compensation: {method: ridge}}
-  mlp: {score: rcpu, compensation: {method: ridge}}
-"""
 RECIPE = f"{WIDTHS}hidden: {{kind: shared, drop: auto, multiple_of: 2}}\n"
-JOB = ("--recipe", "mine.yaml", *TEXT, "--folds", "2")
 FLAT = 4
 
 
@@ -83,22 +65,8 @@ def test_what_is_measured_is_the_divergence_of_stock_transformers(here) -> None:
     """The narrowest stream that was tried meets the size by itself: it is `slicegpt-shared` on the first fold."""
     ok("prune", "dense", *JOB, "--target-params", "80%", "-o", "out")
     narrowest = read_json("out/ckpt_prune.json")["hidden"]["tried"][-1]
-    options = PruneOptions.model_validate(
-        {"model": "dense", "output": "out", "text": ("calib.txt",), "samples": 8, "window": 16}
-    )
-    model = Model.open("dense")
-    samples = chosen_samples(model, options, options, trust=False, say=print)
     hidden = {"kind": "shared", "multiple_of": 2, "drop": 16 - narrowest["kept"]}
-    recipe = Recipe.model_validate({"version": 1, "name": "sliced", "hidden": hidden})
-    live = LiveSamples(Part(samples, 0, 4), 1, torch.float32)
-    run_job(settle(Request(model, recipe, live=live)), Path("sliced"))
-    ids = samples.batch(slice(4, 8))["input_ids"]
-    with torch.no_grad():
-        dense, short = (
-            torch.log_softmax(stock(Path(name)).double()(input_ids=ids, use_cache=False).logits, -1)
-            for name in ("dense", "sliced")
-        )
-    expected = float((dense.exp() * (dense - short)).sum(-1).mean())
+    expected = divergence_on_the_second_fold("dense", hidden=hidden)
     assert narrowest["measured"] == pytest.approx(expected, rel=1e-4)
 
 

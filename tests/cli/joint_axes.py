@@ -1,0 +1,52 @@
+"""What tests of dimensions and blocks that go beside units of spaces share."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.calibration.choosing import chosen_samples
+from ckpt_prune.calibration.samples import Part
+from ckpt_prune.options import PruneOptions
+from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.transform.request import LiveSamples, Request
+from ckpt_prune.transform.run import run
+from ckpt_prune.transform.settle import settle
+from tests.cli.running import TEXT
+from tests.families import stock
+
+WIDTHS = """\
+version: 1
+name: mine
+allocation: least-error
+target: drift
+container: any
+spaces:
+  heads: {score: rcpu, compensation: {method: ridge}}
+  mlp: {score: rcpu, compensation: {method: ridge}}
+"""
+JOB = ("--recipe", "mine.yaml", *TEXT, "--folds", "2")
+
+
+def divergence_on_the_second_fold(folder: str, **values: Any) -> float:
+    """What a recipe of these values, measured on the first fold of `JOB`, does to stock transformers' output there."""
+    options = PruneOptions.model_validate(
+        {"model": folder, "output": "out", "text": ("calib.txt",), "samples": 8, "window": 16}
+    )
+    model = Model.open(folder)
+    samples = chosen_samples(model, options, options, trust=False, say=print)
+    recipe = Recipe.model_validate({"version": 1, "name": "first", **values})
+    live = LiveSamples(Part(samples, 0, 4), 1, torch.float32)
+    run(settle(Request(model, recipe, live=live)), Path("first"))
+    return divergence(folder, "first", samples.batch(slice(4, 8))["input_ids"])
+
+
+def divergence(folder: str, pruned: str, ids: torch.Tensor) -> float:
+    """KL(dense ‖ pruned) of stock transformers, in float64, the mean over windows (n, T) of tokens."""
+    with torch.no_grad():
+        dense, short = (
+            torch.log_softmax(stock(Path(name)).double()(input_ids=ids, use_cache=False).logits, -1)
+            for name in (folder, pruned)
+        )
+    return float((dense.exp() * (dense - short)).sum(-1).mean())
