@@ -123,9 +123,10 @@ def plain_fp8(config: Mapping[str, Any]) -> bool:
     if not isinstance(found, dict):
         return False
     if found.get("quant_method") == "compressed-tensors":
-        kinds = {each.get("type") for each in _weights(found)}
+        own = _weights(found)
+        plain = bool(own) and all(each.get("type") == "float" for each in own)
         other = found.get("transform_config") or found.get("sparsity_config")
-        return found.get("format") == "float-quantized" and kinds == {"float"} and not other
+        return found.get("format") == "float-quantized" and plain and not other
     return found.get("quant_method") == "fp8"
 
 

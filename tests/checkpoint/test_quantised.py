@@ -162,6 +162,14 @@ BY_TRANSFORMERS = "python -c \"from transformers import {} as M; M.{}.save_pretr
                 "from_pretrained('{folder}', quantization_config=CompressedTensorsConfig(dequantize=True))",
             ),
         ),
+        (
+            COMPRESSED | {"config_groups": {"group_0": {"weights": {"type": {"float": 8}}}}},
+            "compressed-tensors",
+            BY_TRANSFORMERS.format(
+                "CompressedTensorsConfig, LlamaForCausalLM",
+                "from_pretrained('{folder}', quantization_config=CompressedTensorsConfig(dequantize=True))",
+            ),
+        ),
         ({"quant_method": "hqq"}, "hqq", None),
         ("something", "something", None),
         ({}, "unknown method", None),
