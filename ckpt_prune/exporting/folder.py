@@ -111,7 +111,8 @@ class GraphWriter:
             The folder's record, or None where `prove` said no; then nothing is left.
 
         Raises:
-            UserError: the model cannot be loaded or traced, the disk is full, or a block size does not divide.
+            UserError: the model cannot be loaded or traced, or changes meanwhile, the disk is full, or a block size
+                does not divide.
         """
         parameters = sum(info.numel for info in self.source.tensors.values())
         needed = graphs_bytes(self._settings, parameters)
@@ -146,7 +147,10 @@ class GraphWriter:
             with disk_failures(folder):
                 graphs = [entries[each] for each in self._settings.dtype]
                 manifest = self._fill(folder, graphs, own, generation, prove is not None)
-            if prove is not None and not prove(folder):
+            proved = prove is None or prove(folder)
+            # What is proved is read from the source anew: another model there says nothing of the graph.
+            self.source.check_unchanged([*self.source.files, CONFIG])
+            if not proved:
                 return None
             self._staging.publish()
         return manifest

@@ -365,6 +365,20 @@ def test_a_proof_that_passes(vit, overwrite):
     assert sorted(str(path) for path in Path().iterdir()) == ["out", "vit"]
 
 
+@pytest.mark.parametrize("passed", [False, True])
+def test_a_model_that_changes_while_its_graph_is_proved_is_an_error(vit, passed):
+    """Weights of another model were read for the proof, which said that the graph is wrong."""
+
+    def prove(folder: Path) -> bool:
+        os.utime(vit / "model.safetensors", (1, 1))
+        return passed
+
+    with pytest.raises(UserError) as error:
+        writer(vit).write(prove=prove)
+    assert str(error.value).endswith("vit/model.safetensors changed since it was opened; run again")
+    assert not Path("out").exists()
+
+
 @pytest.mark.parametrize("where", ["tracing", "proof"])
 @pytest.mark.parametrize("error", every(2, [KeyboardInterrupt(), UserError("bad"), MemoryError(), RuntimeError("bug")]))
 def test_an_end_in_the_middle_leaves_nothing(vit, overwrite, monkeypatch, where, error):
