@@ -39,8 +39,8 @@ def unreadable(error: BaseException) -> OSError | None:
 
 
 def _behind(error: BaseException) -> Iterator[BaseException]:
-    """An error and those it came of, the latest first."""
+    """An error and those it came of, the latest first: pydantic's core names the cause of an error alone."""
     behind: BaseException | None = error
     while behind is not None:
         yield behind
-        behind = behind.__context__
+        behind = behind.__cause__ or behind.__context__
