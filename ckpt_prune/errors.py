@@ -38,6 +38,17 @@ def unreadable(error: BaseException) -> OSError | None:
     return next((each for each in _behind(error) if isinstance(each, OSError) and each.errno in _UNREADABLE), None)
 
 
+def refuse_unreadable(error: BaseException) -> None:
+    """Say what the system said, where an error comes of a file that it could not give.
+
+    Raises:
+        UserError: it does.
+    """
+    system = unreadable(error)
+    if system is not None:
+        raise named(system) from error
+
+
 def _behind(error: BaseException) -> Iterator[BaseException]:
     """An error and those it came of, the latest first: pydantic's core names the cause of an error alone."""
     behind: BaseException | None = error

@@ -66,11 +66,11 @@ def with_latencies(request: "Request", say: Notices, *, trust: bool) -> "Request
     size = request.recipe.size
     if size is None or size.kind != "latency" or request.plan is not None:
         return request
-    from ckpt_prune.benchmarking.table import table_of, workload_of
+    from ckpt_prune.benchmarking.table import HalfStream, table_of, workload_of
     from ckpt_prune.parallel.group import here
     from ckpt_prune.transform.narrowing import half_stream
 
-    half = None if request.recipe.hidden is None else half_stream(request)
+    half = None if request.recipe.hidden is None else HalfStream(*half_stream(request))
 
     def measure() -> Any:
         workload = workload_of(request.model.checkpoint.path, size.timed, trust=trust)

@@ -48,16 +48,6 @@ CHECKED_BYTES = 4 * 2**30
 """Weights of the largest model that a table is held against whole."""
 
 
-class TableStream(BaseModel):
-    """What was measured of the residual stream, as `StreamTime` has it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    width: int
-    rest: float
-    block: float
-
-
 class Table(BaseModel):
     """What was measured, as it is kept.
 
@@ -73,7 +63,7 @@ class Table(BaseModel):
     rest: float
     block: float
     units: dict[str, float]
-    stream: TableStream | None = None
+    stream: StreamTime | None = None
     blocks: int
     half: float
     told: float
@@ -81,8 +71,7 @@ class Table(BaseModel):
     @property
     def latencies(self) -> Latencies:
         """For the size of a model."""
-        stream = None if self.stream is None else StreamTime(**self.stream.model_dump())
-        return Latencies(self.rest, self.block, self.units, stream)
+        return Latencies(self.rest, self.block, self.units, self.stream)
 
     @property
     def off(self) -> float:
@@ -115,8 +104,17 @@ class Variant:
     narrow: bool = False
 
 
-Narrow = Callable[[Model], Model]
-"""A model → the same with about half the dimensions of its residual stream."""
+@dataclass(frozen=True)
+class HalfStream:
+    """A residual stream of about half its dimensions.
+
+    Attributes:
+        kept: how many.
+        of: a model → the same with so many.
+    """
+
+    kept: int
+    of: Callable[[Model], Model]
 
 
 def workload_of(folder: Path, timed: Timed, *, trust: bool = False) -> Workload:
@@ -144,7 +142,7 @@ def workload_of(folder: Path, timed: Timed, *, trust: bool = False) -> Workload:
 
 
 def table_of(
-    model: Model, spaces: Iterable[SpaceName], workload: Workload, device: torch.device, half: Narrow | None = None
+    model: Model, spaces: Iterable[SpaceName], workload: Workload, device: torch.device, half: HalfStream | None = None
 ) -> Table:
     """The table of a model: what is kept of it in the user's cache, or measured now.
 
@@ -156,7 +154,7 @@ def table_of(
         spaces: of which units may go.
         workload: what is timed.
         device: where.
-        half: where dimensions of the residual stream may go: what takes half of them from a model.
+        half: where dimensions of the residual stream may go: what is timed of that.
     """
     wanted = [space for space in spaces if model.units(space) > 1]
     place = _folder() / f"{_key(model, wanted, workload, device, half)}.json"
@@ -187,7 +185,7 @@ def _folder() -> Path:
 
 
 def _key(
-    model: Model, spaces: Sequence[SpaceName], workload: Workload, device: torch.device, half: Narrow | None
+    model: Model, spaces: Sequence[SpaceName], workload: Workload, device: torch.device, half: HalfStream | None
 ) -> str:
     """sha256 of all that the table depends on: machine, versions, the model's shape and what is timed."""
     where = processor_name() if device.type == "cpu" else torch.cuda.get_device_name(device)
@@ -195,12 +193,12 @@ def _key(
     facts = [__version__, torch.__version__, transformers.__version__, where, torch.get_num_threads(), str(device)]
     told: list[Any] = [facts, config, list(spaces), asdict(workload)]
     if half is not None:
-        told.append(half(model).dimension("hidden"))
+        told.append(half.kept)
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:32]
 
 
 def _measured(
-    model: Model, spaces: Sequence[SpaceName], workload: Workload, device: torch.device, narrow: Narrow | None
+    model: Model, spaces: Sequence[SpaceName], workload: Workload, device: torch.device, half: HalfStream | None
 ) -> Table:
     blocks = _blocks(model)
     few = max(1, blocks // 2)
@@ -209,11 +207,11 @@ def _measured(
     halves = {name: {space: max(1, model.units(space) // 2) for space in own} for name, own in alike.items()}
     every = {space: kept for own in halves.values() for space, kept in own.items()}
     variants = [Variant(blocks, {}), Variant(few, {}), *(Variant(blocks, own) for own in halves.values())]
-    if narrow is not None:
+    if half is not None:
         variants += [Variant(blocks, {}, narrow=True), Variant(few, {}, narrow=True)]
-    variants.append(Variant(few, every, narrow=narrow is not None))
-    timers = [timer_of(built(model, variant, narrow), device) for variant in variants]
-    whole, part, *others, half = fastest(timers, workload, "timing blocks")
+    variants.append(Variant(few, every, narrow=half is not None))
+    timers = [timer_of(built(model, variant, half), device) for variant in variants]
+    whole, part, *others, least = fastest(timers, workload, "timing blocks")
     rest, block = _rest_and_block(whole, part, blocks, few)
     units = {
         name: max((whole - took) / blocks, 0.0) / (model.units(own[0]) - halves[name][own[0]])
@@ -222,11 +220,11 @@ def _measured(
     units = _within(units, block, {name: model.units(own[0]) for name, own in alike.items()})
     stream = None
     width = kept = model.dimension("hidden")
-    if narrow is not None:
-        kept = narrow(model).dimension("hidden")
+    if half is not None:
+        kept = half.kept
         whole, part = others[len(alike) :]
         stream = _stream_time(width, width - kept, (rest, block), _rest_and_block(whole, part, blocks, few))
-    found = Table(rest=rest, block=block, units=units, stream=stream, blocks=blocks, half=half, told=0.0)
+    found = Table(rest=rest, block=block, units=units, stream=stream, blocks=blocks, half=least, told=0.0)
     told = found.latencies.narrowed(kept).at(model.units, [every] * few)
     return found.model_copy(update={"told": float(told)})
 
@@ -237,7 +235,7 @@ def _rest_and_block(whole: float, part: float, blocks: int, few: int) -> tuple[f
     return max(0.0, whole - blocks * block), block
 
 
-def _stream_time(width: int, gone: int, wide: tuple[float, float], narrow: tuple[float, float]) -> TableStream:
+def _stream_time(width: int, gone: int, wide: tuple[float, float], narrow: tuple[float, float]) -> StreamTime:
     """What a dimension takes, of rest and block: something, and all of them together no more than there is.
 
     Args:
@@ -249,7 +247,7 @@ def _stream_time(width: int, gone: int, wide: tuple[float, float], narrow: tuple
     rest, block = (
         min(max((had - has) / gone, 1e-4 * had / width), had / width) for had, has in zip(wide, narrow, strict=True)
     )
-    return TableStream(width=width, rest=rest, block=block)
+    return StreamTime(width=width, rest=rest, block=block)
 
 
 def _within(units: dict[str, float], block: float, counts: dict[str, int]) -> dict[str, float]:
@@ -268,11 +266,11 @@ def _blocks(model: Model) -> int:
     return max(min(2, model.blocks), min(model.blocks, fit))
 
 
-def built(model: Model, variant: Variant, narrow: Narrow | None = None) -> nn.Module:
+def built(model: Model, variant: Variant, half: HalfStream | None = None) -> nn.Module:
     """A model of a variant's shape on the CPU, in float32, its weights drawn."""
     short = shortened(model, range(variant.blocks))
-    if variant.narrow and narrow is not None:
-        short = narrow(short)
+    if variant.narrow and half is not None:
+        short = half.of(short)
     widths = [variant.kept] * variant.blocks
     biases = {module for module in short.family.linears if short.has(module, "bias")}
     try:

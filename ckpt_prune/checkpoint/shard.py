@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ckpt_prune.checkpoint.inputs import Stamp, open_input, stamp
 from ckpt_prune.checkpoint.jsonfile import parse_object
-from ckpt_prune.errors import UserError, named, unreadable
+from ckpt_prune.errors import UserError, refuse_unreadable
 from ckpt_prune.plain import is_plain
 
 # In safetensors' own order: files list their tensors by descending position here, which keeps every tensor aligned.
@@ -173,9 +173,7 @@ def read_header(path: Path) -> Header:
             data = handle.read(length)
         header = _parse(path.name, data, of_file)
     except (OSError, ValueError) as error:
-        system = unreadable(error)
-        if system is not None:
-            raise named(system) from error
+        refuse_unreadable(error)
         raise UserError(f"{path} is not a valid safetensors file ({error}); download it again") from error
     if header.file_bytes != size:
         wrong = "truncated" if size < header.file_bytes else "too long"

@@ -8,9 +8,7 @@ from transformers import PreTrainedModel
 
 from ckpt_prune.calibration.samples import Samples, as_input
 from ckpt_prune.errors import UserError
-from ckpt_prune.progress import track
-
-BATCH_TOKENS = 8192
+from ckpt_prune.evaluation.forward import check_features, sample_batches
 
 
 @dataclass(frozen=True)
@@ -34,9 +32,7 @@ def compare_features(model: PreTrainedModel, reference: PreTrainedModel, samples
     """
     cosine = error = energy = 0.0
     tokens = 0
-    per_batch = max(1, BATCH_TOKENS // samples.tokens)
-    for start in track(range(0, len(samples), per_batch), "comparing", unit="batch"):
-        batch = samples.batch(slice(start, min(start + per_batch, len(samples))))
+    for _, batch in sample_batches(samples, "comparing"):
         ours, theirs = (
             each.eval()(**as_input(batch, each.device, each.dtype)).last_hidden_state.double().cpu()
             for each in (model, reference)
@@ -47,6 +43,5 @@ def compare_features(model: PreTrainedModel, reference: PreTrainedModel, samples
         error += (ours - theirs).square().sum().item()
         energy += theirs.square().sum().item()
         tokens += ours.shape[0] * ours.shape[1]
-    if not energy < float("inf") or not error < float("inf"):
-        raise UserError("the model's features are not numbers (NaN): its weights are damaged or overflow in this dtype")
+    check_features(finite=energy < float("inf") and error < float("inf"))
     return FeatureComparison(cosine / tokens, error / energy if energy else float(error > 0), len(samples), tokens)

@@ -6,6 +6,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ckpt_prune.architectures.context import context_length
+from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.errors import UserError
 from ckpt_prune.progress import track
 
@@ -84,6 +85,23 @@ def batches(model: PreTrainedModel, windows: Tensor, *, batch_size: int | None, 
     size = batch_size or default_batch_size(model, windows.shape[1])
     for start in track(range(0, len(windows), size), what, unit="batch"):
         yield windows[start : start + size].to(model.device)
+
+
+def sample_batches(samples: Samples, what: str) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    """Yield samples, with a progress bar, in batches within BATCH_TOKENS, at least one: number of the first, inputs."""
+    size = max(1, BATCH_TOKENS // samples.tokens)
+    for start in track(range(0, len(samples), size), what, unit="batch"):
+        yield start, samples.batch(slice(start, min(start + size, len(samples))))
+
+
+def check_features(*, finite: bool) -> None:
+    """Refuse features that are not numbers.
+
+    Raises:
+        UserError: they are not finite.
+    """
+    if not finite:
+        raise UserError("the model's features are not numbers (NaN): its weights are damaged or overflow in this dtype")
 
 
 def logits(model: PreTrainedModel, batch: Tensor) -> Tensor:

@@ -14,8 +14,8 @@ from ckpt_prune.calibration.samples import Samples, as_input
 from ckpt_prune.checkpoint.reading import read_tensors
 from ckpt_prune.checkpoint.shard import read_header
 from ckpt_prune.errors import UserError
+from ckpt_prune.evaluation.forward import check_features, sample_batches
 from ckpt_prune.evaluation.probing import patch_grid
-from ckpt_prune.progress import track
 
 _PREFIXES = ("decode_head.", "conv_seg.")
 """Of names in DINOv2's released heads, before `weight` and `bias` of the 1 × 1 convolution."""
@@ -23,7 +23,6 @@ _NORM = ("bn.running_mean", "bn.running_var", "bn.weight", "bn.bias")
 _COUNTED = "bn.num_batches_tracked"
 _NORM_EPSILON = 1e-5
 """PyTorch's, which DINOv2's heads keep."""
-_BATCH_TOKENS = 8192
 
 
 @dataclass(frozen=True)
@@ -205,9 +204,7 @@ def measure_patch_head(models: Sequence[PreTrainedModel], head: PatchHead, sampl
     pixels = agreed = 0
     confusions = [torch.zeros(head.outputs, head.outputs, dtype=torch.int64) for _ in models]
     errors = [0.0 for _ in models]
-    per_batch = max(1, _BATCH_TOKENS // samples.tokens)
-    for start in track(range(0, len(samples), per_batch), "patches", unit="batch"):
-        batch = samples.batch(slice(start, min(start + per_batch, len(samples))))
+    for start, batch in sample_batches(samples, "patches"):
         tokens = [_patches(model, batch, head) for model in models]
         grid = patch_grid(models[0].config, batch)
         for row in range(len(tokens[0])):
@@ -245,6 +242,5 @@ def _patches(model: PreTrainedModel, batch: dict[str, Tensor], head: PatchHead) 
             "several blocks, or with the class token beside every patch, are not read"
         )
     found: Tensor = states[:, -rows * columns :]
-    if not bool(found.isfinite().all()):
-        raise UserError("the model's features are not numbers (NaN): its weights are damaged or overflow in this dtype")
+    check_features(finite=bool(found.isfinite().all()))
     return found

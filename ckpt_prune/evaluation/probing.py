@@ -9,8 +9,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from ckpt_prune.calibration.samples import Samples, as_input
-from ckpt_prune.errors import UserError
-from ckpt_prune.progress import track
+from ckpt_prune.evaluation.forward import check_features, sample_batches
 
 ProbeName = Literal["knn", "linear"]
 
@@ -18,7 +17,6 @@ NEIGHBOURS, TEMPERATURE = 20, 0.07
 """DINO's k and T (Caron et al. 2021, section 4.2)."""
 STRENGTHS = tuple(10.0**exponent for exponent in range(-6, 3))
 """Ridge strengths that a linear probe chooses among, relative to the mean eigenvalue."""
-_BATCH_TOKENS = 8192
 
 
 @dataclass(frozen=True)
@@ -50,15 +48,12 @@ def features_of(model: PreTrainedModel, samples: Samples) -> Tensor:
     """
     base: Any = model.base_model
     base.eval()
-    per_batch = max(1, _BATCH_TOKENS // samples.tokens)
     found = []
-    for start in track(range(0, len(samples), per_batch), "features", unit="batch"):
-        batch = samples.batch(slice(start, min(start + per_batch, len(samples))))
+    for _, batch in sample_batches(samples, "features"):
         states = base(**as_input(batch, model.device, model.dtype)).last_hidden_state.double().cpu()
         found.append(states[:, 0] if _has_class_token(model.config, batch, states.shape[1]) else states.mean(1))
     features = torch.cat(found)
-    if not bool(features.isfinite().all()):
-        raise UserError("the model's features are not numbers (NaN): its weights are damaged or overflow in this dtype")
+    check_features(finite=bool(features.isfinite().all()))
     return features
 
 

@@ -28,7 +28,7 @@ from ckpt_prune.checkpoint.units import counted
 from ckpt_prune.containers.checking import check_shapes
 from ckpt_prune.containers.container import stored_container
 from ckpt_prune.containers.remote import REMOTE_MODULE, remote_class
-from ckpt_prune.errors import UserError, named, unreadable
+from ckpt_prune.errors import UserError, refuse_unreadable
 from ckpt_prune.evaluation.kept_blocks import dense_at_depth, kept_blocks, mapped_tensors
 from ckpt_prune.evaluation.kept_ends import kept_ends
 from ckpt_prune.evaluation.kept_stream import kept_in_basis
@@ -109,9 +109,7 @@ def guarded(name: str, check: Callable[[], tuple[bool | None, str]]) -> Check:
     try:
         passed, detail = check()
     except UserError as error:
-        system = unreadable(error)
-        if system is not None:
-            raise named(system) from error
+        refuse_unreadable(error)
         passed, detail = False, str(error)
     return Check(name, passed, detail)
 

@@ -3,13 +3,16 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from pydantic import ConfigDict
+from pydantic.dataclasses import dataclass as checked_dataclass
+
 from ckpt_prune.architectures.spaces import SpaceName, known_space
 
 Units = Callable[[SpaceName], int]
 """A space → its units in a dense block."""
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class StreamTime:
     """What one dimension of the residual stream takes. Nanoseconds.
 

@@ -161,9 +161,7 @@ def of_prune(settled: Settled) -> tuple[list[Stage], int] | None:
 
 def _of_the_rest(settled: Settled) -> tuple[list[Stage], int]:
     """Stages of a job of which nothing is left once blocks or dimensions are gone: they are written."""
-    disk = settled.output.cost.bytes
-    written = settled.before.bytes + 2 * disk
-    rest = STARTING + Work(moved=4 * written, disk=disk, hashed=written)
+    disk, rest = settled.output.cost.bytes, STARTING + _written(settled)
     narrowed = settled.request.narrowed
     if narrowed is None or narrowed.view is None:
         return [Stage("rest", rest, 0)], disk
@@ -203,9 +201,15 @@ def _of_spaces(settled: Settled) -> tuple[list[Stage], int] | None:
     if recipe.allocation == "least-error" and request.plan is None:
         stages.append(_ranking(recipe, Shape.of(whole, kept), measured))
     stages.append(_blocks(settled, shape, (samples, tokens, folds), sequential=sequential, read=measured))
-    written = settled.before.bytes + 2 * disk
-    stages.append(Stage("rest", Work(moved=4 * written, disk=disk, hashed=written), 0))
+    stages.append(Stage("rest", _written(settled), 0))
     return stages, disk + (measured if first else 0)
+
+
+def _written(settled: Settled) -> Work:
+    """What reading the dense tensors once more and writing the output take."""
+    disk = settled.output.cost.bytes
+    written = settled.before.bytes + 2 * disk
+    return Work(moved=4 * written, disk=disk, hashed=written)
 
 
 def of_job(settled: Settled) -> Estimate | None:

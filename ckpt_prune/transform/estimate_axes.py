@@ -6,6 +6,7 @@ from ckpt_prune.calibration.choosing import DEFAULT_WINDOWS
 from ckpt_prune.calibration.distances import SAMPLES
 from ckpt_prune.calibration.fisher import LIMITS
 from ckpt_prune.calibration.losses import TOKENS
+from ckpt_prune.planning.depth_recipe import DepthRecipe
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.rotations.sliced import SlicedCheckpoint
 from ckpt_prune.transform.joint import FIRST, MORE
@@ -87,10 +88,14 @@ def _depth(shortened: Shortened) -> Stage:
         held += shape.states(few, tokens) * (shape.blocks + 2)
     if depth.compensation.linear:
         # Where the number of blocks is measured, there may be a gap.
-        strengths = len(depth.compensation.grid) if depth.compensation.lambda_by is not None else 0
-        work += _mapped(shape, samples, tokens, 1 if depth.auto else len(gaps), strengths)
+        work += _mapped(shape, samples, tokens, 1 if depth.auto else len(gaps), _strengths(depth))
         held = max(held, 3 * shape.states(samples, tokens) + shape.block_bytes + shape.activations(tokens))
     return Stage("depth", work, held)
+
+
+def _strengths(depth: DepthRecipe) -> int:
+    """How many strengths of a map are held against each other; none where one is given."""
+    return len(depth.compensation.grid) if depth.compensation.lambda_by is not None else 0
 
 
 def _mapped(shape: Shape, samples: int, tokens: int, gaps: int, strengths: int) -> Work:
@@ -141,16 +146,16 @@ def _weighing(request: Request) -> Stage:
     few = min(samples, LIMITS[model.family.modality])
     depth, hidden = recipe.depth, recipe.hidden
     both = depth is not None and hidden is not None
-    work = Work()
-    for _ in range(LIMIT if both else FIRST + MORE):
-        work += (shape.read() + shape.run(few, tokens)) * shape.blocks + shape.logits(2 * few * tokens)
-        for site in shape.sites.values():
-            work += (blended(site) + refitted(site)) * shape.blocks
-        if depth is not None and depth.auto and depth.compensation.linear:
-            strengths = len(depth.compensation.grid) if depth.compensation.lambda_by is not None else 0
-            work += _mapped(shape, few, tokens, 1, strengths)
-        if hidden is not None:
-            work += Work(wide=2 * shape.hidden * (shape.weights * shape.blocks + 2 * shape.outside))
-            work += _grams(model, shape, few, tokens) * (1.0 if both else 1 / (FIRST + MORE))
+    each = (shape.read() + shape.run(few, tokens)) * shape.blocks + shape.logits(2 * few * tokens)
+    for site in shape.sites.values():
+        each += (blended(site) + refitted(site)) * shape.blocks
+    if depth is not None and depth.auto and depth.compensation.linear:
+        each += _mapped(shape, few, tokens, 1, _strengths(depth))
+    if hidden is not None:
+        each += Work(wide=2 * shape.hidden * (shape.weights * shape.blocks + 2 * shape.outside))
+    times = LIMIT if both else FIRST + MORE
+    work = each * times
+    if hidden is not None:  # the stream of one model, or of what each number of blocks leaves
+        work += _grams(model, shape, few, tokens) * (times if both else 1)
     held = 2 * shape.states(few, tokens) + 2 * shape.block_bytes + shape.activations(tokens) + 8 * 6 * shape.widest**2
     return Stage("hidden" if depth is None else "depth", work, held)

@@ -42,16 +42,22 @@ def narrow_container(view: SlicedCheckpoint) -> tuple[Container, Layout]:
     return container, plan_layout(model, widths, container, view.added)
 
 
-def narrow_model(view: SlicedCheckpoint, container: Container) -> Model:
+def narrow_model(view: SlicedCheckpoint) -> tuple[Model, str | None]:
     """The model in one basis of fewer dimensions, as its stock class has it: whatever prunes a model prunes it.
 
     Args:
         view: with or without its basis, which is asked for where a tensor is read.
-        container: of it (`narrow_container`).
+
+    Returns:
+        The model, and why it is of another class than the dense one; None where it is not.
+
+    Raises:
+        UserError: no stock class has such a stream.
     """
+    container, _ = narrow_container(view)
     checkpoint = NarrowCheckpoint.of(view, container.config, container.biases)
     config = parse_config(container.config)
-    return Model(checkpoint, fitting_family(checkpoint).with_config(config), config)
+    return Model(checkpoint, fitting_family(checkpoint).with_config(config), config), container.note
 
 
 def _narrow(model: Model, kept: int) -> Model:

@@ -207,8 +207,7 @@ def jointly_narrowed(request: Request, record: Hidden, view: SlicedCheckpoint | 
     model, into, note = request.model, None, None
     if record.kept < record.dimensions:
         into = view or view_of(request, record.kept)
-        container, _ = narrow_container(into)
-        model, note = narrow_model(into, container), container.note
+        model, note = narrow_model(into)
     whole = Narrowed(request, record, None, into, note)
     return replace(request, model=model, recipe=own.recipe.after_hidden, statistics=None, narrowed=whole)
 
@@ -241,8 +240,8 @@ def _untied(request: Request) -> bool:
     return hidden.tied == "untie" or (hidden.tied is None and _centred(request.model))
 
 
-def half_stream(request: Request) -> Callable[[Model], Model]:
-    """A model with all its dimensions → with about half of them, as it is stored then; for names and shapes alone.
+def half_stream(request: Request) -> tuple[int, Callable[[Model], Model]]:
+    """About half the dimensions, and a model with all of them → with so many; for names and shapes alone.
 
     Args:
         request: the whole one, of a recipe with one basis for all blocks.
@@ -254,12 +253,7 @@ def half_stream(request: Request) -> Callable[[Model], Model]:
     step = hidden_of(request).multiple_of
     kept = max(least_width(request), request.model.dimension("hidden") // 2 // step * step)
 
-    def half(model: Model) -> Model:
-        view = view_of(replace(request, model=model), kept)
-        container, _ = narrow_container(view)
-        return narrow_model(view, container)
-
-    return half
+    return kept, lambda model: narrow_model(view_of(replace(request, model=model), kept))[0]
 
 
 def view_of(request: Request, kept: int, bases: Bases = not_measured) -> SlicedCheckpoint:

@@ -7,7 +7,7 @@ from transformers import BertConfig, BertModel
 
 from ckpt_prune.calibration.samples import TokenWindows
 from ckpt_prune.errors import UserError
-from ckpt_prune.evaluation import features as module
+from ckpt_prune.evaluation import forward
 from ckpt_prune.evaluation.features import compare_features
 from ckpt_prune.evaluation.loading import quiet_transformers
 from tests.encoders import SIZES, make, randomise, samples, stock
@@ -49,7 +49,7 @@ def oracle(model, reference, data) -> tuple[float, float, int]:
 
 @pytest.mark.parametrize("batch_tokens", [1, 25, 8192])
 def test_equals_the_oracle(pair, batch_tokens, monkeypatch):
-    monkeypatch.setattr(module, "BATCH_TOKENS", batch_tokens)
+    monkeypatch.setattr(forward, "BATCH_TOKENS", batch_tokens)
     found = compare_features(*pair)
     cosine, error, tokens = oracle(*pair)
     assert cosine < 0.99
