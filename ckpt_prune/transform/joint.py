@@ -10,6 +10,7 @@ samples that no refit has seen (compensation/README.md, section 12).
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -201,22 +202,21 @@ class Weighing(ABC, Generic[Amount]):
             model, self._unseen, device=self.request.device, compute_dtype=live.compute_dtype, allocate=live.allocate
         )
 
+    @cached_property
     def _dense(self) -> tuple[Readout, Tensor]:
         """What the dense model makes of the samples, run once."""
-        if not hasattr(self, "_reference"):
-            model = self.request.model
-            stream = self._stream(model)
-            for block in range(model.blocks):
-                stream.advance(block, model.read_block(block))
-            self._reference = stream.readout(), stream.states
-        return self._reference
+        model = self.request.model
+        stream = self._stream(model)
+        for block in range(model.blocks):
+            stream.advance(block, model.read_block(block))
+        return stream.readout(), stream.states
 
     def _divergence(self, trial: Trial, decisions: Decisions) -> float:
         model = trial.short.model
         stream = self._stream(model)
         for block in track(range(model.blocks), trial.what, total=model.blocks):
             stream.advance(block, self._pruned(trial, block, decisions))
-        readout, states = self._dense()
+        readout, states = self._dense
         own = stream.readout() if trial.own_ends else readout
         (value,) = divergences(readout, states, self._unseen, [(own, stream.states)])
         check_finite(value, f"the output {trial.what}", self._live.compute_dtype)
