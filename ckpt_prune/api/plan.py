@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,9 +34,9 @@ class Planned:
     """
 
     plan: "Plan"
-    settled: "Settled"
+    settled: "Settled" = field(repr=False)
     path: Path | None
-    shifting: "Shifting | None" = None
+    shifting: "Shifting | None" = field(default=None, repr=False)
 
     @property
     def messages(self) -> list[str]:

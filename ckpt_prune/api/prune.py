@@ -17,6 +17,7 @@ from ckpt_prune.calibration.text_files import check_texts
 from ckpt_prune.checkpoint.staging import check_output
 from ckpt_prune.errors import UserError
 from ckpt_prune.filenames import GRAPH_FOLDER
+from ckpt_prune.glance import glance
 from ckpt_prune.options import PruneOptions, checked, has_data
 from ckpt_prune.parallel.group import here
 from ckpt_prune.planning.recipe_places import check_recipe
@@ -55,6 +56,18 @@ class Pruned:
     notices: tuple[str, ...] = ()
     pushed: "Pushed | None" = None
     timing: Timing | None = None
+
+    def __repr__(self) -> str:
+        job = self.settled if self.report is None else None
+        return glance(
+            self,
+            path=str(self.path),
+            settled=job,
+            report=self.report,
+            graph=self.graph,
+            pushed=self.pushed,
+            timing=self.timing,
+        )
 
     @property
     def passed(self) -> bool:

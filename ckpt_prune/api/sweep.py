@@ -10,6 +10,7 @@ from ckpt_prune.api.types import AnyModel, AnyPath, Texts
 from ckpt_prune.architectures.composite import PartName
 from ckpt_prune.checkpoint.scratch import scratch_folder
 from ckpt_prune.errors import UserError
+from ckpt_prune.glance import glance
 from ckpt_prune.options import PlanOptions, checked
 from ckpt_prune.progress import progress_shown
 
@@ -47,6 +48,18 @@ class Sweep:
     key: str = RATIO
     measured: str | None = None
     depth: tuple["DepthPoint", ...] = ()
+
+    def __repr__(self) -> str:
+        ends = (self.points[0].value, self.points[-1].value) if self.points else None
+        return glance(
+            self,
+            recipe=self.recipe,
+            key=self.key,
+            values=ends,
+            points=len(self.points),
+            before=self.before,
+            measured=self.measured,
+        )
 
     def data(self) -> dict[str, Any]:
         """As `--json` prints it."""

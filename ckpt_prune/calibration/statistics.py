@@ -48,6 +48,7 @@ from ckpt_prune.calibration.shards import overlapping, united
 from ckpt_prune.checkpoint.digests import sha256_files
 from ckpt_prune.checkpoint.staging import disk_failures, write_whole
 from ckpt_prune.errors import UserError
+from ckpt_prune.glance import glance
 
 INDEX = "statistics.json"
 _VECTORS = ("sum", "square", "absolute", "active")
@@ -339,6 +340,19 @@ class Statistics:
             if not (folder / name).is_file():
                 raise UserError(f"{folder} lacks {name}, which its index lists: measure again")
             self._bytes += (folder / name).stat().st_size
+
+    def __repr__(self) -> str:
+        own = self.index
+        return glance(
+            self,
+            folder=str(self.folder),
+            modality=own.modality,
+            samples=own.samples,
+            window=own.window,
+            folds=own.folds,
+            blocks=own.blocks,
+            collect=own.collect,
+        )
 
     def block(self, block: int, weights: Container[str] | None = None) -> BlockMoments:
         """Moments of one block: on-disk weight → one for each fold.

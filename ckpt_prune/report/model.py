@@ -367,6 +367,16 @@ class Report(Fixed):
     side_files: list[str] | None = None
     job: str | None = None
 
+    def __repr_args__(self) -> list[tuple[str | None, Any]]:
+        """What is worth a glance."""
+        return [
+            ("source", self.source.name),
+            ("recipe", self.recipe.name),
+            ("container", self.container.model_type),
+            ("before", self.before),
+            ("after", self.after),
+        ]
+
     def data(self) -> dict[str, Any]:
         """As JSON has it; the keys of a recovery, a part or a recipe's origin are absent without one."""
         values = self.model_dump(mode="json")

@@ -19,6 +19,7 @@ from ckpt_prune.calibration.sources import (
     SequentialMoments,
 )
 from ckpt_prune.errors import UserError
+from ckpt_prune.glance import glance
 from ckpt_prune.parallel.group import here
 from ckpt_prune.planning.accounting import cost_of
 from ckpt_prune.planning.recipe import Recipe
@@ -59,6 +60,13 @@ class Settled:
     rotations: Rotations = not_learned
     shares: MaskShares | None = None
     foreseen: bool = False
+
+    def __repr__(self) -> str:
+        after = None if self.known is None else self.after
+        source = str(self.request.whole.model.checkpoint.path)
+        return glance(
+            self, source=source, recipe=self.recipe.name, before=self.before, after=after, foreseen=self.foreseen
+        )
 
     @property
     def model(self) -> Model:
