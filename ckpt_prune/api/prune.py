@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt_prune.api.latency import Timing, timing_of, with_latencies
+from ckpt_prune.api.latency import timed, with_latencies
 from ckpt_prune.api.push import Pushed
 from ckpt_prune.api.push import push as push_output
 from ckpt_prune.api.resuming import resumable
@@ -46,7 +46,6 @@ class Pruned:
         graph: the ONNX graph of a recipe with `export`, or None.
         notices: lines that were said while it ran.
         pushed: where it was pushed to, or None.
-        timing: of the output beside the dense model, where its size was a latency.
     """
 
     path: Path
@@ -55,7 +54,6 @@ class Pruned:
     graph: "Exported | None" = None
     notices: tuple[str, ...] = ()
     pushed: "Pushed | None" = None
-    timing: Timing | None = None
 
     def __repr__(self) -> str:
         job = self.settled if self.report is None else None
@@ -66,7 +64,6 @@ class Pruned:
             report=self.report,
             graph=self.graph,
             pushed=self.pushed,
-            timing=self.timing,
         )
 
     @property
@@ -85,8 +82,6 @@ class Pruned:
             data["messages"] = messages(self.settled)
         if self.graph is not None:
             data["onnx"] = self.graph.data()
-        if self.timing is not None:
-            data["latency"] = self.timing.data()
         return data if self.pushed is None else data | {"pushed": self.pushed.data()}
 
 
@@ -274,10 +269,8 @@ def _pruned(options: PruneOptions, progress: bool, written: Callable[[Pruned], N
                 say(told)
         with resumable(out, say):
             done = run(settled, out, resume=options.resume, overwrite=options.overwrite, announce=say)
-        timing = None if done.finished else timing_of(done.settled, out, trust=options.trust_remote_code)
-        pruned = Pruned(
-            out, None if done.finished else done.settled, done.report, None, tuple(say.lines), timing=timing
-        )
+        report = timed(done.report, request, out, say, trust=options.trust_remote_code)
+        pruned = Pruned(out, None if done.finished else done.settled, report, None, tuple(say.lines))
         written(pruned)
         if step is None or here().once(lambda: done.finished and (out / GRAPH_FOLDER).exists()):
             return pruned

@@ -24,6 +24,7 @@ from ckpt_prune.report.figures import (
     worse_on_held_out,
 )
 from ckpt_prune.report.hidden import dimensions_line, hidden_lines
+from ckpt_prune.report.latency import latency_line
 from ckpt_prune.report.model import Lora, Report
 from ckpt_prune.sparsity.patterns import mask_words
 from ckpt_prune.transform.messages import asked_size_of
@@ -164,6 +165,9 @@ def report_lines(report: Report) -> Iterable[str]:
     yield from recovery_lines(report)
     if report.lambda_search is not None:
         yield f"lambda {report.lambda_search.chosen:g}, of least calibration perplexity"
+    told = None if report.latency is None else latency_line(report.latency)
+    if told is not None:
+        yield told
 
 
 def cost_rows(before: Cost, after: Cost) -> list[list[str]]:
