@@ -7,6 +7,7 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.parts import GROUPED
 from ckpt_prune.architectures.spaces import ENDS, first_of_experts, known_space, space_of
 from ckpt_prune.checkpoint.units import counted, human_bytes, human_count
+from ckpt_prune.cli.options import table
 from ckpt_prune.planning.records import Cost, SiteRecord
 from ckpt_prune.recovery.record import RecoveredLayer
 from ckpt_prune.report.depth import depth_lines, named_all
@@ -26,6 +27,7 @@ from ckpt_prune.report.figures import (
 from ckpt_prune.report.hidden import dimensions_line, hidden_lines
 from ckpt_prune.report.latency import latency_line
 from ckpt_prune.report.model import Lora, Report
+from ckpt_prune.report.tried import tried_table
 from ckpt_prune.sparsity.patterns import mask_words
 from ckpt_prune.transform.messages import asked_size_of
 from ckpt_prune.transform.request import Narrowed, Shortened
@@ -153,11 +155,15 @@ def container_line(settled: Settled) -> str:
 
 
 def report_lines(report: Report) -> Iterable[str]:
-    """All that is said of an output below its costs and widths, as far as one line each can say it."""
+    """All that is said of an output below its costs and widths, a line or a table each."""
     if report.depth is not None:
         yield from depth_lines(report.depth)
     if report.hidden is not None:
         yield from hidden_lines(report.hidden)
+    tried = tried_table(report.depth, report.hidden)
+    if tried is not None:
+        yield f"{tried.title}:"
+        yield table(tried.headers, tried.rows)
     yield from error_lines(report.sites)
     yield from mask_lines(report)
     yield from factor_lines(report)
