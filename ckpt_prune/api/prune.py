@@ -362,7 +362,9 @@ def _dry_data(settled: "Settled | None") -> dict[str, Any]:
         "container": {
             "model_type": settled.output.container.model_type,
             "remote_code": settled.output.container.remote_class is not None,
-        },
+        }
+        if settled.container_known
+        else None,
         "widths": [dict(width) for width in settled.widths],
         "widths_are_known": not settled.foreseen,
         "before": settled.before.model_dump(),

@@ -8,6 +8,7 @@ from ckpt_prune.architectures.parts import GROUPED
 from ckpt_prune.architectures.spaces import ENDS, first_of_experts, known_space, space_of
 from ckpt_prune.checkpoint.units import counted, human_bytes, human_count
 from ckpt_prune.cli.options import table
+from ckpt_prune.containers.choosing import ANY
 from ckpt_prune.planning.records import Cost, SiteRecord
 from ckpt_prune.recovery.record import RecoveredLayer
 from ckpt_prune.report.depth import depth_lines, named_all
@@ -148,10 +149,17 @@ def ranks_line(settled: Settled) -> str:
 
 def container_line(settled: Settled) -> str:
     """What an output that does not exist yet will be stored as."""
-    container = settled.output.container
-    stored = "code of its own" if container.remote_class is not None else container.model_type
-    uneven = ", or with code of its own where blocks differ in width"
-    return f"to be stored as {stored}{uneven if settled.recipe.widths == 'per_layer' else ''}"
+    container, uneven = settled.output.container, settled.recipe.widths == "per_layer"
+    if settled.container_known:
+        stored = "code of its own" if container.remote_class is not None else container.model_type
+        return f"to be stored as {stored}{', or with code of its own where blocks differ in width' if uneven else ''}"
+    family = settled.request.whole.model.family
+    stock = f"{family.model_type}{' or one that computes the same' if family.stand_ins else ''}"
+    own = ["there is none"] if settled.recipe.container == ANY else []
+    own += ["blocks differ in width"] if uneven else []
+    return f"to be stored as a stock class with the shape that measuring finds ({stock})" + (
+        f", or with code of its own where {' or '.join(own)}" if own else ""
+    )
 
 
 def report_lines(report: Report) -> Iterable[str]:

@@ -18,6 +18,7 @@ from ckpt_prune.calibration.sources import (
     NoMoments,
     SequentialMoments,
 )
+from ckpt_prune.containers.choosing import ANY
 from ckpt_prune.errors import UserError
 from ckpt_prune.glance import glance
 from ckpt_prune.parallel.group import here
@@ -101,6 +102,14 @@ class Settled:
     def before(self) -> Cost:
         """Cost of the source."""
         return cost_of(self.request.whole.model)
+
+    @property
+    def container_known(self) -> bool:
+        """Whether what the output is stored as can be told: where measuring finds widths, it depends on them."""
+        recipe, hidden = self.recipe, self.request.whole.recipe.hidden
+        shapes_known = recipe.mask is not None or recipe.low_rank is not None or self.request.widths_known
+        found = self.foreseen and (not shapes_known or (hidden is not None and hidden.auto))
+        return not found or recipe.container not in ("auto", ANY)
 
     @property
     def after(self) -> Cost:

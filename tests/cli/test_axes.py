@@ -148,6 +148,10 @@ def test_a_dry_run(here) -> None:
         "reads it, and then the inputs of every block's layers, and what pruning each does to the model's output, on 8 "
         "windows of 16 tokens of calib.txt"
     ) in said
+    assert (
+        "to be stored as a stock class with the shape that measuring finds (llama or one that computes the same), or "
+        "with code of its own where there is none"
+    ) in said
 
 
 @pytest.mark.parametrize(
