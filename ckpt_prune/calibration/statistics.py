@@ -351,7 +351,7 @@ class Statistics:
             window=own.window,
             folds=own.folds,
             blocks=own.blocks,
-            collect=own.collect,
+            collect=self.collected,
         )
 
     def block(self, block: int, weights: Container[str] | None = None) -> BlockMoments:
@@ -514,9 +514,15 @@ class Statistics:
         if (index.blocks, index.consumers, index.queries, index.turned, index.linears) != expected:
             raise UserError(f"{self.folder / INDEX} does not list this model's blocks and consumers: measure again")
 
+    @property
+    def collected(self) -> list[str]:
+        """Kinds of statistics as `--collect` names them: effects of single sites stand under a key of their own."""
+        return [*self.index.collect, *(["effects"] if self.index.effects else [])]
+
     def summary(self) -> dict[str, Any]:
         """What `statistics show` prints."""
         return self.index.model_dump(mode="json", exclude={"files"}) | {
+            "collect": self.collected,
             "digest": self.index.digest,
             "bytes": self._bytes,
         }
