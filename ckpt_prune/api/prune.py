@@ -13,6 +13,7 @@ from ckpt_prune.api.resuming import resumable
 from ckpt_prune.api.types import AnyModel, AnyPath, Bos, Choose, ComputeDtype, Texts
 from ckpt_prune.architectures.composite import PartName
 from ckpt_prune.architectures.supported import check_supported
+from ckpt_prune.calibration.statistics_files import check_statistics
 from ckpt_prune.calibration.text_files import check_texts
 from ckpt_prune.checkpoint.staging import check_output
 from ckpt_prune.errors import UserError
@@ -236,8 +237,16 @@ def _pruned(options: PruneOptions, progress: bool, written: Callable[[Pruned], N
         here().at_first(lambda: check_output(model, out, resume=options.resume, overwrite=options.overwrite))
     check_supported(options.model, options.family, options.part)
     check_texts(options.text)
+    if options.statistics is not None:
+        check_statistics(options.statistics)
     if options.push is not None:
         here().at_first(partial(_check_pushed, options.push, options))
+
+    # Before transformers is, what can be told without it.
+    from ckpt_prune.transform.asked_recipe import read_recipe
+
+    with progress_shown(progress):
+        wanted = read_recipe(options)
 
     from ckpt_prune.evaluation.whole_forward import check_forward
     from ckpt_prune.transform.asked import prune_request, read_asked
@@ -248,7 +257,7 @@ def _pruned(options: PruneOptions, progress: bool, written: Callable[[Pruned], N
 
     with progress_shown(progress):
         say = Notices()
-        asked = read_asked(options)
+        asked = read_asked(wanted)
         if options.resume and not options.overwrite and not options.dry_run:
             finished = here().alone(lambda: _missing_graph(asked, say, written))
             if finished is not None:

@@ -139,11 +139,13 @@ def sweep(
     from ckpt_prune.architectures.spaces import first_of_experts
     from ckpt_prune.planning.accounting import cost_of
     from ckpt_prune.transform.asked import plan_request
+    from ckpt_prune.transform.asked_recipe import recipe_of
     from ckpt_prune.transform.checks import check_request
     from ckpt_prune.transform.sweep import depth_points_at, point_of, points_at
 
     def request_of(options: Mapping[str, Any]) -> "Request":
-        found = plan_request(checked(PlanOptions, {**options, "diagnostics": False}))
+        asked = checked(PlanOptions, {**options, "diagnostics": False})
+        found = plan_request(asked, *recipe_of(asked))
         check_request(found)
         return found
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ckpt_prune.api.types import AnyModel, AnyPath, Provider, Texts
+from ckpt_prune.calibration.text_files import check_texts
 from ckpt_prune.checkpoint.graph_files import graph_named
 from ckpt_prune.checkpoint.hub import output_folder, resolve
 from ckpt_prune.errors import UserError
@@ -73,6 +74,7 @@ def validate(
     name = path_of(folder)
     graph = graph_named(name) if metric_only and not (Path(name) / GRAPH_RECORD).is_file() else None
     place = output_folder(Path(name)) if graph is None else graph
+    check_texts(options.text)
 
     from ckpt_prune.evaluation.placing import spread
     from ckpt_prune.exporting import metric_only as only

@@ -45,12 +45,12 @@ from ckpt_prune.calibration.moments import ACTIVE_THRESHOLD, Moments, Taylor
 from ckpt_prune.calibration.rotary import RotaryMoments
 from ckpt_prune.calibration.routing import RoutingMoments
 from ckpt_prune.calibration.shards import overlapping, united
+from ckpt_prune.calibration.statistics_files import INDEX, check_statistics
 from ckpt_prune.checkpoint.digests import sha256_files
 from ckpt_prune.checkpoint.staging import disk_failures, write_whole
 from ckpt_prune.errors import UserError
 from ckpt_prune.glance import glance
 
-INDEX = "statistics.json"
 _VECTORS = ("sum", "square", "absolute", "active")
 _ROUTING = tuple(each.name for each in fields(RoutingMoments))
 _LOGITS = ("queries", "keys", "fourth", "centred")
@@ -324,9 +324,8 @@ class Statistics:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        check_statistics(folder)
         path = folder / INDEX
-        if not path.is_file():
-            raise UserError(f"{folder} holds no {INDEX}: statistics are written by `ckpt-prune calibrate`")
         try:
             self.index = StatisticsIndex.model_validate_json(path.read_text(encoding="utf-8"))
         except (ValidationError, UnicodeDecodeError) as error:

@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ckpt_prune.calibration.statistics import INDEX, Statistics
+from ckpt_prune.calibration.statistics import Statistics
+from ckpt_prune.calibration.statistics_files import INDEX
 from ckpt_prune.checkpoint.digests import sha256_files
 from ckpt_prune.checkpoint.staging import Staging
 from tests.cli.running import TEXT, edit_weights, listing, misused, ok, poison, read_json, refused, run, same_files
