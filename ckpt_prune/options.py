@@ -189,8 +189,8 @@ class EvaluationOptions(TextOptions):
     samples: int | None = Field(
         None,
         ge=1,
-        description="Number of windows from the start of the text, of images (chosen at random, seed 0), or of a "
-        "task's first items. [default: all]",
+        description="The first so many windows of the text, so many images at random (seed 0), or a task's first "
+        "items. [default: all]",
     )
     bos: Literal["auto", "always", "never"] = Field(
         "auto", description="Begin-of-sequence token before the stream; auto: where the tokenizer itself adds one."

@@ -33,6 +33,7 @@ from ckpt_prune.containers.opening import open_model
 from ckpt_prune.machine import Rates, measured_rates
 from ckpt_prune.options import PruneOptions, checked
 from ckpt_prune.transform.asked import prune_request, read_asked
+from ckpt_prune.transform.asked_recipe import read_recipe
 from ckpt_prune.transform.estimate import Stage, of_calibration, of_prune
 from ckpt_prune.transform.settle import foresee
 from tools.bench_lines import add_line, lines_of
@@ -82,7 +83,7 @@ def stages(model: Path, job: str, samples: Mapping[str, Any]) -> list[Stage]:
     changes = {"set": ("weigh_by=energy",)} if job == "best" else {}
     given = {"model": str(model), "output": model.with_name("never"), "recipe": job, "ratio": RATIO, "dry_run": True}
     options = checked(PruneOptions, {**given, **changes, **samples})
-    found = of_prune(foresee(prune_request(read_asked(options), lambda line: None)))
+    found = of_prune(foresee(prune_request(read_asked(read_recipe(options)), lambda line: None)))
     assert found is not None
     return found[0]
 

@@ -16,6 +16,7 @@ from ckpt_prune.options import PruneOptions
 from ckpt_prune.planning.recipe_file import load_recipe
 from ckpt_prune.planning.shipped import shipped_recipes
 from ckpt_prune.transform.asked import prune_request, read_asked
+from ckpt_prune.transform.asked_recipe import read_recipe
 from ckpt_prune.transform.run import run
 from ckpt_prune.transform.settle import settle
 
@@ -30,7 +31,7 @@ def seconds(recipe: str, where: dict[str, object], samples: int) -> float:
     with tempfile.TemporaryDirectory() as folder:
         start = time.process_time()
         options = PruneOptions(recipe=recipe, samples=samples, output=Path(folder) / "out", device="cpu", **where)
-        run(settle(prune_request(read_asked(options), print)), options.output)
+        run(settle(prune_request(read_asked(read_recipe(options)), print)), options.output)
         return time.process_time() - start
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from ckpt_prune.api.types import AnyModel, AnyPath, Provider, Texts
+from ckpt_prune.calibration.text_files import check_texts
 from ckpt_prune.graph_types import GraphType
 from ckpt_prune.options import ExportOptions, ProofOptions, SpreadOptions, checked
 from ckpt_prune.planning.export_recipe import AskedTask, GraphSettings
@@ -93,6 +94,7 @@ def export(
         checked(ProofOptions, given),
     )
     spreading = checked(SpreadOptions, given)
+    check_texts(proving.text)
 
     from ckpt_prune.checkpoint.staging import refuse_inside
     from ckpt_prune.containers.opening import Opening, open_checkpoint

@@ -1,55 +1,17 @@
 """Sizes in time: the table of this machine for a request, and what an output takes beside what it was to take."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckpt_prune.checkpoint.jsonfile import pretty
+from ckpt_prune.checkpoint.staging import write_whole
+from ckpt_prune.filenames import REPORT
 from ckpt_prune.progress import Notices
 
 if TYPE_CHECKING:
-    from ckpt_prune.planning.sizes import Timed
+    from ckpt_prune.report.model import Report
     from ckpt_prune.transform.request import Request
-    from ckpt_prune.transform.settle import Settled
-
-
-@dataclass(frozen=True)
-class Timing:
-    """An output's time beside the dense model's, in nanoseconds.
-
-    Attributes:
-        of: what was timed.
-        dense, foreseen: by the table.
-        measured_dense, measured: of both models whole, in turns; None of models that are too large for it.
-    """
-
-    of: str
-    dense: float
-    foreseen: float
-    measured_dense: float | None = None
-    measured: float | None = None
-
-    @property
-    def line(self) -> str:
-        """In words."""
-        share = self.foreseen / self.dense
-        told = f"{self.of}: foreseen {self.foreseen / 1e6:.4g} ms ({share:.1%} of the dense model's)"
-        if self.measured is None or self.measured_dense is None:
-            return f"{told}; too large to be timed here: see `ckpt-prune benchmark`"
-        error = share / (self.measured / self.measured_dense) - 1
-        return (
-            f"{told}, measured {self.measured / 1e6:.4g} ms ({self.measured / self.measured_dense:.1%} of "
-            f"{self.measured_dense / 1e6:.4g} ms): the share foreseen is {error:+.1%} off"
-        )
-
-    def data(self) -> dict[str, Any]:
-        """As `--json` prints it, in milliseconds."""
-        times = {
-            "dense": self.dense,
-            "foreseen": self.foreseen,
-            "measured_dense": self.measured_dense,
-            "measured": self.measured,
-        }
-        return {"of": self.of} | {key: None if value is None else value / 1e6 for key, value in times.items()}
 
 
 def with_latencies(request: "Request", say: Notices, *, trust: bool) -> "Request":
@@ -81,26 +43,25 @@ def with_latencies(request: "Request", say: Notices, *, trust: bool) -> "Request
     return replace(request, latencies=table.latencies)
 
 
-def timing_of(settled: "Settled", out: Path, *, trust: bool) -> Timing | None:
-    """What an output takes, beside what the table had said; None where its size was no time.
+def timed(report: "Report", request: "Request", out: Path, say: Notices, *, trust: bool) -> "Report":
+    """The report of an output with what it takes, where its size was a time and both models are small enough.
+
+    It is in its place by then, so that nothing is lost where it cannot be timed: its report says what was foreseen, and
+    is replaced whole by one that says what was measured. No digest is of the report.
 
     Args:
-        settled: the job that made it.
-        out: where it is.
+        report: of the output.
+        request: as it was asked for.
+        out: where the output is.
+        say: told that the output is complete, where it is not timed to the end.
         trust: run the checkpoint's own code.
+
+    Raises:
+        UserError: it cannot be timed, or the report cannot be written.
     """
-    from ckpt_prune.transform.sizing import dense_size, size_at
-
-    request = settled.request
-    asked = request.whole.recipe.size if request.asked is None else request.asked.size
-    if asked is None or asked.kind != "latency" or request.latencies is None:
-        return None
-    dense, told = dense_size(request.whole, "latency"), size_at(request, "latency", settled.widths)
-    found = Timing(f"latency of {asked.timed.words}", dense, told)
-    return _measured(found, settled, out, asked.timed, trust=trust)
-
-
-def _measured(found: Timing, settled: "Settled", out: Path, timed: "Timed", *, trust: bool) -> Timing:
+    size, latency = request.recipe.size, report.latency
+    if size is None or latency is None or latency.measured is not None:
+        return report
     import torch
 
     from ckpt_prune.benchmarking.runners import TorchTimer
@@ -108,15 +69,23 @@ def _measured(found: Timing, settled: "Settled", out: Path, timed: "Timed", *, t
     from ckpt_prune.evaluation.loading import load_model
     from ckpt_prune.parallel.group import here
 
-    def measure() -> Timing:
-        if 4 * settled.before.parameters > CHECKED_BYTES:
-            return found
-        device, folder = settled.request.device, settled.model.checkpoint.path
+    if 4 * report.before.parameters > CHECKED_BYTES:
+        return report
+
+    def measure() -> "Report":
+        device, folder = request.device, request.model.checkpoint.path
         timers = [
             TorchTimer(load_model(each, device=device, dtype=torch.float32, trust_remote_code=trust), device)
             for each in (folder, out)
         ]
-        dense, ours = fastest(timers, workload_of(folder, timed, trust=trust), "timing the output")
-        return replace(found, measured_dense=dense, measured=ours)
+        dense, ours = fastest(timers, workload_of(folder, size.timed, trust=trust), "timing the output")
+        found = latency.model_copy(update={"measured_dense": dense / 1e6, "measured": ours / 1e6})
+        whole = report.model_copy(update={"latency": found})
+        write_whole(out / REPORT, pretty(whole.data()))
+        return whole
 
-    return here().once(measure)
+    try:
+        return here().once(measure)
+    except BaseException:
+        say(f"{out} is complete, but was not timed: the same command with --resume tries again")
+        raise

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +10,7 @@ from ckpt_prune.api.latency import with_latencies
 from ckpt_prune.api.types import AnyModel, AnyPath
 from ckpt_prune.architectures.composite import PartName
 from ckpt_prune.architectures.supported import check_supported
+from ckpt_prune.calibration.statistics_files import check_statistics
 from ckpt_prune.options import PlanOptions, checked
 from ckpt_prune.planning.sizes import asked_size
 from ckpt_prune.progress import Notices, progress_shown
@@ -34,9 +35,9 @@ class Planned:
     """
 
     plan: "Plan"
-    settled: "Settled"
+    settled: "Settled" = field(repr=False)
     path: Path | None
-    shifting: "Shifting | None" = None
+    shifting: "Shifting | None" = field(default=None, repr=False)
 
     @property
     def messages(self) -> list[str]:
@@ -170,6 +171,15 @@ def plan(
     # Before torch is imported, what can be told without it.
     asked_size(options.sizes, options.ratio)
     check_supported(options.model, options.family, options.part)
+    for folder in (options.statistics, options.test):
+        if folder is not None:
+            check_statistics(folder)
+
+    # Before transformers is, what can be told without it.
+    from ckpt_prune.transform.asked_recipe import recipe_of
+
+    with progress_shown(progress):
+        file, wanted = recipe_of(options)
 
     from ckpt_prune.calibration.statistics import Statistics
     from ckpt_prune.checkpoint.staging import write_whole
@@ -180,7 +190,7 @@ def plan(
     from ckpt_prune.transform.shifts import Shifting
 
     with progress_shown(progress):
-        request = with_latencies(plan_request(options), Notices(), trust=options.trust_remote_code)
+        request = with_latencies(plan_request(options, file, wanted), Notices(), trust=options.trust_remote_code)
         settled = planned_depth(settle(request))
         request.model.checkpoint.check_finite()
         shifting = None if options.test is None else Shifting(settled, Statistics(options.test))

@@ -6,17 +6,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt_prune.api.latency import Timing, timing_of, with_latencies
+from ckpt_prune.api.latency import timed, with_latencies
 from ckpt_prune.api.push import Pushed
 from ckpt_prune.api.push import push as push_output
 from ckpt_prune.api.resuming import resumable
 from ckpt_prune.api.types import AnyModel, AnyPath, Bos, Choose, ComputeDtype, Texts
 from ckpt_prune.architectures.composite import PartName
 from ckpt_prune.architectures.supported import check_supported
+from ckpt_prune.calibration.statistics_files import check_statistics
 from ckpt_prune.calibration.text_files import check_texts
 from ckpt_prune.checkpoint.staging import check_output
 from ckpt_prune.errors import UserError
 from ckpt_prune.filenames import GRAPH_FOLDER
+from ckpt_prune.glance import glance
 from ckpt_prune.options import PruneOptions, checked, has_data
 from ckpt_prune.parallel.group import here
 from ckpt_prune.planning.recipe_places import check_recipe
@@ -45,7 +47,6 @@ class Pruned:
         graph: the ONNX graph of a recipe with `export`, or None.
         notices: lines that were said while it ran.
         pushed: where it was pushed to, or None.
-        timing: of the output beside the dense model, where its size was a latency.
     """
 
     path: Path
@@ -54,7 +55,17 @@ class Pruned:
     graph: "Exported | None" = None
     notices: tuple[str, ...] = ()
     pushed: "Pushed | None" = None
-    timing: Timing | None = None
+
+    def __repr__(self) -> str:
+        job = self.settled if self.report is None else None
+        return glance(
+            self,
+            path=str(self.path),
+            settled=job,
+            report=self.report,
+            graph=self.graph,
+            pushed=self.pushed,
+        )
 
     @property
     def passed(self) -> bool:
@@ -72,8 +83,6 @@ class Pruned:
             data["messages"] = messages(self.settled)
         if self.graph is not None:
             data["onnx"] = self.graph.data()
-        if self.timing is not None:
-            data["latency"] = self.timing.data()
         return data if self.pushed is None else data | {"pushed": self.pushed.data()}
 
 
@@ -228,8 +237,16 @@ def _pruned(options: PruneOptions, progress: bool, written: Callable[[Pruned], N
         here().at_first(lambda: check_output(model, out, resume=options.resume, overwrite=options.overwrite))
     check_supported(options.model, options.family, options.part)
     check_texts(options.text)
+    if options.statistics is not None:
+        check_statistics(options.statistics)
     if options.push is not None:
         here().at_first(partial(_check_pushed, options.push, options))
+
+    # Before transformers is, what can be told without it.
+    from ckpt_prune.transform.asked_recipe import read_recipe
+
+    with progress_shown(progress):
+        wanted = read_recipe(options)
 
     from ckpt_prune.evaluation.whole_forward import check_forward
     from ckpt_prune.transform.asked import prune_request, read_asked
@@ -240,7 +257,7 @@ def _pruned(options: PruneOptions, progress: bool, written: Callable[[Pruned], N
 
     with progress_shown(progress):
         say = Notices()
-        asked = read_asked(options)
+        asked = read_asked(wanted)
         if options.resume and not options.overwrite and not options.dry_run:
             finished = here().alone(lambda: _missing_graph(asked, say, written))
             if finished is not None:
@@ -261,10 +278,8 @@ def _pruned(options: PruneOptions, progress: bool, written: Callable[[Pruned], N
                 say(told)
         with resumable(out, say):
             done = run(settled, out, resume=options.resume, overwrite=options.overwrite, announce=say)
-        timing = None if done.finished else timing_of(done.settled, out, trust=options.trust_remote_code)
-        pruned = Pruned(
-            out, None if done.finished else done.settled, done.report, None, tuple(say.lines), timing=timing
-        )
+        report = timed(done.report, request, out, say, trust=options.trust_remote_code)
+        pruned = Pruned(out, None if done.finished else done.settled, report, None, tuple(say.lines))
         written(pruned)
         if step is None or here().once(lambda: done.finished and (out / GRAPH_FOLDER).exists()):
             return pruned
@@ -356,7 +371,9 @@ def _dry_data(settled: "Settled | None") -> dict[str, Any]:
         "container": {
             "model_type": settled.output.container.model_type,
             "remote_code": settled.output.container.remote_class is not None,
-        },
+        }
+        if settled.container_known
+        else None,
         "widths": [dict(width) for width in settled.widths],
         "widths_are_known": not settled.foreseen,
         "before": settled.before.model_dump(),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt_prune.api.types import AnyModel
 from ckpt_prune.api.verify import verify
 from ckpt_prune.errors import UserError
+from ckpt_prune.glance import glance
 from ckpt_prune.options import PushOptions, checked
 from ckpt_prune.progress import progress_shown
 
@@ -37,6 +38,18 @@ class Pushed:
     left_out: tuple[str, ...] = ()
     url: str | None = None
     commit: str | None = None
+
+    def __repr__(self) -> str:
+        size = sum(self.files.values())
+        return glance(
+            self,
+            repo=self.repo,
+            public=self.public,
+            files=len(self.files),
+            bytes=size,
+            url=self.url,
+            commit=self.commit,
+        )
 
     def data(self) -> dict[str, Any]:
         """As `--json` prints it."""

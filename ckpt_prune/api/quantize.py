@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_prune.api.types import AnyModel, AnyPath
 from ckpt_prune.architectures.supported import check_supported
+from ckpt_prune.calibration.statistics_files import check_statistics
 from ckpt_prune.compressing.scheme import Format
 from ckpt_prune.options import QuantizeOptions, checked
 from ckpt_prune.progress import progress_shown
@@ -60,6 +61,8 @@ def quantize(
     """
     options = checked(QuantizeOptions, locals())
     check_supported(options.model, None, None)
+    if options.statistics is not None:
+        check_statistics(options.statistics)
 
     from ckpt_prune.compressing.quantise import job_of, quantise
     from ckpt_prune.containers.opening import Opening, open_checkpoint

@@ -1,7 +1,7 @@
 """`ckpt_prune.recover`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -37,7 +37,7 @@ class Recovered:
 
     path: Path
     report: "Report"
-    notices: tuple[str, ...] = ()
+    notices: tuple[str, ...] = field(default=(), repr=False)
 
     def data(self) -> dict[str, Any]:
         """As `--json` prints it."""

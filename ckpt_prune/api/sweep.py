@@ -10,6 +10,7 @@ from ckpt_prune.api.types import AnyModel, AnyPath, Texts
 from ckpt_prune.architectures.composite import PartName
 from ckpt_prune.checkpoint.scratch import scratch_folder
 from ckpt_prune.errors import UserError
+from ckpt_prune.glance import glance
 from ckpt_prune.options import PlanOptions, checked
 from ckpt_prune.progress import progress_shown
 
@@ -47,6 +48,18 @@ class Sweep:
     key: str = RATIO
     measured: str | None = None
     depth: tuple["DepthPoint", ...] = ()
+
+    def __repr__(self) -> str:
+        ends = (self.points[0].value, self.points[-1].value) if self.points else None
+        return glance(
+            self,
+            recipe=self.recipe,
+            key=self.key,
+            values=ends,
+            points=len(self.points),
+            before=self.before,
+            measured=self.measured,
+        )
 
     def data(self) -> dict[str, Any]:
         """As `--json` prints it."""
@@ -126,11 +139,13 @@ def sweep(
     from ckpt_prune.architectures.spaces import first_of_experts
     from ckpt_prune.planning.accounting import cost_of
     from ckpt_prune.transform.asked import plan_request
+    from ckpt_prune.transform.asked_recipe import recipe_of
     from ckpt_prune.transform.checks import check_request
     from ckpt_prune.transform.sweep import depth_points_at, point_of, points_at
 
     def request_of(options: Mapping[str, Any]) -> "Request":
-        found = plan_request(checked(PlanOptions, {**options, "diagnostics": False}))
+        asked = checked(PlanOptions, {**options, "diagnostics": False})
+        found = plan_request(asked, *recipe_of(asked))
         check_request(found)
         return found
 

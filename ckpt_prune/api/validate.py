@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ckpt_prune.api.types import AnyModel, AnyPath, Provider, Texts
+from ckpt_prune.calibration.text_files import check_texts
 from ckpt_prune.checkpoint.graph_files import graph_named
 from ckpt_prune.checkpoint.hub import output_folder, resolve
 from ckpt_prune.errors import UserError
 from ckpt_prune.filenames import GRAPH_RECORD
 from ckpt_prune.options import SpreadOptions, ValidateOptions, checked, path_of
-from ckpt_prune.progress import progress_shown
+from ckpt_prune.progress import Notices, progress_shown
 
 if TYPE_CHECKING:
     from ckpt_prune.exporting.outcome import Validations
@@ -73,6 +74,7 @@ def validate(
     name = path_of(folder)
     graph = graph_named(name) if metric_only and not (Path(name) / GRAPH_RECORD).is_file() else None
     place = output_folder(Path(name)) if graph is None else graph
+    check_texts(options.text)
 
     from ckpt_prune.evaluation.placing import spread
     from ckpt_prune.exporting import metric_only as only
@@ -91,6 +93,8 @@ def validate(
             where = place if graph is None else graph.parent
             model = validation.own_source(where, read_manifest(where))
         dense_model = validation.dense_of(options.dense, options.max_loss_dense)
+        if graph is None and (told := _other_data(place, options)) is not None:
+            Notices()(told)
         if metric_only:
             return only.metric_only(place, model, options, provider=provider, dense=dense_model, trust=trust)
         chosen = proof_samples(place, read_manifest(place).what, options, trust=trust)
@@ -106,3 +110,21 @@ def validate(
         )
         found.write(place)
         return found
+
+
+def _other_data(place: Path, options: ValidateOptions) -> str | None:
+    """That a folder was last compared on data that is not given now; None where it is, or where none was."""
+    from ckpt_prune.exporting.outcome import read_validation
+
+    if options.text or options.images is not None:
+        return None
+    try:
+        last = read_validation(place).graphs[0].data
+    except (UserError, IndexError):
+        return None
+    if not last.get("files"):
+        return None
+    return (
+        f"{place} was last compared on {last.get('what')}, which is not given: these figures are of other data, and do "
+        "not compare with those"
+    )

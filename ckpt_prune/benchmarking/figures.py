@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from math import floor
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -114,6 +114,16 @@ class Result(_Frozen):
     seed: int
     runs: list[Run]
     blocks: list[Block]
+
+    def __repr_args__(self) -> list[tuple[str | None, Any]]:
+        """What is worth a glance."""
+        return [
+            ("processor", self.machine.processor),
+            ("gpu", self.machine.gpu),
+            ("rounds", self.rounds),
+            ("runs", [f"{own.label}: {own.model} in {own.runtime}" for own in self.runs]),
+            ("blocks", len(self.blocks)),
+        ]
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

@@ -17,7 +17,6 @@ from ckpt_prune.calibration.moments import ACTIVE_THRESHOLD, Taylor
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.statistics import (
-    INDEX,
     BlockMoments,
     Statistics,
     StatisticsIndex,
@@ -33,6 +32,7 @@ from ckpt_prune.calibration.statistics import (
     write_fisher,
     write_taylor,
 )
+from ckpt_prune.calibration.statistics_files import INDEX
 from ckpt_prune.calibration.streams import fold_slices, stream_of
 from ckpt_prune.calibration.taylor import measure_taylor
 from ckpt_prune.checkpoint.digests import READERS

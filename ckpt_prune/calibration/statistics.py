@@ -45,11 +45,12 @@ from ckpt_prune.calibration.moments import ACTIVE_THRESHOLD, Moments, Taylor
 from ckpt_prune.calibration.rotary import RotaryMoments
 from ckpt_prune.calibration.routing import RoutingMoments
 from ckpt_prune.calibration.shards import overlapping, united
+from ckpt_prune.calibration.statistics_files import INDEX, check_statistics
 from ckpt_prune.checkpoint.digests import sha256_files
 from ckpt_prune.checkpoint.staging import disk_failures, write_whole
 from ckpt_prune.errors import UserError
+from ckpt_prune.glance import glance
 
-INDEX = "statistics.json"
 _VECTORS = ("sum", "square", "absolute", "active")
 _ROUTING = tuple(each.name for each in fields(RoutingMoments))
 _LOGITS = ("queries", "keys", "fourth", "centred")
@@ -323,9 +324,8 @@ class Statistics:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        check_statistics(folder)
         path = folder / INDEX
-        if not path.is_file():
-            raise UserError(f"{folder} holds no {INDEX}: statistics are written by `ckpt-prune calibrate`")
         try:
             self.index = StatisticsIndex.model_validate_json(path.read_text(encoding="utf-8"))
         except (ValidationError, UnicodeDecodeError) as error:
@@ -339,6 +339,19 @@ class Statistics:
             if not (folder / name).is_file():
                 raise UserError(f"{folder} lacks {name}, which its index lists: measure again")
             self._bytes += (folder / name).stat().st_size
+
+    def __repr__(self) -> str:
+        own = self.index
+        return glance(
+            self,
+            folder=str(self.folder),
+            modality=own.modality,
+            samples=own.samples,
+            window=own.window,
+            folds=own.folds,
+            blocks=own.blocks,
+            collect=self.collected,
+        )
 
     def block(self, block: int, weights: Container[str] | None = None) -> BlockMoments:
         """Moments of one block: on-disk weight → one for each fold.
@@ -500,9 +513,15 @@ class Statistics:
         if (index.blocks, index.consumers, index.queries, index.turned, index.linears) != expected:
             raise UserError(f"{self.folder / INDEX} does not list this model's blocks and consumers: measure again")
 
+    @property
+    def collected(self) -> list[str]:
+        """Kinds of statistics as `--collect` names them: effects of single sites stand under a key of their own."""
+        return [*self.index.collect, *(["effects"] if self.index.effects else [])]
+
     def summary(self) -> dict[str, Any]:
         """What `statistics show` prints."""
         return self.index.model_dump(mode="json", exclude={"files"}) | {
+            "collect": self.collected,
             "digest": self.index.digest,
             "bytes": self._bytes,
         }

@@ -99,6 +99,9 @@ def command(as_json: bool, **given: Any) -> None:
     Two protocols are in use, windows of 128 and of 2048 tokens, and differ by a factor of two on the same model: the
     window is printed with every figure. KL is the mean over scored tokens of KL(MODEL2 || MODEL), in nats.
 
+    --samples N scores the first N windows of the text, not N at random as calibrate takes them: how hard a text is
+    differs along it, so hold such a figure only against others of the same text, window and N.
+
     MODEL and MODEL2 may be ONNX graphs, this tool's or another's, beside their config and tokenizer or image processor
     (OUT/onnx/model_q4.onnx), or a folder with one graph; onnxruntime runs them on the CPU.
 

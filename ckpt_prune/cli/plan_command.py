@@ -49,10 +49,14 @@ def _predicted() -> str:
 
 def _refuse_data(recipes: tuple[str, ...], given: dict[str, Any]) -> None:
     """Those who come from `prune --text` are told what a plan is made from, or that there is none by their recipe."""
-    from ckpt_prune.transform.asked import plannable_recipe
+    from ckpt_prune.transform.asked_recipe import recipe_of
 
-    for each in recipes or (None,):
-        plannable_recipe(checked(PlanOptions, given | {"recipe": each}))
+    wanted = [recipe_of(checked(PlanOptions, given | {"recipe": each})) for each in recipes or (None,)]
+
+    from ckpt_prune.transform.checks import check_plannable
+
+    for _, recipe in wanted:
+        check_plannable(recipe)
     raise UserError(
         "a plan is made from statistics: run `ckpt-prune calibrate MODEL --text FILE -o STATS` (or --images DIR) "
         "and give --statistics STATS, or let `ckpt-prune prune` measure"

@@ -141,8 +141,6 @@ def _print_done(pruned: Pruned) -> None:
             click.echo(kept_line(settled))
         for line in report_lines(report):
             click.echo(line)
-        if pruned.timing is not None:
-            click.echo(pruned.timing.line)
         click.echo(f"written to {pruned.path}")
 
 

@@ -7,6 +7,8 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.parts import GROUPED
 from ckpt_prune.architectures.spaces import ENDS, first_of_experts, known_space, space_of
 from ckpt_prune.checkpoint.units import counted, human_bytes, human_count
+from ckpt_prune.cli.options import table
+from ckpt_prune.containers.choosing import ANY
 from ckpt_prune.planning.records import Cost, SiteRecord
 from ckpt_prune.recovery.record import RecoveredLayer
 from ckpt_prune.report.depth import depth_lines, named_all
@@ -24,7 +26,9 @@ from ckpt_prune.report.figures import (
     worse_on_held_out,
 )
 from ckpt_prune.report.hidden import dimensions_line, hidden_lines
+from ckpt_prune.report.latency import latency_line
 from ckpt_prune.report.model import Lora, Report
+from ckpt_prune.report.tried import tried_table
 from ckpt_prune.sparsity.patterns import mask_words
 from ckpt_prune.transform.messages import asked_size_of
 from ckpt_prune.transform.request import Narrowed, Shortened
@@ -145,18 +149,29 @@ def ranks_line(settled: Settled) -> str:
 
 def container_line(settled: Settled) -> str:
     """What an output that does not exist yet will be stored as."""
-    container = settled.output.container
-    stored = "code of its own" if container.remote_class is not None else container.model_type
-    uneven = ", or with code of its own where blocks differ in width"
-    return f"to be stored as {stored}{uneven if settled.recipe.widths == 'per_layer' else ''}"
+    container, uneven = settled.output.container, settled.recipe.widths == "per_layer"
+    if settled.container_known:
+        stored = "code of its own" if container.remote_class is not None else container.model_type
+        return f"to be stored as {stored}{', or with code of its own where blocks differ in width' if uneven else ''}"
+    family = settled.request.whole.model.family
+    stock = f"{family.model_type}{' or one that computes the same' if family.stand_ins else ''}"
+    own = ["there is none"] if settled.recipe.container == ANY else []
+    own += ["blocks differ in width"] if uneven else []
+    return f"to be stored as a stock class with the shape that measuring finds ({stock})" + (
+        f", or with code of its own where {' or '.join(own)}" if own else ""
+    )
 
 
 def report_lines(report: Report) -> Iterable[str]:
-    """All that is said of an output below its costs and widths, as far as one line each can say it."""
+    """All that is said of an output below its costs and widths, a line or a table each."""
     if report.depth is not None:
         yield from depth_lines(report.depth)
     if report.hidden is not None:
         yield from hidden_lines(report.hidden)
+    tried = tried_table(report.depth, report.hidden)
+    if tried is not None:
+        yield f"{tried.title}:"
+        yield table(tried.headers, tried.rows)
     yield from error_lines(report.sites)
     yield from mask_lines(report)
     yield from factor_lines(report)
@@ -164,6 +179,9 @@ def report_lines(report: Report) -> Iterable[str]:
     yield from recovery_lines(report)
     if report.lambda_search is not None:
         yield f"lambda {report.lambda_search.chosen:g}, of least calibration perplexity"
+    told = None if report.latency is None else latency_line(report.latency)
+    if told is not None:
+        yield told
 
 
 def cost_rows(before: Cost, after: Cost) -> list[list[str]]:

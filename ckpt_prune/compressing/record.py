@@ -61,6 +61,18 @@ class Quantised(Fixed):
     files: dict[str, str] = Field(default_factory=dict)
     side_files: list[str] = Field(default_factory=list)
 
+    def __repr_args__(self) -> list[tuple[str | None, Any]]:
+        """What is worth a glance."""
+        return [
+            ("source", self.source.name),
+            ("format", self.format),
+            ("group_size", self.group_size),
+            ("rounding", self.rounding),
+            ("before", self.before),
+            ("after", self.after),
+            ("weights", len(self.weights)),
+        ]
+
     @property
     def scheme(self) -> Scheme:
         """How its weights are stored."""

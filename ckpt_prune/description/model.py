@@ -1,5 +1,6 @@
 """The answer of `inspect`, as one model that `--json` prints."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -94,6 +95,11 @@ class Origin(_Fixed):
     recipe: str
 
 
+def _single(args: Iterable[tuple[str | None, Any]]) -> list[tuple[str | None, Any]]:
+    """Those of the arguments of a `repr` that are no collection and no record: the others have no end."""
+    return [(name, value) for name, value in args if isinstance(value, str | int | float)]
+
+
 class _Any(_Fixed):
     model: str
     family: str
@@ -101,6 +107,10 @@ class _Any(_Fixed):
     dtype: str
     files: int
     sparsity: SparsityDescription | None = None
+
+    def __repr_args__(self) -> list[tuple[str | None, Any]]:
+        """What is worth a glance."""
+        return _single(super().__repr_args__())
 
     def data(self) -> dict[str, Any]:
         """As `--json` prints it."""
@@ -215,6 +225,10 @@ class UnknownDescription(_Fixed):
     code: list[str]
     undecided: list[str]
     draft: dict[str, Any]
+
+    def __repr_args__(self) -> list[tuple[str | None, Any]]:
+        """What is worth a glance."""
+        return _single(super().__repr_args__())
 
     def data(self) -> dict[str, Any]:
         """As `--json` prints it."""

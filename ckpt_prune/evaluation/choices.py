@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -33,8 +33,8 @@ class ChoiceScore:
     accuracy: float
     accuracy_norm: float
     chance: float
-    picked: tuple[int, ...]
-    right: tuple[bool, ...]
+    picked: tuple[int, ...] = field(repr=False)
+    right: tuple[bool, ...] = field(repr=False)
 
     @property
     def stderr(self) -> float:

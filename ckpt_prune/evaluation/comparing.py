@@ -1,7 +1,7 @@
 """Two models of one shape run side by side, block by block; neither is ever loaded as a whole."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ class Comparison:
 
     reference: Path
     model: Path
-    blocks: Sequence[BlockComparison]
+    blocks: Sequence[BlockComparison] = field(repr=False)
     divergence: float
     logits: bool
     samples: int

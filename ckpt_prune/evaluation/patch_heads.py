@@ -1,7 +1,7 @@
 """A linear head on every patch of an image: classes (segmentation) or a number (depth) (evaluation/README.md, 8)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -136,7 +136,7 @@ class Segmentation:
 
     miou: float
     accuracy: float
-    classes: tuple[float | None, ...]
+    classes: tuple[float | None, ...] = field(repr=False)
     pixels: int
 
 

@@ -1,6 +1,6 @@
 """What frozen features of images tell of classes: neighbours and a linear probe (evaluation/README.md, section 7)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -31,7 +31,7 @@ class Probe:
     """
 
     top1: float
-    picked: tuple[int, ...]
+    picked: tuple[int, ...] = field(repr=False)
     features: int
     strength: float | None = None
 

@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -17,6 +17,7 @@ from ckpt_prune.evaluation.patch_heads import Depth, Segmentation
 from ckpt_prune.evaluation.perplexity import Score
 from ckpt_prune.evaluation.probing import Probe
 from ckpt_prune.evaluation.sentences import SentenceComparison
+from ckpt_prune.glance import glance
 
 
 def _finite(value: float) -> float | None:
@@ -112,7 +113,7 @@ class AccuracyResult:
 
     model: Path
     score: Classification
-    skipped: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = field(default=(), repr=False)
     against: Path | None = None
     reference: Classification | None = None
     kl: float | None = None
@@ -149,7 +150,7 @@ class FeaturesResult:
     model: Path
     against: Path
     found: FeatureComparison
-    skipped: tuple[str, ...] | None = None
+    skipped: tuple[str, ...] | None = field(default=None, repr=False)
 
     def data(self) -> dict[str, Any]:
         """As `--json` prints it."""
@@ -236,7 +237,7 @@ class PatchHeadResult:
     score: Segmentation | Depth
     images: int
     size: tuple[int, int]
-    skipped: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = field(default=(), repr=False)
     against: Path | None = None
     reference: Segmentation | Depth | None = None
     agreement: float | None = None
@@ -311,6 +312,10 @@ class TaskResult:
     tables: dict[str, Any]
     against: Path | None = None
     reference: dict[str, Any] | None = None
+
+    def __repr__(self) -> str:
+        against = None if self.against is None else str(self.against)
+        return glance(self, model=str(self.model), tasks=list(self.tables["results"]), against=against)
 
     def figures(self) -> list[tuple[str, str, float, float | None]]:
         """Task, metric, value and the reference's value; standard errors are left out."""

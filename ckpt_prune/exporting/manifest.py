@@ -54,6 +54,10 @@ class GraphEntry(BaseModel):
     quantised: Quantised | None
     """How its weights are rounded."""
 
+    def __repr_args__(self) -> list[tuple[str | None, Any]]:
+        """What is worth a glance."""
+        return [("file", self.file), ("dtype", self.dtype), ("opset", self.opset)]
+
 
 class Manifest(BaseModel):
     """`ckpt_prune_onnx.json`: of a folder, or, as `of` gives it, of one of its graphs."""
@@ -69,6 +73,10 @@ class Manifest(BaseModel):
     """File → its sha256: all but this record, the card and validation.json."""
     graphs: list[GraphEntry] = Field(min_length=1)
     """In the order they were asked for."""
+
+    def __repr_args__(self) -> list[tuple[str | None, Any]]:
+        """What is worth a glance."""
+        return [("source", self.source.name), ("task", self.task), ("cached", self.cached), ("graphs", self.graphs)]
 
     def of(self, dtype: GraphType) -> "Manifest":
         """The record of one graph alone, with no files but its own and those that all share.

@@ -123,6 +123,18 @@ class Validation(BaseModel):
     files: dict[str, str]
     """Those that this is about: name → sha256."""
 
+    def __repr_args__(self) -> list[tuple[str | None, Any]]:
+        """What is worth a glance."""
+        failed = [case for case in self.cases if not case.passed]
+        return [
+            ("file", self.file),
+            ("passed", self.passed),
+            ("provider", self.provider),
+            ("dtype", self.dtype),
+            ("cases", len(self.cases)),
+            ("failed", len(failed)),
+        ]
+
 
 class Validations(BaseModel):
     """`validation.json`."""

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -39,6 +40,17 @@ _SITE_KEYS = [*_KEYS[: _KEYS.index("method")], "scores", *_KEYS[_KEYS.index("met
 
 class Plan(PlanFile[Recipe, SitePlan]):
     """Everything that `prune` needs to apply the same decisions again. It applies them to the same model only."""
+
+    def __repr_args__(self) -> list[tuple[str | None, Any]]:
+        """What is worth a glance."""
+        return [
+            ("model_path", self.model_path),
+            ("recipe", self.recipe.name),
+            ("container", self.container),
+            ("before", self.before),
+            ("after", self.after),
+            ("sites", len(self.sites)),
+        ]
 
     @property
     def divergence(self) -> float | None:

@@ -23,6 +23,7 @@ from ckpt_prune.report.figures import (
 from ckpt_prune.report.hidden import dimensions_line, hidden_lines
 from ckpt_prune.report.metadata import front_matter, metadata
 from ckpt_prune.report.model import Report
+from ckpt_prune.report.tried import tried_table
 
 _PACKED = (
     "For 2:4 `torch.sparse.to_sparse_semi_structured` does, on NVIDIA GPUs of compute capability 8.0 or later; vLLM "
@@ -72,6 +73,7 @@ def model_card(report: Report) -> str:
         *_calibration(report),
         *_depth(report),
         *_hidden(report),
+        *_tried(report),
         *_kept(report),
         *_coarse(report),
         *_mask(report),
@@ -152,6 +154,15 @@ def _hidden(report: Report) -> list[str]:
     if report.hidden.kind == "per-block":
         told += "; matrices on the skip connections take the stream from one basis to the next"
     return [f"{told[0].upper()}{told[1:]}."]
+
+
+def _tried(report: Report) -> list[str]:
+    """What was held against each other."""
+    found = tried_table(report.depth, report.hidden)
+    if found is None:
+        return []
+    heading, *rows = (f"| {' | '.join(row)} |" for row in (found.headers, *found.rows))
+    return ["", f"{found.title.capitalize()}:", "", heading, f"|{'---|' * len(found.headers)}", *rows, ""]
 
 
 def _kept(report: Report) -> list[str]:

@@ -39,9 +39,6 @@ def depth_lines(depth: Depth) -> Iterable[str]:
         words = gap_words(gap)
         if words:
             yield f"{named(gap)}: {words}"
-    if depth.tried:
-        told = ", ".join(f"{each.blocks} {each.measured:.4f}" for each in depth.tried)
-        yield f"blocks gone and the divergence that was measured, the size met by the widths of the others: {told}"
 
 
 def gap_words(gap: Gap) -> str:

@@ -18,15 +18,6 @@ def dimensions_line(hidden: Hidden) -> str:
 
 def hidden_lines(hidden: Hidden) -> Iterable[str]:
     """In which bases they are, and what share of the energy stays in them."""
-    if any(each.blocks is not None for each in hidden.tried):
-        told = ", ".join(f"{each.blocks or 0}/{each.kept} {each.measured:.4f}" for each in hidden.tried)
-        yield (
-            "blocks gone / dimensions and the divergence that was measured, the size met by the widths of what is "
-            f"left: {told}"
-        )
-    elif hidden.tried:
-        told = ", ".join(f"{each.kept} {each.measured:.4f}" for each in hidden.tried)
-        yield f"dimensions and the divergence that was measured, the size met by the widths of what reads them: {told}"
     known = [share for share in hidden.energy if share is not None]
     if not known:
         return

@@ -285,6 +285,23 @@ class Lora(Fixed):
     loss_after: Figure = None
 
 
+class Latency(Fixed):
+    """What an output takes beside the dense model, in milliseconds on the machine that pruned.
+
+    Attributes:
+        of: what was timed, in words.
+        dense, foreseen: by the table of the machine.
+        measured_dense, measured: of both models whole, in turns; None where they are too large for it, or where the run
+            ended before.
+    """
+
+    of: str
+    dense: Figure = None
+    foreseen: Figure = None
+    measured_dense: Figure = None
+    measured: Figure = None
+
+
 class Stage(Fixed):
     """What one stage of the run took; of a resumed run, what was left of it.
 
@@ -326,6 +343,7 @@ class Report(Fixed):
         sites: what was pruned.
         linears: what was masked.
         factored: what became two thin linears; left out of JSON where nothing did.
+        latency: where the size that was asked for is a time; else None, and left out of JSON.
         lora: what LoRA did after pruning, absent without it.
         recovery, layers: what recovery did, block by block; None and empty without it.
         stages: what the run took, in order.
@@ -359,6 +377,7 @@ class Report(Fixed):
     sites: list[SiteRecord]
     linears: list[MaskedLinear] = Field(default_factory=list)
     factored: list[FactoredLinear] = Field(default_factory=list)
+    latency: Latency | None = None
     lora: Lora | None = None
     recovery: Recovery | None = None
     layers: list[RecoveredLayer] = Field(default_factory=list)
@@ -367,6 +386,16 @@ class Report(Fixed):
     side_files: list[str] | None = None
     job: str | None = None
 
+    def __repr_args__(self) -> list[tuple[str | None, Any]]:
+        """What is worth a glance."""
+        return [
+            ("source", self.source.name),
+            ("recipe", self.recipe.name),
+            ("container", self.container.model_type),
+            ("before", self.before),
+            ("after", self.after),
+        ]
+
     def data(self) -> dict[str, Any]:
         """As JSON has it; the keys of a recovery, a part or a recipe's origin are absent without one."""
         values = self.model_dump(mode="json")
@@ -374,7 +403,7 @@ class Report(Fixed):
             del values["recovery"], values["layers"]
         if self.part is None:
             del values["part"]
-        for key in ("origin", "ignored", "lora", "depth", "hidden", "factored"):
+        for key in ("origin", "ignored", "latency", "lora", "depth", "hidden", "factored"):
             if not values[key]:
                 del values[key]
         return values

@@ -9,7 +9,18 @@ from typing import Any
 from ckpt_prune.planning.records import Cost, Depth, FactoredLinear, Hidden, MaskedLinear, SiteRecord
 from ckpt_prune.recovery.record import RecoveredLayer
 from ckpt_prune.report.figures import RecoveryFigures, recovery_figures
-from ckpt_prune.report.model import Learned, Mask, Recovery, Report, Rotation, Stage, StrengthSearch, UsedRecipe
+from ckpt_prune.report.latency import latency_line
+from ckpt_prune.report.model import (
+    Latency,
+    Learned,
+    Mask,
+    Recovery,
+    Report,
+    Rotation,
+    Stage,
+    StrengthSearch,
+    UsedRecipe,
+)
 from ckpt_prune.report.reading import AnyPlan, read_report_or_plan
 
 _STORED = "stored as "
@@ -84,6 +95,7 @@ def _of_report(report: Report) -> Document:
         ("Rotation", report.rotation.kind if report.rotation else ""),
         ("Recipe digest", report.recipe_digest),
         ("Calibration", _in_words(report.calibration.entries)),
+        ("Latency", _latency(report.latency)),
         *_recovery_facts(report.recovery, recovered),
         ("Stored as", _with_note(stored, container.note)),
         ("Written by", f"ckpt_prune {report.ckpt_prune}, torch {report.torch}, transformers {report.transformers}"),
@@ -150,6 +162,12 @@ def _recovery_facts(recovery: Recovery | None, figures: RecoveryFigures | None) 
         ("Recovery data", _in_words(recovery.data.entries)),
         ("Recovery settings", _in_words(recovery.settings.entries)),
     ]
+
+
+def _latency(latency: Latency | None) -> str:
+    """What was foreseen and what was measured, behind a label that says of what."""
+    told = None if latency is None else latency_line(latency)
+    return "" if told is None else told.removeprefix("latency ")
 
 
 def _with_note(container: str, note: str | None) -> str:

@@ -20,6 +20,7 @@ from ckpt_prune.report.figures import (
 )
 from ckpt_prune.report.hidden import dimensions_line, hidden_lines
 from ckpt_prune.report.model import Learned, Perplexity, Stage
+from ckpt_prune.report.tried import tried_table
 from ckpt_prune.reporting.charts import draw, swatch
 from ckpt_prune.reporting.curves import curves
 from ckpt_prune.reporting.document import Document
@@ -50,6 +51,7 @@ def page(document: Document) -> str:
             *_header(document),
             *_depth(document),
             *_hidden(document),
+            *_amounts(document),
             *(over_depth(plots) if plots else [_nothing(document)]),
             *_tried(document),
             *_site_tables(document.sites),
@@ -134,6 +136,14 @@ def _hidden(document: Document) -> Iterable[str]:
     if len(hidden.energy) > 1:
         rows = [(str(index), "" if share is None else f"{share:.4%}") for index, share in enumerate(hidden.energy)]
         yield details("Every basis", ("basis", "energy kept"), rows, left=1)
+
+
+def _amounts(document: Document) -> Iterable[str]:
+    """Numbers of blocks and dimensions that were held against each other."""
+    found = tried_table(document.depth, document.hidden)
+    if found is not None:
+        yield f"<h2>What was tried</h2>\n<p>{text(found.title.capitalize())}.</p>"
+        yield f'<div class="scroll">{_table(found.headers, found.rows, left=0)}</div>'
 
 
 def _costs(document: Document) -> str:

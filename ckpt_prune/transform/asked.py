@@ -1,6 +1,6 @@
 """From options to a request: what is given is read, and what cannot go together is refused before any work."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,88 +15,47 @@ from ckpt_prune.containers.checking import check_source
 from ckpt_prune.containers.opening import Opening, open_model
 from ckpt_prune.devices import computed_in, resolve_device
 from ckpt_prune.errors import UserError
-from ckpt_prune.options import PlanOptions, PruneOptions, RecipeOptions, SampleOptions, has_data
+from ckpt_prune.options import PlanOptions, SampleOptions, has_data
 from ckpt_prune.parallel.group import here
 from ckpt_prune.planning.plan import Plan, read_plan
 from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.planning.recipe_file import load_recipe
-from ckpt_prune.planning.recipe_places import RecipeFile, locate_recipe
-from ckpt_prune.planning.records import Origin
-from ckpt_prune.planning.shipped import DEFAULT_RECIPE
-from ckpt_prune.planning.sizes import asked_size
+from ckpt_prune.planning.recipe_places import RecipeFile
+from ckpt_prune.transform.asked_recipe import AskedRecipe, runs_model
 from ckpt_prune.transform.checks import check_again, check_plannable, check_planned, check_spaces
 from ckpt_prune.transform.publish import wanted_names
 from ckpt_prune.transform.request import LiveSamples, RecoverySamples, Request
 
 
 @dataclass(frozen=True)
-class Asked:
-    """Options whose files are read and that go with them.
+class Asked(AskedRecipe):
+    """The same, and the model.
 
     Attributes:
-        options: as they were given.
         model: the dense model.
-        recipe: with the changes that options make to it.
-        plan: where one is to be applied.
-        device: where the work is done.
-        origin: where the recipe, or that of the plan, was fetched from; None for one that was here.
     """
 
-    options: PruneOptions
     model: Model
-    recipe: Recipe
-    plan: Plan | None
-    device: torch.device
-    origin: Origin | None = None
 
 
-def read_asked(options: PruneOptions) -> Asked:
-    """Read recipe, plan and model.
+def read_asked(wanted: AskedRecipe) -> Asked:
+    """Read the model.
 
     Args:
-        options: that do not contradict each other by themselves.
+        wanted: options, and the recipe or plan that they name.
 
     Raises:
-        UserError: options that do not go together, or what cannot be read.
+        UserError: it cannot be read.
     """
-    data = has_data(options, options)
-    size = asked_size(options.sizes, options.ratio)
-    device = resolve_device(options.device)
-    plan = options.plan if options.plan is None or isinstance(options.plan, Plan) else read_plan(Path(options.plan))
-    if plan is not None:
-        recipe, origin = plan.recipe, plan.origin
-    else:
-        file = _recipe_file(options)
-        recipe, origin = _recipe(file, options, size), file.origin
-    recovers = recipe.recovery is not None or _maps(recipe)
-    if data and not recovers and (options.statistics is not None or plan is not None):
-        given = "--text" if options.text else "--images" if options.images is not None else "--audio"
-        raise UserError(
-            f"a plan has settled its statistics: {given} does not go with it"
-            if plan is not None
-            else f"give --statistics or {given}, not both"
-        )
-    if options.perplexity_after is not None and recipe.recovery is None:
-        raise UserError(f"--perplexity-after is for recipes with recovery, which {recipe.name} has not")
-    return Asked(options, open_model(options.model, Opening.of(options)), recipe, plan, device, origin)
+    return Asked(**vars(wanted), model=open_model(wanted.options.model, Opening.of(wanted.options)))
 
 
-def _recipe_file(options: RecipeOptions) -> RecipeFile:
-    return locate_recipe(DEFAULT_RECIPE if options.recipe is None else options.recipe)
-
-
-def _recipe(file: RecipeFile, options: RecipeOptions, size: Mapping[str, str] | None) -> Recipe:
-    changes = options.overrides
-    if options.container is not None:
-        changes = (*changes, f"container={options.container}")
-    return load_recipe(file, changes, options.ratio, size)
-
-
-def plan_request(options: PlanOptions) -> Request:
+def plan_request(options: PlanOptions, file: RecipeFile, recipe: Recipe) -> Request:
     """The request to make a plan of.
 
     Args:
         options: as they were given.
+        file: of the recipe.
+        recipe: with the changes that options make to it.
 
     Raises:
         UserError: options that do not go together, what cannot be read, or what no plan can say.
@@ -104,7 +63,7 @@ def plan_request(options: PlanOptions) -> Request:
     if options.output is not None:
         check_plan_place(options.output, overwrite=options.overwrite)
     device = resolve_device(options.device)
-    file, recipe = plannable_recipe(options)
+    check_plannable(recipe)
     if recipe.perplexity_grid:
         raise UserError(
             f"recipe {recipe.name} chooses lambda by perplexity, on text and while pruning: "
@@ -129,18 +88,6 @@ def plan_request(options: PlanOptions) -> Request:
         by_default=by_default,
         origin=file.origin,
     )
-
-
-def plannable_recipe(options: PlanOptions) -> tuple[RecipeFile, Recipe]:
-    """The recipe to make a plan by, with the changes that options make to it, and its file.
-
-    Raises:
-        UserError: it cannot be read, or no plan can say what it does.
-    """
-    file = _recipe_file(options)
-    recipe = _recipe(file, options, asked_size(options.sizes, options.ratio))
-    check_plannable(recipe)
-    return file, recipe
 
 
 def check_plan_place(out: Path, *, overwrite: bool) -> None:
@@ -190,7 +137,7 @@ def prune_request(asked: Asked, say: Callable[[str], None]) -> Request:
     allocate = StateMemory(int(options.state_memory * 2**30), partial_of(options.output))
     live = training = None
     data = has_data(options, options)
-    if data and recipe.needs_moments and ((statistics is None and plan is None) or _maps(recipe)):
+    if data and recipe.needs_moments and ((statistics is None and plan is None) or runs_model(recipe)):
         live = _live(asked, allocate, say)
     if data and recipe.recovery is not None:
         training = _training(asked, live, allocate, say)
@@ -210,11 +157,6 @@ def prune_request(asked: Asked, say: Callable[[str], None]) -> Request:
     if made_from and request.statistics is not None and request.statistics.index.digest != made_from:
         raise UserError(f"the plan was made from other statistics than {request.statistics.folder}: plan again")
     return request
-
-
-def _maps(recipe: Recipe) -> bool:
-    """Whether a recipe runs the model itself, beside any statistics that its blocks are chosen by."""
-    return recipe.depth is not None and recipe.depth.runs_model
 
 
 def _file(given: str | Path) -> Path | None:

@@ -19,6 +19,7 @@ from ckpt_prune.recovery.recoverer import Recoverer
 from ckpt_prune.report.model import (
     Asked,
     Earlier,
+    Latency,
     Learned,
     Lora,
     Mask,
@@ -33,6 +34,7 @@ from ckpt_prune.report.model import (
 )
 from ckpt_prune.report.source_card import source_card
 from ckpt_prune.transform.settle import Settled
+from ckpt_prune.transform.sizing import dense_size, size_at
 from ckpt_prune.versions import versions
 
 
@@ -100,6 +102,7 @@ def report_of_prune(
         sites=[_without_scores(record) for record in records if isinstance(record, SitePlan)],
         linears=[record for record in records if isinstance(record, MaskedLinear)],
         factored=[record for record in records if isinstance(record, FactoredLinear)],
+        latency=_foreseen(settled),
         recovery=recovery,
         layers=list(layers),
     )
@@ -205,6 +208,19 @@ def stored_as(container: Container, family: Family) -> StoredAs:
 
 def _asked(recipe: Recipe) -> Asked:
     return Asked(size=None if recipe.size is None else recipe.size.model_dump(), digest=recipe.digest)
+
+
+def _foreseen(settled: Settled) -> Latency | None:
+    """What the table of this machine says of the output; None where its size was no time."""
+    request = settled.request
+    size = request.whole.recipe.size if request.asked is None else request.asked.size
+    if size is None or size.kind != "latency" or request.latencies is None:
+        return None
+    return Latency(
+        of=f"latency of {size.timed.words}",
+        dense=dense_size(request.whole, "latency") / 1e6,
+        foreseen=size_at(request, "latency", settled.widths) / 1e6,
+    )
 
 
 def _without_scores(site: SitePlan) -> SiteRecord:

@@ -18,7 +18,9 @@ from ckpt_prune.calibration.sources import (
     NoMoments,
     SequentialMoments,
 )
+from ckpt_prune.containers.choosing import ANY
 from ckpt_prune.errors import UserError
+from ckpt_prune.glance import glance
 from ckpt_prune.parallel.group import here
 from ckpt_prune.planning.accounting import cost_of
 from ckpt_prune.planning.recipe import Recipe
@@ -60,6 +62,13 @@ class Settled:
     shares: MaskShares | None = None
     foreseen: bool = False
 
+    def __repr__(self) -> str:
+        after = None if self.known is None else self.after
+        source = str(self.request.whole.model.checkpoint.path)
+        return glance(
+            self, source=source, recipe=self.recipe.name, before=self.before, after=after, foreseen=self.foreseen
+        )
+
     @property
     def model(self) -> Model:
         """The dense model."""
@@ -93,6 +102,14 @@ class Settled:
     def before(self) -> Cost:
         """Cost of the source."""
         return cost_of(self.request.whole.model)
+
+    @property
+    def container_known(self) -> bool:
+        """Whether what the output is stored as can be told: where measuring finds widths, it depends on them."""
+        recipe, hidden = self.recipe, self.request.whole.recipe.hidden
+        shapes_known = recipe.mask is not None or recipe.low_rank is not None or self.request.widths_known
+        found = self.foreseen and (not shapes_known or (hidden is not None and hidden.auto))
+        return not found or recipe.container not in ("auto", ANY)
 
     @property
     def after(self) -> Cost:

@@ -13,7 +13,8 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.measure import add, statistics_bytes
 from ckpt_prune.calibration.moments import Moments
 from ckpt_prune.calibration.sources import CachedMoments
-from ckpt_prune.calibration.statistics import INDEX, Statistics, add_block, check_addable
+from ckpt_prune.calibration.statistics import Statistics, add_block, check_addable
+from ckpt_prune.calibration.statistics_files import INDEX
 from ckpt_prune.calibration.streams import fold_slices
 from ckpt_prune.errors import UserError
 from tests import families

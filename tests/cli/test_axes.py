@@ -52,11 +52,12 @@ def test_blocks_that_do_little_and_dimensions_that_are_empty_go(here) -> None:
     assert list(tried) == sorted(tried, key=lambda pair: (pair[0], -pair[1]))
     assert depth["tried"] == []
     assert report["after"]["parameters"] <= 0.4 * report["before"]["parameters"]
-    told = ", ".join(f"{blocks}/{kept} {measured:.4f}" for (blocks, kept), measured in tried.items())
-    assert (
-        "blocks gone / dimensions and the divergence that was measured, the size met by the widths of what is left: "
-        f"{told}"
-    ) in said
+    start = said.index("divergence that was measured, the size met by the widths of what is left:")
+    headers, *rows = said[start + 1 : start + 2 + len(tried)]
+    assert headers == "blocks gone  dimensions  divergence"
+    assert rows == [f"{blocks:<11}  {kept:>10}  {measured:>10.4f}" for (blocks, kept), measured in tried.items()]
+    card = Path("out/README.md").read_text()
+    assert f"\n| blocks gone | dimensions | divergence |\n|---|---|---|\n| 0 | 16 | {tried[0, 16]:.4f} |\n" in card
     assert (
         "gone: blocks 1 to 2; residual stream: 12 of 16 dimensions stay (ratio 0.25); kept per block: heads 2/2, mlp "
         "20/24 (40% of the parameters)"
@@ -67,6 +68,7 @@ def test_blocks_that_do_little_and_dimensions_that_are_empty_go(here) -> None:
     page = ok("report", "out", "-o", "page.html") + Path("page.html").read_text()
     assert "blocks +..# 2 of 4 stay" in page
     assert "12 of 16 dimensions stay" in page
+    assert f"<td>0</td><td>16</td><td>{tried[0, 16]:.4f}</td>" in page
 
 
 def test_what_is_measured_is_the_divergence_of_stock_transformers(here) -> None:
@@ -145,6 +147,10 @@ def test_a_dry_run(here) -> None:
         "to be measured first: how far blocks move the residual stream, and then the residual stream, wherever a block "
         "reads it, and then the inputs of every block's layers, and what pruning each does to the model's output, on 8 "
         "windows of 16 tokens of calib.txt"
+    ) in said
+    assert (
+        "to be stored as a stock class with the shape that measuring finds (llama or one that computes the same), or "
+        "with code of its own where there is none"
     ) in said
 
 

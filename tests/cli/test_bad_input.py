@@ -281,8 +281,30 @@ WITHOUT_TORCH: list[tuple[list[str], str]] = [
         "model_type 'rwkv' is not a family this version knows",
     ),
     (["plan", "experts", "--statistics", "stats"], "this checkpoint is a mixture of experts (num_experts in "),
+    (["prune", "dense", "--statistics", "absent", "-o", "out"], "absent holds no statistics.json: "),
+    (["plan", "dense", "--statistics", "absent"], "absent holds no statistics.json: "),
+    (["plan", "dense", "--statistics", "stats", "--test", "absent"], "absent holds no statistics.json: "),
+    (
+        ["quantize", "dense", "--format", "int4", "--statistics", "absent", "-o", "out"],
+        "absent holds no statistics.json: ",
+    ),
+    (["export", "dense", "--text", "absent.txt", "-o", "out"], "absent.txt: no such text file"),
+    (["validate", "pruned", "--text", "absent.txt"], "absent.txt: no such text file"),
 ]
 """Arguments, and how the line that refuses them begins."""
+WITHOUT_TRANSFORMERS = [
+    (
+        ["prune", "dense", "--recipe", "bad.yaml", "--text", "calib.txt", "-o", "out"],
+        "bad.yaml, line 4: unknown key spacez: ",
+    ),
+    (["plan", "dense", "--recipe", "bad.yaml", "--statistics", "stats"], "bad.yaml, line 4: unknown key spacez: "),
+    (["plan", "dense", "--recipe", "bad.yaml", "--text", "calib.txt"], "bad.yaml, line 4: unknown key spacez: "),
+    (["prune", "dense", "--set", "spaces.mlp.ratioo=1", "--text", "calib.txt", "-o", "out"], "--set: unknown key "),
+    (["prune", "dense", "--plan", "absent.json", "-o", "out"], "absent.json cannot be read (No such file or "),
+    (["prune", "dense", "--text", "calib.txt", "--device", "gpu", "-o", "out"], "--device gpu: expected auto, cpu, "),
+    (["prune", "dense", "--text", "calib.txt", "--statistics", "stats", "-o", "out"], "give --statistics or --text"),
+]
+"""The same of what needs torch: what recipes may say stands beside what computes it."""
 IMPORTS_NOTHING = """
 import json, sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -307,10 +329,12 @@ def test_what_can_be_refused_without_torch_is(place):
     for folder, config in (("neox", {"model_type": "rwkv"}), ("experts", {"model_type": "x", "num_experts": 8})):
         Path(folder).mkdir()
         Path(folder, "config.json").write_text(json.dumps(config))
-    told = json.dumps([arguments for arguments, _ in WITHOUT_TORCH])
+    Path("bad.yaml").write_text("version: 1\nname: bad\nratio: 0.2\nspacez: {}\n")
+    cases = [*((*case, []) for case in WITHOUT_TORCH), *((*case, ["torch"]) for case in WITHOUT_TRANSFORMERS)]
+    told = json.dumps([arguments for arguments, *_ in cases])
     done = subprocess.run([sys.executable, "-c", IMPORTS_NOTHING, told], capture_output=True, text=True, check=True)
-    for (arguments, message), (code, out, err, heavy) in zip(WITHOUT_TORCH, json.loads(done.stdout), strict=True):
-        assert (code, out, heavy) == (2, "", []), arguments
+    for (arguments, message, known), (code, out, err, heavy) in zip(cases, json.loads(done.stdout), strict=True):
+        assert (code, out, heavy) == (2, "", known), arguments
         assert err.startswith("Error: " + message.format(here=place)), arguments
         assert err.count("\n") == 1, arguments
 

@@ -129,7 +129,10 @@ def test_a_dry_run_on_text_has_no_widths_yet(here):
     dry = ("prune", "llama", "--recipe", "best", "-o", "out", "--dry-run")
     before = listing()
     said = ok(*dry, *TEXT)
-    assert "to be stored as llama, or with code of its own where blocks differ in width\n" in said
+    assert (
+        "to be stored as a stock class with the shape that measuring finds (llama or one that computes the same), or "
+        "with code of its own where there is none or blocks differ in width\n"
+    ) in said
     said = json.loads(ok(*dry, *TEXT, "--target-params", "70%", "--json"))
     assert (said["widths_are_known"], said["recipe"]["allocation"]) == (False, "least-error")
     assert said["after"]["parameters"] <= said["before"]["parameters"] * 7 // 10

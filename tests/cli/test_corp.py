@@ -54,7 +54,9 @@ def here(corp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_from_images_to_a_report(here):
     said = ok("calibrate", "vit", *IMAGES, "--folds", "3", "-o", "folded")
-    assert said.startswith("folded: 12 images of 10 tokens, 3 blocks, moments+gram+logits+linears+fisher, folds 3, ")
+    assert said.startswith(
+        "folded: 12 images of 10 tokens, 3 blocks, moments+gram+logits+linears+fisher+effects, folds 3, "
+    )
     lines = ok("plan", "vit", "--recipe", "corp", "--statistics", "folded", "-o", "plan.json").splitlines()
     assert lines[3].split()[:3] == ["FLOPs", "/", "10"]
     rows = [line.split() for line in lines[6:12]]

@@ -86,6 +86,13 @@ def test_help_names_what_the_command_takes(command):
     assert [word for word in TAKES[command] if word not in page] == []
 
 
+def test_evaluate_says_which_windows_it_takes():
+    """Two figures of other windows are not to be held against each other."""
+    page = " ".join(ok("evaluate", "-h").split())
+    assert "The first so many windows of the text, so many images at random (seed 0), or a task's first items." in page
+    assert "--samples N scores the first N windows of the text, not N at random as calibrate takes them" in page
+
+
 def test_the_group_lists_every_command_with_its_line():
     page = " ".join(ok("--help").split())
     assert {name.split()[0] for name in TAKES} == set(COMMANDS)

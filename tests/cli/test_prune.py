@@ -169,7 +169,8 @@ def test_dry_run_of_a_ranking(place):
     assert said[5:] == [
         "kept per block at one ratio everywhere: heads 1/2, mlp 12/24 (ratio 0.5); measuring finds widths of that size "
         "that lose less",
-        "to be stored as llama, or with code of its own where blocks differ in width",
+        "to be stored as a stock class with the shape that measuring finds (llama or one that computes the same), or "
+        "with code of its own where blocks differ in width",
         "to be measured first: the inputs of every block's layers, on 8 windows of 16 tokens of calib.txt",
         "`ckpt-prune calibrate` and then `ckpt-prune plan --statistics STATS` tell the widths and the predicted error "
         "of every layer before anything is pruned",

@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ckpt_prune.calibration.statistics import INDEX, Statistics
+from ckpt_prune.calibration.statistics import Statistics
+from ckpt_prune.calibration.statistics_files import INDEX
 from ckpt_prune.checkpoint.digests import sha256_files
 from ckpt_prune.checkpoint.staging import Staging
 from tests.cli.running import TEXT, edit_weights, listing, misused, ok, poison, read_json, refused, run, same_files
@@ -19,7 +20,7 @@ from tests.interrupting import interrupt_at
 
 def test_calibrate_says_what_it_wrote(place):
     said = ok("calibrate", "dense", *TEXT, "-o", "again")
-    assert said == "again: 8 windows of 16 tokens, 2 blocks, moments+gram+linears+fisher, folds 1, 17.6 KiB\n"
+    assert said == "again: 8 windows of 16 tokens, 2 blocks, moments+gram+linears+fisher+effects, folds 1, 17.6 KiB\n"
     assert same_files("again", "stats")
 
 
@@ -57,9 +58,8 @@ def test_a_dry_run_says_what_would_be_measured_and_writes_nothing(place):
         "bytes": estimate["disk_bytes"],
     }
     done = json.loads(ok(*DRY[:-3], "-o", "s", "--json"))
-    assert {key: done[key] for key in ("samples", "window", "tokens", "folds", "blocks")} == {
-        key: said[key] for key in ("samples", "window", "tokens", "folds", "blocks")
-    }
+    alike = ("samples", "window", "tokens", "folds", "collect", "blocks")
+    assert {key: done[key] for key in alike} == {key: said[key] for key in alike}
     assert said["bytes"] <= done["bytes"] < 1.5 * said["bytes"]
 
 
@@ -70,7 +70,7 @@ def test_a_dry_run_refuses_what_a_run_would(place):
 
 def test_defaults_are_the_models_context_and_one_fold(place):
     assert ok("calibrate", "dense", "--text", "calib.txt", "--samples", "4", "-o", "s").startswith(
-        "s: 4 windows of 32 tokens, 2 blocks, moments+gram+linears+fisher, folds 1, "
+        "s: 4 windows of 32 tokens, 2 blocks, moments+gram+linears+fisher+effects, folds 1, "
     )
 
 
@@ -259,7 +259,7 @@ def test_show(place):
             "bytes",
         ],
     ]
-    assert said["collect"] == "moments, gram, linears, fisher"
+    assert said["collect"] == "moments, gram, linears, fisher, effects"
     assert said["fisher"] == "8"
     assert said["predicted"] == said["effects"] == "of 4 sites (--json has them)"
     assert said["stream"] == "of 2 blocks (--json has it)"

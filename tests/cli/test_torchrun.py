@@ -33,7 +33,9 @@ def test_calibrate(place, tmp_path):
     # Every process has a fold of its own: the sums are those of one process to the last bit.
     one, two = (Statistics(Path(name)).index for name in ("one", "two"))
     assert (two.files, two.predicted) == (one.files, one.predicted)
-    assert first.stdout == ("two: 8 windows of 16 tokens, 2 blocks, moments+gram+linears+fisher, folds 2, 32.6 KiB\n")
+    assert first.stdout == (
+        "two: 8 windows of 16 tokens, 2 blocks, moments+gram+linears+fisher+effects, folds 2, 32.6 KiB\n"
+    )
 
 
 def test_prune_and_a_process_that_is_killed(place, tmp_path, monkeypatch):

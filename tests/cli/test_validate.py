@@ -92,6 +92,21 @@ def test_a_decoders_table(place: Path) -> None:
     assert record["against"]["name"] == "decoder"
 
 
+def test_other_data_than_last_time_is_told(place: Path) -> None:
+    """The figures of an export on a text, and of a check afterwards without it, are of two texts."""
+    told = (
+        "decoder-onnx was last compared on text.txt, which is not given: these figures are of other data, and do not "
+        "compare with those\n"
+    )
+    job = ("validate", "decoder-onnx", "--against", "decoder")
+    assert run(*job, "--text", "text.txt", "--samples", "4").stderr == ""
+    assert run(*job, "--metric-only").stderr == told
+    assert run(*job).stderr == told
+    assert run(*job).stderr == ""
+    (place / "decoder-onnx/validation.json").write_text("{")
+    assert run(*job).stderr == ""
+
+
 def test_without_data_text_is_pythons_and_images_are_noise(place: Path) -> None:
     lines = ok("validate", "encoder-onnx", "--against", "encoder").splitlines()
     assert re.fullmatch(

@@ -1,0 +1,35 @@
+"""What was held against each other where widths meet the rest of a size, as a table."""
+
+from dataclasses import dataclass
+
+from ckpt_prune.planning.records import Depth, Hidden
+
+
+@dataclass(frozen=True)
+class TriedTable:
+    """A row for each that was tried.
+
+    Attributes:
+        title: what the table says, in words without an end.
+        headers: of its columns.
+        rows: in the order of the report.
+    """
+
+    title: str
+    headers: list[str]
+    rows: list[list[str]]
+
+
+def tried_table(depth: Depth | None, hidden: Hidden | None) -> TriedTable | None:
+    """Numbers of blocks or dimensions, or pairs of both, with the divergence of each; None where nothing was tried."""
+    title = "divergence that was measured, the size met by the widths of what is left"
+    if hidden is not None and any(each.blocks is not None for each in hidden.tried):
+        rows = [[str(each.blocks or 0), str(each.kept), f"{each.measured:.4f}"] for each in hidden.tried]
+        return TriedTable(title, ["blocks gone", "dimensions", "divergence"], rows)
+    if hidden is not None and hidden.tried:
+        rows = [[str(each.kept), f"{each.measured:.4f}"] for each in hidden.tried]
+        return TriedTable(title, ["dimensions", "divergence"], rows)
+    if depth is not None and depth.tried:
+        rows = [[str(each.blocks), f"{each.measured:.4f}"] for each in depth.tried]
+        return TriedTable(title, ["blocks gone", "divergence"], rows)
+    return None

@@ -1,0 +1,96 @@
+"""What an interpreter shows of results: a line, however many blocks, weights, items or files they hold."""
+
+from pathlib import Path
+
+import pytest
+
+import ckpt_prune
+from ckpt_prune.api.push import Pushed
+from ckpt_prune.api.sweep import Sweep
+from ckpt_prune.benchmarking.figures import Block, Machine, Result, Row
+from ckpt_prune.evaluation.choices import ChoiceScore
+from ckpt_prune.evaluation.comparing import BlockComparison, Comparison
+from ckpt_prune.evaluation.patch_heads import Segmentation
+from ckpt_prune.evaluation.probing import Probe
+from ckpt_prune.evaluation.results import AccuracyResult, TaskResult
+from ckpt_prune.evaluation.similarity import Similarity
+from ckpt_prune.planning.records import Cost
+from ckpt_prune.transform.sweep import Point
+
+LINE = 700
+"""Characters that a result may take in an interpreter."""
+QUIET = {"progress": False}
+DATA = {"text": "calib.txt", "samples": 8, "window": 16}
+
+
+def cost(parameters: int) -> str:
+    return f"Cost(parameters={parameters}, bytes={4 * parameters}, "
+
+
+@pytest.mark.usefixtures("place")
+def test_what_is_made_of_checkpoints() -> None:
+    statistics = ckpt_prune.calibrate("dense", **DATA, collect="moments,gram", output="measured", **QUIET)
+    assert repr(statistics) == (
+        "Statistics(folder='measured', modality='text', samples=8, window=16, folds=1, blocks=2, "
+        "collect=['moments', 'gram'])"
+    )
+    given = {"recipe": "rcpu", "ratio": 0.5, "statistics": "stats"}
+    planned = ckpt_prune.plan("dense", **given, output="plan.json", **QUIET)
+    pruned = ckpt_prune.prune("dense", **given, output="small", **QUIET)
+    dry = ckpt_prune.prune("dense", **given, output="other", dry_run=True, **QUIET)
+    before, after = planned.plan.before.parameters, planned.plan.after.parameters
+    assert repr(planned).startswith("Planned(plan=Plan(model_path='dense', recipe='rcpu', container='")
+    assert repr(planned).endswith(", sites=4), path=PosixPath('plan.json'))")
+    assert repr(pruned).startswith("Pruned(path='small', report=Report(source='dense', recipe='rcpu', container='")
+    assert repr(dry).startswith("Pruned(path='other', settled=Settled(source='dense', recipe='rcpu', ")
+    recovered = ckpt_prune.recover(pruned, dense="dense", **DATA, epochs=1, output="better", **QUIET)
+    assert repr(recovered).startswith("Recovered(path=PosixPath('better'), report=Report(source='dense', ")
+    for shown in (planned, pruned, dry, recovered):
+        assert cost(before) in repr(shown)
+        assert cost(after) in repr(shown)
+        assert len(repr(shown)) < LINE
+    described = ckpt_prune.inspect("small", sparsity=True, **QUIET)
+    assert f"parameters={after}, " in repr(described)
+    assert len(repr(described)) < LINE
+    assert len(str(described)) < LINE
+    for held in (pruned.report, pruned.settled, planned.plan):
+        assert len(str(held)) < LINE
+    quantised = ckpt_prune.quantize(pruned, output="int8", format="int8", **QUIET)
+    assert repr(quantised).startswith("QuantizedModel(path=PosixPath('int8'), record=Quantised(source='small', ")
+    assert len(repr(quantised)) < LINE
+
+
+def test_a_graph(finished: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(finished)
+    found = ckpt_prune.validate("out/onnx", against="out", text="calib.txt", window=16, samples=4, **QUIET)
+    assert repr(found.graphs[0]).startswith("Validation(file='model.onnx', passed=True, provider='cpu', dtype='fp32', ")
+    assert len(repr(found)) < LINE
+
+
+def test_what_grows_with_blocks_items_and_files() -> None:
+    alike = Similarity(mse=0.1, relative_error=0.1, cosine=0.9, cka=0.9)
+    blocks = [BlockComparison(block, alike) for block in range(48)]
+    size = Cost(parameters=100, bytes=400, flops=100, tokens=8)
+    widths, errors = {"heads": (1, 2), "mlp": (3, 4)}, {"heads": 0.1, "mlp": 0.2}
+    points = tuple(Point(at / 50, size, widths, errors) for at in range(50))
+    task = dict.fromkeys(("acc,none", "acc_stderr,none", "acc_norm,none"), 0.5)
+    machine = Machine(processor="cpu", gpu=None, cores=2, threads=1, versions={})
+    row = Row.model_construct(label="A", model="a", latencies_ms=[[1.0]] * 999)
+    timed = Block.model_construct(phase="prefill", batch=1, rows=[row])
+    found = [
+        Result.model_construct(machine=machine, rounds=999, runs=[], blocks=[timed]),
+        Comparison(Path("a"), Path("b"), blocks, 0.1, logits=True, samples=8, tokens=16),
+        Sweep("ridge", ("heads", "mlp"), size, points),
+        ChoiceScore(items=999, accuracy=0.5, accuracy_norm=0.5, chance=0.2, picked=(1,) * 999, right=(True,) * 999),
+        Probe(top1=0.5, picked=(1,) * 999, features=8),
+        Segmentation(miou=0.5, accuracy=0.5, classes=(0.5,) * 150, pixels=9),
+        AccuracyResult(Path("a"), None, skipped=tuple(f"{at}.jpg" for at in range(999))),  # type: ignore[arg-type]
+        TaskResult(Path("a"), {"results": {f"task{at}": task for at in range(20)}, "versions": {}}),
+        Pushed("org/name", False, {f"model-{at:05d}-of-00099.safetensors": at for at in range(99)}),
+    ]
+    assert [each for each in found if len(repr(each)) >= LINE] == []
+    assert repr(found[2]) == (
+        "Sweep(recipe='ridge', key='ratio', values=(0.0, 0.98), points=50, before=Cost(parameters=100, bytes=400, "
+        "flops=100, tokens=8, cache=None))"
+    )
+    assert repr(found[-1]) == "Pushed(repo='org/name', public=False, files=99, bytes=4851)"
