@@ -189,6 +189,14 @@ def test_products_that_lose_too_much_with_their_inputs_keep_them(tmp_path):
     assert "MatMulInteger" not in operators(store(MODEL, decision, MEASURING, tmp_path))
 
 
+def test_where_inputs_are_rounded_as_they_come_less_of_the_allowance_is_used(tmp_path):
+    lost = decide(MODEL, scheme("dynamic", 8), MEASURING, tmp_path).choice.together
+    allowed = lost / 0.7  # between the shares of it
+    assert decide(MODEL, scheme("dynamic", 8, allowed=allowed), MEASURING, tmp_path).choice.more
+    lost = decide(MODEL, scheme(), MEASURING, tmp_path).choice.together
+    assert not decide(MODEL, scheme(allowed=lost / 0.7), MEASURING, tmp_path).choice.more
+
+
 def test_without_anything_to_measure_on_all_are_stored_alike(tmp_path):
     decision = decide(MODEL, scheme(rounding="gptq"), None, tmp_path)
     assert (decision.record.weights, decision.record.loss) == ({"4-bit blocks": 4}, None)
