@@ -35,8 +35,8 @@ def load_recipe(
     Args:
         reference: as `locate_recipe` takes it, or what that gave.
         overrides: `key=value` pairs, dotted keys, YAML values, applied before checking.
-        ratio: replaces the recipe's ratio and every space's own.
-        size: replaces all ratios and the recipe's size: params, bytes, flops or latency. A `depth` that is for other
+        ratio: replaces the file's ratio and every space's own. An override of a space's own stays.
+        size: replaces all ratios and the size of the file: params, bytes, flops or latency. A `depth` that is for other
             sizes than the recipe's is left out.
 
     Raises:
@@ -55,9 +55,9 @@ def load_recipe(
         lines = {known: line for known, line in lines.items() if known[: len(keys)] != keys} | {keys: 0}
         lines |= {keys[:n]: 0 for n in range(1, len(keys)) if keys[:n] not in lines}
     if ratio is not None:
-        _set_ratio(values, ratio)
+        _set_ratio(values, ratio, lines)
     if size is not None:
-        _set_size(values, size, path)
+        _set_size(values, size, path, lines)
     try:
         return Recipe.model_validate(values).at_its_size
     except ValidationError as error:
@@ -66,7 +66,7 @@ def load_recipe(
         raise UserError("; ".join(found[:3]) + more) from error
 
 
-def _set_ratio(values: dict[str, Any], ratio: float) -> None:
+def _set_ratio(values: dict[str, Any], ratio: float, lines: Lines) -> None:
     """Put one ratio in place of every ratio and size."""
     mask = values.get("mask")
     pattern = str(mask.get("pattern", UNSTRUCTURED)) if isinstance(mask, dict) else UNSTRUCTURED
@@ -77,23 +77,25 @@ def _set_ratio(values: dict[str, Any], ratio: float) -> None:
         )
     values["ratio"] = ratio
     values.pop("size", None)
-    _drop_own_ratios(values)
+    _drop_own_ratios(values, lines)
 
 
-def _set_size(values: dict[str, Any], size: Mapping[str, str], path: Path) -> None:
+def _set_size(values: dict[str, Any], size: Mapping[str, str], path: Path, lines: Lines) -> None:
     """Put a size in place of every ratio and size."""
     if "mask" in values:
         raise UserError(f"recipe {path.stem} has a mask, which leaves every size as it is: say --ratio")
     values["size"] = dict(size)
     values.pop("ratio", None)
-    _drop_own_ratios(values)
+    _drop_own_ratios(values, lines)
 
 
-def _drop_own_ratios(values: dict[str, Any]) -> None:
-    """Leave out the ratios of single spaces."""
+def _drop_own_ratios(values: dict[str, Any], lines: Lines) -> None:
+    """Leave out the ratios of single spaces that the file has: they have a line there."""
     spaces = values.get("spaces")
     if isinstance(spaces, dict):
-        values["spaces"] = {name: _without_ratio(own) for name, own in spaces.items()}
+        values["spaces"] = {
+            name: _without_ratio(own) if lines.get(("spaces", name, "ratio")) else own for name, own in spaces.items()
+        }
 
 
 def _without_ratio(own: Any) -> Any:

@@ -356,6 +356,15 @@ def test_the_ratio_option_replaces_every_ratio(tmp_path):
     assert "ratio: input should be less than 1" in refusal(path, (), 1.0)
 
 
+@pytest.mark.parametrize("override", ["spaces.mlp.ratio=0.1", "spaces.mlp={score: rcpu, ratio: 0.1}"])
+def test_a_space_s_own_ratio_that_is_set_beside_the_ratio_option_stays(tmp_path, override):
+    path = write(tmp_path, GOOD.replace("    score: rcpu", "    score: rcpu\n    ratio: 0.9"))
+    loaded = load_recipe(str(path), (override,), 0.4)
+    assert [loaded.ratio_of("heads"), loaded.ratio_of("mlp")] == [0.4, 0.1]
+    with pytest.raises(UserError, match=r"size and spaces\.mlp\.ratio both say how much goes: leave one out"):
+        load_recipe(str(path), (override,), None, {"params": "70%"})
+
+
 def bomb(link: str) -> str:
     """A recipe of some hundred bytes that stands for 2**29 values."""
     lines = ["a0: &a0 {x: 1, y: 2}"]
