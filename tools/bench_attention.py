@@ -228,7 +228,15 @@ def run_bench(what: str, bench: Bench, args: argparse.Namespace, lines: dict[str
                 if what == "speed"
                 else bench.score(Path(scratch) / "out")
             )
+            if args.kl:
+                scored |= {"kl": divergence(bench, Path(scratch) / "out", args.texts[1])}
             record(key, {**found, **scored})
+
+
+def divergence(bench: Bench, out: Path, text: str) -> float:
+    """Mean KL divergence of an output from its dense model, in nats a token of a text."""
+    how: dict[str, Any] = {"text": text, "window": bench.window, "samples": bench.evaluated, "progress": False}
+    return float(ckpt_prune.evaluate(out, against=bench.folder, **how).data()["kl"])
 
 
 def timed(dense: Path, out: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -263,6 +271,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=32)
     parser.add_argument("--evaluated", type=int, default=16, help="windows of the real models")
     parser.add_argument("--texts", nargs=2, default=WIKITEXT, help="to calibrate and to test the real models with")
+    parser.add_argument("--kl", action="store_true", help="also the divergence of the real models on the test's text")
     parser.add_argument("--only", help="cells with this in their label")
     parser.add_argument("--scratch", type=Path)
     parser.add_argument("--tokens", type=int, default=128)

@@ -113,33 +113,37 @@ def test_segmentation_of_both_models(here):
     known = [index for index, label in enumerate(truth) if label >= 0]
     same = sum(classes[0][index] == classes[1][index] for index in known) / len(known)
     assert len(known) == COUNT * (16 * 16 - 1)
+
+    def near(value):
+        """A pixel that two classes are nearly level at may go to either: of float64 here and of float32 there."""
+        return pytest.approx(value, abs=0.02)
+
+    def score(found):
+        return {"miou": near(found[0]), "accuracy": near(found[1]), "classes": near(found[2]), "pixels": len(known)}
+
     assert said == {
         "model": "base",
         "patch_head": "head.safetensors",
-        "miou": own[0],
-        "accuracy": own[1],
-        "classes": own[2],
-        "pixels": len(known),
+        **score(own),
         "images": COUNT,
         "size": [16, 16],
-        "agreement": same,
-        "against": {
-            "model": "other",
-            "miou": other[0],
-            "accuracy": other[1],
-            "classes": other[2],
-            "pixels": len(known),
-        },
+        "agreement": near(same),
+        "against": {"model": "other", **score(other)},
         "skipped": [],
     }
     assert own[0] > 0.8 > other[0]
+
+    def line(name, found):
+        return f"{name:<19}  {found['miou']:>6.2%}          {found['accuracy']:>6.2%}   1,530"
+
     assert ok("evaluate", "base", "--against", "other", *ARGS).splitlines() == [
         "head.safetensors on    mIoU  pixel accuracy  pixels",
-        f"base                 {own[0]:.2%}          {own[1]:.2%}   1,530",
-        f"other                {other[0]:.2%}          {other[1]:.2%}   1,530",
+        line("base", said),
+        line("other", said["against"]),
         "",
         "6 images, compared at 16 x 16 pixels",
-        f"difference {own[0] - other[0]:+.2%} of mIoU, same class in {same:.1%} of the pixels",
+        f"difference {said['miou'] - said['against']['miou']:+.2%} of mIoU, same class in {said['agreement']:.1%} of "
+        "the pixels",
     ]
 
 
@@ -162,10 +166,11 @@ def test_depth(here):
     said = json.loads(ok("evaluate", "base", *ARGS, "--json"))
     assert said["rmse"] == pytest.approx(math.sqrt(sum(errors) / len(errors)), rel=1e-5)
     assert (said["pixels"], said["agreement"], said["against"]) == (len(errors), None, None)
+    told = f"{said['rmse']:>4.4g}"
     assert ok("evaluate", "base", "--against", "base", *ARGS).splitlines() == [
-        "head.safetensors on   RMSE  pixels",
-        f"base                 {said['rmse']:.4g}   {len(errors):,}",
-        f"base                 {said['rmse']:.4g}   {len(errors):,}",
+        f"head.safetensors on  {'RMSE':>{len(told)}}  pixels",
+        f"base                 {told}   {len(errors):,}",
+        f"base                 {told}   {len(errors):,}",
         "",
         "6 images, compared at 16 x 16 pixels",
         "difference +0",
