@@ -25,6 +25,7 @@ from ckpt_prune.containers.opening import open_model
 from ckpt_prune.machine import Rates, measured_rates
 from ckpt_prune.options import PruneOptions, checked
 from ckpt_prune.transform.asked import prune_request, read_asked
+from ckpt_prune.transform.asked_recipe import read_recipe
 from ckpt_prune.transform.estimate import of_calibration, of_prune
 from ckpt_prune.transform.settle import foresee
 from ckpt_prune.transform.work import Stage, Work
@@ -52,7 +53,7 @@ def stages_of(model: Path, job: str, samples: Mapping[str, Any], statistics: Pat
     data = {"statistics": statistics} if job == "ridge, dense cache" else samples
     how = {"model": str(model), "output": statistics.with_name("never"), "ratio": RATIO, "dry_run": True}
     options = checked(PruneOptions, {**how, "recipe": PRUNES[job], "container": "any", **data})
-    found = of_prune(foresee(prune_request(read_asked(options), lambda line: None)))
+    found = of_prune(foresee(prune_request(read_asked(read_recipe(options)), lambda line: None)))
     assert found is not None
     return found[0]
 
@@ -93,6 +94,8 @@ def main() -> None:
             for job in args.jobs:
                 key = f"{model.name} | {job} | {args.samples} of {args.window}"
                 if key not in known:
+                    if job == "ridge, dense cache" and not statistics.exists():
+                        seconds_of(model, "calibrate", samples, statistics, Path(folder))
                     took = seconds_of(model, job, samples, statistics, Path(folder))
                     rates = measured_rates(torch.device("cpu"), open_model(str(model)).dtype)
                     least = floor(stages_of(model, job, samples, statistics), rates)

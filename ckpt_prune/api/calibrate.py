@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 from ckpt_prune.api.types import AnyModel, AnyPath, Bos, Choose, ComputeDtype, Texts
 from ckpt_prune.architectures.composite import PartName
 from ckpt_prune.architectures.supported import check_supported
+from ckpt_prune.calibration.statistics_files import STATISTICS
 from ckpt_prune.calibration.text_files import check_texts
+from ckpt_prune.checkpoint.staging import Staging
 from ckpt_prune.errors import UserError
 from ckpt_prune.options import CalibrateOptions, checked, has_data
 from ckpt_prune.parallel.group import here
@@ -139,6 +141,8 @@ def calibrate(
         raise UserError("calibrate needs --text FILE, --images DIR for a vision model, or --audio DIR")
     check_supported(options.model, options.family, options.part)
     check_texts(options.text)
+    if not options.overwrite:
+        here().at_first(lambda: Staging(options.output, job="", kind=STATISTICS))
 
     from ckpt_prune.calibration.choosing import chosen_samples
     from ckpt_prune.calibration.measure import check_measurable, collectable, everything, measure

@@ -32,7 +32,7 @@ from ckpt_prune.calibration.statistics import (
     write_fisher,
     write_taylor,
 )
-from ckpt_prune.calibration.statistics_files import INDEX
+from ckpt_prune.calibration.statistics_files import INDEX, STATISTICS
 from ckpt_prune.calibration.streams import fold_slices, stream_of
 from ckpt_prune.calibration.taylor import measure_taylor
 from ckpt_prune.checkpoint.digests import READERS
@@ -40,13 +40,10 @@ from ckpt_prune.checkpoint.disk import sync
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.staging import Staging, disk_failures, partial_of, refuse_inside, write_whole
 from ckpt_prune.checkpoint.writing import check_room
-from ckpt_prune.checkpoint.written import Kind
 from ckpt_prune.errors import UserError
 from ckpt_prune.parallel.group import here
 from ckpt_prune.progress import track
 
-STATISTICS = Kind(INDEX, "a statistics folder", left="dropped")
-"""What `calibrate` writes."""
 _UNIT = "statistics"
 
 

@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+from ckpt_prune.checkpoint.written import Kind
 from ckpt_prune.errors import UserError
 
 INDEX = "statistics.json"
+STATISTICS = Kind(INDEX, "a statistics folder", left="dropped")
+"""What `calibrate` writes."""
 
 
 def check_statistics(folder: Path) -> None:

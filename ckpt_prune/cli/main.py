@@ -41,7 +41,7 @@ COMMANDS = {
     "compare": "What leaves every block of two models, side by side.",
     "evaluate": "Perplexity, accuracy on images and KL divergence, or lm-eval tasks.",
     "push": "Share an output through the Hub, verified first.",
-    "recipe": "List, show, copy, check and share recipes.",
+    "recipe": "List, show, copy, validate and share recipes.",
     "statistics": "Show or add statistics folders.",
     "demo": "The whole path on the model the package carries.",
 }

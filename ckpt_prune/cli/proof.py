@@ -41,7 +41,7 @@ def rounding_lines(record: Quantised) -> list[str]:
     if record.loss is not None:
         lines.append(
             f"picked on {record.measured_on}: {_UNITS[record.unit]} {record.loss:.2g}, where {record.allowed:.2g} is "
-            "about what may be lost of the metric; how they do on other data is said above"
+            "about what may be lost of the metric; what the whole proof finds is said above"
         )
     return lines
 

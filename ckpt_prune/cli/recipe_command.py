@@ -9,7 +9,7 @@ from ckpt_prune.cli.options import echo_json, json_option, public_option
 
 @click.group("recipe")
 def command() -> None:
-    """List, show, copy, check and share recipes."""
+    """List, show, copy, validate and share recipes."""
 
 
 @command.command("list")

@@ -9,6 +9,7 @@ from ckpt_prune.architectures.spaces import ENDS, first_of_experts, known_space,
 from ckpt_prune.checkpoint.units import counted, human_bytes, human_count
 from ckpt_prune.cli.options import table
 from ckpt_prune.containers.choosing import ANY
+from ckpt_prune.planning.accounting import cost_of
 from ckpt_prune.planning.records import Cost, SiteRecord
 from ckpt_prune.recovery.record import RecoveredLayer
 from ckpt_prune.report.depth import depth_lines, named_all
@@ -172,7 +173,7 @@ def report_lines(report: Report) -> Iterable[str]:
     if tried is not None:
         yield f"{tried.title}:"
         yield table(tried.headers, tried.rows)
-    yield from error_lines(report.sites)
+    yield from error_lines(report.sites, language=report.before.cache is not None)
     yield from mask_lines(report)
     yield from factor_lines(report)
     yield from warning_lines(report.sites)
@@ -215,11 +216,16 @@ def plan_legend(model: Model, sites: Sequence[SiteRecord]) -> Iterable[str]:
     if any(site.margin is not None for site in sites):
         yield "margin: how much larger, at least, the held-out error of the next best method is"
     if any(site.error_uncompensated is not None for site in sites):
-        yield NO_PERPLEXITY + YARDSTICK
+        yield NO_PERPLEXITY + (YARDSTICK if cost_of(model).cache is not None else "")
 
 
-def error_lines(sites: Sequence[SiteRecord]) -> Iterable[str]:
-    """Mean errors of every space on the calibration samples, and what they are not."""
+def error_lines(sites: Sequence[SiteRecord], *, language: bool) -> Iterable[str]:
+    """Mean errors of every space on the calibration samples, and what they are not.
+
+    Args:
+        sites: of the report.
+        language: whether the model generates text: how far errors come with a perplexity is known of such a one.
+    """
     found = space_errors(sites)
     for errors in found:
         what = "logits" if ENDS[known_space(errors.space)] in ("logits", "rotary") else "outputs"
@@ -228,7 +234,7 @@ def error_lines(sites: Sequence[SiteRecord]) -> Iterable[str]:
             f"{errors.compensated:.4f} compensated{DRIFT if errors.drift else ''}"
         )
     if found:
-        yield NO_PERPLEXITY + ("" if any(errors.drift for errors in found) else YARDSTICK)
+        yield NO_PERPLEXITY + (YARDSTICK if language and not any(errors.drift for errors in found) else "")
 
 
 def warning_lines(sites: Sequence[SiteRecord]) -> Iterable[str]:

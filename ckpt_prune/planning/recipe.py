@@ -414,7 +414,8 @@ class Recipe(Strict):
     def at(self, family: Family) -> "Recipe":
         """The recipe with what it says of a space for every one of that name that blocks of a family have.
 
-        What the family has not stays as it is, but for what is optional. Spaces of one width (`Family.together`) go
+        What the family has not stays as it is, but for what is optional. Under least-error a space of ratio 0 is left
+        out. Spaces of one width (`Family.together`) go
         together. Where a norm stands behind a consumer, target drift is sequential: what the stream lacks, divided by
         gains near zero, becomes outputs so large that the norm takes it from all others (compensation/README.md,
         section 4).
@@ -427,6 +428,10 @@ class Recipe(Strict):
         if lacking:
             left = {name: own for name, own in self.spaces.items() if name not in lacking}
             return self.model_copy(update={"spaces": left}).at(family)
+        # A size that spaces meet together says nothing of one: what is to stay whole is not among them.
+        takes = {name: own for name, own in self.spaces.items() if own.ratio != 0}
+        if self.allocation == "least-error" and takes and len(takes) < len(self.spaces):
+            return self.model_copy(update={"spaces": takes}).at(family)
         # One config key says their width: what is said of the first is said of the others.
         alike = {known_space(name): own for name, own in family.spaces.items() if own.units in family.together}
         told = next((self.spaces[name] for name in alike if name in self.spaces), None)

@@ -52,12 +52,18 @@ def test_blocks_that_do_little_and_dimensions_that_are_empty_go(here) -> None:
     assert list(tried) == sorted(tried, key=lambda pair: (pair[0], -pair[1]))
     assert depth["tried"] == []
     assert report["after"]["parameters"] <= 0.4 * report["before"]["parameters"]
-    start = said.index("divergence that was measured, the size met by the widths of what is left:")
+    start = said.index("divergence from the dense model on held-out samples, the rest of the size met by widths:")
     headers, *rows = said[start + 1 : start + 2 + len(tried)]
     assert headers == "blocks gone  dimensions  divergence"
-    assert rows == [f"{blocks:<11}  {kept:>10}  {measured:>10.4f}" for (blocks, kept), measured in tried.items()]
+    assert rows == [
+        f"{blocks:<11}  {kept:>10}  {measured:>10.4f}{'  taken' if (blocks, kept) == best else ''}"
+        for (blocks, kept), measured in tried.items()
+    ]
     card = Path("out/README.md").read_text()
-    assert f"\n| blocks gone | dimensions | divergence |\n|---|---|---|\n| 0 | 16 | {tried[0, 16]:.4f} |\n" in card
+    assert (
+        f"\n| blocks gone | dimensions | divergence |  |\n|---|---|---|---|\n| 0 | 16 | {tried[0, 16]:.4f} |  |\n"
+        in card
+    )
     assert (
         "gone: blocks 1 to 2; residual stream: 12 of 16 dimensions stay (ratio 0.25); kept per block: heads 2/2, mlp "
         "20/24 (40% of the parameters)"

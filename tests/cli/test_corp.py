@@ -73,6 +73,7 @@ def test_from_images_to_a_report(here):
     assert "kept per block: qk 2/4 (ratio 0.5), mlp 11/22 (ratio 0.5)" in lines
     note = "stored as vit with remote code (no stock class has queries and keys narrower than values)"
     assert any(line.startswith(note) for line in lines)
+    assert "errors are of each site's output, no perplexity or accuracy" in lines  # a llama's are no yardstick here
 
     said = ok("prune", "vit", "--plan", "plan.json", "-o", "out")
     assert "written to out" in said

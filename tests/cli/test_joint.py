@@ -67,8 +67,10 @@ def test_blocks_that_do_little_go_first(here) -> None:
     assert set(depth["kept"]) >= {0, 5}
     assert report["after"]["parameters"] <= 0.7 * report["before"]["parameters"]
     start = said.index("blocks gone  divergence")
-    assert said[start - 1] == "divergence that was measured, the size met by the widths of what is left:"
-    assert said[start + 1 : start + 1 + len(tried)] == [f"{gone:<11}  {one:>10.4f}" for gone, one in measured.items()]
+    assert said[start - 1] == "divergence from the dense model on held-out samples, the rest of the size met by widths:"
+    assert said[start + 1 : start + 1 + len(tried)] == [
+        f"{count:<11}  {one:>10.4f}{'  taken' if count == gone else ''}" for count, one in measured.items()
+    ]
     most = tried[-1]["blocks"]
     ok(
         "prune",

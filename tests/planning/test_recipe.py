@@ -565,3 +565,12 @@ def test_no_drift_behind_norms(model_type, target):
     own = load_recipe("best").at(load_family(model_type))
     assert own.target == target
     assert list(own.spaces) == ["heads", "mlp"]
+
+
+def test_a_space_that_is_to_stay_whole_is_not_among_those_that_meet_a_size_together():
+    family = load_family("llama")
+    own = load_recipe("best", ("spaces.heads.ratio=0",), 0.5).at(family)
+    assert list(own.spaces) == ["mlp"]
+    assert list(load_recipe("ridge", ("spaces.heads.ratio=0",), 0.5).at(family).spaces) == ["heads", "mlp"]
+    none = load_recipe("best", ("spaces.heads.ratio=0", "spaces.mlp.ratio=0")).at(family)
+    assert list(none.spaces) == ["heads", "mlp"]
