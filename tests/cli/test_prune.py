@@ -128,9 +128,16 @@ def test_set_changes_the_recipe(place):
     assert [len(site["kept"]) for site in report["sites"]] == [2, 18, 2, 18]
 
 
-def test_ratio_replaces_every_ratio(place):
-    ok("prune", "dense", "--recipe", "magnitude", "--set", "spaces.mlp.ratio=0.25", *HALF, "-o", "out")
-    assert [len(site["kept"]) for site in read_json("out/ckpt_prune.json")["sites"]] == [1, 12, 1, 12]
+def test_a_space_s_own_ratio_stands_beside_the_ratio_of_all(place):
+    said = ok("prune", "dense", "--recipe", "magnitude", "--set", "spaces.mlp.ratio=0.25", *HALF, "-o", "out")
+    assert [len(site["kept"]) for site in read_json("out/ckpt_prune.json")["sites"]] == [1, 18, 1, 18]
+    assert "kept per block: heads 1/2 (ratio 0.5), mlp 18/24 (ratio 0.25)" in said
+
+
+def test_a_space_that_is_to_stay_whole_stays_under_one_budget(place):
+    ok("prune", "dense", "--set", "spaces.heads.ratio=0", *HALF, *TEXT, "-o", "out")
+    sites = read_json("out/ckpt_prune.json")["sites"]
+    assert {(site["space"], len(site["kept"])) for site in sites} == {("mlp", 12)}
 
 
 def test_a_container_by_force_is_said(place):
