@@ -10,9 +10,6 @@ come from `make_synthetic_llama.py`. Each line of the output is one measurement;
 """
 
 import argparse
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,6 +26,7 @@ from ckpt_prune.transform.asked_recipe import read_recipe
 from ckpt_prune.transform.estimate import of_calibration, of_prune
 from ckpt_prune.transform.settle import foresee
 from ckpt_prune.transform.work import Stage, Work
+from tools.bench_command import command
 from tools.bench_lines import add_line, by_key
 
 COLLECT: list[Collect] = ["moments", "gram"]
@@ -67,12 +65,7 @@ def seconds_of(model: Path, job: str, samples: Mapping[str, Any], statistics: Pa
         given = ["--statistics", str(statistics)] if job == "ridge, dense cache" else data
         how = ["--recipe", PRUNES[job], "--ratio", str(RATIO), "--container", "any"]
         line = ["prune", str(model), *how, *given, "-o", str(scratch / "out"), "--overwrite"]
-    process = subprocess.Popen([sys.executable, "-m", "ckpt_prune", *line], stdout=subprocess.DEVNULL)
-    _, status, used = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        sys.exit(f"{' '.join(line)}: exit code {process.returncode}")
-    return used.ru_utime + used.ru_stime
+    return command(*line).seconds
 
 
 def main() -> None:

@@ -16,14 +16,12 @@ site's own effect would be measured, which deep models are spared).
 """
 
 import argparse
-import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 import torch
@@ -36,6 +34,7 @@ from ckpt_prune.transform.asked import prune_request, read_asked
 from ckpt_prune.transform.asked_recipe import read_recipe
 from ckpt_prune.transform.estimate import Stage, of_calibration, of_prune
 from ckpt_prune.transform.settle import foresee
+from tools.bench_command import command
 from tools.bench_lines import add_line, lines_of
 
 GPU = Rates(3e14, 4e13, 1e13, 3e11, 2e12, 5e11, 1e5, 1e9, 1e9, 2**30)
@@ -91,16 +90,10 @@ def stages(model: Path, job: str, samples: Mapping[str, Any]) -> list[Stage]:
 def run(model: Path, job: str, samples: Mapping[str, Any]) -> dict[str, float]:
     """Run a job in a process of its own."""
     with tempfile.TemporaryDirectory(dir=model.parent) as folder:
-        command, *rest = JOBS[job]
-        data = [part for name, value in samples.items() for part in (f"--{name}", str(value))]
-        line = [sys.executable, "-m", "ckpt_prune", command, str(model), *rest, *data, "-o", f"{folder}/out"]
-        start = monotonic()
-        process = subprocess.Popen(line, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-        _, status, used = os.wait4(process.pid, 0)
-        if status:
-            sys.exit(f"{' '.join(line)}: exit code {os.waitstatus_to_exitcode(status)}")
-        cpu = used.ru_utime + used.ru_stime
-        return {"seconds": monotonic() - start, "cpu_seconds": cpu, "peak_bytes": 1024 * used.ru_maxrss}
+        name, *rest = JOBS[job]
+        data = [part for key, value in samples.items() for part in (f"--{key}", str(value))]
+        done = command(name, str(model), *rest, *data, "-o", f"{folder}/out")
+        return {"seconds": done.clock, "cpu_seconds": done.seconds, "peak_bytes": done.peak_bytes}
 
 
 def together(rates: Rates, processes: int) -> Rates:

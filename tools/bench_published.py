@@ -9,45 +9,16 @@ stopped, and ends by printing the table. With --tasks, `evaluate` answers so man
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tools.bench_best import OURS, PUBLISHED
+from tools.bench_command import command
 from tools.bench_lines import add_line, by_key
 
 RECIPES = (*PUBLISHED, "llm-pruner-taylor1", *OURS)
 DENSE = "dense"
-
-
-@dataclass(frozen=True)
-class Done:
-    """What a command printed and took."""
-
-    printed: str
-    seconds: float
-    gibibytes: float
-
-
-def command(*arguments: str) -> Done:
-    """Run a command of the package; time is of the processor.
-
-    Raises:
-        RuntimeError: it failed.
-    """
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        started = subprocess.Popen([sys.executable, "-m", "ckpt_prune", *arguments], stdout=out, stderr=err)
-        _, status, used = os.wait4(started.pid, 0)
-        started.returncode = os.waitstatus_to_exitcode(status)
-        for file in (out, err):
-            file.seek(0)
-        if started.returncode:
-            raise RuntimeError(f"{' '.join(arguments)}: {err.read()[-2000:]}")
-        return Done(out.read(), used.ru_utime + used.ru_stime, used.ru_maxrss / 2**20)
 
 
 def statistics(args: argparse.Namespace) -> Path:
@@ -56,7 +27,7 @@ def statistics(args: argparse.Namespace) -> Path:
     if not place.exists():
         took = command("calibrate", str(args.model), *calibration(args), "--folds", "4",
                        "--collect", "moments,gram,taylor", "-o", str(place))  # fmt: skip
-        print(f"calibrate: {took.seconds:.0f} CPU s, {took.gibibytes:.2f} GiB", flush=True)
+        print(f"calibrate: {took.seconds:.0f} CPU s, {took.peak_bytes / 2**30:.2f} GiB", flush=True)
     return place
 
 
@@ -75,7 +46,7 @@ def measured(args: argparse.Namespace, recipe: str, ratio: float, size: int | No
             left = ["--ratio", f"{ratio:g}"] if size is None else ["--target-params", str(size)]
             how = ["--recipe", recipe, *left, "--container", "any", "-o", str(out), "--json"]
             took = command("prune", str(args.model), *how, *data)
-            line = {"seconds": round(took.seconds), "gibibytes": round(took.gibibytes, 2)}
+            line = {"seconds": round(took.seconds), "gibibytes": round(took.peak_bytes / 2**30, 2)}
             line["parameters"] = json.loads((out / "ckpt_prune.json").read_text())["after"]["parameters"]
         common = ["evaluate", str(out), "--json"]
         held = ["--text", str(args.held_out), "--window", str(args.window), "--samples", str(args.held_out_samples)]
