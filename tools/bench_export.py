@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tools.bench_command import command
 from tools.bench_lines import add_line, by_key, lines_of
 from tools.bench_perplexity import SHARED, subjects
 
@@ -76,10 +77,10 @@ def models() -> list[Model]:
 
 def ckpt_prune(*arguments: str) -> str:
     """Run a command of the package; what it printed."""
-    done = subprocess.run([sys.executable, "-m", "ckpt_prune", *arguments], capture_output=True, text=True, check=False)
-    if done.returncode not in (0, 1) or not done.stdout:
-        raise RuntimeError(f"{' '.join(arguments)}: {done.stderr[-2000:]}")
-    return done.stdout
+    printed = command(*arguments, ends=(0, 1)).printed
+    if not printed:
+        raise RuntimeError(f"{' '.join(arguments)}: nothing was printed")
+    return printed
 
 
 def checkpoint(model: Model, ratio: float, work: Path) -> Path:

@@ -20,14 +20,11 @@ import torch
 from ckpt_prune.calibration.kinds import Collect
 from ckpt_prune.containers.opening import open_model
 from ckpt_prune.machine import Rates, measured_rates
-from ckpt_prune.options import PruneOptions, checked
-from ckpt_prune.transform.asked import prune_request, read_asked
-from ckpt_prune.transform.asked_recipe import read_recipe
-from ckpt_prune.transform.estimate import of_calibration, of_prune
-from ckpt_prune.transform.settle import foresee
+from ckpt_prune.transform.estimate import of_calibration
 from ckpt_prune.transform.work import Stage, Work
-from tools.bench_command import command
+from tools.bench_command import as_options, command
 from tools.bench_lines import add_line, by_key
+from tools.bench_parts import stages_of_prune
 
 COLLECT: list[Collect] = ["moments", "gram"]
 PRUNES = {"ridge, dense cache": "ridge", "ridge, sequential": "ridge", "best": "best"}
@@ -49,23 +46,18 @@ def stages_of(model: Path, job: str, samples: Mapping[str, Any], statistics: Pat
     if job == "calibrate":
         return of_calibration(open_model(str(model)), samples["samples"], samples["window"], COLLECT, 1)
     data = {"statistics": statistics} if job == "ridge, dense cache" else samples
-    how = {"model": str(model), "output": statistics.with_name("never"), "ratio": RATIO, "dry_run": True}
-    options = checked(PruneOptions, {**how, "recipe": PRUNES[job], "container": "any", **data})
-    found = of_prune(foresee(prune_request(read_asked(read_recipe(options)), lambda line: None)))
-    assert found is not None
-    return found[0]
+    return stages_of_prune(model, {"recipe": PRUNES[job], "ratio": RATIO, "container": "any", **data})
 
 
 def seconds_of(model: Path, job: str, samples: Mapping[str, Any], statistics: Path, scratch: Path) -> float:
     """Of processors, in a process of its own."""
-    data = [part for name, value in samples.items() for part in (f"--{name}", str(value))]
     if job == "calibrate":
-        line = ["calibrate", str(model), "--collect", ",".join(COLLECT), *data, "-o", str(statistics), "--overwrite"]
+        line = ["calibrate", model, "--collect", ",".join(COLLECT), *as_options(samples), "-o", statistics]
     else:
-        given = ["--statistics", str(statistics)] if job == "ridge, dense cache" else data
+        given = as_options({"statistics": statistics} if job == "ridge, dense cache" else samples)
         how = ["--recipe", PRUNES[job], "--ratio", str(RATIO), "--container", "any"]
-        line = ["prune", str(model), *how, *given, "-o", str(scratch / "out"), "--overwrite"]
-    return command(*line).seconds
+        line = ["prune", model, *how, *given, "-o", scratch / "out"]
+    return command(*line, "--overwrite").seconds
 
 
 def main() -> None:

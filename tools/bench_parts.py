@@ -34,7 +34,7 @@ from ckpt_prune.transform.asked import prune_request, read_asked
 from ckpt_prune.transform.asked_recipe import read_recipe
 from ckpt_prune.transform.estimate import Stage, of_calibration, of_prune
 from ckpt_prune.transform.settle import foresee
-from tools.bench_command import command
+from tools.bench_command import as_options, command
 from tools.bench_lines import add_line, lines_of
 
 GPU = Rates(3e14, 4e13, 1e13, 3e11, 2e12, 5e11, 1e5, 1e9, 1e9, 2**30)
@@ -80,8 +80,12 @@ def stages(model: Path, job: str, samples: Mapping[str, Any]) -> list[Stage]:
     if job == "fisher":
         return of_calibration(open_model(str(model)), samples["samples"], samples["window"], COLLECT, FOLDS)
     changes = {"set": ("weigh_by=energy",)} if job == "best" else {}
-    given = {"model": str(model), "output": model.with_name("never"), "recipe": job, "ratio": RATIO, "dry_run": True}
-    options = checked(PruneOptions, {**given, **changes, **samples})
+    return stages_of_prune(model, {"recipe": job, "ratio": RATIO, **changes, **samples})
+
+
+def stages_of_prune(model: Path, given: Mapping[str, Any]) -> list[Stage]:
+    """What the tool takes a prune to be made of, by its options."""
+    options = checked(PruneOptions, {"model": str(model), "output": model.with_name("never"), "dry_run": True, **given})
     found = of_prune(foresee(prune_request(read_asked(read_recipe(options)), lambda line: None)))
     assert found is not None
     return found[0]
@@ -91,9 +95,8 @@ def run(model: Path, job: str, samples: Mapping[str, Any]) -> dict[str, float]:
     """Run a job in a process of its own."""
     with tempfile.TemporaryDirectory(dir=model.parent) as folder:
         name, *rest = JOBS[job]
-        data = [part for key, value in samples.items() for part in (f"--{key}", str(value))]
-        done = command(name, str(model), *rest, *data, "-o", f"{folder}/out")
-        return {"seconds": done.clock, "cpu_seconds": done.seconds, "peak_bytes": done.peak_bytes}
+        done = command(name, model, *rest, *as_options(samples), "-o", f"{folder}/out")
+        return {"seconds": done.clock, "cpu_seconds": done.seconds, "peak_bytes": done.gibibytes * 2**30}
 
 
 def together(rates: Rates, processes: int) -> Rates:

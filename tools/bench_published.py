@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench_best import OURS, PUBLISHED
-from tools.bench_command import command
+from tools.bench_command import as_options, command
 from tools.bench_lines import add_line, by_key
 
 RECIPES = (*PUBLISHED, "llm-pruner-taylor1", *OURS)
@@ -27,13 +27,13 @@ def statistics(args: argparse.Namespace) -> Path:
     if not place.exists():
         took = command("calibrate", str(args.model), *calibration(args), "--folds", "4",
                        "--collect", "moments,gram,taylor", "-o", str(place))  # fmt: skip
-        print(f"calibrate: {took.seconds:.0f} CPU s, {took.peak_bytes / 2**30:.2f} GiB", flush=True)
+        print(f"calibrate: {took.seconds:.0f} CPU s, {took.gibibytes:.2f} GiB", flush=True)
     return place
 
 
 def calibration(args: argparse.Namespace) -> list[str]:
     """Options that say on what."""
-    return ["--text", str(args.text), "--samples", str(args.samples), "--window", str(args.window)]
+    return as_options({"text": args.text, "samples": args.samples, "window": args.window})
 
 
 def measured(args: argparse.Namespace, recipe: str, ratio: float, size: int | None) -> dict[str, Any]:
@@ -46,10 +46,10 @@ def measured(args: argparse.Namespace, recipe: str, ratio: float, size: int | No
             left = ["--ratio", f"{ratio:g}"] if size is None else ["--target-params", str(size)]
             how = ["--recipe", recipe, *left, "--container", "any", "-o", str(out), "--json"]
             took = command("prune", str(args.model), *how, *data)
-            line = {"seconds": round(took.seconds), "gibibytes": round(took.peak_bytes / 2**30, 2)}
-            line["parameters"] = json.loads((out / "ckpt_prune.json").read_text())["after"]["parameters"]
+            line = {"seconds": round(took.seconds), "gibibytes": took.gibibytes}
+            line["parameters"] = json.loads(took.printed)["after"]["parameters"]
         common = ["evaluate", str(out), "--json"]
-        held = ["--text", str(args.held_out), "--window", str(args.window), "--samples", str(args.held_out_samples)]
+        held = as_options({"text": args.held_out, "window": args.window, "samples": args.held_out_samples})
         line["perplexity"] = json.loads(command(*common, *held).printed)["perplexity"]
         if args.tasks:
             asked = [word for task in args.tasks for word in ("--tasks", str(task))]

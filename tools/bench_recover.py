@@ -12,12 +12,8 @@ Each line of the output is one measurement; a run goes on where the last one sto
 
 import argparse
 import json
-import re
 import shutil
-import subprocess
-import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,11 +24,11 @@ from ckpt_prune.architectures.skeleton import quiet_transformers
 from ckpt_prune.checkpoint.jsonfile import read_object
 from ckpt_prune.demo import corpus
 from ckpt_prune.filenames import REPORT
+from tools.bench_command import command
 from tools.bench_lines import add_line, lines_of
 from tools.bench_masks import models
 from tools.bench_perplexity import SHARED, Subject
 
-TOOLS = Path(__file__).resolve().parent
 VIT = "vit-tiny-imagenet"
 MASKS = ("wanda-50", "wanda-70", "sparsegpt-2-4")
 RECOVERED = {"laco": (), "laco-mlp": ("--only", "mlp"), "laco-attention": ("--only", "attention")}
@@ -105,26 +101,10 @@ def data_of(name: str, scratch: Path, args: argparse.Namespace) -> Data:
     return Data(VIT, SHARED / VIT, (*images, "--samples", str(args.samples)), images)
 
 
-def measured(*command: str | Path) -> tuple[str, dict[str, float]]:
-    """Run a Python command: what it prints, and its wall-clock seconds and peak resident memory in GiB.
-
-    By way of `peak_rss.py`: a process started from here would count this one's memory as its own.
-
-    Raises:
-        RuntimeError: it fails.
-    """
-    start = time.monotonic()
-    parts = [sys.executable, TOOLS / "peak_rss.py", sys.executable, *command]
-    done = subprocess.run(list(map(str, parts)), capture_output=True, text=True, check=False)
-    seconds = time.monotonic() - start
-    peak = re.search(r"peak RSS ([0-9.]+) GiB", done.stderr)
-    if done.returncode or peak is None:
-        raise RuntimeError(f"{' '.join(map(str, command))}: exit code {done.returncode}\n{done.stderr[-2000:]}")
-    return done.stdout, {"seconds": round(seconds, 1), "peak_rss_gib": float(peak[1])}
-
-
 def tool(*options: str | Path) -> tuple[str, dict[str, float]]:
-    return measured("-m", "ckpt_prune", *options, "--device", "cpu", "--json")
+    """What a command prints, and its seconds on the clock and peak memory."""
+    done = command(*options, "--device", "cpu", "--json")
+    return done.printed, {"seconds": round(done.clock, 1), "peak_rss_gib": done.gibibytes}
 
 
 def score(folder: Path, data: Data) -> dict[str, float]:

@@ -291,7 +291,7 @@ def _print_plan(settled: Any, plan: Any) -> None:
     if plan.depth is None:
         click.echo(table([*headers, "margin"] if chosen else headers, rows))
         click.echo()
-        lines = plan_legend(settled.model, plan.sites)
+        lines = plan_legend(settled.model, plan.sites, language=plan.before.cache is not None)
     else:
         lines = depth_lines(plan.depth)
     for line in lines:

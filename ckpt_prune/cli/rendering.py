@@ -9,7 +9,6 @@ from ckpt_prune.architectures.spaces import ENDS, first_of_experts, known_space,
 from ckpt_prune.checkpoint.units import counted, human_bytes, human_count
 from ckpt_prune.cli.options import table
 from ckpt_prune.containers.choosing import ANY
-from ckpt_prune.planning.accounting import cost_of
 from ckpt_prune.planning.records import Cost, SiteRecord
 from ckpt_prune.recovery.record import RecoveredLayer
 from ckpt_prune.report.depth import depth_lines, named_all
@@ -195,8 +194,8 @@ def cost_rows(before: Cost, after: Cost) -> list[list[str]]:
     return rows
 
 
-def plan_legend(model: Model, sites: Sequence[SiteRecord]) -> Iterable[str]:
-    """What the columns of a plan say: a line for each that holds a figure somewhere."""
+def plan_legend(model: Model, sites: Sequence[SiteRecord], *, language: bool) -> Iterable[str]:
+    """What the columns of a plan say: a line for each that holds a figure somewhere; `language` as in `error_lines`."""
     known = first_of_experts(model.family.spaces)
     named = {site.space: model.family.spaces[known[site.space]].unit for site in sites if site.space in known}
     units = ", ".join(f"{space}: {unit}s" for space, unit in named.items())
@@ -216,7 +215,7 @@ def plan_legend(model: Model, sites: Sequence[SiteRecord]) -> Iterable[str]:
     if any(site.margin is not None for site in sites):
         yield "margin: how much larger, at least, the held-out error of the next best method is"
     if any(site.error_uncompensated is not None for site in sites):
-        yield NO_PERPLEXITY + (YARDSTICK if cost_of(model).cache is not None else "")
+        yield NO_PERPLEXITY + (YARDSTICK if language else "")
 
 
 def error_lines(sites: Sequence[SiteRecord], *, language: bool) -> Iterable[str]:

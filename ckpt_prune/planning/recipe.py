@@ -415,10 +415,9 @@ class Recipe(Strict):
         """The recipe with what it says of a space for every one of that name that blocks of a family have.
 
         What the family has not stays as it is, but for what is optional. Under least-error a space of ratio 0 is left
-        out. Spaces of one width (`Family.together`) go
-        together. Where a norm stands behind a consumer, target drift is sequential: what the stream lacks, divided by
-        gains near zero, becomes outputs so large that the norm takes it from all others (compensation/README.md,
-        section 4).
+        out. Spaces of one width (`Family.together`) go together. Where a norm stands behind a consumer, target drift is
+        sequential: what the stream lacks, divided by gains near zero, becomes outputs so large that the norm takes it
+        from all others (compensation/README.md, section 4).
         """
         columns = [own for name, own in family.columns.items() if known_space(name) in self.spaces]
         if self.target == "drift" and any(each.norm is not None for each in columns):

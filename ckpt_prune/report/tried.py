@@ -22,20 +22,18 @@ class TriedTable:
 
 def tried_table(depth: Depth | None, hidden: Hidden | None) -> TriedTable | None:
     """Numbers of blocks or dimensions, or pairs of both, with the divergence of each; None where nothing was tried."""
-    title = "divergence from the dense model on held-out samples, the rest of the size met by widths"
     gone = 0 if depth is None else depth.blocks - len(depth.kept)
+    taken: tuple[int, ...]
+    tried: list[tuple[tuple[int, ...], float]]
     if hidden is not None and any(each.blocks is not None for each in hidden.tried):
-        pairs = [(each.blocks or 0, each.kept, each.measured) for each in hidden.tried]
-        rows = [[str(a), str(b), f"{found:.4f}", _mark((a, b) == (gone, hidden.kept))] for a, b, found in pairs]
-        return TriedTable(title, ["blocks gone", "dimensions", "divergence", ""], rows)
-    if hidden is not None and hidden.tried:
-        rows = [[str(each.kept), f"{each.measured:.4f}", _mark(each.kept == hidden.kept)] for each in hidden.tried]
-        return TriedTable(title, ["dimensions", "divergence", ""], rows)
-    if depth is not None and depth.tried:
-        rows = [[str(each.blocks), f"{each.measured:.4f}", _mark(each.blocks == gone)] for each in depth.tried]
-        return TriedTable(title, ["blocks gone", "divergence", ""], rows)
-    return None
-
-
-def _mark(taken: bool) -> str:
-    return "taken" if taken else ""
+        axes, taken = ["blocks gone", "dimensions"], (gone, hidden.kept)
+        tried = [((each.blocks or 0, each.kept), each.measured) for each in hidden.tried]
+    elif hidden is not None and hidden.tried:
+        axes, taken, tried = ["dimensions"], (hidden.kept,), [((each.kept,), each.measured) for each in hidden.tried]
+    elif depth is not None and depth.tried:
+        axes, taken, tried = ["blocks gone"], (gone,), [((each.blocks,), each.measured) for each in depth.tried]
+    else:
+        return None
+    title = "divergence from the dense model on held-out samples, the rest of the size met by widths"
+    rows = [[*map(str, each), f"{found:.4f}", "taken" if each == taken else ""] for each, found in tried]
+    return TriedTable(title, [*axes, "divergence", ""], rows)

@@ -116,7 +116,7 @@ def test_segmentation_of_both_models(here):
 
     def near(value):
         """A pixel that two classes are nearly level at may go to either: of float64 here and of float32 there."""
-        return pytest.approx(value, abs=0.02)
+        return pytest.approx(value, abs=0.005)
 
     def score(found):
         return {"miou": near(found[0]), "accuracy": near(found[1]), "classes": near(found[2]), "pixels": len(known)}
