@@ -1,4 +1,4 @@
-"""How fast this machine is at what runs are made of, measured in about half a second."""
+"""How fast this machine is at what runs are made of, measured in about a second."""
 
 import hashlib
 import os
@@ -13,7 +13,8 @@ import torch
 from ckpt_prune.memory import resident
 
 _REPEATS = 5
-"""The fastest of so many counts: what else runs on the machine only slows one down."""
+"""The fastest of so many counts, with one thread and with all: what else runs on the machine only slows one down, and
+where threads wait for each other in a small operation, by a time slice each time."""
 _DISK_BYTES = 2**24
 
 
@@ -57,14 +58,24 @@ def measured_rates(device: torch.device, compute_dtype: torch.dtype) -> Rates:
 
     def fastest(work: Callable[[], object]) -> float:
         times = []
-        for _ in range(_REPEATS):
-            start = time.perf_counter()
-            work()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            times.append(time.perf_counter() - start)
+        for threads in sorted({1, all_threads}):
+            torch.set_num_threads(threads)
+            for _ in range(_REPEATS):
+                start = time.perf_counter()
+                work()
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+                times.append(time.perf_counter() - start)
         return max(min(times), 1e-9)
 
+    all_threads = torch.get_num_threads()
+    try:
+        return _rates(device, compute_dtype, fastest)
+    finally:
+        torch.set_num_threads(all_threads)
+
+
+def _rates(device: torch.device, compute_dtype: torch.dtype, fastest: Callable[[Callable[[], object]], float]) -> Rates:
     with torch.no_grad():
         single = torch.ones(2048, 576, dtype=compute_dtype, device=device)
         square = torch.ones(576, 576, dtype=compute_dtype, device=device)

@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import math
 import sys
+import time
 
 import pytest
 import torch
@@ -44,3 +45,22 @@ def test_rates_are_of_what_was_done(real, monkeypatch):
     assert (rates.factor, rates.eigen) == (384**3 / 3, 9 * 192**3)
     assert (rates.moved, rates.reduced) == (8 * 4096 * 1024, 4096 * 1024)
     assert (rates.calls, rates.disk, rates.hashed) == (500, 2**24, 2**22)
+
+
+def test_threads_that_wait_for_each_other_are_not_the_machines_speed(real, monkeypatch):
+    """On a machine that is loaded, a small decomposition took thirty times as long with two threads as with one."""
+    plain, before = torch.linalg.eigh, torch.get_num_threads()
+
+    def waiting(matrix):
+        if torch.get_num_threads() > 1:
+            time.sleep(0.5)
+        return plain(matrix)
+
+    monkeypatch.setattr(torch.linalg, "eigh", waiting)
+    torch.set_num_threads(2)
+    try:
+        rates = real.measured_rates(torch.device("cpu"), torch.float32)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert rates.eigen > 9 * 192**3 / 0.5
