@@ -50,7 +50,11 @@ def measured(args: argparse.Namespace, recipe: str, ratio: float, size: int | No
             line["parameters"] = json.loads(took.printed)["after"]["parameters"]
         common = ["evaluate", str(out), "--json"]
         held = as_options({"text": args.held_out, "window": args.window, "samples": args.held_out_samples})
-        line["perplexity"] = json.loads(command(*common, *held).printed)["perplexity"]
+        against = ["--against", str(args.model)] if args.kl and recipe != DENSE else []
+        found = json.loads(command(*common, *held, *against).printed)
+        line["perplexity"] = found["perplexity"]
+        if against:
+            line["kl"] = found["kl"]
         if args.tasks:
             asked = [word for task in args.tasks for word in ("--tasks", str(task))]
             answered = command(*common, *asked, "--samples", str(args.items))
@@ -60,12 +64,13 @@ def measured(args: argparse.Namespace, recipe: str, ratio: float, size: int | No
 
 def show(lines: dict[str, dict[str, Any]], model: str) -> None:
     """The table."""
-    print("| ratio | recipe | parameters | perplexity | CPU s | GiB |\n|---|---|---|---|---|---|")
+    print("| ratio | recipe | parameters | perplexity | KL | CPU s | GiB |\n|---|---|---|---|---|---|---|")
     for line in lines.values():
         if line["model"] == model:
             millions = f"{line['parameters'] / 1e6:.1f} M" if "parameters" in line else "all"
             took = f"{line.get('seconds', '')} | {line.get('gibibytes', '')}"
-            print(f"| {line['ratio']:.0%} | {line['recipe']} | {millions} | {line['perplexity']:.2f} | {took} |")
+            scores = f"{line['perplexity']:.2f} | {line['kl']:.4f}" if "kl" in line else f"{line['perplexity']:.2f} |"
+            print(f"| {line['ratio']:.0%} | {line['recipe']} | {millions} | {scores} | {took} |")
 
 
 def main() -> None:
@@ -81,6 +86,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=32)
     parser.add_argument("--window", type=int, default=512)
     parser.add_argument("--held-out-samples", type=int, default=32)
+    parser.add_argument("--kl", action="store_true", help="also the divergence from the dense model, nats a token")
     parser.add_argument("--tasks", nargs="*", help="files of tasks, or names, as `evaluate --tasks` takes them")
     parser.add_argument("--items", type=int, default=100, help="of each task")
     args = parser.parse_args()
