@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from decimal import Decimal
-from math import isfinite
+from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckpt_prune.api.sweep_measuring import Measuring, Scores
+from ckpt_prune.api.sweep_values import OF_DATA, RATIO, asked_values
 from ckpt_prune.api.types import AnyModel, AnyPath, Texts
 from ckpt_prune.architectures.composite import PartName
-from ckpt_prune.checkpoint.scratch import scratch_folder
 from ckpt_prune.errors import UserError
 from ckpt_prune.glance import glance
 from ckpt_prune.options import PlanOptions, checked
@@ -17,14 +18,10 @@ from ckpt_prune.progress import progress_shown
 if TYPE_CHECKING:
     from ckpt_prune.architectures.spaces import SpaceName
     from ckpt_prune.calibration.statistics import Statistics
+    from ckpt_prune.planning.recipe import Recipe
     from ckpt_prune.planning.records import Cost
     from ckpt_prune.transform.request import Request
     from ckpt_prune.transform.sweep import DepthPoint, Point
-
-RATIO = "ratio"
-"""The key that is swept where none is named."""
-MOST = 1000
-"""Values of one sweep."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,8 @@ class Sweep:
         spaces: that it prunes.
         before: size of the dense model.
         points: one for each value.
-        measured: what `Point.perplexity` is of, in words; None where nothing was measured.
+        measured: what `Point.score` is of, in words; None where nothing was measured.
+        metric: what `Point.score` is: perplexity, masked_perplexity or top1.
         depth: where ratios vary, the same of whole blocks in place of units, where the statistics say what they do.
     """
 
@@ -47,6 +45,7 @@ class Sweep:
     points: tuple["Point", ...]
     key: str = RATIO
     measured: str | None = None
+    metric: str = "perplexity"
     depth: tuple["DepthPoint", ...] = ()
 
     def __repr__(self) -> str:
@@ -71,8 +70,10 @@ class Sweep:
                 "widths": point.widths,
                 "errors": point.errors,
                 "divergence": point.divergence,
+                **({} if point.blocks is None else {"blocks": point.blocks}),
+                **({} if point.dimensions is None else {"dimensions": point.dimensions}),
             }
-            rows.append(row if self.measured is None else row | {"perplexity": point.perplexity, "kl": point.measured})
+            rows.append(row if self.measured is None else row | {self.metric: point.score, "kl": point.measured})
         blocks = [
             {"ratio": own.ratio, "gone": own.gone, **own.after.model_dump(), "divergence": own.divergence}
             for own in self.depth
@@ -87,10 +88,13 @@ def sweep(
     *,
     recipe: AnyPath | None = None,
     statistics: "AnyPath | Statistics | None" = None,
+    text: Texts = (),
+    images: AnyPath | None = None,
+    samples: int | None = None,
+    window: int | None = None,
     overrides: Mapping[str, object] | Sequence[str] = (),
     evaluate: Texts = (),
-    window: int | None = None,
-    samples: int | None = None,
+    evaluate_samples: int | None = None,
     container: str | None = None,
     family: AnyPath | None = None,
     part: PartName | None = None,
@@ -98,19 +102,25 @@ def sweep(
     device: str = "auto",
     progress: bool = True,
 ) -> Sweep:
-    """Plan at several values of a recipe's key, as `ckpt-prune plan --sweep` does.
+    """Plan, or prune and measure, at several values of a recipe's key, as `ckpt-prune plan --sweep` does.
+
+    What no plan says (masks, factors, rotations, a narrower stream, blocks beside units), and what is calibrated on
+    `text` or `images`, is pruned at each value and measured on `evaluate`.
 
     Args:
         model: a folder, a Hub id, or what a function of this package has written.
         values: ratios, as numbers or as "FROM:TO:STEP", both ends included; or "KEY=FROM:TO:STEP" or "KEY=A,B,C" of any
-            key that `overrides` may have.
+            key that `overrides` may have, of `samples` or of `seed`.
         recipe: a shipped recipe's name or a file; None for the default.
         statistics: what `calibrate` gave, or its folder.
+        text: files that every point is calibrated on, in place of statistics.
+        images: folder of images, likewise.
+        samples: windows of `text`, or images.
+        window: tokens of a window of `text` and of `evaluate`.
         overrides: changes of the recipe's keys, dotted.
-        evaluate: text that every point is measured on: the model is pruned into a temporary folder for it, and loaded
-            whole.
-        window: tokens of a window of `evaluate`.
-        samples: windows of it, at most.
+        evaluate: text, or a folder of images, that every point is measured on: the model is pruned into a temporary
+            folder for it, and loaded whole.
+        evaluate_samples: windows, or images, of `evaluate`, at most.
         container: what the output is to be stored as.
         family: file of a description of the model's family, where this version has none.
         part: which part of a model that is made of several: text, vision or encoder.
@@ -121,11 +131,10 @@ def sweep(
     Raises:
         UserError: as `plan`, `prune` and `evaluate`, or a value that the recipe does not take.
     """
-    key, wanted = _asked(values) if isinstance(values, str) else (RATIO, [float(ratio) for ratio in values])
-    if not evaluate and (window is not None or samples is not None):
-        raise UserError("--window and --samples are of the text to measure on: give --evaluate FILE")
-    if evaluate and window is None:
-        raise UserError("--evaluate needs --window: perplexities of different windows cannot be compared")
+    key, wanted = asked_values(values) if isinstance(values, str) else (RATIO, [float(ratio) for ratio in values])
+    data = {"text": text, "images": images}
+    calibrated = bool(text) or images is not None
+    _check_together(key, calibrated, evaluate, samples, window, evaluate_samples)
     named = ("model", "recipe", "statistics", "container", "family", "part", "trust_remote_code", "device", "progress")
     given = {name: value for name, value in locals().items() if name in named}
     changes = [f"{k}={v}" for k, v in overrides.items()] if isinstance(overrides, Mapping) else [*overrides]
@@ -134,8 +143,75 @@ def sweep(
         """Options of a command at one value."""
         if key == RATIO:
             return given | {"overrides": changes, "ratio": float(value)}
+        if key in OF_DATA:
+            return given | {"overrides": changes, key: value}
         return given | {"overrides": [*changes, f"{key}={value}"]}
 
+    def prune_at(value: float | str) -> dict[str, Any]:
+        """The same, with what to calibrate on."""
+        own = {**data, "samples": samples, "window": window} if calibrated else {}
+        return own | at(value)
+
+    from ckpt_prune.transform.asked_recipe import recipe_of
+
+    measuring = None
+    if evaluate:
+        files = [evaluate] if isinstance(evaluate, str | PathLike) else evaluate
+        measuring = Measuring(model, tuple(Path(file) for file in files), window, evaluate_samples, prune_at)
+        measuring.check()
+    recipes = [recipe_of(checked(PlanOptions, at(value)))[1] for value in wanted]
+    with progress_shown(progress):
+        plannable = _said_by_plans(recipes, measured=measuring is not None)
+        if measuring is not None and (calibrated or not plannable):
+            return _outputs(key, wanted, measuring)
+        found = _plans(key, wanted, at, given | {"overrides": changes})
+        return found if measuring is None else _with_scores(found, measuring)
+
+
+def _check_together(
+    key: str, calibrated: bool, evaluate: Texts, samples: int | None, window: int | None, evaluate_samples: int | None
+) -> None:
+    """Refuse options that say nothing without others."""
+    if not evaluate and (window is not None or evaluate_samples is not None):
+        raise UserError("--window and --evaluate-samples are of what points are measured on: give --evaluate FILE")
+    if calibrated and not evaluate:
+        raise UserError(
+            "--text and --images calibrate every point of a --sweep anew, to be measured: give --evaluate FILE, or "
+            "plan from --statistics"
+        )
+    if not calibrated and (samples is not None or key in OF_DATA):
+        raise UserError(f"{'--samples' if samples is not None else f'--sweep {key}'} is of --text or --images")
+
+
+def _said_by_plans(recipes: "Sequence[Recipe]", *, measured: bool) -> bool:
+    """Whether plans can say what recipes do.
+
+    Args:
+        recipes: one for each value.
+        measured: whether values are measured besides, which needs no plan.
+
+    Raises:
+        UserError: plans cannot, and nothing is measured.
+    """
+    from ckpt_prune.transform.checks import check_plannable
+
+    try:
+        for recipe in recipes:
+            check_plannable(recipe)
+    except UserError as error:
+        if measured:
+            return False
+        raise UserError(f"{error}; with --evaluate FILE every value of a --sweep is pruned and measured") from error
+    return not any(recipe.perplexity_grid for recipe in recipes)
+
+
+def _plans(
+    key: str,
+    values: Sequence[float | str],
+    at: Callable[[float | str], dict[str, Any]],
+    given: dict[str, Any],
+) -> Sweep:
+    """Points that are predicted from statistics."""
     from ckpt_prune.architectures.spaces import first_of_experts
     from ckpt_prune.planning.accounting import cost_of
     from ckpt_prune.transform.asked import plan_request
@@ -149,106 +225,46 @@ def sweep(
         check_request(found)
         return found
 
-    with progress_shown(progress):
-        told, blocks = None, []
-        if key == RATIO:
-            ratios = [float(ratio) for ratio in wanted]
-            request = request_of(given | {"overrides": changes})
-            request.model.checkpoint.check_finite()
-            points, blocks = points_at(request, ratios), depth_points_at(request, ratios)
-        else:
-            # All are checked before the first is planned.
-            requests = [request_of(at(value)) for value in wanted]
-            request = requests[0]
-            request.model.checkpoint.check_finite()
-            points = [point_of(value, own) for value, own in zip(wanted, requests, strict=True)]
-        if evaluate:
-            points, told = _measured([*points], at, evaluate, window, samples)
-        spaces = tuple(first_of_experts(request.recipe.spaces))
-        return Sweep(request.recipe.name, spaces, cost_of(request.model), tuple(points), key, told, tuple(blocks))
-
-
-def _measured(
-    points: Sequence["Point"],
-    at: Callable[[float | str], dict[str, Any]],
-    text: Texts,
-    window: int | None,
-    samples: int | None,
-) -> tuple[list["Point"], str]:
-    """Points with the perplexity of each, and what it is of."""
-    from ckpt_prune.api.evaluate import evaluate
-    from ckpt_prune.api.prune import prune
-    from ckpt_prune.evaluation.results import PerplexityResult
-
-    found, windows, dense = [], 0, 0.0
-    for point in points:
-        options = at(point.value)
-        with scratch_folder() as folder:
-            small = prune(**options, output=str(folder / "point"), diagnostics=False)
-            quiet = {"device": options["device"], "progress": options["progress"]}
-            trust = options["trust_remote_code"]
-            how = {"text": text, "window": window, "samples": samples, "trust_remote_code": trust}
-            result = evaluate(small, against=options["model"], **how, **quiet)
-        if not isinstance(result, PerplexityResult) or result.reference is None:
-            raise UserError("--evaluate is for causal language models, whose text has a perplexity")
-        windows, dense = result.score.windows, result.reference.perplexity
-        own = [each if each is not None and isfinite(each) else None for each in (result.score.perplexity, result.kl)]
-        found.append(replace(point, perplexity=own[0], measured=own[1]))
-    return found, f"perplexity (dense: {dense:.3f}) and KL on {windows} windows of {window} tokens"
-
-
-def _asked(text: str) -> tuple[str, list[float | str]]:
-    """The key and its values."""
-    key, equals, values = text.rpartition("=")
-    if not equals:
-        return RATIO, [*_ratios(text)]
-    if key == RATIO and ":" in values:
-        return RATIO, [*_ratios(values)]
-    if not key or not values:
-        raise UserError(f"--sweep {text}: expected FROM:TO:STEP, or KEY=A,B,C or KEY=FROM:TO:STEP of a recipe's key")
-    found: list[float | str] = []
-    if values.count(":") == 2:
-        found += _steps(text, values, f"--sweep {text}: values go up, in at most {MOST} steps")
+    blocks: list[DepthPoint] = []
+    if key == RATIO:
+        ratios = [float(ratio) for ratio in values]
+        request = request_of(given)
+        request.model.checkpoint.check_finite()
+        points, blocks = points_at(request, ratios), depth_points_at(request, ratios)
     else:
-        found += [_number(part.strip()) for part in values.split(",")]
-    if len(set(found)) < len(found):
-        raise UserError(f"--sweep {text}: one value is given twice")
-    if key == RATIO and not all(isinstance(value, float) for value in found):
-        raise UserError(f"--sweep {text}: ratios are numbers")
-    return key, found
+        # All are checked before the first is planned.
+        requests = [request_of(at(value)) for value in values]
+        request = requests[0]
+        request.model.checkpoint.check_finite()
+        points = [point_of(value, own) for value, own in zip(values, requests, strict=True)]
+    spaces = tuple(first_of_experts(request.recipe.spaces))
+    return Sweep(request.recipe.name, spaces, cost_of(request.model), tuple(points), key, depth=tuple(blocks))
 
 
-def _number(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
+def _with_scores(found: Sweep, measuring: Measuring) -> Sweep:
+    """The same, each point measured besides."""
+    scores = [measuring.measured(point.value)[1] for point in found.points]
+    points = [_scored(point, own) for point, own in zip(found.points, scores, strict=True)]
+    return replace(found, points=tuple(points), measured=scores[0].told, metric=scores[0].metric)
 
 
-def _steps(text: str, values: str, refusal: str) -> list[float]:
-    """The numbers of FROM:TO:STEP, both ends included.
+def _outputs(key: str, values: Sequence[float | str], measuring: Measuring) -> Sweep:
+    """Points of what no plan says, or of samples of their own: what was written."""
+    from ckpt_prune.architectures.spaces import first_of_experts
+    from ckpt_prune.transform.sweep import point_of_output
 
-    Args:
-        text: what was given.
-        values: its numbers.
-        refusal: what to say where they do not go up.
-    """
-    try:
-        start, stop, step = (Decimal(part) for part in values.split(":"))
-        if not all(number.is_finite() for number in (start, stop, step)):
-            raise ValueError(text)
-        count = int((stop - start) / step) if step > 0 and stop >= start else -1
-    except (ValueError, ArithmeticError) as error:
-        raise UserError(f"--sweep {text}: expected FROM:TO:STEP, such as 0.1:0.7:0.1") from error
-    if not 0 <= count <= MOST:
-        raise UserError(refusal)
-    return [float(start + index * step) for index in range(count + 1)]
+    measuring.foresee(values)
+    points = []
+    for value in values:
+        pruned, own = measuring.measured(value)
+        assert pruned.settled is not None
+        assert pruned.report is not None
+        points.append(_scored(point_of_output(value, pruned.settled, pruned.report), own))
+        settled, scores = pruned.settled, own
+    recipe = settled.recipe
+    spaces = tuple(first_of_experts(recipe.spaces))
+    return Sweep(recipe.name, spaces, settled.before, tuple(points), key, scores.told, scores.metric)
 
 
-def _ratios(text: str) -> list[float]:
-    """The ratios of FROM:TO:STEP, both ends included."""
-    refusal = f"--sweep {text}: ratios go up from 0 or more to less than 1, in at most {MOST} steps"
-    found = _steps(text, text, refusal)
-    if not (found[0] >= 0 and found[-1] < 1):
-        raise UserError(refusal)
-    return found
+def _scored(point: "Point", scores: Scores) -> "Point":
+    return replace(point, score=scores.score, measured=scores.kl)

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from ckpt_prune.planning.plan import SitePlan
 
 
+_OF_A_SWEEP = ("evaluate", "evaluate_samples", "text", "images", "samples", "window")
+
+
 def _predicted() -> str:
     """What a column of predicted divergences is."""
     from ckpt_prune.transform.messages import SECOND_ORDER
@@ -94,21 +97,33 @@ def _refuse_data(recipes: tuple[str, ...], given: dict[str, Any]) -> None:
     "--evaluate",
     multiple=True,
     type=click.Path(path_type=Path),
-    metavar="FILE",
+    metavar="FILE|DIR",
     help="With --sweep: also prune at each value, into a temporary folder, and measure its perplexity and KL on this "
-    "text.",
+    "text, or its accuracy and KL on this folder of images. What no plan says (masks, rotations, a narrower stream) "
+    "is measured alone.",
 )
-@click.option("--window", type=int, help="Tokens of a window of --evaluate.")
-@click.option("--samples", type=int, help="Windows of --evaluate, at most.")
+@click.option("--evaluate-samples", type=int, help="Windows, or images, of --evaluate, at most.")
+@click.option(
+    "--text",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="With --sweep and --evaluate: text to calibrate every value on, in place of --statistics. Values of samples "
+    "and of seed can be swept then, too.",
+)
+@click.option(
+    "--images", type=click.Path(path_type=Path), metavar="DIR", help="Folder of images to calibrate on, likewise."
+)
+@click.option("--samples", type=int, help="Windows of --text, or images of --images.")
+@click.option("--window", type=int, help="Tokens of a window, of --text and of --evaluate.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Plan file to write.")
-@click.option("--text", "--images", "data", multiple=True, hidden=True)
 @overwrite_option
 @family_option
 @part_option
 @trust_option
 @device_option
 @json_option
-def command(sweep: str | None, recipes: tuple[str, ...], as_json: bool, data: tuple[str, ...], **given: Any) -> None:
+def command(sweep: str | None, recipes: tuple[str, ...], as_json: bool, **given: Any) -> None:
     """Decide which units of MODEL stay under a recipe, and predict size and error. Writes nothing but the plan.
 
     Errors are those of each output projection on the calibration tokens, relative to its output's energy; of q and k,
@@ -131,13 +146,14 @@ def command(sweep: str | None, recipes: tuple[str, ...], as_json: bool, data: tu
       ckpt-prune plan MODEL --recipe best --statistics STATS --sweep 0.1:0.7:0.1
       ckpt-prune plan MODEL --recipe ridge --statistics STATS --sweep spaces.mlp.compensation.lambda=1e-4,1e-2,1 \\
         --evaluate held_out.txt --window 512
+      ckpt-prune plan MODEL --recipe ridge --text train.txt --window 512 --sweep samples=4,16,64 --evaluate held_out.txt
       ckpt-prune plan MODEL --recipe ridge --statistics CODE --test STORIES --ratio 0.2
     """
-    measured = {name: given.pop(name) for name in ("evaluate", "window", "samples")}
-    if data:
+    measured = {name: given.pop(name) for name in _OF_A_SWEEP}
+    if sweep is None and (measured["text"] or measured["images"] is not None):
         _refuse_data(recipes, given)
     if sweep is None and any(value not in ((), None) for value in measured.values()):
-        raise UserError("--evaluate, --window and --samples measure the points of a --sweep")
+        raise UserError("--evaluate, --evaluate-samples, --samples and --window are of the points of a --sweep")
     if given["test"] is not None and (len(recipes) > 1 or sweep is not None):
         raise UserError("--test holds one plan against other statistics: it goes with one --recipe and no --sweep")
     if len(recipes) > 1:
@@ -319,7 +335,9 @@ def _print_sweep(found: Sweep) -> None:
 
     rows = []
     predicted = any(point.divergence is not None for point in found.points)
-    for point in found.points:
+    counted = {name: [getattr(point, name) for point in found.points] for name in ("blocks", "dimensions")}
+    axes = {name: counts for name, counts in counted.items() if set(counts) != {None}}
+    for index, point in enumerate(found.points):
         kept = [str(low) if low == high else f"{low}-{high}" for low, high in (point.widths[s] for s in found.spaces)]
         errors = ["-" if point.errors[s] is None else f"{point.errors[s]:.4f}" for s in found.spaces]
         rows.append(
@@ -329,11 +347,12 @@ def _print_sweep(found: Sweep) -> None:
                 f"{point.after.parameters / found.before.parameters:.1%}",
                 human_bytes(point.after.bytes),
                 human_count(point.after.flops),
+                *("-" if own[index] is None else str(own[index]) for own in axes.values()),
                 *kept,
                 *errors,
                 *(["-" if point.divergence is None else f"{point.divergence:.4f}"] if predicted else []),
                 *(["-" if point.measured is None else f"{point.measured:.4f}"] if found.measured else []),
-                *(["-" if point.perplexity is None else f"{point.perplexity:.3f}"] if found.measured else []),
+                *(["-" if point.score is None else _scored(found.metric, point.score)] if found.measured else []),
             ]
         )
     headers = [
@@ -342,19 +361,25 @@ def _print_sweep(found: Sweep) -> None:
         "share",
         "bytes",
         "FLOPs",
+        *axes,
         *found.spaces,
         *(f"{space} error" for space in found.spaces),
         *(["predicted"] if predicted else []),
-        *(["KL", "perplexity"] if found.measured else []),
+        *(["KL", "top-1" if found.metric == "top1" else found.metric.replace("_", " ")] if found.measured else []),
     ]
     click.echo(table(headers, rows))
-    click.echo("errors: means over blocks, relative to each output's energy, after compensation; no perplexity")
+    if found.spaces:
+        click.echo("errors: means over blocks, relative to each output's energy, after compensation; no perplexity")
     if predicted and not found.depth:
         click.echo(_predicted())
     if found.measured:
         click.echo(found.measured)
     if found.depth:
         _print_blocks(found)
+
+
+def _scored(metric: str, score: float) -> str:
+    return f"{score:.1%}" if metric == "top1" else f"{score:.3f}"
 
 
 def _print_blocks(found: Sweep) -> None:

@@ -5,15 +5,17 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from ckpt_prune.architectures.depth import movable
+from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.spaces import SpaceName, first_of_experts
 from ckpt_prune.planning.accounting import cost_of
-from ckpt_prune.planning.plan import SitePlan
-from ckpt_prune.planning.records import Cost
+from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.planning.records import Cost, Depth, SiteRecord
 from ckpt_prune.planning.runs import least_runs
+from ckpt_prune.report.model import Report
 from ckpt_prune.transform.budgets import dense_ranking
 from ckpt_prune.transform.planned import make_plan
 from ckpt_prune.transform.request import Request
-from ckpt_prune.transform.settle import settle
+from ckpt_prune.transform.settle import Settled, settle
 from ckpt_prune.transform.shortening import without
 
 
@@ -30,8 +32,11 @@ class Point:
             moments.
         divergence: what all errors together are predicted to do to the model's own output; None where that was not
             measured.
-        perplexity: of the pruned model on held-out text; None where it was not measured, or is not finite.
-        measured: what `divergence` predicts, KL(dense ‖ pruned) on that text, nats a token; None as of `perplexity`.
+        blocks: that stay; None where the recipe drops none.
+        dimensions: of the residual stream that stay; likewise.
+        score: of the pruned model on held-out data; None where it was not measured, or is not finite.
+        measured: what `divergence` predicts, KL(dense ‖ pruned) on that data, nats a token or an image; None as of
+            `score`.
     """
 
     value: float | str
@@ -39,7 +44,9 @@ class Point:
     widths: dict[SpaceName, tuple[int, int]]
     errors: dict[SpaceName, float | None]
     divergence: float | None = None
-    perplexity: float | None = None
+    blocks: int | None = None
+    dimensions: int | None = None
+    score: float | None = None
     measured: float | None = None
 
 
@@ -104,16 +111,38 @@ def point_of(value: float | str, request: Request) -> Point:
     Raises:
         UserError: the recipe leaves nothing of a space.
     """
-    model, plan = request.model, make_plan(settle(request))
-    first = first_of_experts(request.recipe.spaces)
-    spaces = {space: [site for site in plan.sites if site.space == space] for space in first}
+    plan = make_plan(settle(request))
+    found = _point(value, request.model, request.recipe, plan.sites, plan.after)
+    return replace(found, divergence=plan.divergence, blocks=_blocks(plan.depth))
+
+
+def point_of_output(value: float | str, settled: Settled, report: Report) -> Point:
+    """What a prune at a value that its recipe has came to.
+
+    Args:
+        value: of the key.
+        settled: the job.
+        report: of its output.
+    """
+    found = _point(value, settled.model, settled.recipe, report.sites, report.after)
+    dimensions = None if report.hidden is None else report.hidden.kept
+    return replace(found, blocks=_blocks(report.depth), dimensions=dimensions)
+
+
+def _blocks(depth: Depth | None) -> int | None:
+    return None if depth is None else len(depth.kept)
+
+
+def _point(value: float | str, model: Model, recipe: Recipe, all_sites: Sequence[SiteRecord], after: Cost) -> Point:
+    first = first_of_experts(recipe.spaces)
+    spaces = {space: [site for site in all_sites if site.space == space] for space in first}
     kept = {s: [len(site.kept) // model.copies(first[s]) for site in sites] for s, sites in spaces.items()}
     widths = {space: (min(counts), max(counts)) for space, counts in kept.items()}
     errors = {space: _mean_error(sites) for space, sites in spaces.items()}
-    return Point(value, plan.after, widths, errors, plan.divergence)
+    return Point(value, after, widths, errors)
 
 
-def _mean_error(sites: list[SitePlan]) -> float | None:
+def _mean_error(sites: Sequence[SiteRecord]) -> float | None:
     known = [site.error_compensated if site.error_held_out is None else site.error_held_out for site in sites]
     # A site that loses nothing has no error; one without second moments has none that is known.
     whole = [len(site.kept) == site.units for site in sites]

@@ -33,7 +33,7 @@ VERBS = [
 ]
 OF_THE_SHELL = {"as_json", "sweep"}
 """What a function has no use for: it returns objects, and a sweep is a function of its own."""
-OF_A_SWEEP = {"evaluate", "window", "samples"}
+OF_A_SWEEP = {"evaluate", "evaluate_samples", "text", "images", "samples", "window"}
 """What `plan` takes for `--sweep` alone."""
 
 

@@ -485,11 +485,12 @@ def test_the_curve_of_words_and_of_steps(here):
 def test_a_curve_that_is_measured(here):
     """On text: what pruning and evaluating by hand gives; nothing stays."""
     before = listing()
-    measured = ("--evaluate", "calib.txt", "--window", "16", "--samples", "4")
+    by_hand = ("--window", "16", "--samples", "4")
+    measured = ("--evaluate", "calib.txt", "--window", "16", "--evaluate-samples", "4")
     told = ok(*RIDGE, "--sweep", f"{STRENGTH}=0.001,10", *measured).splitlines()
     said = json.loads(ok(*RIDGE, "--sweep", f"{STRENGTH}=0.001,10", *measured, "--json"))
     assert listing() == before
-    dense = json.loads(ok("evaluate", RIDGE[1], "--text", "calib.txt", *measured[2:], "--json"))
+    dense = json.loads(ok("evaluate", RIDGE[1], "--text", "calib.txt", *by_hand, "--json"))
     assert (
         told[-1]
         == said["measured"]
@@ -497,7 +498,7 @@ def test_a_curve_that_is_measured(here):
     )
     assert told[0].split()[-2:] == ["KL", "perplexity"]
     ok("prune", *RIDGE[1:], "--set", f"{STRENGTH}=10", "-o", "out")
-    alone = json.loads(ok("evaluate", "out", "--against", RIDGE[1], "--text", "calib.txt", *measured[2:], "--json"))
+    alone = json.loads(ok("evaluate", "out", "--against", RIDGE[1], "--text", "calib.txt", *by_hand, "--json"))
     assert said["points"][1]["perplexity"] == pytest.approx(alone["perplexity"], rel=1e-9)
     assert said["points"][1]["kl"] == pytest.approx(alone["kl"], rel=1e-9)
     assert told[2].split()[-2:] == [f"{alone['kl']:.4f}", f"{alone['perplexity']:.3f}"]
@@ -513,10 +514,13 @@ def test_a_curve_that_is_measured(here):
         (("--sweep", f"{STRENGTH}=1,1"), f"--sweep {STRENGTH}=1,1: one value is given twice"),
         (("--sweep", f"{STRENGTH}=3:1:1"), f"--sweep {STRENGTH}=3:1:1: values go up, in at most 1000 steps"),
         (("--sweep", "ratio=some"), "--sweep ratio=some: ratios are numbers"),
-        (("--evaluate", "calib.txt"), "--evaluate, --window and --samples measure the points of a --sweep"),
+        (
+            ("--evaluate", "calib.txt"),
+            "--evaluate, --evaluate-samples, --samples and --window are of the points of a --sweep",
+        ),
         (
             ("--sweep", "0.1:0.2:0.1", "--window", "16"),
-            "--window and --samples are of the text to measure on: give --evaluate FILE",
+            "--window and --evaluate-samples are of what points are measured on: give --evaluate FILE",
         ),
         (
             ("--sweep", "0.1:0.2:0.1", "--evaluate", "calib.txt"),
@@ -540,7 +544,8 @@ def test_a_ratio_of_the_curve_that_leaves_nothing(here):
 
 def test_a_curve_of_masks_or_broken_weights_is_refused(here):
     assert refused("plan", "llama", "--recipe", "wanda-50", "--statistics", "stats", "--sweep", "0.1:0.2:0.1") == (
-        "recipe wanda-50 zeroes single weights, which a plan does not list: `ckpt-prune prune` applies it"
+        "recipe wanda-50 zeroes single weights, which a plan does not list: `ckpt-prune prune` applies it; with "
+        "--evaluate FILE every value of a --sweep is pruned and measured"
     )
     edit_weights("llama", poison("model.layers.0.mlp.down_proj.weight"))
     assert "has 1 NaN or Inf" in refused(*SWEEP, "0.1:0.2:0.1")

@@ -1,0 +1,117 @@
+"""Points of a sweep that are measured: the model is pruned at each value, and held against the dense one."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckpt_prune.checkpoint.scratch import scratch_folder
+from ckpt_prune.errors import UserError
+
+if TYPE_CHECKING:
+    from ckpt_prune.api.prune import Pruned
+    from ckpt_prune.evaluation.results import Result
+
+OptionsAt = Callable[[float | str], dict[str, Any]]
+"""A value → what `prune` takes, but the place of its output."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a point has on the data that it is measured on.
+
+    Attributes:
+        metric: what `score` is, as JSON names it: perplexity, masked_perplexity or top1.
+        score: of the pruned model; None where it is not finite.
+        kl: its divergence from the dense model, in nats a token or an image; None where it is not finite.
+        told: what it was measured on, and the dense model's own score, in words.
+    """
+
+    metric: str
+    score: float | None
+    kl: float | None
+    told: str
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """On what points are measured, and how they are made.
+
+    Attributes:
+        model: the dense one.
+        data: text files, or one folder of images.
+        window: tokens of a window of text.
+        samples: windows, or images, at most.
+        at: options of `prune` at a value.
+    """
+
+    model: Any
+    data: tuple[Path, ...]
+    window: int | None
+    samples: int | None
+    at: OptionsAt
+
+    @property
+    def images(self) -> Path | None:
+        """The folder of images, where that is what points are measured on."""
+        return self.data[0] if len(self.data) == 1 and self.data[0].is_dir() else None
+
+    def check(self) -> None:
+        """Refuse text without a window.
+
+        Raises:
+            UserError: none is named.
+        """
+        if self.images is None and self.window is None:
+            raise UserError("--evaluate needs --window: perplexities of different windows cannot be compared")
+
+    def foresee(self, values: Sequence[float | str]) -> None:
+        """Check every job before the first begins.
+
+        Raises:
+            UserError: one of them will not do.
+        """
+        from ckpt_prune.api.prune import prune
+
+        with scratch_folder() as folder:
+            for value in values:
+                prune(**self.at(value) | {"progress": False}, output=str(folder / "point"), dry_run=True)
+
+    def measured(self, value: float | str) -> tuple["Pruned", Scores]:
+        """Prune at a value into a folder that goes again, and measure what came out.
+
+        Raises:
+            UserError: as `prune` and `evaluate`, or the model has none of the metrics.
+        """
+        from ckpt_prune.api.evaluate import evaluate
+        from ckpt_prune.api.prune import prune
+
+        options = self.at(value)
+        how = {name: options[name] for name in ("device", "progress", "trust_remote_code")}
+        data: Mapping[str, Any] = {"text": self.data, "window": self.window}
+        if self.images is not None:
+            data = {"images": self.images}
+        with scratch_folder() as folder:
+            small = prune(**options, output=str(folder / "point"), diagnostics=False)
+            return small, _scores(evaluate(small, against=self.model, samples=self.samples, **data, **how))
+
+
+def _scores(result: "Result") -> Scores:
+    from ckpt_prune.evaluation.results import AccuracyResult, MaskedResult, PerplexityResult
+
+    if not isinstance(result, PerplexityResult | MaskedResult | AccuracyResult):
+        raise UserError("--evaluate measures a perplexity of text or classes of images, which this model has not")
+    assert result.reference is not None
+    if isinstance(result, AccuracyResult):
+        metric, on, own = "top1", f"{result.score.images} images", result.score.top1
+        known = result.reference.top1
+        dense = "top-1 (no labels)" if known is None else f"top-1 (dense: {known:.1%})"
+    else:
+        metric, on = "masked_perplexity", f"{result.score.tokens} masked tokens"
+        if isinstance(result, PerplexityResult):
+            metric, on = "perplexity", f"{result.score.windows} windows"
+        dense = f"{metric.replace('_', ' ')} (dense: {result.reference.perplexity:.3f})"
+        on, own = f"{on} of {result.score.window} tokens", result.score.perplexity
+    score, kl = (each if each is not None and isfinite(each) else None for each in (own, result.kl))
+    return Scores(metric, score, kl, f"{dense} and KL on {on}")

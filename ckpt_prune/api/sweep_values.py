@@ -1,0 +1,78 @@
+"""Which values of which key a sweep goes through."""
+
+from decimal import Decimal
+
+from ckpt_prune.errors import UserError
+
+RATIO = "ratio"
+"""The key that is swept where none is named."""
+OF_DATA = ("samples", "seed")
+"""How many calibration samples, and which: what is no key of a recipe."""
+MOST = 1000
+"""Values of one sweep."""
+
+
+def asked_values(text: str) -> tuple[str, list[float | str]]:
+    """The key and its values.
+
+    Args:
+        text: FROM:TO:STEP of ratios, or KEY=A,B,C or KEY=FROM:TO:STEP of another key.
+
+    Raises:
+        UserError: it is none of these.
+    """
+    key, equals, values = text.rpartition("=")
+    if not equals:
+        return RATIO, [*_ratios(text)]
+    if key == RATIO and ":" in values:
+        return RATIO, [*_ratios(values)]
+    if not key or not values:
+        raise UserError(f"--sweep {text}: expected FROM:TO:STEP, or KEY=A,B,C or KEY=FROM:TO:STEP of a recipe's key")
+    found: list[float | str] = []
+    if values.count(":") == 2:
+        found += _steps(text, values, f"--sweep {text}: values go up, in at most {MOST} steps")
+    else:
+        found += [_number(part.strip()) for part in values.split(",")]
+    if key in OF_DATA:
+        found = [int(each) if isinstance(each, float) and each.is_integer() else each for each in found]
+    if len(set(found)) < len(found):
+        raise UserError(f"--sweep {text}: one value is given twice")
+    if key == RATIO and not all(isinstance(value, float) for value in found):
+        raise UserError(f"--sweep {text}: ratios are numbers")
+    return key, found
+
+
+def _number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _steps(text: str, values: str, refusal: str) -> list[float]:
+    """The numbers of FROM:TO:STEP, both ends included.
+
+    Args:
+        text: what was given.
+        values: its numbers.
+        refusal: what to say where they do not go up.
+    """
+    try:
+        start, stop, step = (Decimal(part) for part in values.split(":"))
+        if not all(number.is_finite() for number in (start, stop, step)):
+            raise ValueError(text)
+        count = int((stop - start) / step) if step > 0 and stop >= start else -1
+    except (ValueError, ArithmeticError) as error:
+        raise UserError(f"--sweep {text}: expected FROM:TO:STEP, such as 0.1:0.7:0.1") from error
+    if not 0 <= count <= MOST:
+        raise UserError(refusal)
+    return [float(start + index * step) for index in range(count + 1)]
+
+
+def _ratios(text: str) -> list[float]:
+    """The ratios of FROM:TO:STEP, both ends included."""
+    refusal = f"--sweep {text}: ratios go up from 0 or more to less than 1, in at most {MOST} steps"
+    found = _steps(text, text, refusal)
+    if not (found[0] >= 0 and found[-1] < 1):
+        raise UserError(refusal)
+    return found

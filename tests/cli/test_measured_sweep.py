@@ -1,0 +1,185 @@
+"""`plan --sweep` of what no plan says, and of what is calibrated anew: each value is pruned and measured."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt_prune
+from ckpt_prune.evaluation.loading import quiet_transformers
+from tests.cli.running import edit_weights, listing, ok, poison, refused
+from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
+from tests.images import CLASSES, write_csv, write_images, write_vit
+
+HELD_OUT = ("--evaluate", "calib.txt", "--window", "16", "--evaluate-samples", "4")
+TRAIN = ("--text", "calib.txt", "--samples", "4")
+
+
+def by_hand(model: str, *how: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The report of a prune, and what its output has on the held-out text."""
+    report = json.loads(ok("prune", model, *how, "-o", "by-hand", "--overwrite", "--json"))
+    measured = ("--against", model, "--text", "calib.txt", "--window", "16", "--samples", "4")
+    return report, json.loads(ok("evaluate", "by-hand", *measured, "--json"))
+
+
+def swept(model: str, *how: str) -> tuple[list[str], dict[str, Any]]:
+    """The table of a sweep, and its JSON, which leave nothing behind."""
+    before = listing()
+    rows, said = ok("plan", model, *how).splitlines(), json.loads(ok("plan", model, *how, "--json"))
+    assert listing() == before
+    return rows, said
+
+
+def test_masks(place):
+    """Sizes stay; what is measured is what pruning and evaluating by hand gives."""
+    rows, said = swept("dense", "--recipe", "magnitude-50", "--sweep", "ratio=0.25,0.75", *HELD_OUT)
+    assert [point["ratio"] for point in said["points"]] == [0.25, 0.75]
+    assert rows[0].split() == ["ratio", "parameters", "share", "bytes", "FLOPs", "KL", "perplexity"]
+    for point, row in zip(said["points"], rows[1:3], strict=True):
+        report, alone = by_hand("dense", "--recipe", "magnitude-50", "--ratio", str(point["ratio"]))
+        assert {key: point[key] for key in report["after"]} == report["after"]
+        assert (point["perplexity"], point["kl"]) == pytest.approx((alone["perplexity"], alone["kl"]), rel=1e-9)
+        assert row.split()[-2:] == [f"{alone['kl']:.4f}", f"{alone['perplexity']:.3f}"]
+        assert (point["widths"], point["errors"], point["divergence"]) == ({}, {}, None)
+    assert said["points"][0]["kl"] < said["points"][1]["kl"]
+    dense = alone["against"]["perplexity"]
+    told = f"perplexity (dense: {dense:.3f}) and KL on 4 windows of 16 tokens"
+    assert rows[3:] == [told]
+    assert said["measured"] == told
+
+
+def test_calibration_samples(place):
+    """Of a recipe that a plan could say: from text it is pruned all the same."""
+    how = ("--recipe", "ridge", "--set", "ratio=0.5", "--text", "calib.txt", "--window", "16")
+    rows, said = swept("dense", *how, "--sweep", "samples=2,8", "--evaluate", "calib.txt", "--evaluate-samples", "4")
+    assert rows[0].split()[:1] == ["samples"]
+    assert [row.split()[0] for row in rows[1:3]] == ["2", "8"]
+    for point in said["points"]:
+        report, alone = by_hand("dense", *how, "--samples", str(point["samples"]))
+        own = [site["error_compensated"] for site in report["sites"] if site["space"] == "mlp"]
+        assert point["errors"]["mlp"] == pytest.approx(sum(own) / len(own))
+        assert point["perplexity"] == pytest.approx(alone["perplexity"], rel=1e-9)
+    first, second = said["points"]
+    assert first["errors"] != second["errors"]
+
+
+def test_seeds(place):
+    how = ("--recipe", "ridge", "--set", "ratio=0.5", *TRAIN, *HELD_OUT, "--sweep", "seed=0:1:1")
+    _, said = swept("dense", *how)
+    assert [point["seed"] for point in said["points"]] == [0, 1]
+    assert said["points"][0]["errors"] != said["points"][1]["errors"]
+
+
+@pytest.fixture
+def tied(place: Path) -> Path:
+    """A llama of three blocks whose head is its embedding."""
+    torch.manual_seed(3)
+    with quiet_transformers():
+        tiny_llama(max_position_embeddings=32, tie_word_embeddings=True, num_hidden_layers=3).save_pretrained("tied")
+    tiny_tokenizer("<s> $A").save_pretrained("tied")
+    return place
+
+
+def test_dimensions_of_the_stream(tied):
+    how = ("--recipe", "slicegpt-shared", "--set", "hidden.multiple_of=2", *TRAIN, *HELD_OUT)
+    rows, said = swept("tied", *how, "--sweep", "hidden.drop=2,6")
+    assert rows[0].split()[:6] == ["hidden.drop", "parameters", "share", "bytes", "FLOPs", "dimensions"]
+    assert [row.split()[-3] for row in rows[1:3]] == ["14", "10"]
+    assert [point["dimensions"] for point in said["points"]] == [14, 10]
+    assert said["points"][0]["kl"] < said["points"][1]["kl"]
+
+
+def test_blocks(tied):
+    rows, said = swept("tied", "--recipe", "replaceme", *TRAIN, *HELD_OUT, "--sweep", "depth.drop=1,2")
+    assert rows[0].split()[5] == "blocks"
+    assert [row.split()[-3] for row in rows[1:3]] == ["2", "1"]
+    assert [point["blocks"] for point in said["points"]] == [2, 1]
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_images(tmp_path, monkeypatch, labelled):
+    """Classes of images; without labels the divergence alone."""
+    monkeypatch.chdir(tmp_path)
+    with quiet_transformers():
+        write_vit(tmp_path / "vit")
+    names = [f"{index:02}.png" for index in range(12)]
+    write_images(tmp_path / "images", names)
+    if labelled:
+        rows = [f"{name},{CLASSES[index % len(CLASSES)]}" for index, name in enumerate(names)]
+        write_csv(tmp_path / "images" / "labels.csv", "file,label", *rows)
+    data = ("--images", "images", "--samples", "8")
+    how = ("--recipe", "corp-mlp", *data, "--evaluate", "images", "--sweep", "spaces.mlp.ratio=0.25,0.75")
+    table, said = swept("vit", *how)
+    ok("prune", "vit", "--recipe", "corp-mlp", "--set", "spaces.mlp.ratio=0.75", *data, "-o", "out")
+    alone = json.loads(ok("evaluate", "out", "--against", "vit", "--images", "images", "--json"))
+    assert table[0].split()[-2:] == ["KL", "top-1"]
+    last = said["points"][1]
+    assert last["kl"] == pytest.approx(alone["kl"], rel=1e-9)
+    assert last["top1"] == alone["top1"]
+    assert (last["top1"] is None) is not labelled
+    score = f"{alone['top1']:.1%}" if labelled else "-"
+    assert table[2].split()[-2:] == [f"{alone['kl']:.4f}", score]
+    dense = f"top-1 (dense: {alone['against']['top1']:.1%})" if labelled else "top-1 (no labels)"
+    assert said["measured"] == f"{dense} and KL on 12 images"
+
+
+def test_the_same_from_python(place):
+    found = ckpt_prune.sweep(
+        "dense",
+        "ratio=0.25,0.5",
+        recipe="wanda-50",
+        text="calib.txt",
+        samples=4,
+        window=16,
+        evaluate=["calib.txt"],
+        evaluate_samples=4,
+        progress=False,
+    )
+    how = ("--recipe", "wanda-50", *TRAIN, *HELD_OUT, "--sweep", "ratio=0.25,0.5")
+    assert json.loads(ok("plan", "dense", *how, "--json")) == found.data()
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (
+            ("--recipe", "wanda-50", *TRAIN, "--sweep", "0.2:0.4:0.2"),
+            "--text and --images calibrate every point of a --sweep anew, to be measured: give --evaluate FILE, or "
+            "plan from --statistics",
+        ),
+        (("--samples", "4", "--sweep", "0.2:0.4:0.2", *HELD_OUT), "--samples is of --text or --images"),
+        (("--sweep", "samples=1,2", *HELD_OUT), "--sweep samples is of --text or --images"),
+        (
+            ("--recipe", "wanda-50", *TRAIN, "--evaluate", "calib.txt", "--sweep", "0.2:0.4:0.2"),
+            "--evaluate needs --window: perplexities of different windows cannot be compared",
+        ),
+        (
+            ("--recipe", "wanda-50", "--sweep", "0.2:0.4:0.2", *HELD_OUT),
+            "recipe wanda-50 needs statistics: give --statistics, or --text to measure them",
+        ),
+        (
+            ("--recipe", "wanda-50", "--statistics", "stats", *TRAIN, "--sweep", "0.2:0.4:0.2", *HELD_OUT),
+            "give --statistics or --text, not both",
+        ),
+        (
+            ("--recipe", "wanda-50", "--text", "calib.txt", "--sweep", "samples=2,0", *HELD_OUT),
+            "--samples 0: Input should be greater than or equal to 1",
+        ),
+    ],
+)
+def test_bad_input(place, options, why):
+    assert refused("plan", "dense", *options) == why
+
+
+def test_all_values_are_checked_before_the_first_is_pruned(place, monkeypatch):
+    monkeypatch.setattr("ckpt_prune.transform.run.run", lambda *_a, **_k: pytest.fail("pruned"))
+    how = ("--recipe", "shortgpt", *TRAIN, *HELD_OUT, "--sweep", "depth.drop=1,9")
+    assert "9" in refused("plan", "dense", *how)
+
+
+def test_broken_weights(place):
+    edit_weights("dense", poison("model.layers.0.mlp.down_proj.weight"))
+    how = ("--recipe", "magnitude-50", "--sweep", "ratio=0.2,0.4", *HELD_OUT)
+    assert "has 1 NaN or Inf" in refused("plan", "dense", *how)
