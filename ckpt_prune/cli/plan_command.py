@@ -288,7 +288,10 @@ def _print_plan(settled: Any, plan: Any) -> None:
     click.echo()
     rows = []
     chosen = any(site.margin is not None for site in plan.sites)
+    pruned = {site.space for site in plan.sites if len(site.kept) < site.units}
     for site in plan.sites:
+        if site.space not in pruned and pruned:
+            continue  # of a space that stays whole in every block the line of what is kept says enough
         floor = relative_floor(site)
         figures = [site.error_uncompensated, site.error_compensated, floor, site.rho2, site.error_held_out]
         strength = "" if site.strength is None else f" {site.strength:g}"

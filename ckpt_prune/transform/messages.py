@@ -237,8 +237,8 @@ def wider_choice(settled: Settled) -> str | None:
 
 
 SECOND_ORDER = (
-    "by second order, which is too low where much goes: of a small llama 1.3 times as much was measured with 10 % of "
-    "the parameters gone, 1.6 times with 30 %"
+    "by second order, which is too low where much goes and where samples are few: of small llamas 1.3 to 1.7 times as "
+    "much was measured with 10 to 30 % of the parameters gone, of one that 16 windows were read of 3 times"
 )
 """Of a predicted divergence; figures of planning/README.md, section 5."""
 

@@ -258,3 +258,11 @@ def test_those_who_give_data_are_told_where_it_goes(place, option):
         "a plan is made from statistics: run `ckpt-prune calibrate MODEL --text FILE -o STATS` (or --images DIR) and "
         "give --statistics STATS, or let `ckpt-prune prune` measure"
     )
+
+
+def test_a_space_that_stays_whole_has_no_rows(place):
+    how = ("plan", "dense", "--recipe", "ridge", "--statistics", "stats", "--ratio", "0.5", "--set")
+    spaces = [line.split()[1] for line in ok(*how, "spaces.heads.ratio=0").splitlines() if line[:1].isdigit()]
+    assert spaces == ["mlp", "mlp"]
+    nothing = [line.split()[1] for line in ok(*how, "ratio=0").splitlines() if line[:1].isdigit()]
+    assert nothing == ["heads", "mlp"] * 2  # there would be no table
