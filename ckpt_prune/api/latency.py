@@ -4,9 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt_prune.checkpoint.jsonfile import pretty
-from ckpt_prune.checkpoint.staging import write_whole
-from ckpt_prune.filenames import REPORT
 from ckpt_prune.progress import Notices
 
 if TYPE_CHECKING:
@@ -47,7 +44,7 @@ def timed(report: "Report", request: "Request", out: Path, say: Notices, *, trus
     """The report of an output with what it takes, where its size was a time and both models are small enough.
 
     It is in its place by then, so that nothing is lost where it cannot be timed: its report says what was foreseen, and
-    is replaced whole by one that says what was measured. No digest is of the report.
+    and its card are replaced whole by such as say what was measured. No digest is of them.
 
     Args:
         report: of the output.
@@ -68,6 +65,7 @@ def timed(report: "Report", request: "Request", out: Path, say: Notices, *, trus
     from ckpt_prune.benchmarking.table import CHECKED_BYTES, fastest, workload_of
     from ckpt_prune.evaluation.loading import load_model
     from ckpt_prune.parallel.group import here
+    from ckpt_prune.transform.publish import replace_record
 
     if 4 * report.before.parameters > CHECKED_BYTES:
         return report
@@ -81,7 +79,7 @@ def timed(report: "Report", request: "Request", out: Path, say: Notices, *, trus
         dense, ours = fastest(timers, workload_of(folder, size.timed, trust=trust), "timing the output")
         found = latency.model_copy(update={"measured_dense": dense / 1e6, "measured": ours / 1e6})
         whole = report.model_copy(update={"latency": found})
-        write_whole(out / REPORT, pretty(whole.data()))
+        replace_record(out, whole)
         return whole
 
     try:

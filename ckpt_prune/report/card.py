@@ -21,6 +21,7 @@ from ckpt_prune.report.figures import (
     shares_line,
 )
 from ckpt_prune.report.hidden import dimensions_line, hidden_lines
+from ckpt_prune.report.latency import latency_line
 from ckpt_prune.report.metadata import front_matter, metadata
 from ckpt_prune.report.model import Report
 from ckpt_prune.report.tried import tried_table
@@ -70,6 +71,7 @@ def model_card(report: Report) -> str:
         )
     lines += [
         "",
+        *_latency(report),
         *_calibration(report),
         *_depth(report),
         *_hidden(report),
@@ -117,6 +119,12 @@ def _how(report: Report) -> str:
     if report.part is not None:
         pruned = f"its {report.part} part {pruned}"
     return f"{pruned} and recovered" if report.recovery or report.lora else pruned
+
+
+def _latency(report: Report) -> list[str]:
+    """What it takes, where its size is a time."""
+    told = None if report.latency is None else latency_line(report.latency)
+    return [] if told is None else [f"{markdown(f'{told[0].upper()}{told[1:]}')}, on the machine that pruned it."]
 
 
 def _calibration(report: Report) -> list[str]:

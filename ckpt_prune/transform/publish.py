@@ -6,8 +6,9 @@ from pathlib import Path
 
 from ckpt_prune.architectures.part import composite_config
 from ckpt_prune.checkpoint.digests import sha256_files
+from ckpt_prune.checkpoint.jsonfile import pretty
 from ckpt_prune.checkpoint.reading import CONFIG, Checkpoint
-from ckpt_prune.checkpoint.staging import Staging
+from ckpt_prune.checkpoint.staging import Staging, write_whole
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.checkpoint.written import SHADOWS, Wants
 from ckpt_prune.containers.container import Container
@@ -70,6 +71,18 @@ def publish(
     writer.write_text(_CARD, model_card(whole))
     _announce_stale(writer.out, writer.finish(), announce)
     return whole
+
+
+def replace_record(out: Path, report: Report) -> None:
+    """Replace report and card of an output that is in its place: no digest is of them.
+
+    The report is last, so that a run which ends between the two has it still to do.
+
+    Raises:
+        UserError: they cannot be written.
+    """
+    write_whole(out / _CARD, model_card(report))
+    write_whole(out / REPORT, pretty(report.data()))
 
 
 def publish_complete(staging: Staging, announce: Announce) -> Report:

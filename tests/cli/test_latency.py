@@ -92,6 +92,10 @@ def test_what_was_foreseen_and_what_was_measured_is_in_the_report_and_on_its_pag
         f"<dt>Latency</dt><dd>of one pass: foreseen {foreseen / 49.4:.1%} of the dense model&#x27;s "
         f"({foreseen:.4g} ms), measured {measured / 49.4:.1%} ({measured:.4g} of 49.4 ms); more than was foreseen</dd>"
     ) in Path("page.html").read_text(encoding="utf-8")
+    assert (
+        f"\nLatency of one pass: foreseen {foreseen / 49.4:.1%} of the dense model's ({foreseen:.4g} ms), measured "
+        f"{measured / 49.4:.1%} ({measured:.4g} of 49.4 ms); more than was foreseen, on the machine that pruned it.\n"
+    ) in Path("out/README.md").read_text(encoding="utf-8")
 
 
 def test_an_output_that_was_not_timed_is_whole_and_is_timed_by_resume(here, monkeypatch) -> None:
