@@ -44,7 +44,7 @@ def timed(report: "Report", request: "Request", out: Path, say: Notices, *, trus
     """The report of an output with what it takes, where its size was a time and both models are small enough.
 
     It is in its place by then, so that nothing is lost where it cannot be timed: its report says what was foreseen, and
-    and its card are replaced whole by such as say what was measured. No digest is of them.
+    that and its card are replaced whole by such as say what was measured. No digest is of them.
 
     Args:
         report: of the output.
