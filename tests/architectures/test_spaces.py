@@ -172,3 +172,15 @@ def test_what_is_said_of_spaces_without_a_model_holds_for_every_family(name, var
     assert {s for s, space in spaces.items() if space.per is not None} == BESIDE & spaces.keys()
     for within, other in ((space, spaces[space.within]) for space in spaces.values() if getattr(space, "within", None)):
         assert (within.consumer, within.per) == (other.consumer, other.units)
+
+
+@pytest.mark.parametrize(("name", "variant"), FAMILIES)
+def test_grouped_queries_can_go_wherever_groups_can(name: str, variant: str | None) -> None:
+    """Unless one projection makes queries, keys and values, or the class knows heads as wide together as the stream."""
+    family = load_family(name, variant)
+    heads = family.spaces.get("heads")
+    groups, queries = ([*family.dimensions.get(name, ()), None][0] for name in ("kv_heads", "query_heads"))
+    grouped = groups is not None and groups != queries
+    apart = family.attention.query != family.attention.key
+    can_go = isinstance(heads, ColumnSpace) and heads.whole is None and heads.fixed is None
+    assert ("queries" in family.spaces) is (can_go and grouped and apart)
