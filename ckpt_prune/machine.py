@@ -24,6 +24,7 @@ class Rates:
 
     Attributes:
         gemm: FLOPs of matrix products in the type that blocks run in.
+        single: FLOPs of float32 matrix products, by which Grams are added up whatever blocks run in.
         wide: FLOPs of float64 matrix products.
         factor: FLOPs of float64 Cholesky factors, n³ / 3 each.
         eigen: FLOPs of float64 decompositions of symmetric matrices, counted as 9 n³.
@@ -36,6 +37,7 @@ class Rates:
     """
 
     gemm: float
+    single: float
     wide: float
     factor: float
     eigen: float
@@ -77,14 +79,18 @@ def measured_rates(device: torch.device, compute_dtype: torch.dtype) -> Rates:
 
 def _rates(device: torch.device, compute_dtype: torch.dtype, fastest: Callable[[Callable[[], object]], float]) -> Rates:
     with torch.no_grad():
-        single = torch.ones(2048, 576, dtype=compute_dtype, device=device)
+        rows = torch.ones(2048, 576, dtype=compute_dtype, device=device)
         square = torch.ones(576, 576, dtype=compute_dtype, device=device)
+        wide_rows, wide_square = rows.float(), square.float()
+        products = 2 * 2048 * 576 * 576
+        gemm = products / fastest(lambda: rows @ square)
         wide = torch.eye(384, dtype=torch.float64, device=device).add_(0.1)
         narrow = wide[:192, :192].contiguous()
         many = torch.ones(4096, 1024, device=device)
         few = torch.ones(8, device=device)
         return Rates(
-            gemm=2 * 2048 * 576 * 576 / fastest(lambda: single @ square),
+            gemm=gemm,
+            single=gemm if compute_dtype == torch.float32 else products / fastest(lambda: wide_rows @ wide_square),
             wide=2 * 384**3 / fastest(lambda: wide @ wide),
             factor=384**3 / 3 / fastest(lambda: torch.linalg.cholesky_ex(wide)),
             eigen=9 * 192**3 / fastest(lambda: torch.linalg.eigh(narrow)),

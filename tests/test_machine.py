@@ -36,12 +36,13 @@ def test_a_machine_is_measured_once(real, monkeypatch):
     assert real.measured_rates(torch.device("cpu"), torch.float32) is first
 
 
-def test_rates_are_of_what_was_done(real, monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rates_are_of_what_was_done(real, monkeypatch, dtype):
     """A clock that moves a second at each look: every count takes one."""
     ticks = iter(range(10_000))
     monkeypatch.setattr(real.time, "perf_counter", lambda: float(next(ticks)))
-    rates = real.measured_rates(torch.device("cpu"), torch.float32)
-    assert (rates.gemm, rates.wide) == (2 * 2048 * 576 * 576, 2 * 384**3)
+    rates = real.measured_rates(torch.device("cpu"), dtype)
+    assert (rates.gemm, rates.single, rates.wide) == (2 * 2048 * 576 * 576, 2 * 2048 * 576 * 576, 2 * 384**3)
     assert (rates.factor, rates.eigen) == (384**3 / 3, 9 * 192**3)
     assert (rates.moved, rates.reduced) == (8 * 4096 * 1024, 4096 * 1024)
     assert (rates.calls, rates.disk, rates.hashed) == (500, 2**24, 2**22)

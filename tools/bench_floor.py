@@ -36,7 +36,12 @@ def floor(stages: list[Stage], rates: Rates) -> float:
     """Seconds that no implementation goes below."""
 
     def least(work: Work) -> float:
-        return work.gemm / rates.gemm + (work.wide + work.factor + work.eigen) / rates.wide + work.disk / rates.disk
+        return (
+            work.gemm / rates.gemm
+            + work.single / rates.single
+            + (work.wide + work.factor + work.eigen) / rates.wide
+            + work.disk / rates.disk
+        )
 
     return sum(least(stage.work) for stage in stages)
 

@@ -56,7 +56,7 @@ STARTING = Work(calls=100_000)
 """Opening a model, its tokenizer and its config, and what else does not depend on its size."""
 LIBRARIES = 160 * 2**20
 """Bytes that libraries take once they compute."""
-_SLOW = Rates(2e9, 1e9, 5e8, 5e8, 5e8, 2e7, 1e5, 2e7, 1e8, 0)
+_SLOW = Rates(2e9, 2e9, 1e9, 5e8, 5e8, 5e8, 2e7, 1e5, 2e7, 1e8, 0)
 """A machine that is slower than any: a job that is short even there needs no measurement of this one."""
 
 
@@ -313,13 +313,15 @@ def _gradients(model: Model, shape: Shape, few: int, tokens: int, *, trials: boo
     block = back(shape, few, tokens)
     spaces = Work()
     for site in shape.sites.values():
-        block += Work(gemm=2 * count * site.outputs**2)
+        block += Work(single=2 * count * site.outputs**2)
         points = len(dropped_counts(site.units, POINTS))
         if not trials or not points:
             continue
         variants = len(CANDIDATES) * points
         block += ranked(site) + (factored(site) + tried(site, points)) * len(CANDIDATES)
-        block += Work(gemm=2 * count * variants * site.outputs * site.inputs, moved=20 * count * variants * site.inputs)
+        block += Work(
+            single=2 * count * variants * site.outputs * site.inputs, moved=20 * count * variants * site.inputs
+        )
         if model.blocks > SHALLOW:
             runs = len(dropped_counts(site.units, SPACE_POINTS))
             runs += len(CANDIDATES) if site.units >= MANY else 0
@@ -377,7 +379,7 @@ def _blocks(settled: Settled, shape: Shape, data: tuple[int, int, int], *, seque
         if sequential:
             block += moments(count, site.inputs, gram=recipe.needs_gram(space))
             if recipe.target == "drift":
-                block += Work(gemm=2 * count * site.outputs * site.inputs, reduced=3 * count * site.outputs)
+                block += Work(single=2 * count * site.outputs * site.inputs, reduced=3 * count * site.outputs)
         known = request.plan is not None
         if own.score in UNIT_SCORES and UNIT_SCORES[own.score].needs_gram and not known and sequential:
             block += ranked(site) * (1 / len(CANDIDATES) if own.score == CHOSEN else 1)

@@ -135,7 +135,7 @@ def _grams(model: Model, shape: Shape, samples: int, tokens: int) -> Work:
     places = len(sublayers(model))
     count, d = samples * tokens, shape.hidden
     work = (shape.read() + shape.run(samples, tokens) * places) * shape.blocks
-    return work + Work(gemm=2 * count * d * d, moved=12 * count * d) * (places * shape.blocks)
+    return work + Work(single=2 * count * d * d, moved=12 * count * d) * (places * shape.blocks)
 
 
 def _weighing(request: Request) -> Stage:

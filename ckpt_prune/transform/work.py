@@ -34,6 +34,7 @@ class Work:
     """What something asks of a machine, by what limits it: the counterparts of `machine.Rates`."""
 
     gemm: float = 0
+    single: float = 0
     wide: float = 0
     factor: float = 0
     eigen: float = 0
@@ -186,7 +187,7 @@ def moments(count: int, width: int, *, gram: bool) -> Work:
     batches = count / TOKENS_PER_BATCH
     return Work(
         reduced=REDUCTIONS * count * width,
-        gemm=2 * count * products if gram else 0,
+        single=2 * count * products if gram else 0,
         calls=20 + 8 * TOKENS_PER_BATCH / ROWS * batches,
     )
 
