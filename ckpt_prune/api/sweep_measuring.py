@@ -6,8 +6,10 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckpt_prune.calibration.text_files import check_texts
 from ckpt_prune.checkpoint.scratch import scratch_folder
 from ckpt_prune.errors import UserError
+from ckpt_prune.options import EvaluationOptions, checked
 
 if TYPE_CHECKING:
     from ckpt_prune.api.prune import Pruned
@@ -58,12 +60,18 @@ class Measuring:
         return self.data[0] if len(self.data) == 1 and self.data[0].is_dir() else None
 
     def check(self) -> None:
-        """Refuse text without a window.
+        """Refuse what cannot be measured on, before any work.
 
         Raises:
-            UserError: none is named.
+            UserError: text that is not there, or without a window; no samples.
         """
-        if self.images is None and self.window is None:
+        if self.samples is not None and self.samples < 1:
+            raise UserError(f"--evaluate-samples {self.samples}: at least one is needed")
+        if self.images is not None:
+            return
+        asked = checked(EvaluationOptions, {"text": self.data, "window": self.window})
+        check_texts(asked.text)
+        if asked.window is None:
             raise UserError("--evaluate needs --window: perplexities of different windows cannot be compared")
 
     def foresee(self, values: Sequence[float | str]) -> None:

@@ -156,6 +156,14 @@ def test_the_same_from_python(place):
             "--evaluate needs --window: perplexities of different windows cannot be compared",
         ),
         (
+            ("--recipe", "wanda-50", *TRAIN, "--evaluate", "none.txt", "--window", "16", "--sweep", "0.2:0.4:0.2"),
+            "none.txt: no such text file",
+        ),
+        (
+            ("--recipe", "magnitude", "--sweep", "0.2:0.4:0.2", *HELD_OUT[:-1], "0"),
+            "--evaluate-samples 0: at least one is needed",
+        ),
+        (
             ("--recipe", "wanda-50", "--sweep", "0.2:0.4:0.2", *HELD_OUT),
             "recipe wanda-50 needs statistics: give --statistics, or --text to measure them",
         ),
