@@ -138,6 +138,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--estimate", action="store_true")
     args = parser.parse_args()
+    args.work.mkdir(parents=True, exist_ok=True)
     samples = {"text": args.text, "samples": args.samples, "window": args.window}
     known = lines_of(args.out)
     for shape in args.shapes:
