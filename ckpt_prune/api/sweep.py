@@ -1,5 +1,6 @@
 """`ckpt_prune.sweep`."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
@@ -13,7 +14,7 @@ from ckpt_prune.architectures.composite import PartName
 from ckpt_prune.errors import UserError
 from ckpt_prune.glance import glance
 from ckpt_prune.options import PlanOptions, checked
-from ckpt_prune.progress import progress_shown
+from ckpt_prune.progress import Notices, progress_shown
 
 if TYPE_CHECKING:
     from ckpt_prune.architectures.spaces import SpaceName
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from ckpt_prune.planning.records import Cost
     from ckpt_prune.transform.request import Request
     from ckpt_prune.transform.sweep import DepthPoint, Point
+
+
+_GLANCED = 6
+"""Values that stand in a line."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,7 @@ class Sweep:
         points: one for each value.
         measured: what `Point.score` is of, in words; None where nothing was measured.
         metric: what `Point.score` is: perplexity, masked_perplexity or top1.
+        notes: what else a reader should know of the points.
         depth: where ratios vary, the same of whole blocks in place of units, where the statistics say what they do.
     """
 
@@ -46,16 +52,17 @@ class Sweep:
     key: str = RATIO
     measured: str | None = None
     metric: str = "perplexity"
+    notes: tuple[str, ...] = ()
     depth: tuple["DepthPoint", ...] = ()
 
     def __repr__(self) -> str:
-        ends = (self.points[0].value, self.points[-1].value) if self.points else None
+        values = [point.value for point in self.points]
         return glance(
             self,
             recipe=self.recipe,
             key=self.key,
-            values=ends,
-            points=len(self.points),
+            values=values if len(values) <= _GLANCED else f"{values[0]} to {values[-1]}",
+            points=len(values),
             before=self.before,
             measured=self.measured,
         )
@@ -79,6 +86,7 @@ class Sweep:
             for own in self.depth
         ]
         found = {"recipe": self.recipe, "before": self.before.model_dump(), "points": rows, "depth": blocks}
+        found |= {"messages": list(self.notes)} if self.notes else {}
         return found if self.measured is None else found | {"measured": self.measured}
 
 
@@ -152,20 +160,32 @@ def sweep(
         own = {**data, "samples": samples, "window": window} if calibrated else {}
         return own | at(value)
 
-    from ckpt_prune.transform.asked_recipe import recipe_of
-
     measuring = None
     if evaluate:
         files = [evaluate] if isinstance(evaluate, str | PathLike) else evaluate
         measuring = Measuring(model, tuple(Path(file) for file in files), window, evaluate_samples, prune_at)
-        measuring.check()
-    recipes = [recipe_of(checked(PlanOptions, at(value)))[1] for value in wanted]
+        measuring.check(of_images=images is not None)
+    recipes = [_recipe_at(_words(key, value), at(value)) for value in wanted]
     with progress_shown(progress):
         plannable = _said_by_plans(recipes, measured=measuring is not None)
         if measuring is not None and (calibrated or not plannable):
             return _outputs(key, wanted, measuring)
         found = _plans(key, wanted, at, given | {"overrides": changes})
         return found if measuring is None else _with_scores(found, measuring)
+
+
+def _words(key: str, value: float | str) -> str:
+    return f"{key}={value}" if isinstance(value, str) else f"{key}={value:g}"
+
+
+def _recipe_at(given: str, options: dict[str, Any]) -> "Recipe":
+    """The recipe at a value; what is wrong with it is said of the sweep, not of the option that it stands for."""
+    from ckpt_prune.transform.asked_recipe import recipe_of
+
+    try:
+        return recipe_of(checked(PlanOptions, options))[1]
+    except UserError as error:
+        raise UserError(f"--sweep {given}: {re.sub('^--(set|ratio [^:]*): ', '', str(error))}") from error
 
 
 def _check_together(
@@ -217,6 +237,7 @@ def _plans(
     from ckpt_prune.transform.asked import plan_request
     from ckpt_prune.transform.asked_recipe import recipe_of
     from ckpt_prune.transform.checks import check_request
+    from ckpt_prune.transform.messages import cache_line
     from ckpt_prune.transform.sweep import depth_points_at, point_of, points_at
 
     def request_of(options: Mapping[str, Any]) -> "Request":
@@ -238,12 +259,17 @@ def _plans(
         request.model.checkpoint.check_finite()
         points = [point_of(value, own) for value, own in zip(values, requests, strict=True)]
     spaces = tuple(first_of_experts(request.recipe.spaces))
-    return Sweep(request.recipe.name, spaces, cost_of(request.model), tuple(points), key, depth=tuple(blocks))
+    notes = tuple(filter(None, [cache_line(request)]))
+    name, before = request.recipe.name, cost_of(request.model)
+    return Sweep(name, spaces, before, tuple(points), key, notes=notes, depth=tuple(blocks))
 
 
 def _with_scores(found: Sweep, measuring: Measuring) -> Sweep:
     """The same, each point measured besides."""
-    scores = [measuring.measured(point.value)[1] for point in found.points]
+    scores, say = [], Notices()
+    for place, point in enumerate(found.points, start=1):
+        say(f"{_words(found.key, point.value)} ({place} of {len(found.points)})")
+        scores.append(measuring.measured(point.value)[1])
     points = [_scored(point, own) for point, own in zip(found.points, scores, strict=True)]
     return replace(found, points=tuple(points), measured=scores[0].told, metric=scores[0].metric)
 
@@ -251,11 +277,13 @@ def _with_scores(found: Sweep, measuring: Measuring) -> Sweep:
 def _outputs(key: str, values: Sequence[float | str], measuring: Measuring) -> Sweep:
     """Points of what no plan says, or of samples of their own: what was written."""
     from ckpt_prune.architectures.spaces import first_of_experts
+    from ckpt_prune.transform.messages import cache_line
     from ckpt_prune.transform.sweep import point_of_output
 
     measuring.foresee(values)
-    points = []
-    for value in values:
+    points, say = [], Notices()
+    for place, value in enumerate(values, start=1):
+        say(f"{_words(key, value)} ({place} of {len(values)})")
         pruned, own = measuring.measured(value)
         assert pruned.settled is not None
         assert pruned.report is not None
@@ -263,7 +291,8 @@ def _outputs(key: str, values: Sequence[float | str], measuring: Measuring) -> S
         settled, scores = pruned.settled, own
     recipe = settled.recipe
     spaces = tuple(first_of_experts(recipe.spaces))
-    return Sweep(recipe.name, spaces, settled.before, tuple(points), key, scores.told, scores.metric)
+    notes = tuple(filter(None, [cache_line(settled.request)]))
+    return Sweep(recipe.name, spaces, settled.before, tuple(points), key, scores.told, scores.metric, notes)
 
 
 def _scored(point: "Point", scores: Scores) -> "Point":

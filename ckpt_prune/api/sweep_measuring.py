@@ -59,12 +59,17 @@ class Measuring:
         """The folder of images, where that is what points are measured on."""
         return self.data[0] if len(self.data) == 1 and self.data[0].is_dir() else None
 
-    def check(self) -> None:
+    def check(self, *, of_images: bool) -> None:
         """Refuse what cannot be measured on, before any work.
 
+        Args:
+            of_images: whether the model is calibrated on images.
+
         Raises:
-            UserError: text that is not there, or without a window; no samples.
+            UserError: text that is not there, or without a window; no samples; text for a model of images.
         """
+        if of_images and self.images is None:
+            raise UserError("--images calibrates a model of images: give --evaluate DIR, a folder of images, too")
         if self.samples is not None and self.samples < 1:
             raise UserError(f"--evaluate-samples {self.samples}: at least one is needed")
         if self.images is not None:
@@ -81,10 +86,13 @@ class Measuring:
             UserError: one of them will not do.
         """
         from ckpt_prune.api.prune import prune
+        from ckpt_prune.transform.checks import check_data
 
         with scratch_folder() as folder:
             for value in values:
-                prune(**self.at(value) | {"progress": False}, output=str(folder / "point"), dry_run=True)
+                told = prune(**self.at(value) | {"progress": False}, output=str(folder / "point"), dry_run=True)
+                assert told.settled is not None
+                check_data(told.settled.request)  # a dry run needs none
 
     def measured(self, value: float | str) -> tuple["Pruned", Scores]:
         """Prune at a value into a folder that goes again, and measure what came out.

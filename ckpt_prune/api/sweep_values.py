@@ -22,6 +22,8 @@ def asked_values(text: str) -> tuple[str, list[float | str]]:
         UserError: it is none of these.
     """
     key, equals, values = text.rpartition("=")
+    if not equals and "," in text:
+        return asked_values(f"{RATIO}={text}")
     if not equals:
         return RATIO, [*_ratios(text)]
     if key == RATIO and ":" in values:

@@ -32,7 +32,7 @@ from ckpt_prune.containers.choosing import ANY, REMOTE, choose_container
 from ckpt_prune.containers.remote import remote_model_class, with_block_facts
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.accounting import cost_of
-from ckpt_prune.planning.latency import Latencies, StreamTime
+from ckpt_prune.planning.latency import TRUSTED, Latencies, StreamTime
 from ckpt_prune.planning.sizes import Timed
 from ckpt_prune.progress import meter
 
@@ -40,8 +40,6 @@ MOST_BYTES = 2**30
 """Of the weights of one of the models that are timed."""
 ROUNDS, WARMUP = 12, 2
 """Of each of them; the fastest counts: what else runs on the machine only slows one down."""
-TRUSTED = 0.2
-"""Share by which a table may miss the model that says how far off it is, and still be kept."""
 ATTEMPTS = 3
 """Times that it is measured at the most, where a machine that does other things too spoils it."""
 CHECKED_BYTES = 4 * 2**30
@@ -71,7 +69,7 @@ class Table(BaseModel):
     @property
     def latencies(self) -> Latencies:
         """For the size of a model."""
-        return Latencies(self.rest, self.block, self.units, self.stream)
+        return Latencies(self.rest, self.block, self.units, self.stream, self.off)
 
     @property
     def off(self) -> float:

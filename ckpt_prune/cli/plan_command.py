@@ -377,6 +377,8 @@ def _print_sweep(found: Sweep) -> None:
         click.echo(_predicted())
     if found.measured:
         click.echo(found.measured)
+    for note in found.notes:
+        click.echo(note)
     if found.depth:
         _print_blocks(found)
 

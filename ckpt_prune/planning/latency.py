@@ -27,6 +27,10 @@ class StreamTime:
     block: float
 
 
+TRUSTED = 0.2
+"""Share by which a table may miss the model that says how far off it is, and still be kept and relied on."""
+
+
 @dataclass(frozen=True)
 class Latencies:
     """Additive over blocks, and linear in the widths of each. Nanoseconds.
@@ -36,12 +40,14 @@ class Latencies:
         block: of a dense block.
         units: space → of one unit of it, by its name without an expert's number.
         stream: of a dimension of the residual stream; None where none is to go.
+        off: share by which the table missed a model that was timed to hold it to account.
     """
 
     rest: float
     block: float
     units: Mapping[str, float]
     stream: StreamTime | None = None
+    off: float = 0.0
 
     def narrowed(self, kept: int) -> "Latencies":
         """The table of a model whose stream has so many dimensions.

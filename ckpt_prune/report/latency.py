@@ -1,5 +1,6 @@
 """What an output takes beside what a table of the machine had foreseen, in words."""
 
+from ckpt_prune.planning.latency import TRUSTED
 from ckpt_prune.report.model import Latency
 
 OFF = 0.05
@@ -11,7 +12,9 @@ def latency_line(found: Latency) -> str | None:
     if not found.dense or not found.foreseen:
         return None
     share = found.foreseen / found.dense
-    told = f"{found.of}: foreseen {share:.1%} of the dense model's ({found.foreseen:.4g} ms)"
+    told = f"{found.of}: foreseen {share:.1%} of the dense model's ({found.foreseen:.4g} of {found.dense:.4g} ms)"
+    if found.off is not None and found.off > TRUSTED:
+        told += f" by a table that was {found.off:.0%} off and is not to be relied on"
     if not found.measured or not found.measured_dense:
         return f"{told}; the output was not timed here: see `ckpt-prune benchmark`"
     took = found.measured / found.measured_dense

@@ -291,6 +291,7 @@ class Latency(Fixed):
     Attributes:
         of: what was timed, in words.
         dense, foreseen: by the table of the machine.
+        off: share by which that table missed a model that was timed to hold it to account.
         measured_dense, measured: of both models whole, in turns; None where they are too large for it, or where the run
             ended before.
     """
@@ -298,6 +299,7 @@ class Latency(Fixed):
     of: str
     dense: Figure = None
     foreseen: Figure = None
+    off: Figure = None
     measured_dense: Figure = None
     measured: Figure = None
 

@@ -22,6 +22,7 @@ from ckpt_prune.planning.sizes import TargetSize, size_words
 from ckpt_prune.report.reading import report_of
 from ckpt_prune.sparsity.patterns import mask_words
 from ckpt_prune.transform.decisions import rounding_of
+from ckpt_prune.transform.request import Request
 from ckpt_prune.transform.settle import Settled
 from ckpt_prune.transform.sizing import dense_size, output_size
 
@@ -31,6 +32,16 @@ _NAMED = 3
 """So many of a list are named."""
 _ALIKE = 0.005
 """Predicted losses that differ by less than this share are told to be the same."""
+
+
+def cache_line(request: Request) -> str | None:
+    """Where a recipe runs the pruned prefix, and statistics of the dense model are used instead; else None."""
+    recipe = request.recipe
+    if recipe.target == "dense" or request.sequential or request.statistics is None or request.plan is not None:
+        return None
+    kind = "sequential" if recipe.target == "sequential" else "drift-correcting"
+    told = " (drift: how far pruning has moved the residual stream)" if recipe.target == "drift" else ""
+    return f"recipe {recipe.name} is {kind}{told}; with --statistics its dense-cache variant is used"
 
 
 def messages(settled: Settled) -> list[str]:
@@ -43,10 +54,9 @@ def messages(settled: Settled) -> list[str]:
         found.append(
             f"all figures are of the {within.part} part of this {whole.model_type}: {whole.part(within.part).note}"
         )
-    if recipe.target != "dense" and not request.sequential and request.statistics is not None and request.plan is None:
-        kind = "sequential" if recipe.target == "sequential" else "drift-correcting"
-        told = " (drift: how far pruning has moved the residual stream)" if recipe.target == "drift" else ""
-        found.append(f"recipe {recipe.name} is {kind}{told}; with --statistics its dense-cache variant is used")
+    cached = cache_line(request)
+    if cached is not None:
+        found.append(cached)
     first, family = settled.model.spaced.start, settled.model.family
     if recipe.mask is not None and first:
         found.append(

@@ -220,6 +220,7 @@ def _foreseen(settled: Settled) -> Latency | None:
         of=f"latency of {size.timed.words}",
         dense=dense_size(request.whole, "latency") / 1e6,
         foreseen=size_at(request, "latency", settled.widths) / 1e6,
+        off=request.latencies.off,
     )
 
 

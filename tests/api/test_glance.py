@@ -90,7 +90,7 @@ def test_what_grows_with_blocks_items_and_files() -> None:
     ]
     assert [each for each in found if len(repr(each)) >= LINE] == []
     assert repr(found[2]) == (
-        "Sweep(recipe='ridge', key='ratio', values=(0.0, 0.98), points=50, before=Cost(parameters=100, bytes=400, "
+        "Sweep(recipe='ridge', key='ratio', values='0.0 to 0.98', points=50, before=Cost(parameters=100, bytes=400, "
         "flops=100, tokens=8, cache=None))"
     )
     assert repr(found[-1]) == "Pushed(repo='org/name', public=False, files=99, bytes=4851)"

@@ -9,7 +9,7 @@ import torch
 
 import ckpt_prune
 from ckpt_prune.evaluation.loading import quiet_transformers
-from tests.cli.running import edit_weights, listing, ok, poison, refused
+from tests.cli.running import edit_weights, listing, ok, poison, refused, run
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
 from tests.images import CLASSES, write_csv, write_images, write_vit
 
@@ -149,6 +149,14 @@ def test_the_same_from_python(place):
             "--text and --images calibrate every point of a --sweep anew, to be measured: give --evaluate FILE, or "
             "plan from --statistics",
         ),
+        (
+            ("--images", "images", "--evaluate", "calib.txt", "--window", "16", "--sweep", "0.2,0.4"),
+            "--images calibrates a model of images: give --evaluate DIR, a folder of images, too",
+        ),
+        (
+            ("--recipe", "magnitude-50", *HELD_OUT, "--sweep", "0.3,1.2"),
+            "--sweep ratio=1.2: a ratio is in [0, 1)",
+        ),
         (("--samples", "4", "--sweep", "0.2:0.4:0.2", *HELD_OUT), "--samples is of --text or --images"),
         (("--sweep", "samples=1,2", *HELD_OUT), "--sweep samples is of --text or --images"),
         (
@@ -179,6 +187,18 @@ def test_the_same_from_python(place):
 )
 def test_bad_input(place, options, why):
     assert refused("plan", "dense", *options) == why
+
+
+def test_a_key_that_no_recipe_has(place):
+    told = refused("plan", "dense", "--recipe", "magnitude-50", *HELD_OUT, "--sweep", "foo.bar=1,2")
+    assert told.startswith("--sweep foo.bar=1: unknown key foo: allowed here: version, name, ")
+
+
+def test_each_value_is_named_before_it_is_pruned(place):
+    how = ("--recipe", "magnitude-50", "--sweep", "0.2,0.4", *HELD_OUT)
+    told = run("plan", "dense", *how)
+    lines = [line for line in told.stderr.splitlines() if line.startswith("ratio=")]
+    assert lines == ["ratio=0.2 (1 of 2)", "ratio=0.4 (2 of 2)"]
 
 
 def test_all_values_are_checked_before_the_first_is_pruned(place, monkeypatch):
