@@ -25,6 +25,10 @@ from ckpt_prune.errors import UserError, interruption
 
 Shape = tuple[int, ...]
 
+# Where blocks differ, classes that check what all have in common read the dense model's number, and transformers warns
+# of it at every config.
+logging.get_logger("transformers.integrations.heterogeneity.configuration_utils").setLevel(logging.ERROR)
+
 
 def parse_config(config: dict[str, Any]) -> PreTrainedConfig:
     """The transformers config object of a config.json.

@@ -86,9 +86,10 @@ def _obstacle(
     hidden = model.dimension("hidden")
     heads = {model.config_values(w).get(source.dimensions["query_heads"][0]) for w in widths} - {None}
     uneven = sorted(h for h in heads if h is not None and hidden % h)
-    if candidate.heads_divide_hidden and uneven:
+    refuses = candidate.heads_divide_hidden and not (remote_code and candidate.uneven)
+    if refuses and uneven:
         return f"{candidate.model_type} refuses {uneven[0]} heads on a hidden size of {hidden}"
-    if candidate.heads_divide_hidden and len(heads) > 1:
+    if refuses and len(heads) > 1:
         return f"{candidate.model_type} refuses head counts that differ per block"
     slotless = sorted(module for module in biases if module not in candidate.bias_slots)
     if slotless and not slotless_ok:
@@ -337,6 +338,12 @@ def _build(
         values["ckpt_prune_biases"] = [path for module in slotless for path in paths[module]]
     overrides = {}
     first = model.config_values(widths[0])
+    if candidate.heads_divide_hidden and candidate.uneven:
+        # The class checks the number that all blocks have: it stays the dense one, and every other is a block's own.
+        numbers = [candidate.dimensions[name][0] for name in ("query_heads", "kv_heads")]
+        dense = {key: getattr(model.config, key) for key in numbers if key in first}
+        first |= dense
+        values |= dense
     for index, units in enumerate(widths, model.spaced.start):
         own: dict[str, Any] = {k: v for k, v in model.config_values(units).items() if v != first[k]}
         if ranks and ranks[index] != ranks[0]:

@@ -5,6 +5,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import ckpt_prune
 from ckpt_prune.architectures.model import Model
@@ -15,7 +17,7 @@ from ckpt_prune.planning.recipe_file import load_recipe
 from ckpt_prune.transform.budgets import dense_ranking
 from ckpt_prune.transform.request import Request
 from ckpt_prune.transform.work import Shape
-from tests.cli.running import TEXT, interrupted, ok, read_json, refused, resumed
+from tests.cli.running import TEXT, interrupted, ok, read_json, refused, resumed, run
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
 from tests.families import stock
 
@@ -257,3 +259,33 @@ def test_a_ratio_that_drops_no_group_names_query_heads(here):
     said = ok("plan", "three", "--recipe", "magnitude", "--ratio", "0.2", *added).splitlines()
     assert told in said
     assert "kept per block: heads 3/3 (ratio 0), mlp 19/24 (ratio 0.208), queries 2/3 (ratio 0.333)" in said
+
+
+@pytest.mark.parametrize(("model_type", "spaces"), [("gemma2", "heads"), ("gemma3_text", "queries")])
+def test_blocks_differ_in_heads_where_the_class_checks_their_number(place, model_type: str, spaces: str) -> None:
+    """Three or six heads do not divide 32 dimensions, which its config class asks for."""
+    shape = {"num_attention_heads": 8, "num_key_value_heads": 4 if spaces == "heads" else 2, "head_dim": 8}
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+    torch.manual_seed(0)
+    with quiet_transformers():
+        config = AutoConfig.for_model(model_type, **sizes, **shape, max_position_embeddings=32)
+        AutoModelForCausalLM.from_config(config).save_pretrained("gemma")
+    tiny_tokenizer("<s> $A").save_pretrained("gemma")
+    recipe = {"version": 1, "name": "test", "allocation": "least-error", "weigh_by": "energy", "widths": "per_layer"}
+    own = {"score": "obs", "compensation": {"method": "ridge"}}
+    recipe |= {"container": "any", "size": {"params": "86%"}, "spaces": {spaces: own}}
+    Path("recipe.json").write_text(json.dumps(recipe))
+    ok("prune", "gemma", "--recipe", "recipe.json", *TEXT, "-o", "out")
+    kept = [len(site["kept"]) for site in read_json("out/ckpt_prune.json")["sites"]]
+    assert len(set(kept)) > 1
+    ok("verify", "out", "--against", "gemma")
+    tokens = torch.arange(12)[None]
+    with quiet_transformers(), torch.no_grad():
+        ours, theirs = (
+            ckpt_prune.load("out"),
+            AutoModelForCausalLM.from_pretrained("out", trust_remote_code=True),
+        )
+        assert torch.equal(ours(tokens).logits, theirs(tokens).logits)
+    again = run("evaluate", "out", "--trust-remote-code", "--text", "calib.txt", "--window", "16", "--samples", "2")
+    assert again.exit_code == 0
+    assert "per-layer" not in again.stderr

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from ckpt_prune.architectures.skeleton import parse_config
 from ckpt_prune.containers.choosing import choose_container
 from ckpt_prune.errors import UserError
 from tests.families import BLOCKS, SIZES, VARIANTS, job_on, logits, make, model_of, prune, recipe, stock, windows
@@ -170,12 +171,26 @@ def test_uneven_widths_need_consent_and_remote_code():
     }
 
 
-def test_a_class_that_checks_its_heads_takes_no_uneven_ones():
-    """And there is no remote code that would help: it is what is refused."""
-    assert refusal("gemma2", config_of("gemma2", head_dim=4), widths=UNEVEN, per_layer=True) == (
-        "no stock container fits: gemma2 refuses head counts that differ per block. Choose another ratio, or a recipe "
-        "that takes as much from every block"
-    )
+def test_a_class_that_checks_its_heads_is_shown_the_dense_number_where_blocks_differ():
+    raw = config_of("gemma2", head_dim=4)
+    container = choose("gemma2", raw, widths=UNEVEN, per_layer=True)
+    assert container.remote_class == "PrunedGemma2ForCausalLM"
+    numbers = ("num_attention_heads", "num_key_value_heads")
+    assert [container.config[key] for key in numbers] == [raw[key] for key in numbers]
+    overrides = container.config["per_layer_config"]
+    heads = [overrides.get(str(index), {}).get(numbers[0], raw[numbers[0]]) for index in range(len(UNEVEN))]
+    group = raw[numbers[0]] // raw[numbers[1]]
+    assert heads == [own["heads"] * group for own in UNEVEN]
+    assert parse_config(container.config).is_heterogeneous
+
+
+def test_as_many_heads_everywhere_as_the_class_refuses_are_each_block_s_own():
+    raw = config_of("gemma2", head_dim=4, num_attention_heads=8, num_key_value_heads=8, hidden_size=32)
+    widths = [{"heads": 3}] * raw["num_hidden_layers"]
+    assert refusal("gemma2", raw, widths=widths).startswith("no stock container fits: gemma2 refuses 3 heads")
+    container = choose("gemma2", raw, widths=widths, requested="any")
+    assert container.config["num_attention_heads"] == 8
+    assert [own["num_attention_heads"] for own in container.config["per_layer_config"].values()] == [3] * len(widths)
 
 
 def test_even_widths_stay_stock_though_uneven_ones_were_allowed():
