@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_prune.api.sweep_measuring import Measuring, Scores
-from ckpt_prune.api.sweep_values import OF_DATA, RATIO, asked_values
+from ckpt_prune.api.sweep_values import OF_DATA, RATIO, asked_values, words
 from ckpt_prune.api.types import AnyModel, AnyPath, Texts
 from ckpt_prune.architectures.composite import PartName
 from ckpt_prune.errors import UserError
 from ckpt_prune.glance import glance
 from ckpt_prune.options import PlanOptions, checked
-from ckpt_prune.progress import Notices, progress_shown
+from ckpt_prune.progress import progress_shown
 
 if TYPE_CHECKING:
     from ckpt_prune.architectures.spaces import SpaceName
@@ -165,17 +165,13 @@ def sweep(
         files = [evaluate] if isinstance(evaluate, str | PathLike) else evaluate
         measuring = Measuring(model, tuple(Path(file) for file in files), window, evaluate_samples, prune_at)
         measuring.check(of_images=images is not None)
-    recipes = [_recipe_at(_words(key, value), at(value)) for value in wanted]
+    recipes = [_recipe_at(words(key, value), at(value)) for value in wanted]
     with progress_shown(progress):
         plannable = _said_by_plans(recipes, measured=measuring is not None)
         if measuring is not None and (calibrated or not plannable):
             return _outputs(key, wanted, measuring)
         found = _plans(key, wanted, at, given | {"overrides": changes})
         return found if measuring is None else _with_scores(found, measuring)
-
-
-def _words(key: str, value: float | str) -> str:
-    return f"{key}={value}" if isinstance(value, str) else f"{key}={value:g}"
 
 
 def _recipe_at(given: str, options: dict[str, Any]) -> "Recipe":
@@ -266,10 +262,7 @@ def _plans(
 
 def _with_scores(found: Sweep, measuring: Measuring) -> Sweep:
     """The same, each point measured besides."""
-    scores, say = [], Notices()
-    for place, point in enumerate(found.points, start=1):
-        say(f"{_words(found.key, point.value)} ({place} of {len(found.points)})")
-        scores.append(measuring.measured(point.value)[1])
+    scores = [own for _, own in measuring.each(found.key, [point.value for point in found.points])]
     points = [_scored(point, own) for point, own in zip(found.points, scores, strict=True)]
     return replace(found, points=tuple(points), measured=scores[0].told, metric=scores[0].metric)
 
@@ -281,10 +274,8 @@ def _outputs(key: str, values: Sequence[float | str], measuring: Measuring) -> S
     from ckpt_prune.transform.sweep import point_of_output
 
     measuring.foresee(values)
-    points, say = [], Notices()
-    for place, value in enumerate(values, start=1):
-        say(f"{_words(key, value)} ({place} of {len(values)})")
-        pruned, own = measuring.measured(value)
+    points = []
+    for value, (pruned, own) in zip(values, measuring.each(key, values), strict=True):
         assert pruned.settled is not None
         assert pruned.report is not None
         points.append(_scored(point_of_output(value, pruned.settled, pruned.report), own))

@@ -1,15 +1,17 @@
 """Points of a sweep that are measured: the model is pruned at each value, and held against the dense one."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckpt_prune.api.sweep_values import words
 from ckpt_prune.calibration.text_files import check_texts
 from ckpt_prune.checkpoint.scratch import scratch_folder
 from ckpt_prune.errors import UserError
 from ckpt_prune.options import EvaluationOptions, checked
+from ckpt_prune.progress import Notices
 
 if TYPE_CHECKING:
     from ckpt_prune.api.prune import Pruned
@@ -93,6 +95,21 @@ class Measuring:
                 told = prune(**self.at(value) | {"progress": False}, output=str(folder / "point"), dry_run=True)
                 assert told.settled is not None
                 check_data(told.settled.request)  # a dry run needs none
+
+    def each(self, key: str, values: Sequence[float | str]) -> Iterator[tuple["Pruned", Scores]]:
+        """What came of every value, which is named before it is begun.
+
+        Args:
+            key: that has the values.
+            values: in this order.
+
+        Raises:
+            UserError: as `measured`.
+        """
+        say = Notices()
+        for place, value in enumerate(values, start=1):
+            say(f"{words(key, value)} ({place} of {len(values)})")
+            yield self.measured(value)
 
     def measured(self, value: float | str) -> tuple["Pruned", Scores]:
         """Prune at a value into a folder that goes again, and measure what came out.

@@ -12,6 +12,11 @@ MOST = 1000
 """Values of one sweep."""
 
 
+def words(key: str, value: float | str) -> str:
+    """A key at a value, as it is given."""
+    return f"{key}={value}" if isinstance(value, str) else f"{key}={value:g}"
+
+
 def asked_values(text: str) -> tuple[str, list[float | str]]:
     """The key and its values.
 
