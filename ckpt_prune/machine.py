@@ -10,6 +10,7 @@ from functools import cache
 
 import torch
 
+from ckpt_prune.calibration.products import add_gram, gram_flops
 from ckpt_prune.memory import resident
 
 _REPEATS = 5
@@ -24,7 +25,8 @@ class Rates:
 
     Attributes:
         gemm: FLOPs of matrix products in the type that blocks run in.
-        single: FLOPs of float32 matrix products, by which Grams are added up whatever blocks run in.
+        grams: FLOPs of Grams of tokens in that type, which are added up in float32.
+        single: FLOPs of other float32 matrix products.
         wide: FLOPs of float64 matrix products.
         factor: FLOPs of float64 Cholesky factors, n³ / 3 each.
         eigen: FLOPs of float64 decompositions of symmetric matrices, counted as 9 n³.
@@ -37,6 +39,7 @@ class Rates:
     """
 
     gemm: float
+    grams: float
     single: float
     wide: float
     factor: float
@@ -90,6 +93,7 @@ def _rates(device: torch.device, compute_dtype: torch.dtype, fastest: Callable[[
         few = torch.ones(8, device=device)
         return Rates(
             gemm=gemm,
+            grams=gram_flops(2048, 576) / fastest(lambda: add_gram(wide_square, rows)),
             single=gemm if compute_dtype == torch.float32 else products / fastest(lambda: wide_rows @ wide_square),
             wide=2 * 384**3 / fastest(lambda: wide @ wide),
             factor=384**3 / 3 / fastest(lambda: torch.linalg.cholesky_ex(wide)),

@@ -128,7 +128,7 @@ def one_machine() -> Iterator[None]:
     """What is said of a job's time and memory is of a machine that is always the same, which has no bfloat16."""
     from ckpt_prune.machine import Rates
 
-    rates = Rates(*(1e9,) * 6, reduced=1e8, calls=1e6, disk=1e8, hashed=1e9, resident=2**30)
+    rates = Rates(*(1e9,) * 7, reduced=1e8, calls=1e6, disk=1e8, hashed=1e9, resident=2**30)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch.cpu.get_capabilities", dict, raising=False)
         patch.setattr("ckpt_prune.machine.measured_rates", lambda device, dtype: rates)

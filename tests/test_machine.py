@@ -43,6 +43,7 @@ def test_rates_are_of_what_was_done(real, monkeypatch, dtype):
     monkeypatch.setattr(real.time, "perf_counter", lambda: float(next(ticks)))
     rates = real.measured_rates(torch.device("cpu"), dtype)
     assert (rates.gemm, rates.single, rates.wide) == (2 * 2048 * 576 * 576, 2 * 2048 * 576 * 576, 2 * 384**3)
+    assert rates.grams == 2 * 2048 * (256 * 256 + 256 * 512 + 64 * 576)  # strips of 256 columns, one triangle
     assert (rates.factor, rates.eigen) == (384**3 / 3, 9 * 192**3)
     assert (rates.moved, rates.reduced) == (8 * 4096 * 1024, 4096 * 1024)
     assert (rates.calls, rates.disk, rates.hashed) == (500, 2**24, 2**22)

@@ -38,6 +38,7 @@ def floor(stages: list[Stage], rates: Rates) -> float:
     def least(work: Work) -> float:
         return (
             work.gemm / rates.gemm
+            + work.grams / rates.grams
             + work.single / rates.single
             + (work.wide + work.factor + work.eigen) / rates.wide
             + work.disk / rates.disk

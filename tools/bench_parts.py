@@ -37,10 +37,10 @@ from ckpt_prune.transform.settle import foresee
 from tools.bench_command import as_options, command
 from tools.bench_lines import add_line, lines_of
 
-GPU = Rates(3e14, 4e13, 4e13, 1e13, 3e11, 2e12, 5e11, 1e5, 1e9, 1e9, 2**30)
+GPU = Rates(3e14, 2e14, 4e13, 4e13, 1e13, 3e11, 2e12, 5e11, 1e5, 1e9, 1e9, 2**30)
 """Of an accelerator with 990 TFLOP/s in bfloat16, 67 in float64 and 3.3 TB/s: about half of that, and less where
 factors and decompositions are made."""
-SHARED = ("gemm", "single", "moved", "reduced", "calls")
+SHARED = ("gemm", "grams", "single", "moved", "reduced", "calls")
 """Of `machine.Rates`: what samples take that go through a block, of which every process has its share."""
 FOLDS, RATIO = 4, 0.2
 

@@ -218,12 +218,12 @@ def _backward(
                 found[space] = torch.zeros(width, width, device=factory.device)
             if paths[consumer] not in passed.gradients:
                 continue
-            g = passed.gradients[paths[consumer]].flatten(0, -2).float()
+            g = passed.gradients[paths[consumer]].flatten(0, -2)
             add_gram(found[space], g, drawn.weight)
             if watcher is not None:
                 # A space within another ends in the same consumer.
                 for each in watched_at[consumer]:
-                    watcher.see(each, passed.inputs[paths[consumer]].flatten(0, -2), g, drawn, passed.samples)
+                    watcher.see(each, passed.inputs[paths[consumer]].flatten(0, -2), g.float(), drawn, passed.samples)
         for space, (query, key, *_) in readers.items():
             keys = passed.outputs[paths[key]]
             if space in turnings:

@@ -121,7 +121,7 @@ class Moments:
         """These moments and those of `tokens` (..., d), active above a threshold; the Gram is updated in place."""
         x = tokens.detach().reshape(-1, tokens.shape[-1])
         if self.gram is not None:
-            add_gram(self.gram, x.float())
+            add_gram(self.gram, x)
         sums = torch.zeros(4, x.shape[1], dtype=torch.float64, device=x.device)
         # A few rows at a time stay in a processor's cache: fifteen times faster than all at once.
         for part in torch.split(x, ROWS if x.device.type == "cpu" else max(1, len(x))):

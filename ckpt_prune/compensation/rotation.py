@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ckpt_prune.calibration.products import add_gram, strips
+from ckpt_prune.calibration.products import add_gram, products_on, strips
 from ckpt_prune.compensation.fit import Fit, Solution
 
 SMALLEST = 1e-7
@@ -87,8 +87,8 @@ def _iterate(matrix: Tensor) -> Tensor | None:
 
 
 def _float32_pays(x: Tensor) -> bool:
-    """Whether x (m, n) is large and float32 products are exact. A program may have asked an accelerator for TF32."""
-    exact = x.device.type == "cpu" or torch.get_float32_matmul_precision() == "highest"
+    """Whether x (m, n) is large and float32 products are exact. A program may have asked for TF32 or bfloat16."""
+    exact = products_on(x.device).fp32_precision in ("none", "ieee")
     return exact and x.shape[1] >= SINGLE_PRECISION_FROM
 
 

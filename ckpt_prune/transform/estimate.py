@@ -18,6 +18,7 @@ from ckpt_prune.calibration.choosing import DEFAULT_WINDOWS
 from ckpt_prune.calibration.fisher import LIMITS
 from ckpt_prune.calibration.kinds import Collect
 from ckpt_prune.calibration.measure import statistics_bytes
+from ckpt_prune.calibration.products import gram_flops
 from ckpt_prune.calibration.readout import READOUT_TOKENS
 from ckpt_prune.calibration.streams import fold_slices
 from ckpt_prune.checkpoint.units import duration, human_bytes
@@ -56,7 +57,7 @@ STARTING = Work(calls=100_000)
 """Opening a model, its tokenizer and its config, and what else does not depend on its size."""
 LIBRARIES = 160 * 2**20
 """Bytes that libraries take once they compute."""
-_SLOW = Rates(2e9, 2e9, 1e9, 5e8, 5e8, 5e8, 2e7, 1e5, 2e7, 1e8, 0)
+_SLOW = Rates(2e9, 2e9, 2e9, 1e9, 5e8, 5e8, 5e8, 2e7, 1e5, 2e7, 1e8, 0)
 """A machine that is slower than any: a job that is short even there needs no measurement of this one."""
 
 
@@ -313,7 +314,7 @@ def _gradients(model: Model, shape: Shape, few: int, tokens: int, *, trials: boo
     block = back(shape, few, tokens)
     spaces = Work()
     for site in shape.sites.values():
-        block += Work(single=2 * count * site.outputs**2)
+        block += Work(grams=gram_flops(count, site.outputs))
         points = len(dropped_counts(site.units, POINTS))
         if not trials or not points:
             continue

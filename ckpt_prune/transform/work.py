@@ -10,7 +10,7 @@ from typing import Self
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.calibration.moments import ROWS
-from ckpt_prune.calibration.products import strips
+from ckpt_prune.calibration.products import gram_flops
 from ckpt_prune.calibration.streams import TOKENS_PER_BATCH
 from ckpt_prune.machine import Rates
 
@@ -34,6 +34,7 @@ class Work:
     """What something asks of a machine, by what limits it: the counterparts of `machine.Rates`."""
 
     gemm: float = 0
+    grams: float = 0
     single: float = 0
     wide: float = 0
     factor: float = 0
@@ -183,11 +184,10 @@ class Shape:
 
 def moments(count: int, width: int, *, gram: bool) -> Work:
     """Moments of `count` tokens of one input."""
-    products = sum((part.stop - part.start) * part.stop for part in strips(width))
     batches = count / TOKENS_PER_BATCH
     return Work(
         reduced=REDUCTIONS * count * width,
-        single=2 * count * products if gram else 0,
+        grams=gram_flops(count, width) if gram else 0,
         calls=20 + 8 * TOKENS_PER_BATCH / ROWS * batches,
     )
 

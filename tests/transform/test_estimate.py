@@ -24,7 +24,7 @@ from tests.families import BLOCKS, request_on, windows
 
 VARIANT = "llama-gqa-tied"
 KINDS = [field.name for field in dataclasses.fields(Work)]
-ONE = Rates(*(1.0,) * 10, resident=0)
+ONE = Rates(*(1.0,) * 11, resident=0)
 SITE = Site(outputs=6, inputs=10, kept=7, units=5)
 
 
@@ -87,8 +87,8 @@ def test_a_run_of_a_block_has_the_flops_that_torch_counts(folder):
 
 def test_moments_have_the_flops_of_their_gram():
     x, gram = torch.randn(9, 10), torch.zeros(10, 10)
-    assert moments(9, 10, gram=True).single == counted(lambda: torch.addmm(gram, x.T, x))
-    assert moments(9, 10, gram=False).single == moments(9, 10, gram=True).gemm == 0
+    assert moments(9, 10, gram=True).grams == counted(lambda: torch.addmm(gram, x.T, x))
+    assert moments(9, 10, gram=False).grams == moments(9, 10, gram=True).gemm == 0
 
 
 def test_closed_forms_grow_with_the_cube_of_the_width():
@@ -121,7 +121,7 @@ def test_calibrating_takes_as_much_more_as_there_are_more_samples(folder):
     shape = Shape.of(model)
     assert bare.gemm == BLOCKS * shape.run(256, 16).gemm
     grams = sum(2 * 256 * 16 * site.inputs**2 for site in shape.sites.values())
-    assert (once["measuring"].gemm, once["measuring"].single) == (bare.gemm, BLOCKS * grams)
+    assert (once["measuring"].gemm, once["measuring"].grams) == (bare.gemm, BLOCKS * grams)
 
 
 def test_gradients_are_of_a_few_samples_only(folder):
@@ -138,7 +138,7 @@ def test_a_sequential_recipe_runs_every_block_for_each_space_and_once_more(folde
     assert (blocks.name, rest.name) == ("blocks", "rest")
     shape = Shape.of(Model.open(folder))
     grams = sum(2 * 8 * 16 * site.inputs**2 for site in shape.sites.values())
-    assert (blocks.work.gemm, blocks.work.single) == (BLOCKS * 3 * shape.run(8, 16).gemm, BLOCKS * grams)
+    assert (blocks.work.gemm, blocks.work.grams) == (BLOCKS * 3 * shape.run(8, 16).gemm, BLOCKS * grams)
     assert disk == settle(request).output.cost.bytes
 
 
@@ -150,9 +150,10 @@ def test_a_block_is_run_for_a_site_before_the_last_only_where_there_is_one(folde
     blocks = of_prune(settle(request))[0][0]
     shape = Shape.of(Model.open(folder))
     sites = [shape.sites[space] for space in wanted.spaces]
-    moments = sum(2 * 8 * 16 * site.inputs * (site.inputs + site.outputs) for site in sites)
+    grams = sum(2 * 8 * 16 * site.inputs**2 for site in sites)
+    drift = sum(2 * 8 * 16 * site.inputs * site.outputs for site in sites)
     assert blocks.work.gemm == pytest.approx(BLOCKS * runs * shape.run(8, 16).gemm)
-    assert blocks.work.single == BLOCKS * moments
+    assert (blocks.work.grams, blocks.work.single) == (BLOCKS * grams, BLOCKS * drift)
 
 
 def test_a_dense_recipe_measures_first_and_then_runs_nothing(folder, tmp_path):
@@ -220,7 +221,7 @@ def test_short_jobs_are_not_worth_a_measurement(folder, monkeypatch):
 
 @pytest.mark.parametrize(("speed", "said"), [(1.0, True), (1e6, False)])
 def test_long_ones_are_told_of_where_the_machine_is_slow(folder, monkeypatch, speed, said):
-    slow = Rates(*(1e4 * speed,) * 6, reduced=1e4 * speed, calls=1e6, disk=1e8, hashed=1e9, resident=2**30)
+    slow = Rates(*(1e4 * speed,) * 7, reduced=1e4 * speed, calls=1e6, disk=1e8, hashed=1e9, resident=2**30)
     monkeypatch.setattr(module.machine, "measured_rates", lambda *_: slow)
     monkeypatch.setattr(module, "_SLOW", dataclasses.replace(slow, calls=1.0))
     settled = settle(request_on(folder, load_recipe("ridge"), live=windows(8, 16)))
