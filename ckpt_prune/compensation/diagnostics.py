@@ -1,5 +1,6 @@
 """What dropping some inputs of a projection costs, and how much of that the kept inputs can make up (CORP C.1)."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ from ckpt_prune.compensation.least_squares import solve
 from ckpt_prune.compensation.spectrum import EXACT_WIDTH
 
 SLIGHT = 1e-9
-"""Damping, as a share of the mean variance, in place of eigenvalues of a wide singular covariance."""
+"""Least damping, as a share of the mean variance, in place of eigenvalues of a wide singular covariance."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ def diagnose(weight: Tensor, moments: Moments, kept: Tensor, *, exact: int = EXA
         moments: of the full input (d,), with a Gram, on the same device.
         kept: kept input indices, (k,) int64.
         exact: kept inputs up to which a singular covariance is taken apart: 9 k³ flops, minutes at a width of 8192.
-            With more of them it is damped by `SLIGHT`, and the floor comes out a little too high.
+            With more of them it is damped by what rounding has added to the eigenvalues of such a Gram, at least
+            `SLIGHT`, and the floor comes out a little too high.
 
     Returns:
         The diagnostics. rho2 is 1 and the floor 0 where nothing is dropped, or where what is dropped never varies.
@@ -66,16 +68,27 @@ def diagnose(weight: Tensor, moments: Moments, kept: Tensor, *, exact: int = EXA
     covariance = moments.gram[kept][:, kept].double().div_(moments.count).sub_(mean[kept].outer(mean[kept]))
     shared = covariance_with(kept)
     # The kept inputs predict W_D Σ_DK Σ_KK⁺ Σ_KD W_Dᵀ. The pseudo-inverse serves where Σ_KK is singular.
-    predicted = float((_over(covariance, shared, exact) * shared).sum()) if kept.numel() else 0.0
+    rounding = torch.finfo(moments.gram.dtype).eps
+    predicted = _predicted(covariance, shared, exact, rounding) if kept.numel() else 0.0
     floor = min(max(spread - predicted, 0.0), spread)
     return SiteDiagnostics(uncompensated, floor, 1.0 - floor / spread)
 
 
-def _over(covariance: Tensor, right: Tensor, exact: int) -> Tensor:
-    """`right` times the inverse of a covariance, or nearly so; the covariance is overwritten."""
-    if len(covariance) > exact:
-        covariance.diagonal().add_(SLIGHT * covariance.diagonal().mean())
+def _predicted(covariance: Tensor, shared: Tensor, exact: int, rounding: float) -> float:
+    """tr(S Σ⁻¹ Sᵀ), or nearly so; the covariance is overwritten.
+
+    Args:
+        covariance: Σ, (k, k) float64, of entries rounded by `rounding` of what they are, or less.
+        shared: S, (d_out, k) float64.
+        exact: see `diagnose`.
+        rounding: by random errors of that size a matrix gains eigenvalues of √k times it.
+    """
+    mean = covariance.diagonal().mean()
+    damping, added = max(SLIGHT, rounding * math.sqrt(len(covariance))), 0.0
+    while len(covariance) > exact and damping < 1:
+        covariance.diagonal().add_((damping - added) * mean)
         factor, failed = torch.linalg.cholesky_ex(covariance)
         if int(failed) == 0:
-            return torch.cholesky_solve(right.T, factor).T
-    return solve(covariance, right)
+            return float(torch.linalg.solve_triangular(factor, shared.T, upper=False).square().sum())
+        damping, added = 10 * damping, damping
+    return float((solve(covariance, shared) * shared).sum())

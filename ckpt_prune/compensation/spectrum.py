@@ -16,7 +16,7 @@ _CONSTANT = 1e-12
 EXACT_WIDTH = 4096
 """Up to so many inputs every eigenvalue is found; of more the largest `SKETCH`, at random."""
 SKETCH = 512
-_ITERATIONS = 3
+ITERATIONS = 3
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def leading(matrix: Tensor, count: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randn(size, wide, generator=generator, dtype=matrix.dtype).to(matrix.device)
     basis = torch.linalg.qr(matrix @ drawn).Q
-    for _ in range(_ITERATIONS):
+    for _ in range(ITERATIONS):
         basis = torch.linalg.qr(matrix @ basis).Q
     values: Tensor = torch.linalg.eigvalsh(basis.T @ matrix @ basis)
     return values.flip(0)[:count].clamp_min(0)

@@ -42,6 +42,7 @@ from ckpt_prune.transform.work import (
     back,
     back_of_logits,
     blended,
+    described,
     factored,
     held_out,
     moments,
@@ -386,6 +387,8 @@ def _blocks(settled: Settled, shape: Shape, data: tuple[int, int, int], *, seque
             block += ranked(site) * (1 / len(CANDIDATES) if own.score == CHOSEN else 1)
         for work in _solving(recipe, site, space, count, folds, known=known):
             block += work
+        if request.diagnostics and site.kept < site.inputs and recipe.needs_gram(space):
+            block += described(site, errors=recipe.target != "drift")
         copies = 12 if own.compensation.by_folds else 5 if own.compensation.method != "none" else 1
         memory = max(memory, shape.block_bytes + 8 * copies * site.inputs**2 + 4 * folds * site.inputs**2)
     if sequential:

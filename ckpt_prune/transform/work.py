@@ -12,6 +12,7 @@ from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.calibration.moments import ROWS
 from ckpt_prune.calibration.products import gram_flops
 from ckpt_prune.calibration.streams import TOKENS_PER_BATCH
+from ckpt_prune.compensation.spectrum import EXACT_WIDTH, ITERATIONS, SKETCH
 from ckpt_prune.machine import Rates
 
 FLOATS_OF_HIDDEN, FLOATS_OF_MLP = 40, 30
@@ -25,6 +26,8 @@ REDUCTIONS = 0.3
 """What the vectors of moments take for a number, in squares added up out of a cache."""
 BYTES_OF_LOGIT = 300
 """Moved for each logit by a softmax, a draw of labels and the gradient."""
+VALUES_ALONE = 1 / 3
+"""Of what eigenvalues and vectors take together."""
 POLAR = 25
 """FLOPs of a polar factor, in widths cubed."""
 
@@ -215,6 +218,15 @@ def refitted(site: Site) -> Work:
     """One ridge, and the errors before and after."""
     k, o = site.kept, site.outputs
     return Work(factor=k**3 / 3, wide=10 * o * k**2, moved=16 * k**2, calls=30)
+
+
+def described(site: Site, *, errors: bool) -> Work:
+    """The spectrum of the inputs, and perhaps CORP's errors."""
+    d, k, o = site.inputs, site.kept, site.outputs
+    few = SKETCH + SKETCH // 4
+    found = Work(eigen=VALUES_ALONE * 9 * d**3) if d <= EXACT_WIDTH else Work(wide=2 * (ITERATIONS + 2) * few * d**2)
+    found += Work(moved=40 * d**2, calls=100)
+    return found + Work(factor=k**3 / 3, wide=2 * o * ((d - k) * d + k**2), moved=24 * k**2) if errors else found
 
 
 def held_out(site: Site, strengths: int, shares: int) -> Work:

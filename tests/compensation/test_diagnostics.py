@@ -95,3 +95,23 @@ def test_wide_covariances_are_not_taken_apart(shape, monkeypatch):
         assert found.uncompensated == expected.uncompensated
         assert found.floor == pytest.approx(expected.floor, rel=1e-6, abs=1e-6 * expected.uncompensated)
         assert found.rho2 == pytest.approx(expected.rho2, abs=1e-6)
+
+
+@pytest.mark.parametrize("tokens", [40, 200, 2000])
+def test_wide_covariances_that_were_rounded_are_damped_by_that(tokens, monkeypatch):
+    """Fewer tokens than inputs in float32: rounding makes eigenvalues negative, which no factor bears."""
+    site = make_site(20, 300, 240, tokens)
+    expected = diagnose(site.weight, site.moments, site.kept)
+    rounded = dataclasses.replace(site.moments, gram=site.moments.gram.float())
+    monkeypatch.setattr(torch.linalg, "eigh", None)
+    found = diagnose(site.weight, rounded, site.kept, exact=0)
+    assert found.uncompensated == pytest.approx(expected.uncompensated, rel=1e-5)
+    assert found.floor == pytest.approx(expected.floor, rel=1e-3, abs=1e-3 * expected.uncompensated)
+
+
+def test_wide_inputs_that_stay_and_never_vary_predict_nothing():
+    site = make_site(4, 12, 6, 30)
+    still = Site(site.weight, torch.where(torch.arange(12) < 6, 1.0, site.tokens), torch.arange(6))
+    found = diagnose(still.weight, still.moments, still.kept, exact=0)
+    assert found.floor > 0
+    assert found.rho2 == 0
