@@ -24,7 +24,7 @@ from ckpt_prune.filenames import ROTATIONS
 from ckpt_prune.planning.recovery_recipe import LoraSettings, RecoverySettings
 from ckpt_prune.progress import meter
 from ckpt_prune.recovery.survivors import trained_tensors
-from ckpt_prune.report.model import Lora, Report
+from ckpt_prune.report.model import Adapters, Report
 from ckpt_prune.report.reading import report_of
 from ckpt_prune.report.stages import Stages
 from ckpt_prune.transform.publish import publish, wanted_names
@@ -160,7 +160,7 @@ def _written(
     layout: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {name: {} for name in source.files}
     for name, info in source.tensors.items():
         layout[info.file][name] = (info.dtype, info.shape)
-    told = Lora(
+    told = Adapters(
         rank=request.lora.rank,
         alpha=request.lora.alpha,
         lr=adapted.rate,

@@ -71,7 +71,7 @@ def recover(
     teacher: Teacher = "dense",
     held_out: float = 0.1,
     patience: int = 3,
-    method: Literal["laco", "lora"] = "laco",
+    method: Literal["laco", "lora", "scales"] = "laco",
     rank: int = 8,
     alpha: float = 16.0,
     seconds: float | None = None,
@@ -113,7 +113,8 @@ def recover(
         teacher: the stream that the dense block is given: the dense model's or the pruned one's.
         held_out: share of the samples that decides which epoch's weights are kept, if any; 0 keeps the last epoch's.
         patience: epochs without less error on them before a block is left.
-        method: laco: block by block towards the dense model; lora: adapters on the whole model, merged.
+        method: laco: block by block towards the dense model's hidden states; scales: of linear modules, towards its
+            predictions; lora: adapters on the whole model, merged.
         rank: of lora's adapters.
         alpha: what they are multiplied by, times rank.
         seconds: of lora: end training after so many seconds.
@@ -138,11 +139,11 @@ def recover(
     )
     out, trust = options.output, options.trust_remote_code
     # Before torch is imported, what can be told without it.
-    if lora.method == "lora":
+    if lora.method != "laco":
         if here().size > 1:
-            raise UserError("--method lora trains in one process: start it without torchrun")
-        _check_lora(options, settings)
-    elif options.dense is None:
+            raise UserError(f"--method {lora.method} trains in one process: start it without torchrun")
+        _check_whole(options, settings, lora.method)
+    if lora.method != "lora" and options.dense is None:
         raise UserError("recover needs --dense MODEL, the model that PRUNED was made from (--method lora does not)")
     if options.dense is not None and Path(options.dense).is_dir():
         refuse_overlap(Path(options.dense), out)
@@ -167,6 +168,7 @@ def recover(
     from ckpt_prune.transform.asked import asked_after, training_dtype
     from ckpt_prune.transform.pairs import at_same_depth, check_models, check_same_reader, refuse_factored
     from ckpt_prune.transform.publish import wanted_names
+    from ckpt_prune.transform.scaling import recover_by_scales
 
     with progress_shown(progress):
         say = Notices()
@@ -201,23 +203,28 @@ def recover(
             after=asked_after(options.perplexity_after, ours),
         )
         settled = recovering.settle_recovery(request)
+        if lora.method == "scales":
+            report = recover_by_scales(settled, out, overwrite=options.overwrite, announce=say)
+            return Recovered(out, report, tuple(say.lines))
         with resumable(out, say):
             report = recovering.recover(settled, out, resume=options.resume, overwrite=options.overwrite, announce=say)
         return Recovered(out, report, tuple(say.lines))
 
 
-def _check_lora(options: RecoverOptions, settings: RecoverySettings) -> None:
+def _check_whole(options: RecoverOptions, settings: RecoverySettings, method: str) -> None:
     """What LaCo alone can do."""
+    lora = method == "lora"
     for given, said in (
-        (options.dense, "--dense"),
+        (lora and options.dense, "--dense"),
+        (lora and options.part, "--part"),
         (options.resume, "--resume"),
         (options.perplexity_after, "--perplexity-after"),
-        (options.part, "--part"),
         (settings.norms, "--norms"),
         (settings.teacher != "dense", f"--teacher {settings.teacher}"),
     ):
         if given:
-            raise UserError(f"{said} is for --method laco: lora trains the pruned model by itself, in one go")
+            way = "by itself, in one go" if lora else "as a whole"
+            raise UserError(f"{said} is for --method laco: {method} trains the pruned model {way}")
 
 
 def _by_lora(options: RecoverOptions, settings: RecoverySettings, lora: LoraSettings, progress: bool) -> Recovered:

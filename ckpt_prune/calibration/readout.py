@@ -135,6 +135,25 @@ class Readout:
         (values,) = torch.autograd.grad(logits, entering, own)
         return values.float()
 
+    def divergence_gradients(self, batch: Mapping[str, Tensor], states: Tensor, reference: Sequence[Tensor]) -> Tensor:
+        """Gradients of `divergence` at the last block's states.
+
+        Args:
+            batch: what the model is called with for B samples (`Samples.batch`), on any device.
+            states: (B, T, hidden), any floating dtype, on any device.
+            reference: what another model makes of these samples, as `outputs` returns it.
+
+        Returns:
+            (B, T, hidden) float32, on CPU.
+        """
+        entering = states.to(self.factory.device, self.factory.dtype).detach().requires_grad_(True)
+        with torch.enable_grad():
+            outputs = [self._classes(output) for output in self._outputs(batch, entering)]
+        slope = _of_divergence if self.logits else _of_relative_error
+        own = [slope(self._classes(theirs), ours.detach()) for theirs, ours in zip(reference, outputs, strict=True)]
+        (values,) = torch.autograd.grad(outputs, entering, own)
+        return values.float().cpu()
+
     @torch.no_grad()
     def outputs(self, batch: Mapping[str, Tensor], states: Tensor) -> list[Tensor]:
         """What the model returns for some samples when its last block makes `states` of them.
@@ -292,6 +311,26 @@ def _of_log_p(flat: Tensor, labels: Tensor, share: float) -> Tensor:
         own[torch.arange(len(own), device=own.device), labels[start : start + rows]] += 1
         gradient[start : start + rows] = own.mul_(share)
     return gradient
+
+
+def _of_divergence(reference: Tensor, logits: Tensor) -> Tensor:
+    """The gradient of `kl_divergence` at its logits, (B, ..., classes): (q − p) over the positions of a sample."""
+    classes = reference.shape[-1]
+    p, q = reference.reshape(-1, classes), logits.reshape(-1, classes)
+    rows, share = max(1, CHUNK // classes), len(logits) / len(q)
+    gradient = torch.empty_like(q)
+    for start in range(0, len(p), rows):
+        p_, q_ = (functional.softmax(each[start : start + rows].float(), -1) for each in (p, q))
+        gradient[start : start + rows] = q_.sub_(p_).mul_(share)
+    return gradient.view_as(logits)
+
+
+def _of_relative_error(reference: Tensor, states: Tensor) -> Tensor:
+    """The gradient of `relative_error` at its states, (B, T, hidden): 2 (h′ − h) / ‖h‖²."""
+    wide = reference.float().flatten(1)
+    lost = states.float().flatten(1) - wide
+    gradient: Tensor = 2 * lost / wide.square().sum(1, keepdim=True)
+    return gradient.view(states.shape).to(states.dtype)
 
 
 def _of_features(states: Tensor, generator: torch.Generator) -> Tensor:

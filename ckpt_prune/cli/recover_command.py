@@ -57,6 +57,10 @@ def command(as_json: bool, **given: Any) -> None:
     Of the samples (--samples, by default 2048 or all there are) a share is not trained on. It decides, block by block,
     which epoch's weights are kept: the old ones where none is better.
 
+    With --method scales every linear module of the blocks gets a factor for each input and each output, fitted to what
+    the dense model predicts (not to its hidden states), and multiplied into the weights. These are few numbers, so few
+    samples and two or three epochs serve; one block is in memory at a time.
+
     With --method lora adapters are trained on the linear modules of all blocks at once, by peft, on the next token (or
     on the images' classes), and merged; the whole model is in memory. What was zero is zero again after merging, and
     the weights of the epoch that is best on held-out samples are kept as they are stored, if any is better.
@@ -66,6 +70,7 @@ def command(as_json: bool, **given: Any) -> None:
     \b
       ckpt-prune recover PRUNED --dense MODEL --text train.txt -o OUT
       ckpt-prune recover PRUNED --dense MODEL --text train.txt --only attention --layers 0:8 -o OUT
+      ckpt-prune recover PRUNED --dense MODEL --method scales --text train.txt --epochs 2 -o OUT
       ckpt-prune recover PRUNED --method lora --text train.txt --epochs 2 -o OUT
       ckpt-prune recover PRUNED --dense VIT --images DIR --samples 512 --epochs 5 -o OUT
     """
@@ -76,7 +81,7 @@ def command(as_json: bool, **given: Any) -> None:
 
     from ckpt_prune.cli.rendering import LAYER_HEADERS, layer_rows, lora_lines, recovery_lines
 
-    if recovered.report.lora is not None and given["method"] == "lora":
+    if recovered.report.lora is not None and given["method"] != "laco":
         for line in lora_lines(recovered.report.lora):
             click.echo(line)
         click.echo(f"written to {recovered.path}")

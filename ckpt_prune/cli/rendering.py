@@ -27,7 +27,7 @@ from ckpt_prune.report.figures import (
 )
 from ckpt_prune.report.hidden import dimensions_line, hidden_lines
 from ckpt_prune.report.latency import latency_line
-from ckpt_prune.report.model import Lora, Report
+from ckpt_prune.report.model import Adapters, Report
 from ckpt_prune.report.tried import tried_table
 from ckpt_prune.sparsity.patterns import mask_words
 from ckpt_prune.transform.messages import asked_size_of
@@ -352,15 +352,18 @@ def recovery_lines(report: Report) -> Iterable[str]:
         )
 
 
-def lora_lines(lora: Lora) -> Iterable[str]:
-    """What adapters were trained, and what they gave."""
+def lora_lines(lora: Adapters) -> Iterable[str]:
+    """What adapters or scales were trained, and what they gave."""
+    scales = lora.method == "scales"
+    what = "scales of inputs and outputs" if scales else f"parameters of rank {lora.rank}"
     yield (
-        f"{lora.parameters} parameters of rank {lora.rank}, {lora.steps} steps, {lora.epochs or 0:.1f} epochs of "
+        f"{lora.parameters} {what}, {lora.steps} steps, {lora.epochs or 0:.1f} epochs of "
         f"{lora.samples} samples in {lora.seconds or 0:.1f} s"
     )
     yield f"{lora.modules} modules have new weights; zeros stay zero"
     if lora.loss_before is not None and lora.loss_after is not None:
-        yield f"loss on held-out samples {lora.loss_before:.4f} -> {lora.loss_after:.4f}"
+        told = "divergence from the dense model" if scales else "loss"
+        yield f"{told} on held-out samples {lora.loss_before:.4f} -> {lora.loss_after:.4f}"
 
 
 def layer_rows(layers: Sequence[RecoveredLayer]) -> list[list[str]]:

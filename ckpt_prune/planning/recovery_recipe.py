@@ -23,7 +23,7 @@ class RecoverySettings(Strict):
         gt=0,
         le=1e6,
         description="Learning rate of Adam. Default: the paper's 5e-5 at a hidden size of 4096, more at smaller ones "
-        "in inverse proportion.",
+        "in inverse proportion; of scales 4e-3.",
     )
     batch: int = Field(4, ge=1, description="Samples per optimiser step.")
     accumulate: int = Field(
@@ -82,10 +82,12 @@ class RecoverySettings(Strict):
 class LoraSettings(Strict):
     """How a model is recovered as a whole, where that is asked for in place of LaCo, and its adapters."""
 
-    method: Literal["laco", "lora"] = Field(
+    method: Literal["laco", "lora", "scales"] = Field(
         "laco",
-        description="laco: block by block, towards the dense model's hidden states. lora: adapters on the whole model, "
-        "which is in memory, on the next token or the images' classes; merged, zeros kept (extra lora).",
+        description="laco: block by block, towards the dense model's hidden states. scales: factors of what linear "
+        "modules read and write, towards the dense model's predictions; a few epochs on few samples. lora: adapters on "
+        "the whole model, which is in memory, on the next token or the images' classes; merged, zeros kept (extra "
+        "lora).",
     )
     rank: int = Field(8, ge=1, le=2**16, description="Of lora's adapters.")
     alpha: float = Field(16.0, gt=0, le=1e6, description="What lora's adapters are multiplied by, times rank.")

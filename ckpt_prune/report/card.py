@@ -334,13 +334,18 @@ def _lora(report: Report) -> list[str]:
     lora = report.lora
     if lora is None:
         return []
+    scales = lora.method == "scales"
     if not lora.modules:
-        return ["LoRA was tried, and no epoch was better on held-out samples: the weights are as they were."]
+        return [
+            f"{'Fitting scales' if scales else 'LoRA'} was tried, and no epoch was better on held-out samples: the weights are as they were."
+        ]
     gained = ""
     if lora.loss_before is not None and lora.loss_after is not None:
-        gained = f" Loss on held-out samples, before -> after: {lora.loss_before:.4g} -> {lora.loss_after:.4g}."
+        told = "Divergence from the dense model" if scales else "Loss"
+        gained = f" {told} on held-out samples, before -> after: {lora.loss_before:.4g} -> {lora.loss_after:.4g}."
+    how = "scales of the inputs and outputs of" if scales else f"LoRA of rank {lora.rank} on"
     return [
-        f"Recovered by LoRA of rank {lora.rank} on {lora.modules} linear modules, merged; {lora.samples} samples, "
+        f"Recovered by {how} {lora.modules} linear modules, merged; {lora.samples} samples, "
         f"{lora.epochs or 0:.3g} epochs; zeros stay zero.{gained}"
     ]
 

@@ -252,11 +252,12 @@ class Recovery(Fixed):
         return {key: value for key, value in handler(self).items() if key in self.model_fields_set}
 
 
-class Lora(Fixed):
-    """How a model was recovered by LoRA.
+class Adapters(Fixed):
+    """How a model was recovered as a whole: by LoRA, or by scales of its linear modules.
 
     Attributes:
-        rank, alpha: of the adapters.
+        method: lora or scales.
+        rank, alpha: of LoRA's adapters.
         lr: the highest learning rate.
         seed: of the adapters and the order of samples.
         settings: of training, as `RecoverySettings` has them.
@@ -265,10 +266,12 @@ class Lora(Fixed):
         modules: that were changed; 0 where no epoch was better on held-out samples.
         parameters: that were trained.
         steps, epochs, seconds: of training.
-        loss_before, loss_after: cross entropy on held-out samples, of the model as it was and as it is stored, nats.
+        loss_before, loss_after: on held-out samples, of the model as it was and as it is stored, nats: cross entropy by
+            LoRA, by scales the divergence from the dense model.
     """
 
-    rank: Count
+    method: Literal["lora", "scales"] = "lora"
+    rank: Amount = None
     alpha: Figure = None
     lr: Figure = None
     seed: Amount = None
@@ -346,7 +349,7 @@ class Report(Fixed):
         linears: what was masked.
         factored: what became two thin linears; left out of JSON where nothing did.
         latency: where the size that was asked for is a time; else None, and left out of JSON.
-        lora: what LoRA did after pruning, absent without it.
+        lora: what LoRA, or scales, did after pruning, absent without it.
         recovery, layers: what recovery did, block by block; None and empty without it.
         stages: what the run took, in order.
         files: file → sha256, of all that was written but this report and the card; former versions had only the
@@ -380,7 +383,7 @@ class Report(Fixed):
     linears: list[MaskedLinear] = Field(default_factory=list)
     factored: list[FactoredLinear] = Field(default_factory=list)
     latency: Latency | None = None
-    lora: Lora | None = None
+    lora: Adapters | None = None
     recovery: Recovery | None = None
     layers: list[RecoveredLayer] = Field(default_factory=list)
     stages: list[Stage] = Field(default_factory=list)

@@ -222,7 +222,7 @@ def recover(
         found = group.once(complete)
         if found is not None:
             return found
-        writer = None if staging is None else _writer(staging, pruned, layout)
+        writer = None if staging is None else writer_of(staging, pruned, layout)
         with stages.stage("hidden states"):
             recoverer, sink = settled.recoverer(), Sink(writer, layout)
         for line in filter(None, [settled.doubt, recoverer.summary]):
@@ -248,7 +248,8 @@ def recover(
         return group.once(end)
 
 
-def _writer(staging: Staging, pruned: Checkpoint, layout: Layout) -> CheckpointWriter:
+def writer_of(staging: Staging, pruned: Checkpoint, layout: Layout) -> CheckpointWriter:
+    """What writes a copy of a checkpoint, other tensors in place of its own."""
     whole, names = with_rest(pruned, layout)
     return CheckpointWriter(
         staging,

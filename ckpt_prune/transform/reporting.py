@@ -17,11 +17,11 @@ from ckpt_prune.records import Record
 from ckpt_prune.recovery.record import RecoveredLayer
 from ckpt_prune.recovery.recoverer import Recoverer
 from ckpt_prune.report.model import (
+    Adapters,
     Asked,
     Earlier,
     Latency,
     Learned,
-    Lora,
     Mask,
     Perplexity,
     Recovery,
@@ -134,7 +134,7 @@ def report_of_recovery(
     return base.model_copy(update={**versions(), "recovery": told, "layers": list(layers)})
 
 
-def report_of_adapters(own: Report | None, pruned: Model, container: Container, lora: Lora) -> Report:
+def report_of_adapters(own: Report | None, pruned: Model, container: Container, lora: Adapters) -> Report:
     """What LoRA did to a checkpoint: its own report, and what was added.
 
     Args:
