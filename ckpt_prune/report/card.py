@@ -336,9 +336,8 @@ def _lora(report: Report) -> list[str]:
         return []
     scales = lora.method == "scales"
     if not lora.modules:
-        return [
-            f"{'Fitting scales' if scales else 'LoRA'} was tried, and no epoch was better on held-out samples: the weights are as they were."
-        ]
+        tried = "Fitting scales" if scales else "LoRA"
+        return [f"{tried} was tried, and no epoch was better on held-out samples: the weights are as they were."]
     gained = ""
     if lora.loss_before is not None and lora.loss_after is not None:
         told = "Divergence from the dense model" if scales else "Loss"

@@ -9,6 +9,7 @@ from ckpt_prune.architectures.model import Model as PrunedModel
 from ckpt_prune.evaluation.verify import verify
 from ckpt_prune.planning.recovery_recipe import RecoverySettings
 from ckpt_prune.transform.recover import RecoveryRequest, recover, settle_recovery
+from ckpt_prune.transform.scaling import recover_by_scales
 from tests.oracles.masked_model import Linear, Model, Target
 from tests.pairs import every, first_of_each
 from tests.transform.whole import RULES, TARGETS, assert_masked, wanted
@@ -78,3 +79,18 @@ def test_what_is_pruned_is_recovered(dense: Dense, case: Case, tmp_path) -> None
     for check in verify(tmp_path / "out"):
         assert check.passed or check.name == "sparsity", check
     assert torch.isfinite(torch.tensor([layer["mse_after"] for layer in layers])).all()
+
+
+@pytest.mark.parametrize("case", every(6, unlike_cases()), ids=str)
+def test_what_is_pruned_is_scaled(dense: Dense, case: Case, tmp_path) -> None:
+    """Nothing is held out: what is told is of samples that scales are fitted to, and small steps lead down."""
+    dense.prune(case, spaces_recipe(case, dict.fromkeys(case.ratios, "none")), tmp_path / "pruned")
+    settings = RecoverySettings.model_validate({"epochs": 2, "batch": 16, "held_out": 0})
+    pruned = PrunedModel.open(tmp_path / "pruned")
+    request = RecoveryRequest(pruned, dense.model(case), settings, case.samples(16, seed=11))
+    told = recover_by_scales(settle_recovery(request), tmp_path / "out", overwrite=False, announce=lambda line: None)
+    assert told.lora is not None
+    assert told.lora.modules > 0
+    assert told.lora.loss_after < told.lora.loss_before
+    for check in verify(tmp_path / "out"):
+        assert check.passed or check.name == "sparsity", check
