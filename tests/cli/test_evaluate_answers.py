@@ -24,6 +24,8 @@ def tasks(place: Path) -> Path:
 
 def test_files_of_items(tasks):
     said = json.loads(ok("evaluate", "pruned", "--against", "dense", "--tasks", "pets.jsonl,toys.jsonl", "--json"))
+    repeated = ("--tasks", "pets.jsonl", "--tasks", "toys.jsonl")
+    assert json.loads(ok("evaluate", "pruned", "--against", "dense", *repeated, "--json")) == said
     assert (said["model"], said["against"]) == ("pruned", "dense")
     assert list(said["tasks"]) == ["pets", "toys"]
     pets = said["tasks"]["pets"]
