@@ -31,12 +31,19 @@ from tools.bench_perplexity import SHARED, Subject
 
 VIT = "vit-tiny-imagenet"
 MASKS = ("wanda-50", "wanda-70", "sparsegpt-2-4")
-RECOVERED = {"laco": (), "laco-mlp": ("--only", "mlp"), "laco-attention": ("--only", "attention")}
+SCALES = "scales"
+RECOVERED = {
+    "laco": (),
+    "laco-mlp": ("--only", "mlp"),
+    "laco-attention": ("--only", "attention"),
+    SCALES: ("--method", "scales", "--epochs", "3", "--batch", "4"),
+}
 KINDS = {
     "pruned": "pruned",
     "laco": "LaCo",
     "laco-mlp": "LaCo mlp",
     "laco-attention": "LaCo attention",
+    SCALES: "scales",
     "lora": "LoRA",
 }
 LR = 1e-3
@@ -180,7 +187,7 @@ def run_pruning(data: Data, pruning: str, log: Log, args: argparse.Namespace, he
                 out = Path(scratch) / kind
                 training = ("--epochs", str(args.epochs), "--batch", str(args.batch), *RECOVERED[kind])
                 cost = tool("recover", pruned, "--dense", data.model, *data.calibration, *training, "-o", out)[1]
-                record(kind, out, cost, **likeness(out))
+                record(kind, out, cost, **likeness(out) if kind != SCALES else {})
             if "lora" in missing:
                 budget = log.find(key_of("laco"))
                 if budget is None:
