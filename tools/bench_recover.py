@@ -36,7 +36,7 @@ RECOVERED = {
     "laco": (),
     "laco-mlp": ("--only", "mlp"),
     "laco-attention": ("--only", "attention"),
-    SCALES: ("--method", "scales", "--epochs", "3", "--batch", "4"),
+    SCALES: ("--method", "scales", "--epochs", "1", "--batch", "1"),
 }
 KINDS = {
     "pruned": "pruned",

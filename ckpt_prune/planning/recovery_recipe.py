@@ -23,7 +23,7 @@ class RecoverySettings(Strict):
         gt=0,
         le=1e6,
         description="Learning rate of Adam. Default: the paper's 5e-5 at a hidden size of 4096, more at smaller ones "
-        "in inverse proportion; of scales 4e-3.",
+        "in inverse proportion; of scales 2e-3.",
     )
     batch: int = Field(4, ge=1, description="Samples per optimiser step.")
     accumulate: int = Field(
@@ -85,7 +85,7 @@ class LoraSettings(Strict):
     method: Literal["laco", "lora", "scales"] = Field(
         "laco",
         description="laco: block by block, towards the dense model's hidden states. scales: factors of what linear "
-        "modules read and write, towards the dense model's predictions; a few epochs on few samples. lora: adapters on "
+        "modules read and write, towards the dense model's predictions; --epochs 1 --batch 1 serve. lora: adapters on "
         "the whole model, which is in memory, on the next token or the images' classes; merged, zeros kept (extra "
         "lora).",
     )

@@ -19,7 +19,7 @@ from ckpt_prune.planning.recovery_recipe import RecoverySettings
 from ckpt_prune.recovery.survivors import trained_tensors
 from ckpt_prune.recovery.training import Split, cut, part_size
 
-RATE = 4e-3
+RATE = 2e-3
 """Of Adam, for factors that are near one, whatever the size of the model."""
 _BETAS = (0.9, 0.99)
 """There are tens of steps, not thousands."""
