@@ -15,6 +15,7 @@ from torch import Tensor
 from ckpt_prune.calibration.readout import READOUT_TOKENS, Readout
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.streams import HiddenStream
+from ckpt_prune.errors import UserError
 from ckpt_prune.planning.recovery_recipe import RecoverySettings
 from ckpt_prune.recovery.survivors import trained_tensors
 from ckpt_prune.recovery.training import Split, cut, part_size
@@ -106,6 +107,9 @@ def fit_scales(
         settings: epochs, batch, accumulate, schedule, patience, `lr`, `only` and `layers`.
         seed: of the order of samples.
         told: after every epoch its number and the divergence on held-out samples.
+
+    Raises:
+        UserError: there is nothing to fit.
     """
     start = time.monotonic()
     for block in range(dense.blocks):
@@ -113,6 +117,8 @@ def fit_scales(
     task = _Task(pruned, samples, dense.stream.states, dense.stream.readout(), pruned.stream.readout(), settings)
     task.begin()
     rate, trained = RATE if settings.lr is None else settings.lr, task.parameters
+    if not trained:
+        raise UserError("the model has no linear module that could be scaled")
     optimiser = torch.optim.Adam(trained, lr=rate, betas=_BETAS)
     steps = settings.epochs * math.ceil(len(split.train) / settings.batch)
     order = torch.Generator().manual_seed(seed)
@@ -213,12 +219,10 @@ class _Task:
     def _batches(self, rows: Tensor, end: Tensor) -> Iterator[tuple[dict[str, Tensor], Tensor, Tensor]]:
         """Few samples at a time: what the model is called with, the pruned model's states and the dense one's."""
         for part in cut(torch.arange(len(rows)), max(1, READOUT_TOKENS // self.samples.tokens)):
-            single = [self.samples.batch(slice(number, number + 1)) for number in rows[part].tolist()]
-            yield (
-                {name: torch.cat([each[name] for each in single]) for name in single[0]},
-                end[part],
-                self.targets[rows[part]],
-            )
+            numbers = rows[part]
+            single = [self.samples.batch(slice(number, number + 1)) for number in numbers.tolist()]
+            batch = {name: torch.cat([each[name] for each in single]) for name in single[0]}
+            yield batch, end[part], self.targets[numbers]
 
     def _at_the_end(self, rows: Tensor, end: Tensor, count: int) -> Tensor:
         """The gradient at states behind the last block of the mean over `count` samples, (B, T, hidden) float32."""

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ckpt_prune.checkpoint.staging import Staging, refuse_overlap
 from ckpt_prune.checkpoint.written import OUTPUT
-from ckpt_prune.errors import UserError
 from ckpt_prune.filenames import ROTATIONS
 from ckpt_prune.planning.recovery_recipe import RecoverySettings
 from ckpt_prune.progress import meter
@@ -119,7 +118,7 @@ def _fitted(settled: SettledRecovery, settings: RecoverySettings, told: Any) -> 
     ours = settled.pruned.stream(request.samples, request.compute_dtype, sizes=sizes, allocate=request.allocate)
     theirs = settled.dense.stream(request.samples, request.compute_dtype, allocate=request.allocate)
     blocks = request.pruned.blocks
-    fitted = fit_scales(
+    return fit_scales(
         Side(ours, request.pruned.read_block, blocks),
         Side(theirs, settled.dense.block, blocks),
         request.samples,
@@ -128,6 +127,3 @@ def _fitted(settled: SettledRecovery, settings: RecoverySettings, told: Any) -> 
         seed=request.seed,
         told=told,
     )
-    if not fitted.parameters:
-        raise UserError(f"{request.pruned.checkpoint.path}: it has no linear modules that could be scaled")
-    return fitted
