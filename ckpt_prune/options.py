@@ -37,6 +37,11 @@ def _with_commas(value: Any) -> Any:
     return ",".join(map(str, value)) if isinstance(value, list | tuple | set | frozenset | range) else value
 
 
+def _if_any(value: Any) -> Any:
+    """The same; None where an option that may be repeated is not given."""
+    return None if value == () else _with_commas(value)
+
+
 Texts = Annotated[tuple[Path, ...], BeforeValidator(_several)]
 """Text files, or one of them."""
 Folder = Annotated[str, BeforeValidator(path_of)]
@@ -408,7 +413,7 @@ class EvaluateOptions(SourceOptions, EvaluationOptions):
     """What to measure, and beside what."""
 
     against: Annotated[str | None, BeforeValidator(path_of)] = Field(None, description="A reference, the dense model.")
-    tasks: Annotated[str | None, BeforeValidator(_with_commas)] = Field(
+    tasks: Annotated[str | None, BeforeValidator(_if_any)] = Field(
         None, description="Files of multiple-choice items (.jsonl), or names of lm-eval tasks."
     )
     probe: Literal["knn", "linear"] | None = Field(None, description="Probe of the features of images.")

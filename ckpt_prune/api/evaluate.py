@@ -33,7 +33,7 @@ def evaluate(
     probe: Literal["knn", "linear"] | None = None,
     patch_head: AnyPath | None = None,
     label_maps: AnyPath | None = None,
-    tasks: str | Sequence[AnyPath] | None = None,
+    tasks: str | Sequence[AnyPath] = (),
     include_path: AnyPath | None = None,
     generate: str | Sequence[str] = (),
     generate_tokens: int = 64,

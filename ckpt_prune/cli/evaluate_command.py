@@ -62,7 +62,6 @@ def _checked(context: click.Context, parameter: click.Parameter, value: str | No
 @click.option(
     "--tasks",
     multiple=True,
-    callback=lambda _context, _option, given: ",".join(given) if given else None,
     metavar="T[,T...]",
     help="Instead of text, files of multiple-choice items (.jsonl), or names of lm-eval tasks (needs the eval extra); "
     "of a model with a sequence-classification head files of labelled texts, or tasks of GLUE: glue:sst2, "
