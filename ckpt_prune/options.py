@@ -149,7 +149,7 @@ class TrainingOptions(SampleOptions):
     """What to recover on."""
 
     samples: int | None = Field(
-        None, ge=2, description="Number of windows, or of images. [default: 2048, or all there are]"
+        None, ge=2, description="Number of windows, or of images. [default: 2048, of scales 32, or all there are]"
     )
 
 

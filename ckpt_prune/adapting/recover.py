@@ -24,6 +24,7 @@ from ckpt_prune.filenames import ROTATIONS
 from ckpt_prune.planning.recovery_recipe import LoraSettings, RecoverySettings
 from ckpt_prune.progress import meter
 from ckpt_prune.recovery.survivors import trained_tensors
+from ckpt_prune.recovery.training import Split
 from ckpt_prune.report.model import Adapters, Report
 from ckpt_prune.report.reading import report_of
 from ckpt_prune.report.stages import Stages
@@ -169,6 +170,7 @@ def _written(
         data=request.samples.fingerprint,
         samples=len(request.samples),
         window=request.samples.tokens if request.examples.classes is None else None,
+        measured=len(Split.of(len(request.samples), request.settings.held_out).measured),
         modules=len(changed),
         parameters=adapted.parameters,
         steps=adapted.steps,

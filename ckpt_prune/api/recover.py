@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 MOST_SAMPLES = 2048
 """Samples where none are asked for, as in the paper, or all there are."""
+FEW_SAMPLES = 32
+"""The same of scales."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ def recover(
         labels: CSV with a column file and perhaps split (calib).
         max_corrupt: share of the images that may fail to decode.
         audio: folder of audio to run an encoder of speech on.
-        samples: windows, or images; None for 2048, or all there are.
+        samples: windows, or images; None for 2048, of scales for 32, or all there are.
         window: tokens per window; None for the model's context, at most 2048.
         seed: of the choice and the order of samples.
         choose: random samples, or the first ones.
@@ -143,6 +145,8 @@ def recover(
         if here().size > 1:
             raise UserError(f"--method {lora.method} trains in one process: start it without torchrun")
         _check_whole(options, settings, lora.method)
+    if lora.method != "lora":
+        _refuse_adapters(lora)
     if lora.method != "lora" and options.dense is None:
         raise UserError("recover needs --dense MODEL, the model that PRUNED was made from (--method lora does not)")
     if options.dense is not None and Path(options.dense).is_dir():
@@ -189,7 +193,8 @@ def recover(
         beside, _ = at_same_depth(ours, theirs, report_of(ours.checkpoint.path))
         check_models(ours, beside, recovering.WHY)
         refuse_factored(ours)
-        chosen = chosen_samples(theirs, options, options, trust=trust, most=MOST_SAMPLES, say=say)
+        most = FEW_SAMPLES if lora.method == "scales" else MOST_SAMPLES
+        chosen = chosen_samples(theirs, options, options, trust=trust, most=most, say=say)
         check_same_reader(ours, theirs, read_text(options.text) if options.text else "", trust=trust)
         request = recovering.RecoveryRequest(
             ours,
@@ -225,6 +230,13 @@ def _check_whole(options: RecoverOptions, settings: RecoverySettings, method: st
         if given:
             way = "by itself, in one go" if lora else "as a whole"
             raise UserError(f"{said} is for --method laco: {method} trains the pruned model {way}")
+
+
+def _refuse_adapters(given: LoraSettings) -> None:
+    """What LoRA alone can do."""
+    for name in ("rank", "alpha", "seconds"):
+        if getattr(given, name) != LoraSettings.model_fields[name].default:
+            raise UserError(f"--{name} is for --method lora")
 
 
 def _by_lora(options: RecoverOptions, settings: RecoverySettings, lora: LoraSettings, progress: bool) -> Recovered:

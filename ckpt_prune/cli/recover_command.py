@@ -54,8 +54,8 @@ def command(as_json: bool, **given: Any) -> None:
     the blocks stays as it is. No labels are used, and one dense and one pruned block are in memory at a time (LaCo:
     Layer-wise Compensation for Pruned Large Language Models).
 
-    Of the samples (--samples, by default 2048 or all there are) a share is not trained on. It decides, block by block,
-    which epoch's weights are kept: the old ones where none is better.
+    Of the samples (--samples, by default 2048, of scales 32, or all there are) a share is not trained on. It decides,
+    block by block, which epoch's weights are kept: the old ones where none is better.
 
     With --method scales every linear module of the blocks gets a factor for each input and each output, fitted to what
     the dense model predicts (not to its hidden states), and multiplied into the weights. These are few numbers: 32

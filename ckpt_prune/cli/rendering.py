@@ -11,6 +11,7 @@ from ckpt_prune.cli.options import table
 from ckpt_prune.containers.choosing import ANY
 from ckpt_prune.planning.records import Cost, SiteRecord
 from ckpt_prune.recovery.record import RecoveredLayer
+from ckpt_prune.report.adapters import loss_name, measured_on
 from ckpt_prune.report.depth import depth_lines, named_all
 from ckpt_prune.report.figures import (
     cost_changes,
@@ -354,16 +355,15 @@ def recovery_lines(report: Report) -> Iterable[str]:
 
 def lora_lines(lora: Adapters) -> Iterable[str]:
     """What adapters or scales were trained, and what they gave."""
-    scales = lora.method == "scales"
-    what = "scales of inputs and outputs" if scales else f"parameters of rank {lora.rank}"
+    what = "scales of inputs and outputs" if lora.method == "scales" else f"parameters of rank {lora.rank}"
+    epochs = lora.epochs or 0
     yield (
-        f"{lora.parameters} {what}, {lora.steps} steps, {lora.epochs or 0:.1f} epochs of "
-        f"{lora.samples} samples in {lora.seconds or 0:.1f} s"
+        f"{lora.parameters} {what}, {counted(lora.steps, 'step')}, {epochs:.1f} epoch{'' if epochs == 1 else 's'} of "
+        f"{counted(lora.samples, 'sample')} in {lora.seconds or 0:.1f} s"
     )
     yield f"{lora.modules} modules have new weights; zeros stay zero"
     if lora.loss_before is not None and lora.loss_after is not None:
-        told = "divergence from the dense model" if scales else "loss"
-        yield f"{told} on held-out samples {lora.loss_before:.4f} -> {lora.loss_after:.4f}"
+        yield f"{loss_name(lora)} on {measured_on(lora)} {lora.loss_before:.4f} -> {lora.loss_after:.4f}"
 
 
 def layer_rows(layers: Sequence[RecoveredLayer]) -> list[list[str]]:

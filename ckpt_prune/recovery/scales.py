@@ -132,8 +132,8 @@ def fit_scales(
             step += 1
         found = task.divergence(split.measured)
         told(epoch, found)
-        # Where nothing is held out, nothing is chosen: the last epoch's, unless it diverged.
-        better = found < best if settings.held_out else math.isfinite(found)
+        # Where nothing is held out, nothing is chosen: the last epoch's, unless it is worse than none.
+        better = found < (best if settings.held_out else before)
         waited = 0 if better else waited + 1
         if better:
             best, kept = found, {name: (o.detach().clone(), i.detach().clone()) for name, (o, i) in task.scales.items()}

@@ -11,6 +11,7 @@ from ckpt_prune.planning.recipe_file import load_recipe
 from ckpt_prune.planning.shares import is_far
 from ckpt_prune.planning.shipped import shipped_recipes
 from ckpt_prune.planning.sizes import TargetSize
+from ckpt_prune.report.adapters import told_of
 from ckpt_prune.report.depth import depth_lines, named_all
 from ckpt_prune.report.figures import (
     Likeness,
@@ -82,7 +83,7 @@ def model_card(report: Report) -> str:
         *_factored(report),
         *_rotation(report),
         *_recovery(report),
-        *_lora(report),
+        *told_of(report.lora),
     ]
     if container.note:
         lines.append(f"Container: {markdown(container.note)}.")
@@ -327,26 +328,6 @@ def _recovery(report: Report) -> list[str]:
     if changes:
         sentences.append(f"On {figures.tried_on} samples, mean over blocks, before -> after: {', '.join(changes)}.")
     return [" ".join(sentences)]
-
-
-def _lora(report: Report) -> list[str]:
-    """What adapters were trained and what they gave."""
-    lora = report.lora
-    if lora is None:
-        return []
-    scales = lora.method == "scales"
-    if not lora.modules:
-        tried = "Fitting scales" if scales else "LoRA"
-        return [f"{tried} was tried, and no epoch was better on held-out samples: the weights are as they were."]
-    gained = ""
-    if lora.loss_before is not None and lora.loss_after is not None:
-        told = "Divergence from the dense model" if scales else "Loss"
-        gained = f" {told} on held-out samples, before -> after: {lora.loss_before:.4g} -> {lora.loss_after:.4g}."
-    how = "scales of the inputs and outputs of" if scales else f"LoRA of rank {lora.rank} on"
-    return [
-        f"Recovered by {how} {lora.modules} linear modules, merged; {lora.samples} samples, "
-        f"{lora.epochs or 0:.3g} epochs; zeros stay zero.{gained}"
-    ]
 
 
 def _record(report: Report) -> str:

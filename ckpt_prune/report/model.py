@@ -263,10 +263,12 @@ class Adapters(Fixed):
         settings: of training, as `RecoverySettings` has them.
         data: fingerprint of the samples.
         samples, window: how many, and their tokens; no window of images.
-        modules: that were changed; 0 where no epoch was better on held-out samples.
+        measured: of the samples, those that losses are told of: held out, or where none are, some that it was trained
+            on.
+        modules: that were changed; 0 where no epoch was better on these.
         parameters: that were trained.
         steps, epochs, seconds: of training.
-        loss_before, loss_after: on held-out samples, of the model as it was and as it is stored, nats: cross entropy by
+        loss_before, loss_after: on these samples, of the model as it was and as it is stored, nats: cross entropy by
             LoRA, by scales the divergence from the dense model.
     """
 
@@ -279,6 +281,7 @@ class Adapters(Fixed):
     data: str = ""
     samples: Amount = None
     window: Amount = None
+    measured: Amount = None
     modules: Count = 0
     parameters: Amount = None
     steps: Amount = None

@@ -11,6 +11,7 @@ from ckpt_prune.recovery.record import RecoveredLayer
 from ckpt_prune.report.figures import RecoveryFigures, recovery_figures
 from ckpt_prune.report.latency import latency_line
 from ckpt_prune.report.model import (
+    Adapters,
     Latency,
     Learned,
     Mask,
@@ -46,6 +47,7 @@ class Document:
         linears: what the mask did, by block, then in the order of the report.
         factored: what became two thin linears, by block, then in the order of the report.
         recovery, recovered: how blocks were recovered, and what that did; None where they were not.
+        adapters: how the model was recovered as a whole; None where it was not.
         stages: what the run took, in order.
     """
 
@@ -65,6 +67,7 @@ class Document:
     factored: list[FactoredLinear] = field(default_factory=list)
     recovery: Recovery | None = None
     recovered: RecoveryFigures | None = None
+    adapters: Adapters | None = None
     stages: list[Stage] = field(default_factory=list)
     search: StrengthSearch | None = None
 
@@ -103,7 +106,7 @@ def _of_report(report: Report) -> Document:
     title = f"{report.source.name}, {recipe.name if recipe.elsewhere else f'pruned by {recipe.name}'}"
     learned = report.rotation.learned if report.rotation else []
     return Document(
-        title=f"{title} and recovered" if report.recovery else title,
+        title=f"{title} and recovered" if report.recovery or report.lora else title,
         recipe=recipe,
         facts=_told(facts),
         before=report.before,
@@ -119,6 +122,7 @@ def _of_report(report: Report) -> Document:
         factored=sorted(report.factored, key=lambda linear: linear.block),
         recovery=report.recovery,
         recovered=recovered,
+        adapters=report.lora,
         stages=report.stages,
         search=report.lambda_search,
     )

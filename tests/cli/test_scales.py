@@ -50,10 +50,13 @@ def test_zeros_stay_and_the_stored_model_has_the_divergence_that_is_said(place: 
         f"{told['parameters']} scales of inputs and outputs, {told['steps']} steps, 3.0 epochs of 32 samples in "
         f"{told['seconds']:.1f} s",
         "14 modules have new weights; zeros stay zero",
-        f"divergence from the dense model on held-out samples {told['loss_before']:.4f} -> {told['loss_after']:.4f}",
+        f"divergence from the dense model on 3 held-out samples {told['loss_before']:.4f} -> {told['loss_after']:.4f}",
         "written to out",
     ]
-    assert said.stderr == ""
+    assert said.stderr == (
+        "fitting scales of 2 blocks on 32 windows of 16 tokens, 3 of them held out, up to 3 epochs in steps of 4 at lr "
+        "0.05\n"
+    )
     assert "linear modules are the dense ones, bit for bit" in ok("verify", "out", "--against", "dense")
     card = Path("out/README.md").read_text()
     assert "Recovered by scales of the inputs and outputs of 14 linear modules, merged; 32 samples, 3 epochs" in card
@@ -96,12 +99,46 @@ def test_an_image_classifier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_where_nothing_is_gained_weights_stay(place: Path):
     done = run("recover", "dense", *SCALES, "-o", "out")
     assert done.exit_code == 0, done.output
-    assert "no epoch was better on the held-out samples: the weights stay as they are\n" in done.stderr
+    assert done.stderr.endswith(
+        "no epoch was better than the model as it was, at lr 0.05: the weights stay as they are; try a smaller --lr, "
+        "or more samples\n"
+    )
     assert changed("out", "dense") == set()
     told = report_of("out")["lora"]
     assert (told["modules"], told["loss_after"]) == (0, told["loss_before"])
     card = Path("out/README.md").read_text()
-    assert "Fitting scales was tried, and no epoch was better on held-out samples" in card
+    assert "Fitting scales was tried, and no epoch was better on 3 held-out samples" in card
+
+
+def test_a_rate_that_destroys_the_model_is_not_kept_where_nothing_is_held_out(place: Path):
+    done = run("recover", "dense", *SCALES[:-2], "--lr", "1000", "--held-out", "0", "-o", "out")
+    assert done.exit_code == 0, done.output
+    assert "at lr 1000: the weights stay as they are" in done.stderr
+    assert changed("out", "dense") == set()
+    told = report_of("out")["lora"]
+    assert (told["measured"], told["modules"], told["loss_after"]) == (3, 0, told["loss_before"])
+
+
+def test_page_and_card_say_the_same(place: Path):
+    ok("recover", "pruned", *SCALES, "--held-out", "0", "-o", "out")
+    ok("report", "out", "-o", "page.html")
+    told = report_of("out")["lora"]
+    said = (
+        "Recovered by scales of the inputs and outputs of 14 linear modules, merged; 32 samples, 3 epochs; zeros stay "
+        "zero. Divergence from the dense model on 3 samples of those it was trained on, before -&gt; after: "
+        f"{told['loss_before']:.4g} -&gt; {told['loss_after']:.4g}."
+    )
+    page = Path("page.html").read_text()
+    assert said in page
+    assert "and recovered" in page
+    assert said.replace("&gt;", ">") in Path("out/README.md").read_text()
+
+
+@pytest.mark.parametrize("words", ["--rank 4", "--alpha 2", "--seconds 5"])
+def test_options_of_adapters_are_refused(place: Path, words: str):
+    for method in ("scales", "laco"):
+        said = refused("recover", "pruned", "--dense", "dense", "--method", method, *TEXT, *words.split(), "-o", "out")
+        assert said == f"{words.split()[0]} is for --method lora"
 
 
 @pytest.mark.parametrize("words", ["--resume", "--perplexity-after 1", "--norms", "--teacher pruned"])

@@ -1,0 +1,39 @@
+"""What is said of a model that was recovered as a whole, by LoRA or by scales."""
+
+from ckpt_prune.checkpoint.units import counted
+from ckpt_prune.report.model import Adapters
+
+
+def measured_on(adapters: Adapters) -> str:
+    """The samples that losses are told of."""
+    if adapters.measured is None:
+        return "held-out samples"
+    if adapters.settings.get("held_out"):
+        return counted(adapters.measured, "held-out sample")
+    return f"{counted(adapters.measured, 'sample')} of those it was trained on"
+
+
+def loss_name(adapters: Adapters) -> str:
+    """What was made less."""
+    return "divergence from the dense model" if adapters.method == "scales" else "loss"
+
+
+def told_of(adapters: Adapters | None) -> list[str]:
+    """What was trained and what it gave, in a sentence or two."""
+    if adapters is None:
+        return []
+    scales, on = adapters.method == "scales", measured_on(adapters)
+    if not adapters.modules:
+        tried = "Fitting scales" if scales else "LoRA"
+        return [f"{tried} was tried, and no epoch was better on {on}: the weights are as they were."]
+    gained = ""
+    if adapters.loss_before is not None and adapters.loss_after is not None:
+        name = loss_name(adapters).capitalize()
+        gained = f" {name} on {on}, before -> after: {adapters.loss_before:.4g} -> {adapters.loss_after:.4g}."
+    how = "scales of the inputs and outputs of" if scales else f"LoRA of rank {adapters.rank} on"
+    epochs = adapters.epochs or 0
+    passes = f"{epochs:.3g} epoch{'' if epochs == 1 else 's'}"
+    return [
+        f"Recovered by {how} {counted(adapters.modules, 'linear module')}, merged; "
+        f"{counted(adapters.samples, 'sample')}, {passes}; zeros stay zero.{gained}"
+    ]
