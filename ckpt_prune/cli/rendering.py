@@ -349,7 +349,7 @@ def recovery_lines(report: Report) -> Iterable[str]:
         curve = ", ".join(f"{_perplexity(entry.perplexity)} with {entry.blocks}" for entry in figures.perplexities)
         yield (
             f"perplexity on {counted(figures.measured, f'{figures.tried_on} window')} of {figures.window} tokens: "
-            f"{curve} blocks recovered"
+            f"{curve} blocks gone through"
         )
 
 
