@@ -98,7 +98,8 @@ def summary(layers: list[dict[str, Any]], recovered: int) -> str:
 def curve(out: str, window: int = 16) -> str:
     recovery = report_of(out)["recovery"]
     told = ", ".join(f"{entry['perplexity']:.3f} with {entry['blocks']}" for entry in recovery["perplexity_after"])
-    return f"perplexity on {recovery['data']['held_out']} held-out windows of {window} tokens: {told} blocks gone through"
+    held_out = recovery["data"]["held_out"]
+    return f"perplexity on {held_out} held-out windows of {window} tokens: {told} blocks gone through"
 
 
 @pytest.fixture(scope="module")
