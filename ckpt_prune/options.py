@@ -67,8 +67,13 @@ def checked(kind: type[O], given: Mapping[str, Any]) -> O:
     Raises:
         UserError: a value that means nothing, named as the command line names it.
     """
+
+    def left(name: str) -> bool:
+        """Whether a value is left to what it is by the others."""
+        return given[name] is None and kind.model_fields[name].default_factory is not None
+
     try:
-        return kind(**{name: given[name] for name in kind.model_fields if name in given})
+        return kind(**{name: given[name] for name in kind.model_fields if name in given and not left(name)})
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         said = first["msg"].removeprefix("Value error, ")
@@ -130,7 +135,8 @@ class SampleOptions(TextOptions):
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
         description="Type the model runs in while it is measured or recovered; auto: bfloat16 where the model is "
-        "stored in it and the device multiplies faster in it, else float32, as always to recover and to compare.",
+        "stored in it and the device multiplies faster in it, else float32, as always to "
+        "compare, and to recover but by scales.",
     )
 
 

@@ -15,7 +15,7 @@ from ckpt_prune.errors import UserError
 from ckpt_prune.options import RecoverOptions, checked, has_data
 from ckpt_prune.parallel.group import here
 from ckpt_prune.planning.names import Part
-from ckpt_prune.planning.recovery_recipe import LoraSettings, RecoverySettings, Teacher
+from ckpt_prune.planning.recovery_recipe import LoraSettings, Method, RecoverySettings, Teacher
 from ckpt_prune.progress import Notices, progress_shown
 
 if TYPE_CHECKING:
@@ -62,18 +62,18 @@ def recover(
     choose: Choose = "random",
     bos: Bos = "auto",
     compute_dtype: ComputeDtype = "auto",
-    epochs: int = 10,
+    epochs: int | None = None,
     lr: float | None = None,
-    batch: int = 4,
+    batch: int | None = None,
     accumulate: int = 1,
     schedule: Literal["cosine", "constant"] = "cosine",
     only: Part | None = None,
     layers: str | None = None,
     norms: bool = False,
     teacher: Teacher = "dense",
-    held_out: float = 0.1,
+    held_out: float | None = None,
     patience: int = 3,
-    method: Literal["laco", "lora", "scales"] = "laco",
+    method: Method = "laco",
     rank: int = 8,
     alpha: float = 16.0,
     seconds: float | None = None,
@@ -103,17 +103,18 @@ def recover(
         seed: of the choice and the order of samples.
         choose: random samples, or the first ones.
         bos: begin-of-sequence token before the text.
-        compute_dtype: in which blocks run; float32 (as is auto) or bfloat16.
-        epochs: passes over the samples for each block, at most.
+        compute_dtype: in which blocks run; float32 (as is auto, but of scales) or bfloat16.
+        epochs: passes over the samples, of laco for each block, at most; None for 10, of scales 1.
         lr: learning rate of Adam; None for the paper's, scaled by the hidden size.
-        batch: samples per optimiser step.
+        batch: samples per optimiser step; None for 4, of scales 1.
         accumulate: parts, at most, that a batch goes through the block in.
         schedule: of the learning rate over a block's steps.
         only: train these linear modules alone.
         layers: recover blocks A to B - 1 only, as "A:B".
         norms: train what blocks have beside linear modules, too.
         teacher: the stream that the dense block is given: the dense model's or the pruned one's.
-        held_out: share of the samples that decides which epoch's weights are kept, if any; 0 keeps the last epoch's.
+        held_out: share of the samples that decides which epoch's weights are kept, if any; 0 keeps the last epoch's;
+            None for 0.1, of scales 0.
         patience: epochs without less error on them before a block is left.
         method: laco: block by block towards the dense model's hidden states; scales: of linear modules, towards its
             predictions; lora: adapters on the whole model, merged.
@@ -141,13 +142,13 @@ def recover(
     )
     out, trust = options.output, options.trust_remote_code
     # Before torch is imported, what can be told without it.
-    if lora.method != "laco":
+    if settings.method != "laco":
         if here().size > 1:
-            raise UserError(f"--method {lora.method} trains in one process: start it without torchrun")
-        _check_whole(options, settings, lora.method)
-    if lora.method != "lora":
+            raise UserError(f"--method {settings.method} trains in one process: start it without torchrun")
+        _check_whole(options, settings)
+    if settings.method != "lora":
         _refuse_adapters(lora)
-    if lora.method != "lora" and options.dense is None:
+    if settings.method != "lora" and options.dense is None:
         raise UserError("recover needs --dense MODEL, the model that PRUNED was made from (--method lora does not)")
     if options.dense is not None and Path(options.dense).is_dir():
         refuse_overlap(Path(options.dense), out)
@@ -159,10 +160,10 @@ def recover(
     for each in filter(None, (options.pruned, options.dense)):
         check_supported(each, options.family, options.part)
     check_texts(options.text)
-    if lora.method == "lora":
+    if settings.method == "lora":
         return _by_lora(options, settings, lora, progress)
 
-    from ckpt_prune.calibration.choosing import chosen_samples
+    from ckpt_prune.calibration.choosing import chosen_samples, fresh_samples
     from ckpt_prune.calibration.states import StateMemory
     from ckpt_prune.calibration.text import read_text
     from ckpt_prune.containers.opening import Opening, open_model
@@ -177,8 +178,8 @@ def recover(
     with progress_shown(progress):
         say = Notices()
         target = resolve_device(options.device)
-        dtype = training_dtype(options, target)
         ours, theirs = (open_model(str(each), Opening.of(options)) for each in (options.pruned, options.dense))
+        dtype = training_dtype(options, target, settings.method, theirs.dtype)
         refuse_overlap(theirs.checkpoint.path, out)
         here().at_first(
             lambda: check_output(
@@ -193,8 +194,11 @@ def recover(
         beside, _ = at_same_depth(ours, theirs, report_of(ours.checkpoint.path))
         check_models(ours, beside, recovering.WHY)
         refuse_factored(ours)
-        most = FEW_SAMPLES if lora.method == "scales" else MOST_SAMPLES
-        chosen = chosen_samples(theirs, options, options, trust=trust, most=most, say=say)
+        if settings.method == "scales":
+            used = _pruned_on(report_of(ours.checkpoint.path))
+            chosen = fresh_samples(theirs, options, options, used, trust=trust, most=FEW_SAMPLES, say=say)
+        else:
+            chosen = chosen_samples(theirs, options, options, trust=trust, most=MOST_SAMPLES, say=say)
         check_same_reader(ours, theirs, read_text(options.text) if options.text else "", trust=trust)
         request = recovering.RecoveryRequest(
             ours,
@@ -208,7 +212,7 @@ def recover(
             after=asked_after(options.perplexity_after, ours),
         )
         settled = recovering.settle_recovery(request)
-        if lora.method == "scales":
+        if settings.method == "scales":
             report = recover_by_scales(settled, out, overwrite=options.overwrite, announce=say)
             return Recovered(out, report, tuple(say.lines))
         with resumable(out, say):
@@ -216,9 +220,16 @@ def recover(
         return Recovered(out, report, tuple(say.lines))
 
 
-def _check_whole(options: RecoverOptions, settings: RecoverySettings, method: str) -> None:
+def _pruned_on(report: "Report | None") -> tuple[int, str] | None:
+    """Number and fingerprint of the samples that a model says it was pruned on, where it was run on them then."""
+    data = {} if report is None else report.calibration.entries
+    count, fingerprint = data.get("samples"), data.get("data")
+    return (count, fingerprint) if isinstance(count, int) and isinstance(fingerprint, str) else None
+
+
+def _check_whole(options: RecoverOptions, settings: RecoverySettings) -> None:
     """What LaCo alone can do."""
-    lora = method == "lora"
+    lora = settings.method == "lora"
     for given, said in (
         (lora and options.dense, "--dense"),
         (lora and options.part, "--part"),
@@ -229,7 +240,7 @@ def _check_whole(options: RecoverOptions, settings: RecoverySettings, method: st
     ):
         if given:
             way = "by itself, in one go" if lora else "as a whole"
-            raise UserError(f"{said} is for --method laco: {method} trains the pruned model {way}")
+            raise UserError(f"{said} is for --method laco: {settings.method} trains the pruned model {way}")
 
 
 def _refuse_adapters(given: LoraSettings) -> None:

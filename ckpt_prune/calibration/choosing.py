@@ -31,6 +31,7 @@ def chosen_samples(
     *,
     trust: bool = False,
     most: int | None = None,
+    skip: int = 0,
     say: Callable[[str], None],
 ) -> Samples:
     """The calibration samples that options ask for.
@@ -42,6 +43,7 @@ def chosen_samples(
         trust: run the image processor's own code.
         most: samples where none are asked for: so many, or all there are if these are fewer. By default 128 windows,
             and at most 4000 images.
+        skip: so many were chosen before, and others are wanted.
         say: told in a line what could not be read, and that there are fewer samples than asked for: all are used.
 
     Raises:
@@ -53,9 +55,9 @@ def chosen_samples(
             raise UserError(f"{folder} reads images: give --images DIR")
         if calibration.window is not None or calibration.bos != "auto":
             raise UserError("--window and --bos are for text: they do not go with --images")
-        return _images(model, calibration, images, trust, most or MOST_IMAGES, say)
+        return _images(model, calibration, images, trust, most or MOST_IMAGES, skip, say)
     if family.modality == "audio":
-        return _audio(model, calibration, images, most or DEFAULT_WINDOWS, say)
+        return _audio(model, calibration, images, most or DEFAULT_WINDOWS, skip, say)
     if images.images is not None or images.audio is not None:
         raise UserError(f"{folder} reads text: give --text FILE")
     window = calibration.window or model.tokens
@@ -70,20 +72,75 @@ def chosen_samples(
     stream = token_stream(tokenizer, read_text(calibration.text), bos=calibration.bos if family.causal else "never")
     wanted = calibration.samples or most or DEFAULT_WINDOWS
     windows = calibration_windows(
-        stream, samples=wanted, window=window, seed=calibration.seed, choose=calibration.choose, frame=frame
+        stream,
+        samples=wanted,
+        window=window,
+        seed=calibration.seed,
+        choose=calibration.choose,
+        frame=frame,
+        skip=skip,
     )
     if len(windows) < wanted and (calibration.samples is not None or most is None):
         name = str(calibration.text[0]) if len(calibration.text) == 1 else "the text"
-        say(_all_used(f"{name} has {len(windows)} window{'s' * (len(windows) > 1)} of {window} tokens", wanted))
+        say(_all_used(f"{name} has {len(windows)} window{'s' * (len(windows) != 1)} of {window} tokens", skip, wanted))
     return TokenWindows(framed(windows, tokenizer) if frame else windows)
 
 
-def _all_used(there_are: str, wanted: int) -> str:
-    return f"{there_are}: all are used, not {wanted}"
+def fresh_samples(
+    model: Model,
+    calibration: SampleOptions,
+    images: ImageOptions,
+    used: Samples | tuple[int, str] | None,
+    *,
+    trust: bool = False,
+    most: int | None = None,
+    say: Callable[[str], None],
+) -> Samples:
+    """Samples that a model was not pruned on, as far as there are others of the same choice.
+
+    To those that it was pruned on it is fitted already: it is nearer to the dense model there than on any others.
+
+    Args:
+        model: as of `chosen_samples`, as are those that are not named here.
+        calibration: which, and how many.
+        images: which images.
+        used: what it was pruned on: the samples, or their number and fingerprint; None where that is not known.
+        trust: run the image processor's own code.
+        most: samples where none are asked for.
+        say: told in a line where there are fewer others than asked for, or none.
+
+    Raises:
+        UserError: as of `chosen_samples`.
+    """
+
+    def choose(asked: SampleOptions, skip: int = 0, say: Callable[[str], None] = lambda _line: None) -> Samples:
+        return chosen_samples(model, asked, images, trust=trust, most=most, skip=skip, say=say)
+
+    if isinstance(used, tuple):
+        count, fingerprint = used
+        same = choose(calibration.model_copy(update={"samples": count})).fingerprint == fingerprint
+        skip = count if same else 0
+    else:
+        skip = 0 if used is None else len(used) + len(getattr(used, "skipped", ()))
+    if not skip:
+        return choose(calibration, say=say)
+    try:
+        fresh = choose(calibration, skip, say)
+    except UserError:
+        fresh = None
+    if fresh is not None and len(fresh) > 1:
+        return fresh
+    say("there are no other samples than those that it was pruned on: they are fitted to")
+    return choose(calibration, say=say)
+
+
+def _all_used(there_are: str, skip: int, wanted: int) -> str:
+    beyond = f" beside the {skip} that it was pruned on" if skip else ""
+    return f"{there_are}{beyond}: all are used, not {wanted}"
 
 
 def _audio(
-    model: Model, calibration: SampleOptions, options: ImageOptions, most: int, say: Callable[[str], None]
+    model: Model, calibration: SampleOptions, options: ImageOptions, most: int, skip: int, say: Callable[[str], None]
 ) -> Samples:
     folder = model.checkpoint.path
     if options.audio is None:
@@ -91,10 +148,11 @@ def _audio(
     if calibration.window is not None or calibration.bos != "auto":
         raise UserError("--window and --bos are for text: they do not go with --audio")
     found, wanted = find_audio(options.audio), calibration.samples or most
-    count = min(len(found), wanted)
+    count = min(len(found) - skip, wanted)
     if count < wanted and calibration.samples is not None:
-        say(_all_used(f"{options.audio} has {count} sound{'s' * (count > 1)} to calibrate on", wanted))
-    chosen = choose_images(ImageFiles(tuple(found)), samples=count, seed=calibration.seed, choose=calibration.choose)
+        say(_all_used(f"{options.audio} has {count} sound{'s' * (count > 1)} to calibrate on", skip, wanted))
+    files = ImageFiles(tuple(found))
+    chosen = choose_images(files, samples=count, seed=calibration.seed, choose=calibration.choose, skip=skip)
     shape = {name: model.dimension(name) for name in ("channels", "frames")}
     return AudioSamples(list(chosen.paths), folder, **shape, tokens=model.tokens)
 
@@ -105,16 +163,17 @@ def _images(
     options: ImageOptions,
     trust: bool,
     most: int,
+    skip: int,
     say: Callable[[str], None],
 ) -> Samples:
     assert options.images is not None
     processor = load_processor(model.checkpoint.path, trust_remote_code=trust)
     found = find_images(options.images, labels=options.labels, split="calib")
     wanted = calibration.samples or most
-    count = min(len(found.paths), wanted)
+    count = min(len(found.paths) - skip, wanted)
     if count < wanted and calibration.samples is not None:
-        say(_all_used(f"{options.images} has {count} image{'s' * (count > 1)} to calibrate on", wanted))
-    chosen = choose_images(found, samples=count, seed=calibration.seed, choose=calibration.choose)
+        say(_all_used(f"{options.images} has {count} image{'s' * (count > 1)} to calibrate on", skip, wanted))
+    chosen = choose_images(found, samples=count, seed=calibration.seed, choose=calibration.choose, skip=skip)
     reads = PatchSamples if model.family.flat else ImageSamples
     samples = reads(chosen, processor, tokens=model.image_tokens, max_corrupt=options.max_corrupt)
     if samples.skipped:

@@ -101,7 +101,9 @@ def has_splits(directory: Path, labels: Path | None = None) -> bool:
     return file is not None and "split" in _rows(file)[0].values
 
 
-def choose_images(files: ImageFiles, *, samples: int, seed: int = 0, choose: Choose = "random") -> ImageFiles:
+def choose_images(
+    files: ImageFiles, *, samples: int, seed: int = 0, choose: Choose = "random", skip: int = 0
+) -> ImageFiles:
     """Choose `samples` of the images without replacement.
 
     Args:
@@ -111,11 +113,12 @@ def choose_images(files: ImageFiles, *, samples: int, seed: int = 0, choose: Cho
         choose: "random" takes any, in random order: files sorted by path are sorted by class where each class has a
             folder, and folds, which are runs of samples, would each hold other classes. "first" takes the first, in
             the order given.
+        skip: Pass over the images that so many samples would be, and choose others.
 
     Raises:
         UserError: There are fewer than `samples`.
     """
-    count = len(files.paths)
+    count = len(files.paths) - skip
     if samples < 1:
         raise UserError(f"samples must be at least 1, not {samples}")
     if count < samples:
@@ -123,10 +126,10 @@ def choose_images(files: ImageFiles, *, samples: int, seed: int = 0, choose: Cho
             f"there are {count} images, {samples} are asked for; give more images, or at most {count} samples"
         )
     if choose == "first":
-        chosen = list(range(samples))
+        chosen = list(range(skip, skip + samples))
     else:
         generator = torch.Generator().manual_seed(seed)
-        chosen = torch.randperm(count, generator=generator)[:samples].tolist()
+        chosen = torch.randperm(skip + count, generator=generator)[skip : skip + samples].tolist()
     return take(files, chosen)
 
 

@@ -162,7 +162,7 @@ def _adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def calibration_windows(
-    stream: Tensor, *, samples: int, window: int, seed: int, choose: Choose = "random", frame: int = 0
+    stream: Tensor, *, samples: int, window: int, seed: int, choose: Choose = "random", frame: int = 0, skip: int = 0
 ) -> Tensor:
     """Choose `samples` non-overlapping windows of the stream without replacement, kept in stream order.
 
@@ -173,6 +173,7 @@ def calibration_windows(
         seed: Of a random choice; the same seed, stream and window choose the same windows on every machine.
         choose: "random" spreads them over the whole stream, "first" takes those at its start.
         frame: Tokens of a window that `framed` will add.
+        skip: Pass over the windows that so many samples would be, and choose others.
 
     Returns:
         int64 token ids, shape (at most samples, window - frame).
@@ -183,11 +184,11 @@ def calibration_windows(
     if samples < 1:
         raise UserError(f"samples must be at least 1, not {samples}")
     windows = _all_windows(stream, window, frame)
-    samples = min(samples, len(windows))
+    own = slice(skip, skip + samples)
     if choose == "first":
-        return windows[:samples]
+        return windows[own]
     generator = torch.Generator().manual_seed(seed)
-    chosen = torch.randperm(len(windows), generator=generator)[:samples]
+    chosen = torch.randperm(len(windows), generator=generator)[own]
     return windows[chosen.sort().values]
 
 

@@ -4,11 +4,12 @@ import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Container, Iterable, Mapping, Set
+from collections.abc import Callable, Container, Iterable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ckpt_prune.checkpoint.disk import sync
@@ -149,11 +150,66 @@ class CheckpointWriter:
             raise ValueError(f"tensor {name!r} is not in the layout")
         if name in self._written:
             raise ValueError(f"tensor {name!r} is already written")
-        info = self._plan[name]
-        with disk_failures(self._staging.path), (self._staging.path / info.file).open("r+b", buffering=0) as handle:
-            write_tensor(handle, info, tensor)
+        with disk_failures(self._staging.path):
+            self._put(name, tensor)
         self._written.add(name)
         self._pending.append(name)
+
+    def _put(self, name: str, tensor: Tensor) -> None:
+        info = self._plan[name]
+        with (self._staging.path / info.file).open("r+b", buffering=0) as handle:
+            write_tensor(handle, info, tensor)
+
+    def rewrite(
+        self, unit: str, names: Iterable[str], change: Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
+    ) -> None:
+        """Change tensors of committed units, and record that as unit `unit`.
+
+        What is new is on disk in a file of its own before the first byte of what was there goes. A run that is killed
+        in between leaves that file, and the next one takes it: it never sees what is half written.
+
+        Args:
+            unit: its name.
+            names: of tensors that are committed.
+            change: these tensors → those of them that change.
+
+        Raises:
+            ValueError: the unit is already done, or a tensor is not written yet.
+            UserError: the disk refuses.
+        """
+        if unit in self.done:
+            raise ValueError(f"unit {unit!r} is already done")
+        whole = self.scratch / f"{unit}.safetensors"
+        if not whole.exists():
+            new = change(self.read(names))
+            self.keep(whole.name, {name: tensor.cpu().contiguous() for name, tensor in new.items()})
+        new = load_file(whole)
+        with disk_failures(self._staging.path):
+            for name, tensor in new.items():
+                self._put(name, tensor)
+            for file in sorted({self._plan[name].file for name in new}):
+                sync(self._staging.path / file)
+            self._journal.record(unit)
+            whole.unlink()
+
+    def keep(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Put tensors in a file of the scratch folder, which is there whole or not at all.
+
+        Args:
+            name: of the file.
+            tensors: contiguous, on CPU.
+
+        Raises:
+            UserError: the disk refuses.
+        """
+        self._check_active()
+        fresh = self.scratch / f"{name}.tmp"
+        with disk_failures(self._staging.path):
+            self.scratch.mkdir(exist_ok=True)
+            save_file(dict(tensors), fresh)
+            sync(fresh)
+            fresh.replace(self.scratch / name)
+            sync(self.scratch)
 
     @property
     def folder(self) -> Path:

@@ -83,10 +83,11 @@ def command(as_json: bool, **given: Any) -> None:
     Moments come from --statistics (the dense cache) or are measured on --text, or on --images for a vision model. A
     sequential recipe measures each block on the already pruned ones before it, as its paper does; a dense recipe
     measures the unpruned model first. A recipe without scores or compensation that look at activations (magnitude)
-    needs neither. Where a recipe has `recovery` (any does with --set recovery.epochs=10), what stays of each block is
-    trained right after it is pruned, as `ckpt-prune recover` does it afterwards. Where it has `export` (--set
-    export.format=onnx), OUT/onnx is its graph, compared with PyTorch as `ckpt-prune export` does it. Where it computes
-    something else the exit code is 1, where it cannot be made 2, and OUT is complete without it either way.
+    needs neither. Where a recipe has `recovery`, what stays is trained as `ckpt-prune recover` does it afterwards: each
+    block right after it is pruned (any recipe does it with --set recovery.epochs=10), or scales of all blocks at the
+    end (--set recovery.method=scales). Where it has `export` (--set export.format=onnx), OUT/onnx is its graph,
+    compared with PyTorch as `ckpt-prune export` does it. Where it computes something else the exit code is 1, where it
+    cannot be made 2, and OUT is complete without it either way.
 
     A run that takes long begins with a line on stderr about time, memory and disk; --dry-run always has it.
 
@@ -145,6 +146,7 @@ def _print_done(pruned: Pruned) -> None:
 
 
 def _print_dry(settled: Any) -> None:
+    from ckpt_prune.checkpoint.units import counted
     from ckpt_prune.cli.rendering import COST_HEADERS, container_line, cost_rows, kept_line, ranks_line
     from ckpt_prune.filenames import GRAPH_FOLDER
     from ckpt_prune.sparsity.patterns import mask_words
@@ -173,10 +175,10 @@ def _print_dry(settled: Any) -> None:
         click.echo(f"to be masked by {how}: {settled.recipe.ratio:.1%} {where}")
     recovery = settled.recipe.recovery
     if recovery is not None:
-        blocks = recovery.blocks(settled.model.blocks)
+        blocks, how = recovery.blocks(settled.model.blocks), " by scales" if recovery.method == "scales" else ""
         click.echo(
-            f"to be recovered: {len(blocks)} of {settled.model.blocks} blocks, {recovery.epochs} epochs on "
-            f"{len(settled.request.training.samples)} samples"
+            f"to be recovered{how}: {len(blocks)} of {settled.model.blocks} blocks, "
+            f"{counted(recovery.epochs, 'epoch')} on {len(settled.request.training.samples)} samples"
         )
     if settled.recipe.export is not None:
         click.echo(f"to be exported to the output's folder {GRAPH_FOLDER}, {', '.join(settled.recipe.export.dtype)}")

@@ -59,7 +59,7 @@ def command(as_json: bool, **given: Any) -> None:
 
     With --method scales every linear module of the blocks gets a factor for each input and each output, fitted to what
     the dense model predicts (not to its hidden states), and multiplied into the weights. These are few numbers: 32
-    windows, one epoch and steps of one sample serve. One block is in memory at a time.
+    windows and one epoch, in steps of one sample, serve. One block is in memory at a time.
 
     With --method lora adapters are trained on the linear modules of all blocks at once, by peft, on the next token (or
     on the images' classes), and merged; the whole model is in memory. What was zero is zero again after merging, and
@@ -70,7 +70,7 @@ def command(as_json: bool, **given: Any) -> None:
     \b
       ckpt-prune recover PRUNED --dense MODEL --text train.txt -o OUT
       ckpt-prune recover PRUNED --dense MODEL --text train.txt --only attention --layers 0:8 -o OUT
-      ckpt-prune recover PRUNED --dense MODEL --method scales --text train.txt --epochs 1 --batch 1 -o OUT
+      ckpt-prune recover PRUNED --dense MODEL --method scales --text train.txt -o OUT
       ckpt-prune recover PRUNED --method lora --text train.txt --epochs 2 -o OUT
       ckpt-prune recover PRUNED --dense VIT --images DIR --samples 512 --epochs 5 -o OUT
     """

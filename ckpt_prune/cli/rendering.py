@@ -178,6 +178,8 @@ def report_lines(report: Report) -> Iterable[str]:
     yield from factor_lines(report)
     yield from warning_lines(report.sites)
     yield from recovery_lines(report)
+    if report.lora is not None:
+        yield from lora_lines(report.lora)
     if report.lambda_search is not None:
         yield f"lambda {report.lambda_search.chosen:g}, of least calibration perplexity"
     told = None if report.latency is None else latency_line(report.latency)

@@ -199,8 +199,11 @@ class Recipe(Strict):
                 "depth drops whole blocks: for a mask as well, prune twice, the blocks first, since the others see "
                 "another stream then"
             )
-        if self.recovery is not None:
-            raise ValueError("depth drops whole blocks: recover the others afterwards, with `ckpt-prune recover`")
+        if self.recovery is not None and self.recovery.method != "scales":
+            raise ValueError(
+                "depth drops whole blocks: recover the others by scales (recovery.method), or afterwards, with "
+                "`ckpt-prune recover`"
+            )
         if self.spaces:
             self._consistent_joint(self.depth)
             return
@@ -702,6 +705,7 @@ _LATER: dict[str, dict[str, Any]] = {
     "mask": {"allocation": "uniform", "threshold": None, "spread": None},
     "rotation": {"measured": "dense", "compute_dtype": "float32", "entropy": "lines"},
     "low_rank": {"update": False},
+    "recovery": {"method": "laco"},
 }
 """Keys that parts of a recipe have gained, and their defaults: a recipe that says nothing else keeps its digest."""
 

@@ -61,7 +61,9 @@ def load_recipe(
     try:
         return Recipe.model_validate(values).at_its_size
     except ValidationError as error:
-        found = [_explain(e, path, lines) for e in error.errors()]
+        # A default that follows from another key is not found where that one is wrong.
+        wrong = [e for e in error.errors() if e["type"] != "default_factory_not_called"]
+        found = [_explain(e, path, lines) for e in wrong]
         more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
         raise UserError("; ".join(found[:3]) + more) from error
 

@@ -1,23 +1,48 @@
-"""The part of a recipe that trains what stays, block by block: LaCo (recovery/README.md)."""
+"""The part of a recipe that trains what stays: LaCo, block by block, or scales (recovery/README.md)."""
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from ckpt_prune.planning.block_range import blocks_of, checked_range
 from ckpt_prune.planning.fields import Strict
 from ckpt_prune.planning.names import Part
 
 Teacher = Literal["dense", "pruned"]
+Method = Literal["laco", "lora", "scales"]
 
 _PAPER_RATE, _PAPER_HIDDEN = 5e-5, 4096
 """LaCo's learning rate (section 4.4), and the hidden size of the models that it was found on."""
 
 
-class RecoverySettings(Strict):
-    """How each block is trained."""
+def _by_method(others: float, scales: float) -> Any:
+    """A default that depends on the method.
 
-    epochs: int = Field(10, ge=1, description="Passes over the samples for each block, at most.")
+    Scales are few: more passes over few samples overfit them, and what they gain, a few per cent, is more than a few
+    held-out samples can tell.
+    """
+
+    def default(given: Mapping[str, Any]) -> float:
+        return scales if given.get("method") == "scales" else others
+
+    return default
+
+
+class RecoverySettings(Strict):
+    """How what stays is trained."""
+
+    method: Method = Field(
+        "laco",
+        description="laco: block by block, towards the dense model's hidden states. scales: factors of what linear "
+        "modules read and write, towards the dense model's predictions. lora: adapters on the whole model, which is in "
+        "memory, on the next token or the images' classes; merged, zeros kept (extra lora).",
+    )
+    epochs: int = Field(
+        default_factory=_by_method(10, 1),
+        ge=1,
+        description="Passes over the samples, by laco for each block, at most. [default: 10, of scales 1]",
+    )
     lr: float | None = Field(
         None,
         gt=0,
@@ -25,7 +50,9 @@ class RecoverySettings(Strict):
         description="Learning rate of Adam. Default: the paper's 5e-5 at a hidden size of 4096, more at smaller ones "
         "in inverse proportion; of scales 2e-3.",
     )
-    batch: int = Field(4, ge=1, description="Samples per optimiser step.")
+    batch: int = Field(
+        default_factory=_by_method(4, 1), ge=1, description="Samples per optimiser step. [default: 4, of scales 1]"
+    )
     accumulate: int = Field(
         1,
         ge=1,
@@ -48,12 +75,12 @@ class RecoverySettings(Strict):
         "pruned model's (pruned; its eq. 9).",
     )
     held_out: float = Field(
-        0.1,
+        default_factory=_by_method(0.1, 0.0),
         ge=0,
         lt=1,
         description="Share of the samples that is not trained on: it decides which epoch's weights are kept, if any. "
         "0: those of the last epoch, as in the paper; nothing is tried at other rates, and errors are told of samples "
-        "that were trained on.",
+        "that were trained on. [default: 0.1, of scales 0]",
     )
     patience: int = Field(
         3,
@@ -80,15 +107,8 @@ class RecoverySettings(Strict):
 
 
 class LoraSettings(Strict):
-    """How a model is recovered as a whole, where that is asked for in place of LaCo, and its adapters."""
+    """Adapters on a whole model."""
 
-    method: Literal["laco", "lora", "scales"] = Field(
-        "laco",
-        description="laco: block by block, towards the dense model's hidden states. scales: factors of what linear "
-        "modules read and write, towards the dense model's predictions; --epochs 1 --batch 1 serve. lora: adapters on "
-        "the whole model, which is in memory, on the next token or the images' classes; merged, zeros kept (extra "
-        "lora).",
-    )
     rank: int = Field(8, ge=1, le=2**16, description="Of lora's adapters.")
     alpha: float = Field(16.0, gt=0, le=1e6, description="What lora's adapters are multiplied by, times rank.")
     seconds: float | None = Field(
@@ -97,9 +117,18 @@ class LoraSettings(Strict):
 
 
 class RecoveryRecipe(RecoverySettings):
-    """LaCo as a step of a recipe: each block is recovered right after it is pruned."""
+    """Recovery as a step of a recipe: by LaCo of each block right after it is pruned, by scales of all at the end."""
 
     samples: int | None = Field(
         None, ge=2, description="Windows, or images, to train on. Default: those of the calibration."
     )
     seed: int = Field(0, ge=0, lt=2**63, description="Of the order of samples.")
+
+    @model_validator(mode="after")
+    def _in_a_recipe(self) -> Self:
+        if self.method == "lora":
+            raise ValueError("lora holds the whole model: recover the output with `ckpt-prune recover --method lora`")
+        own = [key for key, odd in (("norms", self.norms), ("teacher", self.teacher != "dense")) if odd]
+        if self.method == "scales" and own:
+            raise ValueError(f"{own[0]} is for method laco: scales are of linear modules, towards the dense model")
+        return self

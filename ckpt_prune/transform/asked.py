@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.calibration.choosing import chosen_samples
+from ckpt_prune.calibration.choosing import chosen_samples, fresh_samples
 from ckpt_prune.calibration.states import Allocate, StateMemory
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.checkpoint.staging import check_output, partial_of, refuse_overlap
@@ -20,6 +20,7 @@ from ckpt_prune.parallel.group import here
 from ckpt_prune.planning.plan import Plan, read_plan
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.recipe_places import RecipeFile
+from ckpt_prune.planning.recovery_recipe import Method
 from ckpt_prune.transform.asked_recipe import AskedRecipe, runs_model
 from ckpt_prune.transform.checks import check_again, check_plannable, check_planned, check_spaces
 from ckpt_prune.transform.publish import wanted_names
@@ -136,15 +137,15 @@ def prune_request(asked: Asked, say: Callable[[str], None]) -> Request:
     check_spaces(model.family, recipe)
     allocate = StateMemory(int(options.state_memory * 2**30), partial_of(options.output))
     live = training = None
-    data = has_data(options, options)
+    data, cached = has_data(options, options), None if statistics is None else Statistics(statistics)
     if data and recipe.needs_moments and ((statistics is None and plan is None) or runs_model(recipe)):
         live = _live(asked, allocate, say)
     if data and recipe.recovery is not None:
-        training = _training(asked, live, allocate, say)
+        training = _training(asked, live, cached, allocate, say)
     request = Request(
         model,
         recipe,
-        None if statistics is None else Statistics(statistics),
+        cached,
         live,
         asked.device,
         plan,
@@ -189,28 +190,54 @@ def _live(asked: Asked, allocate: Allocate, say: Callable[[str], None]) -> LiveS
 
 
 def _training(
-    asked: Asked, live: LiveSamples | None, allocate: Allocate, say: Callable[[str], None]
+    asked: Asked,
+    live: LiveSamples | None,
+    statistics: Statistics | None,
+    allocate: Allocate,
+    say: Callable[[str], None],
 ) -> RecoverySamples:
-    """What blocks are trained on: as many samples as the recipe says, else the calibration's."""
+    """What is trained on: as many samples as the recipe says, else the calibration's; scales, others than these.
+
+    Args:
+        asked: what was read.
+        live: the calibration's samples, where they are read here.
+        statistics: where the model was measured before.
+        allocate: makes the tensors that hold hidden states.
+        say: told in a line what of the data could not be read, or is not there.
+    """
     options, recovery = asked.options, asked.recipe.recovery
     assert recovery is not None
     after = asked_after(options.perplexity_after, asked.model)
     samples = live.samples if live is not None else None
-    if samples is None or recovery.samples is not None:
-        wanted = options if recovery.samples is None else options.model_copy(update={"samples": recovery.samples})
+    wanted = options if recovery.samples is None else options.model_copy(update={"samples": recovery.samples})
+    if recovery.method == "scales":
+        index = None if statistics is None else statistics.index
+        measured = None if index is None or len(index.data) != 1 else (index.samples, index.data[0])
+        used = samples if samples is not None else measured
+        samples = fresh_samples(asked.model, wanted, options, used, trust=options.trust_remote_code, say=say)
+    elif samples is None or recovery.samples is not None:
         samples = chosen_samples(asked.model, wanted, options, trust=options.trust_remote_code, say=say)
-    return RecoverySamples(samples, training_dtype(options, asked.device), allocate, after)
+    dtype = training_dtype(options, asked.device, recovery.method, asked.model.dtype)
+    return RecoverySamples(samples, dtype, allocate, after)
 
 
-def training_dtype(options: SampleOptions, device: torch.device) -> torch.dtype:
+def training_dtype(
+    options: SampleOptions, device: torch.device, method: Method = "laco", stored: torch.dtype = torch.float32
+) -> torch.dtype:
     """The type that blocks in training run in.
+
+    Args:
+        options: as given.
+        device: where.
+        method: that trains. Scales are float32 whatever blocks run in, as what is measured is.
+        stored: type of the model's weights.
 
     Raises:
         UserError: float16, whose gradients underflow.
     """
     if options.compute_dtype == "float16":
         raise UserError("--compute-dtype float16: gradients underflow in it; recovery runs in float32 or bfloat16")
-    return computed_in(options.compute_dtype, device)
+    return computed_in(options.compute_dtype, device, stored if method == "scales" else torch.float32)
 
 
 def asked_after(after: str | None, model: Model) -> frozenset[int]:

@@ -60,6 +60,8 @@ def read_recipe(options: PruneOptions) -> AskedRecipe:
             raise UserError(f"give --statistics or {given}, not both")
     if options.perplexity_after is not None and recipe.recovery is None:
         raise UserError(f"--perplexity-after is for recipes with recovery, which {recipe.name} has not")
+    if options.perplexity_after is not None and recipe.recovery is not None and recipe.recovery.method == "scales":
+        raise UserError(f"--perplexity-after is for recovery block by block, and {recipe.name} scales all at the end")
     return AskedRecipe(options, recipe, plan, device, origin)
 
 

@@ -284,9 +284,7 @@ def check_trained(request: Request) -> None:
         raise UserError(f"recipe {request.recipe.name} {what} the model itself: give {data} as well")
     if request.recipe.recovery is not None and request.training is None:
         data = DATA_OPTIONS[request.model.family.modality]
-        raise UserError(
-            f"recipe {request.recipe.name} recovers every block on samples, beside any statistics: give {data}"
-        )
+        raise UserError(f"recipe {request.recipe.name} recovers on samples, beside any statistics: give {data}")
 
 
 def check_trainable(samples: int) -> None:

@@ -1,8 +1,8 @@
 """What a job will take, said before it begins: time, memory and disk, from its shapes and what the machine does.
 
 A pure function of the job and of `machine.Rates`. It counts what limits a run on one machine; it knows of nothing else
-that runs there. Masks, rotations, recovery, q and k, and a search for λ by perplexity are not counted: of these there
-is no estimate.
+that runs there. Masks, rotations, recovery block by block, q and k, and a search for λ by perplexity are not counted:
+of these there is no estimate.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,6 +27,8 @@ from ckpt_prune.machine import Rates
 from ckpt_prune.planning.kinds import CANDIDATES, CHOSEN
 from ckpt_prune.planning.plan import Plan
 from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.planning.recovery_recipe import RecoveryRecipe
+from ckpt_prune.recovery.training import Split, part_size
 from ckpt_prune.scoring.unit_scores import UNIT_SCORES
 from ckpt_prune.transform.engine import SWEEPS
 from ckpt_prune.transform.estimate_axes import absorbing, stages_before, weighs
@@ -35,6 +37,7 @@ from ckpt_prune.transform.settle import Settled
 from ckpt_prune.transform.site_variants import POINTS, dropped_counts
 from ckpt_prune.transform.space_effects import MANY, SPACE_POINTS
 from ckpt_prune.transform.work import (
+    BACK,
     Shape,
     Site,
     Stage,
@@ -158,7 +161,10 @@ def of_prune(settled: Settled) -> tuple[list[Stage], int] | None:
         return None
     before, scratch = stages_before(settled) if goes else ([], 0)
     found = _of_spaces(settled) if recipe.spaces else _of_the_rest(settled)
-    return None if found is None else ([*before, *found[0]], scratch + found[1])
+    if found is None:
+        return None
+    after = [] if recipe.recovery is None else _scales(settled, recipe.recovery)
+    return [*before, *found[0], *after], scratch + found[1]
 
 
 def _of_the_rest(settled: Settled) -> tuple[list[Stage], int]:
@@ -290,7 +296,7 @@ def _uncounted(recipe: Recipe) -> bool:
     odd = (
         recipe.mask is not None
         or recipe.low_rank is not None
-        or recipe.recovery is not None
+        or (recipe.recovery is not None and recipe.recovery.method != "scales")
         or recipe.perplexity_grid is not None
     )
     return odd or recipe.export is not None or any(ENDS[known_space(space)] != "columns" for space in recipe.spaces)
@@ -342,6 +348,30 @@ def _effects(model: Model, shape: Shape, few: int, tokens: int) -> Stage:
         work += shape.run(few, tokens) * runs + shape.logits(few * tokens) * (2 * points * shape.blocks)
         work += (ranked(site) + (blended(site) + refitted(site)) * points) * shape.blocks
     return Stage("effects", work, _of_gradients(shape, few, tokens))
+
+
+def _scales(settled: Settled, recovery: RecoveryRecipe) -> list[Stage]:
+    """Scales of all blocks: the dense model once, then forward, back and a softmax for every step."""
+    request = settled.request
+    shape, training = Shape.of(request.whole.model), request.training
+    samples, tokens = recovery.samples or DEFAULT_WINDOWS, request.model.tokens
+    if training is not None:
+        samples, tokens = len(training.samples), training.samples.tokens
+    split, batch = Split.of(samples, recovery.held_out), min(samples, part_size(recovery))
+    steps = len(split.train) / batch
+    # Weights are multiplied by their scales forward and again back, and their gradients are summed up.
+    again = shape.read() + Work(moved=12 * shape.weights)
+    step = again * 2 + Work(moved=20 * shape.weights)
+    step += shape.run(batch, tokens) * (3 + BACK)
+    tried_out = again * (len(split.measured) / batch) + shape.run(len(split.measured), tokens)
+    stays = settled.output.cost.parameters / settled.before.parameters
+    blocks = (step * (steps * recovery.epochs) + tried_out * (recovery.epochs + 1)) * (shape.blocks * stays)
+    count = len(split.train) * tokens
+    heads = (back_of_logits(shape, count) + shape.logits(count)) * recovery.epochs
+    heads += shape.logits(len(split.measured) * tokens) * (2 * (recovery.epochs + 1))
+    dense = (shape.read() + shape.run(samples, tokens)) * shape.blocks
+    held = _of_gradients(shape, batch, tokens) + shape.states(samples, tokens) + 4 * shape.outside
+    return [Stage("scales", dense + blocks + heads, held)]
 
 
 def _ranking(recipe: Recipe, shape: Shape, read: int) -> Stage:

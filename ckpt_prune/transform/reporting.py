@@ -46,6 +46,7 @@ def report_of_prune(
     learned: Sequence[dict[str, Any]] | None = None,
     recovery: Recovery | None = None,
     layers: Sequence[RecoveredLayer] = (),
+    scales: Adapters | None = None,
 ) -> Report:
     """What pruning did.
 
@@ -56,6 +57,7 @@ def report_of_prune(
         learned: rotations, as `RotationLearner.run` gives them.
         recovery: `recovery_of`, where blocks were recovered as well.
         layers: what that did, block by block.
+        scales: what they did, where they were fitted to all blocks.
     """
     recipe, asked, output = settled.recipe, settled.request.asked, settled.output
     whole, shortened, narrowed = settled.request.whole, settled.request.shortened, settled.request.narrowed
@@ -103,6 +105,7 @@ def report_of_prune(
         linears=[record for record in records if isinstance(record, MaskedLinear)],
         factored=[record for record in records if isinstance(record, FactoredLinear)],
         latency=_foreseen(settled),
+        lora=scales,
         recovery=recovery,
         layers=list(layers),
     )

@@ -95,4 +95,6 @@ def summary(journal: Journal, blocks: int, done: str) -> str:
         parts.append(f"{counted('rotation')} of {blocks} rotations learned")
     if counted("block"):
         parts.append(f"{counted('block')} of {blocks} blocks {done}")
+    if "scales" in units:
+        parts.append(f"scales fitted, {counted('scaled')} of {blocks} blocks scaled")
     return ", ".join(parts)

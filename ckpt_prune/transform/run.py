@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from ckpt_prune.progress import meter
 from ckpt_prune.recovery.record import RecoveredLayer
 from ckpt_prune.recovery.recoverer import Recoverer
 from ckpt_prune.recovery.training import Split
-from ckpt_prune.report.model import Recovery, Report, StrengthSearch
+from ckpt_prune.report.model import Adapters, Recovery, Report, StrengthSearch
 from ckpt_prune.report.stages import Stages
 from ckpt_prune.rotations.learning import WrittenRotations
 from ckpt_prune.transform.checks import check_together, check_trained
@@ -31,6 +32,7 @@ from ckpt_prune.transform.mask_shares import shared_out
 from ckpt_prune.transform.measuring import measured
 from ckpt_prune.transform.publish import publish, publish_complete, wanted_names
 from ckpt_prune.transform.reporting import recovery_of, report_of_prune
+from ckpt_prune.transform.rescaling import SCALES, rescaled
 from ckpt_prune.transform.resuming import Announce, announce_resumed, finished, silent
 from ckpt_prune.transform.rotating import InTurn, learner_of
 from ckpt_prune.transform.settle import Settled
@@ -199,6 +201,9 @@ def _run(settled: Settled, staging: Staging | None, stages: Stages, announce: An
     with stages.stage("rest"):
         sink.write_rest(ready.dense)
         sink.write_outer(checkpoint)
+    scales: Adapters | None = None
+    if _scales(ready.recipe):
+        scales = here().alone(lambda: rescaled(ready, sink, stages, announce))
 
     def end() -> Report:
         assert writer is not None
@@ -209,6 +214,7 @@ def _run(settled: Settled, staging: Staging | None, stages: Stages, announce: An
             learned=learned,
             recovery=written.recovery,
             layers=written.layers,
+            scales=scales,
         )
         return publish(writer, report, output.container, checkpoint, [*output.layout, *output.aside], stages, announce)
 
@@ -241,6 +247,11 @@ def _shared_out(settled: Settled, writer: CheckpointWriter | None, stages: Stage
     return MaskShares.model_validate(writer.notes["shares"])
 
 
+def _scales(recipe: Recipe) -> bool:
+    """Whether all blocks are recovered at the end, rather than each right after it is pruned."""
+    return recipe.recovery is not None and recipe.recovery.method == "scales"
+
+
 @dataclass(frozen=True)
 class _Written:
     """What became of the blocks.
@@ -271,7 +282,13 @@ def _write_blocks(settled: Settled, sink: Sink, in_turn: InTurn | None = None) -
         if in_turn is not None:
             in_turn.stream = _followed(settled, source, steps)
         say = "pruning" if in_turn is None else None
-        if settled.recipe.recovery is None:
+        if here().once(lambda: sink.writer is not None and SCALES in sink.writer.notes):
+            # Blocks may be half scaled, and all that is still asked of them is what was done to them.
+            for block in range(dense.model.blocks):
+                notes = here().once(partial(sink.notes, block))
+                pruned.skip(block, {}, {}, {}, notes[pruned.name], again=False)
+            return _Written(pruned.records)
+        if settled.recipe.recovery is None or _scales(settled.recipe):
             walk(dense, steps, sink, say=say, apart=not isinstance(source, SequentialMoments) and in_turn is None)
             return _Written(sorted(pruned.records, key=lambda record: record.block))
         recoverer = recoverer_of(settled)

@@ -10,15 +10,13 @@ from typing import Any
 from torch import Tensor
 
 from ckpt_prune.checkpoint.staging import Staging, refuse_overlap
-from ckpt_prune.checkpoint.units import counted
 from ckpt_prune.checkpoint.written import OUTPUT
 from ckpt_prune.filenames import ROTATIONS
-from ckpt_prune.planning.recovery_recipe import RecoverySettings
-from ckpt_prune.progress import meter
-from ckpt_prune.recovery.scales import RATE, Fitted, Side, fit_scales
+from ckpt_prune.recovery.scales import Fitted, Side
 from ckpt_prune.recovery.training import Split
-from ckpt_prune.report.model import Adapters, Report
+from ckpt_prune.report.model import Report
 from ckpt_prune.report.stages import Stages
+from ckpt_prune.transform.fitting_scales import fitted_scales
 from ckpt_prune.transform.layout import layout_of
 from ckpt_prune.transform.publish import publish, wanted_names
 from ckpt_prune.transform.recover import SettledRecovery, writer_of
@@ -76,31 +74,23 @@ def recover_by_scales(settled: SettledRecovery, out: Path, *, overwrite: bool, a
     dense.check_finite()
     if settled.doubt is not None:
         announce(settled.doubt)
-    announce(_summary(settled))
     stages = Stages(request.device)
-    with stages.stage("training"), meter(settings.epochs, "fitting scales", unit="epoch") as epochs:
-        fitted = _fitted(settled, settings, lambda epoch, loss: epochs.step(epoch, loss))
-    if not fitted.scales:
-        announce(
-            f"no epoch was better than the model as it was, at lr {fitted.rate:g}: the weights stay as they are; try a "
-            "smaller --lr, or more samples"
-        )
-    told = Adapters(
-        method="scales",
-        lr=fitted.rate,
+    ours = settled.pruned.stream(
+        request.samples,
+        request.compute_dtype,
+        sizes=Split.of(len(request.samples), settings.held_out).sizes(settings),
+        allocate=request.allocate,
+    )
+    theirs = settled.dense.stream(request.samples, request.compute_dtype, allocate=request.allocate)
+    fitted, told = fitted_scales(
+        Side(ours, request.pruned.read_block, request.pruned.blocks),
+        Side(theirs, settled.dense.block, request.pruned.blocks),
+        request.samples,
+        settings,
         seed=request.seed,
-        settings=settings.model_dump(mode="json", exclude={"lr"}),
-        data=request.samples.fingerprint,
-        samples=len(request.samples),
-        window=request.samples.tokens if request.dense.family.modality == "text" else None,
-        measured=len(Split.of(len(request.samples), settings.held_out).measured),
-        modules=len(fitted.scales),
-        parameters=fitted.parameters,
-        steps=fitted.steps,
-        epochs=fitted.epochs,
-        seconds=round(fitted.seconds, 3),
-        loss_before=fitted.before,
-        loss_after=fitted.after,
+        text=request.dense.family.modality == "text",
+        stages=stages,
+        announce=announce,
     )
     with place as staging:
         writer = writer_of(staging, pruned, layout)
@@ -115,36 +105,3 @@ def recover_by_scales(settled: SettledRecovery, out: Path, *, overwrite: bool, a
             writer.copy(pruned.path / name)
         report = report_of_adapters(settled.report, request.pruned, settled.container, told)
         return publish(writer, report, settled.container, pruned, [*layout, *asides], stages, announce)
-
-
-def _summary(settled: SettledRecovery) -> str:
-    """What is about to be done."""
-    samples, settings = settled.request.samples, settled.request.settings
-    split = Split.of(len(samples), settings.held_out)
-    text = settled.request.dense.family.modality == "text"
-    what = f"windows of {samples.tokens} tokens" if text else "samples"
-    held = f"{len(split.measured)} of them held out" if settings.held_out else "none held out"
-    rate = RATE if settings.lr is None else settings.lr
-    blocks = len(settings.blocks(settled.request.pruned.blocks))
-    return (
-        f"fitting scales of {counted(blocks, 'block')} on {len(samples)} {what}, {held}, "
-        f"up to {counted(settings.epochs, 'epoch')} in steps of {settings.batch} at lr {rate:g}"
-    )
-
-
-def _fitted(settled: SettledRecovery, settings: RecoverySettings, told: Any) -> Fitted:
-    request = settled.request
-    split = Split.of(len(request.samples), settings.held_out)
-    sizes = split.sizes(settings)
-    ours = settled.pruned.stream(request.samples, request.compute_dtype, sizes=sizes, allocate=request.allocate)
-    theirs = settled.dense.stream(request.samples, request.compute_dtype, allocate=request.allocate)
-    blocks = request.pruned.blocks
-    return fit_scales(
-        Side(ours, request.pruned.read_block, blocks),
-        Side(theirs, settled.dense.block, blocks),
-        request.samples,
-        split,
-        settings,
-        seed=request.seed,
-        told=told,
-    )

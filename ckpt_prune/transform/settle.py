@@ -269,6 +269,7 @@ class Settled:
                 "target": "dense",
                 "modality": index.modality,
                 "statistics": index.digest,
+                **({"data": index.data[0]} if len(index.data) == 1 else {}),
                 "samples": index.samples,
                 "window": index.window,
                 "tokens": index.tokens,

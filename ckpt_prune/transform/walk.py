@@ -49,7 +49,13 @@ class Sink:
         tensors = self.writer.read(self._names(prefix))
         if self.widths is not None:
             tensors = model.noting(block, tensors, self.widths[block])
-        return tensors, self.writer.notes[_unit(block)]
+        return tensors, self.notes(block)
+
+    def notes(self, block: int) -> dict[str, Any]:
+        """The steps' notes of a finished block."""
+        assert self.writer is not None
+        found: dict[str, Any] = self.writer.notes[_unit(block)]
+        return found
 
     def write(self, block: int, prefix: str, tensors: Tensors, notes: Mapping[str, Any]) -> None:
         """Write a block and note that it is done."""

@@ -15,6 +15,7 @@ from ckpt_prune.checkpoint.staging import Staging
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.errors import UserError
 from tests.forked import forked, posix
+from tests.interrupting import interrupt_at
 
 from .folders import as_bytes, writing
 from .test_writing import contents, layout_of, leave_unfinished, old_output, refusal, two_files, write_all
@@ -88,6 +89,40 @@ def test_torn_bytes_of_an_uncommitted_unit_are_written_anew(tmp_path: Path) -> N
     data[-20:] = b"\xaa" * 20
     torn.write_bytes(data)
     write_all(tmp_path / "out", files, resume=True)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def doubled(out: Path, **options: bool) -> None:
+    """Write two files and double all that is in the first one."""
+    files = two_files()
+    names = list(next(iter(files.values())))
+    with writing(out, layout_of(files), job="job", sharded=True, **options) as writer:
+        if "all" not in writer.done:
+            for tensors in files.values():
+                for name, tensor in tensors.items():
+                    writer.write(name, tensor)
+            writer.commit("all")
+        if "doubled" not in writer.done:
+            writer.rewrite("doubled", names, lambda read: {name: 2 * tensor for name, tensor in read.items()})
+        writer.finish()
+
+
+@pytest.mark.parametrize("torn", [False, True])
+@pytest.mark.parametrize(("method", "call"), [("keep", 1), ("_put", 7), ("_put", 8), ("_put", 9), ("commit", 1)])
+def test_what_is_half_rewritten_is_rewritten_from_what_was_there(
+    tmp_path: Path, method: str, call: int, torn: bool
+) -> None:
+    """Neither what is doubled is doubled again, nor what is torn."""
+    doubled(tmp_path / "whole")
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt_at(patch, CheckpointWriter, method, call)
+        with pytest.raises(KeyboardInterrupt):
+            doubled(tmp_path / "out")
+    if torn and method == "_put":
+        place = tmp_path / "out.partial" / next(iter(two_files()))
+        data = place.read_bytes()
+        place.write_bytes(data[:-8] + b"\xaa" * 8)
+    doubled(tmp_path / "out", resume=True)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 

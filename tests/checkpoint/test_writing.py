@@ -199,6 +199,32 @@ class TestOutput:
         assert (out / "config.json").read_text(encoding="utf-8") == '{\n  "b": "é",\n  "a": [\n    1\n  ]\n}\n'
         assert (out / "README.md").read_text(encoding="utf-8") == "# Cárd\n"
 
+    def test_what_is_rewritten_is_new_and_all_else_is_as_it_was(self, out: Path) -> None:
+        files, other = two_files(), out.with_name("other")
+        write_all(other, files)
+        staging = Staging(out, job="job")
+        with staging:
+            writer = CheckpointWriter(staging, layout_of(files), sharded=True)
+            for tensors in files.values():
+                for name, tensor in tensors.items():
+                    writer.write(name, tensor)
+            writer.commit("all")
+            first = next(name for tensors in files.values() for name, tensor in tensors.items() if tensor.numel() > 1)
+            with pytest.raises(ValueError, match="is not written yet"):
+                writer.rewrite("none", ["nothing"], lambda _read: {})
+            writer.rewrite("twice", [first], lambda read: {first: 2 * read[first]})
+            assert writer.done == {"all", "twice"}
+            assert list(staging.scratch.iterdir()) == []
+            with pytest.raises(ValueError, match="unit 'twice' is already done"):
+                writer.rewrite("twice", [first], lambda read: read)
+            writer.finish()
+        ours, theirs = (
+            {name: tensor for file in files for name, tensor in load_file(folder / file).items()}
+            for folder in (out, other)
+        )
+        assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == [first]
+        assert torch.equal(ours[first], 2 * theirs[first])
+
     def test_reading_back_what_is_staged(self, out: Path) -> None:
         tensors = example_tensors()
         with writing(out, layout_of(two_files()), job="j", sharded=True) as writer:

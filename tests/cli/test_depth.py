@@ -255,7 +255,8 @@ def test_verify_finds_what_is_not_the_dense_models(here) -> None:
         ),
         (
             ["--set", "recovery.epochs=1"],
-            "depth drops whole blocks: recover the others afterwards, with `ckpt-prune recover`",
+            "depth drops whole blocks: recover the others by scales (recovery.method), or afterwards, with "
+            "`ckpt-prune recover`",
         ),
         (["--set", "widths=per_layer"], "widths speaks of units of spaces: it does not go with depth alone"),
     ],

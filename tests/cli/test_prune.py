@@ -523,7 +523,7 @@ def test_a_plan_and_text_for_the_recovery(place):
     recipe = ("--recipe", "rcpu", *HALF, *TWO, "--statistics", "stats")
     ok("plan", "dense", *recipe, "-o", "plan.json")
     apply = ("prune", "dense", "--plan", "plan.json", "-o", "out")
-    assert refused(*apply) == "recipe rcpu recovers every block on samples, beside any statistics: give --text"
+    assert refused(*apply) == "recipe rcpu recovers on samples, beside any statistics: give --text"
     assert ok(*apply, *MANY).splitlines()[-3:] == [*recovered_lines("out", 2), "written to out"]
     ok("prune", "dense", *recipe, *MANY, "-o", "direct")
     assert Path("out/model.safetensors").read_bytes() == Path("direct/model.safetensors").read_bytes()
@@ -541,7 +541,7 @@ def test_recovery_needs_data(place, recipe, option):
     if recipe == "rcpu" and not option:
         assert said == "recipe rcpu needs statistics: give --statistics, or --text to measure them"
     else:
-        assert said == f"recipe {recipe} recovers every block on samples, beside any statistics: give --text"
+        assert said == f"recipe {recipe} recovers on samples, beside any statistics: give --text"
 
 
 def test_statistics_and_text_without_recovery_exclude_each_other(place):
@@ -685,7 +685,7 @@ def test_json_alone_is_on_standard_output_with_recovery(place, recipe):
 
 
 RECOVERY_KEYS = (
-    "epochs, lr, batch, accumulate, schedule, only, layers, norms, teacher, held_out, patience, samples, seed"
+    "method, epochs, lr, batch, accumulate, schedule, only, layers, norms, teacher, held_out, patience, samples, seed"
 )
 
 

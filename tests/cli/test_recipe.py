@@ -38,9 +38,9 @@ def test_list_is_grouped_by_what_recipes_are_for():
     named = {heading: [line.split()[0] for line in lines[1:]] for heading, lines in tables.items()}
     assert sorted(name for own in named.values() for name in own) == list(shipped_recipes())
     assert next(iter(named.values())) == ["best-uniform", "magnitude", "ridge", "ridge-folds"]
-    assert named["Smallest loss:"] == ["best", "best-attention"]
+    assert named["Smallest loss:"] == ["best", "best-attention", "best-scaled"]
     assert {"wanda-sp", "flap", "rcpu", "grail", "vbp"} <= set(named["Baselines of papers:"])
-    assert [len(own) for own in named.values()] == [4, 2, 7, 2, 5, 4, 3, 3, 33, 3, 14]
+    assert [len(own) for own in named.values()] == [4, 3, 7, 2, 5, 4, 3, 3, 33, 3, 14]
     assert legend.startswith("time: of pruning, as a multiple of ridge.")
 
 
@@ -134,7 +134,7 @@ def test_schema():
     assert "lambda" in schema["$defs"]["Compensation"]["properties"]
     recovery = schema["$defs"]["RecoveryRecipe"]
     assert list(recovery["properties"]) == [
-        *["epochs", "lr", "batch", "accumulate", "schedule", "only", "layers", "norms"],
+        *["method", "epochs", "lr", "batch", "accumulate", "schedule", "only", "layers", "norms"],
         *["teacher", "held_out", "patience", "samples", "seed"],
     ]
     assert recovery["additionalProperties"] is False

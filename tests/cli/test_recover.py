@@ -152,8 +152,8 @@ def test_json_alone_is_on_standard_output(place):
     assert recovery["dense"] == before["source"]
     assert recovery["on_the_fly"] is False
     assert recovery["settings"] == {
-        **{"epochs": 2, "lr": RATE, "batch": 4, "accumulate": 1, "schedule": "cosine", "only": None, "layers": None},
-        **{"norms": False, "teacher": "dense", "held_out": 0.1, "patience": 3, "seed": 0},
+        **{"method": "laco", "epochs": 2, "lr": RATE, "batch": 4, "accumulate": 1, "schedule": "cosine"},
+        **{"only": None, "layers": None, "norms": False, "teacher": "dense", "held_out": 0.1, "patience": 3, "seed": 0},
     }
     data = recovery["data"]
     assert data | {"data": ""} == {
@@ -196,6 +196,7 @@ def test_settings_are_those_of_the_command_line(place):
     recovery = report_of("out")["recovery"]
     told = {name.replace("-", "_"): value for name, value in options.items()}
     assert recovery["settings"] == told | {"epochs": 2, "only": None, "layers": None, "seed": 5} | {
+        "method": "laco",
         "norms": False,
         "teacher": "dense",
     }

@@ -13,7 +13,7 @@ from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.planning.kinds import TRAITS
 from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.transform.request import LiveSamples, Request
+from ckpt_prune.transform.request import LiveSamples, RecoverySamples, Request
 from ckpt_prune.transform.run import run
 from ckpt_prune.transform.settle import settle
 from tests.encoders import DEFAULTS, STRENGTH
@@ -59,10 +59,16 @@ class Dense:
         return Request(self.model(case), recipe, statistics, **more)
 
     def prune(
-        self, case: Case, recipe: Recipe, out: Path, live: Samples | None = None, **options: Any
+        self,
+        case: Case,
+        recipe: Recipe,
+        out: Path,
+        live: Samples | None = None,
+        training: RecoverySamples | None = None,
+        **options: Any,
     ) -> dict[str, Any]:
         """The report of an output."""
-        with measured(settle(self.request(case, recipe, live)), out.parent) as ready:
+        with measured(settle(self.request(case, recipe, live, training=training)), out.parent) as ready:
             return run(ready, out, **options).report.data()
 
 

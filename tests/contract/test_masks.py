@@ -1,6 +1,7 @@
 """Masks of every linear module against a whole model, and recovery after them."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from ckpt_prune.architectures.model import Model as PrunedModel
 from ckpt_prune.evaluation.verify import verify
 from ckpt_prune.planning.recovery_recipe import RecoverySettings
 from ckpt_prune.transform.recover import RecoveryRequest, recover, settle_recovery
+from ckpt_prune.transform.request import RecoverySamples
 from ckpt_prune.transform.scaling import recover_by_scales
 from tests.oracles.masked_model import Linear, Model, Target
 from tests.pairs import every, first_of_each
@@ -48,6 +50,10 @@ def stands_for(cell: tuple[Case, str, Target]) -> tuple[str, str]:
     return ALIKE.get(cell[0].model_type, cell[0].model_type), cell[0].settings
 
 
+def tensor_files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+
+
 def name(value: object) -> str:
     return str(value).replace(" ", "-")
 
@@ -83,14 +89,23 @@ def test_what_is_pruned_is_recovered(dense: Dense, case: Case, tmp_path) -> None
 
 @pytest.mark.parametrize("case", every(6, unlike_cases()), ids=str)
 def test_what_is_pruned_is_scaled(dense: Dense, case: Case, tmp_path) -> None:
-    """Nothing is held out: what is told is of samples that scales are fitted to, and small steps lead down."""
-    dense.prune(case, spaces_recipe(case, dict.fromkeys(case.ratios, "none")), tmp_path / "pruned")
-    settings = RecoverySettings.model_validate({"epochs": 2, "batch": 16, "held_out": 0})
-    pruned = PrunedModel.open(tmp_path / "pruned")
-    request = RecoveryRequest(pruned, dense.model(case), settings, case.samples(16, seed=11))
+    """Nothing is held out: what is told is of samples that scales are fitted to, and small steps lead down.
+
+    As a step of the recipe they are what they are after it, to the last bit.
+    """
+    how, methods = {"epochs": 2, "batch": 16, "held_out": 0}, dict.fromkeys(case.ratios, "none")
+    dense.prune(case, spaces_recipe(case, methods), tmp_path / "pruned")
+    pruned, samples = PrunedModel.open(tmp_path / "pruned"), case.samples(16, seed=11)
+    settings = RecoverySettings.model_validate({"method": "scales", **how})
+    request = RecoveryRequest(pruned, dense.model(case), settings, samples)
     told = recover_by_scales(settle_recovery(request), tmp_path / "out", overwrite=False, announce=lambda line: None)
     assert told.lora is not None
     assert told.lora.modules > 0
     assert told.lora.loss_after < told.lora.loss_before
     for check in verify(tmp_path / "out"):
         assert check.passed or check.name == "sparsity", check
+    recipe = spaces_recipe(case, methods, recovery={"method": "scales", **how})
+    training = RecoverySamples(samples, torch.float32)
+    at_once = dense.prune(case, recipe, tmp_path / "at-once", training=training)
+    assert at_once["lora"] | {"seconds": 0} == told.data()["lora"] | {"seconds": 0}
+    assert tensor_files(tmp_path / "at-once") == tensor_files(tmp_path / "out") != tensor_files(tmp_path / "pruned")

@@ -65,12 +65,13 @@ def test_another_number_of_processes_goes_on(tmp_path, monkeypatch):
     assert_alike(tmp_path / "whole", tmp_path / "out", pruned)
 
 
-def test_a_recipe_that_recovers(tmp_path):
+@pytest.mark.parametrize("method", ["laco", "scales"])
+def test_a_recipe_that_recovers(tmp_path, method):
     from ckpt_prune.transform.request import RecoverySamples
     from ckpt_prune.transform.settle import settle
 
     dense = families.make(tmp_path / "dense", "mistral")
-    recipe = families.recipe("bias", target="sequential", recovery={**QUICK, "batch": 3})
+    recipe = families.recipe("bias", target="sequential", recovery={**QUICK, "batch": 3, "method": method})
 
     def work(_group, out):
         samples = TokenWindows(families.windows(7))
@@ -79,8 +80,10 @@ def test_a_recipe_that_recovers(tmp_path):
         )
         return families.prune(settle(request), tmp_path / out)
 
-    in_threads(1, lambda group: work(group, "one"))
-    in_threads(2, lambda group: work(group, "two"))
+    (alone,) = in_threads(1, lambda group: work(group, "one"))
+    reports = in_threads(2, lambda group: work(group, "two"))
+    assert reports[0] == reports[1]
+    assert ("lora" in alone, "recovery" in alone) == (method == "scales", method == "laco")
     ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
     for name, tensor in ours.items():
         assert torch.allclose(tensor, theirs[name], rtol=1e-3, atol=1e-5), name

@@ -192,7 +192,16 @@ def test_denoise_rotator_learns_as_its_paper_says_and_ours_differ_in_nothing_els
 
 
 def test_which_shipped_recipes_recover():
-    assert {name for name in shipped_recipes() if load_recipe(name).recovery} == set(LACO)
+    assert {name for name in shipped_recipes() if load_recipe(name).recovery} == {*LACO, "best-scaled"}
+
+
+def test_best_scaled_is_best_with_more_of_attention_and_scales():
+    ours, best, attention = (load_recipe(name) for name in ("best-scaled", "best", "best-attention"))
+    described = {"name", "summary", "source", "time", "spaces", "recovery", "depth"}
+    assert ours.model_dump(exclude=described) == best.model_dump(exclude=described)
+    assert ours.spaces == {space: own for space, own in attention.spaces.items() if space not in ("rotary", "qk")}
+    assert ours.recovery == RecoveryRecipe(method="scales", lr=1.5e-3, held_out=0)
+    assert ours.depth is None
 
 
 @pytest.mark.parametrize("name", ["rcpu", "wanda-50", "magnitude", "denoise-rotator-wanda-50"])
@@ -209,13 +218,22 @@ def test_recovery_may_be_added_to_any_recipe_and_changes_nothing_else(name):
 def test_the_digest_is_of_every_key_of_recovery():
     """Also of the learning rate's default, which is none: it depends on the model."""
     changes = {
-        **{"epochs": 3, "lr": 0.1, "batch": 9, "accumulate": 2, "schedule": "cosine", "only": "mlp"},
+        **{"epochs": 3, "lr": 0.1, "batch": 9, "accumulate": 2, "schedule": "constant", "only": "mlp"},
         **{"layers": "'0:1'", "held_out": 0.2, "patience": 9, "samples": 64, "seed": 1},
-        **{"norms": False, "teacher": "pruned"},
+        **{"norms": True, "teacher": "pruned", "method": "scales"},
     }
     assert set(changes) == set(RecoveryRecipe.model_fields)
-    digests = {load_recipe("laco-flap", (f"recovery.{key}={value}",)).digest for key, value in changes.items()}
-    assert len(digests | {load_recipe("laco-flap").digest}) == len(changes) + 1
+    plain = "recovery={epochs: 10, batch: 4}"
+    digests = {load_recipe("flap", (plain, f"recovery.{key}={value}")).digest for key, value in changes.items()}
+    assert len(digests | {load_recipe("flap", (plain,)).digest}) == len(changes) + 1
+
+
+@pytest.mark.parametrize(("method", "epochs", "batch"), [("laco", 10, 4), ("scales", 1, 1)])
+def test_passes_and_steps_follow_from_the_method(method, epochs, batch):
+    found = load_recipe("flap", (f"recovery.method={method}",)).recovery
+    assert (found.epochs, found.batch) == (epochs, batch)
+    asked = load_recipe("flap", ("recovery.epochs=3", "recovery.batch=2", f"recovery.method={method}")).recovery
+    assert (asked.epochs, asked.batch) == (3, 2)
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def test_a_mistake_is_named_by_file_line_and_key(tmp_path, old, new, line, messa
 
 
 RECOVERY_KEYS = (
-    "epochs, lr, batch, accumulate, schedule, only, layers, norms, teacher, held_out, patience, samples, seed"
+    "method, epochs, lr, batch, accumulate, schedule, only, layers, norms, teacher, held_out, patience, samples, seed"
 )
 
 

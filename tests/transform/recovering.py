@@ -31,7 +31,19 @@ QUICK: dict[str, Any] = {"epochs": 2, "lr": 0.001, "batch": BATCH, "held_out": 0
 HELD_OUT = Split.of(SAMPLES, QUICK["held_out"]).measured.tolist()
 
 RECOVERY_KEYS = {"dense", "on_the_fly", "settings", "data", "perplexity_after"}
-SETTINGS_KEYS = {"epochs", "lr", "batch", "accumulate", "schedule", "only", "layers", "held_out", "patience", "seed"}
+SETTINGS_KEYS = {
+    "method",
+    "epochs",
+    "lr",
+    "batch",
+    "accumulate",
+    "schedule",
+    "only",
+    "layers",
+    "held_out",
+    "patience",
+    "seed",
+}
 SETTINGS_KEYS |= {"norms", "teacher"}
 DATA_KEYS = {"modality", "data", "samples", "held_out", "measured", "window", "tokens"}
 LAYER_KEYS = {"block", "mse_before", "mse_start", "mse_after", "cka_before", "cka_after"}

@@ -17,8 +17,9 @@ from ckpt_prune.machine import Rates
 from ckpt_prune.planning.recipe_file import load_recipe
 from ckpt_prune.transform import estimate as module
 from ckpt_prune.transform.estimate import Stage, estimate, is_long, of_calibration, of_job, of_prune
+from ckpt_prune.transform.request import RecoverySamples
 from ckpt_prune.transform.settle import foresee, settle
-from ckpt_prune.transform.work import Shape, Site, Work, factored, held_out, moments, ranked, refitted, tried
+from ckpt_prune.transform.work import BACK, Shape, Site, Work, factored, held_out, moments, ranked, refitted, tried
 from tests import families
 from tests.families import BLOCKS, request_on, windows
 
@@ -122,6 +123,28 @@ def test_calibrating_takes_as_much_more_as_there_are_more_samples(folder):
     assert bare.gemm == BLOCKS * shape.run(256, 16).gemm
     grams = sum(2 * 256 * 16 * site.inputs**2 for site in shape.sites.values())
     assert (once["measuring"].gemm, once["measuring"].grams) == (bare.gemm, BLOCKS * grams)
+
+
+def test_scales_take_so_many_runs_of_all_blocks(folder):
+    """The dense model runs once; of each step it is forward, forward again, and back for inputs and for weights."""
+    model, samples = Model.open(folder), TokenWindows(windows(10, 16))
+    shape = Shape.of(model)
+
+    def stage(epochs: int) -> Work:
+        recipe = load_recipe("ridge", (f"recovery={{method: scales, epochs: {epochs}, held_out: 0.2}}",), 0.3)
+        training = RecoverySamples(samples, torch.float32)
+        settled = settle(request_on(folder, recipe, live=windows(8, 16), training=training))
+        stages, _ = of_prune(settled)
+        assert [stage.name for stage in stages] == ["blocks", "rest", "scales"]
+        stays = settled.output.cost.parameters / settled.before.parameters
+        return stages[-1].work, stays
+
+    (one, stays), (two, _) = stage(1), stage(2)
+    run, head = shape.run(1, 16).gemm * BLOCKS, shape.logits(16).gemm
+    assert two.gemm - one.gemm == pytest.approx(
+        8 * ((3 + BACK) * stays * run + 4 * head) + 2 * (stays * run + 2 * head)
+    )
+    assert 2 * one.gemm - two.gemm == pytest.approx(10 * run + 2 * (stays * run + 2 * head))
 
 
 def test_gradients_are_of_a_few_samples_only(folder):

@@ -182,7 +182,7 @@ def test_a_recipe_without_recovery_says_nothing_of_it(dense, tmp_path):
 
 def test_a_recipe_with_recovery_needs_samples(dense, tmp_path):
     folder, recipe = dense.folder("llama"), with_recovery(wanted("magnitude"))
-    with pytest.raises(UserError, match=r"^recipe test recovers every block on samples, .*: give --text$"):
+    with pytest.raises(UserError, match=r"^recipe test recovers on samples, .*: give --text$"):
         prune(encoders.job_on(folder, recipe), tmp_path / "out")
     assert not list(tmp_path.iterdir())
     one = RecoverySamples(TokenWindows(windows(1)), torch.float32)
@@ -342,6 +342,7 @@ def test_a_recovery_killed_between_two_tensors_is_resumed(dense, masked_llama, t
 CHANGED: dict[str, Any] = {
     **{"epochs": 3, "lr": 0.002, "batch": 3, "accumulate": 2, "schedule": "constant", "only": "mlp", "layers": "0:2"},
     **{"held_out": 0.5, "patience": 1, "seed": 1, "after": frozenset({1}), "norms": True, "teacher": "pruned"},
+    **{"method": "scales"},
     **{"compute_dtype": torch.bfloat16, "samples": TokenWindows(windows(6, 24, seed=12))},
 }
 

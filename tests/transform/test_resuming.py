@@ -7,16 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from ckpt_prune.calibration.samples import TokenWindows
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.staging import Staging
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.recipe_file import load_recipe
-from ckpt_prune.transform import gradients
+from ckpt_prune.transform import gradients, rescaling
 from ckpt_prune.transform.engine import Pruner
 from ckpt_prune.transform.measured_effects import measure_effects
+from ckpt_prune.transform.request import RecoverySamples
 from ckpt_prune.transform.resuming import summary
 from ckpt_prune.transform.settle import Settled
 from tests.families import BLOCKS, contents, job_on, prune, recipe, windows
@@ -26,13 +29,17 @@ from tests.pairs import every
 
 DENSE = recipe("ridge", lam=0.1)
 BEST = load_recipe("best", ratio=0.3)
-RECORDS = {"dense": 2 * BLOCKS + 2, "best": 3 * BLOCKS + 3}
+SCALED = load_recipe("best", ("recovery={method: scales, epochs: 3, batch: 4, held_out: 0}",), 0.3)
+RECORDS = {"dense": 2 * BLOCKS + 2, "best": 3 * BLOCKS + 3, "scaled": 4 * BLOCKS + 4}
 """Entries of a whole run's journal."""
 
 
 def job(sources: Any, name: str, **options: Any) -> Settled:
-    wanted, folds = (DENSE, 1) if name == "dense" else (BEST, 2)
-    return job_on(sources.folder("llama"), wanted, live=options.pop("live", windows(4, 16)), folds=folds, **options)
+    wanted, folds = {"dense": (DENSE, 1), "best": (BEST, 2), "scaled": (SCALED, 2)}[name]
+    live = options.pop("live", windows(4, 16))
+    if wanted.recovery is not None:
+        options["training"] = RecoverySamples(TokenWindows(live), torch.float32)
+    return job_on(sources.folder("llama"), wanted, live=live, folds=folds, **options)
 
 
 @pytest.fixture(scope="module")
@@ -60,18 +67,20 @@ def test_nothing_is_done_twice_and_the_bytes_are_those_of_one_run(sources, tmp_p
     out = tmp_path / "out"
     stopped(job(sources, name), out, record)
     assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
-    records, observed, solved, said = [], [], [], []
+    records, observed, solved, fitted, said = [], [], [], [], []
     for owner, method, seen in (
         (Journal, "record", records),
         (HiddenStream, "observe", observed),
         (Pruner, "block", solved),
+        (rescaling, "fitted_scales", fitted),
     ):
         watch(monkeypatch, owner, method, seen)
     prune(job(sources, name), out, resume=True, announce=said.append)
     assert contents(out) == whole[name]
     assert len(records) == RECORDS[name] - record + 1
     assert len(observed) == max(0, BLOCKS - record + 1)
-    assert len(said) == 1
+    assert len(fitted) == (name == "scaled" and record <= 3 * BLOCKS + 4)
+    assert len(said) == 1 + len(fitted)
     assert list(tmp_path.iterdir()) == [out]
 
 
@@ -89,7 +98,7 @@ def test_a_pass_back_that_was_interrupted_is_made_again(sources, tmp_path, whole
     assert contents(out) == whole["best"]
 
 
-def watch(patch: pytest.MonkeyPatch, owner: type, method: str, seen: list[Any]) -> None:
+def watch(patch: pytest.MonkeyPatch, owner: object, method: str, seen: list[Any]) -> None:
     original = getattr(owner, method)
     patch.setattr(owner, method, lambda *args, **options: seen.append(args) or original(*args, **options))
 
@@ -104,6 +113,12 @@ def watch(patch: pytest.MonkeyPatch, owner: type, method: str, seen: list[Any]) 
         ("best", 2 * BLOCKS + 3, "statistics measured, effects measured"),
         ("best", 2 * BLOCKS + 4, f"statistics measured, effects measured, 1 of {BLOCKS} blocks pruned"),
         ("dense", 2 * BLOCKS + 2, f"statistics measured, {BLOCKS} of {BLOCKS} blocks pruned"),
+        (
+            "scaled",
+            3 * BLOCKS + 6,
+            f"statistics measured, effects measured, {BLOCKS} of {BLOCKS} blocks pruned, scales fitted, 1 of {BLOCKS} "
+            "blocks scaled",
+        ),
     ],
 )
 def test_what_is_gone_on_with_is_said_first(sources, tmp_path, name, record, line):
