@@ -21,7 +21,7 @@ GOALS: dict[Goal, str] = {
     "experts": "Fewer experts, for mixtures of them",
     "low-rank": "Two thin linears in the place of each, for any family but mixtures of experts",
     "zeros": "Zeros (masks): shapes stay",
-    "recovery": "Recovery: what stays of each block is trained",
+    "recovery": "Recovery: what stays is trained",
     "paper": "Baselines of papers",
 }
 """What recipes are for, in the order they are listed, with the heading of each group."""

@@ -120,7 +120,9 @@ class RecoveryRecipe(RecoverySettings):
     """Recovery as a step of a recipe: by LaCo of each block right after it is pruned, by scales of all at the end."""
 
     samples: int | None = Field(
-        None, ge=2, description="Windows, or images, to train on. Default: those of the calibration."
+        None,
+        ge=2,
+        description="Windows, or images, to train on. Default: those of the calibration; of scales as many others.",
     )
     seed: int = Field(0, ge=0, lt=2**63, description="Of the order of samples.")
 

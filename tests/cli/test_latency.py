@@ -186,6 +186,17 @@ def test_best_holds_blocks_against_units_under_a_latency_alone(here, timed) -> N
     assert read_json("plain/ckpt_prune.json").get("depth") is None
 
 
+def test_scales_come_after_the_blocks_are_chosen(here, timed) -> None:
+    """Numbers of blocks are held against each other without, and the target is the model with all of them."""
+    for recipe, out in (("best", "plain"), ("best-scaled", "out")):
+        ok("prune", "deep", "--recipe", recipe, *TEXT, "--target-latency", "60%", "-o", out)
+    plain, ours = (read_json(f"{out}/ckpt_prune.json") for out in ("plain", "out"))
+    assert ours["depth"] == plain["depth"]
+    assert ours["sites"] == plain["sites"]
+    assert ours["lora"]["loss_after"] < ours["lora"]["loss_before"]
+    assert "FAILED" not in ok("verify", "out")
+
+
 @pytest.mark.parametrize(
     ("asked", "why"),
     [

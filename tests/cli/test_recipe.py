@@ -32,7 +32,7 @@ def test_list_is_grouped_by_what_recipes_are_for():
         "Fewer experts, for mixtures of them:",
         "Two thin linears in the place of each, for any family but mixtures of experts:",
         "Zeros (masks): shapes stay:",
-        "Recovery: what stays of each block is trained:",
+        "Recovery: what stays is trained:",
         "Baselines of papers:",
     ]
     named = {heading: [line.split()[0] for line in lines[1:]] for heading, lines in tables.items()}

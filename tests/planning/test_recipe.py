@@ -195,13 +195,13 @@ def test_which_shipped_recipes_recover():
     assert {name for name in shipped_recipes() if load_recipe(name).recovery} == {*LACO, "best-scaled"}
 
 
-def test_best_scaled_is_best_with_more_of_attention_and_scales():
-    ours, best, attention = (load_recipe(name) for name in ("best-scaled", "best", "best-attention"))
-    described = {"name", "summary", "source", "time", "spaces", "recovery", "depth"}
+@pytest.mark.parametrize("size", [None, {"latency": "70%"}])
+def test_best_scaled_is_best_with_scales(size):
+    ours, best = load_recipe("best-scaled", size=size), load_recipe("best", size=size)
+    described = {"name", "summary", "source", "time", "recovery"}
     assert ours.model_dump(exclude=described) == best.model_dump(exclude=described)
-    assert ours.spaces == {space: own for space, own in attention.spaces.items() if space not in ("rotary", "qk")}
     assert ours.recovery == RecoveryRecipe(method="scales", lr=1.5e-3, held_out=0)
-    assert ours.depth is None
+    assert (ours.depth is None) == (size is None)
 
 
 @pytest.mark.parametrize("name", ["rcpu", "wanda-50", "magnitude", "denoise-rotator-wanda-50"])
