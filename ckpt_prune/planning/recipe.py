@@ -100,7 +100,8 @@ class Recipe(Strict):
         None, description="Two thin linears in the place of each, instead of spaces or a mask."
     )
     recovery: RecoveryRecipe | None = Field(
-        None, description="Train what stays: of each block right after it is pruned (LaCo), or scales of all at the end."
+        None,
+        description="Train what stays: of each block right after it is pruned (LaCo), or scales of all at the end.",
     )
     export: ExportRecipe | None = Field(None, description="End in an ONNX graph, in the output's folder onnx.")
 
