@@ -17,7 +17,8 @@ from tools.bench_best import OURS, PUBLISHED
 from tools.bench_command import as_options, command
 from tools.bench_lines import add_line, by_key
 
-RECIPES = (*PUBLISHED, "llm-pruner-taylor1", *OURS)
+FROM_TEXT = (*OURS, "best-scaled")
+RECIPES = (*PUBLISHED, "llm-pruner-taylor1", *FROM_TEXT)
 DENSE = "dense"
 
 
@@ -42,7 +43,7 @@ def measured(args: argparse.Namespace, recipe: str, ratio: float, size: int | No
         out, line = args.model, {}
         if recipe != DENSE:
             out = Path(scratch) / "out"
-            data = calibration(args) if recipe in OURS else ["--statistics", str(statistics(args))]
+            data = calibration(args) if recipe in FROM_TEXT else ["--statistics", str(statistics(args))]
             left = ["--ratio", f"{ratio:g}"] if size is None else ["--target-params", str(size)]
             how = ["--recipe", recipe, *left, "--container", "any", "-o", str(out), "--json"]
             took = command("prune", str(args.model), *how, *data)
