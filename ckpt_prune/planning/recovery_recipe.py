@@ -48,7 +48,7 @@ class RecoverySettings(Strict):
         gt=0,
         le=1e6,
         description="Learning rate of Adam. Default: the paper's 5e-5 at a hidden size of 4096, more at smaller ones "
-        "in inverse proportion; of scales 2e-3.",
+        "in inverse proportion; of scales 3e-3, or 7.5e-3 times the root of the divergence where that is less.",
     )
     batch: int = Field(
         default_factory=_by_method(4, 1), ge=1, description="Samples per optimiser step. [default: 4, of scales 1]"

@@ -20,8 +20,10 @@ from ckpt_prune.planning.recovery_recipe import RecoverySettings
 from ckpt_prune.recovery.survivors import trained_tensors
 from ckpt_prune.recovery.training import Split, cut, part_size
 
-RATE = 2e-3
-"""Of Adam, for factors that are near one, whatever the size of the model."""
+RATE, RATE_OF_LOSS = 3e-3, 7.5e-3
+"""Of Adam, for factors that are near one, whatever the size of the model: at most the first, and the second times the
+root of the divergence. What is lost is a square of how far factors are off, and Adam's steps are as long as its rate
+however small gradients are."""
 _BETAS = (0.9, 0.99)
 """There are tens of steps, not thousands."""
 
@@ -116,13 +118,14 @@ def fit_scales(
         dense.stream.advance(block, dense.read(block))
     task = _Task(pruned, samples, dense.stream.states, dense.stream.readout(), pruned.stream.readout(), settings)
     task.begin()
-    rate, trained = RATE if settings.lr is None else settings.lr, task.parameters
+    trained = task.parameters
     if not trained:
         raise UserError("the model has no linear module that could be scaled")
+    before = best = task.divergence(split.measured)
+    rate = default_rate(before) if settings.lr is None else settings.lr
     optimiser = torch.optim.Adam(trained, lr=rate, betas=_BETAS)
     steps = settings.epochs * math.ceil(len(split.train) / settings.batch)
     order = torch.Generator().manual_seed(seed)
-    before = best = task.divergence(split.measured)
     kept, step, epoch, waited = dict[str, tuple[Tensor, Tensor]](), 0, 0, 0
     for epoch in range(1, settings.epochs + 1):
         for rows in cut(split.train[torch.randperm(len(split.train), generator=order)], settings.batch):
@@ -141,6 +144,11 @@ def fit_scales(
             break
     count = sum(parameter.numel() for parameter in trained)
     return Fitted(kept, before, best, step, epoch, time.monotonic() - start, count, rate)
+
+
+def default_rate(divergence: float) -> float:
+    """The highest learning rate where none is asked for, by what a model has lost."""
+    return min(RATE, RATE_OF_LOSS * math.sqrt(max(divergence, 0.0))) if math.isfinite(divergence) else RATE
 
 
 def _share(step: int, steps: int, schedule: str) -> float:

@@ -4,7 +4,7 @@ from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.checkpoint.units import counted
 from ckpt_prune.planning.recovery_recipe import RecoverySettings
 from ckpt_prune.progress import meter
-from ckpt_prune.recovery.scales import RATE, Fitted, Side, fit_scales
+from ckpt_prune.recovery.scales import Fitted, Side, fit_scales
 from ckpt_prune.recovery.training import Split
 from ckpt_prune.report.model import Adapters
 from ckpt_prune.report.stages import Stages
@@ -40,9 +40,10 @@ def fitted_scales(
     split = Split.of(len(samples), settings.held_out)
     what = f"windows of {samples.tokens} tokens" if text else "samples"
     held = f"{len(split.measured)} of them held out" if settings.held_out else "none held out"
+    rate = "" if settings.lr is None else f" at lr {settings.lr:g}"
     announce(
         f"fitting scales of {counted(len(settings.blocks(pruned.blocks)), 'block')} on {len(samples)} {what}, {held}, "
-        f"up to {counted(settings.epochs, 'epoch')} in steps of {settings.batch} at lr {settings.lr or RATE:g}"
+        f"up to {counted(settings.epochs, 'epoch')} in steps of {settings.batch}{rate}"
     )
     with stages.stage("scales"), meter(settings.epochs, "fitting scales", unit="epoch") as epochs:
         fitted = fit_scales(

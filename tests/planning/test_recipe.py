@@ -200,7 +200,7 @@ def test_best_scaled_is_best_with_scales(size):
     ours, best = load_recipe("best-scaled", size=size), load_recipe("best", size=size)
     described = {"name", "summary", "source", "time", "recovery"}
     assert ours.model_dump(exclude=described) == best.model_dump(exclude=described)
-    assert ours.recovery == RecoveryRecipe(method="scales", lr=1.5e-3, held_out=0)
+    assert ours.recovery == RecoveryRecipe(method="scales", epochs=1, batch=1, held_out=0)
     assert (ours.depth is None) == (size is None)
 
 

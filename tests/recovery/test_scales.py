@@ -184,6 +184,14 @@ def test_without_held_out_samples_the_last_epoch_stays(twins_of):
     assert fitted.after != fitted.before
 
 
+def test_the_rate_is_less_where_less_is_lost(twins_of):
+    assert [module.default_rate(lost) for lost in (4.0, 0.16, 0.04, 0.0, math.inf)] == pytest.approx(
+        [3e-3, 3e-3, 1.5e-3, 0.0, 3e-3]
+    )
+    fitted = Pair.of(twins_of("llama-gqa-tied")).fit(lr=None)
+    assert fitted.rate == module.default_rate(fitted.before) > 0
+
+
 @pytest.mark.parametrize(
     ("schedule", "expected"), [("cosine", [0.5, 0.9619, 0.8536, 0.6913]), ("constant", [0.5, 1, 1, 1])]
 )
