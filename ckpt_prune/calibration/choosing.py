@@ -124,11 +124,14 @@ def fresh_samples(
         skip = 0 if used is None else len(used) + len(getattr(used, "skipped", ()))
     if not skip:
         return choose(calibration, say=say)
+    heard: list[str] = []
     try:
-        fresh = choose(calibration, skip, say)
+        fresh = choose(calibration, skip, heard.append)
     except UserError:
         fresh = None
     if fresh is not None and len(fresh) > 1:
+        for line in heard:
+            say(line)
         return fresh
     say("there are no other samples than those that it was pruned on: they are fitted to")
     return choose(calibration, say=say)

@@ -282,7 +282,7 @@ def _write_blocks(settled: Settled, sink: Sink, in_turn: InTurn | None = None) -
         if in_turn is not None:
             in_turn.stream = _followed(settled, source, steps)
         say = "pruning" if in_turn is None else None
-        if here().once(lambda: sink.writer is not None and SCALES in sink.writer.notes):
+        if in_turn is None and here().once(lambda: sink.writer is not None and SCALES in sink.writer.notes):
             # Blocks may be half scaled, and all that is still asked of them is what was done to them.
             for block in range(dense.model.blocks):
                 notes = here().once(partial(sink.notes, block))

@@ -16,6 +16,7 @@ from tests.cli.test_recover import changed, linears, report_of, tensors
 from tests.images import write_images, write_vit
 from tests.interrupting import interrupt_at
 from tests.oracles.scales import divergence
+from tests.reports import without_stages
 
 SCALES = ("--dense", "dense", "--method", "scales", *TEXT, "--samples", "32", "--epochs", "3", "--batch", "4")
 SCALES += ("--lr", "0.05", "--held-out", "0.1")
@@ -281,6 +282,7 @@ def test_where_there_are_too_few_others_that_is_said(place: Path):
         done = run("prune", "dense", "--recipe", "ridge", "--ratio", "0.5", *data, *step, "-o", f"out-{beside}")
         assert done.exit_code == 0, done.output
         assert line in done.stderr
+        assert done.stderr.count(" that it was pruned on") == 1
         assert report_of(f"out-{beside}")["lora"]["samples"] == told
 
 
@@ -302,17 +304,21 @@ def test_a_dry_run_says_that_scales_are_fitted(place: Path):
     assert not Path("out").exists()
 
 
-def test_a_run_that_is_interrupted_goes_on(place: Path):
-    job = ["prune", "dense", "--recipe", "magnitude-50", *TEXT, *STEP]
+@pytest.mark.parametrize(
+    ("recipe", "more"), [("magnitude-50", ()), ("denoise-rotator-wanda-50", ("--set", "rotation.steps=2"))]
+)
+def test_a_run_that_is_interrupted_goes_on(place: Path, recipe: str, more: tuple[str, ...]):
+    """Also where rotations are learned behind masked blocks, which have their scales by then."""
+    job = ["prune", "dense", "--recipe", recipe, *more, *TEXT, *STEP, "--set", "recovery.held_out=0"]
     ok(*job, "-o", "whole")
     for call in (1, 2):
         with pytest.MonkeyPatch.context() as patch:
             interrupt_at(patch, CheckpointWriter, "rewrite", call)
             assert run(*job, "-o", "out").exit_code == 130
-        assert run(*job, "-o", "out", "--resume").stderr == (
-            f"resuming out.partial: 2 of 2 blocks masked, scales fitted, {call - 1} of 2 blocks scaled\n"
-        )
+        said = run(*job, "-o", "out", "--resume").stderr
+        assert f"2 of 2 blocks masked, scales fitted, {call - 1} of 2 blocks scaled\n" in said
         assert changed("out", "whole") == set()
+        assert without_stages(report_of("out")) == without_stages(report_of("whole"))
         shutil.rmtree("out")
 
 
