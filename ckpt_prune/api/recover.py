@@ -195,7 +195,7 @@ def recover(
         check_models(ours, beside, recovering.WHY)
         refuse_factored(ours)
         if settings.method == "scales":
-            used = _pruned_on(report_of(ours.checkpoint.path))
+            used = _known_samples(report_of(ours.checkpoint.path))
             chosen = fresh_samples(theirs, options, options, used, trust=trust, most=FEW_SAMPLES, say=say)
         else:
             chosen = chosen_samples(theirs, options, options, trust=trust, most=MOST_SAMPLES, say=say)
@@ -220,11 +220,19 @@ def recover(
         return Recovered(out, report, tuple(say.lines))
 
 
-def _pruned_on(report: "Report | None") -> tuple[int, str] | None:
-    """Number and fingerprint of the samples that a model says it was pruned on, where it was run on them then."""
-    data = {} if report is None else report.calibration.entries
-    count, fingerprint = data.get("samples"), data.get("data")
-    return (count, fingerprint) if isinstance(count, int) and isinstance(fingerprint, str) else None
+def _known_samples(report: "Report | None") -> list[tuple[int, str]]:
+    """Numbers and fingerprints of the samples that a model says it was pruned on and fitted to, in turn."""
+    if report is None:
+        return []
+    data = report.calibration.entries
+    known = [(data.get("samples"), data.get("data"))]
+    lora = report.lora
+    fitted = []
+    while lora is not None:
+        fitted.append((lora.samples, lora.data))
+        lora = lora.earlier
+    found = [*known, *reversed(fitted)]
+    return [(count, data) for count, data in found if isinstance(count, int) and isinstance(data, str) and data]
 
 
 def _check_whole(options: RecoverOptions, settings: RecoverySettings) -> None:
@@ -239,8 +247,11 @@ def _check_whole(options: RecoverOptions, settings: RecoverySettings) -> None:
         (settings.teacher != "dense", f"--teacher {settings.teacher}"),
     ):
         if given:
-            way = "by itself, in one go" if lora else "as a whole"
-            raise UserError(f"{said} is for --method laco: {settings.method} trains the pruned model {way}")
+            if not lora:
+                raise UserError(
+                    f"{said} is for --method laco: scales are of linear modules, fitted to all blocks at once"
+                )
+            raise UserError(f"{said} is for --method laco: lora trains the pruned model by itself, in one go")
 
 
 def _refuse_adapters(given: LoraSettings) -> None:

@@ -1,6 +1,6 @@
 """The calibration samples that options ask for."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ckpt_prune.architectures.context import context_length
 from ckpt_prune.architectures.model import Model
@@ -90,7 +90,7 @@ def fresh_samples(
     model: Model,
     calibration: SampleOptions,
     images: ImageOptions,
-    used: Samples | tuple[int, str] | None,
+    used: Samples | Sequence[tuple[int, str]],
     *,
     trust: bool = False,
     most: int | None = None,
@@ -104,7 +104,8 @@ def fresh_samples(
         model: as of `chosen_samples`, as are those that are not named here.
         calibration: which, and how many.
         images: which images.
-        used: what it was pruned on: the samples, or their number and fingerprint; None where that is not known.
+        used: what it was pruned on, and fitted to after that, in turn: the samples, or their numbers and fingerprints,
+            as far as they are known.
         trust: run the image processor's own code.
         most: samples where none are asked for.
         say: told in a line where there are fewer others than asked for, or none.
@@ -116,12 +117,13 @@ def fresh_samples(
     def choose(asked: SampleOptions, skip: int = 0, say: Callable[[str], None] = lambda _line: None) -> Samples:
         return chosen_samples(model, asked, images, trust=trust, most=most, skip=skip, say=say)
 
-    if isinstance(used, tuple):
-        count, fingerprint = used
-        same = choose(calibration.model_copy(update={"samples": count})).fingerprint == fingerprint
-        skip = count if same else 0
+    skip = 0
+    if isinstance(used, Sequence):
+        for count, fingerprint in used:
+            if choose(calibration.model_copy(update={"samples": count}), skip).fingerprint == fingerprint:
+                skip += count
     else:
-        skip = 0 if used is None else len(used) + len(getattr(used, "skipped", ()))
+        skip = len(used) + len(getattr(used, "skipped", ()))
     if not skip:
         return choose(calibration, say=say)
     heard: list[str] = []
@@ -134,7 +136,7 @@ def fresh_samples(
             say(line)
         return fresh
     say("there are no other samples than those that it was pruned on: they are fitted to")
-    return choose(calibration, say=say)
+    return choose(calibration)
 
 
 def _all_used(there_are: str, skip: int, wanted: int) -> str:

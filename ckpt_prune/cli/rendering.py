@@ -366,6 +366,8 @@ def lora_lines(lora: Adapters) -> Iterable[str]:
     yield f"{lora.modules} modules have new weights; zeros stay zero"
     if lora.loss_before is not None and lora.loss_after is not None:
         yield f"{loss_name(lora)} on {measured_on(lora)} {lora.loss_before:.4f} -> {lora.loss_after:.4f}"
+        if lora.modules and not lora.settings.get("held_out"):
+            yield "other samples may gain less: `evaluate --against MODEL` tells"
 
 
 def layer_rows(layers: Sequence[RecoveredLayer]) -> list[list[str]]:

@@ -19,21 +19,28 @@ def loss_name(adapters: Adapters) -> str:
 
 
 def told_of(adapters: Adapters | None) -> list[str]:
-    """What was trained and what it gave, in a sentence or two."""
-    if adapters is None:
-        return []
+    """What was trained and what it gave, in a sentence or two for each time, the last one first."""
+    found, before = list[str](), ""
+    while adapters is not None:
+        found.append(before + _told(adapters))
+        adapters, before = adapters.earlier, "Before that: "
+    return found
+
+
+def _told(adapters: Adapters) -> str:
     scales, on = adapters.method == "scales", measured_on(adapters)
     if not adapters.modules:
         tried = "Fitting scales" if scales else "LoRA"
-        return [f"{tried} was tried, and no epoch was better on {on}: the weights are as they were."]
+        return f"{tried} was tried, and no epoch was better on {on}: the weights are as they were."
     gained = ""
     if adapters.loss_before is not None and adapters.loss_after is not None:
         name = loss_name(adapters).capitalize()
-        gained = f" {name} on {on}, before -> after: {adapters.loss_before:.4g} -> {adapters.loss_after:.4g}."
+        gained = f" {name} on {on}, before -> after: {adapters.loss_before:.4g} -> {adapters.loss_after:.4g}"
+        gained += "." if adapters.settings.get("held_out") else "; other samples may gain less."
     how = "scales of the inputs and outputs of" if scales else f"LoRA of rank {adapters.rank} on"
     epochs = adapters.epochs or 0
     passes = f"{epochs:.3g} epoch{'' if epochs == 1 else 's'}"
-    return [
+    return (
         f"Recovered by {how} {counted(adapters.modules, 'linear module')}, merged; "
         f"{counted(adapters.samples, 'sample')}, {passes}; zeros stay zero.{gained}"
-    ]
+    )

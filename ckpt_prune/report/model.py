@@ -268,6 +268,7 @@ class Adapters(Fixed):
         modules: that were changed; 0 where no epoch was better on these.
         parameters: that were trained.
         steps, epochs, seconds: of training.
+        earlier: the record of such a recovery that this one followed.
         loss_before, loss_after: on these samples, of the model as it was and as it is stored, nats: cross entropy by
             LoRA, by scales the divergence from the dense model.
     """
@@ -289,6 +290,11 @@ class Adapters(Fixed):
     seconds: Figure = None
     loss_before: Figure = None
     loss_after: Figure = None
+    earlier: "Adapters | None" = None
+
+    @model_serializer(mode="wrap")
+    def _as_given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {key: value for key, value in handler(self).items() if key != "earlier" or value is not None}
 
 
 class Latency(Fixed):

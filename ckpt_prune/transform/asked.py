@@ -212,8 +212,14 @@ def _training(
     wanted = options if recovery.samples is None else options.model_copy(update={"samples": recovery.samples})
     if recovery.method == "scales":
         index = None if statistics is None else statistics.index
-        measured = None if index is None or len(index.data) != 1 else (index.samples, index.data[0])
+        measured = [] if index is None or len(index.data) != 1 else [(index.samples, index.data[0])]
         used = samples if samples is not None else measured
+        if samples is None and index is not None:
+            # As many as it is pruned on, and as long.
+            own = {"samples": wanted.samples or index.samples}
+            if index.modality == "text":
+                own["window"] = wanted.window or index.window
+            wanted = wanted.model_copy(update=own)
         samples = fresh_samples(asked.model, wanted, options, used, trust=options.trust_remote_code, say=say)
     elif samples is None or recovery.samples is not None:
         samples = chosen_samples(asked.model, wanted, options, trust=options.trust_remote_code, say=say)

@@ -61,7 +61,7 @@ def read_recipe(options: PruneOptions) -> AskedRecipe:
     if options.perplexity_after is not None and recipe.recovery is None:
         raise UserError(f"--perplexity-after is for recipes with recovery, which {recipe.name} has not")
     if options.perplexity_after is not None and recipe.recovery is not None and recipe.recovery.method == "scales":
-        raise UserError(f"--perplexity-after is for recovery block by block, and {recipe.name} scales all at the end")
+        raise UserError("--perplexity-after is for recovery block by block, and scales are fitted to all at the end")
     return AskedRecipe(options, recipe, plan, device, origin)
 
 

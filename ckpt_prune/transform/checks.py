@@ -128,6 +128,8 @@ def check_data(request: Request) -> None:
     """
     if request.lacks_moments:
         data = DATA_OPTIONS[request.model.family.modality]
+        if request.recipe.recovery is not None:
+            raise UserError(f"recipe {request.recipe.name} needs samples to be measured and recovered on: give {data}")
         raise UserError(f"recipe {request.recipe.name} needs statistics: give --statistics, or {data} to measure them")
     mask = request.recipe.mask
     if mask is not None and mask.allocation == "divergence" and request.live is None:

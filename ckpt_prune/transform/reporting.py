@@ -147,7 +147,7 @@ def report_of_adapters(own: Report | None, pruned: Model, container: Container, 
         lora: what was done.
     """
     base = _elsewhere(pruned, pruned, container) if own is None else own
-    return base.model_copy(update={**versions(), "lora": lora})
+    return base.model_copy(update={**versions(), "lora": lora.model_copy(update={"earlier": base.lora})})
 
 
 def recovery_of(recoverer: Recoverer, dense: Checkpoint, *, on_the_fly: bool) -> Recovery:

@@ -539,7 +539,7 @@ def test_a_plan_names_blocks_that_are_there(place):
 def test_recovery_needs_data(place, recipe, option):
     said = refused("prune", "dense", "--recipe", recipe, *TWO, *option, "-o", "out")
     if recipe == "rcpu" and not option:
-        assert said == "recipe rcpu needs statistics: give --statistics, or --text to measure them"
+        assert said == "recipe rcpu needs samples to be measured and recovered on: give --text"
     else:
         assert said == f"recipe {recipe} recovers on samples, beside any statistics: give --text"
 

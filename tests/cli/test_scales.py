@@ -139,7 +139,7 @@ def test_page_and_card_say_the_same(place: Path):
     said = (
         "Recovered by scales of the inputs and outputs of 14 linear modules, merged; 32 samples, 3 epochs; zeros stay "
         "zero. Divergence from the dense model on 3 samples of those it was trained on, before -&gt; after: "
-        f"{told['loss_before']:.4g} -&gt; {told['loss_after']:.4g}."
+        f"{told['loss_before']:.4g} -&gt; {told['loss_after']:.4g}; other samples may gain less."
     )
     page = Path("page.html").read_text()
     assert said in page
@@ -158,7 +158,7 @@ def test_options_of_adapters_are_refused(place: Path, words: str):
 def test_what_it_does_not_do_is_refused(place: Path, words: str):
     said = refused("recover", "pruned", *SCALES, *words.split(), "-o", "out")
     name = words if words.startswith("--teacher") else words.split()[0]
-    assert said == f"{name} is for --method laco: scales trains the pruned model as a whole"
+    assert said == f"{name} is for --method laco: scales are of linear modules, fitted to all blocks at once"
 
 
 def test_it_needs_the_dense_model(place: Path):
@@ -266,6 +266,33 @@ def test_scales_are_fitted_to_samples_that_it_was_not_pruned_on(place: Path):
     assert report_of("e")["lora"]["data"] not in {*found, used}
 
 
+def test_as_many_as_statistics_are_of_and_as_long(place: Path):
+    step = ("--set", "recovery.method=scales")
+    ok("prune", "dense", "--recipe", "ridge", "--statistics", "stats", "--text", "calib.txt", *step, "-o", "out")
+    told, index = report_of("out")["lora"], report_of("out")["calibration"]
+    assert (told["samples"], told["window"]) == (index["samples"], index["window"]) == (8, 16)
+
+
+def test_scales_after_scales_take_others_again_and_both_are_told(place: Path):
+    ok("prune", "dense", "--recipe", "ridge", "--ratio", "0.5", *TEXT, "--set", "recovery.method=scales", "-o", "one")
+    after = ("--dense", "dense", "--method", "scales", *TEXT)
+    said = ok("recover", "one", *after, "-o", "two")
+    assert "\nother samples may gain less: `evaluate --against MODEL` tells\n" in said
+    ok("recover", "two", *after, "--only", "mlp", "--held-out", "0.2", "-o", "three")
+    last = report_of("three")["lora"]
+    told = [last, last["earlier"], last["earlier"]["earlier"]]
+    assert "earlier" not in told[2]
+    assert [{**each, "earlier": None} for each in told[1:]] == [
+        {**report_of(out)["lora"], "earlier": None} for out in ("two", "one")
+    ]
+    used = {report_of("one")["calibration"]["data"], *(each["data"] for each in told)}
+    assert len(used) == 4
+    card = Path("three/README.md").read_text()
+    assert card.count("Before that: Recovered by scales of the inputs and outputs of 14 linear modules") == 2
+    ok("report", "three", "-o", "page.html")
+    assert Path("page.html").read_text().count("Before that: Recovered by scales") == 2
+
+
 def test_where_there_are_too_few_others_that_is_said(place: Path):
     there_are = len(token_stream(load_tokenizer(Path("dense")), read_text([Path("calib.txt")]), bos="auto")) // 16
     step = ("--set", "recovery.method=scales")
@@ -339,7 +366,7 @@ def test_a_run_that_is_interrupted_goes_on(place: Path, recipe: str, more: tuple
         ),
         (
             ("--perplexity-after", "1"),
-            "--perplexity-after is for recovery block by block, and magnitude-50 scales all at the end",
+            "--perplexity-after is for recovery block by block, and scales are fitted to all at the end",
         ),
     ],
 )
