@@ -114,29 +114,31 @@ def fresh_samples(
         UserError: as of `chosen_samples`.
     """
 
-    def choose(asked: SampleOptions, skip: int = 0, say: Callable[[str], None] = lambda _line: None) -> Samples:
-        return chosen_samples(model, asked, images, trust=trust, most=most, skip=skip, say=say)
+    def choose(asked: SampleOptions, skip: int = 0, say: Callable[[str], None] = lambda _line: None) -> Samples | None:
+        try:
+            return chosen_samples(model, asked, images, trust=trust, most=most, skip=skip, say=say)
+        except UserError:
+            if skip:
+                return None  # there are no more
+            raise
 
     skip = 0
     if isinstance(used, Sequence):
         for count, fingerprint in used:
-            if choose(calibration.model_copy(update={"samples": count}), skip).fingerprint == fingerprint:
+            same = choose(calibration.model_copy(update={"samples": count}), skip)
+            if same is not None and same.fingerprint == fingerprint:
                 skip += count
     else:
         skip = len(used) + len(getattr(used, "skipped", ()))
-    if not skip:
-        return choose(calibration, say=say)
     heard: list[str] = []
-    try:
-        fresh = choose(calibration, skip, heard.append)
-    except UserError:
-        fresh = None
-    if fresh is not None and len(fresh) > 1:
-        for line in heard:
-            say(line)
-        return fresh
-    say("there are no other samples than those that it was pruned on: they are fitted to")
-    return choose(calibration)
+    found = choose(calibration, skip, heard.append)
+    if found is None or (skip and len(found) < 2):
+        heard = ["there are no other samples than those that it was pruned on: they are fitted to"]
+        found = choose(calibration)
+    assert found is not None
+    for line in heard:
+        say(line)
+    return found
 
 
 def _all_used(there_are: str, skip: int, wanted: int) -> str:

@@ -323,6 +323,11 @@ def test_other_images_are_taken_too(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ok(*job, *step, "--samples", samples, "-o", samples)
         assert report_of(samples)["lora"]["samples"] == told
         assert report_of(samples)["lora"]["data"] != report_of(samples)["calibration"]["data"] or samples == "12"
+    more = ("--dense", "vit", "--method", "scales", "--images", "pictures", "--samples", "12")
+    done = run("recover", "12", *more, "-o", "again")
+    assert done.exit_code == 0, done.output
+    assert done.stderr.startswith("there are no other samples than those that it was pruned on: they are fitted to\n")
+    assert report_of("again")["lora"]["samples"] == 12
 
 
 def test_a_dry_run_says_that_scales_are_fitted(place: Path):
