@@ -64,7 +64,8 @@ def test_outliers_share_out_the_ratio(values, ratio, spread):
     assert found == pytest.approx(oracle.owl(values, ratio, spread))
     assert np.mean(found) == pytest.approx(ratio)
     assert max(found) - min(found) == pytest.approx(2 * spread)
-    assert found.index(min(found)) == values.index(max(values))
+    # Values that differ by their last digit may come to the same.
+    assert found[values.index(max(values))] == min(found)
 
 
 @settings(deadline=None, max_examples=25)
@@ -75,7 +76,7 @@ def test_exponents_share_out_the_ratio(values, ratio, spread, data):
     assert found == pytest.approx(oracle.alpha(values, sizes, ratio, spread))
     assert np.dot(found, sizes) == pytest.approx(ratio * sum(sizes))
     assert max(found) / min(found) == pytest.approx((1 + spread) / (1 - spread))
-    assert found.index(max(found)) == values.index(max(values))
+    assert found[values.index(max(values))] == max(found)
 
 
 def test_blocks_that_are_alike_get_the_same():
