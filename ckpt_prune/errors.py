@@ -18,6 +18,10 @@ def named(error: OSError) -> UserError:
     return UserError(f"{error.filename}: {error.strerror}; give another path or mend this one")
 
 
+class NoneLeftError(UserError):
+    """There are no samples beside those that were passed over."""
+
+
 class DiskError(UserError):
     """The disk is full or cannot be written: nothing is wrong with what was asked, and what is done may be kept."""
 

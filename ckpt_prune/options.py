@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from ckpt_prune.architectures.composite import PartName
+from ckpt_prune.checkpoint.places import place_of
 from ckpt_prune.errors import UserError
 from ckpt_prune.graph_types import GraphType
 from ckpt_prune.ratios import Ratio, checked_ratio
@@ -42,10 +43,18 @@ def _if_any(value: Any) -> Any:
     return None if value == () else _with_commas(value)
 
 
+def _in_a_folder(out: Path) -> Path:
+    """The same path; UserError where there is no folder that it could be in."""
+    place_of(out)
+    return out
+
+
 Texts = Annotated[tuple[Path, ...], BeforeValidator(_several)]
 """Text files, or one of them."""
 Folder = Annotated[str, BeforeValidator(path_of)]
 """A folder or a Hub id, or a result that has a folder."""
+Place = Annotated[Path, AfterValidator(_in_a_folder)]
+"""Where a new folder goes: one that cannot is told before the libraries are loaded, which takes seconds."""
 
 
 class Options(BaseModel):
@@ -334,7 +343,7 @@ class HeldStatesOptions(Options):
 class PruneOptions(RecipeOptions, CalibrationOptions, ImageOptions, HeldStatesOptions):
     """What to prune, how, and into what."""
 
-    output: Path = Field(description="Folder to write.")
+    output: Place = Field(description="Folder to write.")
     plan: Annotated[Any, BeforeValidator(lambda value: getattr(value, "plan", value))] = Field(
         None, description="A plan, or its file, to apply instead of a recipe."
     )
@@ -352,7 +361,7 @@ class RecoverOptions(TrainingOptions, ImageOptions, HeldStatesOptions, PlaceOpti
     dense: Annotated[str | None, BeforeValidator(path_of)] = Field(
         None, description="The dense model that it was made from."
     )
-    output: Path = Field(description="Folder to write.")
+    output: Place = Field(description="Folder to write.")
     resume: bool = Field(False, description="Continue an interrupted run of the same job.")
     overwrite: bool = Field(False, description="Replace an existing output.")
 
@@ -382,7 +391,7 @@ class ActivityOptions(Options):
 class CalibrateOptions(SourceOptions, CalibrationOptions, ImageOptions, ActivityOptions):
     """What to measure statistics of."""
 
-    output: Path = Field(description="Statistics folder to write.")
+    output: Place = Field(description="Statistics folder to write.")
     shard: str | None = Field(None, description="Which of how many shards of the samples to measure, I/N.")
     collect: Annotated[str | None, BeforeValidator(_with_commas)] = Field(None, description="Which statistics.")
     dry_run: bool = Field(False, description="Check everything; measure and write nothing.")
@@ -393,7 +402,7 @@ class QuantizeOptions(Options):
     """What to quantise, how, and into what."""
 
     model: Folder = Field(description="Folder of a model, or a Hub id.")
-    output: Path = Field(description="Folder to write.")
+    output: Place = Field(description="Folder to write.")
     format: Literal["int8", "int4"] = Field(description="What weights are stored as.")
     group_size: Annotated[
         str | None, BeforeValidator(lambda value: str(value) if isinstance(value, int) else value)
@@ -457,7 +466,7 @@ class ExportOptions(TrustOptions, DenseOptions):
     """What to export, and into what."""
 
     model: Folder = Field(description="Folder of a model, or a Hub id.")
-    output: Path = Field(description="Folder to write.")
+    output: Place = Field(description="Folder to write.")
     proof: bool = Field(True, description="Compare the graph in onnxruntime with PyTorch.")
     provider: Literal["cpu", "cuda"] | None = Field(None, description="What onnxruntime runs on.")
     overwrite: bool = Field(False, description="Replace an existing output.")

@@ -34,6 +34,6 @@ def comparable(path: Path) -> bytes:
 def without_stages(report: dict[str, Any]) -> dict[str, Any]:
     """A report but for the time and memory that its run took, and for what was asked of it."""
     kept = {key: value for key, value in report.items() if key not in ("stages", "job")}
-    if isinstance(lora := kept.get("lora"), dict):
-        kept["lora"] = {key: value for key, value in lora.items() if key != "seconds"}
+    if isinstance(adapters := kept.get("adapters"), dict):
+        kept["adapters"] = {key: value for key, value in adapters.items() if key != "seconds"}
     return kept

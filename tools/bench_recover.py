@@ -205,7 +205,7 @@ def run_lora(
     """One training: what it cost, and how much of it there was."""
     training = (*ENDLESS, "--seconds", str(seconds), "--lr", str(args.lora_lr), "--batch", str(args.batch))
     printed, cost = tool("recover", pruned, *data.calibration, *training, "-o", out)
-    found = json.loads(printed)["lora"]
+    found = json.loads(printed)["adapters"]
     note = {"trained_seconds": found["seconds"], "steps": found["steps"], "lora_epochs": found["epochs"]}
     return cost, note | {"lr": args.lora_lr}
 

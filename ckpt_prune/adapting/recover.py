@@ -166,7 +166,7 @@ def _written(
         alpha=request.lora.alpha,
         lr=adapted.rate,
         seed=request.seed,
-        settings=request.settings.model_dump(mode="json", exclude={"lr"}),
+        settings=request.settings.of_all(),
         data=request.samples.fingerprint,
         samples=len(request.samples),
         window=request.samples.tokens if request.examples.classes is None else None,

@@ -226,11 +226,11 @@ def _known_samples(report: "Report | None") -> list[tuple[int, str]]:
         return []
     data = report.calibration.entries
     known = [(data.get("samples"), data.get("data"))]
-    lora = report.lora
+    adapters = report.adapters
     fitted = []
-    while lora is not None:
-        fitted.append((lora.samples, lora.data))
-        lora = lora.earlier
+    while adapters is not None:
+        fitted.append((adapters.samples, adapters.data))
+        adapters = adapters.earlier
     found = [*known, *reversed(fitted)]
     return [(count, data) for count, data in found if isinstance(count, int) and isinstance(data, str) and data]
 

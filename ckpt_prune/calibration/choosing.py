@@ -17,7 +17,7 @@ from ckpt_prune.calibration.text import (
     read_text,
     token_stream,
 )
-from ckpt_prune.errors import UserError
+from ckpt_prune.errors import NoneLeftError, UserError
 from ckpt_prune.options import ImageOptions, SampleOptions
 
 DEFAULT_WINDOWS, MOST_IMAGES = 128, 4000
@@ -117,10 +117,8 @@ def fresh_samples(
     def choose(asked: SampleOptions, skip: int = 0, say: Callable[[str], None] = lambda _line: None) -> Samples | None:
         try:
             return chosen_samples(model, asked, images, trust=trust, most=most, skip=skip, say=say)
-        except UserError:
-            if skip:
-                return None  # there are no more
-            raise
+        except NoneLeftError:
+            return None
 
     skip = 0
     if isinstance(used, Sequence):

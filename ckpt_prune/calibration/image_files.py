@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from PIL import UnidentifiedImageError
 
-from ckpt_prune.errors import UserError
+from ckpt_prune.errors import NoneLeftError, UserError
 
 Split = Literal["calib", "eval"]
 Choose = Literal["random", "first"]
@@ -117,8 +117,11 @@ def choose_images(
 
     Raises:
         UserError: There are fewer than `samples`.
+        NoneLeftError: All are passed over.
     """
     count = len(files.paths) - skip
+    if skip and count < 1:
+        raise NoneLeftError(f"there are {len(files.paths)} images, and {skip} of them are taken; give more images")
     if samples < 1:
         raise UserError(f"samples must be at least 1, not {samples}")
     if count < samples:

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ckpt_prune.calibration.pieces import parts
 from ckpt_prune.calibration.text_files import check_texts
-from ckpt_prune.errors import UserError
+from ckpt_prune.errors import NoneLeftError, UserError
 from ckpt_prune.text_names import named_text
 
 Bos = Literal["auto", "always", "never"]
@@ -180,10 +180,13 @@ def calibration_windows(
 
     Raises:
         UserError: The text is too short for one window.
+        NoneLeftError: All windows are passed over.
     """
     if samples < 1:
         raise UserError(f"samples must be at least 1, not {samples}")
     windows = _all_windows(stream, window, frame)
+    if skip >= len(windows):
+        raise NoneLeftError(f"the text has {len(windows)} windows, and {skip} of them are taken; give more text")
     own = slice(skip, skip + samples)
     if choose == "first":
         return windows[own]

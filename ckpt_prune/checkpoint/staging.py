@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from ckpt_prune.checkpoint.disk import sync
 from ckpt_prune.checkpoint.journal import JOURNAL, Journal, is_own
 from ckpt_prune.checkpoint.locks import hold, lock
+from ckpt_prune.checkpoint.places import absolute, place_of
 from ckpt_prune.checkpoint.swap import complete, swap
 from ckpt_prune.checkpoint.written import OUTPUT, Kind, Wants, refuse_lost, strangers
 from ckpt_prune.errors import DiskError, UserError
@@ -63,15 +64,13 @@ class Staging:
     ) -> None:
         if resume and overwrite:
             raise UserError("--resume and --overwrite exclude each other; give one")
-        self.out = Path(os.path.abspath(out))  # noqa: PTH100 - resolve() would follow a link we must not replace
+        self.out = place_of(out)
         self.path = partial_of(out, kind)
         self._kind, self._wants = kind, dict(wants or {})
         self.journal = Journal(self.path, job, overwrite, kind.left == "resumed")
         self._lock: int | None = None
         self.active = self._published = False
 
-        if not self.out.parent.is_dir():
-            raise UserError(f"the folder {self.out.parent} does not exist; create it first")
         with disk_failures(self.path):
             complete_swap(self.out, kind)
         self._known = os.path.lexists(self.path)
@@ -244,7 +243,7 @@ class Staging:
 
 def partial_of(out: Path, kind: Kind = OUTPUT) -> Path:
     """The staging folder of an output; hidden where nobody goes on with it."""
-    whole = Path(os.path.abspath(out))  # noqa: PTH100 - resolve() would follow a link we must not replace
+    whole = absolute(out)
     return whole.with_name(f"{'.' if kind.left == 'dropped' else ''}{whole.name}.partial")
 
 
@@ -254,7 +253,7 @@ def complete_swap(out: Path, kind: Kind = OUTPUT) -> None:
     Raises:
         UserError: another run is at it, or files that are to be kept have no place.
     """
-    whole = Path(os.path.abspath(out))  # noqa: PTH100 - resolve() would follow a link we must not replace
+    whole = absolute(out)
     held = hold(whole) if whole.is_dir() else None
     try:
         complete(whole, kind)

@@ -80,10 +80,10 @@ def command(as_json: bool, **given: Any) -> None:
         echo_json(recovered.data())
         return
 
-    from ckpt_prune.cli.rendering import LAYER_HEADERS, layer_rows, lora_lines, recovery_lines
+    from ckpt_prune.cli.rendering import LAYER_HEADERS, adapter_lines, layer_rows, recovery_lines
 
-    if recovered.report.lora is not None and given["method"] != "laco":
-        for line in lora_lines(recovered.report.lora):
+    if recovered.report.adapters is not None and given["method"] != "laco":
+        for line in adapter_lines(recovered.report.adapters):
             click.echo(line)
         click.echo(f"written to {recovered.path}")
         return

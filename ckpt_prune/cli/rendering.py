@@ -11,7 +11,7 @@ from ckpt_prune.cli.options import table
 from ckpt_prune.containers.choosing import ANY
 from ckpt_prune.planning.records import Cost, SiteRecord
 from ckpt_prune.recovery.record import RecoveredLayer
-from ckpt_prune.report.adapters import loss_name, measured_on
+from ckpt_prune.report.adapters import loss_name, measured_on, trained_on
 from ckpt_prune.report.depth import depth_lines, named_all
 from ckpt_prune.report.figures import (
     cost_changes,
@@ -178,8 +178,8 @@ def report_lines(report: Report) -> Iterable[str]:
     yield from factor_lines(report)
     yield from warning_lines(report.sites)
     yield from recovery_lines(report)
-    if report.lora is not None:
-        yield from lora_lines(report.lora)
+    if report.adapters is not None:
+        yield from adapter_lines(report.adapters)
     if report.lambda_search is not None:
         yield f"lambda {report.lambda_search.chosen:g}, of least calibration perplexity"
     told = None if report.latency is None else latency_line(report.latency)
@@ -355,18 +355,17 @@ def recovery_lines(report: Report) -> Iterable[str]:
         )
 
 
-def lora_lines(lora: Adapters) -> Iterable[str]:
+def adapter_lines(adapters: Adapters) -> Iterable[str]:
     """What adapters or scales were trained, and what they gave."""
-    what = "scales of inputs and outputs" if lora.method == "scales" else f"parameters of rank {lora.rank}"
-    epochs = lora.epochs or 0
-    yield (
-        f"{lora.parameters} {what}, {counted(lora.steps, 'step')}, {epochs:.1f} epoch{'' if epochs == 1 else 's'} of "
-        f"{counted(lora.samples, 'sample')} in {lora.seconds or 0:.1f} s"
-    )
-    yield f"{lora.modules} modules have new weights; zeros stay zero"
-    if lora.loss_before is not None and lora.loss_after is not None:
-        yield f"{loss_name(lora)} on {measured_on(lora)} {lora.loss_before:.4f} -> {lora.loss_after:.4f}"
-        if lora.modules and not lora.settings.get("held_out"):
+    what = "scales of inputs and outputs" if adapters.method == "scales" else f"parameters of rank {adapters.rank}"
+    epochs = adapters.epochs or 0
+    passes = f"{epochs:.1f} epoch{'' if epochs == 1 else 's'} of {trained_on(adapters)}"
+    yield f"{adapters.parameters} {what}, {counted(adapters.steps, 'step')}, {passes} in {adapters.seconds or 0:.1f} s"
+    yield f"{adapters.modules} modules have new weights; zeros stay zero"
+    if adapters.loss_before is not None and adapters.loss_after is not None:
+        gained = f"{adapters.loss_before:.4f} -> {adapters.loss_after:.4f}"
+        yield f"{loss_name(adapters)} on {measured_on(adapters)} {gained}"
+        if adapters.modules and not adapters.settings.get("held_out"):
             yield "other samples may gain less: `evaluate --against MODEL` tells"
 
 

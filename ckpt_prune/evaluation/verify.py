@@ -289,7 +289,7 @@ def _kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tuple[bo
         dense = dense_at_depth(dense, report.depth)
     if report.rotation is None:
         checkpoint, _ = fitted(checkpoint)
-    if (report.recovery is not None or report.lora is not None) and report.rotation is None:
+    if (report.recovery is not None or report.adapters is not None) and report.rotation is None:
         if report.hidden is not None:
             return None, "the stream has another basis: the weights are not compared with the dense model's"
         norms = report.recovery is not None and report.recovery.trained_norms

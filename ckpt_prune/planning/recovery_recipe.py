@@ -101,6 +101,11 @@ class RecoverySettings(Strict):
         """
         return blocks_of(self.layers, count)
 
+    def of_all(self) -> dict[str, Any]:
+        """As JSON, those that count where all blocks are trained at once, without what is recorded beside them."""
+        own = {"method", "lr", "samples", "seed"}
+        return self.model_dump(mode="json", exclude={*own, "norms", "teacher"})
+
     def rate(self, hidden: int) -> float:
         """The learning rate at a hidden size."""
         return self.lr if self.lr is not None else _PAPER_RATE * _PAPER_HIDDEN / hidden

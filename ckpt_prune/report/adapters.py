@@ -1,7 +1,7 @@
 """What is said of a model that was recovered as a whole, by LoRA or by scales."""
 
 from ckpt_prune.checkpoint.units import counted
-from ckpt_prune.report.model import Adapters
+from ckpt_prune.report.model import Adapters, Report
 
 
 def measured_on(adapters: Adapters) -> str:
@@ -13,21 +13,28 @@ def measured_on(adapters: Adapters) -> str:
     return f"{counted(adapters.measured, 'sample')} of those it was trained on"
 
 
+def trained_on(adapters: Adapters) -> str:
+    """How many samples it was trained on, those that were held out left out."""
+    held_out = adapters.measured or 0 if adapters.settings.get("held_out") else 0
+    return counted((adapters.samples or 0) - held_out, "sample")
+
+
 def loss_name(adapters: Adapters) -> str:
     """What was made less."""
     return "divergence from the dense model" if adapters.method == "scales" else "loss"
 
 
-def told_of(adapters: Adapters | None) -> list[str]:
+def told_of(report: Report) -> list[str]:
     """What was trained and what it gave, in a sentence or two for each time, the last one first."""
     found, before = list[str](), ""
+    adapters, pruned_on = report.adapters, report.calibration.entries.get("data")
     while adapters is not None:
-        found.append(before + _told(adapters))
+        found.append(before + _told(adapters, seen=bool(adapters.data) and adapters.data == pruned_on))
         adapters, before = adapters.earlier, "Before that: "
     return found
 
 
-def _told(adapters: Adapters) -> str:
+def _told(adapters: Adapters, seen: bool) -> str:
     scales, on = adapters.method == "scales", measured_on(adapters)
     if not adapters.modules:
         tried = "Fitting scales" if scales else "LoRA"
@@ -40,7 +47,8 @@ def _told(adapters: Adapters) -> str:
     how = "scales of the inputs and outputs of" if scales else f"LoRA of rank {adapters.rank} on"
     epochs = adapters.epochs or 0
     passes = f"{epochs:.3g} epoch{'' if epochs == 1 else 's'}"
+    known = ", of those that it was pruned on" if seen else ""
     return (
         f"Recovered by {how} {counted(adapters.modules, 'linear module')}, merged; "
-        f"{counted(adapters.samples, 'sample')}, {passes}; zeros stay zero.{gained}"
+        f"{trained_on(adapters)}{known}, {passes}; zeros stay zero.{gained}"
     )

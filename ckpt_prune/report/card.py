@@ -83,7 +83,7 @@ def model_card(report: Report) -> str:
         *_factored(report),
         *_rotation(report),
         *_recovery(report),
-        *told_of(report.lora),
+        *told_of(report),
     ]
     if container.note:
         lines.append(f"Container: {markdown(container.note)}.")
@@ -119,7 +119,7 @@ def _how(report: Report) -> str:
     pruned = recipe.name if recipe.elsewhere else f"pruned by recipe {recipe.name}"
     if report.part is not None:
         pruned = f"its {report.part} part {pruned}"
-    return f"{pruned} and recovered" if report.recovery or report.lora else pruned
+    return f"{pruned} and recovered" if report.recovery or report.adapters else pruned
 
 
 def _latency(report: Report) -> list[str]:

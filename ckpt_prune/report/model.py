@@ -6,7 +6,7 @@ Nothing here needs torch.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import AliasChoices, Field, SerializerFunctionWrapHandler, model_serializer
 
 from ckpt_prune.filenames import ELSEWHERE
 from ckpt_prune.planning.records import (
@@ -260,9 +260,9 @@ class Adapters(Fixed):
         rank, alpha: of LoRA's adapters.
         lr: the highest learning rate.
         seed: of the adapters and the order of samples.
-        settings: of training, as `RecoverySettings` has them.
+        settings: of training, as `RecoverySettings.of_all` has them.
         data: fingerprint of the samples.
-        samples, window: how many, and their tokens; no window of images.
+        samples, window: how many, those held out among them, and their tokens; no window of images.
         measured: of the samples, those that losses are told of: held out, or where none are, some that it was trained
             on.
         modules: that were changed; 0 where no epoch was better on these.
@@ -358,7 +358,7 @@ class Report(Fixed):
         linears: what was masked.
         factored: what became two thin linears; left out of JSON where nothing did.
         latency: where the size that was asked for is a time; else None, and left out of JSON.
-        lora: what LoRA, or scales, did after pruning, absent without it.
+        adapters: what LoRA, or scales, did after pruning, absent without it; former versions called it lora.
         recovery, layers: what recovery did, block by block; None and empty without it.
         stages: what the run took, in order.
         files: file → sha256, of all that was written but this report and the card; former versions had only the
@@ -392,7 +392,7 @@ class Report(Fixed):
     linears: list[MaskedLinear] = Field(default_factory=list)
     factored: list[FactoredLinear] = Field(default_factory=list)
     latency: Latency | None = None
-    lora: Adapters | None = None
+    adapters: Adapters | None = Field(default=None, validation_alias=AliasChoices("adapters", "lora"))
     recovery: Recovery | None = None
     layers: list[RecoveredLayer] = Field(default_factory=list)
     stages: list[Stage] = Field(default_factory=list)
@@ -417,7 +417,7 @@ class Report(Fixed):
             del values["recovery"], values["layers"]
         if self.part is None:
             del values["part"]
-        for key in ("origin", "ignored", "latency", "lora", "depth", "hidden", "factored"):
+        for key in ("origin", "ignored", "latency", "adapters", "depth", "hidden", "factored"):
             if not values[key]:
                 del values[key]
         return values

@@ -1,17 +1,17 @@
 """What a page is made from: the report of an output, or a plan."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ckpt_prune.planning.records import Cost, Depth, FactoredLinear, Hidden, MaskedLinear, SiteRecord
 from ckpt_prune.recovery.record import RecoveredLayer
+from ckpt_prune.report.adapters import told_of
 from ckpt_prune.report.figures import RecoveryFigures, recovery_figures
 from ckpt_prune.report.latency import latency_line
 from ckpt_prune.report.model import (
-    Adapters,
     Latency,
     Learned,
     Mask,
@@ -47,7 +47,7 @@ class Document:
         linears: what the mask did, by block, then in the order of the report.
         factored: what became two thin linears, by block, then in the order of the report.
         recovery, recovered: how blocks were recovered, and what that did; None where they were not.
-        adapters: how the model was recovered as a whole; None where it was not.
+        adapters: how the model was recovered as a whole, in sentences.
         stages: what the run took, in order.
     """
 
@@ -67,7 +67,7 @@ class Document:
     factored: list[FactoredLinear] = field(default_factory=list)
     recovery: Recovery | None = None
     recovered: RecoveryFigures | None = None
-    adapters: Adapters | None = None
+    adapters: Sequence[str] = ()
     stages: list[Stage] = field(default_factory=list)
     search: StrengthSearch | None = None
 
@@ -106,7 +106,7 @@ def _of_report(report: Report) -> Document:
     title = f"{report.source.name}, {recipe.name if recipe.elsewhere else f'pruned by {recipe.name}'}"
     learned = report.rotation.learned if report.rotation else []
     return Document(
-        title=f"{title} and recovered" if report.recovery or report.lora else title,
+        title=f"{title} and recovered" if report.recovery or report.adapters else title,
         recipe=recipe,
         facts=_told(facts),
         before=report.before,
@@ -122,7 +122,7 @@ def _of_report(report: Report) -> Document:
         factored=sorted(report.factored, key=lambda linear: linear.block),
         recovery=report.recovery,
         recovered=recovered,
-        adapters=report.lora,
+        adapters=told_of(report),
         stages=report.stages,
         search=report.lambda_search,
     )

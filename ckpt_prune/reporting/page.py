@@ -6,7 +6,6 @@ from importlib import resources
 from ckpt_prune.checkpoint.units import human_bytes, human_count
 from ckpt_prune.planning.records import FactoredLinear, HeadErrors, MaskedLinear, SiteRecord
 from ckpt_prune.recovery.record import RecoveredLayer
-from ckpt_prune.report.adapters import told_of
 from ckpt_prune.report.depth import depth_lines, named
 from ckpt_prune.report.figures import (
     cost_changes,
@@ -102,7 +101,7 @@ def _header(document: Document) -> Iterable[str]:
         yield f'<p class="soft">{text(document.recipe.summary)}</p>'
     sentences = [
         *(*_verdict(document.sites), *_masked(document), *_rotated(document), *_factored(document)),
-        *(*_recovered(document), *told_of(document.adapters), *_perplexities(document)),
+        *(*_recovered(document), *document.adapters, *_perplexities(document)),
     ]
     yield from (f"<p>{text(sentence)}</p>" for sentence in sentences)
     facts = "\n".join(f"<dt>{text(label)}</dt><dd>{text(fact)}</dd>" for label, fact in document.facts)

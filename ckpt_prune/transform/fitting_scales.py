@@ -58,7 +58,7 @@ def fitted_scales(
         method="scales",
         lr=fitted.rate,
         seed=seed,
-        settings=settings.model_dump(mode="json", exclude={"lr", "samples", "seed"}),
+        settings=settings.of_all(),
         data=samples.fingerprint,
         samples=len(samples),
         window=samples.tokens if text else None,

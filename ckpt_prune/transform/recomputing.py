@@ -78,7 +78,7 @@ def _not_by_blocks(report: Report, made_from: object) -> str | None:
         return "whole blocks are gone, and the others were measured without them"
     if report.hidden is not None:
         return "its weights have absorbed a basis of the residual stream"
-    if report.rotation is not None or report.recovery is not None or report.lora is not None:
+    if report.rotation is not None or report.recovery is not None or report.adapters is not None:
         return "its weights were rotated or trained"
     if made_from is None:
         return "it was measured on text or images as it was pruned, each block behind the pruned ones before it"

@@ -105,7 +105,7 @@ def report_of_prune(
         linears=[record for record in records if isinstance(record, MaskedLinear)],
         factored=[record for record in records if isinstance(record, FactoredLinear)],
         latency=_foreseen(settled),
-        lora=scales,
+        adapters=scales,
         recovery=recovery,
         layers=list(layers),
     )
@@ -137,17 +137,18 @@ def report_of_recovery(
     return base.model_copy(update={**versions(), "recovery": told, "layers": list(layers)})
 
 
-def report_of_adapters(own: Report | None, pruned: Model, container: Container, lora: Adapters) -> Report:
+def report_of_adapters(own: Report | None, pruned: Model, container: Container, adapters: Adapters) -> Report:
     """What LoRA did to a checkpoint: its own report, and what was added.
 
     Args:
         own: what the pruned checkpoint says of itself; None where another tool made it.
         pruned: what was recovered.
         container: what it and the output are stored as.
-        lora: what was done.
+        adapters: what was done.
     """
     base = _elsewhere(pruned, pruned, container) if own is None else own
-    return base.model_copy(update={**versions(), "lora": lora.model_copy(update={"earlier": base.lora})})
+    told = adapters.model_copy(update={"earlier": base.adapters})
+    return base.model_copy(update={**versions(), "adapters": told})
 
 
 def recovery_of(recoverer: Recoverer, dense: Checkpoint, *, on_the_fly: bool) -> Recovery:

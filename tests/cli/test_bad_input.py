@@ -290,6 +290,16 @@ WITHOUT_TORCH: list[tuple[list[str], str]] = [
     ),
     (["export", "dense", "--text", "absent.txt", "-o", "out"], "absent.txt: no such text file"),
     (["validate", "pruned", "--text", "absent.txt"], "absent.txt: no such text file"),
+    *(
+        ([*command, "-o", "absent/out"], "the folder {here}/absent does not exist; create it first")
+        for command in (
+            ["calibrate", "dense", *TEXT],
+            ["prune", "dense", *TEXT],
+            ["recover", "pruned", "--dense", "dense", *TEXT],
+            ["quantize", "dense", "--format", "int8"],
+            ["export", "dense"],
+        )
+    ),
 ]
 """Arguments, and how the line that refuses them begins."""
 WITHOUT_TRANSFORMERS = [

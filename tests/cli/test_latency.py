@@ -193,7 +193,7 @@ def test_scales_come_after_the_blocks_are_chosen(here, timed) -> None:
     plain, ours = (read_json(f"{out}/ckpt_prune.json") for out in ("plain", "out"))
     assert ours["depth"] == plain["depth"]
     assert ours["sites"] == plain["sites"]
-    assert ours["lora"]["loss_after"] < ours["lora"]["loss_before"]
+    assert ours["adapters"]["loss_after"] < ours["adapters"]["loss_before"]
     assert "FAILED" not in ok("verify", "out")
 
 

@@ -40,7 +40,7 @@ def test_zeros_stay_and_the_stored_model_has_the_loss_that_is_said(place: Path):
     ok("prune", "dense", "--recipe", "magnitude-50", "-o", "masked")
     said = run("recover", "masked", *LORA, "-o", "out")
     assert said.exit_code == 0, said.output
-    lora = report_of("out")["lora"]
+    lora = report_of("out")["adapters"]
     assert lora["loss_before"] == pytest.approx(held_out_loss("masked"), rel=1e-4)
     assert lora["loss_after"] == pytest.approx(held_out_loss("out"), rel=1e-4)
     assert lora["loss_after"] < lora["loss_before"] - 0.05
@@ -49,7 +49,7 @@ def test_zeros_stay_and_the_stored_model_has_the_loss_that_is_said(place: Path):
     for name in linears(0, 1):
         assert ((ours[name] == 0) == (theirs[name] == 0)).all(), name
     assert said.stdout.splitlines() == [
-        f"{lora['parameters']} parameters of rank 8, {lora['steps']} steps, 3.0 epochs of 32 samples in "
+        f"{lora['parameters']} parameters of rank 8, {lora['steps']} steps, 3.0 epochs of 29 samples in "
         f"{lora['seconds']:.1f} s",
         "14 modules have new weights; zeros stay zero",
         f"loss on 3 held-out samples {lora['loss_before']:.4f} -> {lora['loss_after']:.4f}",
@@ -59,7 +59,7 @@ def test_zeros_stay_and_the_stored_model_has_the_loss_that_is_said(place: Path):
     assert said.stderr.count("\n") == 1
     assert "linear modules are the dense ones, bit for bit" in ok("verify", "out", "--against", "dense")
     card = Path("out/README.md").read_text()
-    assert f"Recovered by LoRA of rank 8 on 14 linear modules, merged; 32 samples, {lora['epochs']:.3g} epochs" in card
+    assert f"Recovered by LoRA of rank 8 on 14 linear modules, merged; 29 samples, {lora['epochs']:.3g} epochs" in card
     assert report_of("out")["recipe"]["name"] == "magnitude-50"
 
 
@@ -83,14 +83,14 @@ def test_where_nothing_is_gained_weights_stay(place: Path):
     assert done.exit_code == 0, done.output
     assert "no epoch was better on the held-out samples: the weights stay as they are\n" in done.stderr
     assert changed("out") == set()
-    lora = report_of("out")["lora"]
+    lora = report_of("out")["adapters"]
     assert (lora["modules"], lora["loss_after"]) == (0, lora["loss_before"])
 
 
 def test_without_held_out_samples_the_last_epoch_is_kept(place: Path):
     ok("recover", "pruned", *LORA[:-4], "--lr", "0.5", "--held-out", "0", "-o", "out")
     assert changed("out") == linears(0, 1)
-    lora = report_of("out")["lora"]
+    lora = report_of("out")["adapters"]
     assert lora["loss_after"] != lora["loss_before"]
 
 
@@ -98,7 +98,7 @@ def test_seconds_end_it(place: Path):
     found = json.loads(
         ok("recover", "pruned", *LORA[:-6], "--epochs", "100000", "--seconds", "0.2", "-o", "out", "--json")
     )
-    assert 0 < found["lora"]["epochs"] < 1000
+    assert 0 < found["adapters"]["epochs"] < 1000
 
 
 def test_an_output_with_code_of_its_own_is_recovered(place: Path):
@@ -117,7 +117,7 @@ def test_an_output_with_code_of_its_own_is_recovered(place: Path):
         "own",
     )
     ok("recover", "own", *LORA, "-o", "out")
-    lora = report_of("out")["lora"]
+    lora = report_of("out")["adapters"]
     assert lora["loss_after"] == pytest.approx(held_out_loss("out"), rel=1e-4)
     assert lora["loss_after"] < lora["loss_before"]
     assert changed("out", "own") == linears(0, 1)
@@ -133,7 +133,7 @@ def test_a_classifier_learns_its_classes(tmp_path: Path):
     )
     write_csv(Path("pictures/labels.csv"), "file,label", *(f"{name},1" for name in names))
     ok("recover", "vit", *images, "-o", "out")
-    lora = report_of("out")["lora"]
+    lora = report_of("out")["adapters"]
     assert (lora["window"], lora["samples"]) == (None, 12)
     assert lora["loss_after"] < lora["loss_before"]
     assert report_of("out")["recipe"]["name"] == "pruned elsewhere"

@@ -1,15 +1,20 @@
 """`recover --method scales`: factors multiplied into the weights, and what is said of them."""
 
+import itertools
+import json
 import shutil
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 import ckpt_prune
+from ckpt_prune.calibration import choosing
 from ckpt_prune.calibration.text import calibration_windows, load_tokenizer, read_text, token_stream
 from ckpt_prune.checkpoint.writing import CheckpointWriter
+from ckpt_prune.errors import UserError
 from ckpt_prune.recovery.training import Split
 from tests.cli.running import TEXT, ok, refused, run
 from tests.cli.test_recover import changed, linears, report_of, tensors
@@ -45,7 +50,7 @@ def test_zeros_stay_and_the_stored_model_has_the_divergence_that_is_said(place: 
     ok("prune", "dense", "--recipe", "magnitude-50", "-o", "masked")
     said = run("recover", "masked", *SCALES, "-o", "out")
     assert said.exit_code == 0, said.output
-    told = report_of("out")["lora"]
+    told = report_of("out")["adapters"]
     assert told["method"] == "scales"
     assert told["loss_before"] == pytest.approx(told_divergence("masked"), rel=1e-4)
     assert told["loss_after"] == pytest.approx(told_divergence("out"), rel=1e-4)
@@ -60,7 +65,7 @@ def test_zeros_stay_and_the_stored_model_has_the_divergence_that_is_said(place: 
         assert torch.isfinite(rows).all()
         assert torch.isfinite(columns).all()
     assert said.stdout.splitlines() == [
-        f"{told['parameters']} scales of inputs and outputs, {told['steps']} steps, 3.0 epochs of 32 samples in "
+        f"{told['parameters']} scales of inputs and outputs, {told['steps']} steps, 3.0 epochs of 29 samples in "
         f"{told['seconds']:.1f} s",
         "14 modules have new weights; zeros stay zero",
         f"divergence from the dense model on 3 held-out samples {told['loss_before']:.4f} -> {told['loss_after']:.4f}",
@@ -72,7 +77,7 @@ def test_zeros_stay_and_the_stored_model_has_the_divergence_that_is_said(place: 
     )
     assert "linear modules are the dense ones, bit for bit" in ok("verify", "out", "--against", "dense")
     card = Path("out/README.md").read_text()
-    assert "Recovered by scales of the inputs and outputs of 14 linear modules, merged; 32 samples, 3 epochs" in card
+    assert "Recovered by scales of the inputs and outputs of 14 linear modules, merged; 29 samples, 3 epochs" in card
     assert report_of("out")["recipe"]["name"] == "magnitude-50"
 
 
@@ -91,7 +96,7 @@ def test_outputs_with_code_of_their_own_and_rotated_ones(place: Path):
     ok("prune", "dense", "--recipe", "wanda-50", "--set", "rotation={kind: per-layer, steps: 2}", *TEXT, "-o", "turned")
     for source in ("own", "turned"):
         ok("recover", source, *SCALES, "--held-out", "0", "-o", f"{source}-out")
-        told = report_of(f"{source}-out")["lora"]
+        told = report_of(f"{source}-out")["adapters"]
         assert told["modules"] == 14
         assert told["loss_after"] < told["loss_before"]
         assert told["loss_after"] == pytest.approx(told_divergence(f"{source}-out", skip=8), rel=1e-4)
@@ -104,7 +109,7 @@ def test_an_image_classifier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     ok("prune", "vit", "--recipe", "magnitude-50", "-o", "less")
     images = ("--dense", "vit", "--method", "scales", "--images", "pictures", "--epochs", "4", "--lr", "0.02")
     ok("recover", "less", *images, "--held-out", "0", "-o", "out")
-    told = report_of("out")["lora"]
+    told = report_of("out")["adapters"]
     assert (told["window"], told["samples"]) == (None, 12)
     assert told["loss_after"] < told["loss_before"]
 
@@ -117,7 +122,7 @@ def test_where_nothing_is_gained_weights_stay(place: Path):
         "learning rate, or more samples\n"
     )
     assert changed("out", "dense") == set()
-    told = report_of("out")["lora"]
+    told = report_of("out")["adapters"]
     assert (told["modules"], told["loss_after"]) == (0, told["loss_before"])
     card = Path("out/README.md").read_text()
     assert "Fitting scales was tried, and no epoch was better on 3 held-out samples" in card
@@ -128,14 +133,14 @@ def test_a_rate_that_destroys_the_model_is_not_kept_where_nothing_is_held_out(pl
     assert done.exit_code == 0, done.output
     assert "at lr 1000: the weights stay as they are" in done.stderr
     assert changed("out", "dense") == set()
-    told = report_of("out")["lora"]
+    told = report_of("out")["adapters"]
     assert (told["measured"], told["modules"], told["loss_after"]) == (3, 0, told["loss_before"])
 
 
 def test_page_and_card_say_the_same(place: Path):
     ok("recover", "pruned", *SCALES, "--held-out", "0", "-o", "out")
     ok("report", "out", "-o", "page.html")
-    told = report_of("out")["lora"]
+    told = report_of("out")["adapters"]
     said = (
         "Recovered by scales of the inputs and outputs of 14 linear modules, merged; 32 samples, 3 epochs; zeros stay "
         "zero. Divergence from the dense model on 3 samples of those it was trained on, before -&gt; after: "
@@ -187,13 +192,13 @@ def test_a_recipe_with_scales_is_the_recipe_and_then_scales(place: Path, recipe:
     own = STEP[1].replace("lr:", "samples: 32, lr:")
     said = run("prune", "dense", "--recipe", recipe, *data, *TEXT, "--set", own, "-o", "out")
     assert said.exit_code == 0, said.output
-    told = report_of("out")["lora"]
-    assert told | {"seconds": 0} == report_of("after")["lora"] | {"seconds": 0}
+    told = report_of("out")["adapters"]
+    assert told | {"seconds": 0} == report_of("after")["adapters"] | {"seconds": 0}
     assert changed("out", "after") == set()
     assert changed("out", "plain") == linears(0, 1)
     lines = said.stdout.splitlines()
     assert lines[-4:] == [
-        f"{told['parameters']} scales of inputs and outputs, {told['steps']} steps, 3.0 epochs of 32 samples in "
+        f"{told['parameters']} scales of inputs and outputs, {told['steps']} steps, 3.0 epochs of 29 samples in "
         f"{told['seconds']:.1f} s",
         "14 modules have new weights; zeros stay zero",
         f"divergence from the dense model on 3 held-out samples {told['loss_before']:.4f} -> {told['loss_after']:.4f}",
@@ -224,7 +229,7 @@ def test_each_space_a_mask_a_rotation_and_whole_blocks_go_before(place: Path):
     small = ("--set", "recovery.held_out=0", "--set", "recovery.lr=0.003")
     for recipe, how in recipes.items():
         ok("prune", "dense", "--recipe", recipe, *how, *TEXT, *STEP, *small, "-o", recipe)
-        told = report_of(recipe)["lora"]
+        told = report_of(recipe)["adapters"]
         assert told["loss_after"] < told["loss_before"], recipe
         assert told["modules"] == (7 if recipe == "depth" else 14)
         assert told["loss_after"] == pytest.approx(told_divergence(recipe, skip=8, samples=8), rel=1e-4), recipe
@@ -258,18 +263,18 @@ def test_scales_are_fitted_to_samples_that_it_was_not_pruned_on(place: Path):
         done = run(*job, "-o", out)
         assert done.exit_code == 0, done.output
         assert "no other samples" not in done.stderr
-        found.add(report_of(out)["lora"]["data"])
+        found.add(report_of(out)["adapters"]["data"])
     assert len(found) == 1
     assert used not in found
     # The choice of another seed may hold some of these, and is left as it is.
     ok("recover", "plain", *after, "--seed", "3", "-o", "e")
-    assert report_of("e")["lora"]["data"] not in {*found, used}
+    assert report_of("e")["adapters"]["data"] not in {*found, used}
 
 
 def test_as_many_as_statistics_are_of_and_as_long(place: Path):
     step = ("--set", "recovery.method=scales")
     ok("prune", "dense", "--recipe", "ridge", "--statistics", "stats", "--text", "calib.txt", *step, "-o", "out")
-    told, index = report_of("out")["lora"], report_of("out")["calibration"]
+    told, index = report_of("out")["adapters"], report_of("out")["calibration"]
     assert (told["samples"], told["window"]) == (index["samples"], index["window"]) == (8, 16)
 
 
@@ -279,11 +284,11 @@ def test_scales_after_scales_take_others_again_and_both_are_told(place: Path):
     said = ok("recover", "one", *after, "-o", "two")
     assert "\nother samples may gain less: `evaluate --against MODEL` tells\n" in said
     ok("recover", "two", *after, "--only", "mlp", "--held-out", "0.2", "-o", "three")
-    last = report_of("three")["lora"]
+    last = report_of("three")["adapters"]
     told = [last, last["earlier"], last["earlier"]["earlier"]]
     assert "earlier" not in told[2]
     assert [{**each, "earlier": None} for each in told[1:]] == [
-        {**report_of(out)["lora"], "earlier": None} for out in ("two", "one")
+        {**report_of(out)["adapters"], "earlier": None} for out in ("two", "one")
     ]
     used = {report_of("one")["calibration"]["data"], *(each["data"] for each in told)}
     assert len(used) == 4
@@ -291,6 +296,11 @@ def test_scales_after_scales_take_others_again_and_both_are_told(place: Path):
     assert card.count("Before that: Recovered by scales of the inputs and outputs of 14 linear modules") == 2
     ok("report", "three", "-o", "page.html")
     assert Path("page.html").read_text().count("Before that: Recovered by scales") == 2
+    # Former versions called the record lora.
+    values = report_of("three")
+    Path("three/ckpt_prune.json").write_text(json.dumps({"lora": values.pop("adapters")} | values))
+    ok("report", "three", "-o", "old.html")
+    assert Path("old.html").read_text() == Path("page.html").read_text()
 
 
 def test_where_there_are_too_few_others_that_is_said(place: Path):
@@ -310,7 +320,9 @@ def test_where_there_are_too_few_others_that_is_said(place: Path):
         assert done.exit_code == 0, done.output
         assert line in done.stderr
         assert done.stderr.count(" that it was pruned on") == 1
-        assert report_of(f"out-{beside}")["lora"]["samples"] == told
+        assert report_of(f"out-{beside}")["adapters"]["samples"] == told
+        card = Path(f"out-{beside}/README.md").read_text()
+        assert ("samples, of those that it was pruned on, 1 epoch" in card) == (told != beside)
 
 
 def test_other_images_are_taken_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -321,13 +333,28 @@ def test_other_images_are_taken_too(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     step = ("--set", "recovery.method=scales")
     for samples, told in (("8", 4), ("6", 6), ("12", 12)):
         ok(*job, *step, "--samples", samples, "-o", samples)
-        assert report_of(samples)["lora"]["samples"] == told
-        assert report_of(samples)["lora"]["data"] != report_of(samples)["calibration"]["data"] or samples == "12"
+        assert report_of(samples)["adapters"]["samples"] == told
+        assert report_of(samples)["adapters"]["data"] != report_of(samples)["calibration"]["data"] or samples == "12"
     more = ("--dense", "vit", "--method", "scales", "--images", "pictures", "--samples", "12")
     done = run("recover", "12", *more, "-o", "again")
     assert done.exit_code == 0, done.output
     assert done.stderr.startswith("there are no other samples than those that it was pruned on: they are fitted to\n")
-    assert report_of("again")["lora"]["samples"] == 12
+    assert report_of("again")["adapters"]["samples"] == 12
+
+
+def test_a_text_that_fails_the_second_time_is_no_text_without_others(place: Path, monkeypatch: pytest.MonkeyPatch):
+    """Scales would be fitted to what it was pruned on, and nothing would say why."""
+    turns = itertools.count()
+
+    def fails(files: Sequence[Path]) -> str:
+        if next(turns):
+            raise UserError(f"{files[0]}: cannot be read: Input/output error")
+        return read_text(files)
+
+    monkeypatch.setattr(choosing, "read_text", fails)
+    step = ("--set", "recovery.method=scales")
+    said = refused("prune", "dense", "--recipe", "ridge", "--ratio", "0.5", *TEXT, *step, "-o", "out")
+    assert said == "calib.txt: cannot be read: Input/output error"
 
 
 def test_a_dry_run_says_that_scales_are_fitted(place: Path):

@@ -99,13 +99,13 @@ def test_what_is_pruned_is_scaled(dense: Dense, case: Case, tmp_path) -> None:
     settings = RecoverySettings.model_validate({"method": "scales", **how})
     request = RecoveryRequest(pruned, dense.model(case), settings, samples)
     told = recover_by_scales(settle_recovery(request), tmp_path / "out", overwrite=False, announce=lambda line: None)
-    assert told.lora is not None
-    assert told.lora.modules > 0
-    assert told.lora.loss_after < told.lora.loss_before
+    assert told.adapters is not None
+    assert told.adapters.modules > 0
+    assert told.adapters.loss_after < told.adapters.loss_before
     for check in verify(tmp_path / "out"):
         assert check.passed or check.name == "sparsity", check
     recipe = spaces_recipe(case, methods, recovery={"method": "scales", **how})
     training = RecoverySamples(samples, torch.float32)
     at_once = dense.prune(case, recipe, tmp_path / "at-once", training=training)
-    assert at_once["lora"] | {"seconds": 0} == told.data()["lora"] | {"seconds": 0}
+    assert at_once["adapters"] | {"seconds": 0} == told.data()["adapters"] | {"seconds": 0}
     assert tensor_files(tmp_path / "at-once") == tensor_files(tmp_path / "out") != tensor_files(tmp_path / "pruned")

@@ -72,6 +72,8 @@ JOBS = {
     "masks": _prune("sparsegpt-2-4"),
     "rotations": _prune("cayley-rotator-shared-wanda-2-4", "--set", "rotation.steps=3"),
     "recovery": _prune("laco-wanda-50", "--set", "recovery.epochs=2"),
+    "scales": _prune("ridge", *_HALF, "--set", "recovery.method=scales"),
+    "scales-again": _prune("best-scaled", *_HALF, old=True),
     "again": _prune("rcpu", *_HALF, old=True),
     "graph": _prune("rcpu", *_HALF, "--set", "export.format=onnx", graph=True),
     "recover": Job(
@@ -91,6 +93,9 @@ JOBS = {
     "factored": _prune("low-rank", "--ratio", "0.3"),
     "depth-alone": _prune("shortgpt", "--set", "depth.drop=1"),
     "lora": Job(("recover", f"{IN}/pruned", "--method", "lora", *TEXT, "--epochs", "1", "--batch", "2", "-o", "out")),
+    "recover-scales": Job(
+        ("recover", f"{IN}/pruned", "--dense", f"{IN}/dense", "--method", "scales", *TEXT, "-o", "out")
+    ),
     "quantize": Job(("quantize", f"{IN}/wide", "--format", "int8", "-o", "out")),
     "quantize-gptq": Job(
         ("quantize", f"{IN}/wide", "--format", "int4", "--statistics", f"{IN}/wide-stats", "-o", "out", "--overwrite"),

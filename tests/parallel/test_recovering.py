@@ -83,7 +83,7 @@ def test_a_recipe_that_recovers(tmp_path, method):
     (alone,) = in_threads(1, lambda group: work(group, "one"))
     reports = in_threads(2, lambda group: work(group, "two"))
     assert reports[0] == reports[1]
-    assert ("lora" in alone, "recovery" in alone) == (method == "scales", method == "laco")
+    assert ("adapters" in alone, "recovery" in alone) == (method == "scales", method == "laco")
     ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
     for name, tensor in ours.items():
         assert torch.allclose(tensor, theirs[name], rtol=1e-3, atol=1e-5), name
