@@ -1,11 +1,11 @@
 """What a job will take, said before it begins: time, memory and disk, from its shapes and what the machine does.
 
 A pure function of the job and of `machine.Rates`. It counts what limits a run on one machine; it knows of nothing else
-that runs there. Masks, rotations, recovery block by block, q and k, and a search for λ by perplexity are not counted:
+that runs there. Masks, rotations, recovery block by block, experts, and a search for λ by perplexity are not counted:
 of these there is no estimate.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 
 from ckpt_prune import machine
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.architectures.spaces import ENDS, known_space
+from ckpt_prune.architectures.spaces import ENDS, SpaceName, known_space
 from ckpt_prune.calibration.choosing import DEFAULT_WINDOWS
 from ckpt_prune.calibration.fisher import LIMITS
 from ckpt_prune.calibration.kinds import Collect
@@ -24,7 +24,7 @@ from ckpt_prune.calibration.streams import fold_slices
 from ckpt_prune.checkpoint.units import duration, human_bytes
 from ckpt_prune.compensation.choice import PLENTY
 from ckpt_prune.machine import Rates
-from ckpt_prune.planning.kinds import CANDIDATES, CHOSEN
+from ckpt_prune.planning.kinds import CHOSEN, kind_of
 from ckpt_prune.planning.plan import Plan
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.recovery_recipe import RecoveryRecipe
@@ -33,6 +33,7 @@ from ckpt_prune.scoring.unit_scores import UNIT_SCORES
 from ckpt_prune.transform.engine import SWEEPS
 from ckpt_prune.transform.estimate_axes import absorbing, stages_before, weighs
 from ckpt_prune.transform.measured_effects import SHALLOW
+from ckpt_prune.transform.refits import tried_out
 from ckpt_prune.transform.settle import Settled
 from ckpt_prune.transform.site_variants import POINTS, dropped_counts
 from ckpt_prune.transform.space_effects import MANY, SPACE_POINTS
@@ -48,6 +49,9 @@ from ckpt_prune.transform.work import (
     described,
     factored,
     held_out,
+    inner_moments,
+    inner_ranked,
+    inner_solved,
     moments,
     ranked,
     refitted,
@@ -116,7 +120,14 @@ def is_long(stages: Sequence[Stage]) -> bool:
 
 
 def of_calibration(
-    model: Model, samples: int, tokens: int, collect: Sequence[Collect], folds: int, *, effects: bool = False
+    model: Model,
+    samples: int,
+    tokens: int,
+    collect: Sequence[Collect],
+    folds: int,
+    *,
+    effects: bool = False,
+    spaces: Collection[SpaceName] | None = None,
 ) -> list[Stage]:
     """Stages of `calibrate`.
 
@@ -127,23 +138,28 @@ def of_calibration(
         collect: kinds of statistics.
         folds: of samples.
         effects: whether sites are pruned alone, too.
+        spaces: whose sites are tried out; by default those that stand in no other.
     """
-    shape = Shape.of(model)
+    trials = tried_out(model, spaces)
+    shape = Shape.of(model, {space: model.units(space) for space in trials})
     count, grams = samples * tokens, "gram" in collect
     size = statistics_bytes(model, collect=collect, folds=folds, samples=samples)
     each = shape.read() + shape.run(samples, tokens) + shape.moments(count, gram=grams, linears="linears" in collect)
+    for space, heads in shape.inner.items():
+        if ENDS[known_space(space)] in collect:
+            each += inner_moments(heads, samples, tokens)
     written = Work(disk=size, hashed=size, moved=4 * size)
     held = shape.states(samples, tokens) + shape.block_bytes + shape.activations(tokens) + 2 * size // shape.blocks
     stages = [Stage("measuring", STARTING + each * shape.blocks + written, held)]
     few = _few(model, samples, folds)
     if "fisher" in collect:
-        stages += _gradients(model, shape, few, tokens, trials=grams)
+        stages += _gradients(model, shape, few, tokens, trials if grams else ())
     if "taylor" in collect:
         own = back(shape, samples, tokens) + Work(gemm=2 * count * shape.weights, moved=12 * samples * shape.weights)
         work = own * shape.blocks + back_of_logits(shape, count)
         stages.append(Stage("gradients", work, _of_gradients(shape, samples, tokens)))
     if effects:
-        stages.append(_effects(model, shape, few, tokens))
+        stages.append(_effects(model, shape, few, tokens, trials))
     return stages
 
 
@@ -202,7 +218,8 @@ def _of_spaces(settled: Settled) -> tuple[list[Stage], int] | None:
     if first:
         kinds = recipe.collect
         shallow = whole.blocks <= SHALLOW and recipe.weighed_by_effect
-        stages += of_calibration(whole, samples, tokens, kinds, folds, effects=shallow)
+        own = list(recipe.spaces)
+        stages += of_calibration(whole, samples, tokens, kinds, folds, effects=shallow, spaces=own)
         measured = statistics_bytes(whole, collect=kinds, folds=folds, samples=samples)
     elif cached:
         measured = sum(path.stat().st_size for path in request.statistics.folder.iterdir()) if request.statistics else 0
@@ -299,7 +316,7 @@ def _uncounted(recipe: Recipe) -> bool:
         or (recipe.recovery is not None and recipe.recovery.method != "scales")
         or recipe.perplexity_grid is not None
     )
-    return odd or recipe.export is not None or any(ENDS[known_space(space)] != "columns" for space in recipe.spaces)
+    return odd or recipe.export is not None or any(ENDS[known_space(space)] == "experts" for space in recipe.spaces)
 
 
 def _few(model: Model, samples: int, folds: int) -> int:
@@ -315,34 +332,36 @@ def _of_gradients(shape: Shape, samples: int, tokens: int) -> int:
     return states + max(readout, shape.block_bytes + 3 * shape.activations(tokens) + 8 * shape.weights)
 
 
-def _gradients(model: Model, shape: Shape, few: int, tokens: int, *, trials: bool) -> list[Stage]:
+def _gradients(model: Model, shape: Shape, few: int, tokens: int, trials: Sequence[SpaceName]) -> list[Stage]:
     """The Fisher metric, sites tried out, and in deep models spaces as wholes."""
     count = few * tokens
     block = back(shape, few, tokens)
     spaces = Work()
-    for site in shape.sites.values():
-        block += Work(grams=gram_flops(count, site.outputs))
+    for space in shape.consumers:
+        block += Work(grams=gram_flops(count, shape.sites[space].outputs))
+    for space in trials:
+        site, scores = shape.sites[space], len(kind_of(space).candidates)
         points = len(dropped_counts(site.units, POINTS))
-        if not trials or not points:
-            continue
-        variants = len(CANDIDATES) * points
-        block += ranked(site) + (factored(site) + tried(site, points)) * len(CANDIDATES)
+        variants = scores * points
+        if scores > 1:
+            block += ranked(site)
+        block += (factored(site) + tried(site, points)) * scores
         block += Work(
             single=2 * count * variants * site.outputs * site.inputs, moved=20 * count * variants * site.inputs
         )
         if model.blocks > SHALLOW:
             runs = len(dropped_counts(site.units, SPACE_POINTS))
-            runs += len(CANDIDATES) if site.units >= MANY else 0
-            own = factored(site) * min(runs, len(CANDIDATES)) + tried(site, runs)
+            runs += scores if scores > 1 and site.units >= MANY else 0
+            own = factored(site) * min(runs, scores) + tried(site, runs)
             spaces += (own + shape.run(few, tokens) * runs) * shape.blocks + shape.logits(count) * (2 * runs)
     held = _of_gradients(shape, few, tokens) + 8 * 6 * shape.widest**2
     return [Stage("gradients", block * shape.blocks + back_of_logits(shape, count) + spaces, held)]
 
 
-def _effects(model: Model, shape: Shape, few: int, tokens: int) -> Stage:
+def _effects(model: Model, shape: Shape, few: int, tokens: int, trials: Sequence[SpaceName]) -> Stage:
     """Every site pruned alone, and all that follows run again."""
     work = Work()
-    for site in shape.sites.values():
+    for site in (shape.sites[space] for space in trials):
         points = len(dropped_counts(site.units, POINTS))
         runs = points * shape.blocks * (shape.blocks + 1) / 2
         work += shape.run(few, tokens) * runs + shape.logits(few * tokens) * (2 * points * shape.blocks)
@@ -378,8 +397,11 @@ def _ranking(recipe: Recipe, shape: Shape, read: int) -> Stage:
     """Curves of every site by every score."""
     block = Work()
     for space in recipe.spaces:
+        if space in shape.inner:
+            block += inner_ranked(shape.inner[space])
+            continue
         site, score = shape.sites[space], recipe.spaces[space].score
-        scores = CANDIDATES if score == CHOSEN else (score,)
+        scores = kind_of(space).candidates if score == CHOSEN else (score,)
         if "obs" in scores:
             block += ranked(site)
         block += factored(site, metric=recipe.weighed_by_effect) * len(scores)
@@ -407,6 +429,14 @@ def _blocks(settled: Settled, shape: Shape, data: tuple[int, int, int], *, seque
     block = shape.read() + shape.run(samples, tokens) * _runs(recipe, len(recipe.spaces), sequential=sequential)
     memory = shape.block_bytes
     for space, own in recipe.spaces.items():
+        if space in shape.inner:
+            heads = shape.inner[space]
+            if sequential:
+                block += inner_moments(heads, samples, tokens)
+            chosen = len(own.compensation.grid) * folds if own.compensation.by_folds else 0
+            fits = 0 if own.compensation.method == "none" else 2 + chosen
+            block += inner_ranked(heads) + inner_solved(heads, fits)
+            continue
         site = shape.sites[space]
         if sequential:
             block += moments(count, site.inputs, gram=recipe.needs_gram(space))
@@ -414,12 +444,14 @@ def _blocks(settled: Settled, shape: Shape, data: tuple[int, int, int], *, seque
                 block += Work(single=2 * count * site.outputs * site.inputs, reduced=3 * count * site.outputs)
         known = request.plan is not None
         if own.score in UNIT_SCORES and UNIT_SCORES[own.score].needs_gram and not known and sequential:
-            block += ranked(site) * (1 / len(CANDIDATES) if own.score == CHOSEN else 1)
+            block += ranked(site) * (1 / len(kind_of(space).candidates) if own.score == CHOSEN else 1)
         for work in _solving(recipe, site, space, count, folds, known=known):
             block += work
         if request.diagnostics and site.kept < site.inputs and recipe.needs_gram(space):
             block += described(site, errors=recipe.target != "drift")
         copies = 12 if own.compensation.by_folds else 5 if own.compensation.method != "none" else 1
+        if ENDS[known_space(space)] == "values":
+            block += Work(wide=4 * (folds + 1) * site.inputs**3)
         memory = max(memory, shape.block_bytes + 8 * copies * site.inputs**2 + 4 * folds * site.inputs**2)
     if sequential:
         streams = 2 if recipe.target == "drift" else 1

@@ -28,6 +28,10 @@ BYTES_OF_LOGIT = 300
 """Moved for each logit by a softmax, a draw of labels and the gradient."""
 VALUES_ALONE = 1 / 3
 """Of what eigenvalues and vectors take together."""
+BYTES_OF_PAIR = 100
+"""Moved for each product of two dimensions of a head, in each sample."""
+STEPS = 40
+"""Of a search for what makes up for dimensions of queries and keys."""
 POLAR = 25
 """FLOPs of a polar factor, in widths cubed."""
 
@@ -79,6 +83,25 @@ class Site:
 
 
 @dataclass(frozen=True)
+class Heads:
+    """What a space inside queries and keys lies on.
+
+    Attributes:
+        heads: of queries.
+        groups: heads of keys whose units go together with those of their queries; 0 where every head is by itself.
+        width: of a head, or of what is turned of it.
+        units: of a head.
+        kept: units that stay.
+    """
+
+    heads: int
+    groups: int
+    width: int
+    units: int
+    kept: int
+
+
+@dataclass(frozen=True)
 class Shape:
     """A model, as far as time and memory go.
 
@@ -91,7 +114,9 @@ class Shape:
         outputs: of the head; the hidden size where there is none.
         outside: weights outside the blocks.
         stored: bytes of a weight in the checkpoint.
-        sites: consumers of the spaces that end in columns.
+        sites: consumers of the spaces that end in columns, and of those in turned ones.
+        consumers: spaces that stand in no other: one for every consumer.
+        inner: where spaces inside queries and keys lie.
         readers: widths of the inputs of other linear modules that moments are taken of.
     """
 
@@ -104,6 +129,8 @@ class Shape:
     outside: int
     stored: int
     sites: dict[SpaceName, Site]
+    consumers: tuple[SpaceName, ...]
+    inner: dict[SpaceName, Heads]
     readers: tuple[int, ...]
 
     @classmethod
@@ -125,6 +152,7 @@ class Shape:
             outputs, inputs = shapes[model.tensor(first, description.consumer)][1]
             stays = (kept or {}).get(space, model.units(space)) * model.copies(space) * model.unit_columns(space)
             sites[space] = Site(outputs, inputs, stays, model.units(space))
+        inner = {space: _heads(model, space, (kept or {}).get(space)) for space in (*family.logits, *family.turned)}
         attention = shapes[model.tensor(0, family.attention.output)][1][1]
         return cls(
             blocks=model.blocks,
@@ -136,6 +164,8 @@ class Shape:
             outside=sum(shape[0] * shape[1] for shape in outside),
             stored=model.dtype.itemsize,
             sites=sites,
+            consumers=tuple(family.consumers),
+            inner=inner,
             readers=tuple(model.linear_widths.values()),
         )
 
@@ -156,7 +186,7 @@ class Shape:
     def moments(self, count: int, *, gram: bool, linears: bool = False) -> Work:
         """Moments of `count` tokens at the sites of a block, and perhaps at its other inputs."""
         found = Work()
-        for width in (*(site.inputs for site in self.sites.values()), *(self.readers if linears else ())):
+        for width in (*(self.sites[space].inputs for space in self.consumers), *(self.readers if linears else ())):
             found += moments(count, width, gram=gram)
         return found
 
@@ -185,6 +215,14 @@ class Shape:
         return max(site.inputs for site in self.sites.values())
 
 
+def _heads(model: Model, space: SpaceName, kept: int | None) -> Heads:
+    units = model.units(space)
+    stays = units if kept is None else kept
+    if space in model.family.logits:
+        return Heads(model.copies(space), 0, units, units, stays)
+    return Heads(model.dimension("query_heads"), model.copies(space), 2 * units, units, stays)
+
+
 def moments(count: int, width: int, *, gram: bool) -> Work:
     """Moments of `count` tokens of one input."""
     batches = count / TOKENS_PER_BATCH
@@ -206,6 +244,29 @@ def factored(site: Site, *, metric: bool = False) -> Work:
     d, o = site.inputs, site.outputs
     weighed = 2 * o**2 * d if metric else 0
     return Work(factor=d**3 / 3, wide=2 * o * d**2 + weighed, moved=40 * d**2, calls=40)
+
+
+def inner_moments(heads: Heads, samples: int, tokens: int) -> Work:
+    """Products of queries and of keys over each sample, and those of both."""
+    each = heads.heads * heads.width**2
+    return Work(single=4 * samples * tokens * each, moved=BYTES_OF_PAIR * samples * each, calls=30)
+
+
+def inner_ranked(heads: Heads) -> Work:
+    """Units in queries and keys in their order, and what every number of them loses."""
+    if heads.groups:
+        sharing = heads.heads // heads.groups
+        site = Site(sharing, heads.width * sharing, 2 * heads.kept * sharing, heads.units)
+        return (ranked(site) + factored(site)) * heads.groups
+    return Work(eigen=9 * heads.heads * heads.width**3, calls=40 * heads.heads)
+
+
+def inner_solved(heads: Heads, fits: int) -> Work:
+    """So many fits of what stays of queries and keys to the logits."""
+    if heads.groups:
+        own = 9 * (2 * heads.kept) ** 3
+        return Work(eigen=heads.heads * own * fits, calls=20 * fits)
+    return Work(wide=STEPS * 4 * heads.heads * heads.width**4 * fits, calls=STEPS * 10 * heads.heads * fits)
 
 
 def blended(site: Site) -> Work:

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.blocks import BlockFactory
+from ckpt_prune.calibration.logits import LogitMoments
 from ckpt_prune.calibration.samples import TokenWindows
 from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.machine import Rates
@@ -19,8 +20,22 @@ from ckpt_prune.transform import estimate as module
 from ckpt_prune.transform.estimate import Stage, estimate, is_long, of_calibration, of_job, of_prune
 from ckpt_prune.transform.request import RecoverySamples
 from ckpt_prune.transform.settle import foresee, settle
-from ckpt_prune.transform.work import BACK, Shape, Site, Work, factored, held_out, moments, ranked, refitted, tried
-from tests import families
+from ckpt_prune.transform.site_variants import POINTS, dropped_counts
+from ckpt_prune.transform.work import (
+    BACK,
+    Heads,
+    Shape,
+    Site,
+    Work,
+    factored,
+    held_out,
+    inner_moments,
+    moments,
+    ranked,
+    refitted,
+    tried,
+)
+from tests import encoders, families
 from tests.families import BLOCKS, request_on, windows
 
 VARIANT = "llama-gqa-tied"
@@ -201,6 +216,60 @@ def test_what_best_measures_is_counted(folder):
     # A dry run names no samples: the default number is meant.
     default = of_prune(foresee(request_on(folder, load_recipe("best"))))[0]
     assert default[0].work.gemm > found["measuring"].gemm
+
+
+def test_spaces_inside_heads_are_counted_beside_the_consumers_they_share(folder):
+    """Consumers are measured once, whatever stands on them; what is tried out of a space is counted by its scores."""
+
+    def told(name: str) -> dict[str, Work]:
+        request = request_on(folder, load_recipe(name), live=windows(8, 16), folds=4)
+        return {stage.name: stage.work for stage in of_prune(foresee(request))[0]}
+
+    plain, attention = told("best"), told("best-attention")
+    assert list(attention) == list(plain)
+    assert attention["measuring"].grams == plain["measuring"].grams
+    model = Model.open(folder)
+    shape = Shape.of(model, dict.fromkeys(("queries", "values", "rotary"), 1))
+    pairs = BLOCKS * inner_moments(shape.inner["rotary"], 8, 16).single
+    assert attention["measuring"].single - plain["measuring"].single == pairs
+    assert attention["gradients"].grams == plain["gradients"].grams
+
+    def tried_out(space: str, scores: int) -> int:
+        site, points = shape.sites[space], len(dropped_counts(model.units(space), POINTS))
+        return 2 * 2 * 16 * scores * points * site.outputs * site.inputs  # of two samples of the last fold
+
+    more = tried_out("queries", 3) + tried_out("values", 1)
+    assert attention["gradients"].single - plain["gradients"].single == BLOCKS * more
+    for name in ("gradients", "effects", "ranking", "blocks"):
+        assert attention[name].wide > plain[name].wide, name
+
+
+@pytest.mark.parametrize("recipe", ["values", "rotary"])
+def test_of_spaces_inside_heads_alone_there_is_an_estimate(folder, recipe):
+    settled = settle(request_on(folder, load_recipe(recipe), live=windows(8, 16)))
+    (blocks, _), disk = of_prune(settled)
+    assert blocks.work.gemm == BLOCKS * 2 * Shape.of(Model.open(folder)).run(8, 16).gemm
+    assert disk == settled.output.cost.bytes
+
+
+def test_dimensions_of_queries_and_keys_are_counted(tmp_path):
+    """Where no rotation stands between them."""
+    bert = encoders.make(tmp_path / "bert", "bert-mlm")
+    cached = encoders.calibrate(bert, tmp_path / "stats", encoders.samples("bert-mlm"), collect=encoders.FOR_CORP)
+    qk = Shape.of(Model.open(bert), {"qk": 3}).inner["qk"]
+    assert (qk.kept, qk.groups) == (3, 0)
+    wide = {}
+    for method in ("none", "logit"):
+        recipe = encoders.recipe({"qk": 0.25}, methods={"qk": method})
+        wide[method] = of_prune(settle(encoders.request_on(bert, recipe, cached)))[0][0].work.wide
+    assert wide["logit"] > wide["none"]
+
+
+def test_products_of_queries_and_keys_have_the_flops_that_torch_counts():
+    heads = Heads(heads=3, groups=0, width=4, units=4, kept=2)
+    states = torch.randn(5, 16, 12)
+    empty = LogitMoments.zeros(3, 4, form="per-sample")
+    assert inner_moments(heads, 5, 16).single == counted(lambda: empty.accumulate(states, states))
 
 
 def test_what_is_tried_of_blocks_and_dimensions_is_counted(folder):
