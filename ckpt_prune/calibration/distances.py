@@ -13,11 +13,10 @@ from torch.nn import functional
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.backward import pass_back, states_at_ends
 from ckpt_prune.calibration.fisher import gradients_at_the_end
-from ckpt_prune.calibration.moments import ROWS
 from ckpt_prune.calibration.readout import Drawn
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.states import Allocate, in_memory
-from ckpt_prune.calibration.streams import HiddenStream, stream_of
+from ckpt_prune.calibration.streams import ROWS, HiddenStream, stream_of
 from ckpt_prune.errors import UserError
 from ckpt_prune.progress import track
 

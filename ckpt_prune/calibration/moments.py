@@ -14,8 +14,10 @@ from ckpt_prune.parallel.group import Group
 
 ACTIVE_THRESHOLD = 1e-6
 """An input counts as active where its absolute value exceeds this (CORP's active probability)."""
-ROWS = 128
-"""Tokens of which sums are taken at once on a CPU."""
+CACHED = 3 * 2**18
+"""Bytes of tokens of which sums are taken at once on a CPU: they stay in a processor's own cache."""
+AT_ONCE = 2**28
+"""The same on an accelerator."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,38 @@ class Taylor:
         return Taylor(self.first.to(device), self.second.to(device))
 
 
+def rows_at_once(width: int, dtype: torch.dtype, device: str = "cpu") -> int:
+    """Tokens of which sums are taken together."""
+    each = 4 * width * _sums_in(dtype).itemsize
+    return max(4, min(CACHED // each, 512) if device == "cpu" else AT_ONCE // each)
+
+
+def _sums_in(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype == torch.bfloat16 else torch.float64
+
+
+def _sums(x: Tensor, active_above: float) -> Tensor:
+    """Σx, Σx², Σ|x| and how many |x| are above a threshold, of x (N, d): (4, d) float64.
+
+    Squares of bfloat16 numbers are numbers of float32, in which up to 512 rows of them are added up on a CPU; all else
+    is in float64.
+    """
+    width, rows = x.shape[1], rows_at_once(x.shape[1], x.dtype, x.device.type)
+    dtype = _sums_in(x.dtype)
+    found = torch.zeros(4, width, dtype=torch.float64, device=x.device)
+    # All four side by side are one sum over rows, several times faster than one after the other.
+    beside = torch.empty(min(rows, len(x)), 4, width, dtype=dtype, device=x.device)
+    for part in torch.split(x, rows):
+        own = beside[: len(part)]
+        plain, square, absolute, active = own.unbind(1)
+        plain.copy_(part)
+        torch.mul(plain, plain, out=square)
+        torch.abs(plain, out=absolute)
+        torch.gt(absolute, active_above, out=active)
+        found += own.sum(0)
+    return found
+
+
 @dataclass(frozen=True)
 class Moments:
     """Sums over N tokens x of width d: everything scores and closed forms need, and nothing of the tokens themselves.
@@ -122,15 +156,7 @@ class Moments:
         x = tokens.detach().reshape(-1, tokens.shape[-1])
         if self.gram is not None:
             add_gram(self.gram, x)
-        sums = torch.zeros(4, x.shape[1], dtype=torch.float64, device=x.device)
-        # A few rows at a time stay in a processor's cache: fifteen times faster than all at once.
-        for part in torch.split(x, ROWS if x.device.type == "cpu" else max(1, len(x))):
-            wide = part.double()
-            sums[0] += wide.sum(0)
-            wide = wide.abs()
-            sums[2] += wide.sum(0)
-            sums[3] += (wide > active_above).sum(0)
-            sums[1] += wide.mul_(wide).sum(0)
+        sums = _sums(x, active_above)
         return type(self)(
             self.count + x.shape[0],
             self.sum + sums[0],

@@ -13,6 +13,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from ckpt_prune.checkpoint.finite import all_finite
 from ckpt_prune.parallel.group import Group
 
 
@@ -83,7 +84,7 @@ class RotaryMoments:
     @property
     def finite(self) -> bool:
         """Whether no moment is NaN or Inf."""
-        return bool(torch.isfinite(self.gram).all())
+        return all_finite(self.gram)
 
 
 def _gram(states: Tensor) -> Tensor:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ckpt_prune.architectures.sublayers import Sublayer
-from ckpt_prune.calibration.moments import ROWS
-from ckpt_prune.calibration.streams import HiddenStream
+from ckpt_prune.calibration.streams import ROWS, HiddenStream
 from ckpt_prune.errors import UserError
 
 Choose = Callable[[int, Tensor], Tensor | None]

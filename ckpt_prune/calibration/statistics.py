@@ -47,6 +47,7 @@ from ckpt_prune.calibration.routing import RoutingMoments
 from ckpt_prune.calibration.shards import overlapping, united
 from ckpt_prune.calibration.statistics_files import INDEX, check_statistics
 from ckpt_prune.checkpoint.digests import sha256_files
+from ckpt_prune.checkpoint.finite import all_finite
 from ckpt_prune.checkpoint.staging import disk_failures, write_whole
 from ckpt_prune.errors import UserError
 from ckpt_prune.glance import glance
@@ -474,7 +475,7 @@ class Statistics:
                         wanted = ["any" if size is None else size for size in shape]
                         raise UserError(f"{path}: {name} has shape {found}, where {wanted} is meant: measure again")
                     tensor: Tensor = file.get_tensor(name)
-                    if not torch.isfinite(tensor).all():
+                    if not all_finite(tensor):
                         raise UserError(f"{path}: {name} holds NaN or Inf: measure again")
                     return tensor
 

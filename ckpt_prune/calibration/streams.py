@@ -25,6 +25,8 @@ from ckpt_prune.parallel.group import ALONE, Group
 
 TOKENS_PER_BATCH = 4096
 """Tokens that go through a block together. Fixed, so that a resumed run repeats the same arithmetic."""
+ROWS = 128
+"""Tokens worked on at once, where a processor's cache is to hold what comes between."""
 
 
 class _LastBlockReachedError(Exception):

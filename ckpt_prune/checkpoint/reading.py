@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.checkpoint.digests import checkpoint_fingerprint
+from ckpt_prune.checkpoint.finite import all_finite
 from ckpt_prune.checkpoint.hub import model_name, resolve
 from ckpt_prune.checkpoint.inputs import Stamp, changed_since, open_input, stamp
 from ckpt_prune.checkpoint.journal import refuse_unfinished
@@ -430,6 +431,8 @@ def _name(tensors: list[str]) -> str:
 
 
 def _count_not_finite(chunk: Tensor) -> int:
+    if all_finite(chunk):
+        return 0
     if chunk.dtype.itemsize == 1:
         chunk = chunk.to(torch.float32)  # float8 has no isfinite
     return int(chunk.numel() - torch.isfinite(chunk).sum().item())

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ckpt_prune.architectures.fitting import fitted
 from ckpt_prune.checkpoint.digests import changed_files
+from ckpt_prune.checkpoint.finite import all_finite
 from ckpt_prune.checkpoint.reading import Checkpoint, read_tensors
 from ckpt_prune.checkpoint.shard import TensorInfo, read_header
 from ckpt_prune.compressing.packing import PACKED, SCALE, SHAPE, require_library, shapes_of, unpacked
@@ -73,7 +74,7 @@ def _shapes(record: Quantised, tensors: dict[str, TensorInfo]) -> tuple[bool, st
 def _finite(folder: Path, tensors: dict[str, TensorInfo]) -> tuple[bool, str]:
     floats = [info for info in tensors.values() if info.dtype.is_floating_point]
     for info in track(floats, "checking for NaN and Inf", unit="tensor"):
-        if not read_tensors(folder, [info])[info.name].isfinite().all():
+        if not all_finite(read_tensors(folder, [info])[info.name]):
             return False, f"{info.name} has NaN or Inf"
     return True, "no NaN, no Inf"
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ckpt_prune.architectures.family import KINDS, Family
 from ckpt_prune.architectures.model import Model
+from ckpt_prune.checkpoint.finite import all_finite
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
 from ckpt_prune.rotations.absorbing import gains, residual_of, without_mean
@@ -144,7 +145,7 @@ class AbsorbedCheckpoint(ABC):
         return {name: self._fitting(name, tensor.to(dtypes[name]).cpu()) for name, tensor in tensors.items()}
 
     def _fitting(self, name: str, tensor: Tensor) -> Tensor:
-        if not torch.isfinite(tensor).all():
+        if not all_finite(tensor):
             raise UserError(f"{name}: with the gains of norms absorbed {self.room.format(dtype=tensor.dtype)}")
         return tensor
 

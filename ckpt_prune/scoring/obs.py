@@ -30,6 +30,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ckpt_prune.checkpoint.finite import all_finite
 from ckpt_prune.sparsity.damping import DAMP, MOST_DAMP, SingularHessianError, damped_cholesky, dampings
 
 PANEL = 128
@@ -120,8 +121,7 @@ def _check(weight: Tensor, gram: Tensor, per_unit: int, damp: float) -> None:
     if not 0 <= damp < float("inf"):
         raise ValueError(f"damp must be a finite number of at least 0, not {damp}")
     for name, tensor in (("weight", weight), ("Gram", gram)):
-        # A sum tells without a mask of the tensor's size. In float64 large entries do not overflow.
-        if not bool(torch.isfinite(tensor.sum(dtype=torch.float64))):
+        if not all_finite(tensor):
             raise ValueError(f"the {name} holds infinities or NaN")
 
 

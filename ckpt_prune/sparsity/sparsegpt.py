@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ckpt_prune.checkpoint.finite import all_finite
 from ckpt_prune.errors import UserError
 from ckpt_prune.sparsity.damping import DAMP, MOST_DAMP
 from ckpt_prune.sparsity.inverse import factorise
@@ -95,7 +96,7 @@ def prune(
     if pattern is not None:
         check_width(d_in, pattern)
         block = -(-block // pattern.of) * pattern.of
-    if not bool(torch.isfinite(hessian).all()):
+    if not all_finite(hessian):
         raise UserError(
             "the Hessian holds infinities or NaN: calibrate again in float32, and check the calibration data"
         )

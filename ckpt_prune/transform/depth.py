@@ -19,6 +19,7 @@ from ckpt_prune.calibration.losses import TOKENS, losses_without
 from ckpt_prune.calibration.part_distances import measure_parts
 from ckpt_prune.calibration.samples import Part
 from ckpt_prune.checkpoint.disk import sync
+from ckpt_prune.checkpoint.finite import all_finite
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.shard import read_header
 from ckpt_prune.checkpoint.staging import disk_failures
@@ -350,7 +351,7 @@ def _map_of(request: Request, stream: Any, waiting: _Waiting) -> tuple[GapMap, d
         new |= {} if added is None else {bias: added}
     cast = {each: tensor.cpu().to(waiting.tensors[each].dtype).contiguous() for each, tensor in new.items()}
     for each, tensor in cast.items():
-        if not bool(torch.isfinite(tensor).all()):
+        if not all_finite(tensor):
             raise UserError(
                 f"{each}: the map does not fit its dtype {tensor.dtype}: use more samples or a larger lambda"
             )

@@ -16,6 +16,7 @@ from ckpt_prune.architectures.spaces import SpaceName, dim_of
 from ckpt_prune.calibration.kinds import SpaceMoments
 from ckpt_prune.calibration.moments import Moments
 from ckpt_prune.calibration.sources import MomentSource
+from ckpt_prune.checkpoint.finite import all_finite
 from ckpt_prune.errors import UserError
 from ckpt_prune.parallel.group import here
 from ckpt_prune.planning.plan import SitePlan
@@ -260,5 +261,5 @@ def check_overflow(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) ->
         UserError: naming the first that does not.
     """
     for name, tensor in after.items():
-        if tensor is not before.get(name) and not torch.isfinite(tensor).all():
+        if tensor is not before.get(name) and not all_finite(tensor):
             raise UserError(f"{name}: the new tensor does not fit its dtype {tensor.dtype}: use a gentler recipe")

@@ -7,9 +7,11 @@ counted from a llama's block; it matters for small models only.
 from dataclasses import dataclass, fields
 from typing import Self
 
+import torch
+
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.spaces import SpaceName
-from ckpt_prune.calibration.moments import ROWS
+from ckpt_prune.calibration.moments import rows_at_once
 from ckpt_prune.calibration.products import gram_flops
 from ckpt_prune.calibration.streams import TOKENS_PER_BATCH
 from ckpt_prune.compensation.spectrum import EXACT_WIDTH, ITERATIONS, SKETCH
@@ -22,7 +24,7 @@ CALLS_OF_BLOCK = 60
 """Operations of one run of a block."""
 BACK = 2.35
 """A run of a block with its gradient at the input, in runs without."""
-REDUCTIONS = 0.3
+REDUCTIONS = 0.15
 """What the vectors of moments take for a number, in squares added up out of a cache."""
 BYTES_OF_LOGIT = 300
 """Moved for each logit by a softmax, a draw of labels and the gradient."""
@@ -225,11 +227,10 @@ def _heads(model: Model, space: SpaceName, kept: int | None) -> Heads:
 
 def moments(count: int, width: int, *, gram: bool) -> Work:
     """Moments of `count` tokens of one input."""
-    batches = count / TOKENS_PER_BATCH
     return Work(
         reduced=REDUCTIONS * count * width,
         grams=gram_flops(count, width) if gram else 0,
-        calls=20 + 8 * TOKENS_PER_BATCH / ROWS * batches,
+        calls=20 + 7 * count / rows_at_once(width, torch.float64),
     )
 
 
