@@ -196,8 +196,10 @@ def recover(
         refuse_factored(ours)
         if settings.method == "scales":
             used = _known_samples(report_of(ours.checkpoint.path))
-            chosen = fresh_samples(theirs, options, options, used, trust=trust, most=FEW_SAMPLES, say=say)
+            fresh = fresh_samples(theirs, options, options, used, trust=trust, most=FEW_SAMPLES, say=say)
+            chosen, seen = fresh.samples, fresh.seen
         else:
+            seen = None
             chosen = chosen_samples(theirs, options, options, trust=trust, most=MOST_SAMPLES, say=say)
         check_same_reader(ours, theirs, read_text(options.text) if options.text else "", trust=trust)
         request = recovering.RecoveryRequest(
@@ -210,6 +212,7 @@ def recover(
             device=target,
             allocate=StateMemory(int(options.state_memory * 2**30), partial_of(out)),
             after=asked_after(options.perplexity_after, ours),
+            seen=seen,
         )
         settled = recovering.settle_recovery(request)
         if settings.method == "scales":
@@ -220,10 +223,10 @@ def recover(
         return Recovered(out, report, tuple(say.lines))
 
 
-def _known_samples(report: "Report | None") -> list[tuple[int, str]]:
+def _known_samples(report: "Report | None") -> list[tuple[int, str]] | None:
     """Numbers and fingerprints of the samples that a model says it was pruned on and fitted to, in turn."""
     if report is None:
-        return []
+        return None
     data = report.calibration.entries
     known = [(data.get("samples"), data.get("data"))]
     adapters = report.adapters

@@ -1,6 +1,7 @@
 """The calibration samples that options ask for."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from ckpt_prune.architectures.context import context_length
 from ckpt_prune.architectures.model import Model
@@ -80,22 +81,35 @@ def chosen_samples(
         frame=frame,
         skip=skip,
     )
-    if len(windows) < wanted and (calibration.samples is not None or most is None):
+    if len(windows) < wanted and (calibration.samples is not None or most is None or skip):
         name = str(calibration.text[0]) if len(calibration.text) == 1 else "the text"
         say(_all_used(f"{name} has {len(windows)} window{'s' * (len(windows) != 1)} of {window} tokens", skip, wanted))
     return TokenWindows(framed(windows, tokenizer) if frame else windows)
+
+
+@dataclass(frozen=True)
+class Fresh:
+    """What a pruned model is fitted to.
+
+    Attributes:
+        samples: the samples.
+        seen: whether it was pruned on these, or fitted to them before; None where that is not known.
+    """
+
+    samples: Samples
+    seen: bool | None
 
 
 def fresh_samples(
     model: Model,
     calibration: SampleOptions,
     images: ImageOptions,
-    used: Samples | Sequence[tuple[int, str]],
+    used: Samples | Sequence[tuple[int, str]] | None,
     *,
     trust: bool = False,
     most: int | None = None,
     say: Callable[[str], None],
-) -> Samples:
+) -> Fresh:
     """Samples that a model was not pruned on, as far as there are others of the same choice.
 
     To those that it was pruned on it is fitted already: it is nearer to the dense model there than on any others.
@@ -104,11 +118,12 @@ def fresh_samples(
         model: as of `chosen_samples`, as are those that are not named here.
         calibration: which, and how many.
         images: which images.
-        used: what it was pruned on, and fitted to after that, in turn: the samples, or their numbers and fingerprints,
-            as far as they are known.
+        used: what it was pruned on, and fitted to after that, in turn: the samples, or their numbers and fingerprints;
+            None where they are not known.
         trust: run the image processor's own code.
         most: samples where none are asked for.
-        say: told in a line where there are fewer others than asked for, or none.
+        say: told in a line where there are fewer others than asked for, or none, or where samples are chosen in another
+            way than those that the model has seen.
 
     Raises:
         UserError: as of `chosen_samples`.
@@ -120,27 +135,34 @@ def fresh_samples(
         except NoneLeftError:
             return None
 
-    skip = 0
+    skip, seen = 0, None if used is None else False
     if isinstance(used, Sequence):
         for count, fingerprint in used:
             same = choose(calibration.model_copy(update={"samples": count}), skip)
             if same is not None and same.fingerprint == fingerprint:
                 skip += count
-    else:
+            else:
+                seen = None
+    elif used is not None:
         skip = len(used) + len(getattr(used, "skipped", ()))
     heard: list[str] = []
     found = choose(calibration, skip, heard.append)
     if found is None or (skip and len(found) < 2):
-        heard = ["there are no other samples than those that it was pruned on: they are fitted to"]
-        found = choose(calibration)
+        heard = ["there are fewer than 2 other samples than those that the model has seen: it is fitted to these"]
+        found, seen = choose(calibration), True
+    elif used and seen is None:
+        heard.append(
+            "these samples are chosen in another way than those that the model has seen (other data, --window, --seed "
+            "or --choose): some may be the same"
+        )
     assert found is not None
     for line in heard:
         say(line)
-    return found
+    return Fresh(found, seen)
 
 
 def _all_used(there_are: str, skip: int, wanted: int) -> str:
-    beyond = f" beside the {skip} that it was pruned on" if skip else ""
+    beyond = f" beside the {skip} that the model has seen" if skip else ""
     return f"{there_are}{beyond}: all are used, not {wanted}"
 
 
@@ -154,7 +176,7 @@ def _audio(
         raise UserError("--window and --bos are for text: they do not go with --audio")
     found, wanted = find_audio(options.audio), calibration.samples or most
     count = min(len(found) - skip, wanted)
-    if count < wanted and calibration.samples is not None:
+    if count < wanted and (calibration.samples is not None or skip):
         say(_all_used(f"{options.audio} has {count} sound{'s' * (count > 1)} to calibrate on", skip, wanted))
     files = ImageFiles(tuple(found))
     chosen = choose_images(files, samples=count, seed=calibration.seed, choose=calibration.choose, skip=skip)

@@ -18,4 +18,5 @@ def check_texts(files: Iterable[Path]) -> None:
         if named is not None:
             named.file()
         elif not file.is_file():
-            raise UserError(f"{file}: no such text file")
+            is_a = "a folder, not a" if file.is_dir() else "no such"
+            raise UserError(f"{file}: {is_a} text file")

@@ -110,7 +110,7 @@ def _print_remote(found: "RemoteDescription") -> None:
     for key, value in facts.items():
         if value:
             click.echo(f"{key:<11} {value}")
-    click.echo("\nunits go of the dense model: of what is done to that, this takes masks alone")
+    click.echo("\nto drop units, prune the dense model instead; of recipes that prune, only masks go on this output")
     if found.sparsity is not None:
         _print_sparsity(found.sparsity)
 

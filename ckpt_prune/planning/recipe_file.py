@@ -209,6 +209,8 @@ def _explain(error: Any, path: Path, lines: Lines) -> str:
     keys = tuple(str(part) for part in loc)
     line = next((lines[keys[:n]] for n in range(len(keys), 0, -1) if keys[:n] in lines), None)
     where = f"{path}, line {line}" if line else "--set" if line == 0 else str(path)
+    if line != 0 and any(lines[each] == 0 and each[: len(keys)] == keys for each in lines):
+        where += ", with --set"  # keys that do not go together, one of them set
     key = ".".join(keys)
     if error["type"] in {"extra_forbidden", "literal_error"} and (
         error["type"] == "extra_forbidden" or error["loc"][-1] == "[key]"

@@ -24,17 +24,25 @@ def loss_name(adapters: Adapters) -> str:
     return "divergence from the dense model" if adapters.method == "scales" else "loss"
 
 
+def is_recovered(report: Report) -> bool:
+    """Whether weights were trained after pruning."""
+    adapters = report.adapters
+    while adapters is not None and not adapters.modules:
+        adapters = adapters.earlier
+    return report.recovery is not None or adapters is not None
+
+
 def told_of(report: Report) -> list[str]:
     """What was trained and what it gave, in a sentence or two for each time, the last one first."""
     found, before = list[str](), ""
-    adapters, pruned_on = report.adapters, report.calibration.entries.get("data")
+    adapters = report.adapters
     while adapters is not None:
-        found.append(before + _told(adapters, seen=bool(adapters.data) and adapters.data == pruned_on))
+        found.append(before + _told(adapters))
         adapters, before = adapters.earlier, "Before that: "
     return found
 
 
-def _told(adapters: Adapters, seen: bool) -> str:
+def _told(adapters: Adapters) -> str:
     scales, on = adapters.method == "scales", measured_on(adapters)
     if not adapters.modules:
         tried = "Fitting scales" if scales else "LoRA"
@@ -47,7 +55,7 @@ def _told(adapters: Adapters, seen: bool) -> str:
     how = "scales of the inputs and outputs of" if scales else f"LoRA of rank {adapters.rank} on"
     epochs = adapters.epochs or 0
     passes = f"{epochs:.3g} epoch{'' if epochs == 1 else 's'}"
-    known = ", of those that it was pruned on" if seen else ""
+    known = {None: "", True: " that it had seen before", False: " that it had not seen before"}[adapters.seen]
     return (
         f"Recovered by {how} {counted(adapters.modules, 'linear module')}, merged; "
         f"{trained_on(adapters)}{known}, {passes}; zeros stay zero.{gained}"

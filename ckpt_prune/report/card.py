@@ -11,7 +11,7 @@ from ckpt_prune.planning.recipe_file import load_recipe
 from ckpt_prune.planning.shares import is_far
 from ckpt_prune.planning.shipped import shipped_recipes
 from ckpt_prune.planning.sizes import TargetSize
-from ckpt_prune.report.adapters import told_of
+from ckpt_prune.report.adapters import is_recovered, told_of
 from ckpt_prune.report.depth import depth_lines, named_all
 from ckpt_prune.report.figures import (
     Likeness,
@@ -119,7 +119,7 @@ def _how(report: Report) -> str:
     pruned = recipe.name if recipe.elsewhere else f"pruned by recipe {recipe.name}"
     if report.part is not None:
         pruned = f"its {report.part} part {pruned}"
-    return f"{pruned} and recovered" if report.recovery or report.adapters else pruned
+    return f"{pruned} and recovered" if is_recovered(report) else pruned
 
 
 def _latency(report: Report) -> list[str]:

@@ -262,6 +262,8 @@ class Adapters(Fixed):
         seed: of the adapters and the order of samples.
         settings: of training, as `RecoverySettings.of_all` has them.
         data: fingerprint of the samples.
+        seen: whether the model was pruned on these, or fitted to them before; None, and left out of JSON, where that is
+            not known.
         samples, window: how many, those held out among them, and their tokens; no window of images.
         measured: of the samples, those that losses are told of: held out, or where none are, some that it was trained
             on.
@@ -280,6 +282,7 @@ class Adapters(Fixed):
     seed: Amount = None
     settings: dict[str, Any] = Field(default_factory=dict)
     data: str = ""
+    seen: bool | None = None
     samples: Amount = None
     window: Amount = None
     measured: Amount = None
@@ -294,7 +297,8 @@ class Adapters(Fixed):
 
     @model_serializer(mode="wrap")
     def _as_given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {key: value for key, value in handler(self).items() if key != "earlier" or value is not None}
+        idle = {"earlier", "seen"}
+        return {key: value for key, value in handler(self).items() if key not in idle or value is not None}
 
 
 class Latency(Fixed):

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpt_prune.planning.records import Cost, Depth, FactoredLinear, Hidden, MaskedLinear, SiteRecord
 from ckpt_prune.recovery.record import RecoveredLayer
-from ckpt_prune.report.adapters import told_of
+from ckpt_prune.report.adapters import is_recovered, told_of
 from ckpt_prune.report.figures import RecoveryFigures, recovery_figures
 from ckpt_prune.report.latency import latency_line
 from ckpt_prune.report.model import (
@@ -106,7 +106,7 @@ def _of_report(report: Report) -> Document:
     title = f"{report.source.name}, {recipe.name if recipe.elsewhere else f'pruned by {recipe.name}'}"
     learned = report.rotation.learned if report.rotation else []
     return Document(
-        title=f"{title} and recovered" if report.recovery or report.adapters else title,
+        title=f"{title} and recovered" if is_recovered(report) else title,
         recipe=recipe,
         facts=_told(facts),
         before=report.before,

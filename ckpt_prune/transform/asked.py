@@ -208,11 +208,13 @@ def _training(
     options, recovery = asked.options, asked.recipe.recovery
     assert recovery is not None
     after = asked_after(options.perplexity_after, asked.model)
-    samples = live.samples if live is not None else None
+    samples, seen = live.samples if live is not None else None, None
     wanted = options if recovery.samples is None else options.model_copy(update={"samples": recovery.samples})
     if recovery.method == "scales":
         index = None if statistics is None else statistics.index
-        measured = [] if index is None or len(index.data) != 1 else [(index.samples, index.data[0])]
+        measured: list[tuple[int, str]] | None = [] if asked.plan is None else None
+        if index is not None:
+            measured = [(index.samples, index.data[0])] if len(index.data) == 1 else None
         used = samples if samples is not None else measured
         if samples is None and index is not None:
             # As many as it is pruned on, and as long.
@@ -220,11 +222,12 @@ def _training(
             if index.modality == "text":
                 own["window"] = wanted.window or index.window
             wanted = wanted.model_copy(update=own)
-        samples = fresh_samples(asked.model, wanted, options, used, trust=options.trust_remote_code, say=say)
+        fresh = fresh_samples(asked.model, wanted, options, used, trust=options.trust_remote_code, say=say)
+        samples, seen = fresh.samples, fresh.seen
     elif samples is None or recovery.samples is not None:
         samples = chosen_samples(asked.model, wanted, options, trust=options.trust_remote_code, say=say)
     dtype = training_dtype(options, asked.device, recovery.method, asked.model.dtype)
-    return RecoverySamples(samples, dtype, allocate, after)
+    return RecoverySamples(samples, dtype, allocate, after, seen)
 
 
 def training_dtype(

@@ -19,6 +19,7 @@ def fitted_scales(
     *,
     seed: int,
     text: bool,
+    seen: bool | None,
     stages: Stages,
     announce: Announce,
 ) -> tuple[Fitted, Adapters]:
@@ -31,6 +32,7 @@ def fitted_scales(
         settings: of fitting, as `fit_scales` takes them.
         seed: of the order of samples.
         text: whether samples are windows of text.
+        seen: whether the model was pruned on these samples, or fitted to them before; None where that is not known.
         stages: of the run, to which fitting is added.
         announce: told what is about to be done, and whether nothing was gained.
 
@@ -49,7 +51,11 @@ def fitted_scales(
         fitted = fit_scales(
             pruned, dense, samples, split, settings, seed=seed, told=lambda epoch, loss: epochs.step(epoch, loss)
         )
-    if not fitted.scales:
+    if not fitted.scales and not fitted.before:
+        announce(
+            "the model predicts what the dense one does: there is nothing to fit, and its weights stay as they are"
+        )
+    elif not fitted.scales:
         announce(
             f"no epoch was better than the model as it was, at lr {fitted.rate:g}: the weights stay as they are; try a "
             "smaller learning rate, or more samples"
@@ -60,6 +66,7 @@ def fitted_scales(
         seed=seed,
         settings=settings.of_all(),
         data=samples.fingerprint,
+        seen=seen,
         samples=len(samples),
         window=samples.tokens if text else None,
         measured=len(split.measured),

@@ -56,6 +56,7 @@ class RecoveryRequest:
         device: where.
         allocate: makes the tensors that hold hidden states.
         after: numbers of blocks k, for the perplexity of the model of which the first k blocks are recovered.
+        seen: whether the model was pruned on these samples, or fitted to them before; None where that is not known.
     """
 
     pruned: Model
@@ -67,6 +68,7 @@ class RecoveryRequest:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     allocate: Allocate = in_memory
     after: frozenset[int] = frozenset()
+    seen: bool | None = None
 
 
 @dataclass(frozen=True)

@@ -50,12 +50,14 @@ class RecoverySamples:
         compute_dtype: in which blocks run.
         allocate: makes the tensors that hold hidden states.
         after: numbers of blocks k, for the perplexity of the model of which the first k blocks are recovered.
+        seen: whether the model is pruned on these samples, too; None where that is not known.
     """
 
     samples: Samples
     compute_dtype: torch.dtype
     allocate: Allocate = in_memory
     after: frozenset[int] = frozenset()
+    seen: bool | None = None
 
 
 @dataclass(frozen=True)

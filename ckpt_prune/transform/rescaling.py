@@ -75,6 +75,7 @@ def _fit(settled: Settled, sink: Sink, writer: CheckpointWriter, stages: Stages,
         recipe,
         seed=recipe.seed,
         text=model.family.modality == "text",
+        seen=training.seen,
         stages=stages,
         announce=announce,
     )

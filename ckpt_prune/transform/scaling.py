@@ -89,6 +89,7 @@ def recover_by_scales(settled: SettledRecovery, out: Path, *, overwrite: bool, a
         settings,
         seed=request.seed,
         text=request.dense.family.modality == "text",
+        seen=request.seen,
         stages=stages,
         announce=announce,
     )

@@ -477,7 +477,7 @@ def test_texts_that_are_none(place, command, name, content, message):
 
 @reading
 def test_a_folder_is_no_text(place, command):
-    assert refusal([*command, "--text", "dense"], "dense") == "dense: no such text file"
+    assert refusal([*command, "--text", "dense"], "dense") == "dense: a folder, not a text file"
 
 
 @measuring

@@ -575,7 +575,9 @@ def test_an_output_with_remote_code_is_described(here):
     lines = ok("inspect", "pruned").splitlines()
     assert lines[1] == "family      vit (PrunedViTForImageClassification, remote code of this tool)"
     assert lines[5] == "made from   vit by recipe corp"
-    assert lines[-1] == "units go of the dense model: of what is done to that, this takes masks alone"
+    assert (
+        lines[-1] == "to drop units, prune the dense model instead; of recipes that prune, only masks go on this output"
+    )
     report = json.loads(ok("inspect", "pruned", "--json"))
     assert (report["parameters"], report["bytes"]) == (made["after"]["parameters"], made["after"]["bytes"])
     assert report["note"] == made["container"]["note"]

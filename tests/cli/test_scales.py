@@ -25,6 +25,11 @@ from tests.reports import without_stages
 
 SCALES = ("--dense", "dense", "--method", "scales", *TEXT, "--samples", "32", "--epochs", "3", "--batch", "4")
 SCALES += ("--lr", "0.05", "--held-out", "0.1")
+FEW = "there are fewer than 2 other samples than those that the model has seen: it is fitted to these"
+OTHERS = (
+    "these samples are chosen in another way than those that the model has seen (other data, --window, --seed or "
+    "--choose): some may be the same"
+)
 
 
 def told_divergence(folder: str, skip: int = 0, samples: int = 32) -> float:
@@ -77,7 +82,8 @@ def test_zeros_stay_and_the_stored_model_has_the_divergence_that_is_said(place: 
     )
     assert "linear modules are the dense ones, bit for bit" in ok("verify", "out", "--against", "dense")
     card = Path("out/README.md").read_text()
-    assert "Recovered by scales of the inputs and outputs of 14 linear modules, merged; 29 samples, 3 epochs" in card
+    linear = "Recovered by scales of the inputs and outputs of 14 linear modules, merged"
+    assert f"{linear}; 29 samples that it had not seen before, 3 epochs" in card
     assert report_of("out")["recipe"]["name"] == "magnitude-50"
 
 
@@ -114,27 +120,33 @@ def test_an_image_classifier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert told["loss_after"] < told["loss_before"]
 
 
-def test_where_nothing_is_gained_weights_stay(place: Path):
+def test_where_there_is_nothing_to_fit_weights_stay(place: Path):
     done = run("recover", "dense", *SCALES, "-o", "out")
     assert done.exit_code == 0, done.output
     assert done.stderr.endswith(
-        "no epoch was better than the model as it was, at lr 0.05: the weights stay as they are; try a smaller "
-        "learning rate, or more samples\n"
+        "the model predicts what the dense one does: there is nothing to fit, and its weights stay as they are\n"
     )
     assert changed("out", "dense") == set()
     told = report_of("out")["adapters"]
     assert (told["modules"], told["loss_after"]) == (0, told["loss_before"])
     card = Path("out/README.md").read_text()
     assert "Fitting scales was tried, and no epoch was better on 3 held-out samples" in card
+    assert "and recovered" not in card
 
 
-def test_a_rate_that_destroys_the_model_is_not_kept_where_nothing_is_held_out(place: Path):
-    done = run("recover", "dense", *SCALES, "--lr", "1000", "--held-out", "0", "-o", "out")
+@pytest.mark.parametrize("held_out", ["0", "0.1"])
+def test_a_rate_that_destroys_the_model_is_not_kept(place: Path, held_out: str):
+    ok("prune", "dense", "--recipe", "ridge", "--ratio", "0.2", "--statistics", "stats", "-o", "narrow")
+    done = run("recover", "narrow", *SCALES, "--lr", "1000", "--held-out", held_out, "-o", "out")
     assert done.exit_code == 0, done.output
-    assert "at lr 1000: the weights stay as they are" in done.stderr
-    assert changed("out", "dense") == set()
+    assert done.stderr.endswith(
+        "no epoch was better than the model as it was, at lr 1000: the weights stay as they are; try a smaller "
+        "learning rate, or more samples\n"
+    )
+    assert changed("out", "narrow") == set()
     told = report_of("out")["adapters"]
     assert (told["measured"], told["modules"], told["loss_after"]) == (3, 0, told["loss_before"])
+    assert told["loss_before"] > 0
 
 
 def test_page_and_card_say_the_same(place: Path):
@@ -142,9 +154,9 @@ def test_page_and_card_say_the_same(place: Path):
     ok("report", "out", "-o", "page.html")
     told = report_of("out")["adapters"]
     said = (
-        "Recovered by scales of the inputs and outputs of 14 linear modules, merged; 32 samples, 3 epochs; zeros stay "
-        "zero. Divergence from the dense model on 3 samples of those it was trained on, before -&gt; after: "
-        f"{told['loss_before']:.4g} -&gt; {told['loss_after']:.4g}; other samples may gain less."
+        "Recovered by scales of the inputs and outputs of 14 linear modules, merged; 32 samples that it had not seen "
+        "before, 3 epochs; zeros stay zero. Divergence from the dense model on 3 samples of those it was trained on, "
+        f"before -&gt; after: {told['loss_before']:.4g} -&gt; {told['loss_after']:.4g}; other samples may gain less."
     )
     page = Path("page.html").read_text()
     assert said in page
@@ -306,23 +318,49 @@ def test_scales_after_scales_take_others_again_and_both_are_told(place: Path):
 def test_where_there_are_too_few_others_that_is_said(place: Path):
     there_are = len(token_stream(load_tokenizer(Path("dense")), read_text([Path("calib.txt")]), bos="auto")) // 16
     step = ("--set", "recovery.method=scales")
+    beside_five = (
+        f"calib.txt has 5 windows of 16 tokens beside the {there_are - 5} that the model has seen: all are used"
+    )
     for beside, told, line in (
-        (
-            5,
-            5,
-            f"calib.txt has 5 windows of 16 tokens beside the {there_are - 5} that it was pruned on: all are used, not",
-        ),
-        (1, there_are - 1, "there are no other samples than those that it was pruned on: they are fitted to"),
-        (0, there_are, "there are no other samples than those that it was pruned on: they are fitted to"),
+        (5, 5, beside_five),
+        (1, there_are - 1, FEW),
+        (0, there_are, FEW),
     ):
         data = ("--text", "calib.txt", "--window", "16", "--samples", str(there_are - beside))
         done = run("prune", "dense", "--recipe", "ridge", "--ratio", "0.5", *data, *step, "-o", f"out-{beside}")
         assert done.exit_code == 0, done.output
         assert line in done.stderr
-        assert done.stderr.count(" that it was pruned on") == 1
+        assert done.stderr.count(" that the model has seen") == 1
         assert report_of(f"out-{beside}")["adapters"]["samples"] == told
         card = Path(f"out-{beside}/README.md").read_text()
-        assert ("samples, of those that it was pruned on, 1 epoch" in card) == (told != beside)
+        assert ("samples that it had seen before, 1 epoch" in card) == (told != beside)
+        assert ("samples that it had not seen before, 1 epoch" in card) == (told == beside)
+
+
+def test_what_is_known_of_samples_is_said_and_recorded(place: Path):
+    """Of another choice, and where nothing says what a model was pruned on; without a reason no line."""
+    data = ("--text", "calib.txt", "--window", "16", "--samples", "24")
+    ok("prune", "dense", "--recipe", "ridge", "--ratio", "0.5", *data, "-o", "narrow")
+    ok("prune", "dense", "--recipe", "magnitude-50", "-o", "masked")
+    shutil.copytree("masked", "unknown")
+    Path("unknown/ckpt_prune.json").unlink()
+    more = ("--dense", "dense", "--method", "scales", "--text", "calib.txt", "--samples", "8")
+    for folder, options, seen, line in (
+        ("narrow", ("--window", "16"), False, None),
+        ("narrow", ("--window", "8"), None, OTHERS),
+        ("narrow", ("--window", "16", "--seed", "1"), None, OTHERS),
+        ("masked", ("--window", "16"), False, None),
+        ("unknown", ("--window", "16"), None, None),
+    ):
+        done = run("recover", folder, *more, *options, "-o", "out", "--overwrite")
+        assert done.exit_code == 0, done.output
+        assert [each for each in done.stderr.splitlines() if "the model has seen" in each] == [line] * bool(line)
+        told = report_of("out")["adapters"]
+        assert told.get("seen") == seen
+        assert ("seen" in told) == (seen is not None)
+        words = Path("out/README.md").read_text()
+        assert ("8 samples that it had not seen before, 1 epoch" in words) == (seen is False)
+        assert ("8 samples, 1 epoch" in words) == (seen is None)
 
 
 def test_other_images_are_taken_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -338,7 +376,7 @@ def test_other_images_are_taken_too(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     more = ("--dense", "vit", "--method", "scales", "--images", "pictures", "--samples", "12")
     done = run("recover", "12", *more, "-o", "again")
     assert done.exit_code == 0, done.output
-    assert done.stderr.startswith("there are no other samples than those that it was pruned on: they are fitted to\n")
+    assert done.stderr.startswith(FEW + "\n")
     assert report_of("again")["adapters"]["samples"] == 12
 
 

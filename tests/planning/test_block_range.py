@@ -78,7 +78,7 @@ def test_a_recipe_that_prunes_some_blocks_is_another(tmp_path):
 )
 def test_contradictions(tmp_path, changes, message):
     path = write(tmp_path, OF_SPACES)
-    assert refusal(path, changes) == f"{path}: {message}"
+    assert refusal(path, changes) == f"{path}, with --set: {message}"
 
 
 def test_a_mask_takes_no_range():

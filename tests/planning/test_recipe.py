@@ -424,7 +424,7 @@ SIZE = "size={params: 5B}"
 )
 def test_contradictions_of_a_budget(tmp_path, changes, message):
     path = write(tmp_path, BEST)
-    assert refusal(path, changes) == f"{path}: {message}"
+    assert refusal(path, changes) == f"{path}, with --set: {message}"
 
 
 @pytest.mark.parametrize(
