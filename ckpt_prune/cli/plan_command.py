@@ -321,6 +321,11 @@ def _print_plan(settled: Any, plan: Any) -> None:
         click.echo(predicted)
     for line in size_lines(settled):
         click.echo(line)
+    if settled.recipe.recovery is not None:
+        click.echo(
+            f"all of this is of before recovery ({settled.recipe.recovery.method}), with which the recipe ends: "
+            "`prune` reads the samples for it, also with --plan"
+        )
     few = few_tokens(settled, errors="above")
     if few:
         click.echo(few)

@@ -51,6 +51,7 @@ def show(name: str) -> None:
 @click.argument("destination", type=click.Path(path_type=Path), required=False)
 def copy(name: str, destination: Path | None) -> None:
     """Copy a recipe to DESTINATION (default: NAME.yaml here), to edit and pass to --recipe."""
+    from ckpt_prune.checkpoint.places import place_of
     from ckpt_prune.checkpoint.staging import write_whole
     from ckpt_prune.errors import UserError
     from ckpt_prune.planning.recipe_places import locate_recipe
@@ -62,8 +63,7 @@ def copy(name: str, destination: Path | None) -> None:
         target = target / source.name
     if target.exists():
         raise UserError(f"{target} exists: choose another name")
-    if not target.absolute().parent.is_dir():
-        raise UserError(f"{target.absolute().parent} does not exist")
+    place_of(target)
     write_whole(target, recipe_text(source))
     click.echo(str(target))
 

@@ -10,6 +10,7 @@ import torch
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.samples import TokenWindows
 from ckpt_prune.calibration.text import calibration_windows, evaluation_windows, load_tokenizer, token_stream
+from ckpt_prune.checkpoint.places import place_of
 from ckpt_prune.demo import corpus
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.loading import load_model
@@ -58,8 +59,7 @@ def run(out: Path, device: torch.device) -> list[Row]:
         raise UserError(f"{out} is not a folder: choose another one for the demo")
     if out.exists() and any(out.iterdir()):
         raise UserError(f"{out} is not empty: choose another folder for the demo")
-    if not out.absolute().parent.is_dir():
-        raise UserError(f"{out.absolute().parent} does not exist")
+    place_of(out)
     try:
         calibration_text, held_out_text = corpus.text(held_out=False), corpus.text(held_out=True)
     except FileNotFoundError as error:

@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from ckpt_prune.checkpoint.places import place_of
 from ckpt_prune.errors import UserError
 
 MARKER = '<meta name="generator" content="ckpt-prune report">'
@@ -15,8 +16,7 @@ def check_page(out: Path, overwrite: bool) -> None:
     Raises:
         UserError: its folder is not there, or there is something already.
     """
-    if not out.absolute().parent.is_dir():
-        raise UserError(f"{out.absolute().parent} does not exist")
+    place_of(out)
     if not os.path.lexists(out):
         return
     if not overwrite:

@@ -10,6 +10,7 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.choosing import chosen_samples, fresh_samples
 from ckpt_prune.calibration.states import Allocate, StateMemory
 from ckpt_prune.calibration.statistics import Statistics
+from ckpt_prune.checkpoint.places import place_of
 from ckpt_prune.checkpoint.staging import check_output, partial_of, refuse_overlap
 from ckpt_prune.containers.checking import check_source
 from ckpt_prune.containers.opening import Opening, open_model
@@ -104,8 +105,7 @@ def check_plan_place(out: Path, *, overwrite: bool) -> None:
             read_plan(out)
         except UserError as error:
             raise UserError(f"{out} exists and is not a plan: it is not overwritten") from error
-    if not out.absolute().parent.is_dir():
-        raise UserError(f"{out.absolute().parent} does not exist")
+    place_of(out)
 
 
 def prune_request(asked: Asked, say: Callable[[str], None]) -> Request:

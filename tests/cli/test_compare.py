@@ -100,7 +100,7 @@ def test_what_is_refused():
     said = refused("compare", "dense", "pruned")
     assert said == "compare needs --text FILE, --images DIR for vision models, or --audio DIR"
     assert refused("compare", "./dense", "./prunde", *TEXT).startswith("./prunde ")
-    assert refused(*BOTH, "--plot", "nowhere/page.html").endswith("nowhere does not exist")
+    assert refused(*BOTH, "--plot", "nowhere/page.html").endswith("nowhere does not exist; create it first")
     with quiet_transformers():
         tiny_llama(num_hidden_layers=1).save_pretrained("short")
     assert refused("compare", "dense", "short", *TEXT) == (

@@ -190,7 +190,10 @@ def test_overwrite_spares_the_model(place):
 
 
 def test_missing_parent(place):
-    assert refused("plan", "dense", *RCPU, "-o", "no/plan.json") == f"{Path('no').absolute()} does not exist"
+    assert (
+        refused("plan", "dense", *RCPU, "-o", "no/plan.json")
+        == f"the folder {Path('no').absolute()} does not exist; create it first"
+    )
 
 
 # ---- options ---------------------------------------------------------------------------------------------------

@@ -110,7 +110,10 @@ def test_names_that_no_file_can_have(place):
 
 def test_copy_replaces_nothing(place):
     assert refused("recipe", "copy", "rcpu", "calib.txt") == "calib.txt exists: choose another name"
-    assert refused("recipe", "copy", "rcpu", "no/r.yaml") == f"{Path('no').absolute()} does not exist"
+    assert (
+        refused("recipe", "copy", "rcpu", "no/r.yaml")
+        == f"the folder {Path('no').absolute()} does not exist; create it first"
+    )
     assert misused("recipe", "copy") == "Missing argument 'NAME'."
 
 

@@ -137,8 +137,11 @@ def test_nothing_is_written_into_the_checkpoint(here, place):
 
 
 def test_a_parent_that_is_not_there(here):
-    assert refused("report", "out", "-o", "no/a.html") == f"{here / 'no'} does not exist"
-    assert refused("report", "out", "-o", "plan.json/a.html") == f"{here / 'plan.json'} does not exist"
+    assert refused("report", "out", "-o", "no/a.html") == f"the folder {here / 'no'} does not exist; create it first"
+    assert (
+        refused("report", "out", "-o", "plan.json/a.html")
+        == f"the folder {here / 'plan.json'} does not exist; create it first"
+    )
 
 
 def test_a_place_that_cannot_be_written(here):

@@ -445,7 +445,11 @@ def test_what_a_recipe_with_scales_cannot_say_is_refused(place: Path, given: tup
 
 
 def test_a_plan_is_applied_with_its_scales(place: Path):
-    ok("plan", "dense", "--recipe", "ridge", "--statistics", "stats", "--ratio", "0.5", *STEP, "-o", "plan.json")
+    said = ok("plan", "dense", "--recipe", "ridge", "--statistics", "stats", "--ratio", "0.5", *STEP, "-o", "plan.json")
+    assert (
+        "all of this is of before recovery (scales), with which the recipe ends: `prune` reads the samples for it, "
+        "also with --plan\n"
+    ) in said
     assert refused("prune", "dense", "--plan", "plan.json", "-o", "out") == (
         "recipe ridge recovers on samples, beside any statistics: give --text"
     )

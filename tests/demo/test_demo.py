@@ -82,7 +82,7 @@ def test_a_folder_in_use_is_refused(small):
     assert refused("demo", "-o", "taken") == "taken is not empty: choose another folder for the demo"
     Path("text").write_text("a file")
     assert refused("demo", "-o", "text") == "text is not a folder: choose another one for the demo"
-    assert refused("demo", "-o", "no/where") == f"{Path('no').absolute()} does not exist"
+    assert refused("demo", "-o", "no/where") == f"the folder {Path('no').absolute()} does not exist; create it first"
 
 
 def test_no_standard_library_sources(small, monkeypatch):
