@@ -314,11 +314,11 @@ def _check_pushed(repo: str, options: PruneOptions) -> None:
 
 
 def _graph_step(asked: "Asked") -> "GraphStep | None":
-    from ckpt_prune.exporting.step import GraphStep
-
     options, recipe = asked.options, asked.recipe
     if recipe.export is None:
         return None
+    from ckpt_prune.exporting.step import GraphStep  # a second of imports
+
     return GraphStep.of(recipe.export, asked.model.checkpoint, options, options, trust=options.trust_remote_code)
 
 
