@@ -3,6 +3,7 @@
 See compensation/README.md, section 4.
 """
 
+import weakref
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -181,9 +182,15 @@ class Residual:
             self._watch(name)
 
     def _watch(self, name: str) -> None:
+        # A hook that held this would close a circle through the block: a batch's activations would stay, block after
+        # block, until Python's collector comes by.
+        watching = weakref.ref(self)
+
         def see(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-            self.inputs[name], self.outputs[name] = args[0], output
-            if self._brief and not self.whole and name == self._stream.factory.family.attention.output:
+            own = watching()
+            assert own is not None
+            own.inputs[name], own.outputs[name] = args[0], output
+            if own._brief and not own.whole and name == own._stream.factory.family.attention.output:
                 raise _SeenError
 
         path = self._stream.factory.module_path(self._index, name)

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -227,9 +228,14 @@ class Readout:
     def _stand_in(self, *, last: bool) -> Callable[..., Any]:
         """What runs in place of a block's own forward."""
         several = self.factory.family.tuples
+        # The model holds this function: if that held this readout, both and the embedding would stay when they are done
+        # with, until Python's collector comes by.
+        reading = weakref.ref(self)
 
         def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-            states = self._states if last else hidden_states
+            own = reading()
+            assert own is not None
+            states = own._states if last else hidden_states
             return (states, None) if several else states
 
         return forward

@@ -130,7 +130,8 @@ class Learner:
         recipe: how.
         backbone: whose importance is concentrated.
         groups: M of the mask's N:M pattern, where it is concentrated inside its groups; else None.
-        source: makes what hands out the dense model's moments, of every linear's input and with the Grams of `grams`.
+        source: makes what hands out the dense model's moments to a learner, of every linear's input and with the Grams of
+            `grams`.
         device: where.
     """
 
@@ -138,7 +139,7 @@ class Learner:
     recipe: RotationRecipe
     backbone: Backbone
     groups: int | None
-    source: Callable[[], MomentSource]
+    source: Callable[["Learner"], MomentSource]
     device: torch.device
 
     @property
@@ -210,7 +211,7 @@ class Learner:
         units = [unit_of(block) for block in range(sizes.blocks)]
         if writer.done.issuperset(units):
             return [writer.notes[unit] for unit in units]
-        source = self.source()
+        source = self.source(self)
         with meter(sizes.blocks * self.recipe.steps, "learning rotations") as advance:
             for block, unit in enumerate(units):
                 tensors = self.read(block)
@@ -398,7 +399,7 @@ class _Terms:
 
     def __init__(self, learner: Learner, folder: Path, keep: bool) -> None:
         self._learner, self._folder, self._keep = learner, folder, keep
-        self._source = learner.source()
+        self._source = learner.source(learner)
         self._kept: dict[int, list[Term]] = {}
 
     def __call__(self, block: int) -> list[Term]:

@@ -23,7 +23,7 @@ def learner_of(settled: Settled) -> Learner:
     assert recipe.rotation is not None
     assert recipe.mask is not None
 
-    def source() -> MomentSource:
+    def source(learner: Learner) -> MomentSource:
         if not recipe.rotation_needs_moments:
             return NoMoments()
         if request.statistics is not None:
@@ -34,8 +34,7 @@ def learner_of(settled: Settled) -> Learner:
 
     pattern = recipe.mask.groups if recipe.rotation.entropy == "groups" else None
     groups = None if pattern is None else pattern.of
-    learner = Learner(settled.model, recipe.rotation, recipe.importance, groups, source, request.device)
-    return learner
+    return Learner(settled.model, recipe.rotation, recipe.importance, groups, source, request.device)
 
 
 class InTurn:
@@ -85,7 +84,7 @@ class InTurn:
         dense = learner.read(block)
         if block == 0:
             # Nothing is masked before it, and what enters it may absorb its rotation.
-            found, still = learner.moments(learner.source(), 0, dense), dense
+            found, still = learner.moments(learner.source(learner), 0, dense), dense
         else:
             assert self.stream is not None
             still = self._unturned(block)
