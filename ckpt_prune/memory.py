@@ -1,6 +1,5 @@
 """Resident memory of this process, without a dependency."""
 
-import ctypes
 import sys
 from pathlib import Path
 
@@ -17,17 +16,6 @@ def peak() -> int | None:
 def resident() -> int | None:
     """Resident size now in bytes; the largest so far where the system says no more."""
     return _linux("VmRSS") or _maximum()
-
-
-def give_back() -> None:
-    """Give the system what was freed, where the C library can (glibc).
-
-    It keeps what lies between pieces that stay. Where widths differ from block to block, nothing that comes later fits
-    there, and a process grows with every block.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)
 
 
 def available() -> int | None:

@@ -1,6 +1,5 @@
 """Memory of a process, measured in one of its own."""
 
-import ctypes
 import resource
 import subprocess
 import sys
@@ -49,14 +48,3 @@ def test_a_container_limits_what_is_available(monkeypatch, tmp_path):
     assert memory.available() == 2 << 20
     (tmp_path / "memory.max").unlink()
     assert memory.available() is None
-
-
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="the C library gives nothing back")
-def test_what_is_freed_between_pieces_that_stay_goes_back():
-    pieces = [bytearray(b"x") * 60_000 for _ in range(3000)]
-    stays = pieces[::50] + pieces[-1:]
-    del pieces
-    before = memory.resident()
-    memory.give_back()
-    assert memory.resident() < before - 100e6
-    assert len(stays) == 61

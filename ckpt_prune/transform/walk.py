@@ -13,7 +13,6 @@ from torch import Tensor
 from ckpt_prune.architectures.model import BlockWidths, Model
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.checkpoint.writing import CheckpointWriter
-from ckpt_prune.memory import give_back
 from ckpt_prune.parallel.group import ALONE, here, working_in
 from ckpt_prune.progress import track
 from ckpt_prune.transform.dense import Dense
@@ -132,7 +131,6 @@ def walk(
                 sink.write(block, prefix, tensors, notes)
         for step in steps:
             step.advance(block, tensors)
-        give_back()
 
 
 def _walk_apart(dense: Dense, steps: Sequence[Step], sink: Sink, say: str) -> None:
