@@ -130,8 +130,8 @@ class Learner:
         recipe: how.
         backbone: whose importance is concentrated.
         groups: M of the mask's N:M pattern, where it is concentrated inside its groups; else None.
-        source: makes what hands out the dense model's moments to a learner, of every linear's input and with the Grams of
-            `grams`.
+        source: makes what hands out the dense model's moments to a learner, of every linear's input and with the Grams
+            of `grams`.
         device: where.
     """
 
