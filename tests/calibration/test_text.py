@@ -42,7 +42,7 @@ class TestReadText:
         binary.write_bytes(b"ab\0cd")
         latin.write_bytes(b"abc\xe9")
         assert refusal(read_text, [missing]) == f"{missing}: no such text file"
-        assert refusal(read_text, [tmp_path]) == f"{tmp_path}: no such text file"
+        assert refusal(read_text, [tmp_path]) == f"{tmp_path}: a folder, not a text file"
         assert refusal(read_text, [empty]) == f"{empty}: the file holds no text"
         assert (
             refusal(read_text, [binary])

@@ -247,11 +247,11 @@ def test_verify_finds_what_is_not_the_dense_models(here) -> None:
             "1 parameters: out of reach of recipe replaceme, whose blocks leave 3,248 at the least, of 13,008: did you "
             "mean 1%?",
         ),
-        (["--set", "depth.blocks=[2]"], "line 9: depth: blocks says which go: choose does not go with it"),
+        (["--set", "depth.blocks=[2]"], "line 9, with --set: depth: blocks says which go: choose does not go with it"),
         (["--set", "depth.runs=0"], "--set: depth.runs: input should be greater than or equal to 1, got 0"),
         (
             ["--set", "depth.compensation.lambda_by=folds"],
-            "line 9: depth.compensation: lambda_by: folds chooses lambda: give one of them",
+            "line 9, with --set: depth.compensation: lambda_by: folds chooses lambda: give one of them",
         ),
         (
             ["--set", "recovery.epochs=1"],

@@ -341,7 +341,7 @@ def test_a_pattern_is_its_own_ratio(here, recipe):
         "or say --set mask.pattern=unstructured as well"
     )
     assert refused(*PRUNE, recipe, "--set", "mask.pattern=unstructured", *TEXT) == (
-        f"{shipped_recipes()[recipe]}: an unstructured mask needs ratio, the share of weights to zero; "
+        f"{shipped_recipes()[recipe]}, with --set: an unstructured mask needs ratio, the share of weights to zero; "
         "N:M patterns do not"
     )
     ok(*PRUNE, recipe, "--set", "mask.pattern=unstructured", "--ratio", "0.25", *TEXT, *few(recipe))

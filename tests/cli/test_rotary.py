@@ -165,15 +165,17 @@ def test_a_model_that_is_rotated_in_part(here):
         ),
         (
             ["--set", "spaces.rotary.compensation.method=low-rank"],
-            "mine.yaml: spaces.rotary: method low-rank is not for this space; allowed here: none, factors",
+            "mine.yaml, with --set: spaces.rotary: method low-rank is not for this space; allowed here: none, factors",
         ),
         (
             ["--set", "spaces.rotary.score=rcpu"],
-            "mine.yaml: spaces.rotary: score rcpu does not rank its units; allowed here: obs, logit-energy, magnitude",
+            "mine.yaml, with --set: spaces.rotary: score rcpu does not rank its units; allowed here: obs, "
+            "logit-energy, magnitude",
         ),
         (
             ["--set", "spaces.rotary.compensation.centre_keys=true"],
-            "mine.yaml, line 6: spaces.rotary.compensation: centre_keys is for logit and low-rank, not factors",
+            "mine.yaml, line 6, with --set: spaces.rotary.compensation: centre_keys is for logit and low-rank, "
+            "not factors",
         ),
     ],
 )

@@ -716,8 +716,9 @@ def test_one_rotation_of_all_blocks_needs_statistics(tmp_path):
     """A stream that nobody advances would show every block the embedding's output."""
     folder = families.make(tmp_path / "dense")
     job = families.job_on(folder, rotating("shared", {"method": "wanda"}, ratio=0.5), None, windows(2))
+    learner = learner_of(job)
     with pytest.raises(ValueError, match="needs statistics"):
-        learner_of(job).source()
+        learner.source(learner)
     # A run measures them first, and leaves none of them.
     assert prune(job, tmp_path / "out")["rotation"]["kind"] == "shared"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "out"]
