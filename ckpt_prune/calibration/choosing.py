@@ -148,12 +148,12 @@ def fresh_samples(
     heard: list[str] = []
     found = choose(calibration, skip, heard.append)
     if found is None or (skip and len(found) < 2):
-        heard = ["there are fewer than 2 other samples than those that the model has seen: it is fitted to these"]
+        heard = ["there are fewer than 2 other samples than those that the model has seen: it is fitted to those again"]
         found, seen = choose(calibration), True
     elif used and seen is None:
         heard.append(
-            "these samples are chosen in another way than those that the model has seen (other data, --window, --seed "
-            "or --choose): some may be the same"
+            "it is not known whether the model has seen these samples: some that it was pruned on or fitted to were "
+            "chosen in another way (other data, --window, --seed or --choose)"
         )
     assert found is not None
     for line in heard:

@@ -323,8 +323,8 @@ def _print_plan(settled: Any, plan: Any) -> None:
         click.echo(line)
     if settled.recipe.recovery is not None:
         click.echo(
-            f"all of this is of before recovery ({settled.recipe.recovery.method}), with which the recipe ends: "
-            "`prune` reads the samples for it, also with --plan"
+            f"the recipe ends with recovery ({settled.recipe.recovery.method}), which these figures leave out: "
+            "`prune --plan` asks for the samples that it takes"
         )
     few = few_tokens(settled, errors="above")
     if few:

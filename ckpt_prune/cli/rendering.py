@@ -180,7 +180,7 @@ def report_lines(report: Report) -> Iterable[str]:
     yield from recovery_lines(report)
     if report.adapters is not None:
         if any(site.error_uncompensated is not None for site in report.sites):
-            yield "these errors are of before what follows:"
+            yield "these errors are from before recovery:"
         yield from adapter_lines(report.adapters)
     if report.lambda_search is not None:
         yield f"lambda {report.lambda_search.chosen:g}, of least calibration perplexity"

@@ -55,7 +55,8 @@ def _told(adapters: Adapters) -> str:
     how = "scales of the inputs and outputs of" if scales else f"LoRA of rank {adapters.rank} on"
     epochs = adapters.epochs or 0
     passes = f"{epochs:.3g} epoch{'' if epochs == 1 else 's'}"
-    known = {None: "", True: " that it had seen before", False: " that it had not seen before"}[adapters.seen]
+    unknown = " (whether it had seen them before is not known)" if scales else ""
+    known = {None: unknown, True: " that it had seen before", False: " that it had not seen before"}[adapters.seen]
     return (
         f"Recovered by {how} {counted(adapters.modules, 'linear module')}, merged; "
         f"{trained_on(adapters)}{known}, {passes}; zeros stay zero.{gained}"

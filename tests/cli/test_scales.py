@@ -25,10 +25,10 @@ from tests.reports import without_stages
 
 SCALES = ("--dense", "dense", "--method", "scales", *TEXT, "--samples", "32", "--epochs", "3", "--batch", "4")
 SCALES += ("--lr", "0.05", "--held-out", "0.1")
-FEW = "there are fewer than 2 other samples than those that the model has seen: it is fitted to these"
+FEW = "there are fewer than 2 other samples than those that the model has seen: it is fitted to those again"
 OTHERS = (
-    "these samples are chosen in another way than those that the model has seen (other data, --window, --seed or "
-    "--choose): some may be the same"
+    "it is not known whether the model has seen these samples: some that it was pruned on or fitted to were chosen in "
+    "another way (other data, --window, --seed or --choose)"
 )
 
 
@@ -360,7 +360,7 @@ def test_what_is_known_of_samples_is_said_and_recorded(place: Path):
         assert ("seen" in told) == (seen is not None)
         words = Path("out/README.md").read_text()
         assert ("8 samples that it had not seen before, 1 epoch" in words) == (seen is False)
-        assert ("8 samples, 1 epoch" in words) == (seen is None)
+        assert ("8 samples (whether it had seen them before is not known), 1 epoch" in words) == (seen is None)
 
 
 def test_other_images_are_taken_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -447,8 +447,8 @@ def test_what_a_recipe_with_scales_cannot_say_is_refused(place: Path, given: tup
 def test_a_plan_is_applied_with_its_scales(place: Path):
     said = ok("plan", "dense", "--recipe", "ridge", "--statistics", "stats", "--ratio", "0.5", *STEP, "-o", "plan.json")
     assert (
-        "all of this is of before recovery (scales), with which the recipe ends: `prune` reads the samples for it, "
-        "also with --plan\n"
+        "the recipe ends with recovery (scales), which these figures leave out: `prune --plan` asks for the samples "
+        "that it takes\n"
     ) in said
     assert refused("prune", "dense", "--plan", "plan.json", "-o", "out") == (
         "recipe ridge recovers on samples, beside any statistics: give --text"
