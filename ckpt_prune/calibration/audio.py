@@ -14,6 +14,7 @@ from transformers import AutoFeatureExtractor
 
 from ckpt_prune.calibration.image_files import reason_of
 from ckpt_prune.checkpoint.digests import PROCESSOR
+from ckpt_prune.checkpoint.finite import all_finite
 from ckpt_prune.errors import UserError
 from ckpt_prune.progress import track
 
@@ -100,7 +101,7 @@ class AudioSamples:
                 f"{path} has features of {' x '.join(map(str, found.shape))}, and this model reads "
                 f"{self._shape[0]} channels x {self._shape[1]} frames: pad or cut them"
             )
-        if not bool(found.isfinite().all()):
+        if not all_finite(found):
             raise UserError(f"{path} holds NaN or Inf")
         return found
 

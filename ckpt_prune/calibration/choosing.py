@@ -81,7 +81,7 @@ def chosen_samples(
         frame=frame,
         skip=skip,
     )
-    if len(windows) < wanted and (calibration.samples is not None or most is None or skip):
+    if len(windows) < wanted and (_expected(calibration, skip) or most is None):
         name = str(calibration.text[0]) if len(calibration.text) == 1 else "the text"
         say(_all_used(f"{name} has {len(windows)} window{'s' * (len(windows) != 1)} of {window} tokens", skip, wanted))
     return TokenWindows(framed(windows, tokenizer) if frame else windows)
@@ -161,6 +161,11 @@ def fresh_samples(
     return Fresh(found, seen)
 
 
+def _expected(calibration: SampleOptions, skip: int) -> bool:
+    """Whether there is a reason to say that there are fewer samples: they were asked for, or others took some."""
+    return calibration.samples is not None or skip > 0
+
+
 def _all_used(there_are: str, skip: int, wanted: int) -> str:
     beyond = f" beside the {skip} that the model has seen" if skip else ""
     return f"{there_are}{beyond}: all are used, not {wanted}"
@@ -176,7 +181,7 @@ def _audio(
         raise UserError("--window and --bos are for text: they do not go with --audio")
     found, wanted = find_audio(options.audio), calibration.samples or most
     count = min(len(found) - skip, wanted)
-    if count < wanted and (calibration.samples is not None or skip):
+    if count < wanted and _expected(calibration, skip):
         say(_all_used(f"{options.audio} has {count} sound{'s' * (count > 1)} to calibrate on", skip, wanted))
     files = ImageFiles(tuple(found))
     chosen = choose_images(files, samples=count, seed=calibration.seed, choose=calibration.choose, skip=skip)
@@ -198,7 +203,7 @@ def _images(
     found = find_images(options.images, labels=options.labels, split="calib")
     wanted = calibration.samples or most
     count = min(len(found.paths) - skip, wanted)
-    if count < wanted and calibration.samples is not None:
+    if count < wanted and _expected(calibration, skip):
         say(_all_used(f"{options.images} has {count} image{'s' * (count > 1)} to calibrate on", skip, wanted))
     chosen = choose_images(found, samples=count, seed=calibration.seed, choose=calibration.choose, skip=skip)
     reads = PatchSamples if model.family.flat else ImageSamples

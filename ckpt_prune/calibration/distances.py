@@ -17,6 +17,7 @@ from ckpt_prune.calibration.readout import Drawn
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.streams import ROWS, HiddenStream, stream_of
+from ckpt_prune.checkpoint.finite import all_finite
 from ckpt_prune.errors import UserError
 from ckpt_prune.progress import track
 
@@ -68,7 +69,7 @@ class EndDistances:
                 unit = functional.normalize(part.float(), dim=-1)
                 sums += torch.einsum("atd,btd->ab", unit, unit).double().cpu()
                 tokens += unit.shape[1]
-        if not bool(torch.isfinite(sums).all()):
+        if not all_finite(sums):
             raise UserError(f"hidden states are not finite: the model overflows in {stream.factory.dtype}")
         self.cosine = (1 - sums / tokens).clamp_min(0).triu(1).tolist()
         self._sums = torch.zeros(ends, ends, dtype=torch.float64)
@@ -89,7 +90,7 @@ class EndDistances:
         Raises:
             UserError: gradients are not finite.
         """
-        if not bool(torch.isfinite(self._sums).all()):
+        if not all_finite(self._sums):
             raise UserError("gradients at the ends of blocks are not finite: the model overflows")
         return Distances(self.cosine, (self._sums / 2 / self.samples).tolist())
 

@@ -26,6 +26,7 @@ from ckpt_prune.calibration.readout import READOUT_TOKENS, Drawn, Readout
 from ckpt_prune.calibration.samples import Samples, batches_of
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.streams import HiddenStream, stream_of
+from ckpt_prune.checkpoint.finite import all_finite
 from ckpt_prune.errors import UserError
 from ckpt_prune.progress import track
 
@@ -161,7 +162,7 @@ def measure_fisher(
             watched.end(len(samples))
         named = {model.moments_name(block, space): Fisher(len(samples), sums) for space, sums in found.items()}
         for name, own in named.items():
-            if not bool(torch.isfinite(own.sums).all()):
+            if not all_finite(own.sums):
                 raise UserError(f"the gradient at {name} is not finite: the model overflows in {compute_dtype}")
         yield block, named
 

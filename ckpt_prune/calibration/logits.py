@@ -16,6 +16,7 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
+from ckpt_prune.checkpoint.finite import all_finite
 from ckpt_prune.parallel.group import Group
 
 Form = Literal["per-sample", "fourth-order"]
@@ -282,7 +283,7 @@ class LogitMoments:
     def finite(self) -> bool:
         """Whether no moment is NaN or Inf."""
         held = (self.queries, self.keys, self.fourth, self.centred)
-        return all(bool(torch.isfinite(tensor).all()) for tensor in held if tensor is not None)
+        return all(all_finite(tensor) for tensor in held if tensor is not None)
 
     def logit_energy(self) -> Tensor:
         """E_b[‖q_j‖² ‖k_j‖²] of each dimension j, norms over a sample's tokens: (H, d) float64 (CORP's ranking)."""

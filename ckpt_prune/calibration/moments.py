@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.calibration.products import add_gram
+from ckpt_prune.checkpoint.finite import all_finite
 from ckpt_prune.parallel.group import Group
 
 ACTIVE_THRESHOLD = 1e-6
@@ -190,7 +191,7 @@ class Moments:
     @property
     def finite(self) -> bool:
         """Whether no token was NaN or Inf."""
-        return bool(torch.isfinite(self.square).all())
+        return all_finite(self.square)
 
     def to(self, device: torch.device | str) -> "Moments":
         """The same moments on another device."""

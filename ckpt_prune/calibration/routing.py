@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ckpt_prune.calibration.experts import SplitExperts
+from ckpt_prune.checkpoint.finite import all_finite
 from ckpt_prune.parallel.group import Group
 
 
@@ -57,7 +58,7 @@ class RoutingMoments:
     @property
     def finite(self) -> bool:
         """Whether no output was NaN or Inf."""
-        return bool(torch.isfinite(self.energy).all())
+        return all_finite(self.energy)
 
     def to(self, device: torch.device | str) -> "RoutingMoments":
         """The same sums on another device."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ckpt_prune.architectures.sublayers import Sublayer
 from ckpt_prune.calibration.streams import ROWS, HiddenStream
+from ckpt_prune.checkpoint.finite import all_finite
 from ckpt_prune.errors import UserError
 
 Choose = Callable[[int, Tensor], Tensor | None]
@@ -98,7 +99,7 @@ class SlicedStream:
                 own = (signal.T @ signal).double()
                 found = own if found is None else found + own
         assert found is not None
-        if not bool(torch.isfinite(found).all()):
+        if not all_finite(found):
             raise UserError(f"hidden states are not finite: the model overflows in {self.stream.factory.dtype}")
         return found
 

@@ -23,6 +23,7 @@ from ckpt_prune.calibration.readout import READOUT_TOKENS
 from ckpt_prune.calibration.samples import Samples, batches_of
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.streams import HiddenStream, stream_of
+from ckpt_prune.checkpoint.finite import all_finite
 from ckpt_prune.errors import UserError
 from ckpt_prune.parallel.group import ALONE, Group
 from ckpt_prune.progress import track
@@ -104,7 +105,7 @@ def measure_taylor(
             for space in model.family.consumers
         }
         for name, own in found.items():
-            if not bool(torch.isfinite(own.second).all()):
+            if not all_finite(own.second):
                 raise UserError(f"the gradient at {name} is not finite: the model overflows in {compute_dtype}")
         yield block, found
 

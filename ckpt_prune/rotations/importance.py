@@ -27,6 +27,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ckpt_prune.checkpoint.finite import all_finite
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.names import Backbone
 from ckpt_prune.sparsity.damping import DAMP, SingularHessianError, damped_cholesky, live_mean
@@ -86,7 +87,7 @@ def sensitivity(
         raise ValueError(f"damping must be zero or more, not {damp}")
     if backbone == "magnitude":
         return None
-    if not bool(gram.isfinite().all()):
+    if not all_finite(gram):
         raise UserError(f"{name}: the Gram of its inputs is not finite; calibrate in float32 or on other data")
     hessian = gram.to(torch.float64, copy=True).div_(live_mean(gram))
     if backbone == "wanda":

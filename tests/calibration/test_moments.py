@@ -9,6 +9,8 @@ from ckpt_prune.calibration.statistics import pack_symmetric, unpack_symmetric
 from ckpt_prune.calibration.streams import fold_slices
 
 VECTORS = ("sum", "square", "absolute", "active")
+TOLERANCES = [(torch.float32, 1e-12, 1e-12), (torch.float16, 1e-12, 1e-12), (torch.bfloat16, 2e-6, 1e-3)]
+"""Of sums, relative and absolute: those of bfloat16 tokens are taken in float32, a few hundred at a time."""
 
 
 def tokens(count: int, width: int = 5, seed: int = 0) -> np.ndarray:
@@ -18,10 +20,10 @@ def tokens(count: int, width: int = 5, seed: int = 0) -> np.ndarray:
     return x
 
 
-def assert_moments_of(moments: Moments, x: np.ndarray, rtol: float = 1e-12) -> None:
+def assert_moments_of(moments: Moments, x: np.ndarray, rtol: float = 1e-12, atol: float = 1e-12) -> None:
     x = x.astype(np.float64)
     assert moments.count == len(x)
-    np.testing.assert_allclose(moments.sum, x.sum(0), rtol=0, atol=rtol * np.abs(x).sum(0).max())
+    np.testing.assert_allclose(moments.sum, x.sum(0), rtol=rtol, atol=atol)
     np.testing.assert_allclose(moments.square, (x**2).sum(0), rtol=rtol)
     np.testing.assert_allclose(moments.absolute, np.abs(x).sum(0), rtol=rtol)
     np.testing.assert_array_equal(moments.active, (x != 0).sum(0))
@@ -48,18 +50,18 @@ def test_batches_of_windows_are_tokens():
     assert_moments_of(moments, x)
 
 
-@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-12), (torch.float16, 1e-12), (torch.bfloat16, 2e-6)])
+@pytest.mark.parametrize(("dtype", "rtol", "atol"), TOLERANCES)
 @pytest.mark.parametrize(("count", "width"), [(400, 5), (1300, 3), (9, 60_000)])
-def test_tokens_of_any_type_are_summed_wide(dtype, rtol, count, width):
+def test_tokens_of_any_type_are_summed_wide(dtype, rtol, atol, count, width):
     """However many of them are added up at once: 512 of narrow ones, four of very wide ones."""
-    x = torch.from_numpy(tokens(count, width) % 7).to(dtype)
-    assert_moments_of(Moments.zeros(width, gram=False).accumulate(x), x.double().numpy(), rtol)
+    x = torch.from_numpy(np.fmod(tokens(count, width), 7)).to(dtype)
+    assert_moments_of(Moments.zeros(width, gram=False).accumulate(x), x.double().numpy(), rtol, atol)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_grams_of_half_precision_tokens_are_summed_wide(dtype):
+@pytest.mark.parametrize(("dtype", "rtol", "atol"), TOLERANCES[1:])
+def test_grams_of_half_precision_tokens_are_summed_wide(dtype, rtol, atol):
     x = torch.from_numpy(tokens(400)).to(dtype)
-    assert_moments_of(Moments.zeros(5, gram=True).accumulate(x), x.double().numpy(), 2e-6)
+    assert_moments_of(Moments.zeros(5, gram=True).accumulate(x), x.double().numpy(), rtol, atol)
 
 
 def test_active_means_beyond_the_threshold():

@@ -319,7 +319,7 @@ def test_where_there_are_too_few_others_that_is_said(place: Path):
     there_are = len(token_stream(load_tokenizer(Path("dense")), read_text([Path("calib.txt")]), bos="auto")) // 16
     step = ("--set", "recovery.method=scales")
     beside_five = (
-        f"calib.txt has 5 windows of 16 tokens beside the {there_are - 5} that the model has seen: all are used"
+        f"calib.txt has 5 windows of 16 tokens beside the {there_are - 5} that the model has seen: all are used, not"
     )
     for beside, told, line in (
         (5, 5, beside_five),
