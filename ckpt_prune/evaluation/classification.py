@@ -12,6 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATIO
 
 from ckpt_prune.architectures.descriptions import described, is_known
 from ckpt_prune.calibration.images import ImageSamples
+from ckpt_prune.checkpoint.finite import all_finite
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.loading import auto_class
 from ckpt_prune.progress import track
@@ -200,7 +201,7 @@ def _logits(model: PreTrainedModel, batch: dict[str, Tensor], which: str) -> Ten
         raise UserError(f"the {which} does not take images of {shape}: {reason[:300]}") from error
     if not isinstance(values, Tensor) or values.dim() != 2:
         raise UserError(f"the {which} gives no class logits: it is no image classifier")
-    if not values.isfinite().all():
+    if not all_finite(values):
         raise UserError(
             f"the {which}'s logits are not finite numbers: its weights are damaged or overflow in this dtype"
         )

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ckpt_prune.calibration.readout import kl_divergence, two_classes
+from ckpt_prune.checkpoint.finite import all_finite
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.correlation import rank_correlation
 from ckpt_prune.evaluation.forward import batches, check_windows
@@ -56,7 +57,7 @@ def compare_heads(
         for ours, theirs in pairs:
             if ours.shape != theirs.shape:
                 raise UserError("the two heads differ in their classes: what they give cannot be compared")
-            if not bool(ours.isfinite().all() and theirs.isfinite().all()):
+            if not (all_finite(ours) and all_finite(theirs)):
                 raise UserError("the model's logits are not numbers (NaN): its weights are damaged or overflow here")
             if per_token and ours.dim() == 2:
                 ours, theirs = two_classes(ours), two_classes(theirs)

@@ -13,6 +13,7 @@ from ckpt_prune.architectures.context import context_length
 from ckpt_prune.calibration.readout import kl_divergence
 from ckpt_prune.calibration.text import load_tokenizer
 from ckpt_prune.checkpoint.digests import tokenizer_fingerprint
+from ckpt_prune.checkpoint.finite import all_finite
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.correlation import rank_correlation
 from ckpt_prune.evaluation.forward import by_length, check_tokens
@@ -110,7 +111,7 @@ def _of_task(
         check_tokens(model, padded["input_ids"])
         given = {name: value.to(model.device) for name, value in padded.items() if name in tokenizer.model_input_names}
         logits = model(**given).logits.float().cpu()
-        if not bool(logits.isfinite().all()):
+        if not all_finite(logits):
             raise UserError("the model's logits are not numbers (NaN): its weights are damaged or overflow here")
         for index, row in zip(batch, logits, strict=True):
             found[index] = row

@@ -11,6 +11,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from ckpt_prune.calibration.samples import Samples, as_input
+from ckpt_prune.checkpoint.finite import all_finite
 from ckpt_prune.checkpoint.reading import read_tensors
 from ckpt_prune.checkpoint.shard import read_header
 from ckpt_prune.errors import UserError
@@ -101,7 +102,7 @@ def read_patch_head(path: Path) -> PatchHead:
             )
     bias = found.get("bias", weight.new_zeros(outputs))
     head = _normalised(path, weight, bias, found)
-    if not all(bool(each.isfinite().all()) for each in (head.weight, head.bias)):
+    if not all(all_finite(each) for each in (head.weight, head.bias)):
         raise UserError(f"{path}: the head's numbers are not finite")
     return head
 
@@ -242,5 +243,5 @@ def _patches(model: PreTrainedModel, batch: dict[str, Tensor], head: PatchHead) 
             "several blocks, or with the class token beside every patch, are not read"
         )
     found: Tensor = states[:, -rows * columns :]
-    check_features(finite=bool(found.isfinite().all()))
+    check_features(finite=all_finite(found))
     return found

@@ -9,6 +9,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from ckpt_prune.calibration.samples import Samples, as_input
+from ckpt_prune.checkpoint.finite import all_finite
 from ckpt_prune.evaluation.forward import check_features, sample_batches
 
 ProbeName = Literal["knn", "linear"]
@@ -53,7 +54,7 @@ def features_of(model: PreTrainedModel, samples: Samples) -> Tensor:
         states = base(**as_input(batch, model.device, model.dtype)).last_hidden_state.double().cpu()
         found.append(states[:, 0] if _has_class_token(model.config, batch, states.shape[1]) else states.mean(1))
     features = torch.cat(found)
-    check_features(finite=bool(features.isfinite().all()))
+    check_features(finite=all_finite(features))
     return features
 
 

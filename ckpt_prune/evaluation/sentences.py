@@ -11,6 +11,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ckpt_prune.architectures.context import context_length
+from ckpt_prune.checkpoint.finite import all_finite
 from ckpt_prune.checkpoint.jsonfile import read_object
 from ckpt_prune.checkpoint.modules import MODULES, WEIGHTS, Module, modules_of
 from ckpt_prune.checkpoint.reading import read_tensors
@@ -211,7 +212,7 @@ def compare_sentences(
         raise UserError(f"the text has {len(texts)} lines that are not empty, each a text; {FEWEST} are needed")
     most = min(most, *(each.longest or most for each in (model, reference)))
     (ours, tokens), (theirs, _) = model.embed(texts, most), reference.embed(texts, most)
-    if not bool(ours.isfinite().all() and theirs.isfinite().all()):
+    if not (all_finite(ours) and all_finite(theirs)):
         raise UserError("the embeddings are not numbers (NaN): the weights are damaged or overflow in this dtype")
     pairs, nearest = zip(*(_pairs(each) for each in (ours, theirs)), strict=True)
     return SentenceComparison(

@@ -15,6 +15,7 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.readout import outputs_of
 from ckpt_prune.calibration.samples import Part, Samples, TokenWindows, as_input
 from ckpt_prune.calibration.streams import data_refused, stream_of
+from ckpt_prune.checkpoint.finite import all_finite
 from ckpt_prune.checkpoint.units import human_bytes
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.loading import load_model, read_config
@@ -141,8 +142,8 @@ def _inputs(model: Model, one: Samples, dtype: torch.dtype) -> dict[str, Any]:
 def _relative(expected: Tensor, found: Tensor) -> float | None:
     """‖found − expected‖ / ‖expected‖; None where the model itself overflows, which is said where it is measured."""
     wide, own = expected.double().flatten(), found.double().flatten()
-    if not bool(wide.isfinite().all()):
+    if not all_finite(wide):
         return None
-    if wide.shape != own.shape or not bool(own.isfinite().all()):
+    if wide.shape != own.shape or not all_finite(own):
         return float("inf")
     return float((own - wide).norm() / wide.norm().clamp_min(torch.finfo(torch.float64).tiny))

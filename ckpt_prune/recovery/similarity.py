@@ -5,6 +5,8 @@ import math
 import torch
 from torch import Tensor
 
+from ckpt_prune.checkpoint.finite import all_finite
+
 _PAIRS = ((0, 0), (1, 1), (0, 1))
 """Which side meets which in the Grams: ours with ours, theirs with theirs, ours with theirs."""
 
@@ -48,7 +50,7 @@ class Similarity:
         self._tokens += len(sides[0])
         self._width = ours.shape[-1]
         self._squared_error += float((sides[0] - sides[1]).square_().sum())
-        self._is_finite = self._is_finite and all(bool(side.isfinite().all()) for side in sides)
+        self._is_finite = self._is_finite and all(map(all_finite, sides))
         if self._is_finite:
             is_double = torch.promote_types(ours.dtype, theirs.dtype) == torch.float64
             self._add_moments(sides, torch.float64 if is_double else torch.float32)

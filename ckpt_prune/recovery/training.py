@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ckpt_prune.calibration.streams import HiddenStream
+from ckpt_prune.checkpoint.finite import all_finite
 from ckpt_prune.parallel.group import ALONE, Group
 from ckpt_prune.planning.recovery_recipe import RecoverySettings
 from ckpt_prune.recovery.survivors import survivors
@@ -288,7 +289,7 @@ class _Block:
         """Squared error over `scale` on the samples of `parts`, weights as they would be stored; not always finite."""
         with self._rounded():
             # What overflowed in its stored dtype may hide behind a ReLU, where the error is finite.
-            if not all(parameter.isfinite().all() for parameter in self.parameters):
+            if not all(map(all_finite, self.parameters)):
                 return math.nan
             own = sum(float(self._squared_error(targets, rows)) for rows in parts)
             return self._stream.group.total(own) / scale

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from ckpt_prune.checkpoint.finite import all_finite
 from ckpt_prune.planning.names import Backbone, RetractionName
 from ckpt_prune.rotations.importance import Term, objective
 from ckpt_prune.rotations.orthogonal import METHODS, Rotator, clipped, identity, near_identity, orthonormalised, rotator
@@ -296,7 +297,7 @@ def _descend(
         if last or _stalled(lowest, training):
             break
         gradients = [None if rotation is None else rotation.grad for rotation in here.both()]
-        if not all(bool(gradient.isfinite().all()) for gradient in gradients if gradient is not None):
+        if not all(all_finite(gradient) for gradient in gradients if gradient is not None):
             break
         moved = [(r, g) for r, g in zip(rotators, gradients, strict=True) if r is not None and g is not None]
         slopes = clipped([one.slope(gradient) for one, gradient in moved], training.clip)
