@@ -10,6 +10,7 @@ import torch
 from ckpt_prune._version import __version__
 from ckpt_prune.adapting.examples import Examples
 from ckpt_prune.adapting.training import Adapted, adapt, rate_of, require_peft
+from ckpt_prune.architectures.fitting import loaded
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.checkpoint.reading import CONFIG, Checkpoint
@@ -155,7 +156,7 @@ def _written(
     announce: Announce,
 ) -> Report:
     """Write the source's tensors, and those that changed in their place."""
-    source = Checkpoint.open(request.pruned.checkpoint.path)
+    source = loaded(Checkpoint.open(request.pruned.checkpoint.path), request.pruned.family)
     # Else what was trained would be written beside what another process has put there since.
     request.pruned.checkpoint.check_unchanged([*source.files, CONFIG])
     layout: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {name: {} for name in source.files}

@@ -1,11 +1,12 @@
 """Which class of its family a checkpoint holds, by its tensors."""
 
 import re
-from collections.abc import Set
+from collections.abc import Callable, Mapping, Set
+from dataclasses import replace
 
 from ckpt_prune.architectures.descriptions import described
 from ckpt_prune.architectures.family import Family
-from ckpt_prune.architectures.skeleton import is_stored_buffer, parse_config, stock_names
+from ckpt_prune.architectures.skeleton import Names, is_stored_buffer, parse_config, stock_names
 from ckpt_prune.architectures.supported import family_of
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.checkpoint.shard import Stack
@@ -37,10 +38,11 @@ def oriented(checkpoint: Checkpoint, family: Family) -> Checkpoint:
     Here is the one border that a family whose files hold transposes of them (Conv1D) has, or stacks of experts. Experts
     may also stand as transformers has them in memory (`save_pretrained(…, save_original_format=False)`): all gates and
     ups in one tensor, and all last projections in another. What is written from it has the same names and shapes.
-    Tensors that its class ignores (`Names.ignores`) are not there.
+    Tensors that its class ignores (`Names.ignores`) are not there, and tied ones are there as the class loads them
+    (`untangled`).
     """
     experts = family.experts
-    checkpoint = checkpoint.without(_ignored(checkpoint, family))
+    checkpoint = loaded(checkpoint.without(_ignored(checkpoint, family)), family)
     if not family.transposed and experts is None:
         return checkpoint
     block = re.escape(family.block).replace(re.escape("{block}"), r"\d+")
@@ -60,13 +62,85 @@ def oriented(checkpoint: Checkpoint, family: Family) -> Checkpoint:
     return checkpoint.turned(turned).split(stacks).called(aliases)
 
 
+TIED = "tie_word_embeddings"
+"""Config key that ties all that a class can tie."""
+
+
+def untangled(checkpoint: Checkpoint, ties: Mapping[str, str]) -> Checkpoint:
+    """The checkpoint with the tensors that transformers makes of tied ones (`PreTrainedModel.tie_weights`).
+
+    Of two that are tied and stored, one is left out if they are equal. If any two differ, the class takes these as they
+    are stored, and so does what is seen here: nothing is tied, and the config says so. If only that is stored which is
+    to be tied to another, it stands under the other's name.
+
+    Args:
+        checkpoint: of a model whose config ties something.
+        ties: tensor on disk → the one that it is tied to.
+    """
+    held = checkpoint.tensors
+    stored: dict[str, str] = {}  # tensor that others are tied to → the one on disk that has its values
+    for name, source in ties.items():
+        if name in held or source in held:
+            stored.setdefault(source, source if source in held else name)
+    twice = {name: stored[source] for name, source in ties.items() if name in held and stored[source] != name}
+    renamed = {source: name for source, name in stored.items() if source != name}
+    if not twice and not renamed:
+        return checkpoint
+    if all(checkpoint.equal(name, other) for name, other in twice.items()):
+        return checkpoint.shadowing([*twice, *renamed.values()], renamed)
+    apart = {name: stored[source] for name, source in ties.items() if name not in held and source in stored}
+    seen = checkpoint.shadowing([], renamed | apart)
+    return replace(seen, config=seen.config | {TIED: False}, stated={TIED: checkpoint.config.get(TIED)})
+
+
+def loaded(checkpoint: Checkpoint, family: Family) -> Checkpoint:
+    """The checkpoint with tied tensors as its class loads them (`untangled`)."""
+    return untangled(checkpoint, _ties(checkpoint, family))
+
+
+def _ties(checkpoint: Checkpoint, family: Family) -> dict[str, str]:
+    """Tensor on disk → the one that it is tied to."""
+    if not checkpoint.config.get("auto_map"):
+        known = _names(checkpoint, family)
+        return {} if known is None else ties_on_disk(checkpoint, known, family.on_disk)
+    tied = getattr(parse_config(checkpoint.config), TIED, False)
+    if not tied or family.head is None or family.embedding is None:
+        return {}
+    return {f"{family.head}.weight": f"{family.on_disk(family.embedding)}.weight"}
+
+
+def ties_on_disk(
+    checkpoint: Checkpoint, known: Names, on_disk: Callable[[str], str] = lambda name: name
+) -> dict[str, str]:
+    """Tensor on disk → the one that it is tied to.
+
+    Args:
+        checkpoint: whose tensors may have other names than those that the class saves.
+        known: of its class.
+        on_disk: what a name that the class saves is in this checkpoint.
+    """
+    if not known.ties:
+        return {}
+    held = {parameter: name for name in checkpoint.tensors for parameter in known.parameters(name)}
+
+    def called(parameter: str) -> str:
+        return held[parameter] if parameter in held else on_disk(known.saved_as(parameter))
+
+    return {called(name): called(source) for name, source in known.ties.items()}
+
+
+def _names(checkpoint: Checkpoint, family: Family) -> Names | None:
+    """Of the class of a stock checkpoint; None if it cannot be built, which whoever builds it next says why."""
+    try:
+        return stock_names(checkpoint.config, family.architecture)
+    except UserError:
+        return None
+
+
 def _ignored(checkpoint: Checkpoint, family: Family) -> list[str]:
     """Tensors that the class of a stock checkpoint does not load; buffers that it computes itself are others."""
-    if checkpoint.config.get("auto_map"):
-        return []
-    try:
-        known = stock_names(checkpoint.config, family.architecture)
-    except UserError:  # whoever builds it next says why
+    known = None if checkpoint.config.get("auto_map") else _names(checkpoint, family)
+    if known is None:
         return []
     return [name for name in checkpoint.tensors if not is_stored_buffer(name) and known.ignores(name)]
 
@@ -86,11 +160,8 @@ def fitted(checkpoint: Checkpoint) -> tuple[Checkpoint, Family]:
 
 
 def _fits(family: Family, checkpoint: Checkpoint, names: set[str]) -> bool:
-    try:
-        known = stock_names(checkpoint.config, family.architecture)
-    except UserError:  # whoever builds it next says why
-        return False
-    return all(known.parameters(name) or known.ignores(name) for name in names)
+    known = _names(checkpoint, family)
+    return known is not None and all(known.parameters(name) or known.ignores(name) for name in names)
 
 
 def _prefixed(family: Family, names: set[str]) -> Family:

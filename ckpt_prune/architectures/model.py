@@ -16,7 +16,7 @@ from ckpt_prune.architectures.context import context_length
 from ckpt_prune.architectures.cuts import Kept, Stays, stays, touched
 from ckpt_prune.architectures.family import Family
 from ckpt_prune.architectures.fitting import fitting_family, oriented
-from ckpt_prune.architectures.skeleton import PAIRS, is_stored_buffer, parse_config
+from ckpt_prune.architectures.skeleton import PAIRS, is_stored_buffer, parse_config, stock_class
 from ckpt_prune.architectures.spaces import Axis, Kind, SpaceName, dim_of
 from ckpt_prune.checkpoint.digests import processor_fingerprint, tokenizer_fingerprint
 from ckpt_prune.checkpoint.reading import Checkpoint
@@ -59,7 +59,10 @@ class Model:
         """
         family, config = fitting_family(checkpoint), parse_config(checkpoint.config)
         family.check_config(config)
-        found = cls(oriented(checkpoint, family), family.with_config(config), config)
+        seen = oriented(checkpoint, family)
+        if seen.stated:
+            config = parse_config(seen.config)
+        found = cls(seen, family.with_config(config), config)
         if not found.spaced:
             raise UserError(
                 f"{family.model_type} with {family.leading} {getattr(config, family.leading or '')} in config.json is "
@@ -274,8 +277,9 @@ class Model:
 
     @property
     def tied(self) -> bool:
-        """Whether the head is the embedding."""
-        return bool(getattr(self.config, "tie_word_embeddings", False))
+        """Whether the head is the embedding: its class can tie them, and the config says so."""
+        can = getattr(stock_class(self.family.architecture, self.config), "_tied_weights_keys", None)
+        return bool(can and getattr(self.config, "tie_word_embeddings", False))
 
     @property
     def own_code(self) -> bool:

@@ -17,6 +17,7 @@ from ckpt_prune.architectures.descriptions import (
     load_family,
     variants_of,
 )
+from ckpt_prune.architectures.fitting import ties_on_disk, untangled
 from ckpt_prune.architectures.skeleton import Names, build_skeleton, parse_config, stock_names
 from ckpt_prune.checkpoint.reading import Checkpoint, Within
 from ckpt_prune.errors import UserError
@@ -37,6 +38,7 @@ def part_of(whole: Checkpoint, name: str) -> Checkpoint:
     """
     composite = load_composite(str(whole.config.get("model_type")))
     part = composite.part(name)
+    whole = untangled(whole, ties_on_disk(whole, composite_names(whole.config)))
     config = parse_config(whole.config)
     own = _part_config(composite, part, name, config)
     own["architectures"] = [_stock_class(own, part)]

@@ -141,6 +141,7 @@ class Names:
     Attributes:
         model: as given.
         shapes: on-disk name → shape of every tensor the model saves; a tied head appears under both names.
+        ties: parameter → the one whose tensor it is, under their names in the model.
         tied: on-disk names that share another tensor and so may be absent.
     """
 
@@ -154,7 +155,8 @@ class Names:
         self._prefix: str = model.base_model_prefix  # type: ignore[assignment]
         saved = revert_weight_conversion(model, dict(self._parameters)) if conversions else self._parameters
         self.shapes: dict[str, Shape] = {name: tuple(tensor.shape) for name, tensor in saved.items()}
-        self.tied = frozenset(self.saved_as(name) for name in tied_names(model))
+        self.ties = ties_of(model)
+        self.tied = frozenset(self.saved_as(name) for name in self.ties)
 
     def parameters(self, disk: str) -> tuple[str, ...]:
         """Names in the model of what a tensor on disk holds: none where the model has no place for it.
@@ -202,9 +204,13 @@ class Names:
         return (first[0] * (1 + len(rest)), *first[1:]) if rest else first
 
     def missing(self, disk: Iterable[str]) -> list[str]:
-        """On-disk names of the parameters that none of these tensors holds, sorted."""
+        """On-disk names of the parameters that none of these tensors holds, sorted.
+
+        One that another is tied to is held by that: transformers ties them the other way round then.
+        """
         given = set(disk)
         held = {parameter for name in given for parameter in self.parameters(name)}
+        held |= {source for parameter, source in self.ties.items() if parameter in held}
         lacking = {self.saved_as(parameter) for parameter in self._parameters if parameter not in held}
         whole = {parameter for parameter in self._parameters if parameter in given}
         stacked = (name for name in self.shapes if name not in given and self._stacked(name))
@@ -268,11 +274,9 @@ def is_parameter(name: str) -> bool:
     return not is_stored_buffer(name) and name.rpartition(".")[2] != PAIRS
 
 
-def tied_names(model: nn.Module) -> frozenset[str]:
-    """Names in the model that share another tensor."""
-    if not getattr(model.config, "tie_word_embeddings", False):
-        return frozenset()
-    return frozenset(model._tied_weights_keys or ())  # type: ignore[arg-type]
+def ties_of(model: nn.Module) -> dict[str, str]:
+    """Parameter → the one whose tensor it is, where config and class tie them."""
+    return dict(getattr(model, "all_tied_weights_keys", {}))
 
 
 def absent_pooler(model: nn.Module, missing: Iterable[str]) -> frozenset[str]:
@@ -297,5 +301,5 @@ def absent_pooler(model: nn.Module, missing: Iterable[str]) -> frozenset[str]:
 
 def parameter_count(model: nn.Module) -> int:
     """Parameters, a tied tensor counted once."""
-    tied = tied_names(model)
+    tied = ties_of(model)
     return sum(t.numel() for name, t in model.state_dict().items() if name not in tied and is_parameter(name))

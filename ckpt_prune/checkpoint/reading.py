@@ -1,9 +1,9 @@
 """A checkpoint folder as published on the Hub, read lazily: headers at once, tensors when asked for."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,9 @@ class Checkpoint:
         aliases: tensor → its name on disk, where that is another one by which transformers knows it.
         replaced: tensors that are read from elsewhere, each by its name, with the absolute path of its file.
         ignored: tensors of the files that the model's class does not load: they are not read, and not written.
+        shadowed: the same of tied tensors that another of `tensors` has the bytes of (`fitting.untangled`).
+        copies: tensor that no file has under this name → the one on disk whose bytes it has.
+        stated: what config.json says where `config` says something else; None for nothing.
     """
 
     path: Path
@@ -110,6 +113,9 @@ class Checkpoint:
     aliases: Mapping[str, str] = field(default_factory=dict)
     replaced: Mapping[str, TensorInfo] = field(default_factory=dict)
     ignored: Mapping[str, TensorInfo] = field(default_factory=dict)
+    shadowed: Mapping[str, TensorInfo] = field(default_factory=dict)
+    copies: Mapping[str, str] = field(default_factory=dict)
+    stated: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def open(cls, model: str | Path, revision: str | None = None) -> "Checkpoint":
@@ -151,6 +157,11 @@ class Checkpoint:
                 raise UserError(f"{self.path} has no tensor {name!r}; `ckpt-prune inspect` lists what it has")
         return read_tensors(self.path, [self.replaced.get(name, self.tensors[name]) for name in names])
 
+    def equal(self, one: str, other: str) -> bool:
+        """Whether two tensors have the same shape and values, in whatever types. Reads both, piece by piece."""
+        infos = self.tensors[one], self.tensors[other]
+        return _equal(self.path, *infos, *(info.stamp for info in infos))
+
     def check_unchanged(self, names: Iterable[str]) -> None:
         """Refuse to go on with files of the folder that are not what they were when it was opened.
 
@@ -168,12 +179,24 @@ class Checkpoint:
     def without(self, names: Iterable[str]) -> "Checkpoint":
         """The same checkpoint, these of its tensors ignored. A file that holds no other is not one of its files."""
         ignored = {name: self.tensors[name] for name in names}
-        if not ignored:
-            return self
-        tensors = {name: info for name, info in self.tensors.items() if name not in ignored}
-        emptied = {info.file for info in ignored.values()} - {info.file for info in tensors.values()}
-        files = tuple(file for file in self.files if file not in emptied)
-        return replace(self, tensors=tensors, files=files, ignored={**self.ignored, **ignored})
+        return replace(self._lacking(ignored), ignored={**self.ignored, **ignored}) if ignored else self
+
+    def shadowing(self, names: Iterable[str], copies: Mapping[str, str]) -> "Checkpoint":
+        """The same checkpoint with tied tensors under other names.
+
+        Args:
+            names: tensors that are not there, because another has their bytes.
+            copies: new name → the tensor whose bytes it has.
+        """
+        shadowed = {name: self.tensors[name] for name in names}
+        added = {name: replace(self.tensors[disk], name=name) for name, disk in copies.items()}
+        seen = replace(self, tensors=self.tensors | added)._lacking(shadowed)
+        return replace(seen, shadowed={**self.shadowed, **shadowed}, copies={**self.copies, **copies})
+
+    def _lacking(self, gone: Container[str]) -> "Checkpoint":
+        tensors = {name: info for name, info in self.tensors.items() if name not in gone}
+        emptied = {info.file for info in self.tensors.values()} - {info.file for info in tensors.values()}
+        return replace(self, tensors=tensors, files=tuple(file for file in self.files if file not in emptied))
 
     def called(self, aliases: Mapping[str, str]) -> "Checkpoint":
         """The same checkpoint with some tensors under other names; what is written from it has those on disk.
@@ -281,9 +304,16 @@ class Checkpoint:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hex SHA-256 of config, names, shapes and a sample of the bytes: see `digests.checkpoint_fingerprint`."""
+        """Hex SHA-256 of config, names, shapes and a sample of the bytes: see `digests.checkpoint_fingerprint`.
+
+        It is that of the files, however tied tensors are seen.
+        """
+        absent = {key for key, value in self.stated.items() if value is None}
+        config = {key: value for key, value in {**self.config, **self.stated}.items() if key not in absent}
+        tensors = [info for name, info in self.stored.items() if name not in self.copies]
         rest = () if self.within is None else self.within.rest.values()
-        return checkpoint_fingerprint(self.path, self.config, [*self.stored.values(), *self.ignored.values(), *rest])
+        left = (*self.ignored.values(), *self.shadowed.values())
+        return checkpoint_fingerprint(self.path, config, [*tensors, *left, *rest])
 
 
 def read_tensors(folder: Path, infos: Iterable[TensorInfo]) -> dict[str, Tensor]:
@@ -302,8 +332,21 @@ def read_tensors(folder: Path, infos: Iterable[TensorInfo]) -> dict[str, Tensor]
             raise UserError(f"cannot read {folder / file} ({error.strerror}); restore the file") from error
     for info in infos:
         if info.scaled is not None:
-            found[info.name] = multiplied(info, found[info.name], found.pop(info.scaled.scale.name))
+            found[info.name] = multiplied(info, found[info.name], found[info.scaled.scale.name])
     return {info.name: found[info.name] for info in infos}
+
+
+@lru_cache(maxsize=16)
+def _equal(folder: Path, one: TensorInfo, other: TensorInfo, *_stamps: Stamp | None) -> bool:
+    if one.shape != other.shape:
+        return False
+    if one.dtype != other.dtype or one.scaled or other.scaled:
+        return torch.equal(
+            *(tensor.double() for info in (one, other) for tensor in read_tensors(folder, [info]).values())
+        )
+    with open_input(folder / one.file) as left, open_input(folder / other.file) as right:
+        pieces = zip(read_flat_chunks(left, one), read_flat_chunks(right, other), strict=True)
+        return all(torch.equal(ours, theirs) for ours, theirs in pieces)
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -154,6 +154,8 @@ def _print(found: "ModelDescription") -> None:
         facts["KV cache"] = f"{human_bytes(found.cache)} a token"
     if found.ignored_words is not None:
         facts["not loaded"] = f"{found.ignored_words}; outputs lack them"
+    if found.tied_words is not None:
+        facts["tied"] = found.tied_words
     if found.made_from is not None:
         facts["made from"] = f"{found.made_from.source} by recipe {found.made_from.recipe}"
     for key, value in facts.items():

@@ -141,10 +141,10 @@ def job_of(checkpoint: Checkpoint, kind: Format, group_size: str | None, statist
             f"{checkpoint.path} needs code of its own, which runtimes of quantised weights do not run: prune with "
             "widths: uniform (recipe best-uniform)"
         )
-    own, family = fitted(checkpoint)
-    if own.stacks or family.experts is not None:
+    checkpoint, family = fitted(checkpoint)
+    if checkpoint.stacks or family.experts is not None:
         raise UserError(f"{checkpoint.path}: experts are no linear modules in transformers, so they are not quantised")
-    if own.transposed:
+    if checkpoint.transposed:
         raise UserError(
             f"{checkpoint.path} is a {family.model_type}, whose Conv1D modules transformers does not quantise"
         )
@@ -152,13 +152,13 @@ def job_of(checkpoint: Checkpoint, kind: Format, group_size: str | None, statist
     check_stored(checkpoint, known)
     weights = [
         name
-        for names in weights_by_module(own.tensors, family.block, family.linears).values()
+        for names in weights_by_module(checkpoint.tensors, family.block, family.linears).values()
         for name in names
-        if own.tensors[name].numel
+        if checkpoint.tensors[name].numel
     ]
     _check_names(weights, known, checkpoint)
-    ordered = tuple(name for name in own.tensors if name in set(weights))
-    scheme = chosen_scheme(kind, group_size, {name: own.tensors[name].shape[1] for name in ordered})
+    ordered = tuple(name for name in checkpoint.tensors if name in set(weights))
+    scheme = chosen_scheme(kind, group_size, {name: checkpoint.tensors[name].shape[1] for name in ordered})
     modules = {name.removesuffix(_WEIGHT) for name in ordered}
     linears = [name for name, module in known.model.named_modules() if isinstance(module, nn.Linear)]
     ignored = tuple(name for name in linears if name not in modules)

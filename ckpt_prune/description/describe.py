@@ -37,7 +37,7 @@ from ckpt_prune.report.reading import report_of
 from ckpt_prune.sparsity.zeros import Sparsity, find_zeros, pattern_of_all, share_of_all, weights_by_module
 from ckpt_prune.transform.checks import check_spaces
 from ckpt_prune.transform.decisions import Decisions
-from ckpt_prune.transform.messages import coarse_lines, ignored_words
+from ckpt_prune.transform.messages import coarse_lines, ignored_words, tied_words
 from ckpt_prune.transform.output import output_of
 from ckpt_prune.transform.request import Request
 
@@ -116,8 +116,9 @@ def _model(
         spaces={name: _space(model, first) for name, first in first_of_experts(family.spaces).items()},
         **cost_of(model).model_dump(),
         weights=weights,
-        ignored=sorted(model.checkpoint.ignored),
+        ignored=sorted([*model.checkpoint.ignored, *model.checkpoint.shadowed]),
         ignored_words=ignored_words(model) if model.checkpoint.ignored else None,
+        tied_words=tied_words(model),
         made_from=Origin(source=made.source.name, recipe=made.recipe.name) if made else None,
         pruned=pruned,
         messages=[line for own in recipes for line in coarse_lines(model, own)],

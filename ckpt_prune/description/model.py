@@ -148,8 +148,10 @@ class ModelDescription(_Any):
         spaces: by name.
         parameters, bytes, flops, tokens, cache: as in `planning.records.Cost`.
         weights: False where there is a config alone.
-        ignored: tensors that its class does not load, which outputs lack; left out of JSON without any.
-        ignored_words: how many, and which, in words.
+        ignored: tensors that outputs lack, because its class does not load them or another that it ties to them has
+            the same values; left out of JSON without any.
+        ignored_words: how many of the first kind, and which, in words.
+        tied_words: what is stored otherwise than config.json ties it, in words.
         made_from: where it is an output of this tool.
         pruned: its size at the ratios that were asked for.
         messages: where units are too coarse for these.
@@ -169,6 +171,7 @@ class ModelDescription(_Any):
     weights: bool
     ignored: list[str] = Field(default_factory=list)
     ignored_words: str | None = Field(default=None, exclude=True)
+    tied_words: str | None = Field(default=None, exclude=True)
     made_from: Origin | None
     pruned: list[SizeAtRatio]
     messages: list[str]

@@ -346,7 +346,8 @@ class Report(Fixed):
         recipe, recipe_digest: as used.
         origin: where the recipe was fetched from; None for one that was here.
         source: what was pruned.
-        ignored: tensors of the source that its class does not load, which are left out; absent from JSON without any.
+        ignored: tensors of the source that are left out, because its class does not load them or another that it ties
+            to them has the same values; absent from JSON without any.
         part: of it, where that is made of several models, which all other figures are about; or None.
         asked: what the recipe was changed for, or None.
         calibration: where the moments came from; empty of what another tool pruned.

@@ -75,6 +75,7 @@ def messages(settled: Settled) -> list[str]:
         found.append(
             f"{ignored_words(settled.model)}: they are left out, and the output's config.json no longer speaks of them"
         )
+    found += filter(None, [tied_words(settled.model)])
     made = report_of(settled.model.checkpoint.path)
     if made is not None and made.mask is not None:
         masked = mask_words(made.mask.method, made.mask.pattern)
@@ -96,6 +97,26 @@ def ignored_words(model: Model) -> str:
         f"transformers' {model.family.architecture} does not load {counted(len(names), 'tensor')} "
         f"({human_count(numbers)} numbers; {', '.join(names[:_NAMED])}{more})"
     )
+
+
+def tied_words(model: Model) -> str | None:
+    """What a checkpoint stores otherwise than its config ties it; None if nothing."""
+    seen = model.checkpoint
+    if seen.stated:
+        return (
+            f"config.json ties tensors that are stored and differ: transformers' {model.family.architecture} takes them "
+            "as they are stored, and outputs say tie_word_embeddings: false"
+        )
+    lines = [
+        f"{new} is stored as {old}, which config.json ties to it: outputs store {new}"
+        for new, old in seen.copies.items()
+    ]
+    twice = sorted(seen.shadowed.keys() - seen.copies.values())
+    if twice:
+        lines.append(
+            f"config.json ties {', '.join(twice)} to a tensor that is stored with the same values: outputs store one"
+        )
+    return "; ".join(lines) or None
 
 
 def few_tokens(settled: Settled, *, errors: str) -> str | None:

@@ -88,7 +88,7 @@ def report_of_prune(
         recipe_digest=whole.recipe.digest,
         origin=whole.origin,
         source=source_of(whole.model.checkpoint),
-        ignored=sorted(settled.model.checkpoint.ignored),
+        ignored=sorted([*settled.model.checkpoint.ignored, *settled.model.checkpoint.shadowed]),
         part=part_name(settled.model.checkpoint),
         asked=None if asked is None else _asked(asked),
         calibration=Record.model_validate(settled.provenance()),
@@ -237,7 +237,7 @@ def _elsewhere(pruned: Model, dense: Model, container: Container) -> Report:
     return Report(
         recipe=UsedRecipe(name=ELSEWHERE),
         source=source_of(dense.checkpoint),
-        ignored=sorted(pruned.checkpoint.ignored),
+        ignored=sorted([*pruned.checkpoint.ignored, *pruned.checkpoint.shadowed]),
         calibration=Record(),
         # What else it has to be noted of its container is not known, nor what is padded.
         container=stored_as(container, pruned.family).model_copy(update={"padded": [], "note": None}),
