@@ -30,6 +30,7 @@ config's own keys, which one block's entry in `per_layer_config` may override:
 import copy
 import inspect
 import sys
+from collections.abc import Callable
 from typing import Any, NotRequired, TypedDict
 
 import torch
@@ -503,6 +504,30 @@ def _sliced(layer_class: type[nn.Module]) -> type:
 # ---- attention whose queries and keys have a width of their own -------------------------------------------------
 
 
+def cache_argument(forward: Callable[..., Any]) -> str | None:
+    """Return the name of the argument that takes the keys and values of earlier tokens; None if there is none.
+
+    It is `cache` from transformers 5.24 on and `past_key_values` before; some attention modules say `layer_past`. The
+    signature decides, because older versions pass other things as `cache`, and a class from a checkpoint's own code
+    may have the old name under any version.
+    """
+    takes = inspect.signature(forward).parameters
+    return next((name for name in ("cache", "past_key_values", "layer_past") if name in takes), None)
+
+
+def _derive(prefix: str, attention: type[nn.Module], forward: Callable[..., Any]) -> type:
+    """A class of the stock attention with another forward, which finds the cache under `cache_name`."""
+    name = getattr(attention, "cache_name", None) or cache_argument(attention.forward)
+    added = {"forward": forward, "cache_name": name}
+    return type(f"{prefix}{attention.__name__}", (attention,), added)
+
+
+def _update(cache: Any, key: Tensor, value: Tensor, module: Any, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Keys and values of all tokens so far, these among them; a cache in pages changes the keywords."""
+    updated: tuple[Tensor, Tensor] = cache.update(key, value, module.layer_idx, kwargs=kwargs)
+    return updated
+
+
 def plain_attention(
     module: nn.Module,
     query: Tensor,
@@ -540,7 +565,6 @@ def narrow_forward(
     self: Any,
     hidden_states: Tensor,
     attention_mask: Tensor | None = None,
-    past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of any number of heads and any width of queries, keys and values, in place of a stock forward."""
@@ -552,10 +576,11 @@ def narrow_forward(
 
     names = self.narrow_names
     query, key, value = heads(names[0]), heads(names[1]), heads(names[2])
-    if past_key_values is not None:
-        if isinstance(past_key_values, EncoderDecoderCache):
-            past_key_values = past_key_values.self_attention_cache
-        key, value = past_key_values.update(key, value, self.layer_idx)
+    cache = kwargs.pop(self.cache_name, None)
+    if cache is not None:
+        if isinstance(cache, EncoderDecoderCache):
+            cache = cache.self_attention_cache
+        key, value = _update(cache, key, value, self, kwargs)
     implementation, width = self.config._attn_implementation, value.shape[-1]
     if implementation == "sdpa" and query.device.type == "cpu" and not is_torchdynamo_exporting():
         # The fused CPU kernel wants one width for all three, and without it attention takes longer than in the dense
@@ -626,10 +651,10 @@ def _attention_dropout(config: PreTrainedConfig) -> float:
 _NARROWED: dict[type, type] = {}
 
 
-def _narrowed(attention: type) -> type:
+def _narrowed(attention: type[nn.Module]) -> type:
     """The stock attention class with `narrow_forward` in place of its own; one class for each stock one."""
     if attention not in _NARROWED:
-        _NARROWED[attention] = type(f"Narrow{attention.__name__}", (attention,), {"forward": narrow_forward})
+        _NARROWED[attention] = _derive("Narrow", attention, narrow_forward)
     return _NARROWED[attention]
 
 
@@ -660,7 +685,6 @@ def paired_forward(
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Tensor | None = None,
-    past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention whose KV heads have rotary pairs of their own, in place of a stock forward."""
@@ -680,8 +704,9 @@ def paired_forward(
     key = turn(key, tables[0], tables[1], neighbours=facts["neighbours"])
     cosines, sines = (table.repeat_interleave(groups, 1) for table in tables)
     query = turn(query, cosines, sines, neighbours=facts["neighbours"])
-    if past_key_values is not None:
-        key, value = past_key_values.update(key, value, self.layer_idx)
+    cache = kwargs.pop(self.cache_name, None)
+    if cache is not None:
+        key, value = _update(cache, key, value, self, kwargs)
     implementation, width = self.config._attn_implementation, value.shape[-1]
     if implementation == "sdpa" and query.device.type == "cpu" and not is_torchdynamo_exporting():
         # As in `narrow_forward`.
@@ -734,10 +759,10 @@ def _drop_pairs(layer: nn.Module, config: PreTrainedConfig, blocks: Blocks) -> N
 _PAIRED: dict[type, type] = {}
 
 
-def _paired(attention: type) -> type:
+def _paired(attention: type[nn.Module]) -> type:
     """The stock attention class with `paired_forward` in place of its own; one class for each stock one."""
     if attention not in _PAIRED:
-        _PAIRED[attention] = type(f"Paired{attention.__name__}", (attention,), {"forward": paired_forward})
+        _PAIRED[attention] = _derive("Paired", attention, paired_forward)
     return _PAIRED[attention]
 
 
@@ -821,17 +846,18 @@ def _pad_values(layer: nn.Module, paths: ValuePaths, head_dim: int, width: int) 
 _VALUED: dict[type, type] = {}
 
 
-def _valued(attention: type) -> type:
+def _valued(attention: type[nn.Module]) -> type:
     """The stock attention class behind a `NarrowCache`; one class for each stock one."""
     if attention not in _VALUED:
 
-        def forward(self: Any, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             # As in `narrow_forward`.
             on_cpu = self.config._attn_implementation == "sdpa" and next(self.parameters()).device.type == "cpu"
-            cache = NarrowCache(past_key_values, self.narrow_width, on_cpu and not is_torchdynamo_exporting())
-            return attention.forward(self, *args, past_key_values=cache, **kwargs)  # type: ignore[attr-defined]
+            cache = kwargs.get(self.cache_name)
+            kwargs[self.cache_name] = NarrowCache(cache, self.narrow_width, on_cpu and not is_torchdynamo_exporting())
+            return attention.forward(self, *args, **kwargs)
 
-        _VALUED[attention] = type(f"Narrow{attention.__name__}", (attention,), {"forward": forward})
+        _VALUED[attention] = _derive("Narrow", attention, forward)
     return _VALUED[attention]
 
 

@@ -84,7 +84,8 @@ class Family(Description):
         multiples: dimensions that the config says as multiples of the hidden size.
         positions_behind: the config key of the position that tokens' positions are counted from behind, or None where
             they begin at 0.
-        tuples: whether a block returns its hidden states as the first of several things.
+        tuples: whether a block returns its hidden states as the first of several things, in versions of transformers
+            where its class does not say that it returns a tensor (`blocks.returns_tuple`).
         sliding_window: the config key that turns sliding-window attention on, where the family has it.
         norm_offset: what norms add to their weights before they multiply: 1 where gains are stored less 1.
         residual: how blocks read from and add to the residual stream, where rotations can be absorbed.

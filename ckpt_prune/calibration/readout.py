@@ -227,7 +227,7 @@ class Readout:
 
     def _stand_in(self, *, last: bool) -> Callable[..., Any]:
         """What runs in place of a block's own forward."""
-        several = self.factory.family.tuples
+        several = self.factory.returns_tuple
         # The model holds this function: if that held this readout, both and the embedding would stay when they are done
         # with, until Python's collector comes by.
         reading = weakref.ref(self)
