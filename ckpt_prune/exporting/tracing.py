@@ -98,7 +98,8 @@ def _filled_cache(model: Any, tokens: int) -> tuple[str, DynamicCache]:
     Without a config every layer of the cache grows, also where attention looks at a window only: the mask keeps to it,
     and the graph needs no more state than the tensors.
     """
-    name, cache = cache_argument(model.forward), DynamicCache()
+    name: Any = cache_argument(model.forward)
+    cache = DynamicCache()
     ids = torch.ones(_BATCH, tokens, dtype=torch.int64)
     try:
         model(**{"input_ids": ids, name: cache, "use_cache": True})
