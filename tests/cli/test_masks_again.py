@@ -165,6 +165,18 @@ def test_a_mask_that_is_trained_at_once(here):
     resumed(job)
 
 
+def test_stock_classes_refuse_what_is_made_of_an_output_of_an_earlier_version(here):
+    """Such an output does not say so itself."""
+    path = Path("opt/config.json")
+    config = read_json(path)
+    sentence = config.pop("transformers_weights")
+    path.write_text(json.dumps(config))
+    ok("prune", "opt", "--recipe", "magnitude-50", "-o", "out")
+    assert read_json("out/config.json") == config | {"transformers_weights": sentence}
+    ok("recover", "opt", "--dense", "dense-opt", *TEXT, "--epochs", "1", "-o", "recovered")
+    assert read_json("recovered/config.json") == config | {"transformers_weights": sentence}
+
+
 # ---- what is refused ---------------------------------------------------------------------------------------------
 
 UNITS = "units are counted alike in every block, and its blocks may differ"
