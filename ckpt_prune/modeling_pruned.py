@@ -897,15 +897,13 @@ def __getattr__(name: str) -> type:
         return marked_class(stock)
     if not (isinstance(stock, type) and issubclass(stock, PreTrainedModel)):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    described: dict[str, Any] = {
-        "__module__": __name__,
-        "__doc__": f"{stock.__name__} with its own widths in every block.",
-        "config_class": marked_class(stock.config_class),
-    }
-    found = type(name, (PrunedMixin, stock), described)
+    described = {"__module__": __name__, "__doc__": f"{stock.__name__} with its own widths in every block."}
+    found: Any = type(name, (PrunedMixin, stock), described)
+    found.config_class = marked_class(found.config_class)
     _keep_renamings(name, stock)
     globals()[name] = found
-    return found
+    made: type = found
+    return made
 
 
 def _keep_renamings(name: str, stock: type[PreTrainedModel]) -> None:
