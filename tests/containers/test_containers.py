@@ -206,7 +206,7 @@ THREE, BIASED = [{"heads": 3}] * BLOCKS, {"mlp.down_proj"}
         ("mistral", {}, (BIASED, UNEVEN), "remote", "blocks differ in width"),
         ("mistral", {}, (set(), UNEVEN), "auto", "blocks differ in width"),
         ("llama", {}, (BIASED,), "remote", "on request"),
-        ("gemma2", {"head_dim": 4}, (), "remote", "on request"),
+        ("gemma2", {"head_dim": 4}, (set(), [{"heads": 1}] * BLOCKS), "remote", "on request"),
     ],
 )
 def test_the_note_says_why_code_is_carried(model_type, config, given, requested, reason):
