@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, PreTrain
 
 import ckpt_prune
 from ckpt_prune.errors import UserError
+from ckpt_prune.evaluation.loading import load_reported
 from ckpt_prune.modeling_pruned import REFUSAL, WEIGHTS_KEY
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.recipe_file import load_recipe
@@ -106,7 +107,7 @@ def test_outputs_are_read_by_their_own_code_alone(
         pytest.skip(f"recipe {name} does nothing to a {case.model_type}: {error}")
     found = json.loads((out / "config.json").read_text())
     if not report.container.remote_code:
-        assert WEIGHTS_KEY not in found
+        assert (WEIGHTS_KEY in found, load_reported(out)[1].fault) == (False, "")
         return
     config, (own,) = AutoConfig.from_pretrained(out), found["architectures"]
     assert (found[WEIGHTS_KEY], type(config).model_type) == (REFUSAL, report.container.model_type)
