@@ -25,6 +25,11 @@ config's own keys, which one block's entry in `per_layer_config` may override:
 - `ckpt_prune_slicing`: the residual stream has fewer dimensions between the blocks than `hidden_size` says, which
   embedding, final norm and head keep. Every sub-layer reads it in a basis of its own, and matrices on the skip
   connections take it from one to the next (`Slicing`). Hidden states that are recorded between blocks are so narrow.
+
+`transformers_weights` is the key in which transformers looks up the file to read weights from. Here it holds a sentence
+in place of a file name (`REFUSAL`): every other class of transformers refuses to read these weights, also where all
+shapes fit it, and says the sentence. Config, tokenizer and processors load as ever. `PrunedX` takes the key off when it
+loads a model, and writes it again when it saves one.
 """
 
 import copy
@@ -42,6 +47,14 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, r
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.import_utils import is_torchdynamo_exporting
+
+WEIGHTS_KEY = "transformers_weights"
+"""Config key of the file that transformers reads weights from; by default it is model.safetensors."""
+REFUSAL = (
+    "this class would misread a model that ckpt_prune has pruned. Load it with ckpt_prune.load, or with "
+    "trust_remote_code=True by a class that auto_map in config.json names"
+)
+"""What stands there: the end of the error message of a class that does not rebuild the blocks."""
 
 
 class AttentionPaths(TypedDict):
@@ -152,6 +165,37 @@ class Slicing(TypedDict):
     multiplier: str | None
 
 
+_MARKED: dict[type, type] = {}
+
+
+def marked_class(stock: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
+    """The stock config class, but that what it saves refuses every stock model class; under the same name, for Auto.
+
+    In memory such a config has no `transformers_weights`: the classes of this file load with it.
+    """
+    if stock in _MARKED.values():
+        return stock
+    if stock not in _MARKED:
+
+        def init(self: PreTrainedConfig, **values: Any) -> None:
+            values.pop(WEIGHTS_KEY, None)
+            stock.__init__(self, **values)
+
+        def to_dict(self: PreTrainedConfig) -> dict[str, Any]:
+            return {**stock.to_dict(self), WEIGHTS_KEY: REFUSAL}
+
+        described = {"__module__": __name__, "__qualname__": f"Pruned{stock.__name__}"}
+        _MARKED[stock] = type(stock.__name__, (stock,), {"__init__": init, "to_dict": to_dict, **described})
+    return _MARKED[stock]
+
+
+def mark_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Give a config the class that `marked_class` makes of its own; changed in place."""
+    config.__dict__.pop(WEIGHTS_KEY, None)
+    config.__class__ = marked_class(type(config))
+    return config
+
+
 def layer_config(config: PreTrainedConfig, index: int) -> PreTrainedConfig:
     """The config of one block: the model's, with that block's overrides, and none of the others'."""
     overrides: Any = getattr(config, "per_layer_config", None) or {}
@@ -187,7 +231,15 @@ class BlockConfig:
 class PrunedMixin:
     """Rebuilds the blocks of the stock model it stands before in the list of base classes."""
 
+    @classmethod
+    def from_pretrained(cls, *args: Any, config: Any = None, **kwargs: Any) -> Any:
+        """Load as the stock class does, although the config refuses all other classes."""
+        if isinstance(config, PreTrainedConfig):
+            config = mark_config(copy.copy(config))
+        return super().from_pretrained(*args, config=config, **kwargs)  # type: ignore[misc]
+
     def __init__(self, config: PreTrainedConfig) -> None:
+        mark_config(config)
         blocks: Blocks = config.ckpt_prune_blocks
         first = layer_config(config, 0)
         # What the stock class is built from has blocks that it accepts; they are replaced.
@@ -865,15 +917,19 @@ def _valued(attention: type[nn.Module]) -> type:
 
 
 def __getattr__(name: str) -> type:
-    """`PrunedX` for any stock class X, made when it is first asked for."""
+    """`PrunedX` for any stock class X of a model or its config, made when it is first asked for."""
     stock = getattr(transformers, name.removeprefix("Pruned"), None) if name.startswith("Pruned") else None
+    if isinstance(stock, type) and issubclass(stock, PreTrainedConfig):
+        return marked_class(stock)
     if not (isinstance(stock, type) and issubclass(stock, PreTrainedModel)):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     described = {"__module__": __name__, "__doc__": f"{stock.__name__} with its own widths in every block."}
-    found = type(name, (PrunedMixin, stock), described)
+    found: Any = type(name, (PrunedMixin, stock), described)
+    found.config_class = marked_class(found.config_class)
     _keep_renamings(name, stock)
     globals()[name] = found
-    return found
+    made: type = found
+    return made
 
 
 def _keep_renamings(name: str, stock: type[PreTrainedModel]) -> None:

@@ -99,6 +99,15 @@ def _obstacle(
     return None
 
 
+def _why_remote(candidates: list[Family], model: Model, widths: Widths, biases: Set[str], *, uneven: bool) -> str:
+    """Why an output carries code of its own."""
+    if uneven:
+        return "blocks differ in width"
+    obstacles = [_obstacle(each, model, widths, biases, remote_code=False, slotless_ok=False) for each in candidates]
+    stock_fits = None in obstacles
+    return "on request" if stock_fits else str(obstacles[0])
+
+
 def _open_slots(candidate: Family, biases: Set[str]) -> tuple[dict[str, bool], frozenset[str]]:
     """Config keys to turn on for these biases, and every module that then has one."""
     keys = {slot for module, slot in candidate.bias_slots.items() if module in biases and isinstance(slot, str)}
@@ -181,9 +190,8 @@ def choose_container(
     if requested == ANY and not uneven:
         try:
             return choose_container(model, given, biases, per_layer=per_layer)
-        except NothingFitsError as error:
-            made = choose_container(model, given, biases, requested=REMOTE, per_layer=per_layer)
-            return replace(made, note=remote_note(made.model_type, str(error.reasons[0])))
+        except NothingFitsError:
+            return choose_container(model, given, biases, requested=REMOTE, per_layer=per_layer)
     if uneven and requested not in ("auto", ANY, REMOTE):
         raise UserError(f"container {requested} cannot hold blocks of different widths: only remote can")
     padded: frozenset[SpaceName] = frozenset()
@@ -204,6 +212,8 @@ def choose_container(
         for candidate in candidates:
             reason = _obstacle(candidate, model, widths, biases, remote_code=remote, slotless_ok=lacking_slots)
             if reason is None:
+                if remote:
+                    reasons = [_why_remote(candidates, model, widths, biases, uneven=uneven)]
                 made = _build(candidate, model, widths, biases, remote=remote, reasons=reasons, ranks=ranks)
                 return _with_padding(made, padded)
             if not lacking_slots:
@@ -354,6 +364,5 @@ def _build(
         values[RANKS_KEY] = _ranks(candidate, ranks[0])
     if overrides:
         values |= candidate.uneven | {"per_layer_config": overrides}
-    reason = next(iter(stockless(model, widths).values()), "on request") if same else "on request"
-    note = remote_note(candidate.model_type, "blocks differ in width" if overrides else reason)
+    note = remote_note(candidate.model_type, reasons[0])
     return Container(candidate.model_type, values, remote_class, opened, note, candidate.architecture)

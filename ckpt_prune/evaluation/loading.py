@@ -142,6 +142,7 @@ def load_reported(
         try:
             if ours is not None:
                 loader = remote_model_class(ours)
+                loader.register_for_auto_class(auto_class(raw))  # so that what is saved of it carries the code
                 stored = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
                 options = {"config": with_block_facts(stored, ours)}
             elif places is not None and (is_packed(raw) or (plain_fp8(raw) and not foreign)):

@@ -87,16 +87,8 @@ def model_card(report: Report) -> str:
     ]
     if container.note:
         lines.append(f"Container: {markdown(container.note)}.")
-    if _turns(report):
-        lines.append(
-            "Load it as below: plain `from_pretrained` refuses it, by the shape of the norms' gains, of which one "
-            "number is left."
-        )
-    elif container.remote_code:
-        lines.append(
-            "Load it as below; plain `from_pretrained` either refuses it or, where only biases have no slot, drops "
-            "them with a mere warning."
-        )
+    if container.remote_code:
+        lines.append("Load it as below: `from_pretrained` of every other class refuses it.")
     auto = container.auto_class
     loader = (
         'import ckpt_prune  # without running the code in the folder\n\nmodel = ckpt_prune.load("PATH")\n\n'
