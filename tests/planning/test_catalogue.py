@@ -59,6 +59,8 @@ BY_PERPLEXITY = {"score": "rcpu", "compensation": {"method": "ridge", "lambda_gr
         ({}, "text, images or statistics", "ckpt-prune calibrate"),
         ({"spaces": {"mlp": {"score": "magnitude"}}}, "none", None),
         ({"spaces": {"mlp": {"score": "magnitude"}}, "recovery": {}}, "text or images", None),
+        ({"spaces": {"mlp": {"score": "taylor1"}}}, "text or statistics", "ckpt-prune calibrate --collect moments,taylor"),
+        ({"spaces": {"mlp": {"score": "taylor1"}}, "recovery": {}}, "text", None),
         ({"spaces": {"mlp": BY_PERPLEXITY}}, "text", None),
     ],
 )
