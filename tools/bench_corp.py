@@ -292,7 +292,7 @@ def seconds(data: Path) -> None:
                 stages = prune(settle(Request(Model.open(folder), recipe, None, live)), Path(scratch) / "out")["stages"]
             taken = [sum(s["phases"].get(p, 0) for s in stages) for p in ("calibration", "ranking", "compensation")]
             whole = sum(stage["seconds"] for stage in stages)
-            cells = " | ".join(f"{value:.2f}" for value in (*taken, whole))
+            cells = " | ".join(f"{value:.3f}" for value in (*taken, whole))
             print(f"| {folder.name} | {len(samples)} | {target} | {cells} |", flush=True)
 
 
