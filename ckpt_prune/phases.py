@@ -33,7 +33,7 @@ class PhaseClock:
         Returns:
             The one that it ran for.
         """
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()
         now, before = time.perf_counter(), self._running
         if before is not None:

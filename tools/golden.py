@@ -177,7 +177,7 @@ def main() -> None:
     torch.set_num_threads(1)
     transformers.logging.disable_progress_bar()
     here = environment()
-    known = json.loads(given.file.read_text(encoding="utf-8")) if given.check else {"environment": here}
+    known: dict[str, Any] = json.loads(given.file.read_text(encoding="utf-8")) if given.check else {"environment": here}
     if known["environment"] != here and not given.force:
         sys.exit(f"{given.file} is of {known['environment']}, this is {here}: compare by force (--force)")
     found = dict(prune_all(given.only))
