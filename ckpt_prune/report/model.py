@@ -329,12 +329,14 @@ class Stage(Fixed):
         peak_bytes: largest resident memory of the process from its start to the stage's end: a stage that is larger
             than the one before has set it. None where the system does not say.
         device_peak_bytes: largest memory allocated on the accelerator during the stage; None without one.
+        phases: seconds of calibration, ranking and compensation in it; the rest is reading and writing.
     """
 
     name: str
     seconds: Figure = None
     peak_bytes: Count | None = None
     device_peak_bytes: Count | None = None
+    phases: dict[str, Figure] = Field(default_factory=dict)
 
 
 class Report(Fixed):

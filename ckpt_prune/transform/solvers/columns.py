@@ -20,6 +20,7 @@ from ckpt_prune.compensation.methods import METHODS, absolute_strength
 from ckpt_prune.compensation.shift import freedom, shift
 from ckpt_prune.compensation.spectrum import EXACT_WIDTH, spectrum
 from ckpt_prune.errors import UserError
+from ckpt_prune.phases import phase
 from ckpt_prune.planning.plan import SitePlan
 from ckpt_prune.planning.records import SiteShift
 from ckpt_prune.planning.selection import select, select_in_heads, unit_scores
@@ -292,6 +293,7 @@ class ColumnSolver(Solver):
         biased = self.model.tensor(block, self.description.consumer, "bias") in tensors
         return self.own.compensation.methods(biased=biased)
 
+    @phase("ranking")
     def _unit_scores(
         self, weight: Tensor, moments: Moments | None, methods: list[str], score: str | None = None
     ) -> Tensor:

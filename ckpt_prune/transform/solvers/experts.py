@@ -17,6 +17,7 @@ from ckpt_prune.compensation.choice import choose
 from ckpt_prune.compensation.fit import Solution, blend_from_moments, error
 from ckpt_prune.compensation.methods import METHODS, absolute_strength
 from ckpt_prune.errors import UserError
+from ckpt_prune.phases import phase
 from ckpt_prune.planning.selection import select
 from ckpt_prune.scoring.expert_scores import EXPERT_SCORES
 from ckpt_prune.transform.decisions import Decision
@@ -28,6 +29,7 @@ class ExpertSolver(Solver):
 
     collects = "moments"
 
+    @phase("ranking")
     def scores(
         self, block: int, tensors: Mapping[str, Tensor], folds: SpaceMoments, score: str | None = None
     ) -> Tensor:

@@ -22,6 +22,7 @@ from ckpt_prune.compensation.rotary import (
     rotary_system,
     solve_factors,
 )
+from ckpt_prune.phases import phase
 from ckpt_prune.planning.plan import SitePlan
 from ckpt_prune.planning.records import SiteShift
 from ckpt_prune.planning.selection import in_heads, select_in_heads
@@ -62,6 +63,7 @@ class RotarySolver(Solver):
         """Optimal brain surgeon and factors."""
         return {"score": "obs", "compensation": {"method": "factors", "lambda": _TRIAL_STRENGTH}}
 
+    @phase("ranking")
     def scores(
         self, block: int, tensors: Mapping[str, Tensor], folds: SpaceMoments, score: str | None = None
     ) -> Tensor:
