@@ -48,8 +48,8 @@ def smaller_form(samples: int, head_dim: int) -> Form:
 def type_of_logits(queries: Tensor, keys: Tensor) -> torch.dtype:
     """In which type Grams of queries and keys are to be taken: (N, d_q) and (N, d_k) of the same tokens."""
     both = (each.detach() for each in (queries, keys))
-    extents = (Extent.of(each, len(each), *sums_of(each)[:2]) for each in both)
-    return torch.float64 if needs_double(*extents, offsets=PAIRS) else torch.float32
+    left, right = (Extent.of(each, len(each), *sums_of(each)[:2]) for each in both)
+    return torch.float64 if needs_double(left, right, PAIRS) else torch.float32
 
 
 class LogitMoments:

@@ -53,11 +53,12 @@ class Drift:
         The cross moment is updated in place, or goes on in float64 from here (`precision.needs_double`).
         """
         delta, x = drift.detach().reshape(-1, drift.shape[-1]), tokens.detach().reshape(-1, tokens.shape[-1])
-        wide, square = delta.double(), delta.double().square().sum(0)
-        extents = Extent.of(delta, len(x), wide.sum(0), square), Extent.of(x, len(x), *sums_of(x)[:2])
-        cross = self.cross.double() if needs_double(*extents) else self.cross
+        wide = delta.double()
+        square = wide.square()
+        ours, theirs = Extent.of(delta, len(x), wide.sum(0), square.sum(0)), Extent.of(x, len(x), *sums_of(x)[:2])
+        cross = self.cross.double() if needs_double(ours, theirs) else self.cross
         cross.addmm_(delta.to(cross.dtype).T, x.to(cross.dtype))
-        return type(self)(cross, self.sum + wide.sum(0), self.energy + float(wide.square().sum()))
+        return type(self)(cross, self.sum + wide.sum(0), self.energy + float(square.sum()))
 
     def __add__(self, other: "Drift") -> "Drift":
         """Sums over the tokens of both."""
@@ -179,8 +180,14 @@ class Moments:
             gram = None if gram is None else gram.double()
         if gram is not None:
             add_gram(gram, x)
-        vectors = (self.sum, self.square, self.absolute, self.active)
-        return type(self)(count, *(held + own for held, own in zip(vectors, sums, strict=True)), gram)
+        return type(self)(
+            count,
+            self.sum + sums[0],
+            self.square + sums[1],
+            self.absolute + sums[2],
+            self.active + sums[3],
+            gram,
+        )
 
     def __add__(self, other: "Moments") -> "Moments":
         """Moments of the tokens of both; Gram and drift are there only where both have them."""

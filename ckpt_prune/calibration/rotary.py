@@ -53,8 +53,8 @@ class RotaryMoments:
             keys: after rotation, (B, KV heads, T, 2, P).
         """
         batch, heads, tokens, _, pairs = queries.shape
-        rows = (each.detach().flatten(3).transpose(1, 2).flatten(2).flatten(0, 1) for each in (queries, keys))
-        dtype = type_of_logits(*rows)
+        left, right = (each.detach().flatten(3).transpose(1, 2).flatten(2).flatten(0, 1) for each in (queries, keys))
+        dtype = type_of_logits(left, right)
         A, B = _gram(queries, dtype), _gram(keys, dtype).repeat_interleave(heads // keys.shape[1], 1)
         # J is (x, y) ↦ (−y, x): of the turned query, the first dimension is the second one's opposite.
         turned = torch.stack([-A[:, :, 1], A[:, :, 0]], 2)

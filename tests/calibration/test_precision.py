@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.calibration.logits import LogitMoments
-from ckpt_prune.calibration.moments import Drift, Moments, total
+from ckpt_prune.calibration.moments import Drift, Moments, add_widest, total
 from ckpt_prune.calibration.rotary import RotaryMoments
 from ckpt_prune.calibration.statistics import pack_symmetric, unpack_symmetric
 from ckpt_prune.compensation.diagnostics import diagnose
 from ckpt_prune.compensation.fit import error, from_moments
 from ckpt_prune.compensation.methods import METHODS
+from ckpt_prune.parallel.group import Group
 
 WIDTH, OUTPUTS, COUNT = 24, 12, 4096
 
@@ -111,3 +112,24 @@ def test_rotary_pairs_of_large_means() -> None:
     z = torch.einsum("btp,bsp->btsp", q.view(2, 16, 2, 3)[:, :, 0], k.view(2, 16, 2, 3)[:, :, 0])
     z = z + torch.einsum("btp,bsp->btsp", q.view(2, 16, 2, 3)[:, :, 1], k.view(2, 16, 2, 3)[:, :, 1])
     np.testing.assert_allclose(found[0, ::2, ::2], torch.einsum("btsp,btsq->pq", z, z), rtol=1e-12)
+
+
+class Pair(Group):
+    """This process and one whose sums are given."""
+
+    size = 2
+
+    def __init__(self, other: Tensor) -> None:
+        self._other = other
+
+    def total(self, value: float) -> float:
+        return value + float(self._other.dtype == torch.float64)
+
+    def add(self, tensor: Tensor) -> Tensor:
+        assert tensor.dtype == torch.float64
+        return tensor + self._other.to(tensor.dtype)
+
+
+def test_processes_add_in_the_widest_type_that_any_has() -> None:
+    narrow, wide = torch.ones(2, 2), torch.full((2, 2), 1e-12, dtype=torch.float64)
+    assert float(add_widest(Pair(wide), narrow)[0, 0]) == float(add_widest(Pair(narrow), wide)[0, 0]) == 1 + 1e-12
