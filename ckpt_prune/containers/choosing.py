@@ -235,10 +235,10 @@ def _check_groups(model: Model, experts: Experts, stay: int, chosen: int) -> Non
     count, sent = experts.grouping(model.config)
     least = max(experts.raters, -(-chosen // sent)) * count
     if count > 1 and (stay % count or stay < least):
-        key, *_ = experts.groups
+        key = next(iter(experts.groups))
         raise UserError(
-            f"{stay} experts would stay, which the router takes in {count} groups ({key} in config.json) and sends every "
-            f"token to {chosen} experts of {sent} of them: keep a multiple of {count}, {least} at the least"
+            f"{stay} experts would stay, which the router takes in {count} groups ({key} in config.json) and sends "
+            f"every token to {chosen} experts of {sent} of them: keep a multiple of {count}, {least} at the least"
         )
 
 
