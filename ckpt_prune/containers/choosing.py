@@ -17,6 +17,7 @@ from ckpt_prune.architectures.blocks import block_facts, module_paths
 from ckpt_prune.architectures.descriptions import load_family
 from ckpt_prune.architectures.family import REMOTE_PREFIX, Family
 from ckpt_prune.architectures.model import Model
+from ckpt_prune.architectures.parts import Experts
 from ckpt_prune.architectures.skeleton import as_said
 from ckpt_prune.architectures.spaces import SpaceName, first_of_experts, known_space
 from ckpt_prune.containers.container import Container, Ranks, Widths
@@ -179,8 +180,8 @@ def choose_container(
                 f"{stay} of {model.dimension(family.experts.count)} experts would stay, and the router sends every "
                 f"token to {chosen} ({family.experts.chosen} in config.json): keep as many"
             )
-        if stay is not None and family.experts is not None and family.experts.groups:
-            _check_groups(model, stay, chosen, *family.experts.groups)
+        if stay is not None and family.experts is not None:
+            _check_groups(model, family.experts, stay, chosen)
     uneven = any(dict(w) != dict(widths[0]) for w in widths)
     if uneven and not per_layer:
         raise UserError(
@@ -235,19 +236,19 @@ def choose_container(
     raise NothingFitsError(reasons, advice)
 
 
-def _check_groups(model: Model, stay: int, chosen: int, groups: str, among: str) -> None:
+def _check_groups(model: Model, experts: Experts, stay: int, chosen: int) -> None:
     """Refuse a number of experts that the router's groups cannot have.
 
     Raises:
         UserError: with the numbers that they can.
     """
-    count, sent = int(getattr(model.config, groups) or 1), int(getattr(model.config, among) or 1)
-    least = max(2, -(-chosen // sent)) * count
+    count, sent = experts.grouping(model.config)
+    least = max(experts.raters, -(-chosen // sent)) * count
     if count > 1 and (stay % count or stay < least):
+        key = next(iter(experts.groups))
         raise UserError(
-            f"{stay} experts would stay, which the router takes in {count} groups ({groups} in config.json) and sends "
-            f"every token to {chosen} experts of {sent} of them: keep a multiple of {count}, {least} at the least "
-            f"(--set spaces.experts.multiple_of={count})"
+            f"{stay} experts would stay, which the router takes in {count} groups ({key} in config.json) and sends "
+            f"every token to {chosen} experts of {sent} of them: keep a multiple of {count}, {least} at the least"
         )
 
 

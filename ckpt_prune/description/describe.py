@@ -150,8 +150,7 @@ def _space(model: Model, name: Any) -> SpaceDescription:
     existing = {module for module in family.linears if model.has(module, "bias")}
     alike = [other for other in family.spaces if known_space(other) == known_space(name)]
     together = [other for other, own in family.spaces.items() if own.units == description.units in family.together]
-    groups = family.experts.groups[:1] if family.experts is not None and description.ends == "experts" else ()
-    fewer = max(1, units - (int(getattr(model.config, groups[0]) or 1) if groups else 1))
+    fewer = max(1, units - (model.multiple(name) if description.ends == "experts" else 1))
     fits = {}
     for label, biases in (
         ("weights", existing),

@@ -346,6 +346,8 @@ def _plan(request: Request, plan: Plan) -> None:
     for site in plan.sites:
         space = site.site.space
         units, copies = request.model.site_units(space), request.model.copies(space)
+        if request.model.family.spaces[space].ends == "experts":
+            copies = request.model.expert_groups
         if not site.kept or sorted(set(site.kept) & set(range(units))) != site.kept:
             raise UserError(
                 f"the plan's kept units of {space} in block {site.block} are not ascending indices "

@@ -21,7 +21,7 @@ from ckpt_prune.planning.shipped import DEFAULT_RECIPE, WIDER_CHOICE
 from ckpt_prune.planning.sizes import TargetSize, size_words
 from ckpt_prune.report.reading import report_of
 from ckpt_prune.sparsity.patterns import mask_words
-from ckpt_prune.transform.decisions import rounding_of
+from ckpt_prune.transform.decisions import multiple_of, rounding_of
 from ckpt_prune.transform.request import Request
 from ckpt_prune.transform.settle import Settled
 from ckpt_prune.transform.sizing import dense_size, output_size
@@ -171,11 +171,11 @@ def coarse_lines(model: Model, recipe: Recipe) -> Iterable[str]:
         return
     recipe = recipe.at(model.family)
     for name, space in first_of_experts(recipe.spaces).items():
-        units, own = model.units(space), recipe.spaces[space]
-        found = gap(units, recipe.ratio_of(space), rounding_of(model, recipe, space), own.multiple_of)
+        units, multiple = model.units(space), multiple_of(model, recipe, space)
+        found = gap(units, recipe.ratio_of(space), rounding_of(model, recipe, space), multiple)
         if found is None:
             continue
-        in_steps = f" in multiples of {own.multiple_of}" if own.multiple_of > 1 else ""
+        in_steps = f" in multiples of {multiple}" if multiple > 1 else ""
         drops = f"{found.dropped} ({found.dropped / units:.3g})" if found.dropped else "none"
         beside = "that is the most that can go"
         if found.other is not None:

@@ -18,6 +18,7 @@ from ckpt_prune.compensation.rotary import (
     choose_factors,
     diagnose_factors,
     factor_errors,
+    factor_freedom,
     pair_rows,
     rotary_system,
     solve_factors,
@@ -149,7 +150,7 @@ class RotarySolver(Solver):
             diagnose_factors(theirs, lost).floor,
             strength,
         )
-        freedom = 0 if plan.method == "none" else system.rhs.numel()
+        freedom = 0 if plan.method == "none" else factor_freedom(system, strength)
         return self._shift(found, float(lost.sum()) / test.samples, freedom, whole.tokens)
 
     def _fit(
