@@ -4,9 +4,11 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckpt_prune.checkpoint.jsonfile import read_object
 from ckpt_prune.errors import UserError
 
 MODULES = "modules.json"
+TRANSFORMER_SETTINGS = "sentence_bert_config.json"
 WEIGHTS = "model.safetensors"
 """Of a module, in its own folder."""
 _PICKLE = "pytorch_model.bin"
@@ -43,6 +45,22 @@ def modules_of(folder: Path) -> list[Module]:
         if each.folder is not None and (Path(each.folder).name != each.folder or each.folder.startswith(".")):
             raise UserError(f"{path} names {each.folder}, which is no folder inside {folder}")
     return found
+
+
+def embeds(folder: Path) -> bool:
+    """Whether a folder is a sentence-transformers folder that reads a model's last hidden states, as embedders do.
+
+    Then a head that config.json names is never used. Cross-encoders and sparse encoders use theirs
+    (`transformer_task`).
+
+    Raises:
+        UserError: as `modules_of`.
+    """
+    if modules_of(folder)[:1] != [Module("Transformer", None)]:
+        return False
+    path = folder / TRANSFORMER_SETTINGS
+    settings = read_object(path) if path.is_file() else {}
+    return bool(settings.get("transformer_task", "feature-extraction") == "feature-extraction")
 
 
 def module_files(folder: Path) -> dict[str, Path]:

@@ -39,7 +39,7 @@ def _ours(config: dict[str, Any]) -> set[str]:
     """Classes of remote code that this tool writes for a config's family."""
     if not is_known(config):
         return set()
-    return {f"{REMOTE_PREFIX}{name}" for name in described(config).architectures}
+    return {f"{REMOTE_PREFIX}{name}" for name in described(config).classes}
 
 
 def remote_model_class(name: str) -> type[PreTrainedModel]:

@@ -17,16 +17,16 @@ from ckpt_prune.checkpoint.finite import all_finite
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.correlation import rank_correlation
 from ckpt_prune.evaluation.forward import by_length, check_tokens
-from ckpt_prune.evaluation.kinds import auto_class_of, check_folder, check_same_kind
+from ckpt_prune.evaluation.kinds import check_folder, check_same_kind
 from ckpt_prune.evaluation.label_items import LabelItem, read_labelled
 from ckpt_prune.evaluation.label_metrics import METRICS
-from ckpt_prune.evaluation.loading import read_config
+from ckpt_prune.evaluation.loading import purpose_of_folder, read_config
 from ckpt_prune.evaluation.results import Alike, LabelResult, LabelScore
 from ckpt_prune.evaluation.texts import Pair
 from ckpt_prune.progress import track
 from ckpt_prune.task_names import LabelTask, Metric, named_task, task_of
 
-KIND = "AutoModelForSequenceClassification"
+PURPOSE = "text-classification"
 _UNLIMITED = 10**6
 """Tokenizers that know no length say one beyond this."""
 
@@ -39,7 +39,7 @@ class _Task:
 
 def is_labelled(folder: Path) -> bool:
     """Whether a folder holds a model whose answers are labels of texts."""
-    return (folder / "config.json").is_file() and auto_class_of(folder) == KIND
+    return (folder / "config.json").is_file() and purpose_of_folder(folder) == PURPOSE
 
 
 def measure_labelled(pair: Pair, names: Sequence[str], limit: int | None) -> LabelResult:
@@ -57,7 +57,7 @@ def measure_labelled(pair: Pair, names: Sequence[str], limit: int | None) -> Lab
         if path is None:
             continue
         check_folder(path)
-        if auto_class_of(path) != KIND:
+        if purpose_of_folder(path) != PURPOSE:
             raise UserError(
                 f"{path} gives no labels of texts: tasks of GLUE are for models with a sequence-classification head"
             )

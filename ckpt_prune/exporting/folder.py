@@ -82,7 +82,7 @@ class GraphWriter:
         if a == b or b in a.parents:
             raise UserError(f"output {out} holds the model {source.path}: choose another place, or a new folder inside")
         self.source, self.out, self._settings = source, out, settings
-        self.task = chosen_task(source.config, task=settings.task, cache=settings.cache)
+        self.task = chosen_task(source.config, folder=source.path, task=settings.task, cache=settings.cache)
         self._staging = Staging(
             out,
             job="export",

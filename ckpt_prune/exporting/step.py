@@ -48,7 +48,7 @@ class GraphStep:
         Raises:
             UserError: the model cannot do the task, or the data is too short.
         """
-        task = chosen_task(source.config, task=recipe.task, cache=recipe.cache)
+        task = chosen_task(source.config, folder=source.path, task=recipe.task, cache=recipe.cache)
         check_rounded(recipe, task, images=images.images is not None, provider=provider_for(recipe.optimize))
         samples = None
         if recipe.proof or recipe.quantised:

@@ -54,7 +54,7 @@ def check_rotatable(model: Model, kind: RotationKind) -> None:
         turns_values = family.has_causal and not family.attention.latent
         remedy = "; rotation kind values leaves the stream as it is" if turns_values else ""
         raise UserError(f"{what}: {family.unrotatable or 'its residual stream is not described'}{remedy}")
-    elif family.head is None:
+    elif family.head is None or not family.gives_logits:
         raise UserError(f"{what} without a head ({family.architecture}): what reads its output would have to turn too")
     for refusal in family.residual.refused if family.residual is not None else []:
         concerned = refusal.kind == kind or (refusal.kind is None and kind != "values")

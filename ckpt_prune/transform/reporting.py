@@ -204,7 +204,7 @@ def stored_as(container: Container, family: Family) -> StoredAs:
     return StoredAs(
         model_type=container.model_type,
         remote_code=container.remote_class is not None,
-        auto_class=family.auto_class,
+        auto_class="AutoModel" if family.embeds else family.auto_class,
         padded=sorted(container.padded),
         note=container.note,
     )
