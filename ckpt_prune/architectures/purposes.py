@@ -57,8 +57,8 @@ def purpose_of_class(auto: str, *, binary: bool = False, embeds: bool = False) -
 def stock_classes(model_type: str, base: str) -> dict[str, str]:
     """Classes that transformers' own mappings have for a model type → their Auto class.
 
-    These are the base model and the classes of texts, of tokens and of answers. A class whose base model has another
-    name than in the others (`LlamaForQuestionAnswering`) is left out: the paths of a description do not hold for it.
+    These are the base model, and the classes that tell texts or tokens apart. A class whose base model has another name
+    is left out: the paths of a description do not hold for it.
 
     Args:
         model_type: of config.json.
@@ -71,7 +71,6 @@ def stock_classes(model_type: str, base: str) -> dict[str, str]:
         "AutoModel": mappings.MODEL_MAPPING_NAMES,
         "AutoModelForSequenceClassification": mappings.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
         "AutoModelForTokenClassification": mappings.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
-        "AutoModelForQuestionAnswering": mappings.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
     }
     classes = {names[model_type]: auto for auto, names in named.items() if isinstance(names.get(model_type), str)}
     return {name: auto for name, auto in classes.items() if getattr(transformers, name).base_model_prefix == base}

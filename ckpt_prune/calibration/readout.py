@@ -79,6 +79,8 @@ class Readout:
         # Blocks do not run here: what is inside them is not copied.
         hollow = {id(layer): _hollow(layer) for layer in layers}
         self._model: Any = copy.deepcopy(factory.skeleton, dict(hollow)).to("meta")
+        if factory.family.modality == "text":
+            read_whole(self._model)
         self._binary = factory.family.binary
         self._states: Tensor | None = None
         self._fill(tensors, read)
@@ -251,6 +253,21 @@ def outputs_of(found: Any, *, logits: bool) -> list[Tensor]:
     if not logits:
         return [found.last_hidden_state]
     return [value for name, value in found.items() if name.endswith("logits")]
+
+
+def read_whole(model: Any, pad: int = -1) -> None:
+    """Let a model read several texts at once though its config names no padding token.
+
+    A classifier of a causal family looks at the last token of a text that is not padding, and refuses several texts
+    where it does not know which tokens are.
+
+    Args:
+        model: of transformers; its config is changed in place.
+        pad: the padding token; -1 for texts without padding, which is no token.
+    """
+    config = model.config.get_text_config()
+    if getattr(config, "pad_token_id", pad) is None:
+        config.pad_token_id = pad
 
 
 def divergences(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ckpt_prune.calibration.readout import kl_divergence, two_classes
+from ckpt_prune.calibration.readout import kl_divergence, read_whole, two_classes
 from ckpt_prune.checkpoint.finite import all_finite
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.correlation import rank_correlation
@@ -48,6 +48,7 @@ def compare_heads(
     """
     for each in (model, reference):
         check_windows(each, windows)
+        read_whole(each)
         each.eval()
     kl = agreeing = 0.0
     predictions = 0

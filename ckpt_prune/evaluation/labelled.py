@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ckpt_prune.architectures.context import context_length
-from ckpt_prune.calibration.readout import kl_divergence
+from ckpt_prune.calibration.readout import kl_divergence, read_whole
 from ckpt_prune.calibration.text import load_tokenizer
 from ckpt_prune.checkpoint.digests import tokenizer_fingerprint
 from ckpt_prune.checkpoint.finite import all_finite
@@ -105,9 +105,15 @@ def _of_task(
     cut: dict[str, Any] = {"truncation": True, "max_length": min(limits)} if limits else {}
     rows = [tokenizer(*item.texts, **cut) for item in items]
     lengths = [len(row["input_ids"]) for row in rows]
+    assert tokenizer.pad_token_id is not None
+    read_whole(model, tokenizer.pad_token_id)
+    pad = getattr(model.config.get_text_config(), "pad_token_id", tokenizer.pad_token_id)
     found: list[Tensor] = [torch.empty(0)] * len(rows)
     for batch in track(by_length(lengths), what, unit="batch"):
-        padded = tokenizer.pad([rows[index] for index in batch], return_tensors="pt")
+        # On the right, where it changes nothing of what a causal model makes of the tokens before, and by the token
+        # that the model's class takes for padding: the tokenizer may name another.
+        padded = tokenizer.pad([rows[index] for index in batch], padding_side="right", return_tensors="pt")
+        padded["input_ids"] = padded["input_ids"].masked_fill(padded["attention_mask"] == 0, pad)
         check_tokens(model, padded["input_ids"])
         given = {name: value.to(model.device) for name, value in padded.items() if name in tokenizer.model_input_names}
         logits = model(**given).logits.float().cpu()

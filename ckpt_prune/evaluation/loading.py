@@ -299,6 +299,11 @@ def purpose_of(config: dict[str, Any], folder: Path | None = None) -> Purpose | 
     return purpose_of_class(auto_class(config), binary=binary, embeds=folder is not None and embeds(folder))
 
 
+def reads_causally(config: dict[str, Any]) -> bool:
+    """Whether a config.json is of a family of causal language models, whatever the class at hand is for."""
+    return is_known(config) and described(config).has_causal
+
+
 def _by_name(architecture: str) -> str:
     if architecture in MODEL_MAPPING_NAMES.values():
         return "AutoModel"

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from ckpt_prune.architectures.skeleton import base_of
+from ckpt_prune.architectures.skeleton import base_of, parse_config
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.classification import is_vision
-from ckpt_prune.evaluation.loading import auto_class, purpose_of
+from ckpt_prune.evaluation.loading import auto_class, purpose_of, reads_causally
 from ckpt_prune.planning.export_recipe import AskedTask, TaskName
 
 PAST, PRESENT = "past_key_values.", "present."
@@ -50,6 +50,11 @@ def chosen_task(
     name = own if task == "auto" else task
     if cache and name != "text-generation":
         raise UserError(f"a graph for {name} has no keys and values to keep: leave out --cache")
+    if name == "text-classification" and reads_causally(config) and parse_config(config).pad_token_id is None:
+        raise UserError(
+            "config.json has no pad_token_id, by which the class knows the last token of a text, so a graph could not "
+            "read several texts at once: write the number of the tokenizer's padding token there"
+        )
     return Task(name, "image" if is_vision(config) else "text", name == "text-generation" and cache is not False)
 
 
