@@ -203,9 +203,7 @@ class PrunedMixin:
         if getattr(model, model.base_model_prefix, model) is model:
             shared = config
         path = blocks["layers"]
-        if (
-            getattr(model, model.base_model_prefix, model) is model
-        ):  # asked for without the head that the paths begin at
+        if getattr(model, model.base_model_prefix, model) is model:  # loaded without the head that the path begins at
             path = path.removeprefix(f"{model.base_model_prefix}.")
         layers = model.get_submodule(path)
         for index in range(len(layers)):

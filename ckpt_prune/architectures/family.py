@@ -307,16 +307,11 @@ class Family(Description):
         Raises:
             UserError: it has one of the settings in `refused`, or one that the description does not know.
         """
-        if self.causal and getattr(config, "use_bidirectional_attention", None):
-            raise UserError(
-                f"{self.architecture} with use_bidirectional_attention true in config.json generates no text, as its "
-                "tokens look at later ones: an embedder of it has a modules.json, or names its base model in "
-                "architectures"
-            )
         if self.settings is not None:
             check_settings(self.model_type, self.named_keys, config)
         for refusal in self.refused:
-            if refusal.holds(config, lambda name: self.dimension(config, name)):
+            concerned = refusal.purpose in (None, self.purpose)
+            if concerned and refusal.holds(config, lambda name: self.dimension(config, name)):
                 found = json.dumps(refusal.found(config))
                 raise UserError(
                     f"{self.model_type} with {refusal.key} {found} in config.json is not supported: {refusal.why}"
