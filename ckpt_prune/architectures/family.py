@@ -25,6 +25,7 @@ from ckpt_prune.architectures.spaces import (
     product,
     space_of,
 )
+from ckpt_prune.checkpoint.modules import ModulesUse
 from ckpt_prune.errors import UserError
 
 Modality = Literal["text", "image", "audio"]
@@ -47,7 +48,7 @@ class Family(Description):
         base: prefix of the base model in the classes with a head; a checkpoint of the base model alone lacks it.
         architectures: stock transformers class → what it is. `classes` has more of them.
         architecture: the class at hand.
-        embeds: whether its checkpoint stands in a sentence-transformers folder that reads its last hidden states.
+        used_for: what the modules of its checkpoint's sentence-transformers folder use it for (`modules.use_of`).
         variant: the config key that is true and has changed this description, or None.
         prefixed: whether the tensors of the base model begin with `base` on disk.
         modality: what the model reads.
@@ -105,7 +106,7 @@ class Family(Description):
     base: str
     architectures: dict[str, Architecture]
     architecture: str
-    embeds: bool = False
+    used_for: ModulesUse | None = None
     variant: str | None = None
     prefixed: bool = True
     modality: Modality = "text"
@@ -190,7 +191,12 @@ class Family(Description):
     @property
     def purpose(self) -> Purpose | None:
         """What the class at hand is for, in its folder."""
-        return purpose_of_class(self.auto_class, binary=self.binary, embeds=self.embeds)
+        return purpose_of_class(self.auto_class, binary=self.binary, used_for=self.used_for)
+
+    @property
+    def loading_class(self) -> str:
+        """The Auto class that users load its checkpoint with: an embedder's is the base model's."""
+        return "AutoModel" if self.used_for == "sentence-similarity" else self.auto_class
 
     @property
     def gives_logits(self) -> bool:

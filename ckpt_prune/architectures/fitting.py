@@ -7,7 +7,7 @@ from ckpt_prune.architectures.descriptions import described
 from ckpt_prune.architectures.family import REMOTE_PREFIX, Family
 from ckpt_prune.architectures.skeleton import is_stored_buffer, parse_config, stock_names
 from ckpt_prune.architectures.supported import family_of
-from ckpt_prune.checkpoint.modules import embeds
+from ckpt_prune.checkpoint.modules import use_of
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.checkpoint.shard import Stack
 from ckpt_prune.errors import UserError
@@ -28,10 +28,10 @@ def fitting_family(checkpoint: Checkpoint) -> Family:
     names = {name for name in checkpoint.tensors if not is_stored_buffer(name)}
     family = described(checkpoint.config)
     candidates = [declared, *(family.of(name) for name in family.architectures if name != declared.architecture)]
-    if checkpoint.within is None and embeds(checkpoint.path):
-        base = family.class_of("AutoModel")
-        bare = [] if base is None else [family.of(base)]
-        candidates = [each.model_copy(update={"embeds": True}) for each in (*bare, *candidates)]
+    used_for = use_of(checkpoint.path) if checkpoint.within is None else None
+    base = family.class_of("AutoModel") if used_for == "sentence-similarity" else None
+    candidates = [*([] if base is None else [family.of(base)]), *candidates]
+    candidates = [each.model_copy(update={"used_for": used_for}) for each in candidates]
     named = str(next(iter(checkpoint.config.get("architectures") or []), "")).removeprefix(REMOTE_PREFIX)
     strange = bool(named) and not family.has_class(named)
     if len(candidates) == 1 and not strange:

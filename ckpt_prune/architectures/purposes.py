@@ -7,6 +7,8 @@ reads the last hidden states is for embeddings, whatever class config.json names
 from functools import cache
 from typing import Literal
 
+from ckpt_prune.checkpoint.modules import ModulesUse
+
 Purpose = Literal[
     "text-generation",
     "fill-mask",
@@ -17,8 +19,10 @@ Purpose = Literal[
     "image-text-to-text",
     "feature-extraction",
     "sentence-similarity",
+    "text-ranking",
 ]
-"""In the words of the Hub. Rerankers and reward models are for text-classification."""
+"""In the words of the Hub. Rerankers and reward models with a head for texts are for text-classification, those that
+read the logits of a causal language model for text-ranking."""
 
 PURPOSES: dict[str, Purpose] = {
     "AutoModelForCausalLM": "text-generation",
@@ -37,19 +41,19 @@ WITHOUT_HEAD: frozenset[Purpose] = frozenset({"feature-extraction", "sentence-si
 """Purposes that read the last hidden states of the base model."""
 
 
-def purpose_of_class(auto: str, *, binary: bool = False, embeds: bool = False) -> Purpose | None:
+def purpose_of_class(auto: str, *, binary: bool = False, used_for: ModulesUse | None = None) -> Purpose | None:
     """What a model of an Auto class is for.
 
     Args:
         auto: the Auto class.
         binary: whether its logits tell two classes of every token apart, as those of ELECTRA's discriminator do.
-        embeds: whether it stands in a sentence-transformers folder that reads hidden states (`modules.embeds`).
+        used_for: what the modules of its sentence-transformers folder use it for, if they say it (`modules.use_of`).
 
     Returns:
         The purpose, or None for an Auto class that this package does nothing with.
     """
-    if embeds:
-        return "sentence-similarity"
+    if used_for is not None:
+        return used_for
     return "token-classification" if binary else PURPOSES.get(auto)
 
 

@@ -340,7 +340,8 @@ def _build(
     values["architectures"] = [remote_class]
     values["auto_map"] = {candidate.auto_class: f"{REMOTE_MODULE}.{remote_class}"}
     base = candidate.class_of("AutoModel")
-    if family.embeds and base is not None:  # sentence-transformers loads the base model, also of a class with a head
+    if family.used_for == "sentence-similarity" and base is not None:
+        # sentence-transformers loads the base model, also of a class with a head.
         values["auto_map"]["AutoModel"] = f"{REMOTE_MODULE}.{REMOTE_PREFIX}{base}"
     values[BLOCKS_KEY] = block_facts(candidate, model.dimension)
     slotless = sorted(module for module in biases if module not in candidate.bias_slots)

@@ -9,7 +9,7 @@ from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation import classification
 from ckpt_prune.evaluation.loading import purpose_of_folder
 
-LABELLED = ("text-classification", "token-classification", "question-answering")
+LABELLED = ("text-classification", "token-classification", "question-answering", "text-ranking")
 """Purposes whose figures would need labels: such models are held against another one."""
 
 

@@ -28,7 +28,7 @@ from ckpt_prune.architectures.skeleton import (
 )
 from ckpt_prune.checkpoint.inputs import read_input
 from ckpt_prune.checkpoint.jsonfile import parse_object
-from ckpt_prune.checkpoint.modules import embeds
+from ckpt_prune.checkpoint.modules import use_of
 from ckpt_prune.checkpoint.quantised import is_packed, plain_fp8, refuse_quantised
 from ckpt_prune.checkpoint.reading import Checkpoint, config_object
 from ckpt_prune.containers.remote import remote_class, remote_model_class, with_block_facts
@@ -96,7 +96,7 @@ def load_model(
             f"{folder}: tensors are missing or of the wrong shape: {wanting[0]}{more}; "
             f"run `ckpt-prune verify {folder}` for all of them"
         )
-    if auto is None and embeds(folder):
+    if auto is None and use_of(folder) == "sentence-similarity":
         model = base_of(model)
     return model if places is not None else model.to(device)
 
@@ -271,7 +271,7 @@ def auto_class(config: dict[str, Any]) -> str:
 
 def loading_class(folder: Path, config: dict[str, Any]) -> str:
     """The Auto class that a folder with a config.json is loaded by: that of the base model for an embedder."""
-    return "AutoModel" if embeds(folder) else auto_class(config)
+    return "AutoModel" if use_of(folder) == "sentence-similarity" else auto_class(config)
 
 
 def purpose_of_folder(folder: Path) -> Purpose | None:
@@ -296,7 +296,8 @@ def purpose_of(config: dict[str, Any], folder: Path | None = None) -> Purpose | 
     name = str(next(iter(config.get("architectures") or []), "")).removeprefix(REMOTE_PREFIX)
     known = is_known(config) and name in described(config).architectures
     binary = known and described(config).of(name).binary
-    return purpose_of_class(auto_class(config), binary=binary, embeds=folder is not None and embeds(folder))
+    used_for = None if folder is None else use_of(folder)
+    return purpose_of_class(auto_class(config), binary=binary, used_for=used_for)
 
 
 def reads_causally(config: dict[str, Any]) -> bool:

@@ -13,7 +13,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ckpt_prune.architectures.context import context_length
 from ckpt_prune.checkpoint.finite import all_finite
 from ckpt_prune.checkpoint.jsonfile import read_object
-from ckpt_prune.checkpoint.modules import MODULES, TRANSFORMER_SETTINGS, WEIGHTS, Module, modules_of
+from ckpt_prune.checkpoint.modules import (
+    MODULES,
+    SENTENCE_SETTINGS,
+    TRANSFORMER_SETTINGS,
+    WEIGHTS,
+    Module,
+    modules_of,
+)
 from ckpt_prune.checkpoint.reading import read_tensors
 from ckpt_prune.checkpoint.shard import read_header
 from ckpt_prune.errors import UserError
@@ -21,7 +28,6 @@ from ckpt_prune.evaluation.correlation import rank_correlation
 from ckpt_prune.evaluation.forward import by_length
 from ckpt_prune.progress import track
 
-_PROMPTS = "config_sentence_transformers.json"
 FEWEST = 3
 """Texts: two have one pair, and no ranks."""
 _CHUNK = 1024
@@ -165,7 +171,7 @@ class SentenceModel:
         limits = [settings.get("max_seq_length"), context_length(model.config)]
         self.longest = min((each for each in limits if isinstance(each, int)), default=None)
         self._lower = settings.get("do_lower_case") is True
-        self._prompt = _default_prompt(folder / _PROMPTS)
+        self._prompt = _default_prompt(folder / SENTENCE_SETTINGS)
         pooling = _settings(folder / (modules[0].folder or "") / "config.json")
         self._unpooled = 0 if pooling.get("include_prompt", True) else self._prompt_length()
 

@@ -19,7 +19,7 @@ from ckpt_prune.calibration.text import (
     token_stream,
 )
 from ckpt_prune.checkpoint.digests import tokenizer_fingerprint
-from ckpt_prune.checkpoint.modules import MODULES
+from ckpt_prune.checkpoint.modules import MODULES, modules_of, ranked_tokens
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.features import compare_features
 from ckpt_prune.evaluation.forward import check_windows
@@ -142,7 +142,7 @@ def _encoder(pair: Pair, options: EvaluationOptions) -> TextResult:
         auto = auto_class(read_config(pair.folder)).removeprefix("AutoModelFor")
         raise UserError(f"{pair.folder} is a {auto} model, which evaluate does not measure")
     tokenizer = load_tokenizer(pair.folder)
-    if base is not None and purpose == "sentence-similarity":
+    if base is not None and modules_of(pair.folder):
         return _sentences(pair, base, tokenizer, options)
     frame = frame_length(tokenizer)
     if options.window < frame + 2:
@@ -151,7 +151,8 @@ def _encoder(pair: Pair, options: EvaluationOptions) -> TextResult:
     windows = evaluation_windows(stream, window=options.window, limit=options.samples, frame=frame)
     windows = framed(windows, tokenizer)
     if purpose in LABELLED:
-        return _head(pair, windows, per_token=purpose == "token-classification")
+        ranked = ranked_tokens(pair.folder) if purpose == "text-ranking" else None
+        return _head(pair, windows, per_token=purpose == "token-classification", ranked=ranked)
     if base is None:
         return _masked(pair, tokenizer, windows)
     models = [pair.load(), pair.load_reference()]
@@ -162,10 +163,10 @@ def _encoder(pair: Pair, options: EvaluationOptions) -> TextResult:
     )
 
 
-def _head(pair: Pair, windows: Tensor, *, per_token: bool) -> HeadResult:
+def _head(pair: Pair, windows: Tensor, *, per_token: bool, ranked: tuple[int, int | None] | None) -> HeadResult:
     assert pair.reference_name is not None
-    models = [pair.load(), pair.load_reference()]
-    return HeadResult(pair.name, pair.reference_name, compare_heads(models[0], models[1], windows, per_token=per_token))
+    found = compare_heads(pair.load(), pair.load_reference(), windows, per_token=per_token, ranked=ranked)
+    return HeadResult(pair.name, pair.reference_name, found)
 
 
 def _sentences(
@@ -173,7 +174,7 @@ def _sentences(
 ) -> SentencesResult:
     """Embeddings of the lines of a text."""
     assert options.window is not None
-    if purpose_of_folder(base) != "sentence-similarity":
+    if not modules_of(base):
         raise UserError(
             f"{pair.folder} is a sentence-transformers folder and {base} is not (it has no {MODULES}): what "
             "they give for a text cannot be compared"

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
+from ckpt_prune.architectures.purposes import Purpose
 from ckpt_prune.architectures.skeleton import base_of, parse_config
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.classification import is_vision
@@ -12,6 +13,10 @@ from ckpt_prune.planning.export_recipe import AskedTask, TaskName
 
 PAST, PRESENT = "past_key_values.", "present."
 """Keys and values of earlier tokens go in as `past_key_values.i.key` and `.value`, and come out as `present.i.…`."""
+
+
+_TASKS: dict[Purpose, TaskName] = {"sentence-similarity": "feature-extraction", "text-ranking": "text-generation"}
+"""Purpose → the task of its graph, where that has another name."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,9 @@ def chosen_task(
     if purpose is None or purpose == "image-text-to-text":
         known = ", ".join(get_args(TaskName))
         raise UserError(f"a model of class {auto_class(config)} cannot be exported: there are graphs for {known}")
-    own: TaskName = "feature-extraction" if purpose == "sentence-similarity" else purpose
+    # Rerankers by logits read a pair of texts once: there is nothing to keep.
+    cache = False if purpose == "text-ranking" and cache is None else cache
+    own = _TASKS.get(purpose) or cast(TaskName, purpose)
     if task not in ("auto", own, "feature-extraction"):
         more = "" if own == "feature-extraction" else " or feature-extraction"
         raise UserError(f"this model has no head for {task}: it can be exported for {own}{more}")
