@@ -17,7 +17,7 @@ _PIPELINES = {
     "AutoModelForImageClassification": "image-classification",
     "CrossEncoder": "text-ranking",
 }
-"""Auto class, or class of sentence-transformers → task, if the class leaves no doubt and the source's card says nothing."""
+"""Auto class, or class of sentence-transformers → task, if that leaves no doubt and the source's card says nothing."""
 
 
 PRUNED = "finetune"
