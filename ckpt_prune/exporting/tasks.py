@@ -57,12 +57,25 @@ def chosen_task(
     name = own if task == "auto" else task
     if cache and name != "text-generation":
         raise UserError(f"a graph for {name} has no keys and values to keep: leave out --cache")
-    if name == "text-classification" and reads_causally(config) and parse_config(config).pad_token_id is None:
+    return Task(name, "image" if is_vision(config) else "text", name == "text-generation" and cache is not False)
+
+
+def check_padding(config: dict[str, Any], task: Task) -> None:
+    """Refuse a graph of a classifier whose class would not know the last token of a text among several.
+
+    Args:
+        config: config.json of the checkpoint.
+        task: of the graph.
+
+    Raises:
+        UserError: its family is of causal language models, and config.json names no padding token.
+    """
+    classifies = task.name == "text-classification" and reads_causally(config)
+    if classifies and parse_config(config).pad_token_id is None:
         raise UserError(
             "config.json has no pad_token_id, by which the class knows the last token of a text, so a graph could not "
             "read several texts at once: write the number of the tokenizer's padding token there"
         )
-    return Task(name, "image" if is_vision(config) else "text", name == "text-generation" and cache is not False)
 
 
 def without_head(model: Any, task: Task) -> Any:
