@@ -146,7 +146,7 @@ def _encoder(pair: Pair, options: EvaluationOptions) -> TextResult:
         return _sentences(pair, base, tokenizer, options)
     frame = frame_length(tokenizer)
     if options.window < frame + 2:
-        raise UserError(f"--window {options.window} is too short for an encoder: it adds {frame} tokens of its own")
+        raise UserError(f"--window {options.window} is too short: the tokenizer adds {frame} tokens of its own")
     stream = token_stream(tokenizer, read_text(options.text), bos="never")
     windows = evaluation_windows(stream, window=options.window, limit=options.samples, frame=frame)
     windows = framed(windows, tokenizer)

@@ -53,7 +53,8 @@ def chosen_task(
     own = _TASKS.get(purpose) or cast(TaskName, purpose)
     if task not in ("auto", own, "feature-extraction"):
         more = "" if own == "feature-extraction" else " or feature-extraction"
-        raise UserError(f"this model has no head for {task}: it can be exported for {own}{more}")
+        why = f"is for {purpose}, not for" if purpose in _TASKS else "has no head for"
+        raise UserError(f"this model {why} {task}: it can be exported for {own}{more}")
     name = own if task == "auto" else task
     if cache and name != "text-generation":
         raise UserError(f"a graph for {name} has no keys and values to keep: leave out --cache")

@@ -310,7 +310,7 @@ class TestRefusals:
 
     def test_windows_that_do_not_fit(self, encoders):
         assert refused("evaluate", "bert-mlm", "--text", "some.txt", "--window", "3") == (
-            "--window 3 is too short for an encoder: it adds 2 tokens of its own"
+            "--window 3 is too short: the tokenizer adds 2 tokens of its own"
         )
         assert json.loads(ok("evaluate", "bert-mlm", "--text", "some.txt", "--window", "4", "--json"))["window"] == 4
         said = (

@@ -147,6 +147,9 @@ def test_the_graph_of_an_embedder(here: Path) -> None:
     assert {case["padding"] for case in proved} == {"none", "left", "right"}
     told = json.loads(ok("evaluate", "onnx/model.onnx", "--against", "dense", *HELD_OUT, "--json"))
     assert told["cosine"] == pytest.approx(1, abs=1e-6)
+    assert refused("export", "dense", "-o", "other", "--task", "text-generation") == (
+        "this model is for sentence-similarity, not for text-generation: it can be exported for feature-extraction"
+    )
 
 
 def test_sentence_transformers_loads_own_code_of_an_embedder_with_a_head(here: Path) -> None:
