@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ckpt_prune.architectures.purposes import WITHOUT_HEAD
+from ckpt_prune.architectures.purposes import WITHOUT_HEAD, Purpose
 from ckpt_prune.checkpoint.journal import refuse_unfinished
 from ckpt_prune.checkpoint.jsonfile import read_object
 from ckpt_prune.errors import UserError
@@ -44,6 +44,20 @@ def check_same_kind(folder: Path, reference: Path | None) -> None:
     if ours != theirs and not {ours, theirs} <= WITHOUT_HEAD:
         is_for = [f"{path} is for {what or 'another task'}" for path, what in ((folder, ours), (reference, theirs))]
         raise UserError(f"{' and '.join(is_for)}: what they give cannot be compared")
+
+
+def check_generates(folder: Path, *others: Purpose) -> None:
+    """Refuse a model that is not there to generate text.
+
+    Args:
+        folder: of the model.
+        others: purposes that will do, too.
+
+    Raises:
+        UserError: it is for something else.
+    """
+    if purpose_of_folder(folder) not in ("text-generation", *others):
+        raise UserError(f"{folder} does not generate text: --tasks and --generate are for causal language models")
 
 
 def reference_of_base(folder: Path, reference: Path | None) -> Path:

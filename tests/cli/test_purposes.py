@@ -350,6 +350,7 @@ def test_models_for_different_things_are_not_compared(here: Path) -> None:
     assert refused("evaluate", "embedder", "--against", "causal", *HELD_OUT) == (
         "embedder is for sentence-similarity and causal is for text-generation: what they give cannot be compared"
     )
-    assert refused("evaluate", "embedder", "--generate", "the") == (
-        "embedder does not generate text: --tasks and --generate are for causal language models"
-    )
+    for asked in (("--generate", "the"), ("--tasks", "arc_easy")):
+        assert refused("evaluate", "embedder", *asked) == (
+            "embedder does not generate text: --tasks and --generate are for causal language models"
+        )
