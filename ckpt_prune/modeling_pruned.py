@@ -255,7 +255,10 @@ class PrunedMixin:
         config._attn_implementation = shared._attn_implementation
         if getattr(model, model.base_model_prefix, model) is model:
             shared = config
-        layers = model.get_submodule(blocks["layers"])
+        path = blocks["layers"]
+        if getattr(model, model.base_model_prefix, model) is model:  # loaded without the head that the path begins at
+            path = path.removeprefix(f"{model.base_model_prefix}.")
+        layers = model.get_submodule(path)
         for index in range(len(layers)):
             own = layer_config(config, index)
             layer = make_block(type(layers[index]), own, blocks, index)

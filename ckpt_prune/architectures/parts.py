@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from ckpt_prune.architectures.purposes import Purpose
 from ckpt_prune.architectures.spaces import Description, Dimension, Incidence, Pairing
 
 
@@ -145,6 +146,7 @@ class Refusal(Description):
         value: what it is then: a number, or whether it is anything; or, where `unlike` is given, nothing.
         unlike: a dimension that the key's value then differs from, or a number.
         kind: the one kind of rotation that it rules out, or None for all that turn the stream (values do not).
+        purpose: the one purpose that it rules out, or None for a model of any.
         why: in words, after "KEY:" or "cannot be rotated:".
     """
 
@@ -152,6 +154,7 @@ class Refusal(Description):
     value: bool | int | None = None
     unlike: str | int | None = None
     kind: str | None = None
+    purpose: Purpose | None = None
     default: bool | None = None
     why: str
 

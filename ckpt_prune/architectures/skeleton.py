@@ -15,7 +15,7 @@ import torch
 import transformers
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import MODEL_MAPPING, AutoConfig, PreTrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, rename_source_key, revert_weight_conversion
 from transformers.initialization import no_init_weights
@@ -80,6 +80,13 @@ def build_skeleton(config: PreTrainedConfig, architecture: str) -> nn.Module:
     made.tie_weights()  # which is done where weights are initialised
     model: nn.Module = made.eval()
     return model
+
+
+def base_of(model: Any) -> Any:
+    """The base model inside a model of transformers, or the model itself where it has no head."""
+    base = MODEL_MAPPING.get(type(model.config), None)
+    # A base model may call a module of its own by the name that classes with a head give the base model.
+    return model if base is not None and isinstance(model, base) else model.base_model
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ckpt_prune.benchmarking.messages import Runtime, Seat, Timing
 from ckpt_prune.benchmarking.two_four import pack
 from ckpt_prune.benchmarking.workload import Workload
+from ckpt_prune.calibration.readout import read_whole
 from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.evaluation.placing import spread
 from ckpt_prune.exporting.session import FILES, OnnxModel, Provider, complete, next_cache
@@ -48,6 +49,7 @@ class TorchTimer:
     note = None
 
     def __init__(self, model: Any, device: torch.device) -> None:
+        read_whole(model)
         self._model, self._device, self.device = model, device, str(device)
 
     @torch.inference_mode()

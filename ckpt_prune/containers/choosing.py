@@ -206,8 +206,16 @@ def choose_container(
             known = ", ".join([*names, REMOTE, ANY])
             raise UserError(f"container {requested!r} cannot hold a {family.model_type}: {known} or {PADDED} can")
         names = [requested]
-    candidates = [family if name == family.model_type else load_family(name) for name in names]
     reasons: list[str] = []
+    candidates = []
+    for name in names:
+        counterpart = None if name == family.model_type else load_family(name).class_of(family.auto_class)
+        if name == family.model_type:
+            candidates.append(family)
+        elif counterpart is not None:
+            candidates.append(load_family(name).of(counterpart))
+        else:
+            reasons.append(f"{name} has no class for {family.purpose}")
     # A stock type with all the slots is preferred even as the base of remote code; one without them comes last.
     for lacking_slots in (False, True) if remote else (False,):
         for candidate in candidates:
@@ -342,6 +350,10 @@ def _build(
     remote_class = f"{REMOTE_PREFIX}{candidate.architecture}"
     values["architectures"] = [remote_class]
     values["auto_map"] = {candidate.auto_class: f"{REMOTE_MODULE}.{remote_class}"}
+    base = candidate.class_of("AutoModel")
+    if family.used_for == "sentence-similarity" and base is not None:
+        # sentence-transformers loads the base model, also of a class with a head.
+        values["auto_map"]["AutoModel"] = f"{REMOTE_MODULE}.{REMOTE_PREFIX}{base}"
     values[BLOCKS_KEY] = block_facts(candidate, model.dimension)
     slotless = sorted(module for module in biases if module not in candidate.bias_slots)
     if slotless:

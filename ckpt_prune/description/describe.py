@@ -29,6 +29,7 @@ from ckpt_prune.description.model import (
     Zeros,
 )
 from ckpt_prune.errors import UserError
+from ckpt_prune.evaluation.loading import purpose_of
 from ckpt_prune.planning.accounting import cost_of
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.recipe_file import load_recipe
@@ -108,6 +109,7 @@ def _model(
         model=str(checkpoint.path),
         family=family.model_type,
         architecture=family.architecture,
+        purpose=family.purpose,
         dtype=str(checkpoint.dtype).removeprefix("torch."),
         files=len(checkpoint.files),
         blocks=model.blocks,
@@ -211,6 +213,7 @@ def _remote(checkpoint: Checkpoint, remote: str, zeros: SparsityDescription | No
         model=str(checkpoint.path),
         family=family_of(checkpoint.config).model_type,
         architecture=remote,
+        purpose=purpose_of(checkpoint.config, checkpoint.path),
         dtype=str(checkpoint.dtype).removeprefix("torch."),
         files=len(checkpoint.files),
         parameters=sum(info.numel for info in checkpoint.tensors.values()),

@@ -26,7 +26,7 @@ from ckpt_prune.exporting.manifest import GraphEntry, Manifest, Source, ports, r
 from ckpt_prune.exporting.outcome import ProofSamples
 from ckpt_prune.exporting.rounding import check_blocks, measuring_of, scheme_of
 from ckpt_prune.exporting.session import DATA, FILES
-from ckpt_prune.exporting.tasks import chosen_task, without_head
+from ckpt_prune.exporting.tasks import check_padding, chosen_task, without_head
 from ckpt_prune.exporting.tracing import example_of, image_size
 from ckpt_prune.filenames import EXPORT_ERROR, GENAI, GRAPH_RECORD, VALIDATION
 from ckpt_prune.graph_types import QUANTISED, GraphType
@@ -83,7 +83,8 @@ class GraphWriter:
         if a == b or b in a.parents:
             raise UserError(f"output {out} holds the model {source.path}: choose another place, or a new folder inside")
         self.source, self.out, self._settings = source, out, settings
-        self.task = chosen_task(source.config, task=settings.task, cache=settings.cache)
+        self.task = chosen_task(source.config, folder=source.path, task=settings.task, cache=settings.cache)
+        check_padding(source.config, self.task)
         self._staging = Staging(
             out,
             job="export",

@@ -220,7 +220,10 @@ def _taylor(request: Request) -> None:
         return
     what = f"recipe {request.recipe.name} ranks units by gradients of the loss"
     if not request.model.family.causal:
-        raise UserError(f"{what} of next tokens, which is for causal language models: this is none")
+        raise UserError(
+            f"{what} of next tokens, which is for causal language models, and this one is for "
+            f"{request.model.family.purpose}: choose another score"
+        )
     if request.model.family.experts is not None:
         raise UserError(f"{what}, which are not gathered for experts: choose another score")
     if request.statistics is not None and "taylor" not in request.statistics.index.collect:

@@ -258,7 +258,7 @@ def predicted_line(model: Model, plan: Plan) -> str | None:
     found = plan.divergence
     if not found:
         return None
-    if model.family.auto_class == "AutoModel":
+    if not model.family.gives_logits:
         return f"predicted: the last hidden states are off by {found:.4f} of their energy, or more"
     told = f"predicted: a divergence (KL) of {found:.4f} nats from the dense model's output"
     if model.family.causal:
