@@ -14,6 +14,7 @@ from ckpt_prune.checkpoint.staging import SCRATCH, Staging, partial_of, refuse_o
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.errors import UserError
 from ckpt_prune.parallel.group import here
+from ckpt_prune.phases import phase
 from ckpt_prune.planning.plan import SitePlan
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.records import FactoredLinear, MaskedLinear, MaskShares
@@ -276,7 +277,8 @@ def _write_blocks(settled: Settled, sink: Sink, in_turn: InTurn | None = None) -
     """
     dense = settled.dense
     with nullcontext() if in_turn is None else in_turn.shown():
-        source = settled.moments()
+        with phase("calibration"):
+            source = settled.moments()
         pruned = PruneStep(settled.engine(), source)
         steps: list[Step] = [pruned]
         if in_turn is not None:

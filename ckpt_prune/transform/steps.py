@@ -9,6 +9,7 @@ from torch import Tensor
 from ckpt_prune.architectures.factors import multiplied
 from ckpt_prune.calibration.sources import MomentSource
 from ckpt_prune.calibration.streams import HiddenStream
+from ckpt_prune.phases import phase
 from ckpt_prune.planning.plan import SitePlan
 from ckpt_prune.planning.records import FactoredLinear, MaskedLinear
 from ckpt_prune.progress import Meter
@@ -90,7 +91,8 @@ class PruneStep:
 
     def advance(self, block: int, tensors: Tensors) -> None:
         """Let the source go on."""
-        self._source.advance(block, multiplied(tensors))
+        with phase("calibration"):
+            self._source.advance(block, multiplied(tensors))
 
 
 class RecoverStep:

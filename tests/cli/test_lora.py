@@ -174,7 +174,7 @@ def test_an_encoder_without_a_head_is_refused(place: Path):
     case = next(case for case in CASES if case.model_type == "bert" and case.architecture == "BertModel")
     case.write(Path("bert"))
     assert refused("recover", "bert", "--method", "lora", "--text", "calib.txt", "--window", "12", "-o", "out") == (
-        "--method lora trains on the next token or an image's class, which bert (AutoModel) does not predict: "
+        "--method lora trains on the next token or an image's class, which bert (feature-extraction) does not predict: "
         "recover it with --method laco"
     )
 
