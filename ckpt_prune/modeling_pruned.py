@@ -25,11 +25,17 @@ config's own keys, which one block's entry in `per_layer_config` may override:
 - `ckpt_prune_slicing`: the residual stream has fewer dimensions between the blocks than `hidden_size` says, which
   embedding, final norm and head keep. Every sub-layer reads it in a basis of its own, and matrices on the skip
   connections take it from one to the next (`Slicing`). Hidden states that are recorded between blocks are so narrow.
+
+`transformers_weights` is the key in which transformers looks up the file to read weights from. Here it holds a sentence
+in place of a file name (`REFUSAL`): every other class of transformers refuses to read these weights, also where all
+shapes fit it, and says the sentence. Config, tokenizer and processors load as ever. `PrunedX` takes the key off when it
+loads a model, and writes it again when it saves one.
 """
 
 import copy
 import inspect
 import sys
+from collections.abc import Callable
 from typing import Any, NotRequired, TypedDict
 
 import torch
@@ -41,6 +47,14 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, r
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.import_utils import is_torchdynamo_exporting
+
+WEIGHTS_KEY = "transformers_weights"
+"""Config key of the file that transformers reads weights from; by default it is model.safetensors."""
+REFUSAL = (
+    "this class would misread a model that ckpt_prune has pruned. Load it with ckpt_prune.load, or with "
+    "trust_remote_code=True by a class that auto_map in config.json names"
+)
+"""What stands there: the end of the error message of a class that does not rebuild the blocks."""
 
 
 class AttentionPaths(TypedDict):
@@ -151,6 +165,37 @@ class Slicing(TypedDict):
     multiplier: str | None
 
 
+_MARKED: dict[type, type] = {}
+
+
+def marked_class(stock: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
+    """The stock config class, but that what it saves refuses every stock model class; under the same name, for Auto.
+
+    In memory such a config has no `transformers_weights`: the classes of this file load with it.
+    """
+    if stock in _MARKED.values():
+        return stock
+    if stock not in _MARKED:
+
+        def init(self: PreTrainedConfig, **values: Any) -> None:
+            values.pop(WEIGHTS_KEY, None)
+            stock.__init__(self, **values)
+
+        def to_dict(self: PreTrainedConfig) -> dict[str, Any]:
+            return {**stock.to_dict(self), WEIGHTS_KEY: REFUSAL}
+
+        described = {"__module__": __name__, "__qualname__": f"Pruned{stock.__name__}"}
+        _MARKED[stock] = type(stock.__name__, (stock,), {"__init__": init, "to_dict": to_dict, **described})
+    return _MARKED[stock]
+
+
+def mark_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Give a config the class that `marked_class` makes of its own; changed in place."""
+    config.__dict__.pop(WEIGHTS_KEY, None)
+    config.__class__ = marked_class(type(config))
+    return config
+
+
 def layer_config(config: PreTrainedConfig, index: int) -> PreTrainedConfig:
     """The config of one block: the model's, with that block's overrides, and none of the others'."""
     overrides: Any = getattr(config, "per_layer_config", None) or {}
@@ -186,7 +231,15 @@ class BlockConfig:
 class PrunedMixin:
     """Rebuilds the blocks of the stock model it stands before in the list of base classes."""
 
+    @classmethod
+    def from_pretrained(cls, *args: Any, config: Any = None, **kwargs: Any) -> Any:
+        """Load as the stock class does, although the config refuses all other classes."""
+        if isinstance(config, PreTrainedConfig):
+            config = mark_config(copy.copy(config))
+        return super().from_pretrained(*args, config=config, **kwargs)  # type: ignore[misc]
+
     def __init__(self, config: PreTrainedConfig) -> None:
+        mark_config(config)
         blocks: Blocks = config.ckpt_prune_blocks
         first = layer_config(config, 0)
         # What the stock class is built from has blocks that it accepts; they are replaced.
@@ -202,7 +255,10 @@ class PrunedMixin:
         config._attn_implementation = shared._attn_implementation
         if getattr(model, model.base_model_prefix, model) is model:
             shared = config
-        layers = model.get_submodule(blocks["layers"])
+        path = blocks["layers"]
+        if getattr(model, model.base_model_prefix, model) is model:  # loaded without the head that the path begins at
+            path = path.removeprefix(f"{model.base_model_prefix}.")
+        layers = model.get_submodule(path)
         for index in range(len(layers)):
             own = layer_config(config, index)
             layer = make_block(type(layers[index]), own, blocks, index)
@@ -503,6 +559,30 @@ def _sliced(layer_class: type[nn.Module]) -> type:
 # ---- attention whose queries and keys have a width of their own -------------------------------------------------
 
 
+def cache_argument(forward: Callable[..., Any]) -> str | None:
+    """Return the name of the argument that takes the keys and values of earlier tokens; None if there is none.
+
+    It is `cache` from transformers 5.24 on and `past_key_values` before; some attention modules say `layer_past`. The
+    signature decides, because older versions pass other things as `cache`, and a class from a checkpoint's own code
+    may have the old name under any version.
+    """
+    takes = inspect.signature(forward).parameters
+    return next((name for name in ("cache", "past_key_values", "layer_past") if name in takes), None)
+
+
+def _derive(prefix: str, attention: type[nn.Module], forward: Callable[..., Any]) -> type:
+    """A class of the stock attention with another forward, which finds the cache under `cache_name`."""
+    name = getattr(attention, "cache_name", None) or cache_argument(attention.forward)
+    added = {"forward": forward, "cache_name": name}
+    return type(f"{prefix}{attention.__name__}", (attention,), added)
+
+
+def _update(cache: Any, key: Tensor, value: Tensor, module: Any, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Keys and values of all tokens so far, these among them; a cache in pages changes the keywords."""
+    updated: tuple[Tensor, Tensor] = cache.update(key, value, module.layer_idx, kwargs=kwargs)
+    return updated
+
+
 def plain_attention(
     module: nn.Module,
     query: Tensor,
@@ -540,7 +620,6 @@ def narrow_forward(
     self: Any,
     hidden_states: Tensor,
     attention_mask: Tensor | None = None,
-    past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of any number of heads and any width of queries, keys and values, in place of a stock forward."""
@@ -552,10 +631,11 @@ def narrow_forward(
 
     names = self.narrow_names
     query, key, value = heads(names[0]), heads(names[1]), heads(names[2])
-    if past_key_values is not None:
-        if isinstance(past_key_values, EncoderDecoderCache):
-            past_key_values = past_key_values.self_attention_cache
-        key, value = past_key_values.update(key, value, self.layer_idx)
+    cache = kwargs.pop(self.cache_name, None)
+    if cache is not None:
+        if isinstance(cache, EncoderDecoderCache):
+            cache = cache.self_attention_cache
+        key, value = _update(cache, key, value, self, kwargs)
     implementation, width = self.config._attn_implementation, value.shape[-1]
     if implementation == "sdpa" and query.device.type == "cpu" and not is_torchdynamo_exporting():
         # The fused CPU kernel wants one width for all three, and without it attention takes longer than in the dense
@@ -626,10 +706,10 @@ def _attention_dropout(config: PreTrainedConfig) -> float:
 _NARROWED: dict[type, type] = {}
 
 
-def _narrowed(attention: type) -> type:
+def _narrowed(attention: type[nn.Module]) -> type:
     """The stock attention class with `narrow_forward` in place of its own; one class for each stock one."""
     if attention not in _NARROWED:
-        _NARROWED[attention] = type(f"Narrow{attention.__name__}", (attention,), {"forward": narrow_forward})
+        _NARROWED[attention] = _derive("Narrow", attention, narrow_forward)
     return _NARROWED[attention]
 
 
@@ -660,7 +740,6 @@ def paired_forward(
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Tensor | None = None,
-    past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention whose KV heads have rotary pairs of their own, in place of a stock forward."""
@@ -680,8 +759,9 @@ def paired_forward(
     key = turn(key, tables[0], tables[1], neighbours=facts["neighbours"])
     cosines, sines = (table.repeat_interleave(groups, 1) for table in tables)
     query = turn(query, cosines, sines, neighbours=facts["neighbours"])
-    if past_key_values is not None:
-        key, value = past_key_values.update(key, value, self.layer_idx)
+    cache = kwargs.pop(self.cache_name, None)
+    if cache is not None:
+        key, value = _update(cache, key, value, self, kwargs)
     implementation, width = self.config._attn_implementation, value.shape[-1]
     if implementation == "sdpa" and query.device.type == "cpu" and not is_torchdynamo_exporting():
         # As in `narrow_forward`.
@@ -734,10 +814,10 @@ def _drop_pairs(layer: nn.Module, config: PreTrainedConfig, blocks: Blocks) -> N
 _PAIRED: dict[type, type] = {}
 
 
-def _paired(attention: type) -> type:
+def _paired(attention: type[nn.Module]) -> type:
     """The stock attention class with `paired_forward` in place of its own; one class for each stock one."""
     if attention not in _PAIRED:
-        _PAIRED[attention] = type(f"Paired{attention.__name__}", (attention,), {"forward": paired_forward})
+        _PAIRED[attention] = _derive("Paired", attention, paired_forward)
     return _PAIRED[attention]
 
 
@@ -821,17 +901,18 @@ def _pad_values(layer: nn.Module, paths: ValuePaths, head_dim: int, width: int) 
 _VALUED: dict[type, type] = {}
 
 
-def _valued(attention: type) -> type:
+def _valued(attention: type[nn.Module]) -> type:
     """The stock attention class behind a `NarrowCache`; one class for each stock one."""
     if attention not in _VALUED:
 
-        def forward(self: Any, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             # As in `narrow_forward`.
             on_cpu = self.config._attn_implementation == "sdpa" and next(self.parameters()).device.type == "cpu"
-            cache = NarrowCache(past_key_values, self.narrow_width, on_cpu and not is_torchdynamo_exporting())
-            return attention.forward(self, *args, past_key_values=cache, **kwargs)  # type: ignore[attr-defined]
+            cache = kwargs.get(self.cache_name)
+            kwargs[self.cache_name] = NarrowCache(cache, self.narrow_width, on_cpu and not is_torchdynamo_exporting())
+            return attention.forward(self, *args, **kwargs)
 
-        _VALUED[attention] = type(f"Narrow{attention.__name__}", (attention,), {"forward": forward})
+        _VALUED[attention] = _derive("Narrow", attention, forward)
     return _VALUED[attention]
 
 
@@ -839,15 +920,19 @@ def _valued(attention: type) -> type:
 
 
 def __getattr__(name: str) -> type:
-    """`PrunedX` for any stock class X, made when it is first asked for."""
+    """`PrunedX` for any stock class X of a model or its config, made when it is first asked for."""
     stock = getattr(transformers, name.removeprefix("Pruned"), None) if name.startswith("Pruned") else None
+    if isinstance(stock, type) and issubclass(stock, PreTrainedConfig):
+        return marked_class(stock)
     if not (isinstance(stock, type) and issubclass(stock, PreTrainedModel)):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     described = {"__module__": __name__, "__doc__": f"{stock.__name__} with its own widths in every block."}
-    found = type(name, (PrunedMixin, stock), described)
+    found: Any = type(name, (PrunedMixin, stock), described)
+    found.config_class = marked_class(found.config_class)
     _keep_renamings(name, stock)
     globals()[name] = found
-    return found
+    made: type = found
+    return made
 
 
 def _keep_renamings(name: str, stock: type[PreTrainedModel]) -> None:

@@ -21,6 +21,11 @@ _EVERY_SECONDS = 60.0
 _silent: ContextVar[bool] = ContextVar("silent", default=False)
 
 
+def now() -> float:
+    """Seconds, by the clock that decides what is said of long work."""
+    return time.monotonic()
+
+
 @contextmanager
 def progress_shown(shown: bool) -> Iterator[None]:
     """Let bars, lines and notices through, or print nothing at all."""
@@ -54,7 +59,7 @@ def track(
     *,
     total: int | None = None,
     unit: str = "block",
-    clock: Clock = time.monotonic,
+    clock: Clock | None = None,
 ) -> Iterator[T]:
     """Iterate and show on stderr what is being done, and how far it is.
 
@@ -63,7 +68,7 @@ def track(
         what: is being done with them.
         total: how many there are; the length of `items` by default.
         unit: what one of them is.
-        clock: for lines where stderr is no terminal.
+        clock: for lines where stderr is no terminal; `now` by default.
     """
     if _silent.get():
         yield from items
@@ -74,7 +79,7 @@ def track(
         return
     if total is None and isinstance(items, Sized):
         total = len(items)
-    lines = _Lines(what, total, unit, clock)
+    lines = _Lines(what, total, unit, clock or now)
     for item in items:
         yield item
         lines.update()
@@ -160,13 +165,13 @@ class Meter:
 
 
 @contextmanager
-def meter(total: int, what: str, *, unit: str = "step", clock: Clock = time.monotonic) -> Iterator[Meter]:
+def meter(total: int, what: str, *, unit: str = "step", clock: Clock | None = None) -> Iterator[Meter]:
     """What `track` shows, moved by hand."""
     if _silent.get():
         yield Meter(None)
         return
     if not _is_terminal():
-        yield Meter(_Lines(what, total, unit, clock))
+        yield Meter(_Lines(what, total, unit, clock or now))
         return
     size = _size()
     with tqdm(total=total, desc=what, unit=unit, ncols=size.columns, nrows=size.lines) as bar:

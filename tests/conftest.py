@@ -75,8 +75,18 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Where a test does not say how many: identities show a mistake in the first few, and there are a hundred of them.
-hypothesis.settings.register_profile("suite", hypothesis.settings(), max_examples=40)
+# An example may take as long as it takes: how long says nothing of the code on a machine that does other work too.
+hypothesis.settings.register_profile(
+    "suite",
+    hypothesis.settings(),
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
 hypothesis.settings.load_profile("suite")
+
+# The Hub's client, which reads these when it is imported, waits for an answer as long as a loaded machine needs.
+os.environ |= {"HF_HUB_DOWNLOAD_TIMEOUT": "86400", "HF_HUB_ETAG_TIMEOUT": "86400"}
 
 # A fresh interpreter runs this checkout too, from whichever folder.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -136,6 +146,14 @@ def one_machine() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def clock_stands_still() -> Iterator[None]:
+    """Lines that are printed after a minute, or of a search that takes half of one, never come; tests set the clock."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ckpt_prune.progress.now", lambda: 0.0)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def not_compared_whole(request: pytest.FixtureRequest) -> Iterator[None]:
     """That a tiny model computes what transformers' own does is tested once for every family, not by each command.
 
@@ -153,11 +171,13 @@ def not_compared_whole(request: pytest.FixtureRequest) -> Iterator[None]:
 def graphs_run_here(request: pytest.FixtureRequest) -> Iterator[None]:
     """A process for each graph that a command runs takes a third of a second: tests/exporting/test_apart.py has some.
 
-    With `--thorough` every command starts them, as for users.
+    With `--thorough` every command starts them, as for users. A graph may take a day: one that would end is never
+    stopped because the machine is busy.
     """
     from ckpt_prune.exporting import apart
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(apart, "SECONDS", 86400.0)
         if not request.config.getoption("--thorough"):
             patch.setattr(apart, "sessions_apart", nullcontext)
         yield

@@ -3,6 +3,7 @@
 import io
 import logging
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -30,7 +31,10 @@ class Child:
         os.kill(self.process, number)
 
     def ended(self, seconds: float | None = None) -> "subprocess.CompletedProcess[str]":
-        """What came of it; after so many seconds it is killed, which is an error."""
+        """What came of it; after so many seconds, if any are given, it is killed, which is an error.
+
+        Only campaigns that look for what hangs give a limit: how long a test takes says nothing of the code.
+        """
         waited = seconds is None or _ends(self.process, seconds)
         if not waited:
             os.kill(self.process, signal.SIGKILL)
@@ -50,6 +54,18 @@ def _ends(process: int, seconds: float) -> bool:
             return False
         time.sleep(0.005)
     return True
+
+
+def wait_gone(process: int) -> None:
+    """Wait until a process has ended, which need not be a child of this one."""
+    if not hasattr(os, "pidfd_open"):
+        pytest.skip("this system does not tell when another process ends")
+    try:
+        ending = os.pidfd_open(process)
+    except ProcessLookupError:
+        return
+    select.select([ending], [], [])
+    os.close(ending)
 
 
 def begin(work: Callable[[], None], place: Path) -> Child:

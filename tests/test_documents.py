@@ -2,17 +2,20 @@
 
 import ast
 import re
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 from ckpt_prune.architectures.descriptions import known_families
 from ckpt_prune.planning.recipe import json_schema
 from ckpt_prune.planning.recipe_file import load_recipe
 from ckpt_prune.planning.shipped import shipped_recipes
+from tools.lowest import constraints
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "ckpt_prune"
@@ -140,3 +143,17 @@ def test_docstrings_cite_sections_that_exist():
 def test_docstrings_cite_nothing_outside_the_repository():
     outside = re.compile(r"\bMETHODS,? (section|\d)|\bDESIGN\b|\bshared/(METHODS|DESIGN)")
     assert [file for file, text in docstrings() if outside.search(text)] == []
+
+
+@pytest.mark.parametrize("name", ["transformers", "torch", "onnxruntime", "pydantic"])
+def test_the_versions_that_are_tested_are_allowed_and_no_later_transformers(name: str):
+    """A later transformers may rename what the exporter and the loading of outputs need: it is tried first."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (bounds,) = (wanted.specifier for wanted in map(Requirement, project["dependencies"]) if wanted.name == name)
+    (pinned,) = re.findall(rf"^{name}==(\S+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    assert bounds.contains(pinned)
+    oldest = dict(line.split(";")[0].strip().split("==") for line in constraints())[name]
+    assert bounds.contains(oldest)
+    if name == "transformers":
+        major, minor, _ = pinned.split(".")
+        assert not bounds.contains(f"{major}.{int(minor) + 1}.0")

@@ -168,7 +168,7 @@ class Entrants:
             )
             found = add_gradients(self.model, found, self.samples, **run)  # type: ignore[arg-type]
             if self.model.blocks <= SHALLOW:
-                spaces = list(self.model.family.spaces)
+                spaces = list(load_recipe("best").at(self.model.family).spaces)
                 effects = measure_effects(self.model, found, self.samples, spaces=spaces, **run)  # type: ignore[arg-type]
                 found = with_effects(found, effects)
             self._statistics = found

@@ -1,6 +1,6 @@
 """CORP on the ViT and the OPT model of shared/data: accuracy and perplexity over ratios and data sizes, and speed.
 
-    PYTHONPATH=. python tools/bench_corp.py accuracy|sequential|calibration|opt|speed|reference [--data ../shared/data]
+    PYTHONPATH=. python tools/bench_corp.py WHAT [--data ../shared/data]      # WHAT: see main, or --help
 
 Prints markdown. Every cell of a table comes from one run on the same machine, the same images and the same statistics.
 """
@@ -272,12 +272,36 @@ def speed(data: Path) -> None:
         )
 
 
+def seconds(data: Path) -> None:
+    """What calibration, ranking and compensation take (CORP's Table 6): the phases of whole runs."""
+    vit, opt_folder = data / "vit-tiny-imagenet", data / "opt-shakespeare-char-0.8m"
+    stream = token_stream(load_tokenizer(opt_folder), read_text([data / "text-tinyshakespeare" / "calib_first90.txt"]))
+    model = Model.open(vit)
+    files = find_images(data / "imagenet-1per-class", split="calib")
+    cases: list[tuple[Path, Samples, tuple[str, ...]]] = [
+        (vit, ImageSamples(files, load_processor(vit), tokens=model.image_tokens), tuple(TARGETS)),
+        (opt_folder, TokenWindows(calibration_windows(stream, samples=512, window=64, seed=0)), ("MLP", "joint")),
+    ]
+    print("| model | samples | pruned | calibration | ranking | compensation | whole run |")
+    print("|---|---|---|---|---|---|---|")
+    for folder, samples, targets in cases:
+        for target in targets:
+            recipe = wanted(target, 0.5, compensate=True)
+            with tempfile.TemporaryDirectory() as scratch:
+                live = LiveSamples(samples, 1, torch.float32)
+                stages = prune(settle(Request(Model.open(folder), recipe, None, live)), Path(scratch) / "out")["stages"]
+            taken = [sum(s["phases"].get(p, 0) for s in stages) for p in ("calibration", "ranking", "compensation")]
+            whole = sum(stage["seconds"] for stage in stages)
+            cells = " | ".join(f"{value:.3f}" for value in (*taken, whole))
+            print(f"| {folder.name} | {len(samples)} | {target} | {cells} |", flush=True)
+
+
 def main() -> None:
+    table = {f.__name__: f for f in (accuracy, sequential, calibration, opt, speed, seconds, reference)}
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["accuracy", "sequential", "calibration", "opt", "speed", "reference"])
+    parser.add_argument("what", choices=list(table))
     parser.add_argument("--data", type=Path, default=Path("../shared/data"))
     arguments = parser.parse_args()
-    table = {f.__name__: f for f in (accuracy, sequential, calibration, opt, speed, reference)}
     table[arguments.what](arguments.data)
 
 

@@ -24,6 +24,8 @@ from tests.faults.trial import Machine, can_mount
 from tests.hub_server import serving
 
 MEMORY = Path("/dev/shm")
+SECONDS = 900
+"""The longest that any command may take, on a machine that is busy with other things."""
 
 
 def main() -> int:
@@ -42,7 +44,7 @@ def main() -> int:
             mounts = can_mount(folder)
             if not mounts:
                 print("no disk can be mounted here: only the shim makes disks full", flush=True)
-            machine = Machine(folder, hub, mounts=mounts)
+            machine = Machine(folder, hub, mounts=mounts, seconds=SECONDS)
             last = time.monotonic() + 3600 * given.hours
             signal.signal(signal.SIGTERM, signal.default_int_handler)
             with suppress(KeyboardInterrupt):  # what was tried so far counts

@@ -12,6 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from ckpt_prune.errors import UserError
 from ckpt_prune.options import PruneOptions
 from ckpt_prune.planning.recipe_file import load_recipe
 from ckpt_prune.planning.shipped import shipped_recipes
@@ -49,7 +50,11 @@ def main() -> None:
         one = seconds(BESIDE, where, given.samples)
         print(f"{BESIDE} on {Path(str(where['model'])).name}: {one:.2f} s", flush=True)
         for name in names:
-            taken = seconds(name, where, given.samples)
+            try:
+                taken = seconds(name, where, given.samples)
+            except UserError as error:  # 4:8 does not divide the widths of the smallest llama
+                print(f"{name:<40} {error}", flush=True)
+                continue
             print(f"{name:<40} {taken:8.2f} s {taken / one:8.2f}", flush=True)
 
 

@@ -51,10 +51,10 @@ def examples_of(model: Model, samples: Samples, images: ImageOptions) -> Example
     Raises:
         UserError: the model is neither a causal language model nor an image classifier, or the images have no classes.
     """
-    auto, folder = model.family.auto_class, model.checkpoint.path
-    if auto not in ("AutoModelForCausalLM", "AutoModelForImageClassification"):
+    purpose, folder = model.family.purpose, model.checkpoint.path
+    if purpose not in ("text-generation", "image-classification"):
         raise UserError(
-            f"--method lora trains on the next token or an image's class, which {folder} ({auto}) does not predict: "
+            f"--method lora trains on the next token or an image's class, which {folder} ({purpose}) does not predict: "
             "recover it with --method laco"
         )
     if not isinstance(samples, ImageSamples):

@@ -143,11 +143,15 @@ def _lm_eval(
     device: "torch.device",
 ) -> "Result":
     from ckpt_prune.evaluation.harness import run_tasks
+    from ckpt_prune.evaluation.kinds import check_generates
     from ckpt_prune.evaluation.results import TaskResult
 
     for graph in graphs:
         if graph is not None:
             raise UserError(f"{graph} is a graph: it is measured with --text, --images or --tasks FILE.jsonl")
+    for path in (folder, reference):
+        if path is not None:
+            check_generates(path, "image-text-to-text")
 
     def tables(model: Path) -> dict[str, Any]:
         return run_tasks(model, names, device=device, limit=options.samples, include_path=options.include_path)

@@ -1,8 +1,10 @@
 """Where in a model the blocks of a family are, and where in a block its linear modules, by transformers' own names."""
 
 from functools import cache
+from inspect import signature
 from types import MappingProxyType
 
+from torch import Tensor, nn
 from transformers import AutoConfig
 
 from ckpt_prune.architectures.descriptions import family_from, load_family
@@ -85,6 +87,16 @@ def block_facts(family: Family, dimension: Dimension) -> Blocks:
     if any(space.ends == "values" for space in family.spaces.values()) and not family.logits:
         found["values"] = ValuePaths(value=where["value"], output=where["output"])
     return found
+
+
+def returns_tuple(family: Family, layer_class: type[nn.Module]) -> bool:
+    """Whether a block returns its hidden states as the first of several things.
+
+    A family may do so in one version of transformers and not in the next: a class that says it returns a tensor does.
+    """
+    forwards = [vars(each)["forward"] for each in layer_class.__mro__ if "forward" in vars(each)]
+    said = [signature(forward).return_annotation for forward in forwards]
+    return family.tuples and Tensor not in said and "torch.Tensor" not in said
 
 
 def _lines(space: ConsumerSpace, paths: MappingProxyType[str, tuple[str, ...]], dimension: Dimension) -> dict[str, int]:

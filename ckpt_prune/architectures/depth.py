@@ -4,13 +4,14 @@ import copy
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from torch import nn
 
 from ckpt_prune.architectures.family import KINDS
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.architectures.skeleton import as_said, parse_config, stock_names
+from ckpt_prune.architectures.skeleton import RefusedConfigError, as_said, parse_config, stock_names
 from ckpt_prune.errors import UserError
 
 PER_BLOCK = ("layer_types", "no_rope_layers", "mlp_layer_types")
@@ -93,7 +94,14 @@ def check_shortened(model: Model, kept: Sequence[int]) -> None:
             raise UserError(
                 f"blocks of this {family.model_type} share what they compute ({key} in config.json): all stay"
             )
-    for new, old, was, would in _differences(model, kept):
+    try:
+        differences = list(islice(_differences(model, kept), 1))
+    except RefusedConfigError as error:
+        raise UserError(
+            f"{type(model.config).__name__} of transformers refuses {len(kept)} of {model.blocks} blocks "
+            f"({error.rule}), and the source is fine as it is: drop other blocks, or units of spaces instead"
+        ) from error
+    for new, old, was, would in differences:
         raise UserError(
             f"block {old} would be block {new}, and the class of {family.model_type} builds that one otherwise "
             f"({was} there, {would} here): keep the blocks before it, or drop others"
@@ -102,7 +110,10 @@ def check_shortened(model: Model, kept: Sequence[int]) -> None:
 
 def movable(model: Model, kept: Sequence[int]) -> bool:
     """Whether the class builds the blocks that stay as they were."""
-    return next(_differences(model, kept), None) is None
+    try:
+        return next(_differences(model, kept), None) is None
+    except RefusedConfigError:
+        return False
 
 
 def _differences(model: Model, kept: Sequence[int]) -> Iterator[tuple[int, int, str, str]]:

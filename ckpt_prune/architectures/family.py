@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from ckpt_prune.architectures.parts import Architecture, Attention, Experts, Multiple, Refusal, Residual, Rotary
+from ckpt_prune.architectures.purposes import WITHOUT_HEAD, Purpose, purpose_of_class, stock_classes
 from ckpt_prune.architectures.settings import check_settings
 from ckpt_prune.architectures.spaces import (
     AnySpace,
@@ -24,6 +25,7 @@ from ckpt_prune.architectures.spaces import (
     product,
     space_of,
 )
+from ckpt_prune.checkpoint.modules import ModulesUse
 from ckpt_prune.errors import UserError
 
 Modality = Literal["text", "image", "audio"]
@@ -44,8 +46,9 @@ class Family(Description):
     Attributes:
         model_type: `model_type` in config.json.
         base: prefix of the base model in the classes with a head; a checkpoint of the base model alone lacks it.
-        architectures: stock transformers class → what it is.
+        architectures: stock transformers class → what it is. `classes` has more of them.
         architecture: the class at hand.
+        used_for: what the modules of its checkpoint's sentence-transformers folder use it for (`modules.use_of`).
         variant: the config key that is true and has changed this description, or None.
         prefixed: whether the tensors of the base model begin with `base` on disk.
         modality: what the model reads.
@@ -84,7 +87,8 @@ class Family(Description):
         multiples: dimensions that the config says as multiples of the hidden size.
         positions_behind: the config key of the position that tokens' positions are counted from behind, or None where
             they begin at 0.
-        tuples: whether a block returns its hidden states as the first of several things.
+        tuples: whether a block returns its hidden states as the first of several things, in versions of transformers
+            where its class does not say that it returns a tensor (`blocks.returns_tuple`).
         sliding_window: the config key that turns sliding-window attention on, where the family has it.
         norm_offset: what norms add to their weights before they multiply: 1 where gains are stored less 1.
         residual: how blocks read from and add to the residual stream, where rotations can be absorbed.
@@ -103,6 +107,7 @@ class Family(Description):
     base: str
     architectures: dict[str, Architecture]
     architecture: str
+    used_for: ModulesUse | None = None
     variant: str | None = None
     prefixed: bool = True
     modality: Modality = "text"
@@ -169,9 +174,40 @@ class Family(Description):
         return self.architectures[self.architecture].binary
 
     @property
+    def classes(self) -> dict[str, Architecture]:
+        """Every class: those of the description, and for a causal family those of transformers' own mappings."""
+        if not self.has_causal:
+            return self.architectures
+        stock = stock_classes(self.model_type, self.base)
+        return {name: Architecture(auto=auto) for name, auto in stock.items()} | self.architectures
+
+    def has_class(self, architecture: str) -> bool:
+        """Whether this is one of `classes`. transformers is asked for those only that the description lacks."""
+        return architecture in self.architectures or architecture in self.classes
+
+    def class_of(self, auto: str) -> str | None:
+        """The first class that an Auto class loads, or None."""
+        return next((name for name, each in self.classes.items() if each.auto == auto), None)
+
+    @property
+    def purpose(self) -> Purpose | None:
+        """What the class at hand is for, in its folder."""
+        return purpose_of_class(self.auto_class, binary=self.binary, used_for=self.used_for)
+
+    @property
+    def loading_class(self) -> str:
+        """The Auto class that users load its checkpoint with: an embedder's is the base model's."""
+        return "AutoModel" if self.used_for == "sentence-similarity" else self.auto_class
+
+    @property
+    def gives_logits(self) -> bool:
+        """Whether what the model is for is read from logits, and not from its last hidden states."""
+        return self.purpose not in WITHOUT_HEAD
+
+    @property
     def causal(self) -> bool:
-        """Whether this is a causal language model."""
-        return self.auto_class == "AutoModelForCausalLM"
+        """Whether this is a causal language model that is there to generate text."""
+        return self.purpose == "text-generation"
 
     @property
     def has_causal(self) -> bool:
@@ -281,7 +317,8 @@ class Family(Description):
         if self.settings is not None:
             check_settings(self.model_type, self.named_keys, config)
         for refusal in self.refused:
-            if refusal.holds(config, lambda name: self.dimension(config, name)):
+            concerned = refusal.purpose in (None, self.purpose)
+            if concerned and refusal.holds(config, lambda name: self.dimension(config, name)):
                 found = json.dumps(refusal.found(config))
                 raise UserError(
                     f"{self.model_type} with {refusal.key} {found} in config.json is not supported: {refusal.why}"
@@ -354,7 +391,9 @@ class Family(Description):
         Raises:
             KeyError: the family has no such class.
         """
-        described = self.model_copy(update={"architecture": architecture})
+        known = self.architectures if architecture in self.architectures else self.classes
+        classes = self.architectures | {architecture: known[architecture]}
+        described = self.model_copy(update={"architecture": architecture, "architectures": classes})
         if described.architectures[architecture].auto != "AutoModel":
             return described
         prefix = f"{self.base}."

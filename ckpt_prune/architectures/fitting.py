@@ -5,9 +5,10 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
 
 from ckpt_prune.architectures.descriptions import described
-from ckpt_prune.architectures.family import Family
+from ckpt_prune.architectures.family import REMOTE_PREFIX, Family
 from ckpt_prune.architectures.skeleton import Names, is_stored_buffer, parse_config, stock_names
 from ckpt_prune.architectures.supported import family_of
+from ckpt_prune.checkpoint.modules import use_of
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.checkpoint.shard import Stack
 from ckpt_prune.errors import UserError
@@ -18,18 +19,33 @@ def fitting_family(checkpoint: Checkpoint) -> Family:
 
     Some published checkpoints hold more than the class they name (bert-base-uncased names BertForMaskedLM and holds
     BertForPreTraining), others lack the prefix of their base model. What config.json names is taken where it fits,
-    and where nothing does, so that errors speak of it.
+    and where nothing does, so that errors speak of it. An embedder that stores no head is its base model, which is what
+    sentence-transformers loads.
+
+    Raises:
+        UserError: config.json names a class that the family does not have, and the tensors are of none that it has.
     """
     declared = family_of(checkpoint.config)
     names = {name for name in checkpoint.tensors if not is_stored_buffer(name)}
-    if len(declared.architectures) == 1:
-        return _prefixed(declared, names)
     family = described(checkpoint.config)
-    others = [family.of(name) for name in family.architectures if name != declared.architecture]
-    for candidate in [declared, *others]:
+    candidates = [declared, *(family.of(name) for name in family.architectures if name != declared.architecture)]
+    used_for = use_of(checkpoint.path) if checkpoint.within is None else None
+    base = family.class_of("AutoModel") if used_for == "sentence-similarity" else None
+    candidates = [*([] if base is None else [family.of(base)]), *candidates]
+    candidates = [each.model_copy(update={"used_for": used_for}) for each in candidates]
+    named = str(next(iter(checkpoint.config.get("architectures") or []), "")).removeprefix(REMOTE_PREFIX)
+    strange = bool(named) and not family.has_class(named)
+    if len(candidates) == 1 and not strange:
+        return _prefixed(candidates[0], names)
+    for candidate in candidates:
         if _fits(candidate, checkpoint, names):
             return _prefixed(candidate, names)
-    return _prefixed(declared, names)
+    if strange:
+        raise UserError(
+            f"{checkpoint.path}: config.json names {named}, which is none of the classes of {family.model_type} that "
+            f"can be taken: {', '.join(family.classes)}"
+        )
+    return _prefixed(next(each for each in candidates if each.architecture == declared.architecture), names)
 
 
 def oriented(checkpoint: Checkpoint, family: Family) -> Checkpoint:

@@ -16,6 +16,7 @@ from ckpt_prune.architectures.context import context_length
 from ckpt_prune.architectures.cuts import Kept, Stays, stays, touched
 from ckpt_prune.architectures.family import Family
 from ckpt_prune.architectures.fitting import fitting_family, oriented
+from ckpt_prune.architectures.parts import GROUPED
 from ckpt_prune.architectures.skeleton import PAIRS, is_stored_buffer, parse_config, stock_class
 from ckpt_prune.architectures.spaces import Axis, Kind, SpaceName, dim_of
 from ckpt_prune.checkpoint.digests import processor_fingerprint, tokenizer_fingerprint
@@ -126,6 +127,32 @@ class Model:
     def copies(self, space: SpaceName) -> int:
         """How many times the counted units stand in a site."""
         return self.family.spaces[space].copies(self.dimension)
+
+    @property
+    def expert_groups(self) -> int:
+        """Groups of neighbouring experts that keep as many each; 1 if the router may send a token to any experts."""
+        experts = self.family.experts
+        count, sent = (1, 1) if experts is None else experts.grouping(self.config)
+        return count if sent < count else 1
+
+    def multiple(self, space: SpaceName) -> int:
+        """What numbers of kept units have to be multiples of, for the router and for the products of stock experts.
+
+        Experts are as many in every group of the router. Columns of experts, and what one config key says together with
+        them, are multiples of `GROUPED`, unless the dense model's are not.
+        """
+        family, own = self.family, self.family.spaces[space]
+        if own.ends == "experts" and family.experts is not None:
+            return family.experts.grouping(self.config)[0]
+        of_experts = own.experts or any(
+            each.experts and self.are_one(name, space) for name, each in family.spaces.items()
+        )
+        return GROUPED if of_experts and self.units(space) % GROUPED == 0 else 1
+
+    def are_one(self, space: SpaceName, other: SpaceName) -> bool:
+        """Whether one key of the config says how wide both spaces are."""
+        units = self.family.spaces[space].units
+        return units in self.family.together and units == self.family.spaces[other].units
 
     def unit_columns(self, space: SpaceName) -> int:
         """Columns of the consumer per unit; 1 for a space without a consumer."""

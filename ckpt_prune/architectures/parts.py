@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from ckpt_prune.architectures.purposes import Purpose
 from ckpt_prune.architectures.spaces import Description, Dimension, Incidence, Pairing
 
 
@@ -83,8 +84,10 @@ class Experts(Description):
         module: what stands in a block of the model for all experts together.
         stacked: whether files hold each linear module of all experts in one tensor, named without `{expert}`.
         chosen: config key of how many experts see a token.
-        groups: config keys of how many groups of neighbouring experts there are, and of how many of them, each rated
-            by its two best, a token is sent to; empty where the router knows no groups.
+        groups: config keys of how many groups of neighbouring experts there are, and of how many of them a token is
+            sent to; empty if the router knows no groups.
+        raters: how many of a group's best experts rate it.
+        ungrouped: config key and its value with which the router passes over the groups; empty if there is none.
     """
 
     count: str
@@ -96,6 +99,22 @@ class Experts(Description):
     stacked: bool = False
     chosen: str
     groups: tuple[str, str] | tuple[()] = ()
+    raters: int = 2
+    ungrouped: tuple[str, str] | tuple[()] = ()
+
+    def grouping(self, config: Any) -> tuple[int, int]:
+        """How many groups the router divides the experts into, and to how many of them it sends a token.
+
+        Args:
+            config: of the model.
+
+        Returns:
+            (1, 1) if the router looks at no groups.
+        """
+        if not self.groups or (self.ungrouped and getattr(config, self.ungrouped[0], None) == self.ungrouped[1]):
+            return 1, 1
+        count, sent = (int(getattr(config, key) or 1) for key in self.groups)
+        return count, sent
 
     @property
     def roles(self) -> dict[str, str]:
@@ -127,6 +146,7 @@ class Refusal(Description):
         value: what it is then: a number, or whether it is anything; or, where `unlike` is given, nothing.
         unlike: a dimension that the key's value then differs from, or a number.
         kind: the one kind of rotation that it rules out, or None for all that turn the stream (values do not).
+        purpose: the one purpose that it rules out, or None for a model of any.
         why: in words, after "KEY:" or "cannot be rotated:".
     """
 
@@ -134,6 +154,7 @@ class Refusal(Description):
     value: bool | int | None = None
     unlike: str | int | None = None
     kind: str | None = None
+    purpose: Purpose | None = None
     default: bool | None = None
     why: str
 

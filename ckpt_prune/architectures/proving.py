@@ -29,7 +29,7 @@ def prove(family: Family, config: Mapping[str, Any]) -> None:
         UserError: something is not so; what, and where.
     """
     declared = next(iter(config.get("architectures") or []), "")
-    family = family.of(declared if declared in family.architectures else family.architecture)
+    family = family.of(declared if family.has_class(declared) else family.architecture)
     if not hasattr(transformers, family.architecture):
         raise UserError(f"architectures: this transformers has no class {family.architecture}")
     if not hasattr(transformers, family.auto_class):

@@ -15,7 +15,7 @@ import torch
 import transformers
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import MODEL_MAPPING, AutoConfig, PreTrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, rename_source_key, revert_weight_conversion
 from transformers.initialization import no_init_weights
@@ -34,7 +34,7 @@ def parse_config(config: dict[str, Any]) -> PreTrainedConfig:
     """The transformers config object of a config.json.
 
     Raises:
-        UserError: transformers refuses it; its reason is passed on in one line.
+        RefusedConfigError: transformers refuses it; its reason is passed on in one line.
     """
     values = copy.deepcopy(config)
     values.pop("auto_map", None)
@@ -45,13 +45,27 @@ def parse_config(config: dict[str, Any]) -> PreTrainedConfig:
         raise _refused(error) from error
 
 
-def _refused(error: Exception) -> UserError:
+class RefusedConfigError(UserError):
+    """Transformers refuses a config, or cannot build its model.
+
+    Args:
+        reason: as transformers says it.
+
+    Attributes:
+        rule: the same without the name of the check.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"transformers refuses this config.json: {reason}")
+        self.rule = re.sub(r"^Class validation error for validator '\w+': \w+: ", "", reason)
+
+
+def _refused(error: Exception) -> RefusedConfigError:
     """What is said of it; raises the interruption where that is what it comes from."""
     stop = interruption(error)
     if stop is not None:
         raise stop
-    reason = " ".join(str(error).split()) or type(error).__name__
-    return UserError(f"transformers refuses this config.json: {reason}")
+    return RefusedConfigError(" ".join(str(error).split()) or type(error).__name__)
 
 
 def stock_class(architecture: str, config: PreTrainedConfig) -> Any:
@@ -70,7 +84,7 @@ def build_skeleton(config: PreTrainedConfig, architecture: str) -> nn.Module:
     """A stock model on the meta device: every module and shape, no memory.
 
     Raises:
-        UserError: transformers cannot build it from this config.
+        RefusedConfigError: transformers cannot build it from this config.
     """
     try:
         with shapes_alone(), warnings.catch_warnings(action="ignore"):
@@ -80,6 +94,13 @@ def build_skeleton(config: PreTrainedConfig, architecture: str) -> nn.Module:
     made.tie_weights()  # which is done where weights are initialised
     model: nn.Module = made.eval()
     return model
+
+
+def base_of(model: Any) -> Any:
+    """The base model inside a model of transformers, or the model itself where it has no head."""
+    base = MODEL_MAPPING.get(type(model.config), None)
+    # A base model may call a module of its own by the name that classes with a head give the base model.
+    return model if base is not None and isinstance(model, base) else model.base_model
 
 
 @contextmanager

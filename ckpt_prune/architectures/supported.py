@@ -38,7 +38,7 @@ def family_of(config: dict[str, Any]) -> Family:
     family = described(config)
     declared = next(iter(config.get("architectures") or []), "")
     declared = declared.removeprefix(REMOTE_PREFIX)
-    return family.of(declared if declared in family.architectures else family.architecture)
+    return family.of(declared if family.has_class(declared) else family.architecture)
 
 
 def check_supported(

@@ -86,7 +86,7 @@ def open_entrant(label: Literal["A", "B"], name: str, wish: GraphWish, say: Say,
         return entrant
     manifest = wish.chosen(read_manifest(own))
     reason = wish.refuses(manifest)
-    task = chosen_task(checkpoint.config)
+    task = chosen_task(checkpoint.config, folder=checkpoint.path)
     if manifest.source.fingerprint != checkpoint.fingerprint:
         reason = "it was made of other weights"
     elif manifest.what != task:

@@ -11,10 +11,13 @@ from torch import Tensor, nn
 from ckpt_prune.benchmarking.messages import Runtime, Seat, Timing
 from ckpt_prune.benchmarking.two_four import pack
 from ckpt_prune.benchmarking.workload import Workload
+from ckpt_prune.calibration.readout import read_whole
 from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.evaluation.placing import spread
 from ckpt_prune.exporting.session import FILES, OnnxModel, Provider, complete, next_cache
 from ckpt_prune.exporting.tasks import PRESENT
+from ckpt_prune.exporting.tracing import returned_cache
+from ckpt_prune.modeling_pruned import cache_argument
 
 
 class Runner(Protocol):
@@ -46,6 +49,7 @@ class TorchTimer:
     note = None
 
     def __init__(self, model: Any, device: torch.device) -> None:
+        read_whole(model)
         self._model, self._device, self.device = model, device, str(device)
 
     @torch.inference_mode()
@@ -60,12 +64,11 @@ class TorchTimer:
         ids = result.logits[:, -1:].argmax(-1)
         first, steps = self._now() - start, []
         mask = inputs["attention_mask"]
+        past: Any = cache_argument(self._model.forward)
         for _ in range(workload.steps):
             start = self._now()
             mask = torch.cat([mask, mask[:, :1]], dim=1)
-            result = self._model(
-                input_ids=ids, attention_mask=mask, past_key_values=result.past_key_values, use_cache=True
-            )
+            result = self._model(input_ids=ids, attention_mask=mask, use_cache=True, **{past: returned_cache(result)})
             ids = result.logits[:, -1:].argmax(-1)
             steps.append(self._now() - start)
         return {"prefill": [first], "decode": steps}

@@ -99,7 +99,7 @@ def reads_of(folder: Path, manifest: Manifest | None, *, trust: bool = False) ->
         UserError: the config cannot be read, wants code that is not trusted, is of no class that can be timed, or does
             not say how large an input is.
     """
-    task = chosen_task(read_config(folder)) if manifest is None else manifest.what
+    task = chosen_task(read_config(folder), folder=folder) if manifest is None else manifest.what
     config = config_of(folder, trust=trust)
     if task.modality == "image":
         size = (int(getattr(config, "num_channels", 3)), *image_size(config))

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from ckpt_prune import modeling_pruned
-from ckpt_prune.architectures.blocks import block_facts
+from ckpt_prune.architectures.blocks import block_facts, returns_tuple
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import (
     PAIRS,
@@ -57,6 +57,11 @@ class BlockFactory:
         self._experts = self.family.expert_modules
         of_block = re.escape(self.family.block).replace(re.escape("{block}"), r"(\d+)")
         self._of_block = re.compile(rf"{of_block}(.+)\.(weight|bias)")
+
+    @property
+    def returns_tuple(self) -> bool:
+        """Whether a block returns its hidden states as the first of several things."""
+        return returns_tuple(self.family, type(self._layers[0]))
 
     def block(self, index: int, tensors: Mapping[str, Tensor], *, dtype: torch.dtype | None = None) -> nn.Module:
         """Block `index` with the given on-disk tensors as its parameters.

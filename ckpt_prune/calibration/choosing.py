@@ -66,9 +66,9 @@ def chosen_samples(
     if limit is not None and window > limit:
         raise UserError(f"--window {window} is longer than the model's context of {limit} tokens")
     tokenizer = load_tokenizer(folder)
-    # A causal model reads one long text; an encoder reads each window between its own opening and closing tokens.
+    # What generates text reads one long text; others read each window between the tokenizer's own tokens.
     if not family.causal and calibration.bos != "auto":
-        raise UserError("--bos is for causal language models: an encoder reads each window between its own tokens")
+        raise UserError("--bos is for causal language models: others read windows between the tokenizer's own tokens")
     frame = 0 if family.causal else frame_length(tokenizer)
     stream = token_stream(tokenizer, read_text(calibration.text), bos=calibration.bos if family.causal else "never")
     wanted = calibration.samples or most or DEFAULT_WINDOWS

@@ -11,11 +11,14 @@ mean over the sample, too, for a fit that does not spend anything on it.
 """
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Literal, Self
 
 import torch
 from torch import Tensor
 
+from ckpt_prune.calibration.moments import add_widest, sums_of
+from ckpt_prune.calibration.precision import PAIRS, Extent, needs_double
 from ckpt_prune.checkpoint.finite import all_finite
 from ckpt_prune.parallel.group import Group
 
@@ -42,6 +45,13 @@ def smaller_form(samples: int, head_dim: int) -> Form:
     return "per-sample" if 2 * samples <= packed_width(head_dim) else "fourth-order"
 
 
+def type_of_logits(queries: Tensor, keys: Tensor) -> torch.dtype:
+    """In which type Grams of queries and keys are to be taken: (N, d_q) and (N, d_k) of the same tokens."""
+    both = (each.detach() for each in (queries, keys))
+    left, right = (Extent.of(each, len(each), *sums_of(each)[:2]) for each in both)
+    return torch.float64 if needs_double(left, right, PAIRS) else torch.float32
+
+
 class LogitMoments:
     """Moments of the queries and keys of N samples in one layer, head by head.
 
@@ -54,9 +64,9 @@ class LogitMoments:
         tokens: over all samples.
         heads: H.
         head_dim: d.
-        queries: vech(A_b), (H, N, p) float32; with `keys`.
-        keys: vech(B_b), (H, N, p) float32.
-        fourth: Σ_b vech(A_b) vech(B_b)ᵀ, (H, p, p) float32; instead of the two.
+        queries: vech(A_b), (H, N, p) float32, or float64 where that is too coarse; with `keys`.
+        keys: vech(B_b), (H, N, p), likewise.
+        fourth: Σ_b vech(A_b) vech(B_b)ᵀ, (H, p, p), likewise; instead of the two.
         centred: `keys`, or `fourth`, with keys less their mean over each sample; None where that is not measured.
 
     Raises:
@@ -174,26 +184,28 @@ class LogitMoments:
         """These moments and those of another batch of samples; a fourth-order sum is updated in place.
 
         Args:
-            queries: (B, T, H d), biases included, of B samples of T tokens; products are taken in float32.
+            queries: (B, T, H d), biases included, of B samples of T tokens; products are taken in float32, or in
+                float64 where that is too coarse (`precision.needs_double`).
             keys: (B, T, H d), likewise.
         """
         batch, tokens, _ = queries.shape
+        dtype = type_of_logits(queries.flatten(0, 1), keys.flatten(0, 1))
+        queries, keys = queries.detach().to(dtype), keys.detach().to(dtype)
         packed = [self._packed_grams(queries), self._packed_grams(keys)]
         if self.has_centred:
-            packed.append(self._packed_grams(keys.float() - keys.float().mean(1, keepdim=True)))
+            packed.append(self._packed_grams(keys - keys.mean(1, keepdim=True)))
         samples, tokens = self.samples + batch, self.tokens + batch * tokens
         if self.fourth is None:
             return self._with_batches(samples, tokens, (*self._batches, tuple(packed)))
-        self.fourth.baddbmm_(packed[0].mT, packed[1])
-        if self._centred is not None:
-            self._centred.baddbmm_(packed[0].mT, packed[2])
-        shape = (samples, tokens, self.heads, self.head_dim)
-        return type(self)(*shape, fourth=self.fourth, centred=self._centred)
+        dtype = torch.promote_types(dtype, self.fourth.dtype)
+        left, *others = (each.to(dtype) for each in packed)
+        pairs = zip(self._fourth_order(), others, strict=True)
+        return self._of_sums(samples, tokens, [own.to(dtype).baddbmm_(left.mT, right) for own, right in pairs])
 
     def _packed_grams(self, projection: Tensor) -> Tensor:
-        """The packed Gram of each sample of `projection` (B, T, H d), head by head: (H, B, p) float32."""
+        """The packed Gram of each sample of `projection` (B, T, H d), head by head: (H, B, p), in its type."""
         batch, tokens, _ = projection.shape
-        x = projection.detach().float().view(batch, tokens, self.heads, self.head_dim).permute(2, 0, 1, 3)
+        x = projection.view(batch, tokens, self.heads, self.head_dim).permute(2, 0, 1, 3)
         rows, columns = torch.triu_indices(self.head_dim, self.head_dim, device=x.device)
         return (x.mT @ x)[..., rows, columns]
 
@@ -209,24 +221,31 @@ class LogitMoments:
         summed = self.fourth if self.fourth is not None else other.fourth
         if summed is None and smaller_form(samples, self.head_dim) == "per-sample":
             return self._with_batches(samples, tokens, self._batches + other._batches)
-        dtype = torch.float32 if summed is None else summed.dtype
+        dtype = torch.promote_types(self._dtype, other._dtype)
         sums = [x + y for x, y in zip(self._fourth_order(dtype), other._fourth_order(dtype), strict=True)]
         return self._of_sums(samples, tokens, sums)
 
-    def as_fourth(self, dtype: torch.dtype = torch.float32) -> "LogitMoments":
-        """These moments in fourth-order form: exact, summed in float64 and rounded once to `dtype`."""
+    @property
+    def _dtype(self) -> torch.dtype:
+        """The widest type of these sums: of the Grams of single samples, each batch has its own."""
+        held = [self.fourth] if self.fourth is not None else [queries for queries, *_ in self._batches]
+        return reduce(torch.promote_types, [each.dtype for each in held])
+
+    def as_fourth(self, dtype: torch.dtype | None = None) -> "LogitMoments":
+        """These moments in fourth-order form: exact, summed in float64 and rounded once, by default to their type."""
         if self.fourth is not None:
             return self
         return self._of_sums(self.samples, self.tokens, self._fourth_order(dtype))
 
-    def _of_sums(self, samples: int, tokens: int, sums: Sequence[Tensor]) -> "LogitMoments":
+    def _of_sums(self, samples: int, tokens: int, sums: Sequence[Tensor]) -> Self:
         """Fourth-order moments of these heads, of keys as they are and perhaps of centred ones."""
         fourth, *centred = sums
         shape = (samples, tokens, self.heads, self.head_dim)
-        return LogitMoments(*shape, fourth=fourth, centred=centred[0] if centred else None)
+        return type(self)(*shape, fourth=fourth, centred=centred[0] if centred else None)
 
-    def _fourth_order(self, dtype: torch.dtype) -> list[Tensor]:
+    def _fourth_order(self, dtype: torch.dtype | None = None) -> list[Tensor]:
         """Sums of products with keys, and with centred ones where these are measured, (H, p, p) each."""
+        dtype = dtype or self._dtype
         if self.fourth is not None:
             return [self.fourth] if self._centred is None else [self.fourth, self._centred]
         queries, *others = self._joined()
@@ -274,8 +293,8 @@ class LogitMoments:
         shape = (samples, tokens, self.heads, self.head_dim)
         centred = self.centred
         if self.fourth is not None:
-            own = None if centred is None else group.add(centred)
-            return LogitMoments(*shape, fourth=group.add(self.fourth), centred=own)
+            own = None if centred is None else add_widest(group, centred)
+            return LogitMoments(*shape, fourth=add_widest(group, self.fourth), centred=own)
         queries, keys = (group.join(each, 1) for each in self.grams())
         return LogitMoments(*shape, queries, keys, centred=None if centred is None else group.join(centred, 1))
 

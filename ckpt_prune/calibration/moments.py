@@ -9,6 +9,7 @@ from typing import Any, Protocol, Self, TypeVar
 import torch
 from torch import Tensor
 
+from ckpt_prune.calibration.precision import Extent, needs_double
 from ckpt_prune.calibration.products import add_gram
 from ckpt_prune.checkpoint.finite import all_finite
 from ckpt_prune.parallel.group import Group
@@ -31,7 +32,7 @@ class Drift:
     and the site itself is whole). So W x + δ is the drift-correcting target of a consumer with weight W and input x.
 
     Attributes:
-        cross: Σ δ xᵀ, (d_out, d) float32.
+        cross: Σ δ xᵀ, (d_out, d) float32, or float64 where that is too coarse.
         sum: Σ δ, (d_out,) float64.
         energy: Σ ‖δ‖².
     """
@@ -47,11 +48,17 @@ class Drift:
         return cls(cross, torch.zeros(outputs, dtype=torch.float64, device=device), 0.0)
 
     def accumulate(self, drift: Tensor, tokens: Tensor) -> Self:
-        """These sums and those of `drift` (..., d_out) at `tokens` (..., d); the cross moment is updated in place."""
-        delta = drift.detach().reshape(-1, drift.shape[-1])
-        self.cross.addmm_(delta.float().T, tokens.detach().reshape(-1, tokens.shape[-1]).float())
+        """These sums and those of `drift` (..., d_out) at `tokens` (..., d).
+
+        The cross moment is updated in place, or goes on in float64 from here (`precision.needs_double`).
+        """
+        delta, x = drift.detach().reshape(-1, drift.shape[-1]), tokens.detach().reshape(-1, tokens.shape[-1])
         wide = delta.double()
-        return type(self)(self.cross, self.sum + wide.sum(0), self.energy + float(wide.square().sum()))
+        square = wide.square()
+        ours, theirs = Extent.of(delta, len(x), wide.sum(0), square.sum(0)), Extent.of(x, len(x), *sums_of(x)[:2])
+        cross = self.cross.double() if needs_double(ours, theirs) else self.cross
+        cross.addmm_(delta.to(cross.dtype).T, x.to(cross.dtype))
+        return type(self)(cross, self.sum + wide.sum(0), self.energy + float(square.sum()))
 
     def __add__(self, other: "Drift") -> "Drift":
         """Sums over the tokens of both."""
@@ -64,7 +71,7 @@ class Drift:
     def pooled(self, group: Group) -> "Drift":
         """Sums over the tokens of all processes, at the first one."""
         energy = group.add(torch.tensor(self.energy, dtype=torch.float64))
-        return Drift(group.add(self.cross), group.add(self.sum), float(energy))
+        return Drift(add_widest(group, self.cross), group.add(self.sum), float(energy))
 
 
 @dataclass(frozen=True)
@@ -86,24 +93,31 @@ class Taylor:
         return Taylor(self.first.to(device), self.second.to(device))
 
 
+def add_widest(group: Group, tensor: Tensor) -> Tensor:
+    """`Group.add` of tensors of one shape, in the widest floating type that any process has."""
+    wide = group.total(float(tensor.dtype == torch.float64)) > 0
+    return group.add(tensor.double() if wide else tensor)
+
+
 def rows_at_once(width: int, dtype: torch.dtype, device: str = "cpu") -> int:
     """Tokens of which sums are taken together."""
-    each = 4 * width * _sums_in(dtype).itemsize
+    each = 4 * width * sums_in(dtype).itemsize
     return max(4, min(CACHED // each, 512) if device == "cpu" else AT_ONCE // each)
 
 
-def _sums_in(dtype: torch.dtype) -> torch.dtype:
+def sums_in(dtype: torch.dtype) -> torch.dtype:
+    """In which type tokens of a type are added up, some hundred at once."""
     return torch.float32 if dtype == torch.bfloat16 else torch.float64
 
 
-def _sums(x: Tensor, active_above: float) -> Tensor:
+def sums_of(x: Tensor, active_above: float = ACTIVE_THRESHOLD, dtype: torch.dtype | None = None) -> Tensor:
     """Σx, Σx², Σ|x| and how many |x| are above a threshold, of x (N, d): (4, d) float64.
 
     Squares of bfloat16 numbers are numbers of float32, in which up to 512 rows of them are added up on a CPU; all else
-    is in float64.
+    is in float64. `dtype` says in which type instead.
     """
     width, rows = x.shape[1], rows_at_once(x.shape[1], x.dtype, x.device.type)
-    dtype = _sums_in(x.dtype)
+    dtype = dtype or sums_in(x.dtype)
     found = torch.zeros(4, width, dtype=torch.float64, device=x.device)
     # All four side by side are one sum over rows, several times faster than one after the other.
     beside = torch.empty(min(rows, len(x)), 4, width, dtype=dtype, device=x.device)
@@ -128,7 +142,8 @@ class Moments:
         square: Σ x², (d,) float64.
         absolute: Σ |x|, (d,) float64.
         active: number of tokens with |x| above a threshold, `ACTIVE_THRESHOLD` unless said, (d,) float64.
-        gram: Σ x xᵀ, (d, d) float32, or None where only the vectors were collected.
+        gram: Σ x xᵀ, (d, d) float32, or float64 where that is too coarse (`precision.needs_double`). None where only
+            the vectors were collected.
         drift: of the same tokens, where the target corrects it; else None.
         taylor: of the site, the same whichever tokens these are; None where it was not collected.
         routed: of an expert, how many tokens its router sent to it; fewer than `count` where these were too few to
@@ -153,18 +168,25 @@ class Moments:
         return cls(0, a, b, c, d, full)
 
     def accumulate(self, tokens: Tensor, active_above: float = ACTIVE_THRESHOLD) -> Self:
-        """These moments and those of `tokens` (..., d), active above a threshold; the Gram is updated in place."""
+        """These moments and those of `tokens` (..., d), active above a threshold.
+
+        The Gram is updated in place, or goes on in float64 from here (`precision.needs_double`).
+        """
         x = tokens.detach().reshape(-1, tokens.shape[-1])
-        if self.gram is not None:
-            add_gram(self.gram, x)
-        sums = _sums(x, active_above)
+        count, sums, gram = self.count + x.shape[0], sums_of(x, active_above), self.gram
+        extent = Extent.of(x, count, self.sum + sums[0], self.square + sums[1])
+        if needs_double(extent, extent):
+            sums = sums_of(x, active_above, torch.float64) if sums_in(x.dtype) != torch.float64 else sums
+            gram = None if gram is None else gram.double()
+        if gram is not None:
+            add_gram(gram, x)
         return type(self)(
-            self.count + x.shape[0],
+            count,
             self.sum + sums[0],
             self.square + sums[1],
             self.absolute + sums[2],
             self.active + sums[3],
-            self.gram,
+            gram,
         )
 
     def __add__(self, other: "Moments") -> "Moments":
@@ -219,7 +241,7 @@ class Moments:
             squares,
             absolute,
             active,
-            None if self.gram is None else group.add(self.gram),
+            None if self.gram is None else add_widest(group, self.gram),
             None if self.drift is None else self.drift.pooled(group),
             self.taylor,
             None if self.routed is None else int(counts[1]),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ckpt_prune.architectures.skeleton import absent_pooler, is_stored_buffer
+from ckpt_prune.architectures.skeleton import absent_pooler, base_of, is_stored_buffer
 from ckpt_prune.calibration.blocks import BlockFactory
 from ckpt_prune.calibration.outside import ReadTensors, give_buffers
 from ckpt_prune.calibration.samples import Samples, as_input, batches_of
@@ -66,7 +66,7 @@ class Readout:
         read: reads on-disk tensors by name; asked for those outside the blocks only.
 
     Attributes:
-        logits: whether the model has a head, so that its outputs are logits, or else its last hidden states.
+        logits: whether what the model is for is read from logits, or else from its last hidden states.
 
     Raises:
         ValueError: a parameter outside the blocks has no tensor.
@@ -74,11 +74,13 @@ class Readout:
 
     def __init__(self, factory: BlockFactory, tensors: Iterable[str], read: ReadTensors) -> None:
         self.factory = factory
-        self.logits = factory.family.auto_class != "AutoModel"
+        self.logits = factory.family.gives_logits
         layers: Any = factory.skeleton.get_submodule(factory.family.layers)
         # Blocks do not run here: what is inside them is not copied.
         hollow = {id(layer): _hollow(layer) for layer in layers}
         self._model: Any = copy.deepcopy(factory.skeleton, dict(hollow)).to("meta")
+        if factory.family.modality == "text":
+            read_whole(self._model)
         self._binary = factory.family.binary
         self._states: Tensor | None = None
         self._fill(tensors, read)
@@ -175,7 +177,7 @@ class Readout:
         options = {"use_cache": False} if factory.family.modality == "text" else {}
         given, flat = states.to(factory.device, factory.dtype), factory.family.flat
         self._states = given.flatten(0, 1) if flat else given
-        found = self._model(**inputs, **options)
+        found = (self._model if self.logits else base_of(self._model))(**inputs, **options)
         self._states = None
         outputs = outputs_of(found, logits=self.logits)
         return [each.view(len(states), -1, *each.shape[1:]) for each in outputs] if flat else outputs
@@ -227,7 +229,7 @@ class Readout:
 
     def _stand_in(self, *, last: bool) -> Callable[..., Any]:
         """What runs in place of a block's own forward."""
-        several = self.factory.family.tuples
+        several = self.factory.returns_tuple
         # The model holds this function: if that held this readout, both and the embedding would stay when they are done
         # with, until Python's collector comes by.
         reading = weakref.ref(self)
@@ -251,6 +253,21 @@ def outputs_of(found: Any, *, logits: bool) -> list[Tensor]:
     if not logits:
         return [found.last_hidden_state]
     return [value for name, value in found.items() if name.endswith("logits")]
+
+
+def read_whole(model: Any, pad: int = -1) -> None:
+    """Let a model read several texts at once though its config names no padding token.
+
+    A classifier of a causal family looks at the last token of a text that is not padding, and refuses several texts
+    where it does not know which tokens are.
+
+    Args:
+        model: of transformers; its config is changed in place.
+        pad: the padding token; -1 for texts without padding, which is no token.
+    """
+    config = model.config.get_text_config()
+    if getattr(config, "pad_token_id", pad) is None:
+        config.pad_token_id = pad
 
 
 def divergences(

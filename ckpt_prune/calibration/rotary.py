@@ -13,6 +13,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from ckpt_prune.calibration.logits import type_of_logits
 from ckpt_prune.checkpoint.finite import all_finite
 from ckpt_prune.parallel.group import Group
 
@@ -52,7 +53,9 @@ class RotaryMoments:
             keys: after rotation, (B, KV heads, T, 2, P).
         """
         batch, heads, tokens, _, pairs = queries.shape
-        A, B = _gram(queries), _gram(keys).repeat_interleave(heads // keys.shape[1], 1)
+        left, right = (each.detach().flatten(3).transpose(1, 2).flatten(2).flatten(0, 1) for each in (queries, keys))
+        dtype = type_of_logits(left, right)
+        A, B = _gram(queries, dtype), _gram(keys, dtype).repeat_interleave(heads // keys.shape[1], 1)
         # J is (x, y) ↦ (−y, x): of the turned query, the first dimension is the second one's opposite.
         turned = torch.stack([-A[:, :, 1], A[:, :, 0]], 2)
         both = torch.stack([-turned[:, :, :, :, 1], turned[:, :, :, :, 0]], 4)
@@ -87,8 +90,8 @@ class RotaryMoments:
         return all_finite(self.gram)
 
 
-def _gram(states: Tensor) -> Tensor:
+def _gram(states: Tensor, dtype: torch.dtype) -> Tensor:
     """Σ_t x xᵀ of each sample and head, (B, heads, 2, P, 2, P) float64, from (B, heads, T, 2, P)."""
-    flat = states.detach().float().flatten(-2)
+    flat = states.detach().to(dtype).flatten(-2)
     own = states.shape[-2:]
     return (flat.mT @ flat).double().view(*states.shape[:2], *own, *own)

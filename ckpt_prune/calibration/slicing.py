@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ckpt_prune.architectures.sublayers import Sublayer
+from ckpt_prune.calibration.moments import sums_of
+from ckpt_prune.calibration.precision import Extent, needs_double
 from ckpt_prune.calibration.streams import ROWS, HiddenStream
 from ckpt_prune.checkpoint.finite import all_finite
 from ckpt_prune.errors import UserError
@@ -96,6 +98,8 @@ class SlicedStream:
                     signal = signal - signal.mean(-1, keepdim=True)
                 if self.normed:
                     signal = signal * torch.rsqrt(signal.square().mean(-1, keepdim=True) + eps)
+                extent = Extent.of(signal, len(signal), *sums_of(signal)[:2])
+                signal = signal.double() if needs_double(extent, extent) else signal
                 own = (signal.T @ signal).double()
                 found = own if found is None else found + own
         assert found is not None

@@ -124,6 +124,8 @@ class HiddenStream:
         captured: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         states: list[Tensor] = []
 
+        several = factory.returns_tuple
+
         def recorder(index: int) -> Callable[..., Any]:
             def record(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
                 captured.append((args, kwargs))
@@ -131,7 +133,7 @@ class HiddenStream:
                     states.append(hidden_states)
                 if index == len(layers) - 1:
                     raise _LastBlockReachedError
-                return (hidden_states, None) if family.tuples else hidden_states
+                return (hidden_states, None) if several else hidden_states
 
             return record
 

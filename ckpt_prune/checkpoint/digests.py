@@ -72,15 +72,18 @@ def processor_fingerprint(path: Path) -> str | None:
     return hashlib.sha256(canonical(sha256_files(path, present)).encode()).hexdigest() if present else None
 
 
+_OF_LOADING = ("transformers_version", "auto_map", "transformers_weights")
+
+
 def checkpoint_fingerprint(path: Path, config: dict[str, Any], tensors: Iterable[TensorInfo]) -> str:
     """Hex SHA-256 that tells a checkpoint from its fine-tuned siblings without reading all of it.
 
-    Hashed, in this order: the canonical JSON of `config` without `transformers_version` and `auto_map`; then for each
-    tensor on disk, by name: name, dtype, shape and a sample of its bytes. The sample is all of them up to 12,288 bytes;
-    beyond, the first 4,096, sixteen evenly spaced pieces of 256, and the last 4,096. An edit of a few elements of a
-    large tensor can therefore go unseen. How the tensors are spread over files does not matter.
+    Hashed, in this order: the canonical JSON of `config` without keys that say nothing of the function (`_OF_LOADING`);
+    then for each tensor on disk, by name: name, dtype, shape and a sample of its bytes. The sample is all of them up to
+    12,288 bytes; beyond, the first 4,096, sixteen evenly spaced pieces of 256, and the last 4,096. An edit of a few
+    elements of a large tensor can therefore go unseen. How the tensors are spread over files does not matter.
     """
-    kept = {key: value for key, value in config.items() if key not in ("transformers_version", "auto_map")}
+    kept = {key: value for key, value in config.items() if key not in _OF_LOADING}
     digest = hashlib.sha256(canonical(kept).encode())
     stored = (part for info in tensors for part in info.parts)
     for info in sorted(stored, key=lambda info: info.name):

@@ -1,15 +1,24 @@
 """What a sentence-transformers folder does with a model's last hidden states: `modules.json` and its sub-folders."""
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal, cast, get_args
 
+from ckpt_prune.checkpoint.jsonfile import read_object
 from ckpt_prune.errors import UserError
 
 MODULES = "modules.json"
+TRANSFORMER_SETTINGS = "sentence_bert_config.json"
+SENTENCE_SETTINGS = "config_sentence_transformers.json"
 WEIGHTS = "model.safetensors"
 """Of a module, in its own folder."""
 _PICKLE = "pytorch_model.bin"
+
+ModulesUse = Literal["sentence-similarity", "text-ranking"]
+"""What modules make of a model, in the words of the Hub."""
+SentenceClass = Literal["SentenceTransformer", "CrossEncoder", "SparseEncoder"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +52,71 @@ def modules_of(folder: Path) -> list[Module]:
         if each.folder is not None and (Path(each.folder).name != each.folder or each.folder.startswith(".")):
             raise UserError(f"{path} names {each.folder}, which is no folder inside {folder}")
     return found
+
+
+def use_of(folder: Path) -> ModulesUse | None:
+    """What a sentence-transformers folder uses its model for, whatever class config.json names.
+
+    Returns:
+        sentence-similarity if the last hidden states are read, as embedders do, so that a head is never used;
+        text-ranking if scores are the logits of tokens such as yes and no; None if the class at hand says it: in a
+        sparse encoder, a cross-encoder with a head for texts, and any other folder.
+
+    Raises:
+        UserError: as `modules_of`.
+    """
+    modules = modules_of(folder)
+    if modules[:1] != [Module("Transformer", None)]:
+        return None
+    path = folder / TRANSFORMER_SETTINGS
+    task = (read_object(path) if path.is_file() else {}).get("transformer_task", "feature-extraction")
+    if task == "feature-extraction":
+        return "sentence-similarity"
+    return "text-ranking" if task == "text-generation" and _ranking(modules) is not None else None
+
+
+def ranked_tokens(folder: Path) -> tuple[int, int | None]:
+    """The token whose logit is a text's score, and the one whose logit is taken from it, or None.
+
+    Args:
+        folder: whose use is text-ranking.
+
+    Raises:
+        UserError: its module does not name them.
+    """
+    module = _ranking(modules_of(folder))
+    path = folder / ((module and module.folder) or "") / "config.json"
+    settings = read_object(path)
+    true, false = settings.get("true_token_id"), settings.get("false_token_id")
+    if not isinstance(true, int) or not isinstance(false, int | None):
+        raise UserError(f"{path} names no true_token_id, or a false_token_id that is no number")
+    return true, false
+
+
+def _ranking(modules: Sequence[Module]) -> Module | None:
+    return next((module for module in modules if module.kind == "LogitScore"), None)
+
+
+def sentence_class(folder: Path, config: Mapping[str, Any]) -> SentenceClass | None:
+    """The class of sentence-transformers that loads a folder, or None if that package did not write it.
+
+    Args:
+        folder: of a checkpoint.
+        config: its config.json, where older cross-encoders say that they are some.
+
+    Raises:
+        UserError: as `modules_of`.
+    """
+    path = folder / SENTENCE_SETTINGS
+    named = (read_object(path) if path.is_file() else {}).get("model_type")
+    if named in get_args(SentenceClass):
+        return cast(SentenceClass, named)
+    kinds = [module.kind for module in modules_of(folder)]
+    if any(kind.startswith(("MLMTransformer", "Splade", "Sparse")) for kind in kinds):
+        return "SparseEncoder"
+    if kinds:
+        return "SentenceTransformer"
+    return "CrossEncoder" if "sentence_transformers" in config else None
 
 
 def module_files(folder: Path) -> dict[str, Path]:

@@ -128,6 +128,7 @@ class Checkpoint:
         config = _read_config(path)
         # The order of transformers: the single file wins where both are there.
         sharded = not (path / SINGLE).exists()
+        _check_named(path, config, INDEX if sharded else SINGLE)
         headers = _read_shards(path) if sharded else {SINGLE: read_header(path / SINGLE)}
         tensors = {name: info for header in headers.values() for name, info in header.tensors.items()}
         if plain_fp8(config):
@@ -356,6 +357,26 @@ def _read_config(path: Path) -> dict[str, Any]:
     config = config_object(path / CONFIG, read_object(path / CONFIG))
     refuse_quantised(path, config)
     return config
+
+
+def _check_named(path: Path, config: dict[str, Any], file: str) -> None:
+    """Refuse to read another file than transformers does.
+
+    Args:
+        path: of the checkpoint.
+        config: its config.json.
+        file: with its weights, or their index.
+
+    Raises:
+        UserError: config.json names another one.
+    """
+    named = config.get("transformers_weights", file)
+    # Outputs that carry code of their own hold a sentence in that key, which keeps other classes from reading them.
+    if named != file and (str(named).endswith((".safetensors", ".json")) or "auto_map" not in config):
+        raise UserError(
+            f"{path / CONFIG}: transformers reads weights from {named!r} (transformers_weights), and they are read "
+            f"from {file} here; rename the file, or take the key out where {file} is the right one"
+        )
 
 
 _SCALES = ("_scale_inv", "_scale")

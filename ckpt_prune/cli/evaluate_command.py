@@ -120,10 +120,10 @@ def command(as_json: bool, **given: Any) -> None:
 
     A masked language model (BERT) is asked for 15 % of the tokens of every window, masked. A classifier of texts or
     tokens, and one that finds answers, is held against MODEL2: KL divergence, and how often both put the same first; a
-    reranker by the order of its numbers. A base model without a head is compared by the cosine of its features with
-    those of MODEL2. A sentence-transformers folder is compared by its embeddings of every line of the text that is not
-    empty, cut to T tokens: their cosine, the rank correlation of the cosines of all pairs of lines, and how often both
-    find the same line nearest to another.
+    reranker or reward model by the order of its numbers. A base model without a head is compared by the cosine of its
+    features with those of MODEL2. A sentence-transformers folder, of an encoder or a decoder, is compared by its
+    embeddings of every line of the text that is not empty, cut to T tokens: their cosine, the rank correlation of the
+    cosines of all pairs of lines, and how often both find the same line nearest to another.
 
     Items of a .jsonl are answered by the likeliest continuation, as EleutherAI's harness does it: accuracy by plain
     log-probability, norm. by that per character, beside the chance of guessing. They have the shape of ARC, OpenBookQA,

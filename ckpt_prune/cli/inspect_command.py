@@ -100,6 +100,7 @@ def _print_remote(found: "RemoteDescription") -> None:
     facts = {
         "model": found.model,
         "family": f"{found.family} ({found.architecture}, remote code of this tool)",
+        "for": found.purpose,
         "weights": f"{found.dtype}, {human_bytes(found.bytes)} in {found.files} file(s)",
         "parameters": human_count(found.parameters),
         "FLOPs": found.flops and f"{human_count(found.flops)} for one sample of {found.tokens} tokens",
@@ -141,9 +142,10 @@ def _print_unknown(found: "UnknownDescription") -> None:
 def _print(found: "ModelDescription") -> None:
     from ckpt_prune.checkpoint.units import human_bytes, human_count
 
-    facts = {
+    facts: dict[str, str | None] = {
         "model": found.model + ("" if found.weights else " (config only)"),
         "family": f"{found.family} ({found.architecture})",
+        "for": found.purpose,
         "weights": f"{found.dtype}, {human_bytes(found.bytes)} in {found.files} file(s)",
         "parameters": human_count(found.parameters) + (", tied head" if found.tied_head else ""),
         "blocks": f"{found.blocks}, {human_count(found.block.parameters)} parameters each; "
@@ -159,7 +161,8 @@ def _print(found: "ModelDescription") -> None:
     if found.made_from is not None:
         facts["made from"] = f"{found.made_from.source} by recipe {found.made_from.recipe}"
     for key, value in facts.items():
-        click.echo(f"{key:<11} {value}")
+        if value:
+            click.echo(f"{key:<11} {value}")
     rows = [
         [
             name,

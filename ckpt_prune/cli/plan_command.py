@@ -192,7 +192,7 @@ def _print_shifts(sites: "Sequence[SitePlan]", left: Sequence[str]) -> None:
             *(str(site.block), space_of(site.space, site.expert), f"{len(site.kept)}/{site.units}"),
             *(figure(value) for value in (site.error_compensated, shift.test, shift.uncompensated, shift.floor)),
             figure(shift.covariances, ".3f"),
-            f"{shift.freedom}",
+            figure(shift.freedom, ".0f"),
         ]
         for site in sites
         if (shift := site.shift) is not None

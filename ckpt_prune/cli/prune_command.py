@@ -125,7 +125,8 @@ def command(as_json: bool, **given: Any) -> None:
         from ckpt_prune.cli.push_command import pushed_lines
 
         click.echo("\n".join(pushed_lines(pruned.pushed, files=False)))
-    click.get_current_context().exit(0 if pruned.passed else 1)
+    if not pruned.passed:
+        click.get_current_context().exit(1)
 
 
 def _print_done(pruned: Pruned) -> None:

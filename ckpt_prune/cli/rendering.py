@@ -152,8 +152,10 @@ def container_line(settled: Settled) -> str:
     """What an output that does not exist yet will be stored as."""
     container, uneven = settled.output.container, settled.recipe.widths == "per_layer"
     if settled.container_known:
-        stored = "code of its own" if container.remote_class is not None else container.model_type
-        return f"to be stored as {stored}{', or with code of its own where blocks differ in width' if uneven else ''}"
+        if container.remote_class is not None:
+            return "to be stored with code of its own"
+        other = ", or with code of its own where blocks differ in width" if uneven else ""
+        return f"to be stored as {container.model_type}{other}"
     family = settled.request.whole.model.family
     stock = f"{family.model_type}{' or one that computes the same' if family.stand_ins else ''}"
     own = ["there is none"] if settled.recipe.container == ANY else []

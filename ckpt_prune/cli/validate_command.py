@@ -59,4 +59,5 @@ def command(as_json: bool, **given: Any) -> None:
         from ckpt_prune.cli.proof import proof_lines
 
         click.echo("\n".join(proof_lines(found)))
-    click.get_current_context().exit(0 if found.passed else 1)
+    if not found.passed:
+        click.get_current_context().exit(1)

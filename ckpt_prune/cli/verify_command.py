@@ -47,4 +47,5 @@ def command(as_json: bool, **given: Any) -> None:
         click.echo()
         for check in found.checks:
             click.echo(f"{check.name}: {check.detail}")
-    click.get_current_context().exit(0 if found.passed else 1)
+    if not found.passed:
+        click.get_current_context().exit(1)

@@ -3,6 +3,7 @@
 See compensation/README.md, section 1.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -29,6 +30,7 @@ class Fit:
         gram: Σ x xᵀ, (k, k), or None where only the vectors are known.
         cross: Σ y xᵀ, (d_out, k), or None.
         target_energy: Σ ‖y‖², or None.
+        rounding: of the second moments' entries, as a share of √(Σ x_i² Σ x_j²): that of the type they were summed in.
     """
 
     count: int
@@ -37,6 +39,7 @@ class Fit:
     gram: Tensor | None = None
     cross: Tensor | None = None
     target_energy: float | None = None
+    rounding: float = torch.finfo(torch.float64).eps
 
     def __add__(self, other: "Fit") -> "Fit":
         """The fit of all tokens of both. It has second moments where both have them."""
@@ -58,6 +61,7 @@ class Fit:
             tensors(self.gram, other.gram),
             tensors(self.cross, other.cross),
             (self.target_energy or 0.0) + sign * (other.target_energy or 0.0) if known else None,
+            max(self.rounding, other.rounding),
         )
 
     @property
@@ -88,13 +92,19 @@ class Fit:
         """
         gram, cross, energy = self.second_moments()
         moved, target_moved = self.sum - self.count * origin, self.target_sum - self.count * target_origin
+        moved_gram = gram - torch.outer(self.sum, origin) - torch.outer(origin, moved)
+        moved_energy = energy - float(target_origin @ (self.target_sum + target_moved))
+        # Sums get smaller, and their rounding stays as it was.
+        smaller = float(moved_gram.trace()) * moved_energy
+        grown = max(1.0, float(gram.trace()) * energy / smaller) if smaller > 0 else 1.0
         return Fit(
             self.count,
             moved,
             target_moved,
-            gram - torch.outer(self.sum, origin) - torch.outer(origin, moved),
+            moved_gram,
             cross - torch.outer(self.target_sum, origin) - torch.outer(target_origin, moved),
-            energy - float(target_origin @ (self.target_sum + target_moved)),
+            moved_energy,
+            self.rounding * math.sqrt(grown),
         )
 
     def centred(self) -> "Fit":
@@ -209,7 +219,9 @@ def from_moments(weight: Tensor, moments: Moments, kept: Tensor) -> Fit:
     for _, rows in _chunks(is_dropped.nonzero().squeeze(1)):
         block = moments.gram[rows].double()
         energy += float(((wide @ block.T) * wide[:, rows]).sum())
-    return Fit(moments.count, total, target_sum, gram, cross, energy)
+    # Rounding of float32 tokens themselves adds its square to sums of any type.
+    rounding = max(torch.finfo(moments.gram.dtype).eps, torch.finfo(torch.float32).eps ** 2)
+    return Fit(moments.count, total, target_sum, gram, cross, energy, rounding)
 
 
 def blend_from_moments(weight: Tensor, moments: Moments, kept: Tensor) -> Blend:

@@ -50,11 +50,19 @@ class Method(Traits):
             its own fit, strength by strength.
         best_of_form: whether, without a strength, it is dear to fit and nothing of its form has a smaller error on the
             tokens it is fitted to. Then that error tells the choice on folds whether it can win at all.
+        freedom: outputs d_out and kept inputs k → how many numbers of the result it is free to choose (RCPU, section
+            4.2). None for a form that chooses every weight, and the bias where it adds one (`shift.freedom`).
     """
 
     fit: Callable[[Tensor, Fit, float], Solution]
     ridge_towards: Literal["kept", "zero"] | None = None
     best_of_form: bool = False
+    freedom: Callable[[int, int], int] | None = None
+
+
+def _turns(outputs: int) -> int:
+    """Numbers that say how a rotation of so many outputs turns: one for each pair of axes."""
+    return outputs * (outputs - 1) // 2
 
 
 def _none(weight_kept: Tensor, fit: Fit, strength: float) -> Solution:
@@ -73,10 +81,36 @@ def _plain(form: Callable[[Tensor, Fit], Solution]) -> Callable[[Tensor, Fit, fl
 METHODS: dict[str, Method] = {
     method.name: method
     for method in (
-        Method("none", "keep the surviving weights as they are", "no compensation", False, False, False, _none),
-        Method("bias", "restore the mean output", "FLAP; VBP", False, False, True, _bias),
         Method(
-            "rotation", "rotate the output", "RCPU eq. 5-7", True, False, False, _plain(rot.rotation), best_of_form=True
+            "none",
+            "keep the surviving weights as they are",
+            "no compensation",
+            False,
+            False,
+            False,
+            _none,
+            freedom=lambda outputs, kept: 0,
+        ),
+        Method(
+            "bias",
+            "restore the mean output",
+            "FLAP; VBP",
+            False,
+            False,
+            True,
+            _bias,
+            freedom=lambda outputs, kept: outputs,
+        ),
+        Method(
+            "rotation",
+            "rotate the output",
+            "RCPU eq. 5-7",
+            True,
+            False,
+            False,
+            _plain(rot.rotation),
+            best_of_form=True,
+            freedom=lambda outputs, kept: _turns(outputs),
         ),
         Method(
             "rotation-scale",
@@ -87,6 +121,7 @@ METHODS: dict[str, Method] = {
             False,
             _plain(rot.scaled_rotation),
             best_of_form=True,
+            freedom=lambda outputs, kept: _turns(outputs) + 1,
         ),
         Method(
             "centred-rotation",
@@ -97,6 +132,7 @@ METHODS: dict[str, Method] = {
             True,
             _plain(rot.centred_rotation),
             best_of_form=True,
+            freedom=lambda outputs, kept: _turns(outputs) + outputs,
         ),
         Method(
             "least-squares",
@@ -107,6 +143,7 @@ METHODS: dict[str, Method] = {
             False,
             _plain(ls.least_squares),
             best_of_form=True,
+            freedom=lambda outputs, kept: outputs**2,
         ),
         Method(
             "ridge",

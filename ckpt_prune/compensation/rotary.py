@@ -106,6 +106,18 @@ def solve_factors(system: RotarySystem, strength: Tensor) -> Tensor:
     return found.view(len(found), -1, 2)
 
 
+def factor_freedom(system: RotarySystem, strength: Tensor) -> float:
+    """Effective degrees of freedom of the factors of all heads, Σ v / (v + λ) over the eigenvalues v of each.
+
+    Args:
+        system: the equations.
+        strength: of each query head, (H,), zero or more, absolute.
+    """
+    values = torch.linalg.eigvalsh(system.normal)
+    values = torch.where(values > RELATIVE_CUTOFF * values[:, -1:], values, 0.0)
+    return float(torch.where(values > 0, values / (values + strength[:, None]), 0.0).sum())
+
+
 def factor_errors(system: RotarySystem, factors: Tensor) -> Tensor:
     """What the logits of every query head lose, squared and summed over all pairs of tokens, (H,), never negative.
 

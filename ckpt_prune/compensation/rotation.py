@@ -9,6 +9,8 @@ The paper takes Q = U Vᵀ of svd(C W_Kᵀ), (d_out, d_out). This module departs
   equals the paper's, too.
 - Where C W_Kᵀ is rank-deficient (few tokens), U Vᵀ is not unique. A decomposition's arbitrary choice would scramble
   the weights for inputs that calibration never saw. There Q is completed by the rotation nearest the identity.
+  Singular values that rounding of the moments may have made count as zero: with Grams in float32 some 1e-7 of the
+  largest.
 """
 
 import math
@@ -24,6 +26,8 @@ SMALLEST = 1e-7
 """The least singular value that a float64 Gram can show, relative to the largest. Worse matrices take more steps."""
 SINGULAR = 1e-13
 """Singular values below this share of the largest are rounding, and their directions are completed instead."""
+NOISE = 4.0
+"""Largest singular value of what rounding adds, as a multiple of their root mean square (measured: up to 2.5)."""
 SINGLE_PRECISION_LIMIT = 300.0
 """Largest coefficient c of a float32 step. Its rounding error grows with c; here it is 1e-5, and later steps cut it."""
 SINGLE_PRECISION_FROM = 256
@@ -34,7 +38,9 @@ ORTHOGONAL = 1e-8
 """Largest ‖QᵀQ − I‖ (Frobenius norm, over √n) of a factor taken as converged."""
 
 
-def polar(matrix: Tensor, *, rank: int | None = None, nearest: Callable[[], Tensor] | None = None) -> Tensor:
+def polar(
+    matrix: Tensor, *, rank: int | None = None, nearest: Callable[[], Tensor] | None = None, noise: float = 0.0
+) -> Tensor:
     """The factor Q of matrix = Q H, H symmetric positive semi-definite: the orthonormal matrix nearest to it.
 
     Args:
@@ -43,21 +49,25 @@ def polar(matrix: Tensor, *, rank: int | None = None, nearest: Callable[[], Tens
             it are noise.
         nearest: gives an (m, n) float64 matrix with orthonormal columns; None for the first columns of the identity.
             Where `matrix` is singular Q is not unique, and the Q nearest to this matrix is taken.
+        noise: singular values up to this one are rounding of the data that the matrix was made of.
 
     Returns:
         (m, n) float64 with orthonormal columns.
     """
     m, n = matrix.shape
     if n and (rank is None or rank >= n):
-        found = _iterate(matrix)
+        found = _iterate(matrix, noise)
         if found is not None:
             return found
     target = torch.eye(m, n, dtype=matrix.dtype, device=matrix.device) if nearest is None else nearest()
-    return _by_decomposition(matrix, n if rank is None else rank, target)
+    return _by_decomposition(matrix, n if rank is None else rank, target, noise)
 
 
-def _iterate(matrix: Tensor) -> Tensor | None:
-    """Polar factor of a tall (m, n) float64 matrix of full rank; None where it is too near singular to converge."""
+def _iterate(matrix: Tensor, noise: float) -> Tensor | None:
+    """Polar factor of a tall (m, n) float64 matrix of full rank; None where it is too near singular to converge.
+
+    None, too, where its least singular value is no more than `noise`.
+    """
     largest = _largest_singular_value(matrix)
     if not 0 < largest < math.inf:
         return None
@@ -70,6 +80,9 @@ def _iterate(matrix: Tensor) -> Tensor | None:
         if not resolved:
             low = min(_smallest_singular_value(gram), 1.0)
             resolved = low > SMALLEST
+            # A Gram in float64 shows nothing below `SMALLEST`: what is not seen is left to a decomposition.
+            if lifted == 1.0 and noise > SINGULAR * largest and low <= max(noise / largest, SMALLEST):
+                return None
         a, b, c = _weights(max(low, SMALLEST))
         # Early steps separate small singular values and need float64; once none is small, float32 loses nothing that
         # the polish (in float64) does not restore, at half the time.
@@ -165,10 +178,10 @@ def _polish(x: Tensor) -> Tensor | None:
     return None
 
 
-def _by_decomposition(matrix: Tensor, rank: int, nearest: Tensor) -> Tensor:
+def _by_decomposition(matrix: Tensor, rank: int, nearest: Tensor, noise: float) -> Tensor:
     """Polar factor of a tall (m, n) matrix by SVD, completed on its null space by the map nearest `nearest`."""
     left, values, right = torch.linalg.svd(matrix, full_matrices=True)
-    used = min(rank, int((values > SINGULAR * values.amax()).sum())) if values.numel() else 0
+    used = min(rank, int((values > max(noise, SINGULAR * float(values.amax()))).sum())) if values.numel() else 0
     known = left[:, :used] @ right[:used]
     left, right = left[:, used:], right[used:]
     u, _, v = torch.linalg.svd(left.T @ nearest @ right.T, full_matrices=False)
@@ -193,13 +206,23 @@ def procrustes(fit: Fit, weight_kept: Tensor) -> tuple[Tensor, float]:
     d_out, k = weight_kept.shape
     if k >= d_out:
         target = cross @ weight_kept.T
-        q = polar(target, rank=fit.count)
+        q = polar(target, rank=fit.count, noise=_noise(fit, weight_kept.T))
         return q @ weight_kept, float((q * target).sum())
     # W_K = P Lᵀ with P orthonormal: Q W_K = (Q P) Lᵀ, and Q P is the polar factor of C L. P itself is seldom needed.
     lower, basis = _triangle(weight_kept)
     target = _times_lower(cross, lower)
-    turned = polar(target, rank=fit.count, nearest=basis)
+    turned = polar(target, rank=fit.count, nearest=basis, noise=_noise(fit, lower))
     return _times_upper(turned, lower), float((turned * target).sum())
+
+
+def _noise(fit: Fit, factor: Tensor) -> float:
+    """The largest singular value that rounding of the moments may give C times `factor` (k, n).
+
+    An entry of C is off by `fit.rounding` of the root of both energies, each by chance.
+    """
+    gram, _, energy = fit.second_moments()
+    square = max(0.0, energy) * float((gram.diagonal()[:, None] * factor.square()).sum().clamp_min(0))
+    return NOISE * fit.rounding * math.sqrt(square / min(len(fit.target_sum), factor.shape[1]))
 
 
 def _triangle(tall: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from ckpt_prune.calibration.moments import Moments
 from ckpt_prune.compensation.diagnostics import diagnose
+from ckpt_prune.compensation.least_squares import solve
+from ckpt_prune.compensation.methods import Method
 
 DELTA = 0.05
 """Probability with which the bound may fail."""
@@ -108,23 +110,27 @@ def _covariance(moments: Moments) -> Tensor:
     return (moments.gram.double() / moments.count).sub_(moments.mean.outer(moments.mean))
 
 
-def freedom(method: str, outputs: int, kept: int) -> int:
-    """Degrees of freedom of a compensation (RCPU section 4.2): how many numbers of the result it is free to choose.
+def freedom(method: Method, outputs: int, calibration: Moments, kept: Tensor, strength: float) -> float:
+    """Degrees of freedom of a compensation (RCPU, section 4.2): how many numbers of the result it is free to choose.
+
+    Of ridge regression they are the effective ones, d_out tr(G (G + λ I)⁻¹) (Hastie et al. 2001), with G centred, and
+    the d_out numbers of the bias beside them, where it adds one. All other forms are counted by their numbers.
 
     Args:
-        method: a key of `methods.METHODS`.
+        method: the compensation.
         outputs: of the projection, d_out.
-        kept: inputs that stay, k.
+        calibration: moments that it is fitted to, of the projection's input (d,).
+        kept: inputs that stay, (k,) int64, on the same device.
+        strength: λ, absolute, on the scale of the calibration's Gram sums.
     """
-    rotation = outputs * (outputs - 1) // 2
-    return {
-        "none": 0,
-        "bias": outputs,
-        "rotation": rotation,
-        "rotation-scale": rotation + 1,
-        "centred-rotation": rotation + outputs,
-        "least-squares": outputs * outputs,
-        "ridge": outputs * kept,
-        "affine": outputs * kept + outputs,
-        "grail": outputs * kept,
-    }[method]
+    if method.freedom is not None:
+        return method.freedom(outputs, len(kept))
+    bias = outputs * method.adds_bias
+    if method.ridge_towards is None or calibration.gram is None:
+        return outputs * len(kept) + bias
+    gram = calibration.gram[kept][:, kept].double()
+    if method.adds_bias:
+        gram.addr_(calibration.mean[kept], calibration.sum[kept], alpha=-1)
+    penalised = gram.clone()
+    penalised.diagonal().add_(strength)
+    return outputs * float(solve(penalised, gram).diagonal().sum()) + bias

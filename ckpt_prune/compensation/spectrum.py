@@ -43,8 +43,8 @@ def spectrum(moments: Moments, *, exact: int = EXACT_WIDTH, sketch: int = SKETCH
     effective rank is Roy and Vetterli's. Sparsity would be 1 − active, with the threshold of the statistics. The
     table's sparsities after GELU need a larger one than the default, since GELU is almost never that near to zero.
 
-    The Gram is kept in float32. Where the means are far larger than the deviations, the smallest eigenvalues are
-    rounding. Negative eigenvalues count as zero.
+    A Gram in float32 rounds at 1e-7 of its largest entries: smaller eigenvalues are rounding. Negative ones count as
+    zero.
 
     Args:
         moments: of the full input (d,), with a Gram. The work is O(d³) in float64, on the Gram's device.

@@ -258,7 +258,7 @@ def _record(
         transformers=used["transformers"],
         compressed_tensors=str(require_library().__version__),
         source=Source(name=checkpoint.name, fingerprint=checkpoint.fingerprint, card=card),
-        auto_class=job.family.auto_class,
+        auto_class=job.family.loading_class,
         format=job.scheme.format,
         group_size=job.scheme.group_size,
         rounding="nearest" if job.hessians is None else "gptq",

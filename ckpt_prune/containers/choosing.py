@@ -7,9 +7,10 @@ function, else, where widths differ per block or on request, the source's type w
 """
 
 import copy
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from transformers import AutoConfig
 
@@ -17,7 +18,8 @@ from ckpt_prune.architectures.blocks import block_facts, module_paths
 from ckpt_prune.architectures.descriptions import load_family
 from ckpt_prune.architectures.family import REMOTE_PREFIX, Family
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.architectures.skeleton import as_said
+from ckpt_prune.architectures.parts import Experts
+from ckpt_prune.architectures.skeleton import RefusedConfigError, as_said, parse_config, quiet_transformers
 from ckpt_prune.architectures.spaces import SpaceName, first_of_experts, known_space
 from ckpt_prune.containers.container import Container, Ranks, Widths
 from ckpt_prune.containers.remote import BLOCKS_KEY, RANKS_KEY, REMOTE_MODULE
@@ -52,6 +54,62 @@ def stockless(model: Model, widths: Widths, candidate: Family | None = None) -> 
                 known = ", ".join(str(multiple.width(hidden, ratio)) for ratio in range(1, dense))
                 found[name] = f"{family.model_type} knows only {name} widths of {known}, not {units[name]}"
     return found
+
+
+def whole_spaces(model: Model) -> dict[SpaceName, str]:
+    """Spaces of which no unit can go in any stock class, and why: by rules that no description has.
+
+    The config classes are asked, once for a model.
+    """
+    if model not in _WHOLE:
+        _WHOLE[model] = {}
+        described = model.family.spaces
+        for names in _apart(model, [name for name in described if described[name].whole is None]):
+            units = model.units(names[0])
+            if units > 1 and not stockless(model, [dict.fromkeys(names, units - 1)]):
+                refusals = (_rule(model, dict.fromkeys(names, count)) for count in range(units - 1, 0, -1))
+                reason = next(refusals)
+                if reason is not None and None not in refusals:
+                    _WHOLE[model] |= dict.fromkeys(names, reason)
+    return _WHOLE[model]
+
+
+_WHOLE: "WeakKeyDictionary[Model, dict[SpaceName, str]]" = WeakKeyDictionary()
+
+
+def _apart(model: Model, spaces: Iterable[SpaceName]) -> list[list[SpaceName]]:
+    """Spaces by the config keys that say their widths, which those of experts and of `Family.together` share."""
+    described, groups = model.family.spaces, dict[str, list[SpaceName]]()
+    for name in spaces:
+        units = described[name].units
+        groups.setdefault(units if units in model.family.together else known_space(name), []).append(name)
+    return list(groups.values())
+
+
+def _rule(model: Model, units: Mapping[SpaceName, int]) -> str | None:
+    """Why every stock class refuses blocks of so many units, in the words of the first; None where one does not."""
+    reasons = []
+    for candidate in [model.family, *map(load_family, model.family.stand_ins)]:
+        reason = _obstacle(candidate, model, [units], frozenset(), remote_code=False, slotless_ok=True)
+        if reason is None:
+            reason = _refusal(_build(candidate, model, [units], frozenset(), remote=False, reasons=[]), model)
+        reasons.append(reason)
+    return None if None in reasons else reasons[0]
+
+
+def _refusal(container: Container, model: Model) -> str | None:
+    """Why transformers refuses a container's config, in its own words; None where it does not."""
+    try:
+        with quiet_transformers():
+            parse_config(container.config)
+    except RefusedConfigError as error:
+        keys = {key for space in model.family.spaces.values() for key in space.config}
+        changed = {key: container.config[key] for key in keys & container.config.keys()}
+        changed = {key: value for key, value in changed.items() if value != model.checkpoint.config.get(key)}
+        shape = " and ".join(f"{key} {changed[key]}" for key in sorted(changed)) or "a narrower stream"
+        name = type(model.config).__name__ if container.model_type == model.family.model_type else container.model_type
+        return f"{name} of transformers refuses {shape} ({error.rule.rstrip('.')})"
+    return None
 
 
 def _stock_values(model: Model, units: Mapping[SpaceName, int]) -> dict[str, int]:
@@ -97,6 +155,15 @@ def _obstacle(
     if candidate is not source and model.uses_sliding_window:
         return f"{candidate.model_type} is not offered for a model with sliding-window attention"
     return None
+
+
+def _why_remote(candidates: list[Family], model: Model, widths: Widths, biases: Set[str], *, uneven: bool) -> str:
+    """Why an output carries code of its own."""
+    if uneven:
+        return "blocks differ in width"
+    obstacles = [_obstacle(each, model, widths, biases, remote_code=False, slotless_ok=False) for each in candidates]
+    stock_fits = None in obstacles
+    return "on request" if stock_fits else str(obstacles[0])
 
 
 def _open_slots(candidate: Family, biases: Set[str]) -> tuple[dict[str, bool], frozenset[str]]:
@@ -170,8 +237,8 @@ def choose_container(
                 f"{stay} of {model.dimension(family.experts.count)} experts would stay, and the router sends every "
                 f"token to {chosen} ({family.experts.chosen} in config.json): keep as many"
             )
-        if stay is not None and family.experts is not None and family.experts.groups:
-            _check_groups(model, stay, chosen, *family.experts.groups)
+        if stay is not None and family.experts is not None:
+            _check_groups(model, family.experts, stay, chosen)
     uneven = any(dict(w) != dict(widths[0]) for w in widths)
     if uneven and not per_layer:
         raise UserError(
@@ -181,14 +248,16 @@ def choose_container(
     if requested == ANY and not uneven:
         try:
             return choose_container(model, given, biases, per_layer=per_layer)
-        except NothingFitsError as error:
-            made = choose_container(model, given, biases, requested=REMOTE, per_layer=per_layer)
-            return replace(made, note=remote_note(made.model_type, str(error.reasons[0])))
+        except NothingFitsError:
+            return choose_container(model, given, biases, requested=REMOTE, per_layer=per_layer)
     if uneven and requested not in ("auto", ANY, REMOTE):
         raise UserError(f"container {requested} cannot hold blocks of different widths: only remote can")
     padded: frozenset[SpaceName] = frozenset()
     if requested == PADDED:
         padded = frozenset(stockless(model, widths))
+        for names in _apart(model, [name for name in widths[0] if name not in padded]):
+            if _rule(model, {name: widths[0][name] for name in names}) is not None:
+                padded |= set(names)
         widths = [{s: model.units(s) if s in padded else n for s, n in w.items()} for w in widths]
     remote = uneven or requested == REMOTE
     names = [family.model_type, *family.stand_ins]
@@ -197,21 +266,36 @@ def choose_container(
             known = ", ".join([*names, REMOTE, ANY])
             raise UserError(f"container {requested!r} cannot hold a {family.model_type}: {known} or {PADDED} can")
         names = [requested]
-    candidates = [family if name == family.model_type else load_family(name) for name in names]
     reasons: list[str] = []
+    candidates = []
+    for name in names:
+        counterpart = None if name == family.model_type else load_family(name).class_of(family.auto_class)
+        if name == family.model_type:
+            candidates.append(family)
+        elif counterpart is not None:
+            candidates.append(load_family(name).of(counterpart))
+        else:
+            reasons.append(f"{name} has no class for {family.purpose}")
+    whole: list[SpaceName] = []
     # A stock type with all the slots is preferred even as the base of remote code; one without them comes last.
     for lacking_slots in (False, True) if remote else (False,):
         for candidate in candidates:
             reason = _obstacle(candidate, model, widths, biases, remote_code=remote, slotless_ok=lacking_slots)
             if reason is None:
+                if remote:
+                    reasons = [_why_remote(candidates, model, widths, biases, uneven=uneven)]
                 made = _build(candidate, model, widths, biases, remote=remote, reasons=reasons, ranks=ranks)
-                return _with_padding(made, padded)
+                reason = _refusal(made, model)
+                if reason is None:
+                    return _with_padding(made, padded)
+                whole = [s for s in whole_spaces(model) if widths[0].get(s, model.units(s)) < model.units(s)]
+                reason = whole_spaces(model)[whole[0]] if whole and candidate is family else reason
             if not lacking_slots:
                 reasons.append(reason)
     advice = "Choose a compensation without a bias, another ratio, or container: remote for remote code"
     if remote:
         advice = "Choose another ratio, or a recipe that takes as much from every block"
-    lacking = stockless(model, widths)
+    lacking = [*stockless(model, widths), *whole]
     if lacking and not remote:
         advice = (
             "Say container: remote to accept self-contained remote code, or container: padded to fill up with zeros, "
@@ -222,22 +306,24 @@ def choose_container(
             if multiple is not None and not multiple.gated:
                 hidden = model.dimension("hidden")
                 advice += f"; --set spaces.{name}.multiple_of={hidden} rounds the {name} up to a stock width"
+        for name in dict.fromkeys(map(known_space, whole)):
+            advice += f"; --set spaces.{name}.ratio=0 leaves all {name} in place, and the source is fine as it is"
     raise NothingFitsError(reasons, advice)
 
 
-def _check_groups(model: Model, stay: int, chosen: int, groups: str, among: str) -> None:
+def _check_groups(model: Model, experts: Experts, stay: int, chosen: int) -> None:
     """Refuse a number of experts that the router's groups cannot have.
 
     Raises:
         UserError: with the numbers that they can.
     """
-    count, sent = int(getattr(model.config, groups) or 1), int(getattr(model.config, among) or 1)
-    least = max(2, -(-chosen // sent)) * count
+    count, sent = experts.grouping(model.config)
+    least = max(experts.raters, -(-chosen // sent)) * count
     if count > 1 and (stay % count or stay < least):
+        key = next(iter(experts.groups))
         raise UserError(
-            f"{stay} experts would stay, which the router takes in {count} groups ({groups} in config.json) and sends "
-            f"every token to {chosen} experts of {sent} of them: keep a multiple of {count}, {least} at the least "
-            f"(--set spaces.experts.multiple_of={count})"
+            f"{stay} experts would stay, which the router takes in {count} groups ({key} in config.json) and sends "
+            f"every token to {chosen} experts of {sent} of them: keep a multiple of {count}, {least} at the least"
         )
 
 
@@ -331,6 +417,10 @@ def _build(
     remote_class = f"{REMOTE_PREFIX}{candidate.architecture}"
     values["architectures"] = [remote_class]
     values["auto_map"] = {candidate.auto_class: f"{REMOTE_MODULE}.{remote_class}"}
+    base = candidate.class_of("AutoModel")
+    if family.used_for == "sentence-similarity" and base is not None:
+        # sentence-transformers loads the base model, also of a class with a head.
+        values["auto_map"]["AutoModel"] = f"{REMOTE_MODULE}.{REMOTE_PREFIX}{base}"
     values[BLOCKS_KEY] = block_facts(candidate, model.dimension)
     slotless = sorted(module for module in biases if module not in candidate.bias_slots)
     if slotless:
@@ -338,7 +428,8 @@ def _build(
         values["ckpt_prune_biases"] = [path for module in slotless for path in paths[module]]
     overrides = {}
     first = model.config_values(widths[0])
-    if candidate.heads_divide_hidden and candidate.uneven:
+    made = Container(candidate.model_type, values)
+    if candidate.uneven and (candidate.heads_divide_hidden or _refusal(made, model) is not None):
         # The class checks the number that all blocks have: it stays the dense one, and every other is a block's own.
         numbers = [candidate.dimensions[name][0] for name in ("query_heads", "kv_heads")]
         dense = {key: getattr(model.config, key) for key in numbers if key in first}
@@ -354,6 +445,5 @@ def _build(
         values[RANKS_KEY] = _ranks(candidate, ranks[0])
     if overrides:
         values |= candidate.uneven | {"per_layer_config": overrides}
-    reason = next(iter(stockless(model, widths).values()), "on request") if same else "on request"
-    note = remote_note(candidate.model_type, "blocks differ in width" if overrides else reason)
+    note = remote_note(candidate.model_type, reasons[0])
     return Container(candidate.model_type, values, remote_class, opened, note, candidate.architecture)

@@ -22,6 +22,8 @@ BLOCKS_KEY = "ckpt_prune_blocks"
 def remote_class(config: dict[str, Any], folder: Path) -> str | None:
     """The class of `modeling_pruned` that a config.json's `auto_map` asks for; None where it asks for no code.
 
+    An embedder that stores a head asks for two: its own, which `architectures` names, and its base model.
+
     Raises:
         UserError: it asks for code that is not this tool's.
     """
@@ -30,8 +32,9 @@ def remote_class(config: dict[str, Any], folder: Path) -> str | None:
         return None
     targets = {str(target) for target in auto_map.values()} if isinstance(auto_map, dict) else set()
     ours = {f"{REMOTE_MODULE}.{name}" for name in _ours(config)}
-    if len(targets) == 1 and targets <= ours:
-        return targets.pop().removeprefix(f"{REMOTE_MODULE}.")
+    named = {f"{REMOTE_MODULE}.{name}" for name in config.get("architectures") or []}
+    if targets and targets <= ours and (len(targets) == 1 or targets & named):
+        return min(targets & named or targets).removeprefix(f"{REMOTE_MODULE}.")
     raise UserError(f"{folder} asks for remote code that is not this tool's (auto_map in config.json): it is not run")
 
 
@@ -39,7 +42,7 @@ def _ours(config: dict[str, Any]) -> set[str]:
     """Classes of remote code that this tool writes for a config's family."""
     if not is_known(config):
         return set()
-    return {f"{REMOTE_PREFIX}{name}" for name in described(config).architectures}
+    return {f"{REMOTE_PREFIX}{name}" for name in described(config).classes}
 
 
 def remote_model_class(name: str) -> type[PreTrainedModel]:

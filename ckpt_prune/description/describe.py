@@ -29,6 +29,7 @@ from ckpt_prune.description.model import (
     Zeros,
 )
 from ckpt_prune.errors import UserError
+from ckpt_prune.evaluation.loading import purpose_of
 from ckpt_prune.planning.accounting import cost_of
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.recipe_file import load_recipe
@@ -108,6 +109,7 @@ def _model(
         model=str(checkpoint.path),
         family=family.model_type,
         architecture=family.architecture,
+        purpose=family.purpose,
         dtype=str(checkpoint.dtype).removeprefix("torch."),
         files=len(checkpoint.files),
         blocks=model.blocks,
@@ -151,8 +153,7 @@ def _space(model: Model, name: Any) -> SpaceDescription:
     existing = {module for module in family.linears if model.has(module, "bias")}
     alike = [other for other in family.spaces if known_space(other) == known_space(name)]
     together = [other for other, own in family.spaces.items() if own.units == description.units in family.together]
-    groups = family.experts.groups[:1] if family.experts is not None and description.ends == "experts" else ()
-    fewer = max(1, units - (int(getattr(model.config, groups[0]) or 1) if groups else 1))
+    fewer = max(1, units - (model.multiple(name) if description.ends == "experts" else 1))
     fits = {}
     for label, biases in (
         ("weights", existing),
@@ -213,6 +214,7 @@ def _remote(checkpoint: Checkpoint, remote: str, zeros: SparsityDescription | No
         model=str(checkpoint.path),
         family=family_of(checkpoint.config).model_type,
         architecture=remote,
+        purpose=purpose_of(checkpoint.config, checkpoint.path),
         dtype=str(checkpoint.dtype).removeprefix("torch."),
         files=len(checkpoint.files),
         parameters=sum(info.numel for info in checkpoint.tensors.values()),

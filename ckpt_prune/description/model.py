@@ -104,6 +104,7 @@ class _Any(_Fixed):
     model: str
     family: str
     architecture: str
+    purpose: str | None
     dtype: str
     files: int
     sparsity: SparsityDescription | None = None
@@ -140,6 +141,7 @@ class ModelDescription(_Any):
         model: its folder.
         family: its model type.
         architecture: the class it loads as.
+        purpose: what it is for, in the Hub's words; None where this package does nothing with such models.
         dtype: of its weights.
         files: safetensors files.
         blocks: of the model.
@@ -185,6 +187,7 @@ class RemoteDescription(_Any):
         model: its folder.
         family: its model type.
         architecture: its class, of its own code.
+        purpose: as of `ModelDescription`.
         dtype: of its weights.
         files: safetensors files.
         parameters, bytes: of its tensors.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ckpt_prune.calibration.readout import kl_divergence, two_classes
+from ckpt_prune.calibration.readout import kl_divergence, read_whole, two_classes
 from ckpt_prune.checkpoint.finite import all_finite
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.correlation import rank_correlation
@@ -32,7 +32,12 @@ class HeadComparison:
 
 @torch.inference_mode()
 def compare_heads(
-    model: PreTrainedModel, reference: PreTrainedModel, windows: Tensor, *, per_token: bool = False
+    model: PreTrainedModel,
+    reference: PreTrainedModel,
+    windows: Tensor,
+    *,
+    per_token: bool = False,
+    ranked: tuple[int, int | None] | None = None,
 ) -> HeadComparison:
     """Compare the logits of two models.
 
@@ -41,6 +46,8 @@ def compare_heads(
         reference: of the same kind, with as many classes.
         windows: int64 token ids, (N, T).
         per_token: whether predictions are of tokens. Logits without an axis of classes are then of two each.
+        ranked: of a reranker by the logits of a causal language model, the tokens that make its number
+            (`modules.ranked_tokens`).
 
     Raises:
         UserError: a window does not suit a model, the heads differ in their classes, too few texts have single numbers
@@ -48,12 +55,13 @@ def compare_heads(
     """
     for each in (model, reference):
         check_windows(each, windows)
+        read_whole(each)
         each.eval()
     kl = agreeing = 0.0
     predictions = 0
     numbers: tuple[list[Tensor], list[Tensor]] = ([], [])
     for batch in batches(model, windows, batch_size=None, what="comparing"):
-        pairs = zip(_logits(model, batch), _logits(reference, batch), strict=True)
+        pairs = zip(_logits(model, batch, ranked), _logits(reference, batch, ranked), strict=True)
         for ours, theirs in pairs:
             if ours.shape != theirs.shape:
                 raise UserError("the two heads differ in their classes: what they give cannot be compared")
@@ -78,7 +86,15 @@ def compare_heads(
     return HeadComparison(None, None, order, count, count, window)
 
 
-def _logits(model: PreTrainedModel, batch: Tensor) -> Iterator[Tensor]:
-    """Every output that has logits, in the model's order, float32 on CPU."""
+def _logits(model: PreTrainedModel, batch: Tensor, ranked: tuple[int, int | None] | None) -> Iterator[Tensor]:
+    """Every output that has logits, in the model's order, or the number that a reranker makes of it; float32 on CPU."""
     found = model(input_ids=batch.to(model.device))
-    return (value.float().cpu() for name, value in found.items() if name.endswith("logits"))
+    for name, value in found.items():
+        if name.endswith("logits"):
+            logits = value.float().cpu()
+            yield logits if ranked is None else _number(logits[:, -1], *ranked)
+
+
+def _number(logits: Tensor, true: int, false: int | None) -> Tensor:
+    """What a reranker by logits says of texts, (B, 1), from those of their last tokens, (B, vocabulary)."""
+    return logits[:, [true]] - (0 if false is None else logits[:, [false]])

@@ -2,16 +2,15 @@
 
 from pathlib import Path
 
+from ckpt_prune.architectures.purposes import WITHOUT_HEAD, Purpose
 from ckpt_prune.checkpoint.journal import refuse_unfinished
 from ckpt_prune.checkpoint.jsonfile import read_object
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation import classification
-from ckpt_prune.evaluation.loading import kind_of, read_config
+from ckpt_prune.evaluation.loading import purpose_of_folder
 
-MASKED = ("AutoModelForMaskedLM", "AutoModelForPreTraining")
-
-LABELLED = ("AutoModelForSequenceClassification", "AutoModelForTokenClassification", "AutoModelForQuestionAnswering")
-"""Heads whose figures would need labels: they are held against another model's."""
+LABELLED = ("text-classification", "token-classification", "question-answering", "text-ranking")
+"""Purposes whose figures would need labels: such models are held against another one."""
 
 
 def check_folder(folder: Path) -> None:
@@ -33,22 +32,32 @@ def is_vision(folder: Path) -> bool:
         return False
 
 
-def auto_class_of(folder: Path) -> str:
-    """The Auto class of a folder's architecture, or of those that give the same (`kind_of`)."""
-    return kind_of(read_config(folder))
-
-
 def check_same_kind(folder: Path, reference: Path | None) -> None:
-    """Refuse a reference that gives something else than what is measured: other predictions, or none.
+    """Refuse a reference that is for something else than what is measured.
 
     Raises:
-        UserError: the Auto classes differ, but for the two of masked language models.
+        UserError: the purposes differ, or one has none. Whoever compares embeddings says why plain features are none.
     """
     if reference is None:
         return
-    ours, theirs = auto_class_of(folder), auto_class_of(reference)
-    if ours != theirs and not {ours, theirs} <= set(MASKED):
-        raise UserError(f"{folder} loads as {ours}, {reference} as {theirs}: what they give cannot be compared")
+    ours, theirs = purpose_of_folder(folder), purpose_of_folder(reference)
+    if ours != theirs and not {ours, theirs} <= WITHOUT_HEAD:
+        is_for = [f"{path} is for {what or 'another task'}" for path, what in ((folder, ours), (reference, theirs))]
+        raise UserError(f"{' and '.join(is_for)}: what they give cannot be compared")
+
+
+def check_generates(folder: Path, *others: Purpose) -> None:
+    """Refuse a model that is not there to generate text.
+
+    Args:
+        folder: of the model.
+        others: purposes that will do, too.
+
+    Raises:
+        UserError: it is for something else.
+    """
+    if purpose_of_folder(folder) not in ("text-generation", *others):
+        raise UserError(f"{folder} does not generate text: --tasks and --generate are for causal language models")
 
 
 def reference_of_base(folder: Path, reference: Path | None) -> Path:

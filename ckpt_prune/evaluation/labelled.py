@@ -10,23 +10,23 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ckpt_prune.architectures.context import context_length
-from ckpt_prune.calibration.readout import kl_divergence
+from ckpt_prune.calibration.readout import kl_divergence, read_whole
 from ckpt_prune.calibration.text import load_tokenizer
 from ckpt_prune.checkpoint.digests import tokenizer_fingerprint
 from ckpt_prune.checkpoint.finite import all_finite
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.correlation import rank_correlation
 from ckpt_prune.evaluation.forward import by_length, check_tokens
-from ckpt_prune.evaluation.kinds import auto_class_of, check_folder, check_same_kind
+from ckpt_prune.evaluation.kinds import check_folder, check_same_kind
 from ckpt_prune.evaluation.label_items import LabelItem, read_labelled
 from ckpt_prune.evaluation.label_metrics import METRICS
-from ckpt_prune.evaluation.loading import read_config
+from ckpt_prune.evaluation.loading import purpose_of_folder, read_config
 from ckpt_prune.evaluation.results import Alike, LabelResult, LabelScore
 from ckpt_prune.evaluation.texts import Pair
 from ckpt_prune.progress import track
 from ckpt_prune.task_names import LabelTask, Metric, named_task, task_of
 
-KIND = "AutoModelForSequenceClassification"
+PURPOSE = "text-classification"
 _UNLIMITED = 10**6
 """Tokenizers that know no length say one beyond this."""
 
@@ -39,7 +39,7 @@ class _Task:
 
 def is_labelled(folder: Path) -> bool:
     """Whether a folder holds a model whose answers are labels of texts."""
-    return (folder / "config.json").is_file() and auto_class_of(folder) == KIND
+    return (folder / "config.json").is_file() and purpose_of_folder(folder) == PURPOSE
 
 
 def measure_labelled(pair: Pair, names: Sequence[str], limit: int | None) -> LabelResult:
@@ -57,7 +57,7 @@ def measure_labelled(pair: Pair, names: Sequence[str], limit: int | None) -> Lab
         if path is None:
             continue
         check_folder(path)
-        if auto_class_of(path) != KIND:
+        if purpose_of_folder(path) != PURPOSE:
             raise UserError(
                 f"{path} gives no labels of texts: tasks of GLUE are for models with a sequence-classification head"
             )
@@ -105,9 +105,15 @@ def _of_task(
     cut: dict[str, Any] = {"truncation": True, "max_length": min(limits)} if limits else {}
     rows = [tokenizer(*item.texts, **cut) for item in items]
     lengths = [len(row["input_ids"]) for row in rows]
+    assert tokenizer.pad_token_id is not None
+    read_whole(model, tokenizer.pad_token_id)
+    pad = getattr(model.config.get_text_config(), "pad_token_id", tokenizer.pad_token_id)
     found: list[Tensor] = [torch.empty(0)] * len(rows)
     for batch in track(by_length(lengths), what, unit="batch"):
-        padded = tokenizer.pad([rows[index] for index in batch], return_tensors="pt")
+        # On the right, where it changes nothing of what a causal model makes of the tokens before, and by the token
+        # that the model's class takes for padding: the tokenizer may name another.
+        padded = tokenizer.pad([rows[index] for index in batch], padding_side="right", return_tensors="pt")
+        padded["input_ids"] = padded["input_ids"].masked_fill(padded["attention_mask"] == 0, pad)
         check_tokens(model, padded["input_ids"])
         given = {name: value.to(model.device) for name, value in padded.items() if name in tokenizer.model_input_names}
         logits = model(**given).logits.float().cpu()

@@ -11,13 +11,16 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from ckpt_prune.architectures.composite import known_composites, load_composite
 from ckpt_prune.architectures.descriptions import described, is_known
 from ckpt_prune.architectures.family import REMOTE_PREFIX
 from ckpt_prune.architectures.parts import GROUPED
+from ckpt_prune.architectures.purposes import Purpose, purpose_of_class
 from ckpt_prune.architectures.skeleton import (
     absent_pooler,
+    base_of,
     is_stored_buffer,
     parse_config,
     quiet_transformers,
@@ -25,6 +28,7 @@ from ckpt_prune.architectures.skeleton import (
 )
 from ckpt_prune.checkpoint.inputs import read_input
 from ckpt_prune.checkpoint.jsonfile import parse_object
+from ckpt_prune.checkpoint.modules import use_of
 from ckpt_prune.checkpoint.quantised import is_packed, plain_fp8, refuse_quantised
 from ckpt_prune.checkpoint.reading import Checkpoint, config_object
 from ckpt_prune.containers.remote import remote_class, remote_model_class, with_block_facts
@@ -74,7 +78,7 @@ def load_model(
         device: Where the model goes, unless it is to be spread over several (`placing.spread`).
         dtype: Of its parameters; "auto" is the checkpoint's own. None is float32 on CPU, where bf16 is slow, and the
             checkpoint's own elsewhere.
-        auto: The class of a stock model, as `load_reported` takes it.
+        auto: The class of a stock model, as `load_reported` takes it. Without it an embedder is its base model.
         trust_remote_code: Run code that the folder brings, where it is not this tool's.
         whole: On one device in any case.
 
@@ -92,6 +96,8 @@ def load_model(
             f"{folder}: tensors are missing or of the wrong shape: {wanting[0]}{more}; "
             f"run `ckpt-prune verify {folder}` for all of them"
         )
+    if auto is None and use_of(folder) == "sentence-similarity":
+        model = base_of(model)
     return model if places is not None else model.to(device)
 
 
@@ -117,7 +123,7 @@ def load_reported(
         folder: A checkpoint folder, single-file or sharded. Pickles are not read.
         dtype: Of the parameters; "auto" is the checkpoint's own.
         auto: The Auto class of a stock model, or the class itself; by default the Auto class of the architecture in
-            config.json.
+            config.json, or AutoModel for an embedder.
         trust_remote_code: Run the folder's own code, where it is not this tool's.
         places: Where its parts may go, if not all on CPU.
 
@@ -134,7 +140,7 @@ def load_reported(
         ours, foreign = None, True
     if not is_packed(raw):
         refuse_quantised(folder, raw)
-    loader: Any = getattr(transformers, auto or auto_class(raw))
+    loader: Any = getattr(transformers, auto or loading_class(folder, raw))
     options: dict[str, Any] = {"trust_remote_code": foreign}
     source: Path | None = folder
     # compressed-tensors shows bars of its own, which nothing turns off.
@@ -142,6 +148,7 @@ def load_reported(
         try:
             if ours is not None:
                 loader = remote_model_class(ours)
+                loader.register_for_auto_class(auto_class(raw))  # so that what is saved of it carries the code
                 stored = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
                 options = {"config": with_block_facts(stored, ours)}
             elif places is not None and (is_packed(raw) or (plain_fp8(raw) and not foreign)):
@@ -258,19 +265,50 @@ def auto_class(config: dict[str, Any]) -> str:
     if not is_known(config):
         return _by_name(name)
     family = described(config)
-    if name and name not in family.architectures:
+    if name and not family.has_class(name):
         return _by_name(name)
     return family.of(name or family.architecture).auto_class
 
 
-def kind_of(config: dict[str, Any]) -> str:
-    """The Auto class whose models give what that of a config.json gives: ELECTRA's discriminator classifies tokens."""
+def loading_class(folder: Path, config: dict[str, Any]) -> str:
+    """The Auto class that a folder with a config.json is loaded by: that of the base model for an embedder."""
+    return "AutoModel" if use_of(folder) == "sentence-similarity" else auto_class(config)
+
+
+def purpose_of_folder(folder: Path) -> Purpose | None:
+    """What the model or graph in a folder is for, as `purpose_of` says.
+
+    Raises:
+        UserError: config.json or modules.json cannot be read.
+    """
+    return purpose_of(read_config(folder), folder)
+
+
+def purpose_of(config: dict[str, Any], folder: Path | None = None) -> Purpose | None:
+    """What a model is for; None if its class is for something that this package does nothing with.
+
+    Args:
+        config: its config.json.
+        folder: of the checkpoint or graph; without it config.json alone says what it is for.
+
+    Raises:
+        UserError: modules.json cannot be read.
+    """
     name = str(next(iter(config.get("architectures") or []), "")).removeprefix(REMOTE_PREFIX)
     known = is_known(config) and name in described(config).architectures
-    return "AutoModelForTokenClassification" if known and described(config).of(name).binary else auto_class(config)
+    binary = known and described(config).of(name).binary
+    used_for = None if folder is None else use_of(folder)
+    return purpose_of_class(auto_class(config), binary=binary, used_for=used_for)
+
+
+def reads_causally(config: dict[str, Any]) -> bool:
+    """Whether a config.json is of a family of causal language models, whatever the class at hand is for."""
+    return is_known(config) and described(config).has_causal
 
 
 def _by_name(architecture: str) -> str:
+    if architecture in MODEL_MAPPING_NAMES.values():
+        return "AutoModel"
     task = architecture.rpartition("For")[2]
     auto = f"AutoModelFor{task}"
     return auto if "For" in architecture and hasattr(transformers, auto) else "AutoModelForCausalLM"

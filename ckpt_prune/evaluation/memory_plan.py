@@ -12,7 +12,7 @@ from torch import nn
 from ckpt_prune.architectures.skeleton import parse_config, shapes_alone
 from ckpt_prune.checkpoint.units import human_bytes
 from ckpt_prune.containers.remote import remote_class, remote_model_class, with_block_facts
-from ckpt_prune.evaluation.loading import auto_class, read_config
+from ckpt_prune.evaluation.loading import loading_class, read_config
 from ckpt_prune.evaluation.placing import Device, DeviceMap, no_room
 
 
@@ -104,7 +104,7 @@ def _planned(folder: Path, room: dict[Device, int], asked: torch.dtype | str) ->
     from accelerate.utils import compute_module_sizes, get_balanced_memory
 
     raw = read_config(folder)
-    model: Any = _shapes(folder, raw, auto_class(raw))
+    model: Any = _shapes(folder, raw, loading_class(folder, raw))
     dtype = model.dtype if isinstance(asked, str) else asked
     # accelerate takes a tensor for no larger than it is stored.
     model.to(dtype)

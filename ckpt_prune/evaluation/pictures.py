@@ -15,9 +15,9 @@ from ckpt_prune.checkpoint.jsonfile import read_object
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.classification import class_names, classify, compare_classifiers, is_classifier
 from ckpt_prune.evaluation.features import compare_features
-from ckpt_prune.evaluation.kinds import auto_class_of, check_folder, check_same_kind, is_vision, reference_of_base
+from ckpt_prune.evaluation.kinds import check_folder, check_same_kind, is_vision, reference_of_base
 from ckpt_prune.evaluation.label_maps import LabelMaps
-from ckpt_prune.evaluation.loading import read_config
+from ckpt_prune.evaluation.loading import purpose_of_folder, read_config
 from ckpt_prune.evaluation.patch_heads import measure_patch_head, read_patch_head
 from ckpt_prune.evaluation.probing import Probe, ProbeName, features_of, probe
 from ckpt_prune.evaluation.results import AccuracyResult, FeaturesResult, PatchHeadResult, ProbeResult
@@ -34,7 +34,7 @@ def measure_images(pair: Pair, options: EvaluationOptions) -> AccuracyResult | F
     assert options.images is not None
     folder, reference = pair.folder, pair.reference
     base = None
-    if is_vision(folder) and auto_class_of(folder) == "AutoModel":
+    if is_vision(folder) and purpose_of_folder(folder) == "feature-extraction":
         base = reference_of_base(folder, reference)
         check_same_kind(folder, base)
     classes = _shared_classes(folder, reference) if base is None else None

@@ -13,7 +13,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ckpt_prune.architectures.context import context_length
 from ckpt_prune.checkpoint.finite import all_finite
 from ckpt_prune.checkpoint.jsonfile import read_object
-from ckpt_prune.checkpoint.modules import MODULES, WEIGHTS, Module, modules_of
+from ckpt_prune.checkpoint.modules import (
+    MODULES,
+    SENTENCE_SETTINGS,
+    TRANSFORMER_SETTINGS,
+    WEIGHTS,
+    Module,
+    modules_of,
+)
 from ckpt_prune.checkpoint.reading import read_tensors
 from ckpt_prune.checkpoint.shard import read_header
 from ckpt_prune.errors import UserError
@@ -160,11 +167,13 @@ class SentenceModel:
         if not modules or modules[0].kind != "Pooling":
             raise UserError(f"{folder} has no Pooling behind its Transformer, so a text has no one embedding")
         self._steps = [_KNOWN[each.kind](folder / (each.folder or ""), each) for each in modules]
-        path = folder / "sentence_bert_config.json"
-        settings = read_object(path) if path.is_file() else {}
+        settings = _settings(folder / TRANSFORMER_SETTINGS)
         limits = [settings.get("max_seq_length"), context_length(model.config)]
         self.longest = min((each for each in limits if isinstance(each, int)), default=None)
         self._lower = settings.get("do_lower_case") is True
+        self._prompt = _default_prompt(folder / SENTENCE_SETTINGS)
+        pooling = _settings(folder / (modules[0].folder or "") / "config.json")
+        self._unpooled = 0 if pooling.get("include_prompt", True) else self._prompt_length()
 
     @torch.inference_mode()
     def embed(self, texts: Sequence[str], most: int) -> tuple[Tensor, int]:
@@ -175,7 +184,8 @@ class SentenceModel:
             most: tokens of a text; longer ones are cut, also to what the folder says.
         """
         most = min(most, self.longest or most)
-        texts = [text.lower() for text in texts] if self._lower else list(texts)
+        texts = [f"{self._prompt}{text}" for text in texts]
+        texts = [text.lower() for text in texts] if self._lower else texts
         encoded = self._tokenizer(texts, truncation=True, max_length=most)
         lengths = [len(ids) for ids in encoded["input_ids"]]
         found: dict[int, Tensor] = {}
@@ -185,10 +195,36 @@ class SentenceModel:
             )
             output = self._model(**{name: values.to(self._model.device) for name, values in batch.items()})
             values, mask = output.last_hidden_state.float().cpu(), batch["attention_mask"]
+            mask = mask * (mask.cumsum(1) > self._unpooled)
             for step in self._steps:
                 values = step(values, mask)
             found |= dict(zip(rows, values, strict=True))
         return torch.stack([found[row] for row in range(len(texts))]), sum(lengths)
+
+    def _prompt_length(self) -> int:
+        """Tokens of the prompt and of what the tokenizer opens a text with."""
+        ids = self._tokenizer(self._prompt)["input_ids"] if self._prompt else []
+        closed = bool(ids) and ids[-1] in self._tokenizer.all_special_ids
+        return len(ids) - closed
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    return read_object(path) if path.is_file() else {}
+
+
+def _default_prompt(path: Path) -> str:
+    """What sentence-transformers puts before every text where no prompt is asked for.
+
+    Raises:
+        UserError: it is named, and there is none of that name.
+    """
+    settings = _settings(path)
+    name, prompts = settings.get("default_prompt_name"), settings.get("prompts") or {}
+    if name is None:
+        return ""
+    if not (isinstance(prompts, dict) and isinstance(prompts.get(name), str)):
+        raise UserError(f"{path} has the default_prompt_name {name!r}, and no such prompt: add it, or write null")
+    return str(prompts[name])
 
 
 # ---- the comparison -------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.choice_items import read_items
 from ckpt_prune.evaluation.choices import ChoiceScore, answer
 from ckpt_prune.evaluation.generation import Continuation, continue_prompts
-from ckpt_prune.evaluation.kinds import auto_class_of, check_folder, check_same_kind, is_vision
+from ckpt_prune.evaluation.kinds import check_folder, check_generates, check_same_kind
 from ckpt_prune.evaluation.results import ChoiceResult, GenerationResult
 from ckpt_prune.evaluation.texts import Pair
 
@@ -66,8 +66,7 @@ def _check(pair: Pair) -> None:
         if path is None:
             continue
         check_folder(path)
-        if is_vision(path) or auto_class_of(path) != "AutoModelForCausalLM":
-            raise UserError(f"{path} does not generate text: --tasks and --generate are for causal language models")
+        check_generates(path)
     check_same_kind(pair.folder, pair.reference)
     if pair.reference is not None and tokenizer_fingerprint(pair.folder) != tokenizer_fingerprint(pair.reference):
         raise UserError(f"{pair.folder} and {pair.reference} have different tokenizers: they read a text differently")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ckpt_prune.architectures.purposes import WITHOUT_HEAD
 from ckpt_prune.calibration.samples import TokenWindows
 from ckpt_prune.calibration.text import (
     evaluation_windows,
@@ -18,21 +19,19 @@ from ckpt_prune.calibration.text import (
     token_stream,
 )
 from ckpt_prune.checkpoint.digests import tokenizer_fingerprint
-from ckpt_prune.checkpoint.modules import MODULES, modules_of
+from ckpt_prune.checkpoint.modules import MODULES, modules_of, ranked_tokens
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.features import compare_features
 from ckpt_prune.evaluation.forward import check_windows
 from ckpt_prune.evaluation.heads import compare_heads
 from ckpt_prune.evaluation.kinds import (
     LABELLED,
-    MASKED,
-    auto_class_of,
     check_folder,
     check_same_kind,
     is_vision,
     reference_of_base,
 )
-from ckpt_prune.evaluation.loading import load_model
+from ckpt_prune.evaluation.loading import auto_class, load_model, purpose_of_folder, read_config
 from ckpt_prune.evaluation.masked import MaskedComparison, choose_masked, fill_in
 from ckpt_prune.evaluation.perplexity import compare, perplexity
 from ckpt_prune.evaluation.results import FeaturesResult, HeadResult, MaskedResult, PerplexityResult, SentencesResult
@@ -112,7 +111,7 @@ def measure_text(pair: Pair, options: EvaluationOptions) -> TextResult:
     if reference is not None and tokenizer_fingerprint(folder) != tokenizer_fingerprint(reference):
         raise UserError(f"{folder} and {reference} have different tokenizers: their perplexities cannot be compared")
     check_same_kind(folder, reference)
-    if auto_class_of(folder) in ("AutoModelForCausalLM", "AutoModelForImageTextToText"):
+    if purpose_of_folder(folder) in ("text-generation", "image-text-to-text"):
         return _perplexity(pair, options)
     return _encoder(pair, options)
 
@@ -133,28 +132,27 @@ def _perplexity(pair: Pair, options: EvaluationOptions) -> PerplexityResult:
 def _encoder(pair: Pair, options: EvaluationOptions) -> TextResult:
     """Masked tokens where an encoder predicts them, what another head says, or embeddings or features without one."""
     assert options.window is not None
-    auto = auto_class_of(pair.folder)
-    base = reference_of_base(pair.folder, pair.reference) if auto == "AutoModel" else None
-    if auto in LABELLED and pair.reference is None:
+    purpose = purpose_of_folder(pair.folder)
+    base = reference_of_base(pair.folder, pair.reference) if purpose in WITHOUT_HEAD else None
+    if purpose in LABELLED and pair.reference is None:
         raise UserError(
-            f"{pair.folder} is a {auto.removeprefix('AutoModelFor')} model, and nothing here says what is right: "
-            "compare it with --against MODEL2"
+            f"{pair.folder} is for {purpose}, and nothing here says what is right: compare it with --against MODEL2"
         )
-    if auto not in (*MASKED, *LABELLED, "AutoModel"):
-        raise UserError(
-            f"{pair.folder} is a {auto.removeprefix('AutoModelFor')} model, which evaluate does not measure"
-        )
+    if purpose not in ("fill-mask", *LABELLED, *WITHOUT_HEAD):
+        auto = auto_class(read_config(pair.folder)).removeprefix("AutoModelFor")
+        raise UserError(f"{pair.folder} is a {auto} model, which evaluate does not measure")
     tokenizer = load_tokenizer(pair.folder)
     if base is not None and modules_of(pair.folder):
         return _sentences(pair, base, tokenizer, options)
     frame = frame_length(tokenizer)
     if options.window < frame + 2:
-        raise UserError(f"--window {options.window} is too short for an encoder: it adds {frame} tokens of its own")
+        raise UserError(f"--window {options.window} is too short: the tokenizer adds {frame} tokens of its own")
     stream = token_stream(tokenizer, read_text(options.text), bos="never")
     windows = evaluation_windows(stream, window=options.window, limit=options.samples, frame=frame)
     windows = framed(windows, tokenizer)
-    if auto in LABELLED:
-        return _head(pair, windows, per_token=auto == "AutoModelForTokenClassification")
+    if purpose in LABELLED:
+        ranked = ranked_tokens(pair.folder) if purpose == "text-ranking" else None
+        return _head(pair, windows, per_token=purpose == "token-classification", ranked=ranked)
     if base is None:
         return _masked(pair, tokenizer, windows)
     models = [pair.load(), pair.load_reference()]
@@ -165,10 +163,10 @@ def _encoder(pair: Pair, options: EvaluationOptions) -> TextResult:
     )
 
 
-def _head(pair: Pair, windows: Tensor, *, per_token: bool) -> HeadResult:
+def _head(pair: Pair, windows: Tensor, *, per_token: bool, ranked: tuple[int, int | None] | None) -> HeadResult:
     assert pair.reference_name is not None
-    models = [pair.load(), pair.load_reference()]
-    return HeadResult(pair.name, pair.reference_name, compare_heads(models[0], models[1], windows, per_token=per_token))
+    found = compare_heads(pair.load(), pair.load_reference(), windows, per_token=per_token, ranked=ranked)
+    return HeadResult(pair.name, pair.reference_name, found)
 
 
 def _sentences(

@@ -34,6 +34,7 @@ from ckpt_prune.evaluation.kept_ends import kept_ends
 from ckpt_prune.evaluation.kept_stream import kept_in_basis
 from ckpt_prune.evaluation.parity import stock_load_report
 from ckpt_prune.filenames import REPORT
+from ckpt_prune.modeling_pruned import WEIGHTS_KEY
 from ckpt_prune.planning.records import FactoredLinear, MaskedLinear, SiteRecord
 from ckpt_prune.progress import track
 from ckpt_prune.report.model import Report
@@ -197,6 +198,12 @@ def _finite(checkpoint: Checkpoint) -> tuple[bool, str]:
     return True, "no NaN, no Inf"
 
 
+_MISREAD = (
+    "a former version wrote it, and stock classes that its shapes fit misread it: prune again, or save it by "
+    "ckpt_prune.load(OUT).save_pretrained(NEW)"
+)
+
+
 def _load(checkpoint: Checkpoint) -> tuple[bool, str]:
     remote = remote_class(checkpoint.config, checkpoint.path)
     if _is_composite(checkpoint):
@@ -207,7 +214,8 @@ def _load(checkpoint: Checkpoint) -> tuple[bool, str]:
         auto, architecture = family.auto_class, family.architecture
     found = stock_load_report(checkpoint.path, auto)
     if found.clean and remote is not None:
-        return True, f"{remote} (remote code) by ckpt_prune.load: no key missing, unexpected or mismatched"
+        former = "" if WEIGHTS_KEY in checkpoint.config else f"; {_MISREAD}"
+        return True, f"{remote} (remote code) by ckpt_prune.load: no key missing, unexpected or mismatched{former}"
     if found.clean:
         return True, f"{architecture} by stock transformers: no key missing, unexpected or mismatched"
     return False, found.fault

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.architectures.model import Model
+from ckpt_prune.architectures.skeleton import base_of
 from ckpt_prune.calibration.readout import outputs_of
 from ckpt_prune.calibration.samples import Part, Samples, TokenWindows, as_input
 from ckpt_prune.calibration.streams import data_refused, stream_of
@@ -66,7 +67,7 @@ def _check(model: Model, samples: Samples, say: Callable[[str], None]) -> None:
         apart = _relative(expected, found)
         if apart is None or apart <= BOUNDS[dtype]:
             continue
-        kind = "logits" if model.family.auto_class != "AutoModel" else "last hidden states"
+        kind = "logits" if model.family.gives_logits else "last hidden states"
         what = f"what enters block {place}" if place < model.blocks else f"its {kind}"
         raise UserError(
             f"{model.checkpoint.path}: transformers' own forward pass and its blocks run one by one do not compute the "
@@ -119,8 +120,8 @@ def _whole(model: Model, one: Samples, dtype: torch.dtype) -> list[Tensor]:
     for layer in whole.get_submodule(family.layers):
         layer.register_forward_pre_hook(enters, with_kwargs=True)
     with data_refused():
-        found = whole(**_inputs(model, one, dtype), return_dict=True)
-    return [*entering, *outputs_of(found, logits=family.auto_class != "AutoModel")]
+        found = (whole if family.gives_logits else base_of(whole))(**_inputs(model, one, dtype), return_dict=True)
+    return [*entering, *outputs_of(found, logits=family.gives_logits)]
 
 
 @torch.no_grad()

@@ -26,10 +26,11 @@ from ckpt_prune.exporting.manifest import GraphEntry, Manifest, Source, ports, r
 from ckpt_prune.exporting.outcome import ProofSamples
 from ckpt_prune.exporting.rounding import check_blocks, measuring_of, scheme_of
 from ckpt_prune.exporting.session import DATA, FILES
-from ckpt_prune.exporting.tasks import chosen_task, without_head
+from ckpt_prune.exporting.tasks import check_padding, chosen_task, without_head
 from ckpt_prune.exporting.tracing import example_of, image_size
 from ckpt_prune.filenames import EXPORT_ERROR, GENAI, GRAPH_RECORD, VALIDATION
 from ckpt_prune.graph_types import QUANTISED, GraphType
+from ckpt_prune.modeling_pruned import WEIGHTS_KEY
 from ckpt_prune.planning.export_recipe import GraphSettings
 from ckpt_prune.progress import meter
 from ckpt_prune.quantising.deciding import Decision, Measuring, decide, store
@@ -82,7 +83,8 @@ class GraphWriter:
         if a == b or b in a.parents:
             raise UserError(f"output {out} holds the model {source.path}: choose another place, or a new folder inside")
         self.source, self.out, self._settings = source, out, settings
-        self.task = chosen_task(source.config, task=settings.task, cache=settings.cache)
+        self.task = chosen_task(source.config, folder=source.path, task=settings.task, cache=settings.cache)
+        check_padding(source.config, self.task)
         self._staging = Staging(
             out,
             job="export",
@@ -191,7 +193,7 @@ class GraphWriter:
             (folder / name).write_bytes(path.read_bytes())
         carried(source)  # raises where one changed while it was copied
         # The code it names does not travel: the graph needs none.
-        config = {key: value for key, value in source.config.items() if key != "auto_map"}
+        config = {key: value for key, value in source.config.items() if key not in ("auto_map", WEIGHTS_KEY)}
         (folder / CONFIG).write_text(pretty(config), encoding="utf-8")
         if task.name == "text-generation" and generation and not (folder / GENERATION_CONFIG_NAME).is_file():
             generation.save_pretrained(folder)

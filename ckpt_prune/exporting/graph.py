@@ -28,7 +28,7 @@ from ckpt_prune.exporting.tracing import Example
 DEFAULT_OPSET = 20
 
 _BATCH, _SEQUENCE, _PAST, _TOTAL = "batch_size", "sequence_length", "past_sequence_length", "total_sequence_length"
-_CACHE = re.compile(r"(?:(?:input|output)\.)?past_key_values\.layers\.(\d+)\.(key|value)s")
+_CACHE = re.compile(r"(?:(?:input|output)\.)?(?:past_key_values|cache)\.layers\.(\d+)\.(key|value)s")
 
 
 def build_graph(

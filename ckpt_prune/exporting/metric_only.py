@@ -142,9 +142,9 @@ def _unrecorded(path: Path, checkpoint: Checkpoint, options: ValidateOptions, pr
     described = None if (path.parent / CONFIG).is_file() else checkpoint.path
     graph = OnnxModel(path.parent, path.name, provider=provider or "cpu", described=described)
     if any(name.endswith("logits") for name in graph.outputs):
-        task = chosen_task(checkpoint.config, cache=graph.cached or None)
+        task = chosen_task(checkpoint.config, folder=checkpoint.path, cache=graph.cached or None)
     elif "last_hidden_state" in graph.outputs:
-        task = chosen_task(checkpoint.config, task="feature-extraction")
+        task = chosen_task(checkpoint.config, folder=checkpoint.path, task="feature-extraction")
     else:
         raise UserError(f"{path} returns {', '.join(list(graph.outputs)[:3])}: neither logits nor last_hidden_state")
     return _Measured(graph, path.parent, path.name, task, None, Allowance(0.0, options.max_loss))

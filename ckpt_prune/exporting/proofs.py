@@ -13,6 +13,7 @@ from ckpt_prune.calibration.text import load_tokenizer
 from ckpt_prune.checkpoint.units import told_apart
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.forward import check_windows
+from ckpt_prune.evaluation.loading import reads_causally
 from ckpt_prune.evaluation.verify import guarded
 from ckpt_prune.exporting.cases import (
     IMAGE_BATCHES,
@@ -337,8 +338,8 @@ class TextProof(Proof):
 
     def _outputs(self) -> tuple[bool, str]:
         cases: list[Case] = []
-        generation = self.manifest.task == "text-generation"
-        for case in text_cases(self.windows, pad=self.pad, left=generation, segments=self.reference.segments > 1):
+        left = self.manifest.task == "text-generation" or reads_causally(self.reference.model.config.to_dict())
+        for case in text_cases(self.windows, pad=self.pad, left=left, segments=self.reference.segments > 1):
             expected = self.reference.run(_feed(case))
             given = self._run(_feed(case) | self._empty(case))
             two = case.segments is not None

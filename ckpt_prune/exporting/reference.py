@@ -11,7 +11,8 @@ from transformers import DynamicCache, PreTrainedModel
 from ckpt_prune.errors import UserError
 from ckpt_prune.exporting.session import complete
 from ckpt_prune.exporting.tasks import PRESENT, Task, without_head
-from ckpt_prune.exporting.tracing import example_of
+from ckpt_prune.exporting.tracing import example_of, returned_cache
+from ckpt_prune.modeling_pruned import cache_argument
 
 
 class Reference:
@@ -36,6 +37,7 @@ class Reference:
         self.model = model
         self.module = without_head(model, task)
         self._takes = set(inspect.signature(self.module.forward).parameters)
+        self._past: Any = cache_argument(self.module.forward)
         example = example_of(self.module, task)
         self.needs = [name for name, value in example.inputs.items() if isinstance(value, Tensor)]
         self._inputs = {*self.needs, *(inputs & self._takes)}
@@ -87,7 +89,7 @@ class Reference:
         Those of every token, also where attention looks at a window only, as a graph has them.
         """
         kept = DynamicCache()
-        self._call(feed, {"use_cache": True, "past_key_values": kept})
+        self._call(feed, {"use_cache": True, self._past: kept})
         found: dict[str, Tensor] = {}
         for index, layer in enumerate(kept.layers):
             found |= {f"{PRESENT}{index}.key": layer.keys, f"{PRESENT}{index}.value": layer.values}
@@ -108,8 +110,8 @@ class Reference:
         past: Any = None
         for _ in range(steps):
             feed = complete({"input_ids": ids, "attention_mask": mask})
-            output = self._call(feed, {"use_cache": True, "past_key_values": past})
-            past = output.past_key_values
+            output = self._call(feed, {"use_cache": True, self._past: past})
+            past = returned_cache(output)
             last = output.logits[:, -1]
             yield feed, last
             ids = last.argmax(-1, keepdim=True)

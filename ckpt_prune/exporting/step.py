@@ -11,7 +11,7 @@ from ckpt_prune.exporting.outcome import ProofSamples
 from ckpt_prune.exporting.proof_data import proof_samples
 from ckpt_prune.exporting.rounding import check_rounded
 from ckpt_prune.exporting.session import provider_for
-from ckpt_prune.exporting.tasks import chosen_task
+from ckpt_prune.exporting.tasks import check_padding, chosen_task
 from ckpt_prune.exporting.writing import Exported, write_graph
 from ckpt_prune.filenames import GRAPH_FOLDER
 from ckpt_prune.options import CalibrationOptions, ImageOptions, ProofOptions
@@ -48,7 +48,8 @@ class GraphStep:
         Raises:
             UserError: the model cannot do the task, or the data is too short.
         """
-        task = chosen_task(source.config, task=recipe.task, cache=recipe.cache)
+        task = chosen_task(source.config, folder=source.path, task=recipe.task, cache=recipe.cache)
+        check_padding(source.config, task)
         check_rounded(recipe, task, images=images.images is not None, provider=provider_for(recipe.optimize))
         samples = None
         if recipe.proof or recipe.quantised:

@@ -1,29 +1,22 @@
 """What a graph is for: its inputs and outputs follow from it."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
 
-from transformers import MODEL_MAPPING
-
+from ckpt_prune.architectures.purposes import Purpose
+from ckpt_prune.architectures.skeleton import base_of, parse_config
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.classification import is_vision
-from ckpt_prune.evaluation.loading import kind_of
+from ckpt_prune.evaluation.loading import auto_class, purpose_of, reads_causally
 from ckpt_prune.planning.export_recipe import AskedTask, TaskName
 
 PAST, PRESENT = "past_key_values.", "present."
 """Keys and values of earlier tokens go in as `past_key_values.i.key` and `.value`, and come out as `present.i.…`."""
 
-_TASKS: dict[str, TaskName] = {
-    "AutoModelForCausalLM": "text-generation",
-    "AutoModelForMaskedLM": "fill-mask",
-    "AutoModelForPreTraining": "fill-mask",
-    "AutoModelForSequenceClassification": "text-classification",
-    "AutoModelForTokenClassification": "token-classification",
-    "AutoModelForQuestionAnswering": "question-answering",
-    "AutoModelForImageClassification": "image-classification",
-    "AutoModel": "feature-extraction",
-}
-"""Auto class of a checkpoint → task."""
+
+_TASKS: dict[Purpose, TaskName] = {"sentence-similarity": "feature-extraction", "text-ranking": "text-generation"}
+"""Purpose → the task of its graph, where that has another name."""
 
 
 @dataclass(frozen=True)
@@ -37,34 +30,55 @@ class Task:
     """Whether keys and values of earlier tokens go in and out."""
 
 
-def chosen_task(config: dict[str, Any], *, task: AskedTask = "auto", cache: bool | None = None) -> Task:
+def chosen_task(
+    config: dict[str, Any], *, folder: Path | None = None, task: AskedTask = "auto", cache: bool | None = None
+) -> Task:
     """The task of an export.
 
     Args:
         config: config.json of the checkpoint.
-        task: what is asked for; auto is what the checkpoint's own class does.
+        folder: of the checkpoint; without it config.json alone says what it is for.
+        task: what is asked for; auto is what the checkpoint is for.
         cache: keys and values of earlier tokens as inputs and outputs; None where text is generated.
 
     Raises:
         UserError: a head that the checkpoint does not have, or a cache where nothing is generated.
     """
-    auto = kind_of(config)
-    own = _TASKS.get(auto)
-    if own is None:
-        raise UserError(f"a model of class {auto} cannot be exported: known are {', '.join(_TASKS)}")
+    purpose = purpose_of(config, folder)
+    if purpose is None or purpose == "image-text-to-text":
+        known = ", ".join(get_args(TaskName))
+        raise UserError(f"a model of class {auto_class(config)} cannot be exported: there are graphs for {known}")
+    # Rerankers by logits read a pair of texts once: there is nothing to keep.
+    cache = False if purpose == "text-ranking" and cache is None else cache
+    own = _TASKS.get(purpose) or cast(TaskName, purpose)
     if task not in ("auto", own, "feature-extraction"):
         more = "" if own == "feature-extraction" else " or feature-extraction"
-        raise UserError(f"this model has no head for {task}: it can be exported for {own}{more}")
+        why = f"is for {purpose}, not for" if purpose in _TASKS else "has no head for"
+        raise UserError(f"this model {why} {task}: it can be exported for {own}{more}")
     name = own if task == "auto" else task
     if cache and name != "text-generation":
         raise UserError(f"a graph for {name} has no keys and values to keep: leave out --cache")
     return Task(name, "image" if is_vision(config) else "text", name == "text-generation" and cache is not False)
 
 
+def check_padding(config: dict[str, Any], task: Task) -> None:
+    """Refuse a graph of a classifier whose class would not know the last token of a text among several.
+
+    Args:
+        config: config.json of the checkpoint.
+        task: of the graph.
+
+    Raises:
+        UserError: its family is of causal language models, and config.json names no padding token.
+    """
+    classifies = task.name == "text-classification" and reads_causally(config)
+    if classifies and parse_config(config).pad_token_id is None:
+        raise UserError(
+            "config.json has no pad_token_id, by which the class knows the last token of a text, so a graph could not "
+            "read several texts at once: write the number of the tokenizer's padding token there"
+        )
+
+
 def without_head(model: Any, task: Task) -> Any:
     """The module that does the task: the model, or its base where the task is feature-extraction."""
-    base = MODEL_MAPPING.get(type(model.config), None)
-    # A base model may call a module of its own by the name that classes with a head give the base model.
-    if task.name != "feature-extraction" or (base is not None and isinstance(model, base)):
-        return model
-    return model.base_model
+    return model if task.name != "feature-extraction" else base_of(model)

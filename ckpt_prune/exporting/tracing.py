@@ -11,6 +11,7 @@ from transformers import DynamicCache
 from ckpt_prune.architectures.context import context_length
 from ckpt_prune.errors import UserError
 from ckpt_prune.exporting.tasks import Task
+from ckpt_prune.modeling_pruned import cache_argument
 
 _BATCH, _TOKENS, _PAST = 2, 3, 4
 """Sizes of the example. None is 1, which the tracer would take for a constant, and no two are equal."""
@@ -36,6 +37,11 @@ def example_of(model: Any, task: Task) -> Example:
         UserError: the model's context is too short to trace, or its config has no image size.
     """
     return _image(model) if task.modality == "image" else _text(model, task)
+
+
+def returned_cache(output: Any) -> Any:
+    """The keys and values in what a forward returns: `cache` from transformers 5.24 on, `past_key_values` before."""
+    return output.cache if hasattr(output, "cache") else output.past_key_values
 
 
 def image_size(config: Any) -> tuple[int, int]:
@@ -76,30 +82,31 @@ def _text(model: Any, task: Task) -> Example:
         inputs["token_type_ids"] = torch.zeros_like(ids)
     dynamic: dict[str, Any] = {name: {0: Dim.AUTO, 1: Dim.AUTO} for name in inputs}
     if task.cached:
-        cache = _filled_cache(model, past)
-        inputs["past_key_values"] = cache
+        name, cache = _filled_cache(model, past)
+        inputs[name] = cache
         # A cache is given to torch.export as the flat list of its tensors.
-        dynamic["past_key_values"] = [{0: Dim.AUTO, 2: Dim.AUTO} for layer in cache.layers for _ in ("key", "value")]
+        dynamic[name] = [{0: Dim.AUTO, 2: Dim.AUTO} for layer in cache.layers for _ in ("key", "value")]
     if "use_cache" in takes:
         inputs["use_cache"] = task.cached
     return Example(inputs, dynamic)
 
 
 @torch.no_grad()
-def _filled_cache(model: Any, tokens: int) -> DynamicCache:
-    """Keys and values of so many tokens, of the sizes that each layer has.
+def _filled_cache(model: Any, tokens: int) -> tuple[str, DynamicCache]:
+    """The argument that takes a cache, and one with keys and values of so many tokens, of the sizes of each layer.
 
     Without a config every layer of the cache grows, also where attention looks at a window only: the mask keeps to it,
     and the graph needs no more state than the tensors.
     """
+    name: Any = cache_argument(model.forward)
     cache = DynamicCache()
     ids = torch.ones(_BATCH, tokens, dtype=torch.int64)
     try:
-        model(input_ids=ids, past_key_values=cache, use_cache=True)
+        model(**{"input_ids": ids, name: cache, "use_cache": True})
     except Exception:  # a model that keeps other things fails over this cache in ways of its own
         cache = DynamicCache()
-    if len(cache.layers) == 0 or any(getattr(layer, "keys", None) is None for layer in cache.layers):
+    if name is None or len(cache.layers) == 0 or any(getattr(layer, "keys", None) is None for layer in cache.layers):
         raise UserError(
             f"{type(model).__name__} keeps other things than keys and values of earlier tokens: say --no-cache"
         )
-    return cache
+    return name, cache

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from ckpt_prune.parallel.processes import Processes
 
 _FAILED = 2
+_TELLING = 5.0
+"""Seconds that the first process has to tell the user what another one failed of, before that one does."""
+_SIGNING = 2.0
+"""Seconds within which a process that lives gives a sign of it."""
 
 
 def started_by_torchrun() -> bool:
@@ -85,12 +89,12 @@ def _accounted(group: "Processes", error: BaseException) -> str | None:
         elif by_signal or not own:
             watch.went()
         if not group.first:
-            if own and watch.end is None and not watch.wait_told():
+            if own and watch.end is None and not watch.wait_told(_TELLING):
                 os.write(2, f"Error: {group.name(group.rank)}: {_message(error)}\n".encode())
             return None
         end = watch.heard()
         told = None if end is None or own else said_of(end, group.name)
-        if told is None and not own and (dead := watch.missing()):
+        if told is None and not own and (dead := watch.missing(_SIGNING)):
             # It may have said why while it was waited for.
             end = watch.heard()
             told = f"{group.name(dead[0])} died without a word: it was killed, or ran out of memory"

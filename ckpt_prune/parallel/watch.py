@@ -71,6 +71,8 @@ class Watch:
         stop: makes the main thread of this process end.
         leave: ends this process at once, where it did not by itself.
         every: seconds between two signs.
+        clock: tells the time to whoever waits for the others.
+        pause: lets so many seconds pass.
 
     Attributes:
         end: how another process failed; None while none has.
@@ -86,9 +88,12 @@ class Watch:
         stop: Callable[[], object] = lambda: _thread.interrupt_main(signal.SIGTERM),
         leave: Callable[[int], object] = os._exit,
         every: float = EVERY,
+        clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], None] = time.sleep,
     ) -> None:
         self._store, self._rank, self._size, self._name = store, rank, size, name
         self._stop, self._leave, self._every = stop, leave, every
+        self._clock, self._pause = clock, pause
         self._signs = 0
         self._closing = threading.Event()
         self.end: End | None = None
@@ -120,26 +125,25 @@ class Watch:
         """Note that the user has been told."""
         self._store.set(_TOLD, "1")
 
-    def wait_told(self, seconds: float = 5.0) -> bool:
+    def wait_told(self, seconds: float) -> bool:
         """Whether the first process tells the user within some seconds."""
-        until = time.monotonic() + seconds
+        until = self._clock() + seconds
         while not self._store.check([_TOLD]):
-            if time.monotonic() > until:
+            if self._clock() > until:
                 return False
-            time.sleep(self._every / 5)
+            self._pause(self._every / 5)
         return True
 
-    def missing(self, seconds: float = 2.0) -> list[int]:
+    def missing(self, seconds: float) -> list[int]:
         """Processes that give no sign of life within some seconds, and have not said that they end."""
         before = self._all_signs()
-        until = time.monotonic() + seconds
+        until = self._clock() + seconds
         while True:
-            still = [rank for rank in before if not self._has_left(rank)]
-            if not still or time.monotonic() > until:
-                break
-            time.sleep(self._every / 5)
-        now = self._all_signs()
-        return [rank for rank in still if now[rank] == before[rank]]
+            now = self._all_signs()
+            silent = [rank for rank in before if now[rank] == before[rank] and not self._has_left(rank)]
+            if not silent or self._clock() > until:
+                return silent
+            self._pause(self._every / 5)
 
     def heard(self) -> End | None:
         """How another process failed, as the store has it now."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from ckpt_prune.planning.kinds import kind_of
 from ckpt_prune.planning.names import Goal
@@ -82,19 +82,15 @@ def _goal(recipe: Recipe) -> Goal:
 
 
 def _data(recipe: Recipe) -> tuple[Data, ...]:
-    if recipe.perplexity_grid:
-        return ("text",)
-    if recipe.recovery is not None:
-        return ("text", "images")
-    if recipe.depth is not None and recipe.needs_moments:
-        return ("text",) if recipe.depth.choice == "loss" else ("text", "images")
+    of_text = {"taylor", "rotary"} & set(recipe.collect) or "experts" in recipe.spaces or recipe.perplexity_grid
+    by_loss = recipe.depth is not None and recipe.depth.choice == "loss"
+    runs = recipe.perplexity_grid or recipe.refits_experts or recipe.recovery is not None or recipe.depth is not None
     if recipe.hidden is not None:
-        return ("text", "images", "statistics") if recipe.basis_from_statistics else ("text", "images")
-    if recipe.refits_experts:
-        return ("text",)
-    if {"taylor", "rotary"} & set(recipe.collect) or "experts" in recipe.spaces:
-        return ("text", "statistics")
-    return ("text", "images", "statistics") if recipe.needs_moments else ()
+        runs = runs or not recipe.basis_from_statistics
+    elif not (recipe.needs_moments or recipe.recovery is not None):
+        return ()
+    without = {"images" if of_text or by_loss else "", "statistics" if runs else ""}
+    return tuple(each for each in get_args(Data) if each not in without)
 
 
 def _loads(recipe: Recipe) -> Loads:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Set
 from typing import Any, Literal, get_args
 
 from pydantic import Field, SerializerFunctionWrapHandler, field_serializer, field_validator, model_validator
@@ -447,6 +448,16 @@ class Recipe(Strict):
         kept = {name: own for name, own in self.spaces.items() if name not in {known_space(each) for each in here}}
         spaces = kept | {name: self.spaces[known_space(name)] for name in here}
         return self.model_copy(update={"spaces": spaces})
+
+    def without(self, spaces: Set[str]) -> "Recipe":
+        """The recipe without some of its spaces, as long as others are left."""
+        left = {name: own for name, own in self.spaces.items() if name not in spaces}
+        return self.model_copy(update={"spaces": left}) if 0 < len(left) < len(self.spaces) else self
+
+    @property
+    def shares_stock(self) -> bool:
+        """Whether it finds how much goes of each space by itself, and takes as much from every block."""
+        return self.allocation == "least-error" and self.widths == "uniform" and self.container in ("auto", "any")
 
     @property
     def ranks_blocks(self) -> bool:

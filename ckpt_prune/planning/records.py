@@ -60,7 +60,8 @@ class SiteShift(Fixed):
         covariances, means, smallest: as `compensation.shift.Shift` has them; None where there is too much to compute.
         bound: CORP's C.1.3, or C.2.3 of logits, with constants of one: far above what happens. None, too, where it is
             infinite.
-        freedom: numbers that the compensation is free to choose (RCPU, section 4.2).
+        freedom: numbers that the compensation is free to choose (RCPU, section 4.2), of ridge regression the effective
+            ones, which need be no whole number.
         tokens: that it was chosen on.
     """
 
@@ -71,7 +72,7 @@ class SiteShift(Fixed):
     means: Figure = None
     smallest: Figure = None
     bound: Figure = None
-    freedom: Amount = None
+    freedom: Figure = None
     tokens: Amount = None
 
 

@@ -143,8 +143,8 @@ class SpaceRecipe(Strict):
     multiple_of: int = Field(
         1,
         ge=1,
-        description="Round the kept width up to a multiple of this many units; of mlp, export.block_size where that is "
-        "given.",
+        description="Round the kept width up to a multiple of this many units; by default of mlp export.block_size "
+        "where that is given, and of an expert's columns 8, which transformers' products of experts want.",
     )
     optional: bool | None = Field(
         None, description="true: left out where a model has no such space, or none of its units can go."

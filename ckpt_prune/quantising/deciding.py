@@ -1,6 +1,5 @@
 """How each weight of a graph is stored: in few bits, but where that costs the outputs too much."""
 
-import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Literal
 import numpy as np
 import onnx_ir
 
+from ckpt_prune import progress
 from ckpt_prune.checkpoint.units import duration
 from ckpt_prune.progress import Notices, meter
 from ckpt_prune.quantising.blocks import Array, Bits, Blocks, Grid, in_blocks, matrix_of
@@ -168,9 +168,9 @@ def _chosen(
 
         def together(few: Collection[str]) -> float:
             nonlocal longest
-            begun = time.monotonic()
+            begun = progress.now()
             found = harm(few, made.names - set(few), long)
-            longest = max(longest, time.monotonic() - begun)
+            longest = max(longest, progress.now() - begun)
             return found
 
         def alone(few: Collection[str]) -> float:

@@ -1,6 +1,5 @@
 """How much a graph's outputs change where some of its weights are rounded: measured, by running it."""
 
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from ckpt_prune import progress
 from ckpt_prune.quantising.weights import Weight, split_gemms, weights_of
 
 Array = NDArray[Any]
@@ -70,9 +70,9 @@ class Probe:
         self._feeds, self._outputs, self._classes = feeds, list(outputs), classes
         with TemporaryDirectory(prefix=PREFIX, dir=scratch) as place:
             self._session = open_model(copy, Path(place), threads)
-        begun = time.monotonic()
+        begun = progress.now()
         first = self._run({}, frozenset(), slice(1))
-        self.seconds = time.monotonic() - begun
+        self.seconds = progress.now() - begun
         self._expected = [self._prepared(found) for found in [*first, *self._run({}, frozenset(), slice(1, None))]]
 
     def matrix(self, name: str) -> Array:

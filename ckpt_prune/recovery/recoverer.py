@@ -28,8 +28,11 @@ _COMPARED_TOKENS = 32768
 class Recoverer:
     """Recovers one block after the other. Both streams are at the first block when it is made.
 
+    The dense stream goes one block ahead of the pruned one: what leaves the dense block is what is trained for.
+
     Args:
         dense: the dense model's hidden states, in the basis of the pruned one's.
+        read_dense: reads the dense model's tensors of a block, by on-disk name.
         pruned: the pruned model's, on the same samples, with `Split.sizes` among its own.
         split: of the samples.
         settings: of training.
@@ -42,6 +45,7 @@ class Recoverer:
     """
 
     dense: HiddenStream
+    read_dense: Callable[[int], Mapping[str, Tensor]]
     pruned: HiddenStream
     split: Split
     settings: RecoverySettings
@@ -54,6 +58,7 @@ class Recoverer:
         check_same_start(self.dense.states, self.pruned.states)
         # Nothing recovered: what the pruned model itself makes of measured samples.
         self._branch(0)
+        self.dense.advance(0, self.read_dense(0))
 
     @cached_property
     def blocks(self) -> int:
@@ -92,33 +97,30 @@ class Recoverer:
         """Epochs of the blocks up to `index`, that one included."""
         return sum(block <= index for block in self.wanted) * self.settings.epochs
 
-    def block(
-        self, index: int, dense: Mapping[str, Tensor], pruned: Mapping[str, Tensor], meter: Meter
-    ) -> tuple[dict[str, Tensor], RecoveredLayer]:
-        """Recover one block and let both streams go on.
+    def block(self, index: int, pruned: Mapping[str, Tensor], meter: Meter) -> tuple[dict[str, Tensor], RecoveredLayer]:
+        """Recover one block. No stream moves.
 
         Args:
             index: of the block, each in turn.
-            dense: its tensors in the dense model, by on-disk name.
-            pruned: its tensors as they were pruned.
+            pruned: its tensors as they were pruned, by on-disk name.
             meter: over the epochs of all wanted blocks.
 
         Returns:
             The block's tensors as they are to be written, and the record.
         """
-        self.dense.advance(index, dense)
         as_pruned = self.pruned.factory.block(index, pruned)
-        start, _ = self._likeness(partial(self._through, as_pruned, index))
-        self._follow(index, as_pruned)
+        start, cka_start = self._likeness(partial(self._through, as_pruned, index))
+        before, cka_before = self._likeness(lambda rows: self._run(as_pruned, index, self._branches[0][rows]))
         # Training has a block of its own.
         del as_pruned
         trained = Trained(dict(pruned))
         if index in self.wanted:
-            trained = self._train(index, pruned, self._targets(index, dense), meter)
+            trained = self._train(index, pruned, self._targets(index), meter)
             meter.to(self.epochs_until(index))
-        self._go_on(index, trained.tensors)
-        before, cka_before = self._likeness(lambda rows: self._branches[0][rows])
-        after, cka_after = self._likeness(lambda rows: self.pruned.states[self._own_measured[rows]])
+        after, cka_after = start, cka_start
+        if trained.best_epoch > 0:
+            block = self.pruned.factory.block(index, trained.tensors)
+            after, cka_after = self._likeness(partial(self._through, block, index))
         return trained.tensors, RecoveredLayer(
             block=index,
             mse_before=before,
@@ -134,13 +136,21 @@ class Recoverer:
             curve=list(trained.curve),
         )
 
-    def skip(
-        self, index: int, dense: Mapping[str, Tensor], pruned: Mapping[str, Tensor], written: Mapping[str, Tensor]
-    ) -> None:
-        """Let the streams go past a block that an interrupted run has recovered."""
-        self.dense.advance(index, dense)
-        self._follow(index, self.pruned.factory.block(index, pruned))
-        self._go_on(index, written)
+    def follow(self, index: int, pruned: Mapping[str, Tensor]) -> None:
+        """Let the models with fewer blocks recovered go through a block as it was pruned; `advance` comes next."""
+        as_pruned = self.pruned.factory.block(index, pruned)
+        for states in self._branches.values():
+            for start in range(0, len(states), self._part):
+                part = states[start : start + self._part]
+                part.copy_(self._run(as_pruned, index, part))
+
+    def advance(self, index: int, written: Mapping[str, Tensor]) -> None:
+        """Let the pruned model go through a block as it was written, and the dense one through the next."""
+        self.pruned.advance(index, written)
+        if index + 1 in self.after and index + 1 < self.blocks:
+            self._branch(index + 1)
+        if index + 1 < self.blocks:
+            self.dense.advance(index + 1, self.read_dense(index + 1))
 
     def perplexities(self) -> list[dict[str, float | None]] | None:
         """After the last block: perplexity on measured windows with the first k blocks recovered, ascending k.
@@ -158,11 +168,11 @@ class Recoverer:
             found.append({"blocks": blocks, "perplexity": math.exp(nll) if nll < 700 else None})
         return found
 
-    def _targets(self, index: int, dense: Mapping[str, Tensor]) -> Tensor:
+    def _targets(self, index: int) -> Tensor:
         """What the dense block makes of the dense model's stream, or of the pruned one's, which is at its input."""
         if self.settings.teacher == "dense":
             return self.dense.states
-        block = self.dense.factory.block(index, dense)
+        block = self.dense.factory.block(index, self.read_dense(index))
         self.dense.pass_through(block, index, self.pruned.states, self._of_pruned)
         return self._of_pruned
 
@@ -193,18 +203,6 @@ class Recoverer:
             seed=self.seed,
             progress=progress,
         )
-
-    def _follow(self, index: int, as_pruned: nn.Module) -> None:
-        """Let the models with fewer blocks recovered go through a block as it was pruned."""
-        for states in self._branches.values():
-            for start in range(0, len(states), self._part):
-                part = states[start : start + self._part]
-                part.copy_(self._run(as_pruned, index, part))
-
-    def _go_on(self, index: int, written: Mapping[str, Tensor]) -> None:
-        self.pruned.advance(index, written)
-        if index + 1 in self.after and index + 1 < self.blocks:
-            self._branch(index + 1)
 
     def _branch(self, blocks: int) -> None:
         """From here on, follow what the model makes of measured samples with no more than `blocks` recovered."""

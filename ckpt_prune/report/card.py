@@ -2,7 +2,6 @@
 
 from pydantic import ValidationError
 
-from ckpt_prune.checkpoint.modules import MODULES
 from ckpt_prune.checkpoint.units import counted, human_bytes, human_count
 from ckpt_prune.filenames import ROTATIONS
 from ckpt_prune.plain import coded, markdown
@@ -23,7 +22,7 @@ from ckpt_prune.report.figures import (
 )
 from ckpt_prune.report.hidden import dimensions_line, hidden_lines
 from ckpt_prune.report.latency import latency_line
-from ckpt_prune.report.metadata import front_matter, metadata
+from ckpt_prune.report.metadata import front_matter, metadata, sentence_class_of
 from ckpt_prune.report.model import Report
 from ckpt_prune.report.tried import tried_table
 
@@ -50,7 +49,6 @@ _CHANGED = "; it was changed here, and `ckpt_prune.json` has it as it was used."
 def model_card(report: Report) -> str:
     """README.md of an output, from its report: what it is, how it was made, how to load it."""
     recipe, container = report.recipe, report.container
-    embeds = MODULES in (report.side_files or ())
     lines = [
         *front_matter(metadata(report)),
         "",
@@ -87,16 +85,8 @@ def model_card(report: Report) -> str:
     ]
     if container.note:
         lines.append(f"Container: {markdown(container.note)}.")
-    if _turns(report):
-        lines.append(
-            "Load it as below: plain `from_pretrained` refuses it, by the shape of the norms' gains, of which one "
-            "number is left."
-        )
-    elif container.remote_code:
-        lines.append(
-            "Load it as below; plain `from_pretrained` either refuses it or, where only biases have no slot, drops "
-            "them with a mere warning."
-        )
+    if container.remote_code:
+        lines.append("Load it as below: `from_pretrained` of every other class refuses it.")
     auto = container.auto_class
     loader = (
         'import ckpt_prune  # without running the code in the folder\n\nmodel = ckpt_prune.load("PATH")\n\n'
@@ -105,10 +95,12 @@ def model_card(report: Report) -> str:
         if container.remote_code
         else f'from transformers import {auto}\n\nmodel = {auto}.from_pretrained("PATH")'
     )
-    if embeds:
+    sentence_class = sentence_class_of(report)
+    if sentence_class is not None:
         trusted = ", trust_remote_code=True" if container.remote_code else ""
-        loader += "\n\nfrom sentence_transformers import SentenceTransformer  # for embeddings of texts\n\n"
-        loader += f'model = SentenceTransformer("PATH"{trusted})'
+        what = "scores of pairs of texts" if sentence_class == "CrossEncoder" else "embeddings of texts"
+        loader += f"\n\nfrom sentence_transformers import {sentence_class}  # for {what}\n\n"
+        loader += f'model = {sentence_class}("PATH"{trusted})'
     lines += ["", "```python", loader, "```", "", _record(report), ""]
     return "\n".join(lines)
 

@@ -15,8 +15,9 @@ _PIPELINES = {
     "AutoModelForTokenClassification": "token-classification",
     "AutoModelForQuestionAnswering": "question-answering",
     "AutoModelForImageClassification": "image-classification",
+    "CrossEncoder": "text-ranking",
 }
-"""Auto class → task, where the class leaves no doubt of it and the source's card says nothing."""
+"""Auto class, or class of sentence-transformers → task, if that leaves no doubt and the source's card says nothing."""
 
 
 PRUNED = "finetune"
@@ -25,12 +26,18 @@ PRUNED = "finetune"
 
 def metadata(report: Report) -> dict[str, Any]:
     """What an output's card tells the Hub: what it was made from and may be used for."""
-    embeds = MODULES in (report.side_files or ())
-    values: dict[str, Any] = {"library_name": "sentence-transformers" if embeds else "transformers"}
+    loader = sentence_class_of(report)
+    values: dict[str, Any] = {"library_name": "transformers" if loader is None else "sentence-transformers"}
     if "/" in report.source.name:
         values |= {"base_model": report.source.name, "base_model_relation": PRUNED}
-    values |= described_by_card(report.source.card, "" if embeds else report.container.auto_class)
+    values |= described_by_card(report.source.card, report.container.auto_class if loader is None else loader)
     return values | {"tags": ["ckpt-prune", "pruned"]}
+
+
+def sentence_class_of(report: Report) -> str | None:
+    """The class of sentence-transformers that loads an output, or None if that package does not."""
+    plain = "SentenceTransformer" if MODULES in (report.side_files or ()) else None
+    return report.container.sentence_class or plain
 
 
 def described_by_card(card: SourceCard | None, auto_class: str) -> dict[str, Any]:
@@ -38,7 +45,7 @@ def described_by_card(card: SourceCard | None, auto_class: str) -> dict[str, Any
 
     Args:
         card: of the source.
-        auto_class: of transformers, which tells the task.
+        auto_class: of transformers, or the class of sentence-transformers, which tells the task.
     """
     values = {} if card is None else card.model_dump(exclude_defaults=True)
     task = _PIPELINES.get(auto_class)

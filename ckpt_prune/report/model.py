@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, Field, SerializerFunctionWrapHandler, model_serializer
 
+from ckpt_prune.checkpoint.modules import SentenceClass
 from ckpt_prune.filenames import ELSEWHERE
 from ckpt_prune.planning.records import (
     Cost,
@@ -114,6 +115,8 @@ class StoredAs(Fixed):
         auto_class: the transformers Auto class that loads it.
         padded: spaces that have zeros in place of what was dropped.
         note: why it is not what one might expect, or None.
+        sentence_class: the class of sentence-transformers that loads it, if that is another than SentenceTransformer;
+            left out if there is none.
     """
 
     model_type: str
@@ -121,6 +124,12 @@ class StoredAs(Fixed):
     auto_class: Annotated[str, Field(pattern=r"^\w+$")] = "AutoModel"
     padded: list[str] = Field(default_factory=list)
     note: str | None = None
+    sentence_class: SentenceClass | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = handler(self)
+        return {key: value for key, value in values.items() if key != "sentence_class" or value is not None}
 
 
 class Mask(Fixed):
@@ -329,12 +338,14 @@ class Stage(Fixed):
         peak_bytes: largest resident memory of the process from its start to the stage's end: a stage that is larger
             than the one before has set it. None where the system does not say.
         device_peak_bytes: largest memory allocated on the accelerator during the stage; None without one.
+        phases: seconds of calibration, ranking and compensation in it; the rest is reading and writing.
     """
 
     name: str
     seconds: Figure = None
     peak_bytes: Count | None = None
     device_peak_bytes: Count | None = None
+    phases: dict[str, Figure] = Field(default_factory=dict)
 
 
 class Report(Fixed):

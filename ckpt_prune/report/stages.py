@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import torch
 
 from ckpt_prune.memory import peak
+from ckpt_prune.phases import phases_timed
 from ckpt_prune.report.model import Stage
 
 
@@ -28,7 +29,8 @@ class Stages:
         if cuda:
             torch.cuda.reset_peak_memory_stats(self._device)
         start = time.perf_counter()
-        yield
+        with phases_timed() as phases:
+            yield
         if cuda:
             torch.cuda.synchronize(self._device)
         self.records.append(
@@ -37,5 +39,6 @@ class Stages:
                 seconds=round(time.perf_counter() - start, 3),
                 peak_bytes=peak(),
                 device_peak_bytes=torch.cuda.max_memory_allocated(self._device) if cuda else None,
+                phases={name: round(seconds, 4) for name, seconds in phases.seconds.items()},
             )
         )

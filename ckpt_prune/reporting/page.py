@@ -484,17 +484,24 @@ def _stage_table(stages: Sequence[Stage]) -> Iterable[str]:
     if not stages:
         return
     device = any(stage.device_peak_bytes is not None for stage in stages)
+    phases = list(dict.fromkeys(name for stage in stages for name in stage.phases))
     rows = [
         (
             stage.name,
-            _MISSING if stage.seconds is None else f"{stage.seconds:,.1f}",
+            _seconds(stage.seconds),
+            *(_seconds(stage.phases.get(name), digits=2) for name in phases),
             _bytes(stage.peak_bytes),
             *([_bytes(stage.device_peak_bytes)] if device else []),
         )
         for stage in stages
     ]
-    headers = ("stage", "seconds", "memory, largest so far", *(["device memory"] if device else []))
+    of = [f"of these {name}" for name in phases]
+    headers = ("stage", "seconds", *of, "memory, largest so far", *(["device memory"] if device else []))
     yield details("Every stage", headers, rows, left=1)
+
+
+def _seconds(value: float | None, *, digits: int = 1) -> str:
+    return _MISSING if value is None else f"{value:,.{digits}f}"
 
 
 def _bytes(size: int | None) -> str:

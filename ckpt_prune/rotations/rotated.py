@@ -44,6 +44,7 @@ def check_rotatable(model: Model, kind: RotationKind) -> None:
         UserError: with the reason.
     """
     family, config = model.family, model.config
+    turns_values = family.has_causal and not family.attention.latent
     what = f"{family.model_type} cannot be rotated"
     if kind == "values":
         if not family.has_causal:
@@ -51,11 +52,14 @@ def check_rotatable(model: Model, kind: RotationKind) -> None:
         if family.attention.latent:
             raise UserError(f"{what}: values of all its heads are made of one latent vector of a token")
     elif family.unrotatable is not None or family.residual is None:
-        turns_values = family.has_causal and not family.attention.latent
         remedy = "; rotation kind values leaves the stream as it is" if turns_values else ""
         raise UserError(f"{what}: {family.unrotatable or 'its residual stream is not described'}{remedy}")
-    elif family.head is None:
-        raise UserError(f"{what} without a head ({family.architecture}): what reads its output would have to turn too")
+    elif family.head is None or not family.gives_logits:
+        remedy = "; rotation kind values leaves the stream as it is" if turns_values else ""
+        raise UserError(
+            f"{what} without a vocabulary head ({family.architecture}): what reads its output would have to turn "
+            f"too{remedy}"
+        )
     for refusal in family.residual.refused if family.residual is not None else []:
         concerned = refusal.kind == kind or (refusal.kind is None and kind != "values")
         if concerned and refusal.holds(config, model.dimension):

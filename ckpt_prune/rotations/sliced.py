@@ -50,10 +50,10 @@ def check_sliceable(model: Model, kind: SlicingKind) -> None:
             f"{what}: it begins in a convolution and tokens of its own, which the code of kind: per-block has no place "
             "for: say --set hidden.kind=shared"
         )
-    if kind == "shared" and family.head is None:
+    if kind == "shared" and (family.head is None or not family.gives_logits):
         raise UserError(
-            f"{what} without a head ({family.architecture}): what reads its output would have to follow; kind: "
-            "per-block gives it back at its width"
+            f"{what} without a vocabulary head ({family.architecture}): what reads its output would have to follow; "
+            "kind: per-block gives it back at its width"
         )
     for refusal in family.residual.refused:
         concerned = refusal.kind is None or (refusal.kind == "shared" and kind == "shared")

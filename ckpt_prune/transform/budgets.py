@@ -17,7 +17,7 @@ from ckpt_prune.planning.budget import BudgetError, Crossing, Curve, least_error
 from ckpt_prune.planning.kinds import CANDIDATES, CHOSEN, kind_of
 from ckpt_prune.planning.sizes import SizeKind
 from ckpt_prune.progress import track
-from ckpt_prune.transform.decisions import Decision, Decisions, Losses, kept_units
+from ckpt_prune.transform.decisions import Decision, Decisions, Losses, kept_units, multiple_of
 from ckpt_prune.transform.rankings import ranked, standardised_scores
 from ckpt_prune.transform.request import Ranked, Request
 from ckpt_prune.transform.sizing import (
@@ -238,7 +238,7 @@ def curves_of(request: Request, ranking: Mapping[Site, Sequence[Ranked]], kind: 
         curve = torch.stack([_errors(each) for each in own]).amin(0)
         if not request.recipe.weighed_by_effect:
             curve = weighed_by_energy(curve)
-        curves[site] = Curve(curve, costs[site.space], request.recipe.spaces[site.space].multiple_of)
+        curves[site] = Curve(curve, costs[site.space], multiple_of(request.model, request.recipe, site.space))
     return curves
 
 

@@ -220,7 +220,10 @@ def _taylor(request: Request) -> None:
         return
     what = f"recipe {request.recipe.name} ranks units by gradients of the loss"
     if not request.model.family.causal:
-        raise UserError(f"{what} of next tokens, which is for causal language models: this is none")
+        raise UserError(
+            f"{what} of next tokens, which is for causal language models, and this one is for "
+            f"{request.model.family.purpose}: choose another score"
+        )
     if request.model.family.experts is not None:
         raise UserError(f"{what}, which are not gathered for experts: choose another score")
     if request.statistics is not None and "taylor" not in request.statistics.index.collect:
@@ -346,6 +349,8 @@ def _plan(request: Request, plan: Plan) -> None:
     for site in plan.sites:
         space = site.site.space
         units, copies = request.model.site_units(space), request.model.copies(space)
+        if request.model.family.spaces[space].ends == "experts":
+            copies = request.model.expert_groups
         if not site.kept or sorted(set(site.kept) & set(range(units))) != site.kept:
             raise UserError(
                 f"the plan's kept units of {space} in block {site.block} are not ascending indices "

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import lcm
 
 import torch
 from torch import Tensor
@@ -87,8 +88,19 @@ def keep_count(model: Model, recipe: Recipe, space: SpaceName) -> int:
     Raises:
         UserError: none would.
     """
-    own = recipe.spaces[space]
-    return units_kept(model.units(space), recipe.ratio_of(space), rounding_of(model, recipe, space), own.multiple_of)
+    rounding, multiple = rounding_of(model, recipe, space), multiple_of(model, recipe, space)
+    return units_kept(model.units(space), recipe.ratio_of(space), rounding, multiple)
+
+
+def multiple_of(model: Model, recipe: Recipe, space: SpaceName) -> int:
+    """What the number of kept units is a multiple of: as the recipe says, else as the model runs.
+
+    Groups of experts are no matter of choice: there it is a multiple of both.
+    """
+    own, needed = recipe.spaces[space].multiple_of, model.multiple(space)
+    if model.family.spaces[space].ends == "experts":
+        return lcm(own, needed)
+    return own if own > 1 else needed
 
 
 def rounding_of(model: Model, recipe: Recipe, space: SpaceName) -> Rounding:

@@ -19,6 +19,7 @@ from ckpt_prune.calibration.sources import MomentSource
 from ckpt_prune.checkpoint.finite import all_finite
 from ckpt_prune.errors import UserError
 from ckpt_prune.parallel.group import here
+from ckpt_prune.phases import phase
 from ckpt_prune.planning.plan import SitePlan
 from ckpt_prune.transform.decisions import Decisions
 from ckpt_prune.transform.solvers import solver_of
@@ -89,8 +90,10 @@ class Pruner:
         spaces = solver.refitted(len(plan.kept)) if len(plan.kept) < plan.units else []
         found: list[dict[str, Any]] = []
         for _ in range(SWEEPS if spaces else 0):
-            moments = source.lacking(block, dense, tensors, spaces)
-            new, figures = here().once(partial(solver.refit, block, tensors, moments))
+            with phase("calibration"):
+                moments = source.lacking(block, dense, tensors, spaces)
+            with phase("compensation"):
+                new, figures = here().once(partial(solver.refit, block, tensors, moments))
             tensors |= {name: tensor.to(tensors[name].dtype) for name, tensor in new.items()}
             found.append(figures)
         if not found:
@@ -123,11 +126,13 @@ class Pruner:
         found: Mapping[SpaceName, SpaceMoments] = {}
         for space in spaces:
             if space in stages:
-                found = source.moments(block, tensors, stages[space])
+                with phase("calibration"):
+                    found = source.moments(block, tensors, stages[space])
             model, moments = self._left(space, kept, found.get(space))
             solver = solver_of(model, recipe, space, self.device, diagnostics=self.diagnostics)
             # The first of several processes alone has the moments of all samples, and its numbers are everyone's.
-            solved = here().once(partial(solver.solve, block, tensors, moments, decided[space]))
+            with phase("compensation"):  # in which the solver ranks units first
+                solved = here().once(partial(solver.solve, block, tensors, moments, decided[space]))
             if solved[0].units != self.model.site_units(space):
                 solved = self._in_dense(solved[0], kept), solved[1]
             known = decided[space].plan

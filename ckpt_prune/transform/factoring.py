@@ -17,6 +17,7 @@ from ckpt_prune.compensation.factoring import energies, factor, updated
 from ckpt_prune.containers.container import Ranks
 from ckpt_prune.errors import UserError
 from ckpt_prune.parallel.group import here
+from ckpt_prune.phases import phase
 from ckpt_prune.planning.ranks import Thin, ranks_by_energy, uniform_ranks
 from ckpt_prune.planning.records import FactoredLinear
 from ckpt_prune.progress import track
@@ -63,8 +64,9 @@ class Factorer:
         factored: list[FactoredLinear] = []
         groups = {first: [m for m in own if m in self.ranks[block]] for first, own in self.family.inputs.items()}
         for stage in source.stages([first for first, own in groups.items() if own]):
-            moments = source.moments(block, running, stage)
-            unpruned = None if self.dense is None else self.dense.moments(block, tensors, stage)
+            with phase("calibration"):
+                moments = source.moments(block, running, stage)
+                unpruned = None if self.dense is None else self.dense.moments(block, tensors, stage)
             for first in stage:
                 gram = _gram(moments.get(first), self.device)
                 own = gram if unpruned is None else _gram(unpruned.get(first), self.device)
@@ -82,6 +84,7 @@ class Factorer:
         check_overflow(tensors, new)
         return new, factored
 
+    @phase("compensation")
     def _stored(
         self, block: int, module: str, tensor: Tensor, gram: Tensor | None, reaches: Tensor | None
     ) -> tuple[tuple[Tensor, Tensor], FactoredLinear]:

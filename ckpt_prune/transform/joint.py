@@ -29,6 +29,7 @@ from ckpt_prune.calibration.streams import HiddenStream, fold_slices, stream_of
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.staging import disk_failures
 from ckpt_prune.errors import DiskError, UserError, unreadable
+from ckpt_prune.phases import phase
 from ckpt_prune.planning.budget import total_error
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.records import Tried
@@ -280,7 +281,7 @@ def measured_whole(request: Request, folder: Path, journal: Journal, stages: Sta
     if _WHOLE in journal.units:
         return Statistics(folder)
     assert request.live is not None
-    with stages.stage("measuring"):
+    with stages.stage("measuring"), phase("calibration"):
         plain = replace(request, recipe=request.recipe.spaces_alone)
         statistics = measure_first(plain, request.live, folder, None)
     with disk_failures(folder):

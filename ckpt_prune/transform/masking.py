@@ -14,6 +14,7 @@ from ckpt_prune.calibration.moments import Moments, total
 from ckpt_prune.calibration.sources import MomentSource
 from ckpt_prune.errors import UserError
 from ckpt_prune.parallel.group import here
+from ckpt_prune.phases import phase
 from ckpt_prune.planning.mask_recipe import MaskRecipe
 from ckpt_prune.planning.records import MaskedLinear
 from ckpt_prune.sparsity import sparsegpt
@@ -74,7 +75,8 @@ class Masker:
         masked: list[MaskedLinear] = []
         readers = self.model.inputs(block)
         for stage in source.stages(list(readers)):
-            moments = source.moments(block, current, stage)
+            with phase("calibration"):
+                moments = source.moments(block, current, stage)
             for first in stage:
                 folds = inputs_of(moments.get(first))
                 whole = total(folds).to(self.device) if folds else None
@@ -100,14 +102,15 @@ class Masker:
             if moments is None or moments.gram is None:
                 raise ValueError("sparsegpt needs a Gram")
             try:
-                found = sparsegpt.prune(
-                    weight,
-                    moments.gram,
-                    pattern=self.groups,
-                    ratio=self.ratio,
-                    block=self.mask.block,
-                    damp=self.mask.damp,
-                )
+                with phase("compensation"):  # it chooses column by column, after what the ones before have cost
+                    found = sparsegpt.prune(
+                        weight,
+                        moments.gram,
+                        pattern=self.groups,
+                        ratio=self.ratio,
+                        block=self.mask.block,
+                        damp=self.mask.damp,
+                    )
             except UserError as error:
                 raise UserError(f"{name}: {error}") from error
             new, keep, damp, dead = found.weight, found.keep, found.damp, found.dead
@@ -127,6 +130,7 @@ class Masker:
             dead=dead,
         )
 
+    @phase("ranking")
     def _keep(self, weight: Tensor, moments: Moments | None) -> Tensor:
         if self.mask.method == "wanda":
             if moments is None:

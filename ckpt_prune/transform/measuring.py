@@ -9,6 +9,7 @@ from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.staging import disk_failures
 from ckpt_prune.checkpoint.writing import check_room
 from ckpt_prune.parallel.group import here
+from ckpt_prune.phases import phase
 from ckpt_prune.report.stages import Stages
 from ckpt_prune.transform.gradients import add_gradients
 from ckpt_prune.transform.measured_effects import measure_effects, measured_singly
@@ -30,7 +31,7 @@ def measured(settled: Settled, folder: Path, journal: Journal | None, stages: St
         settled: what to do.
         folder: where to measure; it is made. The job needs it as long as it is worked on.
         journal: of the run; None in a process that does not write.
-        stages: of the run, to which measuring is added.
+        stages: of the run, to which measuring is added, and ranking where widths are found by it.
 
     Raises:
         UserError: what is decided by what was measured does not fit together.
@@ -38,9 +39,14 @@ def measured(settled: Settled, folder: Path, journal: Journal | None, stages: St
     request = settled.request
     if not request.measures_first or request.live is None:
         return settled
-    with (stages or Stages(request.device)).stage("measuring"):
+    stages = stages or Stages(request.device)
+    with stages.stage("measuring"), phase("calibration"):
         statistics = measure_first(request, request.live, folder, journal)
-    return settle(replace(request, statistics=statistics))
+    ready = replace(request, statistics=statistics)
+    if settled.known is not None:
+        return settle(ready)
+    with stages.stage("ranking"), phase("ranking"):  # widths are chosen by what units are worth
+        return settle(ready)
 
 
 def measure_first(request: Request, live: LiveSamples, folder: Path, journal: Journal | None) -> Statistics:

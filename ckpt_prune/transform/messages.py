@@ -8,9 +8,10 @@ from math import exp
 
 from ckpt_prune.architectures.composite import load_composite
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.architectures.spaces import SpaceName, first_of_experts
+from ckpt_prune.architectures.spaces import SpaceName, first_of_experts, known_space
 from ckpt_prune.calibration.choosing import DEFAULT_WINDOWS, MOST_IMAGES
 from ckpt_prune.checkpoint.units import counted, human_bytes, human_count
+from ckpt_prune.containers.choosing import whole_spaces
 from ckpt_prune.devices import multiplies_bfloat16
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.plan import Plan
@@ -21,7 +22,7 @@ from ckpt_prune.planning.shipped import DEFAULT_RECIPE, WIDER_CHOICE
 from ckpt_prune.planning.sizes import TargetSize, size_words
 from ckpt_prune.report.reading import report_of
 from ckpt_prune.sparsity.patterns import mask_words
-from ckpt_prune.transform.decisions import rounding_of
+from ckpt_prune.transform.decisions import multiple_of, rounding_of
 from ckpt_prune.transform.request import Request
 from ckpt_prune.transform.settle import Settled
 from ckpt_prune.transform.sizing import dense_size, output_size
@@ -69,6 +70,8 @@ def messages(settled: Settled) -> list[str]:
             f"this machine has no instructions for products of bfloat16, in which recipe {recipe.name} learns its "
             "rotations, and emulates them: --set rotation.compute_dtype=float32 is faster here"
         )
+    whole = whole_spaces(settled.model)
+    found += [f"{known_space(space)} stay whole: {whole[space]}" for space in request.left_whole]
     if settled.output.container.note:
         found.append(settled.output.container.note)
     if settled.model.checkpoint.ignored:
@@ -192,11 +195,11 @@ def coarse_lines(model: Model, recipe: Recipe) -> Iterable[str]:
         return
     recipe = recipe.at(model.family)
     for name, space in first_of_experts(recipe.spaces).items():
-        units, own = model.units(space), recipe.spaces[space]
-        found = gap(units, recipe.ratio_of(space), rounding_of(model, recipe, space), own.multiple_of)
+        units, multiple = model.units(space), multiple_of(model, recipe, space)
+        found = gap(units, recipe.ratio_of(space), rounding_of(model, recipe, space), multiple)
         if found is None:
             continue
-        in_steps = f" in multiples of {own.multiple_of}" if own.multiple_of > 1 else ""
+        in_steps = f" in multiples of {multiple}" if multiple > 1 else ""
         drops = f"{found.dropped} ({found.dropped / units:.3g})" if found.dropped else "none"
         beside = "that is the most that can go"
         if found.other is not None:
@@ -279,7 +282,7 @@ def predicted_line(model: Model, plan: Plan) -> str | None:
     found = plan.divergence
     if not found:
         return None
-    if model.family.auto_class == "AutoModel":
+    if not model.family.gives_logits:
         return f"predicted: the last hidden states are off by {found:.4f} of their energy, or more"
     told = f"predicted: a divergence (KL) of {found:.4f} nats from the dense model's output"
     if model.family.causal:

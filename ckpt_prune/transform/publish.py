@@ -15,6 +15,7 @@ from ckpt_prune.containers.container import Container
 from ckpt_prune.containers.remote import REMOTE_MODULE
 from ckpt_prune.containers.side_files import carried, side_files, top_names
 from ckpt_prune.filenames import GRAPH_FOLDER, GRAPH_RECORD, REPORT, ROTATIONS
+from ckpt_prune.modeling_pruned import REFUSAL, WEIGHTS_KEY
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.report.card import model_card
 from ckpt_prune.report.model import Report
@@ -50,6 +51,8 @@ def publish(
     """
     with stages.stage("publishing"):
         config = container.config if source.within is None else composite_config(source, container.config)
+        if container.remote_class is not None:
+            config = config | {WEIGHTS_KEY: REFUSAL}
         writer.write_json(CONFIG, config)
         if container.remote_class is not None:
             code = files("ckpt_prune") / f"{REMOTE_MODULE}.py"

@@ -123,7 +123,9 @@ class SettledRecovery:
         sizes = split.sizes(request.settings, here())
         pruned = self.pruned.stream(request.samples, request.compute_dtype, sizes=sizes, **how)
         dense = self.dense.stream(request.samples, request.compute_dtype, **how)
-        return Recoverer(dense, pruned, split, request.settings, request.seed, request.after, request.allocate)
+        return Recoverer(
+            dense, self.dense.block, pruned, split, request.settings, request.seed, request.after, request.allocate
+        )
 
     @property
     def digest(self) -> str:
@@ -231,7 +233,7 @@ def recover(
             announce(line)
         with stages.stage("blocks"), meter(recoverer.epochs, "recovering", unit="epoch") as epochs:
             step = RecoverStep(recoverer, epochs)
-            walk(settled.dense, [step], sink, start=request.pruned.read_block, say=None)
+            layers = walk(settled.dense, [step], sink, start=request.pruned.read_block, say=None)[step.name]
         with stages.stage("rest"):
             sink.write_rest(settled.pruned)
             sink.write_outer(pruned)
@@ -240,7 +242,7 @@ def recover(
         def end() -> Report:
             assert writer is not None
             report = report_of_recovery(
-                settled.report, request.pruned, request.dense, settled.container, recovery, step.layers
+                settled.report, request.pruned, request.dense, settled.container, recovery, layers
             )
             asides = [ROTATIONS] if (pruned.path / ROTATIONS).is_file() else []
             for name in asides:

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ckpt_prune.architectures.composite import load_composite
-from ckpt_prune.architectures.family import Family
 from ckpt_prune.architectures.model import Model
+from ckpt_prune.checkpoint.modules import sentence_class
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.containers.container import Container
 from ckpt_prune.filenames import ELSEWHERE
@@ -94,7 +94,7 @@ def report_of_prune(
         calibration=Record.model_validate(settled.provenance()),
         plan=whole.plan.digest if whole.plan else None,
         lambda_search=search,
-        container=_within(settled.model.checkpoint, stored_as(output.container, settled.model.family)),
+        container=_within(settled.model.checkpoint, stored_as(output.container, settled.model)),
         before=settled.before,
         after=output.cost,
         depth=None if shortened is None else shortened.record,
@@ -199,14 +199,21 @@ def source_of(checkpoint: Checkpoint) -> Source:
     return Source(name=checkpoint.name, fingerprint=checkpoint.fingerprint, card=source_card(checkpoint.path))
 
 
-def stored_as(container: Container, family: Family) -> StoredAs:
-    """What an output is stored as."""
+def stored_as(container: Container, model: Model) -> StoredAs:
+    """What an output is stored as.
+
+    Args:
+        container: of the output.
+        model: that it was made from, or itself.
+    """
+    loader = sentence_class(model.checkpoint.path, container.config)
     return StoredAs(
         model_type=container.model_type,
         remote_code=container.remote_class is not None,
-        auto_class=family.auto_class,
+        auto_class=model.family.loading_class,
         padded=sorted(container.padded),
         note=container.note,
+        sentence_class=None if loader == "SentenceTransformer" else loader,
     )
 
 
@@ -240,7 +247,7 @@ def _elsewhere(pruned: Model, dense: Model, container: Container) -> Report:
         ignored=sorted([*pruned.checkpoint.ignored, *pruned.checkpoint.shadowed]),
         calibration=Record(),
         # What else it has to be noted of its container is not known, nor what is padded.
-        container=stored_as(container, pruned.family).model_copy(update={"padded": [], "note": None}),
+        container=stored_as(container, pruned).model_copy(update={"padded": [], "note": None}),
         before=cost_of(dense),
         after=cost_of(pruned),
         sites=[],

@@ -9,9 +9,11 @@ from torch import Tensor
 
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.sites import Site
+from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.statistics import Statistics
+from ckpt_prune.containers.choosing import whole_spaces
 from ckpt_prune.containers.container import Container, container_of
 from ckpt_prune.planning.latency import Latencies
 from ckpt_prune.planning.plan import Plan
@@ -136,6 +138,7 @@ class Request:
         narrowed: where dimensions of the residual stream are gone: `recipe` is what is left to do, and `model` the
             dense one, or without these dimensions where spaces are left.
         latencies: of this machine, where the recipe's size is a latency.
+        left_whole: spaces that the recipe leaves whole in this model, because no stock class has fewer of their units.
     """
 
     model: Model
@@ -154,6 +157,7 @@ class Request:
     shortened: Shortened | None = None
     narrowed: Narrowed | None = None
     latencies: Latencies | None = None
+    left_whole: tuple[SpaceName, ...] = ()
 
     @property
     def whole(self) -> "Request":
@@ -167,8 +171,15 @@ class Request:
         return container_of(self.model) if self.model.own_code else None
 
     def __post_init__(self) -> None:
-        """The recipe speaks of the spaces that this model has."""
-        object.__setattr__(self, "recipe", self.recipe.at(self.model.family))
+        """The recipe speaks of the spaces that this model has, and may prune."""
+        recipe = self.recipe.at(self.model.family)
+        if recipe.shares_stock and not self.model.own_code:
+            insists = {name for name, own in recipe.spaces.items() if own.ratio is not None}
+            left = recipe.without(whole_spaces(self.model).keys() - insists)
+            if left is not recipe:
+                object.__setattr__(self, "left_whole", tuple(recipe.spaces.keys() - left.spaces.keys()))
+                recipe = left
+        object.__setattr__(self, "recipe", recipe)
 
     @property
     def samples(self) -> Samples | None:

@@ -14,6 +14,7 @@ from ckpt_prune.checkpoint.staging import SCRATCH, Staging, partial_of, refuse_o
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.errors import UserError
 from ckpt_prune.parallel.group import here
+from ckpt_prune.phases import phase
 from ckpt_prune.planning.plan import SitePlan
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.records import FactoredLinear, MaskedLinear, MaskShares
@@ -37,7 +38,7 @@ from ckpt_prune.transform.resuming import Announce, announce_resumed, finished, 
 from ckpt_prune.transform.rotating import InTurn, learner_of
 from ckpt_prune.transform.settle import Settled
 from ckpt_prune.transform.steps import FollowStep, PruneStep, RecoverStep, Step
-from ckpt_prune.transform.walk import Sink, walk
+from ckpt_prune.transform.walk import Sink, validated, walk
 
 Records = Sequence[SitePlan | MaskedLinear | FactoredLinear]
 """What was done: to spaces that lost units, or to linears that got zeros or became two."""
@@ -276,7 +277,8 @@ def _write_blocks(settled: Settled, sink: Sink, in_turn: InTurn | None = None) -
     """
     dense = settled.dense
     with nullcontext() if in_turn is None else in_turn.shown():
-        source = settled.moments()
+        with phase("calibration"):
+            source = settled.moments()
         pruned = PruneStep(settled.engine(), source)
         steps: list[Step] = [pruned]
         if in_turn is not None:
@@ -284,19 +286,18 @@ def _write_blocks(settled: Settled, sink: Sink, in_turn: InTurn | None = None) -
         say = "pruning" if in_turn is None else None
         if in_turn is None and here().once(lambda: sink.writer is not None and SCALES in sink.writer.notes):
             # Blocks may be half scaled, and all that is still asked of them is what was done to them.
-            for block in range(dense.model.blocks):
-                notes = here().once(partial(sink.notes, block))
-                pruned.skip(block, {}, {}, {}, notes[pruned.name], again=False)
-            return _Written(pruned.records)
+            notes = [here().once(partial(sink.notes, block)) for block in range(dense.model.blocks)]
+            return _Written([record for each in notes for record in validated([pruned], each)[pruned.name]])
         if settled.recipe.recovery is None or _scales(settled.recipe):
-            walk(dense, steps, sink, say=say, apart=not isinstance(source, SequentialMoments) and in_turn is None)
-            return _Written(sorted(pruned.records, key=lambda record: record.block))
+            apart = not isinstance(source, SequentialMoments) and in_turn is None
+            return _Written(walk(dense, steps, sink, say=say, apart=apart)[pruned.name])
         recoverer = recoverer_of(settled)
         with meter(recoverer.epochs, "recovering", unit="epoch") as epochs:
             recovered = RecoverStep(recoverer, epochs)
-            walk(dense, [pruned, recovered, *steps[1:]], sink, say=say)
+            # Last, as it asks for the next dense block, whose rotations may be learned on what follows this one.
+            records = walk(dense, [*steps, recovered], sink, say=say)
     recovery = recovery_of(recoverer, settled.model.checkpoint, on_the_fly=True)
-    return _Written(pruned.records, recovery, recovered.layers)
+    return _Written(records[pruned.name], recovery, records[recovered.name])
 
 
 def _followed(settled: Settled, source: MomentSource, steps: list[Step]) -> HiddenStream:
@@ -317,4 +318,4 @@ def recoverer_of(settled: Settled) -> Recoverer:
     how: dict[str, Any] = {"allocate": training.allocate, "group": here()}
     dense = model.stream(training.samples, training.compute_dtype, **how)
     pruned = model.stream(training.samples, training.compute_dtype, sizes=split.sizes(recipe, here()), **how)
-    return Recoverer(dense, pruned, split, recipe, recipe.seed, training.after, training.allocate)
+    return Recoverer(dense, model.block, pruned, split, recipe, recipe.seed, training.after, training.allocate)

@@ -2,12 +2,11 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from torch import Tensor
+from pydantic import BaseModel
 
 from ckpt_prune.checkpoint.staging import Staging, refuse_overlap
 from ckpt_prune.checkpoint.written import OUTPUT
@@ -22,6 +21,7 @@ from ckpt_prune.transform.publish import publish, wanted_names
 from ckpt_prune.transform.recover import SettledRecovery, writer_of
 from ckpt_prune.transform.reporting import report_of_adapters
 from ckpt_prune.transform.resuming import Announce
+from ckpt_prune.transform.steps import Tensors
 from ckpt_prune.transform.walk import Sink, walk
 
 
@@ -31,17 +31,17 @@ class _ScaleStep:
 
     fitted: Fitted
     name = "scaled"
-    replays = False
 
-    def act(self, block: int, dense: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> tuple[Any, Any]:
+    @property
+    def record(self) -> type[BaseModel]:
+        """Nothing is noted of a block."""
+        return BaseModel
+
+    def act(self, block: int, tensors: Tensors) -> tuple[Tensors, Sequence[BaseModel]]:
         """Scale one block."""
-        return self.fitted.applied(tensors), {}
+        return self.fitted.applied(tensors), []
 
-    def skip(self, block: int, dense: Any, tensors: Any, written: Any, note: Any, *, again: bool) -> Any:
-        """No run goes on with what another one has fitted."""
-        raise NotImplementedError
-
-    def advance(self, block: int, tensors: Mapping[str, Tensor]) -> None:
+    def advance(self, block: int, tensors: Tensors) -> None:
         """Nothing depends on the block."""
 
 

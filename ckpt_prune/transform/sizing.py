@@ -17,7 +17,7 @@ from ckpt_prune.planning.latency import Latencies
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.shares import allowed_widths, ratio_for
 from ckpt_prune.planning.sizes import SizeKind, TargetSize, cost_in, size_words
-from ckpt_prune.transform.decisions import Decisions, keep_count, kept_units, rounding_of
+from ckpt_prune.transform.decisions import Decisions, keep_count, kept_units, multiple_of, rounding_of
 from ckpt_prune.transform.output import output_of
 from ckpt_prune.transform.rankings import ranked
 from ckpt_prune.transform.request import Request
@@ -112,11 +112,12 @@ def _made_up(request: Request, tried: list[Recipe], kind: SizeKind, budget: floa
 
 def _filled(request: Request, recipe: Recipe, space: SpaceName, kind: SizeKind, budget: float) -> _Reached | None:
     """A recipe with one space as wide as the budget lets it be, the others as they are."""
-    model, own = request.model, recipe.spaces[space]
+    model = request.model
     given, pruned = Decisions(recipe).widths(model), recipe.blocks(model.blocks)
     base = given[max(pruned.start, model.spaced.start)]
-    allowed = allowed_widths(model.units(space), own.multiple_of)
-    alike = [name for name in recipe.spaces if known_space(name) == known_space(space)]
+    multiple = multiple_of(model, recipe, space)
+    allowed = allowed_widths(model.units(space), multiple)
+    alike = [name for name in recipe.spaces if known_space(name) == known_space(space) or model.are_one(name, space)]
 
     def widths(width: int) -> Widths:
         own = dict.fromkeys(alike, width)
@@ -128,7 +129,7 @@ def _filled(request: Request, recipe: Recipe, space: SpaceName, kind: SizeKind, 
     width = allowed[fitting - 1]
     larger = widths(allowed[fitting]) if fitting < len(allowed) else None
     if width != base[space]:
-        ratio = ratio_for(model.units(space), width, rounding_of(model, recipe, space), own.multiple_of)
+        ratio = ratio_for(model.units(space), width, rounding_of(model, recipe, space), multiple)
         for name in alike:
             recipe = recipe.with_own_ratio(name, ratio)
     return _Reached(recipe, widths(width), larger, abs(width - base[space]))
@@ -136,11 +137,11 @@ def _filled(request: Request, recipe: Recipe, space: SpaceName, kind: SizeKind, 
 
 def _finest(request: Request, kind: SizeKind) -> SpaceName | None:
     """The space whose width can change in the smallest steps; None where no width can."""
-    model, spaces = request.model, request.recipe.spaces
+    model, recipe = request.model, request.recipe
     steps = {
-        space: cost * min(spaces[space].multiple_of, model.units(space))
+        space: cost * min(multiple_of(model, recipe, space), model.units(space))
         for space, cost in unit_costs(request, kind).items()
-        if len(allowed_widths(model.units(space), spaces[space].multiple_of)) > 1
+        if len(allowed_widths(model.units(space), multiple_of(model, recipe, space))) > 1
     }
     return min(steps, key=lambda space: steps[space], default=None)
 
@@ -179,7 +180,7 @@ def is_reachable(request: Request) -> bool:
 def _least_size(request: Request) -> int:
     recipe, model = request.recipe, request.model
     assert recipe.size is not None
-    smallest = {space: min(model.units(space), own.multiple_of) for space, own in recipe.spaces.items()}
+    smallest = {space: min(model.units(space), multiple_of(model, recipe, space)) for space in recipe.spaces}
     return size_at(request, recipe.size.kind, [smallest] * model.blocks)
 
 

@@ -1,13 +1,15 @@
 """Steps: what a recipe does to each block, one after the other. The walk over blocks (`walk`) knows no more of them."""
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Protocol, runtime_checkable
 
+from pydantic import BaseModel
 from torch import Tensor
 
 from ckpt_prune.architectures.factors import multiplied
 from ckpt_prune.calibration.sources import MomentSource
 from ckpt_prune.calibration.streams import HiddenStream
+from ckpt_prune.phases import phase
 from ckpt_prune.planning.plan import SitePlan
 from ckpt_prune.planning.records import FactoredLinear, MaskedLinear
 from ckpt_prune.progress import Meter
@@ -23,50 +25,45 @@ Tensors = Mapping[str, Tensor]
 class Step(Protocol):
     """Acts on one block after the other, each in turn.
 
+    A resumed run calls `act` only for blocks that are not written yet, and `advance` for all of them. So hidden states
+    move in `advance`, by the tensors that were written, and resuming gives the bytes of an uninterrupted run.
+
     Attributes:
         name: under which its records are noted.
+        record: what it notes of a block is some of these.
     """
 
     name: str
 
-    def act(self, block: int, dense: Tensors, tensors: Tensors) -> tuple[Tensors, Any]:
-        """Change a block.
+    @property
+    def record(self) -> type[BaseModel]: ...
+
+    def act(self, block: int, tensors: Tensors) -> tuple[Tensors, Sequence[BaseModel]]:
+        """Change a block, and nothing that outlives the call.
 
         Args:
             block: its index.
-            dense: its tensors in the dense model, by on-disk name.
             tensors: as the steps before have left them.
 
         Returns:
-            Its new tensors, and a record that JSON can hold.
+            Its new tensors, and records of what was done.
         """
-        ...
-
-    def skip(
-        self, block: int, dense: Tensors, tensors: Tensors, written: Tensors, note: Any, *, again: bool
-    ) -> Tensors:
-        """Pass a block that an interrupted run has finished.
-
-        Args:
-            block: its index.
-            dense: its tensors in the dense model; nothing where no step `replays`.
-            tensors: as the steps before have left them; nothing where no step from here on replays.
-            written: as they were written.
-            note: what `act` noted of it.
-            again: whether a later step replays, and needs what this one returned.
-
-        Returns:
-            What `act` returned, where it is needed again.
-        """
-        ...
-
-    @property
-    def replays(self) -> bool:
-        """Whether `skip` looks at the block as the steps before had left it."""
         ...
 
     def advance(self, block: int, tensors: Tensors) -> None:
-        """The block is done, by all steps, and has these tensors."""
+        """Go on to the next block; `tensors` are those that were written, behind the last step."""
+        ...
+
+
+@runtime_checkable
+class StepWithInput(Step, Protocol):
+    """A step that carries along what the model makes without it, and therefore needs its own input again.
+
+    Where a block was written by an interrupted run, the steps before this one act again to make it.
+    """
+
+    def advance_input(self, block: int, tensors: Tensors) -> None:
+        """Go on with the block as `act` was given it; `advance` follows."""
         ...
 
 
@@ -76,34 +73,26 @@ class PruneStep:
     Args:
         engine: what to do.
         source: of moments, at the first block.
-
-    Attributes:
-        records: of every block so far.
     """
 
     name = "pruned"
-    replays = False
 
     def __init__(self, engine: Pruner | Masker | Factorer, source: MomentSource) -> None:
         self._engine, self._source = engine, source
-        self.records: list[SitePlan | MaskedLinear | FactoredLinear] = []
 
-    def act(self, block: int, dense: Tensors, tensors: Tensors) -> tuple[Tensors, Any]:
+    @property
+    def record(self) -> type[SitePlan | MaskedLinear | FactoredLinear]:
+        """What is noted of a site, or of a linear module."""
+        return self._engine.record
+
+    def act(self, block: int, tensors: Tensors) -> tuple[Tensors, Sequence[BaseModel]]:
         """Prune one block."""
-        new, records = self._engine.block(block, tensors, self._source)
-        self.records += records
-        return new, [record.model_dump(mode="json") for record in records]
-
-    def skip(
-        self, block: int, dense: Tensors, tensors: Tensors, written: Tensors, note: Any, *, again: bool
-    ) -> Tensors:
-        """Take the records of the interrupted run. What the block was before it was recovered is not on disk."""
-        self.records += [self._engine.record.model_validate(each) for each in note]
-        return self._engine.block(block, tensors, self._source)[0] if again else tensors
+        return self._engine.block(block, tensors, self._source)
 
     def advance(self, block: int, tensors: Tensors) -> None:
         """Let the source go on."""
-        self._source.advance(block, multiplied(tensors))
+        with phase("calibration"):
+            self._source.advance(block, multiplied(tensors))
 
 
 class RecoverStep:
@@ -112,35 +101,26 @@ class RecoverStep:
     Args:
         recoverer: at the first block.
         epochs: shows how far training is.
-
-    Attributes:
-        layers: what became of every block so far.
     """
 
-    name = "recovered"
-    replays = True
+    name, record = "recovered", RecoveredLayer
 
     def __init__(self, recoverer: Recoverer, epochs: Meter) -> None:
         self._recoverer, self._epochs = recoverer, epochs
-        self.layers: list[RecoveredLayer] = []
 
-    def act(self, block: int, dense: Tensors, tensors: Tensors) -> tuple[Tensors, Any]:
+    def act(self, block: int, tensors: Tensors) -> tuple[Tensors, Sequence[BaseModel]]:
         """Recover one block."""
-        new, layer = self._recoverer.block(block, dense, tensors, self._epochs)
-        self.layers.append(layer)
-        return new, layer.model_dump()
+        new, layer = self._recoverer.block(block, tensors, self._epochs)
+        return new, [layer]
 
-    def skip(
-        self, block: int, dense: Tensors, tensors: Tensors, written: Tensors, note: Any, *, again: bool
-    ) -> Tensors:
-        """Let the streams of hidden states go past the block."""
-        self._recoverer.skip(block, dense, tensors, written)
-        self._epochs.to(self._recoverer.epochs_until(block))
-        self.layers.append(RecoveredLayer.model_validate(note))
-        return written
+    def advance_input(self, block: int, tensors: Tensors) -> None:
+        """Let the models with fewer blocks recovered go through the block as it was pruned."""
+        self._recoverer.follow(block, tensors)
 
     def advance(self, block: int, tensors: Tensors) -> None:
-        """Recovering a block has moved its streams on."""
+        """Let the recovered and the dense model go on."""
+        self._recoverer.advance(block, tensors)
+        self._epochs.to(self._recoverer.epochs_until(block))
 
 
 class FollowStep:
@@ -150,21 +130,14 @@ class FollowStep:
         stream: at the first block.
     """
 
-    name = "followed"
-    replays = False
+    name, record = "followed", BaseModel
 
     def __init__(self, stream: HiddenStream) -> None:
         self._stream = stream
 
-    def act(self, block: int, dense: Tensors, tensors: Tensors) -> tuple[Tensors, Any]:
+    def act(self, block: int, tensors: Tensors) -> tuple[Tensors, Sequence[BaseModel]]:
         """Nothing to do."""
-        return tensors, None
-
-    def skip(
-        self, block: int, dense: Tensors, tensors: Tensors, written: Tensors, note: Any, *, again: bool
-    ) -> Tensors:
-        """Nothing to do."""
-        return tensors
+        return tensors, []
 
     def advance(self, block: int, tensors: Tensors) -> None:
         """Let the stream go through the block."""

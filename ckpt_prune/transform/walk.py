@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import BaseModel
 from torch import Tensor
 
 from ckpt_prune.architectures.model import BlockWidths, Model
@@ -17,8 +18,10 @@ from ckpt_prune.parallel.group import ALONE, here, working_in
 from ckpt_prune.progress import track
 from ckpt_prune.transform.dense import Dense
 from ckpt_prune.transform.layout import OUTER, Layout
-from ckpt_prune.transform.steps import Step, Tensors
+from ckpt_prune.transform.steps import Step, StepWithInput, Tensors
 
+Records = dict[str, list[Any]]
+"""Name of a step → its records of all blocks."""
 _REST, _OUTER = "rest", "outer"
 
 
@@ -100,8 +103,8 @@ def walk(
     start: Callable[[int], Tensors] | None = None,
     say: str | None = "pruning",
     apart: bool = False,
-) -> None:
-    """Take every block through the steps and write it, or pass it where an interrupted run has written it.
+) -> Records:
+    """Take every block through the steps and write it, or read it where an interrupted run has written it.
 
     Args:
         dense: the dense model, in the basis of the output.
@@ -110,75 +113,88 @@ def walk(
         start: reads the block that the first step sees; the dense model's by default.
         say: what the progress bar says; None where a step shows one.
         apart: whether no block depends on another, so that each of several processes may take some; with a sink only.
+
+    Returns:
+        The records of every step, in the order of blocks; where blocks were taken apart, at the first process only.
     """
+    read = dense.block if start is None else start
     if apart and sink is not None and here().size > 1:
-        _walk_apart(dense, steps, sink, say or "")
-        return
+        return _walk_apart(dense, steps, sink, say or "")
+    found: Records = {step.name: [] for step in steps}
     blocks = range(dense.model.blocks)
     for block in blocks if say is None else track(blocks, say, total=len(blocks)):
         prefix = dense.model.family.block.format(block=block)
         if sink is not None and sink.done(block):
-            written, notes = sink.read(dense.model, block, prefix)
-            _pass(dense, steps, block, written, notes, start)
-            tensors: Tensors = written
+            tensors, notes = sink.read(dense.model, block, prefix)
+            records, inputs = validated(steps, notes), _inputs(steps, block, read)
         else:
-            whole = dense.block(block)
-            tensors = whole if start is None else start(block)
-            notes = {}
-            for step in steps:
-                tensors, notes[step.name] = step.act(block, whole, tensors)
+            tensors, records, inputs = _acted(steps, block, read(block))
             if sink is not None:
-                sink.write(block, prefix, tensors, notes)
+                sink.write(block, prefix, tensors, _notes(records))
         for step in steps:
+            found[step.name] += records[step.name]
+            if isinstance(step, StepWithInput):
+                step.advance_input(block, inputs.pop(step.name))
             step.advance(block, tensors)
+    return found
 
 
-def _walk_apart(dense: Dense, steps: Sequence[Step], sink: Sink, say: str) -> None:
+def validated(steps: Sequence[Step], notes: Mapping[str, Any]) -> Records:
+    """Every step's records of a block, of what the journal has of it."""
+    return {step.name: [step.record.model_validate(each) for each in notes[step.name]] for step in steps}
+
+
+def _notes(records: Mapping[str, Sequence[BaseModel]]) -> dict[str, Any]:
+    return {name: [each.model_dump(mode="json") for each in made] for name, made in records.items()}
+
+
+def _acted(
+    steps: Sequence[Step], block: int, tensors: Tensors
+) -> tuple[dict[str, Tensor], Records, dict[str, Tensors]]:
+    """Let every step act on a block.
+
+    Returns:
+        Its new tensors, the records, and what those steps were given that need it again.
+    """
+    records: Records = {}
+    inputs: dict[str, Tensors] = {}
+    for step in steps:
+        if isinstance(step, StepWithInput):
+            inputs[step.name] = tensors
+        tensors, made = step.act(block, tensors)
+        records[step.name] = list(made)
+    return dict(tensors), records, inputs
+
+
+def _inputs(steps: Sequence[Step], block: int, read: Callable[[int], Tensors]) -> dict[str, Tensors]:
+    """What steps were given of a block that is written; those before them act again."""
+    needed = [index for index, step in enumerate(steps) if isinstance(step, StepWithInput)]
+    if not needed:
+        return {}
+    last = needed[-1]
+    tensors, _, inputs = _acted(steps[:last], block, read(block))
+    return {**inputs, steps[last].name: tensors}
+
+
+def _walk_apart(dense: Dense, steps: Sequence[Step], sink: Sink, say: str) -> Records:
     """Let every process take some blocks; the first one writes all, in order."""
     group, prefixes = here(), [dense.model.family.block.format(block=block) for block in range(dense.model.blocks)]
     todo = [block for block in range(len(prefixes)) if not sink.done(block)]
+    found: dict[int, Records] = {}
 
-    def pass_done() -> None:
+    def act(block: int) -> tuple[dict[str, Tensor], Records]:
         with working_in(ALONE):
-            for block in set(range(len(prefixes))) - set(todo):
-                written, notes = sink.read(dense.model, block, prefixes[block])
-                _pass(dense, steps, block, written, notes, None)
+            return _acted(steps, block, dense.block(block))[:2]
 
-    def act(block: int) -> tuple[Tensors, dict[str, Any]]:
-        notes: dict[str, Any] = {}
-        with working_in(ALONE):
-            whole = dense.block(block)
-            tensors: Tensors = whole
-            for step in steps:
-                tensors, notes[step.name] = step.act(block, whole, tensors)
-        return tensors, notes
-
-    group.at_first(pass_done)
+    if group.first:
+        found = {block: validated(steps, sink.notes(block)) for block in set(range(len(prefixes))) - set(todo)}
     rounds = [todo[start : start + group.size] for start in range(0, len(todo), group.size)]
     for blocks in track(rounds, say, unit="round"):
         for rank, made in enumerate(group.gather([act(block) for block in blocks[group.rank :][:1]]) or ()):
-            for tensors, notes in made:
-                if rank != group.rank:
-                    for step in steps:
-                        step.skip(blocks[rank], {}, {}, tensors, notes[step.name], again=False)
-                sink.write(blocks[rank], prefixes[blocks[rank]], tensors, notes)
-
-
-def _pass(
-    dense: Dense,
-    steps: Sequence[Step],
-    block: int,
-    written: Tensors,
-    notes: Mapping[str, Any],
-    start: Callable[[int], Tensors] | None,
-) -> None:
-    """Let every step pass a block; it is read again where one of them replays."""
-    needed = any(step.replays for step in steps)
-    whole: Tensors = dense.block(block) if needed else {}
-    tensors = start(block) if needed and start is not None else whole
-    for index, step in enumerate(steps):
-        again = any(later.replays for later in steps[index + 1 :])
-        tensors = step.skip(block, whole, tensors, written, notes[step.name], again=again)
+            for tensors, records in made:
+                found[blocks[rank]] = records
+                sink.write(blocks[rank], prefixes[blocks[rank]], tensors, _notes(records))
+    return {step.name: [each for block in sorted(found) for each in found[block][step.name]] for step in steps}
 
 
 def _unit(block: int) -> str:

@@ -6,9 +6,12 @@ from math import prod
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 from transformers import AutoConfig, LlamaConfig
 
 from ckpt_prune.architectures import descriptions
+from ckpt_prune.architectures.blocks import returns_tuple
 from ckpt_prune.architectures.descriptions import known_families, load_family, variants_of
 from ckpt_prune.architectures.hypothetical import checkpoint_of_config, is_config_only
 from ckpt_prune.architectures.settings import unknown_settings
@@ -302,3 +305,25 @@ def test_a_bert_that_is_a_decoder(key):
 
 def test_keys_that_no_stock_class_reads_change_nothing():
     load_family("llama").check_config(AutoConfig.for_model("llama", of_another_library="x"))
+
+
+def in_several(self, hidden_states) -> tuple[torch.Tensor, None]:
+    return hidden_states, None
+
+
+def unsaid(self, hidden_states):
+    return hidden_states, None
+
+
+def alone(self, hidden_states) -> torch.Tensor:
+    return hidden_states
+
+
+@pytest.mark.parametrize(("forward", "expected"), [(in_several, True), (unsaid, True), (alone, False)])
+def test_a_class_that_says_it_returns_a_tensor_returns_no_tuple(forward, expected):
+    """GPT-J's blocks returned several things until transformers 5.24."""
+    stock = type("Block", (nn.Module,), {"forward": forward})
+    derived = type("Block", (stock,), {"forward": unsaid})  # as remote code derives one
+    assert returns_tuple(load_family("gptj"), stock) is expected
+    assert returns_tuple(load_family("gptj"), derived) is expected
+    assert not returns_tuple(load_family("llama"), stock)

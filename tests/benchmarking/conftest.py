@@ -1,7 +1,8 @@
-"""Graphs, each exported once for all tests."""
+"""Graphs, each exported once for all tests, and processes that are waited for."""
 
 import pytest
 
+from ckpt_prune.benchmarking import pool
 from tests.graphs import Exported, exports
 
 
@@ -9,3 +10,9 @@ from tests.graphs import Exported, exports
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
     """As `tests.graphs.exports`."""
     return exports(tmp_path_factory)
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that ends by itself may take as long as a busy machine needs."""
+    monkeypatch.setattr(pool, "_PATIENCE", 86400.0)

@@ -2,7 +2,7 @@
 
 import os
 import signal
-import time
+from threading import Event
 
 from ckpt_prune.benchmarking.messages import Failure, Memory, Ready
 from ckpt_prune.benchmarking.worker import serve
@@ -48,7 +48,7 @@ def endless(connection, seat):
     """Never answers, and ignores the gentler signals."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     connection.send(Ready("cpu", None))
-    time.sleep(3600)
+    Event().wait()
 
 
 def serving_one(connection, seat):
@@ -62,7 +62,17 @@ def serving_one(connection, seat):
 def waiting(connection, seat):
     """Never answers."""
     connection.send(Ready("cpu", None))
-    time.sleep(3600)
+    Event().wait()
+
+
+def answering_once(connection, seat):
+    """Says so when it is timed for the second time, and never answers that."""
+    connection.send(Ready("cpu", None))
+    connection.recv()
+    connection.send({"forward": [1.0]})
+    connection.recv()
+    print("at work", flush=True)
+    Event().wait()
 
 
 def telling_how_it_waits(connection, seat):

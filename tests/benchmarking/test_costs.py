@@ -8,6 +8,7 @@ from ckpt_prune.benchmarking.costs import costs_of, weights_bytes
 from ckpt_prune.benchmarking.workload import Workload
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.evaluation.loading import load_model
+from ckpt_prune.modeling_pruned import cache_argument
 from tests import encoders, families
 from tests.planning.test_accounting import rotary_flops
 
@@ -48,11 +49,10 @@ def test_flops_are_those_that_torch_counts(model):
     assert costs.flops(workload, workload.phase) == flops
     if not generates:
         return
-    total = 0
+    total, name = 0, cache_argument(loaded.forward)
     for _ in range(STEPS):
-        ids = result.logits[:, -1:].argmax(-1)
-        past = result.past_key_values
-        flops, result = counted(lambda i=ids, p=past: loaded(input_ids=i, past_key_values=p, use_cache=True))
+        inputs = {"input_ids": result.logits[:, -1:].argmax(-1), name: getattr(result, name)}
+        flops, result = counted(lambda inputs=inputs: loaded(**inputs, use_cache=True))
         total += flops
     assert costs.flops(workload, "decode") * STEPS == total
 

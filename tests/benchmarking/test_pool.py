@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from ckpt_prune.benchmarking.messages import Memory, Ready, Seat
 from ckpt_prune.benchmarking.pool import Worker, how_it_ended, workers
 from ckpt_prune.errors import UserError
 from tests.benchmarking import targets
+from tests.forked import wait_gone
 from tests.pairs import every
 
 
@@ -139,12 +139,15 @@ import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in the background deaf to it
 from ckpt_prune.benchmarking.pool import workers
 from ckpt_prune.benchmarking.messages import Seat
-from tests.benchmarking.targets import waiting
+from tests.benchmarking.targets import {target}
 seat = Seat("A", "tiny", "PyTorch", "tiny", "cpu", 1, "fp32")
-with workers([seat, seat], waiting) as started:
+with workers([seat, seat], {target}) as started:
     pids = [worker.pid for worker in started]
     [worker.ready() for worker in started]
     print(*pids, flush=True)
+    input()
+    [worker.time("work") for worker in started]
+    print("both answer", flush=True)
     started[0].time("work")
 """
 
@@ -152,12 +155,11 @@ with workers([seat, seat], waiting) as started:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_ends_with_its_parent(number):
     """Ctrl-C goes to all processes of a terminal: only the parent speaks. A parent that is killed leaves none either,
-    once they next look at their pipe, which `waiting` never does; `serve` is always there or at work."""
-    script = SCRIPT.replace("waiting", "obliging") if number == signal.SIGKILL else SCRIPT
-    if number == signal.SIGKILL:
-        script = script.replace('    started[0].time("work")', "    import time; time.sleep(3600)")
+    once they next look at their pipe, which `answering_once` never does; `serve` is always there or at work."""
+    target = "obliging" if number == signal.SIGKILL else "answering_once"
     parent = subprocess.Popen(
-        [sys.executable, "-c", script],
+        [sys.executable, "-c", SCRIPT.format(target=target)],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -170,17 +172,16 @@ def test_ends_with_its_parent(number):
         if number == signal.SIGINT:
             for pid in pids:
                 os.kill(pid, signal.SIGINT)
-            time.sleep(0.5)
-            assert all(map(alive, pids))
+            parent.stdin.write("\n")
+            parent.stdin.flush()
+            # Python passes over an interrupt that comes while it destroys an object: now the parent waits, and nothing
+            # else.
+            assert [parent.stdout.readline() for _ in range(2)] == ["both answer\n", "at work\n"]
         (os.killpg if number == signal.SIGINT else os.kill)(parent.pid, number)
-        try:
-            _, said = parent.communicate(timeout=60)  # until the last process that could write to it has ended
-        except subprocess.TimeoutExpired:
-            # Python passes over an interrupt that comes while it destroys an object.
-            os.killpg(parent.pid, number)
-            _, said = parent.communicate(timeout=60)
+        _, said = parent.communicate()  # until the last process that could write to it has ended
+    for pid in pids:
+        wait_gone(pid)
     assert parent.returncode == -number
-    assert not any(map(alive, pids))
     if number == signal.SIGINT:
         assert said.count("Traceback") == 1
         assert said.rstrip().endswith("KeyboardInterrupt")

@@ -20,7 +20,8 @@ def test_storage_and_library_version_do_not_matter(tmp_path: Path) -> None:
     assert len(expected) == 64
     assert fingerprint(save_sharded(tmp_path / "two", tensors, 2)) == expected
     assert fingerprint(save_sharded(tmp_path / "three", tensors, 3)) == expected
-    assert fingerprint(save_single(tmp_path / "v4", tensors, CONFIG | {"transformers_version": "4"})) == expected
+    loading = {"transformers_version": "4", "transformers_weights": "model.safetensors"}
+    assert fingerprint(save_single(tmp_path / "v4", tensors, CONFIG | loading)) == expected
     reordered = dict(reversed(CONFIG.items()))
     assert fingerprint(save_single(tmp_path / "order", tensors, reordered)) == expected
 

@@ -112,6 +112,19 @@ class TestRefusals:
             "if it was published as .bin pickles, convert them"
         )
 
+    def test_weights_that_transformers_reads_from_elsewhere(self, single: Path) -> None:
+        config = json.loads((single / "config.json").read_text())
+        for named, auto_map in (("other.safetensors", None), ("other.safetensors", {}), ("no file", None)):
+            told = {} if auto_map is None else {"auto_map": auto_map}
+            (single / "config.json").write_text(json.dumps(config | {"transformers_weights": named} | told))
+            assert message_of(single) == (
+                f"{single}/config.json: transformers reads weights from {named!r} (transformers_weights), and they "
+                "are read from model.safetensors here; rename the file, or take the key out where "
+                "model.safetensors is the right one"
+            )
+        (single / "config.json").write_text(json.dumps(config | {"transformers_weights": "model.safetensors"}))
+        assert Checkpoint.open(single).files == ("model.safetensors",)
+
     def test_missing_shard(self, sharded: Path) -> None:
         (sharded / SECOND).unlink()
         assert message_of(sharded) == (

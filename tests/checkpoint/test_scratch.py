@@ -1,7 +1,7 @@
 """Folders in the system's temporary one."""
 
+import os
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -42,21 +42,26 @@ def test_only_what_errors_speak_of_stays(place: Path) -> None:
 def test_what_a_killed_run_leaves_the_next_one_clears(tmp_path: Path, place: Path) -> None:
     """It stayed for ever; what is in use, or of another name, is left alone."""
 
+    ready, told = os.pipe()
+
     def work() -> None:
         with scratch_folder() as folder:
             (folder / "graph").write_bytes(b"large")
-            (folder / "ready").touch()
-            time.sleep(60)
+            os.write(told, b"!")
+            while True:
+                signal.pause()
 
     child = begin(work, tmp_path)
-    while not (ready := list(place.glob("*/ready"))):
-        time.sleep(0.01)
+    os.read(ready, 1)
+    [graph] = place.glob("*/graph")
     (place / "ckpt-prune-mine").mkdir()
     with scratch_folder():
-        assert ready[0].exists()
+        assert graph.exists()
     child.send(signal.SIGKILL)
     child.ended()
-    assert ready[0].exists()
+    os.close(ready)
+    os.close(told)
+    assert graph.exists()
     with scratch_folder() as folder:
         assert {*place.iterdir()} == {place / "ckpt-prune-mine", folder, folder.with_name(f"{folder.name}.lock")}
 

@@ -574,7 +574,8 @@ def test_an_output_with_remote_code_is_described(here):
     made = read_json("pruned/ckpt_prune.json")
     lines = ok("inspect", "pruned").splitlines()
     assert lines[1] == "family      vit (PrunedViTForImageClassification, remote code of this tool)"
-    assert lines[5] == "made from   vit by recipe corp"
+    assert lines[2] == "for         image-classification"
+    assert lines[6] == "made from   vit by recipe corp"
     assert (
         lines[-1] == "to drop units, prune the dense model instead; of recipes that prune, only masks go on this output"
     )

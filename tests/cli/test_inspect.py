@@ -26,6 +26,7 @@ LLAMA_7B = {
 DENSE = """\
 model       dense
 family      llama (LlamaForCausalLM)
+for         text-generation
 weights     float32, 20.3 KiB in 1 file(s)
 parameters  5.20K
 blocks      2, 1.95K parameters each; whole ones can go (--recipe replaceme)

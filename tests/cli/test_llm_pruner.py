@@ -96,7 +96,7 @@ def test_a_vision_model(here):
     data = ("--images", "images")
     assert refused("prune", "vit", *RECIPE, "--set", "layers=null", *data, "-o", "out") == (
         "recipe llm-pruner-taylor2 ranks units by gradients of the loss of next tokens, which is for causal language "
-        "models: this is none"
+        "models, and this one is for image-classification: choose another score"
     )
     assert refused("calibrate", "vit", *data, "--collect", "taylor", "-o", "out").startswith(
         "--collect taylor: of a vit"

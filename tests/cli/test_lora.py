@@ -3,7 +3,9 @@
 import json
 import signal
 import sys
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -94,11 +96,13 @@ def test_without_held_out_samples_the_last_epoch_is_kept(place: Path):
     assert lora["loss_after"] != lora["loss_before"]
 
 
-def test_seconds_end_it(place: Path):
+def test_seconds_end_it(place: Path, monkeypatch: pytest.MonkeyPatch):
+    """By a clock that moves a second at each look: two for a step, one before it for its rate and one behind it."""
+    monkeypatch.setattr("ckpt_prune.adapting.training.time", SimpleNamespace(monotonic=count().__next__))
     found = json.loads(
-        ok("recover", "pruned", *LORA[:-6], "--epochs", "100000", "--seconds", "0.2", "-o", "out", "--json")
+        ok("recover", "pruned", *LORA[:-6], "--epochs", "100000", "--seconds", "6", "-o", "out", "--json")
     )
-    assert 0 < found["adapters"]["epochs"] < 1000
+    assert (found["adapters"]["steps"], found["adapters"]["epochs"]) == (3, 12 / 29)
 
 
 def test_an_output_with_code_of_its_own_is_recovered(place: Path):
@@ -170,7 +174,7 @@ def test_an_encoder_without_a_head_is_refused(place: Path):
     case = next(case for case in CASES if case.model_type == "bert" and case.architecture == "BertModel")
     case.write(Path("bert"))
     assert refused("recover", "bert", "--method", "lora", "--text", "calib.txt", "--window", "12", "-o", "out") == (
-        "--method lora trains on the next token or an image's class, which bert (AutoModel) does not predict: "
+        "--method lora trains on the next token or an image's class, which bert (feature-extraction) does not predict: "
         "recover it with --method laco"
     )
 

@@ -707,7 +707,8 @@ POST_NORM = "it normalises after every addition to its residual stream (post-nor
         (
             "opt-no-head",
             ["per-layer", "shared"],
-            "opt cannot be rotated without a head (OPTModel): what reads its output would have to turn too",
+            "opt cannot be rotated without a vocabulary head (OPTModel): what reads its output would have to turn too; "
+            "rotation kind values leaves the stream as it is",
         ),
     ],
 )

@@ -17,7 +17,7 @@ from ckpt_prune.containers.container import stored_container
 from ckpt_prune.evaluation.loading import quiet_transformers
 from ckpt_prune.options import CalibrateOptions
 from tests import encoders
-from tests.cli.running import TEXT, interrupted, ok, read_json, refused, resumed
+from tests.cli.running import TEXT, interrupted, ok, read_json, refused, resumed, run
 from tests.images import write_images, write_vit
 from tests.pairs import dealt, every
 
@@ -163,6 +163,20 @@ def test_a_mask_that_is_trained_at_once(here):
     ok(*job, "-o", "whole")
     interrupted(job, 3)
     resumed(job)
+
+
+def test_stock_classes_refuse_what_is_made_of_an_output_of_an_earlier_version(here):
+    """Such an output does not say so itself."""
+    path = Path("opt/config.json")
+    config = read_json(path)
+    sentence = config.pop("transformers_weights")
+    path.write_text(json.dumps(config))
+    assert "a former version wrote it, and stock classes that its shapes fit misread it" in run("verify", "opt").stdout
+    ok("prune", "opt", "--recipe", "magnitude-50", "-o", "out")
+    assert "a former version" not in ok("verify", "out")
+    assert read_json("out/config.json") == config | {"transformers_weights": sentence}
+    ok("recover", "opt", "--dense", "dense-opt", *TEXT, "--epochs", "1", "-o", "recovered")
+    assert read_json("recovered/config.json") == config | {"transformers_weights": sentence}
 
 
 # ---- what is refused ---------------------------------------------------------------------------------------------

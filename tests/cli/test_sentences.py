@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.cli.running import edit_weights, ok, refused
 from tests.cli.test_evaluate_encoder import nudge
+from tests.encoders import make
 from tests.sentence_folders import make_sentences
 
 PRUNE = ("--recipe", "magnitude", "--set", "spaces.heads.ratio=0", "--set", "spaces.mlp.ratio=0.5")
@@ -84,6 +86,31 @@ def test_embeddings_are_compared(dense: Path) -> None:
     assert found == {"model": "near", "against": "dense", "texts": 3, "pairs": 3}
     assert 0 < figures["cosine"] < 0.9999
     assert figures["tokens"] == 13 + 19 + 20  # characters and two of the tokenizer's own, cut to the window
+
+
+@pytest.mark.parametrize("head", [False, True])
+def test_an_encoder_that_names_another_class_than_its_modules_use(dense: Path, head: bool) -> None:
+    """Masked tokens are not what it is for, whether its files hold their head or not."""
+    data = ("--text", "lines.txt", "--window", "20")
+    ok("prune", "dense", *PRUNE, "-o", "bare")
+    expected = json.loads(ok("evaluate", "bare", "--against", "dense", *data, "--json"))
+    if head:
+        make(Path("mlm"), "bert-mlm")
+        own = load_file("dense/model.safetensors")
+        kept = {name: own[name] for name in own if not name.startswith("pooler.")}
+        theirs = load_file("mlm/model.safetensors")
+        tensors = {f"bert.{name}": tensor for name, tensor in kept.items()}
+        tensors |= {name: tensor for name, tensor in theirs.items() if name.startswith("cls.")}
+        save_file(tensors, "dense/model.safetensors", {"format": "pt"})
+    config = json.loads(Path("dense/config.json").read_text())
+    Path("dense/config.json").write_text(json.dumps(config | {"architectures": ["BertForMaskedLM"]}))
+    ok("prune", "dense", *PRUNE, "-o", "out")
+    found = json.loads(ok("evaluate", "out", "--against", "dense", *data, "--json"))
+    assert found["cosine"] == pytest.approx(expected["cosine"], abs=1e-6)
+    assert 0 < found["cosine"] < 0.9999
+    ok("verify", "out", "--against", "dense")
+    heads = [name for name in load_file("out/model.safetensors") if name.startswith("cls.")]
+    assert bool(heads) == head
 
 
 def test_what_cannot_be_compared_is_refused(dense: Path) -> None:

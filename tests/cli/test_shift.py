@@ -2,12 +2,16 @@
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ckpt_prune.calibration.moments import total
+from ckpt_prune.calibration.statistics import Statistics
+from ckpt_prune.compensation.methods import METHODS
 from tests.cli.conftest import WORDS
 from tests.cli.running import TEXT, ok, refused
 
@@ -47,6 +51,7 @@ def inputs(text: str) -> dict[str, torch.Tensor]:
 def test_errors_are_those_of_the_pruned_weights_on_the_other_text(other):
     told = json.loads(ok("plan", "dense", *RIDGE, "--test", "others", "--json"))
     ok("plan", "dense", *RIDGE, "-o", "plan.json")
+    statistics = Statistics(other / "stats")
     ok("prune", "dense", "--plan", "plan.json", "-o", "out")
     dense, pruned = (load_file(f"{folder}/model.safetensors") for folder in ("dense", "out"))
     reads = inputs((other / "other.txt").read_text())
@@ -63,7 +68,19 @@ def test_errors_are_those_of_the_pruned_weights_on_the_other_text(other):
         assert found["uncompensated"] == pytest.approx(float((y - bare).square().sum()) / energy, rel=1e-4)
         assert found["test"] == pytest.approx(float((y - fitted).square().sum()) / energy, rel=1e-3)
         assert found["floor"] <= found["test"] * 1.0001
-        assert (found["freedom"], found["tokens"]) == (y.shape[1] * len(columns), 128)
+        fitted_on = total(statistics.block(site["block"])[f"{name}.weight"])
+        values = torch.linalg.eigvalsh(fitted_on.gram[columns][:, columns].double())
+        shares = values / (values + site["strength"] * values.mean())
+        assert found["freedom"] == pytest.approx(y.shape[1] * float(shares.sum()), rel=1e-6)
+        assert found["tokens"] == 128
+
+
+def test_a_method_that_says_nothing_of_its_freedom_is_counted_by_its_numbers(other, monkeypatch):
+    """As a method is that someone adds."""
+    monkeypatch.setitem(METHODS, "ridge", replace(METHODS["ridge"], ridge_towards=None))
+    for site in json.loads(ok("plan", "dense", *RIDGE, "--test", "others", "--json"))["sites"]:
+        weight = load_file("dense/model.safetensors")[f"model.layers.0.{CONSUMERS[site['space']]}.weight"]
+        assert site["shift"]["freedom"] == weight.numel() // site["units"] * len(site["kept"])
 
 
 VALUES = """\
@@ -131,7 +148,8 @@ def test_on_other_statistics_of_the_same_text_nothing_moves(place, method):
         assert (found["covariances"], found["means"]) == pytest.approx((0, 0), abs=1e-5)
         assert found["bound"] > 2 * found["floor"]
         if site["space"] == "rotary":  # 4 query heads, of 2 pairs one stays
-            assert found["freedom"] == 8 * (method == FACTORS)
+            # 4 query heads, of 2 pairs one stays: two numbers each, shrunk a little.
+            assert found["freedom"] == 0 if method == "none" else 6 < found["freedom"] < 8
 
 
 def test_page_and_refusals_of_pairs(other):

@@ -135,8 +135,8 @@ def test_a_signal_that_python_loses_comes_again(name, capfd):
         with stoppable():
             del dropped
             assert watched() is None
-            time.sleep(10)
-        raise AssertionError("nobody was stopped")
+            while True:
+                time.sleep(0.01)  # until it comes
 
     with pytest.raises(KeyboardInterrupt) as caught:
         work()

@@ -9,11 +9,12 @@ import pytest
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.cli.main import main
+from ckpt_prune.parallel import joining
 from ckpt_prune.parallel.group import Group
 from ckpt_prune.transform.steps import PruneStep
 from tests.cli.running import TEXT, listing, ok, refused
 from tests.forked import posix
-from tests.parallel.ranks import Ended, in_processes
+from tests.parallel.ranks import DAY, Ended, in_processes
 
 pytestmark = posix
 RIDGE = ["prune", "dense", "--recipe", "ridge", "--ratio", "0.5", *TEXT]
@@ -90,6 +91,7 @@ def test_ctrl_c_ends_all(place, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(CheckpointWriter, "commit", stopped)
+        patch.setattr(joining, "_SIGNING", DAY)  # the other one lives, however late its sign comes
         first, second = together(tmp_path, *RIDGE, "-o", "out")
     assert first.returncode == 130
     assert second.returncode != 0

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 import ckpt_prune
 from ckpt_prune.evaluation.loading import quiet_transformers
+from ckpt_prune.modeling_pruned import cache_argument
 from tests.cli.running import TEXT, interrupted, ok, read_json, refused, resumed
 from tests.evaluation.tiny import tiny_tokenizer
 from tests.families import stock
@@ -104,7 +105,8 @@ def test_the_cache_shrinks(here):
     ok("prune", "dense", "--recipe", "mine.yaml", "--statistics", "stats", "-o", "out")
     model, ids = ckpt_prune.load("out"), torch.arange(3, 13)[None]
     cache = DynamicCache()
-    steps = [model(ids[:, at : at + 1], past_key_values=cache).logits for at in range(10)]
+    given = {cache_argument(model.forward): cache}
+    steps = [model(ids[:, at : at + 1], **given).logits for at in range(10)]
     torch.testing.assert_close(torch.cat(steps, 1), model(ids).logits, rtol=1e-4, atol=1e-5)
     assert [tuple(each.shape) for each in (cache.layers[0].keys, cache.layers[0].values)] == [
         (1, 2, 10, 4),
@@ -156,7 +158,8 @@ def test_beside_rotary_pairs(here):
     for implementation in ("eager", "sdpa"):
         model.set_attn_implementation(implementation)
         cache = DynamicCache()
-        steps = [model(ids[:, at : at + 1], past_key_values=cache).logits for at in range(10)]
+        given = {cache_argument(model.forward): cache}
+        steps = [model(ids[:, at : at + 1], **given).logits for at in range(10)]
         torch.testing.assert_close(torch.cat(steps, 1), expected, rtol=1e-4, atol=1e-5)
         assert [each.shape[3] for each in (cache.layers[0].keys, cache.layers[0].values)] == [2, 2]
     held = sum(each.nbytes for layer in cache.layers for each in (layer.keys, layer.values))

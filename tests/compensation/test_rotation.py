@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -5,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import closed_forms
 
+from ckpt_prune.calibration.moments import Moments
 from ckpt_prune.compensation import rotation as module
-from ckpt_prune.compensation.fit import error
+from ckpt_prune.compensation.fit import error, from_moments
 from ckpt_prune.compensation.rotation import centred_rotation, polar, procrustes, rotation, scaled_rotation
 
 from .sites import SHAPES, make_site
@@ -206,3 +209,28 @@ def test_a_step_that_cannot_be_factored_falls_back_to_the_decomposition(monkeypa
     monkeypatch.setattr(torch.linalg, "cholesky_ex", lambda gram: (gram, failed))
     matrix, expected = with_singular_values(torch.tensor([1.0, 0.5, 0.01], dtype=torch.float64), 5)
     torch.testing.assert_close(polar(matrix), expected)
+
+
+@pytest.mark.parametrize("shape", [(32, 48, 40), (40, 48, 24)], ids=["k>d_out", "k<d_out"])
+@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize("mean", [0.0, 20.0])
+def test_what_float32_grams_do_not_tell_is_completed(shape, centred, mean):
+    """Many tokens of few directions: outside of these the output stays as near to the bare one as with exact sums."""
+    d_out, d_in, k = shape
+    g = torch.Generator().manual_seed(0)
+    directions = torch.randn(10, d_in, generator=g, dtype=torch.float64)
+    tokens = (torch.randn(3000, 10, generator=g, dtype=torch.float64) + mean) @ directions
+    weight = torch.randn(d_out, d_in, generator=g, dtype=torch.float64)
+    kept = torch.arange(k)
+    exact, rounded = (Moments.zeros(d_in, gram=True) for _ in "ab")
+    exact = replace(exact, gram=torch.zeros(d_in, d_in, dtype=torch.float64)).accumulate(tokens)
+    rounded = rounded.accumulate(tokens.float())
+    assert rounded.gram.dtype == (torch.float64 if mean else torch.float32)
+    form = centred_rotation if centred else rotation
+    truth, found = (form(weight[:, kept], from_moments(weight, each, kept)).weight for each in (exact, rounded))
+    others = torch.randn(2000, k, generator=g, dtype=torch.float64)
+    off = others - others @ torch.linalg.pinv(directions[:, :k]) @ directions[:, :k]
+    lost = [float((off @ (each - weight[:, kept]).T).square().sum()) for each in (truth, found)]
+    energy = float((off @ weight[:, kept].T).square().sum())
+    assert lost[1] / energy == pytest.approx(lost[0] / energy, rel=1e-2)
+    assert (found - truth).norm() < 1e-2 * truth.norm()

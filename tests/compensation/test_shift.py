@@ -10,7 +10,7 @@ from ckpt_prune.compensation.logit import diagnose_logit, logit_system
 from ckpt_prune.compensation.low_rank import pair_errors
 from ckpt_prune.compensation.methods import METHODS
 from ckpt_prune.compensation.mixing import mixed
-from ckpt_prune.compensation.rotary import rotary_system
+from ckpt_prune.compensation.rotary import factor_freedom, rotary_system
 from ckpt_prune.compensation.shift import freedom, shift
 
 from .sites import SHAPES, make_site
@@ -60,11 +60,34 @@ def test_grams_are_needed():
             shift(site.weight, *pair, site.kept, 0.0)
 
 
-def test_degrees_of_freedom():
+@pytest.mark.parametrize("strength", [0.0, 3.0, 500.0])
+def test_degrees_of_freedom(strength):
     """Of a projection of 5 outputs and 3 kept inputs: a rotation of 5 axes has a number for each pair."""
-    expected = {"none": 0, "bias": 5, "rotation": 10, "rotation-scale": 11, "centred-rotation": 15}
-    expected |= {"least-squares": 25, "ridge": 15, "affine": 20, "grail": 15}
-    assert {method: freedom(method, 5, 3) for method in METHODS} == expected
+    site = make_site(5, 9, 3, 60)
+    expected = {"none": 0, "bias": 5, "rotation": 10, "rotation-scale": 11, "centred-rotation": 15, "least-squares": 25}
+    plain, centred = (oracle.freedom(site.inputs.numpy(), 5, strength, each) for each in (False, True))
+    expected |= {"ridge": plain, "affine": centred, "grail": plain}
+    for method in METHODS.values():
+        found = freedom(method, 5, site.moments, site.kept, strength)
+        assert found == pytest.approx(expected[method.name], rel=1e-9)
+    assert (plain, centred) == (15, 20) if strength == 0 else plain < 15
+
+
+def test_a_new_method_is_counted_by_its_numbers():
+    site = make_site(5, 9, 3, 60)
+    lent = replace(METHODS["ridge"], name="new", ridge_towards=None)
+    assert freedom(lent, 5, site.moments, site.kept, 3.0) == 15
+    assert freedom(replace(lent, adds_bias=True), 5, site.moments, site.kept, 3.0) == 20
+
+
+def test_degrees_of_freedom_of_factors():
+    system = rotary_system(moments_of(*drawn(3)), torch.tensor([[0, 2], [1, 2]]))
+    strength = torch.arange(4, dtype=torch.float64)
+    expected = sum(
+        float((N @ torch.linalg.pinv(N + s * torch.eye(4))).trace())
+        for N, s in zip(system.normal, strength, strict=True)
+    )
+    assert factor_freedom(system, strength) == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("form", FORMS)

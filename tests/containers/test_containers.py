@@ -193,6 +193,30 @@ def test_as_many_heads_everywhere_as_the_class_refuses_are_each_block_s_own():
     assert [own["num_attention_heads"] for own in container.config["per_layer_config"].values()] == [3] * len(widths)
 
 
+ODD_GEMMA = {"head_dim": 4, "num_attention_heads": 8, "num_key_value_heads": 8, "hidden_size": 32}
+THREE, BIASED = [{"heads": 3}] * BLOCKS, {"mlp.down_proj"}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "config", "given", "requested", "reason"),
+    [
+        ("gemma2", ODD_GEMMA, (set(), THREE), "remote", "gemma2 refuses 3 heads on a hidden size of 32"),
+        ("gemma2", ODD_GEMMA, (set(), THREE), "any", "gemma2 refuses 3 heads on a hidden size of 32"),
+        ("qwen3", {}, (BIASED,), "remote", "qwen3 has no slot for a bias on mlp.down_proj"),
+        ("mistral", {}, (BIASED, UNEVEN), "remote", "blocks differ in width"),
+        ("mistral", {}, (set(), UNEVEN), "auto", "blocks differ in width"),
+        ("llama", {}, (BIASED,), "remote", "on request"),
+        ("gemma2", {"head_dim": 4}, (set(), [{"heads": 1}] * BLOCKS), "remote", "on request"),
+    ],
+)
+def test_the_note_says_why_code_is_carried(model_type, config, given, requested, reason):
+    container = choose(model_type, config_of(model_type, **config), *given, requested=requested, per_layer=True)
+    assert container.remote_class is not None
+    assert container.note == (
+        f"stored as {container.model_type} with remote code ({reason}): load with ckpt_prune.load or trust_remote_code"
+    )
+
+
 def test_even_widths_stay_stock_though_uneven_ones_were_allowed():
     container = choose("mistral", config_of("mistral"), per_layer=True)
     assert (container.remote_class, "auto_map" in container.config) == (None, False)

@@ -1,12 +1,17 @@
 """Outputs that carry their own code: the same model here, in our loader, and where this package is not installed."""
 
 import json
+import pickle
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 import ckpt_prune
+from ckpt_prune import modeling_pruned
+from ckpt_prune.modeling_pruned import REFUSAL, WEIGHTS_KEY
 from ckpt_prune.planning.recipe_file import load_recipe
 from tests import encoders, families
 from tests.families import BLOCKS, calibrate, job_on, logits, make, prune, recipe, stock, windows
@@ -123,9 +128,38 @@ def test_global_flap_keeps_other_widths_in_every_block(sources, remote):
     torch.testing.assert_close(logits(ckpt_prune.load(folder), ids), logits(whole, ids), rtol=1e-4, atol=1e-4)
 
 
-def test_uneven_widths_are_not_mistaken_for_a_stock_model(remote):
-    with pytest.raises(RuntimeError, match="is a per-layer attribute"):
-        stock(remote["seed_oss"], trust_remote_code=False)
+@pytest.mark.parametrize("name", ["qwen3", "seed_oss"])
+def test_what_is_saved_of_a_loaded_one_is_such_an_output_too(remote, name, tmp_path):
+    """Also of one that an earlier version wrote, which stock classes do not refuse."""
+    before = json.loads((remote[name] / "config.json").read_text())
+    old = tmp_path / "old"
+    shutil.copytree(remote[name], old)
+    (old / "config.json").write_text(json.dumps({k: v for k, v in before.items() if k != WEIGHTS_KEY}))
+    ids = windows(3, 20, seed=9)
+    expected = logits(ckpt_prune.load(remote[name]), ids)
+    for source in (remote[name], old):
+        saved = tmp_path / f"{source.name} saved"
+        model = ckpt_prune.load(source)
+        assert not hasattr(model.config, WEIGHTS_KEY)
+        assert pickle.loads(pickle.dumps(model.config)).to_dict() == model.config.to_dict()
+        model.save_pretrained(saved)
+        assert json.loads((saved / "config.json").read_text()) == before
+        assert (saved / "modeling_pruned.py").read_bytes() == (remote[name] / "modeling_pruned.py").read_bytes()
+        with pytest.raises(ValueError, match="this class would misread a model that ckpt_prune has pruned"):
+            stock(saved)
+        assert torch.equal(logits(ckpt_prune.load(saved), ids), expected)
+
+
+def test_a_config_that_is_given_by_hand(remote):
+    """As libraries pass it on: with trust it is the same model, without it is refused."""
+    config = AutoConfig.from_pretrained(remote["qwen3"])
+    assert not hasattr(modeling_pruned.PrunedQwen3Config(**config.to_dict()), WEIGHTS_KEY)
+    loaded = modeling_pruned.PrunedQwen3ForCausalLM.from_pretrained(remote["qwen3"], config=config)
+    assert getattr(config, WEIGHTS_KEY) == REFUSAL
+    ids = windows(3, 20, seed=9)
+    assert torch.equal(logits(loaded, ids), logits(ckpt_prune.load(remote["qwen3"]), ids))
+    with pytest.raises(ValueError, match="this class would misread a model that ckpt_prune has pruned"):
+        stock(remote["qwen3"], config=config)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -11,6 +11,7 @@ import ckpt_prune
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.verify import verify
+from ckpt_prune.modeling_pruned import cache_argument
 from ckpt_prune.transform.run import run
 from ckpt_prune.transform.settle import settle
 from tests.families import contents
@@ -44,10 +45,11 @@ def name(value: object) -> str:
 @torch.inference_mode()
 def generated(model: Any, ids: Tensor) -> tuple[Tensor, list[tuple[tuple[int, ...], ...]]]:
     """Logits read token by token through the cache, and the shapes of the keys and values in it."""
+    name: Any = cache_argument(model.forward)
     cache, found = None, []
     for token in ids.T:
-        result = model(input_ids=token[:, None], past_key_values=cache, use_cache=True)
-        cache = result.past_key_values
+        result = model(**{"input_ids": token[:, None], name: cache, "use_cache": True})
+        cache = getattr(result, name)
         found.append(result.logits)
     return torch.cat(found, 1), [(tuple(layer.keys.shape), tuple(layer.values.shape)) for layer in cache.layers]
 

@@ -94,6 +94,37 @@ def test_a_named_mode_of_newer_versions(tmp_path: Path) -> None:
     torch.testing.assert_close(opened(folder).embed(TEXTS, 24)[0], expected)
 
 
+def prompted(folder: Path, **settings: Any) -> Path:
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.mark.parametrize("pools", [True, False])
+def test_the_default_prompt_stands_before_every_text(tmp_path: Path, pools: bool) -> None:
+    """Its tokens, and what the tokenizer opens a text with, are pooled unless the folder says otherwise."""
+    folder = make_sentences(tmp_path / "m", normal=False)
+    pooling = json.loads((folder / "1_Pooling/config.json").read_text())
+    (folder / "1_Pooling/config.json").write_text(json.dumps(pooling | {"include_prompt": pools}))
+    prompts = {"query": "is it ", "document": ""}
+    found = opened(prompted(folder, prompts=prompts, default_prompt_name="query")).embed(TEXTS, 24)[0]
+    model, tokenizer = load_model(folder, device="cpu"), AutoTokenizer.from_pretrained(folder)
+    with torch.inference_mode():
+        for text, row in zip(TEXTS, found, strict=True):
+            batch = tokenizer(f"is it {text}", return_tensors="pt", truncation=True, max_length=24)
+            states = model(**batch).last_hidden_state[0]
+            torch.testing.assert_close(row, states[0 if pools else 7 :].mean(0), rtol=1e-4, atol=1e-5)
+
+
+def test_prompts_that_are_not_asked_for(tmp_path: Path) -> None:
+    folder = make_sentences(tmp_path / "m")
+    plain = opened(folder).embed(TEXTS, 24)[0]
+    prompted(folder, prompts={"query": "is it "}, default_prompt_name=None)
+    torch.testing.assert_close(opened(folder).embed(TEXTS, 24)[0], plain)
+    prompted(folder, prompts={"query": "is it "}, default_prompt_name="question")
+    with pytest.raises(UserError, match="has the default_prompt_name 'question', and no such prompt: add it, or write"):
+        opened(folder)
+
+
 def test_figures_are_those_of_the_embeddings(tmp_path: Path) -> None:
     a, b = (make_sentences(tmp_path / name, normal=False) for name in ("a", "b"))
     edit_weights(

@@ -19,6 +19,7 @@ from transformers import AutoConfig, DynamicCache, PreTrainedModel
 
 from ckpt_prune.evaluation.loading import load_reported, quiet_transformers
 from ckpt_prune.exporting.manifest import read_manifest
+from ckpt_prune.modeling_pruned import cache_argument
 from ckpt_prune.planning.export_recipe import GraphSettings
 from ckpt_prune.planning.recipe_file import load_recipe
 from tests import encoders, families, graphs
@@ -211,7 +212,7 @@ def expected_of(module: Any, feed: Feed, names: Sequence[str]) -> dict[str, Tens
         inputs.pop("token_type_ids", None)  # GPT-2 adds the embedding of the token of that number
     cache = DynamicCache()
     cached = any(name.startswith("present.") for name in names)
-    options = {"past_key_values": cache, "use_cache": True} if cached else {}
+    options = {cache_argument(module.forward): cache, "use_cache": True} if cached else {}
     returned = module(**inputs, **options)
     found = {name: value for name, value in returned.items() if isinstance(value, Tensor)}
     for index, layer in enumerate(cache.layers):

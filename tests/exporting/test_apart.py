@@ -5,7 +5,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,7 @@ from ckpt_prune.errors import UserError
 from ckpt_prune.exporting import apart
 from ckpt_prune.exporting.apart import sessions_apart
 from ckpt_prune.exporting.session import open_session
-from tests.forked import forked, posix
+from tests.forked import forked, posix, wait_gone
 from tests.graphs import Exported
 
 pytestmark = posix
@@ -154,7 +153,4 @@ def test_it_ends_with_whoever_waits_for_it(tmp_path):
             os.kill(os.getpid(), signal.SIGKILL)
 
     assert forked(work, tmp_path).returncode == -signal.SIGKILL
-    last = time.monotonic() + 30
-    while Path(f"/proc/{told.read_text()}").exists() and time.monotonic() < last:
-        time.sleep(0.05)
-    assert time.monotonic() < last
+    wait_gone(int(told.read_text()))

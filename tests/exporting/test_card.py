@@ -51,7 +51,6 @@ def printed(folder: Path, place: Path) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
     )
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout

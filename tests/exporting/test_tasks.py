@@ -64,9 +64,9 @@ def refusal(model_type: str, architecture: str, **asked) -> str:
 
 def test_a_class_that_nothing_is_known_of():
     assert refusal("bert", "BertForNextSentencePrediction") == (
-        "a model of class AutoModelForNextSentencePrediction cannot be exported: known are AutoModelForCausalLM, "
-        "AutoModelForMaskedLM, AutoModelForPreTraining, AutoModelForSequenceClassification, "
-        "AutoModelForTokenClassification, AutoModelForQuestionAnswering, AutoModelForImageClassification, AutoModel"
+        "a model of class AutoModelForNextSentencePrediction cannot be exported: there are graphs for text-generation, "
+        "fill-mask, text-classification, token-classification, question-answering, image-classification, "
+        "feature-extraction"
     )
 
 

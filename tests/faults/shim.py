@@ -30,6 +30,8 @@ FULL = "full"
 SHRUNK = "shrunk"
 """The output lies on a disk of its own, which from that operation on has no more room than it needs by then: a real
 one, in memory, which takes a right to mount it."""
+REACHED = "reached"
+"""Nothing but a byte, written to the descriptor that `Fault.to` names: another process waits for it."""
 CHANGES = frozenset({"create", "write", "sync", "mkdir", "rename", "remove", "rmdir", "chmod", "claim", "truncate"})
 GROWS = frozenset({"create", "write", "mkdir", "claim"})
 """What a full disk refuses."""
@@ -48,7 +50,10 @@ _EVENTS = {
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens at which operation, counted from 1; `to` is an input that is disturbed, or a disk that shrinks."""
+    """What happens at which operation, counted from 1.
+
+    `to` is an input that is disturbed, a disk that shrinks, or a descriptor that is written to.
+    """
 
     at: int
     what: str
@@ -160,6 +165,8 @@ class Shim:
             self._busy = True
             disturb(Path(fault.to), fault.what)
             self._busy = False
+        elif fault.what == REACHED:
+            os.write(int(fault.to), b"!")
         elif fault.what in SIGNALS:
             os.kill(os.getpid(), getattr(signal, fault.what))
         elif fault.what in ERRORS:

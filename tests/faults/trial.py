@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,14 +20,12 @@ from ckpt_prune.checkpoint.journal import JOURNAL, is_own
 from ckpt_prune.cli.main import main
 from ckpt_prune.filenames import VALIDATION
 from tests.faults.jobs import JOBS, THEIRS, Job, lay
-from tests.faults.shim import SHRUNK, SIGNALS, Fault, Operation, Shim, disturb, mount
-from tests.forked import begin
+from tests.faults.shim import REACHED, SHRUNK, SIGNALS, Fault, Operation, Shim, disturb, mount
+from tests.forked import Child, begin
 from tests.graphs import traced_before
 from tests.hub_server import Hub, talk_to
 from tests.reports import comparable
 
-SECONDS = 900
-"""The longest that any command here may take, on a machine that is busy with other things."""
 ROOM = 2**28
 """Bytes of a disk of a job's own: outputs are refused where 64 MiB are not left beside them."""
 Files = dict[str, bytes]
@@ -61,10 +59,14 @@ class Machine:
         folder: with `inputs`, as `make_inputs` wrote it.
         hub: that jobs with a `repo` push to.
         mounts: whether disks of a few pages can be mounted here, and are to be.
+        seconds: the longest that any command may take, for campaigns that look for what hangs.
     """
 
-    def __init__(self, folder: Path, hub: Hub | None = None, *, mounts: bool = False) -> None:
+    def __init__(
+        self, folder: Path, hub: Hub | None = None, *, mounts: bool = False, seconds: float | None = None
+    ) -> None:
         self.folder, self.inputs, self.hub, self.mounts = folder, folder / "inputs", hub, mounts
+        self._seconds = seconds
         self._references: dict[str, Reference] = {}
         self._graphs = dict.fromkeys(("export", "export-again", "export-int8"), self.inputs / "onnx")
         self.untouched = _stamps(self.inputs)
@@ -97,7 +99,7 @@ class Machine:
         arguments: tuple[str, ...],
         fault: Fault | None = None,
         seen: Path | None = None,
-        after: tuple[float, int] | None = None,
+        strike: Callable[[Child], None] = lambda child: None,
     ) -> Ran:
         """A command in a copy of this process.
 
@@ -107,7 +109,7 @@ class Machine:
             arguments: of the command line.
             fault: what happens to it.
             seen: file for the operations that it did.
-            after: seconds, and the signal that is sent then.
+            strike: sends a signal to it when its time has come.
         """
 
         def work() -> None:
@@ -135,10 +137,8 @@ class Machine:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
         child = begin(work, place.parent)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        if after is not None:
-            time.sleep(after[0])
-            child.send(after[1])
-        done = child.ended(SECONDS)
+        strike(child)
+        done = child.ended(self._seconds)
         if torch.version.cuda and any(told in done.stderr for told in ("Autograd-and-Fork", "c10::Error")):
             pytest.skip("what has trained in a CUDA build of torch cannot be copied: run these tests with a CPU build")
         if JOBS[name].repo is not None:
@@ -190,9 +190,31 @@ class Machine:
 
     def struck(self, name: str, number: int, seconds: float, then: str) -> list[str]:
         """The same for a signal that comes after some time."""
+
+        def strike(child: Child) -> None:
+            time.sleep(seconds)
+            child.send(number)
+
+        return self._struck(name, number, then, None, strike)
+
+    def struck_from(self, name: str, number: int, at: int, then: str) -> list[str]:
+        """The same for a signal that comes from outside, once a job has begun an operation."""
+        reached, told = os.pipe()
+
+        def strike(child: Child) -> None:
+            os.close(told)
+            os.read(reached, 1)
+            os.close(reached)
+            child.send(number)
+
+        return self._struck(name, number, then, Fault(at, REACHED, str(told)), strike)
+
+    def _struck(
+        self, name: str, number: int, then: str, fault: Fault | None, strike: Callable[[Child], None]
+    ) -> list[str]:
         reference, job, place = self.reference(name), JOBS[name], self.place(name)
         try:
-            ran = self.run(name, place, job.arguments, after=(seconds, number))
+            ran = self.run(name, place, job.arguments, fault, strike=strike)
             # Before Python handles signals the system does, which is the same to a shell.
             allowed = {-number, 0} if number == signal.SIGKILL else {-number, 128 + number, 0}
             return self._judged(job, name, place, reference, ran, allowed, then)

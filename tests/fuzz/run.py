@@ -25,8 +25,6 @@ from tests.fuzz.targets import TARGETS
 
 SECONDS = 20
 """Of the processor, the longest that a command may take."""
-WAITED = 300
-"""Seconds on the clock, of a machine that is busy with other things."""
 MOST = 2**31
 """Bytes of memory that it may take beside what the process has."""
 WORDS = ("model_type", "the recipe", "the plan", "the text", "calibration data")
@@ -49,7 +47,7 @@ class Failure:
     what: str
 
 
-def batch(place: Path, target: str, seed: int, first: int, count: int) -> list[Failure]:
+def batch(place: Path, target: str, seed: int, first: int, count: int, *, waited: int | None = None) -> list[Failure]:
     """Try cases of a target in a copy of this process.
 
     Args:
@@ -58,6 +56,7 @@ def batch(place: Path, target: str, seed: int, first: int, count: int) -> list[F
         seed: of the changes.
         first: number of the first case.
         count: of cases.
+        waited: seconds on the clock that a command may take, for campaigns that look for what hangs.
     """
     told = place.parent / f"told-{target.replace(' ', '-')}"
     told.write_text("")
@@ -65,9 +64,9 @@ def batch(place: Path, target: str, seed: int, first: int, count: int) -> list[F
     found: list[Failure] = []
     while first >= 0 and count > 0:
         end = first + count
-        child = begin(partial(_work, place, target, seed, first, end, told), place.parent)
+        child = begin(partial(_work, place, target, seed, first, end, told, waited), place.parent)
         try:
-            done = child.ended(3 * WAITED + 60 * count)
+            done = child.ended(None if waited is None else 3 * waited + 60 * count)
             code = f"the process ended with {done.returncode}"
         except TimeoutError:
             code = "the process hung"
@@ -90,7 +89,7 @@ def case_bytes(place: Path, target: str, seed: int, number: int) -> bytes:
     return mutated((place / own.file).read_bytes(), own.kind, random.Random(f"{seed} {target} {number}"))
 
 
-def _work(place: Path, target: str, seed: int, first: int, end: int, told: Path) -> None:
+def _work(place: Path, target: str, seed: int, first: int, end: int, told: Path, waited: int | None) -> None:
     os.chdir(place)
     tempfile.tempdir = str(place.parent)
     pages = int(Path("/proc/self/statm").read_text().split()[5])
@@ -124,7 +123,7 @@ def _work(place: Path, target: str, seed: int, first: int, end: int, told: Path)
             path.write_bytes(mutated(whole, own.kind, random.Random(f"{seed} {target} {number}")))
             before = listing()
             seen.clear()
-            for what in [*_faults(command, own.file), *seen]:
+            for what in [*_faults(command, own.file, waited), *seen]:
                 tell(failure=Failure(target, number, " ".join(command), what).__dict__)
             _clear()
             if listing() != before:
@@ -145,14 +144,14 @@ def _hung(*_: object) -> None:
     raise _HungError
 
 
-def _faults(command: tuple[str, ...], file: str) -> list[str]:
+def _faults(command: tuple[str, ...], file: str, waited: int | None) -> list[str]:
     began = time.process_time()
-    signal.alarm(WAITED)
+    signal.alarm(waited or 0)
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
     try:
         result = CliRunner().invoke(main, command)
     except _HungError:
-        return [f"hangs: more than {SECONDS} s of the processor, or {WAITED} s"]
+        return [f"hangs: more than {SECONDS} s of the processor" + (f", or {waited} s" if waited else "")]
     except BaseException as error:  # a panic is no Exception
         return [f"raises {type(error).__name__}: {str(error)[:200]}"]
     finally:

@@ -36,6 +36,12 @@ def terms(weight: Array, tokens: Array, others: Array, kept: list[int], strength
     }
 
 
+def freedom(inputs: Array, outputs: int, strength: float, centred: bool) -> float:
+    """Effective degrees of freedom of ridge regression: d_out Σ σ² / (σ² + λ), σ the inputs' singular values."""
+    values = np.linalg.svd(inputs - inputs.mean(0) * centred, compute_uv=False) ** 2
+    return outputs * float(np.sum(values / (values + strength))) + outputs * centred
+
+
 def head_terms(
     samples: list[logits.Samples], others: list[logits.Samples], kept: list[list[int]], strength: list[float]
 ) -> dict[str, Any]:

@@ -1,17 +1,22 @@
 """Real processes that work together, as torchrun starts them, but copies of this one: nothing is imported anew."""
 
 import os
+import select
 import signal
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 from torch.distributed import TCPStore
 
+from ckpt_prune.parallel import joining, watch
 from tests.forked import work_and_exit
+
+DAY = 86400.0
+"""Seconds: a process that waits for another one here gives up after so many, however busy the machine is."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +33,7 @@ def in_processes(size: int, work: Callable[[int], None], place: Path) -> list[En
 
     As torchrun does, SIGTERM goes to all others when one ends with another status than 0.
     """
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=DAY))
     shared = {
         "WORLD_SIZE": str(size),
         "LOCAL_WORLD_SIZE": str(size),
@@ -41,27 +46,30 @@ def in_processes(size: int, work: Callable[[int], None], place: Path) -> list[En
 
     def joined(rank: int) -> None:
         os.environ.update(shared, RANK=str(rank), LOCAL_RANK=str(rank))
+        joining._TELLING = watch.GRACE = watch.SILENT = DAY
         work(rank)
 
     running: dict[int, int] = {}
+    ranks: dict[int, int] = {}
     for rank in range(size):
+        # Its other end closes when the process ends.
+        end, held = os.pipe()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # as in `forked`
             process = os.fork()
         if not process:
             work_and_exit(partial(joined, rank), files[rank])
-        running[rank] = process
+        os.close(held)
+        running[rank], ranks[end] = process, rank
     statuses: dict[int, int] = {}
     while running:
-        for rank, process in list(running.items()):
-            ended, status = os.waitpid(process, os.WNOHANG)
-            if not ended:
-                continue
+        for end in select.select([*ranks], [], [])[0]:
+            os.close(end)
+            rank = ranks.pop(end)
+            _, status = os.waitpid(running.pop(rank), 0)
             statuses[rank] = os.waitstatus_to_exitcode(status)
-            del running[rank]
             for other in running.values() if statuses[rank] else ():
                 os.kill(other, signal.SIGTERM)
-        time.sleep(0.005)
     del store
     said = {rank: [path.read_text() for path in own] for rank, own in files.items()}
     for path in (path for own in files.values() for path in own):

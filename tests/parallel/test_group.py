@@ -52,6 +52,25 @@ def test_a_sum_leaves_its_parts_as_they_were():
     assert all(map(torch.equal, parts, before))
 
 
+def test_threads_take_turns_in_the_order_of_ranks():
+    """So that a test of several processes goes the same way each time, on any machine."""
+    seen = []
+
+    def work(group):
+        seen.append(group.rank)
+        group.once(lambda: 1)
+        seen.append(group.rank)
+
+    for _ in range(20):
+        in_threads(3, work)
+    assert seen == [0, 1, 2, 0, 1, 2] * 20
+
+
+def test_a_thread_that_ends_early_leaves_nobody_waiting():
+    with pytest.raises(ZeroDivisionError):
+        in_threads(3, lambda group: group.once(lambda: 1) if group.rank != 1 else 1 / 0)
+
+
 def test_processes_add_up_in_their_order(monkeypatch):
     monkeypatch.setattr(several, "CHUNK", 7)
     parts = numbers(3, 5, 6)

@@ -2,10 +2,12 @@
 
 import json
 import threading
-import time
+
+import pytest
 
 from ckpt_prune.parallel import watch as module
 from ckpt_prune.parallel.watch import End, Watch, said_of
+from tests.parallel.ranks import DAY
 
 
 class Store(dict):
@@ -28,6 +30,18 @@ class Store(dict):
             return self.setdefault(key, desired.encode())
 
 
+class Time:
+    """A clock that moves when somebody pauses; processes that live give a sign meanwhile."""
+
+    def __init__(self):
+        self.now, self.living = 0.0, []
+
+    def pause(self, seconds):
+        self.now += seconds
+        for each in self.living:
+            each._sign()
+
+
 def name(rank):
     return f"rank {rank}"
 
@@ -37,11 +51,21 @@ def watches(size, store=None, **options):
     return [Watch(store, rank, size, name, every=0.01, **options) for rank in range(size)]
 
 
-def wait_for(condition):
-    until = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.005)
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """A busy machine may let a thread wait: nobody gives up on another one before a day has passed."""
+    monkeypatch.setattr(module, "GRACE", DAY)
+    monkeypatch.setattr(module, "SILENT", DAY)
+
+
+@pytest.fixture
+def time():
+    return Time()
+
+
+@pytest.fixture
+def timed(time):
+    return {"clock": lambda: time.now, "pause": time.pause}
 
 
 def test_a_failure_stops_the_others_and_the_first_to_fail_is_told_of():
@@ -50,7 +74,7 @@ def test_a_failure_stops_the_others_and_the_first_to_fail_is_told_of():
     first.begin()
     assert second.fail("no such file")
     assert not third.fail("something else")
-    wait_for(stopped.is_set)
+    stopped.wait()
     first.close()
     assert first.end == End(1, "no such file")
     assert said_of(first.end, name) == "rank 1: no such file"
@@ -60,28 +84,35 @@ def test_a_failure_stops_the_others_and_the_first_to_fail_is_told_of():
 
 def test_who_does_not_stop_is_ended_and_the_first_one_says_why(monkeypatch, capsys):
     monkeypatch.setattr(module, "GRACE", 0.02)
-    left = []
-    first, second = watches(2, stop=lambda: None, leave=left.append)
+    left, gone = [], threading.Event()
+
+    def leave(status):
+        left.append(status)
+        gone.set()
+
+    first, second = watches(2, stop=lambda: None, leave=leave)
     second.fail("a\nb")
     for each in (second, first):
         each.begin()
-    wait_for(lambda: left)
+    gone.wait()
     second.close()
     assert left == [2]
     assert capsys.readouterr().err == "Error: rank 1: a\\nb\n"
 
 
-def test_a_process_without_signs_of_life_is_missing():
-    first, second, third = watches(3)
-    second.begin()
-    assert first.missing(0.1) == [2]
+def test_a_process_without_signs_of_life_is_missing(time, timed):
+    first, second, third = watches(3, **timed)
+    time.living = [second]
+    assert first.missing(2) == [2]
+    assert 2 < time.now < 2.1
     third.went()  # ended by a signal, as it says
-    assert first.missing(0.1) == []
-    second.close()
+    before = time.now
+    assert first.missing(DAY) == []
+    assert time.now - before < 0.1  # the second one's next sign
     second.went()
-    begun = time.monotonic()
-    assert first.missing(60) == []  # all have left: nothing to wait for
-    assert time.monotonic() - begun < 30
+    before = time.now
+    assert first.missing(DAY) == []  # all have left: nothing to wait for
+    assert time.now == before
 
 
 def test_a_machine_that_vanishes_is_found(monkeypatch):
@@ -91,7 +122,7 @@ def test_a_machine_that_vanishes_is_found(monkeypatch):
     first, second = watches(2, store, stop=stopped.set)
     first.begin()
     second.close()
-    wait_for(stopped.is_set)
+    stopped.wait()
     first.close()
     assert first.end == End(1, "gave no sign of life for 0 seconds")
     assert json.loads(store["ended"]) == [1, "gave no sign of life for 0 seconds"]
@@ -103,13 +134,14 @@ def test_the_end_of_torchrun_ends_all(monkeypatch):
     (only,) = watches(1, store, stop=stopped.set)
     only.begin()
     monkeypatch.setattr(Store, "set", lambda *_: 1 / 0)
-    wait_for(stopped.is_set)
+    stopped.wait()
     only.close()
     assert said_of(only.end, name) == "torchrun has ended"
 
 
-def test_a_process_waits_until_the_user_is_told():
-    first, second = watches(2)
-    assert not second.wait_told(0.02)
+def test_a_process_waits_until_the_user_is_told(time, timed):
+    first, second = watches(2, **timed)
+    assert not second.wait_told(5)
+    assert 5 < time.now < 5.1
     first.told()
-    assert second.wait_told()
+    assert second.wait_told(0)

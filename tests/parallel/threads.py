@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -12,18 +12,58 @@ from ckpt_prune.parallel.several import Several
 T = TypeVar("T")
 
 
+class LeftAloneError(RuntimeError):
+    """A thread waits for one that has ended."""
+
+
 class _Meeting:
+    """Lets one thread run at a time, in the order of ranks: every run of a test takes the same way.
+
+    One at a time also because libraries change what all threads share while they build a model, and change it back.
+    """
+
     def __init__(self, size: int) -> None:
-        self.barrier, self.given = threading.Barrier(size, timeout=60), [None] * size
-        # One runs at a time: libraries change what all threads share while they build a model, and change it back.
-        self.turn = threading.Lock()
+        self.given: list[Tensor | None] = [None] * size
+        self._turns = [threading.Semaphore(0) for _ in range(size)]
+        self._waits = [0] * size
+        self._running = set(range(size))
+
+    @property
+    def size(self) -> int:
+        return len(self._turns)
+
+    def start(self) -> None:
+        """Let the first one run."""
+        self._turns[0].release()
+
+    def begin(self, rank: int) -> None:
+        """Wait for this thread's first turn."""
+        self._turns[rank].acquire()
+
+    def wait(self, rank: int) -> None:
+        """Wait until all others are here too: then the turn comes round."""
+        self._waits[rank] += 1
+        self._pass_on(rank)
+        self._turns[rank].acquire()
+        if min(self._waits) < self._waits[rank]:
+            raise LeftAloneError
+
+    def end(self, rank: int) -> None:
+        """Let the others run; this thread takes no turn any more."""
+        self._running.discard(rank)
+        if self._running:
+            self._pass_on(rank)
+
+    def _pass_on(self, rank: int) -> None:
+        ranks = [*range(rank + 1, self.size), *range(rank + 1)]
+        self._turns[next(each for each in ranks if each in self._running)].release()
 
 
 class Threads(Several):
     """One of several threads."""
 
-    def __init__(self, rank: int, meeting: Any) -> None:
-        super().__init__(rank, meeting.barrier.parties, rank)
+    def __init__(self, rank: int, meeting: _Meeting) -> None:
+        super().__init__(rank, meeting.size, rank)
         self.meeting = meeting
 
     def gathered(self, tensor: Tensor) -> list[Tensor] | None:
@@ -38,37 +78,35 @@ class Threads(Several):
 
     def meet(self, tensor: Tensor) -> list[Tensor]:
         self.meeting.given[self.rank] = tensor.clone()
-        self._wait()
-        found = list(self.meeting.given)
-        self._wait()
+        self.meeting.wait(self.rank)
+        found = [each for each in self.meeting.given if each is not None]
+        self.meeting.wait(self.rank)
         return found
-
-    def _wait(self) -> None:
-        self.meeting.turn.release()
-        try:
-            self.meeting.barrier.wait()
-        finally:
-            self.meeting.turn.acquire()
 
 
 def in_threads(size: int, work: Callable[[Several], T]) -> list[T]:
     """What each process of a group makes; the error of the first that has one of its own."""
-    meeting, made, failed = _Meeting(size), {}, {}
+    meeting = _Meeting(size)
+    made: dict[int, T] = {}
+    failed: list[BaseException] = []
 
     def run(rank: int) -> None:
+        meeting.begin(rank)
         try:
-            with meeting.turn, working_in(Threads(rank, meeting)) as group:
+            with working_in(Threads(rank, meeting)) as group:
                 made[rank] = work(group)
         except BaseException as error:
-            failed[rank] = error
-            meeting.barrier.abort()
+            failed.append(error)
+        finally:
+            meeting.end(rank)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for each in threads:
         each.start()
+    meeting.start()
     for each in threads:
         each.join()
-    for error in failed.values():
-        if not isinstance(error, threading.BrokenBarrierError):
+    for error in failed:
+        if not isinstance(error, LeftAloneError):
             raise error
     return [made[rank] for rank in range(size)]

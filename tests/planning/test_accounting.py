@@ -8,6 +8,7 @@ import ckpt_prune
 from ckpt_prune.architectures.hypothetical import checkpoint_of_config
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import Names, build_skeleton, parse_config
+from ckpt_prune.modeling_pruned import cache_argument
 from ckpt_prune.planning.accounting import cost_of
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.recipe_file import load_recipe
@@ -92,7 +93,7 @@ def test_what_query_heads_and_values_save_is_counted(tmp_path, variant, spaces):
         assert cost.bytes == 4 * model.num_parameters()
         ids = torch.zeros(1, CONTEXT, dtype=torch.int64)
         with FlopCounterMode(display=False) as counter, torch.inference_mode():
-            kept = model(input_ids=ids, use_cache=True).past_key_values
+            kept = getattr(model(input_ids=ids, use_cache=True), cache_argument(model.forward))
         assert cost.flops == counter.get_total_flops() - rotary_flops(counter)
         cached.append(sum(layer.keys.nbytes + layer.values.nbytes for layer in kept.layers))
         assert cached[-1] == cost.cache * CONTEXT

@@ -50,6 +50,7 @@ def test_what_loads_the_output(top, loads):
     assert entry(**top).loads == loads
 
 
+BY_GRADIENTS = {"spaces": {"mlp": {"score": "taylor1"}}}
 BY_PERPLEXITY = {"score": "rcpu", "compensation": {"method": "ridge", "lambda_grid": [1, 2], "lambda_by": "perplexity"}}
 
 
@@ -59,6 +60,8 @@ BY_PERPLEXITY = {"score": "rcpu", "compensation": {"method": "ridge", "lambda_gr
         ({}, "text, images or statistics", "ckpt-prune calibrate"),
         ({"spaces": {"mlp": {"score": "magnitude"}}}, "none", None),
         ({"spaces": {"mlp": {"score": "magnitude"}}, "recovery": {}}, "text or images", None),
+        (BY_GRADIENTS, "text or statistics", "ckpt-prune calibrate --collect moments,taylor"),
+        (BY_GRADIENTS | {"recovery": {}}, "text", None),
         ({"spaces": {"mlp": BY_PERPLEXITY}}, "text", None),
     ],
 )

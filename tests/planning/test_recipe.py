@@ -156,12 +156,19 @@ def test_digests_of_recipes_that_know_no_masks():
 
 # ---- recovery --------------------------------------------------------------------------------------------------
 
-LACO = {"laco-wanda-50": "wanda-50", "laco-sparsegpt-2-4": "sparsegpt-2-4", "laco-flap": "flap"}
+LACO = {
+    "laco-wanda-50": ("wanda-50",),
+    "laco-sparsegpt-2-4": ("sparsegpt-2-4",),
+    "laco-sparsegpt-4-8": ("sparsegpt-2-4", ("mask.pattern=4:8",)),
+    "laco-flap": ("flap",),
+    "laco-llm-pruner-taylor1": ("llm-pruner-taylor1",),
+}
+"""And the recipe without recovery."""
 
 
 @pytest.mark.parametrize("name", LACO)
 def test_shipped_recipes_with_recovery_are_those_without_and_the_papers_settings(name):
-    ours, backbone = load_recipe(name), load_recipe(LACO[name])
+    ours, backbone = load_recipe(name), load_recipe(*LACO[name])
     described = {"name", "summary", "source", "goal", "time", "recovery"}
     assert ours.model_dump(exclude=described) == backbone.model_dump(exclude=described)
     assert backbone.recovery is None

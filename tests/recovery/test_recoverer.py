@@ -28,12 +28,17 @@ TRAIN = [0, 1, 3, 4, 5, 7, 8]
 
 
 def go(
-    twins: Twins, walk: Recoverer, dense: Weights, pruned: Weights, bar: Meter | None = None
+    twins: Twins, walk: Recoverer, pruned: Weights, bar: Meter | None = None, *, done: int = 0
 ) -> tuple[list[Weights], list[RecoveredLayer]]:
-    """Through all blocks."""
+    """Through all blocks but those that are done."""
+    found = []
     with meter(walk.epochs, "recovering") as silent:
-        done = [walk.block(i, twins.block(i, dense), twins.block(i, pruned), bar or silent) for i in range(BLOCKS)]
-    return [tensors for tensors, _ in done], [layer for _, layer in done]
+        for index in range(done, BLOCKS):
+            given = twins.block(index, pruned)
+            found.append(walk.block(index, given, bar or silent))
+            walk.follow(index, given)
+            walk.advance(index, found[-1][0])
+    return [tensors for tensors, _ in found], [layer for _, layer in found]
 
 
 def recovered(twins: Twins, **changes: object) -> tuple[Recoverer, list[Weights], list[RecoveredLayer]]:
@@ -41,7 +46,7 @@ def recovered(twins: Twins, **changes: object) -> tuple[Recoverer, list[Weights]
     after = changes.pop("after", ())
     dense, pruned = twins.disk(), twins.disk(twins.pruned())
     walk = twins.recoverer(dense, pruned, settings(**changes), after=after)
-    return walk, *go(twins, walk, dense, pruned)
+    return walk, *go(twins, walk, pruned)
 
 
 def figures(ours: Tensor, theirs: Tensor) -> tuple[float, float]:
@@ -125,16 +130,13 @@ def test_going_past_what_is_done_changes_nothing_that_follows(twins, done):
     dense, pruned = pair.disk(), pair.disk(pair.pruned())
     again = pair.recoverer(dense, pruned, settings(), **options)
     for block in range(done):
-        again.skip(block, pair.block(block, dense), pair.block(block, pruned), tensors[block])
-    with meter(again.epochs, "recovering") as bar:
-        rest = [
-            again.block(block, pair.block(block, dense), pair.block(block, pruned), bar)
-            for block in range(done, BLOCKS)
-        ]
-    for (found, _), expected in zip(rest, tensors[done:], strict=True):
+        again.follow(block, pair.block(block, pruned))
+        again.advance(block, tensors[block])
+    rest, told = go(pair, again, pruned, done=done)
+    for found, expected in zip(rest, tensors[done:], strict=True):
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert same_layers([layer for _, layer in rest], layers[done:])
+    assert same_layers(told, layers[done:])
     assert again.perplexities() == walk.perplexities()
 
 
@@ -142,7 +144,7 @@ def test_two_walks_give_the_same_bits_and_another_seed_gives_others(twins):
     pair = twins("llama")
     dense, pruned = pair.disk(), pair.disk(pair.pruned())
     found = [
-        go(pair, pair.recoverer(dense, pruned, settings(), seed=seed, dtype=torch.float32), dense, pruned)
+        go(pair, pair.recoverer(dense, pruned, settings(), seed=seed, dtype=torch.float32), pruned)
         for seed in (0, 0, 1)
     ]
     for first, again, other in zip(*(tensors for tensors, _ in found), strict=True):
@@ -158,7 +160,7 @@ def test_states_on_disk_change_nothing(twins, tmp_path):
         pair.recoverer(dense, pruned, settings(), allocate=allocate, **options)
         for allocate in (in_memory, StateMemory(0, tmp_path))
     ]
-    (tensors, layers), (mapped, mapped_layers) = (go(pair, walk, dense, pruned) for walk in walks)
+    (tensors, layers), (mapped, mapped_layers) = (go(pair, walk, pruned) for walk in walks)
     for ours, theirs in zip(tensors, mapped, strict=True):
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert same_layers(layers, mapped_layers)
@@ -173,7 +175,7 @@ def test_tensors_that_are_given_are_never_written_to(twins, schedule):
     dense, pruned = pair.disk(dtype=torch.float32), pair.disk(pair.pruned(), torch.float32)
     kept = [{name: tensor.clone() for name, tensor in tensors.items()} for tensors in (dense, pruned)]
     walk = pair.recoverer(dense, pruned, settings(schedule=schedule), dtype=torch.float32)
-    _, layers = go(pair, walk, dense, pruned)
+    _, layers = go(pair, walk, pruned)
     assert all(layer.recovered for layer in layers)
     for given, before in zip((dense, pruned), kept, strict=True):
         assert all(torch.equal(given[name], before[name]) for name in before)
@@ -183,7 +185,7 @@ def test_tensors_that_are_given_are_never_written_to(twins, schedule):
 def test_recovering_an_unpruned_model_changes_nothing(twins, dtype):
     pair = twins("llama-gqa-tied")
     dense = pair.disk(dtype=torch.float32)
-    tensors, layers = go(pair, pair.recoverer(dense, dense, settings(lr=1e-4), dtype=dtype), dense, dense)
+    tensors, layers = go(pair, pair.recoverer(dense, dense, settings(lr=1e-4), dtype=dtype), dense)
     for block, found in enumerate(tensors):
         assert all(torch.equal(found[name], tensor) for name, tensor in pair.block(block, dense).items())
     for layer in layers:
@@ -282,7 +284,7 @@ def test_the_bar_counts_epochs_of_wanted_blocks_and_says_where_it_is(twins):
     with tqdm(total=walk.epochs, file=io.StringIO()) as shown:
         bar = Meter(shown)
         bar.say = lambda text: (said.append(text), seen.append(shown.n))  # type: ignore[method-assign]
-        go(pair, walk, dense, pruned, bar)
+        go(pair, walk, pruned, bar)
         assert shown.n == shown.total == 8
     assert [text.partition(" loss ")[0] for text in said] == [
         *("block 1", *["block 1 epoch 1/4"] * 3, "block 2", *["block 2 epoch 1/4"] * 3)  # at three rates
@@ -352,7 +354,7 @@ def test_a_dense_model_fine_tuned_since_is_accepted(twins):
         for name, tensor in pair.disk().items()
     }
     pruned = pair.disk(pair.pruned())
-    _, layers = go(pair, pair.recoverer(dense, pruned, settings()), dense, pruned)
+    _, layers = go(pair, pair.recoverer(dense, pruned, settings()), pruned)
     assert all(layer.mse_after < layer.mse_start for layer in layers)
 
 

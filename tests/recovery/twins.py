@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 
 import pytest
@@ -144,7 +144,8 @@ class Twins:
         split = Split.of(self.samples, chosen.held_out)
         theirs = self.stream(dense, dtype=dtype, allocate=allocate)
         ours = self.stream(pruned, dtype=dtype, sizes=split.sizes(chosen), allocate=allocate)
-        return Recoverer(theirs, ours, split, chosen, seed, frozenset(after), allocate)
+        read = partial(self.block, tensors=dense)
+        return Recoverer(theirs, read, ours, split, chosen, seed, frozenset(after), allocate)
 
 
 def written_once(factory: pytest.TempPathFactory) -> Callable[[str], Twins]:

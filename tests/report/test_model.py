@@ -27,7 +27,7 @@ from tests.reporting.examples import (
 HEAD = {"head": 0, "error_uncompensated": 0.5, "error_compensated": 0.25, "floor": 0.1, "rho2": 0.5}
 STAGES = [
     {"name": "blocks", "seconds": 1.25, "peak_bytes": 2**30, "device_peak_bytes": None},
-    {"name": "publishing", "seconds": 0.5, "peak_bytes": 2**31, "device_peak_bytes": 7},
+    {"name": "publishing", "seconds": 0.5, "peak_bytes": 2**31, "device_peak_bytes": 7, "phases": {"ranking": 0.25}},
 ]
 EARLIER = {"recovery": recovery(), "layers": [layer(0)]}
 EXAMPLES = {
@@ -198,4 +198,5 @@ def test_a_stage_of_unknown_memory():
         "seconds": 0.5,
         "peak_bytes": None,
         "device_peak_bytes": None,
+        "phases": {},
     }

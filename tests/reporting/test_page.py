@@ -667,3 +667,21 @@ def test_lines_of_one_plot_differ_in_mark_as_well():
 def test_the_style_sheet_travels_in_the_wheel():
     """Hatch takes every file of the package; here that it is where the code looks."""
     assert Path(str(resources.files("ckpt_prune.reporting").joinpath("style.css"))).is_file()
+
+
+def test_seconds_of_phases_stand_beside_their_stage(rendered):
+    """Which ones there are, the report says; one without any, of an older version, has no such column."""
+    stage = {"name": "blocks", "seconds": 12.345, "peak_bytes": 2**20, "device_peak_bytes": None}
+    phases = {"calibration": 2.5, "<i>ranking</i>": 0.0312}
+    stages = [stage | {"phases": phases}, stage | {"name": "rest", "phases": {"calibration": None}}]
+
+    def cells(own: list[Json]) -> list[list[str]]:
+        table = parse(rendered(report([], stages=own))).findall(".//details//table")[-1]
+        return [[words(cell) for cell in row] for row in table.iter("tr")]
+
+    assert cells(stages) == [
+        ["stage", "seconds", "of these calibration", "of these <i>ranking</i>", "memory, largest so far"],
+        ["blocks", "12.3", "2.50", "0.03", "1.00 MiB"],
+        ["rest", "12.3", "–", "–", "1.00 MiB"],
+    ]
+    assert cells([stage]) == [["stage", "seconds", "memory, largest so far"], ["blocks", "12.3", "1.00 MiB"]]

@@ -18,6 +18,7 @@ from ckpt_prune.calibration.logits import LogitMoments
 from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
+from ckpt_prune.modeling_pruned import cache_argument
 from ckpt_prune.planning.recipe_file import load_recipe
 from tests import families
 from tests.encoders import (
@@ -450,9 +451,10 @@ def test_the_cache_holds_narrow_keys_and_wide_values(remote):
     model = ckpt_prune.load(remote["opt"])
     ids = random_windows(2, 10, seed=3)
     cache = DynamicCache(config=model.config)
+    given = {cache_argument(model.forward): cache, "use_cache": True}
     with torch.inference_mode():
-        model(input_ids=ids[:, :7], past_key_values=cache, use_cache=True)
-        rest = model(input_ids=ids[:, 7:], past_key_values=cache, use_cache=True).logits
+        model(input_ids=ids[:, :7], **given)
+        rest = model(input_ids=ids[:, 7:], **given).logits
         at_once = model(input_ids=ids, use_cache=False).logits
     assert cache.layers[0].keys.shape == (2, 3, 10, 2)
     assert cache.layers[0].values.shape == (2, 3, 10, 4)

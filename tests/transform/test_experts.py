@@ -3,6 +3,7 @@
 import itertools
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import ckpt_prune
 from ckpt_prune.calibration.statistics import Statistics
@@ -320,11 +321,84 @@ def test_what_whole_experts_cannot_have_is_refused(dense: Dense) -> None:
 
 
 def test_groups_of_experts_stay_alike(dense: Dense) -> None:
-    recipe = {"ratio": 0.25, "spaces": {"experts": {"score": "routed-energy"}}}
+    recipe = {"ratio": 0.5, "spaces": {"experts": {"score": "routed-energy"}}}
     assert refused(dense, recipe, LED) == (
-        "3 experts would stay, which the router takes in 2 groups (n_group in config.json) and sends every token to 2 "
-        "experts of 1 of them: keep a multiple of 2, 4 at the least (--set spaces.experts.multiple_of=2)"
+        "2 experts would stay, which the router takes in 2 groups (n_group in config.json) and sends every token to 2 "
+        "experts of 1 of them: keep a multiple of 2, 4 at the least"
     )
+
+
+GROUPED = {"first_k_dense_replace": 0, "n_routed_experts": 16, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}
+BY_BEST = Case(
+    "deepseek_v2", "DeepseekV2ForCausalLM", settings=json.dumps(GROUPED | {"topk_method": "group_limited_greedy"})
+)
+BY_TWO_BEST = Case("deepseek_v3", "DeepseekV3ForCausalLM", settings=json.dumps(GROUPED))
+
+
+@torch.no_grad()
+def routed(model: Any, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the first router gives for every token: scores that it chooses by (tokens, experts), and experts chosen."""
+    found: list[Any] = []
+    router = model.double().get_submodule("model.layers.0.mlp.gate")
+    router.register_forward_hook(lambda *seen: found.append(seen[2]))
+    outputs(model, case.samples(24, seed=9))
+    logits, places = (torch.cat([each[part] for each in found]) for part in (0, 2))
+    if case is BY_BEST:
+        return logits.softmax(-1), places
+    return logits.sigmoid() + router.e_score_correction_bias, places
+
+
+# A third of the experts of four in a group is no whole number: it is rounded to one of four.
+@pytest.mark.parametrize("score", ["frequency", "reap"])
+@pytest.mark.parametrize("case", [BY_BEST, BY_TWO_BEST], ids=str)
+def test_tokens_that_lose_nothing_stay_with_their_experts(case: Case, score: str, tmp_path: Path) -> None:
+    moved = stayed = 0
+    for seed in range(4):
+        dense, out = Dense(tmp_path / str(seed)), tmp_path / f"out-{seed}"
+        dense.root.mkdir()
+        path = dense.folder(case) / "model.safetensors"
+        tensors, router = load_file(path), "model.layers.0.mlp.gate.weight"
+        tensors[router] = torch.randn(tensors[router].shape, generator=torch.Generator().manual_seed(seed))
+        save_file(tensors, path, {"format": "pt"})
+        dense.prune(case, experts_recipe(score, 0.33), out, case.samples())
+        kept = torch.tensor(reported(out)[0].kept)
+        assert [int((kept // 4 == group).sum()) for group in range(4)] == [3] * 4
+        values, before = routed(ckpt_prune.load(dense.folder(case)), case)
+        after = kept[routed(ckpt_prune.load(out), case)[1]]
+        loses = ~torch.isin(before, kept).all(1)
+        if case is BY_TWO_BEST:  # its groups are rated by experts that a token need not be sent to
+            best = values.view(-1, 4, 4).topk(2)
+            entered = best.values.sum(2).topk(2).indices
+            whole = torch.isin(best.indices + 4 * torch.arange(4)[:, None], kept).all(2)
+            loses |= ~whole.gather(1, entered).all(1)
+        same = (before.sort().values == after.sort().values).all(1)
+        moved, stayed = moved + int((~same & ~loses).sum()), stayed + int((~loses).sum())
+    assert moved == 0
+    assert stayed > 200
+
+
+def test_groups_that_limit_nothing_are_passed_over(tmp_path: Path) -> None:
+    """The best experts of all stay, in any number."""
+    dense, case = Dense(tmp_path), replace(BY_BEST, settings=json.dumps(GROUPED | {"topk_method": "greedy"}))
+    dense.prune(case, experts_recipe("frequency", 0.3), tmp_path / "out")
+    moments: Any = dense.statistics(case).block(0)["model.layers.0.mlp.gate.weight"]
+    best = sum(fold.tokens for fold in moments).sort(descending=True, stable=True).indices
+    assert reported(tmp_path / "out")[0].kept == sorted(best[:11].tolist())
+
+
+def test_a_plan_that_moves_experts_to_other_groups_is_refused(tmp_path: Path) -> None:
+    dense = Dense(tmp_path)
+    folder, statistics = dense.folder(BY_TWO_BEST), dense.statistics(BY_TWO_BEST)
+    options: dict[str, Any] = {"recipe": "expert-frequency", "statistics": statistics}
+    plan = ckpt_prune.plan(folder, **options).plan
+    plan.sites[0].kept[:] = range(12)
+    with pytest.raises(UserError, match="keeps different numbers of units of experts side by side in block 0"):
+        ckpt_prune.prune(folder, plan=plan, statistics=statistics, output=tmp_path / "out", dry_run=True)
+
+
+def experts_recipe(score: str, ratio: float) -> Recipe:
+    spaces = {"experts": {"score": score, "ratio": ratio}}
+    return Recipe.model_validate({"version": 1, "name": "test", "spaces": spaces})
 
 
 def test_experts_and_shared_ones_keep_one_width(dense: Dense) -> None:
@@ -417,6 +491,41 @@ def test_a_plan_names_experts_and_is_applied(tmp_path: Path) -> None:
     with torch.no_grad():
         logits = ckpt_prune.load(tmp_path / "out")(torch.arange(3, 12)[None]).logits
     assert torch.isfinite(logits).all()
+
+
+WIDE = {"moe_intermediate_size": 40, "first_k_dense_replace": 0}
+WAYS: dict[str, dict[str, Any]] = {
+    "ratio": {"ratio": 0.3},
+    "size": {"size": {"params": "82%"}},
+    "error": {"allocation": "least-error", "weigh_by": "energy", "size": {"params": "82%"}},
+}
+WIDTHS = [("qwen3_moe", way) for way in WAYS] + [("deepseek_v3", "ratio"), ("deepseek_v3", "size")]
+
+
+# Of 40 columns a ratio of 0.3 leaves 28, which torch multiplies in no 16-bit type.
+@pytest.mark.parametrize(("model_type", "way"), WIDTHS)
+def test_experts_run_by_the_default_of_transformers(model_type: str, way: str, tmp_path: Path) -> None:
+    dense, case = Dense(tmp_path), next(each for each in WHOLE if each.model_type == model_type)
+    case = replace(case, settings=json.dumps(WIDE))
+    spaces = {name: {"score": "corp"} for name in ("mlp", "shared") if name == "mlp" or model_type == "deepseek_v3"}
+    recipe = Recipe.model_validate({"version": 1, "name": "test", "spaces": spaces, **WAYS[way]})
+    dense.prune(case, recipe, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["moe_intermediate_size"] in (24, 32)
+    assert not any("do not run" in line for line in warning_lines(reported(tmp_path / "out")))
+    for dtype in (torch.float32, torch.bfloat16):
+        stock = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=dtype)
+        assert stock.config._experts_implementation == "grouped_mm"
+        with torch.no_grad():
+            assert torch.isfinite(stock(torch.arange(3, 12)[None]).logits).all()
+
+
+def test_a_width_of_experts_that_is_asked_for_is_kept(tmp_path: Path) -> None:
+    dense, case = Dense(tmp_path), replace(TWO, settings=json.dumps(WIDE))
+    spaces = {"mlp": {"score": "corp", "ratio": 0.3, "multiple_of": 14}}
+    dense.prune(case, Recipe.model_validate({"version": 1, "name": "test", "spaces": spaces}), tmp_path / "out")
+    assert {len(site.kept) for site in reported(tmp_path / "out")} == {28}
+    assert "experts of 28 columns do not run" in next(iter(warning_lines(reported(tmp_path / "out"))))
 
 
 def test_inspect_counts_the_columns_of_an_expert(tmp_path: Path) -> None:

@@ -385,9 +385,9 @@ REFUSED = [
     (
         "opt-model",
         "shared",
-        "opt cannot be rotated without a head (OPTModel): what reads its output would have to turn",
+        "opt cannot be rotated without a vocabulary head (OPTModel): what reads its output would have to turn",
     ),
-    ("opt-model", "per-layer", "opt cannot be rotated without a head (OPTModel)"),
+    ("opt-model", "per-layer", "opt cannot be rotated without a vocabulary head (OPTModel)"),
 ]
 
 

@@ -242,7 +242,7 @@ class Solver(ABC):
         """
 
     @staticmethod
-    def _shift(found: Shift, error: float, freedom: int, tokens: int) -> SiteShift:
+    def _shift(found: Shift, error: float, freedom: float, tokens: int) -> SiteShift:
         """A shift as records have it, of a site with so much error on the other samples."""
         energy = found.energy or math.inf
         told = {

@@ -20,6 +20,7 @@ from ckpt_prune.compensation.methods import METHODS, absolute_strength
 from ckpt_prune.compensation.shift import freedom, shift
 from ckpt_prune.compensation.spectrum import EXACT_WIDTH, spectrum
 from ckpt_prune.errors import UserError
+from ckpt_prune.phases import phase
 from ckpt_prune.planning.plan import SitePlan
 from ckpt_prune.planning.records import SiteShift
 from ckpt_prune.planning.selection import select, select_in_heads, unit_scores
@@ -150,15 +151,11 @@ class ColumnSolver(Solver):
         calibration, test = calibration.to(self.device), test.to(self.device)
         columns = self.columns_of(torch.tensor(plan.kept)).to(self.device)
         scale = calibration.square[columns].mean()
-        found = shift(
-            weight.to(self.device),
-            calibration,
-            test,
-            columns,
-            float(logit_strength(plan.strength or 0.0, own.lambda_units, scale)),
-            spectra=calibration.width <= EXACT_WIDTH,
-        )
-        return self._shift(found, lost, freedom(plan.method, len(weight), len(columns)), calibration.count)
+        strength = float(logit_strength(plan.strength or 0.0, own.lambda_units, scale))
+        spectra = calibration.width <= EXACT_WIDTH
+        found = shift(weight.to(self.device), calibration, test, columns, strength, spectra=spectra)
+        free = freedom(METHODS[plan.method], len(weight), calibration, columns, strength)
+        return self._shift(found, lost, free, calibration.count)
 
     def columns_of(self, units: Tensor) -> Tensor:
         """The consumer's columns that some units of the site lie on, as the weight has them that is solved."""
@@ -292,6 +289,7 @@ class ColumnSolver(Solver):
         biased = self.model.tensor(block, self.description.consumer, "bias") in tensors
         return self.own.compensation.methods(biased=biased)
 
+    @phase("ranking")
     def _unit_scores(
         self, weight: Tensor, moments: Moments | None, methods: list[str], score: str | None = None
     ) -> Tensor:

@@ -17,7 +17,8 @@ from ckpt_prune.compensation.choice import choose
 from ckpt_prune.compensation.fit import Solution, blend_from_moments, error
 from ckpt_prune.compensation.methods import METHODS, absolute_strength
 from ckpt_prune.errors import UserError
-from ckpt_prune.planning.selection import select
+from ckpt_prune.phases import phase
+from ckpt_prune.planning.selection import select_in_heads
 from ckpt_prune.scoring.expert_scores import EXPERT_SCORES
 from ckpt_prune.transform.decisions import Decision
 from ckpt_prune.transform.solvers.base import NO_FOLDS, SolvedSite, Solver
@@ -28,6 +29,7 @@ class ExpertSolver(Solver):
 
     collects = "moments"
 
+    @phase("ranking")
     def scores(
         self, block: int, tensors: Mapping[str, Tensor], folds: SpaceMoments, score: str | None = None
     ) -> Tensor:
@@ -47,8 +49,8 @@ class ExpertSolver(Solver):
         raise ValueError("errors of dropping whole experts are not known")
 
     def select(self, scores: Tensor, keep: int) -> Tensor:
-        """The experts of highest score."""
-        return select(scores, keep)
+        """The experts of highest score, as many in every group of the router, so that none changes its group."""
+        return select_in_heads(scores.view(self.model.expert_groups, -1), keep // self.model.expert_groups)
 
     def solve(
         self, block: int, tensors: Mapping[str, Tensor], moments: SpaceMoments | None, decision: Decision

@@ -15,6 +15,7 @@ from ckpt_prune.compensation.head_shift import HeadEquations, head_shift
 from ckpt_prune.compensation.logit_methods import LOGIT_METHODS, LogitFit, LogitMethod, unfitted
 from ckpt_prune.compensation.low_rank import pair_errors
 from ckpt_prune.compensation.mixing import absorb
+from ckpt_prune.phases import phase
 from ckpt_prune.planning.plan import SitePlan
 from ckpt_prune.planning.records import SiteShift
 from ckpt_prune.planning.selection import in_heads, select_in_heads
@@ -140,7 +141,8 @@ class LogitSolver(Solver):
         whole = total(folds) if folds else None
         scores = decision.scores
         if scores is None:
-            scores = LOGIT_SCORES[self.own.score].function(query, key, whole, heads)
+            with phase("ranking"):
+                scores = LOGIT_SCORES[self.own.score].function(query, key, whole, heads)
         kept = self.select(scores, decision.keep) if decision.kept is None else decision.kept
         plan = self._plan(block, None, kept, scores.flatten())
         if kept.numel() == scores.numel():

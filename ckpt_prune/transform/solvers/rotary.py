@@ -18,10 +18,12 @@ from ckpt_prune.compensation.rotary import (
     choose_factors,
     diagnose_factors,
     factor_errors,
+    factor_freedom,
     pair_rows,
     rotary_system,
     solve_factors,
 )
+from ckpt_prune.phases import phase
 from ckpt_prune.planning.plan import SitePlan
 from ckpt_prune.planning.records import SiteShift
 from ckpt_prune.planning.selection import in_heads, select_in_heads
@@ -62,6 +64,7 @@ class RotarySolver(Solver):
         """Optimal brain surgeon and factors."""
         return {"score": "obs", "compensation": {"method": "factors", "lambda": _TRIAL_STRENGTH}}
 
+    @phase("ranking")
     def scores(
         self, block: int, tensors: Mapping[str, Tensor], folds: SpaceMoments, score: str | None = None
     ) -> Tensor:
@@ -147,7 +150,7 @@ class RotarySolver(Solver):
             diagnose_factors(theirs, lost).floor,
             strength,
         )
-        freedom = 0 if plan.method == "none" else system.rhs.numel()
+        freedom = 0 if plan.method == "none" else factor_freedom(system, strength)
         return self._shift(found, float(lost.sum()) / test.samples, freedom, whole.tokens)
 
     def _fit(

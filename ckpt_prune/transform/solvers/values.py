@@ -13,6 +13,7 @@ from ckpt_prune.calibration.kinds import SpaceMoments, inputs_of
 from ckpt_prune.calibration.moments import Moments, total
 from ckpt_prune.compensation.values import Turn, by_direction, by_head, principal
 from ckpt_prune.errors import UserError
+from ckpt_prune.phases import phase
 from ckpt_prune.planning.plan import SitePlan
 from ckpt_prune.planning.records import SiteShift
 from ckpt_prune.scoring.costs import DropOrder
@@ -127,6 +128,7 @@ class ValueSolver(ColumnSolver):
         turned = {**tensors, name: turn.turned(tensors[name].to(turn.values.device))}
         return _Turned(turn, turned, tuple(each.under(turn.inputs) for each in folds))
 
+    @phase("ranking")
     def _turn(self, block: int, tensors: Mapping[str, Tensor], folds: tuple[Moments, ...]) -> Turn:
         """The basis, by the Gram of all folds; where the consumer may get a bias, that makes up for every mean."""
         whole = total(folds)

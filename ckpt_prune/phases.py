@@ -1,0 +1,76 @@
+"""Seconds of the phases of pruning, which take turns inside a stage: one clock, which runs for one phase at a time."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Literal
+
+import torch
+
+Phase = Literal["calibration", "ranking", "compensation"]
+"""Running the model and measuring it; scoring and choosing what goes; solving what stays."""
+
+
+class PhaseClock:
+    """Adds up the seconds of each phase.
+
+    Attributes:
+        seconds: of each phase that has begun, so far.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[Phase, float] = {}
+        self._running: Phase | None = None
+        self._since = 0.0
+
+    def switch(self, phase: Phase | None) -> Phase | None:
+        """Let the clock run for another phase, or for none.
+
+        Args:
+            phase: the next one.
+
+        Returns:
+            The one that it ran for.
+        """
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize()
+        now, before = time.perf_counter(), self._running
+        if before is not None:
+            self.seconds[before] = self.seconds.get(before, 0.0) + now - self._since
+        self._running, self._since = phase, now
+        return before
+
+
+_clock: ContextVar[PhaseClock | None] = ContextVar("phase clock", default=None)
+
+
+@contextmanager
+def phases_timed() -> Iterator[PhaseClock]:
+    """Time the phases of the body."""
+    clock = PhaseClock()
+    token = _clock.set(clock)
+    try:
+        yield clock
+    finally:
+        _clock.reset(token)
+
+
+@contextmanager
+def phase(name: Phase) -> Iterator[None]:
+    """Count the seconds of the body, or of a function that this decorates, as those of a phase.
+
+    They no longer count as those of the phase around it.
+
+    Args:
+        name: of the phase.
+    """
+    clock = _clock.get()
+    if clock is None:
+        yield
+        return
+    before = clock.switch(name)
+    try:
+        yield
+    finally:
+        clock.switch(before)

@@ -1,0 +1,54 @@
+"""Whatever is planned for a family, its class accepts, or the refusal comes early and is not of the user's file."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_prune.architectures.depth import check_shortened, shortened_config
+from ckpt_prune.architectures.hypothetical import checkpoint_of_config
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.architectures.skeleton import RefusedConfigError, parse_config
+from ckpt_prune.architectures.spaces import known_space
+from ckpt_prune.containers.choosing import choose_container, whole_spaces
+from ckpt_prune.errors import UserError
+from ckpt_prune.transform.layout import plan_layout
+
+from .models import LED, Case, first_cases
+
+
+def model_of(case: Case, folder: Path, **changes: Any) -> Model:
+    raw = case.config.to_dict() | {"architectures": [case.architecture]} | changes
+    (folder / "config.json").write_text(json.dumps(raw))
+    return Model.of(checkpoint_of_config(folder))
+
+
+@pytest.mark.parametrize("case", [*first_cases(), LED], ids=str)
+def test_what_is_planned_is_what_the_class_takes(case: Case, tmp_path: Path) -> None:
+    model = model_of(case, tmp_path)
+    biases = {module for module in model.family.linears if model.has(module, "bias")}
+    able = [name for name, space in model.family.spaces.items() if space.whole is None]
+    assert whole_spaces(model) == {}
+    for known in dict.fromkeys(map(known_space, able)):
+        alike = [name for name in able if known_space(name) == known]
+        if model.units(alike[0]) < 2:
+            continue
+        for kept in {1, model.units(alike[0]) - 1}:
+            widths = [dict.fromkeys(alike, kept) if block in model.spaced else {} for block in range(model.blocks)]
+            for container in ("auto", "any", "padded"):
+                try:
+                    made = choose_container(model, widths, biases, requested=container)
+                except RefusedConfigError:
+                    raise
+                except UserError:
+                    continue
+                plan_layout(model, widths, made)
+    try:
+        check_shortened(model, [0])
+    except RefusedConfigError:
+        raise
+    except UserError:
+        pass
+    else:
+        parse_config(shortened_config(model, [0]))
