@@ -107,8 +107,8 @@ def tied_words(model: Model) -> str | None:
     seen = model.checkpoint
     if seen.stated:
         return (
-            f"config.json ties tensors that are stored and differ: transformers' {model.family.architecture} takes them "
-            "as they are stored, and outputs say tie_word_embeddings: false"
+            f"config.json ties tensors that are stored and differ: transformers' {model.family.architecture} takes "
+            "them as they are stored, and outputs say tie_word_embeddings: false"
         )
     lines = [
         f"{new} is stored as {old}, which config.json ties to it: outputs store {new}"
@@ -116,9 +116,8 @@ def tied_words(model: Model) -> str | None:
     ]
     twice = sorted(seen.shadowed.keys() - seen.copies.values())
     if twice:
-        lines.append(
-            f"config.json ties {', '.join(twice)} to a tensor that is stored with the same values: outputs store one"
-        )
+        names = ", ".join(twice)
+        lines.append(f"config.json ties {names} to a tensor that is stored with the same values: outputs store one")
     return "; ".join(lines) or None
 
 
