@@ -1,0 +1,91 @@
+"""Heads that are stored and tied at once, as merging tools write them: outputs follow what transformers computes."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import ckpt_prune
+from ckpt_prune.evaluation.loading import quiet_transformers
+from tests.cli.running import TEXT, edit_weights, ok, read_json, run
+from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+RECIPES = {
+    "slicegpt-shared": ("--set", "hidden.multiple_of=2"),
+    "slicegpt": ("--set", "hidden.multiple_of=2"),
+    "ridge": ("--ratio", "0.5", "--container", "any"),
+}
+IDS = torch.arange(3, 19)[None]
+
+
+def edit_file(folder: str, **tensors: torch.Tensor) -> None:
+    """Store these tensors beside the others, or in place of them."""
+    path = Path(folder, "model.safetensors")
+    save_file(load_file(path) | {name: tensor.contiguous() for name, tensor in tensors.items()}, path, {"format": "pt"})
+
+
+@pytest.fixture
+def here(place: Path) -> Path:
+    """One tied model four times: plain, with an equal copy, with another head, and with the head alone."""
+    torch.manual_seed(3)
+    with quiet_transformers():
+        model = tiny_llama(max_position_embeddings=32, tie_word_embeddings=True, num_hidden_layers=3)
+        for name in ("plain", "copy", "differs", "head-alone"):
+            model.save_pretrained(name)
+            tiny_tokenizer("<s> $A").save_pretrained(name)
+    table = load_file("plain/model.safetensors")[EMBEDDING]
+    edit_file("copy", **{HEAD: table})
+    edit_file("differs", **{HEAD: table.flip(0)})
+    path = Path("head-alone/model.safetensors")
+    tensors = load_file(path)
+    tensors[HEAD] = tensors.pop(EMBEDDING)
+    save_file(tensors, path, {"format": "pt"})
+    return place
+
+
+@torch.no_grad()
+def logits(folder: str) -> torch.Tensor:
+    """Logits of a folder as stock transformers loads it, or of an output with its own code."""
+    with quiet_transformers():
+        own = "auto_map" in read_json(f"{folder}/config.json")
+        model = ckpt_prune.load(folder) if own else AutoModelForCausalLM.from_pretrained(folder)
+        found: torch.Tensor = model.float().eval()(IDS).logits
+    return found
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("model", ["copy", "head-alone"])
+def test_a_stored_copy_changes_nothing(here, model, recipe) -> None:
+    assert torch.equal(logits(model), logits("plain"))
+    for source in ("plain", model):
+        ok("prune", source, "--recipe", recipe, *RECIPES[recipe], *TEXT, "-o", f"out-{source}")
+    assert torch.equal(logits(f"out-{model}"), logits("out-plain"))
+    assert run("verify", f"out-{model}", "--against", model).exit_code == 0
+    ours, theirs = (load_file(f"out-{each}/model.safetensors") for each in (model, "plain"))
+    assert ours.keys() == theirs.keys()
+    sizes = [json.loads(ok("inspect", f"out-{each}", "--json"))["parameters"] for each in (model, "plain")]
+    assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_head_that_differs_is_what_the_class_takes(here, recipe) -> None:
+    """The same model with its flag off gives the same outputs."""
+    ok("prune", "differs", "--recipe", recipe, *RECIPES[recipe], *TEXT, "-o", "out")
+    config = read_json("differs/config.json")
+    dense = logits("differs")
+    Path("differs/config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    assert torch.equal(logits("differs"), dense)
+    ok("prune", "differs", "--recipe", recipe, *RECIPES[recipe], *TEXT, "-o", "out-untied")
+    assert read_json("out/config.json")["tie_word_embeddings"] is False
+    assert torch.equal(logits("out"), logits("out-untied"))
+
+
+def test_a_damaged_head_fails_verify(here) -> None:
+    ok("prune", "differs", "--recipe", "ridge", "--ratio", "0.5", *TEXT, "-o", "out")
+    assert run("verify", "out", "--against", "differs").exit_code == 0
+    edit_weights("out", lambda weights: weights[HEAD].mul_(2))
+    assert run("verify", "out", "--against", "differs").exit_code != 0
