@@ -1,6 +1,6 @@
 """`ckpt_prune.evaluate`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,10 +13,10 @@ from ckpt_prune.progress import progress_shown
 from ckpt_prune.task_names import named_task
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel
 
-    from ckpt_prune.evaluation.results import Result
+    from ckpt_prune.evaluation.results import OneResult, Result, TaskResult
+    from ckpt_prune.evaluation.texts import Pair
 
 
 def evaluate(
@@ -61,10 +61,10 @@ def evaluate(
         probe: with images, what the model's features without its head tell of their classes.
         patch_head: with images and `label_maps`, a safetensors file with a linear head on every patch.
         label_maps: folder with a PNG for each image: a class for every pixel, or a number where the head gives one.
-        tasks: instead of text, files of multiple-choice items (.jsonl), or names of lm-eval tasks; of a model with a
+        tasks: files of multiple-choice items (.jsonl), or names of lm-eval tasks; of a model with a
             sequence-classification head files of labelled texts (.jsonl), or tasks of GLUE (glue:mrpc).
         include_path: folder with lm-eval task files of one's own.
-        generate: instead of text, prompts that are continued greedily.
+        generate: prompts that are continued greedily.
         generate_tokens: after each prompt, at most.
         dry_run: load nothing, and say where the parts of the models would go; with `device_map`.
         device_map: "auto": accelerate puts the parts of models where there is room; None for one device.
@@ -77,7 +77,8 @@ def evaluate(
         One of `ckpt_prune.evaluation.results`: of text a `PerplexityResult`, `MaskedResult`, `FeaturesResult`,
         `SentencesResult` or `HeadResult`, of images an `AccuracyResult`, `FeaturesResult`, `ProbeResult` or
         `PatchHeadResult`,
-        of tasks a `ChoiceResult`, `LabelResult` or `TaskResult`, of prompts a `GenerationResult`.
+        of tasks a `ChoiceResult`, `LabelResult` or `TaskResult`, of prompts a `GenerationResult`. If text, tasks and
+        prompts are given together, a `CombinedResult` of these; each model is then loaded once.
 
     Raises:
         UserError: options that do not go together, a model that does not load, or two that cannot be compared.
@@ -94,6 +95,7 @@ def evaluate(
     from ckpt_prune.evaluation.memory_plan import memory_plans
     from ckpt_prune.evaluation.pictures import measure_images, measure_patches, measure_probe
     from ckpt_prune.evaluation.placing import spread
+    from ckpt_prune.evaluation.results import CombinedResult
     from ckpt_prune.evaluation.speaking import measure_choices, measure_generation
     from ckpt_prune.evaluation.texts import Pair, measure_text
 
@@ -108,10 +110,9 @@ def evaluate(
         names = _names(options.tasks)
         other, reference = (None, None) if options.against is None else _place(options.against)
         labelled = any(map(named_task, names)) or (_are_files(names) and is_labelled(folder))
-        if names and not labelled and not _are_files(names):
-            return _lm_eval(options, names, [graph, other], folder, reference, target)
         if options.generate and (graph or other) is not None:
             raise UserError(f"{graph or other} is a graph: --generate is for checkpoints; validate lets both continue")
+        measures = [bool(options.text), bool(names), bool(options.generate)]
         pair = Pair(
             folder,
             reference,
@@ -120,44 +121,51 @@ def evaluate(
             graph,
             other,
             _open_graph,
+            keeps=sum(measures) > 1,
         )
-        if names and labelled:
-            return measure_labelled(pair, names, options.samples)
-        if names:
-            return measure_choices(pair, [Path(name) for name in names], options.samples, options.bos)
+        results: dict[str, OneResult] = {}
+        # Answers first: they are quick, and refuse what does not suit the model before the long run over the text.
         if options.generate:
-            return measure_generation(pair, options.generate, options.generate_tokens)
+            results["generate"] = measure_generation(pair, options.generate, options.generate_tokens)
+        if names and labelled:
+            results["tasks"] = measure_labelled(pair, names, options.samples)
+        elif names and _are_files(names):
+            results["tasks"] = measure_choices(pair, [Path(name) for name in names], options.samples, options.bos)
+        elif names:
+            results["tasks"] = _lm_eval(options, names, pair)
+        if options.text:
+            results["text"] = measure_text(pair, options)
+        if len(results) > 1:
+            return CombinedResult({name: results[name] for name in ("text", "tasks", "generate") if name in results})
+        if results:
+            return next(iter(results.values()))
         if options.probe is not None:
             return measure_probe(pair, options, options.probe)
         if options.patch_head is not None and options.label_maps is not None:
             return measure_patches(pair, options, options.patch_head, options.label_maps)
-        return measure_text(pair, options) if options.images is None else measure_images(pair, options)
+        return measure_images(pair, options)
 
 
-def _lm_eval(
-    options: EvaluateOptions,
-    names: Sequence[str],
-    graphs: Sequence[Path | None],
-    folder: Path,
-    reference: Path | None,
-    device: "torch.device",
-) -> "Result":
+def _lm_eval(options: EvaluateOptions, names: Sequence[str], pair: "Pair") -> "TaskResult":
     from ckpt_prune.evaluation.harness import run_tasks
     from ckpt_prune.evaluation.kinds import check_generates
     from ckpt_prune.evaluation.results import TaskResult
 
-    for graph in graphs:
-        if graph is not None:
-            raise UserError(f"{graph} is a graph: it is measured with --text, --images or --tasks FILE.jsonl")
-    for path in (folder, reference):
+    graph = pair.graph or pair.reference_graph
+    if graph is not None:
+        raise UserError(f"{graph} is a graph: it is measured with --text, --images or --tasks FILE.jsonl")
+    for path in (pair.folder, pair.reference):
         if path is not None:
             check_generates(path, "image-text-to-text")
 
-    def tables(model: Path) -> dict[str, Any]:
-        return run_tasks(model, names, device=device, limit=options.samples, include_path=options.include_path)
+    def tables(folder: Path, load: "Callable[[], PreTrainedModel]") -> dict[str, Any]:
+        model = load() if pair.keeps else None
+        return run_tasks(
+            folder, names, device=pair.device, limit=options.samples, include_path=options.include_path, model=model
+        )
 
-    other = None if reference is None else tables(reference)
-    return TaskResult(folder, tables(folder), reference, other)
+    other = None if pair.reference is None else tables(pair.reference, pair.load_reference)
+    return TaskResult(pair.folder, tables(pair.folder, pair.load), pair.reference, other)
 
 
 def _place(name: str) -> tuple[Path | None, Path]:
@@ -204,8 +212,8 @@ def _check(options: EvaluateOptions) -> None:
         raise UserError("--patch-head and --label-maps go together")
     if options.patch_head is not None and options.probe is not None:
         raise UserError("--probe and --patch-head: each is measured in a call of its own")
-    if len(asked) > 1:
-        raise UserError(f"{' and '.join(asked)}: each is measured in a call of its own")
+    if len(asked) > 1 and options.images is not None:
+        raise UserError(f"{' and '.join(asked)}: a model reads either images or text; measure each by itself")
     if not asked:
         raise UserError("evaluate needs --text FILE, --images DIR for a vision model, --tasks, or --generate PROMPT")
     if options.text and options.window is None:

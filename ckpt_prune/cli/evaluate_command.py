@@ -63,7 +63,7 @@ def _checked(context: click.Context, parameter: click.Parameter, value: str | No
     "--tasks",
     multiple=True,
     metavar="T[,T...]",
-    help="Instead of text, files of multiple-choice items (.jsonl), or names of lm-eval tasks (needs the eval extra); "
+    help="Files of multiple-choice items (.jsonl), or names of lm-eval tasks (needs the eval extra); "
     "of a model with a sequence-classification head files of labelled texts, or tasks of GLUE: glue:sst2, "
     "FOLDER/glue:mrpc. May be repeated.",
 )
@@ -74,7 +74,7 @@ def _checked(context: click.Context, parameter: click.Parameter, value: str | No
     "--generate",
     multiple=True,
     metavar="PROMPT",
-    help="Instead of text, show what the model says after PROMPT, greedily; may be repeated.",
+    help="Show what the model says after PROMPT, greedily; may be repeated.",
 )
 @click.option(
     "--generate-tokens",
@@ -137,6 +137,9 @@ def command(as_json: bool, **given: Any) -> None:
     --generate shows what a perplexity hides: a model that repeats itself has a plausible one. Repeated is the share of
     runs of four tokens that were there before.
 
+    --text, --tasks and --generate may be given together: each model is then loaded once, --samples goes for text and
+    tasks, and --json has an object for each of them.
+
     This loads the whole model, and both with --against. --device-map auto spreads it over GPUs, memory and disk.
 
     \b
@@ -162,6 +165,7 @@ def _show(found: "Result") -> None:
     from ckpt_prune.evaluation.results import (
         AccuracyResult,
         ChoiceResult,
+        CombinedResult,
         FeaturesResult,
         GenerationResult,
         HeadResult,
@@ -174,6 +178,12 @@ def _show(found: "Result") -> None:
         TaskResult,
     )
 
+    if isinstance(found, CombinedResult):
+        for number, result in enumerate(found.results.values()):
+            if number:
+                click.echo()
+            _show(result)
+        return
     shown = {
         PerplexityResult: _perplexity,
         MaskedResult: _masked,

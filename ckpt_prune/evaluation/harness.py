@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from ckpt_prune.calibration.text import load_tokenizer
 from ckpt_prune.errors import UserError
@@ -21,6 +22,7 @@ def run_tasks(
     batch_size: int = 8,
     limit: int | None = None,
     include_path: Path | None = None,
+    model: PreTrainedModel | None = None,
 ) -> dict[str, Any]:
     """Run lm-eval tasks on a checkpoint folder; the WHOLE model is loaded, as `load_model` does.
 
@@ -31,6 +33,7 @@ def run_tasks(
         batch_size: Requests in one forward pass.
         limit: Only the first so many examples of each task; None takes all.
         include_path: A folder with task files (YAML) of one's own beside those of lm-eval.
+        model: The folder's model, if it is loaded already.
 
     Returns:
         lm-eval's own tables, ready for JSON: `results` (task → metric → value), `versions` (task → version) and
@@ -51,10 +54,11 @@ def run_tasks(
     manager = TaskManager(include_path=str(include_path) if include_path else None)
     check_tasks(tasks, manager.all_tasks)
     # A loaded model rather than its path: one loader for every folder, ours with unequal widths included.
-    model = HFLM(pretrained=load_model(folder, device=device), tokenizer=load_tokenizer(folder), batch_size=batch_size)
+    whole = load_model(folder, device=device) if model is None else model
+    wrapped = HFLM(pretrained=whole, tokenizer=load_tokenizer(folder), batch_size=batch_size)
     try:
         outcome = lm_eval.simple_evaluate(
-            model=model, tasks=list(tasks), limit=limit, task_manager=manager, log_samples=False
+            model=wrapped, tasks=list(tasks), limit=limit, task_manager=manager, log_samples=False
         )
     except OSError as error:  # what `datasets` raises for a file, a data set or a Hub that is not there
         reason = " ".join(str(error).split())

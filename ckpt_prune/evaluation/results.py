@@ -483,7 +483,7 @@ class GenerationResult:
         return {"model": str(self.model), "against": against, "generated": rows}
 
 
-Result = (
+OneResult = (
     ChoiceResult
     | LabelResult
     | GenerationResult
@@ -498,3 +498,21 @@ Result = (
     | TaskResult
     | MemoryPlans
 )
+
+
+@dataclass(frozen=True)
+class CombinedResult:
+    """Several measurements of the same models, made in one call.
+
+    Attributes:
+        results: "text", "tasks" or "generate" → what was measured.
+    """
+
+    results: dict[str, OneResult]
+
+    def data(self) -> dict[str, Any]:
+        """As `--json` prints it: the results under their names."""
+        return {name: result.data() for name, result in self.results.items()}
+
+
+Result = OneResult | CombinedResult

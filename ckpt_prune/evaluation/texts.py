@@ -1,7 +1,7 @@
 """Measuring a model of text: perplexity, masked tokens, classes, embeddings or features, whichever it gives."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -53,6 +53,7 @@ class Pair:
         graph: the model's ONNX graph, where it is one; the folder is the one that it lies in.
         reference_graph: the same of the other.
         open_graph: opens a graph as what is called like a model. It is another room's.
+        keeps: hold each model once it is loaded, because several measurements follow.
     """
 
     folder: Path
@@ -62,6 +63,8 @@ class Pair:
     graph: Path | None = None
     reference_graph: Path | None = None
     open_graph: Callable[[Path], PreTrainedModel] | None = None
+    keeps: bool = False
+    _kept: dict[Path, PreTrainedModel] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def name(self) -> Path:
@@ -91,9 +94,16 @@ class Pair:
         return self._opened(self.reference, self.reference_graph)
 
     def _opened(self, folder: Path, graph: Path | None) -> PreTrainedModel:
+        place = graph or folder
+        if place in self._kept:
+            return self._kept[place]
         if graph is not None and self.open_graph is not None:
-            return self.open_graph(graph)
-        return load_model(folder, device=self.device, trust_remote_code=self.trust)
+            model = self.open_graph(graph)
+        else:
+            model = load_model(folder, device=self.device, trust_remote_code=self.trust)
+        if self.keeps:
+            self._kept[place] = model
+        return model
 
 
 def measure_text(pair: Pair, options: EvaluationOptions) -> TextResult:

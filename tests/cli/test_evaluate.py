@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_prune.evaluation.loading import load_model
 from tests.cli.running import edit_weights, misused, ok, poison, refused, set_config
 from tests.evaluation.tiny import tiny_tokenizer
 
@@ -68,9 +69,9 @@ def test_what_evaluate_needs(place):
 
 
 def test_options_that_do_not_go_together(place):
-    alone = "each is measured in a call of its own"
-    assert refused("evaluate", "dense", "--tasks", "arc_easy", "--text", "calib.txt") == f"--text and --tasks: {alone}"
-    assert refused("evaluate", "dense", "--generate", "the", "--tasks", "a") == f"--tasks and --generate: {alone}"
+    assert refused("evaluate", "dense", "--generate", "the", "--images", "photos") == (
+        "--images and --generate: a model reads either images or text; measure each by itself"
+    )
     window = ("--window", "16")
     assert refused("evaluate", "dense", "--tasks", "a", *window) == "--window goes with --text, not with --tasks"
     assert refused("evaluate", "dense", "--generate", "a", *window) == "--window goes with --text, not with --generate"
@@ -122,3 +123,23 @@ def test_models_that_are_not_whole(place):
         "sharded asks for remote code that is not this tool's (auto_map in config.json): it is not run; "
         "where you have read and trust it, say --trust-remote-code"
     )
+
+
+def test_text_tasks_and_prompts_in_one_call_load_each_model_once(place, monkeypatch):
+    item = {"question": "the cat", "choices": [" sat", " ran"], "answer": 0}
+    Path("items.jsonl").write_text(json.dumps(item))
+    parts = {"text": TEXT, "tasks": ("--tasks", "items.jsonl"), "generate": ("--generate", "the cat")}
+    pair = ("evaluate", "dense", "--against", "copy")
+    shutil.copytree("dense", "copy")
+    alone = {name: json.loads(ok(*pair, *part, "--json")) for name, part in parts.items()}
+    loaded = []
+
+    def load(folder, **how):
+        loaded.append(folder.name)
+        return load_model(folder, **how)
+
+    monkeypatch.setattr("ckpt_prune.evaluation.texts.load_model", load)
+    options = [option for part in parts.values() for option in part]
+    assert json.loads(ok(*pair, *options, "--json")) == alone
+    assert sorted(loaded) == ["copy", "dense"]
+    assert ok(*pair, *options) == "\n".join(ok(*pair, *part) for part in parts.values())

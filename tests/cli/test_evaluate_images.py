@@ -168,7 +168,7 @@ def test_options_that_do_not_go_together(pictures):
     for option, value in (("--text", "calib.txt"), ("--tasks", "arc_easy")):
         named = " and ".join(sorted(["--images", option], key=["--text", "--images", "--tasks"].index))
         assert refused("evaluate", "vit", "--images", "listed", option, value) == (
-            f"{named}: each is measured in a call of its own"
+            f"{named}: a model reads either images or text; measure each by itself"
         )
     assert refused("evaluate", "vit", "--images", "listed", "--window", "16") == (
         "--window goes with --text, not with --images"
