@@ -105,10 +105,10 @@ def _of_task(
     cut: dict[str, Any] = {"truncation": True, "max_length": min(limits)} if limits else {}
     rows = [tokenizer(*item.texts, **cut) for item in items]
     lengths = [len(row["input_ids"]) for row in rows]
+    check_tokens(model, torch.tensor([token for row in rows for token in row["input_ids"]], dtype=torch.int64))
     found: list[Tensor] = [torch.empty(0)] * len(rows)
     for batch in track(by_length(lengths), what, unit="batch"):
         padded = tokenizer.pad([rows[index] for index in batch], return_tensors="pt")
-        check_tokens(model, padded["input_ids"])
         given = {name: value.to(model.device) for name, value in padded.items() if name in tokenizer.model_input_names}
         logits = model(**given).logits.float().cpu()
         if not all_finite(logits):
