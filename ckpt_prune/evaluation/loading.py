@@ -26,7 +26,7 @@ from ckpt_prune.architectures.skeleton import (
 from ckpt_prune.checkpoint.inputs import read_input
 from ckpt_prune.checkpoint.jsonfile import parse_object
 from ckpt_prune.checkpoint.quantised import is_packed, plain_fp8, refuse_quantised
-from ckpt_prune.checkpoint.reading import Checkpoint, config_object
+from ckpt_prune.checkpoint.reading import Checkpoint, check_weights, config_object
 from ckpt_prune.containers.remote import remote_class, remote_model_class, with_block_facts
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.placing import DeviceMap, device_map
@@ -134,6 +134,7 @@ def load_reported(
         ours, foreign = None, True
     if not is_packed(raw):
         refuse_quantised(folder, raw)
+    check_weights(folder)
     loader: Any = getattr(transformers, auto or auto_class(raw))
     options: dict[str, Any] = {"trust_remote_code": foreign}
     source: Path | None = folder
