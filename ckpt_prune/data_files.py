@@ -1,16 +1,19 @@
 """Files of data sets that are called by name: where they may lie, and their rows."""
 
 import gzip
+import json
 import os
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from ckpt_prune.checkpoint.hub_file import hub_file
-from ckpt_prune.checkpoint.inputs import open_input
+from ckpt_prune.checkpoint.inputs import open_input, read_input
 from ckpt_prune.checkpoint.jsonfile import parse_object
 from ckpt_prune.errors import UserError
+from ckpt_prune.text_encoding import decode_text, json_rows
 
 DATA_VARIABLE = "CKPT_PRUNE_DATA"
 _MOST_BYTES = 2**29
@@ -77,22 +80,32 @@ def _found(place: Path, patterns: Sequence[str]) -> Path | None:
 
 
 def records(file: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Rows of a parquet file, of lines of JSON, or of these compressed, as the data set on the Hub has them.
+    """Rows of a parquet file, an array or lines of JSON, or these compressed, as the data set on the Hub has them.
 
     Args:
-        file: .parquet, .jsonl or .gz.
+        file: .parquet, .jsonl, .json or .gz.
         columns: that are read; JSON keeps what else there is.
 
     Raises:
         OSError, EOFError, ValueError: it cannot be read as that.
         UserError: reading parquet needs another package.
     """
-    if file.suffix == ".parquet":
+    if file.suffix.lower() == ".parquet":
         yield from _parquet(file, columns)
         return
-    for line in lines(file):
+    if file.suffix.lower() == ".json":
+        for where, row in json_rows(file, decode_text(file, read_input(file, _MOST_BYTES))):
+            try:
+                yield parse_object(json.dumps(row).encode())
+            except ValueError as error:
+                raise UserError(f"{where}: {error}") from error
+        return
+    for number, line in enumerate(lines(file), start=1):
         if line.strip():
-            yield parse_object(line)
+            try:
+                yield parse_object(line)
+            except ValueError as error:
+                raise ValueError(f"line {number}: {error}") from error
 
 
 def lines(file: Path) -> Iterator[bytes]:
@@ -101,11 +114,12 @@ def lines(file: Path) -> Iterator[bytes]:
     Raises:
         OSError, EOFError, ValueError: it cannot be read, or one is too long.
     """
-    with open_input(file) as raw, gzip.open(raw) if file.suffix == ".gz" else open(file, "rb") as handle:  # noqa: PTH123
+    packed = file.suffix.lower() == ".gz"
+    with open_input(file) as raw, gzip.open(raw) if packed else open(file, "rb") as handle:  # noqa: PTH123
         while line := handle.readline(_LONGEST_LINE + 1):
             if len(line) > _LONGEST_LINE:
                 raise ValueError(f"a line of more than {_LONGEST_LINE} bytes")
-            yield line
+            yield line.removeprefix(BOM_UTF8)
 
 
 def _parquet(file: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]:

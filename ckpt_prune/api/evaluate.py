@@ -11,6 +11,7 @@ from ckpt_prune.errors import UserError
 from ckpt_prune.options import EvaluateOptions, SpreadOptions, checked
 from ckpt_prune.progress import progress_shown
 from ckpt_prune.task_names import named_task
+from ckpt_prune.text_encoding import is_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -188,7 +189,7 @@ def _names(tasks: str | None) -> list[str]:
 
 def _are_files(names: Sequence[str]) -> bool:
     """Whether tasks are files, in place of names that lm-eval knows."""
-    return all(name.endswith(".jsonl") for name in names)
+    return all(map(is_rows, names))
 
 
 def _check(options: EvaluateOptions) -> None:
@@ -228,7 +229,7 @@ def _check(options: EvaluateOptions) -> None:
 
 def _check_tasks(options: EvaluateOptions) -> None:
     names = _names(options.tasks)
-    files = [name for name in names if name.endswith(".jsonl")]
+    files = [name for name in names if is_rows(name)]
     glue = [name for name in names if named_task(name) is not None]
     if not names:
         raise UserError("--tasks names no task: give .jsonl files of items, or names of lm-eval tasks")

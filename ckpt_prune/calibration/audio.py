@@ -94,7 +94,12 @@ class AudioSamples:
             found = self._read(path)
         except UserError:
             raise
-        except (OSError, ValueError, EOFError, wave.Error, SafetensorError) as error:
+        except wave.Error as error:  # "unknown format: 3" of floats
+            raise UserError(
+                f"{path} cannot be read: {reason_of(error)}; integers of 8, 16, 24 or 32 bits are read, and "
+                f"`ffmpeg -i {path.name} -c:a pcm_s16le OUT.wav` makes such a file"
+            ) from error
+        except (OSError, ValueError, EOFError, SafetensorError) as error:
             raise UserError(f"{path} cannot be read: {reason_of(error)}") from error
         if tuple(found.shape) != self._shape:
             raise UserError(
@@ -122,8 +127,13 @@ class AudioSamples:
         return {"sampling_rate": self._extractor.sampling_rate, "return_tensors": "pt"}
 
 
-_STEPS: dict[int, tuple[str, int, int]] = {1: ("u1", 128, 2**7), 2: ("<i2", 0, 2**15), 4: ("<i4", 0, 2**31)}
-"""Bytes of a number of a PCM file → its type, what silence is, and the loudest."""
+_STEPS: dict[int, tuple[str, int, int]] = {
+    1: ("u1", 128, 2**7),
+    2: ("<i2", 0, 2**15),
+    3: ("<i4", 0, 2**31),
+    4: ("<i4", 0, 2**31),
+}
+"""Bytes of a number of a PCM file → the type it is read as, what silence is, and the loudest."""
 
 
 def _sound(path: Path, rate: int) -> Any:
@@ -135,7 +145,12 @@ def _sound(path: Path, rate: int) -> Any:
                 f"`ffmpeg -i {path.name} -ar {rate} OUT.wav` makes such a file"
             )
         if file.getsampwidth() not in _STEPS:
-            raise UserError(f"{path} has numbers of {8 * file.getsampwidth()} bits, where 8, 16 or 32 are read")
+            raise UserError(f"{path} has numbers of {8 * file.getsampwidth()} bits, where 8, 16, 24 or 32 are read")
         kind, silence, loudest = _STEPS[file.getsampwidth()]
-        values = np.frombuffer(file.readframes(file.getnframes()), kind).astype(np.float32)
+        data = file.readframes(file.getnframes())
+        if not data:
+            raise UserError(f"{path} holds no sound")
+        if file.getsampwidth() == 3:  # the upper bytes of 32 bits
+            data = np.pad(np.frombuffer(data, "u1").reshape(-1, 3), ((0, 0), (1, 0))).tobytes()
+        values = np.frombuffer(data, kind).astype(np.float32)
         return ((values - silence) / loudest).reshape(-1, file.getnchannels()).mean(1)

@@ -12,6 +12,7 @@ from ckpt_prune.calibration.images import ImageSamples, PatchSamples
 from ckpt_prune.calibration.samples import Samples, TokenWindows
 from ckpt_prune.calibration.text import (
     calibration_windows,
+    check_vocabulary,
     frame_length,
     framed,
     load_tokenizer,
@@ -81,10 +82,12 @@ def chosen_samples(
         frame=frame,
         skip=skip,
     )
+    windows = framed(windows, tokenizer) if frame else windows
+    check_vocabulary(windows, model.config)
     if len(windows) < wanted and (_expected(calibration, skip) or most is None):
         name = str(calibration.text[0]) if len(calibration.text) == 1 else "the text"
         say(_all_used(f"{name} has {len(windows)} window{'s' * (len(windows) != 1)} of {window} tokens", skip, wanted))
-    return TokenWindows(framed(windows, tokenizer) if frame else windows)
+    return TokenWindows(windows)
 
 
 @dataclass(frozen=True)

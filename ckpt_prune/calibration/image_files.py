@@ -1,6 +1,7 @@
 """Image files and their classes, from a folder: plain, with a CSV file of labels, or a sub-folder per class."""
 
 import csv
+import io
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -11,7 +12,9 @@ from typing import Any, Literal
 import torch
 from PIL import UnidentifiedImageError
 
+from ckpt_prune.checkpoint.inputs import read_input
 from ckpt_prune.errors import NoneLeftError, UserError
+from ckpt_prune.text_encoding import decode_text
 
 Split = Literal["calib", "eval"]
 Choose = Literal["random", "first"]
@@ -155,10 +158,13 @@ def _parent(directory: Path) -> Path:
 
 def _rows(file: Path) -> list[_Row]:
     try:
-        with file.open(encoding="utf-8-sig", newline="") as handle:
-            reader = csv.DictReader(handle, restkey="", restval="")
-            rows = [_Row(reader.line_num, {k.strip(): v for k, v in row.items() if k}) for row in reader]
-            columns = reader.fieldnames or []
+        content = decode_text(file, read_input(file), "CSV")
+        head = content.partition("\n")[0]
+        # Spreadsheets write semicolons where a comma stands in numbers, and tabs as "Unicode text".
+        delimiter = next((each for each in ",;\t" if each in head), ",")
+        reader = csv.DictReader(io.StringIO(content, newline=""), restkey="", restval="", delimiter=delimiter)
+        rows = [_Row(reader.line_num, {k.strip(): v for k, v in row.items() if k}) for row in reader]
+        columns = reader.fieldnames or []
     except (OSError, ValueError, csv.Error) as error:
         raise UserError(f"{file}: not a readable CSV: {reason_of(error)}") from error
     if not rows:

@@ -8,8 +8,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
+from PIL.ImageOps import exif_transpose
 from torch import Tensor
 
 from ckpt_prune.calibration.image_files import FORMATS, ImageFiles, reason_of, take
@@ -181,7 +183,47 @@ def _decode(data: bytes) -> Image.Image:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # odd metadata, or palettes with transparency: the pixels are there
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            return image.convert("RGB")  # reads every pixel
+            return _eight_bits(image, upright(image)).convert("RGB")  # reads every pixel
+
+
+def upright(image: Image.Image) -> Image.Image:
+    """An image as every viewer shows it: a camera says by a mark which side is up."""
+    try:
+        return exif_transpose(image)
+    except Exception:  # marks that are damaged say nothing
+        return image
+
+
+_BITS, _PHOTOMETRIC, _WHITE_IS_ZERO = 258, 262, 0
+"""Tags of TIFF."""
+
+
+def _eight_bits(file: Image.Image, image: Image.Image) -> Image.Image:
+    """An image whose pixels go up to 255: Pillow cuts those of 16 bits off there, so that they would all be white.
+
+    Args:
+        file: as it was opened, with what its format says.
+        image: its pixels.
+
+    Raises:
+        ValueError: its pixels are numbers of 32 bits, whose white nothing says.
+    """
+    deep = image.mode.startswith("I;16") or (image.mode == "I" and file.format in ("PNG", "PPM"))
+    if not deep and image.mode not in ("I", "F"):
+        return image
+    if not deep:
+        kind = "floats" if image.mode == "F" else "integers"
+        raise ValueError(
+            f"its pixels are {kind} of 32 bits, and nothing says which is white: save it with 8 or 16 bits"
+        )
+    tags: Any = getattr(file, "tag_v2", {})
+    (bits, *_) = tags.get(_BITS, (16,))
+    most = 2**bits - 1
+    values = np.asarray(image).astype(np.int64)
+    grey = (values * 255 + most // 2) // most
+    if tags.get(_PHOTOMETRIC) == _WHITE_IS_ZERO:
+        grey = 255 - grey
+    return Image.fromarray(grey.astype(np.uint8))
 
 
 def _times(shape: tuple[int, ...]) -> str:

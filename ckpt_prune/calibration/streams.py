@@ -20,6 +20,7 @@ from ckpt_prune.calibration.pooling import pooled
 from ckpt_prune.calibration.readout import Readout
 from ckpt_prune.calibration.samples import Part, Samples, as_input
 from ckpt_prune.calibration.states import Allocate, in_memory
+from ckpt_prune.checkpoint.digests import PROCESSOR
 from ckpt_prune.errors import UserError
 from ckpt_prune.parallel.group import ALONE, Group
 
@@ -42,7 +43,10 @@ def data_refused() -> Iterator[None]:
         raise
     except (ValueError, IndexError, RuntimeError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"the model refuses its calibration data: {reason}") from error
+        raise UserError(
+            f"the model refuses its calibration data: {reason.rstrip('.')}; the tokenizer or {PROCESSOR} in its folder "
+            "may belong to another model"
+        ) from error
 
 
 def _by_sample(states: Tensor, count: int, *, flat: bool) -> Tensor:

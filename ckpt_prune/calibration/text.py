@@ -10,11 +10,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from ckpt_prune.calibration.pieces import parts
 from ckpt_prune.calibration.text_files import check_texts
 from ckpt_prune.errors import NoneLeftError, UserError
+from ckpt_prune.text_encoding import check_unicode, decode_text, is_rows, json_rows
 from ckpt_prune.text_names import named_text
 
 Bos = Literal["auto", "always", "never"]
@@ -74,11 +75,12 @@ def _growth_of(step: dict[str, Any]) -> int:
 def read_text(files: Sequence[Path]) -> str:
     r"""Read UTF-8 text files as one string, in the order given, joined by a blank line.
 
-    A `.jsonl` file counts as the `text` fields of its lines, joined by a blank line too. A name that papers use is
-    its text as their code joins it (`text_names`).
+    A file of rows (`text_encoding.ROWS`) counts as the `text` fields of its lines, joined by a blank line too; an array
+    may also hold strings. A byte order mark says how a file is encoded, and is no text. A name that papers use is its
+    text as their code joins it (`text_names`).
 
     Raises:
-        UserError: No file was given, or one is missing, empty, not UTF-8 text, or has a bad JSON line.
+        UserError: No file was given, or one is missing, empty, a table, no text, or has a bad row.
     """
     if not files:
         raise UserError("no text file given: name at least one UTF-8 .txt or .jsonl file")
@@ -89,35 +91,27 @@ def _read_file(file: Path) -> str:
     if (named := named_text(file)) is not None:
         return named.read()
     check_texts([file])
+    if file.suffix.lower() in (".csv", ".tsv"):
+        raise UserError(f'{file}: a table, and no text; write its texts as .jsonl, one {{"text": "…"}} a line')
     try:
-        text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file}: not UTF-8 text (byte {error.start}); give a UTF-8 .txt or .jsonl file") from error
+        text = decode_text(file, file.read_bytes())
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror}") from error
-    if "\0" in text:  # UTF-8 by chance, or UTF-16 without a mark: no tokenizer was trained on it
-        raise UserError(f"{file}: a binary file (it holds a zero byte); give a UTF-8 .txt or .jsonl file")
-    if file.suffix == ".jsonl":
-        text = _jsonl_text(file, text)
+    if is_rows(file):
+        text = SEPARATOR.join(_row_text(*row) for row in json_rows(file, text))
     if not text.strip():
         raise UserError(f"{file}: the file holds no text")
     return text
 
 
-def _jsonl_text(file: Path, content: str) -> str:
-    texts = []
-    # split("\n"), not splitlines(): JSON strings may hold U+2028 and its like unescaped
-    for number, line in enumerate(content.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{file}, line {number}: not valid JSON: {error.msg}") from error
-        if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-            raise UserError(f'{file}, line {number}: no string under "text"; each line must be {{"text": "…"}}')
-        texts.append(record["text"])
-    return SEPARATOR.join(texts)
+def _row_text(where: str, row: Any) -> str:
+    in_array = ", row " in where
+    text = row.get("text") if isinstance(row, dict) else row if in_array else None
+    if not isinstance(text, str):
+        form = 'each row must be a string or {"text": "…"}' if in_array else 'each line must be {"text": "…"}'
+        raise UserError(f'{where}: no string under "text"; {form}')
+    check_unicode(where, text)
+    return text
 
 
 def token_stream(tokenizer: PreTrainedTokenizerBase, text: str, bos: Bos = "auto") -> Tensor:
@@ -151,6 +145,7 @@ def token_stream(tokenizer: PreTrainedTokenizerBase, text: str, bos: Bos = "auto
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = False) -> list[int]:
+    check_unicode("the text", text)
     # verbose=False: the stream is meant to be longer than the model's context, so no warning about its length
     with _foreign(f"{tokenizer.name_or_path}: the tokenizer fails"):
         return list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
@@ -257,6 +252,23 @@ def _frame(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     if not plain or not starts:
         return [], []
     return special[: starts[0]], special[starts[0] + len(plain) :]
+
+
+def check_vocabulary(ids: Tensor, config: PreTrainedConfig) -> None:
+    """Refuse token ids, int64 of any shape, that a model has no row of its embedding for.
+
+    Args:
+        ids: the ids.
+        config: the model's.
+
+    Raises:
+        UserError: one is outside its vocabulary.
+    """
+    size = getattr(config.get_text_config(), "vocab_size", None)
+    if size is not None and ids.numel() and (largest := int(ids.max())) >= size:
+        raise UserError(
+            f"token id {largest} is outside the model's vocabulary of {size}; the tokenizer belongs to another model"
+        )
 
 
 def text_fingerprint(windows: Tensor) -> str:

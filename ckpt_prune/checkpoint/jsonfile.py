@@ -1,6 +1,7 @@
 """JSON from files nobody vouches for, and JSON as this project writes and compares it."""
 
 import json
+from codecs import BOM_UTF8
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def parse_object(data: bytes) -> dict[str, Any]:
     """The JSON object in UTF-8 `data`. Raises ValueError with a one-line reason, also for a key given twice."""
+    if data.startswith(BOM_UTF8):
+        raise ValueError("it begins with a byte order mark: save it as UTF-8 without one")
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique_keys)
     except RecursionError as error:

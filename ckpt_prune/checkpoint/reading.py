@@ -1,5 +1,6 @@
 """A checkpoint folder as published on the Hub, read lazily: headers at once, tensors when asked for."""
 
+import re
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -471,13 +472,22 @@ def _read_index(path: Path) -> dict[str, set[str]]:
         graph = next(iter(sorted(path.glob("*.onnx"))), None)
         if graph is not None:
             raise UserError(f"{path} holds a graph ({graph.name}) and no weights: give the model it was exported from")
+        others = sorted(path.glob("*.safetensors"))
+        if others:
+            raise UserError(f"{path} {_no_index(others)}")
         convert = _CONVERT.format(path=path, auto=class_name(_read_config(path)))
         if pickles:
             raise UserError(f"{path} has only pickled weights ({pickles[0]}), which are never unpickled; {convert}")
         raise UserError(f"{path} has neither {SINGLE} nor {INDEX}; if it was published as .bin pickles, {convert}")
-    weight_map = read_object(index).get("weight_map")
+    content = read_object(index)
+    weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{index} has no weight_map; download it again")
+    if not isinstance(content.get("metadata"), dict):
+        raise UserError(
+            f'{index} has no "metadata", without which transformers loads no shards; download it again, or put '
+            '"metadata": {} into it'
+        )
     expected: dict[str, set[str]] = defaultdict(set)
     for name, file in weight_map.items():
         # The name decides, not where it leads: the Hub cache is all links to ../../blobs.
@@ -487,6 +497,31 @@ def _read_index(path: Path) -> dict[str, set[str]]:
             )
         expected[file].add(name)
     return dict(expected)
+
+
+def _no_index(files: list[Path]) -> str:
+    """What lacks where there are safetensors files that nothing names."""
+    shards = [file for file in files if re.fullmatch(r".+-\d{5}-of-\d{5}\.safetensors", file.name)]
+    if not shards:
+        return (
+            f"has {files[0].name}, and neither {SINGLE} nor {INDEX}, which transformers looks for; rename it to "
+            f"{SINGLE} if it holds the whole model"
+        )
+    more = f" and {len(shards) - 1} more" if len(shards) > 1 else ""
+    said = int(shards[0].stem.rpartition("-")[2])
+    lacking = f"; {said - len(shards)} of its {said} shards are missing, too" if said > len(shards) else ""
+    said_so = f"has shards ({shards[0].name}{more}) and no {INDEX}, which says what each holds"
+    return f"{said_so}; download that as well{lacking}"
+
+
+def check_weights(path: Path) -> None:
+    """Refuse a folder whose index is missing or damaged, in the words of `Checkpoint.open`; no header is read.
+
+    Raises:
+        UserError: it is, or there are no weights that are read.
+    """
+    if not (path / SINGLE).exists():
+        _read_index(path)
 
 
 def _name(tensors: list[str]) -> str:

@@ -319,7 +319,9 @@ def _as_bytes(tensor: Tensor) -> memoryview:
 
 def _parse(file: str, data: bytes, of_file: Stamp | None = None) -> Header:
     content = parse_object(data)
-    metadata = content.pop("__metadata__", {})
+    metadata = content.pop("__metadata__", None)
+    if metadata is None:  # where null stands, too, as the library has it
+        metadata = {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("__metadata__ is not a map of strings")
     for name in content:
@@ -340,7 +342,7 @@ def _place(info: TensorInfo) -> tuple[int, int]:
 
 
 def _tensor(file: str, data_start: int, name: str, entry: object, of_file: Stamp | None) -> TensorInfo:
-    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise ValueError(f"tensor {name!r} lacks dtype, shape or data_offsets")
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(code, str) or code not in DTYPES:

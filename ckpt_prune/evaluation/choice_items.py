@@ -3,13 +3,14 @@
 The prompts are those of EleutherAI's evaluation harness without examples, so that figures can be held against its own.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from ckpt_prune.errors import UserError
+from ckpt_prune.text_encoding import check_unicode, decode_text, json_rows
 
 SHAPES = (
     "question or question_stem, choices (text, label) and answerKey (ARC, OpenBookQA); goal, sol1, sol2 and label "
@@ -35,26 +36,26 @@ def read_items(path: Path, limit: int | None = None) -> list[Item]:
     """Read a file of items.
 
     Args:
-        path: jsonl, one item a line; blank lines are passed over.
+        path: jsonl, one item a line, or an array of them; blank lines are passed over.
         limit: only the first so many.
 
     Raises:
         UserError: the file cannot be read, holds no item, or a line is no item; the message names it.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
+        content = decode_text(path, path.read_bytes())
+    except OSError as error:
         raise UserError(f"{path} cannot be read as text: a task is an lm-eval name or a .jsonl file") from error
     items: list[Item] = []
-    for number, line in enumerate(lines, start=1):
+    for where, row in json_rows(path, content):
         if limit is not None and len(items) == limit:
             break
-        if not line.strip():
-            continue
         try:
-            items.append(_item(json.loads(line)))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise UserError(f"{path}, line {number}: no multiple-choice item; expected {SHAPES}") from error
+            item = _item(row)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{where}: no multiple-choice item; expected {SHAPES}") from error
+        check_unicode(where, *chain.from_iterable(item.options))
+        items.append(item)
     if not items:
         raise UserError(f"{path} holds no item")
     return items

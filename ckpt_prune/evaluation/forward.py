@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 
 from ckpt_prune.architectures.context import context_length
 from ckpt_prune.calibration.samples import Samples
+from ckpt_prune.calibration.text import check_vocabulary
 from ckpt_prune.errors import UserError
 from ckpt_prune.progress import track
 
@@ -39,11 +40,7 @@ def check_tokens(model: PreTrainedModel, ids: Tensor) -> None:
     Raises:
         UserError: one is outside its vocabulary.
     """
-    largest, size = int(ids.max()), model.config.get_text_config().vocab_size
-    if largest >= size:
-        raise UserError(
-            f"token id {largest} is outside the model's vocabulary of {size}; the tokenizer belongs to another model"
-        )
+    check_vocabulary(ids, model.config)
 
 
 def check_same_vocabulary(model: PreTrainedModel, reference: PreTrainedModel) -> None:

@@ -54,8 +54,8 @@ def run_tasks(
     manager = TaskManager(include_path=str(include_path) if include_path else None)
     check_tasks(tasks, manager.all_tasks)
     # A loaded model rather than its path: one loader for every folder, ours with unequal widths included.
-    whole = load_model(folder, device=device) if model is None else model
-    wrapped = HFLM(pretrained=whole, tokenizer=load_tokenizer(folder), batch_size=batch_size)
+    loaded, tokenizer = load_model(folder, device=device) if model is None else model, load_tokenizer(folder)
+    wrapped = HFLM(pretrained=loaded, tokenizer=tokenizer, batch_size=batch_size)
     try:
         outcome = lm_eval.simple_evaluate(
             model=wrapped, tasks=list(tasks), limit=limit, task_manager=manager, log_samples=False
@@ -63,6 +63,14 @@ def run_tasks(
     except OSError as error:  # what `datasets` raises for a file, a data set or a Hub that is not there
         reason = " ".join(str(error).split())
         raise UserError(f"the data of {', '.join(tasks)} cannot be loaded: {reason[:300]}") from error
+    except IndexError as error:
+        size = loaded.config.get_text_config().vocab_size
+        if len(tokenizer) <= size:
+            raise
+        raise UserError(
+            f"{folder}: its tokenizer has {len(tokenizer)} tokens and the model's vocabulary {size}, and a task has "
+            "one beyond: the tokenizer belongs to another model"
+        ) from error
     return {key: outcome[key] for key in ("results", "versions", "n-samples")}
 
 

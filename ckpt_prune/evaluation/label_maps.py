@@ -10,6 +10,7 @@ from PIL import Image
 from torch import Tensor
 
 from ckpt_prune.calibration.image_files import reason_of
+from ckpt_prune.calibration.images import upright
 from ckpt_prune.errors import UserError
 from ckpt_prune.progress import track
 
@@ -53,7 +54,7 @@ class LabelMaps:
             first[path] = image
             values = _read(path)
             with Image.open(image) as opened:
-                width, height = opened.size
+                width, height = upright(opened).size
             if values.shape != (height, width):
                 found = f"{values.shape[1]} x {values.shape[0]}"
                 raise UserError(f"{path} is {found} pixels, its image {image} is {width} x {height}")

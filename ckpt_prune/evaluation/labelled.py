@@ -106,6 +106,7 @@ def _of_task(
     rows = [tokenizer(*item.texts, **cut) for item in items]
     lengths = [len(row["input_ids"]) for row in rows]
     assert tokenizer.pad_token_id is not None
+    check_tokens(model, torch.tensor([token for row in rows for token in row["input_ids"]], dtype=torch.int64))
     read_whole(model, tokenizer.pad_token_id)
     pad = getattr(model.config.get_text_config(), "pad_token_id", tokenizer.pad_token_id)
     found: list[Tensor] = [torch.empty(0)] * len(rows)
@@ -114,7 +115,6 @@ def _of_task(
         # that the model's class takes for padding: the tokenizer may name another.
         padded = tokenizer.pad([rows[index] for index in batch], padding_side="right", return_tensors="pt")
         padded["input_ids"] = padded["input_ids"].masked_fill(padded["attention_mask"] == 0, pad)
-        check_tokens(model, padded["input_ids"])
         given = {name: value.to(model.device) for name, value in padded.items() if name in tokenizer.model_input_names}
         logits = model(**given).logits.float().cpu()
         if not all_finite(logits):

@@ -30,7 +30,7 @@ from ckpt_prune.checkpoint.inputs import read_input
 from ckpt_prune.checkpoint.jsonfile import parse_object
 from ckpt_prune.checkpoint.modules import use_of
 from ckpt_prune.checkpoint.quantised import is_packed, plain_fp8, refuse_quantised
-from ckpt_prune.checkpoint.reading import Checkpoint, config_object
+from ckpt_prune.checkpoint.reading import Checkpoint, check_weights, config_object
 from ckpt_prune.containers.remote import remote_class, remote_model_class, with_block_facts
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.placing import DeviceMap, device_map
@@ -140,6 +140,7 @@ def load_reported(
         ours, foreign = None, True
     if not is_packed(raw):
         refuse_quantised(folder, raw)
+    check_weights(folder)
     loader: Any = getattr(transformers, auto or loading_class(folder, raw))
     options: dict[str, Any] = {"trust_remote_code": foreign}
     source: Path | None = folder

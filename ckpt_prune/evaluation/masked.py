@@ -10,7 +10,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from ckpt_prune.errors import UserError
-from ckpt_prune.evaluation.forward import batches, check_same_vocabulary, check_windows
+from ckpt_prune.evaluation.forward import batches, check_same_vocabulary, check_tokens, check_windows
 
 SHARE = 0.15
 """Share of the tokens that are masked, BERT's own in training."""
@@ -91,6 +91,7 @@ def fill_in(
         check_same_vocabulary(model, reference)
     for each in models:
         check_windows(each, windows)
+        check_tokens(each, torch.tensor([mask_id]))
         each.eval()
     nll, right, kl, agreeing = [0.0, 0.0], [0, 0], 0.0, 0
     start = 0

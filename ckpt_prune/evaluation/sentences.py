@@ -25,7 +25,7 @@ from ckpt_prune.checkpoint.reading import read_tensors
 from ckpt_prune.checkpoint.shard import read_header
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.correlation import rank_correlation
-from ckpt_prune.evaluation.forward import by_length
+from ckpt_prune.evaluation.forward import by_length, check_tokens
 from ckpt_prune.progress import track
 
 FEWEST = 3
@@ -188,6 +188,7 @@ class SentenceModel:
         texts = [text.lower() for text in texts] if self._lower else texts
         encoded = self._tokenizer(texts, truncation=True, max_length=most)
         lengths = [len(ids) for ids in encoded["input_ids"]]
+        check_tokens(self._model, torch.tensor([token for ids in encoded["input_ids"] for token in ids]))
         found: dict[int, Tensor] = {}
         for rows in track(by_length(lengths), "embedding", unit="batch"):
             batch: Any = self._tokenizer.pad(

@@ -4,13 +4,12 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from ckpt_prune.architectures.context import context_length
 from ckpt_prune.calibration.image_files import Split, choose_images, find_images, take
 from ckpt_prune.calibration.image_processor import load_processor
 from ckpt_prune.calibration.images import ImageSamples
 from ckpt_prune.calibration.text import (
+    check_vocabulary,
     evaluation_windows,
     frame_length,
     framed,
@@ -87,11 +86,12 @@ def _text(folder: Path, task: Task, options: ProofOptions, trust: bool, rounded:
         frame = 0 if task.name == "text-generation" else frame_length(tokenizer)
         if window < frame + 2:
             raise UserError(f"--window {window} is too short: the tokenizer adds {frame} tokens of its own")
-        stream = _stream(tokenizer, text, task.name == "text-generation", getattr(config, "vocab_size", None))
+        stream = token_stream(tokenizer, text, bos="auto" if task.name == "text-generation" else "never")
         count = options.samples or WINDOWS
         limit = count + MEASURED if rounded else count
         windows = evaluation_windows(stream, window=window, limit=limit, frame=frame)
         windows = framed(windows, tokenizer) if frame else windows
+        check_vocabulary(windows, config)
         windows, measured = windows[:count], windows[count:]
     except UserError as error:
         if options.text:
@@ -108,16 +108,6 @@ def _text(folder: Path, task: Task, options: ProofOptions, trust: bool, rounded:
             "seed": options.seed,
         },
     )
-
-
-def _stream(tokenizer: PreTrainedTokenizerBase, text: str, causal: bool, vocabulary: int | None) -> Any:
-    stream = token_stream(tokenizer, text, bos="auto" if causal else "never")
-    if vocabulary is not None and len(stream) and int(stream.max()) >= vocabulary:
-        raise UserError(
-            f"token id {int(stream.max())} is outside the model's vocabulary of {vocabulary}: the tokenizer belongs "
-            "to another model"
-        )
-    return stream
 
 
 def _python_sources() -> tuple[str, str]:

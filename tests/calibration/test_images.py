@@ -1,5 +1,6 @@
 import hashlib
 import json
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -268,6 +269,14 @@ class TestCsv:
         (tmp_path / "labels.csv").write_text("\ufefffile, label, split\na.png, 3, eval\n", encoding="utf-8")
         assert found(tmp_path) == [("a.png", 3)]
 
+    @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+    @pytest.mark.parametrize("delimiter", [",", ";", "\t"])
+    def test_as_spreadsheets_write_them(self, tmp_path, encoding, delimiter):
+        write_images(tmp_path, ["a.png"])
+        rows = f"file{delimiter}label\r\na.png{delimiter}3\r\n"
+        (tmp_path / "labels.csv").write_bytes(rows.encode(encoding))
+        assert found(tmp_path) == [("a.png", 3)]
+
     def test_images_are_what_the_csv_names_by_any_suffix(self, tmp_path):
         write_images(tmp_path, ["a.png", "other.png"])
         (tmp_path / "a.png").rename(tmp_path / "a.img")
@@ -316,7 +325,7 @@ class TestCsv:
                 "give a class's index or its name in config.json's id2label"
             )
         file.write_bytes(b"file,label\n\xff.png,0\n")
-        assert refusal(found, tmp_path).startswith(f"{file}: not a readable CSV: 'utf-8' codec can't decode byte 0xff")
+        assert refusal(found, tmp_path).startswith(f"{file}: not UTF-8 text (byte 11); give a UTF-8 CSV")
         assert refusal(found, tmp_path, labels=tmp_path / "no.csv") == f"{tmp_path / 'no.csv'}: no such labels file"
 
     def test_missing_files_of_the_other_split_are_not_missed(self, tmp_path):
@@ -573,3 +582,71 @@ def test_no_images_at_all(tmp_path):
     assert refusal(ImageSamples, ImageFiles(()), load_processor(tmp_path), tokens=lambda _size: 1) == (
         "no images given: name at least one"
     )
+
+
+GREY = (np.random.default_rng(0).random((10, 12)) * 255).astype(np.uint8)
+DEEP = GREY.astype(np.uint16) * 257
+
+
+class TestDepths:
+    """Pixels of more than 8 bits are those of 8; what says nothing of its white is left out and named."""
+
+    def values(self, path: Path, processor) -> torch.Tensor:
+        return samples_of([path], processor).batch(slice(0, 1))["pixel_values"]
+
+    @pytest.fixture
+    def expected(self, tmp_path, processor) -> torch.Tensor:
+        Image.fromarray(GREY).save(tmp_path / "grey.png")
+        return self.values(tmp_path / "grey.png", processor)
+
+    @pytest.mark.parametrize("name", ["deep.png", "deep.tif", "deep.pgm"])
+    def test_sixteen_bits_are_the_same_picture(self, tmp_path, processor, expected, name):
+        path = tmp_path / name
+        if name.endswith(".pgm"):
+            path.write_bytes(b"P5 12 10 65535\n" + DEEP.astype(">u2").tobytes())
+        else:
+            Image.fromarray(DEEP).save(path)
+        assert torch.equal(self.values(path, processor), expected)
+
+    def test_sixteen_bits_of_every_colour_are_the_same_picture(self, tmp_path, processor, expected):
+        rows = b"".join(b"\0" + np.repeat(row[:, None], 3, 1).astype(">u2").tobytes() for row in DEEP)
+        (tmp_path / "deep.png").write_bytes(png(12, 10, depth=16, colour=2, data=rows))
+        assert torch.equal(self.values(tmp_path / "deep.png", processor), expected)
+
+    def test_white_may_be_zero(self, tmp_path, processor, expected):
+        Image.fromarray(65535 - DEEP).save(tmp_path / "negative.tif", tiffinfo={262: 0})
+        with Image.open(tmp_path / "negative.tif") as image:
+            assert image.tag_v2[262] == 0
+        assert torch.equal(self.values(tmp_path / "negative.tif", processor), expected)
+
+    @pytest.mark.parametrize(("kind", "said"), [(np.int32, "integers"), (np.float32, "floats")])
+    def test_numbers_without_a_white_are_refused(self, tmp_path, processor, kind, said):
+        Image.fromarray(GREY.astype(kind)).save(tmp_path / "a.tif")
+        assert refusal(samples_of, [tmp_path / "a.tif"], processor).endswith(
+            f"a.tif: its pixels are {said} of 32 bits, and nothing says which is white: save it with 8 or 16 bits"
+        )
+
+    def test_other_modes_are_the_same_picture(self, tmp_path, processor, expected):
+        grey = Image.fromarray(GREY)
+        see_through = grey.convert("RGB")
+        see_through.putalpha(Image.new("L", grey.size, 255))
+        made = {"p.png": grey.convert("P"), "a.png": see_through, "c.tif": grey.convert("RGB").convert("CMYK")}
+        for name, image in made.items():
+            image.save(tmp_path / name)
+            assert torch.allclose(self.values(tmp_path / name, processor), expected, atol=0.02)
+
+    def test_the_side_that_is_up(self, tmp_path, processor, expected):
+        turned, exif = Image.fromarray(GREY).transpose(Image.Transpose.ROTATE_90), Image.Exif()
+        exif[0x0112] = 6  # a viewer turns it to the right
+        turned.save(tmp_path / "turned.png", exif=exif)
+        assert torch.equal(self.values(tmp_path / "turned.png", processor), expected)
+
+
+def png(width: int, height: int, *, depth: int, colour: int, data: bytes) -> bytes:
+    """A PNG of rows that begin with their filter's number."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return len(content).to_bytes(4) + kind + content + zlib.crc32(kind + content).to_bytes(4)
+
+    head = width.to_bytes(4) + height.to_bytes(4) + bytes([depth, colour, 0, 0, 0])
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(data)) + chunk(b"IEND", b"")

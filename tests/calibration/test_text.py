@@ -1,3 +1,5 @@
+import codecs
+import gzip
 import hashlib
 import logging
 
@@ -34,6 +36,61 @@ class TestReadText:
         file.write_text('{"text": "one\u2028", "id": 1}\n\n{"text": "two"}\n', encoding="utf-8")
         (tmp_path / "b.txt").write_text("three")
         assert read_text([file, tmp_path / "b.txt"]) == "one\u2028\n\ntwo\n\nthree"
+
+    @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32", "utf-16-be"])
+    def test_a_byte_order_mark_says_how_a_file_is_encoded(self, tmp_path, encoding):
+        mark = codecs.BOM_UTF16_BE if encoding == "utf-16-be" else b""
+        text, rows = "één\r\ntwo\n", '{"text": "één"}\r\n{"text": "two"}\n'
+        (tmp_path / "a.txt").write_bytes(mark + text.encode(encoding))
+        (tmp_path / "a.JSONL").write_bytes(mark + rows.encode(encoding))
+        assert read_text([tmp_path / "a.txt"]) == "één\ntwo\n"
+        assert read_text([tmp_path / "a.JSONL"]) == "één\n\ntwo"
+
+    @pytest.mark.parametrize(
+        ("name", "content"),
+        [
+            ("a.Jsonl", '{"text": "one"}\n\ufeff{"text": "two"}\n'),
+            ("a.ndjson", '{"text": "one"}\n{"text": "two"}'),
+            ("a.json", '["one", "two"]'),
+            ("a.json", '[\n  {"text": "one"},\n  {"text": "two"}\n]\n'),
+            ("a.jsonl", '[{"text": "one"}, "two"]'),
+            ("a.json", '{"text": "one"}\n{"text": "two"}\n'),
+            ("a.json", '{\n"text": "one\\n\\ntwo"\n}\n'),
+        ],
+    )
+    def test_rows_of_json_however_they_are_written(self, tmp_path, name, content):
+        (tmp_path / name).write_text(content, encoding="utf-8")
+        assert read_text([tmp_path / name]) == "one\n\ntwo"
+
+    @pytest.mark.parametrize(
+        ("name", "content", "said"),
+        [
+            ("a.txt", gzip.compress(b"text"), ": compressed by gzip, and no text; unpack it first"),
+            (
+                "a.txt",
+                b"PAR1....",
+                ': a parquet table, and no text; write its texts as .jsonl, one {"text": "…"} a line',
+            ),
+            ("a.csv", b"text\none", ': a table, and no text; write its texts as .jsonl, one {"text": "…"} a line'),
+            (
+                "a.txt",
+                b"\xff\xfea",
+                ": its byte order mark says UTF-16, and it is not (byte 2); give a UTF-8 .txt or .jsonl file",
+            ),
+            ("a.json", b'["one", 2]', ', row 2: no string under "text"; each row must be a string or {"text": "…"}'),
+            ("a.json", b'[\n"one",\n]', ", line 3: not valid JSON: Expecting value"),
+            ("a.jsonl", b"[" * 100_000, ": nested too deeply"),
+            (
+                "a.jsonl",
+                b'{"text": "one"}\n{"text": "cut \\ud83d"}',
+                ", line 2: '\\ud83d' is half of a surrogate pair and no Unicode character; cut texts between "
+                "characters, not between units of UTF-16",
+            ),
+        ],
+    )
+    def test_what_is_no_text_is_named(self, tmp_path, name, content, said):
+        (tmp_path / name).write_bytes(content)
+        assert refusal(read_text, [tmp_path / name]) == f"{tmp_path / name}{said}"
 
     def test_refusals(self, tmp_path):
         assert refusal(read_text, []) == "no text file given: name at least one UTF-8 .txt or .jsonl file"

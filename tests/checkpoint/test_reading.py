@@ -14,6 +14,7 @@ from ckpt_prune.checkpoint import shard
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.containers.side_files import carried, side_files
 from ckpt_prune.errors import UserError
+from ckpt_prune.evaluation.loading import load_reported
 
 from .folders import CONFIG, example_tensors, same, save_sharded, save_single, write_index
 
@@ -182,6 +183,40 @@ class TestRefusals:
         assert message_of(sharded) == (
             f"{sharded / SECOND} holds tensor 'model.layers.0.up.weight', "
             "which model.safetensors.index.json does not put there; download both again"
+        )
+
+    @pytest.mark.parametrize("metadata", [{}, {"metadata": None}, {"metadata": []}])
+    def test_index_without_metadata(self, sharded: Path, metadata: dict[str, object]) -> None:
+        index = sharded / "model.safetensors.index.json"
+        index.write_text(json.dumps({"weight_map": json.loads(index.read_text())["weight_map"]} | metadata))
+        assert message_of(sharded) == (
+            f'{index} has no "metadata", without which transformers loads no shards; download it again, or put '
+            '"metadata": {} into it'
+        )
+        with pytest.raises(UserError, match='has no "metadata", without which transformers loads no shards'):
+            load_reported(sharded)
+
+    def test_shards_without_an_index(self, sharded: Path) -> None:
+        (sharded / "model.safetensors.index.json").unlink()
+        said = (
+            f"{sharded} has shards ({FIRST} and 1 more) and no model.safetensors.index.json, which says what each "
+            "holds; download that as well"
+        )
+        assert message_of(sharded) == said
+        with pytest.raises(UserError) as caught:
+            load_reported(sharded)
+        assert str(caught.value) == said
+        (sharded / SECOND).unlink()
+        assert message_of(sharded) == (
+            f"{sharded} has shards ({FIRST}) and no model.safetensors.index.json, which says what each holds; "
+            "download that as well; 1 of its 2 shards are missing, too"
+        )
+
+    def test_weights_of_another_name(self, single: Path) -> None:
+        (single / "model.safetensors").rename(single / "model.fp16.safetensors")
+        assert message_of(single) == (
+            f"{single} has model.fp16.safetensors, and neither model.safetensors nor model.safetensors.index.json, "
+            "which transformers looks for; rename it to model.safetensors if it holds the whole model"
         )
 
     def test_index_with_a_key_twice(self, sharded: Path) -> None:

@@ -145,6 +145,15 @@ def test_damaged_files_are_refused_with_the_file_named(tmp_path: Path, data: byt
     assert "\n" not in text
 
 
+@pytest.mark.parametrize("text", ['{"__metadata__":null,%s}', '{%s,"__metadata__":{}}', "{%s}"])
+def test_metadata_may_be_null_as_for_the_library(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(raw(text % ONE.replace("}", ',"more":1}'), bytes(4)))
+    assert safe_open(path, "pt").keys() == ["a"]
+    header = read_header(path)
+    assert (list(header.tensors), header.metadata) == (["a"], {})
+
+
 # Here we refuse more: the library takes a tensor given twice at one place, and a shape that no tensor can have.
 STRICTER = {"duplicate tensor", "overflowing shape", "a header of 17 MB"}
 

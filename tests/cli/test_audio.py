@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import WhisperFeatureExtractor
 
 from ckpt_prune.architectures.skeleton import quiet_transformers
+from ckpt_prune.calibration.audio import _sound
 from tests.cli.running import ok, refused
 from tests.contract.test_parts import FRAMES, MELS, PartCase
 
@@ -76,6 +77,18 @@ def test_sounds_are_what_the_extractor_makes_of_them(whisper: Path) -> None:
         torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("width", [1, 2, 3, 4])
+def test_integers_of_every_width_are_the_same_sound(tmp_path: Path, width: int) -> None:
+    values = np.random.default_rng(0).integers(-128, 128, 50)
+    shifted = (values << 24).astype("<i4").view("u1").reshape(-1, 4)[:, 4 - width :]
+    with wave.open(str(tmp_path / "a.wav"), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(width)
+        file.setframerate(RATE)
+        file.writeframes((values + 128).astype("u1").tobytes() if width == 1 else shifted.tobytes())
+    assert np.array_equal(_sound(tmp_path / "a.wav", RATE), (values / 128).astype(np.float32))
+
+
 def test_what_no_encoder_hears_is_refused(whisper: Path) -> None:
     assert refused(*ENCODER, "-o", "out").endswith("needs statistics: give --statistics, or --audio to measure them")
     Path("text.txt").write_text("what")
@@ -93,6 +106,12 @@ def test_what_no_encoder_hears_is_refused(whisper: Path) -> None:
     assert refused(*ENCODER, "--audio", "sounds", "-o", "out") == (
         f"sounds/0.wav is sampled at 800 Hz, and this model hears {RATE} Hz: "
         f"`ffmpeg -i 0.wav -ar {RATE} OUT.wav` makes such a file"
+    )
+    floats = (whisper / "1.wav").read_bytes().replace(b"fmt \x10\0\0\0\1\0", b"fmt \x10\0\0\0\3\0")
+    (whisper / "0.wav").write_bytes(floats)
+    assert refused(*ENCODER, "--audio", "sounds", "-o", "out") == (
+        "sounds/0.wav cannot be read: unknown format: 3; integers of 8, 16, 24 or 32 bits are read, and "
+        "`ffmpeg -i 0.wav -c:a pcm_s16le OUT.wav` makes such a file"
     )
     (whisper / "0.wav").write_bytes(b"no sound")
     assert refused(*ENCODER, "--audio", "sounds", "-o", "out").startswith("sounds/0.wav cannot be read: ")

@@ -13,6 +13,7 @@ import torch
 from ckpt_prune.architectures.descriptions import known_families
 from ckpt_prune.devices import resolve_device
 from tests.cli.running import TEXT, edit_weights, misused, ok, poison, read_json, refused, set_config
+from tests.evaluation.tiny import tiny_tokenizer
 
 INDEX = "sharded/model.safetensors.index.json"
 COMMANDS = {
@@ -473,6 +474,19 @@ def test_texts_that_are_none(place, command, name, content, message):
     if content is not None:
         Path(name).write_bytes(content)
     assert refusal([*command, "--text", name, "--window", "16"], "dense") == message
+
+
+@reading
+def test_a_token_that_the_model_has_no_row_for(place, command):
+    """The tokenizer knows more than the embedding has rows for: only a text with such a token is refused."""
+    tokenizer = tiny_tokenizer("<s> $A")
+    tokenizer.add_tokens([f"<x{number}>" for number in range(10)])
+    tokenizer.save_pretrained("dense")
+    Path("chat.txt").write_text("<x9> the cat sat " * 160)
+    assert refusal([*command, "--text", "chat.txt", "--window", "16"], "dense") == (
+        f"token id {tokenizer.convert_tokens_to_ids('<x9>')} is outside the model's vocabulary of 40; the tokenizer "
+        "belongs to another model"
+    )
 
 
 @reading

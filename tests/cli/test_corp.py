@@ -398,7 +398,8 @@ def test_a_processor_of_another_size(here):
     assert result.exit_code == 2
     said = result.stderr.splitlines()[-1]
     assert said == (
-        "Error: the model refuses its calibration data: Input image size (8*8) doesn't match model (12*12)."
+        "Error: the model refuses its calibration data: Input image size (8*8) doesn't match model (12*12); the "
+        "tokenizer or preprocessor_config.json in its folder may belong to another model"
     )
     assert not Path("out").exists()
 

@@ -144,7 +144,7 @@ def test_a_tokenizer_of_another_model_is_no_use(place: Path) -> None:
     assert large > 40
     tokenizer.save_pretrained("encoder-onnx")
     said = refused("validate", "encoder-onnx", "--against", "encoder", "--text", "text.txt")
-    assert said == f"token id {large} is outside the model's vocabulary of 40: the tokenizer belongs to another model"
+    assert said == f"token id {large} is outside the model's vocabulary of 40; the tokenizer belongs to another model"
 
 
 def test_images_with_classes_give_top_1(place: Path) -> None:
