@@ -110,7 +110,7 @@ class Recoverer:
         """
         as_pruned = self.pruned.factory.block(index, pruned)
         start, cka_start = self._likeness(partial(self._through, as_pruned, index))
-        before, cka_before = self._likeness(lambda rows: self._run(as_pruned, index, self._branches[0][rows]))
+        before, cka_before = self._likeness(partial(self._without_recovery, as_pruned, index))
         # Training has a block of its own.
         del as_pruned
         trained = Trained(dict(pruned))
@@ -228,6 +228,10 @@ class Recoverer:
     def _through(self, block: nn.Module, index: int, rows: slice) -> Tensor:
         """What a block makes of the states of some of this process's measured samples, on CPU."""
         return self._run(block, index, self.pruned.states[self._own_measured[rows]])
+
+    def _without_recovery(self, block: nn.Module, index: int, rows: slice) -> Tensor:
+        """What a block makes of the same samples' states in the model of which nothing is recovered, on CPU."""
+        return self._run(block, index, self._branches[0][rows])
 
     @torch.no_grad()
     def _run(self, block: nn.Module, index: int, states: Tensor) -> Tensor:

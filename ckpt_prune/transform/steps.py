@@ -36,7 +36,9 @@ class Step(Protocol):
     name: str
 
     @property
-    def record(self) -> type[BaseModel]: ...
+    def record(self) -> type[BaseModel]:
+        """The type of its records."""
+        ...
 
     def act(self, block: int, tensors: Tensors) -> tuple[Tensors, Sequence[BaseModel]]:
         """Change a block, and nothing that outlives the call.

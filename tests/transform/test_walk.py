@@ -100,13 +100,14 @@ def test_a_resumed_walk_goes_past_what_is_written_and_ends_in_the_same_bytes(tmp
         records = walk(dense, whole, Sink(writer, layout))
         Sink(writer, layout).write_rest(dense)
         writer.finish()
-    with (
-        pytest.raises(KeyboardInterrupt),
-        writer_of(tmp_path / "out", layout) as writer,
-        pytest.MonkeyPatch.context() as patch,
-    ):
-        interrupt_at(patch, CheckpointWriter, "commit", stop + 1)
-        walk(dense, steps(), Sink(writer, layout))
+
+    def stopped() -> None:
+        with writer_of(tmp_path / "out", layout) as writer, pytest.MonkeyPatch.context() as patch:
+            interrupt_at(patch, CheckpointWriter, "commit", stop + 1)
+            walk(dense, steps(), Sink(writer, layout))
+
+    with pytest.raises(KeyboardInterrupt):
+        stopped()
     with writer_of(tmp_path / "out", layout, resume=True) as writer:
         sink, resumed = Sink(writer, layout), steps()
         assert [sink.done(block) for block in range(BLOCKS)] == [block < stop for block in range(BLOCKS)]
