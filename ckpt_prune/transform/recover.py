@@ -39,6 +39,8 @@ from ckpt_prune.transform.resuming import Announce, announce_resumed, finished, 
 from ckpt_prune.transform.steps import RecoverStep
 from ckpt_prune.transform.walk import Sink, walk
 
+_JOURNAL = 2
+"""Form of the notes that a run leaves for the one that resumes it."""
 WHY = "a model is recovered against the dense one it was made from"
 
 
@@ -134,6 +136,7 @@ class SettledRecovery:
         parts = [
             __version__,
             "recover",
+            _JOURNAL,
             request.pruned.checkpoint.fingerprint,
             request.dense.checkpoint.fingerprint,
             request.settings.model_dump(mode="json"),

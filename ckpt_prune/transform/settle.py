@@ -39,7 +39,7 @@ from ckpt_prune.transform.request import Request
 from ckpt_prune.transform.sizing import at_size
 from ckpt_prune.transform.standing import standing_in
 
-_JOURNAL = 5
+_JOURNAL = 6
 """Form of the notes that a run leaves for the one that resumes it."""
 
 
