@@ -8,7 +8,7 @@ from math import exp
 
 from ckpt_prune.architectures.composite import load_composite
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.architectures.spaces import SpaceName, first_of_experts, known_space
+from ckpt_prune.architectures.spaces import SpaceName, first_of_experts
 from ckpt_prune.calibration.choosing import DEFAULT_WINDOWS, MOST_IMAGES
 from ckpt_prune.checkpoint.units import counted, human_bytes, human_count
 from ckpt_prune.containers.choosing import whole_spaces
@@ -71,7 +71,7 @@ def messages(settled: Settled) -> list[str]:
             "rotations, and emulates them: --set rotation.compute_dtype=float32 is faster here"
         )
     whole = whole_spaces(settled.model)
-    found += [f"{known_space(space)} stay whole: {whole[space]}" for space in request.left_whole]
+    found += [whole[space] for space in request.left_whole]
     if settled.output.container.note:
         found.append(settled.output.container.note)
     if settled.model.checkpoint.ignored:
