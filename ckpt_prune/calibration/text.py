@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBas
 
 from ckpt_prune.calibration.pieces import parts
 from ckpt_prune.calibration.text_files import check_texts
+from ckpt_prune.checkpoint.jsonfile import read_object
 from ckpt_prune.errors import NoneLeftError, UserError
 from ckpt_prune.text_encoding import check_unicode, decode_text, is_rows, json_rows
 from ckpt_prune.text_names import named_text
@@ -38,9 +39,15 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
             f"{folder}: no tokenizer (tokenizer.json, tokenizer.model or tokenizer_config.json); "
             "copy the model's tokenizer files into the folder"
         )
-    with _foreign(f"{folder}: the tokenizer does not load"):
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        growth = _growth(tokenizer)
+    try:
+        with _foreign(f"{folder}: the tokenizer does not load"):
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            growth = _growth(tokenizer)
+    except UserError:
+        for name in ("tokenizer_config.json", "tokenizer.json"):  # whose fault it is, if it is no JSON
+            if (folder / name).is_file():
+                read_object(folder / name)
+        raise
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
     if growth > _MOST_GROWTH:
         raise UserError(

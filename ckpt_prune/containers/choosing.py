@@ -70,7 +70,10 @@ def whole_spaces(model: Model) -> dict[SpaceName, str]:
                 refusals = (_rule(model, dict.fromkeys(names, count)) for count in range(units - 1, 0, -1))
                 reason = next(refusals)
                 if reason is not None and None not in refusals:
-                    _WHOLE[model] |= dict.fromkeys(names, reason)
+                    rope: Any = getattr(model.config, "rope_parameters", None) or {}
+                    kind = f" with {rope['rope_type']}" if rope.get("rope_type", "default") != "default" else ""
+                    keeps = f"this {model.family.model_type}{kind} keeps all its {known_space(names[0])}: {reason}"
+                    _WHOLE[model] |= dict.fromkeys(names, keeps)
     return _WHOLE[model]
 
 

@@ -8,7 +8,7 @@ from math import exp
 
 from ckpt_prune.architectures.composite import load_composite
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.architectures.spaces import SpaceName, first_of_experts, known_space
+from ckpt_prune.architectures.spaces import SpaceName, first_of_experts
 from ckpt_prune.calibration.choosing import DEFAULT_WINDOWS, MOST_IMAGES
 from ckpt_prune.checkpoint.units import counted, human_bytes, human_count
 from ckpt_prune.containers.choosing import whole_spaces

@@ -219,7 +219,7 @@ def test_settings_that_change_the_function_are_refused(config: dict[str, Any], m
     assert str(caught.value) == message
 
 
-def test_heads_of_a_phi3_with_listed_rotary_factors_stay(tmp_path: Path) -> None:
+def test_heads_of_a_phi3_with_listed_rotary_factors_need_own_code(tmp_path: Path) -> None:
     """Its config class wants as many factors as the hidden size by the number of heads says."""
     factors = {"short_factor": [1.0], "long_factor": [2.0]}
     case = Case(
@@ -228,11 +228,12 @@ def test_heads_of_a_phi3_with_listed_rotary_factors_stay(tmp_path: Path) -> None
         settings=json.dumps({"rope_scaling": {"type": "longrope", **factors}, "original_max_position_embeddings": 16}),
     )
     dense = Dense(tmp_path)
-    with pytest.raises(UserError, match=r"^transformers refuses this config\.json: .*short_factor"):
-        dense.prune(case, spaces_recipe(case, {"heads": "none"}), tmp_path / "out")
-    dense.prune(case, spaces_recipe(case, {"mlp": "none"}), tmp_path / "out")
-    for check in verify(tmp_path / "out", dense.folder(case)):
-        assert check.passed or check.name == "sparsity", check
+    for space in ("heads", "mlp"):
+        out = tmp_path / space
+        dense.prune(case, spaces_recipe(case, {space: "none"}), out)
+        assert ("auto_map" in json.loads((out / "config.json").read_text())) == (space == "heads")
+        for check in verify(out, dense.folder(case)):
+            assert check.passed or check.name == "sparsity", check
 
 
 # ---- blocks of different widths ------------------------------------------------------------------------------------

@@ -136,6 +136,8 @@ class TestLoadTokenizer:
 
     def test_damaged(self, tmp_path):
         (tmp_path / "tokenizer.json").write_text("{")
+        assert refusal(load_tokenizer, tmp_path).startswith(f"{tmp_path / 'tokenizer.json'} is not a readable JSON ")
+        (tmp_path / "tokenizer.json").write_text("{}")
         assert refusal(load_tokenizer, tmp_path).startswith(f"{tmp_path}: the tokenizer does not load: ")
 
 

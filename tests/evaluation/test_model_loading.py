@@ -108,7 +108,10 @@ class TestLoadModel:
         for spoil, said in [
             (lambda: None, f"{config}: cannot be read (No such file or directory); name a checkpoint folder"),
             (lambda: config.write_text("{"), f"{config}: not valid JSON: Expecting property name"),
-            (lambda: config.write_text('{"model_type": "nonesuch"}'), f"{tmp_path} has neither model.safetensors nor model.safetensors.index.json"),
+            (
+                lambda: config.write_text('{"model_type": "nonesuch"}'),
+                f"{tmp_path} has neither model.safetensors nor model.safetensors.index.json",
+            ),
         ]:
             spoil()
             with pytest.raises(UserError) as caught:
@@ -119,7 +122,9 @@ class TestLoadModel:
     def test_pickles_are_not_read(self, folder):
         torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
         (folder / "model.safetensors").unlink()
-        with pytest.raises(UserError, match=r"has only pickled weights \(pytorch_model\.bin\), which are never unpickled"):
+        with pytest.raises(
+            UserError, match=r"has only pickled weights \(pytorch_model\.bin\), which are never unpickled"
+        ):
             load_model(folder, device="cpu")
 
 
