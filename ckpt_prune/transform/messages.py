@@ -70,8 +70,8 @@ def messages(settled: Settled) -> list[str]:
             f"this machine has no instructions for products of bfloat16, in which recipe {recipe.name} learns its "
             "rotations, and emulates them: --set rotation.compute_dtype=float32 is faster here"
         )
-    reasons = whole_spaces(settled.model)
-    found += [f"{known_space(space)} stay whole: {reasons[space]}" for space in request.left_whole]
+    refused = whole_spaces(settled.model)
+    found += [refused[space] for space in request.left_whole if space in refused]
     if settled.output.container.note:
         found.append(settled.output.container.note)
     if settled.model.checkpoint.ignored:
