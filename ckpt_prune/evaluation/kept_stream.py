@@ -48,7 +48,7 @@ def kept_in_basis(checkpoint: Checkpoint, dense: Checkpoint, report: Report, hid
         Whether they are the same; None where the embedding does not tell the basis. And what was found.
     """
     model = Model.of(dense)
-    found = _basis(checkpoint, model, hidden)
+    found = find_basis(checkpoint, model, hidden)
     if isinstance(found, str):
         return None, f"no weight is compared: {found}"
     basis, scale, bent = found
@@ -68,7 +68,7 @@ def kept_in_basis(checkpoint: Checkpoint, dense: Checkpoint, report: Report, hid
             left += 1
             continue
         off = away(ours, theirs)
-        if off > _allowed(theirs.dtype):
+        if off > allowed(theirs.dtype):
             return (
                 False,
                 f"{name} is not the dense model's in the basis of the embedding: {off:.2g} of its largest away",
@@ -82,12 +82,12 @@ def kept_in_basis(checkpoint: Checkpoint, dense: Checkpoint, report: Report, hid
     )
 
 
-def _allowed(dtype: torch.dtype) -> float:
+def allowed(dtype: torch.dtype) -> float:
     """How far a tensor may be from what it is computed again as, in units of its largest value."""
     return _LIMIT + 2 * torch.finfo(dtype).eps
 
 
-def _basis(checkpoint: Checkpoint, model: Model, hidden: Hidden) -> tuple[Tensor, float, float] | str:
+def find_basis(checkpoint: Checkpoint, model: Model, hidden: Hidden) -> tuple[Tensor, float, float] | str:
     """The basis (d, k) float64, what the output's embedding is multiplied by, and how far from orthonormal it came out.
 
     Least squares: tables of the dense model, without their mean where norms subtract it, against the output's. In place
@@ -114,7 +114,7 @@ def _basis(checkpoint: Checkpoint, model: Model, hidden: Hidden) -> tuple[Tensor
     # Without a mean, the direction of ones is in no row.
     values, vectors = values[int(centred) :], vectors[:, int(centred) :]
     least = float(values[0])
-    if rows < wide or least <= 1e-10 * float(values[-1]) or sqrt(wide * noise / least) > _allowed(dtype):
+    if rows < wide or least <= 1e-10 * float(values[-1]) or sqrt(wide * noise / least) > allowed(dtype):
         return "the embedding does not tell the basis that all weights have absorbed"
     found = vectors @ ((vectors.T @ cross) / values[:, None])
     count = hidden.kept - centred

@@ -31,6 +31,7 @@ from ckpt_prune.containers.remote import REMOTE_MODULE, remote_class
 from ckpt_prune.errors import UserError, refuse_unreadable
 from ckpt_prune.evaluation.kept_blocks import dense_at_depth, kept_blocks, mapped_tensors
 from ckpt_prune.evaluation.kept_ends import kept_ends
+from ckpt_prune.evaluation.kept_head import kept_head
 from ckpt_prune.evaluation.kept_stream import kept_in_basis
 from ckpt_prune.evaluation.parity import stock_load_report
 from ckpt_prune.filenames import REPORT
@@ -95,6 +96,7 @@ def verify(folder: Path, against: Path | None = None, family: Path | None = None
         guarded("sparsity", lambda: _sparsity(part, report)),
     ]
     if report is not None and dense is not None:
+        checks.append(guarded("head", lambda: kept_head(part, _without_gone(dense, report), report)))
         checks.append(guarded("kept units", lambda: _kept(part, dense, report)))
     if part.within is not None and dense is not None:
         checks.append(guarded("other parts", lambda: _others(part, dense)))
@@ -291,10 +293,13 @@ def _count(linears: list[MaskedLinear]) -> str:
     return f"{len(linears)} masked weight{'s' if len(linears) != 1 else ''}"
 
 
+def _without_gone(dense: Checkpoint, report: Report) -> Checkpoint:
+    return dense if report.depth is None else dense_at_depth(dense, report.depth)
+
+
 def _kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tuple[bool | None, str]:
     """The output holds the dense model's rows of kept units, and its weights that masks keep, unchanged."""
-    if report.depth is not None:
-        dense = dense_at_depth(dense, report.depth)
+    dense = _without_gone(dense, report)
     if report.rotation is None:
         checkpoint, _ = fitted(checkpoint)
     if (report.recovery is not None or report.adapters is not None) and report.rotation is None:
