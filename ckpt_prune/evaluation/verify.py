@@ -96,8 +96,9 @@ def verify(folder: Path, against: Path | None = None, family: Path | None = None
         guarded("sparsity", lambda: _sparsity(part, report)),
     ]
     if report is not None and dense is not None:
-        checks.append(guarded("head", lambda: kept_head(part, _without_gone(dense, report), report)))
-        checks.append(guarded("kept units", lambda: _kept(part, dense, report)))
+        if report.rotation is not None or report.hidden is not None:
+            checks.append(guarded("head", lambda: kept_head(part, _without_gone(dense, report), report)))
+        checks.append(guarded("kept units", lambda: _kept(part, _without_gone(dense, report), report)))
     if part.within is not None and dense is not None:
         checks.append(guarded("other parts", lambda: _others(part, dense)))
     return checks
@@ -294,12 +295,20 @@ def _count(linears: list[MaskedLinear]) -> str:
 
 
 def _without_gone(dense: Checkpoint, report: Report) -> Checkpoint:
+    """The dense model without the blocks that the output lacks."""
     return dense if report.depth is None else dense_at_depth(dense, report.depth)
 
 
 def _kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tuple[bool | None, str]:
-    """The output holds the dense model's rows of kept units, and its weights that masks keep, unchanged."""
-    dense = _without_gone(dense, report)
+    """The output holds the dense model's head, its rows of kept units, and its weights that masks keep, unchanged."""
+    kept = _kept_in_blocks(checkpoint, dense, report)
+    if kept[0] is False or report.rotation is not None or report.hidden is not None:
+        return kept
+    head = kept_head(checkpoint, dense, report)
+    return head if head[0] is False else kept
+
+
+def _kept_in_blocks(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tuple[bool | None, str]:
     if report.rotation is None:
         checkpoint, _ = fitted(checkpoint)
     if (report.recovery is not None or report.adapters is not None) and report.rotation is None:

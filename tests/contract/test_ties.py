@@ -16,7 +16,6 @@ from ckpt_prune.evaluation.loading import load_reported
 from ckpt_prune.planning.accounting import cost_of
 from tests.pairs import chosen
 
-from .dense import Dense
 from .models import CASES, Case
 from .whole import outputs
 
@@ -40,9 +39,9 @@ def stored(plain: Path, out: Path, tensors: dict[str, torch.Tensor], **values: b
 
 
 @pytest.mark.parametrize("case", chosen(FAMILIES, lambda case: case.model_type in ALWAYS), ids=str)
-def test_what_is_stored_and_tied_is_seen_as_the_class_loads_it(dense: Dense, case: Case, tmp_path) -> None:
+def test_what_is_stored_and_tied_is_seen_as_the_class_loads_it(case: Case, tmp_path) -> None:
     """An equal copy, a head alone, and another head: each as a checkpoint that says the same plainly."""
-    plain, names = dense.folder(case), Names(case.model())
+    plain, names = case.write(tmp_path / "plain"), Names(case.model())
     tensors = load_file(plain / "model.safetensors")
     ties = {names.saved_as(tied): names.saved_as(source) for tied, source in names.ties.items()}
     copies = {tied: tensors[source].clone() for tied, source in ties.items()}
