@@ -1,5 +1,7 @@
 """Comparing what stands outside an output's blocks with the dense model: embedding, final norm and head."""
 
+from typing import Any, get_args
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,7 @@ from ckpt_prune.calibration.readout import Readout
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.containers.container import stored_container
 from ckpt_prune.evaluation.kept_stream import allowed, find_basis
+from ckpt_prune.planning.names import RotationKind
 from ckpt_prune.progress import track
 from ckpt_prune.report.model import Report
 from ckpt_prune.rotations.absorbing import residual_of, without_mean
@@ -39,7 +42,9 @@ def kept_head(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tupl
     model = Model.of(dense)
     basis: Tensor | str | None = None
     if report.rotation is not None:
-        kind = report.rotation.kind
+        if report.rotation.kind not in get_args(RotationKind):
+            return None, f"not compared: the report names a rotation {report.rotation.kind!r}, which is not known"
+        kind: Any = report.rotation.kind
         if RotatedCheckpoint(model, kind, not_learned).absorbs_ends:
             written = WrittenRotations.of_output(checkpoint.path, RotationSizes.of(kind, model))
             basis, view = written(model.blocks - 1)[0], RotatedCheckpoint(model, kind, written)

@@ -10,7 +10,6 @@ from pydantic import AliasChoices, Field, SerializerFunctionWrapHandler, model_s
 
 from ckpt_prune.checkpoint.modules import SentenceClass
 from ckpt_prune.filenames import ELSEWHERE
-from ckpt_prune.planning.names import RotationKind
 from ckpt_prune.planning.records import (
     Cost,
     Depth,
@@ -206,7 +205,7 @@ class Rotation(Fixed):
         learned: what was learned, by block.
     """
 
-    kind: RotationKind
+    kind: str
     importance: str | None = None
     turns: bool = False
     learned: list[Learned]
