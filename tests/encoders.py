@@ -22,11 +22,11 @@ from ckpt_prune.calibration.kinds import Collect
 from ckpt_prune.calibration.measure import everything, measure
 from ckpt_prune.calibration.samples import Samples, TokenWindows
 from ckpt_prune.calibration.statistics import Statistics
-from ckpt_prune.planning.kinds import FITS_LOGITS
-from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.transform.gradients import add_gradients
-from ckpt_prune.transform.request import LiveSamples, Request
-from ckpt_prune.transform.settle import Settled, settle
+from ckpt_prune.job.kinds import FITS_LOGITS
+from ckpt_prune.job.prepared import LiveSamples, Prepared
+from ckpt_prune.runner.settle import Settled, settle
+from ckpt_prune.stages import FullRecipe
+from ckpt_prune.stages.spaces.effects.gradients import add_gradients
 from tests.evaluation.tiny import BOS, EOS, VOCAB, random_windows, tiny_tokenizer
 from tests.images import write_processor
 from tests.oracles import closed_forms, logits, scores
@@ -342,7 +342,7 @@ DEFAULTS = {
 }
 
 
-def recipe(ratios: Mapping[str, float], *, methods: Mapping[str, Any] | str | None = None, **top: Any) -> Recipe:
+def recipe(ratios: Mapping[str, float], *, methods: Mapping[str, Any] | str | None = None, **top: Any) -> FullRecipe:
     """Ratio by space, CORP's compensation with λ 0.1 unless `methods` says otherwise for a space or for all.
 
     A method is a name, or the whole mapping of a compensation.
@@ -357,24 +357,24 @@ def recipe(ratios: Mapping[str, float], *, methods: Mapping[str, Any] | str | No
         elif method is not None:
             own["compensation"] = method
         spaces[space] = own
-    return Recipe.model_validate({"version": 1, "name": "test", "container": "any", "spaces": spaces, **top})
+    return FullRecipe.model_validate({"version": 1, "name": "test", "container": "any", "spaces": spaces, **top})
 
 
 def request_on(
     folder: Path,
-    wanted: Recipe,
+    wanted: FullRecipe,
     statistics: Statistics | None = None,
     live: Samples | None = None,
     *,
     folds: int = 1,
     **more: Any,
-) -> Request:
+) -> Prepared:
     """What is asked for."""
     samples = None if live is None else LiveSamples(live, folds, torch.float32)
-    return Request(Model.open(folder), wanted, statistics, samples, **more)
+    return Prepared(Model.open(folder), wanted, statistics, samples, **more)
 
 
-def job_on(folder: Path, wanted: Recipe, *given: Any, **more: Any) -> Settled:
+def job_on(folder: Path, wanted: FullRecipe, *given: Any, **more: Any) -> Settled:
     """The same, settled."""
     return settle(request_on(folder, wanted, *given, **more))
 

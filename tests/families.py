@@ -21,10 +21,10 @@ from ckpt_prune.calibration.kinds import Collect
 from ckpt_prune.calibration.measure import measure
 from ckpt_prune.calibration.samples import TokenWindows
 from ckpt_prune.calibration.statistics import Statistics
-from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.transform.request import LiveSamples, Request
-from ckpt_prune.transform.run import run
-from ckpt_prune.transform.settle import Settled, settle
+from ckpt_prune.job.prepared import LiveSamples, Prepared
+from ckpt_prune.runner.run_job import run
+from ckpt_prune.runner.settle import Settled, settle
+from ckpt_prune.stages import FullRecipe
 from tests.evaluation.tiny import BOS, EOS, VOCAB, random_windows, tiny_tokenizer
 from tests.reports import comparable
 
@@ -133,7 +133,9 @@ def calibrate(
     )
 
 
-def recipe(method: str = "none", score: str = "rcpu", *, heads: float = 0.25, mlp: float = 0.25, **top: Any) -> Recipe:
+def recipe(
+    method: str = "none", score: str = "rcpu", *, heads: float = 0.25, mlp: float = 0.25, **top: Any
+) -> FullRecipe:
     """One method and score in both spaces; a ratio of None leaves a space out."""
     compensation = {"method": method, "lambda": top.pop("lam", None)} | top.pop("search", {})
     spaces = {
@@ -141,7 +143,7 @@ def recipe(method: str = "none", score: str = "rcpu", *, heads: float = 0.25, ml
         for space, ratio in (("heads", heads), ("mlp", mlp))
         if ratio is not None
     }
-    return Recipe.model_validate({"version": 1, "name": "test", "spaces": spaces, **top})
+    return FullRecipe.model_validate({"version": 1, "name": "test", "spaces": spaces, **top})
 
 
 def one_group(variant: str) -> float:
@@ -151,19 +153,19 @@ def one_group(variant: str) -> float:
 
 def request_on(
     folder: Path,
-    wanted: Recipe,
+    wanted: FullRecipe,
     statistics: Statistics | None = None,
     live: Tensor | None = None,
     *,
     folds: int = 1,
     **more: Any,
-) -> Request:
+) -> Prepared:
     """What is asked for; `live` are windows to measure on."""
     samples = None if live is None else LiveSamples(TokenWindows(live), folds, torch.float32)
-    return Request(Model.open(folder), wanted, statistics, samples, **more)
+    return Prepared(Model.open(folder), wanted, statistics, samples, **more)
 
 
-def job_on(folder: Path, wanted: Recipe, *given: Any, **more: Any) -> Settled:
+def job_on(folder: Path, wanted: FullRecipe, *given: Any, **more: Any) -> Settled:
     """The same, settled."""
     return settle(request_on(folder, wanted, *given, **more))
 

@@ -19,7 +19,7 @@ from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.evaluation.loading import quiet_transformers
 from ckpt_prune.exporting import folder as export_folder
 from ckpt_prune.exporting.folder import EMBEDDED_BYTES, GraphWriter
-from ckpt_prune.planning.export_recipe import GraphSettings
+from ckpt_prune.stages.export.stage import GraphSettings
 from tests import encoders, families
 from tests.once import once, run_folder
 

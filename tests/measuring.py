@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ckpt_prune.checkpoint.journal import Journal
-from ckpt_prune.transform import measuring
-from ckpt_prune.transform.settle import Settled
+from ckpt_prune.runner.settle import Settled
+from ckpt_prune.stages.spaces import measure_dense as measuring
 
 
 @contextmanager

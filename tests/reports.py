@@ -6,11 +6,11 @@ from typing import Any
 
 from ckpt_prune.checkpoint.jsonfile import pretty
 from ckpt_prune.filenames import REPORT
-from ckpt_prune.transform import recover as recovering
-from ckpt_prune.transform.recover import SettledRecovery
+from ckpt_prune.runner import recover as recovering
+from ckpt_prune.runner.recover import PreparedRecovery
 
 
-def recover(settled: SettledRecovery, out: Path, **options: Any) -> dict[str, Any]:
+def recover(settled: PreparedRecovery, out: Path, **options: Any) -> dict[str, Any]:
     return recovering.recover(settled, out, **options).data()
 
 

@@ -17,13 +17,13 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.measure import measure
 from ckpt_prune.calibration.samples import Samples, TokenWindows
 from ckpt_prune.calibration.statistics import Statistics
-from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.planning.recipe_file import load_recipe
-from ckpt_prune.planning.recovery_recipe import RecoverySettings
-from ckpt_prune.transform.recover import RecoveryRequest, recover, settle_recovery
-from ckpt_prune.transform.request import LiveSamples, RecoverySamples, Request
-from ckpt_prune.transform.run import run
-from ckpt_prune.transform.settle import settle
+from ckpt_prune.job.prepared import LiveSamples, RecoverySamples, Prepared
+from ckpt_prune.recipe.reading import load_recipe
+from ckpt_prune.runner.run_job import run
+from ckpt_prune.runner.settle import settle
+from ckpt_prune.stages import FullRecipe
+from ckpt_prune.runner.recover import RecoveryJob, recover, prepare_recovery
+from ckpt_prune.stages.recovery.stage import RecoverySettings
 from tests import encoders
 from tests.families import windows
 from tests.simulated_cuda import pretended_cuda
@@ -51,7 +51,7 @@ def device_of(name: str) -> Iterator[torch.device]:
 def prune(
     folder: Path,
     out: Path,
-    wanted: Recipe,
+    wanted: FullRecipe,
     samples: Samples,
     device: torch.device,
     statistics: Statistics | None = None,
@@ -59,7 +59,7 @@ def prune(
     """Prune by statistics, or live without any."""
     live = LiveSamples(samples, folds=2 if wanted.needs_folds else 1, compute_dtype=torch.float32)
     training = RecoverySamples(samples, torch.float32) if wanted.recovery else None
-    request = Request(
+    request = Prepared(
         Model.open(folder),
         wanted,
         statistics=statistics,
@@ -153,6 +153,6 @@ def test_a_pruned_model_is_recovered_on_a_gpu_as_on_a_cpu(sources, tmp_path):
     for name in DEVICES:
         with device_of(name) as device:
             models = (Model.open(pruned), Model.open(dense))
-            request = RecoveryRequest(*models, RecoverySettings(epochs=2), data, device=device)
-            recover(settle_recovery(request), tmp_path / name)
+            request = RecoveryJob(*models, RecoverySettings(epochs=2), data, device=device)
+            recover(prepare_recovery(request), tmp_path / name)
     assert_same(tmp_path / "cpu", tmp_path / "gpu")

@@ -12,9 +12,9 @@ import pytest
 from packaging.requirements import Requirement
 
 from ckpt_prune.architectures.descriptions import known_families
-from ckpt_prune.planning.recipe import json_schema
-from ckpt_prune.planning.recipe_file import load_recipe
-from ckpt_prune.planning.shipped import shipped_recipes
+from ckpt_prune.job.recipe import json_schema
+from ckpt_prune.recipe.reading import load_recipe
+from ckpt_prune.recipe.shipped import shipped_recipes
 from tools.lowest import constraints
 
 ROOT = Path(__file__).resolve().parents[1]

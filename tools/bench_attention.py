@@ -26,14 +26,14 @@ from ckpt_prune.architectures.family import KINDS
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.measure import collectable, measure
 from ckpt_prune.calibration.statistics import Statistics, with_effects
-from ckpt_prune.planning.accounting import cost_of
-from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.planning.recipe_file import load_recipe
-from ckpt_prune.transform.gradients import add_gradients
-from ckpt_prune.transform.measured_effects import measure_effects, measured_singly
-from ckpt_prune.transform.request import LiveSamples, Request
-from ckpt_prune.transform.run import run
-from ckpt_prune.transform.settle import settle
+from ckpt_prune.job.cost import cost_of
+from ckpt_prune.job.prepared import LiveSamples, Prepared
+from ckpt_prune.recipe.reading import load_recipe
+from ckpt_prune.runner.run_job import run
+from ckpt_prune.runner.settle import settle
+from ckpt_prune.stages import FullRecipe
+from ckpt_prune.stages.spaces.effects.gradients import add_gradients
+from ckpt_prune.stages.spaces.effects.measured import measure_effects, measured_singly
 from tools.bench_best import Bench, benches, of_text
 from tools.bench_lines import add_line, by_key
 from tools.bench_perplexity import SHARED, Subject
@@ -58,7 +58,7 @@ QK = {
 }
 MLP = {"score": "corp", "compensation": {"method": "affine", "lambda": 0.001}}
 
-Cell = tuple[str, Recipe]
+Cell = tuple[str, FullRecipe]
 """Label and recipe."""
 
 
@@ -71,12 +71,12 @@ def every_bench(evaluated: int, texts: tuple[str, ...] = WIKITEXT) -> dict[str, 
     return found
 
 
-def recipe(name: str, spaces: dict[str, Any], **keys: Any) -> Recipe:
+def recipe(name: str, spaces: dict[str, Any], **keys: Any) -> FullRecipe:
     """A recipe of some spaces."""
-    return Recipe.model_validate({"version": 1, "name": name, "container": "any", "spaces": spaces, **keys})
+    return FullRecipe.model_validate({"version": 1, "name": name, "container": "any", "spaces": spaces, **keys})
 
 
-def budget(name: str, spaces: list[str], parameters: int) -> Recipe:
+def budget(name: str, spaces: list[str], parameters: int) -> FullRecipe:
     """Widths per block, by the least predicted error, for a size."""
     chosen = {space: FIXED[space] for space in FIXED if space in spaces}
     how = {"allocation": "least-error", "widths": "per_layer", "size": {"params": str(parameters)}}
@@ -181,14 +181,14 @@ class Measured:
         return self._found
 
 
-def prune_to(measured: Measured, wanted: Recipe, spaces: list[str], out: Path) -> dict[str, Any]:
+def prune_to(measured: Measured, wanted: FullRecipe, spaces: list[str], out: Path) -> dict[str, Any]:
     """Prune by a recipe, and tell what is left."""
     live = None
     if wanted.target != "dense":
         live = LiveSamples(measured.samples, measured.folds, compute_dtype=torch.float32)
     start = time.process_time()
     statistics = measured.statistics(spaces)
-    done = run(settle(Request(measured.model, wanted, statistics, live)), out, overwrite=True)
+    done = run(settle(Prepared(measured.model, wanted, statistics, live)), out, overwrite=True)
     kept: dict[str, list[int]] = {}
     for site in done.report.sites:
         kept.setdefault(site.space, []).append(len(site.kept))

@@ -31,12 +31,12 @@ from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.compensation.fit import Solution, error, from_moments
 from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.evaluation.perplexity import perplexity
-from ckpt_prune.planning.recipe_file import load_recipe
-from ckpt_prune.transform.gradients import add_gradients
-from ckpt_prune.transform.measured_effects import SHALLOW, measure_effects
-from ckpt_prune.transform.request import LiveSamples, Request
-from ckpt_prune.transform.run import run
-from ckpt_prune.transform.settle import settle
+from ckpt_prune.job.prepared import LiveSamples, Prepared
+from ckpt_prune.recipe.reading import load_recipe
+from ckpt_prune.runner.run_job import run
+from ckpt_prune.runner.settle import settle
+from ckpt_prune.stages.spaces.effects.gradients import add_gradients
+from ckpt_prune.stages.spaces.effects.measured import SHALLOW, measure_effects
 from tools.bench_corp import Pixels, compare, images, logits
 from tools.bench_lines import add_line, by_key
 from tools.bench_perplexity import SHARED, Subject, subjects, windows_of
@@ -184,7 +184,7 @@ class Entrants:
         statistics = self.statistics if dense and loaded.needs_moments else None
         start = time.monotonic()
         out = self.scratch / "out"
-        done = run(settle(Request(self.model, loaded, statistics, live)), out, overwrite=True)
+        done = run(settle(Prepared(self.model, loaded, statistics, live)), out, overwrite=True)
         report = done.report.data()
         seconds = time.monotonic() - start
         held_out = [s["error_held_out"] for s in report["sites"] if s["error_held_out"] is not None]
@@ -266,7 +266,7 @@ def predicted(bench: Bench, args: argparse.Namespace) -> None:
             for ratio in args.ratios:
                 loaded = load_recipe("best", (*UNIFORM, "target=dense", "container=any"), ratio)
                 out = Path(scratch) / "out"
-                report = run(settle(Request(model, loaded, entrants.statistics)), out, overwrite=True).report.data()
+                report = run(settle(Prepared(model, loaded, entrants.statistics)), out, overwrite=True).report.data()
                 written = Checkpoint.open(out)
                 for site in report["sites"]:
                     if site["error_held_out"] is None:

@@ -21,8 +21,8 @@ import ckpt_prune
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.errors import UserError
 from ckpt_prune.filenames import REPORT
-from ckpt_prune.planning.accounting import cost_of
-from ckpt_prune.transform.shortening import without
+from ckpt_prune.job.cost import cost_of
+from ckpt_prune.stages.depth.preview import without
 from tools.bench_lines import add_line, by_key
 from tools.bench_perplexity import SHARED, subjects
 

@@ -20,11 +20,11 @@ from ckpt_prune.calibration.samples import TokenWindows
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.evaluation.perplexity import perplexity
-from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.job.prepared import LiveSamples, Prepared
 from ckpt_prune.rotations import learning as rotations
-from ckpt_prune.transform.request import LiveSamples, Request
-from ckpt_prune.transform.run import run
-from ckpt_prune.transform.settle import settle
+from ckpt_prune.runner.run_job import run
+from ckpt_prune.runner.settle import settle
+from ckpt_prune.stages import FullRecipe
 from tools.bench_lines import add_line, by_key, lines_of
 from tools.bench_perplexity import SHARED, Subject, subjects, windows_of
 
@@ -39,7 +39,7 @@ def models() -> dict[str, Subject]:
     return subjects() | {name: Subject(name, 64, SHARED / name, f"{text}/calib_first90.txt", f"{text}/eval_last10.txt")}
 
 
-def recipe_of(method: str, pattern: str, kind: str, args: argparse.Namespace) -> Recipe:
+def recipe_of(method: str, pattern: str, kind: str, args: argparse.Namespace) -> FullRecipe:
     how = {"ratio": 0.5} if pattern == "50 %" else {}
     mask = {"method": method} | ({} if pattern == "50 %" else {"pattern": pattern})
     values: dict[str, Any] = {"version": 1, "name": f"{method} {pattern} {kind}", "mask": mask, **how}
@@ -49,7 +49,7 @@ def recipe_of(method: str, pattern: str, kind: str, args: argparse.Namespace) ->
         values["rotation"] = {"kind": kind, "steps": args.steps, "tolerance": args.tolerance}
         if args.retraction:
             values["rotation"]["retraction"] = args.retraction
-    return Recipe.model_validate(values)
+    return FullRecipe.model_validate(values)
 
 
 class Remembered:
@@ -96,7 +96,7 @@ def run_subject(subject: Subject, args: argparse.Namespace, done: set[str]) -> N
                     one, all_ = learned.setdefault((method, kind), ([], []))
                     start = time.monotonic()
                     try:
-                        settled = settle(Request(model, recipe, live=live, device=device))
+                        settled = settle(Prepared(model, recipe, live=live, device=device))
                     except UserError as error:
                         print(f"{key}: {error}", flush=True)
                         continue

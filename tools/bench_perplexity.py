@@ -29,11 +29,11 @@ from ckpt_prune.demo import corpus
 from ckpt_prune.demo.run import model_folder
 from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.evaluation.perplexity import perplexity
-from ckpt_prune.planning.recipe_file import load_recipe
-from ckpt_prune.planning.shipped import shipped_recipes
-from ckpt_prune.transform.request import LiveSamples, Request
-from ckpt_prune.transform.run import run
-from ckpt_prune.transform.settle import settle
+from ckpt_prune.job.prepared import LiveSamples, Prepared
+from ckpt_prune.recipe.reading import load_recipe
+from ckpt_prune.recipe.shipped import shipped_recipes
+from ckpt_prune.runner.run_job import run
+from ckpt_prune.runner.settle import settle
 from tools.bench_lines import add_line, by_key, lines_of
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -102,7 +102,7 @@ def run_subject(subject: Subject, args: argparse.Namespace, done: set[str]) -> N
             if recipe_name == "dense":
                 out = subject.folder
             else:
-                request = Request(model, recipe, live=live, device=device)
+                request = Prepared(model, recipe, live=live, device=device)
                 if target == "dense cache" and recipe.needs_moments:
                     if recipe.perplexity_grid:
                         request = replace(request, recipe=recipe.model_copy(update={"target": "dense"}))

@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from ckpt_prune.calibration.text import load_tokenizer, read_text, token_stream
-from ckpt_prune.planning.names import Backbone
-from ckpt_prune.planning.names import RetractionName as MethodName
+from ckpt_prune.job.names import Backbone
+from ckpt_prune.job.names import RetractionName as MethodName
 from ckpt_prune.rotations.importance import Side, Term, objective, sensitivity
 from ckpt_prune.rotations.orthogonal import METHODS, clipped, identity, rotator
 from ckpt_prune.rotations.training import Training

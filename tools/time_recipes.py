@@ -14,12 +14,12 @@ from pathlib import Path
 
 from ckpt_prune.errors import UserError
 from ckpt_prune.options import PruneOptions
-from ckpt_prune.planning.recipe_file import load_recipe
-from ckpt_prune.planning.shipped import shipped_recipes
-from ckpt_prune.transform.asked import prune_request, read_asked
-from ckpt_prune.transform.asked_recipe import read_recipe
-from ckpt_prune.transform.run import run
-from ckpt_prune.transform.settle import settle
+from ckpt_prune.recipe.reading import load_recipe
+from ckpt_prune.recipe.shipped import shipped_recipes
+from ckpt_prune.runner.read_recipe import read_recipe
+from ckpt_prune.runner.read_job import prune_request, read_asked
+from ckpt_prune.runner.run_job import run
+from ckpt_prune.runner.settle import settle
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 LLAMA = {"model": str(DATA / "llama-stories260k"), "text": (DATA / "text-tinystories" / "calib_bos.txt",)}

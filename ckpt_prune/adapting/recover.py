@@ -22,16 +22,16 @@ from ckpt_prune.containers.container import container_of
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.filenames import ROTATIONS
-from ckpt_prune.planning.recovery_recipe import LoraSettings, RecoverySettings
+from ckpt_prune.job.run import Announce
 from ckpt_prune.progress import meter
 from ckpt_prune.recovery.survivors import trained_tensors
 from ckpt_prune.recovery.training import Split
 from ckpt_prune.report.model import Adapters, Report
 from ckpt_prune.report.reading import report_of
 from ckpt_prune.report.stages import Stages
-from ckpt_prune.transform.publish import publish, wanted_names
-from ckpt_prune.transform.reporting import report_of_adapters
-from ckpt_prune.transform.resuming import Announce
+from ckpt_prune.runner.publish import publish, wanted_names
+from ckpt_prune.stages.recovery.reports import report_of_adapters
+from ckpt_prune.stages.recovery.stage import LoraSettings, RecoverySettings
 
 _WEIGHT = ".weight"
 

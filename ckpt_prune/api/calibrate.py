@@ -19,7 +19,7 @@ from ckpt_prune.progress import Notices, progress_shown
 if TYPE_CHECKING:
     from ckpt_prune.calibration.samples import Samples
     from ckpt_prune.calibration.statistics import Statistics
-    from ckpt_prune.transform.estimate import Estimate
+    from ckpt_prune.runner.estimate import Estimate
 
 EFFECTS = "effects"
 """What `collect` calls the effects of single sites."""
@@ -155,10 +155,10 @@ def calibrate(
     from ckpt_prune.containers.opening import Opening, open_model
     from ckpt_prune.devices import computed_in, resolve_device
     from ckpt_prune.evaluation.whole_forward import check_forward
-    from ckpt_prune.transform.checks import check_one_basis
-    from ckpt_prune.transform.estimate import Calibration
-    from ckpt_prune.transform.gradients import add_gradients
-    from ckpt_prune.transform.measured_effects import measure_effects, measured_singly
+    from ckpt_prune.runner.checks import check_one_basis
+    from ckpt_prune.runner.estimate import estimate_calibration
+    from ckpt_prune.stages.spaces.effects.gradients import add_gradients
+    from ckpt_prune.stages.spaces.effects.measured import measure_effects, measured_singly
 
     out, trust = options.output, options.trust_remote_code
     with progress_shown(progress):
@@ -195,7 +195,7 @@ def calibrate(
         )
 
         folds = options.folds or 1
-        job = Calibration(source, len(chosen), chosen.tokens, kinds, folds, target, dtype, EFFECTS in asked)
+        estimate = estimate_calibration(source, chosen, kinds, folds, target, dtype)
         if options.dry_run:
             size = here().once(
                 lambda: check_measurable(source, chosen, out, folds=folds, collect=kinds, overwrite=options.overwrite)
@@ -209,10 +209,10 @@ def calibrate(
                 folds,
                 (*kinds, *((EFFECTS,) if EFFECTS in asked else ())),
                 size,
-                job.told,
+                estimate,
             )
-        if (told := job.forewarning) is not None:
-            say(told)
+        if estimate.warning is not None:
+            say(estimate.warning)
 
         def finish(found: "Statistics") -> None:
             wanted = {*described.consumers, *asked, *(described.logits if "logits" in kinds else ())}

@@ -92,10 +92,10 @@ def compare(
     from ckpt_prune.containers.opening import Opening, open_model
     from ckpt_prune.devices import computed_in, resolve_device
     from ckpt_prune.evaluation import comparing
+    from ckpt_prune.job.model_view import ModelView
     from ckpt_prune.report.reading import report_of
     from ckpt_prune.reporting.comparison import comparison_page
-    from ckpt_prune.transform.dense import Dense
-    from ckpt_prune.transform.pairs import at_same_depth, check_models, check_same_reader, rotated_as
+    from ckpt_prune.runner.pairs import at_same_depth, check_models, check_same_reader, rotated_as
 
     trust = options.trust_remote_code
     with progress_shown(progress):
@@ -112,8 +112,8 @@ def compare(
         container = container_of(ours).unfactored
         rotated = rotated_as(ours, theirs, target, report)
         found = comparing.compare(
-            Dense(beside, target, rotated, None if rotated is None else container, leaps),
-            Dense(ours, target, container=container),
+            ModelView(beside, target, rotated, None if rotated is None else container, leaps),
+            ModelView(ours, target, container=container),
             chosen,
             compute_dtype=computed_in(options.compute_dtype, target),
             allocate=StateMemory(int(options.state_memory * 2**30), Path(tempfile.gettempdir())),

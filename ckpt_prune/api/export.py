@@ -7,8 +7,8 @@ from ckpt_prune.api.types import AnyModel, AnyPath, Provider, Texts
 from ckpt_prune.calibration.text_files import check_texts
 from ckpt_prune.graph_types import GraphType
 from ckpt_prune.options import ExportOptions, ProofOptions, SpreadOptions, checked
-from ckpt_prune.planning.export_recipe import AskedTask, GraphSettings
 from ckpt_prune.progress import progress_shown
+from ckpt_prune.stages.export.stage import AskedTask, GraphSettings
 
 if TYPE_CHECKING:
     from ckpt_prune.exporting.writing import Exported

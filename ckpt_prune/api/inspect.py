@@ -10,9 +10,9 @@ from ckpt_prune.architectures.descriptions import is_known
 from ckpt_prune.architectures.supported import check_kind, check_supported
 from ckpt_prune.errors import UserError
 from ckpt_prune.options import InspectOptions, checked
-from ckpt_prune.planning.recipe_places import check_recipe
 from ckpt_prune.progress import progress_shown
 from ckpt_prune.ratios import as_share, percent_meant
+from ckpt_prune.recipe.places import check_recipe
 
 if TYPE_CHECKING:
     from ckpt_prune.description.model import Description

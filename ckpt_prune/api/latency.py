@@ -7,40 +7,41 @@ from typing import TYPE_CHECKING, Any
 from ckpt_prune.progress import Notices
 
 if TYPE_CHECKING:
+    from ckpt_prune.job.job import Job
     from ckpt_prune.report.model import Report
-    from ckpt_prune.transform.request import Request
 
 
-def with_latencies(request: "Request", say: Notices, *, trust: bool) -> "Request":
+def with_latencies(job: "Job", say: Notices, *, trust: bool) -> "Job":
     """The request with the table of this machine, where its recipe's size is a latency.
 
     Args:
-        request: as it was asked for.
+        job: as it was asked for.
         say: told what the table is.
         trust: run the checkpoint's own code for its config.
 
     Raises:
         UserError: the model cannot be timed so.
     """
-    size = request.recipe.size
-    if size is None or size.kind != "latency" or request.plan is not None:
-        return request
+    size = job.recipe.size
+    if size is None or size.kind != "latency" or job.plan is not None:
+        return job
     from ckpt_prune.benchmarking.table import HalfStream, table_of, workload_of
+    from ckpt_prune.job.prepared import begin
     from ckpt_prune.parallel.group import here
-    from ckpt_prune.transform.narrowing import half_stream
+    from ckpt_prune.stages.hidden.preview import half_stream
 
-    half = None if request.recipe.hidden is None else HalfStream(*half_stream(request))
+    half = HalfStream(*half_stream(begin(job))) if job.recipe.has("hidden") else None
 
     def measure() -> Any:
-        workload = workload_of(request.model.checkpoint.path, size.timed, trust=trust)
-        return table_of(request.model, list(request.recipe.spaces), workload, request.device, half)
+        workload = workload_of(job.model.checkpoint.path, size.timed, trust=trust)
+        return table_of(job.model, list(job.recipe.spaces), workload, job.device, half)
 
     table = here().once(measure)
     say(table.line)
-    return replace(request, latencies=table.latencies)
+    return replace(job, latencies=table.latencies)
 
 
-def timed(report: "Report", request: "Request", out: Path, say: Notices, *, trust: bool) -> "Report":
+def timed(report: "Report", job: "Job", out: Path, say: Notices, *, trust: bool) -> "Report":
     """The report of an output with what it takes, where its size was a time and both models are small enough.
 
     It is in its place by then, so that nothing is lost where it cannot be timed: its report says what was foreseen, and
@@ -48,7 +49,7 @@ def timed(report: "Report", request: "Request", out: Path, say: Notices, *, trus
 
     Args:
         report: of the output.
-        request: as it was asked for.
+        job: as it was asked for.
         out: where the output is.
         say: told that the output is complete, where it is not timed to the end.
         trust: run the checkpoint's own code.
@@ -56,7 +57,7 @@ def timed(report: "Report", request: "Request", out: Path, say: Notices, *, trus
     Raises:
         UserError: it cannot be timed, or the report cannot be written.
     """
-    size, latency = request.recipe.size, report.latency
+    size, latency = job.recipe.size, report.latency
     if size is None or latency is None or latency.measured is not None:
         return report
     import torch
@@ -65,13 +66,13 @@ def timed(report: "Report", request: "Request", out: Path, say: Notices, *, trus
     from ckpt_prune.benchmarking.table import CHECKED_BYTES, fastest, workload_of
     from ckpt_prune.evaluation.loading import load_model
     from ckpt_prune.parallel.group import here
-    from ckpt_prune.transform.publish import replace_record
+    from ckpt_prune.runner.publish import replace_record
 
     if 4 * report.before.parameters > CHECKED_BYTES:
         return report
 
     def measure() -> "Report":
-        device, folder = request.device, request.model.checkpoint.path
+        device, folder = job.device, job.model.checkpoint.path
         timers = [
             TorchTimer(load_model(each, device=device, dtype=torch.float32, trust_remote_code=trust), device)
             for each in (folder, out)

@@ -11,16 +11,16 @@ from ckpt_prune.api.types import AnyModel, AnyPath
 from ckpt_prune.architectures.composite import PartName
 from ckpt_prune.architectures.supported import check_supported
 from ckpt_prune.calibration.statistics_files import check_statistics
+from ckpt_prune.job.sizes import asked_size
 from ckpt_prune.options import PlanOptions, checked
-from ckpt_prune.planning.sizes import asked_size
 from ckpt_prune.progress import Notices, progress_shown
 
 if TYPE_CHECKING:
     from ckpt_prune.calibration.statistics import Statistics
-    from ckpt_prune.planning.plan import Plan
-    from ckpt_prune.planning.records import Cost
-    from ckpt_prune.transform.settle import Settled
-    from ckpt_prune.transform.shifts import Shifting
+    from ckpt_prune.job.plan import Plan
+    from ckpt_prune.job.prepared import Prepared
+    from ckpt_prune.job.records import Cost
+    from ckpt_prune.runner.shifts import Shifting
 
 
 @dataclass(frozen=True)
@@ -35,23 +35,23 @@ class Planned:
     """
 
     plan: "Plan"
-    settled: "Settled" = field(repr=False)
+    settled: "Prepared" = field(repr=False)
     path: Path | None
     shifting: "Shifting | None" = field(default=None, repr=False)
 
     @property
     def messages(self) -> list[str]:
         """What a user should know of the sizes: where units are too coarse for them, and what else would lose less."""
-        from ckpt_prune.transform.messages import size_lines, wider_choice
+        from ckpt_prune.runner.messages import size_lines, wider_choice
 
         return [line for line in (*size_lines(self.settled), wider_choice(self.settled)) if line]
 
     @property
     def takes(self) -> str | None:
         """What a prune by the plan will take on this machine, in words; None where that is not foreseen."""
-        from ckpt_prune.transform.estimate import of_plan
+        from ckpt_prune.runner.estimate import estimate_plan
 
-        told = of_plan(self.settled, self.plan)
+        told = estimate_plan(self.settled.job, self.plan)
         return None if told is None else f"pruning by it takes {told.line}"
 
     def data(self) -> dict[str, Any]:
@@ -176,23 +176,21 @@ def plan(
             check_statistics(folder)
 
     # Before transformers is, what can be told without it.
-    from ckpt_prune.transform.asked_recipe import recipe_of
+    from ckpt_prune.runner.read_recipe import recipe_of
 
     with progress_shown(progress):
         file, wanted = recipe_of(options)
 
     from ckpt_prune.calibration.statistics import Statistics
     from ckpt_prune.checkpoint.staging import write_whole
-    from ckpt_prune.transform.asked import check_plan_place, plan_request
-    from ckpt_prune.transform.depth import planned_depth
-    from ckpt_prune.transform.planned import make_plan
-    from ckpt_prune.transform.settle import settle
-    from ckpt_prune.transform.shifts import Shifting
+    from ckpt_prune.runner.plan import make_plan, prepare_plan
+    from ckpt_prune.runner.read_job import check_plan_place, read_plan_job
+    from ckpt_prune.runner.shifts import Shifting
 
     with progress_shown(progress):
-        request = with_latencies(plan_request(options, file, wanted), Notices(), trust=options.trust_remote_code)
-        settled = planned_depth(settle(request))
-        request.model.checkpoint.check_finite()
+        job = with_latencies(read_plan_job(options, file, wanted), Notices(), trust=options.trust_remote_code)
+        settled = prepare_plan(job)
+        job.model.checkpoint.check_finite()
         shifting = None if options.test is None else Shifting(settled, Statistics(options.test))
         made = make_plan(settled, shifting)
         if options.output is not None:

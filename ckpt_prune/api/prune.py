@@ -19,21 +19,22 @@ from ckpt_prune.checkpoint.staging import check_output
 from ckpt_prune.errors import UserError
 from ckpt_prune.filenames import GRAPH_FOLDER
 from ckpt_prune.glance import glance
+from ckpt_prune.job.sizes import asked_size
 from ckpt_prune.options import PruneOptions, checked, has_data
 from ckpt_prune.parallel.group import here
-from ckpt_prune.planning.recipe_places import check_recipe
-from ckpt_prune.planning.sizes import asked_size
 from ckpt_prune.progress import Notices, progress_shown
+from ckpt_prune.recipe.places import check_recipe
 
 if TYPE_CHECKING:
     from ckpt_prune.api.plan import Planned
+    from ckpt_prune.architectures.model import Model
     from ckpt_prune.calibration.statistics import Statistics
     from ckpt_prune.exporting.step import GraphStep
     from ckpt_prune.exporting.writing import Exported
-    from ckpt_prune.planning.plan import Plan
+    from ckpt_prune.job.plan import Plan
+    from ckpt_prune.job.prepared import Prepared
     from ckpt_prune.report.model import Report
-    from ckpt_prune.transform.asked import Asked
-    from ckpt_prune.transform.settle import Settled
+    from ckpt_prune.runner.read_recipe import ChosenRecipe
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Pruned:
     """
 
     path: Path
-    settled: "Settled | None"
+    settled: "Prepared | None"
     report: "Report | None"
     graph: "Exported | None" = None
     notices: tuple[str, ...] = ()
@@ -78,7 +79,7 @@ class Pruned:
             return _dry_data(self.settled)
         data = self.report.data()
         if self.settled is not None:
-            from ckpt_prune.transform.messages import messages
+            from ckpt_prune.runner.messages import messages
 
             data["messages"] = messages(self.settled)
         if self.graph is not None:
@@ -243,43 +244,44 @@ def _pruned(options: PruneOptions, progress: bool, written: Callable[[Pruned], N
         here().at_first(partial(_check_pushed, options.push, options))
 
     # Before transformers is, what can be told without it.
-    from ckpt_prune.transform.asked_recipe import read_recipe
+    from ckpt_prune.runner.read_recipe import read_recipe
 
     with progress_shown(progress):
-        wanted = read_recipe(options)
+        chosen = read_recipe(options)
 
+    from ckpt_prune.containers.opening import Opening, open_model
     from ckpt_prune.evaluation.whole_forward import check_forward
-    from ckpt_prune.transform.asked import prune_request, read_asked
-    from ckpt_prune.transform.checks import check_trained
-    from ckpt_prune.transform.estimate import forewarning
-    from ckpt_prune.transform.run import run
-    from ckpt_prune.transform.settle import foresee, settle
+    from ckpt_prune.job.prepared import begin
+    from ckpt_prune.runner.checks import check_training
+    from ckpt_prune.runner.estimate import estimate_job
+    from ckpt_prune.runner.read_job import read_job
+    from ckpt_prune.runner.run_job import check_job, preview_job, run_job
 
     with progress_shown(progress):
         say = Notices()
-        asked = read_asked(wanted)
+        dense = open_model(options.model, Opening.of(options))
         if options.resume and not options.overwrite and not options.dry_run:
-            finished = here().alone(lambda: _missing_graph(asked, say, written))
+            finished = here().alone(lambda: _missing_graph(options, chosen, dense, say, written))
             if finished is not None:
                 return finished
-        request = with_latencies(prune_request(asked, say), say, trust=options.trust_remote_code)
-        settled = foresee(request) if options.dry_run else settle(request)
-        check_trained(settled.request)
-        step = _graph_step(asked)
-        if options.dry_run or settled.request.measures_first:
+        job = with_latencies(read_job(options, chosen, dense, say), say, trust=options.trust_remote_code)
+        settled = preview_job(job) if options.dry_run else check_job(job)
+        check_training(begin(job))
+        step = _graph_step(options, chosen, dense)
+        if options.dry_run or settled.measures_first:
             _check_before_measuring(settled, step, out)
-        if request.samples is not None:
-            check_forward(request.model, request.samples, say)
+        if job.samples is not None:
+            check_forward(job.model, job.samples, say)
         if options.dry_run:
             return Pruned(out, settled, None, None, tuple(say.lines))
         if not options.resume:
-            told = forewarning(settled if settled.known is not None else foresee(settled.request))
-            if told is not None:
-                say(told)
+            warning = here().alone(lambda: estimate_job(job).warning)
+            if warning is not None:
+                say(warning)
         with resumable(out, say):
-            done = run(settled, out, resume=options.resume, overwrite=options.overwrite, announce=say)
-        report = timed(done.report, request, out, say, trust=options.trust_remote_code)
-        pruned = Pruned(out, None if done.finished else done.settled, report, None, tuple(say.lines))
+            done = run_job(job, out, resume=options.resume, overwrite=options.overwrite, announce=say)
+        report = timed(done.report, job, out, say, trust=options.trust_remote_code)
+        pruned = Pruned(out, None if done.finished else done.prepared, report, None, tuple(say.lines))
         written(pruned)
         if step is None or here().once(lambda: done.finished and (out / GRAPH_FOLDER).exists()):
             return pruned
@@ -313,13 +315,15 @@ def _check_pushed(repo: str, options: PruneOptions) -> None:
         )
 
 
-def _graph_step(asked: "Asked") -> "GraphStep | None":
-    options, recipe = asked.options, asked.recipe
-    if recipe.export is None:
+def _graph_step(options: PruneOptions, chosen: "ChosenRecipe", model: "Model") -> "GraphStep | None":
+    from ckpt_prune.stages.export.stage import Export
+
+    export = chosen.recipe.get(Export)
+    if export is None:
         return None
     from ckpt_prune.exporting.step import GraphStep  # a second of imports
 
-    return GraphStep.of(recipe.export, asked.model.checkpoint, options, options, trust=options.trust_remote_code)
+    return GraphStep.of(export, model.checkpoint, options, options, trust=options.trust_remote_code)
 
 
 def _graph(pruned: Pruned, step: "GraphStep", say: Notices) -> "Exported":
@@ -329,43 +333,45 @@ def _graph(pruned: Pruned, step: "GraphStep", say: Notices) -> "Exported":
         raise GraphFailedError(str(error), replace(pruned, notices=tuple(say.lines))) from error
 
 
-def _missing_graph(asked: "Asked", say: Notices, written: Callable[[Pruned], None]) -> Pruned | None:
+def _missing_graph(
+    options: PruneOptions, chosen: "ChosenRecipe", model: "Model", say: Notices, written: Callable[[Pruned], None]
+) -> Pruned | None:
     """Make the graph of an output that an interrupted run of this recipe on this model left before its export."""
     from ckpt_prune.report.reading import report_of
 
-    recipe, out = asked.recipe, asked.options.output
-    if recipe.export is None or (out / GRAPH_FOLDER).exists():
+    recipe, out = chosen.recipe, options.output
+    if not recipe.has("export") or (out / GRAPH_FOLDER).exists():
         return None
     report = report_of(out)
     if report is None:
         return None
     digest = report.recipe_digest if report.asked is None else report.asked.digest
-    if digest != recipe.digest or report.source.fingerprint != asked.model.checkpoint.fingerprint:
+    if digest != recipe.digest or report.source.fingerprint != model.checkpoint.fingerprint:
         return None
     say(f"{out} is complete: only its graph is missing")
-    step = _graph_step(asked)
+    step = _graph_step(options, chosen, model)
     assert step is not None
     pruned = Pruned(out, None, report)
     written(pruned)
     return replace(pruned, graph=_graph(pruned, step, say), notices=tuple(say.lines))
 
 
-def _check_before_measuring(settled: "Settled", step: "GraphStep | None", out: Path) -> None:
+def _check_before_measuring(settled: "Prepared", step: "GraphStep | None", out: Path) -> None:
     """What running would find after measuring: refused here, a NaN would otherwise pass for an overflow."""
     from ckpt_prune.checkpoint.writing import check_room
 
     here().at_first(settled.model.checkpoint.check_finite)
-    if settled.known is not None:
+    if settled.planned is not None:
         cost = settled.output.cost
         check_room(out.absolute().parent, cost.bytes + (step.bytes(cost.parameters) if step else 0))
 
 
-def _dry_data(settled: "Settled | None") -> dict[str, Any]:
-    from ckpt_prune.transform.estimate import of_job
-    from ckpt_prune.transform.messages import messages, unmeasured_lines
+def _dry_data(settled: "Prepared | None") -> dict[str, Any]:
+    from ckpt_prune.runner.estimate import estimate_job
+    from ckpt_prune.runner.messages import messages, unmeasured_lines
 
     assert settled is not None
-    told = of_job(settled)
+    told = estimate_job(settled.job)
     return {
         "recipe": settled.recipe.model_dump(mode="json", by_alias=True),
         "container": {

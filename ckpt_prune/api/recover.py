@@ -12,11 +12,11 @@ from ckpt_prune.architectures.supported import check_supported
 from ckpt_prune.calibration.text_files import check_texts
 from ckpt_prune.checkpoint.staging import check_output, partial_of, refuse_overlap
 from ckpt_prune.errors import UserError
+from ckpt_prune.job.names import Part
 from ckpt_prune.options import RecoverOptions, checked, has_data
 from ckpt_prune.parallel.group import here
-from ckpt_prune.planning.names import Part
-from ckpt_prune.planning.recovery_recipe import LoraSettings, Method, RecoverySettings, Teacher
 from ckpt_prune.progress import Notices, progress_shown
+from ckpt_prune.stages.recovery.stage import LoraSettings, Method, RecoverySettings, Teacher
 
 if TYPE_CHECKING:
     from ckpt_prune.report.model import Report
@@ -169,11 +169,11 @@ def recover(
     from ckpt_prune.containers.opening import Opening, open_model
     from ckpt_prune.devices import resolve_device
     from ckpt_prune.report.reading import report_of
-    from ckpt_prune.transform import recover as recovering
-    from ckpt_prune.transform.asked import asked_after, training_dtype
-    from ckpt_prune.transform.pairs import at_same_depth, check_models, check_same_reader, refuse_factored
-    from ckpt_prune.transform.publish import wanted_names
-    from ckpt_prune.transform.scaling import recover_by_scales
+    from ckpt_prune.runner import recover as recovering
+    from ckpt_prune.runner.pairs import at_same_depth, check_models, check_same_reader, refuse_factored
+    from ckpt_prune.runner.publish import wanted_names
+    from ckpt_prune.runner.read_job import asked_after, training_dtype
+    from ckpt_prune.runner.recover_scales import recover_by_scales
 
     with progress_shown(progress):
         say = Notices()
@@ -202,7 +202,7 @@ def recover(
             seen = None
             chosen = chosen_samples(theirs, options, options, trust=trust, most=MOST_SAMPLES, say=say)
         check_same_reader(ours, theirs, read_text(options.text) if options.text else "", trust=trust)
-        request = recovering.RecoveryRequest(
+        request = recovering.RecoveryJob(
             ours,
             theirs,
             settings,
@@ -214,7 +214,7 @@ def recover(
             after=asked_after(options.perplexity_after, ours),
             seen=seen,
         )
-        settled = recovering.settle_recovery(request)
+        settled = recovering.prepare_recovery(request)
         if settings.method == "scales":
             report = recover_by_scales(settled, out, overwrite=options.overwrite, announce=say)
             return Recovered(out, report, tuple(say.lines))
@@ -271,10 +271,10 @@ def _by_lora(options: RecoverOptions, settings: RecoverySettings, lora: LoraSett
     from ckpt_prune.calibration.choosing import chosen_samples
     from ckpt_prune.containers.opening import Opening, open_model
     from ckpt_prune.devices import resolve_device
-    from ckpt_prune.transform.asked import training_dtype
-    from ckpt_prune.transform.checks import check_trainable
-    from ckpt_prune.transform.pairs import check_one_stream, refuse_factored
-    from ckpt_prune.transform.publish import wanted_names
+    from ckpt_prune.runner.pairs import check_one_stream, refuse_factored
+    from ckpt_prune.runner.publish import wanted_names
+    from ckpt_prune.runner.read_job import training_dtype
+    from ckpt_prune.stages.recovery.run import check_trainable
 
     require_peft()
     with progress_shown(progress):

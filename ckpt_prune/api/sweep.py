@@ -19,10 +19,10 @@ from ckpt_prune.progress import progress_shown
 if TYPE_CHECKING:
     from ckpt_prune.architectures.spaces import SpaceName
     from ckpt_prune.calibration.statistics import Statistics
-    from ckpt_prune.planning.recipe import Recipe
-    from ckpt_prune.planning.records import Cost
-    from ckpt_prune.transform.request import Request
-    from ckpt_prune.transform.sweep import DepthPoint, Point
+    from ckpt_prune.job.job import Job
+    from ckpt_prune.job.recipe import Recipe
+    from ckpt_prune.job.records import Cost
+    from ckpt_prune.runner.sweep import DepthPoint, Point
 
 
 _GLANCED = 6
@@ -176,7 +176,7 @@ def sweep(
 
 def _recipe_at(given: str, options: dict[str, Any]) -> "Recipe":
     """The recipe at a value; what is wrong with it is said of the sweep, not of the option that it stands for."""
-    from ckpt_prune.transform.asked_recipe import recipe_of
+    from ckpt_prune.runner.read_recipe import recipe_of
 
     try:
         return recipe_of(checked(PlanOptions, options))[1]
@@ -209,7 +209,7 @@ def _said_by_plans(recipes: "Sequence[Recipe]", *, measured: bool) -> bool:
     Raises:
         UserError: plans cannot, and nothing is measured.
     """
-    from ckpt_prune.transform.checks import check_plannable
+    from ckpt_prune.runner.plan import check_plannable
 
     try:
         for recipe in recipes:
@@ -229,34 +229,36 @@ def _plans(
 ) -> Sweep:
     """Points that are predicted from statistics."""
     from ckpt_prune.architectures.spaces import first_of_experts
-    from ckpt_prune.planning.accounting import cost_of
-    from ckpt_prune.transform.asked import plan_request
-    from ckpt_prune.transform.asked_recipe import recipe_of
-    from ckpt_prune.transform.checks import check_request
-    from ckpt_prune.transform.messages import cache_line
-    from ckpt_prune.transform.sweep import depth_points_at, point_of, points_at
+    from ckpt_prune.job.cost import cost_of
+    from ckpt_prune.job.prepared import begin
+    from ckpt_prune.runner.messages import cache_line
+    from ckpt_prune.runner.read_job import read_plan_job
+    from ckpt_prune.runner.read_recipe import recipe_of
+    from ckpt_prune.runner.run_job import check_job
+    from ckpt_prune.runner.sweep import depth_points_at, point_of, points_at
 
-    def request_of(options: Mapping[str, Any]) -> "Request":
-        asked = checked(PlanOptions, {**options, "diagnostics": False})
-        found = plan_request(asked, *recipe_of(asked))
-        check_request(found)
-        return found
+    def job_of(options: Mapping[str, Any]) -> "Job":
+        given = checked(PlanOptions, {**options, "diagnostics": False})
+        job = read_plan_job(given, *recipe_of(given))
+        check_job(job)
+        return job
 
     blocks: list[DepthPoint] = []
     if key == RATIO:
         ratios = [float(ratio) for ratio in values]
-        request = request_of(given)
-        request.model.checkpoint.check_finite()
-        points, blocks = points_at(request, ratios), depth_points_at(request, ratios)
+        job = job_of(given)
+        job.model.checkpoint.check_finite()
+        points, blocks = points_at(job, ratios), depth_points_at(job, ratios)
     else:
         # All are checked before the first is planned.
-        requests = [request_of(at(value)) for value in values]
-        request = requests[0]
-        request.model.checkpoint.check_finite()
-        points = [point_of(value, own) for value, own in zip(values, requests, strict=True)]
-    spaces = tuple(first_of_experts(request.recipe.spaces))
-    notes = tuple(filter(None, [cache_line(request)]))
-    name, before = request.recipe.name, cost_of(request.model)
+        jobs = [job_of(at(value)) for value in values]
+        job = jobs[0]
+        job.model.checkpoint.check_finite()
+        points = [point_of(value, each) for value, each in zip(values, jobs, strict=True)]
+    start = begin(job)
+    spaces = tuple(first_of_experts(start.recipe.spaces))
+    notes = tuple(filter(None, [cache_line(start)]))
+    name, before = start.recipe.name, cost_of(job.model)
     return Sweep(name, spaces, before, tuple(points), key, notes=notes, depth=tuple(blocks))
 
 
@@ -270,8 +272,8 @@ def _with_scores(found: Sweep, measuring: Measuring) -> Sweep:
 def _outputs(key: str, values: Sequence[float | str], measuring: Measuring) -> Sweep:
     """Points of what no plan says, or of samples of their own: what was written."""
     from ckpt_prune.architectures.spaces import first_of_experts
-    from ckpt_prune.transform.messages import cache_line
-    from ckpt_prune.transform.sweep import point_of_output
+    from ckpt_prune.runner.messages import cache_line
+    from ckpt_prune.runner.sweep import point_of_output
 
     measuring.foresee(values)
     points = []
@@ -282,7 +284,7 @@ def _outputs(key: str, values: Sequence[float | str], measuring: Measuring) -> S
         settled, scores = pruned.settled, own
     recipe = settled.recipe
     spaces = tuple(first_of_experts(recipe.spaces))
-    notes = tuple(filter(None, [cache_line(settled.request)]))
+    notes = tuple(filter(None, [cache_line(settled)]))
     return Sweep(recipe.name, spaces, settled.before, tuple(points), key, scores.told, scores.metric, notes)
 
 

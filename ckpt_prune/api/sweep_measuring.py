@@ -88,13 +88,13 @@ class Measuring:
             UserError: one of them will not do.
         """
         from ckpt_prune.api.prune import prune
-        from ckpt_prune.transform.checks import check_data
+        from ckpt_prune.runner.run_job import check_job
 
         with scratch_folder() as folder:
             for value in values:
                 told = prune(**self.at(value) | {"progress": False}, output=str(folder / "point"), dry_run=True)
                 assert told.settled is not None
-                check_data(told.settled.request)  # a dry run needs none
+                check_job(told.settled.job)  # a dry run needs no data
 
     def each(self, key: str, values: Sequence[float | str]) -> Iterator[tuple["Pruned", Scores]]:
         """What came of every value, which is named before it is begun.

@@ -81,7 +81,7 @@ def verify(
             return Verification(tuple(verify_graph(place, dense)))
         checks = list(checking.verify(place, dense, None if family is None else Path(family)))
         if statistics is not None and dense is not None:
-            from ckpt_prune.transform.recomputing import recomputed
+            from ckpt_prune.runner.recomputing import recomputed
 
             measured = Path(statistics)
             checks.append(checking.guarded("recomputed", lambda: recomputed(place, dense, measured)))

@@ -10,14 +10,14 @@ from ckpt_prune.benchmarking.messages import Phase
 from ckpt_prune.benchmarking.workload import Workload
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
-from ckpt_prune.planning.accounting import cost_of
+from ckpt_prune.job.cost import cost_of
 
 
 @dataclass(frozen=True)
 class Costs:
     """Parameters of a model, and its FLOPs as a polynomial of the number of tokens.
 
-    `planning.accounting.cost_of` is one: every linear is applied to every token, pooled ones once, and scores and
+    `job.cost.cost_of` is one: every linear is applied to every token, pooled ones once, and scores and
     their product with the values are over pairs of tokens. So the coefficients also say what one more token costs.
     """
 

@@ -14,7 +14,7 @@ from ckpt_prune.exporting.manifest import Manifest, read_manifest
 from ckpt_prune.exporting.tasks import Task, chosen_task
 from ckpt_prune.filenames import GRAPH_FOLDER, GRAPH_RECORD
 from ckpt_prune.graph_types import GraphType
-from ckpt_prune.planning.export_recipe import GraphSettings
+from ckpt_prune.stages.export.stage import GraphSettings
 
 Say = Callable[[str], None]
 

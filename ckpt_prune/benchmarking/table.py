@@ -1,4 +1,4 @@
-"""What a block of a model and a unit of its spaces take on this machine, for sizes in time (`planning.latency`).
+"""What a block of a model and a unit of its spaces take on this machine, for sizes in time (`job.latency`).
 
 Models of a few of its blocks, with weights that are drawn, are timed in turns in PyTorch: as many blocks as fit into
 `MOST_BYTES`, half as many, and as many with half the units of each space; where dimensions of the residual stream may
@@ -31,9 +31,9 @@ from ckpt_prune.checkpoint.staging import write_whole
 from ckpt_prune.containers.choosing import ANY, REMOTE, choose_container
 from ckpt_prune.containers.remote import remote_model_class, with_block_facts
 from ckpt_prune.errors import UserError
-from ckpt_prune.planning.accounting import cost_of
-from ckpt_prune.planning.latency import TRUSTED, Latencies, StreamTime
-from ckpt_prune.planning.sizes import Timed
+from ckpt_prune.job.cost import cost_of
+from ckpt_prune.job.latency import TRUSTED, Latencies, StreamTime
+from ckpt_prune.job.sizes import Timed
 from ckpt_prune.progress import meter
 
 MOST_BYTES = 2**30

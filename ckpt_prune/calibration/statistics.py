@@ -112,15 +112,15 @@ class StatisticsIndex(BaseModel):
         files: file → sha256.
         fisher: samples that the Fisher metric was measured on; 0, and left out of what is written, where it was not.
         predicted: on-disk weight of a consumer → score → what dropping the units of least score is predicted to do to
-            the model's own output, by units dropped, ascending (`transform.gradients`). Left out like `effects`.
+            the model's own output, by units dropped, ascending (`effects.gradients`). Left out like `effects`.
         spaces: space → what dropping units of it in every block at once does to the model's own output, by units
-            dropped of each, ascending (`transform.gradients`). Left out like `effects`.
+            dropped of each, ascending (`effects.gradients`). Left out like `effects`.
         scores: space → the score for all of its sites, where it is to be preferred to the best of each. Left out like
             `effects`.
         stream: of the samples of `fisher`, what leaving out runs of blocks does (`distances.EndDistances`). Left out
             like `effects`.
         effects: on-disk weight of a consumer, or of a query projection → what pruning that site alone does to the
-            model's own output, by units dropped, ascending (`transform.effects`). Empty, and left out of what is
+            model's own output, by units dropped, ascending (`stages.spaces.effects`). Empty, and left out of what is
             written, where it was not measured, so that statistics without it have the digest they always had.
     """
 
@@ -533,7 +533,7 @@ def with_effects(statistics: Statistics, effects: Mapping[str, Sequence[tuple[in
 
     Args:
         statistics: the folder; its index is rewritten, whole or not at all.
-        effects: as `transform.measured_effects.measure_effects` returns them.
+        effects: as `stages.spaces.effects.measured.measure_effects` returns them.
 
     Raises:
         UserError: an effect is negative, NaN or Inf, or counts do not ascend; or the folder cannot be written.

@@ -16,7 +16,7 @@ from ckpt_prune.cli.options import (
     trust_option,
 )
 from ckpt_prune.options import DenseOptions, ProofOptions, SpreadOptions
-from ckpt_prune.planning.export_recipe import GraphSettings
+from ckpt_prune.stages.export.stage import GraphSettings
 
 
 @click.command("export")

@@ -14,9 +14,9 @@ from pydantic_core import PydanticUndefined
 from ckpt_prune.architectures.composite import PartName
 from ckpt_prune.checkpoint.hub import local_folder
 from ckpt_prune.options import Folder, OpeningOptions
-from ckpt_prune.planning.recipe_places import check_recipe
-from ckpt_prune.planning.shipped import DEFAULT_RECIPE
 from ckpt_prune.ratios import Ratio, as_share, checked_ratio, share_of
+from ckpt_prune.recipe.places import check_recipe
+from ckpt_prune.recipe.shipped import DEFAULT_RECIPE
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -30,11 +30,11 @@ from ckpt_prune.cli.options import (
 from ckpt_prune.errors import UserError
 from ckpt_prune.options import PlanOptions, checked
 from ckpt_prune.plain import plain
-from ckpt_prune.planning.shipped import DEFAULT_RECIPE
+from ckpt_prune.recipe.shipped import DEFAULT_RECIPE
 
 if TYPE_CHECKING:
     from ckpt_prune.api.plan import ComparedPlan
-    from ckpt_prune.planning.plan import SitePlan
+    from ckpt_prune.job.plan import SitePlan
 
 
 _OF_A_SWEEP = ("evaluate", "evaluate_samples", "text", "images", "samples", "window")
@@ -42,7 +42,7 @@ _OF_A_SWEEP = ("evaluate", "evaluate_samples", "text", "images", "samples", "win
 
 def _predicted() -> str:
     """What a column of predicted divergences is."""
-    from ckpt_prune.transform.messages import SECOND_ORDER
+    from ckpt_prune.runner.messages import SECOND_ORDER
 
     return (
         f"predicted: the divergence (KL, in nats) of the output from the dense model's, {SECOND_ORDER}; its "
@@ -52,11 +52,11 @@ def _predicted() -> str:
 
 def _refuse_data(recipes: tuple[str, ...], given: dict[str, Any]) -> None:
     """Those who come from `prune --text` are told what a plan is made from, or that there is none by their recipe."""
-    from ckpt_prune.transform.asked_recipe import recipe_of
+    from ckpt_prune.runner.read_recipe import recipe_of
 
     wanted = [recipe_of(checked(PlanOptions, given | {"recipe": each})) for each in recipes or (None,)]
 
-    from ckpt_prune.transform.checks import check_plannable
+    from ckpt_prune.runner.plan import check_plannable
 
     for _, recipe in wanted:
         check_plannable(recipe)
@@ -282,7 +282,7 @@ def _print_plan(settled: Any, plan: Any) -> None:
     from ckpt_prune.cli.rendering import COST_HEADERS, cost_rows, kept_line, plan_legend, warning_lines
     from ckpt_prune.report.depth import depth_lines
     from ckpt_prune.report.figures import relative_floor
-    from ckpt_prune.transform.messages import few_tokens, predicted_line, size_lines, wider_choice
+    from ckpt_prune.runner.messages import few_tokens, predicted_line, size_lines, wider_choice
 
     click.echo(table(COST_HEADERS, cost_rows(plan.before, plan.after)))
     click.echo()

@@ -132,14 +132,14 @@ def command(as_json: bool, **given: Any) -> None:
 def _print_done(pruned: Pruned) -> None:
     """What was pruned: before its graph, which takes long and may end in the middle."""
     from ckpt_prune.cli.rendering import COST_HEADERS, cost_rows, kept_line, report_lines
-    from ckpt_prune.transform.messages import messages
+    from ckpt_prune.runner.messages import messages
 
     report, settled = pruned.report, pruned.settled
     if report is not None and settled is not None:
         for message in messages(settled):
             click.echo(message)
         click.echo(table(COST_HEADERS, cost_rows(report.before, report.after)))
-        if settled.recipe.mask is None and settled.recipe.low_rank is None:
+        if not settled.recipe.has("mask") and not settled.recipe.has("low_rank"):
             click.echo(kept_line(settled))
         for line in report_lines(report):
             click.echo(line)
@@ -150,9 +150,9 @@ def _print_dry(settled: Any) -> None:
     from ckpt_prune.checkpoint.units import counted
     from ckpt_prune.cli.rendering import COST_HEADERS, container_line, cost_rows, kept_line, ranks_line
     from ckpt_prune.filenames import GRAPH_FOLDER
+    from ckpt_prune.runner.estimate import estimate_job
+    from ckpt_prune.runner.messages import messages, unmeasured_lines
     from ckpt_prune.sparsity.patterns import mask_words
-    from ckpt_prune.transform.estimate import of_job
-    from ckpt_prune.transform.messages import messages, unmeasured_lines
 
     for message in messages(settled):
         click.echo(message)
@@ -167,7 +167,8 @@ def _print_dry(settled: Any) -> None:
         rotation = settled.recipe.rotation
         if rotation is not None:
             click.echo(
-                f"to be rotated first, {rotation.kind}: {rotation.steps} steps of {settled.recipe.importance} "
+                f"to be rotated first, {rotation.kind}: {rotation.steps} steps of "
+                f"{rotation.importance_for(settled.recipe)} "
                 "importance"
             )
         where = "of every linear weight in every block"
@@ -179,7 +180,7 @@ def _print_dry(settled: Any) -> None:
         blocks, how = recovery.blocks(settled.model.blocks), " by scales" if recovery.method == "scales" else ""
         click.echo(
             f"to be recovered{how}: {len(blocks)} of {settled.model.blocks} blocks, "
-            f"{counted(recovery.epochs, 'epoch')} on {len(settled.request.training.samples)} samples"
+            f"{counted(recovery.epochs, 'epoch')} on {len(settled.training.samples)} samples"
         )
     if settled.recipe.export is not None:
         click.echo(f"to be exported to the output's folder {GRAPH_FOLDER}, {', '.join(settled.recipe.export.dtype)}")
@@ -188,7 +189,7 @@ def _print_dry(settled: Any) -> None:
     unmeasured = list(unmeasured_lines(settled))
     for line in unmeasured:
         click.echo(line)
-    told = of_job(settled)
+    told = estimate_job(settled.job)
     if told is not None:
         click.echo(f"it takes {told.line}")
     click.echo(f"everything {'that needs no measuring is ' if unmeasured else ''}checked, nothing written")

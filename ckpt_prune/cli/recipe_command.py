@@ -22,9 +22,9 @@ def list_recipes(as_json: bool) -> None:
     --text, --images for a vision model, or --statistics; any one of those named will do.
     """
     from ckpt_prune.cli.recipe_listing import recipe_data, recipe_lines
-    from ckpt_prune.planning.catalogue import grouped
-    from ckpt_prune.planning.recipe_file import load_recipe
-    from ckpt_prune.planning.shipped import shipped_recipes
+    from ckpt_prune.recipe.catalogue import grouped
+    from ckpt_prune.recipe.reading import load_recipe
+    from ckpt_prune.recipe.shipped import shipped_recipes
 
     groups = grouped(load_recipe(name) for name in shipped_recipes())
     if as_json:
@@ -40,8 +40,8 @@ def show(name: str) -> None:
 
     NAME is what --recipe takes: a shipped name, a file, ORG/REPO/NAME.yaml[@REVISION] on the Hub, or an https address.
     """
-    from ckpt_prune.planning.recipe_places import locate_recipe
-    from ckpt_prune.planning.shipped import recipe_text
+    from ckpt_prune.recipe.places import locate_recipe
+    from ckpt_prune.recipe.shipped import recipe_text
 
     click.echo(recipe_text(locate_recipe(name).path), nl=False)
 
@@ -54,8 +54,8 @@ def copy(name: str, destination: Path | None) -> None:
     from ckpt_prune.checkpoint.places import place_of
     from ckpt_prune.checkpoint.staging import write_whole
     from ckpt_prune.errors import UserError
-    from ckpt_prune.planning.recipe_places import locate_recipe
-    from ckpt_prune.planning.shipped import recipe_text
+    from ckpt_prune.recipe.places import locate_recipe
+    from ckpt_prune.recipe.shipped import recipe_text
 
     source = locate_recipe(name).path
     target = destination or Path(source.name)
@@ -73,7 +73,7 @@ def copy(name: str, destination: Path | None) -> None:
 @json_option
 def validate(file: str, as_json: bool) -> None:
     """Check a recipe FILE; with --json, print it with every default spelt out."""
-    from ckpt_prune.planning.recipe_file import load_recipe
+    from ckpt_prune.recipe.reading import load_recipe
 
     recipe = load_recipe(file)
     if as_json:
@@ -107,6 +107,6 @@ def push(file: str, repo: str, public: bool, overwrite: bool, as_json: bool) -> 
 @command.command("schema")
 def schema() -> None:
     """Print the JSON Schema of recipes, for editors."""
-    from ckpt_prune.planning.recipe import json_schema
+    from ckpt_prune.recipe.reading import json_schema
 
     echo_json(json_schema())

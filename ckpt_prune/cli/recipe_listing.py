@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
-from ckpt_prune.planning.catalogue import GOALS, Entry, Loads
-from ckpt_prune.planning.names import Goal
-from ckpt_prune.planning.shipped import DEFAULT_RECIPE
+from ckpt_prune.job.names import Goal
+from ckpt_prune.recipe.catalogue import GOALS, Entry, Loads
+from ckpt_prune.recipe.shipped import DEFAULT_RECIPE
 
 
 def recipe_lines(groups: Mapping[Goal, Sequence[Entry]]) -> Iterable[str]:

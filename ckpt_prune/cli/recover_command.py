@@ -21,7 +21,7 @@ from ckpt_prune.cli.options import (
     trust_option,
 )
 from ckpt_prune.options import ImageOptions, TrainingOptions
-from ckpt_prune.planning.recovery_recipe import LoraSettings, RecoverySettings
+from ckpt_prune.stages.recovery.stage import LoraSettings, RecoverySettings
 
 
 @click.command("recover")

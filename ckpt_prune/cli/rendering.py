@@ -9,7 +9,8 @@ from ckpt_prune.architectures.spaces import ENDS, first_of_experts, known_space,
 from ckpt_prune.checkpoint.units import counted, human_bytes, human_count
 from ckpt_prune.cli.options import table
 from ckpt_prune.containers.choosing import ANY
-from ckpt_prune.planning.records import Cost, SiteRecord
+from ckpt_prune.job.prepared import Prepared
+from ckpt_prune.job.records import Cost, DepthRecord, HiddenRecord, SiteRecord
 from ckpt_prune.recovery.record import RecoveredLayer
 from ckpt_prune.report.adapters import loss_name, measured_on, trained_on
 from ckpt_prune.report.depth import depth_lines, named_all
@@ -30,10 +31,10 @@ from ckpt_prune.report.hidden import dimensions_line, hidden_lines
 from ckpt_prune.report.latency import latency_line
 from ckpt_prune.report.model import Adapters, Report
 from ckpt_prune.report.tried import tried_table
+from ckpt_prune.runner.messages import asked_size_of
 from ckpt_prune.sparsity.patterns import mask_words
-from ckpt_prune.transform.messages import asked_size_of
-from ckpt_prune.transform.request import Narrowed, Shortened
-from ckpt_prune.transform.settle import Settled
+from ckpt_prune.stages.depth.stage import Depth
+from ckpt_prune.stages.hidden.stage import Hidden
 
 COST_HEADERS = ["", "before", "after", "share"]
 LAYER_HEADERS = ["block", "MSE before", "start", "after", "CKA before", "after", "epochs", "kept"]
@@ -43,10 +44,9 @@ YARDSTICK = ": 0.18 (heads) and 0.09 (mlp) came with 1.5 times the perplexity on
 DRIFT = ", of what the dense model's residual stream asks for (target drift), all that came before included"
 
 
-def kept_line(settled: Settled) -> str:
+def kept_line(settled: Prepared) -> str:
     """Units kept per block, with the share that goes or the size that this is for."""
-    recipe, request = settled.recipe, settled.request
-    shortened, narrowed = request.shortened, request.narrowed
+    recipe, shortened, narrowed = settled.recipe, settled.depth, settled.hidden
     if recipe.spaces:
         told = [] if shortened is None else [_blocks_gone(settled, shortened)]
         told += [] if narrowed is None else [_dimensions_left(settled, narrowed)]
@@ -58,9 +58,9 @@ def kept_line(settled: Settled) -> str:
     return _kept_units(settled) if narrowed is None else _hidden_line(settled, narrowed)
 
 
-def _blocks_gone(settled: Settled, shortened: Shortened) -> str:
+def _blocks_gone(settled: Prepared, record: DepthRecord) -> str:
     """Which whole blocks go, where more than that does."""
-    depth, record = shortened.whole.recipe.depth, shortened.record
+    depth = settled.job.recipe.get(Depth)
     if settled.foreseen and depth is not None and depth.auto:
         return f"how many whole blocks go is measured first; were it {_fewest(record.blocks - len(record.kept))}"
     if not record.gaps:
@@ -68,13 +68,13 @@ def _blocks_gone(settled: Settled, shortened: Shortened) -> str:
     return f"{len(record.kept)} of {record.blocks} blocks stay" if settled.foreseen else f"gone: {named_all(record)}"
 
 
-def _dimensions_left(settled: Settled, narrowed: Narrowed) -> str:
+def _dimensions_left(settled: Prepared, record: HiddenRecord) -> str:
     """How many dimensions of the residual stream stay, where units of what reads it go besides."""
-    hidden = narrowed.whole.recipe.hidden
-    gone = narrowed.record.dimensions - narrowed.record.kept
+    hidden = settled.job.recipe.get(Hidden)
+    gone = record.dimensions - record.kept
     if settled.foreseen and hidden is not None and hidden.auto:
         return f"how many dimensions of the residual stream go is measured first; were it {_fewest(gone)}"
-    return dimensions_line(narrowed.record)
+    return dimensions_line(record)
 
 
 def _fewest(gone: int) -> str:
@@ -82,7 +82,7 @@ def _fewest(gone: int) -> str:
     return f"{gone}, the fewest for this size" if gone else "none"
 
 
-def _kept_units(settled: Settled) -> str:
+def _kept_units(settled: Prepared) -> str:
     """Units kept per block."""
     asked = asked_size_of(settled)
     model, recipe, widths = settled.model, settled.recipe, settled.spaced_widths
@@ -105,9 +105,9 @@ def _kept_units(settled: Settled) -> str:
     return f"kept per block: {', '.join(kept)}{why}"
 
 
-def _depth_line(settled: Settled, shortened: Shortened) -> str:
+def _depth_line(settled: Prepared, record: DepthRecord) -> str:
     """How many whole blocks stay, and which where that is known."""
-    size, record = shortened.whole.recipe.size, shortened.record
+    size = settled.job.recipe.size
     why = "" if size is None else f", for {size.words}"
     if not record.gaps:
         return f"nothing is dropped: the model is within {'its size' if size is None else size.words} as it is"
@@ -117,15 +117,15 @@ def _depth_line(settled: Settled, shortened: Shortened) -> str:
     return f"gone: {named_all(record)}{why}"
 
 
-def _hidden_line(settled: Settled, narrowed: Narrowed) -> str:
+def _hidden_line(settled: Prepared, record: HiddenRecord) -> str:
     """How many dimensions of the residual stream stay."""
-    size, record = narrowed.whole.recipe.size, narrowed.record
+    size = settled.job.recipe.size
     if size is not None and record.kept == record.dimensions:
         return f"nothing is dropped: the model is within {size.words} as it is"
     return dimensions_line(record) + ("" if size is None else f", for {size.words}")
 
 
-def _foreseen_line(settled: Settled) -> str:
+def _foreseen_line(settled: Prepared) -> str:
     """What one ratio everywhere keeps, where widths of about that size are found by measuring."""
     asked, recipe = settled.recipe.size, settled.recipe
     widths = settled.widths[-1]
@@ -137,7 +137,7 @@ def _foreseen_line(settled: Settled) -> str:
     )
 
 
-def ranks_line(settled: Settled) -> str:
+def ranks_line(settled: Prepared) -> str:
     """How many linears become two, and between which ranks."""
     ranks = [rank for own in settled.output.ranks for rank in own.values()]
     if settled.foreseen:
@@ -148,7 +148,7 @@ def ranks_line(settled: Settled) -> str:
     return f"to be factored: {len(ranks)} linears, into ranks of {_span(min(ranks), max(ranks))}"
 
 
-def container_line(settled: Settled) -> str:
+def container_line(settled: Prepared) -> str:
     """What an output that does not exist yet will be stored as."""
     container, uneven = settled.output.container, settled.recipe.widths == "per_layer"
     if settled.container_known:
@@ -156,7 +156,7 @@ def container_line(settled: Settled) -> str:
             return "to be stored with code of its own"
         other = ", or with code of its own where blocks differ in width" if uneven else ""
         return f"to be stored as {container.model_type}{other}"
-    family = settled.request.whole.model.family
+    family = settled.job.model.family
     stock = f"{family.model_type}{' or one that computes the same' if family.stand_ins else ''}"
     own = ["there is none"] if settled.recipe.container == ANY else []
     own += ["blocks differ in width"] if uneven else []

@@ -16,11 +16,10 @@ from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.evaluation.perplexity import perplexity
 from ckpt_prune.evaluation.verify import verify
-from ckpt_prune.planning.accounting import cost_of
-from ckpt_prune.planning.recipe_file import load_recipe
-from ckpt_prune.transform.request import LiveSamples, Request
-from ckpt_prune.transform.run import run as prune
-from ckpt_prune.transform.settle import settle
+from ckpt_prune.job.cost import cost_of
+from ckpt_prune.job.job import Job, LiveSamples
+from ckpt_prune.recipe.reading import load_recipe
+from ckpt_prune.runner.run_job import run_job
 
 RECIPES = ("wanda-sp", "flap", "rcpu-scale", "best-uniform", "best")
 RATIOS = (0.2, 0.3)
@@ -89,7 +88,7 @@ def run(out: Path, device: torch.device) -> list[Row]:
             folds = min(4, CALIBRATION_WINDOWS) if recipe.needs_folds else 1
             live = LiveSamples(TokenWindows(calibration), folds=folds, compute_dtype=torch.float32)
             target = out / f"{name}-{round(ratio * 100)}"
-            report = prune(settle(Request(model, recipe, live=live, device=device)), target).report
+            report = run_job(Job(model, recipe, live=live, device=device), target).report
             seconds = time.monotonic() - start
             failed = [check for check in verify(target, folder) if check.passed is False]
             if failed:

@@ -30,17 +30,17 @@ from ckpt_prune.description.model import (
 )
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.loading import purpose_of
-from ckpt_prune.planning.accounting import cost_of
-from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.planning.recipe_file import load_recipe
-from ckpt_prune.planning.recipe_places import locate_recipe
+from ckpt_prune.job.cost import cost_of
+from ckpt_prune.job.job import Job
+from ckpt_prune.job.prepared import begin
+from ckpt_prune.job.recipe import Recipe
+from ckpt_prune.recipe.places import locate_recipe
+from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.report.reading import report_of
+from ckpt_prune.runner.messages import coarse_lines, ignored_words, tied_words
 from ckpt_prune.sparsity.zeros import Sparsity, find_zeros, pattern_of_all, share_of_all, weights_by_module
-from ckpt_prune.transform.checks import check_spaces
-from ckpt_prune.transform.decisions import Decisions
-from ckpt_prune.transform.messages import coarse_lines, ignored_words, tied_words
-from ckpt_prune.transform.output import output_of
-from ckpt_prune.transform.request import Request
+from ckpt_prune.stages.output import plan_output
+from ckpt_prune.stages.spaces.checks import check_spaces
 
 
 def describe(
@@ -183,10 +183,10 @@ def _space(model: Model, name: Any) -> SpaceDescription:
 def _recipe(name: str, ratio: float | None) -> Recipe:
     file = locate_recipe(name)
     found = load_recipe(file)
-    if found.mask is not None:
+    if found.has("mask"):
         raise UserError(f"recipe {name} zeroes weights and leaves every size as it is: --ratio is for one with spaces")
-    if found.depth is not None or found.hidden is not None:
-        what = "drops whole blocks" if found.depth is not None else "slices the residual stream"
+    if found.changes_model:
+        what = "drops whole blocks" if found.has("depth") else "slices the residual stream"
         raise UserError(f"recipe {name} {what}: `ckpt-prune prune --recipe {name} --dry-run` tells the size")
     if found.size is not None and ratio is None:
         raise UserError(f"recipe {name} has a size, which `plan` finds the widths of: say --ratio")
@@ -196,9 +196,8 @@ def _recipe(name: str, ratio: float | None) -> Recipe:
 
 def _size_at(model: Model, recipe: Recipe, ratio: float | None) -> SizeAtRatio:
     check_spaces(model.family, recipe)
-    request = Request(model, recipe)
-    widths = Decisions(request.recipe).widths(model)
-    output = output_of(request, widths)
+    prepared = plan_output(begin(Job(model, recipe)))
+    widths, output = prepared.widths, prepared.output
     container = output.container
     return SizeAtRatio(
         ratio=ratio,

@@ -37,7 +37,7 @@ class SizeAtRatio(_Fixed):
         ratio: share of units to drop; None for the recipe's own.
         units: space → units kept in each block.
         container: of the output.
-        parameters, bytes, flops, tokens, cache: as in `planning.records.Cost`.
+        parameters, bytes, flops, tokens, cache: as in `job.records.Cost`.
     """
 
     ratio: float | None
@@ -148,7 +148,7 @@ class ModelDescription(_Any):
         block: one of them.
         tied_head: whether the head is the embedding.
         spaces: by name.
-        parameters, bytes, flops, tokens, cache: as in `planning.records.Cost`.
+        parameters, bytes, flops, tokens, cache: as in `job.records.Cost`.
         weights: False where there is a config alone.
         ignored: tensors that outputs lack, because its class does not load them or another that it ties to them has
             the same values; left out of JSON without any.
@@ -191,7 +191,7 @@ class RemoteDescription(_Any):
         dtype: of its weights.
         files: safetensors files.
         parameters, bytes: of its tensors.
-        flops, tokens, cache: as in `planning.records.Cost`; None where it has no report.
+        flops, tokens, cache: as in `job.records.Cost`; None where it has no report.
         source, recipe: what it was made from, and how.
         note: why no stock container holds it.
         sparsity: where it was asked for.

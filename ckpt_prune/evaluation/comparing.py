@@ -11,8 +11,8 @@ from ckpt_prune.calibration.readout import Readout, divergences
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.evaluation.similarity import Similarity, SimilaritySums
+from ckpt_prune.job.model_view import ModelView
 from ckpt_prune.progress import track
-from ckpt_prune.transform.dense import Dense
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ class Comparison:
 
 
 def compare(
-    reference: Dense,
-    model: Dense,
+    reference: ModelView,
+    model: ModelView,
     samples: Samples,
     *,
     compute_dtype: torch.dtype = torch.float32,

@@ -11,11 +11,11 @@ from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.checkpoint.units import counted
 from ckpt_prune.errors import UserError
 from ckpt_prune.filenames import REPORT
-from ckpt_prune.planning.records import Depth
+from ckpt_prune.job.records import DepthRecord
 from ckpt_prune.progress import track
 
 
-def dense_at_depth(dense: Checkpoint, depth: Depth) -> Checkpoint:
+def dense_at_depth(dense: Checkpoint, depth: DepthRecord) -> Checkpoint:
     """The dense model's blocks that stay, under their numbers in the output.
 
     Raises:
@@ -28,20 +28,20 @@ def dense_at_depth(dense: Checkpoint, depth: Depth) -> Checkpoint:
     return shortened(model, kept).checkpoint if depth.part == "block" else model.checkpoint
 
 
-def zeroed_parts(dense: Checkpoint, depth: Depth) -> list[str]:
+def zeroed_parts(dense: Checkpoint, depth: DepthRecord) -> list[str]:
     """Names of the tensors that are zeros because a part of a block is gone."""
     model = Model.of(dense)
     return [name for gap in depth.gaps if depth.part != "block" for name in outputs_of(model, gap.first, depth.part)]
 
 
-def mapped_tensors(depth: Depth | None, names: Iterable[str]) -> set[str]:
+def mapped_tensors(depth: DepthRecord | None, names: Iterable[str]) -> set[str]:
     """Those of an output's tensors that maps of gaps are absorbed in: of experts all, which a record says by a `*`."""
     into = [gap.into for gap in ([] if depth is None else depth.gaps) if gap.into is not None]
     mapped = {name for each in into for name in names if fnmatchcase(name, each)}
     return mapped | {f"{name.removesuffix('weight')}bias" for name in mapped}
 
 
-def kept_blocks(checkpoint: Checkpoint, dense: Checkpoint, depth: Depth) -> tuple[bool, str]:
+def kept_blocks(checkpoint: Checkpoint, dense: Checkpoint, depth: DepthRecord) -> tuple[bool, str]:
     """Every tensor is the dense model's, but for those that the report says a map is absorbed in.
 
     Args:

@@ -5,11 +5,11 @@ import torch
 from ckpt_prune.architectures.fitting import fitted
 from ckpt_prune.architectures.skeleton import parse_config
 from ckpt_prune.checkpoint.reading import Checkpoint
-from ckpt_prune.planning.records import Hidden
+from ckpt_prune.job.records import HiddenRecord
 from ckpt_prune.progress import track
 
 
-def kept_ends(checkpoint: Checkpoint, dense: Checkpoint, hidden: Hidden) -> tuple[bool, str]:
+def kept_ends(checkpoint: Checkpoint, dense: Checkpoint, hidden: HiddenRecord) -> tuple[bool, str]:
     """Embedding, final norm and head are the dense model's, every sub-layer having a basis of its own.
 
     Args:

@@ -17,12 +17,12 @@ from ckpt_prune.architectures.spaces import space_of
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.checkpoint.units import counted
 from ckpt_prune.evaluation.kept_blocks import mapped_tensors
-from ckpt_prune.planning.records import Hidden
+from ckpt_prune.job.records import HiddenRecord
 from ckpt_prune.progress import track
 from ckpt_prune.report.model import Report
 from ckpt_prune.rotations.absorbing import residual_of
 from ckpt_prune.rotations.sliced import SlicedCheckpoint
-from ckpt_prune.transform.recomputing import BLOCKS, away
+from ckpt_prune.runner.recomputing import BLOCKS, away
 
 _ROWS = 8192
 """Of a table that are multiplied together, in float64."""
@@ -32,7 +32,9 @@ _BENT = 1e-2
 """How far a basis that is found may be from orthonormal columns."""
 
 
-def kept_in_basis(checkpoint: Checkpoint, dense: Checkpoint, report: Report, hidden: Hidden) -> tuple[bool | None, str]:
+def kept_in_basis(
+    checkpoint: Checkpoint, dense: Checkpoint, report: Report, hidden: HiddenRecord
+) -> tuple[bool | None, str]:
     """Find the basis that the embedding has absorbed, and compute some of the other tensors again with it.
 
     Those are all tensors outside the blocks, and in some blocks, chosen at random, all that no compensation and no map
@@ -87,7 +89,7 @@ def allowed(dtype: torch.dtype) -> float:
     return _LIMIT + 2 * torch.finfo(dtype).eps
 
 
-def find_basis(checkpoint: Checkpoint, model: Model, hidden: Hidden) -> tuple[Tensor, float, float] | str:
+def find_basis(checkpoint: Checkpoint, model: Model, hidden: HiddenRecord) -> tuple[Tensor, float, float] | str:
     """The basis (d, k) float64, what the output's embedding is multiplied by, and how far from orthonormal it came out.
 
     Least squares: tables of the dense model, without their mean where norms subtract it, against the output's. In place

@@ -35,8 +35,8 @@ from ckpt_prune.evaluation.kept_head import kept_head
 from ckpt_prune.evaluation.kept_stream import kept_in_basis
 from ckpt_prune.evaluation.parity import stock_load_report
 from ckpt_prune.filenames import REPORT
+from ckpt_prune.job.records import FactoredLinear, MaskedLinear, SiteRecord
 from ckpt_prune.modeling_pruned import WEIGHTS_KEY
-from ckpt_prune.planning.records import FactoredLinear, MaskedLinear, SiteRecord
 from ckpt_prune.progress import track
 from ckpt_prune.report.model import Report
 from ckpt_prune.report.reading import report_of

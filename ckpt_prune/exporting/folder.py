@@ -31,9 +31,9 @@ from ckpt_prune.exporting.tracing import example_of, image_size
 from ckpt_prune.filenames import EXPORT_ERROR, GENAI, GRAPH_RECORD, VALIDATION
 from ckpt_prune.graph_types import QUANTISED, GraphType
 from ckpt_prune.modeling_pruned import WEIGHTS_KEY
-from ckpt_prune.planning.export_recipe import GraphSettings
 from ckpt_prune.progress import meter
 from ckpt_prune.quantising.deciding import Decision, Measuring, decide, store
+from ckpt_prune.stages.export.stage import GraphSettings
 
 _MADE = (
     *FILES.values(),

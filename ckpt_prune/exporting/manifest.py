@@ -16,8 +16,8 @@ from ckpt_prune.exporting.session import DATA, Provider
 from ckpt_prune.exporting.tasks import Task
 from ckpt_prune.filenames import GRAPH_RECORD
 from ckpt_prune.graph_types import GraphType
-from ckpt_prune.planning.export_recipe import TaskName
 from ckpt_prune.quantising.record import Quantised
+from ckpt_prune.stages.export.stage import TaskName
 from ckpt_prune.versions import versions
 
 R = TypeVar("R", bound=BaseModel)

@@ -22,7 +22,7 @@ from ckpt_prune.evaluation.masked import MaskedComparison, choose_masked, fill_i
 from ckpt_prune.evaluation.perplexity import compare
 from ckpt_prune.exporting.reference import Reference
 from ckpt_prune.exporting.session import OnnxModel
-from ckpt_prune.planning.export_recipe import TaskName
+from ckpt_prune.stages.export.stage import TaskName
 
 MEAN_SHARE = 0.1
 """Means are held to so much of the tolerance: errors of single elements are rounding, of random sign, and a mean that

@@ -15,21 +15,21 @@ from ckpt_prune.exporting.tasks import check_padding, chosen_task
 from ckpt_prune.exporting.writing import Exported, write_graph
 from ckpt_prune.filenames import GRAPH_FOLDER
 from ckpt_prune.options import CalibrationOptions, ImageOptions, ProofOptions
-from ckpt_prune.planning.export_recipe import ExportRecipe, GraphSettings
+from ckpt_prune.stages.export.stage import Export, GraphSettings
 
 
 @dataclass(frozen=True)
 class GraphStep:
     """The last step of a recipe, with all that can be checked before the first."""
 
-    recipe: ExportRecipe
+    recipe: Export
     samples: ProofSamples | None
     trust: bool
 
     @classmethod
     def of(
         cls,
-        recipe: ExportRecipe,
+        recipe: Export,
         source: Checkpoint,
         calibration: CalibrationOptions,
         images: ImageOptions,

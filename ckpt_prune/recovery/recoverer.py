@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.errors import UserError
-from ckpt_prune.planning.recovery_recipe import RecoverySettings
 from ckpt_prune.progress import Meter
 from ckpt_prune.recovery.record import RecoveredLayer
 from ckpt_prune.recovery.similarity import Similarity
 from ckpt_prune.recovery.survivors import trained_tensors
 from ckpt_prune.recovery.training import Split, Trained, cut, part_size, train_block, within
+from ckpt_prune.stages.recovery.stage import RecoverySettings
 
 _UNLIKE = 0.3
 """Relative difference of the hidden states entering the first block, above which two models have nothing in common."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ckpt_prune.architectures.family import KINDS, Family
 from ckpt_prune.architectures.skeleton import is_stored_buffer
-from ckpt_prune.planning.names import Part
+from ckpt_prune.job.names import Part
 from ckpt_prune.rotations.rotated import ENTRY, EXIT
 
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.checkpoint.finite import all_finite
 from ckpt_prune.parallel.group import ALONE, Group
-from ckpt_prune.planning.recovery_recipe import RecoverySettings
 from ckpt_prune.recovery.survivors import survivors
+from ckpt_prune.stages.recovery.stage import RecoverySettings
 
 _NOTHING = 1e-10
 """Error, as a share of the target's energy, below which there is nothing to recover: float32 rounding."""

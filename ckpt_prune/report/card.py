@@ -4,12 +4,11 @@ from pydantic import ValidationError
 
 from ckpt_prune.checkpoint.units import counted, human_bytes, human_count
 from ckpt_prune.filenames import ROTATIONS
+from ckpt_prune.job.recipe import Recipe
+from ckpt_prune.job.sizes import TargetSize
 from ckpt_prune.plain import coded, markdown
-from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.planning.recipe_file import load_recipe
-from ckpt_prune.planning.shares import is_far
-from ckpt_prune.planning.shipped import shipped_recipes
-from ckpt_prune.planning.sizes import TargetSize
+from ckpt_prune.recipe.reading import load_recipe
+from ckpt_prune.recipe.shipped import shipped_recipes
 from ckpt_prune.report.adapters import is_recovered, told_of
 from ckpt_prune.report.depth import depth_lines, named_all
 from ckpt_prune.report.figures import (
@@ -25,6 +24,8 @@ from ckpt_prune.report.latency import latency_line
 from ckpt_prune.report.metadata import front_matter, metadata, sentence_class_of
 from ckpt_prune.report.model import Report
 from ckpt_prune.report.tried import tried_table
+from ckpt_prune.stages import FullRecipe
+from ckpt_prune.stages.spaces.ratio_gaps import is_far
 
 _PACKED = (
     "For 2:4 `torch.sparse.to_sparse_semi_structured` does, on NVIDIA GPUs of compute capability 8.0 or later; vLLM "
@@ -242,7 +243,7 @@ def _beside_shipped(report: Report) -> str:
 def _used(report: Report) -> Recipe | None:
     """The recipe as it was used; None where it is of another version, or another tool pruned."""
     try:
-        return Recipe.model_validate(report.recipe.model_dump(mode="json"))
+        return FullRecipe.model_validate(report.recipe.model_dump(mode="json"))
     except ValidationError:
         return None
 

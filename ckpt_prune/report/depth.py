@@ -2,30 +2,30 @@
 
 from collections.abc import Iterable
 
-from ckpt_prune.planning.records import Depth, Gap
+from ckpt_prune.job.records import DepthRecord, GapRecord
 
 STAYS, GONE, MAPPED = "#", ".", "+"
 
 
-def picture(depth: Depth) -> str:
+def picture(depth: DepthRecord) -> str:
     """A sign for every block of the dense model: it stays, it is gone, or it has taken the map of a gap."""
     kept = set(depth.kept)
     mapped = {gap.first - 1 for gap in depth.gaps if gap.into is not None}
     return "".join(GONE if block not in kept else MAPPED if block in mapped else STAYS for block in range(depth.blocks))
 
 
-def named(gap: Gap) -> str:
+def named(gap: GapRecord) -> str:
     """The blocks of a gap in words."""
     last = gap.first + gap.blocks - 1
     return f"block {gap.first}" if last == gap.first else f"blocks {gap.first} to {last}"
 
 
-def named_all(depth: Depth) -> str:
+def named_all(depth: DepthRecord) -> str:
     """What is gone in words."""
     return ("" if depth.part == "block" else f"{depth.part} of ") + ", ".join(map(named, depth.gaps))
 
 
-def depth_lines(depth: Depth) -> Iterable[str]:
+def depth_lines(depth: DepthRecord) -> Iterable[str]:
     """What is left, and a line for every gap."""
     legend = f"{GONE} is gone" + (f", {MAPPED} makes up for it" if MAPPED in picture(depth) else "")
     what = "blocks" if depth.part == "block" else f"{depth.part} of blocks"
@@ -41,7 +41,7 @@ def depth_lines(depth: Depth) -> Iterable[str]:
             yield f"{named(gap)}: {words}"
 
 
-def gap_words(gap: Gap) -> str:
+def gap_words(gap: GapRecord) -> str:
     """What is known of a gap."""
     parts: list[str] = []
     if gap.distance is not None:

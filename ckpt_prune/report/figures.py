@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ckpt_prune.planning.records import Cost, FactoredLinear, MaskedLinear, SiteRecord
+from ckpt_prune.job.records import Cost, FactoredLinear, MaskedLinear, SiteRecord
 from ckpt_prune.recovery.record import RecoveredLayer
 from ckpt_prune.report.model import Learned, Mask, Perplexity, Recovery
 

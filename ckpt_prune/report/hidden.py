@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from ckpt_prune.planning.records import Hidden
+from ckpt_prune.job.records import HiddenRecord
 
 _KINDS = {
     "per-block": "attention and mlp of every block read it in bases of their own",
@@ -10,13 +10,13 @@ _KINDS = {
 }
 
 
-def dimensions_line(hidden: Hidden) -> str:
+def dimensions_line(hidden: HiddenRecord) -> str:
     """How many dimensions stay."""
     share = 1 - hidden.kept / hidden.dimensions
     return f"residual stream: {hidden.kept} of {hidden.dimensions} dimensions stay (ratio {share:.3g})"
 
 
-def hidden_lines(hidden: Hidden) -> Iterable[str]:
+def hidden_lines(hidden: HiddenRecord) -> Iterable[str]:
     """In which bases they are, and what share of the energy stays in them."""
     known = [share for share in hidden.energy if share is not None]
     if not known:

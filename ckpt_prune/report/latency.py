@@ -1,6 +1,6 @@
 """What an output takes beside what a table of the machine had foreseen, in words."""
 
-from ckpt_prune.planning.latency import TRUSTED
+from ckpt_prune.job.latency import TRUSTED
 from ckpt_prune.report.model import Latency
 
 OFF = 0.05

@@ -10,11 +10,11 @@ from pydantic import AliasChoices, Field, SerializerFunctionWrapHandler, model_s
 
 from ckpt_prune.checkpoint.modules import SentenceClass
 from ckpt_prune.filenames import ELSEWHERE
-from ckpt_prune.planning.records import (
+from ckpt_prune.job.records import (
     Cost,
-    Depth,
+    DepthRecord,
     FactoredLinear,
-    Hidden,
+    HiddenRecord,
     MaskedLinear,
     MaskShares,
     Origin,
@@ -400,8 +400,8 @@ class Report(Fixed):
     container: StoredAs
     before: Cost
     after: Cost
-    depth: Depth | None = None
-    hidden: Hidden | None = None
+    depth: DepthRecord | None = None
+    hidden: HiddenRecord | None = None
     mask: Mask | None = None
     rotation: Rotation | None = None
     sites: list[SiteRecord]

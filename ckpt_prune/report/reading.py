@@ -10,7 +10,7 @@ from ckpt_prune.checkpoint.journal import refuse_unfinished
 from ckpt_prune.checkpoint.jsonfile import parse_object
 from ckpt_prune.errors import UserError
 from ckpt_prune.filenames import REPORT
-from ckpt_prune.planning.records import PlanFile, SiteRecord
+from ckpt_prune.job.records import PlanFile, SiteRecord
 from ckpt_prune.report.model import Report, UsedRecipe
 
 AnyPlan = PlanFile[UsedRecipe, SiteRecord]

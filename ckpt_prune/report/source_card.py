@@ -5,7 +5,7 @@ from typing import Any
 
 from ckpt_prune.checkpoint.inputs import read_input
 from ckpt_prune.plain import plain
-from ckpt_prune.planning.yaml12 import read_yaml
+from ckpt_prune.recipe.yaml12 import read_yaml
 from ckpt_prune.report.model import SourceCard
 
 _MOST_BYTES = 2**20

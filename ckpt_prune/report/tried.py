@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ckpt_prune.planning.records import Depth, Hidden
+from ckpt_prune.job.records import DepthRecord, HiddenRecord
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class TriedTable:
     rows: list[list[str]]
 
 
-def tried_table(depth: Depth | None, hidden: Hidden | None) -> TriedTable | None:
+def tried_table(depth: DepthRecord | None, hidden: HiddenRecord | None) -> TriedTable | None:
     """Numbers of blocks or dimensions, or pairs of both, with the divergence of each; None where nothing was tried."""
     gone = 0 if depth is None else depth.blocks - len(depth.kept)
     taken: tuple[int, ...]

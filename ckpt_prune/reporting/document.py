@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckpt_prune.planning.records import Cost, Depth, FactoredLinear, Hidden, MaskedLinear, SiteRecord
+from ckpt_prune.job.records import Cost, DepthRecord, FactoredLinear, HiddenRecord, MaskedLinear, SiteRecord
 from ckpt_prune.recovery.record import RecoveredLayer
 from ckpt_prune.report.adapters import is_recovered, told_of
 from ckpt_prune.report.figures import RecoveryFigures, recovery_figures
@@ -57,8 +57,8 @@ class Document:
     before: Cost
     after: Cost
     sites: list[SiteRecord]
-    depth: Depth | None = None
-    hidden: Hidden | None = None
+    depth: DepthRecord | None = None
+    hidden: HiddenRecord | None = None
     layers: list[RecoveredLayer] = field(default_factory=list)
     mask: Mask | None = None
     rotation: Rotation | None = None

@@ -13,11 +13,9 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.checkpoint.finite import all_finite
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
+from ckpt_prune.job.layout import Added
 from ckpt_prune.rotations.absorbing import gains, residual_of, without_mean
 
-Added = dict[str, tuple[str, tuple[int, ...]]]
-"""A tensor that the source has not, or not of that shape → one of its tensors, whose file and dtype it shares, and its
-shape."""
 _ROWS = 8192
 """Rows of a table that absorb a matrix together, in float64."""
 

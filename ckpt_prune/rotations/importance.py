@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ckpt_prune.checkpoint.finite import all_finite
 from ckpt_prune.errors import UserError
-from ckpt_prune.planning.names import Backbone
+from ckpt_prune.job.names import Backbone
 from ckpt_prune.sparsity.damping import DAMP, SingularHessianError, damped_cholesky, live_mean
 
 Side = Literal["residual", "heads"]

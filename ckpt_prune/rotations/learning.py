@@ -25,14 +25,14 @@ from ckpt_prune.checkpoint.staging import disk_failures
 from ckpt_prune.checkpoint.writing import CheckpointWriter, check_room
 from ckpt_prune.errors import UserError
 from ckpt_prune.filenames import ROTATIONS
-from ckpt_prune.planning.mask_recipe import RotationRecipe
-from ckpt_prune.planning.names import Backbone, RotationKind
+from ckpt_prune.job.names import Backbone, RotationKind
 from ckpt_prune.progress import Meter, meter
 from ckpt_prune.rotations.absorbing import fused, residual_of, sides, unnormed, value_lines
 from ckpt_prune.rotations.importance import Side, Term, importance, sensitivity
 from ckpt_prune.rotations.maps import importance_map
 from ckpt_prune.rotations.rotated import BlockRotations
 from ckpt_prune.rotations.training import Learned, Training, learn, learn_shared
+from ckpt_prune.stages.rotation.stage import Rotation
 
 _SHARED = "residual"
 _KEPT_BYTES = 2**30
@@ -136,7 +136,7 @@ class Learner:
     """
 
     model: Model
-    recipe: RotationRecipe
+    recipe: Rotation
     backbone: Backbone
     groups: int | None
     source: Callable[["Learner"], MomentSource]

@@ -12,8 +12,9 @@ from ckpt_prune.architectures.family import KINDS
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import is_stored_buffer
 from ckpt_prune.errors import UserError
-from ckpt_prune.planning.names import RotationKind
-from ckpt_prune.rotations.absorbed import AbsorbedCheckpoint, Added
+from ckpt_prune.job.layout import Added
+from ckpt_prune.job.names import RotationKind
+from ckpt_prune.rotations.absorbed import AbsorbedCheckpoint
 from ckpt_prune.rotations.absorbing import fused, no_gains, residual_of, turned
 
 BlockRotations = tuple[Tensor | None, Tensor]

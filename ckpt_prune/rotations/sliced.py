@@ -13,9 +13,10 @@ from ckpt_prune.architectures.family import KINDS
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.sublayers import Sublayer, sublayers
 from ckpt_prune.errors import UserError
+from ckpt_prune.job.layout import Added
+from ckpt_prune.job.names import SlicingKind
 from ckpt_prune.modeling_pruned import SKIPS, Slicing
-from ckpt_prune.planning.names import SlicingKind
-from ckpt_prune.rotations.absorbed import AbsorbedCheckpoint, Added
+from ckpt_prune.rotations.absorbed import AbsorbedCheckpoint
 from ckpt_prune.rotations.absorbing import fused, gains, no_gains, residual_of, without_mean
 from ckpt_prune.rotations.slicing import diagonalising, read_by, scale_of, written_by
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from ckpt_prune.checkpoint.inputs import read_input
 from ckpt_prune.errors import UserError
 from ckpt_prune.plain import coded, markdown
-from ckpt_prune.planning.recipe_file import load_recipe
-from ckpt_prune.planning.recipe_places import RecipeFile
-from ckpt_prune.planning.shipped import MOST_BYTES
+from ckpt_prune.recipe.places import RecipeFile
+from ckpt_prune.recipe.reading import load_recipe
+from ckpt_prune.recipe.shipped import MOST_BYTES
 from ckpt_prune.report.metadata import front_matter
 from ckpt_prune.sharing.hub_repo import Commit, commit, find_place
 

@@ -14,8 +14,8 @@ from ckpt_prune.evaluation.patch_heads import Segmentation
 from ckpt_prune.evaluation.probing import Probe
 from ckpt_prune.evaluation.results import AccuracyResult, TaskResult
 from ckpt_prune.evaluation.similarity import Similarity
-from ckpt_prune.planning.records import Cost
-from ckpt_prune.transform.sweep import Point
+from ckpt_prune.job.records import Cost
+from ckpt_prune.runner.sweep import Point
 
 LINE = 700
 """Characters that a result may take in an interpreter."""

@@ -19,9 +19,9 @@ from ckpt_prune.architectures.hypothetical import checkpoint_of_config
 from ckpt_prune.architectures.part import part_of
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.verify import verify
-from ckpt_prune.planning.accounting import cost_of
-from ckpt_prune.planning.mask_recipe import RotationKind
-from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.job.cost import cost_of
+from ckpt_prune.job.names import RotationKind
+from ckpt_prune.stages import FullRecipe
 from tests.architectures.published import COMPOSITES, PUBLISHED
 from tests.contract.dense import Dense, spaces_recipe
 from tests.contract.models import BLOCKS, Case
@@ -263,7 +263,7 @@ def test_blocks_of_different_widths(case: Case, tmp_path: Path) -> None:
         "container": "any",
         "ratio": RATIO.get(case.model_type, 0.25),
     }
-    recipe = Recipe.model_validate({"version": 1, "name": "test", "spaces": spaces, **top})
+    recipe = FullRecipe.model_validate({"version": 1, "name": "test", "spaces": spaces, **top})
     report = dense.prune(case, recipe, tmp_path / "out")
     widths = {(site["block"], site["space"]): len(site["kept"]) for site in report["sites"]}
     assert widths[0, "heads"] != widths[1, "heads"], widths

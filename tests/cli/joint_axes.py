@@ -8,11 +8,11 @@ import torch
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.choosing import chosen_samples
 from ckpt_prune.calibration.samples import Part
+from ckpt_prune.job.prepared import LiveSamples, Prepared
 from ckpt_prune.options import PruneOptions
-from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.transform.request import LiveSamples, Request
-from ckpt_prune.transform.run import run
-from ckpt_prune.transform.settle import settle
+from ckpt_prune.runner.run_job import run
+from ckpt_prune.runner.settle import settle
+from ckpt_prune.stages import FullRecipe
 from tests.cli.running import TEXT
 from tests.families import stock
 
@@ -36,9 +36,9 @@ def divergence_on_the_second_fold(folder: str, **values: Any) -> float:
     )
     model = Model.open(folder)
     samples = chosen_samples(model, options, options, trust=False, say=print)
-    recipe = Recipe.model_validate({"version": 1, "name": "first", **values})
+    recipe = FullRecipe.model_validate({"version": 1, "name": "first", **values})
     live = LiveSamples(Part(samples, 0, 4), 1, torch.float32)
-    run(settle(Request(model, recipe, live=live)), Path("first"))
+    run(settle(Prepared(model, recipe, live=live)), Path("first"))
     return divergence(folder, "first", samples.batch(slice(4, 8))["input_ids"])
 
 

@@ -11,7 +11,7 @@ import torch
 import ckpt_prune
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.evaluation.loading import quiet_transformers
-from ckpt_prune.planning.recipe_file import load_recipe
+from ckpt_prune.recipe.reading import load_recipe
 from tests import encoders, families
 from tests.cli.running import TEXT, edit_weights, listing, ok, poison, read_json, refused, run, same_files
 from tests.families import logits
@@ -78,7 +78,7 @@ def test_effects_are_in_the_statistics(here):
 
 
 def test_effects_of_deep_models_are_measured_where_that_is_asked_for(here, monkeypatch):
-    monkeypatch.setattr("ckpt_prune.transform.measured_effects.SHALLOW", 1)
+    monkeypatch.setattr("ckpt_prune.stages.spaces.effects.measured.SHALLOW", 1)
     ok("calibrate", "llama", *TEXT, "-o", "predicted")
     found = read_json("predicted/statistics.json")
     assert "effects" not in found
@@ -551,7 +551,9 @@ def test_a_curve_of_masks_or_broken_weights_is_refused(here):
 
 def test_effects_that_are_not_measured_twice(here, monkeypatch):
     """Statistics that hold them are used as they are."""
-    monkeypatch.setattr("ckpt_prune.transform.measuring.measure_effects", lambda *_a, **_k: pytest.fail("measured"))
-    monkeypatch.setattr("ckpt_prune.transform.measuring.measure_into", lambda *_a, **_k: pytest.fail("again"))
+    monkeypatch.setattr(
+        "ckpt_prune.stages.spaces.measure_dense.measure_effects", lambda *_a, **_k: pytest.fail("measured")
+    )
+    monkeypatch.setattr("ckpt_prune.stages.spaces.measure_dense.measure_into", lambda *_a, **_k: pytest.fail("again"))
     ok("prune", "llama", *BEST, "--ratio", "0.4", "-o", "out")
     ok("prune", "llama", "--recipe", "best", "--set=weigh_by=energy", "--statistics", "weighed", *QUICK, "-o", "other")

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from ckpt_prune.calibration.statistics import Statistics
-from ckpt_prune.planning.shipped import DEFAULT_RECIPE, WIDER_CHOICE
+from ckpt_prune.recipe.shipped import DEFAULT_RECIPE, WIDER_CHOICE
 from ckpt_prune.scoring.costs import DropOrder
 from tests import families
 from tests.cli.running import TEXT, listing, ok, read_json, refused, run, untimed

@@ -14,7 +14,7 @@ import ckpt_prune
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.evaluation.loading import quiet_transformers
 from ckpt_prune.recovery.training import Split
-from ckpt_prune.transform.messages import SECOND_ORDER
+from ckpt_prune.runner.messages import SECOND_ORDER
 from tests.cli.running import TEXT, edit_weights, interrupted, ok, read_json, refused, resumed, run, untimed
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
 from tests.families import stock
@@ -151,7 +151,7 @@ def test_a_run_that_has_chosen_by_loss_does_not_choose_again(here) -> None:
     ok(*job, "-o", "whole")
     interrupted(job, 1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ckpt_prune.transform.depth.losses_without", None)
+        patch.setattr("ckpt_prune.stages.depth.run.losses_without", None)
         resumed(job)
 
 

@@ -11,7 +11,7 @@ MACHINE = "where nothing else runs on this machine"
 @pytest.fixture
 def long(place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every job counts as long."""
-    monkeypatch.setattr("ckpt_prune.transform.estimate.WORTH_SAYING", 0.0)
+    monkeypatch.setattr("ckpt_prune.runner.estimate.estimate.WORTH_SAYING", 0.0)
 
 
 @pytest.mark.usefixtures("long")

@@ -8,7 +8,7 @@ import ckpt_prune
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.evaluation.loading import quiet_transformers
-from ckpt_prune.planning.accounting import cost_of
+from ckpt_prune.job.cost import cost_of
 from tests import encoders
 from tests.cli.running import TEXT, ok, read_json, refused
 from tests.images import write_images, write_vit

@@ -132,8 +132,8 @@ def test_what_does_not_go(here, recipe, options, why):
 
 
 def test_a_resumed_run_shares_out_once(here, monkeypatch):
-    from ckpt_prune.transform import run as running
-    from ckpt_prune.transform.masking import Masker
+    from ckpt_prune.runner import run_job as running
+    from ckpt_prune.stages.mask.masker import Masker
     from tests.interrupting import interrupt_at
 
     job = (*PRUNE, "wanda-owl", *TEXT)

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, AutoModelForImageClassification, 
 import ckpt_prune
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.evaluation.loading import quiet_transformers
-from ckpt_prune.planning.recipe_file import load_recipe
-from ckpt_prune.planning.shipped import shipped_recipes
 from ckpt_prune.progress import Meter
+from ckpt_prune.recipe.reading import load_recipe
+from ckpt_prune.recipe.shipped import shipped_recipes
 from ckpt_prune.rotations.learning import Learner
 from ckpt_prune.sparsity import damping
 from tests import encoders, families

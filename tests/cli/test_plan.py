@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_prune.transform.messages import SECOND_ORDER
+from ckpt_prune.runner.messages import SECOND_ORDER
 from tests.cli.running import TEXT, edit_weights, listing, ok, poison, read_json, refused
 
 RCPU = ("--recipe", "rcpu", "--statistics", "stats", "--ratio", "0.5")

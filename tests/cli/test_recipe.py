@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_prune.checkpoint import staging
-from ckpt_prune.planning.shipped import shipped_recipes
+from ckpt_prune.recipe.shipped import shipped_recipes
 from tests.cli.running import misused, ok, refused
 
 TOP = (

@@ -19,7 +19,7 @@ from ckpt_prune.architectures.skeleton import parse_config
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.loading import quiet_transformers
-from ckpt_prune.transform.asked import asked_after
+from ckpt_prune.runner.read_job import asked_after
 from tests import encoders, families
 from tests.cli.running import (
     TEXT,

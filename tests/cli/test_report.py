@@ -102,7 +102,7 @@ def test_neither_torch_nor_transformers_is_loaded(here):
 
 
 def test_the_report_has_the_name_that_prune_gives_it():
-    from ckpt_prune.transform import publish
+    from ckpt_prune.runner import publish
 
     assert publish.REPORT == REPORT
 

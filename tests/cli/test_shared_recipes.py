@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_prune.planning.recipe_places import locate_recipe
-from ckpt_prune.planning.shipped import recipe_text, shipped_recipes
+from ckpt_prune.recipe.places import locate_recipe
+from ckpt_prune.recipe.shipped import recipe_text, shipped_recipes
 from tests.cli.running import ok, refused
 from tests.hub_server import Hub, Repo
 

@@ -11,11 +11,11 @@ from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.calibration.measure import everything, measure
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.statistics import Statistics
-from ckpt_prune.planning.kinds import TRAITS
-from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.transform.request import LiveSamples, RecoverySamples, Request
-from ckpt_prune.transform.run import run
-from ckpt_prune.transform.settle import settle
+from ckpt_prune.job.kinds import TRAITS
+from ckpt_prune.job.prepared import LiveSamples, RecoverySamples, Prepared
+from ckpt_prune.runner.run_job import run
+from ckpt_prune.runner.settle import settle
+from ckpt_prune.stages import FullRecipe
 from tests.encoders import DEFAULTS, STRENGTH
 from tests.measuring import measured
 
@@ -51,17 +51,17 @@ class Dense:
             self._statistics[case] = measure(model, case.samples(), out, seed=0, folds=2, collect=collect, **options)
         return self._statistics[case]
 
-    def request(self, case: Case, recipe: Recipe, live: Samples | None = None, **more: Any) -> Request:
+    def request(self, case: Case, recipe: FullRecipe, live: Samples | None = None, **more: Any) -> Prepared:
         """On live samples, or on statistics where there are none."""
         if live is not None:
-            return Request(self.model(case), recipe, live=LiveSamples(live, 2, torch.float32), **more)
+            return Prepared(self.model(case), recipe, live=LiveSamples(live, 2, torch.float32), **more)
         statistics = self.statistics(case) if recipe.needs_moments else None
-        return Request(self.model(case), recipe, statistics, **more)
+        return Prepared(self.model(case), recipe, statistics, **more)
 
     def prune(
         self,
         case: Case,
-        recipe: Recipe,
+        recipe: FullRecipe,
         out: Path,
         live: Samples | None = None,
         training: RecoverySamples | None = None,
@@ -72,11 +72,11 @@ class Dense:
             return run(ready, out, **options).report.data()
 
 
-def spaces_recipe(case: Case, methods: Mapping[SpaceName, str], container: str = "any", **top: Any) -> Recipe:
+def spaces_recipe(case: Case, methods: Mapping[SpaceName, str], container: str = "any", **top: Any) -> FullRecipe:
     """Prune these spaces by the case's ratios."""
     spaces = {}
     for space, method in methods.items():
         strength = {"lambda": STRENGTH} if TRAITS[method].uses_strength else {}
         compensation = {"method": method} | strength
         spaces[space] = DEFAULTS[space] | {"ratio": case.ratio(space), "compensation": compensation}
-    return Recipe.model_validate({"version": 1, "name": "test", "container": container, "spaces": spaces, **top})
+    return FullRecipe.model_validate({"version": 1, "name": "test", "container": container, "spaces": spaces, **top})

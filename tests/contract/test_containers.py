@@ -13,7 +13,7 @@ from ckpt_prune.architectures.skeleton import RefusedConfigError, parse_config
 from ckpt_prune.architectures.spaces import known_space
 from ckpt_prune.containers.choosing import choose_container, whole_spaces
 from ckpt_prune.errors import UserError
-from ckpt_prune.transform.layout import plan_layout
+from ckpt_prune.job.layout import plan_layout
 
 from .models import LED, Case, first_cases
 

@@ -16,9 +16,9 @@ from ckpt_prune.calibration.gaps import map_spaces
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.verify import verify
-from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.transform.run import run
-from ckpt_prune.transform.settle import settle
+from ckpt_prune.runner.run_job import run
+from ckpt_prune.runner.settle import settle
+from ckpt_prune.stages import FullRecipe
 from tests.oracles.gap import ridge_map
 from tests.pairs import chosen, every
 
@@ -45,9 +45,9 @@ def deep(case: Case) -> Case:
     return replace(case, blocks=4, settings=json.dumps(patterns))
 
 
-def depth_recipe(blocks: list[int], **compensation: Any) -> Recipe:
+def depth_recipe(blocks: list[int], **compensation: Any) -> FullRecipe:
     values = {"version": 1, "name": "test", "depth": {"blocks": blocks, "compensation": compensation}}
-    return Recipe.model_validate(values)
+    return FullRecipe.model_validate(values)
 
 
 def without(case: Case, blocks: list[int]) -> PreTrainedModel:
@@ -167,7 +167,7 @@ def test_a_part_that_is_gone_gives_nothing_to_the_stream(dense: Dense, case: Cas
     for block, part in ((1, "attention"), (2, "mlp")):
         out = tmp_path / part
         depth = {"blocks": [block], "part": part}
-        recipe = Recipe.model_validate({"version": 1, "name": "test", "depth": depth})
+        recipe = FullRecipe.model_validate({"version": 1, "name": "test", "depth": depth})
         report = run(settle(dense.request(case, recipe)), out).report
         assert report.before == report.after
         model = plain(case.model()).double()

@@ -8,7 +8,7 @@ import torch
 
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.exporting.folder import GraphWriter
-from ckpt_prune.planning.export_recipe import GraphSettings
+from ckpt_prune.stages.export.stage import GraphSettings
 from tests.exporting.exports import (
     Graph,
     Text,

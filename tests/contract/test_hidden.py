@@ -20,13 +20,13 @@ from ckpt_prune.calibration.sources import CachedMoments
 from ckpt_prune.calibration.streams import stream_of
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.verify import verify
-from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.rotations.absorbing import residual_of
 from ckpt_prune.rotations.moments import stream_gram
 from ckpt_prune.rotations.slicing import keeping_ones, scale_of
-from ckpt_prune.transform.narrowing import hidden_record, jointly_narrowed, view_of
-from ckpt_prune.transform.run import run
-from ckpt_prune.transform.settle import Settled, settle
+from ckpt_prune.runner.run_job import run
+from ckpt_prune.runner.settle import Settled, settle
+from ckpt_prune.stages import FullRecipe
+from ckpt_prune.stages.hidden.preview import hidden_record, jointly_narrowed, view_of
 from tests.oracles.slicing import Projected
 from tests.pairs import chosen
 
@@ -37,10 +37,10 @@ from .whole import assert_same_outputs, outputs, plain
 KEPT, COMPUTED = 2e-5, 2e-3
 
 
-def hidden_recipe(kind: str, ratio: float, **more: Any) -> Recipe:
+def hidden_recipe(kind: str, ratio: float, **more: Any) -> FullRecipe:
     target = "sequential" if kind == "per-block" else "dense"
     hidden = {"kind": kind, "multiple_of": 2, **more}
-    return Recipe.model_validate({"version": 1, "name": "test", "ratio": ratio, "target": target, "hidden": hidden})
+    return FullRecipe.model_validate({"version": 1, "name": "test", "ratio": ratio, "target": target, "hidden": hidden})
 
 
 HEADS = {"falcon", "gpt2", "gpt_neox", "mpt", "opt"}
@@ -115,7 +115,7 @@ def test_with_blocks_it_is_two_prunes_one_after_the_other(dense: Dense, case: Ca
     }
     made, data = {}, case.samples()
     for name, own in (("both", parts), ("depth", {"depth": parts["depth"]}), ("hidden", {"hidden": parts["hidden"]})):
-        recipe = Recipe.model_validate({"version": 1, "name": "test", **own})
+        recipe = FullRecipe.model_validate({"version": 1, "name": "test", **own})
         request = dense.request(case, recipe, data)
         made[name] = tmp_path / name
         if name == "hidden":
@@ -159,7 +159,7 @@ def test_drift_beside_a_narrower_stream_is_from_the_dense_one(dense: Dense, case
     """
     values = {"hidden": {"kind": "shared", "drop": 4, "multiple_of": 2}, "target": "drift", "container": "any"}
     spaces = {"heads": {"score": "rcpu", "compensation": {"method": "ridge"}}}
-    recipe = Recipe.model_validate({"version": 1, "name": "test", "spaces": spaces, **values})
+    recipe = FullRecipe.model_validate({"version": 1, "name": "test", "spaces": spaces, **values})
     request = dense.request(case, recipe, case.samples())
     model, kept = request.model, request.model.dimension("hidden") - 4
     own = torch.randn(model.dimension("hidden"), 3 * kept, dtype=torch.float64)

@@ -10,7 +10,7 @@ from ckpt_prune.architectures.blocks import module_paths
 from ckpt_prune.architectures.factors import factor_names
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.evaluation.verify import verify
-from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.stages import FullRecipe
 from tests.oracles import factors
 from tests.oracles.masked_model import Target
 from tests.pairs import dealt, every
@@ -40,7 +40,7 @@ def product(W: torch.Tensor, X: torch.Tensor) -> torch.Tensor:
 def test_factors_equal_a_whole_model_factored_by_hand(dense: Dense, case: Case, target: Target, tmp_path: Path):
     data = case.samples(8)
     values = {"version": 1, "name": "test", "low_rank": {}, "ratio": RATIO, **TARGETS[target]}
-    dense.prune(case, Recipe.model_validate(values), tmp_path / "out", data)
+    dense.prune(case, FullRecipe.model_validate(values), tmp_path / "out", data)
     oracle = whole(case)
     expected = oracle.mask(data, product, target)
     out = Checkpoint.open(tmp_path / "out")
@@ -57,7 +57,7 @@ def test_factors_equal_a_whole_model_factored_by_hand(dense: Dense, case: Case, 
 
 def test_what_is_several_modules_stays_whole(dense: Dense, tmp_path: Path):
     case = next(case for case in FIRST if case.family.experts is None and not in_one(case))
-    report = dense.prune(case, Recipe.model_validate({"version": 1, "name": "x", "low_rank": {}}), tmp_path / "out")
+    report = dense.prune(case, FullRecipe.model_validate({"version": 1, "name": "x", "low_rank": {}}), tmp_path / "out")
     several = {module for module, paths in module_paths(case.family).items() if len(paths) > 1}
     named = {each["weight"].removesuffix(".weight").rpartition(".")[2] for each in report["factored"]}
     assert named

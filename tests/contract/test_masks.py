@@ -8,10 +8,10 @@ import torch
 
 from ckpt_prune.architectures.model import Model as PrunedModel
 from ckpt_prune.evaluation.verify import verify
-from ckpt_prune.planning.recovery_recipe import RecoverySettings
-from ckpt_prune.transform.recover import RecoveryRequest, recover, settle_recovery
-from ckpt_prune.transform.request import RecoverySamples
-from ckpt_prune.transform.scaling import recover_by_scales
+from ckpt_prune.job.prepared import RecoverySamples
+from ckpt_prune.runner.recover import RecoveryJob, recover, prepare_recovery
+from ckpt_prune.runner.recover_scales import recover_by_scales
+from ckpt_prune.stages.recovery.stage import RecoverySettings
 from tests.oracles.masked_model import Linear, Model, Target
 from tests.pairs import every, first_of_each
 from tests.transform.whole import RULES, TARGETS, assert_masked, wanted
@@ -76,8 +76,8 @@ def test_what_is_pruned_is_recovered(dense: Dense, case: Case, tmp_path) -> None
     dense.prune(case, spaces_recipe(case, dict.fromkeys(case.ratios, "none")), tmp_path / "pruned")
     settings = RecoverySettings.model_validate({"epochs": 3, "lr": 0.0005, "batch": 4, "held_out": 0.25})
     pruned = PrunedModel.open(tmp_path / "pruned")
-    request = RecoveryRequest(pruned, dense.model(case), settings, case.samples(16, seed=11))
-    recover(settle_recovery(request), tmp_path / "out")
+    request = RecoveryJob(pruned, dense.model(case), settings, case.samples(16, seed=11))
+    recover(prepare_recovery(request), tmp_path / "out")
     report = json.loads((tmp_path / "out" / "ckpt_prune.json").read_text())
     layers = report["layers"]
     assert any(layer["mse_after"] < layer["mse_start"] for layer in layers)
@@ -97,8 +97,8 @@ def test_what_is_pruned_is_scaled(dense: Dense, case: Case, tmp_path) -> None:
     dense.prune(case, spaces_recipe(case, methods), tmp_path / "pruned")
     pruned, samples = PrunedModel.open(tmp_path / "pruned"), case.samples(16, seed=11)
     settings = RecoverySettings.model_validate({"method": "scales", **how})
-    request = RecoveryRequest(pruned, dense.model(case), settings, samples)
-    told = recover_by_scales(settle_recovery(request), tmp_path / "out", overwrite=False, announce=lambda line: None)
+    request = RecoveryJob(pruned, dense.model(case), settings, samples)
+    told = recover_by_scales(prepare_recovery(request), tmp_path / "out", overwrite=False, announce=lambda line: None)
     assert told.adapters is not None
     assert told.adapters.modules > 0
     assert told.adapters.loss_after < told.adapters.loss_before

@@ -15,10 +15,10 @@ import ckpt_prune
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.loading import load_reported
 from ckpt_prune.modeling_pruned import REFUSAL, WEIGHTS_KEY
-from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.planning.recipe_file import load_recipe
-from ckpt_prune.transform.run import run
-from ckpt_prune.transform.settle import settle
+from ckpt_prune.recipe.reading import load_recipe
+from ckpt_prune.runner.run_job import run
+from ckpt_prune.runner.settle import settle
+from ckpt_prune.stages import FullRecipe
 from tests.pairs import chosen
 from tests.transform.test_rotations import random_rotations, rotating
 
@@ -33,7 +33,7 @@ RECIPES = ("biases", "rotations", *SHIPPED)
 """What no stock class has: biases without a slot, a stream that turns, and what shipped recipes make."""
 
 
-def recipe_of(case: Case, name: str) -> Recipe:
+def recipe_of(case: Case, name: str) -> FullRecipe:
     if name == "biases":
         return spaces_recipe(case, methods(case), "remote")
     if name == "rotations":

@@ -9,9 +9,9 @@ from ckpt_prune.compensation.logit_methods import LOGIT_METHODS
 from ckpt_prune.compensation.methods import METHODS
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.verify import verify
-from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.transform.run import run
-from ckpt_prune.transform.settle import settle
+from ckpt_prune.runner.run_job import run
+from ckpt_prune.runner.settle import settle
+from ckpt_prune.stages import FullRecipe
 from tests.encoders import DEFAULTS
 from tests.families import contents
 from tests.interrupting import interrupt_at
@@ -129,7 +129,7 @@ def test_a_space_of_which_none_can_go_is_refused(dense: Dense, case: Case) -> No
     assert whole == {name for name, space in described.items() if "none" in space.containers.values()}
     for name in whole:
         spaces = {space: DEFAULTS[space] for space in first_of_experts(case.family.spaces) if space != "experts"}
-        recipe = Recipe.model_validate({"version": 1, "name": "test", "spaces": spaces})
+        recipe = FullRecipe.model_validate({"version": 1, "name": "test", "spaces": spaces})
         with pytest.raises(UserError) as caught:
             settle(dense.request(case, recipe))
         assert str(caught.value) == (

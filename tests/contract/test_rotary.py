@@ -12,8 +12,8 @@ from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.verify import verify
 from ckpt_prune.modeling_pruned import cache_argument
-from ckpt_prune.transform.run import run
-from ckpt_prune.transform.settle import settle
+from ckpt_prune.runner.run_job import run
+from ckpt_prune.runner.settle import settle
 from tests.families import contents
 from tests.interrupting import interrupt_at
 from tests.pairs import every

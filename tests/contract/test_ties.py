@@ -13,7 +13,7 @@ from ckpt_prune.architectures.skeleton import Names
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.containers.checking import check_source
 from ckpt_prune.evaluation.loading import load_reported
-from ckpt_prune.planning.accounting import cost_of
+from ckpt_prune.job.cost import cost_of
 from tests.pairs import chosen
 
 from .models import CASES, Case

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from ckpt_prune.checkpoint.jsonfile import parse_object
 from ckpt_prune.checkpoint.shard import read_header
 from ckpt_prune.errors import UserError
-from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.stages import FullRecipe
 from tests.cli.running import refused
 from tests.forked import posix
 from tests.fuzz.mutate import mutated
@@ -72,7 +72,7 @@ def test_any_json_is_an_object_or_a_value_error(value: object) -> None:
 @given(key=st.sampled_from(["ratio", "spaces", "recovery", "export", "name", "target"]), value=JSON)
 def test_any_value_in_a_recipe_is_one_or_is_refused(key: str, value: object) -> None:
     with suppress(ValidationError, UserError):
-        assert Recipe.model_validate(RECIPE | {key: value}).version == 1
+        assert FullRecipe.model_validate(RECIPE | {key: value}).version == 1
 
 
 @few

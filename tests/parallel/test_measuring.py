@@ -11,8 +11,8 @@ from ckpt_prune.calibration.measure import measure
 from ckpt_prune.calibration.samples import TokenWindows
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.errors import UserError
-from ckpt_prune.transform.gradients import add_gradients
-from ckpt_prune.transform.measured_effects import measure_effects
+from ckpt_prune.stages.spaces.effects.gradients import add_gradients
+from ckpt_prune.stages.spaces.effects.measured import measure_effects
 from tests import families
 from tests.contract.models import CASES
 from tests.parallel.threads import in_threads

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.errors import UserError
-from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.stages import FullRecipe
 from tests import families
 from tests.interrupting import interrupt_at
 from tests.parallel.threads import in_threads
@@ -17,7 +17,7 @@ MASK = {"version": 1, "name": "masked", "mask": {"method": "sparsegpt", "pattern
 RECIPES = {
     "sequential": families.recipe("ridge", lam=0.01, target="sequential"),
     "drift": families.recipe("ridge", lam=0.01, target="drift"),
-    "mask": Recipe.model_validate(MASK),
+    "mask": FullRecipe.model_validate(MASK),
     "by perplexity": families.recipe("ridge", search={"lambda_by": "perplexity", "lambda_grid": [0.001, 10.0]}),
     "widths by error": families.recipe(
         "ridge", lam=0.01, target="drift", allocation="least-error", widths="per_layer", container="any"
@@ -25,7 +25,7 @@ RECIPES = {
 }
 
 
-def pruned(folder: Path, out: Path, size: int, recipe: Recipe, *, statistics=None, samples: int = 7, **options):
+def pruned(folder: Path, out: Path, size: int, recipe: FullRecipe, *, statistics=None, samples: int = 7, **options):
     """An output that so many processes have made together, and what each of them says of it."""
     live = None if statistics is not None else families.windows(samples)
 
@@ -98,7 +98,7 @@ def test_another_number_of_processes_goes_on(tmp_path, monkeypatch, kind):
 def test_what_one_process_does_alone_is_refused(tmp_path):
     folder = families.make(tmp_path / "dense")
     mask = {"method": "magnitude", "pattern": "1:2"}
-    rotating = Recipe.model_validate({**MASK, "target": "dense", "mask": mask, "rotation": {"kind": "shared"}})
+    rotating = FullRecipe.model_validate({**MASK, "target": "dense", "mask": mask, "rotation": {"kind": "shared"}})
     with pytest.raises(UserError) as caught:
         pruned(folder, tmp_path / "out", 2, rotating, samples=4)
     assert str(caught.value) == "recipe masked rotates, which one process does alone: start it without torchrun"

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from ckpt_prune.calibration.samples import TokenWindows
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.recovery.training import Split, within
-from ckpt_prune.transform.recover import recover
+from ckpt_prune.runner.recover import recover
 from tests import families
 from tests.interrupting import interrupt_at
 from tests.parallel.threads import in_threads
@@ -67,8 +67,8 @@ def test_another_number_of_processes_goes_on(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("method", ["laco", "scales"])
 def test_a_recipe_that_recovers(tmp_path, method):
-    from ckpt_prune.transform.request import RecoverySamples
-    from ckpt_prune.transform.settle import settle
+    from ckpt_prune.job.prepared import RecoverySamples
+    from ckpt_prune.runner.settle import settle
 
     dense = families.make(tmp_path / "dense", "mistral")
     recipe = families.recipe("bias", target="sequential", recovery={**QUICK, "batch": 3, "method": method})

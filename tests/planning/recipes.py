@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_prune.errors import UserError
-from ckpt_prune.planning.recipe_file import load_recipe
+from ckpt_prune.recipe.reading import load_recipe
 
 GOOD = """\
 version: 1

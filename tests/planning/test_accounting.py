@@ -8,12 +8,12 @@ import ckpt_prune
 from ckpt_prune.architectures.hypothetical import checkpoint_of_config
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import Names, build_skeleton, parse_config
+from ckpt_prune.job.cost import cost_of
+from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.modeling_pruned import cache_argument
-from ckpt_prune.planning.accounting import cost_of
-from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.planning.recipe_file import load_recipe
-from ckpt_prune.transform.request import Request
-from ckpt_prune.transform.settle import settle
+from ckpt_prune.recipe.reading import load_recipe
+from ckpt_prune.runner.settle import settle
+from ckpt_prune.stages import FullRecipe
 from tests.families import CONTEXT, VARIANTS, calibrate, job_on, make, model_of, one_group, prune, recipe, stock
 from tests.pairs import every
 
@@ -44,7 +44,7 @@ def llama_7b_parameters(heads: int, columns: int) -> int:
 def test_llama_7b_from_its_config_alone(tmp_path, ratio, billions, heads, columns):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_7B))
     model = Model.of(checkpoint_of_config(tmp_path))
-    job = settle(Request(model, load_recipe("magnitude", ratio=ratio)))
+    job = settle(Prepared(model, load_recipe("magnitude", ratio=ratio)))
     expected = llama_7b_parameters(heads, columns)
     assert f"{expected / 1e9:.3f}" == billions
     assert job.before.parameters == llama_7b_parameters(32, 11008)
@@ -81,7 +81,7 @@ def test_what_query_heads_and_values_save_is_counted(tmp_path, variant, spaces):
     """One of two in every group; beside groups what goes with both goes once. Keys stay cached as wide."""
     folder = make(tmp_path / "dense", variant)
     own = {space: {"score": "principal" if space == "values" else "magnitude", "ratio": 0.5} for space in spaces}
-    wanted = Recipe.model_validate({"version": 1, "name": "test", "container": "any", "spaces": own})
+    wanted = FullRecipe.model_validate({"version": 1, "name": "test", "container": "any", "spaces": own})
     statistics = (calibrate(folder, tmp_path / "statistics"),) if "values" in spaces else ()
     job = job_on(folder, wanted, *statistics)
     prune(job, tmp_path / "out")

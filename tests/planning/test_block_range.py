@@ -3,8 +3,8 @@
 import pytest
 
 from ckpt_prune.errors import UserError
-from ckpt_prune.planning.block_range import blocks_of, checked_range
-from ckpt_prune.planning.recipe_file import load_recipe
+from ckpt_prune.job.block_range import blocks_of, checked_range
+from ckpt_prune.recipe.reading import load_recipe
 
 from .recipes import refusal, write
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from ckpt_prune.planning.catalogue import GOALS, Entry, grouped
-from ckpt_prune.planning.names import Goal
-from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.planning.recipe_file import load_recipe
-from ckpt_prune.planning.shipped import DEFAULT_RECIPE, WIDER_CHOICE, shipped_recipes
+from ckpt_prune.job.names import Goal
+from ckpt_prune.recipe.catalogue import GOALS, Entry, grouped
+from ckpt_prune.recipe.reading import load_recipe
+from ckpt_prune.recipe.shipped import DEFAULT_RECIPE, WIDER_CHOICE, shipped_recipes
+from ckpt_prune.stages import FullRecipe
 
 from .recipes import refusal, write
 
@@ -15,7 +15,7 @@ RIDGE = {"score": "rcpu", "compensation": {"method": "ridge"}}
 
 def entry(**top: object) -> Entry:
     values = {"version": 1, "name": "mine"} | ({} if "mask" in top else {"spaces": {"mlp": RIDGE}}) | top
-    return Entry.of(Recipe.model_validate(values))
+    return Entry.of(FullRecipe.model_validate(values))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from ckpt_prune.architectures.spaces import BESIDE, ENDS, SPACES, Ends
 from ckpt_prune.compensation.logit_methods import LOGIT_METHODS
 from ckpt_prune.compensation.methods import COLUMN_METHODS
 from ckpt_prune.compensation.rotary import ROTARY_METHODS
-from ckpt_prune.planning.kinds import KINDS, SCORE_NAMES, TRAITS, Wish, kind_of
+from ckpt_prune.job.kinds import KINDS, SCORE_NAMES, TRAITS, Wish, kind_of
 
 WISHES = {
     ends: [

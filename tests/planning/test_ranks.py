@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from ckpt_prune.planning.ranks import Thin, ranks_by_energy, uniform_ranks
+from ckpt_prune.stages.low_rank.ranks import Thin, ranks_by_energy, uniform_ranks
 
 LINEARS = {
     "a": Thin(6, 6, (9.0, 0.5, 0.3, 0.1, 0.05, 0.05)),

@@ -3,11 +3,11 @@ import yaml
 
 from ckpt_prune.architectures.descriptions import load_family
 from ckpt_prune.errors import UserError
-from ckpt_prune.planning.mask_recipe import RotationRecipe
-from ckpt_prune.planning.recipe import Recipe, json_schema
-from ckpt_prune.planning.recipe_file import load_recipe
-from ckpt_prune.planning.recovery_recipe import RecoveryRecipe, RecoverySettings
-from ckpt_prune.planning.shipped import shipped_recipes
+from ckpt_prune.recipe.reading import json_schema, load_recipe
+from ckpt_prune.recipe.shipped import shipped_recipes
+from ckpt_prune.stages import FullRecipe
+from ckpt_prune.stages.recovery.stage import Recovery, RecoverySettings
+from ckpt_prune.stages.rotation.stage import Rotation
 
 from .recipes import GOOD, refusal, write
 
@@ -111,7 +111,7 @@ def test_canonical_json_reads_back():
     for name in shipped_recipes():
         loaded = load_recipe(name)
         bare = loaded.model_copy(update={"goal": None, "time": None})
-        assert Recipe.model_validate_json(loaded.canonical_json()) == bare
+        assert FullRecipe.model_validate_json(loaded.canonical_json()) == bare
         assert loaded.digest == bare.digest
 
 
@@ -174,7 +174,7 @@ def test_shipped_recipes_with_recovery_are_those_without_and_the_papers_settings
     assert backbone.recovery is None
     assert ours.recovery is not None
     papers = {"epochs": 10, "lr": 5e-5, "schedule": "constant", "held_out": 0.0, "norms": True}
-    assert ours.recovery == RecoveryRecipe(**papers)
+    assert ours.recovery == Recovery(**papers)
     assert ours.source == f"LaCo (ACL 2026 long.1342), Algorithm 1; {backbone.source}"
     assert ours.summary.endswith("; what stays of each block trained right after (LaCo).")
 
@@ -188,9 +188,9 @@ def test_denoise_rotator_learns_as_its_paper_says_and_ours_differ_in_nothing_els
     )
     learned = {"retraction": "qr", "learning_rate": 0.01, "steps": 2000, "tolerance": 0.0, "patience": 2000}
     learned |= {"compute_dtype": "bfloat16"} | ({} if mask.startswith("magnitude") else {"measured": "pruned"})
-    assert paper.rotation == RotationRecipe(kind="per-layer", **learned)
-    assert ours.rotation == RotationRecipe(kind="per-layer")
-    assert shared.rotation == RotationRecipe(kind="shared")
+    assert paper.rotation == Rotation(kind="per-layer", **learned)
+    assert ours.rotation == Rotation(kind="per-layer")
+    assert shared.rotation == Rotation(kind="shared")
     described = {"name", "summary", "source", "time", "rotation"}
     plain = load_recipe(mask).model_dump(exclude={*described, "target"})
     for each in (paper, ours, shared):
@@ -207,19 +207,19 @@ def test_best_scaled_is_best_with_scales(size):
     ours, best = load_recipe("best-scaled", size=size), load_recipe("best", size=size)
     described = {"name", "summary", "source", "time", "recovery"}
     assert ours.model_dump(exclude=described) == best.model_dump(exclude=described)
-    assert ours.recovery == RecoveryRecipe(method="scales", epochs=1, batch=1, held_out=0)
+    assert ours.recovery == Recovery(method="scales", epochs=1, batch=1, held_out=0)
     assert (ours.depth is None) == (size is None)
 
 
 @pytest.mark.parametrize("name", ["rcpu", "wanda-50", "magnitude", "denoise-rotator-wanda-50"])
 def test_recovery_may_be_added_to_any_recipe_and_changes_nothing_else(name):
     plain, ours = load_recipe(name), load_recipe(name, ("recovery.epochs=2",))
-    assert ours.recovery == RecoveryRecipe(epochs=2)
+    assert ours.recovery == Recovery(epochs=2)
     assert ours.model_dump(exclude={"recovery"}) == plain.model_dump(exclude={"recovery"})
     assert (ours.needs_moments, ours.collect) == (plain.needs_moments, plain.collect)
     assert ours.digest != plain.digest
     assert '"recovery"' not in plain.canonical_json()
-    assert load_recipe(name, ("recovery={}",)).recovery == RecoveryRecipe()
+    assert load_recipe(name, ("recovery={}",)).recovery == Recovery()
 
 
 def test_the_digest_is_of_every_key_of_recovery():
@@ -229,7 +229,7 @@ def test_the_digest_is_of_every_key_of_recovery():
         **{"layers": "'0:1'", "held_out": 0.2, "patience": 9, "samples": 64, "seed": 1},
         **{"norms": True, "teacher": "pruned", "method": "scales"},
     }
-    assert set(changes) == set(RecoveryRecipe.model_fields)
+    assert set(changes) == set(Recovery.model_fields)
     plain = "recovery={epochs: 10, batch: 4}"
     digests = {load_recipe("flap", (plain, f"recovery.{key}={value}")).digest for key, value in changes.items()}
     assert len(digests | {load_recipe("flap", (plain,)).digest}) == len(changes) + 1
@@ -498,7 +498,7 @@ def test_with_a_ratio_nothing_else_changes():
 def test_a_recipe_reads_back_with_all_there_is(tmp_path):
     changes = ("weigh_by=energy", f"{COMPENSATION}.candidates=[ridge]", f"{COMPENSATION}.shares=[0.5]", SIZE)
     full = load_recipe(str(write(tmp_path, BEST)), changes)
-    assert Recipe.model_validate_json(full.canonical_json()) == full
+    assert FullRecipe.model_validate_json(full.canonical_json()) == full
     plain = load_recipe(str(write(tmp_path, BEST)))
     digests = {load_recipe(str(write(tmp_path, BEST)), (change,)).digest for change in changes}
     assert len(digests | {plain.digest}) == 5
@@ -569,14 +569,14 @@ GRID = {"method": "ridge", "lambda_grid": [0.1, 1.0]}
 )
 def test_parts_that_do_not_go_together(values, said):
     with pytest.raises(ValueError, match="error") as caught:
-        Recipe.model_validate({"version": 1, "name": "mine"} | values)
+        FullRecipe.model_validate({"version": 1, "name": "mine"} | values)
     assert said in str(caught.value)
 
 
 def test_only_a_strength_that_is_chosen_by_perplexity_is_fixed():
     by_folds = {"method": "ridge", "lambda_grid": [0.1, 1.0], "lambda_by": "folds"}
     spaces = {"mlp": {"score": "rcpu", "compensation": by_folds}}
-    recipe = Recipe.model_validate({"version": 1, "name": "mine", "spaces": spaces})
+    recipe = FullRecipe.model_validate({"version": 1, "name": "mine", "spaces": spaces})
     assert recipe.with_strength(0.5) == recipe
     assert recipe.perplexity_grid is None
 

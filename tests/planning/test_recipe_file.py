@@ -3,8 +3,8 @@
 import pytest
 
 from ckpt_prune.errors import UserError
-from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.planning.recipe_file import load_recipe
+from ckpt_prune.recipe.reading import load_recipe
+from ckpt_prune.stages import FullRecipe
 
 from .recipes import GOOD, refusal, write
 
@@ -291,7 +291,7 @@ def test_overrides_of_every_kind():
 def test_columns_go_in_multiples_of_the_graphs_blocks_where_their_size_is_asked_for():
     def multiples(*changes: str) -> list[int]:
         found = load_recipe("ridge", ("export.dtype=int4", *changes))
-        assert Recipe.model_validate(found.model_dump(by_alias=True, exclude_none=True)) == found
+        assert FullRecipe.model_validate(found.model_dump(by_alias=True, exclude_none=True)) == found
         return [found.spaces[space].multiple_of for space in ("heads", "mlp")]
 
     assert multiples() == [1, 1]

@@ -14,8 +14,8 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from ckpt_prune.calibration.streams import HiddenStream
-from ckpt_prune.planning.recovery_recipe import RecoverySettings
 from ckpt_prune.recovery.training import Split, Trained, cut, part_size, train_block
+from ckpt_prune.stages.recovery.stage import RecoverySettings
 from tests.oracles import laco
 from tests.pairs import pairwise
 

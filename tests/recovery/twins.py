@@ -18,10 +18,10 @@ from ckpt_prune.calibration.samples import Samples, TokenWindows
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.checkpoint.reading import Checkpoint
-from ckpt_prune.planning.recovery_recipe import RecoverySettings
 from ckpt_prune.recovery.recoverer import Recoverer
 from ckpt_prune.recovery.survivors import trained_tensors
 from ckpt_prune.recovery.training import Split
+from ckpt_prune.stages.recovery.stage import RecoverySettings
 from tests import encoders, families
 from tests.encoders import Pixels
 from tests.oracles import laco

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_prune.planning.recipe_file import load_recipe
+from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.report.card import model_card
 from ckpt_prune.report.model import Report
 from tests.reporting.examples import report, site

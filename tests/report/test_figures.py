@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_prune.planning.records import Cost, MaskedLinear, SiteRecord
+from ckpt_prune.job.records import Cost, MaskedLinear, SiteRecord
 from ckpt_prune.recovery.record import RecoveredLayer
 from ckpt_prune.report.figures import (
     CostChange,

@@ -3,7 +3,7 @@
 import pytest
 
 from ckpt_prune.architectures.descriptions import known_families, load_family, variants_of
-from ckpt_prune.planning.records import MaskedLinear, SiteRecord
+from ckpt_prune.job.records import MaskedLinear, SiteRecord
 from ckpt_prune.recovery.record import RecoveredLayer
 from ckpt_prune.report.figures import kind_of
 from ckpt_prune.report.model import Learned, Perplexity

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_prune.errors import UserError
-from ckpt_prune.planning.mask_budget import divergence_at, least_divergence, least_divergence_in_groups
 from ckpt_prune.sparsity.allocation import (
     BINS,
     by_exponents,
@@ -20,6 +19,7 @@ from ckpt_prune.sparsity.allocation import (
     whole_groups,
 )
 from ckpt_prune.sparsity.patterns import GroupPattern
+from ckpt_prune.stages.mask.budget import divergence_at, least_divergence, least_divergence_in_groups
 from tests.oracles import mask_shares as oracle
 
 SEVERAL = st.lists(st.floats(0.1, 9), min_size=2, max_size=9).filter(lambda values: max(values) - min(values) > 1e-3)

@@ -15,10 +15,10 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.samples import Samples, TokenWindows
 from ckpt_prune.evaluation.verify import verify
 from ckpt_prune.filenames import REPORT
-from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.planning.recovery_recipe import RecoverySettings
 from ckpt_prune.recovery.training import Split
-from ckpt_prune.transform.recover import RecoveryRequest, SettledRecovery, settle_recovery
+from ckpt_prune.stages import FullRecipe
+from ckpt_prune.runner.recover import RecoveryJob, PreparedRecovery, prepare_recovery
+from ckpt_prune.stages.recovery.stage import RecoverySettings
 from tests import encoders, families
 from tests.reports import recover
 
@@ -57,19 +57,19 @@ def training_data(variant: str) -> Samples:
     return TokenWindows(families.windows(SAMPLES, 24, seed=11))
 
 
-def recovery_request(pruned: Path, dense: Path, samples: Samples, **changes: Any) -> RecoveryRequest:
+def recovery_request(pruned: Path, dense: Path, samples: Samples, **changes: Any) -> RecoveryJob:
     """`changes` are settings, or other arguments of the request."""
     settings = {k: changes.pop(k) for k in list(changes) if k in RecoverySettings.model_fields}
     chosen = RecoverySettings.model_validate(QUICK | settings)
-    return RecoveryRequest(Model.open(pruned), Model.open(dense), chosen, samples, **changes)
+    return RecoveryJob(Model.open(pruned), Model.open(dense), chosen, samples, **changes)
 
 
-def recovery_job(pruned: Path, dense: Path, samples: Samples, **changes: Any) -> SettledRecovery:
+def recovery_job(pruned: Path, dense: Path, samples: Samples, **changes: Any) -> PreparedRecovery:
     """The same, settled."""
-    return settle_recovery(recovery_request(pruned, dense, samples, **changes))
+    return prepare_recovery(recovery_request(pruned, dense, samples, **changes))
 
 
-def pruned_by(folder: Path, out: Path, recipe: Recipe, data: Samples | None) -> Path:
+def pruned_by(folder: Path, out: Path, recipe: FullRecipe, data: Samples | None) -> Path:
     """Prune in one go, on data where the recipe looks at any."""
     masked(folder, out, recipe, data)
     return out

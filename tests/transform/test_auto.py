@@ -15,11 +15,11 @@ from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.compensation.choice import choose
 from ckpt_prune.compensation.fit import Blend, Fit
 from ckpt_prune.errors import UserError
-from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.transform.planned import make_plan
-from ckpt_prune.transform.request import LiveSamples, Request
-from ckpt_prune.transform.settle import Settled, settle
-from ckpt_prune.transform.solvers import columns as sites
+from ckpt_prune.job.prepared import LiveSamples, Prepared
+from ckpt_prune.runner.plan import make_plan
+from ckpt_prune.runner.settle import Settled, settle
+from ckpt_prune.stages import FullRecipe
+from ckpt_prune.stages.spaces.solvers import columns as sites
 from tests import encoders
 from tests.families import BLOCKS, prune
 from tests.measuring import measured
@@ -38,17 +38,17 @@ FULL_GRID = [1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0]
 GRID, SHARES = [0.003, 0.1, 3.0], [0.0, 0.5, 1.0]
 
 
-def wanted(compensation: dict[str, Any], **top: Any) -> Recipe:
+def wanted(compensation: dict[str, Any], **top: Any) -> FullRecipe:
     spaces = {
         space: {"score": "obs", "ratio": ratio, "rounding": "floor", "compensation": compensation}
         for space, ratio in RATIOS.items()
     }
-    return Recipe.model_validate({"version": 1, "name": "test", "container": "any", "spaces": spaces} | top)
+    return FullRecipe.model_validate({"version": 1, "name": "test", "container": "any", "spaces": spaces} | top)
 
 
-def live_job(folder: Path, recipe: Recipe, data: Samples, folds: int) -> Settled:
+def live_job(folder: Path, recipe: FullRecipe, data: Samples, folds: int) -> Settled:
     """Measured in float64, so that whole models can be held against it."""
-    return settle(Request(Model.open(folder), recipe, None, LiveSamples(data, folds, torch.float64)))
+    return settle(Prepared(Model.open(folder), recipe, None, LiveSamples(data, folds, torch.float64)))
 
 
 def columns_of(model: Model, space: str, kept: list[int]) -> list[int]:
@@ -264,7 +264,7 @@ def test_of_one_candidate_there_is_no_margin(dense):
 
 def test_where_nothing_is_dropped_nothing_is_chosen(dense):
     recipe = wanted({"method": "auto"})
-    whole_recipe = Recipe.model_validate(
+    whole_recipe = FullRecipe.model_validate(
         recipe.model_dump(by_alias=True)
         | {"spaces": {s: own | {"ratio": 0} for s, own in recipe.model_dump(by_alias=True)["spaces"].items()}}
     )

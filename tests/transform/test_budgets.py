@@ -18,22 +18,22 @@ from ckpt_prune.calibration.statistics import Statistics, with_effects
 from ckpt_prune.compensation.logit import logit_system
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.verify import verify
-from ckpt_prune.planning.accounting import cost_of
-from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.planning.recipe_file import load_recipe
-from ckpt_prune.planning.sizes import cost_in
-from ckpt_prune.transform.budgets import (
+from ckpt_prune.job.cost import cost_of
+from ckpt_prune.job.sizes import cost_in
+from ckpt_prune.recipe.reading import load_recipe
+from ckpt_prune.runner.plan import make_plan
+from ckpt_prune.runner.settle import Settled, settle
+from ckpt_prune.stages import FullRecipe
+from ckpt_prune.stages.spaces.effects.site_variants import dropped_counts
+from ckpt_prune.stages.spaces.size_search import at_size
+from ckpt_prune.stages.spaces.solvers import solver_of
+from ckpt_prune.stages.spaces.widths import (
     decide,
     dense_ranking,
     effects_on,
     scaled,
     weighed_by_energy,
 )
-from ckpt_prune.transform.planned import make_plan
-from ckpt_prune.transform.settle import Settled, settle
-from ckpt_prune.transform.site_variants import dropped_counts
-from ckpt_prune.transform.sizing import at_size
-from ckpt_prune.transform.solvers import solver_of
 from tests.encoders import job_on, request_on
 from tests.families import BLOCKS, calibrate, contents, prune
 from tests.oracles import whole_best
@@ -62,7 +62,7 @@ def unit_cost(variant: str, space: str, kind: str) -> int:
     return (weights + biases) * (4 if kind == "bytes" else 1)
 
 
-def wanted(variant: str, *, multiple: int = 1, compensation: Any = "none", **top: Any) -> Recipe:
+def wanted(variant: str, *, multiple: int = 1, compensation: Any = "none", **top: Any) -> FullRecipe:
     spaces = {
         space: {
             "score": "logit-energy" if space == "qk" else "obs",
@@ -72,7 +72,7 @@ def wanted(variant: str, *, multiple: int = 1, compensation: Any = "none", **top
         for space in top.pop("spaces", SPACES.get(variant, ("heads", "mlp")))
     }
     values = {"version": 1, "name": "test", "allocation": "least-error", "container": "any", "spaces": spaces}
-    return Recipe.model_validate(values | top)
+    return FullRecipe.model_validate(values | top)
 
 
 def curves_of(job: Settled) -> dict[Site, np.ndarray]:
@@ -192,7 +192,9 @@ def test_heads_dimensions_and_columns_in_one_budget(dense, variant, tmp_path):
     statistics = dense.statistics(variant, 2)
     shared, own = (
         job_on(
-            dense.folder(variant), Recipe.model_validate(values | {"spaces": ATTENTION, "widths": widths}), statistics
+            dense.folder(variant),
+            FullRecipe.model_validate(values | {"spaces": ATTENTION, "widths": widths}),
+            statistics,
         )
         for widths in ("uniform", "per_layer")
     )
@@ -222,10 +224,10 @@ def test_what_corp_loses_tells_what_an_error_of_the_logits_is_worth(dense, weigh
     statistics, width = weighed("vit"), UNITS["vit"]["qk"][0]
     qk: dict[str, Any] = {"score": "logit-energy", "compensation": {"method": "low-rank"}}
     values = wanted("vit", widths="per_layer", size={"params": "90%"}).model_dump(by_alias=True)
-    job = job_on(dense.folder("vit"), Recipe.model_validate(values | {"spaces": {"qk": qk}}), statistics)
+    job = job_on(dense.folder("vit"), FullRecipe.model_validate(values | {"spaces": {"qk": qk}}), statistics)
     plain, ranking = curves_of(job), dense_ranking(job.request)
     corp = {"score": "logit-energy", "ratio": 1 / width, "compensation": {"method": "logit", "lambda": 0.001}}
-    one = Recipe.model_validate({"version": 1, "name": "one", "container": "any", "spaces": {"qk": corp}})
+    one = FullRecipe.model_validate({"version": 1, "name": "one", "container": "any", "spaces": {"qk": corp}})
     for site in make_plan(job_on(dense.folder("vit"), one, statistics, diagnostics=True)).sites:
         name = job.model.moments_name(site.site.block, "qk")
         moments = total(statistics.block(site.site.block)[name])
@@ -640,5 +642,5 @@ def test_scores_of_the_dense_model_are_what_pruning_selects_by(dense, weighed):
             assert site.scores == [float(f"{s:.6g}") for s in own]
 
 
-def uniform_of(recipe: Recipe) -> Recipe:
-    return Recipe.model_validate(recipe.model_dump(by_alias=True) | {"allocation": "uniform", "weigh_by": None})
+def uniform_of(recipe: FullRecipe) -> FullRecipe:
+    return FullRecipe.model_validate(recipe.model_dump(by_alias=True) | {"allocation": "uniform", "weigh_by": None})

@@ -14,13 +14,13 @@ from ckpt_prune.calibration import readout
 from ckpt_prune.calibration.moments import Moments
 from ckpt_prune.calibration.samples import Part
 from ckpt_prune.calibration.statistics import with_effects
-from ckpt_prune.planning.kinds import CANDIDATES
-from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.transform import space_effects
-from ckpt_prune.transform.budgets import decide, dense_ranking, effects_on
-from ckpt_prune.transform.messages import predicted_line
-from ckpt_prune.transform.planned import make_plan
-from ckpt_prune.transform.solvers import solver_of
+from ckpt_prune.job.kinds import CANDIDATES
+from ckpt_prune.runner.messages import predicted_line
+from ckpt_prune.runner.plan import make_plan
+from ckpt_prune.stages import FullRecipe
+from ckpt_prune.stages.spaces.effects import predicted as space_effects
+from ckpt_prune.stages.spaces.solvers import solver_of
+from ckpt_prune.stages.spaces.widths import decide, dense_ranking, effects_on
 from tests.calibration.test_fisher import losses_of, unlikeliest
 from tests.encoders import calibrate, job_on
 from tests.families import BLOCKS, prune
@@ -34,12 +34,12 @@ from .whole import data_of, stock
 CPU = torch.device("cpu")
 
 
-def recipe_of(spaces: Mapping[str, str], variant: str = "llama", **top: object) -> Recipe:
+def recipe_of(spaces: Mapping[str, str], variant: str = "llama", **top: object) -> FullRecipe:
     """Where consumers have a bias, it makes up for every mean."""
     method = "affine" if variant in ("opt", "vit") and "qk" not in spaces else "none"
     own = {space: {"score": score, "compensation": {"method": method}} for space, score in spaces.items()}
     values = {"version": 1, "name": "test", "allocation": "least-error", "widths": "per_layer", "container": "any"}
-    return Recipe.model_validate(values | {"spaces": own} | top)
+    return FullRecipe.model_validate(values | {"spaces": own} | top)
 
 
 def dense_moments(model: ByHand, block: int, space: str) -> tuple[Tensor, Tensor, float]:
@@ -202,7 +202,7 @@ def test_a_plan_predicts_what_every_site_does(variant, dense, tmp_path):
     method = "affine" if variant == "opt" else "ridge"
     own = {"score": "rcpu", "ratio": 0.5, "compensation": {"method": method}}
     values = {"version": 1, "name": "test", "container": "any", "spaces": {"heads": own, "mlp": own}}
-    recipe = Recipe.model_validate(values)
+    recipe = FullRecipe.model_validate(values)
     job = job_on(folder, recipe, statistics)
     plan = make_plan(job)
     prune(job, tmp_path / "out")
@@ -229,11 +229,11 @@ def test_a_plan_predicts_nothing_that_it_has_no_metric_or_moments_for(dense, tmp
     logits = {"qk": {"score": "logit-energy", "ratio": 0.5, "compensation": {"method": "logit"}}}
     whole = {"qk": logits["qk"] | {"ratio": 0.0}}
     for spaces, known in ((logits, None), (whole, 0.0)):
-        recipe = Recipe.model_validate({"version": 1, "name": "test", "container": "any", "spaces": spaces})
+        recipe = FullRecipe.model_validate({"version": 1, "name": "test", "container": "any", "spaces": spaces})
         assert make_plan(job_on(folder, recipe, statistics)).divergence == known
     bare = calibrate(folder, tmp_path / "bare", data_of("vit"), collect=("moments", "gram"))
     own = {"mlp": {"score": "rcpu", "ratio": 0.5, "compensation": {"method": "none"}}}
-    plan = make_plan(job_on(folder, Recipe.model_validate({"version": 1, "name": "test", "spaces": own}), bare))
+    plan = make_plan(job_on(folder, FullRecipe.model_validate({"version": 1, "name": "test", "spaces": own}), bare))
     assert plan.divergence is None
     assert "divergence" not in plan.to_json()
 
@@ -266,7 +266,7 @@ def test_what_is_predicted_is_said_in_the_words_of_the_model(dense, variant, lin
 @pytest.mark.parametrize("variant", ["llama-gqa-tied", "opt"])
 def test_spaces_are_measured_on_the_whole_model(variant, monkeypatch, dense, tmp_path):
     """Every consumer of a stock model refitted to the first fold, its output on the other against the dense one's."""
-    monkeypatch.setattr("ckpt_prune.transform.gradients.SHALLOW", 1)
+    monkeypatch.setattr("ckpt_prune.stages.spaces.effects.gradients.SHALLOW", 1)
     folder, data = dense.folder(variant), data_of(variant)
     source, statistics = Model.open(folder), calibrate(folder, tmp_path / "statistics", data, folds=2)
     half = len(data) // 2
@@ -313,15 +313,15 @@ def test_errors_are_scaled_to_what_a_space_does_as_a_whole(dense, tmp_path):
 
 def test_a_score_that_does_better_everywhere_ranks_the_whole_space(dense, tmp_path, monkeypatch):
     """Each single score is tried at the first point of a space of many units; the best of all is kept."""
-    monkeypatch.setattr("ckpt_prune.transform.gradients.SHALLOW", 1)
-    monkeypatch.setattr("ckpt_prune.transform.space_effects.MANY", 20)
+    monkeypatch.setattr("ckpt_prune.stages.spaces.effects.gradients.SHALLOW", 1)
+    monkeypatch.setattr("ckpt_prune.stages.spaces.effects.predicted.MANY", 20)
     folder, tried = dense.folder("opt"), []
 
     def divergences(_readout, _samples, _dense, states):
         tried.append(len(states))
         return [0.5, 0.7, 0.4, 0.45, 0.3, 0.9, 0.8]
 
-    monkeypatch.setattr("ckpt_prune.transform.space_effects.divergences", divergences)
+    monkeypatch.setattr("ckpt_prune.stages.spaces.effects.predicted.divergences", divergences)
     statistics = calibrate(folder, tmp_path / "statistics", data_of("opt"), folds=2)
     # Two points of the heads; of the mlp the best of each site, three scores, and the second point.
     assert tried == [2 + 1 + len(CANDIDATES) + 1]

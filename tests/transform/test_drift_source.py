@@ -16,9 +16,9 @@ from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.sources import DriftMoments
 from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.checkpoint.writing import CheckpointWriter
-from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.transform.request import LiveSamples, Request
-from ckpt_prune.transform.settle import Settled, settle
+from ckpt_prune.job.prepared import LiveSamples, Prepared
+from ckpt_prune.runner.settle import Settled, settle
+from ckpt_prune.stages import FullRecipe
 from tests import encoders, families
 from tests.encoders import BLOCKS, Pixels
 from tests.families import prune
@@ -47,11 +47,11 @@ def samples_of(variant: str) -> Samples:
 def job_on(folder: Path, variant: str, ratios: dict[str, float], *, true_sequential: bool) -> Settled:
     target = {"target": "sequential", "true_sequential": true_sequential}
     if variant in encoders.VARIANTS:
-        wanted: Recipe = encoders.recipe(ratios, **target)
+        wanted: FullRecipe = encoders.recipe(ratios, **target)
     else:
         wanted = families.recipe("ridge", heads=ratios["heads"], mlp=ratios["mlp"], lam=0.1, **target)
     live = LiveSamples(samples_of(variant), FOLDS, torch.float64)
-    return settle(Request(families.Model.open(folder), wanted, None, live))
+    return settle(Prepared(families.Model.open(folder), wanted, None, live))
 
 
 class Recording(DriftMoments):

@@ -21,8 +21,8 @@ from ckpt_prune.calibration.states import StateMemory
 from ckpt_prune.calibration.statistics import Statistics, with_effects
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
-from ckpt_prune.transform.measured_effects import measure_effects
-from ckpt_prune.transform.site_variants import dropped_counts
+from ckpt_prune.stages.spaces.effects.measured import measure_effects
+from ckpt_prune.stages.spaces.effects.site_variants import dropped_counts
 from tests import encoders, families
 from tests.families import BLOCKS
 from tests.oracles import closed_forms, logits, values

@@ -19,7 +19,7 @@ from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
 from ckpt_prune.modeling_pruned import cache_argument
-from ckpt_prune.planning.recipe_file import load_recipe
+from ckpt_prune.recipe.reading import load_recipe
 from tests import families
 from tests.encoders import (
     BLOCKS,

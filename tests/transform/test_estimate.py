@@ -14,14 +14,12 @@ from ckpt_prune.calibration.blocks import BlockFactory
 from ckpt_prune.calibration.logits import LogitMoments
 from ckpt_prune.calibration.samples import TokenWindows
 from ckpt_prune.calibration.streams import HiddenStream
+from ckpt_prune.job.prepared import RecoverySamples
 from ckpt_prune.machine import Rates
-from ckpt_prune.planning.recipe_file import load_recipe
-from ckpt_prune.transform import estimate as module
-from ckpt_prune.transform.estimate import Stage, estimate, is_long, of_calibration, of_job, of_prune
-from ckpt_prune.transform.request import RecoverySamples
-from ckpt_prune.transform.settle import foresee, settle
-from ckpt_prune.transform.site_variants import POINTS, dropped_counts
-from ckpt_prune.transform.work import (
+from ckpt_prune.recipe.reading import load_recipe
+from ckpt_prune.runner.estimate import estimate as module
+from ckpt_prune.runner.estimate.estimate import Stage, estimate, is_long, of_calibration, of_job, of_prune
+from ckpt_prune.runner.estimate.work import (
     BACK,
     Heads,
     Shape,
@@ -35,6 +33,8 @@ from ckpt_prune.transform.work import (
     refitted,
     tried,
 )
+from ckpt_prune.runner.settle import foresee, settle
+from ckpt_prune.stages.spaces.effects.site_variants import POINTS, dropped_counts
 from tests import encoders, families
 from tests.families import BLOCKS, request_on, windows
 
@@ -295,8 +295,8 @@ def test_of_what_is_not_counted_there_is_no_estimate(folder, recipe):
 
 
 def test_a_plan_has_made_every_choice(folder, tmp_path):
-    from ckpt_prune.transform.estimate import of_plan
-    from ckpt_prune.transform.planned import make_plan
+    from ckpt_prune.runner.estimate.estimate import of_plan
+    from ckpt_prune.runner.plan import make_plan
 
     cached = families.calibrate(folder, tmp_path / "stats", windows(8, 16), folds=4)
     own = settle(request_on(folder, load_recipe("ridge-folds"), cached))

@@ -19,13 +19,13 @@ from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.cli.rendering import warning_lines
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.verify import verify
-from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.planning.recipe_file import load_recipe
-from ckpt_prune.planning.records import SiteRecord
+from ckpt_prune.job.records import SiteRecord
+from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.report.reading import report_of
+from ckpt_prune.runner.settle import settle
 from ckpt_prune.scoring.expert_scores import EXPERT_SCORES
-from ckpt_prune.transform.engine import SWEEPS
-from ckpt_prune.transform.settle import settle
+from ckpt_prune.stages import FullRecipe
+from ckpt_prune.stages.spaces.pruner import SWEEPS
 from tests.contract.dense import Dense, spaces_recipe
 from tests.contract.models import BLOCKS, LED, Case, first_cases
 from tests.contract.open_experts import open_up
@@ -178,7 +178,7 @@ def smaller(case: Case, kept: Mapping[int, list[int]]) -> Any:
 def test_whole_experts_go_with_their_rows_of_the_router(dense: Dense, case: Case, score: str, tmp_path: Path) -> None:
     values = {"version": 1, "name": "test", "ratio": 0.25, "spaces": {"experts": {"score": score}}}
     live = None if score == "frequency" else case.samples()
-    dense.prune(case, Recipe.model_validate(values), tmp_path / "out", live)
+    dense.prune(case, FullRecipe.model_validate(values), tmp_path / "out", live)
     kept = {site.block: site.kept for site in reported(tmp_path / "out")}
     assert kept == ranked(case, score)
     other = case.samples(6, seed=9)
@@ -244,7 +244,7 @@ def test_experts_that_stay_make_up_for_those_that_go(dense: Dense, case: Case, t
     compensation = {"method": "ridge", "lambda": STRENGTH}
     spaces = {"experts": {"score": "routed-energy", "compensation": compensation}}
     values = {"version": 1, "name": "test", "ratio": 0.25, "target": target, "spaces": spaces}
-    dense.prune(case, Recipe.model_validate(values), tmp_path / "out", case.samples())
+    dense.prune(case, FullRecipe.model_validate(values), tmp_path / "out", case.samples())
     sites = reported(tmp_path / "out")
     kept = {site.block: site.kept for site in sites}
     other = case.samples(6, seed=9)
@@ -268,7 +268,7 @@ def test_experts_go_beside_heads_block_by_block(dense: Dense, tmp_path: Path) ->
     heads = {"score": "corp", "ratio": 0.5, "compensation": {"method": "ridge", "lambda": STRENGTH}}
     spaces = {"heads": heads, "experts": {"score": "routed-energy"}}
     values = {"version": 1, "name": "test", "ratio": 0.25, "target": "sequential", "spaces": spaces}
-    dense.prune(TWO, Recipe.model_validate(values), tmp_path / "out", TWO.samples())
+    dense.prune(TWO, FullRecipe.model_validate(values), tmp_path / "out", TWO.samples())
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     # What the class knows by two names stands once, under the one that the source has.
     assert (config["num_local_experts"], config.get("num_experts"), config["num_key_value_heads"]) == (KEEP, None, 1)
@@ -278,7 +278,7 @@ def test_experts_go_beside_heads_block_by_block(dense: Dense, tmp_path: Path) ->
 
 def test_verify_sees_an_expert_that_is_another(dense: Dense, tmp_path: Path) -> None:
     values = {"version": 1, "name": "test", "ratio": 0.25, "spaces": {"experts": {"score": "frequency"}}}
-    dense.prune(TWO, Recipe.model_validate(values), tmp_path / "out", TWO.samples())
+    dense.prune(TWO, FullRecipe.model_validate(values), tmp_path / "out", TWO.samples())
     path = tmp_path / "out" / "model.safetensors"
     tensors = load_file(path)
     names = [f"model.layers.1.mlp.experts.{expert}.up_proj.weight" for expert in (0, 1)]
@@ -295,15 +295,15 @@ def test_what_whole_experts_cannot_have_is_refused(dense: Dense) -> None:
         "as many"
     )
     with pytest.raises(ValidationError, match="for both, prune twice, whole experts first"):
-        Recipe.model_validate({"version": 1, "name": "test", "spaces": experts | {"mlp": {"score": "flap"}}})
+        FullRecipe.model_validate({"version": 1, "name": "test", "spaces": experts | {"mlp": {"score": "flap"}}})
     fitted = {"experts": {"score": "reap", "compensation": {"method": "ridge"}}}
     with pytest.raises(ValidationError, match="on the tokens that reach them once others are gone: say target: seq"):
-        Recipe.model_validate({"version": 1, "name": "test", "spaces": fitted})
+        FullRecipe.model_validate({"version": 1, "name": "test", "spaces": fitted})
     with pytest.raises(ValidationError, match="method affine is not for this space; allowed here: none, ridge"):
-        Recipe.model_validate({"version": 1, "name": "t", "spaces": {"experts": {**fitted["experts"], **AFFINE}}})
+        FullRecipe.model_validate({"version": 1, "name": "t", "spaces": {"experts": {**fitted["experts"], **AFFINE}}})
     later = {"version": 1, "name": "test", "target": "sequential", "spaces": fitted}
     with pytest.raises(UserError) as caught:
-        settle(dense.request(TWO, Recipe.model_validate(later)))
+        settle(dense.request(TWO, FullRecipe.model_validate(later)))
     assert str(caught.value) == (
         "recipe test refits experts on the tokens that reach them once others are gone, which statistics of the dense "
         "model do not tell: give --text instead of --statistics, or say --set spaces.experts.compensation.method=none"
@@ -311,13 +311,13 @@ def test_what_whole_experts_cannot_have_is_refused(dense: Dense) -> None:
     bare: dict[str, Any] = {"method": "ridge", "lambda": 0}
     few = {**later, "ratio": 0.25, "spaces": {"experts": {"score": "reap", "compensation": bare}}}
     with pytest.raises(UserError) as caught:
-        settle(dense.request(TWO, Recipe.model_validate(few), TWO.samples(2)))
+        settle(dense.request(TWO, FullRecipe.model_validate(few), TWO.samples(2)))
     assert str(caught.value) == (
         "ridge with lambda 0 needs at least 3 windows of 12 tokens for the 22 inputs of the last projection of each of "
         "3 experts, and there are 2: give more, or a lambda above 0"
     )
     with pytest.raises(ValidationError, match="every block keeps as many experts as the next: allocation: uniform"):
-        Recipe.model_validate({"version": 1, "name": "test", "spaces": experts, "allocation": "least-error"})
+        FullRecipe.model_validate({"version": 1, "name": "test", "spaces": experts, "allocation": "least-error"})
 
 
 def test_groups_of_experts_stay_alike(dense: Dense) -> None:
@@ -396,9 +396,9 @@ def test_a_plan_that_moves_experts_to_other_groups_is_refused(tmp_path: Path) ->
         ckpt_prune.prune(folder, plan=plan, statistics=statistics, output=tmp_path / "out", dry_run=True)
 
 
-def experts_recipe(score: str, ratio: float) -> Recipe:
+def experts_recipe(score: str, ratio: float) -> FullRecipe:
     spaces = {"experts": {"score": score, "ratio": ratio}}
-    return Recipe.model_validate({"version": 1, "name": "test", "spaces": spaces})
+    return FullRecipe.model_validate({"version": 1, "name": "test", "spaces": spaces})
 
 
 def test_experts_and_shared_ones_keep_one_width(dense: Dense) -> None:
@@ -418,7 +418,7 @@ def test_latent_attention_is_refused_by_name(dense: Dense) -> None:
 
 
 def refused(dense: Dense, recipe: Mapping[str, Any], case: Case = TWO) -> str:
-    wanted = Recipe.model_validate({"version": 1, "name": "test", **recipe})
+    wanted = FullRecipe.model_validate({"version": 1, "name": "test", **recipe})
     with pytest.raises(UserError) as caught:
         settle(dense.request(case, wanted, case.samples()))
     return str(caught.value)
@@ -457,7 +457,7 @@ def test_experts_as_they_are_in_memory(case: Case, tmp_path: Path) -> None:
     assert stored.keys() == case.model().state_dict().keys()
     recipe = {"version": 1, "name": "test", "ratio": 0.25, "spaces": {"experts": {"score": "reap"}}}
     columns = spaces_recipe(case, {"mlp": "ridge"})
-    for each, wanted in {"experts": Recipe.model_validate(recipe), "columns": columns}.items():
+    for each, wanted in {"experts": FullRecipe.model_validate(recipe), "columns": columns}.items():
         for dense in (hub, memory):
             dense.prune(case, wanted, dense.root / each)
             for check in verify(dense.root / each, dense.folder(case)):
@@ -508,7 +508,7 @@ def test_experts_run_by_the_default_of_transformers(model_type: str, way: str, t
     dense, case = Dense(tmp_path), next(each for each in WHOLE if each.model_type == model_type)
     case = replace(case, settings=json.dumps(WIDE))
     spaces = {name: {"score": "corp"} for name in ("mlp", "shared") if name == "mlp" or model_type == "deepseek_v3"}
-    recipe = Recipe.model_validate({"version": 1, "name": "test", "spaces": spaces, **WAYS[way]})
+    recipe = FullRecipe.model_validate({"version": 1, "name": "test", "spaces": spaces, **WAYS[way]})
     dense.prune(case, recipe, tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["moe_intermediate_size"] in (24, 32)
@@ -523,7 +523,7 @@ def test_experts_run_by_the_default_of_transformers(model_type: str, way: str, t
 def test_a_width_of_experts_that_is_asked_for_is_kept(tmp_path: Path) -> None:
     dense, case = Dense(tmp_path), replace(TWO, settings=json.dumps(WIDE))
     spaces = {"mlp": {"score": "corp", "ratio": 0.3, "multiple_of": 14}}
-    dense.prune(case, Recipe.model_validate({"version": 1, "name": "test", "spaces": spaces}), tmp_path / "out")
+    dense.prune(case, FullRecipe.model_validate({"version": 1, "name": "test", "spaces": spaces}), tmp_path / "out")
     assert {len(site.kept) for site in reported(tmp_path / "out")} == {28}
     assert "experts of 28 columns do not run" in next(iter(warning_lines(reported(tmp_path / "out"))))
 

@@ -12,13 +12,13 @@ import torch
 from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.errors import UserError
-from ckpt_prune.planning.plan import read_plan
-from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.planning.recipe_file import load_recipe
-from ckpt_prune.transform.engine import Pruner
-from ckpt_prune.transform.planned import make_plan
-from ckpt_prune.transform.run import search_strength
-from ckpt_prune.transform.settle import settle
+from ckpt_prune.recipe.reading import load_recipe
+from ckpt_prune.runner.plan import make_plan
+from ckpt_prune.runner.run_job import search_strength
+from ckpt_prune.runner.settle import settle
+from ckpt_prune.stages import FullRecipe
+from ckpt_prune.job.plan import read_plan
+from ckpt_prune.stages.spaces.pruner import Pruner
 from tests.families import BLOCKS, calibrate, contents, job_on, make, prune, recipe, stock, windows
 from tests.interrupting import interrupt_at
 from tests.measuring import measured
@@ -161,7 +161,7 @@ def test_a_plan_for_another_model_is_refused(sources, tmp_path):
     plan = make_plan(job_on(sources.folder("llama"), PLANNED["one strength"], sources.statistics("llama")))
     other = make(tmp_path / "other", "llama-biases")
     with pytest.raises(UserError) as caught:
-        job_on(other, Recipe.model_validate(plan.recipe.model_dump(by_alias=True)), plan=plan, live=windows())
+        job_on(other, FullRecipe.model_validate(plan.recipe.model_dump(by_alias=True)), plan=plan, live=windows())
     assert str(caught.value) == f"the plan was made for another model ({sources.folder('llama').name}), not {other}"
 
 

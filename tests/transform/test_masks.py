@@ -9,7 +9,7 @@ import torch
 from ckpt_prune.calibration.samples import TokenWindows
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.errors import UserError
-from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.stages import FullRecipe
 from tests import encoders, families
 from tests.families import prune
 from tests.measuring import measured
@@ -149,7 +149,7 @@ def test_shards_are_kept(tmp_path):
 # ---- refusals ----------------------------------------------------------------------------------------------------
 
 
-def refusal(folder: Path, recipe: Recipe, statistics: Statistics | None = None) -> str:
+def refusal(folder: Path, recipe: FullRecipe, statistics: Statistics | None = None) -> str:
     with pytest.raises(UserError) as error:
         encoders.job_on(folder, recipe, statistics)
     text = str(error.value)

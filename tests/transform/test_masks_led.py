@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.transform.messages import messages
-from ckpt_prune.transform.settle import settle
+from ckpt_prune.runner.messages import messages
+from ckpt_prune.runner.settle import settle
+from ckpt_prune.stages import FullRecipe
 from tests.contract.dense import Dense
 from tests.contract.models import LED
 
@@ -17,9 +17,9 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Dense:
     return Dense(tmp_path_factory.mktemp("led"))
 
 
-def recipe(**mask: Any) -> Recipe:
+def recipe(**mask: Any) -> FullRecipe:
     share = {} if "pattern" in mask else {"ratio": 0.5}
-    return Recipe.model_validate({"version": 1, "name": "test", "mask": {"method": "wanda"} | mask} | share)
+    return FullRecipe.model_validate({"version": 1, "name": "test", "mask": {"method": "wanda"} | mask} | share)
 
 
 def test_it_is_said(dense: Dense) -> None:

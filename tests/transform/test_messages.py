@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from ckpt_prune.planning.recipe_file import load_recipe
-from ckpt_prune.transform.decisions import Losses
-from ckpt_prune.transform.messages import coarse_lines, wider_choice
+from ckpt_prune.recipe.reading import load_recipe
+from ckpt_prune.runner.messages import coarse_lines, wider_choice
+from ckpt_prune.job.decisions import Losses
 
 DEFAULT = load_recipe("best-uniform", ratio=0.3)
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from ckpt_prune import phases
-from ckpt_prune.planning.recipe_file import load_recipe
+from ckpt_prune.recipe.reading import load_recipe
 from tests.families import calibrate, job_on, prune, windows
 
 ALL = {"calibration", "ranking", "compensation"}

@@ -13,9 +13,9 @@ import ckpt_prune
 from ckpt_prune.compensation.logit_methods import LOGIT_METHODS
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.verify import verify
-from ckpt_prune.planning.recipe_file import load_recipe
-from ckpt_prune.transform.engine import Pruner
-from ckpt_prune.transform.planned import make_plan
+from ckpt_prune.recipe.reading import load_recipe
+from ckpt_prune.runner.plan import make_plan
+from ckpt_prune.stages.spaces.pruner import Pruner
 from tests.encoders import (
     BLOCKS,
     FOR_CORP,

@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from ckpt_prune.evaluation.verify import verify
 from ckpt_prune.filenames import REPORT, ROTATIONS
-from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.planning.recipe_file import load_recipe
+from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.reporting.document import read_document
 from ckpt_prune.reporting.page import page
+from ckpt_prune.stages import FullRecipe
 from tests import encoders, families
 from tests.families import BLOCKS, one_group
 from tests.pairs import chosen, dealt, every
@@ -54,13 +54,13 @@ def check(dense: Path, pruned: Path, out: Path, variant: str) -> dict:
 # ---- families ----------------------------------------------------------------------------------------------------
 
 
-def narrower(variant: str) -> Recipe:
+def narrower(variant: str) -> FullRecipe:
     """Fewer heads and columns, in whatever holds them."""
     if variant in families.VARIANTS:
         return families.recipe("none", "magnitude", heads=one_group(variant), mlp=0.5, container="any")
     space = {"score": "magnitude", "ratio": 0.5, "compensation": {"method": "none"}}
     spaces = {"heads": space, "mlp": space}
-    return Recipe.model_validate({"version": 1, "name": "test", "container": "any", "spaces": spaces})
+    return FullRecipe.model_validate({"version": 1, "name": "test", "container": "any", "spaces": spaces})
 
 
 @pytest.mark.parametrize(("variant", "way"), every(5, dealt(VARIANTS, ["masked", "narrower"])))
@@ -91,7 +91,7 @@ def test_every_family_is_masked_and_narrower():
 # ---- kinds of pruning --------------------------------------------------------------------------------------------
 
 PAD = {"container": "padded"}
-KINDS: dict[str, tuple[str, Recipe, str]] = {
+KINDS: dict[str, tuple[str, FullRecipe, str]] = {
     "relabelled mistral": ("llama", families.recipe("ridge", heads=0.25, lam=0.1), "mistral"),
     "relabelled seed_oss, biases": ("llama", families.recipe("bias", heads=0.25), "seed_oss"),
     "relabelled seed_oss from mistral": ("mistral-mha", families.recipe("bias", heads=0.25), "seed_oss"),

@@ -14,7 +14,7 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.samples import Samples, TokenWindows
 from ckpt_prune.errors import UserError
 from ckpt_prune.filenames import REPORT, ROTATIONS
-from ckpt_prune.transform.pairs import check_same_reader
+from ckpt_prune.runner.pairs import check_same_reader
 from tests import encoders, families
 from tests.evaluation.tiny import tiny_tokenizer
 from tests.families import contents, windows

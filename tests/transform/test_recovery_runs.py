@@ -19,11 +19,11 @@ from ckpt_prune.checkpoint.journal import JOURNAL
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.errors import UserError
 from ckpt_prune.filenames import REPORT
-from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.planning.recipe_file import load_recipe
+from ckpt_prune.job.prepared import RecoverySamples
+from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.recovery import recoverer
-from ckpt_prune.transform.recover import SettledRecovery
-from ckpt_prune.transform.request import RecoverySamples
+from ckpt_prune.stages import FullRecipe
+from ckpt_prune.runner.recover import PreparedRecovery
 from tests import encoders, families
 from tests.families import BLOCKS, contents, prune, windows
 from tests.interrupting import interrupt_at
@@ -47,15 +47,15 @@ from .test_rotations import random_rotations, rotating
 from .whole import data_of, stock, tensors_of, wanted, whole
 
 
-def with_recovery(recipe: Recipe, **changes: Any) -> Recipe:
+def with_recovery(recipe: FullRecipe, **changes: Any) -> FullRecipe:
     values = recipe.model_dump(mode="json", by_alias=True)
-    return Recipe.model_validate(values | {"recovery": QUICK | changes})
+    return FullRecipe.model_validate(values | {"recovery": QUICK | changes})
 
 
 def on_the_fly(
     folder: Path,
     out: Path,
-    recipe: Recipe,
+    recipe: FullRecipe,
     variant: str,
     *,
     resume: bool = False,
@@ -74,14 +74,14 @@ def on_the_fly(
 
 NARROW = {"score": "magnitude", "ratio": 0.5, "compensation": {"method": "none"}}
 NARROW_BERT = {"version": 1, "name": "test", "container": "any", "spaces": {"heads": NARROW, "mlp": NARROW}}
-BLIND: dict[str, tuple[str, Recipe]] = {
+BLIND: dict[str, tuple[str, FullRecipe]] = {
     "masked llama": ("llama", wanted("magnitude")),
     "masked opt": ("opt", wanted("magnitude")),
     "masked vit": ("vit", wanted("magnitude")),
     "wanda of the dense model": ("qwen3", wanted("wanda")),
     "narrower, as mistral": ("llama", families.recipe("none", "magnitude", heads=0.25, mlp=0.5)),
     "narrower mistral": ("mistral", families.recipe("none", "magnitude", heads=0.5, mlp=0.5)),
-    "narrower bert, remote": ("bert-mlm", Recipe.model_validate(NARROW_BERT)),
+    "narrower bert, remote": ("bert-mlm", FullRecipe.model_validate(NARROW_BERT)),
     "opened slots": ("llama", families.recipe("bias", heads=0.25)),
     "per layer": ("llama-gqa-tied", load_recipe("flap-global", ratio=0.4)),
     **{
@@ -219,7 +219,7 @@ def trained_blocks(patch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-FLY: dict[str, tuple[str, Recipe]] = {
+FLY: dict[str, tuple[str, FullRecipe]] = {
     "masked": ("llama", wanted("magnitude")),
     "wanda by input": ("opt", wanted("wanda", "by input")),
     "structured": ("llama", families.recipe("ridge", heads=0.25, lam=0.1, target="sequential")),
@@ -347,14 +347,14 @@ CHANGED: dict[str, Any] = {
 }
 
 
-def changed(job: SettledRecovery, key: str) -> SettledRecovery:
+def changed(job: PreparedRecovery, key: str) -> PreparedRecovery:
     request = job.request
     if key in type(request.settings).model_fields:
         return given(job, settings=request.settings.model_copy(update={key: CHANGED[key]}))
     return given(job, **{key: CHANGED[key]})
 
 
-def given(job: SettledRecovery, **changes: Any) -> SettledRecovery:
+def given(job: PreparedRecovery, **changes: Any) -> PreparedRecovery:
     return replace(job, request=replace(job.request, **changes))
 
 

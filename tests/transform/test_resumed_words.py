@@ -3,7 +3,7 @@
 import pytest
 
 from ckpt_prune.checkpoint.journal import Journal
-from ckpt_prune.transform.resuming import summary
+from ckpt_prune.runner.resuming import summary
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,14 @@ from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.staging import Staging
 from ckpt_prune.errors import UserError
-from ckpt_prune.planning.recipe_file import load_recipe
-from ckpt_prune.transform import gradients, rescaling
-from ckpt_prune.transform.engine import Pruner
-from ckpt_prune.transform.measured_effects import measure_effects
-from ckpt_prune.transform.request import RecoverySamples
-from ckpt_prune.transform.resuming import summary
-from ckpt_prune.transform.settle import Settled
+from ckpt_prune.job.prepared import RecoverySamples
+from ckpt_prune.recipe.reading import load_recipe
+from ckpt_prune.runner.resuming import summary
+from ckpt_prune.runner.settle import Settled
+from ckpt_prune.stages.recovery import rescaling
+from ckpt_prune.stages.spaces.effects import gradients
+from ckpt_prune.stages.spaces.effects.measured import measure_effects
+from ckpt_prune.stages.spaces.pruner import Pruner
 from tests.families import BLOCKS, contents, job_on, prune, recipe, windows
 from tests.forked import forked, posix
 from tests.interrupting import interrupt_at

@@ -27,12 +27,12 @@ from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.verify import verify
 from ckpt_prune.filenames import ROTATIONS
 from ckpt_prune.modeling_pruned import PlainNorm
-from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.rotations import learning as rotations
 from ckpt_prune.rotations.rotated import check_rotatable
 from ckpt_prune.rotations.training import Learned
-from ckpt_prune.transform.masking import Masker
-from ckpt_prune.transform.rotating import learner_of
+from ckpt_prune.stages import FullRecipe
+from ckpt_prune.stages.mask.masker import Masker
+from ckpt_prune.stages.rotation.run import learner_of
 from tests import encoders, families
 from tests.families import BLOCKS, prune, windows
 from tests.oracles import rotation_entropy
@@ -95,10 +95,10 @@ def random_rotations(patch: pytest.MonkeyPatch, seed: int = 3) -> None:
     patch.setattr(rotations, "learn_shared", learn_shared)
 
 
-def rotating(kind: str, mask: dict[str, Any] | None = None, **more: Any) -> Recipe:
+def rotating(kind: str, mask: dict[str, Any] | None = None, **more: Any) -> FullRecipe:
     """Rotate, and zero nothing unless told to."""
     values = {"version": 1, "name": "test", "ratio": 0.0, "mask": mask or {"method": "magnitude"}}
-    return Recipe.model_validate(values | {"rotation": {"kind": kind, "steps": 2}} | more)
+    return FullRecipe.model_validate(values | {"rotation": {"kind": kind, "steps": 2}} | more)
 
 
 @pytest.fixture(scope="module")
@@ -363,7 +363,7 @@ def test_hidden_states_between_blocks_are_in_the_basis_of_their_block(dense, tur
 # ---- refusals ----------------------------------------------------------------------------------------------------
 
 
-def refusal(folder: Path, recipe: Recipe) -> str:
+def refusal(folder: Path, recipe: FullRecipe) -> str:
     with pytest.raises(UserError) as error:
         encoders.job_on(folder, recipe)
     text = str(error.value)
@@ -535,10 +535,10 @@ def test_rotating_and_masking_equals_masking_what_was_rotated(dense, turned, tmp
     """One R1, then 2:4 by Wanda: in one run, and in two."""
     mask, data, plain = {"method": "wanda", "pattern": "2:4"}, data_of(variant), TARGETS[target]
     first = turned(variant, "shared")
-    two_runs = Recipe.model_validate({"version": 1, "name": "test", "mask": mask} | plain)
+    two_runs = FullRecipe.model_validate({"version": 1, "name": "test", "mask": mask} | plain)
     masked(first, tmp_path / "two", two_runs, data)
     random_rotations(monkeypatch)
-    one_run = Recipe.model_validate(two_runs.model_dump() | {"rotation": {"kind": "shared", "steps": 2}})
+    one_run = FullRecipe.model_validate(two_runs.model_dump() | {"rotation": {"kind": "shared", "steps": 2}})
     report = masked(dense.folder(variant), tmp_path / "one", one_run, data)
     one, two = tensors_of(tmp_path / "one"), tensors_of(tmp_path / "two")
     assert one.keys() == two.keys()
@@ -592,7 +592,7 @@ def entropy_by_hand(dense: Sources, variant: str, kind: str, backbone: str) -> l
     return found
 
 
-def learning(kind: str, backbone: str, steps: int = 1, **more: Any) -> Recipe:
+def learning(kind: str, backbone: str, steps: int = 1, **more: Any) -> FullRecipe:
     rotation = {"kind": kind, "steps": steps, "importance": backbone, "learning_rate": 0.02}
     return rotating(kind, rotation=rotation, **more)
 

@@ -9,11 +9,11 @@ from torch import Tensor
 
 import ckpt_prune
 from ckpt_prune.filenames import ROTATIONS
-from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.rotations import learning
 from ckpt_prune.rotations.importance import Term
 from ckpt_prune.rotations.training import Learned
-from ckpt_prune.transform.masking import Masker
+from ckpt_prune.stages import FullRecipe
+from ckpt_prune.stages.mask.masker import Masker
 from tests import encoders, families
 from tests.families import BLOCKS, prune
 from tests.pairs import crossed
@@ -30,9 +30,9 @@ FIRST = {"opt": ("self_attn.q_proj", "fc1")}
 LLAMA_FIRST = ("self_attn.q_proj", "mlp.gate_proj")
 
 
-def in_turn(kind: str = "per-layer", method: str = "wanda", **rotation: Any) -> Recipe:
+def in_turn(kind: str = "per-layer", method: str = "wanda", **rotation: Any) -> FullRecipe:
     values = {"kind": kind, "steps": 2, "measured": "pruned"} | rotation
-    return Recipe.model_validate(
+    return FullRecipe.model_validate(
         {"version": 1, "name": "test", "ratio": 0.5, "target": "sequential"}
         | {"mask": {"method": method}, "rotation": values}
     )

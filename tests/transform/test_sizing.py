@@ -7,10 +7,10 @@ import pytest
 
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.errors import UserError
-from ckpt_prune.planning.accounting import cost_of
-from ckpt_prune.planning.recipe_file import load_recipe
-from ckpt_prune.transform.decisions import Decisions
-from ckpt_prune.transform.settle import Settled
+from ckpt_prune.job.cost import cost_of
+from ckpt_prune.recipe.reading import load_recipe
+from ckpt_prune.runner.settle import Settled
+from ckpt_prune.job.decisions import Decisions
 from tests import families
 from tests.encoders import job_on
 from tests.planning.test_accounting import LLAMA_7B

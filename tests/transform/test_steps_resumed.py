@@ -10,11 +10,11 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from ckpt_prune.checkpoint.writing import CheckpointWriter
-from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.transform import recover as recovering
-from ckpt_prune.transform import run as running
-from ckpt_prune.transform import walk as module
-from ckpt_prune.transform.request import RecoverySamples
+from ckpt_prune.job.prepared import RecoverySamples
+from ckpt_prune.runner import run_job as running
+from ckpt_prune.job import walk as module
+from ckpt_prune.stages import FullRecipe
+from ckpt_prune.runner import recover as recovering
 from tests.families import contents, job_on, prune, recipe, windows
 from tests.reports import recover
 
@@ -83,7 +83,7 @@ def stop_before(patch: pytest.MonkeyPatch, stopped: str) -> None:
 
 
 def job(sources: Any, name: str) -> Any:
-    wanted = Recipe.model_validate(RECIPES[name])
+    wanted = FullRecipe.model_validate(RECIPES[name])
     training = RecoverySamples(training_data("llama"), torch.float32, after=frozenset({1}))
     options = {} if wanted.recovery is None else {"training": training}
     return job_on(sources.folder("llama"), wanted, live=windows(4, 16), **options)

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from ckpt_prune.errors import UserError
-from ckpt_prune.planning.accounting import cost_of
-from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.planning.recipe_file import load_recipe
-from ckpt_prune.transform.budgets import dense_ranking
-from ckpt_prune.transform.planned import make_plan
-from ckpt_prune.transform.request import Request
-from ckpt_prune.transform.settle import settle
-from ckpt_prune.transform.sweep import Point, points_at
+from ckpt_prune.job.cost import cost_of
+from ckpt_prune.job.prepared import Prepared
+from ckpt_prune.recipe.reading import load_recipe
+from ckpt_prune.runner.plan import make_plan
+from ckpt_prune.runner.settle import settle
+from ckpt_prune.runner.sweep import Point, points_at
+from ckpt_prune.stages import FullRecipe
+from ckpt_prune.stages.spaces.widths import dense_ranking
 from tests.encoders import calibrate, request_on
 
 from .whole import data_of
@@ -23,13 +23,13 @@ RATIOS = (0.0, 0.5)
 OBS = {"score": "obs", "compensation": {"method": "auto", "lambda_grid": [0.01, 1.0]}}
 
 
-def least_error(**top: Any) -> Recipe:
+def least_error(**top: Any) -> FullRecipe:
     values = {"version": 1, "name": "test", "container": "any", "allocation": "least-error", "weigh_by": "energy"}
-    return Recipe.model_validate(values | {"spaces": {"heads": OBS, "mlp": OBS}} | top)
+    return FullRecipe.model_validate(values | {"spaces": {"heads": OBS, "mlp": OBS}} | top)
 
 
 QK = {"score": "logit-energy", "compensation": {"method": "logit"}}
-CASES: dict[str, tuple[str, Recipe]] = {
+CASES: dict[str, tuple[str, FullRecipe]] = {
     "least error": ("llama", least_error(widths="per_layer")),
     "least error, uniform, of a size": ("opt", least_error(size={"params": "70%"})),
     "q and k": ("vit", least_error(spaces={"qk": QK, "mlp": OBS}, widths="per_layer")),
@@ -38,7 +38,7 @@ CASES: dict[str, tuple[str, Recipe]] = {
 }
 
 
-def expected(request: Request, ratio: float) -> Point:
+def expected(request: Prepared, ratio: float) -> Point:
     """From a plan of its own."""
     own = settle(replace(request, recipe=request.recipe.with_ratio(ratio)))
     plan = make_plan(own)
@@ -77,9 +77,9 @@ def test_units_are_ranked_once(dense, monkeypatch):
     request = request_on(dense.folder("llama"), least_error(), dense.statistics("llama", 2))
     calls = []
     monkeypatch.setattr(
-        "ckpt_prune.transform.sweep.dense_ranking", lambda given: calls.append(given) or dense_ranking(given)
+        "ckpt_prune.runner.sweep.dense_ranking", lambda given: calls.append(given) or dense_ranking(given)
     )
-    monkeypatch.setattr("ckpt_prune.transform.budgets.dense_ranking", lambda _: pytest.fail("ranked again"))
+    monkeypatch.setattr("ckpt_prune.stages.spaces.widths.dense_ranking", lambda _: pytest.fail("ranked again"))
     points_at(request, RATIOS)
     assert calls == [request]
 
@@ -101,7 +101,7 @@ def test_a_score_without_moments_needs_none(dense, tmp_path):
     folder = dense.folder("vit")
     statistics = calibrate(folder, tmp_path / "columns", data_of("vit"), collect=("moments", "gram"))
     spaces = {"qk": {"score": "magnitude"}, "mlp": {"score": "wanda-sp"}}
-    recipe = Recipe.model_validate({"version": 1, "name": "test", "container": "any", "spaces": spaces})
+    recipe = FullRecipe.model_validate({"version": 1, "name": "test", "container": "any", "spaces": spaces})
     request = request_on(folder, recipe, statistics)
     assert make_plan(settle(request)).sites
     assert points_at(request, [0.5])[0].errors["qk"] is None

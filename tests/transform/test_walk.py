@@ -12,10 +12,10 @@ from pydantic import BaseModel
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.checkpoint.staging import Staging
 from ckpt_prune.checkpoint.writing import CheckpointWriter
-from ckpt_prune.transform.dense import Dense
-from ckpt_prune.transform.layout import Layout, layout_of
-from ckpt_prune.transform.steps import Tensors
-from ckpt_prune.transform.walk import Sink, walk
+from ckpt_prune.job.layout import Layout, layout_of
+from ckpt_prune.job.model_view import ModelView
+from ckpt_prune.job.step import Tensors
+from ckpt_prune.job.walk import Sink, walk
 from tests.families import BLOCKS, contents, make
 from tests.interrupting import interrupt_at
 
@@ -60,9 +60,9 @@ def first_of(block: int, tensors: Tensors) -> int:
     return round(float(tensors[NAME.format(block)][0, 0]))
 
 
-def dense_of(tmp_path: Path) -> tuple[Dense, Layout]:
+def dense_of(tmp_path: Path) -> tuple[ModelView, Layout]:
     model = Model.open(make(tmp_path / "dense"))
-    return Dense(model, torch.device("cpu")), layout_of(model)
+    return ModelView(model, torch.device("cpu")), layout_of(model)
 
 
 @contextmanager
@@ -126,7 +126,7 @@ def test_nothing_is_read_again_for_steps_without_input(tmp_path, monkeypatch):
     with writer_of(tmp_path / "out", layout) as writer:
         sink = Sink(writer, layout)
         walk(dense, [Adding("only", 1)], sink)
-        monkeypatch.setattr(Dense, "block", lambda *_: 1 / 0)
+        monkeypatch.setattr(ModelView, "block", lambda *_: 1 / 0)
         step = Adding("only", 1)
         assert walk(dense, [step], sink) == {"only": [Added(number=1)] * BLOCKS}
         assert step.told == [("advance", block, 1) for block in range(BLOCKS)]

@@ -13,7 +13,7 @@ from ckpt_prune.architectures.family import Family
 from ckpt_prune.calibration.samples import Samples, TokenWindows
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.checkpoint.reading import Checkpoint
-from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.stages import FullRecipe
 from tests import encoders, families
 from tests.contract.open_experts import unstacked
 from tests.families import prune
@@ -91,14 +91,14 @@ def whole(model: PreTrainedModel, variant: str) -> Model:
     return Model(model, INPUTS[model.config.model_type], "model.layers", "model.layers.{}.")
 
 
-def wanted(rule: str, target: Target = "dense", **more: Any) -> Recipe:
+def wanted(rule: str, target: Target = "dense", **more: Any) -> FullRecipe:
     mask, _ = RULES[rule]
     ratio = {} if "pattern" in mask else {"ratio": 0.5}
     values = {"version": 1, "name": "test", "mask": mask} | ratio | TARGETS[target] | more
-    return Recipe.model_validate(values)
+    return FullRecipe.model_validate(values)
 
 
-def masked(folder: Path, out: Path, recipe: Recipe, data: Samples) -> dict[str, Any]:
+def masked(folder: Path, out: Path, recipe: FullRecipe, data: Samples) -> dict[str, Any]:
     job = encoders.job_on(folder, recipe, None, data)
     with measured(job, out.parent) as ready:
         return prune(ready, out)

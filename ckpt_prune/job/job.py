@@ -1,0 +1,130 @@
+"""A job: what is wanted. It is made once, from what the user gave, and never changed."""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from ckpt_prune._version import __version__
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.calibration.samples import Samples
+from ckpt_prune.calibration.states import Allocate, in_memory
+from ckpt_prune.calibration.statistics import Statistics
+from ckpt_prune.containers.container import Container, container_of
+from ckpt_prune.job.latency import Latencies
+from ckpt_prune.job.plan import Plan
+from ckpt_prune.job.recipe import Recipe
+from ckpt_prune.job.records import Origin
+
+_JOURNAL = 7
+"""Version of the notes that a run leaves for the one that resumes it."""
+
+
+@dataclass(frozen=True)
+class LiveSamples:
+    """Calibration samples to measure on while pruning.
+
+    Attributes:
+        samples: windows of text, or images.
+        folds: contiguous folds that moments are kept apart for.
+        compute_dtype: in which blocks run.
+        allocate: makes the tensor that holds hidden states.
+        seed: of the choice of samples, for the record.
+        source: the files or the folder that they are from, in words.
+    """
+
+    samples: Samples
+    folds: int
+    compute_dtype: torch.dtype
+    allocate: Allocate = in_memory
+    seed: int = 0
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class RecoverySamples:
+    """What blocks are trained on by a recipe with recovery.
+
+    Attributes:
+        samples: windows of text, or images.
+        compute_dtype: in which blocks run.
+        allocate: makes the tensors that hold hidden states.
+        after: numbers of blocks k, for the perplexity of the model whose first k blocks are recovered.
+        seen: whether the model is pruned on these samples, too; None if that is not known.
+    """
+
+    samples: Samples
+    compute_dtype: torch.dtype
+    allocate: Allocate = in_memory
+    after: frozenset[int] = frozenset()
+    seen: bool | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is wanted of a model.
+
+    Attributes:
+        model: the dense model.
+        recipe: what to do with it.
+        statistics: of the dense model, if they were measured before.
+        live: samples to measure on.
+        device: where blocks run and closed forms are solved.
+        plan: decisions that were made before.
+        diagnostics: also compute errors and spectra that no result depends on.
+        training: samples for a recipe with recovery.
+        by_default: True if the user named no recipe.
+        origin: where the recipe, or that of the plan, was fetched from; None if it was here.
+        latencies: of this machine, if the recipe's size is a latency.
+    """
+
+    model: Model
+    recipe: Recipe
+    statistics: Statistics | None = None
+    live: LiveSamples | None = None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    plan: Plan | None = None
+    diagnostics: bool = False
+    training: RecoverySamples | None = None
+    by_default: bool = False
+    origin: Origin | None = None
+    latencies: Latencies | None = None
+
+    @property
+    def samples(self) -> Samples | None:
+        """What the model is run on, to measure it or to train its blocks; None if it is not run."""
+        given = self.live or self.training
+        return None if given is None else given.samples
+
+    @cached_property
+    def stored(self) -> Container | None:
+        """What the model is stored as, if that carries code of its own."""
+        return container_of(self.model) if self.model.own_code else None
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all that the output depends on: a resumed run must share it with the one that it continues."""
+        live = None
+        if self.live is not None:
+            given = self.live
+            live = [given.samples.fingerprint, given.folds, str(given.compute_dtype), given.seed]
+        parts: list[Any] = [
+            __version__,
+            _JOURNAL,
+            self.model.checkpoint.fingerprint,
+            self.recipe.digest,
+            self.statistics.index.digest if self.statistics else None,
+            live,
+            self.plan.digest if self.plan else None,
+            self.device.type,
+            self.diagnostics,
+        ]
+        if self.latencies is not None:
+            parts.append(asdict(self.latencies))
+        if self.training is not None:
+            training = self.training
+            parts += [training.samples.fingerprint, str(training.compute_dtype), sorted(training.after)]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

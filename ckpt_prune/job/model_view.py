@@ -1,0 +1,88 @@
+"""A model as blocks are read from it and run: as it is stored, or in another basis of its residual stream."""
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ckpt_prune.architectures.factors import multiplied
+from ckpt_prune.architectures.family import Family
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.calibration.blocks import BlockFactory
+from ckpt_prune.calibration.leaping import LeapingStream, Leaps
+from ckpt_prune.calibration.samples import Samples
+from ckpt_prune.calibration.streams import HiddenStream
+from ckpt_prune.containers.container import Container
+
+
+class Basis(Protocol):
+    """A model whose tensors are read in another basis of its residual stream: rotated, or sliced."""
+
+    def block(self, block: int) -> dict[str, Tensor]:
+        """Return a block's tensors by on-disk name."""
+        ...
+
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Return tensors outside the blocks."""
+        ...
+
+    def names(self) -> list[str]:
+        """Return the names of all its tensors."""
+        ...
+
+
+@dataclass(frozen=True)
+class ModelView:
+    """Reads a model's tensors and runs its blocks.
+
+    Args:
+        model: what is read.
+        device: where blocks run.
+        basis: the model in another basis, or None.
+        container: what the model is built as if that is not the stock class of its config: its own if it carries code,
+            the output's if it is in another basis, whose `biases` have a slot in every block, filled or not.
+        leaps: the model with all its blocks, if some are left out of `model`; that is what is run then.
+    """
+
+    model: Model
+    device: torch.device
+    basis: Basis | None = None
+    container: Container | None = None
+    leaps: Leaps | None = None
+
+    def block(self, block: int) -> dict[str, Tensor]:
+        """Return a block's tensors by on-disk name."""
+        if self.basis is None:
+            return dict(multiplied(self.model.read_block(block)))
+        assert self.container is not None
+        tensors = self.basis.block(block)
+        # Blocks in another basis are built as the output's are, which may have biases that nothing is absorbed into.
+        fill_biases(self.model.family, block, self.container.biases, tensors)
+        return tensors
+
+    def read(self, names: list[str]) -> dict[str, Tensor]:
+        """Return tensors outside the blocks."""
+        return (self.model.checkpoint if self.basis is None else self.basis).read(names)
+
+    def stream(self, samples: Samples, dtype: torch.dtype, **options: Any) -> HiddenStream:
+        """Return hidden states of samples at the first block; `options` as `HiddenStream` takes them."""
+        if self.leaps is not None:
+            whole = self.leaps.whole
+            factory = BlockFactory(whole, device=self.device, dtype=dtype)
+            names, read = list(whole.checkpoint.tensors), whole.checkpoint.read
+            return LeapingStream(factory, self.leaps, names, read, samples, **options)
+        skeleton = None if self.container is None else self.container.skeleton()
+        factory = BlockFactory(self.model, device=self.device, dtype=dtype, skeleton=skeleton)
+        names = list(self.model.checkpoint.tensors) if self.basis is None else self.basis.names()
+        return HiddenStream(factory, names, self.read, samples, **options)
+
+
+def fill_biases(family: Family, block: int, biases: Set[str], tensors: dict[str, Tensor]) -> None:
+    """Zeros in the slots that the container opens and nothing fills."""
+    for module in sorted(biases):
+        name = family.tensor(block, module, "bias")
+        weight = tensors.get(family.tensor(block, module))
+        if name not in tensors and weight is not None:
+            tensors[name] = torch.zeros(weight.shape[0], dtype=weight.dtype)

@@ -1,0 +1,92 @@
+"""The plan file: which units of which spaces stay, with scores and predicted errors."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from ckpt_prune.architectures.sites import Site
+from ckpt_prune.architectures.spaces import SpaceName, space_of
+from ckpt_prune.checkpoint.inputs import read_input
+from ckpt_prune.checkpoint.jsonfile import parse_object
+from ckpt_prune.errors import UserError
+from ckpt_prune.job.recipe import AnyRecipe
+from ckpt_prune.job.records import PlanFile, SiteRecord
+
+
+class SitePlan(SiteRecord):
+    """One space of one block, with what its units were chosen by.
+
+    Attributes:
+        space: one that this version can prune.
+        scores: scores of all units, to six significant digits. Plans hold them, reports do not.
+    """
+
+    space: SpaceName
+    scores: list[float]
+
+    @property
+    def site(self) -> Site:
+        """The site that this is the plan of."""
+        return Site(self.block, space_of(self.space, self.expert))
+
+
+# Scores stand beside the units that they chose.
+_KEYS = list(SiteRecord.model_fields)
+_SITE_KEYS = [*_KEYS[: _KEYS.index("method")], "scores", *_KEYS[_KEYS.index("method") :]]
+
+
+class Plan(PlanFile[AnyRecipe, SitePlan]):
+    """Everything that `prune` needs to apply the same decisions again. It applies them to the same model only."""
+
+    def __repr_args__(self) -> list[tuple[str | None, Any]]:
+        """What is worth a glance."""
+        return [
+            ("model_path", self.model_path),
+            ("recipe", self.recipe.name),
+            ("container", self.container),
+            ("before", self.before),
+            ("after", self.after),
+            ("sites", len(self.sites)),
+        ]
+
+    @property
+    def divergence(self) -> float | None:
+        """Predicted of the whole model: the sum over sites and gaps; None where one is not known."""
+        gaps = [] if self.depth is None else self.depth.gaps
+        known = [*(site.divergence for site in self.sites), *(gap.divergence for gap in gaps)]
+        return None if None in known else sum(each for each in known if each is not None)
+
+    def to_json(self) -> str:
+        """Readable JSON, with one line for every site."""
+        data = self.model_dump(mode="json", by_alias=True)
+        sites = data.pop("sites")
+        if self.depth is None:
+            del data["depth"]
+        head = json.dumps(data, indent=2).removesuffix("\n}")
+        lines = ",\n".join("    " + json.dumps({key: site[key] for key in _SITE_KEYS if key in site}) for site in sites)
+        return f'{head},\n  "sites": [\n{lines}\n  ]\n}}\n'
+
+    @property
+    def digest(self) -> str:
+        """sha256 of the plan's JSON."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+
+def read_plan(path: Path) -> Plan:
+    """Read a plan file.
+
+    Raises:
+        UserError: the file is not there or not a plan, or was edited so that its recipe does not match its digest.
+    """
+    try:
+        plan = Plan.model_validate(parse_object(read_input(path)))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror})") from error
+    except (ValueError, ValidationError) as error:
+        raise UserError(f"{path} is not a plan: plans are written by `ckpt-prune plan`") from error
+    if plan.recipe.digest != plan.recipe_digest:
+        raise UserError(f"{path}: the recipe inside does not match its digest: plan again instead of editing it")
+    return plan

@@ -1,0 +1,265 @@
+"""The state of a job: the model as the stages have left it so far, and what is decided of the output."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.architectures.sites import Site
+from ckpt_prune.architectures.spaces import SpaceName
+from ckpt_prune.calibration.statistics import Statistics
+from ckpt_prune.calibration.streams import HiddenStream
+from ckpt_prune.containers.choosing import ANY, whole_spaces
+from ckpt_prune.containers.container import Container
+from ckpt_prune.errors import UserError
+from ckpt_prune.glance import glance
+from ckpt_prune.job.cost import cost_of
+from ckpt_prune.job.decisions import Decisions
+from ckpt_prune.job.job import Job, LiveSamples, RecoverySamples
+from ckpt_prune.job.latency import Latencies
+from ckpt_prune.job.model_view import Basis, ModelView
+from ckpt_prune.job.output import Output
+from ckpt_prune.job.plan import Plan
+from ckpt_prune.job.recipe import Recipe
+from ckpt_prune.job.records import Cost, DepthRecord, HiddenRecord, MaskShares, Origin
+from ckpt_prune.parallel.group import here
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """What the dense model's statistics say about a site.
+
+    Attributes:
+        score: that its units are ranked by.
+        scores: of its units, (units,), or of q and k (heads, dimensions).
+        errors: of dropping the k units of least score, k = 0 … n, (n + 1,) (`Solver.errors`); None if widths do not
+            depend on them.
+    """
+
+    score: str
+    scores: Tensor
+    errors: Tensor | None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A job as far as it is prepared. Every stage returns a new one.
+
+    Attributes:
+        job: what is wanted.
+        model: the model as the stages so far have left it.
+        recipe: what is left to do.
+        statistics: of `model`, or None.
+        live: samples to measure it on, or None.
+        plan: decisions that were made before, or None.
+        ranked: site → its units by every score that may rank them, if they were ranked already.
+        unsized: the recipe as it was before its size was turned into ratios.
+        larger: the next larger size that these ratios could give, in the unit of the size that was asked for.
+        depth: which blocks are gone.
+        hidden: how many dimensions of the residual stream stay.
+        basis: the model in another basis of its residual stream: rotated, or sliced.
+        note: why the model is of another class than the job's, or None.
+        wide: the model before its residual stream was narrowed; None if it was not.
+        narrow: maps hidden states of `wide`, (..., d), to what the stream of `model` has room for, (..., k).
+        left_whole: spaces that stay whole because no stock class has fewer of their units.
+        decided: units that stay, and what else is settled of every site; None before that is known.
+        planned: container, files and cost of the output; likewise.
+        shares: how the zeros of a mask are shared out over blocks; None if all have the recipe's ratio.
+        foreseen: True if widths or blocks only stand for those that measuring will choose.
+        shape_known: False if the container may depend on what measuring will choose.
+    """
+
+    job: Job
+    model: Model
+    recipe: Recipe
+    statistics: Statistics | None = None
+    live: LiveSamples | None = None
+    plan: Plan | None = None
+    ranked: Mapping[Site, Sequence[Ranked]] | None = None
+    unsized: Recipe | None = None
+    larger: int | None = None
+    depth: DepthRecord | None = None
+    hidden: HiddenRecord | None = None
+    basis: Basis | None = None
+    note: str | None = None
+    wide: Model | None = None
+    narrow: Callable[[Tensor], Tensor] | None = None
+    left_whole: tuple[SpaceName, ...] = ()
+    decided: Decisions | None = None
+    planned: Output | None = None
+    shares: MaskShares | None = None
+    foreseen: bool = False
+    shape_known: bool = True
+
+    def __post_init__(self) -> None:
+        """Keep of the recipe's spaces those that this model has and may prune."""
+        recipe = self.recipe.at(self.model.family)
+        if recipe.shares_stock and not self.model.own_code:
+            insisted = {name for name, own in recipe.spaces.items() if own.ratio is not None}
+            left = recipe.without(whole_spaces(self.model).keys() - insisted)
+            if left is not recipe:
+                object.__setattr__(self, "left_whole", tuple(recipe.spaces.keys() - left.spaces.keys()))
+                recipe = left
+        object.__setattr__(self, "recipe", recipe)
+
+    def __repr__(self) -> str:
+        after = None if self.planned is None else self.after
+        source = str(self.job.model.checkpoint.path)
+        return glance(
+            self, source=source, recipe=self.recipe.name, before=self.before, after=after, foreseen=self.foreseen
+        )
+
+    # ---- the job ---------------------------------------------------------------------------------------------
+
+    @property
+    def whole(self) -> "Prepared":
+        """The job before any stage has worked: the model with all its blocks and dimensions."""
+        return begin(self.job)
+
+    @property
+    def device(self) -> torch.device:
+        """Where blocks run and closed forms are solved."""
+        return self.job.device
+
+    @property
+    def diagnostics(self) -> bool:
+        """Whether errors and spectra are computed that no result depends on."""
+        return self.job.diagnostics
+
+    @property
+    def training(self) -> RecoverySamples | None:
+        """Samples for a recipe with recovery."""
+        return self.job.training
+
+    @property
+    def origin(self) -> Origin | None:
+        """Where the recipe was fetched from."""
+        return self.job.origin
+
+    @property
+    def latencies(self) -> Latencies | None:
+        """Latencies of this machine, if the recipe's size is one."""
+        return self.job.latencies
+
+    @property
+    def stored(self) -> Container | None:
+        """What the model is stored as, if that carries code of its own."""
+        return self.job.stored
+
+    # ---- what is measured ------------------------------------------------------------------------------------
+
+    @property
+    def sequential(self) -> bool:
+        """Whether moments are measured on the pruned prefix."""
+        return self.live is not None and self.recipe.target != "dense" and self.recipe.measures_prefix
+
+    @property
+    def lacks_moments(self) -> bool:
+        """Whether the recipe needs moments, and there is nothing to have them from."""
+        if self.plan is not None and self.plan.depth is not None:
+            return False  # its blocks are chosen; samples for maps are asked for before the run
+        return self.recipe.needs_moments and self.statistics is None and self.live is None
+
+    @property
+    def measures_first(self) -> bool:
+        """Whether the unpruned model is measured on the live samples before anything is pruned."""
+        if self.live is None or self.statistics is not None or not self.recipe.needs_moments:
+            return False
+        if self.recipe.changes_model:
+            return True
+        if self.ranked is not None and self.sequential:
+            return False
+        return self.recipe.measures_dense or not self.sequential
+
+    @property
+    def widths_known(self) -> bool:
+        """Whether widths are known before anything is measured."""
+        if self.recipe.changes_model:
+            return False
+        known = self.statistics is not None or self.plan is not None or self.ranked is not None
+        known = known or not self.recipe.needs_moments
+        return known or (self.recipe.allocation == "uniform" and not self.recipe.decides_widths)
+
+    # ---- the output ------------------------------------------------------------------------------------------
+
+    @property
+    def decisions(self) -> Decisions:
+        """How many units of every site stay, and what else is settled of them."""
+        if self.decided is None:
+            raise self._unknown()
+        return self.decided
+
+    @property
+    def output(self) -> Output:
+        """Container, files and cost of the output."""
+        if self.planned is None:
+            raise self._unknown()
+        return self.planned
+
+    def _unknown(self) -> UserError:
+        return UserError(
+            f"allocation {self.recipe.allocation} has no widths before the model is measured: `ckpt-prune plan "
+            "--statistics STATS` prints them"
+        )
+
+    @property
+    def before(self) -> Cost:
+        """Cost of the source."""
+        return cost_of(self.job.model)
+
+    @property
+    def after(self) -> Cost:
+        """Cost of the output."""
+        return self.output.cost
+
+    @property
+    def widths(self) -> list[dict[Any, int]]:
+        """Units kept per block and space."""
+        return self.decisions.widths(self.model)
+
+    @property
+    def spaced_widths(self) -> list[dict[Any, int]]:
+        """The same of the blocks that have spaces alone (`Model.spaced`)."""
+        return self.widths[self.model.spaced.start :]
+
+    @property
+    def container_known(self) -> bool:
+        """Whether the container is known: it may depend on widths that measuring chooses."""
+        return self.shape_known or self.recipe.container not in ("auto", ANY)
+
+    def with_strength(self, strength: float) -> "Prepared":
+        """Return the job with a fixed strength wherever it was to be chosen by perplexity. No width depends on it."""
+        recipe = self.recipe.with_strength(strength)
+        return replace(self, recipe=recipe, decided=self.decisions.with_recipe(recipe))
+
+    # ---- the model -------------------------------------------------------------------------------------------
+
+    @property
+    def view(self) -> ModelView:
+        """The model that blocks are read from: in another basis if there is one."""
+        container = self.stored if self.basis is None else self.output.container
+        return ModelView(self.model, self.device, self.basis, container)
+
+    @property
+    def plain_view(self) -> ModelView:
+        """The model as it is stored."""
+        return ModelView(self.model, self.device, container=self.stored)
+
+    @property
+    def source_view(self) -> ModelView:
+        """The job's own model, with all its blocks and dimensions."""
+        return ModelView(self.job.model, self.device, container=self.stored)
+
+    def live_stream(self, view: ModelView) -> HiddenStream:
+        """Return the hidden states of the live samples at the first block of a model."""
+        live = self.live
+        assert live is not None
+        return view.stream(live.samples, live.compute_dtype, folds=live.folds, allocate=live.allocate, group=here())
+
+
+def begin(job: Job) -> Prepared:
+    """Return the state in which a job starts."""
+    return Prepared(job, job.model, job.recipe, job.statistics, job.live, job.plan)

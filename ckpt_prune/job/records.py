@@ -1,0 +1,391 @@
+"""What plans and reports say of a model: its cost, its sites, its masked linears.
+
+Nothing here needs torch: reading a report must not take seconds.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Generic, Literal, Self, TypeVar
+
+from pydantic import ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+
+from ckpt_prune.records import Amount, Block, Count, Figure, Fixed
+
+RecipeT = TypeVar("RecipeT")
+SiteT = TypeVar("SiteT")
+
+
+class Cost(Fixed):
+    """Size of one model.
+
+    Attributes:
+        parameters: a tied head counted once, stored buffers not at all.
+        bytes: of its tensors on disk.
+        flops: of one forward pass over one sample of `tokens` tokens, without a cache: two per multiply-add of every
+            matrix product and convolution, attention scores unmasked, as `torch.utils.flop_counter` counts.
+        tokens: of a text, the context length, at most 2048; of an image, its patches and special tokens. None in a
+            file that does not say.
+        cache: bytes that one token takes in the cache of keys and values, in the checkpoint's type. None, and left out
+            of JSON, for what generates no text and in a file that does not say.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    parameters: Annotated[int, Field(ge=1, le=2**63)]
+    bytes: Annotated[int, Field(ge=1, le=2**63)]
+    flops: Annotated[int, Field(ge=1, le=2**100)]
+    tokens: Count | None = None
+    cache: Count | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = handler(self)
+        return {key: value for key, value in values.items() if key != "cache" or value is not None}
+
+
+class HeadErrors(Fixed):
+    """Errors of one head's logits, as shares of Σ‖Q Kᵀ‖²; rho2 as in `SiteRecord`."""
+
+    head: Count
+    error_uncompensated: Figure = None
+    error_compensated: Figure = None
+    floor: Figure = None
+    rho2: Figure = None
+
+
+class SiteShift(Fixed):
+    """What a site loses on other samples than it was made from (`plan --test`). Errors are shares of the energy there.
+
+    Attributes:
+        uncompensated, test, floor: without compensation, after it, and the least there can be.
+        covariances, means, smallest: as `compensation.shift.Shift` has them; None where there is too much to compute.
+        bound: CORP's C.1.3, or C.2.3 of logits, with constants of one: far above what happens. None, too, where it is
+            infinite.
+        freedom: numbers that the compensation is free to choose (RCPU, section 4.2), of ridge regression the effective
+            ones, which need be no whole number.
+        tokens: that it was chosen on.
+    """
+
+    uncompensated: Figure = None
+    test: Figure = None
+    floor: Figure = None
+    covariances: Figure = None
+    means: Figure = None
+    smallest: Figure = None
+    bound: Figure = None
+    freedom: Figure = None
+    tokens: Amount = None
+
+
+class SiteRecord(Fixed):
+    """What was done at a site: one space of one block.
+
+    Attributes:
+        block, space, expert: the site. `expert` is None where the block has none, and then left out of JSON.
+        consumer: on-disk name of the consumer's weight; None for a space that ends in logits.
+        units: units of the dense site. A site of q and k has all rows as units.
+        kept: units that stay, ascending.
+        score: that its units were ranked by, where it was chosen site by site; else None, and left out of JSON.
+        few: tokens that the router sent to an expert, where they were too few to measure on, so that it was measured on
+            all tokens of the layer; else None, and left out of JSON.
+        method: the compensation; none where nothing is dropped.
+        strength: in the recipe's units; None where the method has none.
+        share: share of the drift that the weights are fitted to correct; None without drift.
+        runner_up, margin: the next best method on held-out folds, and by how much its held-out error is larger,
+            relative to the chosen method's; at least by that much where it was ruled out unscored. None unless the
+            method was chosen on folds.
+        error_uncompensated, error_compensated: predicted Σ‖y − ŷ‖² / Σ‖y‖² without and with compensation, at the
+            consumer's output on the calibration tokens, or of the logits. Where the target is drift, y is what brings
+            the residual stream back to the dense model's. None without second moments.
+        divergence: what the errors of the site alone are predicted to do to the model's own output, by the Fisher
+            metric (calibration/README.md, section 5). None, and left out of JSON, where that was not measured.
+        error_held_out: the compensated error over folds, each scored by a fit to the others: over those that the choice
+            held out, or over all of them. None with one fold, or where it was neither asked for nor chosen by.
+        residual: relative residual at which conjugate gradients stopped, the largest over heads; None but for q and k.
+        j0, floor, rho2: CORP's diagnostics (compensation/README.md, section 3, and CORP C.2), per token, or per sample
+            for logits. None unless asked for. None, too, where the target is drift: they say nothing about it.
+        width, effective_rank, k95, active: figures of the consumer's input in the dense model (`compensation.spectrum`,
+            CORP Table 9); None unless asked for.
+        heads: errors of every head; None unless asked for, and but for q and k.
+        shift: what it loses on other samples. None, and left out of JSON, where it was not held against any.
+    """
+
+    block: Block
+    space: str
+    expert: Count | None = None
+    consumer: str | None = None
+    units: Annotated[int, Field(ge=1, le=2**63)]
+    kept: list[int]
+    score: str | None = None
+    few: Count | None = None
+    method: str
+    strength: Figure = None
+    share: Figure = None
+    runner_up: str | None = None
+    margin: Figure = None
+    error_uncompensated: Figure = None
+    error_compensated: Figure = None
+    divergence: Figure = None
+    error_held_out: Figure = None
+    residual: Figure = None
+    j0: Figure = None
+    floor: Figure = None
+    rho2: Figure = None
+    width: Amount = None
+    effective_rank: Figure = None
+    k95: Amount = None
+    active: Figure = None
+    heads: list[HeadErrors] | None = None
+    shift: SiteShift | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Files of models without experts, and of recipes that need no more, do not change."""
+        values: dict[str, Any] = handler(self)
+        optional = {"expert", "score", "few", "divergence", "shift"}
+        return {key: value for key, value in values.items() if key not in optional or value is not None}
+
+
+class MaskShares(Fixed):
+    """How the zeros of a mask are shared out over blocks (sparsity/README.md, section 6).
+
+    Attributes:
+        ratios: share of zeros of every block.
+        kept: N of every block's N:M; None where the mask is unstructured.
+        figures: what was measured of every block: its outlier ratio, its exponent, or what its zeros alone are
+            predicted to do to the model's output, in nats a sample.
+    """
+
+    ratios: list[Annotated[float, Field(ge=0, lt=1)]]
+    kept: list[Annotated[int, Field(ge=1, le=32)]] | None = None
+    figures: Sequence[Figure] = ()
+
+
+class MaskedLinear(Fixed):
+    """What a mask did to one linear module of one block.
+
+    Attributes:
+        block: index.
+        weight: on-disk name.
+        kind: what tables call the module (`Family.labels`); None in files of before there was this key.
+        rows, columns: of the weight.
+        zeros: weights that the mask zeroed. Weights that were zero before are among them.
+        error: Σ‖y − ŷ‖² / Σ‖y‖² at the module's output on the calibration tokens; None without Grams.
+        damp: what SparseGPT added to the diagonal of the Hessian, as a share of its mean; None for other methods.
+        dead: number of inputs that were zero on every calibration token. SparseGPT zeroes their columns. None for other
+            methods.
+    """
+
+    block: Block
+    weight: str
+    kind: str | None = None
+    rows: Annotated[int, Field(ge=1, le=2**31)]
+    columns: Annotated[int, Field(ge=1, le=2**31)]
+    zeros: Count
+    error: Figure = None
+    damp: Figure = None
+    dead: Amount = None
+
+    @model_validator(mode="after")
+    def _within(self) -> Self:
+        if self.zeros > self.size:
+            raise ValueError("more zeros than weights")
+        return self
+
+    @property
+    def size(self) -> int:
+        """Its weights."""
+        return self.rows * self.columns
+
+
+class FactoredLinear(Fixed):
+    """What became of one linear module of one block that two thin ones stand in for.
+
+    Attributes:
+        block: index.
+        weight: on-disk name of the weight that is gone.
+        kind: what tables call the module (`Family.labels`).
+        rows, columns: of that weight.
+        rank: outputs of the first factor and inputs of the second.
+        error: Σ‖y − ŷ‖² / Σ‖y‖² at the module's output on the calibration tokens, before factors are rounded to the
+            checkpoint's type; None without Grams.
+        change: ‖W − Ŵ‖ / ‖W‖ of the factors as they are stored.
+    """
+
+    block: Block
+    weight: str
+    kind: str | None = None
+    rows: Annotated[int, Field(ge=1, le=2**31)]
+    columns: Annotated[int, Field(ge=1, le=2**31)]
+    rank: Annotated[int, Field(ge=1, le=2**31)]
+    error: Figure = None
+    change: Figure = None
+
+    @property
+    def size(self) -> int:
+        """Weights that are gone."""
+        return self.rows * self.columns
+
+    @property
+    def left(self) -> int:
+        """Weights of the factors."""
+        return self.rank * (self.rows + self.columns)
+
+
+class GapRecord(Fixed):
+    """A run of consecutive blocks that are gone, and what makes up for them.
+
+    Attributes:
+        first, blocks: the first of them, as the dense model counts, and how many.
+        into: on-disk name, in the output, of the weight that the map was absorbed in, of experts with `*` for their
+            numbers; None where there is no map.
+        method: none (the stream goes on as it is), bias, ridge or affine: the form of the map.
+        strength: of ridge and affine, relative; None for others.
+        distance: mean cosine distance of a token's hidden states before and after the run; None where it was not
+            measured.
+        divergence: what dropping the run is predicted to do to the model's own output; None as before.
+        error_uncompensated, error_compensated: Σ‖y − ŷ‖² / Σ‖y‖² on the calibration tokens without and with the map,
+            y being what the mlp before the gap would have to give.
+        error_held_out: the compensated error on folds that were left out of the fit; None with one fold.
+    """
+
+    first: Block
+    blocks: Annotated[int, Field(ge=1, le=10**6)]
+    into: str | None = None
+    method: str = "none"
+    strength: Figure = None
+    distance: Figure = None
+    divergence: Figure = None
+    error_uncompensated: Figure = None
+    error_compensated: Figure = None
+    error_held_out: Figure = None
+
+
+class Tried(Fixed):
+    """What was tried where widths meet the rest of a size.
+
+    Attributes:
+        predicted: what it was predicted to do to the model's own output, units included; None where it was not known.
+        measured: what it did, on samples that no refit had seen.
+    """
+
+    predicted: Figure = None
+    measured: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class TriedDepth(Tried):
+    """A number of blocks that was tried.
+
+    Attributes:
+        blocks: that were gone.
+    """
+
+    blocks: Annotated[int, Field(ge=0, le=10**6)]
+
+
+class TriedHidden(Tried):
+    """A number of dimensions of the residual stream that was tried.
+
+    Attributes:
+        kept: that stayed.
+        blocks: that were gone besides; None where the recipe leaves open no number of them.
+    """
+
+    kept: Annotated[int, Field(ge=1, le=10**7)]
+    blocks: Annotated[int, Field(ge=0, le=10**6)] | None = None
+
+
+class DepthRecord(Fixed):
+    """Which blocks of a model are gone, or which have zeros in place of a part.
+
+    Attributes:
+        part: what of them: all (block), attention or mlp; blocks without a part stay under their numbers.
+        blocks: of the dense model.
+        kept: those that stay, ascending; in the output they are numbered anew.
+        choose: how the others were chosen; None where they were given.
+        gaps: runs of those that are gone, in order.
+        tried: numbers of blocks that were held against each other, ascending; empty where one was given, and where the
+            stream may lose dimensions besides (`Hidden.tried`).
+    """
+
+    part: Literal["block", "attention", "mlp"] = "block"
+    blocks: Annotated[int, Field(ge=1, le=10**6)]
+    kept: list[Block]
+    choose: str | None = None
+    gaps: list[GapRecord] = Field(default_factory=list)
+    tried: list[TriedDepth] = Field(default_factory=list)
+
+
+class HiddenRecord(Fixed):
+    """What is left of a model's residual stream.
+
+    Attributes:
+        kind: per-block or shared.
+        signal: what its principal directions are of.
+        dimensions: of the dense stream.
+        kept: of them.
+        tied: of a shared basis, whether one table is still embedding and head; None where it was not.
+        energy: share of the signals' energy that lies in the kept directions, basis by basis: those of attention and
+            mlp of every block in order, or one of all; empty where the stream stays as it is.
+        tried: numbers of dimensions that were held against each other, descending, or such numbers beside each number
+            of blocks, ascending; empty where one was given.
+    """
+
+    kind: Literal["per-block", "shared"]
+    signal: Literal["normed", "stream"]
+    dimensions: Annotated[int, Field(ge=1, le=10**7)]
+    kept: Annotated[int, Field(ge=1, le=10**7)]
+    tied: bool | None = None
+    energy: list[Figure] = Field(default_factory=list)
+    tried: list[TriedHidden] = Field(default_factory=list)
+
+
+class StatisticsReference(Fixed):
+    """Which statistics a plan was made from."""
+
+    path: str
+    digest: str
+
+
+class Origin(Fixed):
+    """Where a recipe was fetched from.
+
+    Attributes:
+        reference: as it is given to --recipe, without a revision.
+        revision: commit of the Hub repository; None for what has none.
+        sha256: of the file's bytes.
+    """
+
+    reference: str
+    revision: str | None = None
+    sha256: str
+
+    @property
+    def pinned(self) -> str:
+        """What is given to --recipe for the same bytes again."""
+        if self.revision is not None:
+            return f"{self.reference}@{self.revision}"
+        return f"{self.reference}#sha256={self.sha256}"
+
+
+class PlanFile(Fixed, Generic[RecipeT, SiteT]):
+    """A plan as its file has it; `stages.spaces.plan` says which recipe and sites a plan has that can be applied."""
+
+    version: Literal[1] = 1
+    model: str
+    model_path: str
+    recipe: RecipeT
+    recipe_digest: str = ""
+    origin: Origin | None = None
+    statistics: StatisticsReference | None = None
+    container: str
+    container_note: str | None = None
+    before: Cost
+    after: Cost
+    depth: DepthRecord | None = None
+    sites: list[SiteT]
+
+    @model_serializer(mode="wrap")
+    def _without_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Plans by recipes that were here do not change."""
+        values: dict[str, Any] = handler(self)
+        return {key: value for key, value in values.items() if key != "origin" or value is not None}

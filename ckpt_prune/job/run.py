@@ -1,0 +1,107 @@
+"""A run: one attempt at a job, with its staging folder and journal. Stages get their data and their notes here."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+
+from ckpt_prune.checkpoint.journal import Journal
+from ckpt_prune.checkpoint.staging import SCRATCH, Staging, disk_failures, partial_of
+from ckpt_prune.checkpoint.writing import CheckpointWriter
+from ckpt_prune.job.layout import with_rest
+from ckpt_prune.job.prepared import Prepared
+from ckpt_prune.job.step import Step
+from ckpt_prune.job.store import BlockStore
+from ckpt_prune.parallel.group import here
+from ckpt_prune.report.model import Report
+from ckpt_prune.report.stages import Stages
+
+Announce = Callable[[str], None]
+"""Takes a line that the user should read."""
+Kind = TypeVar("Kind", bound=BaseModel)
+
+
+def say_nothing(_line: str) -> None:
+    """Say nothing."""
+
+
+@dataclass
+class Run:
+    """One attempt at a job.
+
+    Attributes:
+        out: the folder to write.
+        staging: where the output grows; None in a process that does not write.
+        stages: times the parts of the run.
+        announce: says a line to the user.
+        store: where finished blocks are, once the output is laid out.
+        steps: key of a stage → what it does to each block, once they are made.
+        done: what stages have done as a whole, by names of the report.
+        report: of the output, if an earlier run has finished it.
+    """
+
+    out: Path
+    staging: Staging | None
+    stages: Stages
+    announce: Announce = say_nothing
+    store: BlockStore | None = None
+    steps: dict[str, Step] = field(default_factory=dict)
+    done: dict[str, Any] = field(default_factory=dict)
+    report: Report | None = None
+
+    @property
+    def journal(self) -> Journal | None:
+        """What is done; None in a process that does not write."""
+        return None if self.staging is None else self.staging.journal
+
+    @property
+    def own_journal(self) -> Journal:
+        """The journal, for stages that one process does alone."""
+        assert self.journal is not None
+        return self.journal
+
+    @property
+    def scratch(self) -> Path:
+        """Folder for files that the output does not get."""
+        return partial_of(self.out) / SCRATCH
+
+    @property
+    def writer(self) -> CheckpointWriter | None:
+        """Writes the output, once it is laid out; None in a process that does not write."""
+        return None if self.store is None else self.store.writer
+
+    def remember(self, entry: str, kind: type[Kind], make: Callable[[], Kind]) -> Kind:
+        """Return what an earlier run has found, from the journal; else make it, and enter it there.
+
+        In several processes, all make it, and the first one enters it.
+        """
+        note = here().once(lambda: None if self.journal is None else self.journal.notes.get(entry))
+        if note is not None:
+            return kind.model_validate(note)
+        made = make()
+        if self.journal is not None:
+            with disk_failures(self.journal.folder):
+                self.journal.record(entry, note=made.model_dump(mode="json"))
+        return made
+
+    def open_store(self, prepared: Prepared) -> BlockStore:
+        """Lay out the files of the output in the staging folder."""
+        output, checkpoint = prepared.output, prepared.model.checkpoint
+        writer = None
+        if self.staging is not None:
+            layout, names = with_rest(checkpoint, output.layout)
+            writer = CheckpointWriter(
+                self.staging,
+                layout | output.aside,
+                sharded=checkpoint.sharded,
+                aside=output.aside.keys(),
+                transposed=checkpoint.transposed,
+                names=names,
+                stacks=checkpoint.stacks,
+            )
+        padded = output.container.padded
+        widths = [{space: count for space, count in kept.items() if space not in padded} for kept in prepared.widths]
+        self.store = BlockStore(writer, output.layout, widths if prepared.recipe.spaces else None)
+        return self.store

@@ -1,0 +1,273 @@
+"""The size that a model is to have, as users write it: 5.0B parameters, 9.5GiB, 850 GFLOPs, 12ms, 50% of the dense."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
+from math import floor
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_serializer, model_validator
+
+from ckpt_prune.errors import UserError
+from ckpt_prune.job.fields import Strict
+from ckpt_prune.job.records import Cost
+
+SizeKind = Literal["params", "bytes", "flops", "latency"]
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What a latency is of.
+
+    Attributes:
+        tokens: of the text that is read; None for as many as a benchmark takes.
+        single: one more token after it, with the keys and values of the text, in place of reading it.
+    """
+
+    tokens: int | None = None
+    single: bool = False
+
+    @property
+    def words(self) -> str:
+        """In a message."""
+        text = "" if self.tokens is None else f" of {self.tokens} tokens"
+        if self.single:
+            return f"a single token after a text{text}" if text else "a single token"
+        return f"a text{text}" if text else "one pass"
+
+
+@dataclass(frozen=True)
+class Size:
+    """A number, or a share of what the dense model has. Exactly one of the two is given.
+
+    Attributes:
+        value: at least 1.
+        share: above 0, at most 1; exact, so that 29 % of 100 is 29.
+    """
+
+    value: int | None = None
+    share: Fraction | None = None
+
+    def __post_init__(self) -> None:
+        if (self.value is None) == (self.share is None):
+            raise ValueError("a size is either a number or a share")
+
+    def of(self, dense: int) -> int:
+        """The size in numbers where the dense model has `dense`; a share is rounded down."""
+        if self.share is not None:
+            return floor(self.share * dense)
+        assert self.value is not None
+        return self.value
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """How sizes of one kind are written.
+
+    Attributes:
+        what: the kind in messages.
+        scales: suffix in lower case → what it multiplies by; "" for a plain number.
+        allowed: examples for messages.
+    """
+
+    what: str
+    scales: dict[str, int]
+    allowed: str
+
+
+def _powers(prefixes: str, base: int, ending: str) -> dict[str, int]:
+    return {f"{prefix}{ending}": base ** (power + 1) for power, prefix in enumerate(prefixes)}
+
+
+_FLOPS = {"": 1} | _powers("kmgtp", 1000, "")
+_UNITS: dict[SizeKind, _Unit] = {
+    "params": _Unit("parameters", {"": 1} | _powers("kmbt", 1000, ""), "5.0B (K, M, B or T), 5000000000"),
+    "bytes": _Unit(
+        "bytes",
+        {"": 1, "b": 1} | _powers("kmgtp", 1000, "b") | _powers("kmgtp", 1024, "ib"),
+        "9.5GiB (KiB to PiB), 10GB (KB to PB), 10000000000",
+    ),
+    "flops": _Unit(
+        "FLOPs",
+        {f"{prefix}{ending}": scale for prefix, scale in _FLOPS.items() for ending in ("", "flop", "flops")},
+        "2.3T (K, M, G, T or P, with or without FLOPs), 2300000000000",
+    ),
+    "latency": _Unit("latency", {"ns": 1, "us": 10**3, "ms": 10**6, "s": 10**9}, "12ms (ns, us, ms or s)"),
+}
+_TIMED = re.compile(r"(?:(?P<prompt>\d{1,7})|(?P<token>token)(?::(?P<after>\d{1,7}))?)", re.ASCII)
+_GROUPED = r"\d{1,3}(?P<gap>[_, ])\d{3}(?:(?P=gap)\d{3}){0,8}"
+_PLAIN = r"\d{1,30}(?:\.\d{1,30})?(?:e\+?\d{1,2})?"
+_SIZE = re.compile(rf"(?:(?P<grouped>{_GROUPED})|(?P<plain>{_PLAIN})) ?(?P<suffix>%|[a-z]*)", re.ASCII | re.IGNORECASE)
+
+
+def parse_size(kind: SizeKind, text: str) -> Size:
+    """Read a size.
+
+    Case does not matter, and a space may stand before the unit. KB to PB are decimal, KiB to PiB binary. `_`, `,` and
+    spaces may separate thousands of a number without a suffix. With a suffix they may not: 9,5GiB could be 95 or 9.5.
+    A size that is no whole number is rounded down. A latency is in nanoseconds; behind an @ may stand what it is of
+    (`timed`).
+
+    Raises:
+        ValueError: the text is not a size of this kind; the message says what is allowed.
+    """
+    unit = _UNITS[kind]
+    if kind == "latency":
+        timed(text)
+        text = text.partition("@")[0]
+    match = _SIZE.fullmatch(text.strip())
+    suffix = match["suffix"].lower() if match is not None else ""
+    scale = unit.scales.get(suffix)
+    if match is None or (scale is None and suffix != "%") or (match["grouped"] and scale != 1):
+        raise ValueError(
+            f"{text!r} is not a size in {unit.what}: allowed are {unit.allowed}, or a share of the dense model: 50%"
+        )
+    number = Fraction(match["plain"] or match["grouped"].replace(match["gap"], ""))
+    if scale is None:
+        if not 0 < number <= 100:
+            raise ValueError(f"{text!r} is not a share of the dense model: above 0% and at most 100% is allowed")
+        return Size(share=number / 100)
+    if scale == 1 and number.denominator != 1:
+        raise ValueError(
+            f"{text!r} is no whole number of {unit.what}: is a suffix missing? Allowed are {unit.allowed}, or a share "
+            "of the dense model: 50%"
+        )
+    if number * scale < 1:
+        raise ValueError(f"{text!r} comes to less than 1: nothing of the model would be left")
+    return Size(value=floor(number * scale))
+
+
+def timed(text: str) -> Timed:
+    """What a latency is of, as it is written behind an @.
+
+    512 is a text of so many tokens, token or token:512 one more token after a text.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    _, given, of = text.strip().partition("@")
+    match = _TIMED.fullmatch(of)
+    if not given:
+        return Timed()
+    tokens = None if match is None else match["prompt"] or match["after"]
+    if match is None or (tokens is not None and int(tokens) < 1):
+        raise ValueError(
+            f"{text!r}: behind the @ stands what is timed: 512 for a text of 512 tokens, token for a single token, or "
+            "token:512 for a single token after 512"
+        )
+    return Timed(None if tokens is None else int(tokens), match["token"] is not None)
+
+
+def _as_text(value: Any) -> Any:
+    """The text of a number, which is what YAML makes of 5e9 and 5000000000. Other values stay as they are."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+def _checked(kind: SizeKind, text: str) -> str:
+    """The text of a size of this kind, as it was written."""
+    parse_size(kind, text)
+    return text.strip()
+
+
+_Text = Annotated[str, BeforeValidator(_as_text), WithJsonSchema({"type": ["string", "number"]})]
+ParamsText = Annotated[_Text, AfterValidator(partial(_checked, "params"))]
+BytesText = Annotated[_Text, AfterValidator(partial(_checked, "bytes"))]
+FlopsText = Annotated[_Text, AfterValidator(partial(_checked, "flops"))]
+LatencyText = Annotated[_Text, AfterValidator(partial(_checked, "latency"))]
+
+
+class TargetSize(Strict):
+    """What the pruned model may come to, at most: exactly one of parameters, bytes, FLOPs and latency.
+
+    Written as it was read: `{"params": "5.0B"}`. A number becomes its text.
+    """
+
+    params: ParamsText | None = Field(None, description="Parameters: 5.0B, 5_000_000_000, or 50% of the dense model's.")
+    bytes: BytesText | None = Field(None, description="Bytes of tensors on disk: 9.5GiB, 10GB, or 50%.")
+    flops: FlopsText | None = Field(None, description="FLOPs of one forward pass, as inspect counts: 2.3T, or 50%.")
+    latency: LatencyText | None = Field(
+        None,
+        description="Time on this machine, as a table of its blocks foresees it: 12ms, or 50%; 50%@512 for reading 512 "
+        "tokens, 50%@token for a single token.",
+    )
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> "TargetSize":
+        if len(self._given()) != 1:
+            raise ValueError("a target size has exactly one of params, bytes, flops and latency: {params: 5.0B}")
+        return self
+
+    @model_serializer
+    def _given(self) -> dict[str, str]:
+        texts = {"params": self.params, "bytes": self.bytes, "flops": self.flops, "latency": self.latency}
+        return {kind: text for kind, text in texts.items() if text is not None}
+
+    @property
+    def kind(self) -> SizeKind:
+        """Which of them is given."""
+        return cast(SizeKind, next(iter(self._given())))
+
+    @property
+    def text(self) -> str:
+        """The size as it was written."""
+        return self._given()[self.kind]
+
+    @property
+    def words(self) -> str:
+        """The size in a message: 5.0B parameters, or 70% of the parameters."""
+        amount, _, _ = self.text.partition("@")
+        what = _UNITS[self.kind].what
+        if self.kind == "latency":
+            what += f" of {timed(self.text).words}"
+        return f"{amount} {'of the ' if amount.endswith('%') else ''}{what}"
+
+    @property
+    def share_meant(self) -> str:
+        """What to ask where the size is a bare number that reads like a percentage; empty elsewhere."""
+        bare = self.text.isascii() and self.text.isdigit() and int(self.text) <= 100
+        return f": did you mean {self.text}%?" if bare else ""
+
+    @property
+    def timed(self) -> Timed:
+        """What is timed, of a latency."""
+        return timed(self.text)
+
+    def of(self, dense: int) -> int:
+        """The size in numbers, where the dense model has `dense`."""
+        return parse_size(self.kind, self.text).of(dense)
+
+
+def cost_in(kind: SizeKind, cost: Cost) -> int:
+    """The part of a cost that a size of this kind speaks of. A latency is none: a table of the machine tells it."""
+    return {"params": cost.parameters, "bytes": cost.bytes, "flops": cost.flops}[kind]
+
+
+def size_words(kind: SizeKind, value: float) -> str:
+    """A size of a kind in a message."""
+    return f"{value / 1e6:.4g} ms" if kind == "latency" else f"{value:,.0f}"
+
+
+def asked_size(given: Mapping[str, str | None], ratio: float | None) -> dict[str, str] | None:
+    """The size that is asked for, as a recipe has it, or None.
+
+    Args:
+        given: kind → size, as options have them.
+        ratio: of --ratio.
+
+    Raises:
+        UserError: two of them, one beside --ratio, or what is no size.
+    """
+    asked = {kind: text for kind, text in given.items() if text is not None}
+    named = [*(f"--target-{kind}" for kind in asked), *(["--ratio"] if ratio is not None else [])]
+    if asked and len(named) > 1:
+        raise UserError(f"{named[0]} and {named[1]} both say how much goes: give one")
+    for kind, text in asked.items():
+        try:
+            parse_size(kind, text)  # type: ignore[arg-type]
+        except ValueError as error:
+            raise UserError(f"--target-{kind} {text}: {error}") from error
+    return asked or None

@@ -1,0 +1,45 @@
+"""What a report says of the source and of how the output is stored."""
+
+from ckpt_prune.architectures.composite import load_composite
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.checkpoint.modules import sentence_class
+from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.containers.container import Container
+from ckpt_prune.report.model import Source, StoredAs
+from ckpt_prune.report.source_card import source_card
+
+
+def part_name(checkpoint: Checkpoint) -> str | None:
+    """Which part of a composite a checkpoint is; None where it is a whole."""
+    return None if checkpoint.within is None else checkpoint.within.part
+
+
+def source_of(checkpoint: Checkpoint) -> Source:
+    """Which model a checkpoint is."""
+    return Source(name=checkpoint.name, fingerprint=checkpoint.fingerprint, card=source_card(checkpoint.path))
+
+
+def stored_as(container: Container, model: Model) -> StoredAs:
+    """What an output is stored as.
+
+    Args:
+        container: of the output.
+        model: that it was made from, or itself.
+    """
+    loader = sentence_class(model.checkpoint.path, container.config)
+    return StoredAs(
+        model_type=container.model_type,
+        remote_code=container.remote_class is not None,
+        auto_class=model.family.loading_class,
+        padded=sorted(container.padded),
+        note=container.note,
+        sentence_class=None if loader == "SentenceTransformer" else loader,
+    )
+
+
+def stored_whole(checkpoint: Checkpoint, stored: StoredAs) -> StoredAs:
+    """What an output is stored as: the whole, where its source is a part of one."""
+    if checkpoint.within is None:
+        return stored
+    composite = load_composite(str(checkpoint.within.whole.config["model_type"]))
+    return stored.model_copy(update={"model_type": composite.model_type, "auto_class": composite.auto})

@@ -1,0 +1,152 @@
+"""The part of a recipe that says what happens to one space."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from ckpt_prune.architectures.spaces import Rounding
+from ckpt_prune.compensation.methods import AUTO, CANDIDATES, GRID, METHODS, SHARES
+from ckpt_prune.job.fields import OneOf, Strict
+from ckpt_prune.job.kinds import FITS_LOGITS, SCORE_NAMES, TRAITS
+from ckpt_prune.ratios import Ratio
+
+ScoreName = Annotated[str, OneOf("score", SCORE_NAMES)]
+MethodName = Annotated[str, OneOf("method", TRAITS)]
+CandidateName = Annotated[str, OneOf("candidate", METHODS)]
+
+
+class Compensation(Strict):
+    """How the weights that stay make up for dropped units (compensation/README.md, sections 2 and 7)."""
+
+    method: MethodName = Field(
+        "none",
+        description="Closed form that the consumer absorbs; logit and low-rank: that q and k do; factors: that q does.",
+    )
+    lam: float | None = Field(
+        None,
+        alias="lambda",
+        ge=0,
+        description="Ridge strength, for ridge, affine, grail, logit, low-rank, factors. Default 0.01.",
+    )
+    lambda_units: Literal["relative", "absolute"] = Field(
+        "relative",
+        description="relative: times the mean diagonal of the kept Gram; absolute: as it stands, beside sums over all "
+        "calibration tokens (of q and k: over samples), so that the same number weighs less the more there are.",
+    )
+    lambda_grid: list[float] | None = Field(
+        None, min_length=2, description="Strengths to choose from; method auto has a grid of its own."
+    )
+    lambda_by: Literal["folds", "perplexity"] | None = Field(
+        None,
+        description="How the grid is searched. folds: per site by held-out error, in closed form; "
+        "perplexity: one value for the model by calibration perplexity (RCPU 7.1), which needs text.",
+    )
+    candidates: list[CandidateName] | None = Field(
+        None,
+        min_length=1,
+        description="What method auto chooses among. Default: none, bias, rotation, rotation-scale, ridge, affine; "
+        "those with a bias only where the projection has one already.",
+    )
+    shares: list[float] | None = Field(
+        None,
+        min_length=1,
+        description="With target: drift, shares of the drift to correct, each from 0 (the sequential target) to 1 (the "
+        "dense model's own residual stream); of several the best on held-out folds. Default: 0, 0.25, 0.5, 0.75, 1 "
+        "for method auto and lambda_by: folds; else 1.",
+    )
+
+    centre_keys: bool | None = Field(
+        None,
+        description="For logit and low-rank: fit with keys less their mean over each sample, to which the softmax is "
+        "blind. Default: false, as published.",
+    )
+
+    @classmethod
+    def nothing(cls) -> "Compensation":
+        """No compensation."""
+        return cls.model_validate({})
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Compensation":
+        uses = TRAITS[self.method].uses_strength
+        given = [k for k in ("lam", "lambda_grid", "lambda_by") if getattr(self, k) is not None]
+        if given and not uses:
+            raise ValueError(f"method {self.method} has no lambda")
+        if self.centre_keys and self.method not in FITS_LOGITS:
+            raise ValueError(f"centre_keys is for {' and '.join(FITS_LOGITS)}, not {self.method}")
+        if self.method == AUTO and (self.lam is not None or self.lambda_by is not None):
+            raise ValueError("method auto chooses lambda on folds: lambda and lambda_by do not go with it")
+        if self.method != AUTO and (self.lambda_grid is None) != (self.lambda_by is None):
+            raise ValueError("lambda_grid and lambda_by go together")
+        if self.candidates is not None and self.method != AUTO:
+            raise ValueError(f"candidates are for method auto, not {self.method}")
+        if not all(0 <= share <= 1 for share in self.shares or []):
+            raise ValueError("shares of the drift are numbers from 0 to 1")
+        if self.shares is not None and len(self.shares) > 1 and not self.by_folds:
+            raise ValueError("several shares of the drift are chosen from by method auto or lambda_by: folds")
+        if self.lambda_grid is not None and self.lam is not None:
+            raise ValueError("give lambda or lambda_grid, not both")
+        if self.lambda_grid is not None and min(self.lambda_grid) < 0:
+            raise ValueError("lambda_grid holds a negative strength")
+        return self
+
+    @property
+    def strength(self) -> float:
+        """The strength where it is fixed."""
+        return 0.01 if self.lam is None else self.lam
+
+    @property
+    def by_folds(self) -> bool:
+        """Whether something is chosen on held-out folds."""
+        return self.method == AUTO or self.lambda_by == "folds"
+
+    @property
+    def grid(self) -> list[float]:
+        """Strengths to choose from on folds."""
+        return list(GRID) if self.lambda_grid is None else self.lambda_grid
+
+    @property
+    def drift_shares(self) -> list[float]:
+        """Shares of the drift to choose from; a single one is no choice."""
+        if self.shares is not None:
+            return self.shares
+        return list(SHARES) if self.by_folds else [1.0]
+
+    def methods(self, *, biased: bool) -> list[str]:
+        """Closed forms of a projection to choose from; a single one is no choice.
+
+        Args:
+            biased: whether the projection has a bias in the source.
+        """
+        if self.method != AUTO:
+            return [self.method]
+        if self.candidates is not None:
+            return list(dict.fromkeys(self.candidates))
+        return [name for name in CANDIDATES if biased or not METHODS[name].adds_bias]
+
+    @property
+    def opens_bias(self) -> bool:
+        """Whether a projection without a bias may get one."""
+        return any(TRAITS[name].adds_bias for name in self.methods(biased=False))
+
+
+class SpaceRecipe(Strict):
+    """What happens to one space."""
+
+    score: ScoreName = Field(description="Which units to keep: those with the highest score.")
+    ratio: Ratio | None = Field(None, ge=0, lt=1, description="Share of units to drop; the recipe's ratio by default.")
+    rounding: Rounding | None = Field(
+        None,
+        description="Of units x ratio to units dropped. Default: floor for heads, dimensions and rotary pairs, "
+        "nearest for query heads, ceil for columns.",
+    )
+    multiple_of: int = Field(
+        1,
+        ge=1,
+        description="Round the kept width up to a multiple of this many units; by default of mlp export.block_size "
+        "where that is given, and of an expert's columns 8, which transformers' products of experts want.",
+    )
+    optional: bool | None = Field(
+        None, description="true: left out where a model has no such space, or none of its units can go."
+    )
+    compensation: Compensation = Field(default_factory=Compensation.nothing, description="none by default.")

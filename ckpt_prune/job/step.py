@@ -1,0 +1,112 @@
+"""A step: what a stage does to each block. The walk over blocks (`runner.walk`) knows no more of stages."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import ClassVar, Protocol
+
+from pydantic import BaseModel
+from torch import Tensor
+
+from ckpt_prune.architectures.factors import multiplied
+from ckpt_prune.calibration.sources import MomentSource, SequentialMoments
+from ckpt_prune.calibration.streams import HiddenStream
+from ckpt_prune.phases import phase
+
+Tensors = Mapping[str, Tensor]
+"""On-disk name → tensor of a block."""
+
+
+class Step:
+    """Acts on one block after the other.
+
+    A resumed run calls `act` only for blocks that are not written yet, and `advance` for all of them. So hidden states
+    move in `advance`, with the tensors that were written, and resuming gives the bytes of an uninterrupted run.
+
+    Attributes:
+        record: the type of its records.
+        needs_input: whether it carries along what the model makes without it. `advance_input` is then called before
+            `advance`; of a block that an interrupted run has written, the steps before act again to make its input.
+        apart: whether no block depends on what was done to another, so that several processes may share the blocks.
+        shows_progress: whether it shows a bar of its own.
+    """
+
+    record: type[BaseModel]
+    needs_input: ClassVar[bool] = False
+    apart: bool = False
+    shows_progress: bool = False
+
+    def act(self, block: int, tensors: Tensors) -> tuple[Tensors, Sequence[BaseModel]]:
+        """Change a block, and nothing that outlives the call.
+
+        Args:
+            block: its number.
+            tensors: as the steps before have left them.
+
+        Returns:
+            Its new tensors, and records of what was done.
+        """
+        raise NotImplementedError
+
+    def advance_input(self, block: int, tensors: Tensors) -> None:
+        """Move on with the block as `act` was given it."""
+
+    def advance(self, block: int, tensors: Tensors) -> None:
+        """Move on to the next block; `tensors` are those that were written, behind the last step."""
+
+    @contextmanager
+    def progress(self) -> Iterator[None]:
+        """Show a bar while blocks are worked on, if it has one."""
+        yield
+
+
+class BlockPruner(Protocol):
+    """Prunes, masks or factors one block at a time."""
+
+    @property
+    def record(self) -> type[BaseModel]:
+        """The type of its records."""
+        ...
+
+    def block(
+        self, block: int, tensors: Mapping[str, Tensor], source: MomentSource
+    ) -> tuple[Mapping[str, Tensor], Sequence[BaseModel]]:
+        """Return a block's new tensors, and records of what was done to it."""
+        ...
+
+
+class PruneStep(Step):
+    """Prunes a block by moments of what reaches it.
+
+    Args:
+        pruner: what to do.
+        source: of moments, at the first block.
+    """
+
+    def __init__(self, pruner: BlockPruner, source: MomentSource) -> None:
+        self.pruner, self.source = pruner, source
+        self.record = pruner.record
+        self.apart = not isinstance(source, SequentialMoments)
+        self._carried: HiddenStream | None = None
+
+    def carry(self, stream: HiddenStream) -> None:
+        """Carry hidden states of the pruned model along, for those who need them beside the moments."""
+        self._carried, self.apart = stream, False
+
+    @property
+    def carried(self) -> HiddenStream:
+        """Hidden states of the pruned model: those that moments are measured on, or those that are carried along."""
+        if isinstance(self.source, SequentialMoments):
+            return self.source.stream
+        assert self._carried is not None
+        return self._carried
+
+    def act(self, block: int, tensors: Tensors) -> tuple[Tensors, Sequence[BaseModel]]:
+        """Prune one block."""
+        return self.pruner.block(block, tensors, self.source)
+
+    def advance(self, block: int, tensors: Tensors) -> None:
+        """Let moments and hidden states move on."""
+        with phase("calibration"):
+            self.source.advance(block, multiplied(tensors))
+        if self._carried is not None:
+            self._carried.advance(block, tensors)

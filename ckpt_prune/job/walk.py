@@ -1,0 +1,139 @@
+"""The one walk over the blocks: every step acts, the block is written, every step moves on.
+
+Several processes walk together. If blocks follow from one another, all of them take every block; if not, each takes
+some.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from pydantic import BaseModel
+from torch import Tensor
+
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.job.model_view import ModelView
+from ckpt_prune.job.step import Step, Tensors
+from ckpt_prune.job.store import BlockStore
+from ckpt_prune.parallel.group import ALONE, here, working_in
+from ckpt_prune.progress import track
+
+Records = dict[str, list[Any]]
+"""Key of a stage → its records of all blocks."""
+Steps = Mapping[str, Step]
+"""Key of a stage → its step, in the order in which they act."""
+
+
+def walk(
+    view: ModelView,
+    steps: Steps,
+    store: BlockStore | None = None,
+    *,
+    read: Callable[[int], Tensors] | None = None,
+    doing: str = "pruning",
+) -> Records:
+    """Take every block through the steps and write it. Blocks that an interrupted run has written are read instead.
+
+    Args:
+        view: whose blocks are read.
+        steps: by the keys of their stages, in order.
+        store: where blocks go; nothing is written without one.
+        read: reads the block that the first step sees; that of `view` by default.
+        doing: what the progress bar says, unless a step shows its own.
+
+    Returns:
+        The records of every step, in the order of blocks; if processes shared the blocks, at the first one only.
+    """
+    if store is not None and here().size > 1 and all(step.apart for step in steps.values()):
+        return _walk_apart(view, steps, store, doing)
+    read = view.block if read is None else read
+    records: Records = {key: [] for key in steps}
+    blocks = range(view.model.blocks)
+    with ExitStack() as stack:
+        for step in steps.values():
+            stack.enter_context(step.progress())
+        silent = any(step.shows_progress for step in steps.values())
+        for block in blocks if silent else track(blocks, doing, total=len(blocks)):
+            tensors, of_block, inputs = _take(view.model, steps, block, read, store)
+            for key, step in steps.items():
+                records[key] += of_block[key]
+                if step.needs_input:
+                    step.advance_input(block, inputs.pop(key))
+                step.advance(block, tensors)
+    return records
+
+
+def read_records(model: Model, steps: Steps, store: BlockStore) -> Records:
+    """Return the records of blocks that are all written, without reading a tensor."""
+    records: Records = {key: [] for key in steps}
+    for block in range(model.blocks):
+        notes = here().once(partial(store.notes, block))
+        for key, of_block in _validate(steps, notes).items():
+            records[key] += of_block
+    return records
+
+
+def _take(
+    model: Model, steps: Steps, block: int, read: Callable[[int], Tensors], store: BlockStore | None
+) -> tuple[dict[str, Tensor], Records, dict[str, Tensors]]:
+    """Make a block, or read it if it is written. Return tensors, records, and inputs of steps that need them."""
+    if store is not None and store.has(block):
+        tensors, notes = store.read(model, block)
+        return tensors, _validate(steps, notes), _inputs(steps, block, read)
+    tensors, records, inputs = _act(steps, block, read(block))
+    if store is not None:
+        store.write(model, block, tensors, _notes(records))
+    return tensors, records, inputs
+
+
+def _validate(steps: Steps, notes: Mapping[str, Any]) -> Records:
+    return {key: [step.record.model_validate(note) for note in notes[key]] for key, step in steps.items()}
+
+
+def _notes(records: Mapping[str, list[BaseModel]]) -> dict[str, Any]:
+    return {key: [record.model_dump(mode="json") for record in made] for key, made in records.items()}
+
+
+def _act(steps: Steps, block: int, tensors: Tensors) -> tuple[dict[str, Tensor], Records, dict[str, Tensors]]:
+    """Let every step act on a block. Return its new tensors, its records, and the inputs of steps that need them."""
+    records: Records = {}
+    inputs: dict[str, Tensors] = {}
+    for key, step in steps.items():
+        if step.needs_input:
+            inputs[key] = tensors
+        tensors, made = step.act(block, tensors)
+        records[key] = list(made)
+    return dict(tensors), records, inputs
+
+
+def _inputs(steps: Steps, block: int, read: Callable[[int], Tensors]) -> dict[str, Tensors]:
+    """Return the inputs of steps that need them, on a block that is written: the steps before them act again."""
+    keys = list(steps)
+    needed = [place for place, key in enumerate(keys) if steps[key].needs_input]
+    if not needed:
+        return {}
+    last = keys[needed[-1]]
+    tensors, _, inputs = _act({key: steps[key] for key in keys[: needed[-1]]}, block, read(block))
+    return {**inputs, last: tensors}
+
+
+def _walk_apart(view: ModelView, steps: Steps, store: BlockStore, doing: str) -> Records:
+    """Let every process take some blocks; the first one writes all, in order."""
+    group, blocks = here(), range(view.model.blocks)
+    todo = [block for block in blocks if not store.has(block)]
+    records: dict[int, Records] = {}
+
+    def act(block: int) -> tuple[dict[str, Tensor], Records]:
+        with working_in(ALONE):
+            return _act(steps, block, view.block(block))[:2]
+
+    if group.first:
+        records = {block: _validate(steps, store.notes(block)) for block in set(blocks) - set(todo)}
+    rounds = [todo[start : start + group.size] for start in range(0, len(todo), group.size)]
+    for turn in track(rounds, doing, unit="round"):
+        for rank, made in enumerate(group.gather([act(block) for block in turn[group.rank :][:1]]) or ()):
+            for tensors, of_block in made:
+                records[turn[rank]] = of_block
+                store.write(view.model, turn[rank], tensors, _notes(of_block))
+    return {key: [record for block in sorted(records) for record in records[block][key]] for key in steps}

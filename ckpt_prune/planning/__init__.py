@@ -1,1 +1,0 @@
-"""Recipes, budgets, selection, the plan file and predicted sizes."""

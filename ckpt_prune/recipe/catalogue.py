@@ -1,0 +1,92 @@
+"""What there is to know of a recipe before choosing it: what it is for, what it needs, what its output loads with."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from ckpt_prune.job.names import Goal
+from ckpt_prune.job.recipe import Recipe
+
+Data = Literal["text", "images", "statistics"]
+Loads = Literal["stock", "stock, else own code", "own code"]
+
+GOALS: dict[Goal, str] = {
+    "stock": "Smaller, for the stock classes of transformers",
+    "loss": "Smallest loss",
+    "vision": "Vision models, and any family without rotary positions",
+    "cache": "A smaller cache of keys and values, for families with rotary positions",
+    "depth": "Fewer blocks: less latency, loads with stock classes",
+    "hidden": "A narrower residual stream",
+    "experts": "Fewer experts, for mixtures of them",
+    "low-rank": "Two thin linears in the place of each, for any family but mixtures of experts",
+    "zeros": "Zeros (masks): shapes stay",
+    "recovery": "Recovery: what stays is trained",
+    "paper": "Baselines of papers",
+}
+"""What recipes are for, in the order they are listed, with the heading of each group."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A recipe in a list.
+
+    Attributes:
+        recipe: the recipe.
+        goal: what it is for: what it says, else what it does.
+        data: what will do to measure on, any one of them; empty where nothing is measured.
+        calibration: the command that measures statistics for it; None where these will not do.
+        loads: what loads its output. stock: a class of transformers; own code: `ckpt_prune.load`, or remote code.
+    """
+
+    recipe: Recipe
+    goal: Goal
+    data: tuple[Data, ...]
+    calibration: str | None
+    loads: Loads
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> "Entry":
+        """What a recipe says and what follows from it."""
+        data = _data(recipe.at_its_size)  # whole blocks for a size that it does not say itself need more
+        return cls(recipe, _goal(recipe), data, recipe.calibration if "statistics" in data else None, _loads(recipe))
+
+    @property
+    def needs(self) -> str:
+        """The data in words."""
+        if not self.data:
+            return "none"
+        *others, last = self.data
+        return f"{', '.join(others)} or {last}" if others else last
+
+
+def grouped(recipes: Iterable[Recipe]) -> dict[Goal, list[Entry]]:
+    """Recipes by what they are for, in the order of `GOALS`; groups without one are left out."""
+    entries = [Entry.of(recipe) for recipe in recipes]
+    found = {goal: [entry for entry in entries if entry.goal == goal] for goal in GOALS}
+    return {goal: own for goal, own in found.items() if own}
+
+
+def _goal(recipe: Recipe) -> Goal:
+    if recipe.goal is not None:
+        return recipe.goal
+    goals = [stage.goal for stage in recipe.stages if stage.goal is not None]
+    if "recovery" in goals:
+        return "recovery"
+    return goals[0] if goals else "paper"
+
+
+def _data(recipe: Recipe) -> tuple[Data, ...]:
+    if not (recipe.needs_moments or any(stage.needs_samples(recipe) for stage in recipe.stages)):
+        return ()
+    lacking = set()
+    if any(stage.needs_text(recipe) for stage in recipe.stages):
+        lacking.add("images")
+    if any(stage.needs_samples(recipe) for stage in recipe.stages):
+        lacking.add("statistics")
+    return tuple(data for data in get_args(Data) if data not in lacking)
+
+
+def _loads(recipe: Recipe) -> Loads:
+    if recipe.container == "remote" or any(stage.needs_own_code(recipe) for stage in recipe.stages):
+        return "own code"
+    return "stock, else own code" if recipe.container == "any" else "stock"

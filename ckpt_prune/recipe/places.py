@@ -1,0 +1,87 @@
+"""Where a recipe is: a shipped name, a file, a folder, a Hub repository, or an address on the web.
+
+What is named is told without any network; what is fetched is data, of a bounded size, and its digest goes on record.
+"""
+
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt_prune.checkpoint.hub_file import commit_of, hub_file
+from ckpt_prune.checkpoint.web_file import public, web_file
+from ckpt_prune.errors import UserError
+from ckpt_prune.job.records import Origin
+from ckpt_prune.recipe.shipped import MOST_BYTES, find_recipe
+
+_ON_HUB = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)/(?P<name>[\w./ -]+\.ya?ml)(?:@(?P<revision>[^@\s]+))?")
+_PINNED = re.compile(r"sha256=(?P<digest>[0-9a-f]{64})")
+_VIEWED = re.compile(r"^(https://[^/]+/[^?#]+?)/blob/")
+
+
+@dataclass(frozen=True)
+class RecipeFile:
+    """A recipe's file on this machine.
+
+    Attributes:
+        path: of the file.
+        origin: where it was fetched from; None for one that was here.
+    """
+
+    path: Path
+    origin: Origin | None = None
+
+
+def check_recipe(reference: str) -> None:
+    """Refuse what can be no recipe, without asking any network.
+
+    Raises:
+        UserError: no shipped name, no file, and nothing that the Hub or a web server may have.
+    """
+    if _url(reference) is None and _on_hub(reference) is None:
+        find_recipe(reference)
+
+
+def locate_recipe(reference: str) -> RecipeFile:
+    """The file of a recipe, fetched where it is elsewhere.
+
+    Args:
+        reference: a shipped recipe's name, a path to a file or to a folder of recipes, `org/repo/name.yaml` on the Hub,
+            perhaps with `@revision`, or an https address, perhaps with `#sha256=DIGEST`.
+
+    Raises:
+        UserError: it is not there, cannot be fetched, or is not what was pinned.
+    """
+    url = _url(reference)
+    if url is not None:
+        address, _, pin = url.partition("#")
+        pinned = _PINNED.fullmatch(pin)
+        if pin and pinned is None:
+            raise UserError(f"{public(address)}#{pin}: behind # stands sha256= and 64 digits of 0-9a-f")
+        path = web_file(address, most=MOST_BYTES, sha256=pinned["digest"] if pinned else None)
+        return RecipeFile(path, Origin(reference=public(address), revision=None, sha256=_sha256(path)))
+    found = _on_hub(reference)
+    if found is None:
+        return RecipeFile(find_recipe(reference))
+    path = hub_file(found["repo"], found["name"], found["revision"], most=MOST_BYTES)
+    commit = commit_of(path, found["name"])
+    return RecipeFile(path, Origin(reference=f"{found['repo']}/{found['name']}", revision=commit, sha256=_sha256(path)))
+
+
+def _url(reference: str) -> str | None:
+    """An address, of the raw file where it is that of a page that shows one; None for other references."""
+    if "://" not in reference:
+        return None
+    return _VIEWED.sub(r"\1/raw/", reference)
+
+
+def _on_hub(reference: str) -> re.Match[str] | None:
+    """Repository, file and revision, where a reference is to the Hub: a path is one where its first folder is here."""
+    found = _ON_HUB.fullmatch(reference)
+    if found is None or reference.startswith(".") or ".." in reference.split("/"):
+        return None
+    return None if Path(reference).exists() or Path(reference.partition("/")[0]).is_dir() else found
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

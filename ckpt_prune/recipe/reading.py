@@ -1,0 +1,242 @@
+"""Reading recipe files, with errors that name file, line and key."""
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from ckpt_prune.architectures.spaces import SPACES
+from ckpt_prune.errors import UserError
+from ckpt_prune.job.kinds import TRAITS
+from ckpt_prune.job.recipe import Recipe
+from ckpt_prune.ratios import percent_meant
+from ckpt_prune.recipe.places import RecipeFile, locate_recipe
+from ckpt_prune.recipe.shipped import recipe_text
+from ckpt_prune.recipe.yaml12 import read_yaml
+from ckpt_prune.sparsity.patterns import UNSTRUCTURED
+from ckpt_prune.stages import FullRecipe
+
+_MOST_SHOWN = 200
+Lines = dict[tuple[str, ...], int]
+"""Key path → the line (from 1) of the file that it stands in, or 0 for what is set on the command line."""
+
+
+def load_recipe(
+    reference: str | RecipeFile,
+    overrides: tuple[str, ...] = (),
+    ratio: float | None = None,
+    size: Mapping[str, str] | None = None,
+) -> Recipe:
+    """Read and check a recipe.
+
+    Args:
+        reference: as `locate_recipe` takes it, or what that gave.
+        overrides: `key=value` pairs, dotted keys, YAML values, applied before checking.
+        ratio: replaces the file's ratio and every space's own. An override of a space's own stays.
+        size: replaces all ratios and the size of the file: params, bytes, flops or latency. A `depth` that is for other
+            sizes than the recipe's is left out.
+
+    Raises:
+        UserError: not found, not YAML, or not a recipe; each message names file, line and key path.
+    """
+    path = (reference if isinstance(reference, RecipeFile) else locate_recipe(reference)).path
+    values, lines = parse_yaml(recipe_text(path), path)
+    if "sites" in values:
+        raise UserError(f"{path} is a plan, not a recipe: say --plan {path}")
+    if not {"spaces", "mask", "depth", "hidden", "low_rank", "name"} & values.keys():
+        raise UserError(f"{path} is not a recipe: it has neither name nor spaces (`ckpt-prune recipe show rcpu`)")
+    for override in overrides:
+        keys = _apply_override(values, override)
+        _drop_strength(values, keys, lines)
+        # What is set on the command line has no line in the file.
+        lines = {known: line for known, line in lines.items() if known[: len(keys)] != keys} | {keys: 0}
+        lines |= {keys[:n]: 0 for n in range(1, len(keys)) if keys[:n] not in lines}
+    if ratio is not None:
+        _set_ratio(values, ratio, lines)
+    if size is not None:
+        _set_size(values, size, path, lines)
+    try:
+        return FullRecipe.model_validate(values).at_its_size
+    except ValidationError as error:
+        # A default that follows from another key is not found where that one is wrong.
+        wrong = [e for e in error.errors() if e["type"] != "default_factory_not_called"]
+        found = [_explain(e, path, lines) for e in wrong]
+        more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
+        raise UserError("; ".join(found[:3]) + more) from error
+
+
+def _set_ratio(values: dict[str, Any], ratio: float, lines: Lines) -> None:
+    """Put one ratio in place of every ratio and size."""
+    mask = values.get("mask")
+    pattern = str(mask.get("pattern", UNSTRUCTURED)) if isinstance(mask, dict) else UNSTRUCTURED
+    if pattern != UNSTRUCTURED:
+        raise UserError(
+            f"--ratio {ratio:g} does not go with pattern {pattern}, which says by itself how much is zeroed: "
+            f"take a recipe without one, or say --set mask.pattern={UNSTRUCTURED} as well"
+        )
+    values["ratio"] = ratio
+    values.pop("size", None)
+    _drop_own_ratios(values, lines)
+
+
+def _set_size(values: dict[str, Any], size: Mapping[str, str], path: Path, lines: Lines) -> None:
+    """Put a size in place of every ratio and size."""
+    if "mask" in values:
+        raise UserError(f"recipe {path.stem} has a mask, which leaves every size as it is: say --ratio")
+    values["size"] = dict(size)
+    values.pop("ratio", None)
+    _drop_own_ratios(values, lines)
+
+
+def _drop_own_ratios(values: dict[str, Any], lines: Lines) -> None:
+    """Leave out the ratios of single spaces that the file has: they have a line there."""
+    spaces = values.get("spaces")
+    if isinstance(spaces, dict):
+        values["spaces"] = {
+            name: _without_ratio(own) if lines.get(("spaces", name, "ratio")) else own for name, own in spaces.items()
+        }
+
+
+def _without_ratio(own: Any) -> Any:
+    return {key: value for key, value in own.items() if key != "ratio"} if isinstance(own, dict) else own
+
+
+def parse_yaml(content: str, path: Path) -> tuple[dict[str, Any], Lines]:
+    """A YAML mapping and the line of each of its key paths. What an alias stands for is one object in all its places.
+
+    Raises:
+        UserError: not YAML, not a mapping, or a key given twice.
+    """
+    lines: Lines = {}
+
+    def walk(node: yaml.Node, prefix: tuple[str, ...]) -> None:
+        if not isinstance(node, yaml.MappingNode):
+            return
+        for key, value in node.value:
+            here = (*prefix, str(key.value))
+            line = key.start_mark.line + 1
+            if here in lines:
+                raise UserError(f"{path}, line {line}: {'.'.join(here)} is given twice")
+            lines[here] = line
+            walk(value, here)
+
+    try:
+        root, values = read_yaml(content)
+    except ValueError as error:
+        raise UserError(f"{path} is not YAML: {error}") from error
+    if not isinstance(values, dict) or root is None:
+        raise UserError(f"{path} is not a recipe: a mapping of keys is expected (`ckpt-prune recipe show rcpu`)")
+    walk(root, ())
+    return values, lines
+
+
+def _apply_override(values: dict[str, Any], override: str) -> tuple[str, ...]:
+    """Change one key of a recipe's values, and return its path.
+
+    Every mapping on the way is copied first: an alias may have put it in other places, too, which stay as they are.
+    """
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise UserError(f"--set {override}: expected key=value, for example spaces.mlp.ratio=0.3")
+    try:
+        _, value = read_yaml(text)
+    except ValueError as error:
+        raise UserError(f"--set {override[:_MOST_SHOWN]}: {_shown(text)} is not a YAML value") from error
+    *parents, last = key.split(".")
+    place = values
+    for depth, parent in enumerate(parents):
+        found = place.get(parent, {})
+        if not isinstance(found, dict):
+            raise UserError(f"--set {override}: {'.'.join(parents[: depth + 1])} holds a value, not keys")
+        place[parent] = place = dict(found)
+    place[last] = value
+    return (*parents, last)
+
+
+def _shown(value: Any) -> str:
+    """A value in a message of one line."""
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
+
+
+def _drop_strength(values: dict[str, Any], keys: tuple[str, ...], lines: Lines) -> None:
+    """Where a method that has no strength was set in place of the file's own, leave out what the file says of one.
+
+    Args:
+        values: of the recipe, changed in place.
+        keys: path of the key that was just set.
+        lines: where keys stand.
+    """
+    if keys[:1] != ("spaces",) or keys[2:] != ("compensation", "method"):
+        return
+    own = values["spaces"][keys[1]]["compensation"]
+    traits = TRAITS.get(own["method"]) if isinstance(own["method"], str) else None
+    if traits is not None and not traits.uses_strength:
+        for key in ("lambda", "lambda_grid", "lambda_by"):
+            if lines.get((*keys[:-1], key), 0):
+                own.pop(key, None)
+
+
+def _allowed_keys(loc: tuple[Any, ...]) -> list[str]:
+    """Keys allowed in the mapping that a location's last key stands in."""
+    place: Any = FullRecipe
+    for key in loc[:-1]:
+        place = _mapping(get_args(place)[1] if get_origin(place) is dict else _fields(place)[key])
+    return list(SPACES if get_origin(place) is dict else _fields(place))
+
+
+def _fields(model: type[BaseModel]) -> dict[str, Any]:
+    """Key of a model → type of its value."""
+    return {field.alias or name: field.annotation for name, field in model.model_fields.items()}
+
+
+def _mapping(annotation: Any) -> Any:
+    """The model or the `dict` among the alternatives of an annotation; such an annotation has one of them."""
+    alternatives = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    return next(
+        each
+        for each in alternatives
+        if get_origin(each) is dict or (isinstance(each, type) and issubclass(each, BaseModel))
+    )
+
+
+def _explain(error: Any, path: Path, lines: Lines) -> str:
+    """One of pydantic's errors in a recipe's own words."""
+    loc = tuple(part for part in error["loc"] if part != "[key]")
+    keys = tuple(str(part) for part in loc)
+    line = next((lines[keys[:n]] for n in range(len(keys), 0, -1) if keys[:n] in lines), None)
+    where = f"{path}, line {line}" if line else "--set" if line == 0 else str(path)
+    if line != 0 and any(lines[each] == 0 and each[: len(keys)] == keys for each in lines):
+        where += ", with --set"  # keys that do not go together, one of them set
+    key = ".".join(keys)
+    if error["type"] in {"extra_forbidden", "literal_error"} and (
+        error["type"] == "extra_forbidden" or error["loc"][-1] == "[key]"
+    ):
+        allowed = _allowed_keys(loc)
+        near = difflib.get_close_matches(keys[-1], allowed, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        if keys[-1] in FullRecipe.model_fields and len(keys) > 1:
+            hint = f"{keys[-1]} stands at the top of a recipe; "
+        return f"{where}: unknown key {key}: {hint}allowed here: {', '.join(allowed)}"
+    if error["type"] == "missing":
+        return f"{where}: {key} is missing"
+    if error["type"] == "model_type":
+        return (
+            f"{where}: {key}: keys are expected ({', '.join(_allowed_keys((*loc, '')))}), got {_shown(error['input'])}"
+        )
+    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "value_error":
+        return f"{where}: {key + ': ' if key else ''}{message}"
+    too_large = error["type"] == "less_than" and keys[-1] == "ratio"
+    # A ratio in quotes is read as a number, and is still text where it is too large.
+    meant = percent_meant(float(error["input"])) if too_large else ""
+    return f"{where}: {key}: {message[0].lower()}{message[1:]}, got {_shown(error['input'])}{meant}"
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON Schema of recipe files, for editors."""
+    return FullRecipe.model_json_schema(by_alias=True)

@@ -1,0 +1,125 @@
+"""What has to fit together before a job writes its first byte. Every stage checks its own part, this the rest."""
+
+from ckpt_prune.architectures.family import DATA_OPTIONS
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.containers.checking import check_source, check_stock
+from ckpt_prune.errors import UserError
+from ckpt_prune.job.job import Job
+from ckpt_prune.job.plan import Plan
+from ckpt_prune.job.prepared import Prepared
+from ckpt_prune.job.recipe import Recipe
+from ckpt_prune.job.stage import Stage
+from ckpt_prune.parallel.group import here
+from ckpt_prune.report.reading import report_of
+from ckpt_prune.rotations.rotated import CONFIG_KEY
+from ckpt_prune.rotations.sliced import SLICING_KEY
+from ckpt_prune.stages.spaces.checks import check_spaces
+
+
+def stages_of(recipe: Recipe) -> list[Stage]:
+    """Return the stages of a recipe, in order."""
+    return [stage for stage in recipe.stages if isinstance(stage, Stage)]
+
+
+def check_fit(prepared: Prepared) -> None:
+    """Refuse a job whose model, recipe, statistics and plan do not fit together, whatever there is to measure on.
+
+    Raises:
+        UserError: with the first thing that does not fit.
+    """
+    # It is read again when all is done: a damaged one would be found after the output has got its name.
+    report_of(prepared.model.checkpoint.path)
+    check_source(prepared.model)
+    check_again(prepared.model, prepared.recipe)
+    check_spaces(prepared.model.family, prepared.recipe)
+    prepared.recipe.blocks(prepared.model.blocks)
+    if prepared.statistics is not None:
+        prepared.statistics.check_model(prepared.model)
+    if prepared.plan is not None:
+        check_planned(prepared.model, prepared.plan)
+    for stage in stages_of(prepared.recipe):
+        stage.check(prepared)
+
+
+def check_data(prepared: Prepared) -> None:
+    """Refuse a job with too little to measure on.
+
+    Raises:
+        UserError: with what it needs.
+    """
+    if prepared.lacks_moments:
+        data, name = DATA_OPTIONS[prepared.model.family.modality], prepared.recipe.name
+        if prepared.recipe.has("recovery"):
+            raise UserError(f"recipe {name} needs samples to be measured and recovered on: give {data}")
+        raise UserError(f"recipe {name} needs statistics: give --statistics, or {data} to measure them")
+    for stage in stages_of(prepared.recipe):
+        stage.check_data(prepared)
+
+
+def check_again(model: Model, recipe: Recipe) -> None:
+    """Refuse what does not go with an output that carries code of its own: all but masks.
+
+    Raises:
+        UserError: with the reason.
+    """
+    if not recipe.has("mask"):
+        check_stock(model, "units are counted alike in every block, and its blocks may differ; masks alone go into it")
+    elif recipe.has("rotation"):
+        check_stock(model, "rotations are absorbed by blocks of the stock shape; masks without them go into it")
+    else:
+        check_one_basis(model)
+
+
+def check_one_basis(model: Model) -> None:
+    """Refuse an output whose residual stream changes its basis from block to block.
+
+    Raises:
+        UserError: it is one.
+    """
+    if any(getattr(model.config, key, None) is not None for key in (CONFIG_KEY, SLICING_KEY)):
+        check_stock(model, "its residual stream turns between blocks, which only the run that made it knew")
+
+
+def check_planned(model: Model, plan: Plan) -> None:
+    """Refuse a plan of another model.
+
+    Raises:
+        UserError: it is one.
+    """
+    if plan.model != model.checkpoint.fingerprint:
+        raise UserError(f"the plan was made for another model ({plan.model_path}), not {model.checkpoint.path}")
+
+
+def check_together(job: Job) -> None:
+    """Refuse what several processes cannot do together, and processes that are not at the same job.
+
+    Raises:
+        UserError: the recipe is for one process, or model, data or job differ.
+    """
+    group, recipe = here(), job.recipe
+    for stage in stages_of(recipe) if group.size > 1 else []:
+        does = stage.alone(recipe)
+        if does is not None:
+            raise UserError(f"recipe {recipe.name} {does}, which one process does alone: start it without torchrun")
+    given = [data.samples for data in (job.live, job.training) if data is not None]
+    for samples in given:
+        group.check_enough(len(samples))
+    data = "text" if job.model.family.modality == "text" else "set of images"
+    group.agree(
+        {
+            "model": job.model.checkpoint.fingerprint,
+            data: [samples.fingerprint for samples in given],
+            "recipe": recipe.digest,
+            "job": job.digest,
+        }
+    )
+
+
+def check_training(prepared: Prepared) -> None:
+    """Refuse to run without the samples that stages train on. A dry run needs none.
+
+    Raises:
+        UserError: there are none.
+    """
+    for stage in stages_of(prepared.recipe):
+        stage.check_training(prepared)

@@ -1,0 +1,179 @@
+"""What a run will take: memory and disk from sizes, time from the first block of the model, run on one sample.
+
+Time of a recipe = time of `ridge` times the recipe's own `time` (tools/time_recipes.py). Recipes without that key get
+no estimate of time. `ridge` is: every block run twice on every sample with the Grams of its inputs, and one solve as
+wide as its widest input.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.calibration.choosing import DEFAULT_WINDOWS
+from ckpt_prune.calibration.kinds import Collect
+from ckpt_prune.calibration.measure import statistics_bytes
+from ckpt_prune.calibration.samples import Part, Samples, TokenWindows
+from ckpt_prune.checkpoint.units import duration, human_bytes
+from ckpt_prune.job.job import Job
+from ckpt_prune.job.model_view import ModelView
+from ckpt_prune.job.plan import Plan
+from ckpt_prune.memory import resident
+from ckpt_prune.runner.run_job import preview_job
+
+WORTH_SAYING = 20.0
+"""Seconds from which on a run starts with an estimate."""
+LIBRARIES = 160 * 2**20
+"""Bytes that libraries take once they compute."""
+_BACKWARD = 3
+"""Time of a run and a pass back through it, as a multiple of the run."""
+_SHARE = 4
+"""A solve is timed at a width that is this many times smaller: it grows with the cube of the width."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a run will take.
+
+    Attributes:
+        seconds: wall time, if nothing else runs on this machine; None if it is not known.
+        peak_bytes: of memory.
+        disk_bytes: of what is written, scratch included.
+    """
+
+    seconds: float | None
+    peak_bytes: int
+    disk_bytes: int
+
+    @property
+    def line(self) -> str:
+        """The estimate in words."""
+        spent = "" if self.seconds is None else f"about {duration(self.seconds)}, "
+        return f"{spent}{human_bytes(self.peak_bytes)} of memory and {human_bytes(self.disk_bytes)} of disk"
+
+    @property
+    def warning(self) -> str | None:
+        """What to say of a long run before it begins."""
+        return f"this takes {self.line}" if self.seconds is not None and self.seconds >= WORTH_SAYING else None
+
+    def data(self) -> dict[str, Any]:
+        """Return the estimate as `--json` prints it."""
+        seconds = None if self.seconds is None else round(self.seconds, 3)
+        return {"seconds": seconds, "peak_bytes": self.peak_bytes, "disk_bytes": self.disk_bytes}
+
+
+@dataclass(frozen=True)
+class BlockTimes:
+    """What the first block takes.
+
+    Attributes:
+        run: seconds to run it on one sample, with the Grams of its inputs.
+        solve: seconds to solve for its widest input.
+    """
+
+    run: float
+    solve: float
+
+
+def estimate_job(job: Job) -> Estimate:
+    """Return what a prune will take. If there is nothing to measure on, the default number of windows stands for it."""
+    prepared = preview_job(job)
+    recipe, model, plan = job.recipe, job.model, job.plan
+    samples = DEFAULT_WINDOWS if job.samples is None else len(job.samples)
+    tokens = model.tokens if job.samples is None else job.samples.tokens
+    measured = 0
+    if recipe.needs_moments and job.statistics is None:
+        folds = job.live.folds if job.live is not None else 4 if recipe.needs_folds else 1
+        measured = statistics_bytes(model, collect=recipe.collect, folds=folds, samples=samples)
+    live = recipe.needs_moments and job.statistics is None
+    seconds = None
+    if recipe.time is not None and plan is None and not recipe.has("export"):
+        times = time_block(model, job.device, _dtype(job), job.samples)
+        if times is not None:
+            run = 2 * times.run * samples if live else times.run
+            seconds = recipe.time * model.blocks * (run + times.solve)
+    return Estimate(
+        seconds,
+        _peak(model, samples if live else 0, tokens, _dtype(job)),
+        prepared.output.cost.bytes + (measured if prepared.measures_first else 0),
+    )
+
+
+def estimate_plan(job: Job, plan: Plan) -> Estimate:
+    """Return what a prune by a plan of a job will take: what a solve by statistics does."""
+    estimate = estimate_job(replace(job, plan=plan))
+    times = None if job.statistics is None else time_block(job.model, job.device, _dtype(job), None)
+    return estimate if times is None else replace(estimate, seconds=job.model.blocks * (times.run + times.solve))
+
+
+def estimate_calibration(
+    model: Model,
+    samples: Samples,
+    collect: Sequence[Collect],
+    folds: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Estimate:
+    """Return what `calibrate` will take.
+
+    Args:
+        model: the dense model.
+        samples: that it is measured on.
+        collect: kinds of statistics.
+        folds: of samples.
+        device: that it runs on.
+        dtype: that it runs in.
+    """
+    size = statistics_bytes(model, collect=collect, folds=folds, samples=len(samples))
+    times = time_block(model, device, dtype, samples)
+    seconds = None
+    if times is not None:
+        runs = 1 + (_BACKWARD if {"fisher", "taylor"} & set(collect) else 0)
+        seconds = model.blocks * times.run * len(samples) * runs
+    return Estimate(seconds, _peak(model, len(samples), samples.tokens, dtype), size)
+
+
+def time_block(model: Model, device: torch.device, dtype: torch.dtype, samples: Samples | None) -> BlockTimes | None:
+    """Time the first block that has spaces. Return None for images and sounds if there are none to run it on.
+
+    Args:
+        model: the dense model.
+        device: that it runs on.
+        dtype: that it runs in.
+        samples: of which the first is run; a made-up window of the model's context if there are none.
+    """
+    family = model.family
+    if samples is None and family.modality != "text":
+        return None
+    one: Samples = TokenWindows(torch.zeros(1, model.tokens, dtype=torch.long)) if samples is None else samples
+    view, block = ModelView(model, device), model.spaced.start
+    stream, tensors = view.stream(Part(one, 0, 1), dtype), view.block(block)
+    grams = dict.fromkeys(family.inputs, True)
+    stream.observe(block, tensors, grams)  # once to warm up
+    start = time.perf_counter()
+    stream.observe(block, tensors, grams)
+    run = time.perf_counter() - start
+    width = max(model.checkpoint.tensors[name].shape[-1] for name in model.weights(block))
+    part = max(1, width // _SHARE)
+    gram = torch.eye(part, dtype=torch.float64, device=device)
+    start = time.perf_counter()
+    torch.linalg.cholesky(gram)
+    gram @ gram
+    return BlockTimes(run, (time.perf_counter() - start) * _SHARE**3)
+
+
+def _dtype(job: Job) -> torch.dtype:
+    data = job.live or job.training
+    return torch.float32 if data is None else data.compute_dtype
+
+
+def _peak(model: Model, samples: int, tokens: int, dtype: torch.dtype) -> int:
+    """Return bytes of memory: a block twice, hidden states of all samples, and five Grams of the widest input."""
+    names = model.weights(model.spaced.start)
+    block = sum(model.checkpoint.tensors[name].nbytes for name in names)
+    widest = max(model.checkpoint.tensors[name].shape[-1] for name in names)
+    states = samples * tokens * model.dimension("hidden") * dtype.itemsize
+    return (resident() or 0) + LIBRARIES + 2 * block + states + 5 * 8 * widest**2

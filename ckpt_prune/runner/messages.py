@@ -1,0 +1,293 @@
+"""What a user should know of a job beside its sizes, in lines."""
+
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import partial
+from itertools import chain
+from math import exp
+
+from ckpt_prune.architectures.composite import load_composite
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.architectures.spaces import SpaceName, first_of_experts
+from ckpt_prune.calibration.choosing import DEFAULT_WINDOWS, MOST_IMAGES
+from ckpt_prune.checkpoint.units import counted, human_bytes, human_count
+from ckpt_prune.containers.choosing import whole_spaces
+from ckpt_prune.devices import multiplies_bfloat16
+from ckpt_prune.errors import UserError
+from ckpt_prune.job.decisions import multiple_of, rounding_of
+from ckpt_prune.job.plan import Plan
+from ckpt_prune.job.prepared import Prepared
+from ckpt_prune.job.recipe import Recipe
+from ckpt_prune.job.selection import units_kept
+from ckpt_prune.job.sizes import TargetSize, size_words
+from ckpt_prune.recipe.shipped import DEFAULT_RECIPE, WIDER_CHOICE
+from ckpt_prune.report.reading import report_of
+from ckpt_prune.sparsity.patterns import mask_words
+from ckpt_prune.stages.depth.stage import Depth
+from ckpt_prune.stages.hidden.stage import Hidden
+from ckpt_prune.stages.low_rank.stage import LowRank
+from ckpt_prune.stages.mask.stage import Mask
+from ckpt_prune.stages.rotation.stage import Rotation
+from ckpt_prune.stages.spaces.ratio_gaps import gap
+from ckpt_prune.stages.spaces.size_search import dense_size, output_size
+
+_NEAR = 0.005
+"""A size that is missed by no more than this share of the dense model is met."""
+_NAMED = 3
+"""So many of a list are named."""
+_ALIKE = 0.005
+"""Predicted losses that differ by less than this share are told to be the same."""
+
+
+def cache_line(prepared: Prepared) -> str | None:
+    """Where a recipe runs the pruned prefix, and statistics of the dense model are used instead; else None."""
+    recipe = prepared.recipe
+    if recipe.target == "dense" or prepared.sequential or prepared.statistics is None or prepared.plan is not None:
+        return None
+    kind = "sequential" if recipe.target == "sequential" else "drift-correcting"
+    told = " (drift: how far pruning has moved the residual stream)" if recipe.target == "drift" else ""
+    return f"recipe {recipe.name} is {kind}{told}; with --statistics its dense-cache variant is used"
+
+
+def messages(prepared: Prepared) -> list[str]:
+    """What a user should know of a job beside its sizes."""
+    found = []
+    recipe = prepared.recipe
+    within = prepared.model.checkpoint.within
+    if within is not None:
+        whole = load_composite(str(within.whole.config["model_type"]))
+        found.append(
+            f"all figures are of the {within.part} part of this {whole.model_type}: {whole.part(within.part).note}"
+        )
+    cached = cache_line(prepared)
+    if cached is not None:
+        found.append(cached)
+    first, family = prepared.model.spaced.start, prepared.model.family
+    if recipe.has("mask") and first:
+        found.append(
+            f"the mask leaves {counted(first, 'block')} before the others as they are ({family.leading} in "
+            "config.json): one mlp stands there in place of experts"
+        )
+    rotation = recipe.get(Rotation)
+    if rotation is not None and rotation.compute_dtype == "bfloat16" and not multiplies_bfloat16(prepared.device):
+        found.append(
+            f"this machine has no instructions for products of bfloat16, in which recipe {recipe.name} learns its "
+            "rotations, and emulates them: --set rotation.compute_dtype=float32 is faster here"
+        )
+    refused = whole_spaces(prepared.model)
+    found += [refused[space] for space in prepared.left_whole if space in refused]
+    if prepared.output.container.note:
+        found.append(prepared.output.container.note)
+    if prepared.model.checkpoint.ignored:
+        found.append(
+            f"{ignored_words(prepared.model)}: they are left out, and the output's config.json no longer speaks of them"
+        )
+    found += filter(None, [tied_words(prepared.model)])
+    made = report_of(prepared.model.checkpoint.path)
+    if made is not None and made.mask is not None:
+        masked = mask_words(made.mask.method, made.mask.pattern)
+        found.append(
+            f"this model was masked before ({masked}): what is rewritten now loses those zeros, and another mask "
+            "chooses anew; see `ckpt-prune inspect OUT --sparsity`"
+        )
+    found += size_lines(prepared)
+    found += filter(None, [few_tokens(prepared, errors="below"), wider_choice(prepared)])
+    return found
+
+
+def ignored_words(model: Model) -> str:
+    """How many tensors of a checkpoint its class does not load, and which."""
+    names = sorted(model.checkpoint.ignored)
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    numbers = sum(info.numel for info in model.checkpoint.ignored.values())
+    return (
+        f"transformers' {model.family.architecture} does not load {counted(len(names), 'tensor')} "
+        f"({human_count(numbers)} numbers; {', '.join(names[:_NAMED])}{more})"
+    )
+
+
+def tied_words(model: Model) -> str | None:
+    """What a checkpoint stores otherwise than its config ties it; None if nothing."""
+    seen = model.checkpoint
+    if seen.stated:
+        return (
+            f"config.json ties tensors that are stored and differ: transformers' {model.family.architecture} takes "
+            "them as they are stored, and outputs say tie_word_embeddings: false"
+        )
+    lines = [
+        f"{new} is stored as {old}, which config.json ties to it: outputs store {new}"
+        for new, old in seen.copies.items()
+    ]
+    twice = sorted(seen.shadowed.keys() - seen.copies.values())
+    if twice:
+        names = ", ".join(twice)
+        lines.append(f"config.json ties {names} to a tensor that is stored with the same values: outputs store one")
+    return "; ".join(lines) or None
+
+
+def few_tokens(prepared: Prepared, *, errors: str) -> str | None:
+    """A warning where the calibration tokens are too few for the fits to be more than memory, or None.
+
+    Args:
+        prepared: what was measured on how much.
+        errors: where they stand: above or below.
+    """
+    model, recipe = prepared.model, prepared.recipe
+    if prepared.lacks_moments:
+        return None
+    tokens = prepared.statistics.index.tokens if prepared.statistics else 0
+    if prepared.live is not None and not tokens:
+        tokens = len(prepared.live.samples) * prepared.live.samples.tokens
+    widths = [
+        max(width[space] for width in prepared.spaced_widths) * model.copies(space) * model.unit_columns(space)
+        for space in recipe.spaces
+        if recipe.needs_gram(space)
+    ]
+    depth, hidden = prepared.whole.recipe.get(Depth), prepared.whole.recipe.get(Hidden)
+    if hidden is not None and not recipe.spaces:
+        width = model.dimension("hidden")
+        if tokens >= 2 * width:
+            return None
+        return (
+            f"{tokens} calibration tokens for {width} dimensions of the residual stream: principal directions of so "
+            "few are those of these tokens; use more samples"
+        )
+    if depth is not None and depth.compensation.linear and prepared.whole.live is not None:
+        widths = [model.dimension("hidden")]
+    low_rank, mask = recipe.get(LowRank), recipe.get(Mask)
+    if (low_rank is not None and low_rank.whitens) or (mask is not None and mask.method == "sparsegpt"):
+        weights = chain.from_iterable(map(model.weights, range(model.blocks)))
+        widths = [model.checkpoint.tensors[name].shape[1] for name in weights]
+    if not widths or tokens >= 2 * max(widths):
+        return None
+    return (
+        f"{tokens} calibration tokens for {max(widths)} inputs of a projection: "
+        f"the errors {errors} are a fit, not a prediction; use more samples"
+    )
+
+
+def asked_size_of(prepared: Prepared) -> TargetSize | None:
+    """The size that was asked for, also where it was turned into ratios."""
+    asked = prepared.unsized
+    return prepared.recipe.size or (None if asked is None else asked.size)
+
+
+def size_lines(prepared: Prepared) -> Iterable[str]:
+    """Where units are too coarse for what was asked: the ratio, or the size, and what there is beside it."""
+    if prepared.unsized is None:
+        settles_counts = prepared.plan is None and prepared.recipe.size is None
+        yield from coarse_lines(prepared.model, prepared.recipe) if settles_counts else ()
+        return
+    size = prepared.unsized.size
+    assert size is not None
+    dense, reached = dense_size(prepared.whole, size.kind), output_size(prepared, size.kind, prepared.widths)
+    if prepared.larger is None or (size.of(dense) - reached) / dense <= _NEAR:
+        return
+    shown: dict[str, Callable[[int], str]] = {"bytes": human_bytes, "latency": partial(size_words, "latency")}
+    show = shown.get(size.kind, human_count)
+    below, above = (f"{show(each)} ({each / dense:.1%})" for each in (reached, prepared.larger))
+    yield (
+        f"{size.words} lies between two sizes that recipe {prepared.recipe.name} gives: {below}, taken here, "
+        f"and {above}"
+    )
+
+
+def coarse_lines(model: Model, recipe: Recipe) -> Iterable[str]:
+    """A line for every space whose units are too coarse for its ratio: what goes instead, and the size beside it."""
+    if recipe.has("mask") or recipe.allocation != "uniform":
+        return
+    recipe = recipe.at(model.family)
+    for name, space in first_of_experts(recipe.spaces).items():
+        units, multiple = model.units(space), multiple_of(model, recipe, space)
+        found = gap(units, recipe.ratio_of(space), rounding_of(model, recipe, space), multiple)
+        if found is None:
+            continue
+        in_steps = f" in multiples of {multiple}" if multiple > 1 else ""
+        drops = f"{found.dropped} ({found.dropped / units:.3g})" if found.dropped else "none"
+        beside = "that is the most that can go"
+        if found.other is not None:
+            which = "the next size" if found.other > found.dropped else "the size before"
+            beside = f"{which} drops {found.other or 'none'} (ratio {found.ratio:g})"
+        yield (
+            f"{name}: {counted(units, 'unit')} per block{in_steps}, so a ratio of {found.asked:g} "
+            f"drops {drops}; {beside}{'' if found.dropped else _inside(model, recipe, space)}"
+        )
+
+
+def _inside(model: Model, recipe: Recipe, space: SpaceName) -> str:
+    """What could go inside the units of a space that loses none; empty where nothing could, or does."""
+    inner = next((name for name, each in model.family.columns.items() if each.within == space), None)
+    if inner is None or inner in recipe.spaces:
+        return ""
+    units, own = model.units(inner), model.family.spaces[inner]
+    with suppress(UserError):  # a ratio that leaves none
+        dropped = units - units_kept(units, recipe.ratio_of(space), own.rounding)
+        if dropped:
+            return f"; spaces.{inner} in a recipe of your own drops {dropped} of {units} {own.unit}s in each"
+    return f"; spaces.{inner} in a recipe of your own drops {own.unit}s"
+
+
+def unmeasured_lines(prepared: Prepared) -> Iterable[str]:
+    """What a dry run cannot tell, because it is to be measured: what, on what, and which command tells it before."""
+    model, recipe = prepared.model, prepared.recipe
+    depth, hidden = prepared.whole.recipe.get(Depth), prepared.whole.recipe.get(Hidden)
+    if not prepared.foreseen and not prepared.whole.lacks_moments:
+        return
+    images = model.family.modality == "image"
+    what = "the inputs of every block's layers"
+    if depth is not None or hidden is not None:
+        asked = ["how far blocks move the residual stream"] if depth is not None else []
+        asked += ["the residual stream, wherever a block reads it"] if hidden is not None else []
+        what = ", and then ".join([*asked, *([what] if recipe.spaces else [])])
+    if recipe.weighed_by_effect:
+        what += ", and what pruning each does to the model's output"
+    if prepared.live is None:
+        most = f"up to {MOST_IMAGES} images" if images else f"{DEFAULT_WINDOWS} windows of {model.tokens} tokens"
+        option = "--images DIR" if images else "--text FILE"
+        others = ", or --statistics STATS" if depth is None and hidden is None else ""
+        yield f"to be measured: {what}; give {option} for it ({most}, unless you say --samples){others}"
+    else:
+        samples = prepared.live.samples
+        windows = f"{counted(len(samples), 'window')} of {samples.tokens} tokens"
+        count = counted(len(samples), "image") if images else windows
+        yield f"to be measured first: {what}, on {count} of {prepared.live.source}"
+    if prepared.foreseen and depth is None and hidden is None and not recipe.has("low_rank"):
+        yield (
+            f"`{recipe.calibration}` and then `ckpt-prune plan --statistics STATS` tell the widths and the predicted "
+            "error of every layer before anything is pruned"
+        )
+
+
+def wider_choice(prepared: Prepared) -> str | None:
+    """What widths per block would do, for those who named no recipe and got the same widths in every block; or None."""
+    recipe = prepared.recipe
+    if not prepared.job.by_default or (recipe.name, recipe.widths) != (DEFAULT_RECIPE, "uniform"):
+        return None
+    losses = prepared.decisions.losses
+    told = f"widths per block (--recipe {WIDER_CHOICE}) would lose"
+    if losses is None:
+        return f"{told} less, and need remote code"
+    if losses.chosen - losses.per_block <= _ALIKE * losses.chosen:
+        return f"{told} as much, as predicted"
+    saved = 1 - losses.per_block / losses.chosen
+    return f"{told} less (predicted: {saved:.0%} less), and need remote code"
+
+
+SECOND_ORDER = (
+    "by second order, which is too low where much goes and where samples are few: of small llamas 1.3 to 1.7 times as "
+    "much was measured with 10 to 30 % of the parameters gone, of one that 16 windows were read of 3 times"
+)
+"""Of a predicted divergence; figures of job/README.md, section 5."""
+
+
+def predicted_line(model: Model, plan: Plan) -> str | None:
+    """What a plan is predicted to do to the model's own output; None where that is not known or nothing."""
+    found = plan.divergence
+    if not found:
+        return None
+    if not model.family.gives_logits:
+        return f"predicted: the last hidden states are off by {found:.4f} of their energy, or more"
+    told = f"predicted: a divergence (KL) of {found:.4f} nats from the dense model's output"
+    if model.family.causal:
+        told += f", about {exp(found):.2f} times its perplexity"
+    return f"{told}; {SECOND_ORDER}"

@@ -1,0 +1,142 @@
+"""Making a plan: every site decided and predicted, without writing a tensor."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ckpt_prune.architectures.sites import Site
+from ckpt_prune.errors import UserError
+from ckpt_prune.job.job import Job
+from ckpt_prune.job.plan import Plan, SitePlan
+from ckpt_prune.job.prepared import Prepared, Ranked, begin
+from ckpt_prune.job.recipe import Recipe
+from ckpt_prune.job.records import StatisticsReference
+from ckpt_prune.progress import track
+from ckpt_prune.runner.checks import check_data, check_fit
+from ckpt_prune.runner.shifts import Shifting
+from ckpt_prune.stages.depth.run import drop_planned_blocks
+from ckpt_prune.stages.depth.stage import Depth
+from ckpt_prune.stages.moments import open_moments
+from ckpt_prune.stages.output import plan_output
+from ckpt_prune.stages.spaces.run import choose_widths, pruner_of
+from ckpt_prune.stages.spaces.solvers import solver_of
+from ckpt_prune.stages.spaces.stage import Spaces
+
+
+def prepare_plan(job: Job, ranked: Mapping[Site, Sequence[Ranked]] | None = None) -> Prepared:
+    """Decide which blocks and how many units stay, from statistics alone.
+
+    Args:
+        job: what is wanted.
+        ranked: units of every site, if they were ranked already.
+
+    Raises:
+        UserError: with the first thing that does not fit together.
+    """
+    prepared = replace(begin(job), ranked=ranked)
+    check_fit(prepared)
+    check_data(prepared)
+    left = drop_planned_blocks(prepared)
+    if left is not prepared:
+        check_fit(left)
+    return choose_widths(left) if left.recipe.spaces else plan_output(left)
+
+
+def make_plan(prepared: Prepared, shifting: Shifting | None = None) -> Plan:
+    """Decide and predict for every site.
+
+    Args:
+        prepared: the job.
+        shifting: what asks how sites do on other statistics, if anything.
+
+    Raises:
+        UserError: the recipe has a mask, or needs data to measure on.
+    """
+    model, recipe = prepared.model, prepared.recipe
+    check_plannable(recipe)
+    if prepared.sequential:
+        raise UserError("a plan is made from statistics: calibrate first, or let prune measure with --text")
+    solvers = [solver_of(model, recipe, space, prepared.device) for space in recipe.spaces]
+    engine = pruner_of(prepared)
+    source = open_moments(prepared, Spaces().grams(prepared) if recipe.spaces else None)
+    sites: list[SitePlan] = []
+    for block in track(model.spaced, "planning", total=len(model.spaced)):
+        known = prepared.statistics
+        metric = known.fisher(block) if known is not None and known.index.fisher else {}
+        read = {name: tensor for solver in solvers for name, tensor in solver.read(block).items()}
+        for at in engine.sites(block, read, source, None if shifting is None else shifting.source):
+            solver, plan = at.solver, at.solved[0]
+            fisher = metric.get(model.moments_name(block, plan.site.space))
+            if fisher is not None:
+                plan.divergence = solver.divergence(block, at.tensors, at.moments or (), at.solved, fisher)
+            if shifting is not None:
+                shifting.see(block, at)
+            sites.append(plan)
+    statistics = None
+    whole = prepared.whole
+    if whole.statistics is not None:
+        # As it was given: a plan is shown to others, who need not know where its maker keeps things.
+        path = str(whole.statistics.folder)
+        statistics = StatisticsReference(path=path, digest=whole.statistics.index.digest)
+    container = prepared.output.container
+    return Plan(
+        model=whole.model.checkpoint.fingerprint,
+        model_path=model.checkpoint.name,
+        recipe=whole.recipe,
+        recipe_digest=whole.recipe.digest,
+        origin=whole.origin,
+        statistics=statistics,
+        container=container.model_type if container.remote_class is None else "remote",
+        container_note=container.note,
+        before=prepared.before,
+        after=prepared.output.cost,
+        depth=prepared.depth,
+        sites=sites,
+    )
+
+
+def check_plannable(recipe: Recipe) -> None:
+    """Refuse to plan what a plan cannot say.
+
+    Raises:
+        UserError: a mask, factors, a sliced stream, blocks that the loss chooses, or blocks or a stream beside spaces.
+    """
+    if recipe.has("low_rank"):
+        raise UserError(
+            f"recipe {recipe.name} factors linears, which a plan does not list: `ckpt-prune prune` applies it, with "
+            "--dry-run to see sizes"
+        )
+    if recipe.joint:
+        parts = [
+            ("drops blocks", "`ckpt-prune prune --recipe depth --set depth.drop=N`", recipe.has("depth")),
+            (
+                "narrows the residual stream",
+                "`ckpt-prune prune --recipe slicegpt-shared --set hidden.drop=N`",
+                recipe.has("hidden"),
+            ),
+        ]
+        does, steps = zip(*((what, step) for what, step, has in parts if has), strict=True)
+        what = "what is left" if recipe.has("hidden") else "those that stay"
+        at_once = "all" if len(steps) > 1 else "both"
+        raise UserError(
+            f"recipe {recipe.name} {', '.join(does)} and then prunes spaces of {what}, which no statistics are of yet: "
+            f"`ckpt-prune prune --text` (or --images) does {at_once} at once; for a plan, {', then '.join(steps)} "
+            "first, then calibrate and plan what it has written, by a recipe of spaces alone such as best-uniform"
+        )
+    if recipe.has("depth") and recipe.has("hidden"):
+        raise UserError(
+            f"recipe {recipe.name} narrows the residual stream of the blocks that stay, of which a plan says nothing: "
+            "`ckpt-prune prune --dry-run` tells its width and size"
+        )
+    if (depth := recipe.get(Depth)) is not None and depth.choice == "loss":
+        raise UserError(
+            f"recipe {recipe.name} chooses blocks by the loss without them, on text: use `ckpt-prune prune --text`"
+        )
+    if recipe.has("hidden"):
+        raise UserError(
+            f"recipe {recipe.name} slices the residual stream, of which a plan says nothing: `ckpt-prune prune "
+            "--dry-run` tells its width and size"
+        )
+    if recipe.has("mask"):
+        raise UserError(
+            f"recipe {recipe.name} zeroes single weights, which a plan does not list: `ckpt-prune prune` applies it"
+        )

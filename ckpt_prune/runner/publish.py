@@ -1,0 +1,125 @@
+"""What an output holds beside its tensors: config, report, model card, remote code, and the source's side files."""
+
+from collections.abc import Iterable
+from importlib.resources import files
+from pathlib import Path
+
+from ckpt_prune.architectures.part import composite_config
+from ckpt_prune.checkpoint.digests import sha256_files
+from ckpt_prune.checkpoint.jsonfile import pretty
+from ckpt_prune.checkpoint.reading import CONFIG, Checkpoint
+from ckpt_prune.checkpoint.staging import Staging, write_whole
+from ckpt_prune.checkpoint.writing import CheckpointWriter
+from ckpt_prune.checkpoint.written import SHADOWS, Wants
+from ckpt_prune.containers.container import Container
+from ckpt_prune.containers.remote import REMOTE_MODULE
+from ckpt_prune.containers.side_files import carried, side_files, top_names
+from ckpt_prune.filenames import GRAPH_FOLDER, GRAPH_RECORD, REPORT, ROTATIONS
+from ckpt_prune.job.recipe import Recipe
+from ckpt_prune.job.run import Announce, say_nothing
+from ckpt_prune.modeling_pruned import REFUSAL, WEIGHTS_KEY
+from ckpt_prune.report.card import model_card
+from ckpt_prune.report.model import Report
+from ckpt_prune.report.reading import report_of
+from ckpt_prune.report.stages import Stages
+
+_CARD = "README.md"
+
+
+def publish(
+    writer: CheckpointWriter,
+    report: Report,
+    container: Container,
+    source: Checkpoint,
+    names: Iterable[str],
+    stages: Stages,
+    announce: Announce = say_nothing,
+) -> Report:
+    """Write all that is no tensor and put the output in its place.
+
+    Args:
+        writer: with every tensor written.
+        report: of the output, without digests and stages.
+        container: what it is stored as.
+        source: the checkpoint whose side files travel along.
+        names: files with tensors. Their digests and those of all that is written beside them are in the report.
+        stages: of the run so far.
+        announce: told which graphs of an old output stay, and are out of date.
+
+    Returns:
+        The report, as in the output's ckpt_prune.json.
+    """
+    with stages.stage("publishing"):
+        config = container.config if source.within is None else composite_config(source, container.config)
+        if container.remote_class is not None:
+            config = config | {WEIGHTS_KEY: REFUSAL}
+        writer.write_json(CONFIG, config)
+        if container.remote_class is not None:
+            code = files("ckpt_prune") / f"{REMOTE_MODULE}.py"
+            writer.write_text(f"{REMOTE_MODULE}.py", code.read_text(encoding="utf-8"))
+        for name, path in carried(source).items():
+            writer.copy(path, name)
+        writer.write_index()
+        digests = sha256_files(writer.folder, dict.fromkeys([*names, CONFIG, *sorted(writer.side_names)]))
+        carried(source)  # raises where one changed while it was copied
+    whole = report.model_copy(
+        update={
+            "stages": stages.records,
+            "files": digests,
+            "side_files": sorted(writer.side_names - {CONFIG} | {REPORT, _CARD}),
+            "job": writer.job,
+        }
+    )
+    writer.write_json(REPORT, whole.data())
+    writer.write_text(_CARD, model_card(whole))
+    _announce_stale(writer.out, writer.finish(), announce)
+    return whole
+
+
+def replace_record(out: Path, report: Report) -> None:
+    """Replace report and card of an output that is in its place: no digest is of them.
+
+    The report is last, so that a run which ends between the two has it still to do.
+
+    Raises:
+        UserError: they cannot be written.
+    """
+    write_whole(out / _CARD, model_card(report))
+    write_whole(out / REPORT, pretty(report.data()))
+
+
+def publish_complete(staging: Staging, announce: Announce) -> Report:
+    """Put in its place what an interrupted run has written whole.
+
+    Args:
+        staging: entered; its journal says so.
+        announce: as of `publish`.
+
+    Returns:
+        The report, as in the output's ckpt_prune.json.
+    """
+    _announce_stale(staging.out, staging.publish(), announce)
+    report = report_of(staging.out)
+    assert report is not None
+    return report
+
+
+def _announce_stale(out: Path, kept: Iterable[str], announce: Announce) -> None:
+    for name in kept:
+        if (out / name / GRAPH_RECORD).is_file():
+            announce(f"{out / name} was exported from the output that is replaced: export it again")
+
+
+def wanted_names(source: Checkpoint, recipe: Recipe | None = None) -> Wants:
+    """Names that an output will have: shards, and what is no tensor.
+
+    Args:
+        source: the checkpoint that it is made from.
+        recipe: by which; None where a checkpoint is recovered.
+    """
+    made = {*source.files, CONFIG, REPORT, _CARD, f"{REMOTE_MODULE}.py"}
+    if recipe is None or recipe.has("rotation"):
+        made.add(ROTATIONS)
+    if recipe is not None and recipe.has("export"):
+        made.add(GRAPH_FOLDER)
+    return top_names(side_files(source.path)) | SHADOWS | dict.fromkeys(made)

@@ -1,0 +1,256 @@
+"""From options to a request: what is given is read, and what cannot go together is refused before any work."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.calibration.choosing import chosen_samples, fresh_samples
+from ckpt_prune.calibration.states import Allocate, StateMemory
+from ckpt_prune.calibration.statistics import Statistics
+from ckpt_prune.checkpoint.places import place_of
+from ckpt_prune.checkpoint.staging import check_output, partial_of, refuse_overlap
+from ckpt_prune.containers.checking import check_source
+from ckpt_prune.containers.opening import Opening, open_model
+from ckpt_prune.devices import computed_in, resolve_device
+from ckpt_prune.errors import UserError
+from ckpt_prune.job.job import Job, LiveSamples, RecoverySamples
+from ckpt_prune.job.plan import Plan, read_plan
+from ckpt_prune.job.recipe import Recipe
+from ckpt_prune.options import PlanOptions, PruneOptions, SampleOptions, has_data
+from ckpt_prune.parallel.group import here
+from ckpt_prune.recipe.places import RecipeFile
+from ckpt_prune.runner.checks import check_again, check_planned
+from ckpt_prune.runner.plan import check_plannable
+from ckpt_prune.runner.publish import wanted_names
+from ckpt_prune.runner.read_recipe import ChosenRecipe, runs_model
+from ckpt_prune.stages.recovery.stage import Method, Recovery
+from ckpt_prune.stages.spaces.checks import check_spaces
+
+
+def read_plan_job(options: PlanOptions, file: RecipeFile, recipe: Recipe) -> Job:
+    """Read the job to make a plan of.
+
+    Args:
+        options: as they were given.
+        file: of the recipe.
+        recipe: with the changes that options make to it.
+
+    Raises:
+        UserError: options that do not go together, what cannot be read, or what no plan can say.
+    """
+    if options.output is not None:
+        check_plan_place(options.output, overwrite=options.overwrite)
+    device = resolve_device(options.device)
+    check_plannable(recipe)
+    if recipe.perplexity_grid:
+        raise UserError(
+            f"recipe {recipe.name} chooses lambda by perplexity, on text and while pruning: "
+            "use `ckpt-prune prune --text`, or lambda_by: folds"
+        )
+    if recipe.needs_moments and options.statistics is None:
+        raise UserError(
+            f"recipe {recipe.name} needs statistics: run `{recipe.calibration}` and give --statistics STATS"
+        )
+    model = open_model(options.model, Opening.of(options))
+    if options.output is not None:
+        refuse_overlap(model.checkpoint.path, options.output)
+    check_spaces(model.family, recipe)
+    statistics = None if options.statistics is None else Statistics(options.statistics)
+    by_default = options.recipe is None
+    return Job(
+        model,
+        recipe,
+        statistics,
+        device=device,
+        diagnostics=options.diagnostics,
+        by_default=by_default,
+        origin=file.origin,
+    )
+
+
+def check_plan_place(out: Path, *, overwrite: bool) -> None:
+    """Refuse a place for a plan before any work; a plan is replaced where that is asked for, and nothing else is.
+
+    Raises:
+        UserError: it is taken, or its folder does not exist.
+    """
+    if out.exists() and not overwrite:
+        raise UserError(f"{out} exists: choose another name or say --overwrite")
+    if out.exists():
+        try:
+            read_plan(out)
+        except UserError as error:
+            raise UserError(f"{out} exists and is not a plan: it is not overwritten") from error
+    place_of(out)
+
+
+def read_job(options: PruneOptions, chosen: ChosenRecipe, model: Model, say: Callable[[str], None]) -> Job:
+    """Read the data of a job, and check the place of its output.
+
+    Args:
+        options: as they were given.
+        chosen: the recipe or plan that they name.
+        model: the dense model.
+        say: told in a line what of the data could not be read.
+
+    Raises:
+        UserError: the place for the output, the model, the statistics or the data will not do.
+    """
+    recipe, plan = chosen.recipe, chosen.plan
+    files = [_file(each) for each in (options.recipe, options.plan) if isinstance(each, str | Path)]
+    here().at_first(
+        lambda: check_output(
+            model.checkpoint.path,
+            options.output,
+            resume=options.resume,
+            overwrite=options.overwrite,
+            inputs=[options.statistics, *files, options.images, options.audio, options.labels, *options.text],
+            wants=wanted_names(model.checkpoint, recipe),
+        )
+    )
+    statistics = _statistics(options.statistics, model, plan)
+    # Before the data: reading it takes time, and a broken config would be blamed on the tokenizer.
+    check_source(model)
+    check_again(model, recipe)
+    check_spaces(model.family, recipe)
+    allocate = StateMemory(int(options.state_memory * 2**30), partial_of(options.output))
+    live = training = None
+    data, cached = has_data(options, options), None if statistics is None else Statistics(statistics)
+    if data and recipe.needs_moments and ((statistics is None and plan is None) or runs_model(recipe)):
+        live = _live(options, chosen, model, allocate, say)
+    recovery = recipe.get(Recovery)
+    if data and recovery is not None:
+        training = _training(options, chosen, model, recovery, live, cached, allocate, say)
+    job = Job(
+        model,
+        recipe,
+        cached,
+        live,
+        chosen.device,
+        plan,
+        options.diagnostics,
+        training,
+        by_default=options.recipe is None and plan is None,
+        origin=chosen.origin,
+    )
+    made_from = plan.statistics.digest if plan is not None and plan.statistics is not None else None
+    if made_from and job.statistics is not None and job.statistics.index.digest != made_from:
+        raise UserError(f"the plan was made from other statistics than {job.statistics.folder}: plan again")
+    return job
+
+
+def _file(given: str | Path) -> Path | None:
+    """Where a plan or recipe is read, if it is no shipped one."""
+    return Path(given) if Path(given).is_file() else None
+
+
+def _statistics(given: Path | None, model: Model, plan: Plan | None) -> Path | None:
+    """The folder of statistics: the one given, or the one that a plan was made from."""
+    if plan is not None:
+        check_planned(model, plan)
+    if plan is None or plan.statistics is None or plan.depth is not None:
+        return given  # what blocks were chosen by is not asked again
+    statistics = given or Path(plan.statistics.path)
+    if not statistics.is_dir():
+        raise UserError(f"the plan's statistics are no longer at {statistics}: say where with --statistics")
+    return statistics
+
+
+def _live(
+    options: PruneOptions, chosen: ChosenRecipe, model: Model, allocate: Allocate, say: Callable[[str], None]
+) -> LiveSamples:
+    """The samples and how they are to be measured on."""
+    samples = chosen_samples(model, options, options, trust=options.trust_remote_code, say=say)
+    folds = options.folds or (min(4, len(samples)) if chosen.recipe.needs_folds else 1)
+    if folds > len(samples):
+        raise UserError(f"{folds} folds of {len(samples)} samples: every fold needs at least one")
+    source = ", ".join(map(str, options.text)) or str(options.images or options.audio)
+    dtype = computed_in(options.compute_dtype, chosen.device, model.dtype)
+    return LiveSamples(samples, folds, dtype, allocate, options.seed, source)
+
+
+def _training(
+    options: PruneOptions,
+    chosen: ChosenRecipe,
+    model: Model,
+    recovery: Recovery,
+    live: LiveSamples | None,
+    statistics: Statistics | None,
+    allocate: Allocate,
+    say: Callable[[str], None],
+) -> RecoverySamples:
+    """What is trained on: as many samples as the recipe says, else the calibration's; scales, others than these.
+
+    Args:
+        options: as they were given.
+        chosen: the recipe that they name.
+        model: the dense model.
+        recovery: of the recipe.
+        live: the calibration's samples, where they are read here.
+        statistics: where the model was measured before.
+        allocate: makes the tensors that hold hidden states.
+        say: told in a line what of the data could not be read, or is not there.
+    """
+    after = asked_after(options.perplexity_after, model)
+    samples, seen = live.samples if live is not None else None, None
+    wanted = options if recovery.samples is None else options.model_copy(update={"samples": recovery.samples})
+    if recovery.method == "scales":
+        index = None if statistics is None else statistics.index
+        measured: list[tuple[int, str]] | None = [] if chosen.plan is None else None
+        if index is not None:
+            measured = [(index.samples, index.data[0])] if len(index.data) == 1 else None
+        used = samples if samples is not None else measured
+        if samples is None and index is not None:
+            # As many as it is pruned on, and as long.
+            own = {"samples": wanted.samples or index.samples}
+            if index.modality == "text":
+                own["window"] = wanted.window or index.window
+            wanted = wanted.model_copy(update=own)
+        fresh = fresh_samples(model, wanted, options, used, trust=options.trust_remote_code, say=say)
+        samples, seen = fresh.samples, fresh.seen
+    elif samples is None or recovery.samples is not None:
+        samples = chosen_samples(model, wanted, options, trust=options.trust_remote_code, say=say)
+    dtype = training_dtype(options, chosen.device, recovery.method, model.dtype)
+    return RecoverySamples(samples, dtype, allocate, after, seen)
+
+
+def training_dtype(
+    options: SampleOptions, device: torch.device, method: Method = "laco", stored: torch.dtype = torch.float32
+) -> torch.dtype:
+    """The type that blocks in training run in.
+
+    Args:
+        options: as given.
+        device: where.
+        method: that trains. Scales are float32 whatever blocks run in, as what is measured is.
+        stored: type of the model's weights.
+
+    Raises:
+        UserError: float16, whose gradients underflow.
+    """
+    if options.compute_dtype == "float16":
+        raise UserError("--compute-dtype float16: gradients underflow in it; recovery runs in float32 or bfloat16")
+    return computed_in(options.compute_dtype, device, stored if method == "scales" else torch.float32)
+
+
+def asked_after(after: str | None, model: Model) -> frozenset[int]:
+    """Numbers of blocks that `--perplexity-after` names: with commas between, or all.
+
+    Raises:
+        UserError: not numbers, more than there are, or the model has no perplexity.
+    """
+    if after is None:
+        return frozenset()
+    blocks = model.blocks
+    if not model.family.causal:
+        raise UserError(f"--perplexity-after is for causal language models, which a {model.family.model_type} is not")
+    if after.strip() == "all":
+        return frozenset(range(blocks + 1))
+    parts = [part.strip() for part in after.split(",")]
+    if not all(part.isascii() and part.isdigit() and len(part) < 9 and int(part) <= blocks for part in parts):
+        raise UserError(
+            f"--perplexity-after {after}: expected numbers of blocks from 0 to {blocks} with commas between, or all"
+        )
+    return frozenset(map(int, parts))

@@ -1,0 +1,85 @@
+"""Read the recipe or the plan that options name, before the model: without transformers, which takes seconds."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ckpt_prune.devices import resolve_device
+from ckpt_prune.errors import UserError
+from ckpt_prune.job.plan import Plan, read_plan
+from ckpt_prune.job.recipe import Recipe
+from ckpt_prune.job.records import Origin
+from ckpt_prune.job.sizes import asked_size
+from ckpt_prune.options import PruneOptions, RecipeOptions, has_data
+from ckpt_prune.recipe.places import RecipeFile, locate_recipe
+from ckpt_prune.recipe.reading import load_recipe
+from ckpt_prune.recipe.shipped import DEFAULT_RECIPE
+from ckpt_prune.stages.depth.stage import Depth
+from ckpt_prune.stages.recovery.stage import Recovery
+
+
+@dataclass(frozen=True)
+class ChosenRecipe:
+    """What options want done.
+
+    Attributes:
+        recipe: with the changes that options make to it.
+        plan: to be applied, or None.
+        device: where the work is done.
+        origin: where the recipe, or that of the plan, was fetched from; None if it was here.
+    """
+
+    recipe: Recipe
+    plan: Plan | None
+    device: torch.device
+    origin: Origin | None
+
+
+def read_recipe(options: PruneOptions) -> ChosenRecipe:
+    """Read recipe or plan.
+
+    Args:
+        options: that do not contradict each other by themselves.
+
+    Raises:
+        UserError: options that do not go with it, or what cannot be read.
+    """
+    device = resolve_device(options.device)
+    plan = options.plan if options.plan is None or isinstance(options.plan, Plan) else read_plan(Path(options.plan))
+    if plan is not None:
+        recipe, origin = plan.recipe, plan.origin
+    else:
+        file, recipe = recipe_of(options)
+        origin = file.origin
+    if has_data(options, options) and not recipe.has("recovery") and not runs_model(recipe):
+        given = "--text" if options.text else "--images" if options.images is not None else "--audio"
+        if plan is not None:
+            raise UserError(f"a plan has settled its statistics: {given} does not go with it")
+        if options.statistics is not None:
+            raise UserError(f"give --statistics or {given}, not both")
+    recovery = recipe.get(Recovery)
+    if options.perplexity_after is not None and recovery is None:
+        raise UserError(f"--perplexity-after is for recipes with recovery, which {recipe.name} has not")
+    if options.perplexity_after is not None and recovery is not None and recovery.at_the_end:
+        raise UserError("--perplexity-after is for recovery block by block, and scales are fitted to all at the end")
+    return ChosenRecipe(recipe, plan, device, origin)
+
+
+def recipe_of(options: RecipeOptions) -> tuple[RecipeFile, Recipe]:
+    """A recipe's file, and the recipe with the changes that options make to it.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    file = locate_recipe(DEFAULT_RECIPE if options.recipe is None else options.recipe)
+    changes = options.overrides
+    if options.container is not None:
+        changes = (*changes, f"container={options.container}")
+    return file, load_recipe(file, changes, options.ratio, asked_size(options.sizes, options.ratio))
+
+
+def runs_model(recipe: Recipe) -> bool:
+    """Return True if a recipe runs the model itself, beside any statistics that its blocks are chosen by."""
+    depth = recipe.get(Depth)
+    return depth is not None and depth.runs_model

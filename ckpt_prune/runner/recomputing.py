@@ -1,0 +1,115 @@
+"""Whether an output is what its recipe makes of its source: some of its blocks are computed again, and compared."""
+
+import random
+from pathlib import Path
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.calibration.statistics import Statistics
+from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.checkpoint.units import counted
+from ckpt_prune.errors import UserError
+from ckpt_prune.filenames import REPORT
+from ckpt_prune.job.job import Job
+from ckpt_prune.job.recipe import Recipe
+from ckpt_prune.progress import track
+from ckpt_prune.report.model import Report
+from ckpt_prune.report.reading import report_of
+from ckpt_prune.runner.checks import stages_of
+from ckpt_prune.runner.run_job import preview_job
+from ckpt_prune.stages import FullRecipe
+from ckpt_prune.stages.moments import open_moments
+
+BLOCKS = 4
+"""So many are computed again, chosen at random."""
+_LIMIT = 1e-3
+"""Of a tensor's largest value: what other machines and numbers of threads move it by is far less."""
+
+
+def recomputed(folder: Path, dense: Path, statistics: Path) -> tuple[bool | None, str]:
+    """Prune some blocks of the dense model again and hold them against the output's.
+
+    Args:
+        folder: the output.
+        dense: the model it was made from.
+        statistics: those it was made from.
+
+    Returns:
+        Whether they are the same; None where an output of its kind cannot be made again block by block. And what was
+        found.
+
+    Raises:
+        UserError: the statistics or the model are not those of the output, or there is nothing to compare by.
+    """
+    report = report_of(folder)
+    if report is None:
+        raise UserError(f"{folder} has no {REPORT}: nothing says how it was made")
+    measured = Statistics(statistics)
+    made_from = report.data().get("calibration", {}).get("statistics")
+    if why := _not_by_blocks(report, made_from):
+        return None, f"not computed again: {why}"
+    if made_from != measured.index.digest:
+        raise UserError(f"{folder} was made from other statistics than {statistics}: give those")
+    prepared = preview_job(Job(Model.open(dense), _recipe(report), measured))
+    out = _as_read(Checkpoint.open(folder), prepared.model)
+    pruners = [(stage, stage.pruner(prepared)) for stage in stages_of(prepared.recipe)]
+    stage, pruner = next((stage, pruner) for stage, pruner in pruners if pruner is not None)
+    source = open_moments(prepared, stage.grams(prepared))
+    count = prepared.model.blocks
+    # An engine also tells whoever runs the block its widths, which are no tensors of a file.
+    stored = {name for tensors in prepared.output.layout.values() for name in tensors}
+    chosen = sorted(random.SystemRandom().sample(range(count), min(BLOCKS, count)))
+    largest = 0.0
+    for block in track(chosen, "computing again", unit="block"):
+        made, _ = pruner.block(block, prepared.view.block(block), source)
+        for name in sorted(made.keys() & stored):
+            if name not in out.tensors:
+                return False, f"{name} of block {block} is not there"
+            off = away(out.read([name])[name], made[name])
+            if off > _LIMIT:
+                return False, f"{name} is not what the recipe makes of the source: {off:.2g} of its largest value away"
+            largest = max(largest, off)
+    same = "bit for bit" if largest == 0 else f"{largest:.2g} of a tensor's largest value away at most"
+    return True, f"{counted(len(chosen), 'block')} of {count} computed again: {same}"
+
+
+def _not_by_blocks(report: Report, made_from: object) -> str | None:
+    """Why an output cannot be made again from statistics, one block without the others."""
+    if report.part is not None:
+        return "it is a part of another model"
+    if report.depth is not None and report.sites:
+        return "whole blocks are gone, and the others were measured without them"
+    if report.hidden is not None:
+        return "its weights have absorbed a basis of the residual stream"
+    if report.rotation is not None or report.recovery is not None or report.adapters is not None:
+        return "its weights were rotated or trained"
+    if made_from is None:
+        return "it was measured on text or images as it was pruned, each block behind the pruned ones before it"
+    return None
+
+
+def _recipe(report: Report) -> Recipe:
+    try:
+        recipe = FullRecipe.model_validate(report.data()["recipe"])
+    except ValidationError as error:
+        raise UserError(f"{REPORT} holds a recipe that this version does not read: prune again") from error
+    if recipe.digest != report.recipe_digest:
+        raise UserError(f"{REPORT} holds another recipe than its digest is of: prune again")
+    return recipe
+
+
+def _as_read(out: Checkpoint, model: Model) -> Checkpoint:
+    """The output's tensors as the dense model's are read."""
+    return out.called(model.checkpoint.aliases).turned(model.checkpoint.transposed).split(model.checkpoint.stacks)
+
+
+def away(ours: Tensor, made: Tensor) -> float:
+    """The largest difference of two tensors in units of the largest value."""
+    if ours.shape != made.shape or ours.dtype != made.dtype:
+        return float("inf")
+    a, b = ours.double(), made.to(torch.float64)
+    most = b.abs().max().item() if b.numel() else 0.0
+    return 0.0 if torch.equal(a, b) else (a - b).abs().max().item() / (most or 1.0)

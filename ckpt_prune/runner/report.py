@@ -1,0 +1,93 @@
+"""The report of a job: what its stages have done, all but the digests of its files."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ckpt_prune.calibration.moments import ACTIVE_THRESHOLD
+from ckpt_prune.job.prepared import Prepared
+from ckpt_prune.job.run import Run
+from ckpt_prune.job.source_facts import part_name, source_of, stored_as, stored_whole
+from ckpt_prune.records import Record
+from ckpt_prune.report.model import Asked, Latency, Report, UsedRecipe
+from ckpt_prune.runner.checks import stages_of
+from ckpt_prune.stages.spaces.size_search import dense_size, size_at
+from ckpt_prune.versions import versions
+
+
+def report_of(prepared: Prepared, records: Mapping[str, Sequence[Any]], run: Run) -> Report:
+    """Return the report of a job.
+
+    Args:
+        prepared: at the end.
+        records: key of a stage → records of its step on all blocks.
+        run: with what the stages have done as a whole.
+    """
+    whole, checkpoint, unsized = prepared.whole, prepared.model.checkpoint, prepared.unsized
+    used = versions()
+    fields: dict[str, Any] = {"sites": []}
+    for stage in stages_of(whole.recipe):
+        fields |= stage.report(prepared, records.get(stage.key, []), run)
+    asked = None
+    if unsized is not None:
+        asked = Asked(size=None if unsized.size is None else unsized.size.model_dump(), digest=unsized.digest)
+    return Report(
+        ckpt_prune=used["ckpt_prune"],
+        torch=used["torch"],
+        transformers=used["transformers"],
+        recipe=UsedRecipe.model_validate(whole.recipe.model_dump(mode="json", by_alias=True)),
+        recipe_digest=whole.recipe.digest,
+        origin=whole.origin,
+        source=source_of(whole.model.checkpoint),
+        ignored=sorted([*checkpoint.ignored, *checkpoint.shadowed]),
+        part=part_name(checkpoint),
+        asked=asked,
+        calibration=Record.model_validate(describe_data(prepared)),
+        plan=whole.plan.digest if whole.plan else None,
+        container=stored_whole(checkpoint, stored_as(prepared.output.container, prepared.model)),
+        before=prepared.before,
+        after=prepared.output.cost,
+        latency=_foresee_latency(prepared),
+        **fields,
+    )
+
+
+def describe_data(prepared: Prepared) -> dict[str, Any]:
+    """Return where the moments came from, as the report says it."""
+    if prepared.statistics is not None and not prepared.sequential:
+        index = prepared.statistics.index
+        return {
+            "target": "dense",
+            "modality": index.modality,
+            "statistics": index.digest,
+            **({"data": index.data[0]} if len(index.data) == 1 else {}),
+            "samples": index.samples,
+            "window": index.window,
+            "tokens": index.tokens,
+            "folds": index.folds,
+            **({} if index.active_above == ACTIVE_THRESHOLD else {"active_above": index.active_above}),
+        }
+    if prepared.live is not None:
+        samples, once = prepared.live.samples, "" if prepared.recipe.true_sequential else ", once per block"
+        return {
+            "target": prepared.whole.recipe.target + once,
+            "modality": prepared.model.family.modality,
+            "data": samples.fingerprint,
+            "samples": len(samples),
+            "window": samples.tokens,
+            "tokens": len(samples) * samples.tokens,
+            "folds": prepared.live.folds,
+        }
+    return {"target": "none"}
+
+
+def _foresee_latency(prepared: Prepared) -> Latency | None:
+    """Return what the table of this machine says of the output; None if its size was no latency."""
+    size = prepared.whole.recipe.size if prepared.unsized is None else prepared.unsized.size
+    if size is None or size.kind != "latency" or prepared.latencies is None:
+        return None
+    return Latency(
+        of=f"latency of {size.timed.words}",
+        dense=dense_size(prepared.whole, "latency") / 1e6,
+        foreseen=size_at(prepared, "latency", prepared.widths) / 1e6,
+        off=prepared.latencies.off,
+    )

@@ -1,0 +1,152 @@
+"""The story of a job: check it, preview it, run its stages, walk over the blocks, publish."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt_prune.job.job import Job
+from ckpt_prune.job.prepared import Prepared, begin
+from ckpt_prune.job.run import Announce, Run, say_nothing
+from ckpt_prune.job.walk import Records, read_records, walk
+from ckpt_prune.parallel.group import here
+from ckpt_prune.report.model import Report
+from ckpt_prune.runner.checks import check_data, check_fit, check_together, check_training, stages_of
+from ckpt_prune.runner.open_run import open_run
+from ckpt_prune.runner.publish import publish, wanted_names
+from ckpt_prune.runner.report import report_of
+from ckpt_prune.stages.output import plan_output
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a run has made.
+
+    Attributes:
+        prepared: the job with everything that was decided while it ran.
+        report: as in the output's ckpt_prune.json.
+        finished: True if an earlier run had done all of it; then the job is as it was before anything was measured.
+    """
+
+    prepared: Prepared
+    report: Report
+    finished: bool = False
+
+
+def check_job(job: Job, *, needs_data: bool = True) -> Prepared:
+    """Refuse a job that cannot work, before any data is read. Return the state in which it starts.
+
+    Args:
+        job: what is wanted.
+        needs_data: False for a dry run, which may have nothing to measure on.
+
+    Raises:
+        UserError: with the first thing that does not fit together.
+    """
+    start = begin(job)
+    check_fit(start)
+    if needs_data or not start.lacks_moments:
+        check_data(start)
+    return start
+
+
+def preview_job(job: Job) -> Prepared:
+    """Return what is known of the output before anything is measured. What measuring will decide gets a stand-in.
+
+    Raises:
+        UserError: with the first thing that does not fit together.
+    """
+    prepared = check_job(job, needs_data=False)
+    for stage in stages_of(prepared.recipe):
+        prepared = stage.preview(prepared)
+    return plan_output(prepared)
+
+
+def run_job(
+    job: Job, out: Path, *, resume: bool = False, overwrite: bool = False, announce: Announce = say_nothing
+) -> Done:
+    """Run a job, or continue it, into a folder that stock transformers loads.
+
+    The output is written to `OUT.partial` and renamed at the end. A resumed run gives the same bytes as one
+    that was not interrupted.
+
+    Args:
+        job: what is wanted.
+        out: the folder to write.
+        resume: continue an interrupted run of the same job.
+        overwrite: replace an existing output, or start an interrupted run afresh.
+        announce: says a line to the user.
+
+    Raises:
+        UserError: bad input; nothing is left behind.
+    """
+    # 1. Refuse what cannot work, before anything is measured.
+    start = check_job(job)
+    check_training(start)
+    check_together(job)
+    source = job.model.checkpoint
+
+    # 2. Enter the staging folder with its journal.
+    with open_run(
+        job.digest,
+        out,
+        [source],
+        device=job.device,
+        wants=wanted_names(source, job.recipe),
+        doing=next(stage.doing for stage in reversed(stages_of(start.recipe)) if stage.prunes),
+        blocks=job.model.blocks,
+        resume=resume,
+        overwrite=overwrite,
+        announce=announce,
+    ) as run:
+        if run.report is not None:
+            return Done(start, run.report, finished=True)
+
+        # 3. Stages that work on the model as a whole do it now. Each returns a new state.
+        prepared = start
+        for stage in stages_of(start.recipe):
+            prepared = stage.run(prepared, run)
+            if stage.changes_model:
+                check_fit(prepared)
+        # Every process decides by itself, from what the first one has measured.
+        prepared = plan_output(prepared)
+        here().agree({"choice of widths": prepared.widths})
+
+        # 4. Every file, name, dtype and shape of the output is known before the first tensor is made.
+        run.open_store(prepared)
+        for stage in stages_of(prepared.recipe):
+            prepared = stage.before_blocks(prepared, run)
+
+        # 5. Stages that work on single blocks act in turn on each. A block that is done is on disk.
+        records = write_blocks(prepared, run)
+        for stage in stages_of(prepared.recipe):
+            stage.after_blocks(prepared, run)
+
+        # 6. Config, report and card; then the folder takes its place, whole or not at all.
+        return Done(prepared, here().once(lambda: _publish(prepared, records, run)))
+
+
+def write_blocks(prepared: Prepared, run: Run) -> Records:
+    """Take every block through the steps of the stages, and write what stands outside the blocks."""
+    store, stages = run.store, stages_of(prepared.recipe)
+    assert store is not None
+    with run.stages.stage("blocks"):
+        for stage in stages:
+            step = stage.step(prepared, run)
+            if step is not None:
+                run.steps[stage.key] = step
+        if here().once(lambda: any(stage.rewrites_blocks(run) for stage in stages)):
+            # Blocks may be half rewritten, and only what was done to them is still asked for.
+            records = read_records(prepared.model, run.steps, store)
+        else:
+            records = walk(prepared.view, run.steps, store)
+    with run.stages.stage("rest"):
+        store.write_rest(prepared.view)
+        store.write_outside(prepared.model.checkpoint)
+    return records
+
+
+def _publish(prepared: Prepared, records: Records, run: Run) -> Report:
+    writer, output = run.writer, prepared.output
+    assert writer is not None
+    report = report_of(prepared, records, run)
+    names = [*output.layout, *output.aside]
+    return publish(writer, report, output.container, prepared.job.model.checkpoint, names, run.stages, run.announce)

@@ -1,0 +1,53 @@
+"""Stand-ins for blocks and dimensions that measuring chooses: what dry runs show in their place."""
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import replace
+
+from ckpt_prune.job.prepared import Prepared
+from ckpt_prune.stages.depth.preview import at_depth, depth_of, last_blocks, wanted_depth
+from ckpt_prune.stages.hidden.preview import hidden_of, hidden_record, jointly_narrowed, open_widths, unmeasured
+from ckpt_prune.stages.spaces.size_search import at_own_size, is_reachable
+
+
+def drop_any_blocks(prepared: Prepared) -> Prepared:
+    """Drop as many blocks as will go: the last ones, in place of those that measuring chooses.
+
+    If how many go is measured too, none do, unless spaces and the residual stream cannot meet the size: then as few go
+    as let them.
+    """
+    if prepared.plan is not None and prepared.plan.depth is not None:
+        return at_depth(prepared, prepared.plan.depth)
+    depth, most, sliced = depth_of(prepared), wanted_depth(prepared).count, prepared.recipe.has("hidden")
+
+    def is_enough(count: int) -> bool:
+        left = last_blocks(prepared, count)
+        return is_reachable(_at_width(left, open_widths(at_own_size(left))[-1]) if sliced else left)
+
+    left = last_blocks(prepared, _first(most, is_enough) if depth.auto else most)
+    return replace(left, foreseen=left.foreseen or prepared.recipe.joint or depth.choice is not None)
+
+
+def narrow_unmeasured(prepared: Prepared) -> Prepared:
+    """Narrow the stream to as many dimensions as will stay, in a basis that nobody has measured.
+
+    If how many stay is measured too, all do, unless spaces cannot meet the size: then as few go as let them.
+    """
+    if not hidden_of(prepared).auto:
+        return unmeasured(prepared)
+    widths = open_widths(at_own_size(prepared))
+
+    def is_enough(step: int) -> bool:
+        return is_reachable(_at_width(prepared, widths[step]))
+
+    left = _at_width(prepared, widths[_first(len(widths) - 1, is_enough)])
+    return replace(left, foreseen=True, shape_known=False)
+
+
+def _at_width(prepared: Prepared, kept: int) -> Prepared:
+    return jointly_narrowed(prepared, hidden_record(prepared, kept))
+
+
+def _first(most: int, is_enough: Callable[[int], bool]) -> int:
+    """Return the least number from 0 that is enough, or `most`; all above one that is are."""
+    return 0 if is_enough(0) else bisect_left(range(most), True, key=is_enough)

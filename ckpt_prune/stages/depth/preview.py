@@ -1,0 +1,279 @@
+"""How many blocks go, what stands in for the choice before it is made, and what cannot go."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ckpt_prune.architectures.depth import check_shortened, movable, shortened
+from ckpt_prune.architectures.family import DATA_OPTIONS
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.calibration.gaps import map_spaces
+from ckpt_prune.checkpoint.units import counted
+from ckpt_prune.errors import UserError
+from ckpt_prune.job.plan import Plan
+from ckpt_prune.job.prepared import Prepared
+from ckpt_prune.job.recipe import Recipe
+from ckpt_prune.job.records import DepthRecord, GapRecord
+from ckpt_prune.job.sizes import size_words
+from ckpt_prune.stages.depth.runs import runs_of
+from ckpt_prune.stages.depth.stage import Depth
+from ckpt_prune.stages.spaces.size_search import at_own_size, check_reachable, dense_size, limit_of
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is asked of a model's depth.
+
+    Attributes:
+        count: blocks that go; the most that may where how many is found by measuring.
+        allowed: blocks that may; where they are given, these alone.
+    """
+
+    count: int
+    allowed: list[int]
+
+
+def depth_of(prepared: Prepared) -> Depth:
+    """What the recipe says of whole blocks."""
+    depth = prepared.recipe.get(Depth)
+    assert depth is not None
+    return depth
+
+
+def _left_to_do(recipe: Recipe) -> Recipe:
+    """Return the recipe without this stage. A size stays if spaces or the residual stream have to meet it."""
+    others = bool(recipe.spaces) or recipe.has("hidden")
+    return recipe.without_stages(Depth.key).model_copy(update={"size": recipe.size if others else None})
+
+
+def wanted_depth(prepared: Prepared) -> Wanted:
+    """How many blocks are to go, and among which.
+
+    Raises:
+        UserError: none would, more than may, or all.
+    """
+    model, recipe, depth = prepared.model, prepared.recipe, depth_of(prepared)
+    blocks, name = model.blocks, recipe.name
+    if depth.blocks is not None:
+        beyond = [block for block in depth.blocks if block >= blocks]
+        if beyond:
+            raise UserError(f"recipe {name} drops block {beyond[0]}: the model has blocks 0 to {blocks - 1}")
+        _check_some_stay(name, len(depth.blocks), blocks)
+        return Wanted(len(depth.blocks), depth.blocks)
+    allowed = allowed_blocks(prepared)
+    if depth.auto:
+        return Wanted(_most(prepared, allowed), allowed)
+    if recipe.size is not None and depth.part != "block":
+        raise UserError(f"depth.part: {depth.part} leaves zeros, which save nothing: say --ratio, or part: block")
+    if recipe.size is not None and not recipe.spaces and not recipe.has("hidden"):
+        count = _count_for_size(prepared, allowed)
+    else:
+        assert depth.drop != "auto"
+        count = depth.drop or round(recipe.ratio * blocks)
+        if not count:
+            raise UserError(
+                f"recipe {name} drops none of {counted(blocks, 'block')} at ratio {recipe.ratio:g}: say --ratio "
+                f"{1 / blocks:.2g} or more, or --set depth.drop=1"
+            )
+    _check_some_stay(name, count, blocks)
+    if count > len(allowed):
+        raise UserError(
+            f"recipe {name} drops {count} of {counted(blocks, 'block')}, and {len(allowed)} of them may go: drop fewer"
+        )
+    return Wanted(count, allowed)
+
+
+def _check_some_stay(name: str, count: int, blocks: int) -> None:
+    if count >= blocks:
+        raise UserError(f"recipe {name} drops {count} of {counted(blocks, 'block')}: one has to stay at the least")
+
+
+def allowed_blocks(prepared: Prepared) -> list[int]:
+    """Blocks that may go: those of the recipe's layers, without a first one that something hangs on."""
+    model = prepared.model
+    found = list(prepared.recipe.blocks(model.blocks))
+    if depth_of(prepared).part != "block":
+        return found
+    first_stays = depth_of(prepared).compensation.linear or not movable(model, range(1, model.blocks))
+    return [block for block in found if block or not first_stays]
+
+
+def _count_for_size(prepared: Prepared, allowed: Sequence[int]) -> int:
+    """The fewest blocks without which a model is within the recipe's size."""
+    size = prepared.recipe.size
+    assert size is not None
+    count, reached = _fewest(prepared, allowed)
+    if count is not None:
+        return count
+    dense = dense_size(prepared, size.kind)
+    raise UserError(
+        f"{size.words}: out of reach of recipe {prepared.recipe.name}, whose blocks leave "
+        f"{size_words(size.kind, reached)} at the least, of {size_words(size.kind, dense)}{size.share_meant}"
+    )
+
+
+def _fewest(prepared: Prepared, allowed: Sequence[int]) -> tuple[int | None, int]:
+    """The fewest blocks without which a model is within the recipe's size, None where none are, and what is left."""
+    model, size = prepared.model, prepared.recipe.size
+    assert size is not None
+    limit, reached = limit_of(prepared), 0
+    for count in range(min(len(allowed), model.blocks - 1) + 1):
+        reached = dense_size(replace(prepared, model=without(model, allowed[:count])), size.kind)
+        if reached <= limit:
+            return count, reached
+    return None, reached
+
+
+def _most(prepared: Prepared, allowed: Sequence[int]) -> int:
+    """Blocks that may go at the most where their number is found by measuring: then nothing else has to."""
+    count, _ = _fewest(at_own_size(prepared), allowed)
+    return min(len(allowed), prepared.model.blocks - 1) if count is None else count
+
+
+def without(model: Model, gone: Sequence[int]) -> Model:
+    """A model without some of its blocks."""
+    return shortened(model, [block for block in range(model.blocks) if block not in set(gone)])
+
+
+def check_depth(prepared: Prepared) -> None:
+    """Refuse to drop blocks where that cannot be, before anything is measured.
+
+    Raises:
+        UserError: with the first thing that does not fit.
+    """
+    model, recipe, depth = prepared.model, prepared.recipe, depth_of(prepared)
+    family = model.family
+    data = DATA_OPTIONS[family.modality]
+    if prepared.statistics is not None and depth.choice == "loss":
+        raise UserError(f"recipe {recipe.name} runs the model itself: give {data} in place of --statistics")
+    if prepared.statistics is not None and depth.choice is not None and prepared.statistics.index.stream is None:
+        raise UserError(
+            f"{prepared.statistics.folder} does not say what blocks do, by which recipe {recipe.name} chooses: run "
+            f"`{recipe.calibration}` again"
+        )
+    if model.checkpoint.within is not None:
+        raise UserError(
+            f"recipe {recipe.name} drops whole blocks, and --part {model.checkpoint.within.part} of a composite keeps "
+            "all of its own: choose a recipe with spaces"
+        )
+    if depth.auto and family.experts is not None:
+        raise UserError(
+            f"recipe {recipe.name} compares numbers of blocks beside what spaces lose, and experts are not tried out "
+            "so: say a number, depth.drop, or --set depth=null"
+        )
+    if depth.compensation.linear and not map_spaces(family):
+        raise UserError(
+            f"recipe {recipe.name} maps what the mlp gives, and in a block of {family.model_type} experts that all "
+            "tokens share add to it: say --set depth.compensation.method=none"
+        )
+    several = depth.part == "mlp" and any(space.experts for space in family.consumers.values())
+    if several and depth.choice in ("influence", "divergence"):
+        raise UserError(
+            f"recipe {recipe.name} measures what one projection gives, and a block of {family.model_type} ends in "
+            "several (experts): choose loss, or give blocks"
+        )
+    if prepared.statistics is not None and depth.part != "block" and depth.choice is not None:
+        raise UserError(f"statistics do not say what the {depth.part} of a block does: give {data} in their place")
+    if depth.choice == "loss" and not family.causal:
+        raise UserError("depth.choose: loss is for causal language models: choose: cosine, or divergence")
+    if prepared.plan is not None:
+        _check_planned(model, prepared.plan)
+        return
+    wanted = wanted_depth(prepared)
+    if depth.part != "block":
+        return
+    if recipe.joint:
+        check_reachable(shortest(prepared))
+    check_shortened(model, range(model.blocks))
+    if depth.blocks is not None:
+        if depth.compensation.linear and 0 in depth.blocks:
+            raise UserError(
+                f"recipe {recipe.name} drops block 0, and no block before it could make up for it: say --set "
+                "depth.compensation.method=none, or keep it"
+            )
+        check_shortened(model, [block for block in range(model.blocks) if block not in wanted.allowed])
+
+
+def _check_planned(model: Model, plan: Plan) -> None:
+    """Refuse a plan whose blocks are not the model's."""
+    depth = plan.depth
+    kept = [] if depth is None else depth.kept
+    if (
+        depth is None
+        or depth.blocks != model.blocks
+        or not kept
+        or kept != sorted(set(kept))
+        or kept[-1] >= model.blocks
+    ):
+        raise UserError(
+            f"the plan keeps blocks that are not among the model's {counted(model.blocks, 'block')}: plan again "
+            "instead of editing it"
+        )
+    gone = [block for block in range(model.blocks) if block not in set(kept)]
+    if [(gap.first, gap.blocks) for gap in depth.gaps] != [
+        (gap.first, gap.blocks) for gap in gaps_of(gone, depth.part)
+    ]:
+        raise UserError("the plan's gaps are not the blocks that it drops: plan again instead of editing it")
+    if depth.part == "block":
+        check_shortened(model, kept)
+
+
+def gaps_of(gone: Sequence[int], part: str = "block") -> list[GapRecord]:
+    """A record of every run of blocks that go, or of every one that loses a part, without figures."""
+    if part != "block":
+        return [GapRecord(first=block, blocks=1) for block in sorted(gone)]
+    return [GapRecord(first=run.start, blocks=len(run)) for run in runs_of(sorted(gone))]
+
+
+def shortest(prepared: Prepared) -> Prepared:
+    """The request for what is left to do once as many blocks are gone as may go."""
+    return last_blocks(prepared, wanted_depth(prepared).count)
+
+
+def last_blocks(prepared: Prepared, count: int) -> Prepared:
+    """The request for what is left to do once so many blocks are gone: the last ones, in place of any others."""
+    allowed = wanted_depth(prepared).allowed
+    gone = allowed[len(allowed) - count :]
+    return at_depth(prepared, depth_record(prepared.model, gone, depth_of(prepared)))
+
+
+def depth_record(model: Model, gone: Sequence[int], depth: Depth) -> DepthRecord:
+    """What is gone of a model."""
+    kept = [block for block in range(model.blocks) if block not in set(gone)]
+    return DepthRecord(
+        blocks=model.blocks, kept=kept, part=depth.part, choose=depth.choice, gaps=gaps_of(gone, depth.part)
+    )
+
+
+def at_depth(prepared: Prepared, record: DepthRecord, model: Model | None = None) -> Prepared:
+    """Return the state of a model without the blocks that are gone.
+
+    Args:
+        prepared: before.
+        record: which blocks are gone.
+        model: what stays; its tensors are the dense model's by default.
+    """
+    short = prepared.model if model is None else model
+    if model is None and record.part == "block":
+        short = shortened(prepared.model, record.kept)
+    return replace(
+        prepared,
+        model=short,
+        recipe=_left_to_do(at_own_size(prepared).recipe if depth_of(prepared).auto else prepared.recipe),
+        statistics=None,
+        plan=None,
+        depth=record,
+    )
+
+
+def check_samples(prepared: Prepared) -> None:
+    """Refuse maps, or numbers of blocks to compare, without samples to run the model on.
+
+    Raises:
+        UserError: there are statistics or a plan, and no samples.
+    """
+    given = prepared.statistics is not None or prepared.plan is not None
+    depth = depth_of(prepared)
+    if depth.runs_model and given and prepared.live is None:
+        data = DATA_OPTIONS[prepared.model.family.modality]
+        what = "compares numbers of blocks by running" if depth.auto else "fits maps on"
+        raise UserError(f"recipe {prepared.recipe.name} {what} the model itself: give {data} as well")

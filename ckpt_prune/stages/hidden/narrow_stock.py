@@ -1,0 +1,131 @@
+"""Stock containers of a narrower residual stream: which class has one, and what it derives from its width."""
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+from ckpt_prune.architectures.depth import facts_of
+from ckpt_prune.architectures.fitting import fitting_family
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.architectures.skeleton import as_said, build_skeleton, parse_config
+from ckpt_prune.containers.choosing import NothingFitsError, choose_container
+from ckpt_prune.containers.container import Container
+from ckpt_prune.errors import UserError
+from ckpt_prune.job.layout import Layout, plan_layout
+from ckpt_prune.rotations.narrow import NarrowCheckpoint
+from ckpt_prune.rotations.sliced import SlicedCheckpoint
+
+OWN_CODE = "say --set hidden.kind=per-block, which needs remote code"
+
+
+def narrow_container(view: SlicedCheckpoint) -> tuple[Container, Layout]:
+    """The stock container of a model whose residual stream has lost dimensions, and its files.
+
+    Args:
+        view: the dense model in one basis of fewer dimensions.
+
+    Raises:
+        UserError: no stock class has such a stream beside heads of this width; with the reason.
+    """
+    model = view.model
+    narrow = _narrow(model, view.kept)
+    widths = [{space: narrow.units(space) for space in model.family.spaces}] * model.blocks
+    try:
+        container = choose_container(narrow, widths, view.biases)
+    except NothingFitsError as error:
+        raise UserError(f"no stock container fits: {'; '.join(dict.fromkeys(error.reasons))}: {OWN_CODE}") from error
+    _check_heads(model, container)
+    container = replace(container, config=view.config_values(container.config))
+    if model.tied and not view.keeps_tie:
+        told = "the head is no longer tied to the embedding: it reads another basis"
+        container = replace(container, note="; ".join(filter(None, [container.note, told])))
+    return container, plan_layout(model, widths, container, view.added)
+
+
+def narrow_model(view: SlicedCheckpoint) -> tuple[Model, str | None]:
+    """The model in one basis of fewer dimensions, as its stock class has it: whatever prunes a model prunes it.
+
+    Args:
+        view: with or without its basis, which is asked for where a tensor is read.
+
+    Returns:
+        The model, and why it is of another class than the dense one; None where it is not.
+
+    Raises:
+        UserError: no stock class has such a stream.
+    """
+    container, _ = narrow_container(view)
+    checkpoint = NarrowCheckpoint.of(view, container.config, container.biases)
+    config = parse_config(container.config)
+    return Model(checkpoint, fitting_family(checkpoint).with_config(config), config), container.note
+
+
+def _narrow(model: Model, kept: int) -> Model:
+    """The model under a config of a narrower stream that says whatever else follows from the dense width."""
+    family, config, values = model.family, copy.copy(model.config), copy.deepcopy(model.checkpoint.config)
+    changes: dict[str, Any] = {family.dimensions["hidden"][0]: kept}
+    for name in ("head_dim", "mlp"):
+        if family.dimensions.get(name):
+            changes[family.dimensions[name][0]] = model.dimension(name)
+    for key, value in changes.items():
+        if not isinstance(getattr(type(config), key, None), property):
+            setattr(config, key, value)
+        values[as_said(key, values, model.config)] = value
+    return replace(model, checkpoint=replace(model.checkpoint, config=values), config=config)
+
+
+def _check_heads(model: Model, container: Container) -> None:
+    """Refuse a class that makes heads as wide as its stream is.
+
+    Raises:
+        UserError: it does.
+    """
+    family, names = model.family, container.names()
+    for module in family.attention.modules:
+        name = model.tensor(0, module)
+        have, dim = names.shape(name), 1 if module == family.attention.output else 0
+        if name in model.checkpoint.transposed:
+            dim = 1 - dim
+        dense = model.checkpoint.tensors[name].stored_shape[dim]
+        if have is None or have[dim] != dense:
+            raise UserError(
+                f"the heads of {container.model_type} are always as wide together as the hidden size, so that no stock "
+                f"class has a narrower residual stream beside them: {OWN_CODE}"
+            )
+
+
+def embedding_scale(model: Model, container: Container) -> float:
+    """What the output's class multiplies its embedding by, as a share of what it would at the dense width.
+
+    Args:
+        model: the dense model.
+        container: of the output, stock.
+
+    Raises:
+        UserError: the class derives something else from the width of its stream.
+    """
+    key, width = model.family.dimensions["hidden"][0], model.dimension("hidden")
+    wide = container.config | {as_said(key, container.config, model.config): width}
+    kept = int(getattr(parse_config(container.config), key))
+    made = [build_skeleton(parse_config(values), container.architecture) for values in (wide, container.config)]
+    before, after = (facts_of(each) for each in made)
+    found = 1.0
+    for place in before:
+        was, would = before[place], after.get(place)
+        if was == would or _narrower(was, would, width, kept):
+            continue
+        scaled = isinstance(was, float) and isinstance(would, float) and place.endswith("embed_scale")
+        if not scaled:
+            raise UserError(
+                f"the class of {container.model_type} derives {place} from the width of its stream ({was} at {width}, "
+                f"{would} at {kept}): {OWN_CODE}"
+            )
+        found = would / was
+    return found
+
+
+def _narrower(was: Any, would: Any, width: int, kept: int) -> bool:
+    """Whether a fact is the width, or a shape with it, before and after."""
+    if isinstance(was, tuple) and isinstance(would, tuple) and len(was) == len(would):
+        return all(own == other or (own, other) == (width, kept) for own, other in zip(was, would, strict=True))
+    return (was, would) == (width, kept)

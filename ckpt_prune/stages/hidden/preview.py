@@ -1,0 +1,281 @@
+"""How many dimensions of the residual stream stay, what stands in for its bases, and what cannot be sliced."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from ckpt_prune.architectures.family import DATA_OPTIONS
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.calibration.statistics import Statistics
+from ckpt_prune.errors import UserError
+from ckpt_prune.job.prepared import Prepared
+from ckpt_prune.job.recipe import Recipe
+from ckpt_prune.job.records import Cost, HiddenRecord
+from ckpt_prune.job.sizes import cost_in, size_words
+from ckpt_prune.rotations.absorbing import residual_of
+from ckpt_prune.rotations.sliced import Bases, SlicedCheckpoint, check_sliceable, not_measured
+from ckpt_prune.stages.depth.preview import shortest
+from ckpt_prune.stages.hidden.narrow_stock import embedding_scale, narrow_container, narrow_model
+from ckpt_prune.stages.hidden.stage import Hidden
+from ckpt_prune.stages.output import sliced_output
+from ckpt_prune.stages.spaces.size_search import at_own_size, check_reachable, dense_size, limit_of, time_in_stream
+
+
+def hidden_of(prepared: Prepared) -> Hidden:
+    """What the recipe says of the residual stream."""
+    hidden = prepared.recipe.get(Hidden)
+    assert hidden is not None
+    return hidden
+
+
+def _left_to_do(recipe: Recipe) -> Recipe:
+    """Return the recipe without this stage. A size stays if spaces have to meet it."""
+    left = recipe.without_stages(Hidden.key)
+    return left if recipe.spaces else left.model_copy(update={"size": None, "target": "dense"})
+
+
+def wanted_width(prepared: Prepared) -> int:
+    """How many dimensions of the stream are to stay; all, where that is still to be measured.
+
+    Raises:
+        UserError: none would, or more are to go than there are, or the size is out of reach.
+    """
+    model, recipe, hidden = prepared.model, prepared.recipe, hidden_of(prepared)
+    width, step = model.dimension("hidden"), hidden.multiple_of
+    least = least_width(prepared)
+    if hidden.drop == "auto":
+        return width
+    if recipe.size is not None and not recipe.spaces:
+        return _width_for_size(prepared, least)
+    if hidden.drop is not None and hidden.drop >= width:
+        raise UserError(f"recipe {recipe.name} drops {hidden.drop} of {width} dimensions of the residual stream")
+    # The share that stays in whole numbers: (1 − 0.3) · 640 is 448, whatever floating point says.
+    stay = width - hidden.drop if hidden.drop is not None else round((1 - recipe.ratio) * width, 6)
+    kept = width if stay == width else int(stay // step) * step
+    if kept < least:
+        raise UserError(
+            f"recipe {recipe.name} leaves {kept} of {width} dimensions of the residual stream, in multiples of {step}: "
+            f"at least {least} have to stay"
+        )
+    return kept
+
+
+def possible_widths(prepared: Prepared) -> list[int]:
+    """Numbers of dimensions that may stay where spaces meet the rest of a size, descending: from all of them on.
+
+    The last one meets the size by itself, or is the least that a model can have.
+    """
+    width, step, least = prepared.model.dimension("hidden"), hidden_of(prepared).multiple_of, least_width(prepared)
+    try:
+        last = _width_for_size(prepared, least)
+    except UserError:
+        last = least
+    return [width, *range((width - 1) // step * step, last - 1, -step)]
+
+
+def open_widths(prepared: Prepared) -> list[int]:
+    """Numbers of dimensions that may stay, descending: those that are measured, or the one that the recipe says."""
+    return possible_widths(prepared) if hidden_of(prepared).auto else [wanted_width(prepared)]
+
+
+def least_width(prepared: Prepared) -> int:
+    """The fewest dimensions that a model can have."""
+    step = hidden_of(prepared).multiple_of
+    least = 2 if hidden_of(prepared).kind == "shared" and _centred(prepared.model) else 1
+    return -(-least // step) * step
+
+
+def _centred(model: Model) -> bool:
+    return residual_of(model.family).norm == "layer"
+
+
+def _width_for_size(prepared: Prepared, least: int) -> int:
+    """The most dimensions with which a model is within the recipe's size."""
+    model, size, step = prepared.model, prepared.recipe.size, hidden_of(prepared).multiple_of
+    assert size is not None
+    dense, width = dense_size(prepared, size.kind), model.dimension("hidden")
+    limit = limit_of(prepared)
+
+    def reached(kept: int) -> int:
+        if size.kind == "latency":
+            return time_in_stream(prepared, kept)
+        return cost_in(size.kind, _cost(prepared, kept))
+
+    if dense <= limit:
+        return width
+    low, high = least // step, (width - 1) // step
+    if low > high or reached(low * step) > limit:
+        raise UserError(
+            f"{size.words}: out of reach of recipe {prepared.recipe.name}, which leaves "
+            f"{size_words(size.kind, reached(max(low, 1) * step) if low <= high else dense)} at the least, of "
+            f"{size_words(size.kind, dense)}{size.share_meant}"
+        )
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if reached(middle * step) <= limit else (low, middle - 1)
+    return low * step
+
+
+def _cost(prepared: Prepared, kept: int) -> Cost:
+    """What the output of some width costs.
+
+    Raises:
+        UserError: no container can hold it.
+    """
+    model = prepared.model
+    widths = [{space: model.units(space) for space in model.family.spaces}] * model.blocks
+    return sliced_output(model, view_of(prepared, kept), widths).cost
+
+
+def check_hidden(prepared: Prepared) -> None:
+    """Refuse to slice a residual stream where that cannot be, before anything is measured.
+
+    Raises:
+        UserError: with the first thing that does not fit.
+    """
+    model, recipe, hidden = prepared.model, prepared.recipe, hidden_of(prepared)
+    if model.checkpoint.within is not None:
+        raise UserError(
+            f"recipe {recipe.name} slices the residual stream, and what feeds that of --part "
+            f"{model.checkpoint.within.part} from elsewhere does not follow: choose a recipe with spaces"
+        )
+    check_sliceable(model, hidden.kind)
+    if hidden.tied is not None and not model.tied:
+        raise UserError(f"recipe {recipe.name} says hidden.tied, and the head of this model is not its embedding")
+    if hidden.tied == "keep" and _centred(model):
+        raise UserError(
+            f"recipe {recipe.name} says hidden.tied: keep, and the mean that a LayerNorm subtracts leaves no basis in "
+            "which embedding and head are one table: leave it out"
+        )
+    if prepared.statistics is not None:
+        _check_statistics(prepared, prepared.statistics)
+    # What can be reached is asked once as many blocks are gone as may go.
+    left = prepared if not recipe.has("depth") or prepared.plan is not None else shortest(prepared)
+    if recipe.spaces:
+        _check_joint(left)
+        return
+    kept = wanted_width(left)
+    if recipe.size is None or kept < model.dimension("hidden"):
+        _cost(left, kept)
+
+
+def _check_statistics(prepared: Prepared, statistics: Statistics) -> None:
+    """Refuse statistics that do not tell the bases of a recipe."""
+    recipe = prepared.recipe
+    if not hidden_of(prepared).basis_from_statistics(recipe):
+        data = DATA_OPTIONS[prepared.model.family.modality]
+        raise UserError(f"recipe {recipe.name} measures the stream itself: give {data} in place of --statistics")
+    lacking = [kind for kind in recipe.collect if kind not in statistics.index.collect]
+    if lacking:
+        raise UserError(
+            f"recipe {recipe.name} needs Grams of what the blocks' norms give, and {statistics.folder} has no "
+            f"{' and no '.join(lacking)}: calibrate with --collect {','.join(recipe.collect)}"
+        )
+
+
+def _check_joint(prepared: Prepared) -> None:
+    """Refuse a narrower stream beside spaces that no class has, or that leaves more than the size."""
+    own = at_own_size(prepared) if hidden_of(prepared).auto else prepared
+    widths = open_widths(own)
+    if len(widths) > 1:
+        _cost(own, widths[1])
+    check_reachable(jointly_narrowed(own, hidden_record(own, widths[-1])))
+
+
+def unmeasured(prepared: Prepared) -> Prepared:
+    """Return the state once the stream is sliced, its bases not yet known."""
+    return narrowed(prepared, not_measured, [])
+
+
+def narrowed(prepared: Prepared, bases: Bases, energy: Sequence[float]) -> Prepared:
+    """Return the state once the stream is sliced: as it is, if the model is within its size already.
+
+    Args:
+        prepared: before.
+        bases: of every block.
+        energy: share of the energy of their signals that they keep.
+    """
+    kept, width = wanted_width(prepared), prepared.model.dimension("hidden")
+    record = hidden_record(prepared, kept, energy)
+    if prepared.recipe.spaces:
+        return jointly_narrowed(prepared, record, None if kept == width else view_of(prepared, kept, bases))
+    recipe = _left_to_do(prepared.recipe)
+    if prepared.recipe.size is not None and kept == width:
+        return replace(prepared, recipe=recipe)
+    return replace(prepared, recipe=recipe, hidden=record, basis=view_of(prepared, kept, bases))
+
+
+def jointly_narrowed(prepared: Prepared, record: HiddenRecord, view: SlicedCheckpoint | None = None) -> Prepared:
+    """Return the state once the stream has lost dimensions, for spaces that then lose units.
+
+    Args:
+        prepared: before.
+        record: of the stream.
+        view: the model in the basis that was measured; by default names and shapes alone.
+    """
+    own = at_own_size(prepared) if hidden_of(prepared).auto else prepared
+    left = replace(prepared, recipe=_left_to_do(own.recipe), statistics=None, hidden=record)
+    if record.kept == record.dimensions:
+        return left
+    sliced = view or view_of(prepared, record.kept)
+    model, note = narrow_model(sliced)
+    return replace(left, model=model, note=note, wide=prepared.model, narrow=sliced.seen)
+
+
+def hidden_record(prepared: Prepared, kept: int, energy: Sequence[float] = ()) -> HiddenRecord:
+    """What is left of a stream of which so many dimensions stay.
+
+    Args:
+        prepared: the whole one.
+        kept: how many.
+        energy: of their signals that they keep, basis by basis.
+    """
+    hidden, model = hidden_of(prepared), prepared.model
+    width = model.dimension("hidden")
+    as_it_is = kept == width and (prepared.recipe.size is not None or bool(prepared.recipe.spaces))
+    tied = hidden.kind == "shared" and model.tied and not as_it_is
+    return HiddenRecord(
+        kind=hidden.kind,
+        signal=hidden.signal,
+        dimensions=width,
+        kept=kept,
+        tied=not _untied(prepared) if tied else None,
+        energy=list(energy),
+    )
+
+
+def _untied(prepared: Prepared) -> bool:
+    """Whether a head that is the embedding gets a table of its own."""
+    hidden = hidden_of(prepared)
+    return hidden.tied == "untie" or (hidden.tied is None and _centred(prepared.model))
+
+
+def half_stream(prepared: Prepared) -> tuple[int, Callable[[Model], Model]]:
+    """About half the dimensions, and a model with all of them → with so many; for names and shapes alone.
+
+    Args:
+        prepared: the whole one, of a recipe with one basis for all blocks.
+
+    Raises:
+        UserError: no stock class has such a stream.
+    """
+    check_sliceable(prepared.model, hidden_of(prepared).kind)
+    step = hidden_of(prepared).multiple_of
+    kept = max(least_width(prepared), prepared.model.dimension("hidden") // 2 // step * step)
+
+    return kept, lambda model: narrow_model(view_of(replace(prepared, model=model), kept))[0]
+
+
+def view_of(prepared: Prepared, kept: int, bases: Bases = not_measured) -> SlicedCheckpoint:
+    """The model in bases of so many dimensions.
+
+    Args:
+        prepared: the whole one.
+        kept: how many.
+        bases: of every block.
+    """
+    model, hidden = prepared.model, hidden_of(prepared)
+    view = SlicedCheckpoint(model, hidden.kind, kept, bases, untied=_untied(prepared), device=prepared.device)
+    if not view.shared:
+        return view
+    container, _ = narrow_container(view)
+    return replace(view, embedding_scale=embedding_scale(model, container))

@@ -1,0 +1,200 @@
+"""Slicing the residual stream: its bases are measured block by block, and kept for a run that goes on (rotations)."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ckpt_prune.architectures.sublayers import sublayers
+from ckpt_prune.calibration.slicing import SlicedStream
+from ckpt_prune.calibration.sources import CachedMoments
+from ckpt_prune.checkpoint.disk import sync
+from ckpt_prune.checkpoint.journal import Journal
+from ckpt_prune.checkpoint.reading import read_tensors
+from ckpt_prune.checkpoint.shard import read_header
+from ckpt_prune.checkpoint.staging import disk_failures
+from ckpt_prune.job.prepared import Prepared
+from ckpt_prune.job.records import HiddenRecord
+from ckpt_prune.job.run import Run
+from ckpt_prune.progress import track
+from ckpt_prune.report.stages import Stages
+from ckpt_prune.rotations.absorbing import residual_of
+from ckpt_prune.rotations.moments import stream_gram
+from ckpt_prune.rotations.sliced import SlicedCheckpoint, tied_basis
+from ckpt_prune.rotations.slicing import keeping_ones, principal
+from ckpt_prune.stages.amounts.dimensions import HiddenWeighing
+from ckpt_prune.stages.amounts.search import measured_whole
+from ckpt_prune.stages.hidden.preview import (
+    hidden_of,
+    hidden_record,
+    jointly_narrowed,
+    narrowed,
+    unmeasured,
+    view_of,
+    wanted_width,
+)
+
+HIDDEN = "hidden"
+"""Unit of the journal: how many dimensions stay, where spaces lose units besides."""
+BASIS = "basis"
+"""Before the number of a block, of units of the journal; alone, the one basis of all blocks."""
+_SHARED = "shared"
+
+
+@dataclass(frozen=True)
+class WrittenBases:
+    """Bases as they stand on disk, float32: a resumed run sees the same bits.
+
+    Args:
+        folder: where they are.
+        shared: whether one serves all blocks.
+        sublayers: of a block.
+    """
+
+    folder: Path
+    shared: bool
+    sublayers: int
+
+    def __call__(self, block: int) -> tuple[Tensor, ...]:
+        """Of the sub-layers of a block, (d, k) float64 each."""
+        held = read_header(self.folder / self.name(block)).tensors
+        found = read_tensors(self.folder, list(held.values()))
+        own = [found[str(place)].double() for place in range(len(found))]
+        return tuple(own * self.sublayers if self.shared else own)
+
+    def name(self, block: int) -> str:
+        """The file of a block's bases."""
+        return f"{_SHARED if self.shared else block}.safetensors"
+
+    def write(self, block: int, bases: list[Tensor]) -> None:
+        """Keep a block's bases."""
+        path = self.folder / self.name(block)
+        save_file({str(place): basis.float().cpu().contiguous() for place, basis in enumerate(bases)}, path)
+        sync(path)
+
+
+def narrow_stream(prepared: Prepared, run: Run) -> Prepared:
+    """Return the state in which the recipe's dimensions of the stream are gone: later stages see other bases."""
+    journal, folder, stages = run.own_journal, run.scratch, run.stages
+    if prepared.recipe.spaces:
+        return _jointly(prepared, folder, journal, stages)
+    view = unmeasured(prepared).basis
+    if not isinstance(view, SlicedCheckpoint):
+        return unmeasured(prepared)
+    bases = WrittenBases(folder / "bases", view.shared, len(view.sublayers))
+    with stages.stage("hidden"):
+        with disk_failures(folder):
+            bases.folder.mkdir(parents=True, exist_ok=True)
+        energy = (_shared if bases.shared else _by_block)(prepared, view, bases, journal)
+    return narrowed(prepared, bases, energy)
+
+
+def _jointly(prepared: Prepared, folder: Path, journal: Journal, stages: Stages) -> Prepared:
+    """The job on a model with a narrower stream, of which spaces then lose units."""
+    with disk_failures(folder):
+        folder.mkdir(exist_ok=True)
+    weighing = None
+    # Where they were weighed with whole blocks, the sites are ranked and the number is known.
+    if hidden_of(prepared).auto and prepared.ranked is None:
+        statistics = measured_whole(prepared, folder / "whole", journal, stages)
+        with stages.stage("ranking"):
+            weighing = HiddenWeighing(prepared, statistics, shared_gram, shared_basis, journal)
+    if HIDDEN in journal.units:
+        record = HiddenRecord.model_validate(journal.notes[HIDDEN])
+    else:
+        with stages.stage("hidden"):
+            record = hidden_record(prepared, wanted_width(prepared)) if weighing is None else weighing.record()
+        with disk_failures(folder):
+            journal.record(HIDDEN, note=record.model_dump(mode="json"))
+    view = None
+    if record.kept < record.dimensions:
+        bare = view_of(prepared, record.kept)
+        bases = WrittenBases(folder / "bases", True, len(bare.sublayers))
+        with disk_failures(folder):
+            bases.folder.mkdir(exist_ok=True)
+        with stages.stage("hidden"):
+            energy = _shared(prepared, bare, bases, journal)
+        record, view = record.model_copy(update={"energy": energy}), view_of(prepared, record.kept, bases)
+    left = jointly_narrowed(prepared, record, view)
+    if weighing is not None:
+        # The widths are those that were tried. Where all dimensions stay, so do what they were measured on.
+        left = replace(left, ranked=weighing.ranking, statistics=statistics if view is None else None)
+    return left
+
+
+def _stream(prepared: Prepared) -> SlicedStream:
+    live, model = prepared.live, prepared.model
+    assert live is not None
+    stream = prepared.live_stream(prepared.plain_view)
+    centred = residual_of(model.family).norm == "layer"
+    return SlicedStream(stream, sublayers(model), normed=hidden_of(prepared).signal == "normed", centred=centred)
+
+
+def _by_block(prepared: Prepared, view: SlicedCheckpoint, bases: WrittenBases, journal: Journal) -> list[float]:
+    """Measure the bases of every block, in the model whose blocks before are sliced where the recipe is sequential."""
+    model = prepared.model
+    centred, sequential = residual_of(model.family).norm == "layer", prepared.recipe.target == "sequential"
+    sliced = _stream(prepared)
+    shares: list[float] = []
+    for block in track(range(model.blocks), "measuring the stream", total=model.blocks):
+        tensors, unit = model.read_block(block), f"{BASIS} {block}"
+        if unit in journal.units and sequential:
+            sliced.skip(block, tensors, bases(block))
+        elif unit in journal.units:
+            sliced.stream.advance(block, tensors)
+        else:
+            found: list[Tensor] = []
+            own: list[float] = []
+
+            def choose(_place: int, gram: Tensor, found: list[Tensor] = found, own: list[float] = own) -> Tensor | None:
+                basis, share = principal(gram.to(prepared.device), view.kept, centred=centred)
+                basis = basis.float().double()  # as it is read again
+                found.append(basis)
+                own.append(share)
+                return basis if sequential else None
+
+            sliced.block(block, tensors, choose)
+            with disk_failures(bases.folder):
+                bases.write(block, found)
+                journal.record(unit, note=own)
+        shares += journal.notes[unit]
+    return shares
+
+
+def _shared(prepared: Prepared, view: SlicedCheckpoint, bases: WrittenBases, journal: Journal) -> list[float]:
+    """Measure one basis for all that reads the stream of the dense model."""
+    if BASIS in journal.units:
+        shares: list[float] = journal.notes[BASIS]
+        return shares
+    basis, share = shared_basis(view, shared_gram(prepared))
+    with disk_failures(bases.folder):
+        bases.write(0, [basis])
+        journal.record(BASIS, note=[share])
+    return [share]
+
+
+def shared_gram(prepared: Prepared) -> Tensor:
+    """The Gram of what all norms of the dense model make of the stream, (d, d) float64.
+
+    By statistics those of its blocks alone: nothing tells what the final norm reads.
+    """
+    if prepared.statistics is not None:
+        return stream_gram(prepared.model, CachedMoments(prepared.statistics, prepared.model)).to(prepared.device)
+    model, sliced = prepared.model, _stream(prepared)
+    grams: list[Tensor] = []
+
+    def add(_place: int, gram: Tensor) -> None:
+        grams[:] = [gram + grams[0] if grams else gram]
+
+    for block in track(range(model.blocks), "measuring the stream", total=model.blocks):
+        sliced.block(block, model.read_block(block), add)
+    add(0, sliced.end(sliced.stream.factory.skeleton.get_submodule(residual_of(model.family).final)))
+    return grams[0].to(prepared.device)
+
+
+def shared_basis(view: SlicedCheckpoint, gram: Tensor) -> tuple[Tensor, float]:
+    """One basis of a view's dimensions for all that reads the stream, and the share of the energy in it."""
+    centred = residual_of(view.family).norm == "layer"
+    basis, share = keeping_ones(gram, view.kept) if centred else principal(gram, view.kept, centred=False)
+    return tied_basis(view.model, basis) if view.keeps_tie else basis, share

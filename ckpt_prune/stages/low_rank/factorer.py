@@ -1,0 +1,162 @@
+"""The engine for low rank: one block in, the same block with two thin linears in the place of each out."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ckpt_prune.architectures.blocks import module_paths
+from ckpt_prune.architectures.factors import factor_names
+from ckpt_prune.architectures.family import Family
+from ckpt_prune.calibration.kinds import SpaceMoments, inputs_of
+from ckpt_prune.calibration.moments import total
+from ckpt_prune.calibration.sources import CachedMoments, MomentSource
+from ckpt_prune.compensation.factoring import energies, factor, updated
+from ckpt_prune.containers.container import Ranks
+from ckpt_prune.errors import UserError
+from ckpt_prune.job.prepared import Prepared
+from ckpt_prune.job.records import FactoredLinear
+from ckpt_prune.parallel.group import here
+from ckpt_prune.phases import phase
+from ckpt_prune.progress import track
+from ckpt_prune.stages.low_rank.ranks import Thin, ranks_by_energy, uniform_ranks
+from ckpt_prune.stages.low_rank.stage import LowRank
+from ckpt_prune.stages.spaces.pruner import check_overflow
+
+
+@dataclass(frozen=True)
+class Factorer:
+    """Puts two thin linears in the place of every linear module of a block.
+
+    Args:
+        family: the model's description.
+        ranks: of each block, module → rank; modules that are not there stay.
+        device: where they are found, in float64.
+        dense: of moments of the dense model, by which the first linear of each is found where the second is fitted to
+            what reaches it; None where the moments that a block is given are for both.
+    """
+
+    family: Family
+    ranks: Ranks
+    device: torch.device
+    dense: MomentSource | None = None
+
+    record = FactoredLinear
+
+    def block(
+        self, block: int, tensors: Mapping[str, Tensor], source: MomentSource
+    ) -> tuple[dict[str, Tensor], list[FactoredLinear]]:
+        """Factor one block, one group of linears that read the same input after the other.
+
+        Args:
+            block: its index.
+            tensors: its on-disk tensors.
+            source: of moments; telling it the result is up to the caller.
+
+        Returns:
+            The block's new tensors, with two factors in the place of a weight, and what was done to each linear.
+
+        Raises:
+            UserError: a factor overflows the checkpoint's dtype.
+        """
+        running, made = dict(tensors), {}
+        factored: list[FactoredLinear] = []
+        groups = {first: [m for m in own if m in self.ranks[block]] for first, own in self.family.inputs.items()}
+        for stage in source.stages([first for first, own in groups.items() if own]):
+            with phase("calibration"):
+                moments = source.moments(block, running, stage)
+                unpruned = None if self.dense is None else self.dense.moments(block, tensors, stage)
+            for first in stage:
+                gram = _gram(moments.get(first), self.device)
+                own = gram if unpruned is None else _gram(unpruned.get(first), self.device)
+                for module in groups[first]:
+                    name = self.family.tensor(block, module)
+                    # As in `engine`: the first of several processes has the moments.
+                    (down, up), record = here().once(partial(self._stored, block, module, tensors[name], own, gram))
+                    # What comes behind it is measured with the factors as they are stored.
+                    running[name] = up.float() @ down.float()
+                    made[name] = dict(zip(factor_names(name), (down, up), strict=True))
+                    factored.append(record)
+        new = {name: tensor for name, tensor in tensors.items() if name not in made}
+        for pair in made.values():
+            new |= pair
+        check_overflow(tensors, new)
+        return new, factored
+
+    @phase("compensation")
+    def _stored(
+        self, block: int, module: str, tensor: Tensor, gram: Tensor | None, reaches: Tensor | None
+    ) -> tuple[tuple[Tensor, Tensor], FactoredLinear]:
+        weight = tensor.to(self.device, torch.float64)
+        rank = self.ranks[block][module]
+        found = factor(weight, gram, rank)
+        if self.dense is not None and reaches is not None:
+            found = updated(weight, reaches, found.down)
+        down, up = (each.to(tensor.dtype).cpu() for each in (found.down, found.up))
+        away = torch.linalg.norm(up.double() @ down.double() - tensor.double()) / torch.linalg.norm(weight).cpu()
+        rows, columns = weight.shape
+        record = FactoredLinear(
+            block=block,
+            weight=self.family.tensor(block, module),
+            kind=self.family.labels[module],
+            rows=rows,
+            columns=columns,
+            rank=rank,
+            error=None if gram is None else found.error,
+            change=away.item(),
+        )
+        return (down, up), record
+
+
+def ranks_of(prepared: Prepared, recipe: LowRank) -> Ranks:
+    """Return the rank of every linear module that becomes two.
+
+    Raises:
+        UserError: nothing would: every weight is smaller than its factors.
+    """
+    family, tensors = prepared.model.family, prepared.model.checkpoint.tensors
+    # What transformers holds as several modules (DINOv2's gate and up) stays: none of them is the weight on disk.
+    modules = [module for module in family.linears_of(recipe.only) if len(module_paths(family)[module]) == 1]
+    places = [(block, module) for block in range(prepared.model.blocks) for module in modules]
+    shapes = {place: tensors[family.tensor(*place)].shape for place in places}
+    linears = {place: Thin(rows, columns) for place, (rows, columns) in shapes.items()}
+    if recipe.allocation == "energy":
+        found = ranks_by_energy(dict(_measured(prepared, linears)), prepared.recipe.ratio, recipe.multiple_of)
+    else:
+        found = uniform_ranks(linears, prepared.recipe.ratio, recipe.multiple_of)
+    if not found:
+        raise UserError(
+            f"ratio {prepared.recipe.ratio:g} leaves every linear as it is: with ranks that are multiples of "
+            f"{recipe.multiple_of} two thin ones are no smaller; say a larger ratio"
+        )
+    ranks: list[dict[str, int]] = [{} for _ in range(prepared.model.blocks)]
+    for (block, module), rank in found.items():
+        ranks[block][module] = rank
+    return tuple(ranks)
+
+
+def _measured(prepared: Prepared, linears: Mapping[tuple[int, str], Thin]) -> Iterator[tuple[tuple[int, str], Thin]]:
+    """Linear modules with their energies, by the Grams of the dense model where there are any."""
+    model = prepared.model
+    source = None if prepared.statistics is None else CachedMoments(prepared.statistics, model)
+    first_of = {module: first for first, own in model.family.inputs.items() for module in own}
+    for block in track(range(model.blocks), "comparing linears", total=model.blocks):
+        tensors = model.read_block(block)
+        own = [module for at, module in linears if at == block]
+        found = {} if source is None else source.moments(block, tensors, list({first_of[m]: None for m in own}))
+        for module in own:
+            weight = tensors[model.family.tensor(block, module)].to(prepared.device, torch.float64)
+            gram = _gram(found.get(first_of[module]), prepared.device)
+            thin = linears[block, module]
+            yield (block, module), Thin(thin.rows, thin.columns, energies(weight, gram).tolist())
+
+
+def _gram(folds: SpaceMoments | None, device: torch.device) -> Tensor | None:
+    """The Gram of all folds, float64; None without moments."""
+    own = inputs_of(folds)
+    if not own:
+        return None
+    found = total(own).to(device).gram
+    return None if found is None else found.double()

@@ -1,0 +1,137 @@
+"""The stage `low_rank`: two thin linear modules in the place of each (SVD-LLM)."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from pydantic import Field
+
+from ckpt_prune.calibration.kinds import Collect
+from ckpt_prune.job.names import Part
+from ckpt_prune.job.recipe import Recipe
+from ckpt_prune.job.stage import Stage
+
+if TYPE_CHECKING:
+    from ckpt_prune.job.prepared import Prepared
+    from ckpt_prune.job.run import Run
+    from ckpt_prune.job.step import BlockPruner, Step
+
+
+class LowRank(Stage):
+    """Linear modules of every block as products of two (compensation/README.md, section 14)."""
+
+    key = "low_rank"
+    goal = "low-rank"
+    doing = "factored"
+    summary = "Two thin linears in the place of each, instead of spaces or a mask."
+    excludes: ClassVar[Mapping[str, str]] = {
+        "spaces": "low_rank factors linears of the dense model: spaces does not go with it",
+        "recovery": "low_rank factors linears of the dense model: recovery does not go with it",
+    }
+    later: ClassVar[Mapping[str, Any]] = {"update": False}
+
+    method: Literal["whitened", "plain"] = Field(
+        "whitened",
+        description="whitened: the least error of the outputs, by the Grams of the inputs (SVD-LLM); plain: the least "
+        "change of the weights, without data.",
+    )
+    allocation: Literal["uniform", "energy"] = Field(
+        "uniform",
+        description="uniform: the same share of every weight's parameters, as published; energy: the ranks of least "
+        "error, each as a share of its output's energy, for as many parameters in all.",
+    )
+    only: Part | None = Field(None, description="Factor these linear modules alone. Default: all.")
+    multiple_of: int = Field(1, ge=1, description="Round ranks up to a multiple of this.")
+
+    update: bool = Field(
+        False,
+        description="Then fit the second linear of each again, behind the blocks that are factored already, to what "
+        "the dense weight makes of what reaches it (SVD-LLM's closed-form update). It needs target: sequential, and "
+        "text or images.",
+    )
+
+    def check_recipe(self, recipe: Recipe) -> None:
+        """Refuse keys that speak of units, and a container that cannot hold factors."""
+        for key in ("allocation", "widths", "weigh_by", "layers", "size"):
+            if getattr(recipe, key) != Recipe.model_fields[key].default:
+                raise ValueError(f"{key} speaks of units of spaces: it does not go with low_rank")
+        if recipe.target == "drift":
+            raise ValueError("target drift is for spaces, whose consumers are refitted: say sequential with low_rank")
+        if self.update and not (self.whitens and recipe.target == "sequential"):
+            raise ValueError("low_rank.update fits to what reaches a linear: say method: whitened, target: sequential")
+        if recipe.container not in ("auto", "any", "remote"):
+            raise ValueError(f"low_rank needs remote code, which container {recipe.container} rules out")
+        if recipe.ratio == 0:
+            raise ValueError("low_rank with ratio 0 leaves nothing to do: say which share of the parameters goes")
+
+    def at_one_ratio(self) -> Self:
+        """Return the stage that takes the same share of every weight."""
+        return self.model_copy(update={"allocation": "uniform"})
+
+    def needs_moments(self, recipe: Recipe) -> bool:
+        """Return True if outputs count, by the Grams of the inputs."""
+        return self.whitens
+
+    def measures_prefix(self, recipe: Recipe) -> bool:
+        """Return True if outputs count."""
+        return self.whitens
+
+    def measures_dense(self, recipe: Recipe) -> bool:
+        """Return True if ranks are chosen by all blocks, or factors fitted again to what the dense ones make."""
+        return self.update or self.decides_widths(recipe)
+
+    def decides_widths(self, recipe: Recipe) -> bool:
+        """Return True if ranks are those of the least error."""
+        return self.allocation == "energy"
+
+    def needs_own_code(self, recipe: Recipe) -> bool:
+        """Return True: no class has two linear modules in the place of one."""
+        return True
+
+    def collects(self, recipe: Recipe) -> set[Collect]:
+        """Return the Grams of what linear modules read, if outputs count."""
+        return {"gram", "linears"} if self.whitens else set()
+
+    @property
+    def whitens(self) -> bool:
+        """Whether Grams are needed."""
+        return self.method == "whitened"
+
+    # ---- work ------------------------------------------------------------------------------------------------
+
+    def check(self, prepared: "Prepared") -> None:
+        """Refuse models whose linear modules cannot be factored, and statistics that lack Grams."""
+        from ckpt_prune.stages.low_rank.run import check_low_rank
+
+        check_low_rank(self, prepared)
+
+    def preview(self, prepared: "Prepared") -> "Prepared":
+        """Decide the ranks; the same share of every weight stands for ranks that measuring finds."""
+        from ckpt_prune.stages.low_rank.run import preview_ranks
+
+        return preview_ranks(self, prepared)
+
+    def run(self, prepared: "Prepared", run: "Run") -> "Prepared":
+        """Measure the dense model if that is needed, and decide the ranks."""
+        from ckpt_prune.stages.low_rank.run import measure_and_choose
+
+        return measure_and_choose(self, prepared, run)
+
+    def pruner(self, prepared: "Prepared") -> "BlockPruner":
+        """Return what factors the linear modules of a block."""
+        from ckpt_prune.stages.low_rank.run import factorer_of
+
+        return factorer_of(self, prepared)
+
+    def grams(self, prepared: "Prepared") -> dict[str, bool] | None:
+        """Return which inputs need Grams: all, if outputs count."""
+        return dict.fromkeys(prepared.model.family.inputs, True) if self.whitens else None
+
+    def step(self, prepared: "Prepared", run: "Run") -> "Step":
+        """Return what factors a block."""
+        from ckpt_prune.stages.pruning import prune_step
+
+        return prune_step(self, prepared)
+
+    def report(self, prepared: "Prepared", records: Sequence[Any], run: "Run") -> dict[str, Any]:
+        """Return what became of every linear module."""
+        return {"factored": list(records)}

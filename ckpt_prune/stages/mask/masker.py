@@ -1,0 +1,166 @@
+"""The engine for masks: one block in, the same block with zeros in its linear modules out."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.calibration.kinds import inputs_of
+from ckpt_prune.calibration.moments import Moments, total
+from ckpt_prune.calibration.sources import MomentSource
+from ckpt_prune.errors import UserError
+from ckpt_prune.job.model_view import fill_biases
+from ckpt_prune.job.records import MaskedLinear
+from ckpt_prune.parallel.group import here
+from ckpt_prune.phases import phase
+from ckpt_prune.sparsity import sparsegpt
+from ckpt_prune.sparsity.masks import keep_groups, keep_share, magnitude, wanda
+from ckpt_prune.sparsity.patterns import GroupPattern
+from ckpt_prune.stages.mask.stage import Mask
+from ckpt_prune.stages.spaces.pruner import check_overflow
+
+
+@dataclass(frozen=True)
+class Masker:
+    """Zeroes weights of every linear module of a block that spaces lie on (sparsity/README.md).
+
+    Args:
+        model: the source.
+        mask: how.
+        ratio: share of weights to zero, where the pattern is unstructured.
+        groups: N:M; None where it is unstructured.
+        biases: linear modules of a block that have a bias in the output container.
+        device: where scores and updates are computed, in float64.
+        diagnostics: also compute the error at every linear's output, where there are Grams.
+        shares: share of weights to zero of every block, where they differ. Of N:M it says N.
+    """
+
+    model: Model
+    mask: Mask
+    ratio: float
+    groups: GroupPattern | None
+    biases: frozenset[str]
+    device: torch.device
+    diagnostics: bool = False
+    shares: Sequence[float] | None = None
+
+    record = MaskedLinear
+
+    def block(
+        self, block: int, tensors: Mapping[str, Tensor], source: MomentSource
+    ) -> tuple[dict[str, Tensor], list[MaskedLinear]]:
+        """Mask one block, one group of linears that read the same input after the other.
+
+        Args:
+            block: its index.
+            tensors: its on-disk tensors.
+            source: of moments; telling it the result is up to the caller.
+
+        Returns:
+            The block's new tensors, names, shapes and dtypes as before, with missing biases, and what was done to each
+            linear.
+
+        Raises:
+            UserError: SparseGPT's Hessian is singular, or its update overflows the checkpoint's dtype; both name the
+                weight.
+        """
+        if self.shares is not None:
+            own = None if self.groups is None else self.groups.keeping(self.shares[block])
+            return replace(self, ratio=self.shares[block], groups=own, shares=None).block(block, tensors, source)
+        current = dict(tensors)
+        fill_biases(self.model.family, block, self.biases, current)
+        masked: list[MaskedLinear] = []
+        readers = self.model.inputs(block)
+        for stage in source.stages(list(readers)):
+            with phase("calibration"):
+                moments = source.moments(block, current, stage)
+            for first in stage:
+                folds = inputs_of(moments.get(first))
+                whole = total(folds).to(self.device) if folds else None
+                for module in readers[first]:
+                    name = self.model.tensor(block, module)
+                    # As in `engine`: the first of several processes has the moments.
+                    current[name], record = here().once(partial(self.stored, block, module, current[name], whole))
+                    masked.append(record)
+        check_overflow(tensors, current)
+        return current, masked
+
+    def stored(self, block: int, module: str, tensor: Tensor, moments: Moments | None) -> tuple[Tensor, MaskedLinear]:
+        """One weight with its zeros as it is stored, and what was done to it."""
+        new, record = self.linear(block, module, tensor, moments)
+        return new.to(tensor.dtype).cpu(), record
+
+    def linear(self, block: int, module: str, tensor: Tensor, moments: Moments | None) -> tuple[Tensor, MaskedLinear]:
+        """One weight with its zeros, float64, and what was done to it."""
+        name = self.model.tensor(block, module)
+        weight = tensor.to(self.device)
+        damp, dead = None, None
+        if self.mask.method == "sparsegpt":
+            if moments is None or moments.gram is None:
+                raise ValueError("sparsegpt needs a Gram")
+            try:
+                with phase("compensation"):  # it chooses column by column, after what the ones before have cost
+                    found = sparsegpt.prune(
+                        weight,
+                        moments.gram,
+                        pattern=self.groups,
+                        ratio=self.ratio,
+                        block=self.mask.block,
+                        damp=self.mask.damp,
+                    )
+            except UserError as error:
+                raise UserError(f"{name}: {error}") from error
+            new, keep, damp, dead = found.weight, found.keep, found.damp, found.dead
+        else:
+            keep = self._keep(weight, moments)
+            new = weight.masked_fill(~keep, 0)
+        gram = moments.gram if self.diagnostics and moments is not None else None
+        return new, MaskedLinear(
+            block=block,
+            weight=name,
+            kind=self.model.family.labels[module],
+            rows=weight.shape[0],
+            columns=weight.shape[1],
+            zeros=int((~keep).sum()),
+            error=None if gram is None else sparsegpt.relative_error(weight, new, gram),
+            damp=damp,
+            dead=dead,
+        )
+
+    @phase("ranking")
+    def _keep(self, weight: Tensor, moments: Moments | None) -> Tensor:
+        if self.mask.method == "wanda":
+            if moments is None:
+                raise ValueError("wanda needs moments")
+            scores = wanda(weight, moments)
+        else:
+            scores = magnitude(weight)
+        if self.groups is not None:
+            return keep_groups(scores, self.groups)
+        return keep_share(scores, self.ratio, self.mask.compared)
+
+
+def check_widths(model: Model, mask: Mask) -> None:
+    """Refuse a pattern that the weights of a block cannot have.
+
+    Args:
+        model: that is masked.
+        mask: how.
+
+    Raises:
+        UserError: a width is not a multiple of M.
+    """
+    groups = mask.groups
+    if groups is None:
+        return
+    for name in chain.from_iterable(map(model.weights, range(model.blocks))):
+        columns = model.checkpoint.tensors[name].shape[1]
+        if columns % groups.of:
+            raise UserError(
+                f"{name} has {columns} inputs, which {groups} does not divide into groups of {groups.of}: "
+                "use another pattern, or unstructured"
+            )

@@ -1,0 +1,186 @@
+"""Sharing the zeros of a mask out over blocks, on the dense model, before the first block is masked."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.calibration.backward import pass_back, states_at_ends
+from ckpt_prune.calibration.fisher import LIMITS, gradients_at_the_end
+from ckpt_prune.calibration.kinds import SpaceMoments, inputs_of
+from ckpt_prune.calibration.moments import total
+from ckpt_prune.calibration.readout import Drawn
+from ckpt_prune.calibration.samples import Part
+from ckpt_prune.calibration.sources import CachedMoments, KnownMoments, MomentSource, NoMoments, SequentialMoments
+from ckpt_prune.calibration.streams import HiddenStream
+from ckpt_prune.errors import UserError
+from ckpt_prune.job.prepared import Prepared
+from ckpt_prune.job.records import MaskShares
+from ckpt_prune.progress import track
+from ckpt_prune.sparsity.allocation import (
+    by_exponents,
+    by_outliers,
+    check_ratios,
+    hill_exponent,
+    outlier_ratio,
+    whole_groups,
+)
+from ckpt_prune.sparsity.masks import wanda
+from ckpt_prune.stages.mask.budget import divergence_at, least_divergence, least_divergence_in_groups
+from ckpt_prune.stages.mask.masker import Masker
+from ckpt_prune.stages.mask.stage import Mask
+
+TRIED = (0.25, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+"""Ratios at which every block is tried out."""
+
+
+def shared_out(prepared: Prepared, mask: Mask) -> MaskShares:
+    """Choose every block's share of zeros by the recipe's `mask.allocation`.
+
+    Raises:
+        UserError: a share that no mask can have, or figures that are not finite.
+    """
+    model = prepared.model
+    if mask.allocation == "divergence":
+        return _by_divergence(prepared, mask)
+    sizes = [_size(model, block) for block in model.spaced]
+    ratio = prepared.recipe.ratio if mask.groups is None else mask.groups.ratio
+    if mask.allocation == "owl":
+        figures = _outliers(prepared, mask)
+        ratios = by_outliers(figures, ratio, mask.chosen_spread)
+    else:
+        figures = _exponents(model)
+        ratios = by_exponents(figures, sizes, ratio, mask.chosen_spread)
+    if not all(torch.isfinite(torch.tensor(figures))):
+        raise UserError(f"mask.allocation {mask.allocation}: a block's weights or inputs tell no finite figure")
+    # Blocks that come before those with spaces have no zeros, and no figure.
+    before = model.spaced.start
+    figures = [0.0] * before + figures
+    if mask.groups is not None:
+        kept = whole_groups(ratios, mask.groups)
+        return _in_groups([mask.groups.of] * before + kept, figures, mask.groups.of)
+    check_ratios(ratios, mask.allocation, mask.chosen_spread)
+    return MaskShares(ratios=[0.0] * before + [round(each, 6) for each in ratios], figures=figures)
+
+
+def _in_groups(kept: list[int], figures: list[float], of: int) -> MaskShares:
+    return MaskShares(ratios=[1 - own / of for own in kept], kept=kept, figures=figures)
+
+
+def _size(model: Model, block: int) -> int:
+    return sum(model.checkpoint.tensors[name].numel for name in model.weights(block))
+
+
+# ---- by what blocks are -----------------------------------------------------------------------------------------
+
+
+def _outliers(prepared: Prepared, mask: Mask) -> list[float]:
+    """OWL's D of every block of the dense model."""
+    model, family = prepared.model, prepared.model.family
+    source: MomentSource
+    if prepared.statistics is not None:
+        source = CachedMoments(prepared.statistics, model)
+    else:
+        grams = dict.fromkeys(family.inputs, False)
+        source = SequentialMoments(prepared.live_stream(prepared.plain_view), grams, true_sequential=False)
+    found = []
+    for block in track(range(model.blocks), "outliers", total=model.blocks):
+        tensors = model.read_block(block)
+        if block not in model.spaced:
+            source.advance(block, tensors)
+            continue
+        moments = source.moments(block, tensors, list(family.inputs))
+        scores = [
+            wanda(tensors[family.tensor(block, module)], total(inputs_of(moments[first])))
+            for first, modules in family.inputs.items()
+            for module in modules
+        ]
+        found.append(outlier_ratio(scores, mask.chosen_threshold))
+        source.advance(block, tensors)
+    return found
+
+
+def _exponents(model: Model) -> list[float]:
+    """AlphaPruning's metric of every block: the mean over its linear modules."""
+    found = []
+    for block in track(model.spaced, "spectra", total=len(model.spaced)):
+        own = [hill_exponent(weight) for weight in model.checkpoint.read(model.weights(block)).values()]
+        found.append(sum(own) / len(own))
+    return found
+
+
+# ---- by what masking them does ----------------------------------------------------------------------------------
+
+
+def _by_divergence(prepared: Prepared, mask: Mask) -> MaskShares:
+    """Shares of the least sum of predicted divergences (this project).
+
+    A few samples go through the dense model, and their gradients back, as for the Fisher metric (calibration/README.md,
+    section 5). At every block its mask is made at several shares, on its dense inputs, and the masked block is run:
+    ½ E[Σ_t (g_t·δ_t)²], with δ what then lacks at its end, is what that share does to the model's output, to second
+    order. Time: for every block and share one mask and one run. Memory: a block twice, and the hidden states of these
+    samples at the ends of all blocks.
+    """
+    model, live = prepared.model, prepared.live
+    assert live is not None
+    some = Part(live.samples, 0, min(len(live.samples), LIMITS[model.family.modality]))
+    stream = prepared.plain_view.stream(some, live.compute_dtype, allocate=live.allocate)
+    factory, states = stream.factory, states_at_ends(model, stream, live.allocate)
+    end = states.pop()
+    drawn = gradients_at_the_end(stream.readout(), some, end, live.allocate)
+    groups = mask.groups
+    tried = TRIED if groups is None else tuple(gone / groups.of for gone in range(1, groups.of))
+    masker = Masker(model, mask, 0.0, groups, frozenset(), prepared.device)
+    curves: list[list[float]] = []
+    for block in track(range(model.blocks - 1, -1, -1), "trying masks", total=model.blocks):
+        tensors, before = model.read_block(block), states.pop()
+        source = (
+            NoMoments() if mask.method == "magnitude" else KnownMoments(_observed(stream, block, tensors, before, mask))
+        )
+        sums = []
+        for ratio in tried:
+            masked, _ = replace(masker, shares=[ratio] * model.blocks).block(block, tensors, source)
+            sums.append(_divergence(stream, block, masked, before, end, drawn))
+        curves.insert(0, sums)
+        if block:
+            module = factory.block(block, tensors).requires_grad_(False)
+            for _ in pass_back(stream, module, block, before, [each.values for each in drawn], ()):
+                pass
+        end = before
+    sizes = [_size(model, block) for block in model.spaced]
+    if not all(bool(torch.isfinite(torch.tensor(own)).all()) for own in curves):
+        raise UserError("mask.allocation divergence: a gradient or a masked block's output is not finite")
+    if groups is not None:
+        kept = least_divergence_in_groups([[0.0, *own] for own in curves], sizes, groups.kept)
+        figures = [[0.0, *own][groups.of - n] for own, n in zip(curves, kept, strict=True)]
+        return _in_groups(kept, figures, groups.of)
+    points = [list(zip(tried, own, strict=True)) for own in curves]
+    ratios = [round(r, 6) for r in least_divergence(points, sizes, prepared.recipe.ratio, mask.chosen_spread)]
+    return MaskShares(ratios=ratios, figures=[divergence_at(own, r) for own, r in zip(points, ratios, strict=True)])
+
+
+def _observed(
+    stream: HiddenStream, block: int, tensors: Mapping[str, Tensor], states: Tensor, mask: Mask
+) -> dict[str, SpaceMoments]:
+    """Moments of the dense block's inputs."""
+    stream.states = states
+    return dict(stream.observe(block, tensors, dict.fromkeys(stream.factory.family.inputs, mask.method == "sparsegpt")))
+
+
+@torch.no_grad()
+def _divergence(
+    stream: HiddenStream,
+    block: int,
+    masked: Mapping[str, Tensor],
+    before: Tensor,
+    end: Tensor,
+    drawn: Sequence[Drawn],
+) -> float:
+    """½ E[Σ_t (g_t·δ_t)²] of a masked block."""
+    module, found = stream.factory.block(block, masked), 0.0
+    for _, rows in stream.batches:
+        lacks = (stream.run(module, block, before[rows]) - end[rows].to(stream.factory.device)).float()
+        found += sum(own.moved(own.values[rows].to(lacks), lacks) for own in drawn)
+    return found / 2 / len(end)

@@ -1,0 +1,134 @@
+"""What an output will be at some widths: container, files and cost, known before any tensor is made."""
+
+from dataclasses import replace
+
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.architectures.skeleton import parse_config
+from ckpt_prune.containers.choosing import REMOTE, choose_container, remote_note
+from ckpt_prune.containers.container import Container, Ranks, Widths
+from ckpt_prune.errors import UserError
+from ckpt_prune.filenames import ROTATIONS
+from ckpt_prune.job.cost import cost_of
+from ckpt_prune.job.decisions import Decisions
+from ckpt_prune.job.layout import Layout, layout_of, plan_layout
+from ckpt_prune.job.output import Output
+from ckpt_prune.job.prepared import Prepared
+from ckpt_prune.rotations.learning import RotationSizes
+from ckpt_prune.rotations.rotated import RotatedCheckpoint
+from ckpt_prune.rotations.sliced import SlicedCheckpoint
+from ckpt_prune.stages.hidden.narrow_stock import narrow_container
+from ckpt_prune.stages.low_rank.factorer import ranks_of
+from ckpt_prune.stages.low_rank.stage import LowRank
+
+
+def plan_output(prepared: Prepared) -> Prepared:
+    """Decide what is left open of the output: units of sites that the recipe's ratio settles, container, files, cost.
+
+    Raises:
+        UserError: no container can hold it.
+    """
+    decided = Decisions(prepared.recipe) if prepared.decided is None else prepared.decided
+    planned = output_at(prepared, decided.widths(prepared.model)) if prepared.planned is None else prepared.planned
+    return replace(prepared, decided=decided, planned=planned)
+
+
+def output_at(prepared: Prepared, widths: Widths) -> Output:
+    """Return the output of a job at some widths.
+
+    Raises:
+        UserError: no container can hold it.
+    """
+    if isinstance(prepared.basis, SlicedCheckpoint):
+        return sliced_output(prepared.model, prepared.basis, widths)
+    model, low_rank = prepared.model, prepared.recipe.get(LowRank)
+    rotated = prepared.basis if isinstance(prepared.basis, RotatedCheckpoint) else None
+    if prepared.stored is not None:
+        # Only masks go into it (`runner.checks`), and they leave every shape as it is.
+        note = remote_note(prepared.stored.model_type, "as it was")
+        return Output(replace(prepared.stored, note=note), layout_of(model), cost_of(model))
+    ranks = () if low_rank is None else ranks_of(prepared, low_rank)
+    container = _container(prepared, widths, rotated, ranks)
+    if prepared.note is not None and container.note is None:
+        container = replace(container, note=prepared.note)
+    layout = plan_layout(model, widths, container, rotated.added if rotated is not None else None, ranks)
+    aside: Layout = {}
+    if rotated is not None:
+        aside = {ROTATIONS: RotationSizes.of(rotated.kind, model).layout}
+    shapes = {name: shape for tensors in layout.values() for name, shape in tensors.items()}
+    # The output's config: rotations may have untied the head.
+    cost = cost_of(model.with_config(parse_config(container.config)), shapes)
+    return Output(container, layout, cost, aside, ranks)
+
+
+def sliced_output(model: Model, view: SlicedCheckpoint, widths: Widths) -> Output:
+    """Return the output whose residual stream has lost dimensions.
+
+    Args:
+        model: the dense model.
+        view: the same in other bases.
+        widths: units of its blocks, all of them.
+
+    Raises:
+        UserError: no container can hold it.
+    """
+    if not view.shared:
+        container = choose_container(model, widths, view.biases, requested=REMOTE)
+        note = remote_note(container.model_type, "the residual stream changes its basis between blocks")
+        container = replace(container, config=view.config_values(container.config), note=note)
+        _check_part(model, container, rotated=True)
+        layout = plan_layout(model, widths, container, view.added)
+    else:
+        container, layout = narrow_container(view)
+        _check_part(model, container, rotated=True)
+    shapes = {name: shape for tensors in layout.values() for name, shape in tensors.items()}
+    cost = cost_of(model.with_config(parse_config(container.config)), shapes)
+    return Output(container, layout, cost)
+
+
+def _check_part(model: Model, container: Container, rotated: bool) -> None:
+    """Refuse what a part of a composite has no room for: its blocks stay those of the whole's stock class.
+
+    Raises:
+        UserError: rotations, which what feeds the part's stream from elsewhere does not follow, or remote code.
+    """
+    within = model.checkpoint.within
+    if within is None:
+        return
+    if rotated:
+        raise UserError(
+            f"--part {within.part}: what reads and writes its stream from outside does not follow rotations"
+        )
+    if container.remote_class is not None:
+        raise UserError(
+            f"--part {within.part}: blocks that need remote code have no place in another model: choose a recipe with "
+            "widths: uniform and a compensation that opens no bias, such as ridge"
+        )
+
+
+def _container(prepared: Prepared, widths: Widths, rotated: RotatedCheckpoint | None, ranks: Ranks) -> Container:
+    model, recipe = prepared.model, prepared.recipe
+    biases = {module for module in model.family.linears if model.has(module, "bias")}
+    for space, own in recipe.spaces.items():
+        pruned = any(width.get(space, model.units(space)) < model.units(space) for width in widths)
+        if pruned and own.compensation.opens_bias:
+            biases |= set(model.family.spaces[space].rewritten(own.compensation.method))
+    turns = rotated is not None and bool(rotated.turns)
+    chosen = choose_container(
+        model,
+        widths,
+        biases | (rotated.added_biases if rotated is not None else frozenset()),
+        requested=REMOTE if turns or ranks else recipe.container,
+        per_layer=recipe.widths == "per_layer",
+        ranks=ranks,
+    )
+    _check_part(model, chosen, rotated is not None)
+    if ranks:
+        return replace(chosen, note=remote_note(chosen.model_type, "two thin linears stand in for one"))
+    if rotated is None:
+        return chosen
+    note = chosen.note
+    if turns:
+        note = remote_note(chosen.model_type, "the residual stream turns between blocks")
+    elif rotated.kind == "shared" and rotated.tied:
+        note = "; ".join(filter(None, [note, "the head is no longer tied to the embedding: it reads another basis"]))
+    return replace(chosen, config=rotated.config_values(chosen.config), note=note)

@@ -1,0 +1,81 @@
+"""Fitting scales, with what is said before, meanwhile and for the record."""
+
+from ckpt_prune.calibration.samples import Samples
+from ckpt_prune.checkpoint.units import counted
+from ckpt_prune.job.run import Announce
+from ckpt_prune.progress import meter
+from ckpt_prune.recovery.scales import Fitted, Side, fit_scales
+from ckpt_prune.recovery.training import Split
+from ckpt_prune.report.model import Adapters
+from ckpt_prune.report.stages import Stages
+from ckpt_prune.stages.recovery.stage import RecoverySettings
+
+
+def fitted_scales(
+    pruned: Side,
+    dense: Side,
+    samples: Samples,
+    settings: RecoverySettings,
+    *,
+    seed: int,
+    text: bool,
+    seen: bool | None,
+    stages: Stages,
+    announce: Announce,
+) -> tuple[Fitted, Adapters]:
+    """Scales of a pruned model, and their record.
+
+    Args:
+        pruned: what is fitted.
+        dense: what it was made from.
+        samples: that both are run on.
+        settings: of fitting, as `fit_scales` takes them.
+        seed: of the order of samples.
+        text: whether samples are windows of text.
+        seen: whether the model was pruned on these samples, or fitted to them before; None where that is not known.
+        stages: of the run, to which fitting is added.
+        announce: told what is about to be done, and whether nothing was gained.
+
+    Raises:
+        UserError: there is nothing to fit.
+    """
+    split = Split.of(len(samples), settings.held_out)
+    what = f"windows of {samples.tokens} tokens" if text else "samples"
+    held = f"{len(split.measured)} of them held out" if settings.held_out else "none held out"
+    rate = "" if settings.lr is None else f" at lr {settings.lr:g}"
+    announce(
+        f"fitting scales of {counted(len(settings.blocks(pruned.blocks)), 'block')} on {len(samples)} {what}, {held}, "
+        f"up to {counted(settings.epochs, 'epoch')} in steps of {settings.batch}{rate}"
+    )
+    with stages.stage("scales"), meter(settings.epochs, "fitting scales", unit="epoch") as epochs:
+        fitted = fit_scales(
+            pruned, dense, samples, split, settings, seed=seed, told=lambda epoch, loss: epochs.step(epoch, loss)
+        )
+    if not fitted.scales and not fitted.before:
+        announce(
+            "the model predicts what the dense one does: there is nothing to fit, and its weights stay as they are"
+        )
+    elif not fitted.scales:
+        announce(
+            f"no epoch was better than the model as it was, at lr {fitted.rate:g}: the weights stay as they are; try a "
+            "smaller learning rate, or more samples"
+        )
+    told = Adapters(
+        method="scales",
+        lr=fitted.rate,
+        seed=seed,
+        settings=settings.of_all(),
+        data=samples.fingerprint,
+        seen=seen,
+        samples=len(samples),
+        window=samples.tokens if text else None,
+        measured=len(split.measured),
+        modules=len(fitted.scales),
+        parameters=fitted.parameters,
+        steps=fitted.steps,
+        epochs=fitted.epochs,
+        seconds=round(fitted.seconds, 3),
+        loss_before=fitted.before,
+        loss_after=fitted.after,
+    )
+    return fitted, told

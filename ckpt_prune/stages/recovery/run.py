@@ -1,0 +1,113 @@
+"""The work of the stage `recovery`: train blocks right after they are pruned, or scales of all at the end."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from pydantic import BaseModel
+
+from ckpt_prune.architectures.family import DATA_OPTIONS
+from ckpt_prune.errors import UserError
+from ckpt_prune.job.prepared import Prepared
+from ckpt_prune.job.run import Run
+from ckpt_prune.job.step import Step, Tensors
+from ckpt_prune.parallel.group import here
+from ckpt_prune.progress import Meter, meter
+from ckpt_prune.recovery.record import RecoveredLayer
+from ckpt_prune.recovery.recoverer import Recoverer
+from ckpt_prune.recovery.training import Split
+from ckpt_prune.stages.recovery.reports import recovery_of
+from ckpt_prune.stages.recovery.rescaling import rescaled
+from ckpt_prune.stages.recovery.stage import Recovery
+
+
+class RecoverStep(Step):
+    """Trains what stays of a block (LaCo).
+
+    Args:
+        recoverer: at the first block.
+    """
+
+    record = RecoveredLayer
+    needs_input = True
+    shows_progress = True
+
+    def __init__(self, recoverer: Recoverer) -> None:
+        self.recoverer, self._epochs = recoverer, Meter(None)
+
+    def act(self, block: int, tensors: Tensors) -> tuple[Tensors, list[BaseModel]]:
+        """Recover one block."""
+        new, layer = self.recoverer.block(block, tensors, self._epochs)
+        return new, [layer]
+
+    def advance_input(self, block: int, tensors: Tensors) -> None:
+        """Let the models with fewer blocks recovered pass the block as it was pruned."""
+        self.recoverer.follow(block, tensors)
+
+    def advance(self, block: int, tensors: Tensors) -> None:
+        """Let the recovered and the dense model move on."""
+        self.recoverer.advance(block, tensors)
+        self._epochs.to(self.recoverer.epochs_until(block))
+
+    @contextmanager
+    def progress(self) -> Iterator[None]:
+        """Show the epochs of all blocks."""
+        with meter(self.recoverer.epochs, "recovering", unit="epoch") as self._epochs:
+            yield
+
+
+def check_recovery(recovery: Recovery, prepared: Prepared) -> None:
+    """Refuse blocks that the model does not have, and too few samples to train on.
+
+    Raises:
+        UserError: with the reason.
+    """
+    recovery.blocks(prepared.model.blocks)
+    if prepared.training is not None:
+        check_trainable(len(prepared.training.samples))
+
+
+def check_training(recovery: Recovery, prepared: Prepared) -> None:
+    """Refuse to run without samples to train on.
+
+    Raises:
+        UserError: there are none.
+    """
+    if prepared.training is None:
+        data = DATA_OPTIONS[prepared.model.family.modality]
+        raise UserError(f"recipe {prepared.recipe.name} recovers on samples, beside any statistics: give {data}")
+
+
+def check_trainable(samples: int) -> None:
+    """Refuse too few samples to train on and hold some out.
+
+    Raises:
+        UserError: fewer than two.
+    """
+    if samples < 2:
+        raise UserError(f"recovery needs samples to train on and others to hold out: give at least 2, not {samples}")
+
+
+def recover_step(recovery: Recovery, prepared: Prepared, run: Run) -> RecoverStep | None:
+    """Return what trains each block after it is pruned; None if all are recovered at the end."""
+    if recovery.at_the_end:
+        return None
+    training, view = prepared.training, prepared.view
+    assert training is not None
+    split = Split.of(len(training.samples), recovery.held_out)
+    how: dict[str, Any] = {"allocate": training.allocate, "group": here()}
+    dense = view.stream(training.samples, training.compute_dtype, **how)
+    pruned = view.stream(training.samples, training.compute_dtype, sizes=split.sizes(recovery, here()), **how)
+    return RecoverStep(
+        Recoverer(dense, view.block, pruned, split, recovery, recovery.seed, training.after, training.allocate)
+    )
+
+
+def finish_recovery(recovery: Recovery, prepared: Prepared, run: Run) -> None:
+    """Fit scales to the blocks that are written, and multiply them in; or note what LaCo has done."""
+    if recovery.at_the_end:
+        run.done["adapters"] = here().alone(lambda: rescaled(recovery, prepared, run))
+        return
+    step = run.steps[Recovery.key]
+    assert isinstance(step, RecoverStep)
+    run.done["recovery"] = recovery_of(step.recoverer, prepared.model.checkpoint, on_the_fly=True)

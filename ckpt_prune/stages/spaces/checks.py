@@ -1,0 +1,248 @@
+"""What the stage `spaces` asks of a model, its statistics and a plan."""
+
+from collections import Counter
+
+from ckpt_prune.architectures.family import Family
+from ckpt_prune.architectures.sites import Site
+from ckpt_prune.architectures.spaces import BESIDE, ENDS, first_of_experts
+from ckpt_prune.calibration.kinds import Collect
+from ckpt_prune.calibration.statistics import Statistics
+from ckpt_prune.compensation.methods import AUTO
+from ckpt_prune.errors import UserError
+from ckpt_prune.job.decisions import keep_count
+from ckpt_prune.job.kinds import kind_of
+from ckpt_prune.job.plan import Plan
+from ckpt_prune.job.prepared import Prepared
+from ckpt_prune.job.recipe import Recipe
+from ckpt_prune.stages.spaces.size_search import check_reachable
+from ckpt_prune.stages.spaces.solvers import solver_of
+from ckpt_prune.stages.spaces.widths import check_effects
+
+_ASKED: dict[Collect, str] = {
+    "logits": "recipe {name} prunes q and k, and {folder} has no moments of them",
+    "rotary": "recipe {name} prunes rotary pairs, and {folder} has no moments of them",
+    "centred": "recipe {name} says centre_keys, and {folder} has no moments of centred keys",
+}
+
+
+def check_sites(prepared: Prepared) -> None:
+    """Refuse a recipe whose spaces do not suit the model, its statistics or its plan.
+
+    Raises:
+        UserError: with the first thing that does not fit.
+    """
+    recipe, model = prepared.recipe, prepared.model
+    _check_gradients(prepared)
+    _check_experts(prepared)
+    if prepared.statistics is not None:
+        _check_statistics(recipe, prepared.statistics)
+    check_reachable(prepared)
+    if recipe.perplexity_grid and not model.family.causal:
+        raise UserError("lambda_by: perplexity is for causal language models: choose by folds, or fix lambda")
+    if prepared.plan is not None:
+        _check_plan(prepared, prepared.plan)
+    check_enough_samples(prepared)
+
+
+def check_measured(prepared: Prepared) -> None:
+    """Refuse data that cannot decide what the recipe leaves to it.
+
+    Raises:
+        UserError: with what it needs.
+    """
+    recipe = prepared.recipe
+    check_folds(prepared)
+    if (
+        recipe.weighed_by_effect
+        and prepared.statistics is not None
+        and prepared.plan is None
+        and prepared.ranked is None
+    ):
+        check_effects(prepared, prepared.statistics)
+    if recipe.perplexity_grid and prepared.live is None and prepared.plan is None:
+        raise UserError("lambda_by: perplexity needs text to measure it on: give --text")
+
+
+def check_folds(prepared: Prepared) -> None:
+    """Refuse fewer than two folds where something is chosen on held-out ones.
+
+    Raises:
+        UserError: with how to get more.
+    """
+    recipe = prepared.recipe
+    folds = prepared.live.folds if prepared.live else prepared.statistics.index.folds if prepared.statistics else 0
+    # Maps of whole blocks are fitted on live samples alone, also if a plan or statistics choose the blocks.
+    maps_later = recipe.has("depth") and prepared.live is None
+    if not recipe.needs_folds or folds >= 2 or prepared.plan is not None or maps_later:
+        return
+    chosen = {space.compensation.method for space in recipe.spaces.values() if space.compensation.by_folds}
+    what = "method auto" if AUTO in chosen else "lambda_by: folds"
+    remedy = "calibrate with --folds 4"
+    if prepared.live is not None:
+        remedy = "say --folds 4" if len(prepared.live.samples) > 1 else "give at least two samples"
+    raise UserError(f"{what} needs at least two folds: {remedy}")
+
+
+def _check_statistics(recipe: Recipe, statistics: Statistics) -> None:
+    known, remedy = statistics.index.collect, f"calibrate with --collect {','.join(recipe.collect)}"
+    if "gram" not in known:
+        for space in recipe.spaces:
+            reason = recipe.gram_for(space)
+            if reason is not None:
+                raise UserError(f"{reason} needs Grams, and {statistics.folder} has none: {remedy}")
+    for kind, sentence in _ASKED.items():
+        if kind in recipe.collect and kind not in known:
+            raise UserError(f"{sentence.format(name=recipe.name, folder=statistics.folder)}: {remedy}")
+
+
+def _check_gradients(prepared: Prepared) -> None:
+    """Refuse scores by gradients of the loss for models or statistics that have none."""
+    if "taylor" not in prepared.recipe.collect:
+        return
+    what = f"recipe {prepared.recipe.name} ranks units by gradients of the loss"
+    if not prepared.model.family.causal:
+        raise UserError(
+            f"{what} of next tokens, which is for causal language models, and this one is for "
+            f"{prepared.model.family.purpose}: choose another score"
+        )
+    if prepared.model.family.experts is not None:
+        raise UserError(f"{what}, which are not gathered for experts: choose another score")
+    if prepared.statistics is not None and "taylor" not in prepared.statistics.index.collect:
+        raise UserError(f"{what}, and {prepared.statistics.folder} has none: run `{prepared.recipe.calibration}`")
+
+
+def _check_experts(prepared: Prepared) -> None:
+    """Refuse to refit experts on statistics of the dense model."""
+    if prepared.recipe.refits_experts and not prepared.sequential and not prepared.lacks_moments:
+        raise UserError(
+            f"recipe {prepared.recipe.name} refits experts on the tokens that reach them once others are gone, which "
+            "statistics of the dense model do not tell: give --text instead of --statistics, or say --set "
+            "spaces.experts.compensation.method=none"
+        )
+
+
+def check_enough_samples(prepared: Prepared) -> None:
+    """Refuse a strength of 0 with little data: nothing else determines a fit then.
+
+    Raises:
+        UserError: with the samples that are needed.
+    """
+    index = prepared.statistics.index if prepared.statistics else None
+    live = prepared.live.samples if prepared.live else None
+    tokens = index.window if index else live.tokens if live else 0
+    samples = index.samples if index else len(live) if live else 0
+    if not samples or (prepared.recipe.size is not None and prepared.recipe.allocation == "uniform"):
+        return  # a size is checked again at its ratio
+    what = "images" if prepared.model.family.modality == "image" else f"windows of {tokens} tokens"
+    for space, own in prepared.recipe.spaces.items():
+        method = own.compensation.method
+        bare = own.compensation.lam == 0 and not own.compensation.lambda_grid
+        if not bare or not kind_of(space).methods[method].uses_strength:
+            continue
+        # A ranking over blocks may leave a block whole.
+        uniform = prepared.recipe.allocation == "uniform"
+        kept = keep_count(prepared.model, prepared.recipe, space) if uniform else prepared.model.units(space)
+        needed, unknowns = solver_of(prepared.model, prepared.recipe, space, prepared.device).samples_needed(
+            kept, tokens
+        )
+        if samples < needed:
+            raise UserError(
+                f"{method} with lambda 0 needs at least {needed} {what} for the {unknowns}, and there are "
+                f"{samples}: give more, or a lambda above 0"
+            )
+
+
+def _check_plan(prepared: Prepared, plan: Plan) -> None:
+    """Refuse a plan that does not list every pruned space of every block once, with kept units that there are."""
+    expected = [Site(block, space) for block in prepared.model.spaced for space in prepared.recipe.spaces]
+    if Counter(each.site for each in plan.sites) != Counter(expected):
+        raise UserError("the plan does not list every space of every block once: plan again instead of editing it")
+    for site in plan.sites:
+        space = site.site.space
+        units, copies = prepared.model.site_units(space), prepared.model.copies(space)
+        if prepared.model.family.spaces[space].ends == "experts":
+            copies = prepared.model.expert_groups
+        if not site.kept or sorted(set(site.kept) & set(range(units))) != site.kept:
+            raise UserError(
+                f"the plan's kept units of {space} in block {site.block} are not ascending indices "
+                f"below {units}: plan again instead of editing it"
+            )
+        if len(site.scores) != units:
+            raise UserError(
+                f"the plan has {len(site.scores)} scores for the {units} units of {space} in block {site.block}: "
+                "plan again instead of editing it"
+            )
+        width = units // copies
+        if len({sum(row // width == copy for row in site.kept) for copy in range(copies)}) != 1:
+            raise UserError(
+                f"the plan keeps different numbers of units of {space} side by side in block {site.block}: "
+                "plan again instead of editing it"
+            )
+
+
+def check_spaces(family: Family, recipe: Recipe) -> None:
+    """Refuse a recipe that prunes what a family has not.
+
+    Raises:
+        UserError: a space that the family has not, such as q and k where it rotates them by position, or of which no
+            unit can go.
+    """
+    asked, recipe = recipe, recipe.at(family)
+    if asked.spaces and not recipe.spaces:
+        raise UserError(
+            f"recipe {recipe.name} prunes {' and '.join(asked.spaces)} where there is any, and this "
+            f"{family.model_type} has none: nothing is left to do"
+        )
+    missing = [space for space in recipe.spaces if space not in family.spaces]
+    if missing and missing[0] in family.absent:
+        remedy = ". --set spaces.heads.optional=true leaves them as they are" if missing[0] == "heads" else ""
+        raise UserError(
+            f"recipe {recipe.name} prunes {missing[0]}, which {family.model_type} has not "
+            f"({family.absent[missing[0]]}){remedy}: it has {', '.join(first_of_experts(family.spaces))}"
+        )
+    if missing and ENDS[missing[0]] == "logits" and family.rope:
+        raise UserError(
+            f"recipe {recipe.name} prunes q and k, and {family.model_type} rotates them by position in fixed pairs "
+            "(RoPE): the matrix that makes up for dropped dimensions cannot be absorbed there. "
+            + ("Whole pairs can go: spaces.rotary. " if family.turned else "")
+            + f"Heads and mlp can be pruned: recipes corp-heads and corp-mlp, or leave out spaces.{missing[0]}"
+        )
+    if missing and ENDS[missing[0]] == "rotary":
+        lies = family.unpaired or "its description does not say how they lie"
+        found = f"in {family.model_type} none can go: {lies}" if family.rope else f"{family.model_type} has none"
+        remedy = "; spaces.qk prunes dimensions of its queries and keys" if family.logits else ""
+        raise UserError(f"recipe {recipe.name} prunes {missing[0]}, pairs of rotary positions, and {found}{remedy}")
+    if missing and missing[0] in BESIDE and ENDS[missing[0]] == "columns":
+        raise UserError(
+            f"recipe {recipe.name} prunes {missing[0]}, query heads inside KV groups, and none can go by itself in "
+            f"this {family.model_type}: spaces.heads drops them with their keys and values"
+        )
+    if missing and ENDS[missing[0]] == "values":
+        fused = family.attention.query == family.attention.value
+        why = "one projection makes queries, keys and values" if fused else "its class knows heads of one width"
+        raise UserError(
+            f"recipe {recipe.name} prunes {missing[0]}, and values of {family.model_type} stay as wide as they are: "
+            f"{why}. Leave out spaces.{missing[0]}"
+        )
+    if missing:
+        raise UserError(
+            f"recipe {recipe.name} prunes {missing[0]}, which {family.model_type} has not: it has "
+            f"{', '.join(first_of_experts(family.spaces))}"
+        )
+    gated = [name for name in recipe.spaces if name in family.columns and family.columns[name].gate is not None]
+    if gated and recipe.target == "drift":
+        raise UserError(
+            f"recipe {recipe.name} makes up for drift (target drift) in {gated[0]}, whose output {family.model_type} "
+            f"multiplies by another factor for every token: say target: sequential, or leave out spaces.{gated[0]}"
+        )
+    for name in recipe.spaces:
+        if family.spaces[name].whole is not None:
+            left = {each: own for each, own in family.spaces.items() if own.whole is None and own.ends != "experts"}
+            plain = (each for each, own in left.items() if each in family.columns and own.fixed is None)
+            others = list(first_of_experts(plain)) or list(first_of_experts(left))
+            alone = " and ".join(f"recipe corp-{other}" for other in others)
+            reason = family.spaces[name].whole
+            raise UserError(
+                f"recipe {recipe.name} prunes {name}, of which none can go in {family.model_type}: {reason}. "
+                f"Leave out spaces.{name}: {' and '.join(others)} can be pruned, by itself in {alone}"
+            )

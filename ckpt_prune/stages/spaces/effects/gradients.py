@@ -1,0 +1,176 @@
+"""What errors of sites do to the model's own output: the Fisher metric, and sites tried out.
+
+The metric takes gradients and errors as independent, which fails where a few tokens have most of both, as in the last
+block of SmolLM2 (calibration/README.md, section 5). So while a block's gradients pass, the sites of a consumer are
+also tried out: for every score of `Kind.candidates` and every share of `POINTS`, units are dropped, the others refitted
+by ridge on the samples that the gradients are not of, and ½ E[Σ_t (g_t·δ_t)²] is added up token by token.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.architectures.spaces import SpaceName
+from ckpt_prune.calibration.distances import EndDistances
+from ckpt_prune.calibration.fisher import LIMITS, Fisher, measure_fisher
+from ckpt_prune.calibration.readout import Drawn
+from ckpt_prune.calibration.samples import Part, Samples
+from ckpt_prune.calibration.states import Allocate, in_memory
+from ckpt_prune.calibration.statistics import Statistics, fisher_file, with_fisher, write_fisher
+from ckpt_prune.calibration.streams import fold_slices
+from ckpt_prune.job.kinds import kind_of
+from ckpt_prune.parallel.group import here
+from ckpt_prune.stages.spaces.effects.measured import SHALLOW
+from ckpt_prune.stages.spaces.effects.predicted import Predicted, measure_spaces
+from ckpt_prune.stages.spaces.effects.refits import BlockRefits, Refits, tried_out
+from ckpt_prune.stages.spaces.effects.site_variants import POINTS, dropped_counts
+
+
+def add_gradients(
+    model: Model,
+    statistics: Statistics,
+    samples: Samples,
+    *,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    spaces: Collection[SpaceName] | None = None,
+    allocate: Allocate = in_memory,
+) -> Statistics:
+    """Measure the Fisher metric, and predict what dropping units would do, into a folder that has the Grams.
+
+    `LIMITS` samples of the last fold are run, and refits are on the other folds where there are any: what is predicted
+    is then of tokens that no refit has seen. Several processes all run these few samples, and share out the refits.
+    Time: 4 runs of every block (`measure_fisher`), and for every site
+    one ranking by each score, one factorisation for it, and 2 d_in d_out flops a token and point.
+
+    Args:
+        model: the dense model.
+        statistics: of the same model and samples.
+        samples: those that the moments were measured on.
+        device: where blocks run and are refitted.
+        compute_dtype: in which they run.
+        spaces: whose sites are tried out; by default those that stand in no other (`Family.consumers`).
+        allocate: makes the tensors that hold hidden states.
+
+    Returns:
+        The folder, with the metric in it.
+
+    Raises:
+        UserError: a gradient is not finite, or the disk is full.
+    """
+    last = fold_slices(len(samples), statistics.index.folds)[-1]
+    some = Part(samples, last.start, min(last.stop, last.start + LIMITS[model.family.modality]))
+    files: dict[str, str] = {}
+    refits = Refits(model, statistics, device, tried_out(model, spaces))
+    trials = _Trials(refits) if "gram" in statistics.index.collect else None
+    how: dict[str, Any] = {"compute_dtype": compute_dtype, "allocate": allocate}
+    rotary = "rotary" in statistics.index.collect
+    group = here()
+
+    def write(block: int, found: Mapping[str, Fisher]) -> None:
+        files[fisher_file(block)] = write_fisher(statistics.folder, block, found)
+
+    ends = EndDistances(len(some))
+    measured = measure_fisher(model, some, device=device, watcher=trials, ends=ends, rotary=rotary, **how)
+    for block, found in measured:
+        group.at_first(partial(write, block, found))
+    predicted: Predicted = {} if trials is None else trials.found
+    together: dict[SpaceName, list[tuple[int, float]]] = {}
+    scores: dict[SpaceName, str] = {}
+    # In shallow models every site's own effect is measured. Blocks with experts have too many for either.
+    if predicted and model.blocks > SHALLOW and model.family.experts is None:
+        together, scores = measure_spaces(refits, some, predicted, **how)
+    told = (predicted, together, scores, ends.found)
+    return group.once(lambda: with_fisher(statistics, len(some), dict(sorted(files.items())), *told))
+
+
+@dataclass
+class _Trials:
+    """Tries sites out while their gradients pass.
+
+    Attributes:
+        found: of the blocks that are through.
+    """
+
+    refits: Refits
+    found: Predicted = field(default_factory=dict)
+    _block: int = 0
+    _sites: dict[SpaceName, "_Site"] = field(default_factory=dict)
+    _mine: set[tuple[SpaceName, str]] = field(default_factory=set)
+
+    def begin(self, block: int, tensors: Mapping[str, Tensor]) -> None:
+        """Refit every site of a block at every point."""
+        self._block, own = block, self.refits.of(block, tensors)
+        trials = [(space, score) for space in self.refits.spaces for score in kind_of(space).candidates]
+        self._mine = set(trials[here().rank :: here().size])
+        self._sites = {space: self._site(own, space) for space in self.refits.spaces}
+
+    def _site(self, own: BlockRefits, space: SpaceName) -> "_Site":
+        counts = dropped_counts(self.refits.model.units(space), POINTS)
+        scores = kind_of(space).candidates
+        lost = {
+            score: [own.lost(space, score, count).float() for count in counts]
+            for score in scores
+            if (space, score) in self._mine
+        }
+        mean = own.mean(space, scores[0])
+        return _Site(counts, lost, None if mean is None else mean.float())
+
+    def see(self, space: SpaceName, inputs: Tensor, gradient: Tensor, drawn: Drawn, samples: int) -> None:
+        """Add up (g·δ)²."""
+        if space in self._sites:
+            self._sites[space].see(inputs, gradient, drawn, samples)
+
+    def end(self, samples: int) -> None:
+        """Enter what was found."""
+        group, own = here(), {space: site.divergences(samples) for space, site in self._sites.items()}
+        told = group.gather((own, self.refits.known(self._block))) or []
+        for theirs, scores in group.once(lambda: told):
+            self.refits.learn(scores)
+            for space, by_score in theirs.items():
+                self.found.setdefault(self.refits.model.site_name(self._block, space), {}).update(by_score)
+        # In the order of one process, which is what ties are broken by.
+        for space in self._sites:
+            name = self.refits.model.site_name(self._block, space)
+            told_of = self.found[name]
+            self.found[name] = {score: told_of[score] for score in kind_of(space).candidates if score in told_of}
+        self._sites.clear()
+
+
+@dataclass
+class _Site:
+    """One site's refits, and what they lose.
+
+    Attributes:
+        counts: units dropped.
+        lost: score → for each count W − Ŵ, (d_out, d_in) float32.
+        mean: of the inputs, where a bias makes up for it.
+    """
+
+    counts: list[int]
+    lost: Mapping[str, list[Tensor]]
+    mean: Tensor | None
+    _sums: dict[str, list[float]] = field(default_factory=dict)
+
+    def see(self, inputs: Tensor, gradient: Tensor, drawn: Drawn, samples: int) -> None:
+        """As `Watcher.see`."""
+        x = inputs.float() if self.mean is None else inputs.float() - self.mean
+        # Over all tokens of a sample where it has one prediction, else token by token.
+        shape = (samples, -1) if drawn.whole else (-1, 1)
+        for score, each in self.lost.items():
+            sums = self._sums.setdefault(score, [0.0] * len(each))
+            for index, lost in enumerate(each):
+                moved = (gradient @ lost).mul_(x).sum(1).double().view(shape).sum(1)
+                sums[index] += drawn.weight * float(moved.square().sum())
+
+    def divergences(self, samples: int) -> dict[str, list[tuple[int, float]]]:
+        """½ E[(g·δ)²], the mean over samples."""
+        return {
+            score: [(count, value / 2 / samples) for count, value in zip(self.counts, sums, strict=True)]
+            for score, sums in self._sums.items()
+        }

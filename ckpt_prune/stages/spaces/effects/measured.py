@@ -1,0 +1,148 @@
+"""Effects measured: a site pruned alone, and all that follows run again."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.architectures.spaces import SpaceName
+from ckpt_prune.calibration.fisher import LIMITS
+from ckpt_prune.calibration.readout import divergences
+from ckpt_prune.calibration.samples import Part, Samples
+from ckpt_prune.calibration.states import Allocate, in_memory
+from ckpt_prune.calibration.statistics import Statistics
+from ckpt_prune.calibration.streams import stream_of
+from ckpt_prune.checkpoint.journal import Journal
+from ckpt_prune.checkpoint.staging import disk_failures
+from ckpt_prune.parallel.group import here
+from ckpt_prune.progress import track
+from ckpt_prune.stages.spaces.effects.site_variants import (
+    POINTS,
+    Variants,
+    check_finite,
+    counts_of,
+    without_units,
+)
+
+SHALLOW = 12
+"""Blocks up to which effects are measured by default: that takes L²/2 runs of blocks for a point of each space.
+
+Predictions of the Fisher metric are of second order. They come near where a model is redundant, as deep ones are, and
+fall short of what tiny ones lose (calibration/README.md, section 5).
+"""
+
+
+def measured_singly(model: Model) -> bool:
+    """Whether effects of single sites are measured: of shallow models, whose blocks have a few sites each."""
+    return model.blocks <= SHALLOW and model.family.experts is None and not model.own_code
+
+
+def measure_effects(
+    model: Model,
+    statistics: Statistics,
+    samples: Samples,
+    *,
+    spaces: Collection[SpaceName],
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    points: tuple[float, ...] = POINTS,
+    limit: int | None = None,
+    allocate: Allocate = in_memory,
+    journal: Journal | None = None,
+) -> dict[str, list[tuple[int, float]]]:
+    """Prune one site of the dense model at a time and see how far that takes the model's own output (this project).
+
+    Columns go in the order of `scoring.obs`, and what stays is refitted by ridge, or by affine where the consumer has
+    a bias in the checkpoint; dimensions of q and k go by logit energy, compensated by logit. λ is fixed.
+
+    A model of L blocks has about L²/2 of them run for each point of each space, and as many read in all: every later
+    block is read once for a block whose sites are pruned, and all its variants go through. Memory: a block, its
+    moments, everything outside the blocks, the hidden states of `limit` samples once for each space and point and
+    twice for the dense model, and the logits of `READOUT_TOKENS` tokens (at least of one sample) twice. Several
+    processes share out spaces and points, each on all of these samples.
+
+    Args:
+        model: the dense model.
+        statistics: of the same model, with Grams of consumers' inputs, and with logits where q and k are among the
+            spaces. That they are this model's is up to the caller.
+        samples: the first `limit` are run.
+        spaces: whose sites are pruned; those that the family has.
+        device: where blocks run and are refitted.
+        compute_dtype: in which they run.
+        points: shares of the units of a site to drop, nearest counts from 1 to all but one.
+        limit: of samples; by default `LIMITS`.
+        allocate: makes the tensors that hold hidden states.
+        journal: of the run, in which the effects of a block's sites are entered when they are measured; those that are
+            in it are not measured again.
+
+    Returns:
+        Site by `Model.site_name` (on-disk weight of the consumer, or of the query) → units dropped, of q and k
+        dimensions dropped in every head and of queries heads dropped in every KV group, ascending, and the mean over
+        samples of `Readout.divergence` from the dense model. A site of one unit is left out.
+
+    Raises:
+        UserError: statistics lack moments, or the output is not finite.
+    """
+    family = model.family
+    counts = counts_of(model, statistics, spaces, points)
+    variants = [(space, count) for space, own in counts.items() for count in own]
+    if not variants:
+        return {}
+    few = Part(samples, 0, min(len(samples), LIMITS[family.modality] if limit is None else limit))
+    stream = stream_of(model, few, device=device, compute_dtype=compute_dtype, allocate=allocate)
+    readout = stream.readout()
+    sites = Variants(model, statistics, device, counts)
+    shape, dtype = tuple(stream.states.shape), stream.states.dtype
+    group = here()
+    mine = range(group.rank, len(variants), group.size)
+    pruned = [allocate(shape, dtype) for _ in mine]
+    dense = allocate(shape, dtype)
+
+    def run(block: int, tensors: Mapping[str, Tensor], moved: list[tuple[Tensor, Tensor]]) -> None:
+        """Run a block from the first states of each pair into the second, which may be the same."""
+        module = stream.factory.block(block, tensors)
+        for given, out in moved:
+            stream.pass_through(module, block, given, out)
+
+    found: dict[str, list[tuple[int, float]]] = {}
+    blocks = model.blocks
+    known: dict[str, Any] = group.once(lambda: {} if journal is None else journal.notes)
+    start = next((block for block in range(blocks) if _unit(block) not in known), blocks)
+    for block in range(start):
+        found |= {name: [(count, value) for count, value in own] for name, own in known[_unit(block)].items()}
+    for block in range(blocks) if 0 < start < blocks else ():
+        # What the sites before had left: the states before the first block that is to be measured, and the last ones.
+        tensors = model.read_block(block)
+        states = stream.states if block < start else dense
+        run(block, tensors, [(states, states)])
+        if block == start - 1:
+            dense.copy_(stream.states)
+    passes = [(site, block) for site in range(start, blocks) for block in range(site, blocks)]
+    for site, block in track(passes, "measuring effects", total=len(passes), unit="block run"):
+        tensors = model.read_block(block)
+        if block == site:
+            for out, new in zip(pruned, sites.of(block, tensors, mine), strict=True):
+                run(block, new, [(stream.states, out)])
+            run(block, tensors, [(stream.states, stream.states)])
+            if site == 0:
+                dense.copy_(stream.states)
+        else:
+            # The first time round the dense model's own states go all the way, as what the others are held against.
+            run(block, tensors, [(states, states) for states in ([dense] if site == 0 else []) + pruned])
+        if block == blocks - 1:
+            values = group.dealt(divergences(readout, dense, few, [(readout, states) for states in pruned]))
+            for (space, count), value in zip(variants, values, strict=True):
+                name = model.site_name(site, space)
+                check_finite(value, without_units(count, name), compute_dtype)
+                found.setdefault(name, []).append((count, value))
+            if journal is not None:
+                own = {model.site_name(site, space) for space in counts}
+                with disk_failures(journal.folder):
+                    journal.record(_unit(site), note={name: found[name] for name in found if name in own})
+    return found
+
+
+def _unit(block: int) -> str:
+    return f"effects {block}"

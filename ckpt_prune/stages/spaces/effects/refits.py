@@ -1,0 +1,116 @@
+"""Sites whose units go by some score while the others are refitted, for what predicts effects of that."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ckpt_prune.architectures.family import KINDS
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.architectures.sites import Site
+from ckpt_prune.architectures.spaces import SpaceName
+from ckpt_prune.calibration.kinds import inputs_of
+from ckpt_prune.calibration.moments import Moments, total
+from ckpt_prune.calibration.sources import CachedMoments
+from ckpt_prune.calibration.statistics import Statistics
+from ckpt_prune.scoring.costs import DropOrder
+from ckpt_prune.stages.spaces.effects.site_variants import trial_recipe
+from ckpt_prune.stages.spaces.solvers import solver_of
+from ckpt_prune.stages.spaces.solvers.columns import ColumnSolver
+
+
+def tried_out(model: Model, spaces: Collection[SpaceName] | None = None) -> list[SpaceName]:
+    """Spaces with a consumer of which something can go: of those named, or of those that stand in no other."""
+    wanted = model.family.consumers if spaces is None else spaces
+    return [space for space in model.family.columns if space in wanted and model.units(space) > 1]
+
+
+@dataclass
+class Refits:
+    """Refits of sites with a consumer, to all folds but the last, or to the only one.
+
+    What scores say of a site is kept, so that one that is asked for again is not ranked again.
+
+    Attributes:
+        model: the dense model.
+        statistics: of it, with Grams.
+        device: where sites are ranked and refitted.
+        spaces: whose sites, in the family's order (`tried_out`).
+    """
+
+    model: Model
+    statistics: Statistics
+    device: torch.device
+    spaces: Collection[SpaceName]
+    _scores: dict[tuple[Site, str], Tensor] = field(default_factory=dict)
+
+    def of(self, block: int, tensors: Mapping[str, Tensor]) -> "BlockRefits":
+        """The sites of a block, whose own tensors these are, by on-disk name."""
+        read = CachedMoments(self.statistics, self.model).moments(block, {}, list(self.spaces))
+        folds = {space: inputs_of(read[space]) for space in self.spaces}
+        moments = {space: total(own[:-1] or own).to(self.device) for space, own in folds.items()}
+        return BlockRefits(self, block, tensors, moments)
+
+    def known(self, block: int) -> dict[tuple[Site, str], Tensor]:
+        """What scores say of the sites of a block, as far as they were asked."""
+        return {key: scores for key, scores in self._scores.items() if key[0].block == block}
+
+    def learn(self, scores: Mapping[tuple[Site, str], Tensor]) -> None:
+        """Take over what another process was told."""
+        self._scores.update(scores)
+
+    def scores(self, solver: ColumnSolver, refits: "BlockRefits", score: str) -> Tensor:
+        """Of the units of a site, (units,)."""
+        key = Site(refits.block, solver.space), score
+        if key not in self._scores:
+            moments = refits.moments[solver.space]
+            self._scores[key] = solver.scores(refits.block, refits.tensors, (moments,)).cpu()
+        return self._scores[key]
+
+
+@dataclass
+class BlockRefits:
+    """Refits of the sites of one block.
+
+    Attributes:
+        shared: with all blocks.
+        block: its index.
+        tensors: its own, by on-disk name.
+        moments: of its sites.
+    """
+
+    shared: Refits
+    block: int
+    tensors: Mapping[str, Tensor]
+    moments: Mapping[SpaceName, Moments]
+    _orders: dict[tuple[SpaceName, str], DropOrder] = field(default_factory=dict)
+
+    def mean(self, space: SpaceName, score: str) -> Tensor | None:
+        """Of a consumer's inputs, (d_in,) float64, where a bias makes up for it."""
+        return self.moments[space].mean if self._solver(space, score).centred(self.block, self.tensors) else None
+
+    def lost(self, space: SpaceName, score: str, count: int) -> Tensor:
+        """W − Ŵ with `count` units of a site gone, in each copy as many, (d_out, d_in) float64."""
+        key = space, score
+        if key not in self._orders:
+            solver = self._solver(space, score)
+            scores = self.shared.scores(solver, self, score).to(self.shared.device)
+            self._orders[key] = solver.drop_order(self.block, self.tensors, self.moments[space], scores)
+        return self._orders[key].lost(count * self.shared.model.copies(space))
+
+    def pruned(self, space: SpaceName, score: str, count: int) -> dict[str, Tensor]:
+        """The block's tensors with `count` units of a site gone: as zeros, in the shapes they had."""
+        lost, mean = self.lost(space, score, count).cpu(), self.mean(space, score)
+        consumer = self.shared.model.family.columns[space].consumer
+        name, bias = (self.shared.model.tensor(self.block, consumer, kind) for kind in KINDS)
+        new = {**self.tensors, name: (self.tensors[name].double() - lost).to(self.tensors[name].dtype)}
+        if mean is not None:
+            new[bias] = (self.tensors[bias].double() + lost @ mean.cpu()).to(self.tensors[bias].dtype)
+        return new
+
+    def _solver(self, space: SpaceName, score: str) -> ColumnSolver:
+        recipe = trial_recipe(self.shared.model, self.block, space, self.tensors, score)
+        solver = solver_of(self.shared.model, recipe, space, self.shared.device)
+        assert isinstance(solver, ColumnSolver)
+        return solver

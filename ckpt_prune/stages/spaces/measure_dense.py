@@ -1,0 +1,106 @@
+"""Statistics for a request that is given data and needs them: measured first, in the staging folder of the run."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from ckpt_prune.calibration.measure import check_folds, measure_into, statistics_bytes
+from ckpt_prune.calibration.statistics import Statistics, with_effects
+from ckpt_prune.checkpoint.journal import Journal
+from ckpt_prune.checkpoint.staging import disk_failures
+from ckpt_prune.checkpoint.writing import check_room
+from ckpt_prune.job.job import LiveSamples
+from ckpt_prune.job.prepared import Prepared
+from ckpt_prune.job.run import Run
+from ckpt_prune.parallel.group import here
+from ckpt_prune.phases import phase
+from ckpt_prune.stages.spaces.effects.gradients import add_gradients
+from ckpt_prune.stages.spaces.effects.measured import measure_effects, measured_singly
+
+STATISTICS, EFFECTS = "statistics", "effects"
+"""Units of the journal: moments, and effects, of the whole model."""
+
+
+def measure_dense(prepared: Prepared, run: Run) -> Prepared:
+    """Return the state with statistics of the unpruned model, if the recipe needs them before the first block.
+
+    They are measured on the live samples, or read if an interrupted run has measured them: for a recipe of target
+    dense, for one rotation of all blocks, and for widths of the least error.
+    """
+    if not prepared.measures_first or prepared.live is None:
+        return prepared
+    with run.stages.stage("measuring"), phase("calibration"):
+        return replace(prepared, statistics=measure_first(prepared, prepared.live, run.scratch, run.journal))
+
+
+def measure_first(prepared: Prepared, live: LiveSamples, folder: Path, journal: Journal | None) -> Statistics:
+    """Moments of the unpruned model, and what errors do to its output where widths are weighed by that.
+
+    Args:
+        prepared: what to measure for.
+        live: samples.
+        folder: where; it is made.
+        journal: of the run, in which what is done is entered; None where it is not to be gone on with.
+    """
+    recipe, group = prepared.recipe, here()
+    known = group.once(lambda: set[str]() if journal is None else set(journal.units))
+
+    def make_folder() -> None:
+        with disk_failures(folder):
+            folder.mkdir(exist_ok=True)
+        needed = statistics_bytes(prepared.model, collect=recipe.collect, folds=live.folds, samples=len(live.samples))
+        check_room(folder, needed, "statistics need")
+
+    if STATISTICS in known:
+        statistics = Statistics(folder)
+    else:
+        check_folds(live.samples, live.folds)
+        group.at_first(make_folder)
+        statistics = measure_into(
+            prepared.model,
+            live.samples,
+            folder,
+            seed=live.seed,
+            folds=live.folds,
+            collect=recipe.collect,
+            device=prepared.device,
+            compute_dtype=live.compute_dtype,
+            allocate=live.allocate,
+            skeleton=None if prepared.stored is None else prepared.stored.skeleton(),
+            journal=journal,
+        )
+        _done(journal, STATISTICS)
+    if not recipe.weighed_by_effect or prepared.ranked is not None:
+        return statistics
+    if not statistics.index.fisher:
+        # An interrupted pass back has to start at the last block again: the index tells only of the whole.
+        statistics = add_gradients(
+            prepared.model,
+            statistics,
+            live.samples,
+            device=prepared.device,
+            compute_dtype=live.compute_dtype,
+            spaces=list(recipe.spaces),
+            allocate=live.allocate,
+        )
+    if not measured_singly(prepared.model) or EFFECTS in known:
+        return statistics
+    effects = measure_effects(
+        prepared.model,
+        statistics,
+        live.samples,
+        spaces=list(recipe.spaces),
+        device=prepared.device,
+        compute_dtype=live.compute_dtype,
+        allocate=live.allocate,
+        journal=journal,
+    )
+    statistics = group.once(lambda: with_effects(statistics, effects))
+    _done(journal, EFFECTS)
+    return statistics
+
+
+def _done(journal: Journal | None, unit: str) -> None:
+    if journal is None:
+        return
+    with disk_failures(journal.folder):
+        journal.record(unit)

@@ -1,0 +1,261 @@
+"""The engine of recipes with spaces: one block in, its pruned and compensated tensors out. It touches no files."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ckpt_prune.architectures.cuts import found_among, touched
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.architectures.sites import Site
+from ckpt_prune.architectures.spaces import SpaceName, dim_of
+from ckpt_prune.calibration.kinds import SpaceMoments
+from ckpt_prune.calibration.moments import Moments
+from ckpt_prune.calibration.sources import MomentSource
+from ckpt_prune.checkpoint.finite import all_finite
+from ckpt_prune.errors import UserError
+from ckpt_prune.job.decisions import Decisions
+from ckpt_prune.job.model_view import fill_biases
+from ckpt_prune.job.plan import SitePlan
+from ckpt_prune.parallel.group import here
+from ckpt_prune.phases import phase
+from ckpt_prune.stages.spaces.solvers import solver_of
+from ckpt_prune.stages.spaces.solvers.base import SolvedSite, Solver
+
+SWEEPS = 2
+"""How often experts that stay are refitted side by side, each to its share of what all of them still lack."""
+
+
+@dataclass(frozen=True)
+class Pruner:
+    """Prunes the blocks of one model.
+
+    Args:
+        model: the dense model.
+        decisions: what is settled.
+        biases: linear modules of a block that have a bias in the output container.
+        device: where the closed forms are solved, in float64.
+        diagnostics: also compute CORP's errors, spectra and held-out errors per site.
+        padded: spaces that the output container holds at their dense width, with zeros.
+    """
+
+    model: Model
+    decisions: Decisions
+    biases: frozenset[str]
+    device: torch.device
+    diagnostics: bool = False
+    padded: frozenset[SpaceName] = frozenset()
+
+    record = SitePlan
+
+    def block(
+        self, block: int, tensors: Mapping[str, Tensor], source: MomentSource
+    ) -> tuple[dict[str, Tensor], list[SitePlan]]:
+        """Prune one block.
+
+        Args:
+            block: its index.
+            tensors: its on-disk tensors.
+            source: of moments; telling it the result is up to the caller.
+
+        Returns:
+            The block's new tensors, names and dtypes as before with biases added, and the plan of each site.
+
+        Raises:
+            UserError: a new tensor overflows the checkpoint's dtype.
+        """
+        current = dict(tensors)
+        plans = [each.solved[0] for each in self.sites(block, current, source)]
+        kept = {plan.site.space: torch.tensor(plan.kept) for plan in plans if len(plan.kept) < plan.units}
+        fill_biases(self.model.family, block, self.biases, current)
+        self._pad(block, kept, current)
+        left = self.model.without_experts(block, current, kept)
+        plans = [self._refit(block, tensors, left, plan, source) for plan in plans]
+        check_overflow(tensors, left)
+        return left, plans
+
+    def _refit(
+        self,
+        block: int,
+        dense: Mapping[str, Tensor],
+        tensors: dict[str, Tensor],
+        plan: SitePlan,
+        source: MomentSource,
+    ) -> SitePlan:
+        """Fit what stays of a block to what it lacks, once experts are gone: only then is it known who sees what."""
+        solver = solver_of(self.model, self.decisions.recipe, plan.site.space, self.device)
+        spaces = solver.refitted(len(plan.kept)) if len(plan.kept) < plan.units else []
+        found: list[dict[str, Any]] = []
+        for _ in range(SWEEPS if spaces else 0):
+            with phase("calibration"):
+                moments = source.lacking(block, dense, tensors, spaces)
+            with phase("compensation"):
+                new, figures = here().once(partial(solver.refit, block, tensors, moments))
+            tensors |= {name: tensor.to(tensors[name].dtype) for name, tensor in new.items()}
+            found.append(figures)
+        if not found:
+            return plan
+        first, last = found[0], found[-1]
+        return plan.model_copy(update={**last, "error_uncompensated": first["error_uncompensated"]})
+
+    def sites(
+        self, block: int, tensors: dict[str, Tensor], source: MomentSource, others: MomentSource | None = None
+    ) -> Iterator["AtSite"]:
+        """Solve the sites of a block one after the other.
+
+        Args:
+            block: its index.
+            tensors: its on-disk tensors, at least those that its sites are solved from; every site leaves them as they
+                are once it is pruned, after it was yielded.
+            source: of moments.
+            others: of moments on other samples, which nothing is solved from.
+        """
+        kept: dict[SpaceName, Tensor] = {}
+        recipe = self.decisions.recipe
+        # The order of the description is the order of computation: q and k, then what they weigh, then the mlp.
+        spaces = [space for space in self.model.family.spaces if space in recipe.spaces and block in self.model.spaced]
+        decided = {space: self.decisions.of(self.model, Site(block, space)) for space in spaces}
+        # What stays whole is not measured again: it is most of what a budget leaves of attention.
+        measured = [
+            space for space, own in decided.items() if own.scores is None or own.keep != self.model.units(space)
+        ]
+        stages = {stage[0]: stage for stage in source.stages(measured) if stage}
+        found: Mapping[SpaceName, SpaceMoments] = {}
+        for space in spaces:
+            if space in stages:
+                with phase("calibration"):
+                    found = source.moments(block, tensors, stages[space])
+            model, moments = self._left(space, kept, found.get(space))
+            solver = solver_of(model, recipe, space, self.device, diagnostics=self.diagnostics)
+            # The first of several processes alone has the moments of all samples, and its numbers are everyone's.
+            with phase("compensation"):  # in which the solver ranks units first
+                solved = here().once(partial(solver.solve, block, tensors, moments, decided[space]))
+            if solved[0].units != self.model.site_units(space):
+                solved = self._in_dense(solved[0], kept), solved[1]
+            known = decided[space].plan
+            if known is not None:
+                solved[0].shift = known.shift
+            beside = None
+            if others is not None:
+                _, beside = self._left(space, kept, others.moments(block, tensors, [space]).get(space))
+            yield AtSite(solver, tensors, moments, solved, beside)
+            plan, new = solved
+            if new is not None:
+                before = dict(kept)
+                kept[space] = torch.tensor(plan.kept)
+                self._cut(block, before, kept, tensors, new)
+                self._note(block, kept, tensors)
+
+    def _left(
+        self, space: SpaceName, kept: Mapping[SpaceName, Tensor], moments: SpaceMoments | None
+    ) -> tuple[Model, SpaceMoments | None]:
+        """The model and the moments of a space as earlier spaces have left them on the same consumer."""
+        columns = self.model.family.columns
+        consumer = columns[space].consumer if space in columns else None
+        earlier = [each for each in kept if each in columns and columns[each].consumer == consumer]
+        if not earlier:
+            return self.model, moments
+        model = self.model.narrowed({each: len(kept[each]) // self.model.copies(each) for each in earlier})
+        if moments is None or consumer is None:
+            return model, moments
+        _, lines = self.model.stays({each: kept[each] for each in earlier})[consumer, dim_of("columns")]
+        # Moments that were taken before are of all inputs.
+        own = (m for m in moments if isinstance(m, Moments))
+        return model, tuple(m.at(lines) if m.width > len(lines) else m for m in own)
+
+    def _in_dense(self, plan: SitePlan, kept: Mapping[SpaceName, Tensor]) -> SitePlan:
+        """A plan in units of the dense model, where some of those that stand side by side had gone with others before.
+
+        They are listed like the first ones that are there, with scores of zero: as many stay in each.
+        """
+        space = self.model.family.spaces[plan.space]
+        count, copies = space.count(self.model.dimension), space.copies(self.model.dimension)
+        within = next(own for name, own in kept.items() if self.model.family.spaces[name].units == space.per)
+        scores, first = torch.zeros(copies, count, dtype=torch.float64), plan.kept[: len(plan.kept) // len(within)]
+        scores[within] = torch.tensor(plan.scores, dtype=torch.float64).view(len(within), count)
+        stays = torch.tensor(first).repeat(copies, 1)
+        stays[within] = torch.tensor(plan.kept).view(len(within), -1) - torch.arange(len(within))[:, None] * count
+        stays += torch.arange(copies)[:, None] * count
+        new = {"units": count * copies, "kept": stays.flatten().tolist(), "scores": scores.flatten().tolist()}
+        return plan.model_copy(update=new)
+
+    def _note(self, block: int, kept: Mapping[SpaceName, Tensor], tensors: dict[str, Tensor]) -> None:
+        """Tell with a block's tensors how wide they are."""
+        widths = {space: len(units) // self.model.copies(space) for space, units in kept.items()}
+        tensors |= self.model.noting(block, tensors, widths)
+
+    def _cut(
+        self,
+        block: int,
+        before: Mapping[SpaceName, Tensor],
+        kept: Mapping[SpaceName, Tensor],
+        tensors: dict[str, Tensor],
+        new: Mapping[str, Tensor],
+    ) -> None:
+        """Drop what goes beyond what had gone before, and enter what compensation has rewritten."""
+        dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+        earlier = self.model.stays(before)
+        for module, kind, dim, lines in touched(self.model.stays(kept)):
+            name = self.model.tensor(block, module, kind)
+            if name in new or name not in tensors or len(lines) == tensors[name].shape[dim]:
+                continue
+            known = earlier.get((module, dim))
+            places = lines if known is None else found_among(lines, known[1])
+            tensors[name] = tensors[name].index_select(dim, places)
+        pairs = self.model.pairs_kept(kept)
+        if pairs is not None:
+            tensors[self.model.pairs_name(block)] = pairs
+        for name, tensor in new.items():
+            # A bias that is new has the type of its weight.
+            tensors[name] = tensor.to(dtypes.get(name, dtypes[f"{name.rpartition('.')[0]}.weight"]))
+
+    def _pad(self, block: int, kept: Mapping[SpaceName, Tensor], tensors: dict[str, Tensor]) -> None:
+        """Put what stayed back in its dense place, with zeros where the dropped units were: nothing they held acts."""
+        if not self.padded & kept.keys():
+            return
+        if self.padded & self.model.family.turned.keys():
+            tensors.pop(self.model.pairs_name(block), None)
+        narrow = self.model.stays({space: units for space, units in kept.items() if space not in self.padded})
+        for module, kind, dim, lines in touched(self.model.stays(kept)):
+            name = self.model.tensor(block, module, kind)
+            if name not in tensors:
+                continue
+            known = narrow.get((module, dim))
+            held = self.model.line_numbers(module, dim) if known is None else known[1]
+            if len(held) > len(lines):
+                shape = list(tensors[name].shape)
+                shape[dim] = len(held)
+                tensors[name] = tensors[name].new_zeros(shape).index_copy_(dim, found_among(lines, held), tensors[name])
+        self._note(block, {space: units for space, units in kept.items() if space not in self.padded}, tensors)
+
+
+class AtSite(NamedTuple):
+    """A site as it is solved.
+
+    Attributes:
+        solver: of the space, on the model as earlier sites of the block have left it.
+        tensors: what it was solved from; they change when the next site is asked for.
+        moments: one for each fold, or None where the recipe needs none.
+        solved: as `Solver.solve` returns it.
+        others: moments on other samples, where there are any.
+    """
+
+    solver: Solver
+    tensors: Mapping[str, Tensor]
+    moments: SpaceMoments | None
+    solved: SolvedSite
+    others: SpaceMoments | None = None
+
+
+def check_overflow(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+    """Refuse a block whose new tensors do not fit their dtype.
+
+    Raises:
+        UserError: naming the first that does not.
+    """
+    for name, tensor in after.items():
+        if tensor is not before.get(name) and not all_finite(tensor):
+            raise UserError(f"{name}: the new tensor does not fit its dtype {tensor.dtype}: use a gentler recipe")

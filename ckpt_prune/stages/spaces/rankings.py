@@ -1,0 +1,61 @@
+"""FLAP's rankings: the units of all blocks in one list, or in one for each space (scoring/README.md, section 3)."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.architectures.sites import Site
+from ckpt_prune.architectures.spaces import SpaceName
+from ckpt_prune.calibration.kinds import inputs_of
+from ckpt_prune.calibration.moments import total
+from ckpt_prune.calibration.sources import MomentSource
+from ckpt_prune.job.recipe import Recipe
+from ckpt_prune.job.selection import select_ranked, standardise
+from ckpt_prune.progress import track
+from ckpt_prune.stages.spaces.solvers.columns import ColumnSolver
+
+
+def standardised_scores(model: Model, recipe: Recipe, source: MomentSource, device: torch.device) -> dict[Site, Tensor]:
+    """FLAP's adaptive metric of every unit."""
+    scores: dict[Site, Tensor] = {}
+    for block in track(model.spaced, "ranking", total=len(model.spaced)):
+        moments = source.moments(block, {}, list(recipe.spaces))
+        for space in recipe.spaces:
+            solver = ColumnSolver(model, recipe, space, device)
+            name = model.tensor(block, solver.description.consumer)
+            weight = model.checkpoint.read([name])[name].to(device)
+            folds = inputs_of(moments.get(space))
+            # A ranking does not need Grams.
+            whole = total([replace(fold, gram=None) for fold in folds]).to(device) if folds else None
+            scores[Site(block, space)] = standardise(solver.column_scores(weight, whole), model.unit_columns(space))
+    return scores
+
+
+def ranked(model: Model, recipe: Recipe, scores: Mapping[Site, Tensor]) -> dict[Site, Tensor]:
+    """Units that stay under FLAP's ranking over layers, or over layers and spaces, at the recipe's ratio.
+
+    Args:
+        model: the dense model.
+        recipe: with such an allocation.
+        scores: of `standardised_scores`.
+    """
+    if recipe.allocation == "across-layers":
+        kept: dict[Site, Tensor] = {}
+        for space in recipe.spaces:
+            own = {site: s for site, s in scores.items() if site.space == space}
+            units = sum(s.numel() for s in own.values())
+            kept |= select_ranked(own, {space: 1.0}, (1 - recipe.ratio_of(space)) * units)
+        return kept
+    costs: dict[SpaceName, float] = {space: float(model.unit_weights(space)) for space in recipe.spaces}
+    code = recipe.allocation == "across-layers-and-spaces-code"
+    if code:
+        # An integer tensor holds what a head weighs there: 170 of 512/3 columns in LLaMA-7B.
+        least = min(costs.values())
+        costs = {space: float(int(own / least)) for space, own in costs.items()}
+    budget = 0.0
+    for site, own_scores in scores.items():
+        budget += own_scores.numel() * costs[site.space] * (1 - recipe.ratio_of(site.space))
+    return select_ranked(scores, costs, budget, below_cut=code)

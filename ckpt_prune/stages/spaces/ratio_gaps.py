@@ -1,0 +1,86 @@
+"""Counts of units and the ratios that give them: which widths exist, and what is beside what a ratio reaches."""
+
+from dataclasses import dataclass
+
+from ckpt_prune.architectures.spaces import Rounding
+from ckpt_prune.errors import UserError
+from ckpt_prune.job.selection import units_kept
+
+FAR = 0.1
+"""A share that is reached counts as another than the one asked for when it differs by more than this part of that."""
+_DIGITS = 12
+
+
+def allowed_widths(units: int, multiple_of: int = 1) -> list[int]:
+    """Widths that a space of so many units may have, ascending: the multiples, and the full width."""
+    multiples = list(range(multiple_of, units + 1, multiple_of))
+    return multiples if multiples and multiples[-1] == units else [*multiples, units]
+
+
+def ratio_for(units: int, kept: int, rounding: Rounding, multiple_of: int = 1) -> float:
+    """The shortest ratio of two digits or more that leaves exactly `kept` units.
+
+    Args:
+        units: of the dense space.
+        kept: one of `allowed_widths`.
+        rounding: as in `selection.units_kept`.
+        multiple_of: as there.
+
+    Raises:
+        ValueError: no ratio leaves that many.
+    """
+    share = (units - kept) / units
+    for digits in range(2, _DIGITS + 1):
+        # The nearest of so many digits, and those on either side: counts may be rounded down or up.
+        for aside in (0.0, 0.5, -0.5):
+            ratio = round(share + aside * 10.0**-digits, digits)
+            if 0 <= ratio < 1 and _kept(units, ratio, rounding, multiple_of) == kept:
+                return ratio
+    raise ValueError(f"no ratio leaves {kept} of {units} units in multiples of {multiple_of}")
+
+
+def _kept(units: int, ratio: float, rounding: Rounding, multiple_of: int) -> int | None:
+    try:
+        return units_kept(units, ratio, rounding, multiple_of)
+    except UserError:
+        return None
+
+
+@dataclass(frozen=True)
+class Gap:
+    """A ratio that the units of a space are too coarse for.
+
+    Attributes:
+        asked: share of units to drop.
+        dropped: units that go.
+        other: units that go at the next size on the other side of the ratio; None where there is none.
+        ratio: the shortest that drops `other`.
+    """
+
+    asked: float
+    dropped: int
+    other: int | None
+    ratio: float | None
+
+
+def is_far(asked: float, dropped: float) -> bool:
+    """Whether the share that goes is another than the one asked for: by more than `FAR` of that."""
+    return abs(dropped - asked) > FAR * asked
+
+
+def gap(units: int, asked: float, rounding: Rounding, multiple_of: int = 1) -> Gap | None:
+    """What is reached where that is far from a ratio, and what is beside it; None where it is near.
+
+    Far is more than `FAR` of the ratio that was asked for.
+    """
+    kept = units_kept(units, asked, rounding, multiple_of)
+    dropped = units - kept
+    off = dropped / units - asked
+    if not is_far(asked, dropped / units):
+        return None
+    allowed = allowed_widths(units, multiple_of)
+    beside = allowed.index(kept) + (1 if off > 0 else -1)
+    if not 0 <= beside < len(allowed):
+        return Gap(asked, dropped, None, None)
+    other = allowed[beside]
+    return Gap(asked, dropped, units - other, ratio_for(units, other, rounding, multiple_of))

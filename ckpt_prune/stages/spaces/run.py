@@ -1,0 +1,117 @@
+"""The work of the stage `spaces`: measure, choose how many units stay, and prune blocks."""
+
+import math
+from contextlib import nullcontext
+from dataclasses import replace
+
+from ckpt_prune.calibration.sources import SequentialMoments
+from ckpt_prune.errors import UserError
+from ckpt_prune.job.decisions import planned
+from ckpt_prune.job.prepared import Prepared
+from ckpt_prune.job.run import Run
+from ckpt_prune.job.walk import walk
+from ckpt_prune.phases import phase
+from ckpt_prune.report.model import StrengthSearch
+from ckpt_prune.stages.output import plan_output
+from ckpt_prune.stages.pruning import prune_step
+from ckpt_prune.stages.spaces.checks import check_enough_samples
+from ckpt_prune.stages.spaces.measure_dense import measure_dense
+from ckpt_prune.stages.spaces.pruner import Pruner
+from ckpt_prune.stages.spaces.size_search import at_size
+from ckpt_prune.stages.spaces.stage import Spaces
+from ckpt_prune.stages.spaces.widths import decide, ranking_of
+
+_MOST_NLL = 700.0
+"""The exponential of more is not finite."""
+
+
+def choose_widths(prepared: Prepared) -> Prepared:
+    """Decide how many units of every site stay, if that is known before anything else is measured.
+
+    Raises:
+        UserError: a size that no widths reach, or an output that no container can hold.
+    """
+    ranking = ranking_of(prepared)
+    sized = at_size(prepared, ranking)
+    if sized is not prepared:
+        check_enough_samples(sized)  # what it asks depends on the ratio
+    if not sized.widths_known:
+        return sized
+    decisions = planned(sized.model, sized.plan) if sized.plan is not None else decide(sized, ranking)
+    return plan_output(replace(sized, decided=decisions, planned=None))
+
+
+def preview_widths(prepared: Prepared) -> Prepared:
+    """Decide how many units stay; the widths of one ratio everywhere stand for those that measuring finds."""
+    if prepared.widths_known:
+        return choose_widths(prepared)
+    alike = choose_widths(replace(prepared, recipe=prepared.recipe.at_one_ratio))
+    return replace(prepared, decided=alike.decided, planned=alike.planned, foreseen=True, shape_known=False)
+
+
+def measure_and_choose(prepared: Prepared, run: Run) -> Prepared:
+    """Measure the dense model if that is needed, and decide how many units stay."""
+    known = prepared.widths_known
+    measured = measure_dense(prepared, run)
+    with nullcontext() if known else run.stages.stage("ranking"), phase("ranking"):
+        return choose_widths(measured)
+
+
+def pruner_of(prepared: Prepared) -> Pruner:
+    """Return what prunes the spaces of a block."""
+    container = prepared.output.container
+    return Pruner(
+        prepared.model,
+        prepared.decisions,
+        container.biases,
+        prepared.device,
+        diagnostics=prepared.diagnostics,
+        padded=container.padded,
+    )
+
+
+def choose_strength(prepared: Prepared, run: Run) -> Prepared:
+    """Choose the strength of least calibration perplexity, if the recipe leaves it open."""
+    if not prepared.recipe.perplexity_grid or prepared.job.plan is not None:
+        return prepared
+
+    def search() -> StrengthSearch:
+        with run.stages.stage("lambda search"):
+            return search_strength(prepared)
+
+    search_record = run.remember("search", StrengthSearch, search)
+    run.done["search"] = search_record
+    return prepared.with_strength(search_record.chosen)
+
+
+def search_strength(prepared: Prepared) -> StrengthSearch:
+    """Choose the strength by the perplexity of the pruned model on the calibration text (RCPU 7.1).
+
+    The model is pruned once per value, block by block, and nothing is written. Of equal values the larger one is
+    chosen, which stays nearer to the kept weights. A perplexity that is not finite is never chosen, and is None in the
+    result.
+
+    Raises:
+        UserError: no value of the grid gives a finite perplexity.
+    """
+    grid = prepared.recipe.perplexity_grid
+    assert grid is not None
+    perplexities: dict[float, float | None] = {}
+    for strength in grid:
+        trial = prepared.with_strength(strength)
+        trial = replace(trial, job=replace(trial.job, diagnostics=False))
+        step = prune_step(Spaces(), trial)
+        if not isinstance(step.source, SequentialMoments):
+            step.carry(trial.live_stream(trial.view))
+        walk(trial.view, {Spaces.key: step}, doing=f"trying lambda {strength:g}")
+        nll = step.carried.nll()
+        perplexities[strength] = math.exp(nll) if nll < _MOST_NLL else None
+    finite = {strength: value for strength, value in perplexities.items() if value is not None}
+    if not finite:
+        tried = ", ".join(f"{strength:g}" for strength in perplexities)
+        raise UserError(
+            f"no lambda of the grid ({tried}) gives a finite perplexity on the calibration text: "
+            "drop less, or try other values with lambda_grid"
+        )
+    chosen = min(finite, key=lambda value: (finite[value], -value))
+    return StrengthSearch(chosen=chosen, perplexity={f"{value:g}": found for value, found in perplexities.items()})

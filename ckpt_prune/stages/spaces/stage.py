@@ -1,0 +1,214 @@
+"""The stage `spaces`: units of spaces go in every block, and what stays makes up for them in closed form.
+
+Its keys stand at the top of a recipe (`job.recipe`).
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ckpt_prune.architectures.spaces import COUPLED, ENDS, known_space
+from ckpt_prune.calibration.kinds import Collect
+from ckpt_prune.job.kinds import CHOSEN, kind_of
+from ckpt_prune.job.recipe import Recipe
+from ckpt_prune.job.stage import Stage
+
+if TYPE_CHECKING:
+    from ckpt_prune.job.prepared import Prepared
+    from ckpt_prune.job.run import Run
+    from ckpt_prune.job.step import BlockPruner, Step
+
+
+class Spaces(Stage):
+    """Units of spaces go; shapes get smaller."""
+
+    key = "spaces"
+    summary = "Spaces to prune; others stay whole."
+
+    @classmethod
+    def pick(cls, recipe: Recipe) -> "Spaces | None":
+        """Return the stage if the recipe has spaces."""
+        return cls() if recipe.spaces else None
+
+    def check_recipe(self, recipe: Recipe) -> None:
+        """Refuse scores and compensations that a space does not have, and keys that contradict each other."""
+        for space, own in recipe.spaces.items():
+            kind = kind_of(space)
+            if own.score not in kind.scores:
+                allowed = ", ".join(kind.scores)
+                raise ValueError(f"spaces.{space}: score {own.score} does not rank its units; allowed here: {allowed}")
+            if own.compensation.method not in kind.methods:
+                allowed = ", ".join(kind.methods)
+                raise ValueError(
+                    f"spaces.{space}: method {own.compensation.method} is not for this space; allowed here: {allowed}"
+                )
+            if kind.needs_taylor(recipe.wish(space)) and recipe.target != "dense":
+                raise ValueError(
+                    f"spaces.{space}: score {own.score} is measured on the unpruned model, with a pass back through "
+                    "all of it: say target: dense"
+                )
+        self._check_allocation(recipe)
+        self._check_experts(recipe)
+        self._check_drift(recipe)
+        self._check_strengths(recipe)
+
+    def _check_allocation(self, recipe: Recipe) -> None:
+        for space, own in recipe.spaces.items():
+            kind = kind_of(space)
+            by_errors = recipe.allocation == "least-error" and not kind.by_errors
+            if kind.unrankable is not None and (recipe.ranks_blocks or by_errors):
+                raise ValueError(kind.unrankable)
+            if recipe.ranks_blocks and not kind.scores_columns(own.score):
+                raise ValueError(f"spaces.{space}: score {own.score} ranks units, and FLAP's rankings compare columns")
+            if own.score == CHOSEN and recipe.allocation != "least-error":
+                raise ValueError(
+                    f"spaces.{space}: score {CHOSEN} is chosen by the errors of every width: say allocation: "
+                    "least-error"
+                )
+        if recipe.ranks_blocks and recipe.widths == "uniform":
+            raise ValueError(
+                f"allocation {recipe.allocation} gives every block its own widths, which no stock model can load: "
+                "say widths: per_layer to accept remote code, or allocation: uniform"
+            )
+        if recipe.ranks_blocks and recipe.target != "dense":
+            raise ValueError(f"allocation {recipe.allocation} compares all blocks before any is pruned: target: dense")
+        if recipe.layers is not None and recipe.allocation == recipe.widths == "uniform":
+            raise ValueError(
+                "layers leaves other blocks whole, so that blocks differ in width, which no stock model can load: say "
+                "widths: per_layer to accept remote code"
+            )
+
+    def _check_experts(self, recipe: Recipe) -> None:
+        if recipe.refits_experts and recipe.target == "dense":
+            raise ValueError(
+                "spaces.experts: those that stay are refitted on the tokens that reach them once others are gone: say "
+                "target: sequential or drift"
+            )
+        if "experts" in recipe.spaces and "mlp" in map(known_space, recipe.spaces):
+            raise ValueError("experts go whole or lose columns: for both, prune twice, whole experts first")
+
+    def _check_drift(self, recipe: Recipe) -> None:
+        for space, own in recipe.spaces.items():
+            if own.compensation.shares is not None and recipe.target != "drift":
+                raise ValueError(f"spaces.{space}: shares are of the drift: say target: drift")
+        if recipe.target != "drift" or recipe.true_sequential:
+            return
+        for pair in COUPLED:
+            if all(space in recipe.spaces and ENDS[space] != "logits" for space in pair):
+                raise ValueError(
+                    f"{' and '.join(pair)} end in one projection, and with true_sequential: false both would make "
+                    "up for the same drift: leave true_sequential out"
+                )
+
+    def _check_strengths(self, recipe: Recipe) -> None:
+        compensations = [own.compensation for own in recipe.spaces.values()]
+        if len({fit.lambda_by for fit in compensations} & {"perplexity", "folds"}) > 1:
+            raise ValueError("lambda_by must be the same in every space that has a grid")
+        grids = {
+            (tuple(fit.lambda_grid), fit.lambda_units)
+            for fit in compensations
+            if fit.lambda_grid and fit.lambda_by == "perplexity"
+        }
+        if len(grids) > 1:
+            raise ValueError("lambda_by: perplexity chooses one value for the model: grids and units must agree")
+
+    def needs_moments(self, recipe: Recipe) -> bool:
+        """Return True if a score, a compensation or the allocation needs statistics."""
+        if recipe.allocation == "least-error":
+            return True
+        return any(kind_of(space).needs_moments(recipe.wish(space)) for space in recipe.spaces)
+
+    def needs_folds(self, recipe: Recipe) -> bool:
+        """Return True if a compensation is chosen on held-out folds."""
+        return any(own.compensation.by_folds for own in recipe.spaces.values())
+
+    def collects(self, recipe: Recipe) -> set[Collect]:
+        """Return what scores, compensations and the allocation are computed from."""
+        needed: set[Collect] = {"fisher"} if recipe.weighed_by_effect else set()
+        for space in recipe.spaces:
+            needed |= kind_of(space).collects(recipe.wish(space))
+        return needed
+
+    def needs_samples(self, recipe: Recipe) -> bool:
+        """Return True if a strength or experts are fitted behind pruned blocks."""
+        return bool(recipe.perplexity_grid) or recipe.refits_experts
+
+    def needs_text(self, recipe: Recipe) -> bool:
+        """Return True if scores, spaces or strengths are for language models alone."""
+        return (
+            bool({"taylor", "rotary"} & self.collects(recipe))
+            or "experts" in recipe.spaces
+            or bool(recipe.perplexity_grid)
+        )
+
+    def needs_own_code(self, recipe: Recipe) -> bool:
+        """Return True if blocks differ in width, or no class has fewer units of a space."""
+        return recipe.widths == "per_layer" or (
+            recipe.container != "padded" and any(not kind_of(space).stock for space in recipe.spaces)
+        )
+
+    def measures_prefix(self, recipe: Recipe) -> bool:
+        """Return True: blocks may be measured behind pruned ones."""
+        return True
+
+    def measures_dense(self, recipe: Recipe) -> bool:
+        """Return True if the least error of all blocks decides the widths."""
+        return self.decides_widths(recipe)
+
+    def decides_widths(self, recipe: Recipe) -> bool:
+        """Return True if widths are those of the least error."""
+        return recipe.allocation == "least-error"
+
+    # ---- work ------------------------------------------------------------------------------------------------
+
+    def check(self, prepared: "Prepared") -> None:
+        """Refuse spaces, statistics or a plan that do not suit the model."""
+        from ckpt_prune.stages.spaces.checks import check_sites
+
+        check_sites(prepared)
+
+    def check_data(self, prepared: "Prepared") -> None:
+        """Refuse data that cannot decide what the recipe leaves to it."""
+        from ckpt_prune.stages.spaces.checks import check_measured
+
+        check_measured(prepared)
+
+    def preview(self, prepared: "Prepared") -> "Prepared":
+        """Decide how many units stay; one ratio everywhere stands for widths that measuring finds."""
+        from ckpt_prune.stages.spaces.run import preview_widths
+
+        return preview_widths(prepared)
+
+    def run(self, prepared: "Prepared", run: "Run") -> "Prepared":
+        """Measure the dense model if that is needed, and decide how many units stay."""
+        from ckpt_prune.stages.spaces.run import measure_and_choose
+
+        return measure_and_choose(prepared, run)
+
+    def before_blocks(self, prepared: "Prepared", run: "Run") -> "Prepared":
+        """Choose the strength of fits by the perplexity of the pruned model, if the recipe says so."""
+        from ckpt_prune.stages.spaces.run import choose_strength
+
+        return choose_strength(prepared, run)
+
+    def pruner(self, prepared: "Prepared") -> "BlockPruner":
+        """Return what prunes the spaces of a block."""
+        from ckpt_prune.stages.spaces.run import pruner_of
+
+        return pruner_of(prepared)
+
+    def grams(self, prepared: "Prepared") -> dict[str, bool]:
+        """Return which spaces need Grams, or Grams of centred keys, measured live."""
+        return {space: prepared.recipe.measures_more(space) for space in prepared.recipe.spaces}
+
+    def step(self, prepared: "Prepared", run: "Run") -> "Step":
+        """Return what prunes a block."""
+        from ckpt_prune.stages.pruning import prune_step
+
+        return prune_step(self, prepared)
+
+    def report(self, prepared: "Prepared", records: Sequence[Any], run: "Run") -> dict[str, Any]:
+        """Return what became of every site, and how the strength was chosen."""
+        from ckpt_prune.job.records import SiteRecord
+
+        sites = [SiteRecord.model_validate(record.model_dump(exclude={"scores"})) for record in records]
+        return {"sites": sites, "lambda_search": run.done.get("search")}

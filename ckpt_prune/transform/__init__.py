@@ -1,1 +1,0 @@
-"""The engine, its moment sources, containers and the writing of outputs."""
