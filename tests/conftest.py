@@ -135,13 +135,13 @@ def no_waiting_for_disks() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def one_machine() -> Iterator[None]:
-    """What is said of a job's time and memory is of a machine that is always the same, which has no bfloat16."""
-    from ckpt_prune.machine import Rates
+    """Estimates of time and memory are of a machine that is always the same, and has no bfloat16."""
+    from ckpt_prune.runner.estimate import BlockTimes
 
-    rates = Rates(*(1e9,) * 7, reduced=1e8, calls=1e6, disk=1e8, hashed=1e9, resident=2**30)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch.cpu.get_capabilities", dict, raising=False)
-        patch.setattr("ckpt_prune.machine.measured_rates", lambda device, dtype: rates)
+        patch.setattr("ckpt_prune.runner.estimate.time_block", lambda *_: BlockTimes(run=0.001, solve=0.01))
+        patch.setattr("ckpt_prune.runner.estimate.resident", lambda: 2**30)
         yield
 
 

@@ -22,9 +22,10 @@ from ckpt_prune.calibration.kinds import Collect
 from ckpt_prune.calibration.measure import everything, measure
 from ckpt_prune.calibration.samples import Samples, TokenWindows
 from ckpt_prune.calibration.statistics import Statistics
+from ckpt_prune.job.job import Job, LiveSamples
 from ckpt_prune.job.kinds import FITS_LOGITS
-from ckpt_prune.job.prepared import LiveSamples, Prepared
-from ckpt_prune.runner.settle import Settled, settle
+from ckpt_prune.job.prepared import Prepared
+from ckpt_prune.runner.plan import prepare_plan
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.spaces.effects.gradients import add_gradients
 from tests.evaluation.tiny import BOS, EOS, VOCAB, random_windows, tiny_tokenizer
@@ -368,15 +369,15 @@ def request_on(
     *,
     folds: int = 1,
     **more: Any,
-) -> Prepared:
+) -> Job:
     """What is asked for."""
     samples = None if live is None else LiveSamples(live, folds, torch.float32)
-    return Prepared(Model.open(folder), wanted, statistics, samples, **more)
+    return Job(Model.open(folder), wanted, statistics, samples, **more)
 
 
-def job_on(folder: Path, wanted: FullRecipe, *given: Any, **more: Any) -> Settled:
+def job_on(folder: Path, wanted: FullRecipe, *given: Any, **more: Any) -> Prepared:
     """The same, settled."""
-    return settle(request_on(folder, wanted, *given, **more))
+    return prepare_plan(request_on(folder, wanted, *given, **more))
 
 
 def stock(folder: Path, variant: str, **options: Any) -> PreTrainedModel:

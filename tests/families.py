@@ -21,9 +21,10 @@ from ckpt_prune.calibration.kinds import Collect
 from ckpt_prune.calibration.measure import measure
 from ckpt_prune.calibration.samples import TokenWindows
 from ckpt_prune.calibration.statistics import Statistics
-from ckpt_prune.job.prepared import LiveSamples, Prepared
-from ckpt_prune.runner.run_job import run
-from ckpt_prune.runner.settle import Settled, settle
+from ckpt_prune.job.job import Job, LiveSamples
+from ckpt_prune.job.prepared import Prepared
+from ckpt_prune.runner.plan import prepare_plan
+from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.stages import FullRecipe
 from tests.evaluation.tiny import BOS, EOS, VOCAB, random_windows, tiny_tokenizer
 from tests.reports import comparable
@@ -159,20 +160,20 @@ def request_on(
     *,
     folds: int = 1,
     **more: Any,
-) -> Prepared:
+) -> Job:
     """What is asked for; `live` are windows to measure on."""
     samples = None if live is None else LiveSamples(TokenWindows(live), folds, torch.float32)
-    return Prepared(Model.open(folder), wanted, statistics, samples, **more)
+    return Job(Model.open(folder), wanted, statistics, samples, **more)
 
 
-def job_on(folder: Path, wanted: FullRecipe, *given: Any, **more: Any) -> Settled:
+def job_on(folder: Path, wanted: FullRecipe, *given: Any, **more: Any) -> Prepared:
     """The same, settled."""
-    return settle(request_on(folder, wanted, *given, **more))
+    return prepare_plan(request_on(folder, wanted, *given, **more))
 
 
-def prune(settled: Settled, out: Path, **options: Any) -> dict[str, Any]:
-    """Run what is settled; the report."""
-    return run(settled, out, **options).report.data()
+def prune(prepared: Prepared, out: Path, **options: Any) -> dict[str, Any]:
+    """Run a job; return its report."""
+    return run_job(prepared.job, out, **options).report.data()
 
 
 def stock(folder: Path, **options: Any) -> PreTrainedModel:

@@ -17,12 +17,11 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.measure import measure
 from ckpt_prune.calibration.samples import Samples, TokenWindows
 from ckpt_prune.calibration.statistics import Statistics
-from ckpt_prune.job.prepared import LiveSamples, RecoverySamples, Prepared
+from ckpt_prune.job.job import Job, LiveSamples, RecoverySamples
 from ckpt_prune.recipe.reading import load_recipe
-from ckpt_prune.runner.run_job import run
-from ckpt_prune.runner.settle import settle
+from ckpt_prune.runner.recover import RecoveryJob, prepare_recovery, recover
+from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.stages import FullRecipe
-from ckpt_prune.runner.recover import RecoveryJob, recover, prepare_recovery
 from ckpt_prune.stages.recovery.stage import RecoverySettings
 from tests import encoders
 from tests.families import windows
@@ -59,7 +58,7 @@ def prune(
     """Prune by statistics, or live without any."""
     live = LiveSamples(samples, folds=2 if wanted.needs_folds else 1, compute_dtype=torch.float32)
     training = RecoverySamples(samples, torch.float32) if wanted.recovery else None
-    request = Prepared(
+    request = Job(
         Model.open(folder),
         wanted,
         statistics=statistics,
@@ -68,7 +67,7 @@ def prune(
         device=device,
         diagnostics=True,
     )
-    run(settle(request), out)
+    run_job(request, out)
     return out
 
 

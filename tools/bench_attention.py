@@ -27,10 +27,10 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.measure import collectable, measure
 from ckpt_prune.calibration.statistics import Statistics, with_effects
 from ckpt_prune.job.cost import cost_of
-from ckpt_prune.job.prepared import LiveSamples, Prepared
+from ckpt_prune.job.job import Job, LiveSamples
 from ckpt_prune.recipe.reading import load_recipe
-from ckpt_prune.runner.run_job import run
-from ckpt_prune.runner.settle import settle
+from ckpt_prune.runner.run_job import run_job
+from ckpt_prune.runner.plan import prepare_plan
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.spaces.effects.gradients import add_gradients
 from ckpt_prune.stages.spaces.effects.measured import measure_effects, measured_singly
@@ -188,7 +188,7 @@ def prune_to(measured: Measured, wanted: FullRecipe, spaces: list[str], out: Pat
         live = LiveSamples(measured.samples, measured.folds, compute_dtype=torch.float32)
     start = time.process_time()
     statistics = measured.statistics(spaces)
-    done = run(settle(Prepared(measured.model, wanted, statistics, live)), out, overwrite=True)
+    done = run_job(Job(measured.model, wanted, statistics, live), out, overwrite=True)
     kept: dict[str, list[int]] = {}
     for site in done.report.sites:
         kept.setdefault(site.space, []).append(len(site.kept))

@@ -31,10 +31,10 @@ from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.compensation.fit import Solution, error, from_moments
 from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.evaluation.perplexity import perplexity
-from ckpt_prune.job.prepared import LiveSamples, Prepared
+from ckpt_prune.job.job import Job, LiveSamples
 from ckpt_prune.recipe.reading import load_recipe
-from ckpt_prune.runner.run_job import run
-from ckpt_prune.runner.settle import settle
+from ckpt_prune.runner.run_job import run_job
+from ckpt_prune.runner.plan import prepare_plan
 from ckpt_prune.stages.spaces.effects.gradients import add_gradients
 from ckpt_prune.stages.spaces.effects.measured import SHALLOW, measure_effects
 from tools.bench_corp import Pixels, compare, images, logits
@@ -184,7 +184,7 @@ class Entrants:
         statistics = self.statistics if dense and loaded.needs_moments else None
         start = time.monotonic()
         out = self.scratch / "out"
-        done = run(settle(Prepared(self.model, loaded, statistics, live)), out, overwrite=True)
+        done = run_job(Job(self.model, loaded, statistics, live), out, overwrite=True)
         report = done.report.data()
         seconds = time.monotonic() - start
         held_out = [s["error_held_out"] for s in report["sites"] if s["error_held_out"] is not None]
@@ -266,7 +266,7 @@ def predicted(bench: Bench, args: argparse.Namespace) -> None:
             for ratio in args.ratios:
                 loaded = load_recipe("best", (*UNIFORM, "target=dense", "container=any"), ratio)
                 out = Path(scratch) / "out"
-                report = run(settle(Prepared(model, loaded, entrants.statistics)), out, overwrite=True).report.data()
+                report = run_job(Job(model, loaded, entrants.statistics), out, overwrite=True).report.data()
                 written = Checkpoint.open(out)
                 for site in report["sites"]:
                     if site["error_held_out"] is None:

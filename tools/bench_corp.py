@@ -25,9 +25,9 @@ from ckpt_prune.calibration.text import calibration_windows, evaluation_windows,
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.evaluation.perplexity import perplexity
-from ckpt_prune.job.prepared import LiveSamples, Prepared
+from ckpt_prune.job.job import Job, LiveSamples
 from ckpt_prune.recipe.reading import load_recipe
-from ckpt_prune.runner.settle import settle
+from ckpt_prune.runner.plan import prepare_plan
 from ckpt_prune.stages import FullRecipe
 from tests.families import prune
 
@@ -84,7 +84,7 @@ def wanted(target: str, ratio: float, *, compensate: bool, container: str = "any
 def pruned(folder: Path, recipe: FullRecipe, statistics: Statistics) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "out"
-        prune(settle(Prepared(Model.open(folder), recipe, statistics)), out)
+        prune(prepare_plan(Job(Model.open(folder), recipe, statistics)), out)
         yield out
 
 
@@ -152,7 +152,7 @@ def sequential(data: Path) -> None:
                 if live is not None:
                     recipe = recipe.model_copy(update={"target": "sequential"})
                 out = Path(scratch) / f"{ratio}-{live is not None}"
-                prune(settle(Prepared(Model.open(folder), recipe, None if live else statistics, live)), out)
+                prune(prepare_plan(Job(Model.open(folder), recipe, None if live else statistics, live)), out)
                 cells.append(compare(logits(out, held_out), dense, held_out.labels))
             (t0, _, k0), (t1, _, k1) = cells
             print(f"| {ratio:.0%} | {t0:.1%} | {t1:.1%} | {k0:.2f} | {k1:.2f} |", flush=True)
@@ -248,7 +248,7 @@ def speed(data: Path) -> None:
     with measured(folder, few) as statistics:
         for target, ratio in (("MLP", 0.5), ("Q/K", 0.5), ("joint", 0.3), ("joint", 0.5)):
             recipe = wanted(target, ratio, compensate=True)
-            job = settle(Prepared(Model.open(folder), recipe, statistics))
+            job = prepare_plan(Job(Model.open(folder), recipe, statistics))
             flops["dense"], flops[f"{target} {ratio:.0%}"] = job.before.flops, job.output.cost.flops
             with pruned(folder, recipe, statistics) as out:
                 models[f"{target} {ratio:.0%}"] = load_model(out, device="cpu")
@@ -289,7 +289,7 @@ def seconds(data: Path) -> None:
             recipe = wanted(target, 0.5, compensate=True)
             with tempfile.TemporaryDirectory() as scratch:
                 live = LiveSamples(samples, 1, torch.float32)
-                stages = prune(settle(Prepared(Model.open(folder), recipe, None, live)), Path(scratch) / "out")["stages"]
+                stages = prune(prepare_plan(Job(Model.open(folder), recipe, None, live)), Path(scratch) / "out")["stages"]
             taken = [sum(s["phases"].get(p, 0) for s in stages) for p in ("calibration", "ranking", "compensation")]
             whole = sum(stage["seconds"] for stage in stages)
             cells = " | ".join(f"{value:.3f}" for value in (*taken, whole))

@@ -20,10 +20,10 @@ from ckpt_prune.calibration.samples import TokenWindows
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.evaluation.perplexity import perplexity
-from ckpt_prune.job.prepared import LiveSamples, Prepared
+from ckpt_prune.job.job import Job, LiveSamples
 from ckpt_prune.rotations import learning as rotations
-from ckpt_prune.runner.run_job import run
-from ckpt_prune.runner.settle import settle
+from ckpt_prune.runner.run_job import run_job
+from ckpt_prune.runner.plan import prepare_plan
 from ckpt_prune.stages import FullRecipe
 from tools.bench_lines import add_line, by_key, lines_of
 from tools.bench_perplexity import SHARED, Subject, subjects, windows_of
@@ -96,7 +96,7 @@ def run_subject(subject: Subject, args: argparse.Namespace, done: set[str]) -> N
                     one, all_ = learned.setdefault((method, kind), ([], []))
                     start = time.monotonic()
                     try:
-                        settled = settle(Prepared(model, recipe, live=live, device=device))
+                        settled = prepare_plan(Job(model, recipe, live=live, device=device))
                     except UserError as error:
                         print(f"{key}: {error}", flush=True)
                         continue
@@ -104,7 +104,7 @@ def run_subject(subject: Subject, args: argparse.Namespace, done: set[str]) -> N
                         mock.patch.object(rotations, "learn", Remembered(rotations.learn, one)),
                         mock.patch.object(rotations, "learn_shared", Remembered(rotations.learn_shared, all_)),
                     ):
-                        report = run(settled, Path(scratch) / "out", overwrite=True).report.data()
+                        report = run_job(settled, Path(scratch) / "out", overwrite=True).report.data()
                     note: dict[str, Any] = {"method": method, "pattern": pattern, "rotation": kind}
                     note["seconds"] = round(time.monotonic() - start, 1)
                     if report["rotation"]:

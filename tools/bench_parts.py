@@ -33,7 +33,7 @@ from ckpt_prune.options import PruneOptions, checked
 from ckpt_prune.runner.read_recipe import read_recipe
 from ckpt_prune.runner.estimate.estimate import Stage, of_calibration, of_prune
 from ckpt_prune.runner.read_job import prune_request, read_asked
-from ckpt_prune.runner.settle import foresee
+from ckpt_prune.runner.run_job import preview_job
 from tools.bench_command import as_options, command
 from tools.bench_lines import add_line, lines_of
 
@@ -86,7 +86,7 @@ def stages(model: Path, job: str, samples: Mapping[str, Any]) -> list[Stage]:
 def stages_of_prune(model: Path, given: Mapping[str, Any]) -> list[Stage]:
     """What the tool takes a prune to be made of, by its options."""
     options = checked(PruneOptions, {"model": str(model), "output": model.with_name("never"), "dry_run": True, **given})
-    found = of_prune(foresee(prune_request(read_asked(read_recipe(options)), lambda line: None)))
+    found = of_prune(preview_job(prune_request(read_asked(read_recipe(options)), lambda line: None)))
     assert found is not None
     return found[0]
 

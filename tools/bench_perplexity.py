@@ -29,11 +29,11 @@ from ckpt_prune.demo import corpus
 from ckpt_prune.demo.run import model_folder
 from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.evaluation.perplexity import perplexity
-from ckpt_prune.job.prepared import LiveSamples, Prepared
+from ckpt_prune.job.job import Job, LiveSamples
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.recipe.shipped import shipped_recipes
-from ckpt_prune.runner.run_job import run
-from ckpt_prune.runner.settle import settle
+from ckpt_prune.runner.run_job import run_job
+from ckpt_prune.runner.plan import prepare_plan
 from tools.bench_lines import add_line, by_key, lines_of
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -102,7 +102,7 @@ def run_subject(subject: Subject, args: argparse.Namespace, done: set[str]) -> N
             if recipe_name == "dense":
                 out = subject.folder
             else:
-                request = Prepared(model, recipe, live=live, device=device)
+                request = Job(model, recipe, live=live, device=device)
                 if target == "dense cache" and recipe.needs_moments:
                     if recipe.perplexity_grid:
                         request = replace(request, recipe=recipe.model_copy(update={"target": "dense"}))
@@ -120,7 +120,7 @@ def run_subject(subject: Subject, args: argparse.Namespace, done: set[str]) -> N
                     request = replace(request, statistics=statistics)
                     if recipe.target == "sequential" and not recipe.perplexity_grid:
                         request = replace(request, live=None)
-                report = run(settle(request), out, overwrite=True).report.data()
+                report = run_job(request, out, overwrite=True).report.data()
                 note = {
                     "parameters": report["after"]["parameters"],
                     "container": report["container"]["model_type"],

@@ -18,8 +18,8 @@ from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.recipe.shipped import shipped_recipes
 from ckpt_prune.runner.read_recipe import read_recipe
 from ckpt_prune.runner.read_job import prune_request, read_asked
-from ckpt_prune.runner.run_job import run
-from ckpt_prune.runner.settle import settle
+from ckpt_prune.runner.run_job import run_job
+from ckpt_prune.runner.plan import prepare_plan
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 LLAMA = {"model": str(DATA / "llama-stories260k"), "text": (DATA / "text-tinystories" / "calib_bos.txt",)}
@@ -32,7 +32,7 @@ def seconds(recipe: str, where: dict[str, object], samples: int) -> float:
     with tempfile.TemporaryDirectory() as folder:
         start = time.process_time()
         options = PruneOptions(recipe=recipe, samples=samples, output=Path(folder) / "out", device="cpu", **where)
-        run(settle(prune_request(read_asked(read_recipe(options)), print)), options.output)
+        run_job(prune_request(read_asked(read_recipe(options), print)), options.output)
         return time.process_time() - start
 
 

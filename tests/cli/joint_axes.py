@@ -8,10 +8,9 @@ import torch
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.choosing import chosen_samples
 from ckpt_prune.calibration.samples import Part
-from ckpt_prune.job.prepared import LiveSamples, Prepared
+from ckpt_prune.job.job import Job, LiveSamples
 from ckpt_prune.options import PruneOptions
-from ckpt_prune.runner.run_job import run
-from ckpt_prune.runner.settle import settle
+from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.stages import FullRecipe
 from tests.cli.running import TEXT
 from tests.families import stock
@@ -38,7 +37,7 @@ def divergence_on_the_second_fold(folder: str, **values: Any) -> float:
     samples = chosen_samples(model, options, options, trust=False, say=print)
     recipe = FullRecipe.model_validate({"version": 1, "name": "first", **values})
     live = LiveSamples(Part(samples, 0, 4), 1, torch.float32)
-    run(settle(Prepared(model, recipe, live=live)), Path("first"))
+    run_job(Job(model, recipe, live=live), Path("first"))
     return divergence(folder, "first", samples.batch(slice(4, 8))["input_ids"])
 
 

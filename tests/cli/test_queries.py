@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ckpt_prune.runner.estimate.work import Shape
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import ckpt_prune
@@ -13,9 +14,8 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.sites import Site
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.evaluation.loading import quiet_transformers
-from ckpt_prune.job.prepared import Prepared
+from ckpt_prune.job.job import Job
 from ckpt_prune.recipe.reading import load_recipe
-from ckpt_prune.runner.estimate.work import Shape
 from ckpt_prune.stages.spaces.widths import dense_ranking
 from tests.cli.running import TEXT, interrupted, ok, read_json, refused, resumed, run
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
@@ -175,7 +175,7 @@ def test_effects_of_query_heads_are_measured_on_request(here):
     assert "queries" not in str(read_json("stats/statistics.json")["predicted"].keys())
     # What is predicted of each space goes through what was measured of it, and of no other.
     recipe = load_recipe("budget.yaml")
-    ranking = dense_ranking(Prepared(Model.open("dense"), recipe, Statistics(Path("more"))))
+    ranking = dense_ranking(Job(Model.open("dense"), recipe, Statistics(Path("more"))))
     for block in (0, 1):
         (first,) = (own for own in ranking[Site(block, "queries")] if own.score == "obs")
         assert index["effects"][name.format(block)] == [[1, pytest.approx(float(first.errors[1]))]]

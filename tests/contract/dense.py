@@ -11,13 +11,11 @@ from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.calibration.measure import everything, measure
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.statistics import Statistics
+from ckpt_prune.job.job import Job, LiveSamples, RecoverySamples
 from ckpt_prune.job.kinds import TRAITS
-from ckpt_prune.job.prepared import LiveSamples, RecoverySamples, Prepared
-from ckpt_prune.runner.run_job import run
-from ckpt_prune.runner.settle import settle
+from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.stages import FullRecipe
 from tests.encoders import DEFAULTS, STRENGTH
-from tests.measuring import measured
 
 from .models import Case
 
@@ -51,12 +49,12 @@ class Dense:
             self._statistics[case] = measure(model, case.samples(), out, seed=0, folds=2, collect=collect, **options)
         return self._statistics[case]
 
-    def request(self, case: Case, recipe: FullRecipe, live: Samples | None = None, **more: Any) -> Prepared:
+    def request(self, case: Case, recipe: FullRecipe, live: Samples | None = None, **more: Any) -> Job:
         """On live samples, or on statistics where there are none."""
         if live is not None:
-            return Prepared(self.model(case), recipe, live=LiveSamples(live, 2, torch.float32), **more)
+            return Job(self.model(case), recipe, live=LiveSamples(live, 2, torch.float32), **more)
         statistics = self.statistics(case) if recipe.needs_moments else None
-        return Prepared(self.model(case), recipe, statistics, **more)
+        return Job(self.model(case), recipe, statistics, **more)
 
     def prune(
         self,
@@ -68,8 +66,8 @@ class Dense:
         **options: Any,
     ) -> dict[str, Any]:
         """The report of an output."""
-        with measured(settle(self.request(case, recipe, live, training=training)), out.parent) as ready:
-            return run(ready, out, **options).report.data()
+        job = self.request(case, recipe, live, training=training)
+        return run_job(job, out, **options).report.data()
 
 
 def spaces_recipe(case: Case, methods: Mapping[SpaceName, str], container: str = "any", **top: Any) -> FullRecipe:

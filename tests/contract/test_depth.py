@@ -16,8 +16,8 @@ from ckpt_prune.calibration.gaps import map_spaces
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.verify import verify
-from ckpt_prune.runner.run_job import run
-from ckpt_prune.runner.settle import settle
+from ckpt_prune.runner.plan import prepare_plan
+from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.stages import FullRecipe
 from tests.oracles.gap import ridge_map
 from tests.pairs import chosen, every
@@ -71,7 +71,7 @@ def without(case: Case, blocks: list[int]) -> PreTrainedModel:
 @pytest.mark.parametrize("case", chosen(FIRST, unlike_cases().__contains__), ids=str)
 def test_equals_the_dense_model_with_its_list_of_blocks_edited(dense: Dense, case: Case, tmp_path) -> None:
     case, out = deep(case), tmp_path / "out"
-    report = run(settle(dense.request(case, depth_recipe([1, 2]))), out).report
+    report = run_job(dense.request(case, depth_recipe([1, 2])), out).report
     assert report.depth is not None
     assert (report.depth.kept, report.container.remote_code) == ([0, 3], False)
     other = case.samples(4, seed=9)
@@ -150,7 +150,7 @@ def path_of(case: Case, block: int, module: str) -> str:
 def test_a_map_equals_the_same_put_between_by_hand(dense: Dense, case: Case, tmp_path) -> None:
     case, out, data = deep(case), tmp_path / "out", case.samples()
     recipe = depth_recipe([1], method="linear", **{"lambda": STRENGTH})
-    report = run(settle(dense.request(case, recipe, data)), out).report
+    report = run_job(dense.request(case, recipe, data), out).report
     assert report.depth is not None
     mapped = Mapped(case, data)
     (gap,) = report.depth.gaps
@@ -168,7 +168,7 @@ def test_a_part_that_is_gone_gives_nothing_to_the_stream(dense: Dense, case: Cas
         out = tmp_path / part
         depth = {"blocks": [block], "part": part}
         recipe = FullRecipe.model_validate({"version": 1, "name": "test", "depth": depth})
-        report = run(settle(dense.request(case, recipe)), out).report
+        report = run_job(dense.request(case, recipe), out).report
         assert report.before == report.after
         model = plain(case.model()).double()
         open_up(model, case.family)
@@ -185,7 +185,7 @@ def test_a_part_that_is_gone_gives_nothing_to_the_stream(dense: Dense, case: Cas
 def test_experts_beside_one_that_all_tokens_share_take_no_map(dense: Dense) -> None:
     case = deep(next(case for case in FIRST if not map_spaces(case.family)))
     with pytest.raises(UserError) as caught:
-        settle(dense.request(case, depth_recipe([1], method="linear"), case.samples()))
+        prepare_plan(dense.request(case, depth_recipe([1], method="linear"), case.samples()))
     assert str(caught.value) == (
         f"recipe test maps what the mlp gives, and in a block of {case.model_type} experts that all tokens share add "
         "to it: say --set depth.compensation.method=none"
@@ -195,7 +195,7 @@ def test_experts_beside_one_that_all_tokens_share_take_no_map(dense: Dense) -> N
 def test_a_block_that_the_class_would_build_otherwise_is_not_moved(dense: Dense) -> None:
     case = deep(next(case for case in FIRST if case.model_type == "modernbert"))
     with pytest.raises(UserError) as caught:
-        settle(dense.request(case, depth_recipe([0])))
+        prepare_plan(dense.request(case, depth_recipe([0])))
     assert str(caught.value) == (
         "block 1 would be block 0, and the class of modernbert builds that one otherwise (attn_norm LayerNorm there, "
         "attn_norm Identity here): keep the blocks before it, or drop others"

@@ -20,13 +20,15 @@ from ckpt_prune.calibration.sources import CachedMoments
 from ckpt_prune.calibration.streams import stream_of
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.verify import verify
+from ckpt_prune.job.prepared import begin
 from ckpt_prune.rotations.absorbing import residual_of
 from ckpt_prune.rotations.moments import stream_gram
 from ckpt_prune.rotations.slicing import keeping_ones, scale_of
-from ckpt_prune.runner.run_job import run
-from ckpt_prune.runner.settle import Settled, settle
+from ckpt_prune.runner.plan import prepare_plan
+from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.hidden.preview import hidden_record, jointly_narrowed, view_of
+from ckpt_prune.stages.moments import open_moments
 from tests.oracles.slicing import Projected
 from tests.pairs import chosen
 
@@ -77,10 +79,10 @@ def test_nothing_sliced_keeps_the_outputs(dense: Dense, case: Case, kind: str, t
     reason = refusal(case, kind, sliced=False)
     if reason is not None:
         with pytest.raises(UserError) as caught:
-            settle(request)
+            prepare_plan(request)
         assert str(caught.value).startswith(reason)
         return
-    report = run(settle(request), out).report
+    report = run_job(request, out).report
     assert report.hidden is not None
     assert report.hidden.kept == report.hidden.dimensions
     assert report.container.remote_code is (kind == "per-block")
@@ -94,7 +96,7 @@ def test_equals_the_dense_model_whose_stream_is_projected_by_hand(
     dense: Dense, case: Case, kind: str, tmp_path
 ) -> None:
     out, data = tmp_path / "out", case.samples()
-    report = run(settle(dense.request(case, hidden_recipe(kind, 0.4), data)), out).report
+    report = run_job(dense.request(case, hidden_recipe(kind, 0.4), data), out).report
     assert report.hidden is not None
     model = Model.open(dense.folder(case))
     own = Projected(plain(case.model()).double(), case, sublayers(model), report.hidden.kept)
@@ -120,7 +122,7 @@ def test_with_blocks_it_is_two_prunes_one_after_the_other(dense: Dense, case: Ca
         made[name] = tmp_path / name
         if name == "hidden":
             request = replace(request, model=Model.open(made["depth"]))
-        run(settle(request), made[name])
+        run_job(request, made[name])
     ours, theirs = (
         [(path.name, path.read_bytes()) for path in sorted(made[name].glob("*.safetensors"))]
         for name in ("both", "hidden")
@@ -160,14 +162,14 @@ def test_drift_beside_a_narrower_stream_is_from_the_dense_one(dense: Dense, case
     values = {"hidden": {"kind": "shared", "drop": 4, "multiple_of": 2}, "target": "drift", "container": "any"}
     spaces = {"heads": {"score": "rcpu", "compensation": {"method": "ridge"}}}
     recipe = FullRecipe.model_validate({"version": 1, "name": "test", "spaces": spaces, **values})
-    request = dense.request(case, recipe, case.samples())
+    request = begin(dense.request(case, recipe, case.samples()))
     model, kept = request.model, request.model.dimension("hidden") - 4
     own = torch.randn(model.dimension("hidden"), 3 * kept, dtype=torch.float64)
     layer = residual_of(model.family).norm == "layer"
     basis = keeping_ones(own @ own.T, kept)[0] if layer else torch.linalg.qr(own[:, :kept])[0]
     view = view_of(request, kept, lambda _block: (basis, basis))
     narrow = jointly_narrowed(request, hidden_record(request, kept), view)
-    source = Settled(narrow, None).moments()
+    source = open_moments(narrow, {"heads": True})
     (space,) = source.stages(["heads"])
     tensors = narrow.model.read_block(0)
     folds = source.moments(0, tensors, space)["heads"]

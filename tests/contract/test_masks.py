@@ -8,8 +8,8 @@ import torch
 
 from ckpt_prune.architectures.model import Model as PrunedModel
 from ckpt_prune.evaluation.verify import verify
-from ckpt_prune.job.prepared import RecoverySamples
-from ckpt_prune.runner.recover import RecoveryJob, recover, prepare_recovery
+from ckpt_prune.job.job import RecoverySamples
+from ckpt_prune.runner.recover import RecoveryJob, prepare_recovery, recover
 from ckpt_prune.runner.recover_scales import recover_by_scales
 from ckpt_prune.stages.recovery.stage import RecoverySettings
 from tests.oracles.masked_model import Linear, Model, Target

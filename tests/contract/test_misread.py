@@ -16,8 +16,7 @@ from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.loading import load_reported
 from ckpt_prune.modeling_pruned import REFUSAL, WEIGHTS_KEY
 from ckpt_prune.recipe.reading import load_recipe
-from ckpt_prune.runner.run_job import run
-from ckpt_prune.runner.settle import settle
+from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.stages import FullRecipe
 from tests.pairs import chosen
 from tests.transform.test_rotations import random_rotations, rotating
@@ -100,7 +99,7 @@ def test_outputs_are_read_by_their_own_code_alone(
     random_rotations(monkeypatch)
     out = tmp_path / "out"
     try:
-        report = run(settle(dense.request(case, recipe_of(case, name), case.samples(16))), out).report
+        report = run_job(dense.request(case, recipe_of(case, name), case.samples(16)), out).report
     except UserError as error:
         if always((case, name)):
             raise

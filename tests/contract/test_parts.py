@@ -22,9 +22,9 @@ from ckpt_prune.calibration.samples import Samples, TokenWindows
 from ckpt_prune.containers.opening import Opening, open_model
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.verify import verify
-from ckpt_prune.job.prepared import Prepared
-from ckpt_prune.runner.run_job import run
-from ckpt_prune.runner.settle import settle
+from ckpt_prune.job.job import Job
+from ckpt_prune.runner.plan import prepare_plan
+from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.stages import FullRecipe
 from tests.encoders import DEFAULTS, STRENGTH, Pixels, randomise
 from tests.evaluation.tiny import VOCAB, random_windows, tiny_tokenizer
@@ -272,7 +272,7 @@ def test_equals_the_whole_composite_pruned_by_hand(case: PartCase, tmp_path: Pat
         for space, ratio in case.ratios
     }
     recipe = FullRecipe.model_validate({"version": 1, "name": "test", "target": "dense", "spaces": spaces})
-    report = run(settle(Prepared(model, recipe, statistics)), out).report.data()
+    report = run_job(Job(model, recipe, statistics), out).report.data()
     assert report["part"] == case.part
 
     whole = InComposite(case, model)
@@ -302,13 +302,13 @@ def test_a_siglip_tower_is_masked_and_keeps_its_widths(tmp_path: Path) -> None:
     model = open_model(str(folder), Opening(part="vision"))
     spaces = {"mlp": {"score": "magnitude", "ratio": 0.25}}
     with pytest.raises(UserError) as caught:
-        settle(Prepared(model, FullRecipe.model_validate({"version": 1, "name": "test", "spaces": spaces})))
+        prepare_plan(Job(model, FullRecipe.model_validate({"version": 1, "name": "test", "spaces": spaces})))
     assert str(caught.value).startswith(
         "recipe test prunes mlp, of which none can go in siglip_vision_model: the mlp that pools the tokens is as wide "
         "as those of the blocks, by one config key"
     )
     mask = {"version": 1, "name": "test", "mask": {"method": "magnitude", "pattern": "2:4"}}
-    report = run(settle(Prepared(model, FullRecipe.model_validate(mask))), tmp_path / "out").report.data()
+    report = run_job(Job(model, FullRecipe.model_validate(mask)), tmp_path / "out").report.data()
     masked, before = {linear["weight"] for linear in report["linears"]}, stored(folder)
     assert model.checkpoint.within is not None
     names = {model.checkpoint.within.names[name] for name in masked}

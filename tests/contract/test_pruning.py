@@ -9,8 +9,8 @@ from ckpt_prune.compensation.logit_methods import LOGIT_METHODS
 from ckpt_prune.compensation.methods import METHODS
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.verify import verify
-from ckpt_prune.runner.run_job import run
-from ckpt_prune.runner.settle import settle
+from ckpt_prune.runner.plan import prepare_plan
+from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.stages import FullRecipe
 from tests.encoders import DEFAULTS
 from tests.families import contents
@@ -131,7 +131,7 @@ def test_a_space_of_which_none_can_go_is_refused(dense: Dense, case: Case) -> No
         spaces = {space: DEFAULTS[space] for space in first_of_experts(case.family.spaces) if space != "experts"}
         recipe = FullRecipe.model_validate({"version": 1, "name": "test", "spaces": spaces})
         with pytest.raises(UserError) as caught:
-            settle(dense.request(case, recipe))
+            prepare_plan(dense.request(case, recipe))
         assert str(caught.value) == (
             f"recipe test prunes {name}, of which none can go in {case.model_type}: "
             f"{WHOLE[case.model_type, case.variant]}. Leave out spaces.{name}: mlp can be pruned, by itself in recipe "
@@ -163,14 +163,14 @@ def test_nothing_dropped_is_the_source_byte_for_byte(dense: Dense, case: Case, t
 @pytest.mark.parametrize("case", every(4, unlike_cases()), ids=str)
 def test_an_interrupted_run_is_resumed_to_the_same_bytes(dense: Dense, case: Case, tmp_path) -> None:
     wanted = spaces_recipe(case, dict.fromkeys(case.ratios, "none"))
-    settled = settle(dense.request(case, wanted))
+    job = dense.request(case, wanted)
     with pytest.MonkeyPatch.context() as patch:
         interrupt_at(patch, CheckpointWriter, "commit", 2)
         with pytest.raises(KeyboardInterrupt):
-            run(settled, tmp_path / "out")
+            run_job(job, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    run(settled, tmp_path / "out", resume=True)
-    run(settled, tmp_path / "once")
+    run_job(job, tmp_path / "out", resume=True)
+    run_job(job, tmp_path / "once")
     assert contents(tmp_path / "out") == contents(tmp_path / "once")
     for check in verify(tmp_path / "out", dense.folder(case)):
         assert check.passed or check.name == "sparsity", check

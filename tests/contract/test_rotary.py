@@ -12,8 +12,8 @@ from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.verify import verify
 from ckpt_prune.modeling_pruned import cache_argument
-from ckpt_prune.runner.run_job import run
-from ckpt_prune.runner.settle import settle
+from ckpt_prune.runner.plan import prepare_plan
+from ckpt_prune.runner.run_job import run_job
 from tests.families import contents
 from tests.interrupting import interrupt_at
 from tests.pairs import every
@@ -88,7 +88,7 @@ def test_equals_a_whole_model_pruned_by_hand(
 def test_a_family_of_which_none_can_go_is_refused_by_name(dense: Dense, model_type: str) -> None:
     case = WHOLE_ROPE[model_type]
     with pytest.raises(UserError) as caught:
-        settle(dense.request(case, spaces_recipe(PAIRED[0], {"rotary": "none"})))
+        prepare_plan(dense.request(case, spaces_recipe(PAIRED[0], {"rotary": "none"})))
     assert case.family.unpaired
     assert str(caught.value) == (
         f"recipe test prunes rotary, pairs of rotary positions, and in {model_type} none can go: {case.family.unpaired}"
@@ -117,13 +117,13 @@ def test_padded_pairs_load_with_the_stock_class(dense: Dense, tmp_path) -> None:
 def test_an_interrupted_run_is_resumed_to_the_same_bytes(dense: Dense, tmp_path) -> None:
     case = PAIRED[0]
     recipe = spaces_recipe(case, {"rotary": "factors", "heads": "affine"}, target="sequential")
-    settled = settle(dense.request(case, recipe, case.samples()))
+    job = dense.request(case, recipe, case.samples())
     with pytest.MonkeyPatch.context() as patch:
         interrupt_at(patch, CheckpointWriter, "commit", 2)
         with pytest.raises(KeyboardInterrupt):
-            run(settled, tmp_path / "out")
-    run(settled, tmp_path / "out", resume=True)
-    run(settled, tmp_path / "once")
+            run_job(job, tmp_path / "out")
+    run_job(job, tmp_path / "out", resume=True)
+    run_job(job, tmp_path / "once")
     assert contents(tmp_path / "out") == contents(tmp_path / "once")
 
 

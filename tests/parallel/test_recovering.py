@@ -67,8 +67,8 @@ def test_another_number_of_processes_goes_on(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("method", ["laco", "scales"])
 def test_a_recipe_that_recovers(tmp_path, method):
-    from ckpt_prune.job.prepared import RecoverySamples
-    from ckpt_prune.runner.settle import settle
+    from ckpt_prune.job.job import RecoverySamples
+    from ckpt_prune.runner.plan import prepare_plan
 
     dense = families.make(tmp_path / "dense", "mistral")
     recipe = families.recipe("bias", target="sequential", recovery={**QUICK, "batch": 3, "method": method})
@@ -78,7 +78,7 @@ def test_a_recipe_that_recovers(tmp_path, method):
         request = families.request_on(
             dense, recipe, None, samples.windows, training=RecoverySamples(samples, torch.float32)
         )
-        return families.prune(settle(request), tmp_path / out)
+        return families.prune(prepare_plan(request), tmp_path / out)
 
     (alone,) = in_threads(1, lambda group: work(group, "one"))
     reports = in_threads(2, lambda group: work(group, "two"))

@@ -9,10 +9,10 @@ from ckpt_prune.architectures.hypothetical import checkpoint_of_config
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import Names, build_skeleton, parse_config
 from ckpt_prune.job.cost import cost_of
-from ckpt_prune.job.prepared import Prepared
+from ckpt_prune.job.job import Job
 from ckpt_prune.modeling_pruned import cache_argument
 from ckpt_prune.recipe.reading import load_recipe
-from ckpt_prune.runner.settle import settle
+from ckpt_prune.runner.plan import prepare_plan
 from ckpt_prune.stages import FullRecipe
 from tests.families import CONTEXT, VARIANTS, calibrate, job_on, make, model_of, one_group, prune, recipe, stock
 from tests.pairs import every
@@ -44,7 +44,7 @@ def llama_7b_parameters(heads: int, columns: int) -> int:
 def test_llama_7b_from_its_config_alone(tmp_path, ratio, billions, heads, columns):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_7B))
     model = Model.of(checkpoint_of_config(tmp_path))
-    job = settle(Prepared(model, load_recipe("magnitude", ratio=ratio)))
+    job = prepare_plan(Job(model, load_recipe("magnitude", ratio=ratio)))
     expected = llama_7b_parameters(heads, columns)
     assert f"{expected / 1e9:.3f}" == billions
     assert job.before.parameters == llama_7b_parameters(32, 11008)

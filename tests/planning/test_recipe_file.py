@@ -10,7 +10,7 @@ from .recipes import GOOD, refusal, write
 
 KEYS = (
     "version, name, summary, source, goal, time, ratio, target, true_sequential, size, allocation, weigh_by, widths, "
-    "layers, container, spaces, depth, hidden, mask, rotation, low_rank, recovery, export"
+    "layers, container, spaces, depth, hidden, rotation, mask, low_rank, recovery, export"
 )
 SPACES = "qk, rotary, queries, heads, values, mlp, shared, experts"
 SPACE_KEYS = "score, ratio, rounding, multiple_of, optional, compensation"

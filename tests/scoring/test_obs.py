@@ -7,10 +7,10 @@ from torch import Tensor
 
 from ckpt_prune.compensation.fit import Fit, error
 from ckpt_prune.compensation.least_squares import ridge
+from ckpt_prune.job.selection import select
 from ckpt_prune.scoring import obs
 from ckpt_prune.scoring.obs import Removal, removal
 from ckpt_prune.sparsity.damping import LEAST_DAMP, SingularHessianError
-from ckpt_prune.job.selection import select
 
 
 def layer(d_out: int, d: int, seed: int = 0) -> tuple[Tensor, Tensor]:

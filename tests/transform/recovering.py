@@ -16,8 +16,8 @@ from ckpt_prune.calibration.samples import Samples, TokenWindows
 from ckpt_prune.evaluation.verify import verify
 from ckpt_prune.filenames import REPORT
 from ckpt_prune.recovery.training import Split
+from ckpt_prune.runner.recover import PreparedRecovery, RecoveryJob, prepare_recovery
 from ckpt_prune.stages import FullRecipe
-from ckpt_prune.runner.recover import RecoveryJob, PreparedRecovery, prepare_recovery
 from ckpt_prune.stages.recovery.stage import RecoverySettings
 from tests import encoders, families
 from tests.reports import recover

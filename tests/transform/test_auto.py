@@ -15,14 +15,12 @@ from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.compensation.choice import choose
 from ckpt_prune.compensation.fit import Blend, Fit
 from ckpt_prune.errors import UserError
-from ckpt_prune.job.prepared import LiveSamples, Prepared
-from ckpt_prune.runner.plan import make_plan
-from ckpt_prune.runner.settle import Settled, settle
+from ckpt_prune.job.job import Job, LiveSamples
+from ckpt_prune.runner.plan import make_plan, prepare_plan
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.spaces.solvers import columns as sites
 from tests import encoders
 from tests.families import BLOCKS, prune
-from tests.measuring import measured
 from tests.oracles import choice, drift, effects, whole_best
 from tests.oracles.choice import Tokens
 from tests.pairs import every
@@ -46,9 +44,9 @@ def wanted(compensation: dict[str, Any], **top: Any) -> FullRecipe:
     return FullRecipe.model_validate({"version": 1, "name": "test", "container": "any", "spaces": spaces} | top)
 
 
-def live_job(folder: Path, recipe: FullRecipe, data: Samples, folds: int) -> Settled:
+def live_job(folder: Path, recipe: FullRecipe, data: Samples, folds: int) -> Job:
     """Measured in float64, so that whole models can be held against it."""
-    return settle(Prepared(Model.open(folder), recipe, None, LiveSamples(data, folds, torch.float64)))
+    return prepare_plan(Job(Model.open(folder), recipe, None, LiveSamples(data, folds, torch.float64)))
 
 
 def columns_of(model: Model, space: str, kept: list[int]) -> list[int]:
@@ -141,8 +139,7 @@ def test_consumers_are_refitted_to_the_dense_residual_stream(dense, case, tmp_pa
     folder, data = dense.folder(variant), samples_of(variant)
     recipe = wanted(compensation, target="drift", **(BUDGET if "least error" in case else {}))
     job = live_job(folder, recipe, data, folds)
-    with measured(job, tmp_path) as ready:
-        report = prune(ready, tmp_path / "out")
+    report = prune(job, tmp_path / "out")
     remote = report["container"]["remote_code"]
     output = ckpt_prune.load(tmp_path / "out") if remote else stock(tmp_path / "out", variant)
     pruned, model = (whole(m.double(), variant) for m in (output, stock(folder, variant)))
@@ -200,7 +197,8 @@ def test_consumers_are_refitted_to_the_dense_residual_stream(dense, case, tmp_pa
         seen.add((site["method"], site["share"]))
     assert len(seen) == 1 if folds == 1 else len(seen) > 1
     if "least error" in case:
-        assert len({str(width) for width in ready.widths}) > 1
+        widths = {(site["space"], len(site["kept"])) for site in report["sites"]}
+        assert len(widths) > len({space for space, _ in widths})
 
 
 def test_of_statistics_there_is_no_drift(dense):

@@ -19,10 +19,10 @@ from ckpt_prune.compensation.logit import logit_system
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.verify import verify
 from ckpt_prune.job.cost import cost_of
+from ckpt_prune.job.prepared import Prepared, begin
 from ckpt_prune.job.sizes import cost_in
 from ckpt_prune.recipe.reading import load_recipe
-from ckpt_prune.runner.plan import make_plan
-from ckpt_prune.runner.settle import Settled, settle
+from ckpt_prune.runner.plan import make_plan, prepare_plan
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.spaces.effects.site_variants import dropped_counts
 from ckpt_prune.stages.spaces.size_search import at_size
@@ -75,9 +75,9 @@ def wanted(variant: str, *, multiple: int = 1, compensation: Any = "none", **top
     return FullRecipe.model_validate(values | top)
 
 
-def curves_of(job: Settled) -> dict[Site, np.ndarray]:
+def curves_of(job: Prepared) -> dict[Site, np.ndarray]:
     """What every width costs, before measured effects: `test_curves.py` holds these against their definitions."""
-    model, recipe, statistics = job.model, job.recipe, job.request.statistics
+    model, recipe, statistics = job.model, job.recipe, job.statistics
     found = {}
     for block in range(BLOCKS):
         metric = {} if recipe.weigh_by == "energy" else statistics.fisher(block)
@@ -112,7 +112,7 @@ def weighed(dense: Sources) -> Callable[[str], Statistics]:
     return of
 
 
-def groups_of(job: Settled, variant: str, kind: str) -> list[list[whole_best.Site]]:
+def groups_of(job: Prepared, variant: str, kind: str) -> list[list[whole_best.Site]]:
     """The sites whose widths go together, space by space and block by block."""
     curves, recipe = curves_of(job), job.recipe
     sites = {}
@@ -120,9 +120,7 @@ def groups_of(job: Settled, variant: str, kind: str) -> list[list[whole_best.Sit
         if recipe.weigh_by == "energy":
             errors = whole_best.as_shares(curve)
         else:
-            errors = whole_best.as_effects(
-                curve, job.request.statistics.index.effects[job.model.moments_name(block, space)]
-            )
+            errors = whole_best.as_effects(curve, job.statistics.index.effects[job.model.moments_name(block, space)])
         cost = unit_cost(variant, space, kind)
         sites[block, space] = whole_best.Site(errors, cost, recipe.spaces[space].multiple_of)
     if recipe.widths == "uniform":
@@ -130,14 +128,14 @@ def groups_of(job: Settled, variant: str, kind: str) -> list[list[whole_best.Sit
     return [[sites[block, space]] for space in recipe.spaces for block in range(BLOCKS)]
 
 
-def widths_of(job: Settled) -> list[list[int]]:
+def widths_of(job: Prepared) -> list[list[int]]:
     """In the order of `groups_of`."""
     if job.recipe.widths == "uniform":
         return [[job.widths[block][space] for block in range(BLOCKS)] for space in job.recipe.spaces]
     return [[job.widths[block][space]] for space in job.recipe.spaces for block in range(BLOCKS)]
 
 
-def cost(job: Settled, kind: str, *, before: bool = False) -> int:
+def cost(job: Prepared, kind: str, *, before: bool = False) -> int:
     found = job.before if before else job.output.cost
     return {"params": found.parameters, "bytes": found.bytes, "flops": found.flops}[kind]
 
@@ -200,7 +198,7 @@ def test_heads_dimensions_and_columns_in_one_budget(dense, variant, tmp_path):
     )
     curves = curves_of(own)
 
-    def lost(job: Settled) -> float:
+    def lost(job: Prepared) -> float:
         found = 0.0
         for (block, space), curve in curves.items():
             width = job.widths[block]
@@ -225,7 +223,7 @@ def test_what_corp_loses_tells_what_an_error_of_the_logits_is_worth(dense, weigh
     qk: dict[str, Any] = {"score": "logit-energy", "compensation": {"method": "low-rank"}}
     values = wanted("vit", widths="per_layer", size={"params": "90%"}).model_dump(by_alias=True)
     job = job_on(dense.folder("vit"), FullRecipe.model_validate(values | {"spaces": {"qk": qk}}), statistics)
-    plain, ranking = curves_of(job), dense_ranking(job.request)
+    plain, ranking = curves_of(job), dense_ranking(job)
     corp = {"score": "logit-energy", "ratio": 1 / width, "compensation": {"method": "logit", "lambda": 0.001}}
     one = FullRecipe.model_validate({"version": 1, "name": "one", "container": "any", "spaces": {"qk": corp}})
     for site in make_plan(job_on(dense.folder("vit"), one, statistics, diagnostics=True)).sites:
@@ -396,7 +394,7 @@ def test_a_head_alone_in_its_block_stays(tmp_path):
 
 @pytest.mark.parametrize("widths", ["uniform", "per_layer"])
 def test_a_size_below_the_least_widths_is_refused(dense, weighed, widths):
-    def job(text: str) -> Settled:
+    def job(text: str) -> Prepared:
         recipe = wanted("llama", widths=widths, size={"params": text})
         return job_on(dense.folder("llama"), recipe, weighed("llama"))
 
@@ -435,7 +433,7 @@ def test_least_error_needs_statistics_and_the_metric(dense, tmp_path):
     with pytest.raises(UserError) as caught:
         _ = job_on(folder, wanted("llama", weigh_by="energy"), None, data_of("llama")).widths
     assert str(caught.value) == (
-        "allocation least-error has no widths before the model is measured: `ckpt-prune plan --statistics STATS` tells "
+        "allocation least-error has no widths before the model is measured: `ckpt-prune plan --statistics STATS` prints "
         "them"
     )
     bare = calibrate(folder, tmp_path / "bare")
@@ -461,12 +459,12 @@ def test_a_plan_prunes_as_its_recipe_does(dense, weighed, tmp_path):
 # ---- one ratio for a size ----------------------------------------------------------------------------------------
 
 
-def sized(folder: Path, name: str, statistics: Statistics | None, size: dict[str, str], *changes: str) -> Settled:
+def sized(folder: Path, name: str, statistics: Statistics | None, size: dict[str, str], *changes: str) -> Prepared:
     recipe = load_recipe(name, changes, size=size)
     return job_on(folder, recipe, statistics)
 
 
-def at_ratio(folder: Path, name: str, statistics: Statistics | None, ratio: float, *changes: str) -> Settled:
+def at_ratio(folder: Path, name: str, statistics: Statistics | None, ratio: float, *changes: str) -> Prepared:
     return job_on(folder, load_recipe(name, changes, ratio), statistics)
 
 
@@ -478,12 +476,12 @@ def test_the_least_ratio_of_a_ranking_that_is_within_the_size(dense):
     step = round(job.recipe.ratio * 10_000)
     assert job.recipe.ratio == step / 10_000
     assert job.recipe.size is None
-    assert job.request.asked == load_recipe("flap-global", size={"flops": "60%"})
+    assert job.unsized == load_recipe("flap-global", size={"flops": "60%"})
     assert {job.recipe.ratio_of(space) for space in job.recipe.spaces} == {job.recipe.ratio}
     assert cost(job, "flops") <= limit
     assert cost(at_ratio(folder, "flap-global", statistics, step / 10_000), "flops") == cost(job, "flops")
     assert cost(at_ratio(folder, "flap-global", statistics, (step - 1) / 10_000), "flops") > limit
-    assert job.request.larger == cost(at_ratio(folder, "flap-global", statistics, (step - 1) / 10_000), "flops")
+    assert job.larger == cost(at_ratio(folder, "flap-global", statistics, (step - 1) / 10_000), "flops")
     assert len({str(width) for width in job.widths}) > 1
 
 
@@ -515,10 +513,10 @@ def test_nothing_goes_where_the_dense_model_fits_though_dropping_adds_biases(den
 
 def test_a_job_without_a_size_or_with_widths_of_its_own_stays(dense, weighed):
     for recipe in (load_recipe("wanda-sp"), wanted("llama", size={"params": "70%"})):
-        request = request_on(dense.folder("llama"), recipe, weighed("llama"))
+        request = begin(request_on(dense.folder("llama"), recipe, weighed("llama")))
         assert at_size(request) is request
     ranked_recipe = load_recipe("flap-global", size={"params": "70%"})
-    ranked = request_on(dense.folder("llama"), ranked_recipe, None, data_of("llama"))
+    ranked = begin(request_on(dense.folder("llama"), ranked_recipe, None, data_of("llama")))
     assert at_size(ranked) is ranked
 
 
@@ -552,7 +550,7 @@ def test_a_forced_container_only_has_to_hold_the_end(dense):
 
 
 def test_a_size_is_settled_before_anything_else(dense):
-    request = request_on(dense.folder("llama"), load_recipe("magnitude", size={"params": "70%"}))
+    request = begin(request_on(dense.folder("llama"), load_recipe("magnitude", size={"params": "70%"})))
     with pytest.raises(ValueError, match="a size is turned into a ratio by at_size before anything else"):
         decide(request)
 
@@ -632,11 +630,11 @@ def test_scores_of_the_dense_model_are_what_pruning_selects_by(dense, weighed):
     for variant in ("opt", "vit"):
         recipe = wanted(variant, weigh_by="energy", ratio=0.4, compensation={"method": "auto"})
         job = job_on(dense.folder(variant), recipe, weighed(variant))
-        ranking = dense_ranking(job.request)
+        ranking = dense_ranking(job)
         assert list(ranking) == [Site(block, space) for block in range(BLOCKS) for space in SPACES[variant]]
-        known = settle(replace(job.request, ranked=ranking))
+        known = prepare_plan(job.job, ranking)
         assert make_plan(known).sites == make_plan(job).sites
-        for site in make_plan(settle(replace(job.request, recipe=uniform_of(recipe)))).sites:
+        for site in make_plan(prepare_plan(replace(job.job, recipe=uniform_of(recipe)))).sites:
             (only,) = ranking[site.site]
             own = only.scores.flatten().tolist()
             assert site.scores == [float(f"{s:.6g}") for s in own]

@@ -178,7 +178,7 @@ def test_the_score_of_a_site_is_the_best_at_its_width(dense, tmp_path):
         }
     statistics.index.predicted.update(made_up)
     recipe = recipe_of({"mlp": "auto"}, ratio=0.4)
-    request = job_on(folder, recipe, statistics).request
+    request = job_on(folder, recipe, statistics)
     ranking, decided = dense_ranking(request), decide(request)
     for block in range(BLOCKS):
         site = Site(block, "mlp")
@@ -300,7 +300,7 @@ def test_spaces_are_measured_on_the_whole_model(variant, monkeypatch, dense, tmp
 def test_errors_are_scaled_to_what_a_space_does_as_a_whole(dense, tmp_path):
     folder = dense.folder("opt")
     statistics = calibrate(folder, tmp_path / "statistics", data_of("opt"), folds=2)
-    request = job_on(folder, recipe_of({"heads": "auto", "mlp": "auto"}, ratio=0.4), statistics).request
+    request = job_on(folder, recipe_of({"heads": "auto", "mlp": "auto"}, ratio=0.4), statistics)
     before = dense_ranking(request)
     told = sum(min(float(own.errors[11]) for own in before[Site(block, "mlp")]) for block in range(BLOCKS))
     statistics.index.spaces["mlp"] = [(11, 3 * told)]
@@ -327,7 +327,7 @@ def test_a_score_that_does_better_everywhere_ranks_the_whole_space(dense, tmp_pa
     assert tried == [2 + 1 + len(CANDIDATES) + 1]
     assert statistics.index.spaces == {"heads": [(1, 0.5), (2, 0.7)], "mlp": [(6, 0.3), (11, 0.8)]}
     assert statistics.index.scores == {"mlp": "rcpu"}
-    request = job_on(folder, recipe_of({"mlp": "auto"}, ratio=0.4), statistics).request
+    request = job_on(folder, recipe_of({"mlp": "auto"}, ratio=0.4), statistics)
     assert {own.score for each in dense_ranking(request).values() for own in each} == {"rcpu"}
 
 

@@ -16,9 +16,11 @@ from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.sources import DriftMoments
 from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.checkpoint.writing import CheckpointWriter
-from ckpt_prune.job.prepared import LiveSamples, Prepared
-from ckpt_prune.runner.settle import Settled, settle
+from ckpt_prune.job.job import Job, LiveSamples
+from ckpt_prune.job.prepared import Prepared
+from ckpt_prune.runner.plan import prepare_plan
 from ckpt_prune.stages import FullRecipe
+from ckpt_prune.stages.spaces.run import pruner_of
 from tests import encoders, families
 from tests.encoders import BLOCKS, Pixels
 from tests.families import prune
@@ -44,14 +46,14 @@ def samples_of(variant: str) -> Samples:
     return Pixels(found.values.double(), found.tokens) if isinstance(found, Pixels) else found
 
 
-def job_on(folder: Path, variant: str, ratios: dict[str, float], *, true_sequential: bool) -> Settled:
+def job_on(folder: Path, variant: str, ratios: dict[str, float], *, true_sequential: bool) -> Prepared:
     target = {"target": "sequential", "true_sequential": true_sequential}
     if variant in encoders.VARIANTS:
         wanted: FullRecipe = encoders.recipe(ratios, **target)
     else:
         wanted = families.recipe("ridge", heads=ratios["heads"], mlp=ratios["mlp"], lam=0.1, **target)
     live = LiveSamples(samples_of(variant), FOLDS, torch.float64)
-    return settle(Prepared(families.Model.open(folder), wanted, None, live))
+    return prepare_plan(Job(families.Model.open(folder), wanted, None, live))
 
 
 class Recording(DriftMoments):
@@ -67,11 +69,15 @@ class Recording(DriftMoments):
         return found
 
 
-def source_of(job: Settled) -> Recording:
+def source_of(job: Job) -> Recording:
     gram = {space: job.recipe.needs_gram(space) for space in job.recipe.spaces}
     true_sequential = job.recipe.true_sequential
     return Recording(
-        job.live_stream(job.dense), job.live_stream(job.source), job.dense.block, gram, true_sequential=true_sequential
+        job.live_stream(job.view),
+        job.live_stream(job.plain_view),
+        job.view.block,
+        gram,
+        true_sequential=true_sequential,
     )
 
 
@@ -97,7 +103,7 @@ def test_drift_is_that_of_the_pruned_prefix(dense, case, true_sequential, tmp_pa
     variant, (sites, ratios) = case.partition(" ")[0], CASES[case]
     job = job_on(dense.folder(variant), variant, ratios, true_sequential=true_sequential)
     source = source_of(job)
-    monkeypatch.setattr(Settled, "moments", lambda self: source)
+    monkeypatch.setattr("ckpt_prune.stages.pruning.open_moments", lambda *_: source)
     report = prune(job, tmp_path / "out")
     assert source.seen.keys() == {(block, space) for block in range(BLOCKS) for space in ratios}
     output: PreTrainedModel = (
@@ -127,12 +133,12 @@ def test_blocks_may_be_passed_over(dense):
     """What is measured at the last block does not depend on whether anything was at those before."""
     job = job_on(dense.folder("opt"), "opt", HALF, true_sequential=True)
     asked, resumed = source_of(job), source_of(job)
-    pruner = job.engine()
+    pruner = pruner_of(job)
     for block in range(BLOCKS - 1):
-        tensors, _ = pruner.block(block, job.dense.block(block), asked)
+        tensors, _ = pruner.block(block, job.view.block(block), asked)
         asked.advance(block, tensors)
         resumed.advance(block, tensors)
-    last = job.dense.block(BLOCKS - 1)
+    last = job.view.block(BLOCKS - 1)
     found = [source.moments(BLOCKS - 1, last, ["heads", "mlp"]) for source in (asked, resumed)]
     for space in ("heads", "mlp"):
         for a, b in zip(found[0][space], found[1][space], strict=True):
@@ -143,7 +149,7 @@ def test_blocks_may_be_passed_over(dense):
 
 def test_a_resumed_run_is_byte_identical(dense, tmp_path, monkeypatch):
     job = job_on(dense.folder("opt"), "opt", HALF, true_sequential=True)
-    monkeypatch.setattr(Settled, "moments", source_of)
+    monkeypatch.setattr("ckpt_prune.stages.pruning.open_moments", lambda prepared, _: source_of(prepared))
     with pytest.MonkeyPatch.context() as patch:
         interrupt_at(patch, CheckpointWriter, "commit", 2)
         with pytest.raises(KeyboardInterrupt):
@@ -169,7 +175,7 @@ def test_two_blocks_are_held_at_most(dense, monkeypatch):
 
     monkeypatch.setattr(BlockFactory, "block", counting)
     for block in range(BLOCKS):
-        tensors = job.dense.block(block)
+        tensors = job.view.block(block)
         source.moments(block, tensors, ["heads", "mlp"])
         source.advance(block, tensors)
     assert most == 2
@@ -178,10 +184,10 @@ def test_two_blocks_are_held_at_most(dense, monkeypatch):
 # ---- how often blocks run ------------------------------------------------------------------------------------------
 
 
-def runs(job: Settled, spaces: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, float], list[Any]]:
+def runs(job: Job, spaces: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, float], list[Any]]:
     """How often each model's block ran to its attention and to its end, and the moments, block by block."""
     source = DriftMoments(
-        job.live_stream(job.dense), job.live_stream(job.source), job.dense.block, dict.fromkeys(spaces, True),
+        job.live_stream(job.view), job.live_stream(job.plain_view), job.view.block, dict.fromkeys(spaces, True),
         true_sequential=True,
     )  # fmt: skip
     counts: dict[str, float] = {}
@@ -198,7 +204,7 @@ def runs(job: Settled, spaces: list[str], monkeypatch: pytest.MonkeyPatch) -> tu
     with monkeypatch.context() as patch:
         patch.setattr(HiddenStream, "run", counting)
         for block in range(BLOCKS):
-            tensors = job.dense.block(block)
+            tensors = job.view.block(block)
             for stage in source.stages(spaces):
                 found.append(source.moments(block, tensors, stage))
                 # Any change to the block makes the next stage another one.
@@ -243,10 +249,10 @@ def test_the_dense_block_runs_once_where_its_output_serves_what_is_left(dense, v
 
 def test_what_the_dense_stream_has_passed_is_refused(dense):
     job = job_on(dense.folder("opt"), "opt", HALF, true_sequential=True)
-    source, tensors = source_of(job), job.dense.block(0)
+    source, tensors = source_of(job), job.view.block(0)
     source.stages(["heads", "mlp"])
     source.moments(0, tensors, ["heads"])
     with pytest.raises(ValueError, match="past what is asked for of block 0"):
         source.moments(0, tensors, ["heads"])
     source.advance(0, tensors)
-    source.moments(1, job.dense.block(1), ["heads"])
+    source.moments(1, job.view.block(1), ["heads"])

@@ -22,7 +22,7 @@ from ckpt_prune.evaluation.verify import verify
 from ckpt_prune.job.records import SiteRecord
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.report.reading import report_of
-from ckpt_prune.runner.settle import settle
+from ckpt_prune.runner.plan import prepare_plan
 from ckpt_prune.scoring.expert_scores import EXPERT_SCORES
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.spaces.pruner import SWEEPS
@@ -303,7 +303,7 @@ def test_what_whole_experts_cannot_have_is_refused(dense: Dense) -> None:
         FullRecipe.model_validate({"version": 1, "name": "t", "spaces": {"experts": {**fitted["experts"], **AFFINE}}})
     later = {"version": 1, "name": "test", "target": "sequential", "spaces": fitted}
     with pytest.raises(UserError) as caught:
-        settle(dense.request(TWO, FullRecipe.model_validate(later)))
+        prepare_plan(dense.request(TWO, FullRecipe.model_validate(later)))
     assert str(caught.value) == (
         "recipe test refits experts on the tokens that reach them once others are gone, which statistics of the dense "
         "model do not tell: give --text instead of --statistics, or say --set spaces.experts.compensation.method=none"
@@ -311,7 +311,7 @@ def test_what_whole_experts_cannot_have_is_refused(dense: Dense) -> None:
     bare: dict[str, Any] = {"method": "ridge", "lambda": 0}
     few = {**later, "ratio": 0.25, "spaces": {"experts": {"score": "reap", "compensation": bare}}}
     with pytest.raises(UserError) as caught:
-        settle(dense.request(TWO, FullRecipe.model_validate(few), TWO.samples(2)))
+        prepare_plan(dense.request(TWO, FullRecipe.model_validate(few), TWO.samples(2)))
     assert str(caught.value) == (
         "ridge with lambda 0 needs at least 3 windows of 12 tokens for the 22 inputs of the last projection of each of "
         "3 experts, and there are 2: give more, or a lambda above 0"
@@ -420,7 +420,7 @@ def test_latent_attention_is_refused_by_name(dense: Dense) -> None:
 def refused(dense: Dense, recipe: Mapping[str, Any], case: Case = TWO) -> str:
     wanted = FullRecipe.model_validate({"version": 1, "name": "test", **recipe})
     with pytest.raises(UserError) as caught:
-        settle(dense.request(case, wanted, case.samples()))
+        prepare_plan(dense.request(case, wanted, case.samples()))
     return str(caught.value)
 
 

@@ -12,16 +12,14 @@ import torch
 from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.errors import UserError
-from ckpt_prune.recipe.reading import load_recipe
-from ckpt_prune.runner.plan import make_plan
-from ckpt_prune.runner.run_job import search_strength
-from ckpt_prune.runner.settle import settle
-from ckpt_prune.stages import FullRecipe
 from ckpt_prune.job.plan import read_plan
+from ckpt_prune.recipe.reading import load_recipe
+from ckpt_prune.runner.plan import make_plan, prepare_plan
+from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.spaces.pruner import Pruner
+from ckpt_prune.stages.spaces.run import search_strength
 from tests.families import BLOCKS, calibrate, contents, job_on, make, prune, recipe, stock, windows
 from tests.interrupting import interrupt_at
-from tests.measuring import measured
 from tests.oracles import closed_forms, perplexity
 from tests.oracles.streams import inputs_of
 from tests.pairs import crossed
@@ -111,7 +109,7 @@ def test_another_job_does_not_resume(sources, tmp_path, monkeypatch):
         kill_at(patch, 1)
         with pytest.raises(KeyboardInterrupt):
             prune(JOBS["statistics"](sources), tmp_path / "out")
-    gentler = settle(replace(JOBS["statistics"](sources).request, recipe=recipe("affine", lam=0.2)))
+    gentler = prepare_plan(replace(JOBS["statistics"](sources).job, recipe=recipe("affine", lam=0.2)))
     with pytest.raises(UserError, match="was begun by a different job"):
         prune(gentler, tmp_path / "out", resume=True)
 
@@ -195,8 +193,7 @@ def test_the_strength_of_least_perplexity_is_chosen(sources, tmp_path, target):
     search = recipe("ridge", heads=0.5, mlp=0.5, target=target, search=BY_PERPLEXITY)
 
     def run(wanted, out):
-        with measured(job_on(folder, wanted, live=ids), tmp_path) as job:
-            return prune(job, out)
+        return prune(job_on(folder, wanted, live=ids), out)
 
     report = run(search, tmp_path / "searched")
     expected = {}

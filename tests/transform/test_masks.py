@@ -12,7 +12,6 @@ from ckpt_prune.errors import UserError
 from ckpt_prune.stages import FullRecipe
 from tests import encoders, families
 from tests.families import prune
-from tests.measuring import measured
 from tests.oracles import masked_model
 from tests.oracles.masked_model import Target
 from tests.pairs import dealt, every
@@ -108,8 +107,7 @@ def test_errors_are_those_of_the_whole_models_outputs(dense, tmp_path):
     """‖(W − Ŵ) X‖² / ‖W X‖² on what hooks see."""
     folder, data = dense.folder("opt"), data_of("opt")
     job = encoders.job_on(folder, wanted("sparsegpt"), None, data, diagnostics=True)
-    with measured(job, tmp_path) as ready:
-        report = prune(ready, tmp_path / "out")
+    report = prune(job, tmp_path / "out")
     model = whole(stock(folder, "opt"), "opt")
     seen = model.tokens(data, [(b, at) for b in range(encoders.BLOCKS) for at in range(len(model.inputs))])
     before, after = tensors_of(folder), tensors_of(tmp_path / "out")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from ckpt_prune.runner.messages import messages
-from ckpt_prune.runner.settle import settle
+from ckpt_prune.runner.plan import prepare_plan
 from ckpt_prune.stages import FullRecipe
 from tests.contract.dense import Dense
 from tests.contract.models import LED
@@ -26,7 +26,7 @@ def test_it_is_said(dense: Dense) -> None:
     assert (
         "the mask leaves 1 block before the others as they are (first_k_dense_replace in config.json): one mlp stands "
         "there in place of experts"
-    ) in messages(settle(dense.request(LED, recipe())))
+    ) in messages(prepare_plan(dense.request(LED, recipe())))
 
 
 @pytest.mark.parametrize("allocation", ["owl", "alpha"])

@@ -5,16 +5,16 @@ from typing import Any
 
 import pytest
 
+from ckpt_prune.job.decisions import Losses
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.runner.messages import coarse_lines, wider_choice
-from ckpt_prune.job.decisions import Losses
 
 DEFAULT = load_recipe("best-uniform", ratio=0.3)
 
 
 def settled(losses: Losses | None, *, by_default: bool = True) -> Any:
     return SimpleNamespace(
-        recipe=DEFAULT, request=SimpleNamespace(by_default=by_default), decisions=SimpleNamespace(losses=losses)
+        recipe=DEFAULT, job=SimpleNamespace(by_default=by_default), decisions=SimpleNamespace(losses=losses)
     )
 
 

@@ -40,7 +40,6 @@ from tests.encoders import (
     watch,
 )
 from tests.families import prune
-from tests.measuring import measured
 from tests.oracles import logits, perplexity
 from tests.pairs import dealt, every, pairwise
 from tests.reports import comparable
@@ -436,8 +435,7 @@ def test_measured_while_pruning_is_measured_before(dense, tmp_path):
     wanted = recipe({"qk": 0.5, "mlp": 0.3})
     run(dense, "vit", tmp_path / "statistics", wanted)
     job = job_on(dense.folder("vit"), wanted, live=samples("vit"))
-    with measured(job, tmp_path) as ready:
-        prune(ready, tmp_path / "live")
+    prune(job, tmp_path / "live")
     files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("statistics", "live")]
     assert files[0] == files[1]
     sequential, _ = run(dense, "vit", tmp_path / "sequential", recipe({"qk": 0.5}, target="sequential"), live=True)

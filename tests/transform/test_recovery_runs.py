@@ -1,6 +1,5 @@
 """Recovery on the fly, interrupted, with states on disk."""
 
-import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,23 +10,20 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_prune._version import __version__
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.samples import TokenWindows
 from ckpt_prune.calibration.states import StateMemory
-from ckpt_prune.checkpoint.journal import JOURNAL
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.errors import UserError
 from ckpt_prune.filenames import REPORT
-from ckpt_prune.job.prepared import RecoverySamples
+from ckpt_prune.job.job import RecoverySamples
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.recovery import recoverer
-from ckpt_prune.stages import FullRecipe
 from ckpt_prune.runner.recover import PreparedRecovery
+from ckpt_prune.stages import FullRecipe
 from tests import encoders, families
 from tests.families import BLOCKS, contents, prune, windows
 from tests.interrupting import interrupt_at
-from tests.measuring import measured
 from tests.oracles import masked_model
 from tests.pairs import chosen, dealt, every, first_of_each
 from tests.reports import recover
@@ -66,8 +62,7 @@ def on_the_fly(
     samples = RecoverySamples(training_data(variant), torch.float32, **(training or {}))
     live = data_of(variant)
     job = encoders.job_on(folder, with_recovery(recipe, **changes), None, live, training=samples)
-    with measured(job, out.parent) as ready:
-        return prune(ready, out, resume=resume)
+    return prune(job, out, resume=resume)
 
 
 # ---- on the fly --------------------------------------------------------------------------------------------------
@@ -393,34 +388,6 @@ def test_another_recipe_does_not_resume_on_the_fly(dense, tmp_path, monkeypatch)
         with pytest.raises(UserError, match="was begun by a different job"):
             on_the_fly(*arguments, resume=True, **options)
     on_the_fly(*arguments, resume=True)
-
-
-def test_notes_of_a_former_form_are_not_read(dense, tmp_path, monkeypatch):
-    """Before a recipe could recover, a note was the list of a block's records, and the digest knew of no form."""
-    job = encoders.job_on(dense.folder("llama"), wanted("magnitude"))
-    parts = [__version__, job.model.checkpoint.fingerprint, job.recipe.digest, None, None, None, "cpu", False]
-    former = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-    with monkeypatch.context() as patch:
-        original = CheckpointWriter.commit
-
-        def dying(self: CheckpointWriter, unit: str, note: Any = None) -> None:
-            if unit == "block 2":
-                raise KeyboardInterrupt
-            original(self, unit, note)
-
-        patch.setattr(CheckpointWriter, "commit", dying)
-        with pytest.raises(KeyboardInterrupt):
-            prune(job, tmp_path / "out")
-    path = tmp_path / "out.partial" / JOURNAL
-    journal = json.loads(path.read_text())
-    journal["job"] = former
-    journal["notes"] = {unit: note["pruned"] for unit, note in journal["notes"].items()}
-    assert len(journal["notes"]) == 2
-    path.write_text(json.dumps(journal))
-    left = contents(tmp_path / "out.partial")
-    with pytest.raises(UserError, match="was begun by a different job"):
-        prune(job, tmp_path / "out", resume=True)
-    assert contents(tmp_path / "out.partial") == left
 
 
 @pytest.mark.parametrize(

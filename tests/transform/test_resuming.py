@@ -15,10 +15,10 @@ from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.staging import Staging
 from ckpt_prune.errors import UserError
-from ckpt_prune.job.prepared import RecoverySamples
+from ckpt_prune.job.job import RecoverySamples
+from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.runner.resuming import summary
-from ckpt_prune.runner.settle import Settled
 from ckpt_prune.stages.recovery import rescaling
 from ckpt_prune.stages.spaces.effects import gradients
 from ckpt_prune.stages.spaces.effects.measured import measure_effects
@@ -35,7 +35,7 @@ RECORDS = {"dense": 2 * BLOCKS + 2, "best": 3 * BLOCKS + 3, "scaled": 4 * BLOCKS
 """Entries of a whole run's journal."""
 
 
-def job(sources: Any, name: str, **options: Any) -> Settled:
+def job(sources: Any, name: str, **options: Any) -> Prepared:
     wanted, folds = {"dense": (DENSE, 1), "best": (BEST, 2), "scaled": (SCALED, 2)}[name]
     live = options.pop("live", windows(4, 16))
     if wanted.recovery is not None:
@@ -53,7 +53,7 @@ def whole(sources, tmp_path_factory) -> dict[str, dict[str, bytes]]:
     return {name: contents(folder / name) for name in RECORDS}
 
 
-def stopped(settled: Settled, out: Path, record: int, **options: Any) -> None:
+def stopped(settled: Prepared, out: Path, record: int, **options: Any) -> None:
     """A run that ends just before this entry of its journal."""
     with pytest.MonkeyPatch.context() as patch:
         interrupt_at(patch, Journal, "record", record)
@@ -161,7 +161,7 @@ def test_other_data_is_another_job_before_anything_is_measured(sources, tmp_path
 
 def test_measured_effects_are_taken_over_to_the_last_bit(sources, tmp_path):
     """However many blocks an interrupted run has measured."""
-    request = job(sources, "best").request
+    request = job(sources, "best")
     statistics = sources.statistics("llama", folds=2)
     options: dict[str, Any] = {"spaces": ["heads", "mlp"], "device": request.device}
     options["compute_dtype"] = request.live.compute_dtype
@@ -188,7 +188,7 @@ def test_a_finished_output_of_the_same_job_is_left_alone(sources, tmp_path, whol
     assert said == [f"{out} is finished: nothing is left to do"]
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == times
     assert contents(out) == whole["best"]
-    assert report["job"] == job(sources, "best").digest
+    assert report["job"] == job(sources, "best").job.digest
 
 
 def test_a_finished_output_of_another_job_is_refused(sources, tmp_path):

@@ -30,8 +30,10 @@ from ckpt_prune.modeling_pruned import PlainNorm
 from ckpt_prune.rotations import learning as rotations
 from ckpt_prune.rotations.rotated import check_rotatable
 from ckpt_prune.rotations.training import Learned
+from ckpt_prune.runner.run_job import preview_job
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.mask.masker import Masker
+from ckpt_prune.stages.moments import open_moments
 from ckpt_prune.stages.rotation.run import learner_of
 from tests import encoders, families
 from tests.families import BLOCKS, prune, windows
@@ -471,8 +473,8 @@ def job_after(dense: Sources, turned: Callable[..., Path], variant: str, kind: s
         return None if residual is None else residual.double(), stored[f"blocks.{block}.heads"].double()
 
     wanted = rotating(kind, {"method": "sparsegpt"}, ratio=0.5)
-    job = encoders.job_on(dense.folder(variant), wanted, dense.statistics(variant, folds=2))
-    return replace(job, rotations=of)
+    job = preview_job(encoders.request_on(dense.folder(variant), wanted, dense.statistics(variant, folds=2)))
+    return replace(job, basis=replace(job.basis, rotations=of))
 
 
 @pytest.mark.parametrize(
@@ -485,7 +487,7 @@ def test_moments_under_rotations_are_those_of_the_rotated_model(dense, turned, v
     model = whole(loaded(turned(variant, kind), kind), variant)
     sites = [(block, at) for block in range(BLOCKS) for at in range(len(model.inputs))]
     seen = model.tokens(data_of(variant), sites)
-    source = job.moments()
+    source = open_moments(job, {})
     for block in range(BLOCKS):
         found = source.moments(block, {}, list(job.model.family.inputs))
         assert list(found) == [group[0].disk for group in model.inputs]

@@ -8,9 +8,9 @@ import pytest
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.errors import UserError
 from ckpt_prune.job.cost import cost_of
-from ckpt_prune.recipe.reading import load_recipe
-from ckpt_prune.runner.settle import Settled
 from ckpt_prune.job.decisions import Decisions
+from ckpt_prune.job.prepared import Prepared
+from ckpt_prune.recipe.reading import load_recipe
 from tests import families
 from tests.encoders import job_on
 from tests.planning.test_accounting import LLAMA_7B
@@ -29,7 +29,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def settled(folder: Path, size: str, *changes: str, kind: str = "params", recipe: str = "magnitude") -> Settled:
+def settled(folder: Path, size: str, *changes: str, kind: str = "params", recipe: str = "magnitude") -> Prepared:
     return job_on(folder, load_recipe(recipe, changes, size={kind: size}))
 
 
@@ -41,7 +41,7 @@ def size_at(folder: Path, heads: int, mlp: int, kind: str = "params") -> int:
     return getattr(cost_of(model, shapes), KINDS[kind])
 
 
-def widths(job: Settled) -> tuple[int, int]:
+def widths(job: Prepared) -> tuple[int, int]:
     (found,) = {(width["heads"], width["mlp"]) for width in job.widths}
     return found
 
@@ -111,8 +111,8 @@ def test_the_space_of_the_smallest_steps_makes_up_for_the_rest(three):
 def test_the_next_larger_size_is_known(three):
     job = settled(three, "70%")
     heads, mlp = widths(job)
-    assert job.request.larger == size_at(three, heads, mlp + 1)
-    assert settled(three, "100%").request.larger is None
+    assert job.larger == size_at(three, heads, mlp + 1)
+    assert settled(three, "100%").larger is None
 
 
 def test_the_recipe_says_what_was_done(three):
@@ -121,7 +121,7 @@ def test_the_recipe_says_what_was_done(three):
     again = job_on(three, job.recipe)
     assert again.widths == job.widths
     assert job.recipe.size is None
-    assert job.request.asked == load_recipe("magnitude", size={"params": "80%"})
+    assert job.unsized == load_recipe("magnitude", size={"params": "80%"})
 
 
 @pytest.mark.parametrize(

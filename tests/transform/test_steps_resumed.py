@@ -10,11 +10,12 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from ckpt_prune.checkpoint.writing import CheckpointWriter
-from ckpt_prune.job.prepared import RecoverySamples
-from ckpt_prune.runner import run_job as running
 from ckpt_prune.job import walk as module
-from ckpt_prune.stages import FullRecipe
+from ckpt_prune.job.job import RecoverySamples
+from ckpt_prune.job.step import Step
 from ckpt_prune.runner import recover as recovering
+from ckpt_prune.runner import run_job as running
+from ckpt_prune.stages import FullRecipe
 from tests.families import contents, job_on, prune, recipe, windows
 from tests.reports import recover
 
@@ -49,10 +50,10 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 
 
-class Rounding:
+class Rounding(Step):
     """A step for these tests: rounds every matrix of a block coarsely, so that what is written is not what was left."""
 
-    name, record = "rounded", BaseModel
+    record = BaseModel
 
     def act(self, block: int, tensors: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], list[BaseModel]]:
         return {name: (8 * tensor).round() / 8 if tensor.ndim == 2 else tensor for name, tensor in tensors.items()}, []
@@ -66,8 +67,15 @@ def rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every walk end with rounding."""
     for owner in (running, recovering):
         monkeypatch.setattr(
-            owner, "walk", lambda dense, steps, *rest, **more: module.walk(dense, [*steps, Rounding()], *rest, **more)
+            owner, "walk", lambda view, steps, *rest, **more: module.walk(view, with_rounding(steps), *rest, **more)
         )
+    monkeypatch.setattr(
+        running, "read_records", lambda model, steps, store: module.read_records(model, with_rounding(steps), store)
+    )
+
+
+def with_rounding(steps: Mapping[str, Step]) -> dict[str, Step]:
+    return {**steps, "rounded": Rounding()}
 
 
 def stop_before(patch: pytest.MonkeyPatch, stopped: str) -> None:

@@ -8,10 +8,9 @@ import pytest
 
 from ckpt_prune.errors import UserError
 from ckpt_prune.job.cost import cost_of
-from ckpt_prune.job.prepared import Prepared
+from ckpt_prune.job.job import Job
 from ckpt_prune.recipe.reading import load_recipe
-from ckpt_prune.runner.plan import make_plan
-from ckpt_prune.runner.settle import settle
+from ckpt_prune.runner.plan import make_plan, prepare_plan
 from ckpt_prune.runner.sweep import Point, points_at
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.spaces.widths import dense_ranking
@@ -38,9 +37,9 @@ CASES: dict[str, tuple[str, FullRecipe]] = {
 }
 
 
-def expected(request: Prepared, ratio: float) -> Point:
+def expected(request: Job, ratio: float) -> Point:
     """From a plan of its own."""
-    own = settle(replace(request, recipe=request.recipe.with_ratio(ratio)))
+    own = prepare_plan(replace(request, recipe=request.recipe.with_ratio(ratio)))
     plan = make_plan(own)
     widths, errors = {}, {}
     for space in request.recipe.spaces:
@@ -81,7 +80,7 @@ def test_units_are_ranked_once(dense, monkeypatch):
     )
     monkeypatch.setattr("ckpt_prune.stages.spaces.widths.dense_ranking", lambda _: pytest.fail("ranked again"))
     points_at(request, RATIOS)
-    assert calls == [request]
+    assert [call.job for call in calls] == [request]
 
 
 def test_widths_of_dimensions_are_those_of_one_head(dense):
@@ -103,7 +102,7 @@ def test_a_score_without_moments_needs_none(dense, tmp_path):
     spaces = {"qk": {"score": "magnitude"}, "mlp": {"score": "wanda-sp"}}
     recipe = FullRecipe.model_validate({"version": 1, "name": "test", "container": "any", "spaces": spaces})
     request = request_on(folder, recipe, statistics)
-    assert make_plan(settle(request)).sites
+    assert make_plan(prepare_plan(request)).sites
     assert points_at(request, [0.5])[0].errors["qk"] is None
 
 

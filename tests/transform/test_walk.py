@@ -14,8 +14,9 @@ from ckpt_prune.checkpoint.staging import Staging
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.job.layout import Layout, layout_of
 from ckpt_prune.job.model_view import ModelView
-from ckpt_prune.job.step import Tensors
-from ckpt_prune.job.walk import Sink, walk
+from ckpt_prune.job.step import Step, Tensors
+from ckpt_prune.job.store import BlockStore
+from ckpt_prune.job.walk import walk
 from tests.families import BLOCKS, contents, make
 from tests.interrupting import interrupt_at
 
@@ -28,13 +29,13 @@ class Added(BaseModel):
     number: float
 
 
-class Adding:
+class Adding(Step):
     """Adds a number to one weight of every block, and keeps what it was told."""
 
     record = Added
 
-    def __init__(self, name: str, number: float) -> None:
-        self.name, self.number = name, number
+    def __init__(self, number: float) -> None:
+        self.number = number
         self.told: list[tuple[Any, ...]] = []
 
     def act(self, block: int, tensors: Tensors) -> tuple[Tensors, list[Added]]:
@@ -50,6 +51,8 @@ class Adding:
 
 class AddingToInput(Adding):
     """Also looks at the block as it was before."""
+
+    needs_input = True
 
     def advance_input(self, block: int, tensors: Tensors) -> None:
         self.told.append(("input", block, first_of(block, tensors)))
@@ -73,8 +76,8 @@ def writer_of(out: Path, layout: Layout, *, resume: bool = False) -> Iterator[Ch
 
 def test_steps_act_in_order_and_advance_with_what_was_written(tmp_path):
     dense, _ = dense_of(tmp_path)
-    first, second = AddingToInput("first", 1), AddingToInput("second", 2)
-    records = walk(dense, [first, second])
+    first, second = AddingToInput(1), AddingToInput(2)
+    records = walk(dense, {"first": first, "second": second})
     for step, given in ((first, 0), (second, 1)):
         told = [(("act", block, given), ("input", block, given), ("advance", block, 3)) for block in range(BLOCKS)]
         assert step.told == [entry for each in told for entry in each]
@@ -83,8 +86,8 @@ def test_steps_act_in_order_and_advance_with_what_was_written(tmp_path):
 
 def test_a_first_block_may_be_read_elsewhere(tmp_path):
     dense, _ = dense_of(tmp_path)
-    step = Adding("only", 0)
-    walk(dense, [step], start=lambda block: Adding("", 5).added(block, dense.block(block)))
+    step = Adding(0)
+    walk(dense, {"only": step}, read=lambda block: Adding(5).added(block, dense.block(block)))
     assert [entry for entry in step.told if entry[0] == "act"] == [("act", block, 5) for block in range(BLOCKS)]
 
 
@@ -92,30 +95,30 @@ def test_a_first_block_may_be_read_elsewhere(tmp_path):
 def test_a_resumed_walk_goes_past_what_is_written_and_ends_in_the_same_bytes(tmp_path, stop):
     dense, layout = dense_of(tmp_path)
 
-    def steps() -> list[Adding]:
-        return [Adding("first", 1), AddingToInput("second", 2), Adding("third", 4)]
+    def steps() -> dict[str, Adding]:
+        return {"first": Adding(1), "second": AddingToInput(2), "third": Adding(4)}
 
     with writer_of(tmp_path / "whole", layout) as writer:
         whole = steps()
-        records = walk(dense, whole, Sink(writer, layout))
-        Sink(writer, layout).write_rest(dense)
+        records = walk(dense, whole, BlockStore(writer, layout))
+        BlockStore(writer, layout).write_rest(dense)
         writer.finish()
 
     def stopped() -> None:
         with writer_of(tmp_path / "out", layout) as writer, pytest.MonkeyPatch.context() as patch:
             interrupt_at(patch, CheckpointWriter, "commit", stop + 1)
-            walk(dense, steps(), Sink(writer, layout))
+            walk(dense, steps(), BlockStore(writer, layout))
 
     with pytest.raises(KeyboardInterrupt):
         stopped()
     with writer_of(tmp_path / "out", layout, resume=True) as writer:
-        sink, resumed = Sink(writer, layout), steps()
-        assert [sink.done(block) for block in range(BLOCKS)] == [block < stop for block in range(BLOCKS)]
-        assert walk(dense, resumed, sink) == records
-        sink.write_rest(dense)
+        store, resumed = BlockStore(writer, layout), steps()
+        assert [store.has(block) for block in range(BLOCKS)] == [block < stop for block in range(BLOCKS)]
+        assert walk(dense, resumed, store) == records
+        store.write_rest(dense)
         writer.finish()
     # The second looks at the block as the first had left it, which therefore acts again; the others only go on.
-    for again, before, acts in zip(resumed, whole, (True, False, False), strict=True):
+    for again, before, acts in zip(resumed.values(), whole.values(), (True, False, False), strict=True):
         done = [entry for entry in before.told if entry[1] < stop and (acts or entry[0] != "act")]
         assert again.told == done + [entry for entry in before.told if entry[1] >= stop]
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
@@ -124,9 +127,9 @@ def test_a_resumed_walk_goes_past_what_is_written_and_ends_in_the_same_bytes(tmp
 def test_nothing_is_read_again_for_steps_without_input(tmp_path, monkeypatch):
     dense, layout = dense_of(tmp_path)
     with writer_of(tmp_path / "out", layout) as writer:
-        sink = Sink(writer, layout)
-        walk(dense, [Adding("only", 1)], sink)
+        store = BlockStore(writer, layout)
+        walk(dense, {"only": Adding(1)}, store)
         monkeypatch.setattr(ModelView, "block", lambda *_: 1 / 0)
-        step = Adding("only", 1)
-        assert walk(dense, [step], sink) == {"only": [Added(number=1)] * BLOCKS}
+        step = Adding(1)
+        assert walk(dense, {"only": step}, store) == {"only": [Added(number=1)] * BLOCKS}
         assert step.told == [("advance", block, 1) for block in range(BLOCKS)]

@@ -17,7 +17,6 @@ from ckpt_prune.stages import FullRecipe
 from tests import encoders, families
 from tests.contract.open_experts import unstacked
 from tests.families import prune
-from tests.measuring import measured
 from tests.oracles import masked_model
 from tests.oracles.masked_model import INPUTS, Model, Rule, Target
 from tests.stored import Sources
@@ -99,9 +98,7 @@ def wanted(rule: str, target: Target = "dense", **more: Any) -> FullRecipe:
 
 
 def masked(folder: Path, out: Path, recipe: FullRecipe, data: Samples) -> dict[str, Any]:
-    job = encoders.job_on(folder, recipe, None, data)
-    with measured(job, out.parent) as ready:
-        return prune(ready, out)
+    return prune(encoders.job_on(folder, recipe, None, data), out)
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:

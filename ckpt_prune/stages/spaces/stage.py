@@ -52,12 +52,13 @@ class Spaces(Stage):
         self._check_strengths(recipe)
 
     def _check_allocation(self, recipe: Recipe) -> None:
-        for space, own in recipe.spaces.items():
+        for space in recipe.spaces:
             kind = kind_of(space)
             by_errors = recipe.allocation == "least-error" and not kind.by_errors
             if kind.unrankable is not None and (recipe.ranks_blocks or by_errors):
                 raise ValueError(kind.unrankable)
-            if recipe.ranks_blocks and not kind.scores_columns(own.score):
+        for space, own in recipe.spaces.items():
+            if recipe.ranks_blocks and not kind_of(space).scores_columns(own.score):
                 raise ValueError(f"spaces.{space}: score {own.score} ranks units, and FLAP's rankings compare columns")
             if own.score == CHOSEN and recipe.allocation != "least-error":
                 raise ValueError(
