@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ckpt_prune._version import __version__
-from ckpt_prune.errors import UserError
-from ckpt_prune.errors import named as _named
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.errors import to_user_error as _named
 
 # Else onnxruntime (1.31 on Linux, too) keeps an identifier in ~/.cache and reports over the network to its maker.
 # Read when it is first loaded, here or in a process that this one starts; a user's own setting stays.
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ckpt_prune.api.evaluate import evaluate
     from ckpt_prune.api.export import export
     from ckpt_prune.api.inspect import inspect
+    from ckpt_prune.api.load import load
     from ckpt_prune.api.plan import plan
     from ckpt_prune.api.prune import prune
     from ckpt_prune.api.push import push
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from ckpt_prune.api.sweep import sweep
     from ckpt_prune.api.validate import validate
     from ckpt_prune.api.verify import verify
-    from ckpt_prune.loading import load
 
 __all__ = [
     "UserError",
@@ -62,7 +62,7 @@ def __getattr__(name: str) -> Any:
     """Import a function when it is first asked for: some bring torch and transformers."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "ckpt_prune.loading" if name == "load" else f"ckpt_prune.api.{name}"
+    module = "ckpt_prune.api.load" if name == "load" else f"ckpt_prune.api.{name}"
     return _with_user_errors(getattr(importlib.import_module(module), name))
 
 

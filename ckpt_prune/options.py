@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeV
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from ckpt_prune.architectures.composite import PartName
-from ckpt_prune.checkpoint.places import place_of
-from ckpt_prune.errors import UserError
-from ckpt_prune.graph_types import GraphType
-from ckpt_prune.ratios import Ratio, checked_ratio
-from ckpt_prune.text_names import NamedText, Split, named_text
+from ckpt_prune.checkpoint.files import check_place
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.graph_types import GraphType
+from ckpt_prune.common.ratios import Ratio, check_ratio
+from ckpt_prune.datasets.texts import NamedText, Split, parse_text_name
 
 
 def _several(value: Any) -> Any:
@@ -45,7 +45,7 @@ def _if_any(value: Any) -> Any:
 
 def _in_a_folder(out: Path) -> Path:
     """The same path; UserError where there is no folder that it could be in."""
-    place_of(out)
+    check_place(out)
     return out
 
 
@@ -103,7 +103,7 @@ class TextOptions(Options):
 
     @model_validator(mode="after")
     def _by_name(self) -> Self:
-        found = [named_text(each, self.usual_split) or each for each in self.text]
+        found = [parse_text_name(each, self.usual_split) or each for each in self.text]
         named = [each for each in found if isinstance(each, NamedText)]
         asked = {each for each in (self.window, *(own.window for own in named)) if each is not None}
         if len(asked) > 1:
@@ -297,7 +297,7 @@ class RecipeOptions(SourceOptions):
         None, description="Name of a shipped recipe, or a recipe file; best-uniform where none is named."
     )
     statistics: Annotated[Path | None, BeforeValidator(path_of)] = Field(None, description="Statistics folder.")
-    ratio: Annotated[float | None, BeforeValidator(checked_ratio)] = Field(
+    ratio: Annotated[float | None, BeforeValidator(check_ratio)] = Field(
         None, description="Share to drop, in place of the recipe's."
     )
     target_params: str | None = Field(None, description="Parameters to come down to, a number or a share.")

@@ -141,7 +141,7 @@ def one_machine() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch.cpu.get_capabilities", dict, raising=False)
         patch.setattr("ckpt_prune.runner.estimate.time_block", lambda *_: BlockTimes(run=0.001, solve=0.01))
-        patch.setattr("ckpt_prune.runner.estimate.resident", lambda: 2**30)
+        patch.setattr("ckpt_prune.runner.estimate.resident_bytes", lambda: 2**30)
         yield
 
 
@@ -149,7 +149,7 @@ def one_machine() -> Iterator[None]:
 def clock_stands_still() -> Iterator[None]:
     """Lines that are printed after a minute, or of a search that takes half of one, never come; tests set the clock."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ckpt_prune.progress.now", lambda: 0.0)
+        patch.setattr("ckpt_prune.common.progress.now", lambda: 0.0)
         yield
 
 

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ckpt_prune.checkpoint.jsonfile import pretty
-from ckpt_prune.filenames import REPORT
+from ckpt_prune.checkpoint.json_files import pretty_json
+from ckpt_prune.common.filenames import REPORT
 from ckpt_prune.runner import recover as recovering
 from ckpt_prune.runner.recover import PreparedRecovery
 
@@ -26,9 +26,9 @@ def comparable(path: Path) -> bytes:
         report = json.loads(data)
     except ValueError:
         return data
-    if not isinstance(report, dict) or pretty(report).encode() != data:
+    if not isinstance(report, dict) or pretty_json(report).encode() != data:
         return data
-    return pretty(without_stages(report)).encode()
+    return pretty_json(without_stages(report)).encode()
 
 
 def without_stages(report: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from itertools import count
 import pytest
 from hypothesis import HealthCheck, settings
 
-from ckpt_prune.progress import meter, track
+from ckpt_prune.common.progress import meter, track
 
 
 @pytest.mark.parametrize("chosen", [settings(), settings(max_examples=3)])

@@ -11,17 +11,19 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from ckpt_prune.hub.measured import Measured, figures_table, model_index
 from safetensors.torch import save_file
 
-from ckpt_prune.checkpoint.jsonfile import pretty
+from ckpt_prune.checkpoint.json_files import pretty_json
+from ckpt_prune.common.filenames import REPORT
+from ckpt_prune.common.safe_text import CONTROL_CHARACTERS, escape_controls
 from ckpt_prune.compressing.card import quantised_card
 from ckpt_prune.compressing.record import Quantised
 from ckpt_prune.evaluation.comparing import BlockComparison, Comparison, Similarity
 from ckpt_prune.exporting.card import graph_card
 from ckpt_prune.exporting.manifest import GraphEntry, Manifest, Port
 from ckpt_prune.exporting.manifest import Source as GraphSource
-from ckpt_prune.filenames import REPORT
-from ckpt_prune.plain import OBEYED, plain
+from ckpt_prune.hub.recipes import _card as recipe_card
 from ckpt_prune.report.card import model_card
 from ckpt_prune.report.metadata import front_matter
 from ckpt_prune.report.model import Report, SourceCard
@@ -29,8 +31,6 @@ from ckpt_prune.report.reading import AnyPlan
 from ckpt_prune.reporting.comparison import comparison_page
 from ckpt_prune.reporting.document import read_document
 from ckpt_prune.reporting.page import page
-from ckpt_prune.sharing.measured import Measured, figures_table, model_index
-from ckpt_prune.sharing.recipes import _card as recipe_card
 from tests.cli.running import refused, run
 from tests.evaluation.tiny import tiny_llama
 from tests.forked import posix
@@ -84,7 +84,7 @@ def with_evil(value: Any, path: Sequence[str | int]) -> Any:
 
 def check_markdown(text: str) -> None:
     """What is left beside code and escaped signs is this tool's own."""
-    assert OBEYED.search(text) is None
+    assert CONTROL_CHARACTERS.search(text) is None
     front, *rest = text.removeprefix("---\n").split("\n---\n") if text.startswith("---\n") else ("", text)
     assert len(rest) == 1
     assert isinstance(yaml.safe_load(front), dict | None)
@@ -99,7 +99,7 @@ def check_markdown(text: str) -> None:
 
 
 def check_html(html: str) -> None:
-    assert OBEYED.search(html) is None
+    assert CONTROL_CHARACTERS.search(html) is None
     assert "script" not in {element.tag for element in parse(html).iter()}
 
 
@@ -153,7 +153,7 @@ def of_recipes() -> str:
 
 
 def with_figures() -> str:
-    figures = [Measured(plain(EVIL), "perplexity", EVIL, 1.0, 2.0)]
+    figures = [Measured(escape_controls(EVIL), "perplexity", EVIL, 1.0, 2.0)]
     index = model_index(EVIL, EVIL, figures)
     return "\n".join([*front_matter({"model-index": index}), *figures_table(figures)])
 
@@ -169,8 +169,8 @@ def test_no_name_is_markup_on_a_page() -> None:
 
 
 def test_json_is_read_back_and_obeyed_by_nothing() -> None:
-    assert OBEYED.search(pretty({EVIL: [EVIL]}).replace("\n", "")) is None
-    assert json.loads(pretty({EVIL: [EVIL]})) == {EVIL: [EVIL]}
+    assert CONTROL_CHARACTERS.search(pretty_json({EVIL: [EVIL]}).replace("\n", "")) is None
+    assert json.loads(pretty_json({EVIL: [EVIL]})) == {EVIL: [EVIL]}
 
 
 @posix
@@ -200,13 +200,13 @@ def test_no_name_on_a_command_line_is_obeyed(tmp_path: Path, monkeypatch: pytest
     ):
         done = run(*command)
         assert done.exit_code == code, done.output
-        assert OBEYED.search(done.output) is None, command
+        assert CONTROL_CHARACTERS.search(done.output) is None, command
         assert code != 2 or len(done.stderr.splitlines()) == 1, command
     check_markdown((Path(pruned) / "README.md").read_text())
     for file in Path().glob("*.html"):
         check_html(file.read_text())
     for file in [*Path(pruned).glob("*.json"), Path(planned)]:
-        assert OBEYED.search(file.read_text()) is None
+        assert CONTROL_CHARACTERS.search(file.read_text()) is None
 
 
 def test_a_tensor_and_a_side_file_with_such_names_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

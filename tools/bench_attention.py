@@ -30,7 +30,6 @@ from ckpt_prune.job.cost import cost_of
 from ckpt_prune.job.job import Job, LiveSamples
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.runner.run_job import run_job
-from ckpt_prune.runner.plan import prepare_plan
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.spaces.effects.gradients import add_gradients
 from ckpt_prune.stages.spaces.effects.measured import measure_effects, measured_singly

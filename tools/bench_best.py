@@ -27,14 +27,13 @@ from ckpt_prune.calibration.measure import everything, measure
 from ckpt_prune.calibration.moments import Moments
 from ckpt_prune.calibration.samples import Samples, TokenWindows
 from ckpt_prune.calibration.statistics import Statistics, with_effects
-from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.compensation.fit import Solution, error, from_moments
 from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.evaluation.perplexity import perplexity
 from ckpt_prune.job.job import Job, LiveSamples
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.runner.run_job import run_job
-from ckpt_prune.runner.plan import prepare_plan
 from ckpt_prune.stages.spaces.effects.gradients import add_gradients
 from ckpt_prune.stages.spaces.effects.measured import SHALLOW, measure_effects
 from tools.bench_corp import Pixels, compare, images, logits

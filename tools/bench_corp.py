@@ -22,7 +22,7 @@ from ckpt_prune.calibration.measure import everything, measure
 from ckpt_prune.calibration.samples import Samples, TokenWindows
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.calibration.text import calibration_windows, evaluation_windows, load_tokenizer, read_text, token_stream
-from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.evaluation.perplexity import perplexity
 from ckpt_prune.job.job import Job, LiveSamples
@@ -289,7 +289,9 @@ def seconds(data: Path) -> None:
             recipe = wanted(target, 0.5, compensate=True)
             with tempfile.TemporaryDirectory() as scratch:
                 live = LiveSamples(samples, 1, torch.float32)
-                stages = prune(prepare_plan(Job(Model.open(folder), recipe, None, live)), Path(scratch) / "out")["stages"]
+                stages = prune(prepare_plan(Job(Model.open(folder), recipe, None, live)), Path(scratch) / "out")[
+                    "stages"
+                ]
             taken = [sum(s["phases"].get(p, 0) for s in stages) for p in ("calibration", "ranking", "compensation")]
             whole = sum(stage["seconds"] for stage in stages)
             cells = " | ".join(f"{value:.3f}" for value in (*taken, whole))

@@ -19,8 +19,8 @@ from typing import Any
 
 import ckpt_prune
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.errors import UserError
-from ckpt_prune.filenames import REPORT
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.filenames import REPORT
 from ckpt_prune.job.cost import cost_of
 from ckpt_prune.stages.depth.preview import without
 from tools.bench_lines import add_line, by_key

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ckpt_prune.runner.estimate.estimate import of_calibration
+from ckpt_prune.runner.estimate.machine_speed import Rates, measured_rates
+from ckpt_prune.runner.estimate.work import Stage, Work
 
 from ckpt_prune.calibration.kinds import Collect
 from ckpt_prune.containers.opening import open_model
-from ckpt_prune.machine import Rates, measured_rates
-from ckpt_prune.runner.estimate.estimate import of_calibration
-from ckpt_prune.runner.estimate.work import Stage, Work
 from tools.bench_command import as_options, command
 from tools.bench_lines import add_line, by_key
 from tools.bench_parts import stages_of_prune

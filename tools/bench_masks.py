@@ -17,13 +17,13 @@ import torch
 
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.samples import TokenWindows
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.evaluation.perplexity import perplexity
 from ckpt_prune.job.job import Job, LiveSamples
 from ckpt_prune.rotations import learning as rotations
-from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.runner.plan import prepare_plan
+from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.stages import FullRecipe
 from tools.bench_lines import add_line, by_key, lines_of
 from tools.bench_perplexity import SHARED, Subject, subjects, windows_of

@@ -33,7 +33,6 @@ from ckpt_prune.job.job import Job, LiveSamples
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.recipe.shipped import shipped_recipes
 from ckpt_prune.runner.run_job import run_job
-from ckpt_prune.runner.plan import prepare_plan
 from tools.bench_lines import add_line, by_key, lines_of
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -69,7 +68,7 @@ def windows_of(subject: Subject, samples: int, evaluated: int, choose: str) -> t
     if subject.calibration:
         texts = [read_text([Path(subject.calibration)]), read_text([Path(subject.evaluation)])]
     else:
-        texts = [corpus.text(held_out=False), corpus.text(held_out=True)]
+        texts = [corpus.read_corpus(held_out=False), corpus.read_corpus(held_out=True)]
     calibration, held_out = (token_stream(tokenizer, text, bos="never") for text in texts)
     chosen = calibration_windows(calibration, samples=samples, window=subject.window, seed=0, choose=choose)
     if subject.calibration:

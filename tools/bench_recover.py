@@ -21,9 +21,9 @@ from typing import Any
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ckpt_prune.architectures.skeleton import quiet_transformers
-from ckpt_prune.checkpoint.jsonfile import read_object
+from ckpt_prune.checkpoint.json_files import read_json_object
+from ckpt_prune.common.filenames import REPORT
 from ckpt_prune.demo import corpus
-from ckpt_prune.filenames import REPORT
 from tools.bench_command import command
 from tools.bench_lines import add_line, lines_of
 from tools.bench_masks import models
@@ -89,8 +89,8 @@ def text_data(subject: Subject, scratch: Path, args: argparse.Namespace) -> Data
     if not subject.calibration:
         # Modules differ much in difficulty, so not their beginning; all of them would take a gigabyte to tokenise.
         written = {
-            "calibration.txt": stretches(corpus.text(held_out=False), 4 * args.samples),
-            "evaluation.txt": stretches(corpus.text(held_out=True), args.windows),
+            "calibration.txt": stretches(corpus.read_corpus(held_out=False), 4 * args.samples),
+            "evaluation.txt": stretches(corpus.read_corpus(held_out=True), args.windows),
         }
         for name, text in written.items():
             (scratch / name).write_text(text, encoding="utf-8")
@@ -123,7 +123,7 @@ def score(folder: Path, data: Data) -> dict[str, float]:
 
 def likeness(out: Path) -> dict[str, Any]:
     """Means over the blocks of an output's report, before and after recovery, and how many of them were recovered."""
-    layers = read_object(out / REPORT)["layers"]
+    layers = read_json_object(out / REPORT)["layers"]
     means = {k: sum(x[k] for x in layers) / len(layers) for k in ("mse_before", "mse_after", "cka_before", "cka_after")}
     return means | {"recovered": sum(x["recovered"] for x in layers), "blocks": len(layers)}
 

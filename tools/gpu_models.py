@@ -80,7 +80,7 @@ def demo_texts(folder: str, characters: int) -> dict[str, Any]:
     from ckpt_prune.demo import corpus
 
     for held_out, name in ((False, "calibration.txt"), (True, "held_out.txt")):
-        (Path(folder) / name).write_text(corpus.text(held_out=held_out)[:characters], encoding="utf-8")
+        (Path(folder) / name).write_text(corpus.read_corpus(held_out=held_out)[:characters], encoding="utf-8")
     return {}
 
 

@@ -180,7 +180,7 @@ def run(
 
 def attempt(step: Step) -> Outcome:
     """Make a step in this process."""
-    from ckpt_prune.memory import peak
+    from ckpt_prune.common.memory import peak_bytes
 
     try:
         module, _, name = step.function.partition(":")
@@ -192,7 +192,7 @@ def attempt(step: Step) -> Outcome:
         held, largest = gpu.ended() if gpu else (None, None)
         seconds = round(time.perf_counter() - start, 3)
         return Outcome(
-            *(step.name, step.device, "ok", None, None, seconds, peak(), not fresh, largest, held), values or {}
+            *(step.name, step.device, "ok", None, None, seconds, peak_bytes(), not fresh, largest, held), values or {}
         )
     except SkippedError as error:
         return Outcome(step.name, step.device, "skipped", str(error))

@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.manual_seed(args.seed)
-    train_text, held_out_text = corpus.text(held_out=False), corpus.text(held_out=True)
+    train_text, held_out_text = corpus.read_corpus(held_out=False), corpus.read_corpus(held_out=True)
     tokenizer = train_tokenizer(train_text)
     train = torch.tensor(tokenizer.encode(train_text).ids)
     held_out = torch.tensor(tokenizer.encode(held_out_text).ids)

@@ -11,7 +11,7 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.image_files import find_images
 from ckpt_prune.calibration.images import ImageSamples
 from ckpt_prune.calibration.samples import Samples
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.options import ImageOptions
 
 

@@ -13,17 +13,17 @@ from ckpt_prune.adapting.training import Adapted, adapt, rate_of, require_peft
 from ckpt_prune.architectures.fitting import loaded
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.samples import Samples
-from ckpt_prune.checkpoint.reading import CONFIG, Checkpoint
+from ckpt_prune.checkpoint.checkpoint import CONFIG, Checkpoint
+from ckpt_prune.checkpoint.folder_kinds import OUTPUT_KIND
 from ckpt_prune.checkpoint.staging import Staging
-from ckpt_prune.checkpoint.units import human_bytes
-from ckpt_prune.checkpoint.writing import CheckpointWriter
-from ckpt_prune.checkpoint.written import OUTPUT
+from ckpt_prune.checkpoint.writer import CheckpointWriter
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.filenames import ROTATIONS
+from ckpt_prune.common.formatting import human_bytes
+from ckpt_prune.common.progress import meter
 from ckpt_prune.containers.container import container_of
-from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.loading import load_model
-from ckpt_prune.filenames import ROTATIONS
 from ckpt_prune.job.run import Announce
-from ckpt_prune.progress import meter
 from ckpt_prune.recovery.survivors import trained_tensors
 from ckpt_prune.recovery.training import Split
 from ckpt_prune.report.model import Adapters, Report
@@ -109,7 +109,7 @@ def recover_by_lora(request: LoraRequest, out: Path, *, overwrite: bool, announc
     pruned = request.pruned.checkpoint
     own, modules = report_of(pruned.path), modules_of(request)
     # No run goes on with what another one has trained.
-    kind = replace(OUTPUT, left="asked")
+    kind = replace(OUTPUT_KIND, unfinished="asked")
     place = Staging(out, job=request.digest, overwrite=overwrite, kind=kind, wants=wanted_names(pruned))
     pruned.check_finite()
     announce(_memory(request, modules))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ckpt_prune.adapting.examples import Examples
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.recovery.training import Split, cut, part_size
 from ckpt_prune.stages.recovery.stage import LoraSettings, RecoverySettings
 

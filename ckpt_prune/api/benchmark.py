@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from ckpt_prune.api.types import AnyModel, Provider
-from ckpt_prune.errors import UserError
-from ckpt_prune.graph_types import GraphType
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.graph_types import GraphType
+from ckpt_prune.common.progress import Notices, show_progress
 from ckpt_prune.options import BenchmarkOptions, SpreadOptions, checked
-from ckpt_prune.progress import Notices, progress_shown
 
 if TYPE_CHECKING:
     from ckpt_prune.benchmarking.figures import Result
@@ -64,9 +64,9 @@ def benchmark(
     sizes = _batches(options.batches)
 
     from ckpt_prune.benchmarking.run import Settings, compare
-    from ckpt_prune.devices import resolve_device
+    from ckpt_prune.parallel.devices import resolve_device
 
-    with progress_shown(progress):
+    with show_progress(progress):
         settings = Settings(
             onnx=options.onnx,
             batches=sizes,

@@ -11,10 +11,10 @@ from ckpt_prune.architectures.supported import check_supported
 from ckpt_prune.calibration.statistics_files import STATISTICS
 from ckpt_prune.calibration.text_files import check_texts
 from ckpt_prune.checkpoint.staging import Staging
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.progress import Notices, show_progress
 from ckpt_prune.options import CalibrateOptions, checked, has_data
-from ckpt_prune.parallel.group import here
-from ckpt_prune.progress import Notices, progress_shown
+from ckpt_prune.parallel.group import process_group
 
 if TYPE_CHECKING:
     from ckpt_prune.calibration.samples import Samples
@@ -142,26 +142,26 @@ def calibrate(
     check_supported(options.model, options.family, options.part)
     check_texts(options.text)
     if not options.overwrite:
-        here().at_first(lambda: Staging(options.output, job="", kind=STATISTICS))
+        process_group().on_first(lambda: Staging(options.output, job="", kind=STATISTICS))
 
     from ckpt_prune.calibration.choosing import chosen_samples
     from ckpt_prune.calibration.measure import check_measurable, collectable, everything, measure
     from ckpt_prune.calibration.shards import sharded
     from ckpt_prune.calibration.statistics import with_effects
     from ckpt_prune.checkpoint.staging import refuse_inside, refuse_overlap
-    from ckpt_prune.checkpoint.units import human_bytes
+    from ckpt_prune.common.formatting import human_bytes
     from ckpt_prune.containers.checking import check_source
     from ckpt_prune.containers.container import container_of
     from ckpt_prune.containers.opening import Opening, open_model
-    from ckpt_prune.devices import computed_in, resolve_device
     from ckpt_prune.evaluation.whole_forward import check_forward
+    from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
     from ckpt_prune.runner.checks import check_one_basis
     from ckpt_prune.runner.estimate import estimate_calibration
     from ckpt_prune.stages.spaces.effects.gradients import add_gradients
     from ckpt_prune.stages.spaces.effects.measured import measure_effects, measured_singly
 
     out, trust = options.output, options.trust_remote_code
-    with progress_shown(progress):
+    with show_progress(progress):
         say = Notices()
         target = resolve_device(options.device)
         source = open_model(options.model, Opening.of(options))
@@ -183,10 +183,10 @@ def calibrate(
             if "taylor" in kinds:
                 raise UserError("--shard: taylor, absolute values of sums over all samples, does not add: leave it out")
             chosen = sharded(chosen, options.shard)
-        here().at_first(checkpoint.check_finite)
+        process_group().on_first(checkpoint.check_finite)
         check_forward(source, chosen, say)
-        dtype = computed_in(options.compute_dtype, target, source.dtype)
-        here().agree(
+        dtype = resolve_compute_dtype(options.compute_dtype, target, source.dtype)
+        process_group().agree(
             {
                 "model": checkpoint.fingerprint,
                 "text" if described.modality == "text" else "set of images": chosen.fingerprint,
@@ -197,7 +197,7 @@ def calibrate(
         folds = options.folds or 1
         estimate = estimate_calibration(source, chosen, kinds, folds, target, dtype)
         if options.dry_run:
-            size = here().once(
+            size = process_group().once(
                 lambda: check_measurable(source, chosen, out, folds=folds, collect=kinds, overwrite=options.overwrite)
             )
             return ForeseenStatistics(
@@ -221,7 +221,7 @@ def calibrate(
                 found = add_gradients(source, found, chosen, spaces=held, device=target, compute_dtype=dtype)
             if EFFECTS in asked:
                 effects = measure_effects(source, found, chosen, spaces=held, device=target, compute_dtype=dtype)
-                here().at_first(lambda: with_effects(found, effects))
+                process_group().on_first(lambda: with_effects(found, effects))
 
         return measure(
             source,

@@ -8,9 +8,9 @@ from ckpt_prune.api.types import AnyModel, AnyPath, Bos, Choose, ComputeDtype, T
 from ckpt_prune.architectures.composite import PartName
 from ckpt_prune.architectures.supported import check_supported
 from ckpt_prune.calibration.text_files import check_texts
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.progress import Notices, show_progress
 from ckpt_prune.options import CompareOptions, checked, has_data
-from ckpt_prune.progress import Notices, progress_shown
 
 if TYPE_CHECKING:
     from ckpt_prune.evaluation.comparing import Comparison
@@ -87,18 +87,18 @@ def compare(
     from ckpt_prune.calibration.choosing import chosen_samples
     from ckpt_prune.calibration.states import StateMemory
     from ckpt_prune.calibration.text import read_text
-    from ckpt_prune.checkpoint.staging import write_whole
+    from ckpt_prune.checkpoint.staging import write_atomically
     from ckpt_prune.containers.container import container_of
     from ckpt_prune.containers.opening import Opening, open_model
-    from ckpt_prune.devices import computed_in, resolve_device
     from ckpt_prune.evaluation import comparing
     from ckpt_prune.job.model_view import ModelView
+    from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
     from ckpt_prune.report.reading import report_of
     from ckpt_prune.reporting.comparison import comparison_page
     from ckpt_prune.runner.pairs import at_same_depth, check_models, check_same_reader, rotated_as
 
     trust = options.trust_remote_code
-    with progress_shown(progress):
+    with show_progress(progress):
         say = Notices()
         target = resolve_device(options.device)
         theirs, ours = (open_model(each, Opening.of(options)) for each in (options.reference, options.model))
@@ -115,10 +115,10 @@ def compare(
             ModelView(beside, target, rotated, None if rotated is None else container, leaps),
             ModelView(ours, target, container=container),
             chosen,
-            compute_dtype=computed_in(options.compute_dtype, target),
+            compute_dtype=resolve_compute_dtype(options.compute_dtype, target),
             allocate=StateMemory(int(options.state_memory * 2**30), Path(tempfile.gettempdir())),
             lens=options.lens,
         )
         if options.plot is not None:
-            write_whole(options.plot, comparison_page(found))
+            write_atomically(options.plot, comparison_page(found))
         return found

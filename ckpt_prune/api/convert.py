@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_prune.api.types import AnyModel, AnyPath
+from ckpt_prune.common.progress import show_progress
 from ckpt_prune.options import path_of
-from ckpt_prune.progress import progress_shown
 
 if TYPE_CHECKING:
     from ckpt_prune.conversion.convert import Conversion
@@ -23,8 +23,8 @@ def convert(model: AnyModel, *, output: AnyPath, overwrite: bool = False, progre
     Raises:
         UserError: no stock class is known to compute the same, or the output may not be written.
     """
-    from ckpt_prune.checkpoint.reading import Checkpoint
+    from ckpt_prune.checkpoint.checkpoint import Checkpoint
     from ckpt_prune.conversion.convert import convert_checkpoint
 
-    with progress_shown(progress):
+    with show_progress(progress):
         return convert_checkpoint(Checkpoint.open(path_of(model)), Path(output), overwrite=overwrite)

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt_prune.api.types import AnyModel, AnyPath, Bos, Texts
 from ckpt_prune.calibration.text_files import check_texts
-from ckpt_prune.checkpoint.graph_files import graph_named
-from ckpt_prune.errors import UserError
+from ckpt_prune.checkpoint.model_folder import find_graph
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.progress import show_progress
+from ckpt_prune.common.text_encoding import has_row_suffix
+from ckpt_prune.datasets.glue import parse_task_name
 from ckpt_prune.options import EvaluateOptions, SpreadOptions, checked
-from ckpt_prune.progress import progress_shown
-from ckpt_prune.task_names import named_task
-from ckpt_prune.text_encoding import is_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -90,7 +90,6 @@ def evaluate(
         _check(options)
     check_texts(options.text)
 
-    from ckpt_prune.devices import resolve_device
     from ckpt_prune.evaluation.labelled import is_labelled, measure_labelled
     from ckpt_prune.evaluation.loading import default_dtype
     from ckpt_prune.evaluation.memory_plan import memory_plans
@@ -99,8 +98,9 @@ def evaluate(
     from ckpt_prune.evaluation.results import CombinedResult
     from ckpt_prune.evaluation.speaking import measure_choices, measure_generation
     from ckpt_prune.evaluation.texts import Pair, measure_text
+    from ckpt_prune.parallel.devices import resolve_device
 
-    with progress_shown(progress), spread(spreading) as places:
+    with show_progress(progress), spread(spreading) as places:
         target = resolve_device(options.device)
         graph, folder = _place(options.model)
         if options.dry_run:
@@ -110,7 +110,7 @@ def evaluate(
             return memory_plans(both, places, default_dtype(target))
         names = _names(options.tasks)
         other, reference = (None, None) if options.against is None else _place(options.against)
-        labelled = any(map(named_task, names)) or (_are_files(names) and is_labelled(folder))
+        labelled = any(map(parse_task_name, names)) or (_are_files(names) and is_labelled(folder))
         if options.generate and (graph or other) is not None:
             raise UserError(f"{graph or other} is a graph: --generate is for checkpoints; validate lets both continue")
         measures = [bool(options.text), bool(names), bool(options.generate)]
@@ -171,10 +171,10 @@ def _lm_eval(options: EvaluateOptions, names: Sequence[str], pair: "Pair") -> "T
 
 def _place(name: str) -> tuple[Path | None, Path]:
     """The graph that a model is, if it is one, and its folder."""
-    from ckpt_prune.checkpoint.hub import resolve
+    from ckpt_prune.checkpoint.model_folder import resolve_model
 
-    graph = graph_named(name)
-    return graph, resolve(name) if graph is None else graph.parent
+    graph = find_graph(name)
+    return graph, resolve_model(name) if graph is None else graph.parent
 
 
 def _open_graph(path: Path) -> "PreTrainedModel":
@@ -189,7 +189,7 @@ def _names(tasks: str | None) -> list[str]:
 
 def _are_files(names: Sequence[str]) -> bool:
     """Whether tasks are files, in place of names that lm-eval knows."""
-    return all(map(is_rows, names))
+    return all(map(has_row_suffix, names))
 
 
 def _check(options: EvaluateOptions) -> None:
@@ -229,8 +229,8 @@ def _check(options: EvaluateOptions) -> None:
 
 def _check_tasks(options: EvaluateOptions) -> None:
     names = _names(options.tasks)
-    files = [name for name in names if is_rows(name)]
-    glue = [name for name in names if named_task(name) is not None]
+    files = [name for name in names if has_row_suffix(name)]
+    glue = [name for name in names if parse_task_name(name) is not None]
     if not names:
         raise UserError("--tasks names no task: give .jsonl files of items, or names of lm-eval tasks")
     if glue and len(glue) + len(files) < len(names):

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Literal
 
 from ckpt_prune.api.types import AnyModel, AnyPath, Provider, Texts
 from ckpt_prune.calibration.text_files import check_texts
-from ckpt_prune.graph_types import GraphType
+from ckpt_prune.common.graph_types import GraphType
+from ckpt_prune.common.progress import show_progress
 from ckpt_prune.options import ExportOptions, ProofOptions, SpreadOptions, checked
-from ckpt_prune.progress import progress_shown
 from ckpt_prune.stages.export.stage import AskedTask, GraphSettings
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def export(
     from ckpt_prune.exporting.writing import write_graph
 
     trust = options.trust_remote_code
-    with progress_shown(progress), spread(spreading):
+    with show_progress(progress), spread(spreading):
         source = open_checkpoint(options.model, Opening(trust))
         refuse_inside(options.output, [proving.images, proving.labels, *proving.text])
         writer = GraphWriter(source, options.output, settings, overwrite=options.overwrite)

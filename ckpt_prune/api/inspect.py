@@ -8,10 +8,10 @@ from ckpt_prune.api.types import AnyModel, AnyPath
 from ckpt_prune.architectures.composite import PartName
 from ckpt_prune.architectures.descriptions import is_known
 from ckpt_prune.architectures.supported import check_kind, check_supported
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.progress import show_progress
+from ckpt_prune.common.ratios import parse_ratio, suggest_percentage
 from ckpt_prune.options import InspectOptions, checked
-from ckpt_prune.progress import progress_shown
-from ckpt_prune.ratios import as_share, percent_meant
 from ckpt_prune.recipe.places import check_recipe
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def inspect(
     from ckpt_prune.containers.opening import Opening, described_as, open_checkpoint
     from ckpt_prune.description.describe import describe, describe_unknown
 
-    with progress_shown(progress):
+    with show_progress(progress):
         folder = Path(options.model)
         config_only = folder.is_dir() and is_config_only(folder)
         if config_only and sparsity:
@@ -85,10 +85,10 @@ def _numbers(text: str | None) -> list[float]:
     found = []
     for part in filter(None, (part.strip() for part in (text or "").split(","))):
         try:
-            value = float(as_share(part))
+            value = float(parse_ratio(part))
         except ValueError:
             raise UserError(f"--ratio {part}: expected numbers, for example 0.1,0.2,0.3") from None
         if not 0 <= value < 1:
-            raise UserError(f"--ratio {part}: a ratio is in [0, 1){percent_meant(value)}")
+            raise UserError(f"--ratio {part}: a ratio is in [0, 1){suggest_percentage(value)}")
         found.append(value)
     return found

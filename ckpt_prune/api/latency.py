@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt_prune.progress import Notices
+from ckpt_prune.common.progress import Notices
 
 if TYPE_CHECKING:
     from ckpt_prune.job.job import Job
@@ -27,7 +27,7 @@ def with_latencies(job: "Job", say: Notices, *, trust: bool) -> "Job":
         return job
     from ckpt_prune.benchmarking.table import HalfStream, table_of, workload_of
     from ckpt_prune.job.prepared import begin
-    from ckpt_prune.parallel.group import here
+    from ckpt_prune.parallel.group import process_group
     from ckpt_prune.stages.hidden.preview import half_stream
 
     half = HalfStream(*half_stream(begin(job))) if job.recipe.has("hidden") else None
@@ -36,7 +36,7 @@ def with_latencies(job: "Job", say: Notices, *, trust: bool) -> "Job":
         workload = workload_of(job.model.checkpoint.path, size.timed, trust=trust)
         return table_of(job.model, list(job.recipe.spaces), workload, job.device, half)
 
-    table = here().once(measure)
+    table = process_group().once(measure)
     say(table.line)
     return replace(job, latencies=table.latencies)
 
@@ -65,7 +65,7 @@ def timed(report: "Report", job: "Job", out: Path, say: Notices, *, trust: bool)
     from ckpt_prune.benchmarking.runners import TorchTimer
     from ckpt_prune.benchmarking.table import CHECKED_BYTES, fastest, workload_of
     from ckpt_prune.evaluation.loading import load_model
-    from ckpt_prune.parallel.group import here
+    from ckpt_prune.parallel.group import process_group
     from ckpt_prune.runner.publish import replace_record
 
     if 4 * report.before.parameters > CHECKED_BYTES:
@@ -84,7 +84,7 @@ def timed(report: "Report", job: "Job", out: Path, say: Notices, *, trust: bool)
         return whole
 
     try:
-        return here().once(measure)
+        return process_group().once(measure)
     except BaseException:
         say(f"{out} is complete, but was not timed: the same command with --resume tries again")
         raise

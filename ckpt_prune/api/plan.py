@@ -11,9 +11,9 @@ from ckpt_prune.api.types import AnyModel, AnyPath
 from ckpt_prune.architectures.composite import PartName
 from ckpt_prune.architectures.supported import check_supported
 from ckpt_prune.calibration.statistics_files import check_statistics
+from ckpt_prune.common.progress import Notices, show_progress
 from ckpt_prune.job.sizes import asked_size
 from ckpt_prune.options import PlanOptions, checked
-from ckpt_prune.progress import Notices, progress_shown
 
 if TYPE_CHECKING:
     from ckpt_prune.calibration.statistics import Statistics
@@ -178,16 +178,16 @@ def plan(
     # Before transformers is, what can be told without it.
     from ckpt_prune.runner.read_recipe import recipe_of
 
-    with progress_shown(progress):
+    with show_progress(progress):
         file, wanted = recipe_of(options)
 
     from ckpt_prune.calibration.statistics import Statistics
-    from ckpt_prune.checkpoint.staging import write_whole
+    from ckpt_prune.checkpoint.staging import write_atomically
     from ckpt_prune.runner.plan import make_plan, prepare_plan
     from ckpt_prune.runner.read_job import check_plan_place, read_plan_job
     from ckpt_prune.runner.shifts import Shifting
 
-    with progress_shown(progress):
+    with show_progress(progress):
         job = with_latencies(read_plan_job(options, file, wanted), Notices(), trust=options.trust_remote_code)
         settled = prepare_plan(job)
         job.model.checkpoint.check_finite()
@@ -195,5 +195,5 @@ def plan(
         made = make_plan(settled, shifting)
         if options.output is not None:
             check_plan_place(options.output, overwrite=options.overwrite)  # planning takes time
-            write_whole(options.output, made.to_json())
+            write_atomically(options.output, made.to_json())
         return Planned(made, settled, options.output, shifting)

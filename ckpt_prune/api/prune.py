@@ -16,13 +16,13 @@ from ckpt_prune.architectures.supported import check_supported
 from ckpt_prune.calibration.statistics_files import check_statistics
 from ckpt_prune.calibration.text_files import check_texts
 from ckpt_prune.checkpoint.staging import check_output
-from ckpt_prune.errors import UserError
-from ckpt_prune.filenames import GRAPH_FOLDER
-from ckpt_prune.glance import glance
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.filenames import GRAPH_FOLDER
+from ckpt_prune.common.progress import Notices, show_progress
+from ckpt_prune.common.short_repr import short_repr
 from ckpt_prune.job.sizes import asked_size
 from ckpt_prune.options import PruneOptions, checked, has_data
-from ckpt_prune.parallel.group import here
-from ckpt_prune.progress import Notices, progress_shown
+from ckpt_prune.parallel.group import process_group
 from ckpt_prune.recipe.places import check_recipe
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Pruned:
 
     def __repr__(self) -> str:
         job = self.settled if self.report is None else None
-        return glance(
+        return short_repr(
             self,
             path=str(self.path),
             settled=job,
@@ -220,7 +220,9 @@ def prune_as(options: PruneOptions, *, progress: bool = True, written: Callable[
     if options.push is None or options.dry_run or not pruned.passed:
         return pruned
     try:
-        pushed = here().alone(partial(push_output, pruned, options.push, public=options.public, progress=progress))
+        pushed = process_group().alone(
+            partial(push_output, pruned, options.push, public=options.public, progress=progress)
+        )
         return replace(pruned, pushed=pushed)
     except UserError as error:
         again = f"`ckpt-prune push {pruned.path} {options.push}`"
@@ -235,18 +237,18 @@ def _pruned(options: PruneOptions, progress: bool, written: Callable[[Pruned], N
         check_recipe(options.recipe)
     if Path(options.model).is_dir():
         model = Path(options.model)
-        here().at_first(lambda: check_output(model, out, resume=options.resume, overwrite=options.overwrite))
+        process_group().on_first(lambda: check_output(model, out, resume=options.resume, overwrite=options.overwrite))
     check_supported(options.model, options.family, options.part)
     check_texts(options.text)
     if options.statistics is not None:
         check_statistics(options.statistics)
     if options.push is not None:
-        here().at_first(partial(_check_pushed, options.push, options))
+        process_group().on_first(partial(_check_pushed, options.push, options))
 
     # Before transformers is, what can be told without it.
     from ckpt_prune.runner.read_recipe import read_recipe
 
-    with progress_shown(progress):
+    with show_progress(progress):
         chosen = read_recipe(options)
 
     from ckpt_prune.containers.opening import Opening, open_model
@@ -257,11 +259,11 @@ def _pruned(options: PruneOptions, progress: bool, written: Callable[[Pruned], N
     from ckpt_prune.runner.read_job import read_job
     from ckpt_prune.runner.run_job import check_job, preview_job, run_job
 
-    with progress_shown(progress):
+    with show_progress(progress):
         say = Notices()
         dense = open_model(options.model, Opening.of(options))
         if options.resume and not options.overwrite and not options.dry_run:
-            finished = here().alone(lambda: _missing_graph(options, chosen, dense, say, written))
+            finished = process_group().alone(lambda: _missing_graph(options, chosen, dense, say, written))
             if finished is not None:
                 return finished
         job = with_latencies(read_job(options, chosen, dense, say), say, trust=options.trust_remote_code)
@@ -275,7 +277,7 @@ def _pruned(options: PruneOptions, progress: bool, written: Callable[[Pruned], N
         if options.dry_run:
             return Pruned(out, settled, None, None, tuple(say.lines))
         if not options.resume:
-            warning = here().alone(lambda: estimate_job(job).warning)
+            warning = process_group().alone(lambda: estimate_job(job).warning)
             if warning is not None:
                 say(warning)
         with resumable(out, say):
@@ -283,9 +285,9 @@ def _pruned(options: PruneOptions, progress: bool, written: Callable[[Pruned], N
         report = timed(done.report, job, out, say, trust=options.trust_remote_code)
         pruned = Pruned(out, None if done.finished else done.prepared, report, None, tuple(say.lines))
         written(pruned)
-        if step is None or here().once(lambda: done.finished and (out / GRAPH_FOLDER).exists()):
+        if step is None or process_group().once(lambda: done.finished and (out / GRAPH_FOLDER).exists()):
             return pruned
-        graph = here().alone(lambda: _graph(pruned, step, say))
+        graph = process_group().alone(lambda: _graph(pruned, step, say))
         return replace(pruned, graph=graph, notices=tuple(say.lines))
 
 
@@ -305,7 +307,7 @@ def _check_together(options: PruneOptions) -> None:
 
 def _check_pushed(repo: str, options: PruneOptions) -> None:
     """Refuse what cannot be pushed to, before anything is computed."""
-    from ckpt_prune.sharing.hub_repo import find_place
+    from ckpt_prune.hub.hub_repo import find_place
 
     place = find_place(repo, public=options.public)
     if not place.empty:
@@ -358,12 +360,12 @@ def _missing_graph(
 
 def _check_before_measuring(settled: "Prepared", step: "GraphStep | None", out: Path) -> None:
     """What running would find after measuring: refused here, a NaN would otherwise pass for an overflow."""
-    from ckpt_prune.checkpoint.writing import check_room
+    from ckpt_prune.checkpoint.writer import check_free_space
 
-    here().at_first(settled.model.checkpoint.check_finite)
+    process_group().on_first(settled.model.checkpoint.check_finite)
     if settled.planned is not None:
         cost = settled.output.cost
-        check_room(out.absolute().parent, cost.bytes + (step.bytes(cost.parameters) if step else 0))
+        check_free_space(out.absolute().parent, cost.bytes + (step.bytes(cost.parameters) if step else 0))
 
 
 def _dry_data(settled: "Prepared | None") -> dict[str, Any]:

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_prune.api.types import AnyModel
 from ckpt_prune.api.verify import verify
-from ckpt_prune.errors import UserError
-from ckpt_prune.glance import glance
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.progress import show_progress
+from ckpt_prune.common.short_repr import short_repr
 from ckpt_prune.options import PushOptions, checked
-from ckpt_prune.progress import progress_shown
 
 if TYPE_CHECKING:
-    from ckpt_prune.sharing.contents import Contents
-    from ckpt_prune.sharing.hub_repo import Place
+    from ckpt_prune.hub.hub_repo import Place
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Pushed:
 
     def __repr__(self) -> str:
         size = sum(self.files.values())
-        return glance(
+        return short_repr(
             self,
             repo=self.repo,
             public=self.public,
@@ -95,15 +94,14 @@ def push(
     """
     options = checked(PushOptions, locals())
 
-    from ckpt_prune.sharing.contents import contents_of
-    from ckpt_prune.sharing.hub_repo import find_place
-    from ckpt_prune.sharing.outputs import pushed_card, removed_from
+    from ckpt_prune.hub.hub_repo import find_place
+    from ckpt_prune.hub.outputs import find_output_files, find_removed, make_card
 
-    with progress_shown(progress):
-        own = contents_of(Path(options.folder))
+    with show_progress(progress):
+        own = find_output_files(Path(options.folder))
         place = find_place(options.repo, public=options.public)
-        removed = removed_from(place, own, overwrite=options.overwrite)
-        card = pushed_card(own, place.repo, options)
+        removed = find_removed(place, own, overwrite=options.overwrite)
+        card = make_card(own, place.repo, options)
         found = verify(own.folder, progress=progress)
         failed = next((check for check in found.checks if check.passed is False), None)
         if failed is not None:
@@ -120,7 +118,7 @@ _READ = 2**24
 
 def _sent(pushed: Pushed, place: "Place", own: "Contents", card: bytes) -> Pushed:
     from ckpt_prune._version import __version__
-    from ckpt_prune.sharing.hub_repo import commit
+    from ckpt_prune.hub.hub_repo import commit
 
     files: dict[str, Path | bytes] = {
         # What is not read here is read by the Hub's client when it uploads, and refused if it is another file then.

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 from ckpt_prune.api.types import AnyModel, AnyPath
 from ckpt_prune.architectures.supported import check_supported
 from ckpt_prune.calibration.statistics_files import check_statistics
+from ckpt_prune.common.progress import show_progress
 from ckpt_prune.compressing.scheme import Format
 from ckpt_prune.options import QuantizeOptions, checked
-from ckpt_prune.progress import progress_shown
 
 if TYPE_CHECKING:
     from ckpt_prune.calibration.statistics import Statistics
@@ -67,6 +67,6 @@ def quantize(
     from ckpt_prune.compressing.quantise import job_of, quantise
     from ckpt_prune.containers.opening import Opening, open_checkpoint
 
-    with progress_shown(progress):
+    with show_progress(progress):
         job = job_of(open_checkpoint(options.model, Opening()), options.format, options.group_size, options.statistics)
         return QuantizedModel(options.output, quantise(job, options.output, overwrite=options.overwrite))

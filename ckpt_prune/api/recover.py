@@ -11,11 +11,11 @@ from ckpt_prune.architectures.composite import PartName
 from ckpt_prune.architectures.supported import check_supported
 from ckpt_prune.calibration.text_files import check_texts
 from ckpt_prune.checkpoint.staging import check_output, partial_of, refuse_overlap
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.progress import Notices, show_progress
 from ckpt_prune.job.names import Part
 from ckpt_prune.options import RecoverOptions, checked, has_data
-from ckpt_prune.parallel.group import here
-from ckpt_prune.progress import Notices, progress_shown
+from ckpt_prune.parallel.group import process_group
 from ckpt_prune.stages.recovery.stage import LoraSettings, Method, RecoverySettings, Teacher
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def recover(
     out, trust = options.output, options.trust_remote_code
     # Before torch is imported, what can be told without it.
     if settings.method != "laco":
-        if here().size > 1:
+        if process_group().size > 1:
             raise UserError(f"--method {settings.method} trains in one process: start it without torchrun")
         _check_whole(options, settings)
     if settings.method != "lora":
@@ -154,7 +154,9 @@ def recover(
         refuse_overlap(Path(options.dense), out)
     if Path(options.pruned).is_dir():
         pruned_folder = Path(options.pruned)
-        here().at_first(lambda: check_output(pruned_folder, out, resume=options.resume, overwrite=options.overwrite))
+        process_group().on_first(
+            lambda: check_output(pruned_folder, out, resume=options.resume, overwrite=options.overwrite)
+        )
     if not has_data(options, options):
         raise UserError("recover needs --text FILE, --images DIR for a vision model, or --audio DIR")
     for each in filter(None, (options.pruned, options.dense)):
@@ -167,7 +169,7 @@ def recover(
     from ckpt_prune.calibration.states import StateMemory
     from ckpt_prune.calibration.text import read_text
     from ckpt_prune.containers.opening import Opening, open_model
-    from ckpt_prune.devices import resolve_device
+    from ckpt_prune.parallel.devices import resolve_device
     from ckpt_prune.report.reading import report_of
     from ckpt_prune.runner import recover as recovering
     from ckpt_prune.runner.pairs import at_same_depth, check_models, check_same_reader, refuse_factored
@@ -175,13 +177,13 @@ def recover(
     from ckpt_prune.runner.read_job import asked_after, training_dtype
     from ckpt_prune.runner.recover_scales import recover_by_scales
 
-    with progress_shown(progress):
+    with show_progress(progress):
         say = Notices()
         target = resolve_device(options.device)
         ours, theirs = (open_model(str(each), Opening.of(options)) for each in (options.pruned, options.dense))
         dtype = training_dtype(options, target, settings.method, theirs.dtype)
         refuse_overlap(theirs.checkpoint.path, out)
-        here().at_first(
+        process_group().on_first(
             lambda: check_output(
                 ours.checkpoint.path,
                 out,
@@ -270,14 +272,14 @@ def _by_lora(options: RecoverOptions, settings: RecoverySettings, lora: LoraSett
     from ckpt_prune.adapting.training import require_peft
     from ckpt_prune.calibration.choosing import chosen_samples
     from ckpt_prune.containers.opening import Opening, open_model
-    from ckpt_prune.devices import resolve_device
+    from ckpt_prune.parallel.devices import resolve_device
     from ckpt_prune.runner.pairs import check_one_stream, refuse_factored
     from ckpt_prune.runner.publish import wanted_names
     from ckpt_prune.runner.read_job import training_dtype
     from ckpt_prune.stages.recovery.run import check_trainable
 
     require_peft()
-    with progress_shown(progress):
+    with show_progress(progress):
         say = Notices()
         target = resolve_device(options.device)
         ours = open_model(options.pruned, Opening.of(options))

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ckpt_prune.checkpoint.journal import Journal
-from ckpt_prune.errors import DiskError, UserError
+from ckpt_prune.common.errors import DiskError, UserError
 
 
 @contextmanager

@@ -11,10 +11,10 @@ from ckpt_prune.api.sweep_measuring import Measuring, Scores
 from ckpt_prune.api.sweep_values import OF_DATA, RATIO, asked_values, words
 from ckpt_prune.api.types import AnyModel, AnyPath, Texts
 from ckpt_prune.architectures.composite import PartName
-from ckpt_prune.errors import UserError
-from ckpt_prune.glance import glance
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.progress import show_progress
+from ckpt_prune.common.short_repr import short_repr
 from ckpt_prune.options import PlanOptions, checked
-from ckpt_prune.progress import progress_shown
 
 if TYPE_CHECKING:
     from ckpt_prune.architectures.spaces import SpaceName
@@ -57,7 +57,7 @@ class Sweep:
 
     def __repr__(self) -> str:
         values = [point.value for point in self.points]
-        return glance(
+        return short_repr(
             self,
             recipe=self.recipe,
             key=self.key,
@@ -166,7 +166,7 @@ def sweep(
         measuring = Measuring(model, tuple(Path(file) for file in files), window, evaluate_samples, prune_at)
         measuring.check(of_images=images is not None)
     recipes = [_recipe_at(words(key, value), at(value)) for value in wanted]
-    with progress_shown(progress):
+    with show_progress(progress):
         plannable = _said_by_plans(recipes, measured=measuring is not None)
         if measuring is not None and (calibrated or not plannable):
             return _outputs(key, wanted, measuring)

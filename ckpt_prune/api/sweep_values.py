@@ -2,7 +2,7 @@
 
 from decimal import Decimal
 
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 
 RATIO = "ratio"
 """The key that is swept where none is named."""

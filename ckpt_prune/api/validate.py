@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, Literal
 
 from ckpt_prune.api.types import AnyModel, AnyPath, Provider, Texts
 from ckpt_prune.calibration.text_files import check_texts
-from ckpt_prune.checkpoint.graph_files import graph_named
-from ckpt_prune.checkpoint.hub import output_folder, resolve
-from ckpt_prune.errors import UserError
-from ckpt_prune.filenames import GRAPH_RECORD
+from ckpt_prune.checkpoint.model_folder import check_output_folder, find_graph, resolve_model
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.filenames import GRAPH_RECORD
+from ckpt_prune.common.progress import Notices, show_progress
 from ckpt_prune.options import SpreadOptions, ValidateOptions, checked, path_of
-from ckpt_prune.progress import Notices, progress_shown
 
 if TYPE_CHECKING:
     from ckpt_prune.exporting.outcome import Validations
@@ -72,8 +71,8 @@ def validate(
     options, spreading = checked(ValidateOptions, given), checked(SpreadOptions, given)
 
     name = path_of(folder)
-    graph = graph_named(name) if metric_only and not (Path(name) / GRAPH_RECORD).is_file() else None
-    place = output_folder(Path(name)) if graph is None else graph
+    graph = find_graph(name) if metric_only and not (Path(name) / GRAPH_RECORD).is_file() else None
+    place = check_output_folder(Path(name)) if graph is None else graph
     check_texts(options.text)
 
     from ckpt_prune.evaluation.placing import spread
@@ -84,9 +83,9 @@ def validate(
     from ckpt_prune.exporting.proof_data import proof_samples
 
     trust = trust_remote_code
-    with progress_shown(progress), sessions_apart(), spread(spreading):
+    with show_progress(progress), sessions_apart(), spread(spreading):
         if against is not None:
-            model = resolve(path_of(against))
+            model = resolve_model(path_of(against))
         elif graph is not None and only.recorded(graph) is None:
             raise UserError(f"{graph} has no record of what it was made from: give --against MODEL")
         else:

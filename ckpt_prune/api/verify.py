@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt_prune.api.types import AnyModel, AnyPath
-from ckpt_prune.checkpoint.hub import output_folder, resolve
-from ckpt_prune.errors import UserError
-from ckpt_prune.filenames import GRAPH_FOLDER, GRAPH_RECORD, QUANTISED
+from ckpt_prune.checkpoint.model_folder import check_output_folder, resolve_model
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.filenames import GRAPH_FOLDER, GRAPH_RECORD, QUANTISED_RECORD
+from ckpt_prune.common.progress import show_progress
 from ckpt_prune.options import SpreadOptions, checked, path_of
-from ckpt_prune.progress import progress_shown
 
 if TYPE_CHECKING:
     from ckpt_prune.evaluation.verify import Check
@@ -63,7 +63,7 @@ def verify(
     spreading = checked(SpreadOptions, {"device_map": device_map, "max_memory": max_memory})
     if statistics is not None and against is None:
         raise UserError("--statistics needs --against MODEL: blocks are computed again from both")
-    place = output_folder(Path(path_of(folder)))
+    place = check_output_folder(Path(path_of(folder)))
 
     from ckpt_prune.compressing.verify import verify_quantised
     from ckpt_prune.evaluation import verify as checking
@@ -72,9 +72,9 @@ def verify(
     from ckpt_prune.exporting.session import FILES
     from ckpt_prune.exporting.verify import verify_graph
 
-    with progress_shown(progress), sessions_apart(), spread(spreading):
-        dense = None if against is None else resolve(path_of(against))
-        if (place / QUANTISED).is_file():
+    with show_progress(progress), sessions_apart(), spread(spreading):
+        dense = None if against is None else resolve_model(path_of(against))
+        if (place / QUANTISED_RECORD).is_file():
             return Verification(tuple(verify_quantised(place, dense)))
         holds_graph = any((place / file).is_file() for file in FILES.values()) and not any(place.glob("*.safetensors"))
         if holds_graph or (place / GRAPH_RECORD).is_file():

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from ckpt_prune.architectures.spaces import Description, SpaceName
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 
 PartName = Literal["text", "vision", "encoder", "decoder"]
 """Parts that commands speak of."""

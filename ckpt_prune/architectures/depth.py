@@ -12,7 +12,7 @@ from torch import nn
 from ckpt_prune.architectures.family import KINDS
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import RefusedConfigError, as_said, parse_config, stock_names
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 
 PER_BLOCK = ("layer_types", "no_rope_layers", "mlp_layer_types")
 """Config keys that list a value for every block, in every class that has them."""
@@ -56,7 +56,7 @@ def shortened(model: Model, kept: Sequence[int]) -> Model:
         elif int(match[1]) in places:
             names[name] = f"{family.block.format(block=places[int(match[1])])}{name[match.end() :]}"
     values = shortened_config(model, kept)
-    return replace(model, checkpoint=checkpoint.renamed(names, values), config=parse_config(values))
+    return replace(model, checkpoint=checkpoint.select(names, values), config=parse_config(values))
 
 
 def shortened_config(model: Model, kept: Sequence[int]) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from pydantic import ValidationError
 
 from ckpt_prune.architectures.family import Family
 from ckpt_prune.architectures.spaces import ENDS, rotary_space
-from ckpt_prune.checkpoint.jsonfile import parse_object, read_object
-from ckpt_prune.errors import UserError
+from ckpt_prune.checkpoint.json_files import parse_json_object, read_json_object
+from ckpt_prune.common.errors import UserError
 
 OUTSIDE_KEY = "ckpt_prune_family"
 """Config key of a description from outside the package, as its file has it: outputs carry it to whoever opens them."""
@@ -115,7 +115,7 @@ def family_from(outside: str, variant: str | None = None) -> Family:
     Raises:
         UserError: it is not whole, or says what no description says; the key is named.
     """
-    own = parse_object(outside.encode())
+    own = parse_json_object(outside.encode())
     name = own.get("model_type")
     if not isinstance(name, str) or not name:
         raise UserError("the description of a family has no model_type")
@@ -146,7 +146,7 @@ def described_by(path: str | Path) -> str:
     Raises:
         UserError: the file cannot be read, is no description, or describes a family of this package.
     """
-    own = read_object(Path(path))
+    own = read_json_object(Path(path))
     try:
         family = family_from(json.dumps(own))
     except UserError as error:
@@ -222,7 +222,7 @@ def described(config: dict[str, Any]) -> Family:
             f"config.json of type {model_type} carries a description of {plain.model_type} ({OUTSIDE_KEY}): "
             "download it again"
         )
-    variants = _inherited(model_type, parse_object(text.encode())).get("variants", {})
+    variants = _inherited(model_type, parse_json_object(text.encode())).get("variants", {})
     return family_from(text, next((key for key in variants if config.get(key)), None))
 
 

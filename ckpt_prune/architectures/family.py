@@ -25,8 +25,8 @@ from ckpt_prune.architectures.spaces import (
     product,
     space_of,
 )
-from ckpt_prune.checkpoint.modules import ModulesUse
-from ckpt_prune.errors import UserError
+from ckpt_prune.checkpoint.sentence_modules import ModulesUse
+from ckpt_prune.common.errors import UserError
 
 Modality = Literal["text", "image", "audio"]
 DATA_OPTIONS: dict[Modality, str] = {"text": "--text", "image": "--images", "audio": "--audio"}

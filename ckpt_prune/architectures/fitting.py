@@ -8,10 +8,10 @@ from ckpt_prune.architectures.descriptions import described
 from ckpt_prune.architectures.family import REMOTE_PREFIX, Family
 from ckpt_prune.architectures.skeleton import Names, is_stored_buffer, parse_config, stock_names
 from ckpt_prune.architectures.supported import family_of
-from ckpt_prune.checkpoint.modules import use_of
-from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.checkpoint.sentence_modules import find_sentence_use
 from ckpt_prune.checkpoint.shard import Stack
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 
 
 def fitting_family(checkpoint: Checkpoint) -> Family:
@@ -29,7 +29,7 @@ def fitting_family(checkpoint: Checkpoint) -> Family:
     names = {name for name in checkpoint.tensors if not is_stored_buffer(name)}
     family = described(checkpoint.config)
     candidates = [declared, *(family.of(name) for name in family.architectures if name != declared.architecture)]
-    used_for = use_of(checkpoint.path) if checkpoint.within is None else None
+    used_for = find_sentence_use(checkpoint.path) if checkpoint.within is None else None
     base = family.class_of("AutoModel") if used_for == "sentence-similarity" else None
     candidates = [*([] if base is None else [family.of(base)]), *candidates]
     candidates = [each.model_copy(update={"used_for": used_for}) for each in candidates]
@@ -58,7 +58,7 @@ def oriented(checkpoint: Checkpoint, family: Family) -> Checkpoint:
     (`untangled`).
     """
     experts = family.experts
-    checkpoint = loaded(checkpoint.without(_ignored(checkpoint, family)), family)
+    checkpoint = loaded(checkpoint.ignore(_ignored(checkpoint, family)), family)
     if not family.transposed and experts is None:
         return checkpoint
     block = re.escape(family.block).replace(re.escape("{block}"), r"\d+")
@@ -75,7 +75,7 @@ def oriented(checkpoint: Checkpoint, family: Family) -> Checkpoint:
         if any(rest in experts.held for *_, rest in found):
             aliases = _aliases(checkpoint, family, stacks.keys())
     turned = (name for name, _, rest in found if rest.removesuffix(".weight") in family.transposed)
-    return checkpoint.turned(turned).split(stacks).called(aliases)
+    return checkpoint.transpose(turned).split(stacks).rename(aliases)
 
 
 TIED = "tie_word_embeddings"
@@ -103,9 +103,9 @@ def untangled(checkpoint: Checkpoint, ties: Mapping[str, str]) -> Checkpoint:
     if not twice and not renamed:
         return checkpoint
     if all(checkpoint.equal(name, other) for name, other in twice.items()):
-        return checkpoint.shadowing([*twice, *renamed.values()], renamed)
+        return checkpoint.with_ties([*twice, *renamed.values()], renamed)
     apart = {name: stored[source] for name, source in ties.items() if name not in held and source in stored}
-    seen = checkpoint.shadowing([], renamed | apart)
+    seen = checkpoint.with_ties([], renamed | apart)
     return replace(seen, config=seen.config | {TIED: False}, stated={TIED: checkpoint.config.get(TIED)})
 
 

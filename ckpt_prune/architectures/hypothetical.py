@@ -10,9 +10,9 @@ from ckpt_prune.architectures.composite import known_composites
 from ckpt_prune.architectures.part import composite_names
 from ckpt_prune.architectures.skeleton import stock_names
 from ckpt_prune.architectures.supported import family_of
-from ckpt_prune.checkpoint.jsonfile import read_object
-from ckpt_prune.checkpoint.quantised import without_quantisation
-from ckpt_prune.checkpoint.reading import CONFIG, SINGLE, Checkpoint, config_object
+from ckpt_prune.checkpoint.checkpoint import CONFIG, SINGLE, Checkpoint, check_config
+from ckpt_prune.checkpoint.json_files import read_json_object
+from ckpt_prune.checkpoint.quantised import drop_quantisation
 from ckpt_prune.checkpoint.shard import TensorInfo
 
 
@@ -29,7 +29,7 @@ def config_of_folder(folder: Path) -> dict[str, Any]:
     Raises:
         UserError: it cannot be read.
     """
-    return without_quantisation(config_object(folder / CONFIG, read_object(folder / CONFIG)))
+    return drop_quantisation(check_config(folder / CONFIG, read_json_object(folder / CONFIG)))
 
 
 def checkpoint_of_config(folder: Path, config: dict[str, Any] | None = None) -> Checkpoint:

@@ -22,7 +22,7 @@ from ckpt_prune.architectures.skeleton import (
     parse_config,
     quiet_transformers,
 )
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 
 _INDEX = re.compile(r"(.+?\.)\d+(\..+)")
 _BLOCK = "{block}"

@@ -19,9 +19,9 @@ from ckpt_prune.architectures.fitting import fitting_family, oriented
 from ckpt_prune.architectures.parts import GROUPED
 from ckpt_prune.architectures.skeleton import PAIRS, is_stored_buffer, parse_config, stock_class
 from ckpt_prune.architectures.spaces import Axis, Kind, SpaceName, dim_of
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.digests import processor_fingerprint, tokenizer_fingerprint
-from ckpt_prune.checkpoint.reading import Checkpoint
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.modeling_pruned import layer_config
 
 Shape = tuple[torch.dtype, tuple[int, ...]]

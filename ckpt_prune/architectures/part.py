@@ -19,8 +19,8 @@ from ckpt_prune.architectures.descriptions import (
 )
 from ckpt_prune.architectures.fitting import ties_on_disk, untangled
 from ckpt_prune.architectures.skeleton import Names, build_skeleton, parse_config, stock_names
-from ckpt_prune.checkpoint.reading import Checkpoint, Within
-from ckpt_prune.errors import UserError
+from ckpt_prune.checkpoint.checkpoint import Checkpoint, PartOf
+from ckpt_prune.common.errors import UserError
 
 
 def part_of(whole: Checkpoint, name: str) -> Checkpoint:
@@ -52,7 +52,7 @@ def part_of(whole: Checkpoint, name: str) -> Checkpoint:
             if inside is not None and inside in stock.model.state_dict():
                 names[stock.saved_as(inside)] = stored
     tensors = {inner: replace(whole.tensors[stored], name=inner) for inner, stored in names.items()}
-    return replace(whole, config=own, tensors=tensors, within=Within(whole, name, part.config or "", names))
+    return replace(whole, config=own, tensors=tensors, within=PartOf(whole, name, part.config or "", names))
 
 
 def composite_names(config: Mapping[str, Any]) -> Names:

@@ -10,7 +10,7 @@ from ckpt_prune.architectures.descriptions import known_families
 from ckpt_prune.architectures.family import Family
 from ckpt_prune.architectures.skeleton import Names, as_said, build_skeleton, parse_config, quiet_transformers
 from ckpt_prune.architectures.spaces import SpaceName, known_space
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 
 Shapes = Mapping[str, tuple[int, ...]]
 

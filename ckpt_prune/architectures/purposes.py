@@ -7,7 +7,7 @@ reads the last hidden states is for embeddings, whatever class config.json names
 from functools import cache
 from typing import Literal
 
-from ckpt_prune.checkpoint.modules import ModulesUse
+from ckpt_prune.checkpoint.sentence_modules import ModulesUse
 
 Purpose = Literal[
     "text-generation",

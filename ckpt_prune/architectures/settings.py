@@ -5,7 +5,7 @@ from collections.abc import Set
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 
 HARMLESS = frozenset(
     {

@@ -21,7 +21,7 @@ from transformers.core_model_loading import WeightConverter, rename_source_key, 
 from transformers.initialization import no_init_weights
 from transformers.utils import logging
 
-from ckpt_prune.errors import UserError, interruption
+from ckpt_prune.common.errors import UserError, find_interruption
 
 Shape = tuple[int, ...]
 
@@ -62,7 +62,7 @@ class RefusedConfigError(UserError):
 
 def _refused(error: Exception) -> RefusedConfigError:
     """What is said of it; raises the interruption where that is what it comes from."""
-    stop = interruption(error)
+    stop = find_interruption(error)
     if stop is not None:
         raise stop
     return RefusedConfigError(" ".join(str(error).split()) or type(error).__name__)

@@ -15,9 +15,9 @@ from ckpt_prune.architectures.descriptions import (
     refuse_unsupported,
 )
 from ckpt_prune.architectures.family import REMOTE_PREFIX, Family
-from ckpt_prune.checkpoint.jsonfile import parse_object, read_object
+from ckpt_prune.checkpoint.json_files import parse_json_object, read_json_object
 from ckpt_prune.checkpoint.quantised import refuse_quantised
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
 
@@ -58,9 +58,9 @@ def check_supported(
     Raises:
         UserError: as `family_of`, `described_by` and `Composite.part`.
     """
-    outside = None if family is None else parse_object(described_by(family).encode())
+    outside = None if family is None else parse_json_object(described_by(family).encode())
     try:
-        config = read_object(Path(model) / "config.json")
+        config = read_json_object(Path(model) / "config.json")
     except (OSError, UserError):
         return
     # First, so that nobody makes a plain copy of what is refused all the same.

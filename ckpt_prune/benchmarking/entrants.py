@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Literal
 
 from ckpt_prune.benchmarking.workload import Reads, reads_of
-from ckpt_prune.checkpoint.hub import resolve
-from ckpt_prune.checkpoint.reading import Checkpoint
-from ckpt_prune.errors import UserError
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.checkpoint.model_folder import resolve_model
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.filenames import GRAPH_FOLDER, GRAPH_RECORD
+from ckpt_prune.common.graph_types import GraphType
 from ckpt_prune.exporting.folder import GraphWriter
 from ckpt_prune.exporting.manifest import Manifest, read_manifest
 from ckpt_prune.exporting.tasks import Task, chosen_task
-from ckpt_prune.filenames import GRAPH_FOLDER, GRAPH_RECORD
-from ckpt_prune.graph_types import GraphType
 from ckpt_prune.stages.export.stage import GraphSettings
 
 Say = Callable[[str], None]
@@ -73,7 +73,7 @@ def open_entrant(label: Literal["A", "B"], name: str, wish: GraphWish, say: Say,
     Raises:
         UserError: it is neither, or it is damaged, or a graph that is not the one wanted.
     """
-    folder = resolve(name)
+    folder = resolve_model(name)
     if (folder / GRAPH_RECORD).is_file():
         manifest = wish.chosen(read_manifest(folder))
         if (reason := wish.refuses(manifest)) is not None:

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 from ckpt_prune.benchmarking.costs import Costs
 from ckpt_prune.benchmarking.messages import Phase, Runtime, Seat, Timing
 from ckpt_prune.benchmarking.workload import Workload
-from ckpt_prune.graph_types import GraphType
+from ckpt_prune.common.graph_types import GraphType
 
 Label = Literal["A", "B"]
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from ckpt_prune.graph_types import GraphType
+from ckpt_prune.common.graph_types import GraphType
 from ckpt_prune.options import SpreadOptions
 
 Phase = Literal["prefill", "decode", "forward"]

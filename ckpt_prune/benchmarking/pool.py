@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ckpt_prune.benchmarking.messages import Failure, Memory, Ready, Seat, Timing
 from ckpt_prune.benchmarking.worker import serve
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 
 if TYPE_CHECKING:  # it imports torch and transformers, which each process does for itself
     from ckpt_prune.benchmarking.workload import Workload

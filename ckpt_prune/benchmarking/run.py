@@ -19,14 +19,14 @@ from ckpt_prune.benchmarking.pool import workers
 from ckpt_prune.benchmarking.two_four import why_not
 from ckpt_prune.benchmarking.workload import SEED, Workload, choose_workloads
 from ckpt_prune.checkpoint.scratch import scratch_folder
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.filenames import EXPORT_ERROR
+from ckpt_prune.common.graph_types import GraphType
+from ckpt_prune.common.progress import meter
 from ckpt_prune.exporting.folder import graph_bytes
 from ckpt_prune.exporting.manifest import runtime_versions
 from ckpt_prune.exporting.session import FILES
-from ckpt_prune.filenames import EXPORT_ERROR
-from ckpt_prune.graph_types import GraphType
 from ckpt_prune.options import SpreadOptions
-from ckpt_prune.progress import meter
 
 REST = 0.05
 """Seconds between two turns: threads of onnxruntime look for more work before they sleep, on a core that the next model

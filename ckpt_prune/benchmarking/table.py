@@ -27,14 +27,14 @@ from ckpt_prune.architectures.spaces import SpaceName, known_space
 from ckpt_prune.benchmarking.run import processor_name, take_turns
 from ckpt_prune.benchmarking.runners import TorchTimer, timer_of
 from ckpt_prune.benchmarking.workload import STEPS, Workload, choose_workloads, reads_of
-from ckpt_prune.checkpoint.staging import write_whole
+from ckpt_prune.checkpoint.staging import write_atomically
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.progress import meter
 from ckpt_prune.containers.choosing import ANY, REMOTE, choose_container
 from ckpt_prune.containers.remote import remote_model_class, with_block_facts
-from ckpt_prune.errors import UserError
 from ckpt_prune.job.cost import cost_of
 from ckpt_prune.job.latency import TRUSTED, Latencies, StreamTime
 from ckpt_prune.job.sizes import Timed
-from ckpt_prune.progress import meter
 
 MOST_BYTES = 2**30
 """Of the weights of one of the models that are timed."""
@@ -171,7 +171,7 @@ def table_of(
         return found
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(place, found.model_dump_json(indent=2) + "\n")
+        write_atomically(place, found.model_dump_json(indent=2) + "\n")
     except (OSError, UserError):  # it is measured again next time
         pass
     return found

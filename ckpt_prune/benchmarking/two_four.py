@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ckpt_prune.checkpoint.reading import Checkpoint
-from ckpt_prune.graph_types import GraphType
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.common.graph_types import GraphType
 from ckpt_prune.sparsity.zeros import sparsity_of
 
 PATTERN = "2:4"

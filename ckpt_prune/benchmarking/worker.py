@@ -10,8 +10,8 @@ import warnings
 from multiprocessing.connection import Connection
 
 from ckpt_prune.benchmarking.messages import Failure, Memory, Ready, Seat
-from ckpt_prune.errors import UserError
-from ckpt_prune.memory import peak, resident
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.memory import peak_bytes, resident_bytes
 
 
 def serve(connection: Connection, seat: Seat) -> None:
@@ -39,12 +39,12 @@ def serve(connection: Connection, seat: Seat) -> None:
 def _serve(connection: Connection, seat: Seat) -> None:
     from ckpt_prune.benchmarking.runners import RUNNERS
 
-    base = resident()
+    base = resident_bytes()
     runner = RUNNERS[seat.runtime](seat)
     connection.send(Ready(runner.device, runner.note))
     while (workload := connection.recv()) is not None:
         connection.send(runner.time(workload))
-    connection.send(Memory(base, peak(), runner.gpu_memory()))
+    connection.send(Memory(base, peak_bytes(), runner.gpu_memory()))
 
 
 def _reason(error: Exception) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ckpt_prune.architectures.context import context_length
 from ckpt_prune.benchmarking.messages import Phase
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.loading import config_of, read_config
 from ckpt_prune.exporting.manifest import Manifest
 from ckpt_prune.exporting.tasks import chosen_task

@@ -14,9 +14,9 @@ from transformers import AutoFeatureExtractor
 
 from ckpt_prune.calibration.image_files import reason_of
 from ckpt_prune.checkpoint.digests import PROCESSOR
-from ckpt_prune.checkpoint.finite import all_finite
-from ckpt_prune.errors import UserError
-from ckpt_prune.progress import track
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.finite import all_finite
+from ckpt_prune.common.progress import track
 
 SUFFIXES = (".npy", ".safetensors", ".wav")
 """What a file of sound, or of its features, is known by; upper case counts too."""

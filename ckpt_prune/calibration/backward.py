@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.states import Allocate
 from ckpt_prune.calibration.streams import HiddenStream
-from ckpt_prune.progress import track
+from ckpt_prune.common.progress import track
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from ckpt_prune.calibration.text import (
     read_text,
     token_stream,
 )
-from ckpt_prune.errors import NoneLeftError, UserError
+from ckpt_prune.common.errors import NoneLeftError, UserError
 from ckpt_prune.options import ImageOptions, SampleOptions
 
 DEFAULT_WINDOWS, MOST_IMAGES = 128, 4000

@@ -17,9 +17,9 @@ from ckpt_prune.calibration.readout import Drawn
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.streams import ROWS, HiddenStream, stream_of
-from ckpt_prune.checkpoint.finite import all_finite
-from ckpt_prune.errors import UserError
-from ckpt_prune.progress import track
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.finite import all_finite
+from ckpt_prune.common.progress import track
 
 SAMPLES = 16
 """Samples that are enough to compare runs of blocks by cosines: all are compared on the same ones. Gradients take time:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ckpt_prune.architectures.parts import DOWN, GATE, UP, Experts
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 
 FEW = 8
 """An expert that saw fewer tokens than one for so many inputs of its last linear module has seen too few."""

@@ -26,9 +26,9 @@ from ckpt_prune.calibration.readout import READOUT_TOKENS, Drawn, Readout
 from ckpt_prune.calibration.samples import Samples, batches_of
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.streams import HiddenStream, stream_of
-from ckpt_prune.checkpoint.finite import all_finite
-from ckpt_prune.errors import UserError
-from ckpt_prune.progress import track
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.finite import all_finite
+from ckpt_prune.common.progress import track
 
 LIMITS: dict[Modality, int] = {"text": 8, "image": 32, "audio": 8}
 """Samples that are enough: sites are compared on the same ones, so that few tell them apart. An image is one

@@ -12,9 +12,9 @@ from typing import Any, Literal
 import torch
 from PIL import UnidentifiedImageError
 
-from ckpt_prune.checkpoint.inputs import read_input
-from ckpt_prune.errors import NoneLeftError, UserError
-from ckpt_prune.text_encoding import decode_text
+from ckpt_prune.checkpoint.files import read_input
+from ckpt_prune.common.errors import NoneLeftError, UserError
+from ckpt_prune.common.text_encoding import decode_text
 
 Split = Literal["calib", "eval"]
 Choose = Literal["random", "first"]

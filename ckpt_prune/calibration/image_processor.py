@@ -11,8 +11,8 @@ from transformers.utils import is_torchvision_available
 from ckpt_prune.architectures.skeleton import parse_config
 from ckpt_prune.calibration.image_files import reason_of
 from ckpt_prune.checkpoint.digests import PROCESSOR, PROCESSOR_OF_ALL
-from ckpt_prune.checkpoint.jsonfile import read_object
-from ckpt_prune.errors import UserError
+from ckpt_prune.checkpoint.json_files import read_json_object
+from ckpt_prune.common.errors import UserError
 
 _SIZES = ("size", "crop_size", "pad_size")
 _AREAS = ("longest_edge", "max_pixels")
@@ -75,14 +75,14 @@ def _settings(folder: Path) -> tuple[Path, dict[str, Any]]:
     """The file that transformers takes the image processor from, and what it says of it."""
     of_all, own = folder / PROCESSOR_OF_ALL, folder / PROCESSOR
     if of_all.is_file():
-        part = read_object(of_all).get("image_processor")
+        part = read_json_object(of_all).get("image_processor")
         if isinstance(part, dict):
             return of_all, part
         if part is not None:
             raise UserError(f"{of_all}: image_processor is not a JSON object; download or restore the file")
     if not own.is_file():
         raise UserError(f"{folder}: no image processor ({PROCESSOR}); copy the model's {PROCESSOR} into the folder")
-    return own, read_object(own)
+    return own, read_json_object(own)
 
 
 def _check_sizes(path: Path, described: Mapping[str, Any], inside: bool = False) -> None:
@@ -101,7 +101,7 @@ def _stock_config(folder: Path) -> PreTrainedConfig:
     Only looked at where the processor's file does not say.
     """
     try:
-        return parse_config(read_object(folder / "config.json"))
+        return parse_config(read_json_object(folder / "config.json"))
     except (UserError, KeyError):
         return PreTrainedConfig()
 

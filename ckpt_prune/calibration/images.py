@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ckpt_prune.calibration.image_files import FORMATS, ImageFiles, reason_of, take
 from ckpt_prune.checkpoint.digests import PROCESSOR
-from ckpt_prune.errors import UserError
-from ckpt_prune.progress import track
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.progress import track
 
 
 class ImageSamples:

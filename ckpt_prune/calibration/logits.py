@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ckpt_prune.calibration.moments import add_widest, sums_of
 from ckpt_prune.calibration.precision import PAIRS, Extent, needs_double
-from ckpt_prune.checkpoint.finite import all_finite
+from ckpt_prune.common.finite import all_finite
 from ckpt_prune.parallel.group import Group
 
 Form = Literal["per-sample", "fourth-order"]

@@ -9,7 +9,7 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.streams import stream_of
-from ckpt_prune.progress import track
+from ckpt_prune.common.progress import track
 
 TOKENS = 2048
 """Tokens that losses are compared on: every block is run for every other one."""

@@ -35,14 +35,14 @@ from ckpt_prune.calibration.statistics import (
 from ckpt_prune.calibration.statistics_files import INDEX, STATISTICS
 from ckpt_prune.calibration.streams import fold_slices, stream_of
 from ckpt_prune.calibration.taylor import measure_taylor
-from ckpt_prune.checkpoint.digests import READERS
-from ckpt_prune.checkpoint.disk import sync
+from ckpt_prune.checkpoint.digests import READER_FILES
+from ckpt_prune.checkpoint.files import sync
 from ckpt_prune.checkpoint.journal import Journal
-from ckpt_prune.checkpoint.staging import Staging, disk_failures, partial_of, refuse_inside, write_whole
-from ckpt_prune.checkpoint.writing import check_room
-from ckpt_prune.errors import UserError
-from ckpt_prune.parallel.group import here
-from ckpt_prune.progress import track
+from ckpt_prune.checkpoint.staging import Staging, disk_failures, partial_of, refuse_inside, write_atomically
+from ckpt_prune.checkpoint.writer import check_free_space
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.progress import track
+from ckpt_prune.parallel.group import process_group
 
 _UNIT = "statistics"
 
@@ -124,7 +124,7 @@ def check_measurable(
     check_folds(samples, folds)
     needed = statistics_bytes(model, collect=collect, folds=folds, samples=len(samples))
     _staging(out, model.blocks, collect, overwrite=overwrite)
-    check_room(out.absolute().parent, needed)
+    check_free_space(out.absolute().parent, needed)
     return needed
 
 
@@ -169,11 +169,11 @@ def measure(
         UserError: the folder exists, or the disk has no room.
     """
     check_folds(samples, folds)
-    group = here()
+    group = process_group()
     needed = statistics_bytes(model, collect=collect, folds=folds, samples=len(samples))
-    staging = group.at_first(lambda: _staging(out, model.blocks, collect, overwrite=overwrite))
+    staging = group.on_first(lambda: _staging(out, model.blocks, collect, overwrite=overwrite))
     with nullcontext() if staging is None else staging:
-        group.at_first(lambda: check_room(out.absolute().parent, needed))
+        group.on_first(lambda: check_free_space(out.absolute().parent, needed))
         if announce is not None:
             announce(needed)
         found = measure_into(
@@ -241,7 +241,7 @@ def measure_into(
     Raises:
         UserError: what is measured is not finite, or the disk has no room.
     """
-    family, checkpoint, blocks, group = model.family, model.checkpoint, model.blocks, here()
+    family, checkpoint, blocks, group = model.family, model.checkpoint, model.blocks, process_group()
     stream = stream_of(
         model,
         samples,
@@ -286,15 +286,15 @@ def measure_into(
         own = wanted if block in model.spaced else {}
         found = stream.observe(block, model.read_block(block), own, advance=True)
         named = {model.moments_name(block, key): moments for key, moments in found.items()}
-        group.at_first(partial(write, block, named))
+        group.on_first(partial(write, block, named))
     if "taylor" in collect:
         for block, units in measure_taylor(
             model, samples, device=device, compute_dtype=compute_dtype, allocate=allocate, group=group
         ):
-            group.at_first(partial(write_units, block, units))
+            group.on_first(partial(write_units, block, units))
     reader = model.reader_fingerprint
     # After that, so that it is one of the files that turned data into input.
-    checkpoint.check_unchanged(name for name in READERS if name in checkpoint.stamps)
+    checkpoint.check_unchanged(name for name in READER_FILES if name in checkpoint.stamps)
     index = StatisticsIndex(
         model=checkpoint.fingerprint,
         tokenizer=reader,
@@ -320,7 +320,7 @@ def measure_into(
     )
 
     def enter() -> Statistics:
-        write_whole(folder / INDEX, index.model_dump_json(indent=2) + "\n")
+        write_atomically(folder / INDEX, index.model_dump_json(indent=2) + "\n")
         return Statistics(folder)
 
     return group.once(enter)
@@ -349,6 +349,6 @@ def add(folders: Sequence[Statistics], out: Path, *, overwrite: bool = False) ->
             if first.fisher:
                 files[fisher_file(block)] = write_fisher(staging.path, block, add_fisher(folders, block))
         index = reduce(add_index, (each.index for each in folders)).model_copy(update={"files": files})
-        write_whole(staging.path / INDEX, index.model_dump_json(indent=2) + "\n")
+        write_atomically(staging.path / INDEX, index.model_dump_json(indent=2) + "\n")
         staging.publish()
     return Statistics(out)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ckpt_prune.calibration.precision import Extent, needs_double
 from ckpt_prune.calibration.products import add_gram
-from ckpt_prune.checkpoint.finite import all_finite
+from ckpt_prune.common.finite import all_finite
 from ckpt_prune.parallel.group import Group
 
 ACTIVE_THRESHOLD = 1e-6

@@ -18,7 +18,7 @@ from ckpt_prune.calibration.fisher import gradients_at_the_end
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.streams import HiddenStream, stream_of
-from ckpt_prune.progress import track
+from ckpt_prune.common.progress import track
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.calibration.logits import type_of_logits
-from ckpt_prune.checkpoint.finite import all_finite
+from ckpt_prune.common.finite import all_finite
 from ckpt_prune.parallel.group import Group
 
 

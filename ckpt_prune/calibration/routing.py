@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ckpt_prune.calibration.experts import SplitExperts
-from ckpt_prune.checkpoint.finite import all_finite
+from ckpt_prune.common.finite import all_finite
 from ckpt_prune.parallel.group import Group
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckpt_prune.calibration.samples import Part, Samples
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 
 _ASKED = re.compile(r"([1-9]\d{0,5})/([1-9]\d{0,5})")
 _NAMED = re.compile(r"([0-9a-f]+)\[(\d+):(\d+)\] of (\d+)")

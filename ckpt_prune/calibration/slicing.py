@@ -14,8 +14,8 @@ from ckpt_prune.architectures.sublayers import Sublayer
 from ckpt_prune.calibration.moments import sums_of
 from ckpt_prune.calibration.precision import Extent, needs_double
 from ckpt_prune.calibration.streams import ROWS, HiddenStream
-from ckpt_prune.checkpoint.finite import all_finite
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.finite import all_finite
 
 Choose = Callable[[int, Tensor], Tensor | None]
 """Of a sub-layer of a block and the Gram of what it reads, (d, d) float64: the basis (d, k) that the stream is

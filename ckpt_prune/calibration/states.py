@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.checkpoint.staging import disk_failures
-from ckpt_prune.checkpoint.writing import check_room, claim
+from ckpt_prune.checkpoint.writer import check_free_space, reserve_space
 
 Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
 """Shape and dtype to a tensor on CPU whose values are to be written."""
@@ -52,7 +52,7 @@ class StateMemory:
             return tensor
         remedy = ", or take fewer samples, shorter windows or --compute-dtype bfloat16"
         folder = self._folder if self._folder.is_dir() else self._folder.parent
-        check_room(folder, size, "hidden states beyond --state-memory need", remedy)
+        check_free_space(folder, size, "hidden states beyond --state-memory need", remedy)
         with disk_failures(folder):
             descriptor, name = tempfile.mkstemp(prefix=".ckpt-prune-states-", dir=folder)
             path, nameless = Path(name), Path(f"/proc/self/fd/{descriptor}")
@@ -60,7 +60,7 @@ class StateMemory:
                 if nameless.exists():  # so that a kill while gigabytes are claimed leaves nothing
                     path.unlink()
                 # Claimed at once: a full disk would otherwise kill the process when a page is written.
-                claim(descriptor, size)
+                reserve_space(descriptor, size)
                 file = str(path if path.exists() else nameless)
                 mapped = torch.from_file(file, shared=True, size=math.prod(shape), dtype=dtype)
             finally:

@@ -47,10 +47,10 @@ from ckpt_prune.calibration.routing import RoutingMoments
 from ckpt_prune.calibration.shards import overlapping, united
 from ckpt_prune.calibration.statistics_files import INDEX, check_statistics
 from ckpt_prune.checkpoint.digests import sha256_files
-from ckpt_prune.checkpoint.finite import all_finite
-from ckpt_prune.checkpoint.staging import disk_failures, write_whole
-from ckpt_prune.errors import UserError
-from ckpt_prune.glance import glance
+from ckpt_prune.checkpoint.staging import disk_failures, write_atomically
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.finite import all_finite
+from ckpt_prune.common.short_repr import short_repr
 
 _VECTORS = ("sum", "square", "absolute", "active")
 _ROUTING = tuple(each.name for each in fields(RoutingMoments))
@@ -343,7 +343,7 @@ class Statistics:
 
     def __repr__(self) -> str:
         own = self.index
-        return glance(
+        return short_repr(
             self,
             folder=str(self.folder),
             modality=own.modality,
@@ -586,7 +586,7 @@ def _entered(statistics: Statistics, changes: Mapping[str, Any]) -> Statistics:
         first = error.errors()[0]
         where = " ".join(str(part) for part in first["loc"])
         raise UserError(f"{statistics.folder}: {where}: {first['msg']}: measure effects again") from error
-    write_whole(statistics.folder / INDEX, index.model_dump_json(indent=2) + "\n")
+    write_atomically(statistics.folder / INDEX, index.model_dump_json(indent=2) + "\n")
     return Statistics(statistics.folder)
 
 

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from ckpt_prune.checkpoint.written import Kind
-from ckpt_prune.errors import UserError
+from ckpt_prune.checkpoint.folder_kinds import FolderKind
+from ckpt_prune.common.errors import UserError
 
 INDEX = "statistics.json"
-STATISTICS = Kind(INDEX, "a statistics folder", left="dropped")
+STATISTICS = FolderKind(INDEX, "a statistics folder", unfinished="dropped")
 """What `calibrate` writes."""
 
 

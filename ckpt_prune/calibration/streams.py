@@ -21,7 +21,7 @@ from ckpt_prune.calibration.readout import Readout
 from ckpt_prune.calibration.samples import Part, Samples, as_input
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.checkpoint.digests import PROCESSOR
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.parallel.group import ALONE, Group
 
 TOKENS_PER_BATCH = 4096

@@ -23,10 +23,10 @@ from ckpt_prune.calibration.readout import READOUT_TOKENS
 from ckpt_prune.calibration.samples import Samples, batches_of
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.streams import HiddenStream, stream_of
-from ckpt_prune.checkpoint.finite import all_finite
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.finite import all_finite
+from ckpt_prune.common.progress import track
 from ckpt_prune.parallel.group import ALONE, Group
-from ckpt_prune.progress import track
 
 
 @dataclass

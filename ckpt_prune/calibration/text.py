@@ -14,10 +14,10 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBas
 
 from ckpt_prune.calibration.pieces import parts
 from ckpt_prune.calibration.text_files import check_texts
-from ckpt_prune.checkpoint.jsonfile import read_object
-from ckpt_prune.errors import NoneLeftError, UserError
-from ckpt_prune.text_encoding import check_unicode, decode_text, is_rows, json_rows
-from ckpt_prune.text_names import named_text
+from ckpt_prune.checkpoint.json_files import read_json_object
+from ckpt_prune.common.errors import NoneLeftError, UserError
+from ckpt_prune.common.text_encoding import check_unicode, decode_text, has_row_suffix, parse_json_rows
+from ckpt_prune.datasets.texts import parse_text_name
 
 Bos = Literal["auto", "always", "never"]
 Choose = Literal["random", "first"]
@@ -46,7 +46,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     except UserError:
         for name in ("tokenizer_config.json", "tokenizer.json"):  # whose fault it is, if it is no JSON
             if (folder / name).is_file():
-                read_object(folder / name)
+                read_json_object(folder / name)
         raise
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
     if growth > _MOST_GROWTH:
@@ -95,7 +95,7 @@ def read_text(files: Sequence[Path]) -> str:
 
 
 def _read_file(file: Path) -> str:
-    if (named := named_text(file)) is not None:
+    if (named := parse_text_name(file)) is not None:
         return named.read()
     check_texts([file])
     if file.suffix.lower() in (".csv", ".tsv"):
@@ -104,8 +104,8 @@ def _read_file(file: Path) -> str:
         text = decode_text(file, file.read_bytes())
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror}") from error
-    if is_rows(file):
-        text = SEPARATOR.join(_row_text(*row) for row in json_rows(file, text))
+    if has_row_suffix(file):
+        text = SEPARATOR.join(_row_text(*row) for row in parse_json_rows(file, text))
     if not text.strip():
         raise UserError(f"{file}: the file holds no text")
     return text

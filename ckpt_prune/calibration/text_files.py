@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from ckpt_prune.errors import UserError
-from ckpt_prune.text_names import named_text
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.datasets.texts import parse_text_name
 
 
 def check_texts(files: Iterable[Path]) -> None:
@@ -14,7 +14,7 @@ def check_texts(files: Iterable[Path]) -> None:
         UserError: with the first of them.
     """
     for file in files:
-        named = named_text(file)
+        named = parse_text_name(file)
         if named is not None:
             named.file()
         elif not file.is_file():

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ckpt_prune.checkpoint.inputs import open_input
-from ckpt_prune.checkpoint.jsonfile import canonical
+from ckpt_prune.checkpoint.files import open_input
+from ckpt_prune.checkpoint.json_files import canonical_json
 from ckpt_prune.checkpoint.shard import CODES, TensorInfo, read_bytes
 
 _TOKENIZER_FILES = (
@@ -23,7 +23,7 @@ PROCESSOR = "preprocessor_config.json"
 """Settings of an image processor."""
 PROCESSOR_OF_ALL = "processor_config.json"
 """Settings of all that prepares a model's input; where it has a part `image_processor`, transformers 5 takes that."""
-READERS = (*_TOKENIZER_FILES, PROCESSOR, PROCESSOR_OF_ALL)
+READER_FILES = (*_TOKENIZER_FILES, PROCESSOR, PROCESSOR_OF_ALL)
 """What decides how data becomes a model's input."""
 _EDGE_BYTES = 4096
 _PIECE_BYTES = 256
@@ -39,7 +39,7 @@ def sha256_files(folder: Path, names: Iterable[str]) -> dict[str, str]:
     return digests
 
 
-def changed_files(folder: Path, recorded: Mapping[str, str]) -> tuple[str | None, list[str]]:
+def find_changed_files(folder: Path, recorded: Mapping[str, str]) -> tuple[str | None, list[str]]:
     """What became of files since their digests were taken.
 
     Args:
@@ -60,7 +60,7 @@ def tokenizer_fingerprint(path: Path) -> str | None:
     present = [name for name in _TOKENIZER_FILES if (path / name).is_file()]
     if not present:
         return None
-    return hashlib.sha256(canonical(sha256_files(path, present)).encode()).hexdigest()
+    return hashlib.sha256(canonical_json(sha256_files(path, present)).encode()).hexdigest()
 
 
 def processor_fingerprint(path: Path) -> str | None:
@@ -69,7 +69,7 @@ def processor_fingerprint(path: Path) -> str | None:
     None where there are none.
     """
     present = [name for name in (PROCESSOR, PROCESSOR_OF_ALL) if (path / name).is_file()]
-    return hashlib.sha256(canonical(sha256_files(path, present)).encode()).hexdigest() if present else None
+    return hashlib.sha256(canonical_json(sha256_files(path, present)).encode()).hexdigest() if present else None
 
 
 _OF_LOADING = ("transformers_version", "auto_map", "transformers_weights")
@@ -84,10 +84,10 @@ def checkpoint_fingerprint(path: Path, config: dict[str, Any], tensors: Iterable
     elements of a large tensor can therefore go unseen. How the tensors are spread over files does not matter.
     """
     kept = {key: value for key, value in config.items() if key not in _OF_LOADING}
-    digest = hashlib.sha256(canonical(kept).encode())
+    digest = hashlib.sha256(canonical_json(kept).encode())
     stored = (part for info in tensors for part in info.parts)
     for info in sorted(stored, key=lambda info: info.name):
-        digest.update(canonical([info.name, CODES[info.dtype], info.stored_shape]).encode())
+        digest.update(canonical_json([info.name, CODES[info.dtype], info.stored_shape]).encode())
         with open_input(path / info.file) as handle:
             for start, count in _sample(info.nbytes):
                 digest.update(read_bytes(handle, info, start, count))

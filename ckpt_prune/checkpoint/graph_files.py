@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 
 SUFFIX = ".onnx"
 

@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckpt_prune.checkpoint.disk import sync
-from ckpt_prune.checkpoint.inputs import read_input
-from ckpt_prune.checkpoint.jsonfile import parse_object
-from ckpt_prune.errors import UserError
+from ckpt_prune.checkpoint.files import read_input, sync
+from ckpt_prune.checkpoint.json_files import parse_json_object
+from ckpt_prune.common.errors import UserError
 
 # Hidden and unlike any published file: it is removed only after the swap, so that a kill there costs nothing.
 JOURNAL = ".ckpt_prune_journal.json"
@@ -49,7 +48,7 @@ class Journal:
             ValueError: it is damaged or of another version.
         """
         try:
-            values = parse_object(read_input(folder / JOURNAL))
+            values = parse_json_object(read_input(folder / JOURNAL))
             if values["version"] != _VERSION:
                 raise ValueError(f"version {values['version']}")
             return cls(
@@ -92,7 +91,7 @@ class Journal:
         sync(self.folder)
 
 
-def is_own(folder: Path) -> bool:
+def is_unfinished_run(folder: Path) -> bool:
     """Whether a run of this tool left a folder: one with a journal, or one that a kill kept from getting its first."""
     if not folder.is_dir() or folder.is_symlink():
         return False

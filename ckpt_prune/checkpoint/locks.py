@@ -9,10 +9,10 @@ try:
 except ImportError:  # not on Windows, where two runs on one output are not told apart
     fcntl = None  # type: ignore[assignment]
 
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 
 
-def hold(folder: Path) -> int | None:
+def lock_folder(folder: Path) -> int | None:
     """A lock on a folder, which lasts until it is closed; None where there are no locks.
 
     Raises:
@@ -22,7 +22,7 @@ def hold(folder: Path) -> int | None:
         return None
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        locked = lock(descriptor, folder, folder)
+        locked = lock_file(descriptor, folder, folder)
     except UserError:
         os.close(descriptor)
         raise
@@ -31,7 +31,7 @@ def hold(folder: Path) -> int | None:
     return descriptor if locked else None
 
 
-def lock(descriptor: int, path: Path, what: Path) -> bool:
+def lock_file(descriptor: int, path: Path, what: Path) -> bool:
     """Lock an open file or folder; False where there are no locks.
 
     Args:

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 
 
 def absolute(path: Path) -> Path:

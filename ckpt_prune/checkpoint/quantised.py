@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckpt_prune.checkpoint.jsonfile import read_object
-from ckpt_prune.errors import UserError
+from ckpt_prune.checkpoint.json_files import read_json_object
+from ckpt_prune.common.errors import UserError
 
-QUANTISATION = "quantization_config"
+QUANTISATION_KEY = "quantization_config"
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth"}
 
 
@@ -93,18 +93,20 @@ def refuse_quantised(path: Path, config: Mapping[str, Any]) -> None:
         UserError: it is quantised, and not in a plain fp8 that is read as it is.
     """
     found = quantisation(config)
-    if found is None or plain_fp8(config):
+    if found is None or is_plain_fp8(config):
         return
     said = found.get("quant_method") or ("bitsandbytes" if _of_bitsandbytes(found) else None)
     method = _METHODS.get(str(said).replace("bitsandbytes_4bit", "bitsandbytes"), Method(str(said or "unknown method")))
     convert = None if method.convert is None else method.convert.format(path=path, auto=class_name(config))
-    raise UserError(f"{path} is quantised by {method.name} ({QUANTISATION} in config.json); {_remedy(path, convert)}")
+    raise UserError(
+        f"{path} is quantised by {method.name} ({QUANTISATION_KEY} in config.json); {_remedy(path, convert)}"
+    )
 
 
 def quantisation(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """What a config.json says of how weights are quantised, on its top or in a config inside it; None for nothing."""
     for values in (config, *(each for each in config.values() if isinstance(each, dict))):
-        found = values.get(QUANTISATION)
+        found = values.get(QUANTISATION_KEY)
         if found is not None:
             return found if isinstance(found, dict) else {"quant_method": found}
     return None
@@ -112,14 +114,14 @@ def quantisation(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def is_packed(config: Mapping[str, Any]) -> bool:
     """Whether a config.json promises whole numbers of few bits as `quantize` writes them, which transformers loads."""
-    found = config.get(QUANTISATION)
+    found = config.get(QUANTISATION_KEY)
     packed = isinstance(found, dict) and found.get("quant_method") == "compressed-tensors"
     return packed and found is not None and found.get("format") == "pack-quantized"
 
 
-def plain_fp8(config: Mapping[str, Any]) -> bool:
+def is_plain_fp8(config: Mapping[str, Any]) -> bool:
     """Whether a config.json promises float8 weights with a scale for each tensor, row or block."""
-    found = config.get(QUANTISATION)
+    found = config.get(QUANTISATION_KEY)
     if not isinstance(found, dict):
         return False
     if found.get("quant_method") == "compressed-tensors":
@@ -141,7 +143,7 @@ def _weights(found: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def block_size(config: Mapping[str, Any]) -> tuple[int, int] | None:
     """Rows and columns that one scale of a plain fp8 checkpoint stands for; None where the config names none."""
-    found = config[QUANTISATION]
+    found = config[QUANTISATION_KEY]
     size = found.get("weight_block_size")
     for each in _weights(found):
         size = size or each.get("block_structure")
@@ -175,15 +177,15 @@ def scale_block(
     return block if scale == (*shape[:-2], -(-shape[-2] // rows), -(-shape[-1] // columns)) else None
 
 
-def without_quantisation(config: Mapping[str, Any]) -> dict[str, Any]:
+def drop_quantisation(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config.json of the same model with plain weights."""
-    return {key: value for key, value in config.items() if key != QUANTISATION}
+    return {key: value for key, value in config.items() if key != QUANTISATION_KEY}
 
 
 def refuse_by_config(path: Path) -> None:
     """`refuse_quantised` for a folder that may have no readable config.json: what else is wrong is found elsewhere."""
     try:
-        config = read_object(path / "config.json")
+        config = read_json_object(path / "config.json")
     except UserError:
         return
     refuse_quantised(path, config)

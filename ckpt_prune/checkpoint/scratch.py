@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ckpt_prune.checkpoint.locks import lock
+from ckpt_prune.checkpoint.locks import lock_file
 from ckpt_prune.checkpoint.staging import disk_failures
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 
 PREFIX = "ckpt-prune-scratch-"
 _LOCK = ".lock"
@@ -31,7 +31,7 @@ def scratch_folder(*, keeps: str | None = None) -> Iterator[Path]:
     with disk_failures(place):
         held, name = tempfile.mkstemp(prefix=PREFIX, suffix=_LOCK, dir=place)
         mark, folder = Path(name), Path(name.removesuffix(_LOCK))
-        lock(held, mark, folder)
+        lock_file(held, mark, folder)
         folder.mkdir(0o700)
     try:
         yield folder
@@ -59,7 +59,7 @@ def _clear(place: Path) -> None:
                 continue
             held = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
             try:
-                if lock(held, path, path):
+                if lock_file(held, path, path):
                     shutil.rmtree(folder, ignore_errors=True)
                     path.unlink()
             finally:

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckpt_prune.checkpoint.inputs import Stamp, open_input, stamp
-from ckpt_prune.checkpoint.jsonfile import parse_object
-from ckpt_prune.errors import UserError, refuse_unreadable
-from ckpt_prune.plain import is_plain
+from ckpt_prune.checkpoint.files import Stamp, open_input, stamp_of
+from ckpt_prune.checkpoint.json_files import parse_json_object
+from ckpt_prune.common.errors import UserError, refuse_unreadable
+from ckpt_prune.common.safe_text import has_no_controls
 
 # In safetensors' own order: files list their tensors by descending position here, which keeps every tensor aligned.
 _TORCH_NAMES = {
@@ -119,7 +119,7 @@ class TensorInfo:
         own = replace(self, dtype=self.scaled.dtype, shape=self.stored_shape, transposed=False, scaled=None)
         return own, self.scaled.scale
 
-    stamp: Stamp | None = field(default=None, compare=False, repr=False)
+    stamp_of: Stamp | None = field(default=None, compare=False, repr=False)
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -160,7 +160,7 @@ def read_header(path: Path) -> Header:
     """
     try:
         with open_input(path) as handle:
-            of_file = stamp(handle.fileno())
+            of_file = stamp_of(handle.fileno())
             size = of_file[0]
             length = int.from_bytes(handle.read(_LENGTH_BYTES), "little")
             if size < _LENGTH_BYTES or _LENGTH_BYTES + length > size:
@@ -209,7 +209,7 @@ def build_header(
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text, _parse(file, text)
 
 
-def stacked(
+def stack_shapes(
     tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], stacks: Mapping[str, Stack]
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Dtypes and shapes as files have them.
@@ -235,7 +235,7 @@ def read_tensor(handle: io.FileIO, info: TensorInfo) -> Tensor:
     return tensor.T.contiguous() if info.transposed else tensor
 
 
-def multiplied(info: TensorInfo, stored: Tensor, scale: Tensor) -> Tensor:
+def apply_scales(info: TensorInfo, stored: Tensor, scale: Tensor) -> Tensor:
     """A tensor from its stored elements and their scales, as it is read.
 
     Args:
@@ -306,7 +306,7 @@ def _fill(handle: io.FileIO, info: TensorInfo, start: int, tensor: Tensor) -> No
             raise UserError(f"{info.file} ended inside tensor {info.name!r} while being read; download it again")
         data = data[count:]
     # Last: what came before a change is of the file that was opened.
-    if info.stamp not in (None, stamp(handle.fileno())):
+    if info.stamp not in (None, stamp_of(handle.fileno())):
         raise UserError(
             f"{info.file} changed since it was opened, tensor {info.name!r} may be of another model; run again"
         )
@@ -318,14 +318,14 @@ def _as_bytes(tensor: Tensor) -> memoryview:
 
 
 def _parse(file: str, data: bytes, of_file: Stamp | None = None) -> Header:
-    content = parse_object(data)
+    content = parse_json_object(data)
     metadata = content.pop("__metadata__", None)
     if metadata is None:  # where null stands, too, as the library has it
         metadata = {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("__metadata__ is not a map of strings")
     for name in content:
-        if not is_plain(name):
+        if not has_no_controls(name):
             raise ValueError(f"tensor {name!a} has control characters in its name")
     data_start = _LENGTH_BYTES + len(data)
     found = sorted((_tensor(file, data_start, name, entry, of_file) for name, entry in content.items()), key=_place)

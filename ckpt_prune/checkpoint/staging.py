@@ -13,13 +13,12 @@ from types import TracebackType
 
 from safetensors import SafetensorError
 
-from ckpt_prune.checkpoint.disk import sync
-from ckpt_prune.checkpoint.journal import JOURNAL, Journal, is_own
-from ckpt_prune.checkpoint.locks import hold, lock
-from ckpt_prune.checkpoint.places import absolute, place_of
+from ckpt_prune.checkpoint.files import absolute_path, check_place, sync
+from ckpt_prune.checkpoint.folder_kinds import OUTPUT_KIND, FolderKind, WantedNames, find_foreign, refuse_lost
+from ckpt_prune.checkpoint.journal import JOURNAL, Journal, is_unfinished_run
+from ckpt_prune.checkpoint.locks import lock_file, lock_folder
 from ckpt_prune.checkpoint.swap import complete, swap
-from ckpt_prune.checkpoint.written import OUTPUT, Kind, Wants, refuse_lost, strangers
-from ckpt_prune.errors import DiskError, UserError
+from ckpt_prune.common.errors import DiskError, UserError
 
 SCRATCH = "measured"
 """Folder in a staging folder for what is measured on the way: --resume goes on with it, the output has none of it."""
@@ -59,12 +58,12 @@ class Staging:
         job: str,
         resume: bool = False,
         overwrite: bool = False,
-        kind: Kind = OUTPUT,
-        wants: Wants | None = None,
+        kind: FolderKind = OUTPUT_KIND,
+        wants: WantedNames | None = None,
     ) -> None:
         if resume and overwrite:
             raise UserError("--resume and --overwrite exclude each other; give one")
-        self.out = place_of(out)
+        self.out = check_place(out)
         self.path = partial_of(out, kind)
         self._kind, self._wants = kind, dict(wants or {})
         self.journal = Journal(self.path, job, overwrite, kind.left == "resumed")
@@ -75,7 +74,7 @@ class Staging:
             complete_swap(self.out, kind)
         self._known = os.path.lexists(self.path)
         if self._known:
-            if not is_own(self.path):
+            if not is_unfinished_run(self.path):
                 raise UserError(
                     f"{self.path} exists and was not left by ckpt-prune; move it away or choose another output name"
                 )
@@ -204,7 +203,7 @@ class Staging:
             UserError: another run holds it.
         """
         if self._lock is None:
-            self._lock = hold(self.path)
+            self._lock = lock_folder(self.path)
 
     def release(self) -> None:
         """Let other runs have the staging folder."""
@@ -217,13 +216,13 @@ class Staging:
             goes_on = "--resume continues it, " if self._kind.left == "resumed" else ""
             raise UserError(f"{self.path} is left from an unfinished run; {goes_on}--overwrite starts afresh")
 
-    def _check_out(self, wants: Wants) -> None:
+    def _check_out(self, wants: WantedNames) -> None:
         if not os.path.lexists(self.out):
             return
         written = self._kind.written(self.out)
         if not self.journal.replace:
             raise UserError(f"{self.out} exists; --overwrite replaces it")
-        refuse_lost(self.out, strangers(self.out, written), wants)
+        refuse_lost(self.out, find_foreign(self.out, written), wants)
 
     def _continue(self) -> None:
         """Take over what the journal of an unfinished run says is done; a folder that never got one has none."""
@@ -241,20 +240,20 @@ class Staging:
         self.journal = found
 
 
-def partial_of(out: Path, kind: Kind = OUTPUT) -> Path:
+def partial_of(out: Path, kind: FolderKind = OUTPUT_KIND) -> Path:
     """The staging folder of an output; hidden where nobody goes on with it."""
-    whole = absolute(out)
+    whole = absolute_path(out)
     return whole.with_name(f"{'.' if kind.left == 'dropped' else ''}{whole.name}.partial")
 
 
-def complete_swap(out: Path, kind: Kind = OUTPUT) -> None:
+def complete_swap(out: Path, kind: FolderKind = OUTPUT_KIND) -> None:
     """Finish or undo a swap that a kill interrupted.
 
     Raises:
         UserError: another run is at it, or files that are to be kept have no place.
     """
-    whole = absolute(out)
-    held = hold(whole) if whole.is_dir() else None
+    whole = absolute_path(out)
+    held = lock_folder(whole) if whole.is_dir() else None
     try:
         complete(whole, kind)
     finally:
@@ -292,7 +291,7 @@ def check_output(
     resume: bool = False,
     overwrite: bool = False,
     inputs: Iterable[Path | None] = (),
-    wants: Wants | None = None,
+    wants: WantedNames | None = None,
 ) -> None:
     """Refuse a place for the output before any work is done.
 
@@ -324,7 +323,7 @@ def disk_failures(path: Path) -> Iterator[None]:
         raise DiskError(f"cannot write {path} ({reason}); free space or choose another place") from error
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Write a file that is there whole or not at all.
 
     It grows beside its place under a name that follows from its own: what a kill leaves, the next who writes it takes.
@@ -337,7 +336,7 @@ def write_whole(path: Path, text: str) -> None:
         # Not through a link that somebody put there, and open to whoever the umask lets read it.
         descriptor = os.open(fresh, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
         try:
-            lock(descriptor, fresh, path)
+            lock_file(descriptor, fresh, path)
             try:
                 os.ftruncate(descriptor, 0)
                 with open(descriptor, "wb", closefd=False) as file:

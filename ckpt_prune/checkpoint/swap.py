@@ -8,13 +8,13 @@ import os
 import shutil
 from pathlib import Path
 
-from ckpt_prune.checkpoint.disk import sync
+from ckpt_prune.checkpoint.files import sync
+from ckpt_prune.checkpoint.folder_kinds import FolderKind, find_foreign, same_file
 from ckpt_prune.checkpoint.journal import JOURNAL
-from ckpt_prune.checkpoint.written import Kind, same_file, strangers
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 
 
-def swap(fresh: Path, out: Path, kind: Kind) -> list[str]:
+def swap(fresh: Path, out: Path, kind: FolderKind) -> list[str]:
     """Put a finished folder in its place.
 
     Args:
@@ -36,7 +36,7 @@ def swap(fresh: Path, out: Path, kind: Kind) -> list[str]:
     return complete(out, kind)
 
 
-def complete(out: Path, kind: Kind) -> list[str]:
+def complete(out: Path, kind: FolderKind) -> list[str]:
     """Finish a swap, or undo one that was killed before the new folder was in place.
 
     Args:
@@ -58,7 +58,7 @@ def complete(out: Path, kind: Kind) -> list[str]:
         sync(out.parent)
     kept: list[str] = []
     if aside.exists():
-        kept = strangers(aside, kind.written(aside))
+        kept = find_foreign(aside, kind.written(aside))
         _move(kept, aside, out)
         # From here on nothing in it is wanted: deleting may stop anywhere.
         if doomed.exists():

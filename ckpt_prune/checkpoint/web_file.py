@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import IO
 from urllib.parse import unquote, urlsplit
 
-from ckpt_prune.checkpoint.hub_file import offline
-from ckpt_prune.checkpoint.inputs import read_input
-from ckpt_prune.checkpoint.staging import write_whole
-from ckpt_prune.errors import UserError
+from ckpt_prune.checkpoint.files import read_input
+from ckpt_prune.checkpoint.hub_files import is_offline
+from ckpt_prune.checkpoint.staging import write_atomically
+from ckpt_prune.common.errors import UserError
 
 _SECONDS = 30
 """That a server may be silent for."""
 _PAGES = (b"<!doctype", b"<html")
 
 
-def web_file(url: str, *, most: int, sha256: str | None = None) -> Path:
+def fetch_web_file(url: str, *, most: int, sha256: str | None = None) -> Path:
     """A text file from the web, in the local cache.
 
     Args:
@@ -32,11 +32,11 @@ def web_file(url: str, *, most: int, sha256: str | None = None) -> Path:
             was pinned.
     """
     _check_address(url)
-    kept, shown = _kept(url), public(url)
+    kept, shown = _kept(url), hide_query(url)
     held = _content(kept, most)
     if held is not None and sha256 is not None and hashlib.sha256(held).hexdigest() == sha256:
         return kept
-    if offline():
+    if is_offline():
         if held is None:
             raise UserError(f"{shown} was not fetched before, and HF_HUB_OFFLINE is set; give a file")
         content = held
@@ -47,11 +47,11 @@ def web_file(url: str, *, most: int, sha256: str | None = None) -> Path:
         raise UserError(f"{shown} has sha256 {found}, not {sha256}: it is not the file that was pinned")
     if content is not held:
         kept.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(kept, _text(url, content))
+        write_atomically(kept, _text(url, content))
     return kept
 
 
-def public(url: str) -> str:
+def hide_query(url: str) -> str:
     """An address without what stands behind a question mark, where some hosts put secrets."""
     return url.partition("?")[0]
 
@@ -61,16 +61,16 @@ def _check_address(url: str) -> None:
         parts = urlsplit(url)
         _ = parts.port
     except ValueError as error:
-        raise UserError(f"{public(url)} is no address; give https://HOST/PATH") from error
+        raise UserError(f"{hide_query(url)} is no address; give https://HOST/PATH") from error
     if parts.username is not None or parts.password is not None:  # not repeated in the message
         raise UserError(
             f"the address on {parts.hostname} names a user or a password, which would be on record; fetch the file and "
             "give its path"
         )
     if parts.scheme != "https":
-        raise UserError(f"{public(url)}: only https addresses are fetched")
+        raise UserError(f"{hide_query(url)}: only https addresses are fetched")
     if not parts.hostname:
-        raise UserError(f"{public(url)} is no address; give https://HOST/PATH")
+        raise UserError(f"{hide_query(url)} is no address; give https://HOST/PATH")
 
 
 def _kept(url: str) -> Path:
@@ -97,7 +97,9 @@ class _OnlySecure(urllib.request.HTTPRedirectHandler):
     ) -> urllib.request.Request | None:
         if urlsplit(newurl).scheme != "https":
             fp.close()
-            raise UserError(f"{public(req.full_url)} leads to {public(newurl)}, and only https addresses are fetched")
+            raise UserError(
+                f"{hide_query(req.full_url)} leads to {hide_query(newurl)}, and only https addresses are fetched"
+            )
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
@@ -111,18 +113,18 @@ def _fetched(url: str, most: int) -> bytes:
     except urllib.error.HTTPError as error:
         error.close()
         raise UserError(
-            f"{public(url)} cannot be fetched (the server says {error.code} {error.reason}); check it"
+            f"{hide_query(url)} cannot be fetched (the server says {error.code} {error.reason}); check it"
         ) from error
     except (OSError, ValueError) as error:  # no such host, no network, a certificate that nobody vouches for
         reason = " ".join(str(getattr(error, "reason", error)).split())
         raise UserError(
-            f"{public(url)} cannot be fetched ({reason}); try again, or set HF_HUB_OFFLINE=1 to take what was fetched "
+            f"{hide_query(url)} cannot be fetched ({reason}); try again, or set HF_HUB_OFFLINE=1 to take what was fetched "
             "before"
         ) from error
     if len(content) > most:
-        raise UserError(f"{public(url)} has more than {most} bytes, which are the most of such a file")
+        raise UserError(f"{hide_query(url)} has more than {most} bytes, which are the most of such a file")
     if content.lstrip()[:20].lower().startswith(_PAGES):
-        raise UserError(f"{public(url)} is a web page; give the address of the raw file")
+        raise UserError(f"{hide_query(url)} is a web page; give the address of the raw file")
     return content
 
 
@@ -130,4 +132,4 @@ def _text(url: str, content: bytes) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise UserError(f"{public(url)} is not text") from error
+        raise UserError(f"{hide_query(url)} is not text") from error

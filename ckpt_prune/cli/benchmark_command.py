@@ -14,7 +14,7 @@ from ckpt_prune.cli.options import (
     table,
     trust_option,
 )
-from ckpt_prune.graph_types import GraphType
+from ckpt_prune.common.graph_types import GraphType
 from ckpt_prune.options import SpreadOptions
 
 if TYPE_CHECKING:
@@ -105,11 +105,11 @@ def command(as_json: bool, **given: Any) -> None:
 
 def show(result: "Result") -> str:
     """A result as people read it."""
-    from ckpt_prune.checkpoint.units import counted
+    from ckpt_prune.common.formatting import plural
 
     machine = result.machine
-    where = [machine.processor, counted(machine.cores, "core"), f"{counted(machine.threads, 'thread')} a model"]
-    rounds = f"{counted(result.rounds, 'round')} after {result.warmup} of warm-up"
+    where = [machine.processor, plural(machine.cores, "core"), f"{plural(machine.threads, 'thread')} a model"]
+    rounds = f"{plural(result.rounds, 'round')} after {result.warmup} of warm-up"
     used = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
     names = {run.label: run.model for run in result.runs}
     parts = [
@@ -122,7 +122,7 @@ def show(result: "Result") -> str:
 
 
 def _runs(runs: "list[Run]") -> str:
-    from ckpt_prune.checkpoint.units import human_bytes, human_count
+    from ckpt_prune.common.formatting import human_bytes, human_count
 
     def size(count: int | None) -> str:
         return NONE if count is None else human_bytes(count)
@@ -158,7 +158,7 @@ def _block(block: "Block") -> str:
 
 
 def _row(row: "Row") -> list[str]:
-    from ckpt_prune.checkpoint.units import human_count
+    from ckpt_prune.common.formatting import human_count
 
     return [
         row.label,

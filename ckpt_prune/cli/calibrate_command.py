@@ -78,7 +78,7 @@ def command(as_json: bool, **given: Any) -> None:
         echo_json(summary)
         return
 
-    from ckpt_prune.checkpoint.units import human_bytes
+    from ckpt_prune.common.formatting import human_bytes
 
     what = "images" if summary["modality"] == "image" else "windows"
     measured = f"{summary['samples']} {what} of {summary['window']} tokens, {summary['blocks']} blocks"

@@ -23,9 +23,9 @@ def command(out: Path | None, device: str, as_json: bool) -> None:
     best; no network.
     """
     from ckpt_prune.checkpoint.scratch import scratch_folder
-    from ckpt_prune.checkpoint.units import human_bytes
+    from ckpt_prune.common.formatting import human_bytes
     from ckpt_prune.demo import run as demo
-    from ckpt_prune.devices import resolve_device
+    from ckpt_prune.parallel.devices import resolve_device
 
     target = resolve_device(device)
     with nullcontext(out) if out else scratch_folder() as folder:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt_prune.api.evaluate import evaluate
-from ckpt_prune.checkpoint.graph_files import graph_named
+from ckpt_prune.checkpoint.model_folder import find_graph
 from ckpt_prune.cli.options import (
     checked_model,
     device_option,
@@ -16,8 +16,8 @@ from ckpt_prune.cli.options import (
     table,
     trust_option,
 )
+from ckpt_prune.common.safe_text import to_one_line
 from ckpt_prune.options import EvaluationOptions, SpreadOptions
-from ckpt_prune.plain import line
 
 if TYPE_CHECKING:
     from ckpt_prune.evaluation.results import Result
@@ -28,7 +28,7 @@ NAMED = 10
 
 def _checked(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
     """Refuse what is neither a graph nor can be a checkpoint."""
-    return value if value is not None and graph_named(value) else checked_model(context, parameter, value)
+    return value if value is not None and find_graph(value) else checked_model(context, parameter, value)
 
 
 @click.command("evaluate")
@@ -308,7 +308,7 @@ def _sentences(found: Any) -> None:
 def _skipped(skipped: tuple[str, ...]) -> None:
     if skipped:
         more = f" and {len(skipped) - NAMED} more" if len(skipped) > NAMED else ""
-        click.echo(line(f"left out, {len(skipped)} not decoding: {', '.join(skipped[:NAMED])}{more}"), err=True)
+        click.echo(to_one_line(f"left out, {len(skipped)} not decoding: {', '.join(skipped[:NAMED])}{more}"), err=True)
 
 
 def _tasks(found: Any) -> None:

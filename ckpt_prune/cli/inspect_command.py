@@ -77,7 +77,7 @@ def command(as_json: bool, **given: Any) -> None:
 
 
 def _print_sparsity(found: "SparsityDescription") -> None:
-    from ckpt_prune.checkpoint.units import human_count
+    from ckpt_prune.common.formatting import human_count
 
     rows = [
         [
@@ -95,7 +95,7 @@ def _print_sparsity(found: "SparsityDescription") -> None:
 
 
 def _print_remote(found: "RemoteDescription") -> None:
-    from ckpt_prune.checkpoint.units import human_bytes, human_count
+    from ckpt_prune.common.formatting import human_bytes, human_count
 
     facts = {
         "model": found.model,
@@ -140,7 +140,7 @@ def _print_unknown(found: "UnknownDescription") -> None:
 
 
 def _print(found: "ModelDescription") -> None:
-    from ckpt_prune.checkpoint.units import human_bytes, human_count
+    from ckpt_prune.common.formatting import human_bytes, human_count
 
     facts: dict[str, str | None] = {
         "model": found.model + ("" if found.weights else " (config only)"),

@@ -13,9 +13,9 @@ import click
 
 from ckpt_prune._version import __version__
 from ckpt_prune.cli.stopping import exit_code, stoppable, unmasked
-from ckpt_prune.errors import UserError, named
-from ckpt_prune.parallel.joining import joined, started_by_torchrun
-from ckpt_prune.plain import line, plain_output
+from ckpt_prune.common.errors import UserError, to_user_error
+from ckpt_prune.common.safe_text import escape_output, to_one_line
+from ckpt_prune.parallel.torchrun import is_started_by_torchrun, join_processes
 
 # Threads that spin while they wait cost minutes on a machine that is doing anything else (measured: the demo in 45 s
 # instead of 190 s beside one busy process). Read when torch is first imported, which commands do; a user's own setting
@@ -88,7 +88,7 @@ class LazyGroup(click.Group):
         near = " or ".join(repr(name) for name in difflib.get_close_matches(args[0], COMMANDS))
         if near and args[0] not in COMMANDS:
             raise click.UsageError(f"No such command {args[0]!r}. Did you mean {near}?", ctx)
-        if args[0] in COMMANDS and args[0] not in TOGETHER and started_by_torchrun():
+        if args[0] in COMMANDS and args[0] not in TOGETHER and is_started_by_torchrun():
             raise UserError(f"{args[0]} runs in one process: start it without torchrun")
         return super().resolve_command(ctx, args)
 
@@ -110,15 +110,15 @@ class LazyGroup(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command; bad input becomes one line and exit code 2, a signal 128 and its number (Ctrl-C: 130)."""
         try:
-            with interruptible(), stoppable(), plain_output(sys.stdout), joined(), unmasked():
+            with interruptible(), stoppable(), escape_output(sys.stdout), join_processes(), unmasked():
                 return super().invoke(ctx)
         except UserError as error:
-            raise Refusal(line(str(error))) from error
+            raise Refusal(to_one_line(str(error))) from error
         except OSError as error:
             # Where nobody listens any more, click knows what to do.
             if error.errno == errno.EPIPE:
                 raise
-            raise Refusal(line(str(named(error)))) from error
+            raise Refusal(to_one_line(str(to_user_error(error)))) from error
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

@@ -12,9 +12,9 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from ckpt_prune.architectures.composite import PartName
-from ckpt_prune.checkpoint.hub import local_folder
+from ckpt_prune.checkpoint.model_folder import find_local_folder
+from ckpt_prune.common.ratios import Ratio, check_ratio, parse_percentage, parse_ratio
 from ckpt_prune.options import Folder, OpeningOptions
-from ckpt_prune.ratios import Ratio, as_share, checked_ratio, share_of
 from ckpt_prune.recipe.places import check_recipe
 from ckpt_prune.recipe.shipped import DEFAULT_RECIPE
 
@@ -97,7 +97,7 @@ class _Share(_Number):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Parse."""
-        return super().convert(as_share(value), param, ctx)
+        return super().convert(parse_ratio(value), param, ctx)
 
 
 state_memory_option = click.option(
@@ -134,7 +134,7 @@ overwrite_option = click.option("--overwrite", is_flag=True, help="Replace an ex
 def checked_model(_ctx: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
     """Refuse what can be neither a folder nor a Hub id, before anything is imported."""
     if value is not None:
-        local_folder(value)
+        find_local_folder(value)
     return value
 
 
@@ -159,7 +159,7 @@ recipe_option = click.option(
 
 
 def _ratio(_ctx: click.Context, _parameter: click.Parameter, value: float | None) -> Any:
-    return checked_ratio(value)
+    return check_ratio(value)
 
 
 class _Ratio(click.types.FloatParamType):
@@ -167,7 +167,7 @@ class _Ratio(click.types.FloatParamType):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """Parse."""
-        share = share_of(value) if isinstance(value, str) else None
+        share = parse_percentage(value) if isinstance(value, str) else None
         return float(super().convert(value, param, ctx)) if share is None else share
 
 

@@ -27,9 +27,9 @@ from ckpt_prune.cli.options import (
     table,
     trust_option,
 )
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.safe_text import escape_controls
 from ckpt_prune.options import PlanOptions, checked
-from ckpt_prune.plain import plain
 from ckpt_prune.recipe.shipped import DEFAULT_RECIPE
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def command(sweep: str | None, recipes: tuple[str, ...], as_json: bool, **given:
     takes = made.takes
     if as_json:
         for said in filter(None, (*made.messages, takes)):
-            click.echo(plain(said), err=True)
+            click.echo(escape_controls(said), err=True)
         click.echo(made.plan.to_json(), nl=False)
         return
     _print_plan(made.settled, made.plan)
@@ -223,7 +223,7 @@ def _side_by_side(recipes: tuple[str, ...], sweep: str | None, as_json: bool, gi
 
 
 def _print_compared(compared: "list[ComparedPlan]") -> None:
-    from ckpt_prune.checkpoint.units import human_bytes, human_count
+    from ckpt_prune.common.formatting import human_bytes, human_count
 
     def figure(value: float | None) -> str:
         return "-" if value is None else f"{value:.4f}"
@@ -339,7 +339,7 @@ def _print_plan(settled: Any, plan: Any) -> None:
 
 
 def _print_sweep(found: Sweep) -> None:
-    from ckpt_prune.checkpoint.units import human_bytes, human_count
+    from ckpt_prune.common.formatting import human_bytes, human_count
 
     rows = []
     predicted = any(point.divergence is not None for point in found.points)
@@ -394,7 +394,7 @@ def _scored(metric: str, score: float) -> str:
 
 def _print_blocks(found: Sweep) -> None:
     """What whole blocks are worth beside the units of the recipe."""
-    from ckpt_prune.checkpoint.units import human_bytes, human_count
+    from ckpt_prune.common.formatting import human_bytes, human_count
 
     rows = [
         [

@@ -2,8 +2,8 @@
 
 import math
 
-from ckpt_prune.checkpoint.units import counted, human_bytes, told_apart
 from ckpt_prune.cli.options import table
+from ckpt_prune.common.formatting import format_distinctly, human_bytes, plural
 from ckpt_prune.exporting.metrics import Metric
 from ckpt_prune.exporting.outcome import Case, Continuation, Validation, Validations
 from ckpt_prune.exporting.writing import Exported
@@ -102,7 +102,7 @@ def _alike(metric: Metric) -> str:
     parts = []
     if metric.difference is not None:
         most = math.inf if metric.tolerance is None else metric.tolerance
-        parts.append(f"{told_apart(metric.difference, most, '%', 2)[0]} lost")
+        parts.append(f"{format_distinctly(metric.difference, most, '%', 2)[0]} lost")
     parts += [] if metric.kl is None else [f"KL {metric.kl:.4f}"]
     parts += [] if metric.same is None else [f"{metric.same:.1%} of the predictions the same"]
     return f": {', '.join(parts)}"
@@ -127,7 +127,7 @@ def _row(case: Case) -> list[str]:
 
 def _named(case: Case) -> str:
     """A case in words: its output, and what it was read from."""
-    size = counted(case.batch, "image") if case.tokens is None else f"{case.batch} x {counted(case.tokens, 'token')}"
+    size = plural(case.batch, "image") if case.tokens is None else f"{case.batch} x {plural(case.tokens, 'token')}"
     padding = "" if case.padding == "none" else f", padded {case.padding}"
     segments = ", two segments" if case.segments else ""
     cache = {"none": "", "chunks": ", cached in chunks", "steps": ", generated"}[case.cache]

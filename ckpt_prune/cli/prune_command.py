@@ -26,7 +26,7 @@ from ckpt_prune.cli.options import (
     table,
     trust_option,
 )
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.options import CalibrationOptions, ImageOptions, PruneOptions, checked
 
 
@@ -147,9 +147,9 @@ def _print_done(pruned: Pruned) -> None:
 
 
 def _print_dry(settled: Any) -> None:
-    from ckpt_prune.checkpoint.units import counted
     from ckpt_prune.cli.rendering import COST_HEADERS, container_line, cost_rows, kept_line, ranks_line
-    from ckpt_prune.filenames import GRAPH_FOLDER
+    from ckpt_prune.common.filenames import GRAPH_FOLDER
+    from ckpt_prune.common.formatting import plural
     from ckpt_prune.runner.estimate import estimate_job
     from ckpt_prune.runner.messages import messages, unmeasured_lines
     from ckpt_prune.sparsity.patterns import mask_words
@@ -180,7 +180,7 @@ def _print_dry(settled: Any) -> None:
         blocks, how = recovery.blocks(settled.model.blocks), " by scales" if recovery.method == "scales" else ""
         click.echo(
             f"to be recovered{how}: {len(blocks)} of {settled.model.blocks} blocks, "
-            f"{counted(recovery.epochs, 'epoch')} on {len(settled.training.samples)} samples"
+            f"{plural(recovery.epochs, 'epoch')} on {len(settled.training.samples)} samples"
         )
     if settled.recipe.export is not None:
         click.echo(f"to be exported to the output's folder {GRAPH_FOLDER}, {', '.join(settled.recipe.export.dtype)}")

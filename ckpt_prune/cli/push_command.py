@@ -60,13 +60,13 @@ def pushed_lines(pushed: Pushed, *, files: bool) -> list[str]:
         pushed: the push.
         files: also list every file.
     """
-    from ckpt_prune.checkpoint.units import counted, human_bytes
+    from ckpt_prune.common.formatting import human_bytes, plural
 
     lines = [table(["file", "bytes"], [[name, str(size)] for name, size in pushed.files.items()])] if files else []
     lines += [f"removed there: {name}" for name in pushed.removed]
     if pushed.left_out:
         lines.append(f"not pushed, as this tool did not write it: {', '.join(pushed.left_out)}")
-    total = f"{counted(len(pushed.files), 'file')}, {human_bytes(sum(pushed.files.values()))}"
+    total = f"{plural(len(pushed.files), 'file')}, {human_bytes(sum(pushed.files.values()))}"
     kind = "public" if pushed.public else "private"
     if pushed.url is None:
         return [*lines, f"{total}, for {pushed.repo} ({kind}): everything checked, nothing uploaded"]

@@ -46,7 +46,7 @@ def command(as_json: bool, **given: Any) -> None:
     if as_json:
         echo_json(made.data())
         return
-    from ckpt_prune.checkpoint.units import counted, human_bytes
+    from ckpt_prune.common.formatting import human_bytes, plural
 
     record = made.record
     errors = [each.error or 0.0 for each in record.weights]
@@ -57,7 +57,7 @@ def command(as_json: bool, **given: Any) -> None:
             ["", "before", "after", "share"], [["bytes", human_bytes(record.before), human_bytes(record.after), share]]
         )
     )
-    click.echo(f"{counted(len(errors), 'weight')} as {record.scheme.words}")
+    click.echo(f"{plural(len(errors), 'weight')} as {record.scheme.words}")
     click.echo(
         f"rounding changed {sum(errors) / len(errors):.3%} of a weight's energy on average, {max(errors):.3%} of "
         f"{worst.weight}"

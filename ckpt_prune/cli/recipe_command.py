@@ -51,9 +51,9 @@ def show(name: str) -> None:
 @click.argument("destination", type=click.Path(path_type=Path), required=False)
 def copy(name: str, destination: Path | None) -> None:
     """Copy a recipe to DESTINATION (default: NAME.yaml here), to edit and pass to --recipe."""
-    from ckpt_prune.checkpoint.places import place_of
-    from ckpt_prune.checkpoint.staging import write_whole
-    from ckpt_prune.errors import UserError
+    from ckpt_prune.checkpoint.files import check_place
+    from ckpt_prune.checkpoint.staging import write_atomically
+    from ckpt_prune.common.errors import UserError
     from ckpt_prune.recipe.places import locate_recipe
     from ckpt_prune.recipe.shipped import recipe_text
 
@@ -63,8 +63,8 @@ def copy(name: str, destination: Path | None) -> None:
         target = target / source.name
     if target.exists():
         raise UserError(f"{target} exists: choose another name")
-    place_of(target)
-    write_whole(target, recipe_text(source))
+    check_place(target)
+    write_atomically(target, recipe_text(source))
     click.echo(str(target))
 
 
@@ -94,7 +94,7 @@ def push(file: str, repo: str, public: bool, overwrite: bool, as_json: bool) -> 
     The repository is made where there is none: private, unless --public. The recipe is checked first. What is printed
     is what others give to --recipe for just this file.
     """
-    from ckpt_prune.sharing.recipes import push_recipe
+    from ckpt_prune.hub.recipes import push_recipe
 
     reference, done = push_recipe(file, repo, public=public, overwrite=overwrite)
     if as_json:

@@ -6,8 +6,8 @@ from statistics import fmean
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.parts import GROUPED
 from ckpt_prune.architectures.spaces import ENDS, first_of_experts, known_space, space_of
-from ckpt_prune.checkpoint.units import counted, human_bytes, human_count
 from ckpt_prune.cli.options import table
+from ckpt_prune.common.formatting import human_bytes, human_count, plural
 from ckpt_prune.containers.choosing import ANY
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.records import Cost, DepthRecord, HiddenRecord, SiteRecord
@@ -330,7 +330,7 @@ def recovery_lines(report: Report) -> Iterable[str]:
 
     yield (
         f"recovered {figures.recovered} of {figures.blocks} blocks; means over blocks on "
-        f"{counted(figures.measured, f'{figures.tried_on} sample')}: squared error "
+        f"{plural(figures.measured, f'{figures.tried_on} sample')}: squared error "
         f"{mean('mse_before', '.4g')} -> {mean('mse_after', '.4g')}, CKA {mean('cka_before', '.4f')} -> "
         f"{mean('cka_after', '.4f')}"
     )
@@ -354,7 +354,7 @@ def recovery_lines(report: Report) -> Iterable[str]:
     if figures.perplexities:
         curve = ", ".join(f"{_perplexity(entry.perplexity)} with {entry.blocks}" for entry in figures.perplexities)
         yield (
-            f"perplexity on {counted(figures.measured, f'{figures.tried_on} window')} of {figures.window} tokens: "
+            f"perplexity on {plural(figures.measured, f'{figures.tried_on} window')} of {figures.window} tokens: "
             f"{curve} blocks gone through"
         )
 
@@ -364,7 +364,7 @@ def adapter_lines(adapters: Adapters) -> Iterable[str]:
     what = "scales of inputs and outputs" if adapters.method == "scales" else f"parameters of rank {adapters.rank}"
     epochs = adapters.epochs or 0
     passes = f"{epochs:.1f} epoch{'' if epochs == 1 else 's'} of {trained_on(adapters)}"
-    yield f"{adapters.parameters} {what}, {counted(adapters.steps, 'step')}, {passes} in {adapters.seconds or 0:.1f} s"
+    yield f"{adapters.parameters} {what}, {plural(adapters.steps, 'step')}, {passes} in {adapters.seconds or 0:.1f} s"
     yield f"{adapters.modules} modules have new weights; zeros stay zero"
     if adapters.loss_before is not None and adapters.loss_after is not None:
         gained = f"{adapters.loss_before:.4f} -> {adapters.loss_after:.4f}"
@@ -396,7 +396,7 @@ def _span(least: int, most: int) -> str:
 
 
 def _blocks(numbers: Sequence[int]) -> str:
-    return f"{counted(len(numbers), 'block')} ({', '.join(map(str, numbers))})"
+    return f"{plural(len(numbers), 'block')} ({', '.join(map(str, numbers))})"
 
 
 def _perplexity(value: float | None) -> str:

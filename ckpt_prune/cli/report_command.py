@@ -24,20 +24,20 @@ def command(source: Path, out: Path | None, overwrite: bool) -> None:
       ckpt-prune report OUT
       ckpt-prune report plan.json -o plan.html
     """
-    from ckpt_prune.checkpoint.staging import write_whole
+    from ckpt_prune.checkpoint.staging import write_atomically
     from ckpt_prune.reporting.document import read_document
     from ckpt_prune.reporting.page import page
 
     document = read_document(source)
     target = _default(source) if out is None else out
     _check_place(source, target, overwrite)
-    write_whole(target, page(document))
+    write_atomically(target, page(document))
     click.echo(f"report written to {target}")
 
 
 def _folder(source: Path) -> Path | None:
     """The output folder that is reported, by whichever name; None for a plan."""
-    from ckpt_prune.filenames import REPORT
+    from ckpt_prune.common.filenames import REPORT
 
     if source.is_dir():
         return source
@@ -56,7 +56,7 @@ def _default(source: Path) -> Path:
 
 def _check_place(source: Path, out: Path, overwrite: bool) -> None:
     """Refuse a place for the page."""
-    from ckpt_prune.errors import UserError
+    from ckpt_prune.common.errors import UserError
     from ckpt_prune.reporting.place import check_page
 
     folder = _folder(source)

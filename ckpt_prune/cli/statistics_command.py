@@ -27,7 +27,7 @@ def command() -> None:
 def show(folder: Path, as_json: bool) -> None:
     """Say what a statistics FOLDER was measured on and what it holds."""
     from ckpt_prune.calibration.statistics import Statistics
-    from ckpt_prune.checkpoint.units import human_bytes
+    from ckpt_prune.common.formatting import human_bytes
 
     summary = Statistics(folder).summary()
     if as_json:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from ckpt_prune.errors import interruption
+from ckpt_prune.common.errors import find_interruption
 
 _STOPS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]  # Windows has no SIGHUP
 _LATER = 0.05
@@ -80,7 +80,7 @@ def unmasked() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        stop = interruption(error)
+        stop = find_interruption(error)
         if stop is None:
             raise
         raise stop from None

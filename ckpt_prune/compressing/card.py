@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from ckpt_prune.checkpoint.units import counted, human_bytes
+from ckpt_prune.common.filenames import QUANTISED_RECORD
+from ckpt_prune.common.formatting import human_bytes, plural
+from ckpt_prune.common.safe_text import as_code, as_markdown
 from ckpt_prune.compressing.record import Quantised
-from ckpt_prune.filenames import QUANTISED
-from ckpt_prune.plain import coded, markdown
 from ckpt_prune.report.metadata import described_by_card, front_matter
 
 QUANTISED_FROM = "quantized"
@@ -31,13 +31,13 @@ def quantised_card(record: Quantised) -> str:
         [
             *front_matter(quantised_metadata(record)),
             "",
-            f"# {markdown(f'{record.source.name}, {record.format}')}",
+            f"# {as_markdown(f'{record.source.name}, {record.format}')}",
             "",
-            f"{markdown(f'Made by ckpt_prune {record.ckpt_prune}')} from {coded(record.source.name)}: "
-            f"{counted(len(record.weights), 'linear weight')} of the blocks as {record.scheme.words}, rounded "
+            f"{as_markdown(f'Made by ckpt_prune {record.ckpt_prune}')} from {as_code(record.source.name)}: "
+            f"{plural(len(record.weights), 'linear weight')} of the blocks as {record.scheme.words}, rounded "
             f"{rounded}; embeddings, norms and heads stay as they were.{mean}",
             f"{human_bytes(record.after)} of {human_bytes(record.before)} ({share:.1%}), in the form of "
-            f"compressed-tensors (pack-quantized). What it was made from is in `{QUANTISED}`.",
+            f"compressed-tensors (pack-quantized). What it was made from is in `{QUANTISED_RECORD}`.",
             "",
             "```python",
             f"from transformers import {record.auto_class}  # needs the package compressed-tensors",

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.compressing.gptq import gptq_codes
 from ckpt_prune.compressing.rounding import codes_of, scales_of, weights_of
 from ckpt_prune.compressing.scheme import LIBRARY, Scheme
-from ckpt_prune.errors import UserError
 
 PACKED, SCALE, SHAPE = "weight_packed", "weight_scale", "weight_shape"
 _MOST_AT_ONCE = 2**22

@@ -18,12 +18,16 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import Names
 from ckpt_prune.calibration.moments import Moments, total
 from ckpt_prune.calibration.statistics import Statistics
+from ckpt_prune.checkpoint.checkpoint import CONFIG, Checkpoint
 from ckpt_prune.checkpoint.digests import sha256_files
-from ckpt_prune.checkpoint.quantised import QUANTISATION
-from ckpt_prune.checkpoint.reading import CONFIG, Checkpoint
+from ckpt_prune.checkpoint.folder_kinds import WEIGHT_NAMES
+from ckpt_prune.checkpoint.quantised import QUANTISATION_KEY
 from ckpt_prune.checkpoint.staging import Staging, refuse_overlap
-from ckpt_prune.checkpoint.writing import CheckpointWriter
-from ckpt_prune.checkpoint.written import SHADOWS
+from ckpt_prune.checkpoint.writer import CheckpointWriter
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.filenames import QUANTISED_RECORD
+from ckpt_prune.common.progress import track
+from ckpt_prune.common.versions import versions
 from ckpt_prune.compressing.card import quantised_card
 from ckpt_prune.compressing.packing import packed, packed_skeleton, quantisation_config, require_library, shapes_of
 from ckpt_prune.compressing.record import QUANTISATION_KIND, Quantised, Rounded
@@ -32,16 +36,12 @@ from ckpt_prune.containers.checking import check_stored
 from ckpt_prune.containers.container import stored_container
 from ckpt_prune.containers.remote import remote_class
 from ckpt_prune.containers.side_files import carried, top_names
-from ckpt_prune.errors import UserError
-from ckpt_prune.filenames import QUANTISED
-from ckpt_prune.progress import track
 from ckpt_prune.report.model import Source
 from ckpt_prune.report.reading import report_of
 from ckpt_prune.report.source_card import CARD, source_card
 from ckpt_prune.sparsity.damping import DAMP, MOST_DAMP
 from ckpt_prune.sparsity.inverse import factorise
 from ckpt_prune.sparsity.zeros import weights_by_module
-from ckpt_prune.versions import versions
 
 _WEIGHT = ".weight"
 _COLLECT = "calibrate with --collect moments,gram,linears"
@@ -210,7 +210,7 @@ def quantise(job: Job, out: Path, *, overwrite: bool = False) -> Quantised:
     """
     checkpoint = job.checkpoint
     kept = carried(checkpoint)
-    wants = top_names(kept) | SHADOWS | dict.fromkeys([*checkpoint.files, CONFIG, QUANTISED, CARD])
+    wants = top_names(kept) | WEIGHT_NAMES | dict.fromkeys([*checkpoint.files, CONFIG, QUANTISED_RECORD, CARD])
     refuse_overlap(checkpoint.path, out)
     place = Staging(out, job="", overwrite=overwrite, kind=QUANTISATION_KIND, wants=wants)
     checkpoint.check_finite()
@@ -230,14 +230,14 @@ def quantise(job: Job, out: Path, *, overwrite: bool = False) -> Quantised:
             for each, value in made.items():
                 writer.write(each, value)
         writer.commit("tensors")
-        config = checkpoint.config | {QUANTISATION: quantisation_config(job.scheme, list(job.ignored))}
+        config = checkpoint.config | {QUANTISATION_KEY: quantisation_config(job.scheme, list(job.ignored))}
         writer.write_json(CONFIG, config)
         for name, path in kept.items():
             writer.copy(path, name)
         digests = sha256_files(writer.folder, dict.fromkeys([*checkpoint.files, CONFIG, *sorted(kept)]))
         carried(checkpoint)  # raises where one changed meanwhile: statistics were made with the tokenizer as it was
-        record = _record(job, rounded, digests, sorted(writer.side_names - {CONFIG} | {QUANTISED, CARD}), layout)
-        writer.write_json(QUANTISED, record.model_dump(mode="json"))
+        record = _record(job, rounded, digests, sorted(writer.side_names - {CONFIG} | {QUANTISED_RECORD, CARD}), layout)
+        writer.write_json(QUANTISED_RECORD, record.model_dump(mode="json"))
         writer.write_text(CARD, quantised_card(record))
         writer.finish()
     return record

@@ -5,26 +5,28 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ckpt_prune.checkpoint.inputs import read_input
-from ckpt_prune.checkpoint.jsonfile import parse_object
-from ckpt_prune.checkpoint.written import Kind
+from ckpt_prune.checkpoint.files import read_input
+from ckpt_prune.checkpoint.folder_kinds import FolderKind
+from ckpt_prune.checkpoint.json_files import parse_json_object
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.filenames import QUANTISED_RECORD
+from ckpt_prune.common.records import Count, Figure, FixedRecord
 from ckpt_prune.compressing.scheme import Format, Scheme
-from ckpt_prune.errors import UserError
-from ckpt_prune.filenames import QUANTISED
-from ckpt_prune.records import Count, Figure, Fixed
 from ckpt_prune.report.model import Source
 
-QUANTISATION_KIND = Kind(QUANTISED, "what `quantize` wrote", frozenset({"README.md"}), left="dropped")
+QUANTISATION_KIND = FolderKind(
+    QUANTISED_RECORD, "what `quantize` wrote", frozenset({"README.md"}), unfinished="dropped"
+)
 
 
-class Rounded(Fixed):
+class Rounded(FixedRecord):
     """One weight: its name on disk, and what rounding changed: Σ(ŵ − w)² / Σw²."""
 
     weight: str
     error: Figure = None
 
 
-class Quantised(Fixed):
+class Quantised(FixedRecord):
     """What the file holds.
 
     Attributes:
@@ -85,10 +87,12 @@ def read_quantised(folder: Path) -> Quantised:
     Raises:
         UserError: it is not there, or damaged.
     """
-    path = folder / QUANTISED
+    path = folder / QUANTISED_RECORD
     try:
-        return Quantised.read(parse_object(read_input(path)))
+        return Quantised.read(parse_json_object(read_input(path)))
     except OSError as error:
-        raise UserError(f"{folder} has no {QUANTISED}: give a folder that `ckpt-prune quantize` wrote") from error
+        raise UserError(
+            f"{folder} has no {QUANTISED_RECORD}: give a folder that `ckpt-prune quantize` wrote"
+        ) from error
     except ValueError as error:
         raise UserError(f"{path} is damaged: quantise again") from error

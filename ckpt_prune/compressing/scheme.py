@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 
 Format = Literal["int8", "int4"]
 BITS: dict[str, int] = {"int8": 8, "int4": 4}

@@ -6,17 +6,17 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.architectures.fitting import fitted
-from ckpt_prune.checkpoint.digests import changed_files
-from ckpt_prune.checkpoint.finite import all_finite
-from ckpt_prune.checkpoint.reading import Checkpoint, read_tensors
+from ckpt_prune.checkpoint.checkpoint import Checkpoint, read_tensors
+from ckpt_prune.checkpoint.digests import find_changed_files
 from ckpt_prune.checkpoint.shard import TensorInfo, read_header
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.finite import all_finite
+from ckpt_prune.common.progress import track
 from ckpt_prune.compressing.packing import PACKED, SCALE, SHAPE, require_library, shapes_of, unpacked
 from ckpt_prune.compressing.record import Quantised, read_quantised
 from ckpt_prune.compressing.rounding import codes_of, scales_of
-from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.parity import stock_load_report
 from ckpt_prune.evaluation.verify import Check, guarded
-from ckpt_prune.progress import track
 
 
 def verify_quantised(folder: Path, against: Path | None = None) -> list[Check]:
@@ -86,7 +86,7 @@ def _load(folder: Path) -> tuple[bool, str]:
 
 
 def _digests(folder: Path, record: Quantised) -> tuple[bool, str]:
-    gone, changed = changed_files(folder, record.files)
+    gone, changed = find_changed_files(folder, record.files)
     if gone is not None:
         return False, f"{gone} is gone"
     if changed:

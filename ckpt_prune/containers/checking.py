@@ -13,9 +13,9 @@ from ckpt_prune.architectures.skeleton import (
     is_stored_buffer,
     stock_names,
 )
-from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.containers.container import stored_container
-from ckpt_prune.errors import UserError
 
 _CHECKED: "WeakSet[Model]" = WeakSet()
 """Models that passed: commands check before they read data, and settling a request checks whatever it is given."""

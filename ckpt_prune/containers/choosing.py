@@ -21,9 +21,9 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.parts import Experts
 from ckpt_prune.architectures.skeleton import RefusedConfigError, as_said, parse_config, quiet_transformers
 from ckpt_prune.architectures.spaces import SpaceName, first_of_experts, known_space
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.containers.container import Container, Ranks, Widths
 from ckpt_prune.containers.remote import BLOCKS_KEY, RANKS_KEY, REMOTE_MODULE
-from ckpt_prune.errors import UserError
 
 REMOTE, PADDED, ANY = "remote", "padded", "any"
 

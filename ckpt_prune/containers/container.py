@@ -12,7 +12,7 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import Names, build_skeleton, parse_config, shapes_alone, stock_names
 from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.architectures.supported import family_of
-from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.containers.remote import RANKS_KEY, remote_class, remote_model_class, with_block_facts
 
 Widths = Sequence[Mapping[SpaceName, int]]

@@ -9,11 +9,11 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.part import composite_names, part_of
 from ckpt_prune.architectures.proving import prove
 from ckpt_prune.architectures.supported import with_description
-from ckpt_prune.checkpoint.jsonfile import parse_object
-from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.checkpoint.json_files import parse_json_object
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.containers.checking import check_stored
 from ckpt_prune.containers.remote import remote_class
-from ckpt_prune.errors import UserError
 from ckpt_prune.options import OpeningOptions
 
 
@@ -84,7 +84,7 @@ def described_as(config: dict[str, Any], family: Path | None) -> dict[str, Any]:
     """
     if family is None:
         return config
-    found = with_description(config, parse_object(described_by(family).encode()))
+    found = with_description(config, parse_json_object(described_by(family).encode()))
     if found is not config:
         try:
             prove(described(found), found)

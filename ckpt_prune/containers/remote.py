@@ -9,7 +9,7 @@ from ckpt_prune import modeling_pruned
 from ckpt_prune.architectures.blocks import block_facts
 from ckpt_prune.architectures.descriptions import described, is_known
 from ckpt_prune.architectures.family import REMOTE_PREFIX
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 
 REMOTE_MODULE = "modeling_pruned"
 """Name, without suffix, of the file of remote code that an output carries."""

@@ -3,23 +3,23 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from ckpt_prune.checkpoint.modules import module_files
-from ckpt_prune.checkpoint.reading import CONFIG, PICKLES, Checkpoint
-from ckpt_prune.errors import UserError
-from ckpt_prune.filenames import (
-    CONVERTED,
+from ckpt_prune.checkpoint.checkpoint import CONFIG, PICKLE_SUFFIXES, Checkpoint
+from ckpt_prune.checkpoint.sentence_modules import find_module_files
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.filenames import (
+    CONVERSION_RECORD,
     EXPORT_ERROR,
     GENAI,
     GRAPH_RECORD,
-    QUANTISED,
+    QUANTISED_RECORD,
     REPORT,
     ROTATIONS,
     VALIDATION,
 )
-from ckpt_prune.plain import is_plain
+from ckpt_prune.common.safe_text import has_no_controls
 
-_NOT_CARRIED = PICKLES | {".safetensors", ".msgpack", ".h5", ".onnx", ".onnx_data", ".gguf", ".py"}
-_REWRITTEN = {CONFIG, CONVERTED, "README.md", REPORT, ROTATIONS, QUANTISED}
+_NOT_CARRIED = PICKLE_SUFFIXES | {".safetensors", ".msgpack", ".h5", ".onnx", ".onnx_data", ".gguf", ".py"}
+_REWRITTEN = {CONFIG, CONVERSION_RECORD, "README.md", REPORT, ROTATIONS, QUANTISED_RECORD}
 _OF_A_GRAPH = {GENAI, GRAPH_RECORD, VALIDATION}
 """Where both a checkpoint and its graph are in one folder."""
 
@@ -35,9 +35,9 @@ def side_files(folder: Path) -> dict[str, Path]:
             folder. Whoever wrote the folder would else have a file published that is not theirs.
     """
     found = sorted(path for path in folder.iterdir() if path.is_file() and _is_side_file(path))
-    own = {path.name: path for path in found} | module_files(folder)
+    own = {path.name: path for path in found} | find_module_files(folder)
     for name, path in own.items():
-        if not is_plain(name):
+        if not has_no_controls(name):
             raise UserError(f"{path} has control characters in its name, or what is no Unicode; rename it")
         _check_link(path, folder.resolve())
     return own

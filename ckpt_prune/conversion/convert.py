@@ -8,21 +8,21 @@ from typing import Any
 
 from ckpt_prune.architectures.skeleton import stock_names
 from ckpt_prune.architectures.supported import is_timm
+from ckpt_prune.checkpoint.checkpoint import CONFIG, SINGLE, Checkpoint
 from ckpt_prune.checkpoint.digests import PROCESSOR
-from ckpt_prune.checkpoint.reading import CONFIG, SINGLE, Checkpoint
+from ckpt_prune.checkpoint.folder_kinds import FolderKind
 from ckpt_prune.checkpoint.staging import Staging
-from ckpt_prune.checkpoint.writing import CheckpointWriter
-from ckpt_prune.checkpoint.written import Kind
+from ckpt_prune.checkpoint.writer import CheckpointWriter
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.filenames import CONVERSION_RECORD
+from ckpt_prune.common.progress import track
 from ckpt_prune.containers.checking import check_shapes
 from ckpt_prune.containers.side_files import carried, top_names
 from ckpt_prune.conversion.mae import plain_of_mae
 from ckpt_prune.conversion.plain import Plain
 from ckpt_prune.conversion.timm import plain_of_timm
-from ckpt_prune.errors import UserError
-from ckpt_prune.filenames import CONVERTED
-from ckpt_prune.progress import track
 
-CONVERSION = Kind(CONVERTED, "what `convert` wrote", left="dropped")
+CONVERSION = FolderKind(CONVERSION_RECORD, "what `convert` wrote", unfinished="dropped")
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def convert_checkpoint(checkpoint: Checkpoint, out: Path, *, overwrite: bool = F
     layout = {SINGLE: {name: (dtypes[name], made.shape) for name, made in plain.tensors.items()}}
     replaced = set() if plain.processor is None else {PROCESSOR}
     kept = {name: path for name, path in carried(checkpoint).items() if name not in replaced}
-    names = {SINGLE, CONFIG, CONVERTED} | ({PROCESSOR} if plain.processor else set())
+    names = {SINGLE, CONFIG, CONVERSION_RECORD} | ({PROCESSOR} if plain.processor else set())
     wants = top_names(kept) | dict.fromkeys(names)
     with Staging(out, job="", overwrite=overwrite, kind=CONVERSION, wants=wants) as staging:
         writer = CheckpointWriter(staging, layout, sharded=False)
@@ -78,7 +78,7 @@ def convert_checkpoint(checkpoint: Checkpoint, out: Path, *, overwrite: bool = F
         with (writer.folder / SINGLE).open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         record = {"source": checkpoint.name, "files": {SINGLE: digest}, "notes": list(plain.notes)}
-        writer.write_json(CONVERTED, record | {"side_files": sorted(writer.side_names | {CONVERTED})})
+        writer.write_json(CONVERSION_RECORD, record | {"side_files": sorted(writer.side_names | {CONVERSION_RECORD})})
         writer.finish()
     parameters = sum(prod(made.shape) for made in plain.tensors.values())
     return Conversion(out, plain.config["model_type"], architecture, parameters, plain.notes)

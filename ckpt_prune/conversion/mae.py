@@ -4,9 +4,9 @@ from typing import Any
 
 from transformers import ViTConfig
 
-from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.conversion.plain import Plain, same
-from ckpt_prune.errors import UserError
 
 _ENCODER = ("embeddings.", "encoder.", "layernorm.")
 

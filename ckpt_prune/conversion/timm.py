@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.conversion.plain import Made, Plain, same
-from ckpt_prune.errors import UserError
 
 PLAIN = re.compile(r"(vit|deit|deit3)_(tiny|small|medium|base|large|huge)(_distilled)?_patch\d+_\d+")
 """Models of timm that compute what transformers' ViT does: a norm before each part, GELU, the class token read out."""

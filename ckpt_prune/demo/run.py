@@ -10,9 +10,9 @@ import torch
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.samples import TokenWindows
 from ckpt_prune.calibration.text import calibration_windows, evaluation_windows, load_tokenizer, token_stream
-from ckpt_prune.checkpoint.places import place_of
+from ckpt_prune.checkpoint.files import check_place
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.demo import corpus
-from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.evaluation.perplexity import perplexity
 from ckpt_prune.evaluation.verify import verify
@@ -58,9 +58,9 @@ def run(out: Path, device: torch.device) -> list[Row]:
         raise UserError(f"{out} is not a folder: choose another one for the demo")
     if out.exists() and any(out.iterdir()):
         raise UserError(f"{out} is not empty: choose another folder for the demo")
-    place_of(out)
+    check_place(out)
     try:
-        calibration_text, held_out_text = corpus.text(held_out=False), corpus.text(held_out=True)
+        calibration_text, held_out_text = corpus.read_corpus(held_out=False), corpus.read_corpus(held_out=True)
     except FileNotFoundError as error:
         raise UserError(str(error)) from error
     out.mkdir(exist_ok=True)

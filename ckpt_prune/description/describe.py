@@ -10,8 +10,9 @@ from ckpt_prune.architectures.likeness import likeness
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.spaces import first_of_experts, known_space
 from ckpt_prune.architectures.supported import family_of
-from ckpt_prune.checkpoint.reading import Checkpoint
-from ckpt_prune.checkpoint.units import counted
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.formatting import plural
 from ckpt_prune.containers.checking import check_source, check_stock
 from ckpt_prune.containers.choosing import choose_container
 from ckpt_prune.containers.remote import remote_class
@@ -28,7 +29,6 @@ from ckpt_prune.description.model import (
     UnknownDescription,
     Zeros,
 )
-from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.loading import purpose_of
 from ckpt_prune.job.cost import cost_of
 from ckpt_prune.job.job import Job
@@ -171,7 +171,7 @@ def _space(model: Model, name: Any) -> SpaceDescription:
     tensors = model.checkpoint.tensors
     per_block = sum(tensors[model.tensor(model.spaced.start, module)].numel for module in description.modules)
     return SpaceDescription(
-        unit=description.unit + (f" of each of {counted(len(alike), 'expert')}" if description.experts else ""),
+        unit=description.unit + (f" of each of {plural(len(alike), 'expert')}" if description.experts else ""),
         units=units,
         consumer=consumer,
         columns_per_unit=model.unit_columns(name),

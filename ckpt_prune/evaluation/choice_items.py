@@ -9,8 +9,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from ckpt_prune.errors import UserError
-from ckpt_prune.text_encoding import check_unicode, decode_text, json_rows
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.text_encoding import check_unicode, decode_text, parse_json_rows
 
 SHAPES = (
     "question or question_stem, choices (text, label) and answerKey (ARC, OpenBookQA); goal, sol1, sol2 and label "
@@ -47,7 +47,7 @@ def read_items(path: Path, limit: int | None = None) -> list[Item]:
     except OSError as error:
         raise UserError(f"{path} cannot be read as text: a task is an lm-eval name or a .jsonl file") from error
     items: list[Item] = []
-    for where, row in json_rows(path, content):
+    for where, row in parse_json_rows(path, content):
         if limit is not None and len(items) == limit:
             break
         try:

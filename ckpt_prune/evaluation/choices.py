@@ -10,10 +10,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ckpt_prune.architectures.context import context_length
 from ckpt_prune.calibration.text import Bos, token_stream
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.progress import track
 from ckpt_prune.evaluation.choice_items import Item
 from ckpt_prune.evaluation.forward import check_tokens, default_batch_size
-from ckpt_prune.progress import track
 
 
 @dataclass(frozen=True)

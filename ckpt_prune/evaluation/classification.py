@@ -12,10 +12,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATIO
 
 from ckpt_prune.architectures.descriptions import described, is_known
 from ckpt_prune.calibration.images import ImageSamples
-from ckpt_prune.checkpoint.finite import all_finite
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.finite import all_finite
+from ckpt_prune.common.progress import track
 from ckpt_prune.evaluation.loading import auto_class
-from ckpt_prune.progress import track
 
 BATCH_PIXELS = 32 * 224 * 224
 """A default batch has no more pixels than this; one image may still exceed it."""

@@ -10,9 +10,9 @@ import torch
 from ckpt_prune.calibration.readout import Readout, divergences
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.states import Allocate, in_memory
+from ckpt_prune.common.progress import track
 from ckpt_prune.evaluation.similarity import Similarity, SimilaritySums
 from ckpt_prune.job.model_view import ModelView
-from ckpt_prune.progress import track
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from ckpt_prune.calibration.samples import Samples, as_input
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.forward import check_features, sample_batches
 
 

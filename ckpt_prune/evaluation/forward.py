@@ -8,8 +8,8 @@ from transformers import PreTrainedModel
 from ckpt_prune.architectures.context import context_length
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.text import check_vocabulary
-from ckpt_prune.errors import UserError
-from ckpt_prune.progress import track
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.progress import track
 
 LOGIT_BYTES = 512 * 2**20
 """A default batch keeps the logits of one model, counted as float32, below this; one window may still exceed it."""

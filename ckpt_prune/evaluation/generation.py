@@ -8,9 +8,9 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from ckpt_prune.architectures.context import context_length
 from ckpt_prune.calibration.text import token_stream
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.progress import track
 from ckpt_prune.evaluation.forward import check_tokens
-from ckpt_prune.progress import track
 
 N = 4
 """Length of the runs of tokens that are looked for twice."""

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ckpt_prune.calibration.text import load_tokenizer
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.loading import load_model
 
 

@@ -8,8 +8,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ckpt_prune.calibration.readout import kl_divergence, read_whole, two_classes
-from ckpt_prune.checkpoint.finite import all_finite
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.finite import all_finite
 from ckpt_prune.evaluation.correlation import rank_correlation
 from ckpt_prune.evaluation.forward import batches, check_windows
 from ckpt_prune.evaluation.sentences import FEWEST

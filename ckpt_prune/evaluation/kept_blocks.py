@@ -7,12 +7,12 @@ import torch
 
 from ckpt_prune.architectures.depth import outputs_of, shortened
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.checkpoint.reading import Checkpoint
-from ckpt_prune.checkpoint.units import counted
-from ckpt_prune.errors import UserError
-from ckpt_prune.filenames import REPORT
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.filenames import REPORT
+from ckpt_prune.common.formatting import plural
+from ckpt_prune.common.progress import track
 from ckpt_prune.job.records import DepthRecord
-from ckpt_prune.progress import track
 
 
 def dense_at_depth(dense: Checkpoint, depth: DepthRecord) -> Checkpoint:
@@ -64,7 +64,7 @@ def kept_blocks(checkpoint: Checkpoint, dense: Checkpoint, depth: DepthRecord) -
     if depth.part != "block":
         return True, f"{len(compared)} tensors are the dense ones, bit for bit, and {len(zeroed)} are zeros"
     maps = sum(name.endswith("weight") for name in mapped)
-    more = f"; {counted(maps, 'weight')} with a map absorbed not compared" if maps else ""
+    more = f"; {plural(maps, 'weight')} with a map absorbed not compared" if maps else ""
     return True, (
         f"{len(compared)} tensors of the {len(depth.kept)} blocks that stay and of what is outside them are the dense "
         f"ones, bit for bit{more}"

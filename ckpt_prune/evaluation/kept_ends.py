@@ -4,9 +4,9 @@ import torch
 
 from ckpt_prune.architectures.fitting import fitted
 from ckpt_prune.architectures.skeleton import parse_config
-from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.common.progress import track
 from ckpt_prune.job.records import HiddenRecord
-from ckpt_prune.progress import track
 
 
 def kept_ends(checkpoint: Checkpoint, dense: Checkpoint, hidden: HiddenRecord) -> tuple[bool, str]:

@@ -9,11 +9,11 @@ from ckpt_prune.architectures.fitting import fitted
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.blocks import BlockFactory
 from ckpt_prune.calibration.readout import Readout
-from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.common.progress import track
 from ckpt_prune.containers.container import stored_container
 from ckpt_prune.evaluation.kept_stream import allowed, find_basis
 from ckpt_prune.job.names import RotationKind
-from ckpt_prune.progress import track
 from ckpt_prune.report.model import Report
 from ckpt_prune.rotations.absorbing import residual_of, without_mean
 from ckpt_prune.rotations.learning import RotationSizes, WrittenRotations

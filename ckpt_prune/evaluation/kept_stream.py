@@ -14,11 +14,11 @@ from torch import Tensor
 from ckpt_prune.architectures.cuts import touched
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.spaces import space_of
-from ckpt_prune.checkpoint.reading import Checkpoint
-from ckpt_prune.checkpoint.units import counted
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.common.formatting import plural
+from ckpt_prune.common.progress import track
 from ckpt_prune.evaluation.kept_blocks import mapped_tensors
 from ckpt_prune.job.records import HiddenRecord
-from ckpt_prune.progress import track
 from ckpt_prune.report.model import Report
 from ckpt_prune.rotations.absorbing import residual_of
 from ckpt_prune.rotations.sliced import SlicedCheckpoint
@@ -76,9 +76,9 @@ def kept_in_basis(
                 f"{name} is not the dense model's in the basis of the embedding: {off:.2g} of its largest away",
             )
         largest, count = max(largest, off), count + 1
-    more = f"; {counted(left, 'rewritten tensor')} not compared" if left else ""
+    more = f"; {plural(left, 'rewritten tensor')} not compared" if left else ""
     return True, (
-        f"in the basis of {hidden.kept} dimensions that the embedding tells, {counted(count, 'tensor')} outside the "
+        f"in the basis of {hidden.kept} dimensions that the embedding tells, {plural(count, 'tensor')} outside the "
         f"blocks and in {len(chosen)} of {model.blocks} are the dense ones: {largest:.2g} of a tensor's largest value "
         f"away at most{more}"
     )

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from ckpt_prune.architectures.purposes import WITHOUT_HEAD, Purpose
 from ckpt_prune.checkpoint.journal import refuse_unfinished
-from ckpt_prune.checkpoint.jsonfile import read_object
-from ckpt_prune.errors import UserError
+from ckpt_prune.checkpoint.json_files import read_json_object
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation import classification
 from ckpt_prune.evaluation.loading import purpose_of_folder
 
@@ -27,7 +27,7 @@ def check_folder(folder: Path) -> None:
 def is_vision(folder: Path) -> bool:
     """Whether a folder holds a model of images; a config that cannot be read is the loader's to refuse."""
     try:
-        return classification.is_vision(read_object(folder / "config.json"))
+        return classification.is_vision(read_json_object(folder / "config.json"))
     except UserError:
         return False
 

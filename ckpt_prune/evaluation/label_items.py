@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckpt_prune.data_files import records
-from ckpt_prune.errors import UserError
-from ckpt_prune.task_names import GLUE, LabelTask
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.datasets.files import read_rows
+from ckpt_prune.datasets.glue import GLUE, LabelTask
 
 _COLUMNS = (*dict.fromkeys(task.columns for task in GLUE.values()), ("text1", "text2"), ("text",))
 SHAPES = f"label, and {' or '.join('+'.join(columns) for columns in sorted(_COLUMNS, key=len, reverse=True))}"
@@ -40,7 +40,7 @@ def read_labelled(path: Path, task: LabelTask, limit: int | None = None) -> list
     """
     items: list[LabelItem] = []
     try:
-        for raw in records(path, (*task.columns, "label")):
+        for raw in read_rows(path, (*task.columns, "label")):
             if len(items) == limit:
                 break
             items.append(_item(raw, task, len(items) + 1, path))

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ckpt_prune.calibration.image_files import reason_of
 from ckpt_prune.calibration.images import upright
-from ckpt_prune.errors import UserError
-from ckpt_prune.progress import track
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.progress import track
 
 IGNORED = 255
 """The label of a pixel that has none, as in ADE20k's and Cityscapes' training maps."""

@@ -6,8 +6,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ckpt_prune.datasets.glue import Metric
 from ckpt_prune.evaluation.correlation import pearson, rank_correlation
-from ckpt_prune.task_names import Metric
 
 
 def accuracy(predicted: Tensor, true: Tensor) -> float:

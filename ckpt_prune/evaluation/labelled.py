@@ -13,8 +13,10 @@ from ckpt_prune.architectures.context import context_length
 from ckpt_prune.calibration.readout import kl_divergence, read_whole
 from ckpt_prune.calibration.text import load_tokenizer
 from ckpt_prune.checkpoint.digests import tokenizer_fingerprint
-from ckpt_prune.checkpoint.finite import all_finite
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.finite import all_finite
+from ckpt_prune.common.progress import track
+from ckpt_prune.datasets.glue import LabelTask, Metric, guess_task, parse_task_name
 from ckpt_prune.evaluation.correlation import rank_correlation
 from ckpt_prune.evaluation.forward import by_length, check_tokens
 from ckpt_prune.evaluation.kinds import check_folder, check_same_kind
@@ -23,8 +25,6 @@ from ckpt_prune.evaluation.label_metrics import METRICS
 from ckpt_prune.evaluation.loading import purpose_of_folder, read_config
 from ckpt_prune.evaluation.results import Alike, LabelResult, LabelScore
 from ckpt_prune.evaluation.texts import Pair
-from ckpt_prune.progress import track
-from ckpt_prune.task_names import LabelTask, Metric, named_task, task_of
 
 PURPOSE = "text-classification"
 _UNLIMITED = 10**6
@@ -78,9 +78,9 @@ def measure_labelled(pair: Pair, names: Sequence[str], limit: int | None) -> Lab
 def _read(names: Sequence[str], limit: int | None) -> dict[str, _Task]:
     tasks: dict[str, _Task] = {}
     for given in names:
-        own = named_task(given)
+        own = parse_task_name(given)
         name = Path(given).stem if own is None else own.name
-        known = task_of(Path(given)) if own is None else own.task
+        known = guess_task(Path(given)) if own is None else own.task
         if name in tasks:
             raise UserError("--tasks: two have the same name: figures could not be told apart")
         tasks[name] = _Task(known, read_labelled(Path(given) if own is None else own.file(), known, limit))

@@ -26,13 +26,13 @@ from ckpt_prune.architectures.skeleton import (
     quiet_transformers,
     shapes_alone,
 )
-from ckpt_prune.checkpoint.inputs import read_input
-from ckpt_prune.checkpoint.jsonfile import parse_object
-from ckpt_prune.checkpoint.modules import use_of
-from ckpt_prune.checkpoint.quantised import is_packed, plain_fp8, refuse_quantised
-from ckpt_prune.checkpoint.reading import Checkpoint, check_weights, config_object
+from ckpt_prune.checkpoint.checkpoint import Checkpoint, check_config, check_index
+from ckpt_prune.checkpoint.files import read_input
+from ckpt_prune.checkpoint.json_files import parse_json_object
+from ckpt_prune.checkpoint.quantised import is_packed, is_plain_fp8, refuse_quantised
+from ckpt_prune.checkpoint.sentence_modules import find_sentence_use
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.containers.remote import remote_class, remote_model_class, with_block_facts
-from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.placing import DeviceMap, device_map
 
 
@@ -96,7 +96,7 @@ def load_model(
             f"{folder}: tensors are missing or of the wrong shape: {wanting[0]}{more}; "
             f"run `ckpt-prune verify {folder}` for all of them"
         )
-    if auto is None and use_of(folder) == "sentence-similarity":
+    if auto is None and find_sentence_use(folder) == "sentence-similarity":
         model = base_of(model)
     return model if places is not None else model.to(device)
 
@@ -140,7 +140,7 @@ def load_reported(
         ours, foreign = None, True
     if not is_packed(raw):
         refuse_quantised(folder, raw)
-    check_weights(folder)
+    check_index(folder)
     loader: Any = getattr(transformers, auto or loading_class(folder, raw))
     options: dict[str, Any] = {"trust_remote_code": foreign}
     source: Path | None = folder
@@ -152,9 +152,9 @@ def load_reported(
                 loader.register_for_auto_class(auto_class(raw))  # so that what is saved of it carries the code
                 stored = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
                 options = {"config": with_block_facts(stored, ours)}
-            elif places is not None and (is_packed(raw) or (plain_fp8(raw) and not foreign)):
+            elif places is not None and (is_packed(raw) or (is_plain_fp8(raw) and not foreign)):
                 raise UserError(f"{folder}: quantised weights are converted in memory, and do not go with --device-map")
-            elif plain_fp8(raw) and not foreign:
+            elif is_plain_fp8(raw) and not foreign:
                 # transformers' own way needs a GPU, or another package.
                 checkpoint, source = Checkpoint.open(folder), None
                 options = {
@@ -212,12 +212,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / "config.json"
     try:
-        config = parse_object(read_input(path))
+        config = parse_json_object(read_input(path))
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); name a checkpoint folder") from error
     except ValueError as error:
         raise UserError(f"{path}: not valid JSON: {error}") from error
-    return config_object(path, config)
+    return check_config(path, config)
 
 
 def config_of(folder: Path, *, trust: bool = False) -> PreTrainedConfig:
@@ -273,7 +273,7 @@ def auto_class(config: dict[str, Any]) -> str:
 
 def loading_class(folder: Path, config: dict[str, Any]) -> str:
     """The Auto class that a folder with a config.json is loaded by: that of the base model for an embedder."""
-    return "AutoModel" if use_of(folder) == "sentence-similarity" else auto_class(config)
+    return "AutoModel" if find_sentence_use(folder) == "sentence-similarity" else auto_class(config)
 
 
 def purpose_of_folder(folder: Path) -> Purpose | None:
@@ -298,7 +298,7 @@ def purpose_of(config: dict[str, Any], folder: Path | None = None) -> Purpose | 
     name = str(next(iter(config.get("architectures") or []), "")).removeprefix(REMOTE_PREFIX)
     known = is_known(config) and name in described(config).architectures
     binary = known and described(config).of(name).binary
-    used_for = None if folder is None else use_of(folder)
+    used_for = None if folder is None else find_sentence_use(folder)
     return purpose_of_class(auto_class(config), binary=binary, used_for=used_for)
 
 

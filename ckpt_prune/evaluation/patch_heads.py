@@ -11,10 +11,10 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from ckpt_prune.calibration.samples import Samples, as_input
-from ckpt_prune.checkpoint.finite import all_finite
-from ckpt_prune.checkpoint.reading import read_tensors
+from ckpt_prune.checkpoint.checkpoint import read_tensors
 from ckpt_prune.checkpoint.shard import read_header
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.finite import all_finite
 from ckpt_prune.evaluation.forward import check_features, sample_batches
 from ckpt_prune.evaluation.probing import patch_grid
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.forward import batches, check_same_vocabulary, check_windows, logits
 
 CHUNK_BYTES = 64 * 2**20

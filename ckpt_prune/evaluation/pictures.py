@@ -11,8 +11,8 @@ from ckpt_prune.architectures.supported import family_of
 from ckpt_prune.calibration.image_files import choose_images, classes_of, find_images, has_splits, take
 from ckpt_prune.calibration.image_processor import load_processor
 from ckpt_prune.calibration.images import ImageSamples
-from ckpt_prune.checkpoint.jsonfile import read_object
-from ckpt_prune.errors import UserError
+from ckpt_prune.checkpoint.json_files import read_json_object
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.classification import class_names, classify, compare_classifiers, is_classifier
 from ckpt_prune.evaluation.features import compare_features
 from ckpt_prune.evaluation.kinds import check_folder, check_same_kind, is_vision, reference_of_base
@@ -202,7 +202,7 @@ def _shared_processor(folder: Path, reference: Path | None, trust: bool) -> Base
 
 def _classes(folder: Path) -> dict[int, str]:
     check_folder(folder)
-    config = read_object(folder / "config.json")
+    config = read_json_object(folder / "config.json")
     if not is_classifier(config):
         what = config.get("architectures") or config.get("model_type")
         raise UserError(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_prune.checkpoint.scratch import scratch_folder
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.sizes import parse_size
 from ckpt_prune.options import SpreadOptions
 

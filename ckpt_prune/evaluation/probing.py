@@ -9,7 +9,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from ckpt_prune.calibration.samples import Samples, as_input
-from ckpt_prune.checkpoint.finite import all_finite
+from ckpt_prune.common.finite import all_finite
 from ckpt_prune.evaluation.forward import check_features, sample_batches
 
 ProbeName = Literal["knn", "linear"]

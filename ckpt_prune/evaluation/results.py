@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from ckpt_prune.common.short_repr import short_repr
 from ckpt_prune.evaluation.choices import ChoiceScore
 from ckpt_prune.evaluation.classification import Classification
 from ckpt_prune.evaluation.features import FeatureComparison
@@ -17,7 +18,6 @@ from ckpt_prune.evaluation.patch_heads import Depth, Segmentation
 from ckpt_prune.evaluation.perplexity import Score
 from ckpt_prune.evaluation.probing import Probe
 from ckpt_prune.evaluation.sentences import SentenceComparison
-from ckpt_prune.glance import glance
 
 
 def _finite(value: float) -> float | None:
@@ -315,7 +315,7 @@ class TaskResult:
 
     def __repr__(self) -> str:
         against = None if self.against is None else str(self.against)
-        return glance(self, model=str(self.model), tasks=list(self.tables["results"]), against=against)
+        return short_repr(self, model=str(self.model), tasks=list(self.tables["results"]), against=against)
 
     def figures(self) -> list[tuple[str, str, float, float | None]]:
         """Task, metric, value and the reference's value; standard errors are left out."""

@@ -11,22 +11,22 @@ from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ckpt_prune.architectures.context import context_length
-from ckpt_prune.checkpoint.finite import all_finite
-from ckpt_prune.checkpoint.jsonfile import read_object
-from ckpt_prune.checkpoint.modules import (
+from ckpt_prune.checkpoint.checkpoint import read_tensors
+from ckpt_prune.checkpoint.json_files import read_json_object
+from ckpt_prune.checkpoint.sentence_modules import (
     MODULES,
     SENTENCE_SETTINGS,
     TRANSFORMER_SETTINGS,
     WEIGHTS,
     Module,
-    modules_of,
+    read_modules,
 )
-from ckpt_prune.checkpoint.reading import read_tensors
 from ckpt_prune.checkpoint.shard import read_header
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.finite import all_finite
+from ckpt_prune.common.progress import track
 from ckpt_prune.evaluation.correlation import rank_correlation
 from ckpt_prune.evaluation.forward import by_length, check_tokens
-from ckpt_prune.progress import track
 
 FEWEST = 3
 """Texts: two have one pair, and no ranks."""
@@ -105,7 +105,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _pooling(folder: Path, _own: Module) -> Step:
-    config = read_object(folder / "config.json")
+    config = read_json_object(folder / "config.json")
     named = config.get("pooling_mode")  # newer versions name the mode
     asked = [named] if isinstance(named, str) else []
     asked += [key.removeprefix(_MODE) for key, value in config.items() if key.startswith(_MODE) and value is True]
@@ -123,7 +123,7 @@ def _normalise(_folder: Path, _own: Module) -> Step:
 
 
 def _dense(folder: Path, _own: Module) -> Step:
-    config = read_object(folder / "config.json")
+    config = read_json_object(folder / "config.json")
     name = str(config.get("activation_function", "Tanh")).rpartition(".")[2]
     if name not in _ACTIVATIONS:
         raise UserError(f"{folder / 'config.json'} asks for {name}; known are {', '.join(_ACTIVATIONS)}")
@@ -157,7 +157,7 @@ class SentenceModel:
 
     def __init__(self, model: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         self._model, self._tokenizer = model.eval(), tokenizer
-        found = modules_of(folder)
+        found = read_modules(folder)
         if found[:1] != [Module("Transformer", None)]:
             raise UserError(f"{folder / MODULES} does not begin with a Transformer in the folder itself")
         modules = found[1:]
@@ -210,7 +210,7 @@ class SentenceModel:
 
 
 def _settings(path: Path) -> dict[str, Any]:
-    return read_object(path) if path.is_file() else {}
+    return read_json_object(path) if path.is_file() else {}
 
 
 def _default_prompt(path: Path) -> str:

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from ckpt_prune.calibration.text import Bos, load_tokenizer
 from ckpt_prune.checkpoint.digests import tokenizer_fingerprint
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.choice_items import read_items
 from ckpt_prune.evaluation.choices import ChoiceScore, answer
 from ckpt_prune.evaluation.generation import Continuation, continue_prompts

@@ -19,8 +19,8 @@ from ckpt_prune.calibration.text import (
     token_stream,
 )
 from ckpt_prune.checkpoint.digests import tokenizer_fingerprint
-from ckpt_prune.checkpoint.modules import MODULES, modules_of, ranked_tokens
-from ckpt_prune.errors import UserError
+from ckpt_prune.checkpoint.sentence_modules import MODULES, read_modules, read_ranked_tokens
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.features import compare_features
 from ckpt_prune.evaluation.forward import check_windows
 from ckpt_prune.evaluation.heads import compare_heads
@@ -152,7 +152,7 @@ def _encoder(pair: Pair, options: EvaluationOptions) -> TextResult:
         auto = auto_class(read_config(pair.folder)).removeprefix("AutoModelFor")
         raise UserError(f"{pair.folder} is a {auto} model, which evaluate does not measure")
     tokenizer = load_tokenizer(pair.folder)
-    if base is not None and modules_of(pair.folder):
+    if base is not None and read_modules(pair.folder):
         return _sentences(pair, base, tokenizer, options)
     frame = frame_length(tokenizer)
     if options.window < frame + 2:
@@ -161,7 +161,7 @@ def _encoder(pair: Pair, options: EvaluationOptions) -> TextResult:
     windows = evaluation_windows(stream, window=options.window, limit=options.samples, frame=frame)
     windows = framed(windows, tokenizer)
     if purpose in LABELLED:
-        ranked = ranked_tokens(pair.folder) if purpose == "text-ranking" else None
+        ranked = read_ranked_tokens(pair.folder) if purpose == "text-ranking" else None
         return _head(pair, windows, per_token=purpose == "token-classification", ranked=ranked)
     if base is None:
         return _masked(pair, tokenizer, windows)
@@ -184,7 +184,7 @@ def _sentences(
 ) -> SentencesResult:
     """Embeddings of the lines of a text."""
     assert options.window is not None
-    if not modules_of(base):
+    if not read_modules(base):
         raise UserError(
             f"{pair.folder} is a sentence-transformers folder and {base} is not (it has no {MODULES}): what "
             "they give for a text cannot be compared"

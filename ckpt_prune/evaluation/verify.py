@@ -20,24 +20,24 @@ from ckpt_prune.architectures.part import composite_names, part_of
 from ckpt_prune.architectures.skeleton import parse_config
 from ckpt_prune.architectures.spaces import SpaceName, space_of
 from ckpt_prune.architectures.supported import with_description
-from ckpt_prune.checkpoint.digests import changed_files
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.checkpoint.digests import find_changed_files
 from ckpt_prune.checkpoint.journal import refuse_unfinished
-from ckpt_prune.checkpoint.jsonfile import parse_object
-from ckpt_prune.checkpoint.reading import Checkpoint
-from ckpt_prune.checkpoint.units import counted
+from ckpt_prune.checkpoint.json_files import parse_json_object
+from ckpt_prune.common.errors import UserError, refuse_unreadable
+from ckpt_prune.common.filenames import REPORT
+from ckpt_prune.common.formatting import plural
+from ckpt_prune.common.progress import track
 from ckpt_prune.containers.checking import check_shapes
 from ckpt_prune.containers.container import stored_container
 from ckpt_prune.containers.remote import REMOTE_MODULE, remote_class
-from ckpt_prune.errors import UserError, refuse_unreadable
 from ckpt_prune.evaluation.kept_blocks import dense_at_depth, kept_blocks, mapped_tensors
 from ckpt_prune.evaluation.kept_ends import kept_ends
 from ckpt_prune.evaluation.kept_head import kept_head
 from ckpt_prune.evaluation.kept_stream import kept_in_basis
 from ckpt_prune.evaluation.parity import stock_load_report
-from ckpt_prune.filenames import REPORT
 from ckpt_prune.job.records import FactoredLinear, MaskedLinear, SiteRecord
 from ckpt_prune.modeling_pruned import WEIGHTS_KEY
-from ckpt_prune.progress import track
 from ckpt_prune.report.model import Report
 from ckpt_prune.report.reading import report_of
 from ckpt_prune.sparsity.patterns import GroupPattern, parse_pattern
@@ -85,7 +85,7 @@ def verify(folder: Path, against: Path | None = None, family: Path | None = None
     report = _report(folder)
     description = checkpoint.config.get(OUTSIDE_KEY)
     if family is not None:
-        description = parse_object(described_by(family).encode())
+        description = parse_json_object(described_by(family).encode())
     dense = None if against is None else _dense(folder, report, against, description)
     part = checkpoint if report is None or report.part is None else part_of(checkpoint, report.part)
     checks = [
@@ -227,7 +227,7 @@ def _load(checkpoint: Checkpoint) -> tuple[bool, str]:
 def _digests(folder: Path, report: Report | None) -> tuple[bool | None, str]:
     if report is None:
         return None, f"no {REPORT}: not written by this tool"
-    gone, changed = changed_files(folder, report.files)
+    gone, changed = find_changed_files(folder, report.files)
     if gone is not None:
         return False, f"{gone} is gone"
     if changed:
@@ -475,7 +475,7 @@ def _kept_rows(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tup
         f"; {names} of {blocks} blocks are rewritten and not compared" for names, blocks in absorbing.items()
     )
     if refits:
-        more += f"; last projections of the experts of {counted(refits, 'block')} are refitted and not compared"
+        more += f"; last projections of the experts of {plural(refits, 'block')} are refitted and not compared"
     if _rewritten(report):
         more += f"; {_count(report.linears)} rewritten by {_rewritten(report)} and not compared"
     return True, f"producers of {compared} pruned spaces hold the dense rows, bit for bit{more}"

@@ -16,12 +16,12 @@ from ckpt_prune.architectures.skeleton import base_of
 from ckpt_prune.calibration.readout import outputs_of
 from ckpt_prune.calibration.samples import Part, Samples, TokenWindows, as_input
 from ckpt_prune.calibration.streams import data_refused, stream_of
-from ckpt_prune.checkpoint.finite import all_finite
-from ckpt_prune.checkpoint.units import human_bytes
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.finite import all_finite
+from ckpt_prune.common.formatting import human_bytes
+from ckpt_prune.common.memory import available_bytes
 from ckpt_prune.evaluation.loading import load_model, read_config
-from ckpt_prune.memory import available
-from ckpt_prune.parallel.group import here
+from ckpt_prune.parallel.group import process_group
 
 TOKENS = 64
 """Of the one window that is compared."""
@@ -51,7 +51,7 @@ def check_forward(model: Model, samples: Samples, say: Callable[[str], None]) ->
     key = (model.checkpoint.fingerprint, model.family.architecture)
     if key in _PASSED:
         return
-    here().at_first(lambda: _check(model, samples, say))
+    process_group().on_first(lambda: _check(model, samples, say))
     _PASSED.add(key)
 
 
@@ -92,7 +92,7 @@ def _not_compared(model: Model, dtype: torch.dtype) -> str | None:
     if "auto_map" in read_config(checkpoint.path):
         return "it brings code of its own, which is not run"
     size = sum(info.numel for info in checkpoint.tensors.values()) * dtype.itemsize
-    free = available()
+    free = available_bytes()
     if free is None or size <= free // SHARE:
         return None
     return f"its {human_bytes(size)} are more than a part in {SHARE} of the {human_bytes(free)} of memory that are free"

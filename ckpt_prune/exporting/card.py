@@ -5,10 +5,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from ckpt_prune.architectures.context import context_length
+from ckpt_prune.common.filenames import GENAI, GRAPH_RECORD, VALIDATION
+from ckpt_prune.common.safe_text import as_code, as_markdown
 from ckpt_prune.exporting.manifest import GraphEntry, Manifest, Port
 from ckpt_prune.exporting.tasks import PAST, PRESENT
-from ckpt_prune.filenames import GENAI, GRAPH_RECORD, VALIDATION
-from ckpt_prune.plain import coded, markdown
 
 
 def graph_card(
@@ -35,14 +35,14 @@ def graph_card(
         "tags: [ckpt-prune, onnx]",
         "---",
         "",
-        f"# {markdown(manifest.source.name)}, ONNX",
+        f"# {as_markdown(manifest.source.name)}, ONNX",
         "",
         "```python",
         snippet(manifest),
         "```",
         "",
-        f"Exported by ckpt_prune {manifest.versions['ckpt_prune']} from {coded(manifest.source.name)} "
-        f"({markdown(str(config.get('model_type')))}): {manifest.task}{fused}.",
+        f"Exported by ckpt_prune {manifest.versions['ckpt_prune']} from {as_code(manifest.source.name)} "
+        f"({as_markdown(str(config.get('model_type')))}): {manifest.task}{fused}.",
         f"{compared}. What it was made from is in `{GRAPH_RECORD}`.",
         *_context(manifest, config),
         *_genai(manifest, genai),

@@ -10,14 +10,17 @@ import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
+from ckpt_prune.checkpoint.checkpoint import CONFIG, Checkpoint
 from ckpt_prune.checkpoint.digests import sha256_files
-from ckpt_prune.checkpoint.jsonfile import pretty
-from ckpt_prune.checkpoint.reading import CONFIG, Checkpoint
+from ckpt_prune.checkpoint.folder_kinds import EXPORT_KIND
+from ckpt_prune.checkpoint.json_files import pretty_json
 from ckpt_prune.checkpoint.staging import Staging, disk_failures
-from ckpt_prune.checkpoint.writing import check_room
-from ckpt_prune.checkpoint.written import EXPORT
+from ckpt_prune.checkpoint.writer import check_free_space
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.filenames import EXPORT_ERROR, GENAI, GRAPH_RECORD, VALIDATION
+from ckpt_prune.common.graph_types import ROUNDED_TYPES, GraphType
+from ckpt_prune.common.progress import meter
 from ckpt_prune.containers.side_files import carried, side_files, top_names
-from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.exporting.card import graph_card
 from ckpt_prune.exporting.genai import genai_config
@@ -28,10 +31,7 @@ from ckpt_prune.exporting.rounding import check_blocks, measuring_of, scheme_of
 from ckpt_prune.exporting.session import DATA, FILES
 from ckpt_prune.exporting.tasks import check_padding, chosen_task, without_head
 from ckpt_prune.exporting.tracing import example_of, image_size
-from ckpt_prune.filenames import EXPORT_ERROR, GENAI, GRAPH_RECORD, VALIDATION
-from ckpt_prune.graph_types import QUANTISED, GraphType
 from ckpt_prune.modeling_pruned import WEIGHTS_KEY
-from ckpt_prune.progress import meter
 from ckpt_prune.quantising.deciding import Decision, Measuring, decide, store
 from ckpt_prune.stages.export.stage import GraphSettings
 
@@ -89,7 +89,7 @@ class GraphWriter:
             out,
             job="export",
             overwrite=overwrite,
-            kind=EXPORT,
+            kind=EXPORT_KIND,
             wants=top_names(side_files(source.path)) | dict.fromkeys(_MADE),
         )
 
@@ -118,7 +118,7 @@ class GraphWriter:
         """
         parameters = sum(info.numel for info in self.source.tensors.values())
         needed = graphs_bytes(self._settings, parameters)
-        check_room(self.out.absolute().parent, needed, "the graph needs")
+        check_free_space(self.out.absolute().parent, needed, "the graph needs")
         with self._staging:
             folder = self._staging.path
             entries: dict[GraphType, GraphEntry] = {}
@@ -126,7 +126,7 @@ class GraphWriter:
             for kind in (torch.float32, torch.float16):
                 wanted = [dtype for dtype in self._settings.dtype if _traced_in(dtype) == kind]
                 # What becomes of a weight is measured in float32, whatever it is computed in later.
-                decided = [dtype for dtype in QUANTISED if dtype in self._settings.dtype and kind == torch.float32]
+                decided = [dtype for dtype in ROUNDED_TYPES if dtype in self._settings.dtype and kind == torch.float32]
                 if not wanted and not decided:
                     continue
                 with meter(2, "exporting") as bar:
@@ -194,12 +194,12 @@ class GraphWriter:
         carried(source)  # raises where one changed while it was copied
         # The code it names does not travel: the graph needs none.
         config = {key: value for key, value in source.config.items() if key not in ("auto_map", WEIGHTS_KEY)}
-        (folder / CONFIG).write_text(pretty(config), encoding="utf-8")
+        (folder / CONFIG).write_text(pretty_json(config), encoding="utf-8")
         if task.name == "text-generation" and generation and not (folder / GENERATION_CONFIG_NAME).is_file():
             generation.save_pretrained(folder)
         genai = genai_config(graphs, task, own, generation)
         if isinstance(genai, dict):
-            (folder / GENAI).write_text(pretty(genai), encoding="utf-8")
+            (folder / GENAI).write_text(pretty_json(genai), encoding="utf-8")
         manifest = Manifest(
             versions=runtime_versions(),
             source=Source(name=source.name, fingerprint=source.fingerprint),

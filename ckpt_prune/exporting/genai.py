@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from ckpt_prune.architectures.context import context_length
+from ckpt_prune.common.graph_types import GraphType
 from ckpt_prune.exporting.manifest import GraphEntry
 from ckpt_prune.exporting.tasks import PAST, PRESENT, Task
-from ckpt_prune.graph_types import GraphType
 
 PREFERRED: tuple[GraphType, ...] = ("int4", "int8", "fp32", "q4f16", "fp16")
 """It names one graph: the first of these that there is, the smallest that a CPU computes without casts."""

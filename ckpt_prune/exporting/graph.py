@@ -20,8 +20,8 @@ from transformers.exporters.exporter_onnx import OnnxExporter
 
 from ckpt_prune._version import __version__
 from ckpt_prune.architectures.skeleton import quiet_transformers
-from ckpt_prune.checkpoint.staging import write_whole
-from ckpt_prune.errors import UserError
+from ckpt_prune.checkpoint.staging import write_atomically
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.exporting.tasks import PAST, PRESENT, Task
 from ckpt_prune.exporting.tracing import Example
 
@@ -61,7 +61,7 @@ def build_graph(
             # It takes flags such as use_cache out of the inputs it is given.
             graph: onnx_ir.Model = OnnxExporter().export_program(model, dict(example.inputs), config)[0]
     except Exception as error:  # torch.export, onnxscript and model code raise anything here
-        write_whole(log, f"{said.getvalue()}\n{''.join(traceback.format_exception(error))}")
+        write_atomically(log, f"{said.getvalue()}\n{''.join(traceback.format_exception(error))}")
         reason = _first_line(error)
         raise UserError(
             f"{type(model).__name__} cannot be exported: {reason[:300]} (all that was said is in {log})"

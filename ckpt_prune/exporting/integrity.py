@@ -8,7 +8,7 @@ from typing import Any
 import onnx
 
 from ckpt_prune.checkpoint.digests import sha256_files
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.exporting.manifest import Manifest, Port
 from ckpt_prune.exporting.reading import read_graph
 from ckpt_prune.exporting.session import DATA

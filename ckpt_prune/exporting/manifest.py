@@ -10,15 +10,15 @@ import onnxruntime
 import onnxscript
 from pydantic import BaseModel, Field, ValidationError
 
-from ckpt_prune.checkpoint.inputs import read_input
-from ckpt_prune.errors import UserError
+from ckpt_prune.checkpoint.files import read_input
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.filenames import GRAPH_RECORD
+from ckpt_prune.common.graph_types import GraphType
+from ckpt_prune.common.versions import versions
 from ckpt_prune.exporting.session import DATA, Provider
 from ckpt_prune.exporting.tasks import Task
-from ckpt_prune.filenames import GRAPH_RECORD
-from ckpt_prune.graph_types import GraphType
 from ckpt_prune.quantising.record import Quantised
 from ckpt_prune.stages.export.stage import TaskName
-from ckpt_prune.versions import versions
 
 R = TypeVar("R", bound=BaseModel)
 

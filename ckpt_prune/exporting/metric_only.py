@@ -7,9 +7,11 @@ from pathlib import Path
 
 import torch
 
+from ckpt_prune.checkpoint.checkpoint import CONFIG, Checkpoint
 from ckpt_prune.checkpoint.digests import sha256_files
-from ckpt_prune.checkpoint.reading import CONFIG, Checkpoint
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.filenames import GRAPH_RECORD
+from ckpt_prune.common.graph_types import GraphType
 from ckpt_prune.evaluation.forward import check_windows
 from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.exporting.manifest import Manifest, Source, read_manifest, runtime_versions
@@ -21,8 +23,6 @@ from ckpt_prune.exporting.reference import Reference
 from ckpt_prune.exporting.session import OnnxModel, Provider, provider_for
 from ckpt_prune.exporting.tasks import Task, chosen_task
 from ckpt_prune.exporting.validation import Dense, allowance_of, check_source, others_of
-from ckpt_prune.filenames import GRAPH_RECORD
-from ckpt_prune.graph_types import GraphType
 from ckpt_prune.options import ValidateOptions
 
 

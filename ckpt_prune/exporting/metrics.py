@@ -14,7 +14,7 @@ from ckpt_prune.calibration.images import ImageSamples
 from ckpt_prune.calibration.readout import two_classes
 from ckpt_prune.calibration.samples import Samples, TokenWindows
 from ckpt_prune.calibration.text import load_tokenizer
-from ckpt_prune.checkpoint.units import counted
+from ckpt_prune.common.formatting import plural
 from ckpt_prune.evaluation.classification import compare_classifiers
 from ckpt_prune.evaluation.features import compare_features
 from ckpt_prune.evaluation.heads import compare_heads
@@ -95,7 +95,7 @@ def text_metric(
         UserError: a model's outputs are not numbers.
     """
     ours, theirs = _models(graph, reference)
-    of = f"{counted(len(windows), 'window')} of {counted(windows.shape[1], 'token')}"
+    of = f"{plural(len(windows), 'window')} of {plural(windows.shape[1], 'token')}"
     if task == "text-generation":
         causal = compare(ours, theirs, windows, what="perplexity")
         a, b = causal.score, causal.reference_score
@@ -108,7 +108,7 @@ def text_metric(
         masked = choose_masked(windows, set(tokenizer.all_special_ids))
         found = fill_in(ours, windows, masked, tokenizer.mask_token_id, theirs)
         assert isinstance(found, MaskedComparison)
-        of = f"{counted(int(masked.sum()), 'masked token')} in {of}"
+        of = f"{plural(int(masked.sum()), 'masked token')} in {of}"
         pair = found.score.perplexity, found.reference_score.perplexity
         apart = math.log(pair[0]) - math.log(pair[1]) if all(map(math.isfinite, pair)) else math.inf
         return _perplexity("masked perplexity", pair, apart, of, allowance, (found.kl, found.top1_agreement))
@@ -132,7 +132,7 @@ def _agreement(
         name="agreement",
         onnxruntime=found.agreement,
         pytorch=None,
-        of=f"{counted(found.predictions, 'prediction')} in {of}",
+        of=f"{plural(found.predictions, 'prediction')} in {of}",
         difference=apart,
         kl=found.kl,
         same=found.agreement,
@@ -152,7 +152,7 @@ def image_metric(
         UserError: a model's outputs are not numbers.
     """
     ours, theirs = _models(graph, reference)
-    of = counted(len(images), "image")
+    of = plural(len(images), "image")
     if task == "feature-extraction":
         return _cosine(ours, reference, images, of, allowance)
     if task != "image-classification":

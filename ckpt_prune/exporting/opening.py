@@ -5,7 +5,7 @@ from typing import cast
 
 from transformers import PreTrainedModel
 
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.exporting.session import OnnxModel, Provider
 
 

@@ -8,15 +8,15 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from ckpt_prune.calibration.images import ImageSamples
-from ckpt_prune.checkpoint.staging import write_whole
+from ckpt_prune.checkpoint.staging import write_atomically
+from ckpt_prune.common.filenames import VALIDATION
+from ckpt_prune.common.graph_types import GraphType
 from ckpt_prune.exporting.cases import (
     Padding,
 )
 from ckpt_prune.exporting.manifest import Source, read_record
 from ckpt_prune.exporting.metrics import Metric
 from ckpt_prune.exporting.session import Provider
-from ckpt_prune.filenames import VALIDATION
-from ckpt_prune.graph_types import GraphType
 
 CheckName = Literal["files", "checker", "interface", "load", "outputs", "generation", "metric"]
 
@@ -154,7 +154,7 @@ class Validations(BaseModel):
         Raises:
             UserError: the folder cannot be written.
         """
-        write_whole(folder / VALIDATION, self.model_dump_json(indent=2) + "\n")
+        write_atomically(folder / VALIDATION, self.model_dump_json(indent=2) + "\n")
 
 
 def read_validation(folder: Path) -> Validations:

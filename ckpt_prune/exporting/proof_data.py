@@ -17,8 +17,8 @@ from ckpt_prune.calibration.text import (
     read_text,
     token_stream,
 )
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.demo import corpus
-from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.classification import class_names
 from ckpt_prune.evaluation.loading import config_of, read_config
 from ckpt_prune.exporting.outcome import ProofSamples
@@ -115,7 +115,7 @@ def _python_sources() -> tuple[str, str]:
     root = Path(sysconfig.get_paths()["stdlib"])
     texts: list[str] = []
     try:
-        for path in corpus.modules(root):
+        for path in corpus.list_modules(root):
             if corpus.is_held_out(path.relative_to(root).as_posix()) and sum(map(len, texts)) < CHARACTERS:
                 texts.append(path.read_text(encoding="utf-8", errors="replace"))
     except FileNotFoundError as error:

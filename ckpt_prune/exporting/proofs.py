@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ckpt_prune.architectures.context import context_length
 from ckpt_prune.calibration.text import load_tokenizer
-from ckpt_prune.checkpoint.units import told_apart
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.formatting import format_distinctly
 from ckpt_prune.evaluation.forward import check_windows
 from ckpt_prune.evaluation.loading import reads_causally
 from ckpt_prune.evaluation.verify import guarded
@@ -470,7 +470,7 @@ def _apart(metric: Metric) -> str:
         return f"{metric.name}: not finite apart" + ("" if allowed is None else f", {allowed:.1e} allowed")
     if allowed is None:
         return f"{metric.name}: {found:.1e} apart"
-    apart, most = told_apart(found, allowed, "e", 1)
+    apart, most = format_distinctly(found, allowed, "e", 1)
     return f"{metric.name}: {apart} apart, {most} allowed"
 
 

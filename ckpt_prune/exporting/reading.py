@@ -5,7 +5,7 @@ from pathlib import Path
 
 import onnx_ir
 
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 
 
 def read_graph(path: Path) -> onnx_ir.Model:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.exporting.session import complete
 from ckpt_prune.exporting.tasks import PRESENT, Task, without_head
 from ckpt_prune.exporting.tracing import example_of, returned_cache

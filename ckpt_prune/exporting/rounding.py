@@ -6,15 +6,15 @@ import onnx_ir
 import torch
 from torch import Tensor
 
-from ckpt_prune.checkpoint.units import counted
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.formatting import plural
+from ckpt_prune.common.graph_types import GraphType
 from ckpt_prune.exporting.cases import noise_pixels, noise_windows
 from ckpt_prune.exporting.manifest import ports
 from ckpt_prune.exporting.outcome import ProofSamples
 from ckpt_prune.exporting.session import Provider, complete
 from ckpt_prune.exporting.tasks import PAST, PRESENT, Task
 from ckpt_prune.exporting.validation import MAX_LOSS
-from ckpt_prune.graph_types import GraphType
 from ckpt_prune.quantising.deciding import Measuring, Scheme
 from ckpt_prune.quantising.probe import Feed
 from ckpt_prune.quantising.weights import split_gemms, weights_of
@@ -126,7 +126,7 @@ def measuring_of(
         long = rest[:CHECKED_WINDOWS, :CHECKED_TOKENS]
         calibration = [_text(model, window[None]) for window in windows]
         feeds, checked = [_text(model, short)], [_text(model, window[None]) for window in long]
-        said = f"{what}: {counted(len(long), 'window')} of {counted(long.shape[1], 'token')}"
+        said = f"{what}: {plural(len(long), 'window')} of {plural(long.shape[1], 'token')}"
     else:
         whole = slice(None)
         pixels = noise_pixels(size, samples.seed) if measured is None else measured.batch(whole)["pixel_values"]
@@ -134,7 +134,7 @@ def measuring_of(
         others = pixels[HARM_IMAGES:] if len(pixels) > HARM_IMAGES else pixels
         checked = [{"pixel_values": part.numpy()} for part in torch.split(others, HARM_IMAGES)]
         calibration = [{"pixel_values": part.numpy()} for part in torch.split(pixels, HARM_IMAGES)]
-        said = f"{what}: {counted(len(others), 'image')}"
+        said = f"{what}: {plural(len(others), 'image')}"
     outputs = tuple(str(each.name) for each in model.graph.outputs if not str(each.name).startswith(PRESENT))
     logits = tuple(name for name in outputs if name.endswith("logits"))
     return Measuring(feeds, calibration, logits or outputs, bool(logits), said, checked)

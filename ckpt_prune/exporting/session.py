@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers.utils.generic import ModelOutput
 
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.graph_types import GraphType
 from ckpt_prune.evaluation.loading import config_of
 from ckpt_prune.exporting.apart import new_session
 from ckpt_prune.exporting.tasks import PAST, PRESENT
-from ckpt_prune.graph_types import GraphType
 
 T = TypeVar("T")
 

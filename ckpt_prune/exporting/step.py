@@ -5,7 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.common.filenames import GRAPH_FOLDER
 from ckpt_prune.exporting.folder import GraphWriter, graphs_bytes
 from ckpt_prune.exporting.outcome import ProofSamples
 from ckpt_prune.exporting.proof_data import proof_samples
@@ -13,7 +14,6 @@ from ckpt_prune.exporting.rounding import check_rounded
 from ckpt_prune.exporting.session import provider_for
 from ckpt_prune.exporting.tasks import check_padding, chosen_task
 from ckpt_prune.exporting.writing import Exported, write_graph
-from ckpt_prune.filenames import GRAPH_FOLDER
 from ckpt_prune.options import CalibrationOptions, ImageOptions, ProofOptions
 from ckpt_prune.stages.export.stage import Export, GraphSettings
 

@@ -9,7 +9,7 @@ from torch.export import Dim
 from transformers import DynamicCache
 
 from ckpt_prune.architectures.context import context_length
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.exporting.tasks import Task
 from ckpt_prune.modeling_pruned import cache_argument
 

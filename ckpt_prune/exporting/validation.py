@@ -5,9 +5,10 @@ from pathlib import Path
 
 import torch
 
-from ckpt_prune.checkpoint.hub import resolve
-from ckpt_prune.checkpoint.reading import CONFIG, Checkpoint
-from ckpt_prune.errors import UserError
+from ckpt_prune.checkpoint.checkpoint import CONFIG, Checkpoint
+from ckpt_prune.checkpoint.model_folder import resolve_model
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.graph_types import GraphType
 from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.exporting.manifest import Manifest, Source, read_manifest, runtime_versions
 from ckpt_prune.exporting.metrics import Allowance
@@ -16,7 +17,6 @@ from ckpt_prune.exporting.proofs import ImageProof, Other, TextProof
 from ckpt_prune.exporting.reference import Reference
 from ckpt_prune.exporting.session import Provider, provider_for
 from ckpt_prune.exporting.tasks import Task
-from ckpt_prune.graph_types import GraphType
 
 TOLERANCES = {"fp32": 1e-4, "fp16": 2e-2}
 """By the graph's type: the largest difference that passes, in units of the case's largest output."""
@@ -45,7 +45,7 @@ def dense_of(name: str | None, max_loss: float | None) -> Dense | None:
         if max_loss is not None:
             raise UserError("--max-loss-dense goes with --dense MODEL")
         return None
-    return Dense(resolve(name), max_loss)
+    return Dense(resolve_model(name), max_loss)
 
 
 def validate(

@@ -5,17 +5,17 @@ from pathlib import Path
 
 import numpy as np
 
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.journal import refuse_unfinished
-from ckpt_prune.checkpoint.reading import Checkpoint
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.filenames import VALIDATION
+from ckpt_prune.common.progress import track
 from ckpt_prune.evaluation.verify import Check, guarded
 from ckpt_prune.exporting.integrity import check_files, check_operators, present_files
 from ckpt_prune.exporting.manifest import Manifest, read_manifest
 from ckpt_prune.exporting.outcome import read_validation
 from ckpt_prune.exporting.reading import read_graph
 from ckpt_prune.exporting.session import open_session, provider_for
-from ckpt_prune.filenames import VALIDATION
-from ckpt_prune.progress import track
 
 
 def verify_graph(folder: Path, source: Path | None = None) -> list[Check]:

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ckpt_prune.common.graph_types import GraphType
 from ckpt_prune.exporting.folder import GraphWriter, graph_bytes
 from ckpt_prune.exporting.manifest import Manifest
 from ckpt_prune.exporting.outcome import ProofSamples, Validations
 from ckpt_prune.exporting.session import Provider
 from ckpt_prune.exporting.validation import Dense, validate
-from ckpt_prune.graph_types import GraphType
 
 
 @dataclass(frozen=True)

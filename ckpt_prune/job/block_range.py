@@ -2,8 +2,8 @@
 
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 
-from ckpt_prune.errors import UserError
-from ckpt_prune.ratios import share_of
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.ratios import parse_percentage
 
 _ROUNDING = (ROUND_CEILING, ROUND_FLOOR)
 """Of a share at the start and at the end of a range: only blocks that are within it as a whole are."""
@@ -48,7 +48,7 @@ def _bounds(text: str) -> list[int | float | None]:
     parts = [part.strip() for part in text.split(":")]
     found: list[int | float | None] = []
     for part in parts:
-        share = share_of(part)
+        share = parse_percentage(part)
         if share is not None and 0 <= share <= 1:
             found.append(share)
         elif part.isascii() and (part.isdigit() or not part):

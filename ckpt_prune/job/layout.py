@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from ckpt_prune.architectures.factors import factor_names
 from ckpt_prune.architectures.model import Model, Shape
 from ckpt_prune.architectures.part import composite_config, composite_names
-from ckpt_prune.checkpoint.reading import Checkpoint
-from ckpt_prune.checkpoint.shard import stacked
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.checkpoint.shard import stack_shapes
 from ckpt_prune.containers.checking import check_shapes
 from ckpt_prune.containers.container import Container, Ranks, Widths
 
@@ -53,7 +53,7 @@ def plan_layout(
             for name, shape in zip(factor_names(weight), ((rank, columns), (rows, rank)), strict=True):
                 shapes[name], files[name] = (dtype, shape), files[weight]
     turned = model.checkpoint.transposed
-    plain = stacked(shapes, model.checkpoint.stacks)
+    plain = stack_shapes(shapes, model.checkpoint.stacks)
     stored = {name: shape[::-1] if name in turned else shape for name, (_, shape) in plain.items()}
     check_shapes(stored, container.names(), "the output")
     layout: Layout = {file: {} for file in model.checkpoint.files}

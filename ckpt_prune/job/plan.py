@@ -9,9 +9,9 @@ from pydantic import ValidationError
 
 from ckpt_prune.architectures.sites import Site
 from ckpt_prune.architectures.spaces import SpaceName, space_of
-from ckpt_prune.checkpoint.inputs import read_input
-from ckpt_prune.checkpoint.jsonfile import parse_object
-from ckpt_prune.errors import UserError
+from ckpt_prune.checkpoint.files import read_input
+from ckpt_prune.checkpoint.json_files import parse_json_object
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.recipe import AnyRecipe
 from ckpt_prune.job.records import PlanFile, SiteRecord
 
@@ -82,7 +82,7 @@ def read_plan(path: Path) -> Plan:
         UserError: the file is not there or not a plan, or was edited so that its recipe does not match its digest.
     """
     try:
-        plan = Plan.model_validate(parse_object(read_input(path)))
+        plan = Plan.model_validate(parse_json_object(read_input(path)))
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror})") from error
     except (ValueError, ValidationError) as error:

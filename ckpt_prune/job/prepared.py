@@ -12,10 +12,10 @@ from ckpt_prune.architectures.sites import Site
 from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.calibration.streams import HiddenStream
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.short_repr import short_repr
 from ckpt_prune.containers.choosing import ANY, whole_spaces
 from ckpt_prune.containers.container import Container
-from ckpt_prune.errors import UserError
-from ckpt_prune.glance import glance
 from ckpt_prune.job.cost import cost_of
 from ckpt_prune.job.decisions import Decisions
 from ckpt_prune.job.job import Job, LiveSamples, RecoverySamples
@@ -25,7 +25,7 @@ from ckpt_prune.job.output import Output
 from ckpt_prune.job.plan import Plan
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.records import Cost, DepthRecord, HiddenRecord, MaskShares, Origin
-from ckpt_prune.parallel.group import here
+from ckpt_prune.parallel.group import process_group
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Prepared:
     def __repr__(self) -> str:
         after = None if self.planned is None else self.after
         source = str(self.job.model.checkpoint.path)
-        return glance(
+        return short_repr(
             self, source=source, recipe=self.recipe.name, before=self.before, after=after, foreseen=self.foreseen
         )
 
@@ -257,7 +257,9 @@ class Prepared:
         """Return the hidden states of the live samples at the first block of a model."""
         live = self.live
         assert live is not None
-        return view.stream(live.samples, live.compute_dtype, folds=live.folds, allocate=live.allocate, group=here())
+        return view.stream(
+            live.samples, live.compute_dtype, folds=live.folds, allocate=live.allocate, group=process_group()
+        )
 
 
 def begin(job: Job) -> Prepared:

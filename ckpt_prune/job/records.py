@@ -8,13 +8,13 @@ from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
 from pydantic import ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from ckpt_prune.records import Amount, Block, Count, Figure, Fixed
+from ckpt_prune.common.records import Amount, Block, Count, Figure, FixedRecord
 
 RecipeT = TypeVar("RecipeT")
 SiteT = TypeVar("SiteT")
 
 
-class Cost(Fixed):
+class Cost(FixedRecord):
     """Size of one model.
 
     Attributes:
@@ -42,7 +42,7 @@ class Cost(Fixed):
         return {key: value for key, value in values.items() if key != "cache" or value is not None}
 
 
-class HeadErrors(Fixed):
+class HeadErrors(FixedRecord):
     """Errors of one head's logits, as shares of Σ‖Q Kᵀ‖²; rho2 as in `SiteRecord`."""
 
     head: Count
@@ -52,7 +52,7 @@ class HeadErrors(Fixed):
     rho2: Figure = None
 
 
-class SiteShift(Fixed):
+class SiteShift(FixedRecord):
     """What a site loses on other samples than it was made from (`plan --test`). Errors are shares of the energy there.
 
     Attributes:
@@ -76,7 +76,7 @@ class SiteShift(Fixed):
     tokens: Amount = None
 
 
-class SiteRecord(Fixed):
+class SiteRecord(FixedRecord):
     """What was done at a site: one space of one block.
 
     Attributes:
@@ -145,7 +145,7 @@ class SiteRecord(Fixed):
         return {key: value for key, value in values.items() if key not in optional or value is not None}
 
 
-class MaskShares(Fixed):
+class MaskShares(FixedRecord):
     """How the zeros of a mask are shared out over blocks (sparsity/README.md, section 6).
 
     Attributes:
@@ -160,7 +160,7 @@ class MaskShares(Fixed):
     figures: Sequence[Figure] = ()
 
 
-class MaskedLinear(Fixed):
+class MaskedLinear(FixedRecord):
     """What a mask did to one linear module of one block.
 
     Attributes:
@@ -197,7 +197,7 @@ class MaskedLinear(Fixed):
         return self.rows * self.columns
 
 
-class FactoredLinear(Fixed):
+class FactoredLinear(FixedRecord):
     """What became of one linear module of one block that two thin ones stand in for.
 
     Attributes:
@@ -231,7 +231,7 @@ class FactoredLinear(Fixed):
         return self.rank * (self.rows + self.columns)
 
 
-class GapRecord(Fixed):
+class GapRecord(FixedRecord):
     """A run of consecutive blocks that are gone, and what makes up for them.
 
     Attributes:
@@ -260,7 +260,7 @@ class GapRecord(Fixed):
     error_held_out: Figure = None
 
 
-class Tried(Fixed):
+class Tried(FixedRecord):
     """What was tried where widths meet the rest of a size.
 
     Attributes:
@@ -294,7 +294,7 @@ class TriedHidden(Tried):
     blocks: Annotated[int, Field(ge=0, le=10**6)] | None = None
 
 
-class DepthRecord(Fixed):
+class DepthRecord(FixedRecord):
     """Which blocks of a model are gone, or which have zeros in place of a part.
 
     Attributes:
@@ -315,7 +315,7 @@ class DepthRecord(Fixed):
     tried: list[TriedDepth] = Field(default_factory=list)
 
 
-class HiddenRecord(Fixed):
+class HiddenRecord(FixedRecord):
     """What is left of a model's residual stream.
 
     Attributes:
@@ -339,14 +339,14 @@ class HiddenRecord(Fixed):
     tried: list[TriedHidden] = Field(default_factory=list)
 
 
-class StatisticsReference(Fixed):
+class StatisticsReference(FixedRecord):
     """Which statistics a plan was made from."""
 
     path: str
     digest: str
 
 
-class Origin(Fixed):
+class Origin(FixedRecord):
     """Where a recipe was fetched from.
 
     Attributes:
@@ -367,7 +367,7 @@ class Origin(Fixed):
         return f"{self.reference}#sha256={self.sha256}"
 
 
-class PlanFile(Fixed, Generic[RecipeT, SiteT]):
+class PlanFile(FixedRecord, Generic[RecipeT, SiteT]):
     """A plan as its file has it; `stages.spaces.plan` says which recipe and sites a plan has that can be applied."""
 
     version: Literal[1] = 1

@@ -9,12 +9,12 @@ from pydantic import BaseModel
 
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.staging import SCRATCH, Staging, disk_failures, partial_of
-from ckpt_prune.checkpoint.writing import CheckpointWriter
+from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.job.layout import with_rest
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.step import Step
 from ckpt_prune.job.store import BlockStore
-from ckpt_prune.parallel.group import here
+from ckpt_prune.parallel.group import process_group
 from ckpt_prune.report.model import Report
 from ckpt_prune.report.stages import Stages
 
@@ -77,7 +77,7 @@ class Run:
 
         In several processes, all make it, and the first one enters it.
         """
-        note = here().once(lambda: None if self.journal is None else self.journal.notes.get(entry))
+        note = process_group().once(lambda: None if self.journal is None else self.journal.notes.get(entry))
         if note is not None:
             return kind.model_validate(note)
         made = make()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ckpt_prune.architectures.sites import Site
 from ckpt_prune.architectures.spaces import Rounding, SpaceName
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 
 _ROUNDING = {"floor": ROUND_FLOOR, "ceil": ROUND_CEILING, "nearest": ROUND_HALF_UP}
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_serializer, model_validator
 
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.fields import Strict
 from ckpt_prune.job.records import Cost
 

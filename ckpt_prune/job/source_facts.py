@@ -2,8 +2,8 @@
 
 from ckpt_prune.architectures.composite import load_composite
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.checkpoint.modules import sentence_class
-from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.checkpoint.sentence_modules import find_sentence_class
 from ckpt_prune.containers.container import Container
 from ckpt_prune.report.model import Source, StoredAs
 from ckpt_prune.report.source_card import source_card
@@ -26,7 +26,7 @@ def stored_as(container: Container, model: Model) -> StoredAs:
         container: of the output.
         model: that it was made from, or itself.
     """
-    loader = sentence_class(model.checkpoint.path, container.config)
+    loader = find_sentence_class(model.checkpoint.path, container.config)
     return StoredAs(
         model_type=container.model_type,
         remote_code=container.remote_class is not None,

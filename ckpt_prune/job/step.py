@@ -10,7 +10,7 @@ from torch import Tensor
 from ckpt_prune.architectures.factors import multiplied
 from ckpt_prune.calibration.sources import MomentSource, SequentialMoments
 from ckpt_prune.calibration.streams import HiddenStream
-from ckpt_prune.phases import phase
+from ckpt_prune.common.phases import phase
 
 Tensors = Mapping[str, Tensor]
 """On-disk name → tensor of a block."""

@@ -7,12 +7,12 @@ from typing import Any
 from torch import Tensor
 
 from ckpt_prune.architectures.model import BlockWidths, Model
-from ckpt_prune.checkpoint.reading import Checkpoint
-from ckpt_prune.checkpoint.writing import CheckpointWriter
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.job.layout import OUTER, Layout
 from ckpt_prune.job.model_view import ModelView
 from ckpt_prune.job.step import Tensors
-from ckpt_prune.parallel.group import here
+from ckpt_prune.parallel.group import process_group
 
 REST, OUTSIDE = "rest", "outer"
 """Entries of the journal: the tensors outside the blocks, and those outside the part of a composite."""
@@ -34,11 +34,11 @@ class BlockStore:
 
     def has(self, block: int) -> bool:
         """Return True if the block is on disk."""
-        return here().once(lambda: self.writer is not None and _entry(block) in self.writer.done)
+        return process_group().once(lambda: self.writer is not None and _entry(block) in self.writer.done)
 
     def read(self, model: Model, block: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return a finished block's tensors, as they were when it was written, and the notes of its steps."""
-        return here().once(lambda: self._read(model, block))
+        return process_group().once(lambda: self._read(model, block))
 
     def _read(self, model: Model, block: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
         assert self.writer is not None

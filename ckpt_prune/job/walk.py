@@ -13,11 +13,11 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from ckpt_prune.architectures.model import Model
+from ckpt_prune.common.progress import track
 from ckpt_prune.job.model_view import ModelView
 from ckpt_prune.job.step import Step, Tensors
 from ckpt_prune.job.store import BlockStore
-from ckpt_prune.parallel.group import ALONE, here, working_in
-from ckpt_prune.progress import track
+from ckpt_prune.parallel.group import ALONE, process_group, working_in
 
 Records = dict[str, list[Any]]
 """Key of a stage → its records of all blocks."""
@@ -45,7 +45,7 @@ def walk(
     Returns:
         The records of every step, in the order of blocks; if processes shared the blocks, at the first one only.
     """
-    if store is not None and here().size > 1 and all(step.apart for step in steps.values()):
+    if store is not None and process_group().size > 1 and all(step.apart for step in steps.values()):
         return _walk_apart(view, steps, store, doing)
     read = view.block if read is None else read
     records: Records = {key: [] for key in steps}
@@ -68,7 +68,7 @@ def read_records(model: Model, steps: Steps, store: BlockStore) -> Records:
     """Return the records of blocks that are all written, without reading a tensor."""
     records: Records = {key: [] for key in steps}
     for block in range(model.blocks):
-        notes = here().once(partial(store.notes, block))
+        notes = process_group().once(partial(store.notes, block))
         for key, of_block in _validate(steps, notes).items():
             records[key] += of_block
     return records
@@ -120,7 +120,7 @@ def _inputs(steps: Steps, block: int, read: Callable[[int], Tensors]) -> dict[st
 
 def _walk_apart(view: ModelView, steps: Steps, store: BlockStore, doing: str) -> Records:
     """Let every process take some blocks; the first one writes all, in order."""
-    group, blocks = here(), range(view.model.blocks)
+    group, blocks = process_group(), range(view.model.blocks)
     todo = [block for block in blocks if not store.has(block)]
     records: dict[int, Records] = {}
 

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, TypeVar
 
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -112,7 +112,7 @@ ALONE = Group()
 _here: ContextVar[Group] = ContextVar("group", default=ALONE)
 
 
-def here() -> Group:
+def process_group() -> Group:
     """The processes that this one works with."""
     return _here.get()
 

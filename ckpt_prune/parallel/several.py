@@ -8,16 +8,15 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.parallel.group import Group
-from ckpt_prune.parallel.sums import in_order
 
 T = TypeVar("T")
 CHUNK = 2**22
 """Elements that are gathered at once: the first process holds so many of every process's, and of their sum."""
 
 
-class Several(Group):
+class SeveralProcesses(Group):
     """Processes that work together.
 
     What they send each other as bytes is pickled: they are processes of one command of one user.
@@ -86,7 +85,7 @@ class Several(Group):
         for chunk in torch.split(flat, CHUNK) if len(flat) else ():
             parts = self.gathered(chunk)
             if parts is not None:
-                chunk.copy_(in_order(parts))
+                chunk.copy_(add_in_order(parts))
         return flat.view(tensor.shape)
 
     def shared(self, tensor: Tensor) -> Tensor:

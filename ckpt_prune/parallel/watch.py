@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from ckpt_prune.plain import line
+from ckpt_prune.common.safe_text import to_one_line
 
 EVERY = 0.5
 """Seconds between two signs of life."""
@@ -191,11 +191,11 @@ class Watch:
 
     def _say_and_leave(self) -> None:
         if self._rank == 0 and self.end is not None:
-            print(f"Error: {line(said_of(self.end, self._name))}", file=sys.stderr, flush=True)
+            print(f"Error: {to_one_line(describe_end(self.end, self._name))}", file=sys.stderr, flush=True)
         self._leave(2)
 
 
-def said_of(end: End, name: Callable[[int], str]) -> str:
+def describe_end(end: End, name: Callable[[int], str]) -> str:
     """What the user is told of a process that failed."""
     return end.message if end.rank < 0 else f"{name(end.rank)}: {end.message}"
 

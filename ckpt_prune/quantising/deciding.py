@@ -8,9 +8,9 @@ from typing import Literal
 import numpy as np
 import onnx_ir
 
-from ckpt_prune import progress
-from ckpt_prune.checkpoint.units import duration
-from ckpt_prune.progress import Notices, meter
+from ckpt_prune.common import progress
+from ckpt_prune.common.formatting import format_duration
+from ckpt_prune.common.progress import Notices, meter
 from ckpt_prune.quantising.blocks import Array, Bits, Blocks, Grid, in_blocks, matrix_of
 from ckpt_prune.quantising.choosing import Choice, choose, measurements
 from ckpt_prune.quantising.grams import Grams, grams_of
@@ -177,7 +177,7 @@ def _chosen(
             if done == 1 and (seconds := single * probe.seconds + sets * longest) >= LONG:
                 Notices()(
                     f"what rounding costs is measured in at most {single + sets} runs of the graph: about "
-                    f"{duration(seconds)}"
+                    f"{format_duration(seconds)}"
                 )
             return harm(few, (), short)
 

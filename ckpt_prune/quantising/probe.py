@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from ckpt_prune import progress
+from ckpt_prune.common import progress
 from ckpt_prune.quantising.weights import Weight, split_gemms, weights_of
 
 Array = NDArray[Any]

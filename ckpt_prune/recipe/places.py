@@ -8,9 +8,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_prune.checkpoint.hub_file import commit_of, hub_file
-from ckpt_prune.checkpoint.web_file import public, web_file
-from ckpt_prune.errors import UserError
+from ckpt_prune.checkpoint.hub_files import commit_of, fetch_hub_file
+from ckpt_prune.checkpoint.web_file import fetch_web_file, hide_query
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.records import Origin
 from ckpt_prune.recipe.shipped import MOST_BYTES, find_recipe
 
@@ -57,13 +57,13 @@ def locate_recipe(reference: str) -> RecipeFile:
         address, _, pin = url.partition("#")
         pinned = _PINNED.fullmatch(pin)
         if pin and pinned is None:
-            raise UserError(f"{public(address)}#{pin}: behind # stands sha256= and 64 digits of 0-9a-f")
-        path = web_file(address, most=MOST_BYTES, sha256=pinned["digest"] if pinned else None)
-        return RecipeFile(path, Origin(reference=public(address), revision=None, sha256=_sha256(path)))
+            raise UserError(f"{hide_query(address)}#{pin}: behind # stands sha256= and 64 digits of 0-9a-f")
+        path = fetch_web_file(address, most=MOST_BYTES, sha256=pinned["digest"] if pinned else None)
+        return RecipeFile(path, Origin(reference=hide_query(address), revision=None, sha256=_sha256(path)))
     found = _on_hub(reference)
     if found is None:
         return RecipeFile(find_recipe(reference))
-    path = hub_file(found["repo"], found["name"], found["revision"], most=MOST_BYTES)
+    path = fetch_hub_file(found["repo"], found["name"], found["revision"], most=MOST_BYTES)
     commit = commit_of(path, found["name"])
     return RecipeFile(path, Origin(reference=f"{found['repo']}/{found['name']}", revision=commit, sha256=_sha256(path)))
 

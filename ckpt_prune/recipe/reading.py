@@ -10,10 +10,10 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from ckpt_prune.architectures.spaces import SPACES
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.ratios import suggest_percentage
 from ckpt_prune.job.kinds import TRAITS
 from ckpt_prune.job.recipe import Recipe
-from ckpt_prune.ratios import percent_meant
 from ckpt_prune.recipe.places import RecipeFile, locate_recipe
 from ckpt_prune.recipe.shipped import recipe_text
 from ckpt_prune.recipe.yaml12 import read_yaml
@@ -233,7 +233,7 @@ def _explain(error: Any, path: Path, lines: Lines) -> str:
         return f"{where}: {key + ': ' if key else ''}{message}"
     too_large = error["type"] == "less_than" and keys[-1] == "ratio"
     # A ratio in quotes is read as a number, and is still text where it is too large.
-    meant = percent_meant(float(error["input"])) if too_large else ""
+    meant = suggest_percentage(float(error["input"])) if too_large else ""
     return f"{where}: {key}: {message[0].lower()}{message[1:]}, got {_shown(error['input'])}{meant}"
 
 

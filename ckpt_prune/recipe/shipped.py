@@ -4,8 +4,8 @@ import difflib
 from functools import cache
 from pathlib import Path
 
-from ckpt_prune.checkpoint.inputs import read_input
-from ckpt_prune.errors import UserError
+from ckpt_prune.checkpoint.files import read_input
+from ckpt_prune.common.errors import UserError
 
 DEFAULT_RECIPE = "best-uniform"
 """The shipped recipe of those who name none: a newcomer's first output loads without remote code."""

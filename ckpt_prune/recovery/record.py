@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer
 
-from ckpt_prune.records import Block, Count, Figure, Fixed
+from ckpt_prune.common.records import Block, Count, Figure, FixedRecord
 
 
 def _finite(value: float | None) -> float | None:
@@ -16,7 +16,7 @@ def _finite(value: float | None) -> float | None:
 _Finite = Annotated[Figure, BeforeValidator(_finite)]
 
 
-class RecoveredLayer(Fixed):
+class RecoveredLayer(FixedRecord):
     """What recovery did to one block, on held-out samples, against the dense model's hidden states after it.
 
     Figures are None where hidden states are not finite.

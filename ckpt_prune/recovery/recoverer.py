@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.streams import HiddenStream
-from ckpt_prune.errors import UserError
-from ckpt_prune.progress import Meter
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.progress import Meter
 from ckpt_prune.recovery.record import RecoveredLayer
 from ckpt_prune.recovery.similarity import Similarity
 from ckpt_prune.recovery.survivors import trained_tensors

@@ -15,7 +15,7 @@ from torch import Tensor
 from ckpt_prune.calibration.readout import READOUT_TOKENS, Readout
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.streams import HiddenStream
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.recovery.survivors import trained_tensors
 from ckpt_prune.recovery.training import Split, cut, part_size
 from ckpt_prune.stages.recovery.stage import RecoverySettings

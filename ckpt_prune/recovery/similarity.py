@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from ckpt_prune.checkpoint.finite import all_finite
+from ckpt_prune.common.finite import all_finite
 
 _PAIRS = ((0, 0), (1, 1), (0, 1))
 """Which side meets which in the Grams: ours with ours, theirs with theirs, ours with theirs."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ckpt_prune.calibration.streams import HiddenStream
-from ckpt_prune.checkpoint.finite import all_finite
+from ckpt_prune.common.finite import all_finite
 from ckpt_prune.parallel.group import ALONE, Group
 from ckpt_prune.recovery.survivors import survivors
 from ckpt_prune.stages.recovery.stage import RecoverySettings
@@ -281,7 +281,7 @@ class _Block:
         if group.size > 1:
             for parameter in self.parameters:
                 own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                parameter.grad = group.shared(own)
+                parameter.grad = group.add_for_all(own)
         return group.total(loss)
 
     @torch.no_grad()

@@ -1,6 +1,6 @@
 """What is said of a model that was recovered as a whole, by LoRA or by scales."""
 
-from ckpt_prune.checkpoint.units import counted
+from ckpt_prune.common.formatting import plural
 from ckpt_prune.report.model import Adapters, Report
 
 
@@ -9,14 +9,14 @@ def measured_on(adapters: Adapters) -> str:
     if adapters.measured is None:
         return "held-out samples"
     if adapters.settings.get("held_out"):
-        return counted(adapters.measured, "held-out sample")
-    return f"{counted(adapters.measured, 'sample')} of those it was trained on"
+        return plural(adapters.measured, "held-out sample")
+    return f"{plural(adapters.measured, 'sample')} of those it was trained on"
 
 
 def trained_on(adapters: Adapters) -> str:
     """How many samples it was trained on, those that were held out left out."""
     held_out = adapters.measured or 0 if adapters.settings.get("held_out") else 0
-    return counted((adapters.samples or 0) - held_out, "sample")
+    return plural((adapters.samples or 0) - held_out, "sample")
 
 
 def loss_name(adapters: Adapters) -> str:
@@ -58,6 +58,6 @@ def _told(adapters: Adapters) -> str:
     unknown = " (whether it had seen them before is not known)" if scales else ""
     known = {None: unknown, True: " that it had seen before", False: " that it had not seen before"}[adapters.seen]
     return (
-        f"Recovered by {how} {counted(adapters.modules, 'linear module')}, merged; "
+        f"Recovered by {how} {plural(adapters.modules, 'linear module')}, merged; "
         f"{trained_on(adapters)}{known}, {passes}; zeros stay zero.{gained}"
     )

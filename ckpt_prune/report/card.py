@@ -2,11 +2,11 @@
 
 from pydantic import ValidationError
 
-from ckpt_prune.checkpoint.units import counted, human_bytes, human_count
-from ckpt_prune.filenames import ROTATIONS
+from ckpt_prune.common.filenames import ROTATIONS
+from ckpt_prune.common.formatting import human_bytes, human_count, plural
+from ckpt_prune.common.safe_text import as_code, as_markdown
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.sizes import TargetSize
-from ckpt_prune.plain import coded, markdown
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.recipe.shipped import shipped_recipes
 from ckpt_prune.report.adapters import is_recovered, told_of
@@ -53,12 +53,12 @@ def model_card(report: Report) -> str:
     lines = [
         *front_matter(metadata(report)),
         "",
-        f"# {markdown(f'{report.source.name}, {_how(report)}')}",
+        f"# {as_markdown(f'{report.source.name}, {_how(report)}')}",
         "",
-        f"{markdown(f'Made by ckpt_prune {report.ckpt_prune}')} from {coded(report.source.name)}. "
-        f"{markdown(recipe.summary)}{_beside_shipped(report)}".rstrip(),
-        f"Source of the method: {markdown(recipe.source)}." if recipe.source else "",
-        *([f"The recipe's file: {coded(report.origin.pinned)}."] if report.origin is not None else []),
+        f"{as_markdown(f'Made by ckpt_prune {report.ckpt_prune}')} from {as_code(report.source.name)}. "
+        f"{as_markdown(recipe.summary)}{_beside_shipped(report)}".rstrip(),
+        f"Source of the method: {as_markdown(recipe.source)}." if recipe.source else "",
+        *([f"The recipe's file: {as_code(report.origin.pinned)}."] if report.origin is not None else []),
         "",
         "| | before | after | share |",
         "|---|---|---|---|",
@@ -85,7 +85,7 @@ def model_card(report: Report) -> str:
         *told_of(report),
     ]
     if container.note:
-        lines.append(f"Container: {markdown(container.note)}.")
+        lines.append(f"Container: {as_markdown(container.note)}.")
     if container.remote_code:
         lines.append("Load it as below: `from_pretrained` of every other class refuses it.")
     auto = container.auto_class
@@ -118,7 +118,7 @@ def _how(report: Report) -> str:
 def _latency(report: Report) -> list[str]:
     """What it takes, where its size is a time."""
     told = None if report.latency is None else latency_line(report.latency)
-    return [] if told is None else [f"{markdown(f'{told[0].upper()}{told[1:]}')}, on the machine that pruned it."]
+    return [] if told is None else [f"{as_markdown(f'{told[0].upper()}{told[1:]}')}, on the machine that pruned it."]
 
 
 def _calibration(report: Report) -> list[str]:
@@ -130,7 +130,7 @@ def _calibration(report: Report) -> list[str]:
     what = "images" if calibration.text("modality") == "image" else "windows"
     return [
         f"Calibrated on {calibration.amount('samples')} {what} of {window} tokens, "
-        f"target {markdown(str(calibration.text('target')))}."
+        f"target {as_markdown(str(calibration.text('target')))}."
     ]
 
 
@@ -140,7 +140,7 @@ def _depth(report: Report) -> list[str]:
     if depth is None or not depth.gaps:
         return []
     what, *gaps = depth_lines(depth)
-    told = markdown("; ".join(gaps))
+    told = as_markdown("; ".join(gaps))
     head = "Whole blocks are gone, and those that stay are numbered anew"
     if depth.part != "block":
         head = f"The {depth.part} of some blocks gives nothing: its last projection is zeros there"
@@ -175,7 +175,7 @@ def _kept(report: Report) -> list[str]:
         counts = sorted({len(site.kept) for site in own})
         span = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
         what = f" ({_UNITS[space]})" if space in _UNITS else ""
-        told.append(f"{coded(space)} {span} of {own[0].units}{what}")
+        told.append(f"{as_code(space)} {span} of {own[0].units}{what}")
     return [f"Units kept in each block: {', '.join(told)}."] if told else []
 
 
@@ -185,12 +185,12 @@ def _mask(report: Report) -> list[str]:
     if mask is None or figures is None:
         return []
     sentences = [
-        f"Mask by {markdown(mask.method)}, pattern {markdown(mask.pattern)}: {figures.share:.2%} zeros in "
+        f"Mask by {as_markdown(mask.method)}, pattern {as_markdown(mask.pattern)}: {figures.share:.2%} zeros in "
         f"{figures.linears} linear weights of {human_count(figures.size)} parameters."
     ]
     shared = shares_line(mask)
     if shared is not None:
-        sentences.append(f"{markdown(shared.capitalize())}.")
+        sentences.append(f"{as_markdown(shared.capitalize())}.")
     if figures.zeros:
         sentences.append(
             "The tensors keep their dense shapes, zeros included, so size and speed are unchanged by the mask unless "
@@ -264,7 +264,7 @@ def _coarse(report: Report) -> list[str]:
             steps = f" in multiples of {own.multiple_of}" if own.multiple_of > 1 else ""
             gone = f"{dropped} ({dropped / site.units:.3g}) went" if dropped else "none went"
             sentences.append(
-                f"Space `{space}` has {counted(site.units, 'unit')} per block{steps}, too coarse for a ratio of "
+                f"Space `{space}` has {plural(site.units, 'unit')} per block{steps}, too coarse for a ratio of "
                 f"{asked:g}: {gone}."
             )
     return [" ".join(sentences)] if sentences else []
@@ -297,7 +297,7 @@ def _rotation(report: Report) -> list[str]:
             "all blocks share one basis of the residual stream, which is absorbed by the weights and adds no "
             "computation at run time"
         )
-    return [f"Rotation {markdown(kind)}: {what}."]
+    return [f"Rotation {as_markdown(kind)}: {what}."]
 
 
 def _recovery(report: Report) -> list[str]:
@@ -305,13 +305,13 @@ def _recovery(report: Report) -> list[str]:
     recovery, figures = report.recovery, recovery_figures(report.recovery, report.layers)
     if recovery is None or figures is None:
         return []
-    which = "" if figures.only is None else f"{'MLP' if figures.only == 'mlp' else markdown(figures.only)} "
-    where = "" if figures.layers is None else f" of layers {coded(figures.layers)}"
+    which = "" if figures.only is None else f"{'MLP' if figures.only == 'mlp' else as_markdown(figures.only)} "
+    where = "" if figures.layers is None else f" of layers {as_code(figures.layers)}"
     when = "each block right after it was pruned" if recovery.on_the_fly else "block by block after pruning"
     samples = "images" if figures.images else f"windows of {figures.window} tokens"
     sentences = [
         f"Recovered with {_LACO}: the {which}weights that pruning left{where} were trained towards the hidden states "
-        f"of {coded(recovery.dense.name)}, {when}, on {figures.samples} {samples}, {figures.held_out} of them held "
+        f"of {as_code(recovery.dense.name)}, {when}, on {figures.samples} {samples}, {figures.held_out} of them held "
         f"out, up to {figures.epochs} epochs at a learning rate of {figures.lr:.3g}. {figures.recovered} of "
         f"{figures.blocks} blocks have new weights; zeros stay zero."
     ]

@@ -4,8 +4,8 @@ from typing import Any
 
 import yaml
 
-from ckpt_prune.checkpoint.modules import MODULES
-from ckpt_prune.plain import plain
+from ckpt_prune.checkpoint.sentence_modules import MODULES
+from ckpt_prune.common.safe_text import escape_controls
 from ckpt_prune.report.model import Report, SourceCard
 
 _PIPELINES = {
@@ -63,4 +63,4 @@ def _plain(value: Any) -> Any:
         return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [_plain(inner) for inner in value]
-    return plain(value) if isinstance(value, str) else value
+    return escape_controls(value) if isinstance(value, str) else value

@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, Field, SerializerFunctionWrapHandler, model_serializer
 
-from ckpt_prune.checkpoint.modules import SentenceClass
-from ckpt_prune.filenames import ELSEWHERE
+from ckpt_prune.checkpoint.sentence_modules import SentenceClass
+from ckpt_prune.common.filenames import PRUNED_ELSEWHERE
+from ckpt_prune.common.records import Amount, Block, Count, Figure, FixedRecord, Record
 from ckpt_prune.job.records import (
     Cost,
     DepthRecord,
@@ -20,7 +21,6 @@ from ckpt_prune.job.records import (
     Origin,
     SiteRecord,
 )
-from ckpt_prune.records import Amount, Block, Count, Figure, Fixed, Record
 from ckpt_prune.recovery.record import RecoveredLayer
 
 UNKNOWN = "?"
@@ -47,7 +47,7 @@ class UsedRecipe(Record):
     @property
     def elsewhere(self) -> bool:
         """Whether another tool pruned, so that there was no recipe."""
-        return self.name == ELSEWHERE
+        return self.name == PRUNED_ELSEWHERE
 
     @property
     def damp(self) -> float | None:
@@ -56,7 +56,7 @@ class UsedRecipe(Record):
         return Record.read(mask).figure("damp") if isinstance(mask, dict) else None
 
 
-class SourceCard(Fixed):
+class SourceCard(FixedRecord):
     """What the model card of the source says, under the Hub's keys, as far as it holds of the output too."""
 
     license: str | None = None
@@ -71,7 +71,7 @@ class SourceCard(Fixed):
         return {key: value for key, value in handler(self).items() if value}
 
 
-class Source(Fixed):
+class Source(FixedRecord):
     """Which model: its Hub id or the name of its folder, `Checkpoint.fingerprint`, and what its card says."""
 
     name: str
@@ -84,7 +84,7 @@ class Source(Fixed):
         return {key: value for key, value in values.items() if key != "card" or value is not None}
 
 
-class Asked(Fixed):
+class Asked(FixedRecord):
     """What was asked for where the recipe was changed to reach it.
 
     Attributes:
@@ -96,7 +96,7 @@ class Asked(Fixed):
     digest: str
 
 
-class StrengthSearch(Fixed):
+class StrengthSearch(FixedRecord):
     """The λ that was chosen, and the calibration perplexity of every λ that was tried, by its text.
 
     A perplexity that was not finite is None.
@@ -106,7 +106,7 @@ class StrengthSearch(Fixed):
     perplexity: dict[str, Figure] = Field(default_factory=dict)
 
 
-class StoredAs(Fixed):
+class StoredAs(FixedRecord):
     """What the output is stored as.
 
     Attributes:
@@ -132,7 +132,7 @@ class StoredAs(Fixed):
         return {key: value for key, value in values.items() if key != "sentence_class" or value is not None}
 
 
-class Mask(Fixed):
+class Mask(FixedRecord):
     """Which weights were zeroed.
 
     Attributes:
@@ -155,7 +155,7 @@ class Mask(Fixed):
         return {key: value for key, value in values.items() if key not in optional or value is not None}
 
 
-class ImportanceMap(Fixed):
+class ImportanceMap(FixedRecord):
     """Where the importance of a weight lies, before and after it was rotated (DenoiseRotator, Figure 2).
 
     Attributes:
@@ -174,7 +174,7 @@ class ImportanceMap(Fixed):
     largest_after: Figure = None
 
 
-class Learned(Fixed):
+class Learned(FixedRecord):
     """The rotations of one block, or of all (block None): entropy of the importance in nats, and steps of training.
 
     `curve` has steps and the entropy there, as it was computed while training, at most so many that a plot needs. It is
@@ -195,7 +195,7 @@ class Learned(Fixed):
         return {key: value for key, value in values.items() if key not in ("curve", "map") or value}
 
 
-class Rotation(Fixed):
+class Rotation(FixedRecord):
     """What was rotated before the mask.
 
     Attributes:
@@ -211,7 +211,7 @@ class Rotation(Fixed):
     learned: list[Learned]
 
 
-class Perplexity(Fixed):
+class Perplexity(FixedRecord):
     """The perplexity of a model of which only the first blocks are recovered (LaCo, Figure 3).
 
     Attributes:
@@ -223,14 +223,14 @@ class Perplexity(Fixed):
     perplexity: Figure = None
 
 
-class Earlier(Fixed):
+class Earlier(FixedRecord):
     """The record of a recovery that this one followed."""
 
     recovery: "Recovery"
     layers: list[RecoveredLayer] | None = None
 
 
-class Recovery(Fixed):
+class Recovery(FixedRecord):
     """How blocks were recovered after they were pruned.
 
     Attributes:
@@ -261,7 +261,7 @@ class Recovery(Fixed):
         return {key: value for key, value in handler(self).items() if key in self.model_fields_set}
 
 
-class Adapters(Fixed):
+class Adapters(FixedRecord):
     """How a model was recovered as a whole: by LoRA, or by scales of its linear modules.
 
     Attributes:
@@ -310,7 +310,7 @@ class Adapters(Fixed):
         return {key: value for key, value in handler(self).items() if key not in idle or value is not None}
 
 
-class Latency(Fixed):
+class Latency(FixedRecord):
     """What an output takes beside the dense model, in milliseconds on the machine that pruned.
 
     Attributes:
@@ -329,7 +329,7 @@ class Latency(Fixed):
     measured: Figure = None
 
 
-class Stage(Fixed):
+class Stage(FixedRecord):
     """What one stage of the run took; of a resumed run, what was left of it.
 
     Attributes:
@@ -348,7 +348,7 @@ class Stage(Fixed):
     phases: dict[str, Figure] = Field(default_factory=dict)
 
 
-class Report(Fixed):
+class Report(FixedRecord):
     """What an output's `ckpt_prune.json` holds.
 
     Attributes:

@@ -4,12 +4,12 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from ckpt_prune.checkpoint.hub import near_folders
-from ckpt_prune.checkpoint.inputs import read_input
+from ckpt_prune.checkpoint.files import read_input
 from ckpt_prune.checkpoint.journal import refuse_unfinished
-from ckpt_prune.checkpoint.jsonfile import parse_object
-from ckpt_prune.errors import UserError
-from ckpt_prune.filenames import REPORT
+from ckpt_prune.checkpoint.json_files import parse_json_object
+from ckpt_prune.checkpoint.model_folder import suggest_folders
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.filenames import REPORT
 from ckpt_prune.job.records import PlanFile, SiteRecord
 from ckpt_prune.report.model import Report, UsedRecipe
 
@@ -41,7 +41,7 @@ def read_report_or_plan(path: Path) -> Report | AnyPlan:
     if file.name == REPORT:
         return _read_report(file)
     try:
-        values = parse_object(_bytes(file))
+        values = parse_json_object(_bytes(file))
         return AnyPlan.read(values) if "model_path" in values else Report.read(values)
     except ValueError as error:  # pydantic's are ValueErrors as well
         raise UserError(f"{file} is no plan ({_reason(error)}): {_WANTED}") from error
@@ -49,7 +49,7 @@ def read_report_or_plan(path: Path) -> Report | AnyPlan:
 
 def _read_report(file: Path) -> Report:
     try:
-        return Report.read(parse_object(_bytes(file)))
+        return Report.read(parse_json_object(_bytes(file)))
     except ValueError as error:
         raise UserError(f"{file} is damaged ({_reason(error)}): prune again") from error
 
@@ -58,7 +58,7 @@ def _bytes(file: Path) -> bytes:
     try:
         return read_input(file)
     except OSError as error:
-        meant = near_folders(str(file))
+        meant = suggest_folders(str(file))
         raise UserError(f"{file} cannot be read ({error.strerror}){meant}: {_WANTED}") from error
 
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from ckpt_prune.checkpoint.inputs import read_input
-from ckpt_prune.plain import plain
+from ckpt_prune.checkpoint.files import read_input
+from ckpt_prune.common.safe_text import escape_controls
 from ckpt_prune.recipe.yaml12 import read_yaml
 from ckpt_prune.report.model import SourceCard
 
@@ -56,7 +56,7 @@ def _line(value: Any) -> str | None:
         return "no"  # Norwegian, in YAML
     if not isinstance(value, str) or not value.strip() or len(value) > _LONGEST:
         return None
-    return plain(" ".join(value.split()))
+    return escape_controls(" ".join(value.split()))
 
 
 def _lines(value: Any) -> list[str]:

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 
 import torch
 
-from ckpt_prune.memory import peak
-from ckpt_prune.phases import phases_timed
+from ckpt_prune.common.memory import peak_bytes
+from ckpt_prune.common.phases import time_phases
 from ckpt_prune.report.model import Stage
 
 
@@ -29,7 +29,7 @@ class Stages:
         if cuda:
             torch.cuda.reset_peak_memory_stats(self._device)
         start = time.perf_counter()
-        with phases_timed() as phases:
+        with time_phases() as phases:
             yield
         if cuda:
             torch.cuda.synchronize(self._device)
@@ -37,7 +37,7 @@ class Stages:
             Stage(
                 name=name,
                 seconds=round(time.perf_counter() - start, 3),
-                peak_bytes=peak(),
+                peak_bytes=peak_bytes(),
                 device_peak_bytes=torch.cuda.max_memory_allocated(self._device) if cuda else None,
                 phases={name: round(seconds, 4) for name, seconds in phases.seconds.items()},
             )

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from ckpt_prune.checkpoint.units import counted
+from ckpt_prune.common.formatting import plural
 from ckpt_prune.evaluation.comparing import BlockComparison, Comparison
 from ckpt_prune.reporting.charts import Point, Series, Style
 from ckpt_prune.reporting.escaping import text
@@ -37,8 +37,8 @@ def verdict(found: Comparison) -> str:
     """What the outputs are apart, in a line."""
     what = "KL divergence of the outputs" if found.logits else "relative error of the last hidden states"
     unit = " nats" if found.logits else ""
-    of = counted(found.samples, "sample")
-    return f"{what} {found.divergence:.4g}{unit}, mean over {of} of {counted(found.tokens, 'token')}"
+    of = plural(found.samples, "sample")
+    return f"{what} {found.divergence:.4g}{unit}, mean over {of} of {plural(found.tokens, 'token')}"
 
 
 def rows(found: Comparison) -> list[list[str]]:

@@ -3,10 +3,10 @@
 import re
 from html import escape
 
-from ckpt_prune.plain import OBEYED
+from ckpt_prune.common.safe_text import CONTROL_CHARACTERS
 
 # XML has no controls, no halves of surrogate pairs (JSON can hold them) and no non-characters.
-_IMPOSSIBLE = re.compile(f"{OBEYED.pattern}|[\ufffe\uffff]")
+_IMPOSSIBLE = re.compile(f"{CONTROL_CHARACTERS.pattern}|[\ufffe\uffff]")
 
 
 def text(value: str) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from importlib import resources
 
-from ckpt_prune.checkpoint.units import human_bytes, human_count
+from ckpt_prune.common.formatting import human_bytes, human_count
 from ckpt_prune.job.records import FactoredLinear, HeadErrors, MaskedLinear, SiteRecord
 from ckpt_prune.recovery.record import RecoveredLayer
 from ckpt_prune.report.depth import depth_lines, named

@@ -3,8 +3,8 @@
 import os
 from pathlib import Path
 
-from ckpt_prune.checkpoint.places import place_of
-from ckpt_prune.errors import UserError
+from ckpt_prune.checkpoint.files import check_place
+from ckpt_prune.common.errors import UserError
 
 MARKER = '<meta name="generator" content="ckpt-prune report">'
 """By which a page of this tool is known."""
@@ -16,7 +16,7 @@ def check_page(out: Path, overwrite: bool) -> None:
     Raises:
         UserError: its folder is not there, or there is something already.
     """
-    place_of(out)
+    check_place(out)
     if not os.path.lexists(out):
         return
     if not overwrite:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ckpt_prune.common.records import Record
 from ckpt_prune.job.records import FactoredLinear, MaskedLinear, SiteRecord
-from ckpt_prune.records import Record
 from ckpt_prune.recovery.record import RecoveredLayer
 from ckpt_prune.report.figures import inputs_of, kind_of, relative_floor
 from ckpt_prune.report.model import Learned, Perplexity

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ckpt_prune.architectures.family import KINDS, Family
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.checkpoint.finite import all_finite
-from ckpt_prune.checkpoint.reading import Checkpoint
-from ckpt_prune.errors import UserError
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.finite import all_finite
 from ckpt_prune.job.layout import Added
 from ckpt_prune.rotations.absorbing import gains, residual_of, without_mean
 

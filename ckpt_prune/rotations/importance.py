@@ -27,8 +27,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ckpt_prune.checkpoint.finite import all_finite
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.finite import all_finite
 from ckpt_prune.job.names import Backbone
 from ckpt_prune.sparsity.damping import DAMP, SingularHessianError, damped_cholesky, live_mean
 

@@ -19,14 +19,14 @@ from ckpt_prune.calibration.kinds import SpaceMoments, inputs_of
 from ckpt_prune.calibration.moments import total
 from ckpt_prune.calibration.outside import ReadTensors
 from ckpt_prune.calibration.sources import MomentSource
-from ckpt_prune.checkpoint.reading import read_tensors
+from ckpt_prune.checkpoint.checkpoint import read_tensors
 from ckpt_prune.checkpoint.shard import read_header
 from ckpt_prune.checkpoint.staging import disk_failures
-from ckpt_prune.checkpoint.writing import CheckpointWriter, check_room
-from ckpt_prune.errors import UserError
-from ckpt_prune.filenames import ROTATIONS
+from ckpt_prune.checkpoint.writer import CheckpointWriter, check_free_space
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.filenames import ROTATIONS
+from ckpt_prune.common.progress import Meter, meter
 from ckpt_prune.job.names import Backbone, RotationKind
-from ckpt_prune.progress import Meter, meter
 from ckpt_prune.rotations.absorbing import fused, residual_of, sides, unnormed, value_lines
 from ckpt_prune.rotations.importance import Side, Term, importance, sensitivity
 from ckpt_prune.rotations.maps import importance_map
@@ -304,7 +304,7 @@ class Learner:
         with disk_failures(scratch):
             scratch.mkdir(exist_ok=True)
             if not keep:
-                check_room(scratch, 4 * inputs)
+                check_free_space(scratch, 4 * inputs)
             folder = Path(tempfile.mkdtemp(prefix=".ckpt-prune-rotation-", dir=scratch))
         try:
             yield _Terms(self, folder, keep)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.shard import TensorInfo
 from ckpt_prune.rotations.sliced import SlicedCheckpoint
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ckpt_prune.architectures.family import KINDS
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import is_stored_buffer
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.layout import Added
 from ckpt_prune.job.names import RotationKind
 from ckpt_prune.rotations.absorbed import AbsorbedCheckpoint

@@ -12,7 +12,7 @@ from ckpt_prune.architectures.blocks import module_paths
 from ckpt_prune.architectures.family import KINDS
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.sublayers import Sublayer, sublayers
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.layout import Added
 from ckpt_prune.job.names import SlicingKind
 from ckpt_prune.modeling_pruned import SKIPS, Slicing

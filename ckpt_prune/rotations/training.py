@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ckpt_prune.checkpoint.finite import all_finite
+from ckpt_prune.common.finite import all_finite
 from ckpt_prune.job.names import Backbone, RetractionName
 from ckpt_prune.rotations.importance import Term, objective
 from ckpt_prune.rotations.orthogonal import METHODS, Rotator, clipped, identity, near_identity, orthonormalised, rotator

@@ -2,14 +2,14 @@
 
 from ckpt_prune.architectures.family import DATA_OPTIONS
 from ckpt_prune.architectures.model import Model
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.containers.checking import check_source, check_stock
-from ckpt_prune.errors import UserError
 from ckpt_prune.job.job import Job
 from ckpt_prune.job.plan import Plan
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.stage import Stage
-from ckpt_prune.parallel.group import here
+from ckpt_prune.parallel.group import process_group
 from ckpt_prune.report.reading import report_of
 from ckpt_prune.rotations.rotated import CONFIG_KEY
 from ckpt_prune.rotations.sliced import SLICING_KEY
@@ -96,7 +96,7 @@ def check_together(job: Job) -> None:
     Raises:
         UserError: the recipe is for one process, or model, data or job differ.
     """
-    group, recipe = here(), job.recipe
+    group, recipe = process_group(), job.recipe
     for stage in stages_of(recipe) if group.size > 1 else []:
         does = stage.alone(recipe)
         if does is not None:

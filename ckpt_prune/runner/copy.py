@@ -1,9 +1,9 @@
 """A copy of a checkpoint with other values in its blocks: what recovery writes."""
 
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.checkpoint.writing import CheckpointWriter
+from ckpt_prune.checkpoint.writer import CheckpointWriter
+from ckpt_prune.common.filenames import ROTATIONS
 from ckpt_prune.containers.container import Container
-from ckpt_prune.filenames import ROTATIONS
 from ckpt_prune.job.layout import layout_of, with_rest
 from ckpt_prune.job.model_view import ModelView
 from ckpt_prune.job.run import Run

@@ -17,11 +17,11 @@ from ckpt_prune.calibration.choosing import DEFAULT_WINDOWS
 from ckpt_prune.calibration.kinds import Collect
 from ckpt_prune.calibration.measure import statistics_bytes
 from ckpt_prune.calibration.samples import Part, Samples, TokenWindows
-from ckpt_prune.checkpoint.units import duration, human_bytes
+from ckpt_prune.common.formatting import format_duration, human_bytes
+from ckpt_prune.common.memory import resident_bytes
 from ckpt_prune.job.job import Job
 from ckpt_prune.job.model_view import ModelView
 from ckpt_prune.job.plan import Plan
-from ckpt_prune.memory import resident
 from ckpt_prune.runner.run_job import preview_job
 
 WORTH_SAYING = 20.0
@@ -51,7 +51,7 @@ class Estimate:
     @property
     def line(self) -> str:
         """The estimate in words."""
-        spent = "" if self.seconds is None else f"about {duration(self.seconds)}, "
+        spent = "" if self.seconds is None else f"about {format_duration(self.seconds)}, "
         return f"{spent}{human_bytes(self.peak_bytes)} of memory and {human_bytes(self.disk_bytes)} of disk"
 
     @property
@@ -176,4 +176,4 @@ def _peak(model: Model, samples: int, tokens: int, dtype: torch.dtype) -> int:
     block = sum(model.checkpoint.tensors[name].nbytes for name in names)
     widest = max(model.checkpoint.tensors[name].shape[-1] for name in names)
     states = samples * tokens * model.dimension("hidden") * dtype.itemsize
-    return (resident() or 0) + LIBRARIES + 2 * block + states + 5 * 8 * widest**2
+    return (resident_bytes() or 0) + LIBRARIES + 2 * block + states + 5 * 8 * widest**2

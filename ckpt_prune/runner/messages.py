@@ -10,16 +10,16 @@ from ckpt_prune.architectures.composite import load_composite
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.spaces import SpaceName, first_of_experts
 from ckpt_prune.calibration.choosing import DEFAULT_WINDOWS, MOST_IMAGES
-from ckpt_prune.checkpoint.units import counted, human_bytes, human_count
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.formatting import human_bytes, human_count, plural
 from ckpt_prune.containers.choosing import whole_spaces
-from ckpt_prune.devices import multiplies_bfloat16
-from ckpt_prune.errors import UserError
 from ckpt_prune.job.decisions import multiple_of, rounding_of
 from ckpt_prune.job.plan import Plan
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.selection import units_kept
 from ckpt_prune.job.sizes import TargetSize, size_words
+from ckpt_prune.parallel.devices import multiplies_bfloat16
 from ckpt_prune.recipe.shipped import DEFAULT_RECIPE, WIDER_CHOICE
 from ckpt_prune.report.reading import report_of
 from ckpt_prune.sparsity.patterns import mask_words
@@ -65,7 +65,7 @@ def messages(prepared: Prepared) -> list[str]:
     first, family = prepared.model.spaced.start, prepared.model.family
     if recipe.has("mask") and first:
         found.append(
-            f"the mask leaves {counted(first, 'block')} before the others as they are ({family.leading} in "
+            f"the mask leaves {plural(first, 'block')} before the others as they are ({family.leading} in "
             "config.json): one mlp stands there in place of experts"
         )
     rotation = recipe.get(Rotation)
@@ -101,7 +101,7 @@ def ignored_words(model: Model) -> str:
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     numbers = sum(info.numel for info in model.checkpoint.ignored.values())
     return (
-        f"transformers' {model.family.architecture} does not load {counted(len(names), 'tensor')} "
+        f"transformers' {model.family.architecture} does not load {plural(len(names), 'tensor')} "
         f"({human_count(numbers)} numbers; {', '.join(names[:_NAMED])}{more})"
     )
 
@@ -209,7 +209,7 @@ def coarse_lines(model: Model, recipe: Recipe) -> Iterable[str]:
             which = "the next size" if found.other > found.dropped else "the size before"
             beside = f"{which} drops {found.other or 'none'} (ratio {found.ratio:g})"
         yield (
-            f"{name}: {counted(units, 'unit')} per block{in_steps}, so a ratio of {found.asked:g} "
+            f"{name}: {plural(units, 'unit')} per block{in_steps}, so a ratio of {found.asked:g} "
             f"drops {drops}; {beside}{'' if found.dropped else _inside(model, recipe, space)}"
         )
 
@@ -248,8 +248,8 @@ def unmeasured_lines(prepared: Prepared) -> Iterable[str]:
         yield f"to be measured: {what}; give {option} for it ({most}, unless you say --samples){others}"
     else:
         samples = prepared.live.samples
-        windows = f"{counted(len(samples), 'window')} of {samples.tokens} tokens"
-        count = counted(len(samples), "image") if images else windows
+        windows = f"{plural(len(samples), 'window')} of {samples.tokens} tokens"
+        count = plural(len(samples), "image") if images else windows
         yield f"to be measured first: {what}, on {count} of {prepared.live.source}"
     if prepared.foreseen and depth is None and hidden is None and not recipe.has("low_rank"):
         yield (

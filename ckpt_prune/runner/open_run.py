@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
-from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.checkpoint.folder_kinds import OUTPUT_KIND, FolderKind, WantedNames
 from ckpt_prune.checkpoint.staging import Staging, refuse_overlap
-from ckpt_prune.checkpoint.written import OUTPUT, Kind, Wants
 from ckpt_prune.job.run import Announce, Run
-from ckpt_prune.parallel.group import here
+from ckpt_prune.parallel.group import process_group
 from ckpt_prune.report.stages import Stages
 from ckpt_prune.runner.publish import publish_complete
 from ckpt_prune.runner.resuming import announce_resumed, finished
@@ -23,13 +23,13 @@ def open_run(
     sources: Sequence[Checkpoint],
     *,
     device: torch.device,
-    wants: Wants,
+    wants: WantedNames,
     doing: str,
     blocks: int,
     resume: bool,
     overwrite: bool,
     announce: Announce,
-    kind: Kind = OUTPUT,
+    kind: FolderKind = OUTPUT_KIND,
 ) -> Iterator[Run]:
     """Enter the staging folder of a run. `Run.report` is set if an earlier run has done everything.
 
@@ -51,7 +51,7 @@ def open_run(
     Raises:
         UserError: the place will not do, or a source holds values that are not finite.
     """
-    group = here()
+    group = process_group()
     for source in sources:
         refuse_overlap(source.path, out)
     report = group.once(lambda: finished(out, job, announce) if resume and not overwrite else None)
@@ -68,7 +68,7 @@ def open_run(
                 source.check_finite()
         return staging
 
-    staging = group.at_first(begin)
+    staging = group.on_first(begin)
     with nullcontext() if staging is None else staging:
         run = Run(out, staging, Stages(device), announce)
         run.report = group.once(

@@ -9,11 +9,11 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.image_processor import load_processor
 from ckpt_prune.calibration.leaping import Leaps
 from ckpt_prune.calibration.text import load_tokenizer, token_stream
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.filenames import REPORT
 from ckpt_prune.containers.checking import check_source, check_stock, check_stored
 from ckpt_prune.containers.container import stored_container
 from ckpt_prune.containers.remote import RANKS_KEY
-from ckpt_prune.errors import UserError
-from ckpt_prune.filenames import REPORT
 from ckpt_prune.job.names import RotationKind
 from ckpt_prune.report.model import Report
 from ckpt_prune.rotations.learning import RotationSizes, WrittenRotations

@@ -5,16 +5,16 @@ from importlib.resources import files
 from pathlib import Path
 
 from ckpt_prune.architectures.part import composite_config
+from ckpt_prune.checkpoint.checkpoint import CONFIG, Checkpoint
 from ckpt_prune.checkpoint.digests import sha256_files
-from ckpt_prune.checkpoint.jsonfile import pretty
-from ckpt_prune.checkpoint.reading import CONFIG, Checkpoint
-from ckpt_prune.checkpoint.staging import Staging, write_whole
-from ckpt_prune.checkpoint.writing import CheckpointWriter
-from ckpt_prune.checkpoint.written import SHADOWS, Wants
+from ckpt_prune.checkpoint.folder_kinds import WEIGHT_NAMES, WantedNames
+from ckpt_prune.checkpoint.json_files import pretty_json
+from ckpt_prune.checkpoint.staging import Staging, write_atomically
+from ckpt_prune.checkpoint.writer import CheckpointWriter
+from ckpt_prune.common.filenames import GRAPH_FOLDER, GRAPH_RECORD, REPORT, ROTATIONS
 from ckpt_prune.containers.container import Container
 from ckpt_prune.containers.remote import REMOTE_MODULE
 from ckpt_prune.containers.side_files import carried, side_files, top_names
-from ckpt_prune.filenames import GRAPH_FOLDER, GRAPH_RECORD, REPORT, ROTATIONS
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.run import Announce, say_nothing
 from ckpt_prune.modeling_pruned import REFUSAL, WEIGHTS_KEY
@@ -84,8 +84,8 @@ def replace_record(out: Path, report: Report) -> None:
     Raises:
         UserError: they cannot be written.
     """
-    write_whole(out / _CARD, model_card(report))
-    write_whole(out / REPORT, pretty(report.data()))
+    write_atomically(out / _CARD, model_card(report))
+    write_atomically(out / REPORT, pretty_json(report.data()))
 
 
 def publish_complete(staging: Staging, announce: Announce) -> Report:
@@ -110,7 +110,7 @@ def _announce_stale(out: Path, kept: Iterable[str], announce: Announce) -> None:
             announce(f"{out / name} was exported from the output that is replaced: export it again")
 
 
-def wanted_names(source: Checkpoint, recipe: Recipe | None = None) -> Wants:
+def wanted_names(source: Checkpoint, recipe: Recipe | None = None) -> WantedNames:
     """Names that an output will have: shards, and what is no tensor.
 
     Args:
@@ -122,4 +122,4 @@ def wanted_names(source: Checkpoint, recipe: Recipe | None = None) -> Wants:
         made.add(ROTATIONS)
     if recipe is not None and recipe.has("export"):
         made.add(GRAPH_FOLDER)
-    return top_names(side_files(source.path)) | SHADOWS | dict.fromkeys(made)
+    return top_names(side_files(source.path)) | WEIGHT_NAMES | dict.fromkeys(made)

@@ -9,17 +9,17 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.choosing import chosen_samples, fresh_samples
 from ckpt_prune.calibration.states import Allocate, StateMemory
 from ckpt_prune.calibration.statistics import Statistics
-from ckpt_prune.checkpoint.places import place_of
+from ckpt_prune.checkpoint.files import check_place
 from ckpt_prune.checkpoint.staging import check_output, partial_of, refuse_overlap
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.containers.checking import check_source
 from ckpt_prune.containers.opening import Opening, open_model
-from ckpt_prune.devices import computed_in, resolve_device
-from ckpt_prune.errors import UserError
 from ckpt_prune.job.job import Job, LiveSamples, RecoverySamples
 from ckpt_prune.job.plan import Plan, read_plan
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.options import PlanOptions, PruneOptions, SampleOptions, has_data
-from ckpt_prune.parallel.group import here
+from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
+from ckpt_prune.parallel.group import process_group
 from ckpt_prune.recipe.places import RecipeFile
 from ckpt_prune.runner.checks import check_again, check_planned
 from ckpt_prune.runner.plan import check_plannable
@@ -83,7 +83,7 @@ def check_plan_place(out: Path, *, overwrite: bool) -> None:
             read_plan(out)
         except UserError as error:
             raise UserError(f"{out} exists and is not a plan: it is not overwritten") from error
-    place_of(out)
+    check_place(out)
 
 
 def read_job(options: PruneOptions, chosen: ChosenRecipe, model: Model, say: Callable[[str], None]) -> Job:
@@ -100,7 +100,7 @@ def read_job(options: PruneOptions, chosen: ChosenRecipe, model: Model, say: Cal
     """
     recipe, plan = chosen.recipe, chosen.plan
     files = [_file(each) for each in (options.recipe, options.plan) if isinstance(each, str | Path)]
-    here().at_first(
+    process_group().on_first(
         lambda: check_output(
             model.checkpoint.path,
             options.output,
@@ -167,7 +167,7 @@ def _live(
     if folds > len(samples):
         raise UserError(f"{folds} folds of {len(samples)} samples: every fold needs at least one")
     source = ", ".join(map(str, options.text)) or str(options.images or options.audio)
-    dtype = computed_in(options.compute_dtype, chosen.device, model.dtype)
+    dtype = resolve_compute_dtype(options.compute_dtype, chosen.device, model.dtype)
     return LiveSamples(samples, folds, dtype, allocate, options.seed, source)
 
 
@@ -232,7 +232,7 @@ def training_dtype(
     """
     if options.compute_dtype == "float16":
         raise UserError("--compute-dtype float16: gradients underflow in it; recovery runs in float32 or bfloat16")
-    return computed_in(options.compute_dtype, device, stored if method == "scales" else torch.float32)
+    return resolve_compute_dtype(options.compute_dtype, device, stored if method == "scales" else torch.float32)
 
 
 def asked_after(after: str | None, model: Model) -> frozenset[int]:

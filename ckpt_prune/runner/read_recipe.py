@@ -5,13 +5,13 @@ from pathlib import Path
 
 import torch
 
-from ckpt_prune.devices import resolve_device
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.plan import Plan, read_plan
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.records import Origin
 from ckpt_prune.job.sizes import asked_size
 from ckpt_prune.options import PruneOptions, RecipeOptions, has_data
+from ckpt_prune.parallel.devices import resolve_device
 from ckpt_prune.recipe.places import RecipeFile, locate_recipe
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.recipe.shipped import DEFAULT_RECIPE

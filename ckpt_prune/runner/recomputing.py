@@ -9,13 +9,13 @@ from torch import Tensor
 
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.statistics import Statistics
-from ckpt_prune.checkpoint.reading import Checkpoint
-from ckpt_prune.checkpoint.units import counted
-from ckpt_prune.errors import UserError
-from ckpt_prune.filenames import REPORT
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.filenames import REPORT
+from ckpt_prune.common.formatting import plural
+from ckpt_prune.common.progress import track
 from ckpt_prune.job.job import Job
 from ckpt_prune.job.recipe import Recipe
-from ckpt_prune.progress import track
 from ckpt_prune.report.model import Report
 from ckpt_prune.report.reading import report_of
 from ckpt_prune.runner.checks import stages_of
@@ -73,7 +73,7 @@ def recomputed(folder: Path, dense: Path, statistics: Path) -> tuple[bool | None
                 return False, f"{name} is not what the recipe makes of the source: {off:.2g} of its largest value away"
             largest = max(largest, off)
     same = "bit for bit" if largest == 0 else f"{largest:.2g} of a tensor's largest value away at most"
-    return True, f"{counted(len(chosen), 'block')} of {count} computed again: {same}"
+    return True, f"{plural(len(chosen), 'block')} of {count} computed again: {same}"
 
 
 def _not_by_blocks(report: Report, made_from: object) -> str | None:
@@ -103,7 +103,7 @@ def _recipe(report: Report) -> Recipe:
 
 def _as_read(out: Checkpoint, model: Model) -> Checkpoint:
     """The output's tensors as the dense model's are read."""
-    return out.called(model.checkpoint.aliases).turned(model.checkpoint.transposed).split(model.checkpoint.stacks)
+    return out.rename(model.checkpoint.aliases).transpose(model.checkpoint.transposed).split(model.checkpoint.stacks)
 
 
 def away(ours: Tensor, made: Tensor) -> float:

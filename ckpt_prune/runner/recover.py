@@ -18,7 +18,7 @@ from ckpt_prune.containers.container import Container, container_of
 from ckpt_prune.job.model_view import ModelView
 from ckpt_prune.job.run import Announce, say_nothing
 from ckpt_prune.job.walk import walk
-from ckpt_prune.parallel.group import here
+from ckpt_prune.parallel.group import process_group
 from ckpt_prune.recovery.recoverer import Recoverer
 from ckpt_prune.recovery.training import Split
 from ckpt_prune.report.model import Report
@@ -114,8 +114,8 @@ class PreparedRecovery:
         """What recovers blocks, at the first one."""
         request = self.request
         split = Split.of(len(request.samples), request.settings.held_out)
-        how: dict[str, Any] = {"allocate": request.allocate, "group": here()}
-        sizes = split.sizes(request.settings, here())
+        how: dict[str, Any] = {"allocate": request.allocate, "group": process_group()}
+        sizes = split.sizes(request.settings, process_group())
         pruned = self.pruned.stream(request.samples, request.compute_dtype, sizes=sizes, **how)
         dense = self.dense.stream(request.samples, request.compute_dtype, **how)
         return Recoverer(
@@ -186,7 +186,7 @@ def recover(
     """
     request = settled.request
     pruned, dense = request.pruned.checkpoint, request.dense.checkpoint
-    group = here()
+    group = process_group()
     group.check_enough(len(request.samples))
     group.agree(
         {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from ckpt_prune.checkpoint.written import OUTPUT
+from ckpt_prune.checkpoint.folder_kinds import OUTPUT_KIND
 from ckpt_prune.job.run import Announce
 from ckpt_prune.job.step import Step, Tensors
 from ckpt_prune.job.walk import walk
@@ -66,7 +66,7 @@ def recover_by_scales(settled: PreparedRecovery, out: Path, *, overwrite: bool, 
         resume=False,
         overwrite=overwrite,
         announce=announce,
-        kind=replace(OUTPUT, left="asked"),
+        kind=replace(OUTPUT_KIND, unfinished="asked"),
     ) as run:
         if settled.doubt is not None:
             announce(settled.doubt)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.staging import Staging, complete_swap, partial_of
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.run import Announce
 from ckpt_prune.report.model import Report
 from ckpt_prune.report.reading import report_of

@@ -7,7 +7,7 @@ from ckpt_prune.job.job import Job
 from ckpt_prune.job.prepared import Prepared, begin
 from ckpt_prune.job.run import Announce, Run, say_nothing
 from ckpt_prune.job.walk import Records, read_records, walk
-from ckpt_prune.parallel.group import here
+from ckpt_prune.parallel.group import process_group
 from ckpt_prune.report.model import Report
 from ckpt_prune.runner.checks import check_data, check_fit, check_together, check_training, stages_of
 from ckpt_prune.runner.open_run import open_run
@@ -108,7 +108,7 @@ def run_job(
                 check_fit(prepared)
         # Every process decides by itself, from what the first one has measured.
         prepared = plan_output(prepared)
-        here().agree({"choice of widths": prepared.widths})
+        process_group().agree({"choice of widths": prepared.widths})
 
         # 4. Every file, name, dtype and shape of the output is known before the first tensor is made.
         run.open_store(prepared)
@@ -121,7 +121,7 @@ def run_job(
             stage.after_blocks(prepared, run)
 
         # 6. Config, report and card; then the folder takes its place, whole or not at all.
-        return Done(prepared, here().once(lambda: _publish(prepared, records, run)))
+        return Done(prepared, process_group().once(lambda: _publish(prepared, records, run)))
 
 
 def write_blocks(prepared: Prepared, run: Run) -> Records:
@@ -133,7 +133,7 @@ def write_blocks(prepared: Prepared, run: Run) -> Records:
             step = stage.step(prepared, run)
             if step is not None:
                 run.steps[stage.key] = step
-        if here().once(lambda: any(stage.rewrites_blocks(run) for stage in stages)):
+        if process_group().once(lambda: any(stage.rewrites_blocks(run) for stage in stages)):
             # Blocks may be half rewritten, and only what was done to them is still asked for.
             records = read_records(prepared.model, run.steps, store)
         else:

@@ -2,7 +2,7 @@
 
 from ckpt_prune.calibration.sources import CachedMoments
 from ckpt_prune.calibration.statistics import Statistics
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.stages.spaces.pruner import AtSite
 from ckpt_prune.stages.spaces.solvers import SOLVERS

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ckpt_prune.checkpoint.finite import all_finite
+from ckpt_prune.common.finite import all_finite
 from ckpt_prune.sparsity.damping import DAMP, MOST_DAMP, SingularHessianError, damped_cholesky, dampings
 
 PANEL = 128

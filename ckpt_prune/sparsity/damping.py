@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 
 DAMP = 0.01
 """SparseGPT's default damping, as a share of the mean diagonal."""

@@ -8,8 +8,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from ckpt_prune.checkpoint.reading import Checkpoint
-from ckpt_prune.progress import track
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.common.progress import track
 
 PATTERNS = {"1:4": (1, 4), "2:4": (2, 4), "4:8": (4, 8)}
 """Patterns N:M that are looked for, the tightest first: of every M consecutive weights of a row at most N stay."""

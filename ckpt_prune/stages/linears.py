@@ -1,7 +1,7 @@
 """What stages that work on every linear module, rather than on spaces, ask of statistics."""
 
 from ckpt_prune.calibration.statistics import Statistics
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.prepared import Prepared
 
 

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import parse_config
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.filenames import ROTATIONS
 from ckpt_prune.containers.choosing import REMOTE, choose_container, remote_note
 from ckpt_prune.containers.container import Container, Ranks, Widths
-from ckpt_prune.errors import UserError
-from ckpt_prune.filenames import ROTATIONS
 from ckpt_prune.job.cost import cost_of
 from ckpt_prune.job.decisions import Decisions
 from ckpt_prune.job.layout import Layout, layout_of, plan_layout

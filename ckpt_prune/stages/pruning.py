@@ -1,9 +1,9 @@
 """The step of stages that prune blocks by moments."""
 
+from ckpt_prune.common.phases import phase
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.stage import Stage
 from ckpt_prune.job.step import PruneStep
-from ckpt_prune.phases import phase
 from ckpt_prune.stages.moments import open_moments
 
 

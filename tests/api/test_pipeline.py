@@ -10,8 +10,8 @@ import pytest
 import ckpt_prune
 from ckpt_prune.api.prune import GraphFailedError
 from ckpt_prune.calibration.statistics import Statistics
-from ckpt_prune.parallel.group import here
-from ckpt_prune.progress import Notices
+from ckpt_prune.common.progress import Notices
+from ckpt_prune.parallel.group import process_group
 from tests.cli.running import TEXT, ok, read_json, same_files
 from tests.graphs import traced_for_others
 from tests.parallel.threads import in_threads
@@ -111,7 +111,7 @@ def test_of_several_processes_one_makes_the_graph_and_pushes(place, monkeypatch)
 
     def record(what: str) -> Callable[..., SimpleNamespace]:
         def once(*_args: object, **_options: object) -> SimpleNamespace:
-            done.append((what, here().size))
+            done.append((what, process_group().size))
             return SimpleNamespace(passed=True)
 
         return once

@@ -12,7 +12,7 @@ import pytest
 
 import ckpt_prune
 from ckpt_prune import UserError
-from ckpt_prune.errors import named
+from ckpt_prune.common.errors import to_user_error
 from tests.cli.running import refused
 
 VERBS = [
@@ -167,7 +167,7 @@ def test_values_that_mean_nothing_are_named(place, verb, given, message):
 )
 def test_a_text_that_is_not_there_is_told_before_anything_is_loaded(place, monkeypatch, words):
     monkeypatch.setattr("ckpt_prune.containers.opening.open_model", lambda *_a, **_k: pytest.fail("loaded"))
-    monkeypatch.setattr("ckpt_prune.checkpoint.hub.resolve", lambda *_a, **_k: pytest.fail("loaded"))
+    monkeypatch.setattr("ckpt_prune.checkpoint.model_folder.resolve_model", lambda *_a, **_k: pytest.fail("loaded"))
     assert refused(*words, "--text", "calib.txt", "--text", "clib.txt") == "clib.txt: no such text file"
 
 
@@ -178,4 +178,4 @@ def test_what_the_system_says_is_a_user_error():
     assert str(found.value) == f"{'x' * 300}: File name too long; give another path or mend this one"
     assert ckpt_prune.plan is ckpt_prune.plan
     assert ckpt_prune.plan.__name__ == "plan"
-    assert str(named(OSError("cannot\nread"))) == "cannot read; look at the disk and the files that were named"
+    assert str(to_user_error(OSError("cannot\nread"))) == "cannot read; look at the disk and the files that were named"

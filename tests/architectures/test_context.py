@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ckpt_prune.architectures.context import context_length, reserved_positions
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.runner.checks import check_spaces
 from tests.contract.dense import Dense, spaces_recipe
 from tests.contract.models import Case

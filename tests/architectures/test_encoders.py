@@ -10,9 +10,9 @@ from ckpt_prune.architectures.fitting import fitting_family
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import Names, build_skeleton, parse_config
 from ckpt_prune.architectures.supported import family_of
-from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.containers.checking import check_source
-from ckpt_prune.errors import UserError
 from tests.encoders import BLOCKS, HIDDEN, VARIANTS, edit_files, make, stock
 from tests.pairs import every
 

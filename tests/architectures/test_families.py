@@ -23,8 +23,8 @@ from ckpt_prune.architectures.skeleton import (
     ties_of,
 )
 from ckpt_prune.architectures.supported import family_of
-from ckpt_prune.checkpoint.reading import Checkpoint
-from ckpt_prune.errors import UserError
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.common.errors import UserError
 from tests.families import SIZES, VARIANTS, make, model_of, stock
 
 KNOWN = ", ".join(known_families())

@@ -7,7 +7,7 @@ import pytest
 
 from ckpt_prune.architectures.descriptions import OUTSIDE_KEY, described, family_from, load_family
 from ckpt_prune.architectures.proving import prove
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from tests.contract.models import ALIKE, CASES, Case, first_cases
 
 

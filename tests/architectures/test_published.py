@@ -17,7 +17,7 @@ from ckpt_prune.architectures.composite import load_composite
 from ckpt_prune.architectures.descriptions import known_families
 from ckpt_prune.architectures.hypothetical import checkpoint_of_config
 from ckpt_prune.architectures.part import part_of
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.verify import verify
 from ckpt_prune.job.cost import cost_of
 from ckpt_prune.job.names import RotationKind

@@ -11,7 +11,7 @@ import pytest
 from ckpt_prune.benchmarking import pool
 from ckpt_prune.benchmarking.messages import Memory, Ready, Seat
 from ckpt_prune.benchmarking.pool import Worker, how_it_ended, workers
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from tests.benchmarking import targets
 from tests.forked import wait_gone
 from tests.pairs import every

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ckpt_prune.benchmarking.worker import _reason
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from ckpt_prune.calibration import readout
 from ckpt_prune.calibration.fisher import Fisher, measure_fisher
 from ckpt_prune.calibration.samples import Part, Samples
 from ckpt_prune.calibration.states import StateMemory
-from ckpt_prune.checkpoint.reading import Checkpoint
-from ckpt_prune.errors import UserError
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.common.errors import UserError
 from tests import encoders, families
 from tests.families import BLOCKS
 from tests.oracles import effects as oracle

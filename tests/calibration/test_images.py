@@ -16,7 +16,7 @@ from transformers.utils import is_torchvision_available
 from ckpt_prune.calibration.image_files import ImageFiles, choose_images, find_images
 from ckpt_prune.calibration.image_processor import load_processor
 from ckpt_prune.calibration.images import ImageSamples
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from tests.images import ID2LABEL, MEAN, PROCESSOR, SIZE, STD, write_csv, write_image, write_images, write_processor
 
 

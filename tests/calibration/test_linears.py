@@ -16,7 +16,7 @@ from ckpt_prune.calibration.sources import CachedMoments
 from ckpt_prune.calibration.statistics import Statistics, add_block, check_addable
 from ckpt_prune.calibration.statistics_files import INDEX
 from ckpt_prune.calibration.streams import fold_slices
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from tests import families
 from tests.encoders import calibrate
 from tests.families import BLOCKS

@@ -16,7 +16,7 @@ from ckpt_prune.calibration import readout as module
 from ckpt_prune.calibration.blocks import BlockFactory
 from ckpt_prune.calibration.readout import Readout, kl_divergence, relative_error
 from ckpt_prune.calibration.streams import HiddenStream
-from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from tests import encoders, families
 from tests.encoders import BLOCKS, HIDDEN
 from tests.oracles import effects as oracle

@@ -11,8 +11,8 @@ import torch
 
 from ckpt_prune.calibration import states as module
 from ckpt_prune.calibration.states import StateMemory, in_memory
-from ckpt_prune.checkpoint.units import human_bytes
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.formatting import human_bytes
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 

@@ -12,9 +12,9 @@ from ckpt_prune.calibration import measure as measure_module
 from ckpt_prune.calibration.measure import add, statistics_bytes
 from ckpt_prune.calibration.statistics import Statistics, StatisticsIndex, add_index, with_effects
 from ckpt_prune.calibration.text import text_fingerprint
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.digests import tokenizer_fingerprint
-from ckpt_prune.checkpoint.reading import Checkpoint
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from tests.families import BLOCKS, calibrate, job_on, make, prune, recipe, windows
 
 FIELDS = ("sum", "square", "absolute", "active", "gram")

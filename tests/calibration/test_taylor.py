@@ -12,7 +12,7 @@ from ckpt_prune.calibration.samples import TokenWindows
 from ckpt_prune.calibration.sources import CachedMoments
 from ckpt_prune.calibration.states import StateMemory
 from ckpt_prune.calibration.statistics import Statistics
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from tests import families
 from tests.families import BLOCKS, windows
 from tests.oracles import taylor as oracle

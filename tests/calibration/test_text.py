@@ -14,7 +14,7 @@ from ckpt_prune.calibration.text import (
     text_fingerprint,
     token_stream,
 )
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from tests.evaluation.tiny import BOS, EOS, tiny_tokenizer
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ckpt_prune.checkpoint.staging import Staging
-from ckpt_prune.checkpoint.writing import CheckpointWriter, Layout
+from ckpt_prune.checkpoint.writer import CheckpointWriter, Layout
 
 CONFIG = {"model_type": "llama", "hidden_size": 4, "transformers_version": "5.0.0"}
 

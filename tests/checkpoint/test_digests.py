@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.digests import processor_fingerprint, sha256_files, tokenizer_fingerprint
-from ckpt_prune.checkpoint.reading import Checkpoint
 
 from .folders import CONFIG, example_tensors, save_sharded, save_single
 

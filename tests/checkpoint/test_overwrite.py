@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from ckpt_prune.checkpoint.folder_kinds import EXPORT_KIND, OUTPUT_KIND, WEIGHT_NAMES, FolderKind
 from ckpt_prune.checkpoint.journal import JOURNAL
 from ckpt_prune.checkpoint.staging import Staging, complete_swap, refuse_inside
 from ckpt_prune.checkpoint.swap import swap
-from ckpt_prune.checkpoint.written import EXPORT, OUTPUT, SHADOWS, Kind
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 
 MINE = {"notes.txt": "mine", "mine/deep/thesis.tex": "years", "mine/config.json": "not the tool's"}
 GRAPH = {"model.onnx": "graph", "config.json": "of the graph"}
@@ -31,7 +31,7 @@ def fill(folder: Path, files: dict[str, str]) -> Path:
     return folder
 
 
-def written(folder: Path, kind: Kind, files: dict[str, str], **record: Any) -> Path:
+def written(folder: Path, kind: FolderKind, files: dict[str, str], **record: Any) -> Path:
     """A folder with the record that this tool leaves in one."""
     record = {"files": dict.fromkeys(files, "")} | record
     return fill(folder, files | {kind.record: json.dumps(record)})
@@ -40,7 +40,7 @@ def written(folder: Path, kind: Kind, files: dict[str, str], **record: Any) -> P
 def old_output(out: Path, version: str = "old", **record: Any) -> Path:
     files = {"config.json": version, "model-00001-of-00002.safetensors": version, "tokenizer.json": version}
     made = {"README.md": version, "modeling_pruned.py": version, "model.safetensors.index.json": version}
-    return fill(written(out, OUTPUT, files, **record), made)
+    return fill(written(out, OUTPUT_KIND, files, **record), made)
 
 
 def replacing(out: Path, files: dict[str, str] | None = None, **options: Any) -> Staging:
@@ -86,7 +86,7 @@ def test_side_files_that_the_record_lists_go(out):
 
 def test_the_graph_that_the_recipe_wrote_goes_by_its_own_record(out):
     old_output(out, recipe={"export": {"format": "onnx"}})
-    fill(written(out / "onnx", EXPORT, GRAPH), {"README.md": "card", "validation.json": "{}", "bench.csv": "mine"})
+    fill(written(out / "onnx", EXPORT_KIND, GRAPH), {"README.md": "card", "validation.json": "{}", "bench.csv": "mine"})
     fill(out / "onnx.partial", {JOURNAL: "{}", "model.onnx": "half"})
     assert replacing(out).publish() == ["onnx/bench.csv"]
     assert tree(out) == NEW | {"onnx/bench.csv": "mine"}
@@ -94,7 +94,7 @@ def test_the_graph_that_the_recipe_wrote_goes_by_its_own_record(out):
 
 @pytest.mark.parametrize("recipe", [{"export": None}, {}, "damaged"])
 def test_a_graph_that_its_user_exported_stays(out, recipe):
-    written(old_output(out, recipe=recipe) / "onnx", EXPORT, GRAPH)
+    written(old_output(out, recipe=recipe) / "onnx", EXPORT_KIND, GRAPH)
     graph = tree(out / "onnx")
     assert replacing(out).publish() == ["onnx"]
     assert tree(out / "onnx") == graph
@@ -120,7 +120,7 @@ def needed(path: Path) -> str:
 def test_a_users_file_whose_name_is_needed_is_refused_before_anything_is_written(out, name):
     fill(old_output(out), {name: "mine"})
     before = tree(out.parent)
-    wants = SHADOWS | {"vocab.json": None, "onnx": None}
+    wants = WEIGHT_NAMES | {"vocab.json": None, "onnx": None}
     folder = out / name if "/" not in name else out / "onnx"
     assert refusal(Staging, out, job="job", overwrite=True, wants=wants) == needed(folder)
     assert tree(out.parent) == before
@@ -203,7 +203,7 @@ def test_a_kill_at_any_moment_loses_nothing(out):
         number += 1
         shutil.rmtree(out.parent)
         old_output(out, recipe={"export": {"format": "onnx"}}, side_files=["tokenizer.json"])
-        written(out / "onnx", EXPORT, GRAPH)
+        written(out / "onnx", EXPORT_KIND, GRAPH)
         old = tree(out)
         fill(out, users)
         staging = replacing(out)
@@ -275,7 +275,7 @@ def no_space(*_: Any, **__: Any) -> None:
 
 def test_a_new_folder_that_cannot_be_moved_leaves_nothing_in_its_place(out: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        swap(out.with_name("nowhere"), out, OUTPUT)
+        swap(out.with_name("nowhere"), out, OUTPUT_KIND)
     assert list(out.parent.iterdir()) == []
 
 
@@ -283,6 +283,6 @@ def test_what_an_earlier_kill_left_to_delete_goes_with_the_next_swap(out: Path) 
     old_output(out)
     fresh = old_output(out.with_name("fresh"), "new")
     fill(out.with_name(".out.ckpt_prune-deleted"), {"config.json": "older"})
-    assert swap(fresh, out, OUTPUT) == []
+    assert swap(fresh, out, OUTPUT_KIND) == []
     assert (out / "config.json").read_text() == "new"
     assert list(out.parent.iterdir()) == [out]

@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ckpt_prune.checkpoint import shard
-from ckpt_prune.checkpoint.hub import resolve
-from ckpt_prune.checkpoint.reading import Checkpoint
-from ckpt_prune.errors import UserError
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.checkpoint.model_folder import resolve_model
+from ckpt_prune.common.errors import UserError
 
 from .folders import CONFIG, example_tensors, save_single, write_index
 
@@ -84,7 +84,7 @@ def test_scales_may_be_in_another_file_and_take_it_with_them(tmp_path: Path) -> 
     checkpoint = Checkpoint.open(folder)
     assert checkpoint.files == ("a.safetensors",)
     assert torch.equal(checkpoint.read([NAME])[NAME], by_elements(stored(5, 7), scale, 2, 3))
-    turned = checkpoint.turned([NAME])
+    turned = checkpoint.transpose([NAME])
     assert torch.equal(turned.read([NAME])[NAME], by_elements(stored(5, 7), scale, 2, 3).T)
 
 
@@ -249,5 +249,5 @@ def test_weights_of_a_quantised_model_are_not_downloaded(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     with pytest.raises(UserError, match="is quantised by AWQ"):
-        resolve("org/name")
+        resolve_model("org/name")
     assert asked == [["config.json", "README.md"]]

@@ -12,13 +12,13 @@ import torch
 
 from ckpt_prune.checkpoint.journal import JOURNAL
 from ckpt_prune.checkpoint.staging import Staging
-from ckpt_prune.checkpoint.writing import CheckpointWriter
-from ckpt_prune.errors import UserError
+from ckpt_prune.checkpoint.writer import CheckpointWriter
+from ckpt_prune.common.errors import UserError
 from tests.forked import forked, posix
 from tests.interrupting import interrupt_at
 
 from .folders import as_bytes, writing
-from .test_writing import contents, layout_of, leave_unfinished, old_output, refusal, two_files, write_all
+from .test_writer import contents, layout_of, leave_unfinished, old_output, refusal, two_files, write_all
 
 BLOCKS, SHAPE = range(4), (64, 33)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_prune.checkpoint.scratch import scratch_folder
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from tests.forked import begin, posix
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ckpt_prune.checkpoint import shard
 from ckpt_prune.checkpoint.shard import DTYPES, build_header, read_flat_chunks, read_header, read_tensor, write_tensor
-from ckpt_prune.errors import UserError
-from ckpt_prune.plain import is_plain
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.safe_text import has_no_controls
 
 from .folders import as_bytes, example_tensors, layout_of, raw, same
 
@@ -183,7 +183,7 @@ def test_a_missing_file_is_a_user_error(tmp_path: Path) -> None:
 
 
 names = st.text(st.characters(blacklist_categories=("Cs",)), min_size=1, max_size=8).filter(
-    lambda name: name != "__metadata__" and is_plain(name)
+    lambda name: name != "__metadata__" and has_no_controls(name)
 )
 shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 

@@ -9,11 +9,11 @@ import pytest
 from safetensors import SafetensorError
 
 from ckpt_prune.checkpoint import locks
+from ckpt_prune.checkpoint.folder_kinds import EXPORT_KIND, OUTPUT_KIND, FolderKind
 from ckpt_prune.checkpoint.staging import Staging, disk_failures
-from ckpt_prune.checkpoint.written import EXPORT, OUTPUT, Kind
-from ckpt_prune.errors import DiskError, UserError
+from ckpt_prune.common.errors import DiskError, UserError
 
-KINDS = [OUTPUT, EXPORT, Kind("sums.json", "a folder of sums", left="dropped")]
+KINDS = [OUTPUT_KIND, EXPORT_KIND, FolderKind("sums.json", "a folder of sums", unfinished="dropped")]
 
 
 def staging(out: Path, *, resume: bool = False, overwrite: bool = False, **more: Any) -> Staging:
@@ -73,7 +73,7 @@ def test_a_folder_without_a_record_is_never_replaced(tmp_path, kind, overwrite, 
     )
 
 
-@pytest.mark.parametrize(("kind", "ways"), [(OUTPUT, "--resume continues it, "), (EXPORT, "")])
+@pytest.mark.parametrize(("kind", "ways"), [(OUTPUT_KIND, "--resume continues it, "), (EXPORT_KIND, "")])
 def test_what_can_be_done_about_an_unfinished_run(tmp_path, kind, ways):
     kill(staging(tmp_path / "out", kind=kind))
     assert refusal(tmp_path / "out", kind=kind) == (
@@ -110,8 +110,8 @@ def test_what_nobody_goes_on_with_is_dropped_without_asking(tmp_path):
 
 
 def test_a_new_folder_is_checked_again_before_it_is_filled(tmp_path):
-    found = staging(tmp_path / "out", kind=EXPORT)
-    folder(tmp_path / "out", EXPORT.record, ["model.onnx"])
+    found = staging(tmp_path / "out", kind=EXPORT_KIND)
+    folder(tmp_path / "out", EXPORT_KIND.record, ["model.onnx"])
     with pytest.raises(UserError) as error:
         found.__enter__()
     assert str(error.value) == f"{tmp_path / 'out'} exists; --overwrite replaces it"
@@ -161,7 +161,7 @@ def test_an_output_holds_nothing_of_what_it_was_made_by(tmp_path, monkeypatch):
 
     def publish() -> None:
         with staging(tmp_path / "out") as job, monkeypatch.context() as patch:
-            (job.path / OUTPUT.record).write_text("{}")
+            (job.path / OUTPUT_KIND.record).write_text("{}")
             job.scratch.mkdir()
             (job.scratch / "statistics.json").write_text("sums")
             patch.setattr("os.unlink", refuse)
@@ -173,7 +173,7 @@ def test_an_output_holds_nothing_of_what_it_was_made_by(tmp_path, monkeypatch):
     again = staging(tmp_path / "out", resume=True)
     with again:
         again.publish()
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [OUTPUT.record]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [OUTPUT_KIND.record]
 
 
 def test_a_signal_before_a_folder_is_known_to_be_ours_leaves_none(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 
 from ckpt_prune.checkpoint.journal import Journal
-from ckpt_prune.checkpoint.writing import CheckpointWriter
+from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.cli.main import main
 from tests.interrupting import interrupt_at
 from tests.reports import comparable

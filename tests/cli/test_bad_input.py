@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ckpt_prune.architectures.descriptions import known_families
-from ckpt_prune.devices import resolve_device
+from ckpt_prune.parallel.devices import resolve_device
 from tests.cli.running import TEXT, edit_weights, misused, ok, poison, read_json, refused, set_config
 from tests.evaluation.tiny import tiny_tokenizer
 

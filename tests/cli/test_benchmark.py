@@ -17,10 +17,10 @@ from ckpt_prune.benchmarking import run as benchmark
 from ckpt_prune.benchmarking.figures import Block, Machine, Result, Row, Run
 from ckpt_prune.benchmarking.pool import Worker, workers
 from ckpt_prune.benchmarking.run import Settings
-from ckpt_prune.checkpoint.reading import Checkpoint
-from ckpt_prune.errors import UserError
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.filenames import GRAPH_RECORD
 from ckpt_prune.exporting.manifest import Manifest, Source
-from ckpt_prune.filenames import GRAPH_RECORD
 from tests.benchmarking import targets
 from tests.cli.running import edit_weights, misused, ok, refused, run
 from tests.graphs import exports, traced_before

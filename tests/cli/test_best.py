@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ckpt_prune
-from ckpt_prune.checkpoint.writing import CheckpointWriter
+from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.evaluation.loading import quiet_transformers
 from ckpt_prune.recipe.reading import load_recipe
 from tests import encoders, families

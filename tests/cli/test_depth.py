@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import ckpt_prune
-from ckpt_prune.checkpoint.writing import CheckpointWriter
+from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.evaluation.loading import quiet_transformers
 from ckpt_prune.recovery.training import Split
 from ckpt_prune.runner.messages import SECOND_ORDER

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 
-from ckpt_prune.data_files import DATA_VARIABLE
+from ckpt_prune.datasets.files import DATA_VARIABLE
 from ckpt_prune.evaluation.loading import quiet_transformers
 from tests import encoders
 from tests.cli.running import edit_weights, ok, refused

@@ -17,7 +17,7 @@ import ckpt_prune
 from ckpt_prune.adapting import recover
 from ckpt_prune.calibration.image_processor import load_processor
 from ckpt_prune.calibration.text import calibration_windows, load_tokenizer, read_text, token_stream
-from ckpt_prune.checkpoint.writing import CheckpointWriter
+from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.recovery.training import Split
 from tests.cli.running import TEXT, edit_weights, ok, refused, run
 from tests.cli.test_recover import changed, linears, report_of, tensors

@@ -12,7 +12,7 @@ from torch import Tensor
 import ckpt_prune
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.choosing import chosen_samples
-from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.containers.container import stored_container
 from ckpt_prune.evaluation.loading import quiet_transformers
 from ckpt_prune.options import CalibrateOptions

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_prune.filenames import REPORT
+from ckpt_prune.common.filenames import REPORT
 from tests.cli.running import listing, misused, ok, refused
 from tests.reporting.examples import Json, learned, linear, masked, parse, plan, report, site, words, write
 

@@ -13,8 +13,8 @@ import torch
 import ckpt_prune
 from ckpt_prune.calibration import choosing
 from ckpt_prune.calibration.text import calibration_windows, load_tokenizer, read_text, token_stream
-from ckpt_prune.checkpoint.writing import CheckpointWriter
-from ckpt_prune.errors import UserError
+from ckpt_prune.checkpoint.writer import CheckpointWriter
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.recovery.training import Split
 from tests.cli.running import TEXT, ok, refused, run
 from tests.cli.test_recover import changed, linears, report_of, tensors

@@ -12,7 +12,7 @@ import pytest
 from pydantic import BaseModel, model_serializer
 
 from ckpt_prune.architectures import skeleton
-from ckpt_prune.checkpoint.writing import CheckpointWriter
+from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.cli.main import main
 from ckpt_prune.cli.stopping import Stopped, exit_code, stoppable
 from tests.cli.running import TEXT, resumed, run

@@ -10,8 +10,8 @@ from ckpt_prune.calibration import measure as measuring
 from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.checkpoint.journal import JOURNAL, Journal
 from ckpt_prune.checkpoint.staging import Staging
-from ckpt_prune.checkpoint.writing import CheckpointWriter, check_room
-from ckpt_prune.errors import DiskError
+from ckpt_prune.checkpoint.writer import CheckpointWriter, check_free_space
+from ckpt_prune.common.errors import DiskError
 from tests.cli.running import TEXT, listing, ok, read_json, refused, run, same_files
 from tests.interrupting import interrupt_at
 
@@ -109,7 +109,7 @@ def test_a_disk_that_fills_up_keeps_what_is_measured(place):
 
 
 def no_room(_writer):
-    check_room(Path(), 2**62)
+    check_free_space(Path(), 2**62)
 
 
 def test_another_seed_is_another_job(place):

@@ -12,7 +12,7 @@ import torch
 from click.testing import Result
 from onnx import numpy_helper
 
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.exporting.proof_data import proof_samples
 from ckpt_prune.exporting.tasks import Task
 from ckpt_prune.options import ProofOptions

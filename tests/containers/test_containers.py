@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ckpt_prune.architectures.skeleton import parse_config
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.containers.choosing import choose_container
-from ckpt_prune.errors import UserError
 from tests.families import BLOCKS, SIZES, VARIANTS, job_on, logits, make, model_of, prune, recipe, stock, windows
 
 RELABELLED = [

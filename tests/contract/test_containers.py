@@ -11,8 +11,8 @@ from ckpt_prune.architectures.hypothetical import checkpoint_of_config
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import RefusedConfigError, parse_config
 from ckpt_prune.architectures.spaces import known_space
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.containers.choosing import choose_container, whole_spaces
-from ckpt_prune.errors import UserError
 from ckpt_prune.job.layout import plan_layout
 
 from .models import LED, Case, first_cases

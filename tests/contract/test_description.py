@@ -12,9 +12,9 @@ from ckpt_prune.architectures.blocks import module_paths
 from ckpt_prune.architectures.model import Model, Shape
 from ckpt_prune.architectures.skeleton import Names, build_skeleton, parse_config
 from ckpt_prune.architectures.spaces import first_of_experts, known_space
-from ckpt_prune.checkpoint.shard import stacked as stacked_up
+from ckpt_prune.checkpoint.shard import stack_shapes as stacked_up
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.containers.checking import check_source
-from ckpt_prune.errors import UserError
 from tests.pairs import chosen
 
 from .dense import Dense

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.exporting.folder import GraphWriter
 from ckpt_prune.stages.export.stage import GraphSettings
 from tests.exporting.exports import (

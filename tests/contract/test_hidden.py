@@ -18,7 +18,7 @@ from ckpt_prune.calibration.moments import Moments, total
 from ckpt_prune.calibration.slicing import SlicedStream
 from ckpt_prune.calibration.sources import CachedMoments
 from ckpt_prune.calibration.streams import stream_of
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.verify import verify
 from ckpt_prune.job.prepared import begin
 from ckpt_prune.rotations.absorbing import residual_of

@@ -8,7 +8,7 @@ import torch
 import ckpt_prune
 from ckpt_prune.architectures.blocks import module_paths
 from ckpt_prune.architectures.factors import factor_names
-from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.evaluation.verify import verify
 from ckpt_prune.stages import FullRecipe
 from tests.oracles import factors

@@ -12,7 +12,7 @@ import transformers
 from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, PreTrainedConfig
 
 import ckpt_prune
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.loading import load_reported
 from ckpt_prune.modeling_pruned import REFUSAL, WEIGHTS_KEY
 from ckpt_prune.recipe.reading import load_recipe

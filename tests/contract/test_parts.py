@@ -19,8 +19,8 @@ from ckpt_prune.architectures.composite import load_composite
 from ckpt_prune.architectures.skeleton import quiet_transformers
 from ckpt_prune.calibration.measure import everything, measure
 from ckpt_prune.calibration.samples import Samples, TokenWindows
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.containers.opening import Opening, open_model
-from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.verify import verify
 from ckpt_prune.job.job import Job
 from ckpt_prune.runner.plan import prepare_plan

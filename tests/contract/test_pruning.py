@@ -4,10 +4,10 @@ import pytest
 
 import ckpt_prune
 from ckpt_prune.architectures.spaces import first_of_experts, space_of
-from ckpt_prune.checkpoint.writing import CheckpointWriter
+from ckpt_prune.checkpoint.writer import CheckpointWriter
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.compensation.logit_methods import LOGIT_METHODS
 from ckpt_prune.compensation.methods import METHODS
-from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.verify import verify
 from ckpt_prune.runner.plan import prepare_plan
 from ckpt_prune.runner.run_job import run_job

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import ckpt_prune
-from ckpt_prune.checkpoint.writing import CheckpointWriter
-from ckpt_prune.errors import UserError
+from ckpt_prune.checkpoint.writer import CheckpointWriter
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.verify import verify
 from ckpt_prune.modeling_pruned import cache_argument
 from ckpt_prune.runner.plan import prepare_plan

@@ -7,7 +7,7 @@ import pytest
 
 import ckpt_prune
 from ckpt_prune.architectures.skeleton import build_skeleton
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.names import RotationKind
 from tests.pairs import chosen, dealt
 from tests.transform.test_rotations import random_rotations, rotating

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import Names
-from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.containers.checking import check_source
 from ckpt_prune.evaluation.loading import load_reported
 from ckpt_prune.job.cost import cost_of

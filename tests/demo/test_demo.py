@@ -31,9 +31,9 @@ def small(monkeypatch, tmp_path, shallow):
     """Seconds instead of minutes; the text is cut short because tokenising all of it takes most of them."""
     monkeypatch.setattr(demo, "model_folder", lambda: shallow)
     # Both sides are of one walk through the library.
-    monkeypatch.setattr(corpus, "modules", cache(corpus.modules))
-    whole = corpus.text
-    monkeypatch.setattr(corpus, "text", lambda **kwargs: whole(**kwargs)[:40_000])
+    monkeypatch.setattr(corpus, "list_modules", cache(corpus.list_modules))
+    whole = corpus.read_corpus
+    monkeypatch.setattr(corpus, "read_corpus", lambda **kwargs: whole(**kwargs)[:40_000])
     monkeypatch.setattr(demo, "WINDOW", 32)
     monkeypatch.setattr(demo, "CALIBRATION_WINDOWS", 4)
     monkeypatch.setattr(demo, "EVALUATION_WINDOWS", 4)
@@ -87,10 +87,10 @@ def test_a_folder_in_use_is_refused(small):
 
 def test_no_standard_library_sources(small, monkeypatch):
     def none(**_kwargs):
-        return corpus.modules(Path("nothing"))
+        return corpus.list_modules(Path("nothing"))
 
     Path("nothing").mkdir()
-    monkeypatch.setattr(corpus, "text", none)
+    monkeypatch.setattr(corpus, "read_corpus", none)
     assert refused("demo", "-o", "out") == (
         "nothing holds no Python source: the demo reads the standard library's own text"
     )
@@ -111,7 +111,9 @@ def test_the_two_sides_share_no_module(tmp_path):
     (tmp_path / "test/test_m.py").write_text("# left out\n")
     (tmp_path / "site-packages").mkdir()
     (tmp_path / "site-packages/other.py").write_text("# left out\n")
-    seen, held = (set(corpus.text(held_out=side, root=tmp_path).split()) - {"#", "module"} for side in (False, True))
+    seen, held = (
+        set(corpus.read_corpus(held_out=side, root=tmp_path).split()) - {"#", "module"} for side in (False, True)
+    )
     assert seen
     assert held
     assert seen.isdisjoint(held)

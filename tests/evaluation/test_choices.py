@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.choice_items import Item, read_items
 from ckpt_prune.evaluation.choices import ChoiceScore, answer
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer

@@ -14,7 +14,7 @@ from ckpt_prune.architectures.descriptions import known_families, load_family
 from ckpt_prune.calibration.image_files import ImageFiles, choose_images, find_images
 from ckpt_prune.calibration.image_processor import load_processor
 from ckpt_prune.calibration.images import ImageSamples
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation import classification as module
 from ckpt_prune.evaluation.classification import (
     Classification,

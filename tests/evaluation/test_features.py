@@ -6,7 +6,7 @@ import torch
 from transformers import BertConfig, BertModel
 
 from ckpt_prune.calibration.samples import TokenWindows
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation import forward
 from ckpt_prune.evaluation.features import compare_features
 from ckpt_prune.evaluation.loading import quiet_transformers

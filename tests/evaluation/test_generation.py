@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.generation import continue_prompts, repeated
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
 

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.verify import Check, guarded
 
 

@@ -4,7 +4,7 @@ import sys
 import pytest
 import yaml
 
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.harness import check_tasks, run_tasks
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation import masked as module
 from ckpt_prune.evaluation.loading import quiet_transformers
 from ckpt_prune.evaluation.masked import MaskedComparison, MaskedScore, choose_masked, fill_in

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ckpt_prune.calibration.text import evaluation_windows, load_tokenizer, read_text, token_stream
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation import forward
 from ckpt_prune.evaluation import perplexity as module
 from ckpt_prune.evaluation.loading import load_model

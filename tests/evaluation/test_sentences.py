@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from ckpt_prune.checkpoint.modules import Module, modules_of
-from ckpt_prune.errors import UserError
+from ckpt_prune.checkpoint.sentence_modules import Module, read_modules
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation import forward
 from ckpt_prune.evaluation.correlation import rank_correlation
 from ckpt_prune.evaluation.loading import load_model
@@ -161,8 +161,8 @@ def test_rank_correlation_with_ties(values: list[int], random: Any) -> None:
 
 
 def test_modules_of_other_folders(tmp_path: Path) -> None:
-    assert modules_of(tmp_path) == []
-    assert modules_of(make_sentences(tmp_path / "m")) == [
+    assert read_modules(tmp_path) == []
+    assert read_modules(make_sentences(tmp_path / "m")) == [
         Module("Transformer", None),
         Module("Pooling", "1_Pooling"),
         Module("Normalize", "2_Normalize"),

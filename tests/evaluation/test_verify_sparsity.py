@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckpt_prune.checkpoint.reading import Checkpoint
-from ckpt_prune.errors import UserError
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.loading import quiet_transformers
 from ckpt_prune.evaluation.verify import Check, verify
 from tests.evaluation.tiny import tiny_llama

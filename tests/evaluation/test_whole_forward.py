@@ -10,8 +10,8 @@ from transformers import LlamaConfig, LlamaModel
 
 from ckpt_prune.calibration.samples import Samples, TokenWindows
 from ckpt_prune.calibration.streams import HiddenStream
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.containers.opening import Opening, open_model
-from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation import whole_forward
 from ckpt_prune.evaluation.whole_forward import BOUNDS, check_forward
 from tests import encoders, families

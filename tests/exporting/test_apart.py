@@ -15,7 +15,7 @@ from onnx import TensorProto, helper
 
 from ckpt_prune.api.validate import validate
 from ckpt_prune.api.verify import verify
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.exporting import apart
 from ckpt_prune.exporting.apart import sessions_apart
 from ckpt_prune.exporting.session import open_session

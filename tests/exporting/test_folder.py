@@ -18,10 +18,10 @@ import pytest
 from onnx import numpy_helper
 from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, GenerationConfig
 
-from ckpt_prune.checkpoint import writing
-from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.checkpoint import writer as writing
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.staging import Staging
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.exporting import folder as export_folder
 from ckpt_prune.exporting.folder import GraphWriter, graphs_bytes
 from ckpt_prune.exporting.manifest import Manifest, read_manifest

@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers.models.vit.modeling_vit import ViTMLP
 
-from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.cli.main import main
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.exporting import tracing
 from ckpt_prune.exporting.folder import GraphWriter
 from ckpt_prune.exporting.graph import _captured, build_graph

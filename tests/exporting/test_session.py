@@ -6,7 +6,7 @@ import onnxruntime
 import pytest
 import torch
 
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.exporting.session import OnnxModel, complete, open_session
 from tests.graphs import Exported
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.exporting.tasks import Task, chosen_task, without_head
 from tests import encoders, families
 

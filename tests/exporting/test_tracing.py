@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from ckpt_prune.benchmarking.runners import timer_of
 from ckpt_prune.benchmarking.workload import Workload
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.exporting.graph import build_graph
 from ckpt_prune.exporting.reference import Reference
 from ckpt_prune.exporting.tasks import Task

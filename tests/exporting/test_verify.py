@@ -12,7 +12,7 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.exporting.outcome import ProofSamples
 from ckpt_prune.exporting.validation import validate
 from ckpt_prune.exporting.verify import verify_graph

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ckpt_prune.calibration import streams
-from ckpt_prune.filenames import REPORT
+from ckpt_prune.common.filenames import REPORT
 from tests.faults.jobs import JOBS
 from tests.faults.trial import Machine, Ran, files_of
 from tests.forked import posix

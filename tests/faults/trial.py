@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import ckpt_prune
-from ckpt_prune.checkpoint.journal import JOURNAL, is_own
+from ckpt_prune.checkpoint.journal import JOURNAL, is_unfinished_run
 from ckpt_prune.cli.main import main
-from ckpt_prune.filenames import VALIDATION
+from ckpt_prune.common.filenames import VALIDATION
 from tests.faults.jobs import JOBS, THEIRS, Job, lay
 from tests.faults.shim import REACHED, SHRUNK, SIGNALS, Fault, Operation, Shim, disturb, mount
 from tests.forked import Child, begin
@@ -386,7 +386,7 @@ def _place_faults(job: Job, place: Path, reference: Reference, ran: Ran) -> Iter
         yield f"{job.out} is gone"
     for name in sorted(left):
         if name == f"{job.out}.partial" and (job.resumable or job.graph):
-            if not is_own(place / name):
+            if not is_unfinished_run(place / name):
                 yield f"{name} has no journal: {sorted(_below(found, name))[:4]}"
         elif not name.startswith(f".{job.out}.ckpt_prune-"):
             yield f"{name} is left: {sorted(_below(found, name))[:4]}"

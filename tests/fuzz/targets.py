@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
+from ckpt_prune.common.filenames import QUANTISED_RECORD
 from ckpt_prune.evaluation.loading import quiet_transformers
-from ckpt_prune.filenames import QUANTISED
 from tests.cli.running import ok
 from tests.faults.jobs import make_inputs
 from tests.images import write_csv, write_images, write_processor, write_vit
@@ -89,7 +89,9 @@ TARGETS = {
     "text": Target("calib.txt", "bytes", (("calibrate", "dense", *TEXT, *_MOMENTS),)),
     "lines": Target("calib.jsonl", "bytes", (("calibrate", "dense", "--text", "calib.jsonl", *TEXT[2:], *_MOMENTS),)),
     "quantised record": Target(
-        f"eight-bits/{QUANTISED}", "json", (("verify", "eight-bits", "--against", "wide"), ("inspect", "eight-bits"))
+        f"eight-bits/{QUANTISED_RECORD}",
+        "json",
+        (("verify", "eight-bits", "--against", "wide"), ("inspect", "eight-bits")),
     ),
     "quantised config": Target(
         "eight-bits/config.json", "json", (("verify", "eight-bits"), ("inspect", "eight-bits", "--json"))

@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from ckpt_prune.checkpoint.jsonfile import parse_object
+from ckpt_prune.checkpoint.json_files import parse_json_object
 from ckpt_prune.checkpoint.shard import read_header
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.stages import FullRecipe
 from tests.cli.running import refused
 from tests.forked import posix
@@ -65,7 +65,7 @@ def test_the_same_seed_makes_the_same_file(place: Path) -> None:
 def test_any_json_is_an_object_or_a_value_error(value: object) -> None:
     data = json.dumps(value).encode("utf-8", "surrogatepass")
     with suppress(ValueError):
-        assert parse_object(data) == value
+        assert parse_json_object(data) == value
 
 
 @few

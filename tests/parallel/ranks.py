@@ -12,7 +12,8 @@ from pathlib import Path
 
 from torch.distributed import TCPStore
 
-from ckpt_prune.parallel import joining, watch
+from ckpt_prune.parallel import torchrun as joining
+from ckpt_prune.parallel import watch
 from tests.forked import work_and_exit
 
 DAY = 86400.0

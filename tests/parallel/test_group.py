@@ -5,10 +5,9 @@ import pickle
 import pytest
 import torch
 
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.parallel import several
-from ckpt_prune.parallel.group import ALONE, Group, here, working_in
-from ckpt_prune.parallel.sums import in_order
+from ckpt_prune.parallel.group import ALONE, Group, in_order, process_group, working_in
 from tests.parallel.threads import in_threads
 
 
@@ -90,19 +89,19 @@ def test_one_makes_what_all_get():
     made = []
 
     def make():
-        made.append(here().rank)
+        made.append(process_group().rank)
         return {"a": torch.arange(3), "b": [None]}
 
     found = in_threads(3, lambda group: group.once(make))
     assert made == [0]
     assert all(torch.equal(each["a"], torch.arange(3)) and each["b"] == [None] for each in found)
-    assert in_threads(2, lambda group: group.at_first(lambda: group.rank + 1)) == [1, None]
+    assert in_threads(2, lambda group: group.on_first(lambda: group.rank + 1)) == [1, None]
 
 
 def test_what_was_dealt_out_comes_back_in_order():
-    found = in_threads(3, lambda group: group.dealt([i * i for i in range(7)[group.rank :: group.size]]))
+    found = in_threads(3, lambda group: group.interleave([i * i for i in range(7)[group.rank :: group.size]]))
     assert found == [[0, 1, 4, 9, 16, 25, 36]] * 3
-    assert in_threads(3, lambda group: group.dealt(["x"][group.rank :: group.size])) == [["x"]] * 3
+    assert in_threads(3, lambda group: group.interleave(["x"][group.rank :: group.size])) == [["x"]] * 3
 
 
 def test_values_of_unequal_length_are_gathered():
@@ -128,20 +127,20 @@ def test_more_processes_than_samples_are_refused():
 def test_alone_nothing_is_sent(monkeypatch):
     monkeypatch.setattr(pickle, "dumps", lambda *_: 1 / 0)
     tensor = torch.ones(3)
-    assert here() is ALONE
+    assert process_group() is ALONE
     assert ALONE.add(tensor) is tensor
     assert ALONE.join(tensor, 0) is tensor
     assert ALONE.once(lambda: tensor) is tensor
-    assert ALONE.at_first(lambda: tensor) is tensor
+    assert ALONE.on_first(lambda: tensor) is tensor
     assert ALONE.gather(tensor) == [tensor]
-    assert ALONE.dealt((1, 2)) == [1, 2]
+    assert ALONE.interleave((1, 2)) == [1, 2]
     assert ALONE.share(5) == slice(0, 5)
 
 
 def test_a_group_lasts_as_long_as_its_work():
     group = Group()
     with working_in(group):
-        assert here() is group
+        assert process_group() is group
         with working_in(ALONE):
-            assert here() is ALONE
-    assert here() is ALONE
+            assert process_group() is ALONE
+    assert process_group() is ALONE

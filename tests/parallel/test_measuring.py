@@ -10,7 +10,7 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.measure import measure
 from ckpt_prune.calibration.samples import TokenWindows
 from ckpt_prune.calibration.statistics import Statistics
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.stages.spaces.effects.gradients import add_gradients
 from ckpt_prune.stages.spaces.effects.measured import measure_effects
 from tests import families

@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ckpt_prune.checkpoint.writing import CheckpointWriter
-from ckpt_prune.errors import UserError
+from ckpt_prune.checkpoint.writer import CheckpointWriter
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.stages import FullRecipe
 from tests import families
 from tests.interrupting import interrupt_at

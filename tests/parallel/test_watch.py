@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from ckpt_prune.parallel import watch as module
-from ckpt_prune.parallel.watch import End, Watch, said_of
+from ckpt_prune.parallel.watch import End, Watch, describe_end
 from tests.parallel.ranks import DAY
 
 
@@ -77,7 +77,7 @@ def test_a_failure_stops_the_others_and_the_first_to_fail_is_told_of():
     stopped.wait()
     first.close()
     assert first.end == End(1, "no such file")
-    assert said_of(first.end, name) == "rank 1: no such file"
+    assert describe_end(first.end, name) == "rank 1: no such file"
     assert second.heard() is None  # its own
     assert third.heard() == End(1, "no such file")
 
@@ -136,7 +136,7 @@ def test_the_end_of_torchrun_ends_all(monkeypatch):
     monkeypatch.setattr(Store, "set", lambda *_: 1 / 0)
     stopped.wait()
     only.close()
-    assert said_of(only.end, name) == "torchrun has ended"
+    assert describe_end(only.end, name) == "torchrun has ended"
 
 
 def test_a_process_waits_until_the_user_is_told(time, timed):

@@ -6,8 +6,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from ckpt_prune.parallel.group import working_in
-from ckpt_prune.parallel.several import Several
+from ckpt_prune.parallel.group import Several, working_in
 
 T = TypeVar("T")
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.recipe.reading import load_recipe
 
 GOOD = """\

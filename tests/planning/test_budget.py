@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.stages.spaces import budget as module
 from ckpt_prune.stages.spaces.budget import BudgetError, Crossing, Curve, least_error, merged, total_error
 from tests.oracles.budget import (

@@ -2,7 +2,7 @@ import pytest
 import yaml
 
 from ckpt_prune.architectures.descriptions import load_family
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.recipe.reading import json_schema, load_recipe
 from ckpt_prune.recipe.shipped import shipped_recipes
 from ckpt_prune.stages import FullRecipe

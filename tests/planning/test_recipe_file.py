@@ -2,7 +2,7 @@
 
 import pytest
 
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.stages import FullRecipe
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_prune.architectures.sites import Site
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.selection import select, select_ranked, standardise, unit_scores, units_kept
 
 

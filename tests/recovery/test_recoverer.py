@@ -11,8 +11,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ckpt_prune.calibration.states import StateMemory, in_memory
-from ckpt_prune.errors import UserError
-from ckpt_prune.progress import Meter, meter
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.progress import Meter, meter
 from ckpt_prune.recovery import recoverer as module
 from ckpt_prune.recovery.record import RecoveredLayer
 from ckpt_prune.recovery.recoverer import Recoverer, check_same_start

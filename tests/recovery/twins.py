@@ -17,7 +17,7 @@ from ckpt_prune.calibration.blocks import BlockFactory
 from ckpt_prune.calibration.samples import Samples, TokenWindows
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.streams import HiddenStream
-from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.recovery.recoverer import Recoverer
 from ckpt_prune.recovery.survivors import trained_tensors
 from ckpt_prune.recovery.training import Split

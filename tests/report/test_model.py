@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from ckpt_prune.common.records import Record
 from ckpt_prune.job.records import MaskedLinear, SiteRecord
-from ckpt_prune.records import Record
 from ckpt_prune.report.model import Report, Stage
 from tests.reporting.examples import (
     Json,

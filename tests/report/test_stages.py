@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ckpt_prune import memory
+from ckpt_prune.common import memory
 from ckpt_prune.report import stages as module
 from ckpt_prune.report.stages import Stages
 
@@ -22,12 +22,12 @@ def test_time_is_that_of_the_body(monkeypatch):
 
 
 def test_memory_is_the_largest_so_far():
-    if memory.peak() is None:
+    if memory.peak_bytes() is None:
         pytest.skip("the system does not say")
     found = Stages(torch.device("cpu"))
     with found.stage("before"):
         pass
-    start = memory.resident()
+    start = memory.resident_bytes()
     assert start is not None
     with found.stage("large"):
         large = torch.ones(64 << 20)  # 256 MiB, every page touched

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.reporting.document import read_document
 from ckpt_prune.reporting.page import page
 from ckpt_prune.reporting.plots import KINDS, PLOTS, SPACES

@@ -2,8 +2,8 @@
 
 import pytest
 
-from ckpt_prune.errors import UserError
-from ckpt_prune.filenames import REPORT
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.filenames import REPORT
 from ckpt_prune.reporting.document import read_document
 
 from .examples import Json, elsewhere, layer, recovery, write

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.rotations.importance import (
     Term,
     entropy,

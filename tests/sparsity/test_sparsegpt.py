@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import masks as oracle
 
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.sparsity.damping import LEAST_DAMP, SingularHessianError
 from ckpt_prune.sparsity.masks import zeros_of
 from ckpt_prune.sparsity.patterns import GroupPattern

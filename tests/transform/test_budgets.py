@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from ckpt_prune.architectures.sites import Site
 from ckpt_prune.calibration.moments import total
 from ckpt_prune.calibration.statistics import Statistics, with_effects
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.compensation.logit import logit_system
-from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.verify import verify
 from ckpt_prune.job.cost import cost_of
 from ckpt_prune.job.prepared import Prepared, begin

@@ -15,7 +15,7 @@ from ckpt_prune.calibration.blocks import BlockFactory
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.sources import DriftMoments
 from ckpt_prune.calibration.streams import HiddenStream
-from ckpt_prune.checkpoint.writing import CheckpointWriter
+from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.job.job import Job, LiveSamples
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.runner.plan import prepare_plan

@@ -19,8 +19,8 @@ from ckpt_prune.calibration.readout import Readout
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.states import StateMemory
 from ckpt_prune.calibration.statistics import Statistics, with_effects
-from ckpt_prune.checkpoint.reading import Checkpoint
-from ckpt_prune.errors import UserError
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.stages.spaces.effects.measured import measure_effects
 from ckpt_prune.stages.spaces.effects.site_variants import dropped_counts
 from tests import encoders, families

@@ -16,8 +16,8 @@ from ckpt_prune.calibration import streams
 from ckpt_prune.calibration.blocks import BlockFactory
 from ckpt_prune.calibration.logits import LogitMoments
 from ckpt_prune.calibration.streams import HiddenStream
-from ckpt_prune.checkpoint.reading import Checkpoint
-from ckpt_prune.errors import UserError
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.modeling_pruned import cache_argument
 from ckpt_prune.recipe.reading import load_recipe
 from tests import families

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import ckpt_prune
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.cli.rendering import warning_lines
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.verify import verify
 from ckpt_prune.job.records import SiteRecord
 from ckpt_prune.recipe.reading import load_recipe

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckpt_prune
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from tests.families import (
     BLOCKS,
     VARIANTS,

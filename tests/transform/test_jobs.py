@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ckpt_prune.calibration.streams import HiddenStream
-from ckpt_prune.checkpoint.writing import CheckpointWriter
-from ckpt_prune.errors import UserError
+from ckpt_prune.checkpoint.writer import CheckpointWriter
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.plan import read_plan
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.runner.plan import make_plan, prepare_plan

@@ -8,7 +8,7 @@ import torch
 
 from ckpt_prune.calibration.samples import TokenWindows
 from ckpt_prune.calibration.statistics import Statistics
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.stages import FullRecipe
 from tests import encoders, families
 from tests.families import prune

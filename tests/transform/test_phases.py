@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ckpt_prune import phases
+from ckpt_prune.common import phases
 from ckpt_prune.recipe.reading import load_recipe
 from tests.families import calibrate, job_on, prune, windows
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ckpt_prune.common.filenames import REPORT, ROTATIONS
 from ckpt_prune.evaluation.verify import verify
-from ckpt_prune.filenames import REPORT, ROTATIONS
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.reporting.document import read_document
 from ckpt_prune.reporting.page import page

@@ -13,9 +13,9 @@ import torch
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.samples import TokenWindows
 from ckpt_prune.calibration.states import StateMemory
-from ckpt_prune.checkpoint.writing import CheckpointWriter
-from ckpt_prune.errors import UserError
-from ckpt_prune.filenames import REPORT
+from ckpt_prune.checkpoint.writer import CheckpointWriter
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.filenames import REPORT
 from ckpt_prune.job.job import RecoverySamples
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.recovery import recoverer

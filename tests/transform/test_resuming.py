@@ -14,7 +14,7 @@ from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.staging import Staging
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.job import RecoverySamples
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.recipe.reading import load_recipe

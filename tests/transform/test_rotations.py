@@ -23,9 +23,9 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import parse_config
 from ckpt_prune.calibration.moments import total
 from ckpt_prune.calibration.samples import TokenWindows
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.filenames import ROTATIONS
 from ckpt_prune.evaluation.verify import verify
-from ckpt_prune.filenames import ROTATIONS
 from ckpt_prune.modeling_pruned import PlainNorm
 from ckpt_prune.rotations import learning as rotations
 from ckpt_prune.rotations.rotated import check_rotatable

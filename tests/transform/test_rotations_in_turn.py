@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import ckpt_prune
-from ckpt_prune.filenames import ROTATIONS
+from ckpt_prune.common.filenames import ROTATIONS
 from ckpt_prune.rotations import learning
 from ckpt_prune.rotations.importance import Term
 from ckpt_prune.rotations.training import Learned

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.cost import cost_of
 from ckpt_prune.job.decisions import Decisions
 from ckpt_prune.job.prepared import Prepared

@@ -9,7 +9,7 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor
 
-from ckpt_prune.checkpoint.writing import CheckpointWriter
+from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.job import walk as module
 from ckpt_prune.job.job import RecoverySamples
 from ckpt_prune.job.step import Step

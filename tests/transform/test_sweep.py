@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.cost import cost_of
 from ckpt_prune.job.job import Job
 from ckpt_prune.recipe.reading import load_recipe

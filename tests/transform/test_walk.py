@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.checkpoint.staging import Staging
-from ckpt_prune.checkpoint.writing import CheckpointWriter
+from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.job.layout import Layout, layout_of
 from ckpt_prune.job.model_view import ModelView
 from ckpt_prune.job.step import Step, Tensors

@@ -28,13 +28,13 @@ from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.calibration.streams import HiddenStream, fold_slices, stream_of
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.staging import disk_failures
-from ckpt_prune.errors import DiskError, UserError, unreadable
+from ckpt_prune.common.errors import DiskError, UserError, find_unreadable_file
+from ckpt_prune.common.phases import phase
+from ckpt_prune.common.progress import track
 from ckpt_prune.job.decisions import Decision, Decisions
 from ckpt_prune.job.job import LiveSamples
 from ckpt_prune.job.prepared import Prepared, Ranked
 from ckpt_prune.job.records import Tried
-from ckpt_prune.phases import phase
-from ckpt_prune.progress import track
 from ckpt_prune.report.stages import Stages
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.spaces.budget import total_error
@@ -148,7 +148,7 @@ class Weighing(ABC, Generic[Amount]):
         try:
             tried = self._tried(amount)
         except UserError as error:
-            if unreadable(error) is not None or isinstance(error, DiskError):
+            if find_unreadable_file(error) is not None or isinstance(error, DiskError):
                 raise
             # Too little for the size, or such as the class cannot do without: others may do. A run that goes on is told
             # again, so that it can say why where none does.

@@ -7,8 +7,8 @@ from ckpt_prune.architectures.depth import check_shortened, movable, shortened
 from ckpt_prune.architectures.family import DATA_OPTIONS
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.gaps import map_spaces
-from ckpt_prune.checkpoint.units import counted
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.formatting import plural
 from ckpt_prune.job.plan import Plan
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.recipe import Recipe
@@ -71,20 +71,20 @@ def wanted_depth(prepared: Prepared) -> Wanted:
         count = depth.drop or round(recipe.ratio * blocks)
         if not count:
             raise UserError(
-                f"recipe {name} drops none of {counted(blocks, 'block')} at ratio {recipe.ratio:g}: say --ratio "
+                f"recipe {name} drops none of {plural(blocks, 'block')} at ratio {recipe.ratio:g}: say --ratio "
                 f"{1 / blocks:.2g} or more, or --set depth.drop=1"
             )
     _check_some_stay(name, count, blocks)
     if count > len(allowed):
         raise UserError(
-            f"recipe {name} drops {count} of {counted(blocks, 'block')}, and {len(allowed)} of them may go: drop fewer"
+            f"recipe {name} drops {count} of {plural(blocks, 'block')}, and {len(allowed)} of them may go: drop fewer"
         )
     return Wanted(count, allowed)
 
 
 def _check_some_stay(name: str, count: int, blocks: int) -> None:
     if count >= blocks:
-        raise UserError(f"recipe {name} drops {count} of {counted(blocks, 'block')}: one has to stay at the least")
+        raise UserError(f"recipe {name} drops {count} of {plural(blocks, 'block')}: one has to stay at the least")
 
 
 def allowed_blocks(prepared: Prepared) -> list[int]:
@@ -205,7 +205,7 @@ def _check_planned(model: Model, plan: Plan) -> None:
         or kept[-1] >= model.blocks
     ):
         raise UserError(
-            f"the plan keeps blocks that are not among the model's {counted(model.blocks, 'block')}: plan again "
+            f"the plan keeps blocks that are not among the model's {plural(model.blocks, 'block')}: plan again "
             "instead of editing it"
         )
     gone = [block for block in range(model.blocks) if block not in set(kept)]

@@ -18,18 +18,18 @@ from ckpt_prune.calibration.gaps import map_spaces, observe_gap
 from ckpt_prune.calibration.losses import TOKENS, losses_without
 from ckpt_prune.calibration.part_distances import measure_parts
 from ckpt_prune.calibration.samples import Part
-from ckpt_prune.checkpoint.disk import sync
-from ckpt_prune.checkpoint.finite import all_finite
+from ckpt_prune.checkpoint.files import sync
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.shard import read_header
 from ckpt_prune.checkpoint.staging import disk_failures
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.finite import all_finite
+from ckpt_prune.common.progress import track
 from ckpt_prune.compensation.gap import GapMap, absorbed, fit_map
-from ckpt_prune.errors import UserError
 from ckpt_prune.job.job import LiveSamples
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.records import DepthRecord, GapRecord
 from ckpt_prune.job.run import Run
-from ckpt_prune.progress import track
 from ckpt_prune.report.stages import Stages
 from ckpt_prune.stages.amounts.blocks import DepthWeighing, ranked_at
 from ckpt_prune.stages.amounts.blocks_and_dimensions import AxesWeighing

@@ -4,10 +4,10 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, field_serializer, field_validator, model_validator
 
-from ckpt_prune.graph_types import QUANTISED, GraphType
+from ckpt_prune.common.graph_types import ROUNDED_TYPES, GraphType
+from ckpt_prune.common.ratios import Ratio
 from ckpt_prune.job.fields import Strict
 from ckpt_prune.job.stage import Stage
-from ckpt_prune.ratios import Ratio
 
 TaskName = Literal[
     "text-generation",
@@ -108,7 +108,7 @@ class GraphSettings(Strict):
     @property
     def quantised(self) -> bool:
         """Whether any of the graphs is rounded."""
-        return any(each in QUANTISED for each in self.dtype)
+        return any(each in ROUNDED_TYPES for each in self.dtype)
 
     @model_validator(mode="after")
     def _for_quantised(self) -> "GraphSettings":

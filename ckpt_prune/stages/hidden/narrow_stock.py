@@ -8,9 +8,9 @@ from ckpt_prune.architectures.depth import facts_of
 from ckpt_prune.architectures.fitting import fitting_family
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import as_said, build_skeleton, parse_config
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.containers.choosing import NothingFitsError, choose_container
 from ckpt_prune.containers.container import Container
-from ckpt_prune.errors import UserError
 from ckpt_prune.job.layout import Layout, plan_layout
 from ckpt_prune.rotations.narrow import NarrowCheckpoint
 from ckpt_prune.rotations.sliced import SlicedCheckpoint

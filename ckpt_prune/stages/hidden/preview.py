@@ -6,7 +6,7 @@ from dataclasses import replace
 from ckpt_prune.architectures.family import DATA_OPTIONS
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.statistics import Statistics
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.records import Cost, HiddenRecord

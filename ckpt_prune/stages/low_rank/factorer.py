@@ -13,14 +13,14 @@ from ckpt_prune.architectures.family import Family
 from ckpt_prune.calibration.kinds import SpaceMoments, inputs_of
 from ckpt_prune.calibration.moments import total
 from ckpt_prune.calibration.sources import CachedMoments, MomentSource
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.phases import phase
+from ckpt_prune.common.progress import track
 from ckpt_prune.compensation.factoring import energies, factor, updated
 from ckpt_prune.containers.container import Ranks
-from ckpt_prune.errors import UserError
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.records import FactoredLinear
-from ckpt_prune.parallel.group import here
-from ckpt_prune.phases import phase
-from ckpt_prune.progress import track
+from ckpt_prune.parallel.group import process_group
 from ckpt_prune.stages.low_rank.ranks import Thin, ranks_by_energy, uniform_ranks
 from ckpt_prune.stages.low_rank.stage import LowRank
 from ckpt_prune.stages.spaces.pruner import check_overflow
@@ -74,7 +74,9 @@ class Factorer:
                 for module in groups[first]:
                     name = self.family.tensor(block, module)
                     # As in `engine`: the first of several processes has the moments.
-                    (down, up), record = here().once(partial(self._stored, block, module, tensors[name], own, gram))
+                    (down, up), record = process_group().once(
+                        partial(self._stored, block, module, tensors[name], own, gram)
+                    )
                     # What comes behind it is measured with the factors as they are stored.
                     running[name] = up.float() @ down.float()
                     made[name] = dict(zip(factor_names(name), (down, up), strict=True))

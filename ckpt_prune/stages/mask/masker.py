@@ -12,11 +12,11 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.kinds import inputs_of
 from ckpt_prune.calibration.moments import Moments, total
 from ckpt_prune.calibration.sources import MomentSource
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.phases import phase
 from ckpt_prune.job.model_view import fill_biases
 from ckpt_prune.job.records import MaskedLinear
-from ckpt_prune.parallel.group import here
-from ckpt_prune.phases import phase
+from ckpt_prune.parallel.group import process_group
 from ckpt_prune.sparsity import sparsegpt
 from ckpt_prune.sparsity.masks import keep_groups, keep_share, magnitude, wanda
 from ckpt_prune.sparsity.patterns import GroupPattern
@@ -84,7 +84,9 @@ class Masker:
                 for module in readers[first]:
                     name = self.model.tensor(block, module)
                     # As in `engine`: the first of several processes has the moments.
-                    current[name], record = here().once(partial(self.stored, block, module, current[name], whole))
+                    current[name], record = process_group().once(
+                        partial(self.stored, block, module, current[name], whole)
+                    )
                     masked.append(record)
         check_overflow(tensors, current)
         return current, masked

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from ckpt_prune.architectures.family import DATA_OPTIONS
 from ckpt_prune.calibration.sources import SequentialMoments
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.records import MaskShares
 from ckpt_prune.job.run import Run

@@ -15,10 +15,10 @@ from ckpt_prune.calibration.readout import Drawn
 from ckpt_prune.calibration.samples import Part
 from ckpt_prune.calibration.sources import CachedMoments, KnownMoments, MomentSource, NoMoments, SequentialMoments
 from ckpt_prune.calibration.streams import HiddenStream
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.progress import track
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.records import MaskShares
-from ckpt_prune.progress import track
 from ckpt_prune.sparsity.allocation import (
     by_exponents,
     by_outliers,

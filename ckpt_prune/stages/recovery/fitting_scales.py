@@ -1,9 +1,9 @@
 """Fitting scales, with what is said before, meanwhile and for the record."""
 
 from ckpt_prune.calibration.samples import Samples
-from ckpt_prune.checkpoint.units import counted
+from ckpt_prune.common.formatting import plural
+from ckpt_prune.common.progress import meter
 from ckpt_prune.job.run import Announce
-from ckpt_prune.progress import meter
 from ckpt_prune.recovery.scales import Fitted, Side, fit_scales
 from ckpt_prune.recovery.training import Split
 from ckpt_prune.report.model import Adapters
@@ -44,8 +44,8 @@ def fitted_scales(
     held = f"{len(split.measured)} of them held out" if settings.held_out else "none held out"
     rate = "" if settings.lr is None else f" at lr {settings.lr:g}"
     announce(
-        f"fitting scales of {counted(len(settings.blocks(pruned.blocks)), 'block')} on {len(samples)} {what}, {held}, "
-        f"up to {counted(settings.epochs, 'epoch')} in steps of {settings.batch}{rate}"
+        f"fitting scales of {plural(len(settings.blocks(pruned.blocks)), 'block')} on {len(samples)} {what}, {held}, "
+        f"up to {plural(settings.epochs, 'epoch')} in steps of {settings.batch}{rate}"
     )
     with stages.stage("scales"), meter(settings.epochs, "fitting scales", unit="epoch") as epochs:
         fitted = fit_scales(

@@ -3,16 +3,16 @@
 from collections.abc import Sequence
 
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.common.filenames import PRUNED_ELSEWHERE
+from ckpt_prune.common.records import Record
+from ckpt_prune.common.versions import versions
 from ckpt_prune.containers.container import Container
-from ckpt_prune.filenames import ELSEWHERE
 from ckpt_prune.job.cost import cost_of
 from ckpt_prune.job.source_facts import source_of, stored_as
-from ckpt_prune.records import Record
 from ckpt_prune.recovery.record import RecoveredLayer
 from ckpt_prune.recovery.recoverer import Recoverer
 from ckpt_prune.report.model import Adapters, Earlier, Perplexity, Recovery, Report, UsedRecipe
-from ckpt_prune.versions import versions
 
 
 def report_of_recovery(
@@ -88,7 +88,7 @@ def recovery_of(recoverer: Recoverer, dense: Checkpoint, *, on_the_fly: bool) ->
 def _elsewhere(pruned: Model, dense: Model, container: Container) -> Report:
     """What is known of a checkpoint that another tool pruned."""
     return Report(
-        recipe=UsedRecipe(name=ELSEWHERE),
+        recipe=UsedRecipe(name=PRUNED_ELSEWHERE),
         source=source_of(dense.checkpoint),
         ignored=sorted([*pruned.checkpoint.ignored, *pruned.checkpoint.shadowed]),
         calibration=Record(),

@@ -6,11 +6,11 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ckpt_prune.checkpoint.writing import CheckpointWriter
+from ckpt_prune.checkpoint.writer import CheckpointWriter
+from ckpt_prune.common.progress import track
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.run import Run
 from ckpt_prune.job.store import BlockStore
-from ckpt_prune.progress import track
 from ckpt_prune.recovery.scales import Side, scaled
 from ckpt_prune.recovery.training import Split
 from ckpt_prune.report.model import Adapters

@@ -7,12 +7,12 @@ from typing import Any
 from pydantic import BaseModel
 
 from ckpt_prune.architectures.family import DATA_OPTIONS
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.progress import Meter, meter
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.run import Run
 from ckpt_prune.job.step import Step, Tensors
-from ckpt_prune.parallel.group import here
-from ckpt_prune.progress import Meter, meter
+from ckpt_prune.parallel.group import process_group
 from ckpt_prune.recovery.record import RecoveredLayer
 from ckpt_prune.recovery.recoverer import Recoverer
 from ckpt_prune.recovery.training import Split
@@ -95,9 +95,9 @@ def recover_step(recovery: Recovery, prepared: Prepared, run: Run) -> RecoverSte
     training, view = prepared.training, prepared.view
     assert training is not None
     split = Split.of(len(training.samples), recovery.held_out)
-    how: dict[str, Any] = {"allocate": training.allocate, "group": here()}
+    how: dict[str, Any] = {"allocate": training.allocate, "group": process_group()}
     dense = view.stream(training.samples, training.compute_dtype, **how)
-    pruned = view.stream(training.samples, training.compute_dtype, sizes=split.sizes(recovery, here()), **how)
+    pruned = view.stream(training.samples, training.compute_dtype, sizes=split.sizes(recovery, process_group()), **how)
     return RecoverStep(
         Recoverer(dense, view.block, pruned, split, recovery, recovery.seed, training.after, training.allocate)
     )
@@ -106,7 +106,7 @@ def recover_step(recovery: Recovery, prepared: Prepared, run: Run) -> RecoverSte
 def finish_recovery(recovery: Recovery, prepared: Prepared, run: Run) -> None:
     """Fit scales to the blocks that are written, and multiply them in; or note what LaCo has done."""
     if recovery.at_the_end:
-        run.done["adapters"] = here().alone(lambda: rescaled(recovery, prepared, run))
+        run.done["adapters"] = process_group().alone(lambda: rescaled(recovery, prepared, run))
         return
     step = run.steps[Recovery.key]
     assert isinstance(step, RecoverStep)

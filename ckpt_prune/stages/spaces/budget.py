@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 
 K = TypeVar("K", bound=Hashable)
 Array = NDArray[np.float64]

@@ -7,8 +7,8 @@ from ckpt_prune.architectures.sites import Site
 from ckpt_prune.architectures.spaces import BESIDE, ENDS, first_of_experts
 from ckpt_prune.calibration.kinds import Collect
 from ckpt_prune.calibration.statistics import Statistics
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.compensation.methods import AUTO
-from ckpt_prune.errors import UserError
 from ckpt_prune.job.decisions import keep_count
 from ckpt_prune.job.kinds import kind_of
 from ckpt_prune.job.plan import Plan

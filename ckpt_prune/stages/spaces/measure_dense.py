@@ -7,12 +7,12 @@ from ckpt_prune.calibration.measure import check_folds, measure_into, statistics
 from ckpt_prune.calibration.statistics import Statistics, with_effects
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.staging import disk_failures
-from ckpt_prune.checkpoint.writing import check_room
+from ckpt_prune.checkpoint.writer import check_free_space
+from ckpt_prune.common.phases import phase
 from ckpt_prune.job.job import LiveSamples
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.run import Run
-from ckpt_prune.parallel.group import here
-from ckpt_prune.phases import phase
+from ckpt_prune.parallel.group import process_group
 from ckpt_prune.stages.spaces.effects.gradients import add_gradients
 from ckpt_prune.stages.spaces.effects.measured import measure_effects, measured_singly
 
@@ -41,20 +41,20 @@ def measure_first(prepared: Prepared, live: LiveSamples, folder: Path, journal: 
         folder: where; it is made.
         journal: of the run, in which what is done is entered; None where it is not to be gone on with.
     """
-    recipe, group = prepared.recipe, here()
+    recipe, group = prepared.recipe, process_group()
     known = group.once(lambda: set[str]() if journal is None else set(journal.units))
 
     def make_folder() -> None:
         with disk_failures(folder):
             folder.mkdir(exist_ok=True)
         needed = statistics_bytes(prepared.model, collect=recipe.collect, folds=live.folds, samples=len(live.samples))
-        check_room(folder, needed, "statistics need")
+        check_free_space(folder, needed, "statistics need")
 
     if STATISTICS in known:
         statistics = Statistics(folder)
     else:
         check_folds(live.samples, live.folds)
-        group.at_first(make_folder)
+        group.on_first(make_folder)
         statistics = measure_into(
             prepared.model,
             live.samples,

@@ -15,13 +15,13 @@ from ckpt_prune.architectures.spaces import SpaceName, dim_of
 from ckpt_prune.calibration.kinds import SpaceMoments
 from ckpt_prune.calibration.moments import Moments
 from ckpt_prune.calibration.sources import MomentSource
-from ckpt_prune.checkpoint.finite import all_finite
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.finite import all_finite
+from ckpt_prune.common.phases import phase
 from ckpt_prune.job.decisions import Decisions
 from ckpt_prune.job.model_view import fill_biases
 from ckpt_prune.job.plan import SitePlan
-from ckpt_prune.parallel.group import here
-from ckpt_prune.phases import phase
+from ckpt_prune.parallel.group import process_group
 from ckpt_prune.stages.spaces.solvers import solver_of
 from ckpt_prune.stages.spaces.solvers.base import SolvedSite, Solver
 
@@ -93,7 +93,7 @@ class Pruner:
             with phase("calibration"):
                 moments = source.lacking(block, dense, tensors, spaces)
             with phase("compensation"):
-                new, figures = here().once(partial(solver.refit, block, tensors, moments))
+                new, figures = process_group().once(partial(solver.refit, block, tensors, moments))
             tensors |= {name: tensor.to(tensors[name].dtype) for name, tensor in new.items()}
             found.append(figures)
         if not found:
@@ -132,7 +132,7 @@ class Pruner:
             solver = solver_of(model, recipe, space, self.device, diagnostics=self.diagnostics)
             # The first of several processes alone has the moments of all samples, and its numbers are everyone's.
             with phase("compensation"):  # in which the solver ranks units first
-                solved = here().once(partial(solver.solve, block, tensors, moments, decided[space]))
+                solved = process_group().once(partial(solver.solve, block, tensors, moments, decided[space]))
             if solved[0].units != self.model.site_units(space):
                 solved = self._in_dense(solved[0], kept), solved[1]
             known = decided[space].plan

@@ -12,9 +12,9 @@ from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.calibration.kinds import inputs_of
 from ckpt_prune.calibration.moments import total
 from ckpt_prune.calibration.sources import MomentSource
+from ckpt_prune.common.progress import track
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.selection import select_ranked, standardise
-from ckpt_prune.progress import track
 from ckpt_prune.stages.spaces.solvers.columns import ColumnSolver
 
 

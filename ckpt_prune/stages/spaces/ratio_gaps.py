@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ckpt_prune.architectures.spaces import Rounding
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.selection import units_kept
 
 FAR = 0.1

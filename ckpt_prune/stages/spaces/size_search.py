@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ckpt_prune.architectures.sites import Site
 from ckpt_prune.architectures.spaces import COUPLED, SpaceName, known_space
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.containers.container import Widths
-from ckpt_prune.errors import UserError
 from ckpt_prune.job.cost import cost_of
 from ckpt_prune.job.decisions import Decisions, keep_count, kept_units, multiple_of, rounding_of
 from ckpt_prune.job.latency import Latencies

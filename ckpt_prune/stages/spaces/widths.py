@@ -11,13 +11,13 @@ from ckpt_prune.architectures.sites import Site
 from ckpt_prune.architectures.spaces import SpaceName, known_space
 from ckpt_prune.calibration.sources import CachedMoments, MomentSource, NoMoments
 from ckpt_prune.calibration.statistics import Statistics
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.progress import track
 from ckpt_prune.job.decisions import Decision, Decisions, Losses, kept_units, multiple_of
 from ckpt_prune.job.kinds import CANDIDATES, CHOSEN, kind_of
 from ckpt_prune.job.prepared import Prepared, Ranked
 from ckpt_prune.job.sizes import SizeKind
-from ckpt_prune.parallel.group import here
-from ckpt_prune.progress import track
+from ckpt_prune.parallel.group import process_group
 from ckpt_prune.stages.spaces.budget import BudgetError, Crossing, Curve, least_error, merged, total_error
 from ckpt_prune.stages.spaces.rankings import ranked, standardised_scores
 from ckpt_prune.stages.spaces.size_search import (
@@ -111,9 +111,9 @@ def dense_ranking(prepared: Prepared) -> dict[Site, list[Ranked]]:
                 ranked.append(Ranked(score, scores.cpu(), errors))
         return found
 
-    group = here()
+    group = process_group()
     blocks = model.spaced[group.rank :: group.size]
-    ranked_blocks = group.dealt([rank(block) for block in track(blocks, "ranking", total=len(blocks))])
+    ranked_blocks = group.interleave([rank(block) for block in track(blocks, "ranking", total=len(blocks))])
     found = {site: own for each in ranked_blocks for site, own in each.items()}
     return _together(found, statistics.index.spaces) if recipe.weighed_by_effect else found
 

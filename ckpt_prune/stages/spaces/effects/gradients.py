@@ -24,7 +24,7 @@ from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.statistics import Statistics, fisher_file, with_fisher, write_fisher
 from ckpt_prune.calibration.streams import fold_slices
 from ckpt_prune.job.kinds import kind_of
-from ckpt_prune.parallel.group import here
+from ckpt_prune.parallel.group import process_group
 from ckpt_prune.stages.spaces.effects.measured import SHALLOW
 from ckpt_prune.stages.spaces.effects.predicted import Predicted, measure_spaces
 from ckpt_prune.stages.spaces.effects.refits import BlockRefits, Refits, tried_out
@@ -70,7 +70,7 @@ def add_gradients(
     trials = _Trials(refits) if "gram" in statistics.index.collect else None
     how: dict[str, Any] = {"compute_dtype": compute_dtype, "allocate": allocate}
     rotary = "rotary" in statistics.index.collect
-    group = here()
+    group = process_group()
 
     def write(block: int, found: Mapping[str, Fisher]) -> None:
         files[fisher_file(block)] = write_fisher(statistics.folder, block, found)
@@ -78,7 +78,7 @@ def add_gradients(
     ends = EndDistances(len(some))
     measured = measure_fisher(model, some, device=device, watcher=trials, ends=ends, rotary=rotary, **how)
     for block, found in measured:
-        group.at_first(partial(write, block, found))
+        group.on_first(partial(write, block, found))
     predicted: Predicted = {} if trials is None else trials.found
     together: dict[SpaceName, list[tuple[int, float]]] = {}
     scores: dict[SpaceName, str] = {}
@@ -107,7 +107,7 @@ class _Trials:
         """Refit every site of a block at every point."""
         self._block, own = block, self.refits.of(block, tensors)
         trials = [(space, score) for space in self.refits.spaces for score in kind_of(space).candidates]
-        self._mine = set(trials[here().rank :: here().size])
+        self._mine = set(trials[process_group().rank :: process_group().size])
         self._sites = {space: self._site(own, space) for space in self.refits.spaces}
 
     def _site(self, own: BlockRefits, space: SpaceName) -> "_Site":
@@ -128,7 +128,7 @@ class _Trials:
 
     def end(self, samples: int) -> None:
         """Enter what was found."""
-        group, own = here(), {space: site.divergences(samples) for space, site in self._sites.items()}
+        group, own = process_group(), {space: site.divergences(samples) for space, site in self._sites.items()}
         told = group.gather((own, self.refits.known(self._block))) or []
         for theirs, scores in group.once(lambda: told):
             self.refits.learn(scores)

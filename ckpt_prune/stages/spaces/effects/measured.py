@@ -16,8 +16,8 @@ from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.calibration.streams import stream_of
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.staging import disk_failures
-from ckpt_prune.parallel.group import here
-from ckpt_prune.progress import track
+from ckpt_prune.common.progress import track
+from ckpt_prune.parallel.group import process_group
 from ckpt_prune.stages.spaces.effects.site_variants import (
     POINTS,
     Variants,
@@ -95,7 +95,7 @@ def measure_effects(
     readout = stream.readout()
     sites = Variants(model, statistics, device, counts)
     shape, dtype = tuple(stream.states.shape), stream.states.dtype
-    group = here()
+    group = process_group()
     mine = range(group.rank, len(variants), group.size)
     pruned = [allocate(shape, dtype) for _ in mine]
     dense = allocate(shape, dtype)
@@ -132,7 +132,7 @@ def measure_effects(
             # The first time round the dense model's own states go all the way, as what the others are held against.
             run(block, tensors, [(states, states) for states in ([dense] if site == 0 else []) + pruned])
         if block == blocks - 1:
-            values = group.dealt(divergences(readout, dense, few, [(readout, states) for states in pruned]))
+            values = group.interleave(divergences(readout, dense, few, [(readout, states) for states in pruned]))
             for (space, count), value in zip(variants, values, strict=True):
                 name = model.site_name(site, space)
                 check_finite(value, without_units(count, name), compute_dtype)

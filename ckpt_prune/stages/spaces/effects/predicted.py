@@ -9,9 +9,9 @@ from ckpt_prune.calibration.readout import divergences
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.streams import stream_of
+from ckpt_prune.common.progress import track
 from ckpt_prune.job.kinds import CANDIDATES, kind_of
-from ckpt_prune.parallel.group import here
-from ckpt_prune.progress import track
+from ckpt_prune.parallel.group import process_group
 from ckpt_prune.stages.spaces.effects.refits import Refits
 from ckpt_prune.stages.spaces.effects.site_variants import check_finite, dropped_counts, without_units
 
@@ -65,7 +65,7 @@ def measure_spaces(
         for index, count in enumerate(dropped_counts(model.units(space), SPACE_POINTS))
         for single in (None, *(_singles(space, model.units(space)) if index == 0 else ()))
     ]
-    group = here()
+    group = process_group()
     own_variants = variants[group.rank :: group.size]
     stream = stream_of(model, samples, device=refits.device, compute_dtype=compute_dtype, allocate=allocate)
     shape, dtype = tuple(stream.states.shape), stream.states.dtype
@@ -80,7 +80,7 @@ def measure_spaces(
     readout = stream.readout()
     found: dict[SpaceName, dict[int, float]] = {}
     singles: dict[SpaceName, dict[str, float]] = {}
-    values = group.dealt(divergences(readout, stream.states, samples, [(readout, own) for own in states]))
+    values = group.interleave(divergences(readout, stream.states, samples, [(readout, own) for own in states]))
     for (space, count, single), value in zip(variants, values, strict=True):
         check_finite(value, without_units(count, f"the {space} of every block"), compute_dtype)
         if single is None:

@@ -15,7 +15,7 @@ from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.calibration.moments import total
 from ckpt_prune.calibration.sources import CachedMoments, KnownMoments
 from ckpt_prune.calibration.statistics import Statistics
-from ckpt_prune.errors import UserError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.decisions import Decision, Decisions
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.parallel.group import ALONE, working_in

@@ -12,6 +12,8 @@ from torch import Tensor
 from ckpt_prune.calibration.fisher import Fisher
 from ckpt_prune.calibration.kinds import SpaceMoments, inputs_of
 from ckpt_prune.calibration.moments import Moments, total
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.phases import phase
 from ckpt_prune.compensation.choice import choose
 from ckpt_prune.compensation.diagnostics import diagnose
 from ckpt_prune.compensation.fit import Blend, Fit, Solution, blend_from_moments, error
@@ -19,13 +21,11 @@ from ckpt_prune.compensation.logit import absolute_strength as logit_strength
 from ckpt_prune.compensation.methods import METHODS, absolute_strength
 from ckpt_prune.compensation.shift import freedom, shift
 from ckpt_prune.compensation.spectrum import EXACT_WIDTH, spectrum
-from ckpt_prune.errors import UserError
 from ckpt_prune.job.decisions import Decision
 from ckpt_prune.job.plan import SitePlan
 from ckpt_prune.job.records import SiteShift
 from ckpt_prune.job.selection import select, select_in_heads, unit_scores
 from ckpt_prune.job.space import Compensation
-from ckpt_prune.phases import phase
 from ckpt_prune.scoring.costs import DropOrder
 from ckpt_prune.scoring.scores import SCORES
 from ckpt_prune.scoring.unit_scores import UNIT_SCORES, without_mean

@@ -13,13 +13,13 @@ from ckpt_prune.calibration.fisher import Fisher
 from ckpt_prune.calibration.kinds import SpaceMoments
 from ckpt_prune.calibration.moments import Moments, total
 from ckpt_prune.calibration.routing import RoutingMoments
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.phases import phase
 from ckpt_prune.compensation.choice import choose
 from ckpt_prune.compensation.fit import Solution, blend_from_moments, error
 from ckpt_prune.compensation.methods import METHODS, absolute_strength
-from ckpt_prune.errors import UserError
 from ckpt_prune.job.decisions import Decision
 from ckpt_prune.job.selection import select_in_heads
-from ckpt_prune.phases import phase
 from ckpt_prune.scoring.expert_scores import EXPERT_SCORES
 from ckpt_prune.stages.spaces.solvers.base import NO_FOLDS, SolvedSite, Solver
 

@@ -10,6 +10,7 @@ from ckpt_prune.calibration.fisher import Fisher
 from ckpt_prune.calibration.kinds import SpaceMoments
 from ckpt_prune.calibration.logits import LogitMoments
 from ckpt_prune.calibration.moments import total
+from ckpt_prune.common.phases import phase
 from ckpt_prune.compensation import logit
 from ckpt_prune.compensation.head_shift import HeadEquations, head_shift
 from ckpt_prune.compensation.logit_methods import LOGIT_METHODS, LogitFit, LogitMethod, unfitted
@@ -19,7 +20,6 @@ from ckpt_prune.job.decisions import Decision
 from ckpt_prune.job.plan import SitePlan
 from ckpt_prune.job.records import SiteShift
 from ckpt_prune.job.selection import in_heads, select_in_heads
-from ckpt_prune.phases import phase
 from ckpt_prune.scoring.logit_scores import LOGIT_SCORES
 from ckpt_prune.stages.spaces.solvers.base import SolvedSite, Solver
 from ckpt_prune.stages.spaces.solvers.head_errors import (

@@ -11,12 +11,12 @@ from ckpt_prune.architectures.family import KINDS
 from ckpt_prune.calibration.fisher import Fisher
 from ckpt_prune.calibration.kinds import SpaceMoments, inputs_of
 from ckpt_prune.calibration.moments import Moments, total
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.phases import phase
 from ckpt_prune.compensation.values import Turn, by_direction, by_head, principal
-from ckpt_prune.errors import UserError
 from ckpt_prune.job.decisions import Decision
 from ckpt_prune.job.plan import SitePlan
 from ckpt_prune.job.records import SiteShift
-from ckpt_prune.phases import phase
 from ckpt_prune.scoring.costs import DropOrder
 from ckpt_prune.scoring.unit_scores import without_mean
 from ckpt_prune.stages.spaces.solvers.base import SolvedSite

@@ -1,0 +1,42 @@
+"""Loading any output of this tool, without running code from its folder."""
+
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from ckpt_prune.checkpoint.files import read_input
+from ckpt_prune.checkpoint.json_files import parse_json_object
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.containers.remote import remote_class
+from ckpt_prune.evaluation.loading import load_model
+
+
+def load(
+    path: str | Path, *, device: str | torch.device = "cpu", dtype: torch.dtype | str | None = None
+) -> PreTrainedModel:
+    """Load a checkpoint that this tool wrote, a stock one or one with blocks of different widths.
+
+    The whole model is held in memory. Code in the folder is never run: a checkpoint with remote code is built by the
+    same implementation inside this package (`ckpt_prune.modeling_pruned`).
+
+    Args:
+        path: the folder.
+        device: where the model goes.
+        dtype: of the parameters; the checkpoint's own by default.
+
+    Raises:
+        UserError: the folder has no config, its remote code is not this tool's, or a tensor of the model is missing or
+            of another shape.
+
+    Example:
+        >>> import ckpt_prune
+        >>> model = ckpt_prune.load("pruned")  # doctest: +SKIP
+    """
+    folder = Path(path)
+    try:
+        raw = parse_json_object(read_input(folder / "config.json"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder} has no readable config.json") from error
+    remote_class(raw, folder)
+    return load_model(folder, device=device, dtype=dtype or "auto")

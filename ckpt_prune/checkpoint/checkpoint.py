@@ -1,0 +1,537 @@
+"""A checkpoint folder as published on the Hub, read lazily: headers at once, tensors when asked for."""
+
+import re
+from collections import defaultdict
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ckpt_prune.checkpoint.digests import checkpoint_fingerprint
+from ckpt_prune.checkpoint.files import Stamp, find_changed, open_input, stamp_of
+from ckpt_prune.checkpoint.journal import refuse_unfinished
+from ckpt_prune.checkpoint.json_files import read_json_object
+from ckpt_prune.checkpoint.model_folder import model_name, resolve_model
+from ckpt_prune.checkpoint.quantised import (
+    block_size,
+    class_name,
+    drop_quantisation,
+    is_plain_fp8,
+    refuse_quantised,
+    scale_block,
+)
+from ckpt_prune.checkpoint.shard import (
+    Header,
+    Scaled,
+    Stack,
+    TensorInfo,
+    apply_scales,
+    read_flat_chunks,
+    read_header,
+    read_tensor,
+)
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.finite import all_finite
+from ckpt_prune.common.progress import track
+
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+_MOST_LAYERS = 1000
+"""Building a model takes time and memory for each, tensors or not; the deepest published ones have about 130."""
+_CONVERT = (
+    'convert them where they are trusted: python -c "from transformers import {auto} as M; '
+    "M.from_pretrained('{path}').save_pretrained('NEW')\", or use https://huggingface.co/spaces/safetensors/convert"
+)
+PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"}
+
+
+@dataclass(frozen=True, eq=False)
+class PartOf:
+    """Where a checkpoint is that is a part of another.
+
+    Attributes:
+        whole: the other.
+        part: its name.
+        key: of its config in that of the whole.
+        names: name of a tensor of the part → its name on disk.
+    """
+
+    whole: "Checkpoint"
+    part: str
+    key: str
+    names: Mapping[str, str]
+
+    @property
+    def rest(self) -> dict[str, TensorInfo]:
+        """The tensors of the whole that are not in the part."""
+        inside = set(self.names.values())
+        return {name: info for name, info in self.whole.tensors.items() if name not in inside}
+
+    def on_disk(self, name: str) -> str:
+        """Name on disk of a tensor of the part, or of a bias that is to stand beside a weight of it."""
+        if name in self.names:
+            return self.names[name]
+        return self.names[f"{name.removesuffix('bias')}weight"].removesuffix("weight") + "bias"
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """An opened checkpoint folder.
+
+    Attributes:
+        path: the folder.
+        config: config.json, parsed.
+        tensors: every tensor by its on-disk name, shard by shard.
+        files: the safetensors files' names, sorted.
+        sharded: whether an index spreads the tensors over files.
+        metadata: each file's free-text `__metadata__`.
+        stamps: of the folder's files when it was opened, by name.
+        within: where it is, if it is a part of another; its names and its config are then those of a model of its own.
+        stacks: tensor of a file → the parts that `tensors` has in its place.
+        aliases: tensor → its name on disk, where that is another one by which transformers knows it.
+        replaced: tensors that are read from elsewhere, each by its name, with the absolute path of its file.
+        ignored: tensors of the files that the model's class does not load: they are not read, and not written.
+        shadowed: the same of tied tensors that another of `tensors` has the bytes of (`fitting.untangled`).
+        copies: tensor that no file has under this name → the one on disk whose bytes it has.
+        stated: what config.json says where `config` says something else; None for nothing.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+    files: tuple[str, ...]
+    sharded: bool
+    metadata: dict[str, dict[str, str]]
+    stamps: Mapping[str, Stamp] = field(default_factory=dict)
+    within: PartOf | None = None
+    stacks: Mapping[str, Stack] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    replaced: Mapping[str, TensorInfo] = field(default_factory=dict)
+    ignored: Mapping[str, TensorInfo] = field(default_factory=dict)
+    shadowed: Mapping[str, TensorInfo] = field(default_factory=dict)
+    copies: Mapping[str, str] = field(default_factory=dict)
+    stated: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, model: str | Path, revision: str | None = None) -> "Checkpoint":
+        """Open a folder or Hub id, reading config, index and headers only.
+
+        Raises:
+            UserError: the model is not found, or a file is missing, damaged, not supported or contradicts the index.
+        """
+        path = resolve_model(str(model), revision=revision)
+        config = _read_config(path)
+        # The order of transformers: the single file wins where both are there.
+        sharded = not (path / SINGLE).exists()
+        _check_named(path, config, INDEX if sharded else SINGLE)
+        headers = _read_shards(path) if sharded else {SINGLE: read_header(path / SINGLE)}
+        tensors = {name: info for header in headers.values() for name, info in header.tensors.items()}
+        if is_plain_fp8(config):
+            tensors, config = _scaled(path, tensors, config), drop_quantisation(config)
+        # A file of nothing but scales has nothing that is read for itself.
+        held = {info.file for info in tensors.values()}
+        files = tuple(file for file in headers if file in held or not headers[file].tensors)
+        return cls(
+            path=path,
+            config=config,
+            tensors=tensors,
+            files=files,
+            sharded=sharded,
+            metadata={file: headers[file].metadata for file in files},
+            stamps={file.name: stamp_of(file) for file in path.iterdir() if file.is_file()},
+        )
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """The named tensors on CPU with on-disk shape and dtype, in the order asked, in memory of their own.
+
+        Raises:
+            UserError: an unknown name, or a file that changed since it was opened.
+        """
+        names = list(names)
+        for name in names:
+            if name not in self.tensors:
+                raise UserError(f"{self.path} has no tensor {name!r}; `ckpt-prune inspect` lists what it has")
+        return read_tensors(self.path, [self.replaced.get(name, self.tensors[name]) for name in names])
+
+    def equal(self, one: str, other: str) -> bool:
+        """Whether two tensors have the same shape and values, in whatever types. Reads both, piece by piece."""
+        infos = self.tensors[one], self.tensors[other]
+        return _equal(self.path, *infos, *(info.stamp for info in infos))
+
+    def check_unchanged(self, names: Iterable[str]) -> None:
+        """Refuse to go on with files of the folder that are not what they were when it was opened.
+
+        Raises:
+            UserError: naming the first that changed or is gone.
+        """
+        if (name := find_changed(self.path, self.stamps, names)) is not None:
+            raise UserError(f"{self.path / name} changed since it was opened; run again")
+
+    def turned(self, names: Iterable[str]) -> "Checkpoint":
+        """The same checkpoint, these of its matrices read as their transposes."""
+        turned = {name: self.tensors[name].turned() for name in names if name in self.tensors}
+        return replace(self, tensors=self.tensors | turned) if turned else self
+
+    def without(self, names: Iterable[str]) -> "Checkpoint":
+        """The same checkpoint, these of its tensors ignored. A file that holds no other is not one of its files."""
+        ignored = {name: self.tensors[name] for name in names}
+        return replace(self._lacking(ignored), ignored={**self.ignored, **ignored}) if ignored else self
+
+    def shadowing(self, names: Iterable[str], copies: Mapping[str, str]) -> "Checkpoint":
+        """The same checkpoint with tied tensors under other names.
+
+        Args:
+            names: tensors that are not there, because another has their bytes.
+            copies: new name → the tensor whose bytes it has.
+        """
+        shadowed = {name: self.tensors[name] for name in names}
+        added = {name: replace(self.tensors[disk], name=name) for name, disk in copies.items()}
+        seen = replace(self, tensors=self.tensors | added)._lacking(shadowed)
+        return replace(seen, shadowed={**self.shadowed, **shadowed}, copies={**self.copies, **copies})
+
+    def _lacking(self, gone: Container[str]) -> "Checkpoint":
+        tensors = {name: info for name, info in self.tensors.items() if name not in gone}
+        emptied = {info.file for info in self.tensors.values()} - {info.file for info in tensors.values()}
+        return replace(self, tensors=tensors, files=tuple(file for file in self.files if file not in emptied))
+
+    def called(self, aliases: Mapping[str, str]) -> "Checkpoint":
+        """The same checkpoint with some tensors under other names; what is written from it has those on disk.
+
+        Args:
+            aliases: new name → name on disk.
+        """
+        names = {disk: name for name, disk in aliases.items() if disk in self.tensors}
+        if not names:
+            return self
+        tensors = {names.get(n, n): replace(info, name=names.get(n, n)) for n, info in self.tensors.items()}
+        return replace(self, tensors=tensors, aliases={**self.aliases, **{name: n for n, name in names.items()}})
+
+    def split(self, stacks: Mapping[str, Stack]) -> "Checkpoint":
+        """The same checkpoint with the parts of some tensors in their place.
+
+        Args:
+            stacks: tensor → its parts.
+        """
+        here: dict[str, Stack] = {}
+        for name, stack in stacks.items():
+            if name in self.tensors:
+                # One that was pruned may hold fewer.
+                here[name] = replace(stack, parts=stack.parts[: self.tensors[name].shape[0] * stack.each])
+        tensors: dict[str, TensorInfo] = {}
+        for name, info in self.tensors.items():
+            own = here.get(name)
+            if own is None:
+                tensors[name] = info
+            else:
+                tensors |= {part: info.part(i, part, own.each) for i, part in enumerate(own.parts)}
+        return replace(self, tensors=tensors, stacks={**self.stacks, **here}) if here else self
+
+    def renamed(self, names: Mapping[str, str], config: dict[str, Any]) -> "Checkpoint":
+        """Some of the tensors under other names and with another config; the rest is not there.
+
+        Args:
+            names: of a tensor, or of one that holds a stack of them → its new name.
+            config: of what these tensors are.
+        """
+        tensors = {names[n]: replace(info, name=names[n]) for n, info in self.tensors.items() if n in names}
+        stacks = {
+            names[n]: replace(stack, parts=tuple(names[p] for p in stack.parts))
+            for n, stack in self.stacks.items()
+            if n in names
+        }
+        aliases = {names[n]: names[disk] for n, disk in self.aliases.items() if n in names}
+        held = {info.file for info in tensors.values()}
+        files = tuple(file for file in self.files if file in held)
+        return replace(self, config=config, tensors=tensors, files=files, stacks=stacks, aliases=aliases)
+
+    @property
+    def stored(self) -> dict[str, TensorInfo]:
+        """The tensors as the files hold them, but for transposes."""
+        parts = {part for stack in self.stacks.values() for part in stack.parts}
+        disk = {name: self.aliases.get(name, name) for name in self.tensors if name not in parts}
+        found = {own: replace(self.tensors[name], name=own) for name, own in disk.items()}
+        for whole, stack in self.stacks.items():
+            first, count = self.tensors[stack.parts[0]], len(stack.parts)
+            shape = stack.shape(count, first.shape)
+            found[whole] = replace(first, name=whole, shape=shape, nbytes=first.nbytes * count)
+        return found
+
+    @property
+    def transposed(self) -> frozenset[str]:
+        """Matrices that are read as the transposes of what the files hold."""
+        return frozenset(name for name, info in self.tensors.items() if info.transposed)
+
+    @property
+    def name(self) -> str:
+        """What the model is called: its folder, or its Hub id where the folder is a snapshot of one."""
+        return model_name(self.path)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type that most bytes are in."""
+        sizes: dict[torch.dtype, int] = {}
+        for info in self.tensors.values():
+            sizes[info.dtype] = sizes.get(info.dtype, 0) + info.nbytes
+        return max(sizes, key=lambda dtype: sizes[dtype])
+
+    def check_finite(self) -> None:
+        """Scan every floating-point tensor in order, holding about 256 MiB at most; once for an opened checkpoint.
+
+        Raises:
+            UserError: naming the first tensor with a NaN or Inf, and how many it has.
+        """
+        _ = self._scanned
+
+    @cached_property
+    def _scanned(self) -> None:
+        # Cached only when it passes: a job that measures before it writes asks twice, and 13 GB are read once.
+        # Old transformers saved what they masked logits with: -1e9, which float16 does not hold.
+        names = (name for name in self.tensors if not name.endswith(".masked_bias"))
+        stored = (part for name in names for part in self.tensors[name].parts)
+        floats = [info for info in stored if info.dtype.is_floating_point]
+        for info in track(floats, "checking for NaN and Inf", unit="tensor"):
+            with open_input(self.path / info.file) as handle:
+                bad = sum(_count_not_finite(chunk) for chunk in read_flat_chunks(handle, info))
+            if bad:
+                raise UserError(
+                    f"{self.path / info.file}: tensor {info.name!r} has {bad} NaN or Inf among {info.numel} elements; "
+                    "download it again or repair it"
+                )
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hex SHA-256 of config, names, shapes and a sample of the bytes: see `digests.checkpoint_fingerprint`.
+
+        It is that of the files, however tied tensors are seen.
+        """
+        absent = {key for key, value in self.stated.items() if value is None}
+        config = {key: value for key, value in {**self.config, **self.stated}.items() if key not in absent}
+        tensors = [info for name, info in self.stored.items() if name not in self.copies]
+        rest = () if self.within is None else self.within.rest.values()
+        left = (*self.ignored.values(), *self.shadowed.values())
+        return checkpoint_fingerprint(self.path, config, [*tensors, *left, *rest])
+
+
+def read_tensors(folder: Path, infos: Iterable[TensorInfo]) -> dict[str, Tensor]:
+    """Tensors of `folder` by name, in the order given; each file is opened once and read front to back."""
+    infos = list(infos)
+    by_file = defaultdict(list)
+    for part in (part for info in infos for part in info.parts):
+        by_file[part.file].append(part)
+    found: dict[str, Tensor] = {}
+    for file, wanted in by_file.items():
+        try:
+            with open_input(folder / file) as handle:
+                for info in sorted(wanted, key=lambda info: info.offset):
+                    found[info.name] = read_tensor(handle, info)
+        except OSError as error:
+            raise UserError(f"cannot read {folder / file} ({error.strerror}); restore the file") from error
+    for info in infos:
+        if info.scaled is not None:
+            found[info.name] = apply_scales(info, found[info.name], found[info.scaled.scale.name])
+    return {info.name: found[info.name] for info in infos}
+
+
+@lru_cache(maxsize=16)
+def _equal(folder: Path, one: TensorInfo, other: TensorInfo, *_stamps: Stamp | None) -> bool:
+    if one.shape != other.shape:
+        return False
+    if one.dtype != other.dtype or one.scaled or other.scaled:
+        return torch.equal(
+            *(tensor.double() for info in (one, other) for tensor in read_tensors(folder, [info]).values())
+        )
+    with open_input(folder / one.file) as left, open_input(folder / other.file) as right:
+        pieces = zip(read_flat_chunks(left, one), read_flat_chunks(right, other), strict=True)
+        return all(torch.equal(ours, theirs) for ours, theirs in pieces)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not (path / CONFIG).is_file():
+        refuse_unfinished(path)
+        raise UserError(f"{path} has no {CONFIG}; give a checkpoint folder as published on the Hub")
+    config = check_config(path / CONFIG, read_json_object(path / CONFIG))
+    refuse_quantised(path, config)
+    return config
+
+
+def _check_named(path: Path, config: dict[str, Any], file: str) -> None:
+    """Refuse to read another file than transformers does.
+
+    Args:
+        path: of the checkpoint.
+        config: its config.json.
+        file: with its weights, or their index.
+
+    Raises:
+        UserError: config.json names another one.
+    """
+    named = config.get("transformers_weights", file)
+    # Outputs that carry code of their own hold a sentence in that key, which keeps other classes from reading them.
+    if named != file and (str(named).endswith((".safetensors", ".json")) or "auto_map" not in config):
+        raise UserError(
+            f"{path / CONFIG}: transformers reads weights from {named!r} (transformers_weights), and they are read "
+            f"from {file} here; rename the file, or take the key out where {file} is the right one"
+        )
+
+
+_SCALES = ("_scale_inv", "_scale")
+"""What the names of weights end in where their scales are: of DeepSeek's form, and of compressed-tensors'."""
+_OF_ACTIVATIONS = (".input_scale", ".activation_scale", ".k_scale", ".v_scale", ".output_scale")
+"""Scales that a plain model has no use for: they quantise what runs through it."""
+
+
+def _scaled(path: Path, tensors: dict[str, TensorInfo], config: dict[str, Any]) -> dict[str, TensorInfo]:
+    """The tensors of a plain fp8 checkpoint as they are read: float8 ones as bfloat16, their scales with them.
+
+    Raises:
+        UserError: a float8 tensor has no scales, or such as fit neither it, its rows, nor the config's blocks.
+    """
+    block, used = block_size(config), set()
+    found: dict[str, TensorInfo] = {}
+    for name, info in tensors.items():
+        if not _is_float8(info.dtype):
+            found[name] = info
+            continue
+        scale = next((tensors[name + suffix] for suffix in _SCALES if name + suffix in tensors), None)
+        if scale is None:
+            raise UserError(f"{path}: {name} is {info.dtype} and has no scales ({name}{_SCALES[0]}); download it again")
+        fits = scale_block(info.shape, scale.shape, block) if scale.dtype.is_floating_point else None
+        if fits is None:
+            raise UserError(
+                f"{path}: {scale.name}, {scale.dtype} {list(scale.shape)}, are not scales of {name}, "
+                f"{list(info.shape)}, by the blocks that {CONFIG} names ({block and list(block)})"
+            )
+        used.add(scale.name)
+        found[name] = replace(info, dtype=torch.bfloat16, scaled=Scaled(info.dtype, scale, fits))
+    return {name: info for name, info in found.items() if name not in used and not name.endswith(_OF_ACTIVATIONS)}
+
+
+def _is_float8(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize == 1
+
+
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
+"""Keys of the number of tokens that a model reads at once."""
+
+
+def check_config(path: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """A config.json's values, once class names in it are known to be names, and its model not to be too deep to build.
+
+    Raises:
+        UserError: they are not.
+    """
+    names = config.get("architectures")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise UserError(f"{path}: architectures is {names!r}, not a list of class names; download it again")
+    for key, value in _integers(config):
+        if "layer" in key and value > _MOST_LAYERS:
+            raise UserError(f"{path}: {key} is {value}, and {_MOST_LAYERS} layers are the most that are built")
+        if key in _POSITIONS and value < 1:
+            raise UserError(f"{path}: {key} is {value}, where a model reads one token at least; download it again")
+    return config
+
+
+def _integers(values: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    """Keys whose values are whole numbers, those of configs inside a config included."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _integers(value)
+        elif isinstance(value, int):
+            yield key, value
+
+
+def _read_shards(path: Path) -> dict[str, Header]:
+    """Headers of all shards by sorted file name, each holding exactly the tensors that the index puts there."""
+    expected = _read_index(path)
+    headers: dict[str, Header] = {}
+    for file in sorted(expected):
+        if not (path / file).is_file():
+            raise UserError(f"{path} lacks the shard {file} that {INDEX} names; download it again")
+        headers[file] = read_header(path / file)
+        present = set(headers[file].tensors)
+        if lacking := sorted(expected[file] - present):
+            raise UserError(f"{path / file} lacks {_name(lacking)}, which {INDEX} puts there; download both again")
+        if unlisted := sorted(present - expected[file]):
+            raise UserError(
+                f"{path / file} holds {_name(unlisted)}, which {INDEX} does not put there; download both again"
+            )
+    return headers
+
+
+def _read_index(path: Path) -> dict[str, set[str]]:
+    """The tensor names the index assigns to each file. Raises UserError where there is none or it cannot be trusted."""
+    index = path / INDEX
+    if not index.is_file():
+        pickles = sorted(file.name for file in path.iterdir() if file.suffix.lower() in PICKLE_SUFFIXES)
+        graph = next(iter(sorted(path.glob("*.onnx"))), None)
+        if graph is not None:
+            raise UserError(f"{path} holds a graph ({graph.name}) and no weights: give the model it was exported from")
+        others = sorted(path.glob("*.safetensors"))
+        if others:
+            raise UserError(f"{path} {_no_index(others)}")
+        convert = _CONVERT.format(path=path, auto=class_name(_read_config(path)))
+        if pickles:
+            raise UserError(f"{path} has only pickled weights ({pickles[0]}), which are never unpickled; {convert}")
+        raise UserError(f"{path} has neither {SINGLE} nor {INDEX}; if it was published as .bin pickles, {convert}")
+    content = read_json_object(index)
+    weight_map = content.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"{index} has no weight_map; download it again")
+    if not isinstance(content.get("metadata"), dict):
+        raise UserError(
+            f'{index} has no "metadata", without which transformers loads no shards; download it again, or put '
+            '"metadata": {} into it'
+        )
+    expected: dict[str, set[str]] = defaultdict(set)
+    for name, file in weight_map.items():
+        # The name decides, not where it leads: the Hub cache is all links to ../../blobs.
+        if not isinstance(file, str) or "/" in file or "\\" in file or not file.endswith(".safetensors"):
+            raise UserError(
+                f"{index} puts {name!r} in {file!r}, which is not a safetensors file of that folder; download it again"
+            )
+        expected[file].add(name)
+    return dict(expected)
+
+
+def _no_index(files: list[Path]) -> str:
+    """What lacks where there are safetensors files that nothing names."""
+    shards = [file for file in files if re.fullmatch(r".+-\d{5}-of-\d{5}\.safetensors", file.name)]
+    if not shards:
+        return (
+            f"has {files[0].name}, and neither {SINGLE} nor {INDEX}, which transformers looks for; rename it to "
+            f"{SINGLE} if it holds the whole model"
+        )
+    more = f" and {len(shards) - 1} more" if len(shards) > 1 else ""
+    said = int(shards[0].stem.rpartition("-")[2])
+    lacking = f"; {said - len(shards)} of its {said} shards are missing, too" if said > len(shards) else ""
+    said_so = f"has shards ({shards[0].name}{more}) and no {INDEX}, which says what each holds"
+    return f"{said_so}; download that as well{lacking}"
+
+
+def check_index(path: Path) -> None:
+    """Refuse a folder whose index is missing or damaged, in the words of `Checkpoint.open`; no header is read.
+
+    Raises:
+        UserError: it is, or there are no weights that are read.
+    """
+    if not (path / SINGLE).exists():
+        _read_index(path)
+
+
+def _name(tensors: list[str]) -> str:
+    more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
+    return f"tensor {tensors[0]!r}{more}"
+
+
+def _count_not_finite(chunk: Tensor) -> int:
+    if all_finite(chunk):
+        return 0
+    if chunk.dtype.itemsize == 1:
+        chunk = chunk.to(torch.float32)  # float8 has no isfinite
+    return int(chunk.numel() - torch.isfinite(chunk).sum().item())

@@ -1,0 +1,389 @@
+"""Writing a checkpoint tensor by tensor: shapes first, data as it comes, in place all at once or not at all."""
+
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Container, Iterable, Mapping, Set
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ckpt_prune.checkpoint.checkpoint import INDEX, read_tensors
+from ckpt_prune.checkpoint.files import sync
+from ckpt_prune.checkpoint.journal import JOURNAL
+from ckpt_prune.checkpoint.json_files import canonical_json, pretty_json
+from ckpt_prune.checkpoint.shard import Stack, TensorInfo, build_header, stack_shapes, write_tensor
+from ckpt_prune.checkpoint.staging import SCRATCH, Staging, disk_failures
+from ckpt_prune.common.errors import DiskError, UserError
+from ckpt_prune.common.formatting import human_bytes
+
+Layout = Mapping[str, Mapping[str, tuple[torch.dtype, tuple[int, ...]]]]
+
+_MARGIN_BYTES = 64 * 2**20
+
+
+class CheckpointWriter:
+    """Writes a checkpoint into a staging folder that was entered; end with `finish()`.
+
+    Tensors are written in any order, in units (a block, say) that are committed. What an earlier run of the same job
+    committed is done: the files come out byte for byte as from one run.
+
+        with Staging(out, job=digest) as staging:
+            writer = CheckpointWriter(staging, layout, sharded=True)
+            for unit in units:
+                if unit.name not in writer.done:
+                    writer.write("model.norm.weight", tensor)
+                    writer.commit(unit.name)
+            writer.write_json("config.json", config)
+            writer.finish()
+
+    Args:
+        staging: entered.
+        layout: for each safetensors file its tensors' dtypes and shapes.
+        sharded: whether to write an index; without it `layout` must have one file.
+        aside: files of the layout that are no part of the checkpoint: the index does not list them, and they need not
+            have its suffix.
+        metadata: free text for each file's header, beside `{"format": "pt"}`.
+        transposed: matrices of the layout whose files hold their transposes.
+        names: tensor of the layout → its name in the file, where that is another.
+        stacks: tensor of a file → how it holds several of the layout.
+
+    Raises:
+        UserError: the run that is resumed had another layout, or there is no room on the disk.
+        ValueError: the layout is impossible.
+    """
+
+    def __init__(
+        self,
+        staging: Staging,
+        layout: Layout,
+        *,
+        sharded: bool,
+        aside: Set[str] = frozenset(),
+        metadata: Mapping[str, str] | None = None,
+        transposed: Set[str] = frozenset(),
+        names: Mapping[str, str] | None = None,
+        stacks: Mapping[str, Stack] | None = None,
+    ) -> None:
+        self._stacks = stacks or {}
+        files = len(layout.keys() - aside)
+        if not sharded and files != 1:
+            raise ValueError(f"{files} files need an index")
+        self._sharded, self._aside = sharded, aside
+        self._headers: dict[str, bytes] = {}
+        self._sizes: dict[str, int] = {}
+        self._plan: dict[str, TensorInfo] = {}
+        for file, tensors in layout.items():
+            if Path(file).name != file or (file not in aside and not file.endswith(".safetensors")):
+                raise ValueError(f"{file!r} is not a plain safetensors file name")
+            if repeated := self._plan.keys() & tensors.keys():
+                raise ValueError(f"tensor {min(repeated)!r} is in two files")
+            given = {(names or {}).get(name, name): name for name in tensors}
+            stored = {s: (tensors[n][0], tensors[n][1][:: -1 if n in transposed else 1]) for s, n in given.items()}
+            stored = stack_shapes(
+                stored, {whole: own for whole, own in self._stacks.items() if own.parts[0] in tensors}
+            )
+            self._headers[file], header = build_header(file, stored, {"format": "pt", **(metadata or {})})
+            self._sizes[file] = header.file_bytes
+            held = {part: own for info in header.tensors.values() for part, own in self._parts(info, tensors).items()}
+            self._plan |= {
+                given.get(s, s): info.turned() if given.get(s, s) in transposed else info for s, info in held.items()
+            }
+        digest = hashlib.sha256(
+            canonical_json({file: data.hex() for file, data in self._headers.items()}).encode()
+        ).hexdigest()
+        self._staging, self._journal = staging, staging.journal
+        self._written = {name for names in self._journal.units.values() for name in names}
+        self._pending: list[str] = []
+        self._side_names: set[str] = set()
+        staging.settle_layout(digest)
+        self._check_space()
+        with disk_failures(staging.path):
+            self._clear_strays()
+            for file in self._headers:
+                self._allocate(file)
+
+    def _parts(self, info: TensorInfo, tensors: Container[str]) -> dict[str, TensorInfo]:
+        """What is written into a tensor of a file: it, or the parts of it that there are."""
+        if info.name not in self._stacks:
+            return {info.name: info}
+        stack = self._stacks[info.name]
+        here = [part for part in stack.parts if part in tensors]
+        return {part: info.part(index, part, stack.each) for index, part in enumerate(here)}
+
+    @property
+    def done(self) -> frozenset[str]:
+        """The committed units, those of the resumed run included."""
+        return frozenset(self._journal.units)
+
+    @property
+    def out(self) -> Path:
+        """Where the folder will be."""
+        return self._staging.out
+
+    @property
+    def scratch(self) -> Path:
+        """Where is what the output will have none of."""
+        return self._staging.scratch
+
+    @property
+    def job(self) -> str:
+        """Digest of all that the output depends on."""
+        return self._journal.job
+
+    @property
+    def side_names(self) -> frozenset[str]:
+        """Names of what was written that holds no tensors, the index that `finish()` writes included."""
+        return frozenset(self._side_names | ({INDEX} if self._sharded else set()))
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Write one planned tensor, from any device, in chunks of 64 MiB.
+
+        Raises:
+            ValueError: the name is not planned or already written, or shape or dtype differ from the plan.
+            UserError: the disk refuses.
+        """
+        self._check_active()
+        if name not in self._plan:
+            raise ValueError(f"tensor {name!r} is not in the layout")
+        if name in self._written:
+            raise ValueError(f"tensor {name!r} is already written")
+        with disk_failures(self._staging.path):
+            self._put(name, tensor)
+        self._written.add(name)
+        self._pending.append(name)
+
+    def _put(self, name: str, tensor: Tensor) -> None:
+        info = self._plan[name]
+        with (self._staging.path / info.file).open("r+b", buffering=0) as handle:
+            write_tensor(handle, info, tensor)
+
+    def rewrite(
+        self, unit: str, names: Iterable[str], change: Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
+    ) -> None:
+        """Change tensors of committed units, and record that as unit `unit`.
+
+        What is new is on disk in a file of its own before the first byte of what was there goes. A run that is killed
+        in between leaves that file, and the next one takes it: it never sees what is half written.
+
+        Args:
+            unit: its name.
+            names: of tensors that are committed.
+            change: these tensors → those of them that change.
+
+        Raises:
+            ValueError: the unit is already done, or a tensor is not written yet.
+            UserError: the disk refuses.
+        """
+        if unit in self.done:
+            raise ValueError(f"unit {unit!r} is already done")
+        whole = self.scratch / f"{unit}.safetensors"
+        if not whole.exists():
+            new = change(self.read(names))
+            self.keep(whole.name, {name: tensor.cpu().contiguous() for name, tensor in new.items()})
+        new = load_file(whole)
+        with disk_failures(self._staging.path):
+            for name, tensor in new.items():
+                self._put(name, tensor)
+            for file in sorted({self._plan[name].file for name in new}):
+                sync(self._staging.path / file)
+            self._journal.record(unit)
+            whole.unlink()
+
+    def keep(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Put tensors in a file of the scratch folder, which is there whole or not at all.
+
+        Args:
+            name: of the file.
+            tensors: contiguous, on CPU.
+
+        Raises:
+            UserError: the disk refuses.
+        """
+        self._check_active()
+        fresh = self.scratch / f"{name}.tmp"
+        with disk_failures(self._staging.path):
+            self.scratch.mkdir(exist_ok=True)
+            save_file(dict(tensors), fresh)
+            sync(fresh)
+            fresh.replace(self.scratch / name)
+            sync(self.scratch)
+
+    @property
+    def folder(self) -> Path:
+        """Where the files grow until `finish()`."""
+        return self._staging.path
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        """What was noted with each committed unit, those of the resumed run included."""
+        return dict(self._journal.notes)
+
+    def commit(self, unit: str, note: Any = None) -> None:
+        """Record that everything written since the last commit is unit `unit` and is on disk.
+
+        Args:
+            unit: its name.
+            note: JSON that a resumed run will want to know of the unit; None for nothing.
+
+        Raises:
+            ValueError: the unit is already done.
+            UserError: the disk refuses.
+        """
+        self._check_active()
+        if unit in self.done:
+            raise ValueError(f"unit {unit!r} is already done")
+        with disk_failures(self._staging.path):
+            for file in sorted({self._plan[name].file for name in self._pending}):
+                sync(self._staging.path / file)
+            self._journal.record(unit, self._pending, note)
+        self._pending = []
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Tensors written before, in this run or a resumed one, with planned shape and dtype on CPU.
+
+        Raises:
+            ValueError: a tensor is not written yet.
+        """
+        names = list(names)
+        for name in names:
+            if name not in self._written:
+                raise ValueError(f"tensor {name!r} is not written yet")
+        found = read_tensors(self._staging.path, [self._plan[name] for name in names])
+        return {name: found[self._plan[name].name] for name in names}
+
+    def write_json(self, name: str, value: object) -> None:
+        """Write `value` as JSON to the top-level file `name`."""
+        self.write_text(name, pretty_json(value))
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write `text` as UTF-8 to the top-level file `name`."""
+        with disk_failures(self._staging.path):
+            self._side_file(name).write_text(text, encoding="utf-8", newline="\n")
+
+    def copy(self, path: Path, name: str | None = None) -> None:
+        """Copy a file's contents (a link's target).
+
+        Args:
+            path: of the file.
+            name: in the new folder, perhaps in a folder inside that; its own by default.
+        """
+        with disk_failures(self._staging.path):
+            target = self._side_file(name or path.name, inside=True)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, target)
+            if target.parent != self._staging.path:
+                sync(target)
+
+    def finish(self) -> list[str]:
+        """Write the index where there is one, and put the staging folder in OUT's place.
+
+        Returns:
+            Paths below OUT of what this tool did not write, and that stays there.
+
+        Raises:
+            ValueError: planned tensors were not written.
+            UserError: OUT appeared meanwhile, or the disk refuses.
+        """
+        self._check_active()
+        if missing := sorted(self._plan.keys() - self._written):
+            raise ValueError(f"{len(missing)} planned tensors were not written, the first is {missing[0]!r}")
+        self.write_index()
+        return self._staging.publish()
+
+    def write_index(self) -> None:
+        """Write the index, where there is one; `finish()` does it, too."""
+        if self._sharded:
+            self.write_json(INDEX, self._index())
+
+    def _index(self) -> dict[str, object]:
+        listed = {info.name: info for info in self._plan.values() if info.file not in self._aside}
+        whole = {part: name for name, stack in self._stacks.items() for part in stack.parts}
+        return {
+            "metadata": {
+                "total_parameters": sum(info.numel for info in listed.values()),
+                "total_size": sum(info.nbytes for info in listed.values()),
+            },
+            "weight_map": dict(sorted((whole.get(name, name), info.file) for name, info in listed.items())),
+        }
+
+    def _check_active(self) -> None:
+        if not self._staging.active:
+            raise ValueError("CheckpointWriter is used outside the `with` block of its staging, or after finish()")
+
+    def _side_file(self, name: str, *, inside: bool = False) -> Path:
+        self._check_active()
+        parts = name.split("/") if inside else [name]
+        plain = all(part and Path(part).name == part and not part.startswith(".") for part in parts)
+        if not plain or len(parts) > 2 or name in self._headers:
+            raise ValueError(f"{name!r} cannot be a side file")
+        self._side_names.add(name)
+        return self._staging.path / name
+
+    def _check_space(self) -> None:
+        folder = self._staging.path.parent
+        needed = 0
+        for file, size in self._sizes.items():
+            path = self._staging.path / file
+            # What a resumed run has claimed already is not claimed again.
+            needed += max(0, size - (path.stat().st_blocks * 512 if path.exists() else 0))
+        check_free_space(folder, needed)
+
+    def _clear_strays(self) -> None:
+        """Drop side files and temporary ones of a killed run: this one makes its own."""
+        for path in self._staging.path.iterdir():
+            if path.name in self._headers or path.name in (JOURNAL, SCRATCH):
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+    def _allocate(self, file: str) -> None:
+        """Give the file its header and full length, unless a resumed run has."""
+        path, header, size = self._staging.path / file, self._headers[file], self._sizes[file]
+        if path.exists():
+            with path.open("rb") as handle:
+                if path.stat().st_size == size and handle.read(len(header)) == header:
+                    return
+            if any(self._plan[name].file == file for name in self._written):
+                raise UserError(f"{path} was changed since it was written; --overwrite starts afresh")
+        with path.open("wb") as handle:
+            handle.write(header)
+            handle.flush()
+            reserve_space(handle.fileno(), size)
+
+
+def check_free_space(folder: Path, needed: int, what: str = "the output needs", remedy: str = "") -> None:
+    """Refuse to begin where `needed` bytes and a margin for the small files do not fit.
+
+    Args:
+        folder: where.
+        needed: bytes.
+        what: they are for, with a verb.
+        remedy: what else can be done than to make room.
+
+    Raises:
+        DiskError: with both figures.
+    """
+    free = shutil.disk_usage(folder).free
+    needed += _MARGIN_BYTES
+    if needed > free:
+        raise DiskError(
+            f"{folder} has {human_bytes(free)} free and {what} {human_bytes(needed)}; "
+            f"free space or choose another place{remedy}"
+        )
+
+
+def reserve_space(descriptor: int, size: int) -> None:
+    """Lengthen a file to `size`, reserving the space where the file system can."""
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except (AttributeError, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
+        os.ftruncate(descriptor, size)

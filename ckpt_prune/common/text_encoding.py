@@ -1,0 +1,128 @@
+"""Files of text that others wrote: how they are encoded, and the rows of JSON in them."""
+
+import codecs
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ckpt_prune.common.errors import UserError
+
+ROW_SUFFIXES = (".jsonl", ".json", ".ndjson")
+"""What a file of rows is known by; upper case counts too."""
+_MARKS = (  # UTF-32's first: UTF-16's begins it
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF8, "utf-8-sig"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+"""Byte order marks: they say how a file is encoded, and are no text."""
+_UNPACK = "unpack it first"
+_REWRITE = 'write its texts as .jsonl, one {"text": "…"} a line'
+_OTHERS = (
+    (b"\x1f\x8b", "compressed by gzip", _UNPACK),
+    (b"BZh", "compressed by bzip2", _UNPACK),
+    (b"\xfd7zXZ", "compressed by xz", _UNPACK),
+    (b"\x28\xb5\x2f\xfd", "compressed by zstd", _UNPACK),
+    (b"PK\x03\x04", "a zip archive, or a document that is one", _UNPACK),
+    (b"PAR1", "a parquet table", _REWRITE),
+    (b"ARROW1", "an Arrow table", _REWRITE),
+    (b"%PDF", "a PDF", _REWRITE),
+)
+"""How files begin that are given for text, what they are, and what to do."""
+
+
+def has_row_suffix(name: str | Path) -> bool:
+    """Whether a file's name says that it holds rows of JSON."""
+    return Path(name).suffix.lower() in ROW_SUFFIXES
+
+
+def decode_text(file: Path, data: bytes, form: str = ".txt or .jsonl file") -> str:
+    r"""The text of a file: UTF-8, or what its byte order mark says; its lines end in \n.
+
+    Args:
+        file: for messages.
+        data: what is in it.
+        form: what is asked for.
+
+    Raises:
+        UserError: it is compressed, a table, or no text.
+    """
+    for start, what, remedy in _OTHERS:
+        if data.startswith(start):
+            raise UserError(f"{file}: {what}, and no text; {remedy}")
+    encoding = next((name for mark, name in _MARKS if data.startswith(mark)), "utf-8")
+    try:
+        text = data.decode(encoding)
+    except UnicodeDecodeError as error:
+        why = "not UTF-8 text"
+        if not encoding.startswith("utf-8"):
+            why = f"its byte order mark says {encoding.upper()}, and it is not"
+        raise UserError(f"{file}: {why} (byte {error.start}); give a UTF-8 {form}") from error
+    if "\0" in text:  # UTF-8 by chance, or UTF-16 without a mark: no tokenizer was trained on it
+        raise UserError(f"{file}: a binary file (it holds a zero byte); give a UTF-8 {form}")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def parse_json_rows(file: Path, content: str) -> Iterator[tuple[str, Any]]:
+    """The values of a file of JSON: one a line, or those of one array.
+
+    Args:
+        file: for messages.
+        content: what is in it, decoded.
+
+    Yields:
+        Where a value stands, for messages, and the value.
+
+    Raises:
+        UserError: something is not valid JSON.
+    """
+    whole = content.lstrip("\ufeff \t\n")
+    if whole.startswith("[") or (file.suffix.lower() == ".json" and _is_one(whole)):
+        found = _parsed(f"{file}", content.lstrip("\ufeff"))
+        for number, value in enumerate(found if isinstance(found, list) else [found], start=1):
+            yield f"{file}, row {number}", value
+        return
+    # split("\n"), not splitlines(): JSON strings may hold U+2028 and its like unescaped
+    for number, line in enumerate(content.split("\n"), start=1):
+        # Files with a mark that were put together have one in front of later lines.
+        line = line.removeprefix("\ufeff")
+        if line.strip():
+            yield f"{file}, line {number}", _parsed(f"{file}, line {number}", line)
+
+
+def _is_one(content: str) -> bool:
+    """Whether a text is one JSON value over several lines, and not one a line."""
+    first, _, rest = content.partition("\n")
+    try:
+        json.loads(first)
+    except (ValueError, RecursionError):
+        return bool(rest.strip())
+    return False
+
+
+def _parsed(where: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        place = "" if "\n" not in text.strip("\n") else f", line {error.lineno}"
+        raise UserError(f"{where}{place}: not valid JSON: {error.msg}") from error
+    except RecursionError as error:
+        raise UserError(f"{where}: nested too deeply") from error
+
+
+def check_unicode(where: str, *texts: str) -> None:
+    """Refuse texts that hold halves of surrogate pairs, which JSON can write and no tokenizer reads.
+
+    Raises:
+        UserError: naming the first of them.
+    """
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(
+                f"{where}: {error.object[error.start]!a} is half of a surrogate pair and no Unicode character; cut "
+                "texts between characters, not between units of UTF-16"
+            ) from error

@@ -1,0 +1,135 @@
+"""Files of data sets that are called by name: where they may lie, and their rows."""
+
+import gzip
+import json
+import os
+from codecs import BOM_UTF8
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from ckpt_prune.checkpoint.files import open_input, read_input
+from ckpt_prune.checkpoint.hub_files import fetch_hub_file
+from ckpt_prune.checkpoint.json_files import parse_json_object
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.text_encoding import decode_text, parse_json_rows
+
+DATA_VARIABLE = "CKPT_PRUNE_DATA"
+_MOST_BYTES = 2**29
+"""Of a file on the Hub; the first part of C4's train split has 319 MB."""
+_LONGEST_LINE = 2**24
+
+
+def find_data_file(
+    said: Path,
+    folder: Path | None,
+    name: str,
+    local: Sequence[str],
+    *,
+    repo: str,
+    remote: str,
+    revision: str | None = None,
+) -> Path:
+    """The file of a part of a data set: a local copy, or else that of the Hub, in its cache.
+
+    Args:
+        said: how an option names it, for messages.
+        folder: to look for local copies in, and nowhere else; None for the folder that `DATA_VARIABLE` names, and then
+            the Hub.
+        name: of the data set, which its own folder there has.
+        local: patterns of names that its file may have; the first that fits is taken.
+        repo: on the Hub.
+        remote: its file there.
+        revision: of the repository.
+
+    Raises:
+        UserError: there is no local copy where one was asked for, or the Hub's cannot be had.
+    """
+    places = _places(folder, name)
+    for place in places:
+        if found := _found(place, local):
+            return found
+    if folder is not None:
+        raise UserError(f"{said}: {folder} has no {' or '.join(local)}")
+    try:
+        return fetch_hub_file(repo, remote, revision, most=_MOST_BYTES, repo_type="dataset")
+    except UserError as error:
+        looked = str(places[0].parent) if places else f"{DATA_VARIABLE} names no folder"
+        raise UserError(f"{said}: no local copy ({looked}), and {error}") from error
+
+
+def _places(folder: Path | None, name: str) -> list[Path]:
+    """Folders that may hold local copies."""
+    if folder is not None:
+        return [folder / name, folder]
+    data = os.environ.get(DATA_VARIABLE)
+    return [Path(data) / name] if data else []
+
+
+def _found(place: Path, patterns: Sequence[str]) -> Path | None:
+    for pattern in patterns:
+        inside, _, wanted = pattern.rpartition("/")
+        try:
+            names = sorted(each.name for each in (place / inside).iterdir() if fnmatch(each.name, wanted))
+        except OSError:
+            continue
+        if names:
+            return place / inside / names[0]
+    return None
+
+
+def read_rows(file: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Rows of a parquet file, an array or lines of JSON, or these compressed, as the data set on the Hub has them.
+
+    Args:
+        file: .parquet, .jsonl, .json or .gz.
+        columns: that are read; JSON keeps what else there is.
+
+    Raises:
+        OSError, EOFError, ValueError: it cannot be read as that.
+        UserError: reading parquet needs another package.
+    """
+    if file.suffix.lower() == ".parquet":
+        yield from _parquet(file, columns)
+        return
+    if file.suffix.lower() == ".json":
+        for where, row in parse_json_rows(file, decode_text(file, read_input(file, _MOST_BYTES))):
+            try:
+                yield parse_json_object(json.dumps(row).encode())
+            except ValueError as error:
+                raise UserError(f"{where}: {error}") from error
+        return
+    for number, line in enumerate(read_lines(file), start=1):
+        if line.strip():
+            try:
+                yield parse_json_object(line)
+            except ValueError as error:
+                raise ValueError(f"line {number}: {error}") from error
+
+
+def read_lines(file: Path) -> Iterator[bytes]:
+    """Lines of a file, compressed or not, with their ends.
+
+    Raises:
+        OSError, EOFError, ValueError: it cannot be read, or one is too long.
+    """
+    packed = file.suffix.lower() == ".gz"
+    with open_input(file) as raw, gzip.open(raw) if packed else open(file, "rb") as handle:  # noqa: PTH123
+        while line := handle.readline(_LONGEST_LINE + 1):
+            if len(line) > _LONGEST_LINE:
+                raise ValueError(f"a line of more than {_LONGEST_LINE} bytes")
+            yield line.removeprefix(BOM_UTF8)
+
+
+def _parquet(file: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        raise UserError(f"{file}: reading parquet needs pyarrow: pip install 'ckpt-prune[eval]'") from error
+    try:
+        with open_input(file) as handle:
+            for batch in parquet.ParquetFile(handle).iter_batches(columns=list(columns)):
+                yield from batch.to_pylist()
+    except ArrowException as error:
+        raise ValueError(str(error)) from error

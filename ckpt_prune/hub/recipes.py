@@ -1,0 +1,67 @@
+"""A recipe's way to the Hub."""
+
+import re
+from pathlib import Path
+
+from ckpt_prune.checkpoint.files import read_input
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.safe_text import as_code, as_markdown
+from ckpt_prune.hub.hub_repo import Commit, commit, find_place
+from ckpt_prune.recipe.places import RecipeFile
+from ckpt_prune.recipe.reading import load_recipe
+from ckpt_prune.recipe.shipped import MOST_BYTES
+from ckpt_prune.report.metadata import front_matter
+
+_CARD = "README.md"
+_NAME = re.compile(r"\w[\w.-]*")
+
+
+def push_recipe(file: str, repo: str, *, public: bool, overwrite: bool) -> tuple[str, Commit]:
+    """Put a recipe into a repository, beside others that are there.
+
+    Args:
+        file: a recipe's file.
+        repo: such as org/name; it is made where there is none.
+        public: let all read it.
+        overwrite: replace a recipe of this name.
+
+    Returns:
+        What others give to --recipe for this very file, and the commit.
+
+    Raises:
+        UserError: it is no recipe, the repository cannot be written to or has a file of this name, or the upload fails.
+    """
+    path = Path(file)
+    if not path.is_file() or path.suffix not in {".yaml", ".yml"}:
+        raise UserError(f"{file} is no .yaml file; `ckpt-prune recipe copy NAME FILE` makes one of a shipped recipe")
+    if not _NAME.fullmatch(path.name):
+        raise UserError(f"{file}: a file's name on the Hub has letters, digits, '.', '_' and '-' alone; rename it")
+    content = read_input(path, MOST_BYTES)
+    recipe = load_recipe(RecipeFile(path))
+    place = find_place(repo, public=public)
+    if path.name in place.files and not overwrite:
+        raise UserError(f"{place.repo} has a {path.name}: choose another name or say --overwrite")
+    files: dict[str, Path | bytes] = {path.name: content}
+    if _CARD not in place.files:
+        files[_CARD] = "\n".join(_card(place.repo, path.name, recipe.summary)).encode()
+    done = commit(place, files, message=f"Recipe {recipe.name}")
+    return f"{place.repo}/{path.name}@{done.oid}", done
+
+
+def _card(repo: str, name: str, summary: str) -> list[str]:
+    """README.md of a new repository of recipes."""
+    values = {"tags": ["ckpt-prune", "ckpt-prune-recipe"]}
+    return [
+        *front_matter(values),
+        "",
+        f"# Recipes of {as_markdown(repo)}",
+        "",
+        "Recipes for ckpt_prune, which makes Hugging Face checkpoints smaller.",
+        *([f"{as_code(name)}: {as_markdown(summary)}"] if summary else []),
+        "",
+        "```bash",
+        f"ckpt-prune recipe show {repo}/{name}",
+        f"ckpt-prune prune MODEL --recipe {repo}/{name} --text calib.txt -o OUT",
+        "```",
+        "",
+    ]

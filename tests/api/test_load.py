@@ -1,0 +1,53 @@
+"""`ckpt_prune.load`; outputs with remote code are in transform/test_remote.py."""
+
+import json
+
+import pytest
+import torch
+
+import ckpt_prune
+from ckpt_prune.common.errors import UserError
+from tests.families import job_on, logits, make, prune, recipe, stock, windows
+
+
+def test_a_stock_output_is_loaded_as_stock(tmp_path):
+    prune(job_on(make(tmp_path / "dense"), recipe("none", "magnitude")), tmp_path / "out")
+    ids = windows(2, 10)
+    model = ckpt_prune.load(tmp_path / "out")
+    assert type(model) is type(stock(tmp_path / "out"))
+    assert not model.training
+    assert torch.equal(logits(model, ids), logits(stock(tmp_path / "out"), ids))
+
+
+def test_dtype_is_the_checkpoints_unless_asked(tmp_path):
+    folder = make(tmp_path / "dense", dtype=torch.bfloat16)
+    assert ckpt_prune.load(folder).dtype == torch.bfloat16
+    assert ckpt_prune.load(folder, dtype=torch.float32).dtype == torch.float32
+    assert ckpt_prune.load(str(folder), device="cpu").device == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["evil.EvilForCausalLM", "modeling_pruned.NotThere", "modeling_pruned.copy", "someone/repo--modeling_pruned.X", ""],
+)
+def test_code_of_others_is_never_run(tmp_path, code):
+    folder = make(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": code}
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in ("evil.py", "modeling_pruned.py"):
+        (folder / name).write_text("raise SystemExit('run')")
+    with pytest.raises(UserError) as caught:
+        ckpt_prune.load(folder)
+    assert str(caught.value) == (
+        f"{folder} asks for remote code that is not this tool's (auto_map in config.json): it is not run"
+    )
+
+
+@pytest.mark.parametrize("content", [None, "{", "\xff"])
+def test_without_a_readable_config(tmp_path, content):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content, encoding="latin-1")
+    with pytest.raises(UserError) as caught:
+        ckpt_prune.load(tmp_path)
+    assert str(caught.value) == f"{tmp_path} has no readable config.json"

@@ -1,0 +1,46 @@
+import pytest
+
+from ckpt_prune.common.formatting import format_distinctly, format_duration, human_bytes, human_count
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (2**20 - 1, "1.00 MiB"),
+        (13_476_839_424, "12.6 GiB"),
+        (485 * 2**20, "485 MiB"),
+    ],
+)
+def test_human_bytes(count: int, text: str) -> None:
+    assert human_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0"), (999, "999"), (1000, "1.00K"), (999_999, "1.00M"), (6_738_415_616, "6.74B")]
+)
+def test_human_count(count: int, text: str) -> None:
+    assert human_count(count) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.0, "1 s"), (1.6, "2 s"), (99.4, "99 s"), (99.6, "2 min"), (5900, "98 min"), (6000, "1.7 h"), (90000, "25 h")],
+)
+def test_durations(seconds, words):
+    assert format_duration(seconds) == words
+
+
+@pytest.mark.parametrize(
+    ("value", "limit", "form", "digits", "told"),
+    [
+        (0.25, 0.01, "%", 2, ("25.00%", "1.00%")),
+        (0.010004, 0.01, "%", 2, ("1.0004%", "1.0000%")),
+        (1.04e-5, 1e-5, "e", 1, ("1.04e-05", "1.00e-05")),
+        (0.01, 0.01, "%", 2, ("1.00%", "1.00%")),
+    ],
+)
+def test_a_number_and_its_limit_are_told_apart(value, limit, form, digits, told):
+    assert format_distinctly(value, limit, form, digits) == told

@@ -1,0 +1,53 @@
+"""Which type `--compute-dtype auto` is."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_prune.api.calibrate import calibrate
+from ckpt_prune.api.prune import prune
+from ckpt_prune.demo.run import model_folder
+from ckpt_prune.parallel.devices import resolve_compute_dtype
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize("instruction", ["amx_bf16", "avx512_bf16"])
+@pytest.mark.parametrize(("stored", "expected"), [(BRAIN, BRAIN), (SINGLE, SINGLE), (HALF, SINGLE)])
+def test_auto_on_a_processor_with_bfloat16(monkeypatch, instruction, stored, expected):
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {"avx2": True, instruction: True}, raising=False)
+    assert resolve_compute_dtype("auto", CPU, stored) == expected
+    assert resolve_compute_dtype("auto", CPU) == SINGLE
+
+
+@pytest.mark.parametrize("capabilities", [{}, {"avx2": True, "amx_bf16": False, "avx512_bf16": False}])
+def test_auto_on_a_processor_without(monkeypatch, capabilities):
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: capabilities, raising=False)
+    assert resolve_compute_dtype("auto", CPU, BRAIN) == SINGLE
+
+
+@pytest.mark.parametrize(("has", "expected"), [(True, BRAIN), (False, SINGLE)])
+def test_auto_on_a_gpu(monkeypatch, has, expected):
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: has or including_emulation)
+    assert resolve_compute_dtype("auto", CUDA, BRAIN) == expected
+
+
+@pytest.mark.parametrize("named", ["float32", "bfloat16", "float16"])
+def test_what_is_named_is_taken(named):
+    assert resolve_compute_dtype(named, CPU, BRAIN) == getattr(torch, named)
+
+
+def test_commands_take_it(monkeypatch, tmp_path):
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {"amx_bf16": True}, raising=False)
+    (tmp_path / "text.txt").write_text("It is a model of texts such as this one. " * 20)
+    how: dict[str, Any] = {"text": [tmp_path / "text.txt"], "samples": 2, "window": 16}
+    found = calibrate(model_folder(), output=tmp_path / "statistics", collect="moments", **how)
+    assert found.index.compute_dtype == "bfloat16"
+    outputs = []
+    for number, dtype in enumerate(("auto", "bfloat16", "float32")):
+        out = tmp_path / str(number)
+        prune(model_folder(), recipe="wanda-sp", ratio=0.5, output=out, compute_dtype=dtype, **how)
+        outputs.append([path.read_bytes() for path in sorted(out.glob("*.safetensors"))])
+    assert outputs[0] == outputs[1] != outputs[2]
