@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from ckpt_prune.hub.measured import Measured, figures_table, model_index
 from safetensors.torch import save_file
 
 from ckpt_prune.checkpoint.json_files import pretty_json
@@ -23,6 +22,7 @@ from ckpt_prune.evaluation.comparing import BlockComparison, Comparison, Similar
 from ckpt_prune.exporting.card import graph_card
 from ckpt_prune.exporting.manifest import GraphEntry, Manifest, Port
 from ckpt_prune.exporting.manifest import Source as GraphSource
+from ckpt_prune.hub.figures import MeasuredFigure, figures_table, to_model_index
 from ckpt_prune.hub.recipes import _card as recipe_card
 from ckpt_prune.report.card import model_card
 from ckpt_prune.report.metadata import front_matter
@@ -153,8 +153,8 @@ def of_recipes() -> str:
 
 
 def with_figures() -> str:
-    figures = [Measured(escape_controls(EVIL), "perplexity", EVIL, 1.0, 2.0)]
-    index = model_index(EVIL, EVIL, figures)
+    figures = [MeasuredFigure(escape_controls(EVIL), "perplexity", EVIL, 1.0, 2.0)]
+    index = to_model_index(EVIL, EVIL, figures)
     return "\n".join([*front_matter({"model-index": index}), *figures_table(figures)])
 
 

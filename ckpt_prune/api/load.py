@@ -1,4 +1,4 @@
-"""Loading any output of this tool, without running code from its folder."""
+"""`ckpt_prune.load`."""
 
 from pathlib import Path
 

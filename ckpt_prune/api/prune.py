@@ -307,9 +307,9 @@ def _check_together(options: PruneOptions) -> None:
 
 def _check_pushed(repo: str, options: PruneOptions) -> None:
     """Refuse what cannot be pushed to, before anything is computed."""
-    from ckpt_prune.hub.hub_repo import find_place
+    from ckpt_prune.hub.repository import find_repository
 
-    place = find_place(repo, public=options.public)
+    place = find_repository(repo, public=options.public)
     if not place.empty:
         raise UserError(
             f"{place.repo} is on the Hub and not empty: choose another name, or prune and then `ckpt-prune push "

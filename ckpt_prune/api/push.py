@@ -13,7 +13,8 @@ from ckpt_prune.common.short_repr import short_repr
 from ckpt_prune.options import PushOptions, checked
 
 if TYPE_CHECKING:
-    from ckpt_prune.hub.hub_repo import Place
+    from ckpt_prune.hub.outputs import OutputFiles
+    from ckpt_prune.hub.repository import Repository
 
 
 @dataclass(frozen=True)
@@ -94,12 +95,12 @@ def push(
     """
     options = checked(PushOptions, locals())
 
-    from ckpt_prune.hub.hub_repo import find_place
     from ckpt_prune.hub.outputs import find_output_files, find_removed, make_card
+    from ckpt_prune.hub.repository import find_repository
 
     with show_progress(progress):
         own = find_output_files(Path(options.folder))
-        place = find_place(options.repo, public=options.public)
+        place = find_repository(options.repo, public=options.public)
         removed = find_removed(place, own, overwrite=options.overwrite)
         card = make_card(own, place.repo, options)
         found = verify(own.folder, progress=progress)
@@ -116,9 +117,9 @@ _READ = 2**24
 """Bytes of a file up to which it may go to the Hub in the commit itself."""
 
 
-def _sent(pushed: Pushed, place: "Place", own: "Contents", card: bytes) -> Pushed:
+def _sent(pushed: Pushed, place: "Repository", own: "OutputFiles", card: bytes) -> Pushed:
     from ckpt_prune._version import __version__
-    from ckpt_prune.hub.hub_repo import commit
+    from ckpt_prune.hub.repository import commit
 
     files: dict[str, Path | bytes] = {
         # What is not read here is read by the Hub's client when it uploads, and refused if it is another file then.

@@ -1,4 +1,4 @@
-"""A checkpoint folder as published on the Hub, read lazily: headers at once, tensors when asked for."""
+"""A checkpoint folder as published on the Hub. Headers are read at once, tensors when they are asked for."""
 
 import re
 from collections import defaultdict
@@ -13,20 +13,13 @@ from torch import Tensor
 
 from ckpt_prune.checkpoint.digests import checkpoint_fingerprint
 from ckpt_prune.checkpoint.files import Stamp, find_changed, open_input, stamp_of
+from ckpt_prune.checkpoint.fp8 import attach_scales
 from ckpt_prune.checkpoint.journal import refuse_unfinished
-from ckpt_prune.checkpoint.json_files import read_json_object
+from ckpt_prune.checkpoint.json_files import check_side_files, read_json_object
 from ckpt_prune.checkpoint.model_folder import model_name, resolve_model
-from ckpt_prune.checkpoint.quantised import (
-    block_size,
-    class_name,
-    drop_quantisation,
-    is_plain_fp8,
-    refuse_quantised,
-    scale_block,
-)
+from ckpt_prune.checkpoint.quantised import class_name, drop_quantisation, is_plain_fp8, refuse_quantised
 from ckpt_prune.checkpoint.shard import (
     Header,
-    Scaled,
     Stack,
     TensorInfo,
     apply_scales,
@@ -43,7 +36,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 _MOST_LAYERS = 1000
-"""Building a model takes time and memory for each, tensors or not; the deepest published ones have about 130."""
+"""Building a model takes time and memory per layer, tensors or not. The deepest published ones have about 130."""
 _CONVERT = (
     'convert them where they are trusted: python -c "from transformers import {auto} as M; '
     "M.from_pretrained('{path}').save_pretrained('NEW')\", or use https://huggingface.co/spaces/safetensors/convert"
@@ -53,12 +46,11 @@ PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"}
 
 @dataclass(frozen=True, eq=False)
 class PartOf:
-    """Where a checkpoint is that is a part of another.
+    """The place of a checkpoint that is one part of another.
 
     Attributes:
-        whole: the other.
-        part: its name.
-        key: of its config in that of the whole.
+        part: name of the part.
+        key: of its config in the config of the whole.
         names: name of a tensor of the part → its name on disk.
     """
 
@@ -74,7 +66,7 @@ class PartOf:
         return {name: info for name, info in self.whole.tensors.items() if name not in inside}
 
     def on_disk(self, name: str) -> str:
-        """Name on disk of a tensor of the part, or of a bias that is to stand beside a weight of it."""
+        """Return the name on disk of a tensor of the part, or of a bias that is added to a weight of it."""
         if name in self.names:
             return self.names[name]
         return self.names[f"{name.removesuffix('bias')}weight"].removesuffix("weight") + "bias"
@@ -82,24 +74,22 @@ class PartOf:
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """An opened checkpoint folder.
+    """A checkpoint folder, or a view of one with other names or without some tensors.
 
     Attributes:
-        path: the folder.
         config: config.json, parsed.
         tensors: every tensor by its on-disk name, shard by shard.
-        files: the safetensors files' names, sorted.
-        sharded: whether an index spreads the tensors over files.
-        metadata: each file's free-text `__metadata__`.
+        files: names of the safetensors files, sorted.
+        metadata: free-text `__metadata__` of each file.
         stamps: of the folder's files when it was opened, by name.
-        within: where it is, if it is a part of another; its names and its config are then those of a model of its own.
+        within: its place if it is a part of another checkpoint; names and config are then those of a model of its own.
         stacks: tensor of a file → the parts that `tensors` has in its place.
-        aliases: tensor → its name on disk, where that is another one by which transformers knows it.
-        replaced: tensors that are read from elsewhere, each by its name, with the absolute path of its file.
-        ignored: tensors of the files that the model's class does not load: they are not read, and not written.
-        shadowed: the same of tied tensors that another of `tensors` has the bytes of (`fitting.untangled`).
+        aliases: tensor → its name on disk, if transformers uses another one.
+        replaced: tensors that are read from elsewhere, by name, with the absolute path of their file.
+        ignored: tensors of the files that the model's class does not load. They are neither read nor written.
+        shadowed: tied tensors that are left out because another of `tensors` has their bytes.
         copies: tensor that no file has under this name → the one on disk whose bytes it has.
-        stated: what config.json says where `config` says something else; None for nothing.
+        stated: values of config.json that `config` replaces; None for absent keys.
     """
 
     path: Path
@@ -119,24 +109,25 @@ class Checkpoint:
     stated: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, model: str | Path, revision: str | None = None) -> "Checkpoint":
+    def open(cls, model: str | Path) -> "Checkpoint":
         """Open a folder or Hub id, reading config, index and headers only.
 
         Raises:
             UserError: the model is not found, or a file is missing, damaged, not supported or contradicts the index.
         """
-        path = resolve_model(str(model), revision=revision)
+        path = resolve_model(str(model))
         config = _read_config(path)
-        # The order of transformers: the single file wins where both are there.
+        check_side_files(path)
+        # The order of transformers: the single file wins if both are there.
         sharded = not (path / SINGLE).exists()
-        _check_named(path, config, INDEX if sharded else SINGLE)
+        _refuse_other_weights(path, config, INDEX if sharded else SINGLE)
         headers = _read_shards(path) if sharded else {SINGLE: read_header(path / SINGLE)}
         tensors = {name: info for header in headers.values() for name, info in header.tensors.items()}
         if is_plain_fp8(config):
-            tensors, config = _scaled(path, tensors, config), drop_quantisation(config)
+            tensors, config = attach_scales(path, tensors, config), drop_quantisation(config)
         # A file of nothing but scales has nothing that is read for itself.
-        held = {info.file for info in tensors.values()}
-        files = tuple(file for file in headers if file in held or not headers[file].tensors)
+        used = {info.file for info in tensors.values()}
+        files = tuple(file for file in headers if file in used or not headers[file].tensors)
         return cls(
             path=path,
             config=config,
@@ -148,11 +139,7 @@ class Checkpoint:
         )
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """The named tensors on CPU with on-disk shape and dtype, in the order asked, in memory of their own.
-
-        Raises:
-            UserError: an unknown name, or a file that changed since it was opened.
-        """
+        """Read tensors to CPU in the order asked, with on-disk shape and dtype, in memory of their own."""
         names = list(names)
         for name in names:
             if name not in self.tensors:
@@ -165,46 +152,41 @@ class Checkpoint:
         return _equal(self.path, *infos, *(info.stamp for info in infos))
 
     def check_unchanged(self, names: Iterable[str]) -> None:
-        """Refuse to go on with files of the folder that are not what they were when it was opened.
-
-        Raises:
-            UserError: naming the first that changed or is gone.
-        """
+        """Refuse to continue with files that changed since the folder was opened."""
         if (name := find_changed(self.path, self.stamps, names)) is not None:
             raise UserError(f"{self.path / name} changed since it was opened; run again")
 
-    def turned(self, names: Iterable[str]) -> "Checkpoint":
-        """The same checkpoint, these of its matrices read as their transposes."""
-        turned = {name: self.tensors[name].turned() for name in names if name in self.tensors}
-        return replace(self, tensors=self.tensors | turned) if turned else self
+    def transpose(self, names: Iterable[str]) -> "Checkpoint":
+        """Return the same checkpoint with some matrices read as their transposes."""
+        transposed = {name: self.tensors[name].transpose() for name in names if name in self.tensors}
+        return replace(self, tensors=self.tensors | transposed) if transposed else self
 
-    def without(self, names: Iterable[str]) -> "Checkpoint":
-        """The same checkpoint, these of its tensors ignored. A file that holds no other is not one of its files."""
+    def ignore(self, names: Iterable[str]) -> "Checkpoint":
+        """Return the same checkpoint without some tensors, and without files that hold no other."""
         ignored = {name: self.tensors[name] for name in names}
-        return replace(self._lacking(ignored), ignored={**self.ignored, **ignored}) if ignored else self
+        return replace(self._drop(ignored), ignored={**self.ignored, **ignored}) if ignored else self
 
-    def shadowing(self, names: Iterable[str], copies: Mapping[str, str]) -> "Checkpoint":
-        """The same checkpoint with tied tensors under other names.
+    def with_ties(self, names: Iterable[str], copies: Mapping[str, str]) -> "Checkpoint":
+        """Return the same checkpoint with tied tensors under other names.
 
         Args:
-            names: tensors that are not there, because another has their bytes.
+            names: tensors to leave out, because another has their bytes.
             copies: new name → the tensor whose bytes it has.
         """
         shadowed = {name: self.tensors[name] for name in names}
         added = {name: replace(self.tensors[disk], name=name) for name, disk in copies.items()}
-        seen = replace(self, tensors=self.tensors | added)._lacking(shadowed)
-        return replace(seen, shadowed={**self.shadowed, **shadowed}, copies={**self.copies, **copies})
+        view = replace(self, tensors=self.tensors | added)._drop(shadowed)
+        return replace(view, shadowed={**self.shadowed, **shadowed}, copies={**self.copies, **copies})
 
-    def _lacking(self, gone: Container[str]) -> "Checkpoint":
-        tensors = {name: info for name, info in self.tensors.items() if name not in gone}
+    def _drop(self, names: Container[str]) -> "Checkpoint":
+        tensors = {name: info for name, info in self.tensors.items() if name not in names}
         emptied = {info.file for info in self.tensors.values()} - {info.file for info in tensors.values()}
         return replace(self, tensors=tensors, files=tuple(file for file in self.files if file not in emptied))
 
-    def called(self, aliases: Mapping[str, str]) -> "Checkpoint":
-        """The same checkpoint with some tensors under other names; what is written from it has those on disk.
+    def rename(self, aliases: Mapping[str, str]) -> "Checkpoint":
+        """Return the same checkpoint with some tensors under new names (new name → name on disk).
 
-        Args:
-            aliases: new name → name on disk.
+        Files that are written from it have the names on disk.
         """
         names = {disk: name for name, disk in aliases.items() if disk in self.tensors}
         if not names:
@@ -213,54 +195,50 @@ class Checkpoint:
         return replace(self, tensors=tensors, aliases={**self.aliases, **{name: n for n, name in names.items()}})
 
     def split(self, stacks: Mapping[str, Stack]) -> "Checkpoint":
-        """The same checkpoint with the parts of some tensors in their place.
-
-        Args:
-            stacks: tensor → its parts.
-        """
-        here: dict[str, Stack] = {}
+        """Return the same checkpoint with some tensors replaced by their parts (tensor → parts)."""
+        present: dict[str, Stack] = {}
         for name, stack in stacks.items():
             if name in self.tensors:
                 # One that was pruned may hold fewer.
-                here[name] = replace(stack, parts=stack.parts[: self.tensors[name].shape[0] * stack.each])
+                present[name] = replace(stack, parts=stack.parts[: self.tensors[name].shape[0] * stack.each])
         tensors: dict[str, TensorInfo] = {}
         for name, info in self.tensors.items():
-            own = here.get(name)
-            if own is None:
-                tensors[name] = info
+            if name in present:
+                stack = present[name]
+                tensors |= {part: info.part(index, part, stack.each) for index, part in enumerate(stack.parts)}
             else:
-                tensors |= {part: info.part(i, part, own.each) for i, part in enumerate(own.parts)}
-        return replace(self, tensors=tensors, stacks={**self.stacks, **here}) if here else self
+                tensors[name] = info
+        return replace(self, tensors=tensors, stacks={**self.stacks, **present}) if present else self
 
-    def renamed(self, names: Mapping[str, str], config: dict[str, Any]) -> "Checkpoint":
-        """Some of the tensors under other names and with another config; the rest is not there.
+    def select(self, names: Mapping[str, str], config: dict[str, Any]) -> "Checkpoint":
+        """Return a checkpoint of some of the tensors under new names.
 
         Args:
             names: of a tensor, or of one that holds a stack of them → its new name.
-            config: of what these tensors are.
+            config: of the model that these tensors make.
         """
         tensors = {names[n]: replace(info, name=names[n]) for n, info in self.tensors.items() if n in names}
         stacks = {
-            names[n]: replace(stack, parts=tuple(names[p] for p in stack.parts))
+            names[n]: replace(stack, parts=tuple(names[part] for part in stack.parts))
             for n, stack in self.stacks.items()
             if n in names
         }
         aliases = {names[n]: names[disk] for n, disk in self.aliases.items() if n in names}
-        held = {info.file for info in tensors.values()}
-        files = tuple(file for file in self.files if file in held)
+        used = {info.file for info in tensors.values()}
+        files = tuple(file for file in self.files if file in used)
         return replace(self, config=config, tensors=tensors, files=files, stacks=stacks, aliases=aliases)
 
     @property
     def stored(self) -> dict[str, TensorInfo]:
-        """The tensors as the files hold them, but for transposes."""
+        """The tensors under the names and with the stacks of the files, but transposed as they are read."""
         parts = {part for stack in self.stacks.values() for part in stack.parts}
         disk = {name: self.aliases.get(name, name) for name in self.tensors if name not in parts}
-        found = {own: replace(self.tensors[name], name=own) for name, own in disk.items()}
-        for whole, stack in self.stacks.items():
+        infos = {on_disk: replace(self.tensors[name], name=on_disk) for name, on_disk in disk.items()}
+        for name, stack in self.stacks.items():
             first, count = self.tensors[stack.parts[0]], len(stack.parts)
             shape = stack.shape(count, first.shape)
-            found[whole] = replace(first, name=whole, shape=shape, nbytes=first.nbytes * count)
-        return found
+            infos[name] = replace(first, name=name, shape=shape, nbytes=first.nbytes * count)
+        return infos
 
     @property
     def transposed(self) -> frozenset[str]:
@@ -269,23 +247,19 @@ class Checkpoint:
 
     @property
     def name(self) -> str:
-        """What the model is called: its folder, or its Hub id where the folder is a snapshot of one."""
+        """Name of the model: its folder, or its Hub id if the folder is a snapshot of one."""
         return model_name(self.path)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type that most bytes are in."""
+        """The dtype of most bytes."""
         sizes: dict[torch.dtype, int] = {}
         for info in self.tensors.values():
             sizes[info.dtype] = sizes.get(info.dtype, 0) + info.nbytes
         return max(sizes, key=lambda dtype: sizes[dtype])
 
     def check_finite(self) -> None:
-        """Scan every floating-point tensor in order, holding about 256 MiB at most; once for an opened checkpoint.
-
-        Raises:
-            UserError: naming the first tensor with a NaN or Inf, and how many it has.
-        """
+        """Refuse NaN and Inf. Reads every floating-point tensor once, in chunks of 64 MiB."""
         _ = self._scanned
 
     @cached_property
@@ -306,36 +280,36 @@ class Checkpoint:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hex SHA-256 of config, names, shapes and a sample of the bytes: see `digests.checkpoint_fingerprint`.
+        """Hex SHA-256 of the files, whatever the view: config, names, shapes and a sample of the bytes.
 
-        It is that of the files, however tied tensors are seen.
+        See `digests.checkpoint_fingerprint`.
         """
         absent = {key for key, value in self.stated.items() if value is None}
         config = {key: value for key, value in {**self.config, **self.stated}.items() if key not in absent}
         tensors = [info for name, info in self.stored.items() if name not in self.copies]
         rest = () if self.within is None else self.within.rest.values()
-        left = (*self.ignored.values(), *self.shadowed.values())
-        return checkpoint_fingerprint(self.path, config, [*tensors, *left, *rest])
+        left_out = (*self.ignored.values(), *self.shadowed.values())
+        return checkpoint_fingerprint(self.path, config, [*tensors, *left_out, *rest])
 
 
 def read_tensors(folder: Path, infos: Iterable[TensorInfo]) -> dict[str, Tensor]:
-    """Tensors of `folder` by name, in the order given; each file is opened once and read front to back."""
+    """Read tensors of a folder, in the order given. Each file is opened once and read front to back."""
     infos = list(infos)
     by_file = defaultdict(list)
     for part in (part for info in infos for part in info.parts):
         by_file[part.file].append(part)
-    found: dict[str, Tensor] = {}
+    stored: dict[str, Tensor] = {}
     for file, wanted in by_file.items():
         try:
             with open_input(folder / file) as handle:
                 for info in sorted(wanted, key=lambda info: info.offset):
-                    found[info.name] = read_tensor(handle, info)
+                    stored[info.name] = read_tensor(handle, info)
         except OSError as error:
             raise UserError(f"cannot read {folder / file} ({error.strerror}); restore the file") from error
     for info in infos:
         if info.scaled is not None:
-            found[info.name] = apply_scales(info, found[info.name], found[info.scaled.scale.name])
-    return {info.name: found[info.name] for info in infos}
+            stored[info.name] = apply_scales(info, stored[info.name], stored[info.scaled.scale.name])
+    return {info.name: stored[info.name] for info in infos}
 
 
 @lru_cache(maxsize=16)
@@ -360,17 +334,8 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _check_named(path: Path, config: dict[str, Any], file: str) -> None:
-    """Refuse to read another file than transformers does.
-
-    Args:
-        path: of the checkpoint.
-        config: its config.json.
-        file: with its weights, or their index.
-
-    Raises:
-        UserError: config.json names another one.
-    """
+def _refuse_other_weights(path: Path, config: dict[str, Any], file: str) -> None:
+    """Refuse to read `file` if config.json makes transformers read its weights from another one."""
     named = config.get("transformers_weights", file)
     # Outputs that carry code of their own hold a sentence in that key, which keeps other classes from reading them.
     if named != file and (str(named).endswith((".safetensors", ".json")) or "auto_map" not in config):
@@ -380,52 +345,12 @@ def _check_named(path: Path, config: dict[str, Any], file: str) -> None:
         )
 
 
-_SCALES = ("_scale_inv", "_scale")
-"""What the names of weights end in where their scales are: of DeepSeek's form, and of compressed-tensors'."""
-_OF_ACTIVATIONS = (".input_scale", ".activation_scale", ".k_scale", ".v_scale", ".output_scale")
-"""Scales that a plain model has no use for: they quantise what runs through it."""
-
-
-def _scaled(path: Path, tensors: dict[str, TensorInfo], config: dict[str, Any]) -> dict[str, TensorInfo]:
-    """The tensors of a plain fp8 checkpoint as they are read: float8 ones as bfloat16, their scales with them.
-
-    Raises:
-        UserError: a float8 tensor has no scales, or such as fit neither it, its rows, nor the config's blocks.
-    """
-    block, used = block_size(config), set()
-    found: dict[str, TensorInfo] = {}
-    for name, info in tensors.items():
-        if not _is_float8(info.dtype):
-            found[name] = info
-            continue
-        scale = next((tensors[name + suffix] for suffix in _SCALES if name + suffix in tensors), None)
-        if scale is None:
-            raise UserError(f"{path}: {name} is {info.dtype} and has no scales ({name}{_SCALES[0]}); download it again")
-        fits = scale_block(info.shape, scale.shape, block) if scale.dtype.is_floating_point else None
-        if fits is None:
-            raise UserError(
-                f"{path}: {scale.name}, {scale.dtype} {list(scale.shape)}, are not scales of {name}, "
-                f"{list(info.shape)}, by the blocks that {CONFIG} names ({block and list(block)})"
-            )
-        used.add(scale.name)
-        found[name] = replace(info, dtype=torch.bfloat16, scaled=Scaled(info.dtype, scale, fits))
-    return {name: info for name, info in found.items() if name not in used and not name.endswith(_OF_ACTIVATIONS)}
-
-
-def _is_float8(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point and dtype.itemsize == 1
-
-
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
-"""Keys of the number of tokens that a model reads at once."""
+"""Keys of config.json for the number of tokens that a model reads at once."""
 
 
 def check_config(path: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """A config.json's values, once class names in it are known to be names, and its model not to be too deep to build.
-
-    Raises:
-        UserError: they are not.
-    """
+    """Return a config.json's values, once its class names are names and its model is not too deep to build."""
     names = config.get("architectures")
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise UserError(f"{path}: architectures is {names!r}, not a list of class names; download it again")
@@ -438,7 +363,7 @@ def check_config(path: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _integers(values: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    """Keys whose values are whole numbers, those of configs inside a config included."""
+    # Configs inside a config count.
     for key, value in values.items():
         if isinstance(value, dict):
             yield from _integers(value)
@@ -447,7 +372,7 @@ def _integers(values: dict[str, Any]) -> Iterator[tuple[str, int]]:
 
 
 def _read_shards(path: Path) -> dict[str, Header]:
-    """Headers of all shards by sorted file name, each holding exactly the tensors that the index puts there."""
+    """Read the headers of all shards by sorted file name, and check that their tensors are those of the index."""
     expected = _read_index(path)
     headers: dict[str, Header] = {}
     for file in sorted(expected):
@@ -465,7 +390,7 @@ def _read_shards(path: Path) -> dict[str, Header]:
 
 
 def _read_index(path: Path) -> dict[str, set[str]]:
-    """The tensor names the index assigns to each file. Raises UserError where there is none or it cannot be trusted."""
+    """Return the names of the tensors that the index puts into each file."""
     index = path / INDEX
     if not index.is_file():
         pickles = sorted(file.name for file in path.iterdir() if file.suffix.lower() in PICKLE_SUFFIXES)
@@ -481,8 +406,11 @@ def _read_index(path: Path) -> dict[str, set[str]]:
         raise UserError(f"{path} has neither {SINGLE} nor {INDEX}; if it was published as .bin pickles, {convert}")
     content = read_json_object(index)
     weight_map = content.get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
+    if "weight_map" not in content:
         raise UserError(f"{index} has no weight_map; download it again")
+    if not isinstance(weight_map, dict) or not weight_map:
+        fault = f"a {type(weight_map).__name__} as its weight_map, not a map from tensor names to files"
+        raise UserError(f"{index} has {fault if weight_map != {} else 'an empty weight_map'}; download it again")
     if not isinstance(content.get("metadata"), dict):
         raise UserError(
             f'{index} has no "metadata", without which transformers loads no shards; download it again, or put '
@@ -500,7 +428,7 @@ def _read_index(path: Path) -> dict[str, set[str]]:
 
 
 def _no_index(files: list[Path]) -> str:
-    """What lacks where there are safetensors files that nothing names."""
+    """Say what is missing in a folder with safetensors files that nothing names."""
     shards = [file for file in files if re.fullmatch(r".+-\d{5}-of-\d{5}\.safetensors", file.name)]
     if not shards:
         return (
@@ -508,18 +436,14 @@ def _no_index(files: list[Path]) -> str:
             f"{SINGLE} if it holds the whole model"
         )
     more = f" and {len(shards) - 1} more" if len(shards) > 1 else ""
-    said = int(shards[0].stem.rpartition("-")[2])
-    lacking = f"; {said - len(shards)} of its {said} shards are missing, too" if said > len(shards) else ""
-    said_so = f"has shards ({shards[0].name}{more}) and no {INDEX}, which says what each holds"
-    return f"{said_so}; download that as well{lacking}"
+    total = int(shards[0].stem.rpartition("-")[2])
+    missing = f"; {total - len(shards)} of its {total} shards are missing, too" if total > len(shards) else ""
+    lacking = f"no {INDEX}, which says what each holds; download that as well{missing}"
+    return f"has shards ({shards[0].name}{more}) and {lacking}"
 
 
 def check_index(path: Path) -> None:
-    """Refuse a folder whose index is missing or damaged, in the words of `Checkpoint.open`; no header is read.
-
-    Raises:
-        UserError: it is, or there are no weights that are read.
-    """
+    """Refuse a folder whose index is missing or damaged, with the messages of `Checkpoint.open`; reads no header."""
     if not (path / SINGLE).exists():
         _read_index(path)
 

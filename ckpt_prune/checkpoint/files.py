@@ -1,4 +1,4 @@
-"""Files that come from others: regular ones, of a stated size at most, and the same from the first read to the last."""
+"""Files from others: only regular ones, up to a stated size, unchanged from the first read to the last. And places."""
 
 import errno
 import io
@@ -7,28 +7,22 @@ import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from ckpt_prune.common.errors import UserError
+
 MOST_BYTES = 2**28
-"""Of a file that is read whole. The reports and plans of the largest models are half as large."""
+"""Limit for a file that is read whole. The reports and plans of the largest models are half as large."""
 
 Stamp = tuple[int, int, int]
-"""Size, time of change and inode of a file: another one, or one that was written to, has another."""
+"""Size, time of change and inode of a file; it differs once the file is replaced or written to."""
 
 
 def open_input(path: Path) -> io.FileIO:
-    """Open a file for plain reads.
-
-    Raises:
-        OSError: it is not there, cannot be read, or is no regular file: a FIFO would wait for whoever writes to it.
-    """
-    return io.FileIO(path, opener=_regular)
+    """Open a regular file for plain reads. Raises OSError, also for a FIFO, which would wait for its writer."""
+    return io.FileIO(path, opener=_open_regular)
 
 
 def read_input(path: Path, most: int = MOST_BYTES) -> bytes:
-    """What is in a file.
-
-    Raises:
-        OSError: as `open_input`, or it holds more bytes than `most`.
-    """
+    """Read a regular file of at most `most` bytes. Raises OSError."""
     with open_input(path) as handle:
         size = os.fstat(handle.fileno()).st_size
         if size > most:
@@ -36,31 +30,25 @@ def read_input(path: Path, most: int = MOST_BYTES) -> bytes:
         return handle.read()
 
 
-def stamp(file: Path | int) -> Stamp:
-    """The stamp of a file, by its path or descriptor."""
-    found = os.stat(file)  # noqa: PTH116 - of a descriptor, too
-    return found.st_size, found.st_mtime_ns, found.st_ino
+def stamp_of(file: Path | int) -> Stamp:
+    """Return the stamp of a file, given by path or descriptor."""
+    status = os.stat(file)  # noqa: PTH116 - of a descriptor, too
+    return status.st_size, status.st_mtime_ns, status.st_ino
 
 
-def changed_since(folder: Path, stamps: Mapping[str, Stamp], names: Iterable[str]) -> str | None:
-    """The first of a folder's files that is gone, or not what it was; None where all are.
-
-    Args:
-        folder: the folder.
-        stamps: of its files, by name, when they were looked at.
-        names: of the files that count.
-    """
+def find_changed(folder: Path, stamps: Mapping[str, Stamp], names: Iterable[str]) -> str | None:
+    """Return the first of the named files that is gone or has another stamp than before, or None."""
     for name in names:
         try:
-            if stamp(folder / name) != stamps.get(name):
+            if stamp_of(folder / name) != stamps.get(name):
                 return name
         except OSError:
             return name
     return None
 
 
-def _regular(path: str, flags: int) -> int:
-    # Without O_NONBLOCK the very opening of a FIFO waits; of a regular file it changes nothing.
+def _open_regular(path: str, flags: int) -> int:
+    # Without O_NONBLOCK the very opening of a FIFO waits; for a regular file it changes nothing.
     descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
@@ -69,3 +57,25 @@ def _regular(path: str, flags: int) -> int:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         raise OSError(errno.EINVAL, "not a regular file")
     return descriptor
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or folder is on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def absolute_path(path: Path) -> Path:
+    """Make a path absolute without following links: a link at an output's place must not be replaced by its target."""
+    return Path(os.path.abspath(path))  # noqa: PTH100 - resolve() would follow a link
+
+
+def check_place(out: Path) -> Path:
+    """Return the absolute path of an output, once the folder that it goes in exists."""
+    place = absolute_path(out)
+    if not place.parent.is_dir():
+        raise UserError(f"the folder {place.parent} does not exist; create it first")
+    return place

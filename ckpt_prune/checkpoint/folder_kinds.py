@@ -1,4 +1,4 @@
-"""What of a folder this tool wrote, told by the record in it: nothing else is ever replaced."""
+"""Kinds of folders that this tool writes, and which files in one are its own. Other files are never replaced."""
 
 import filecmp
 from collections.abc import Callable, Mapping, Set
@@ -13,33 +13,30 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import EXPORT_ERROR, GRAPH_FOLDER, GRAPH_RECORD, REPORT, VALIDATION
 
 WantedNames = Mapping[str, Path | None]
-"""Names at the top of a new folder → the file that is copied there; None where it is made."""
+"""Names at the top of a new folder → the file that is copied there, or None if it is made."""
 
 
 @dataclass(frozen=True)
 class FolderKind:
-    """A kind of folder that this tool writes, known by its record: JSON with `files`, and perhaps `side_files`.
+    """A kind of folder that this tool writes, recognised by its record: JSON with `files`, and perhaps `side_files`.
 
     Attributes:
-        record: the record's name.
-        what: such a folder is, in messages.
-        always: names beside the record that are this tool's whether the record lists them or not.
-        inside: of the record, which sub-folders this tool wrote with the folder, and of what kind they are.
-        left: what becomes of an unfinished run: another can go on with it, --overwrite drops it, or any run drops it.
+        record: name of the record.
+        what: such a folder is, for messages.
+        always: names of files that are this tool's even if the record does not list them.
+        inside: returns for a record the sub-folders that were written with the folder, and their kinds.
+        unfinished: what happens to an unfinished run: a later one resumes it, deletes it when asked to (--overwrite),
+            or always deletes it.
     """
 
     record: str
     what: str
     always: frozenset[str] = frozenset()
-    inside: Callable[[dict[str, Any]], Mapping[str, "Kind"]] = field(default=lambda _record: {})
-    left: Literal["resumed", "asked", "dropped"] = "resumed"
+    inside: Callable[[dict[str, Any]], Mapping[str, "FolderKind"]] = field(default=lambda _record: {})
+    unfinished: Literal["resumed", "asked", "dropped"] = "resumed"
 
     def written(self, folder: Path) -> frozenset[str]:
-        """Paths below a folder, with slashes, of what this tool wrote in it.
-
-        Raises:
-            UserError: this tool did not write the folder; with what is missing.
-        """
+        """Return the paths below a folder, with slashes, of the files that this tool wrote; refuse another's folder."""
         if folder.is_symlink():
             raise self._refusal(folder, "it is a link")
         if not folder.is_dir():
@@ -48,16 +45,16 @@ class FolderKind:
             raise self._refusal(folder, f"it has no {self.record}")
         try:
             record = parse_json_object(read_input(folder / self.record))
-            found = set(self.names(record))
+            names = set(self.names(record))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise self._refusal(folder, f"its {self.record} is damaged") from error
-        for name, kind in self.inside(record).items():
-            if (folder / name / kind.record).is_file():
-                found |= {f"{name}/{inner}" for inner in kind.written(folder / name)}
-        return frozenset(found)
+        for inner, kind in self.inside(record).items():
+            if (folder / inner / kind.record).is_file():
+                names |= {f"{inner}/{name}" for name in kind.written(folder / inner)}
+        return frozenset(names)
 
     def names(self, record: dict[str, Any]) -> frozenset[str]:
-        """Paths of what this tool wrote in a folder with such a record, folders inside it left out.
+        """Return the paths of the files of a folder with such a record, without those of sub-folders of other kinds.
 
         Raises:
             KeyError, TypeError, ValueError: it is no such record.
@@ -72,17 +69,17 @@ class FolderKind:
 
 
 def _is_below(name: str) -> bool:
-    """Whether a name of a record is that of a file in the folder, or in one inside it."""
+    """Whether a name in a record is that of a file in the folder or in a sub-folder."""
     parts = name.split("/")
     return len(parts) <= 2 and all(part not in ("", ".", "..") for part in parts)
 
 
 EXPORT_KIND = FolderKind(GRAPH_RECORD, "an exported folder", frozenset({"README.md", VALIDATION}), unfinished="asked")
-"""What `export` writes."""
+"""Written by `export`."""
 
 
-def _graph(record: dict[str, Any]) -> Mapping[str, FolderKind]:
-    """The graph that the last step of a recipe wrote. One that was exported later is its user's own."""
+def _find_graph_folder(record: dict[str, Any]) -> Mapping[str, FolderKind]:
+    # A graph that the recipe itself exported. One that was exported later is its user's own.
     recipe = record.get("recipe")
     return {GRAPH_FOLDER: EXPORT_KIND} if isinstance(recipe, dict) and recipe.get("export") else {}
 
@@ -90,55 +87,44 @@ def _graph(record: dict[str, Any]) -> Mapping[str, FolderKind]:
 OUTPUT_KIND = FolderKind(
     REPORT,
     "an output of this tool",
-    # As older reports do not list: what follows from there being an output at all.
+    # Older reports do not list these, which come with every output.
     frozenset({"README.md", "model.safetensors.index.json", "modeling_pruned.py", f"{GRAPH_FOLDER}{EXPORT_ERROR}"}),
-    _graph,
+    _find_graph_folder,
 )
-"""What `prune` and `recover` write."""
+"""Written by `prune` and `recover`."""
 WEIGHT_NAMES: dict[str, Path | None] = {"model.safetensors": None, "model.safetensors.index.json": None}
-"""Loaders take these for the weights of whatever folder they stand in."""
+"""Files that loaders take for the weights of the folder they are in."""
 
 
 def find_foreign(folder: Path, written: Set[str]) -> list[str]:
-    """Topmost paths below a folder that this tool did not write: files, links, and folders without anything of it.
+    """List the topmost paths below an old output that this tool did not write: files, links, folders without its files.
 
-    Args:
-        folder: an old output.
-        written: as `Kind.written` has it.
+    `written` comes from `FolderKind.written`.
     """
-    found: list[str] = []
+    foreign: list[str] = []
 
     def look(path: Path, name: str) -> None:
         if path.is_dir() and not path.is_symlink():
             if (path / JOURNAL).is_file():
-                return  # what an interrupted run of this tool left
-            if any(each.startswith(f"{name}/") for each in written):
-                for inner in sorted(path.iterdir()):
-                    look(inner, f"{name}/{inner.name}")
+                return  # left by an interrupted run of this tool
+            if any(inner.startswith(f"{name}/") for inner in written):
+                for inner_path in sorted(path.iterdir()):
+                    look(inner_path, f"{name}/{inner_path.name}")
                 return
         elif name in written or name == JOURNAL:
             return
-        found.append(name)
+        foreign.append(name)
 
     for path in sorted(folder.iterdir()):
         look(path, path.name)
-    return found
+    return foreign
 
 
-def refuse_lost(folder: Path, theirs: list[str], wants: WantedNames) -> None:
-    """Refuse to replace a folder where a file of somebody else has a name that the new one needs.
-
-    Args:
-        folder: that is to be replaced.
-        theirs: its `strangers`.
-        wants: names of the new folder. A file that is the same as the one to be copied there is not lost.
-
-    Raises:
-        UserError: naming the first that is in the way.
-    """
-    for name in theirs:
+def refuse_lost(folder: Path, foreign: list[str], wanted: WantedNames) -> None:
+    """Refuse to replace a folder if the new one needs the name of a foreign file in it, unless both are the same."""
+    for name in foreign:
         top = name.split("/")[0]
-        if top in wants and not (name == top and same_file(folder / name, wants[name])):
+        if top in wanted and not (name == top and same_file(folder / name, wanted[name])):
             raise UserError(
                 f"{folder / name} was not written with the output that is there, and the new one needs its name; "
                 "move it away or choose another output name"

@@ -1,4 +1,4 @@
-"""One small file of a Hub repository, out of the local cache where that will do."""
+"""Single files of repositories on the Hub, from the local cache if it has them; and what the Hub's client says."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,26 +9,26 @@ from ckpt_prune.common.errors import UserError
 
 
 def is_offline() -> bool:
-    """Whether nothing may be asked of any network (HF_HUB_OFFLINE)."""
+    """Whether the network must not be used (HF_HUB_OFFLINE)."""
     from huggingface_hub import constants
 
     return bool(constants.HF_HUB_OFFLINE)
 
 
 def explain_hub_error(error: BaseException) -> str:
-    """What an error of the Hub's client says, in one line and without the token."""
+    """Return what an error of the Hub's client says, in one line and without the token."""
     from huggingface_hub import get_token
 
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     # The server's own words stand last, behind the status, the request's id and what the client makes of them.
-    said = (lines[0] if len(lines) < 2 else f"{lines[0].rstrip('.')}: {lines[-1]}") if lines else type(error).__name__
+    text = (lines[0] if len(lines) < 2 else f"{lines[0].rstrip('.')}: {lines[-1]}") if lines else type(error).__name__
     token = get_token()
-    return said.replace(token, "***") if token else said
+    return text.replace(token, "***") if token else text
 
 
 @contextmanager
 def show_hub_bars(shown: bool) -> Iterator[None]:
-    """Have the Hub's client show its bars, or not; elsewhere than on a terminal they are a line each."""
+    """Let the Hub's client show its bars or not. Elsewhere than on a terminal, each of their updates is a line."""
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     if shown or are_progress_bars_disabled():
@@ -41,63 +41,76 @@ def show_hub_bars(shown: bool) -> Iterator[None]:
         enable_progress_bars()
 
 
+@contextmanager
+def hub_failures(
+    repo: str,
+    what: str,
+    *,
+    revision: str | None = None,
+    given: Literal["file", "folder"],
+    remedy: str,
+    hint: str = "",
+) -> Iterator[None]:
+    """Turn the errors of the Hub's client while it downloads `what` into UserErrors.
+
+    `given` is what the user can give instead, `remedy` helps if it is not in the cache, and `hint` follows the name of
+    a missing thing.
+    """
+    from huggingface_hub import errors
+
+    folder = given == "folder"
+    try:
+        yield
+    except UserError:
+        raise
+    except errors.GatedRepoError as error:
+        raise UserError(f"{repo} is gated; ask for access on its page of the Hub and run `hf auth login`") from error
+    except errors.RepositoryNotFoundError as error:
+        raise UserError(
+            f"{repo} is {'neither a folder nor a' if folder else 'no'} Hub repository you can read{hint}; check the "
+            "name, or run `hf auth login` if it is private"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise UserError(
+            f"{repo} has no revision {revision!r} on the Hub; give a branch, tag or commit that exists"
+        ) from error
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+        cause = "HF_HUB_OFFLINE is set" if is_offline() else "the Hub cannot be reached"
+        raise UserError(
+            f"{what} is {'neither a folder nor' if folder else 'not'} in the Hub cache, and {cause}{hint}; {remedy}"
+        ) from error
+    except errors.EntryNotFoundError as error:
+        raise UserError(f"{repo} has no file {what.removeprefix(f'{repo}/')} on the Hub; check the name") from error
+    except Exception as error:  # the client lets many kinds through: HTTP, TLS, disk, validation
+        reason = explain_hub_error(error)
+        raise UserError(f"cannot download {what} from the Hub ({reason}); try again, or give a {given}") from error
+
+
 def fetch_hub_file(
     repo: str, name: str, revision: str | None = None, *, most: int, repo_type: Literal["model", "dataset"] = "model"
 ) -> Path:
-    """A file of a repository, in the Hub's cache: below a folder that is named as the commit it is of.
+    """Download a file into the Hub's cache, where its folder is named after the commit.
 
     Args:
         repo: such as org/name.
         name: of the file, with slashes.
         revision: branch, tag or commit; None for the main branch.
-        most: bytes that it may have, known before it is fetched.
-        repo_type: what the repository holds.
-
-    Raises:
-        UserError: there is no such repository, revision or file, it is too large, or it can be had neither from the Hub
-            nor from the cache.
+        most: bytes that it may have, checked before it is downloaded.
+        repo_type: of `repo`.
     """
     # Imported here: most runs need nothing of the Hub.
     import huggingface_hub
-    from huggingface_hub import errors
 
     what = f"{repo}/{name}" if revision is None else f"{repo}/{name}@{revision}"
-    try:
-        with show_hub_bars(False):
-            if not is_offline():
-                asked = huggingface_hub.hf_hub_download(
-                    repo, name, revision=revision, repo_type=repo_type, dry_run=True
-                )
-                size = asked.file_size
-                if (size or 0) > most:
-                    raise UserError(f"{what} has {size} bytes on the Hub, and {most} are the most of such a file")
-            return Path(huggingface_hub.hf_hub_download(repo, name, revision=revision, repo_type=repo_type))
-    except UserError:
-        raise
-    except errors.GatedRepoError as error:
-        raise UserError(f"{repo} is gated; ask for access on its page and run `hf auth login`") from error
-    except errors.RepositoryNotFoundError as error:
-        raise UserError(
-            f"{repo} is no Hub repository you can read; check the name, or run `hf auth login` if it is private"
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise UserError(f"{repo} has no revision {revision!r}; give a branch, tag or commit that exists") from error
-    except errors.LocalEntryNotFoundError as error:
-        cause = "HF_HUB_OFFLINE is set" if is_offline() else "the Hub cannot be reached"
-        raise UserError(
-            f"{what} is not in the Hub cache, and {cause}; fetch it once while connected, or give a file"
-        ) from error
-    except errors.EntryNotFoundError as error:
-        at = "" if revision is None else f" at {revision}"
-        raise UserError(f"{repo} has no file {name}{at} on the Hub; check the name") from error
-    except (
-        Exception
-    ) as error:  # the client lets many kinds through (HTTP, TLS, disk, validation): one line for them all
-        raise UserError(
-            f"cannot fetch {what} from the Hub ({explain_hub_error(error)}); try again, or give a file"
-        ) from error
+    remedy = "fetch it once while connected, or give a file"
+    with hub_failures(repo, what, revision=revision, given="file", remedy=remedy), show_hub_bars(False):
+        if not is_offline():
+            plan = huggingface_hub.hf_hub_download(repo, name, revision=revision, repo_type=repo_type, dry_run=True)
+            if (plan.file_size or 0) > most:
+                raise UserError(f"{what} has {plan.file_size} bytes on the Hub, and {most} are the most of such a file")
+        return Path(huggingface_hub.hf_hub_download(repo, name, revision=revision, repo_type=repo_type))
 
 
 def commit_of(cached: Path, name: str) -> str:
-    """The commit that a file which `hub_file` gave is of."""
+    """Return the commit of a file that `fetch_hub_file` returned for `name`."""
     return cached.parents[name.count("/")].name

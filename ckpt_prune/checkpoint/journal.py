@@ -1,4 +1,4 @@
-"""The journal of an unfinished run: what of it is safely on disk, so that a killed run can go on where it stopped."""
+"""The journal of an unfinished run: which parts of its output are safely on disk, so that a killed run can resume."""
 
 import json
 from collections.abc import Iterable
@@ -18,17 +18,16 @@ _VERSION = 2
 
 @dataclass
 class Journal:
-    """What a run has done so far, in a file of its staging folder.
+    """Progress of a run, kept in a file of its staging folder.
 
     Attributes:
-        folder: the staging folder.
-        job: digest of all that makes the output.
+        job: digest of everything that the output depends on.
         replace: whether the run may replace an existing output.
-        resumable: whether another run can go on with it.
-        layout: digest of the output's files, tensors and shapes; None as long as they are not known.
-        complete: whether nothing is left to do but to put the folder in its place.
-        units: what is done, each with the names of the tensors that it holds.
-        notes: what was noted with a unit.
+        resumable: whether another run can continue it.
+        layout: digest of the output's files, tensors and shapes; None until they are known.
+        complete: whether only the swap of folders is left to do.
+        units: finished entries, each with the names of its tensors.
+        notes: JSON that was noted with an entry.
     """
 
     folder: Path
@@ -42,11 +41,7 @@ class Journal:
 
     @classmethod
     def read(cls, folder: Path) -> "Journal":
-        """The journal of a folder.
-
-        Raises:
-            ValueError: it is damaged or of another version.
-        """
+        """Read the journal of a folder. Raises ValueError if it is damaged or of another version."""
         try:
             values = parse_json_object(read_input(folder / JOURNAL))
             if values["version"] != _VERSION:
@@ -65,26 +60,18 @@ class Journal:
             raise ValueError(str(error)) from error
 
     def record(self, unit: str, names: Iterable[str] = (), note: Any = None) -> None:
-        """Enter `unit` as done, with a JSON note. The caller has its bytes on disk already."""
+        """Enter a finished unit and a JSON note. Its bytes must be on disk already."""
         self.units[unit] = sorted(names)
         if note is not None:
             self.notes[unit] = note
         self.save()
 
     def save(self) -> None:
-        """Write the journal, whole or not at all."""
-        values = {
-            "version": _VERSION,
-            "job": self.job,
-            "layout": self.layout,
-            "replace": self.replace,
-            "resumable": self.resumable,
-            "complete": self.complete,
-            "units": self.units,
-            "notes": self.notes,
-        }
+        """Write the journal atomically."""
+        values = {"version": _VERSION, **vars(self)}
+        del values["folder"]
         fresh = self.folder / _FRESH
-        # On one line: it is written anew at every block, and indenting takes Python longer than all the rest.
+        # On one line: it is written anew for every block, and indenting takes Python longer than all the rest.
         fresh.write_text(json.dumps(values, ensure_ascii=False), encoding="utf-8")
         sync(fresh)
         fresh.replace(self.folder / JOURNAL)
@@ -92,18 +79,14 @@ class Journal:
 
 
 def is_unfinished_run(folder: Path) -> bool:
-    """Whether a run of this tool left a folder: one with a journal, or one that a kill kept from getting its first."""
+    """Whether a run of this tool left a folder: it has a journal, or was killed before writing its first."""
     if not folder.is_dir() or folder.is_symlink():
         return False
     return (folder / JOURNAL).is_file() or all(path.name == _FRESH for path in folder.iterdir())
 
 
 def refuse_unfinished(folder: Path) -> None:
-    """Refuse to look at the staging folder of an unfinished run as if it were an output.
-
-    Raises:
-        UserError: it is one; with what can be done.
-    """
+    """Refuse to treat the staging folder of an unfinished run as an output."""
     # A kill may leave the journal for a moment in a finished output: the name tells.
     if not (folder.absolute().name.endswith(".partial") and (folder / JOURNAL).is_file()):
         return

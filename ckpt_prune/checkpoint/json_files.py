@@ -1,83 +1,131 @@
-"""JSON from files nobody vouches for, and JSON as this project writes and compares it."""
+"""JSON from files of unknown origin, and JSON as this project writes and compares it."""
 
 import json
 from codecs import BOM_UTF8
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ckpt_prune.checkpoint.files import read_input
+from ckpt_prune.checkpoint.files import Stamp, read_input, stamp_of
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.safe_text import CONTROL_CHARACTERS
+from ckpt_prune.common.text_encoding import NOT_UTF8
 
 _DEEPEST = 100
 """Levels; no file of this project or of transformers has ten."""
+_LOADED = (
+    "added_tokens.json",
+    "chat_template.json",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "video_preprocessor_config.json",
+    "vocab.json",
+)
+"""JSON files beside config.json that transformers loads with a model. Copies of the model carry them unchanged."""
+
+
+class EncodingError(ValueError):
+    """A file's bytes are not plain UTF-8. The message completes "FILE is …" and names the remedy."""
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`. Raises UserError where it cannot be read, is not JSON or is not an object."""
+    """Read a JSON object from a file."""
     try:
         return parse_json_object(read_input(path))
+    except EncodingError as error:
+        raise UserError(f"{path} is {error}") from error
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is not a readable JSON object ({error}); download or restore the file") from error
 
 
 def parse_json_object(data: bytes) -> dict[str, Any]:
-    """The JSON object in UTF-8 `data`. Raises ValueError with a one-line reason, also for a key given twice."""
-    if data.startswith(BOM_UTF8):
-        raise ValueError("it begins with a byte order mark: save it as UTF-8 without one")
-    try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique_keys)
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
+    """Parse a JSON object in UTF-8. Raises ValueError with a one-line reason, also for a key that is given twice."""
+    value = _parse(data, object_pairs_hook=_refuse_repeated_keys)
     if not isinstance(value, dict):
         raise ValueError(f"a {type(value).__name__} instead of an object")
     _check_depth(value)
     if b"\\u" in data:
-        _check_text(value)
+        _check_surrogates(value)
     return value
 
 
+def check_side_files(folder: Path) -> None:
+    """Refuse a checkpoint with a JSON file that transformers could not load: copies of the model would carry it."""
+    for name in _LOADED:
+        path = folder / name
+        if path.is_file() and (reason := _find_fault(path, stamp_of(path))):
+            raise UserError(f"{path} {reason}")
+
+
+@lru_cache(maxsize=64)
+def _find_fault(path: Path, _stamp: Stamp) -> str | None:
+    """Say why a file is no JSON object, or return None. The stamp makes the cache forget files that change."""
+    try:
+        value = _parse(read_input(path))
+    except EncodingError as error:
+        return f"is {error}"
+    except OSError as error:
+        return f"cannot be read ({error.strerror}); restore the file, or remove it"
+    except ValueError as error:
+        return f"is not valid JSON ({error}); restore the file, or remove it"
+    return None if isinstance(value, dict) else "is not a JSON object; restore the file, or remove it"
+
+
+def _parse(data: bytes, **options: Any) -> Any:
+    if data.startswith(BOM_UTF8):
+        raise EncodingError("UTF-8 with a byte order mark: save it as UTF-8 without one")
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise EncodingError(NOT_UTF8) from error
+    if "\0" in text:  # never valid in JSON; UTF-16 without a byte order mark is full of them
+        raise EncodingError(NOT_UTF8)
+    try:
+        return json.loads(text, **options)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
 def _check_depth(value: object) -> None:
-    """Refuse what the parser can read and little else can: whoever walks it needs a frame for every level."""
+    # The parser can read deeper values than most code that walks them, with a frame for every level.
     level = [value]
     for _ in range(_DEEPEST):
         inside: list[object] = []
-        for each in level:
-            inside += each.values() if isinstance(each, dict) else each if isinstance(each, list) else ()
-        level = [each for each in inside if isinstance(each, dict | list)]
+        for entry in level:
+            inside += entry.values() if isinstance(entry, dict) else entry if isinstance(entry, list) else ()
+        level = [entry for entry in inside if isinstance(entry, dict | list)]
         if not level:
             return
     raise ValueError("nested too deeply")
 
 
-def _check_text(value: object) -> None:
-    """Refuse halves of surrogate pairs, which JSON can write and UTF-8 cannot."""
+def _check_surrogates(value: object) -> None:
+    # JSON can write half a surrogate pair, and UTF-8 cannot.
     try:
         canonical_json(value).encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"text that is not Unicode: {error.object[error.start : error.end]!a}") from error
 
 
+def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise ValueError(f"key {key!r} is given twice")
+        result[key] = value
+    return result
+
+
 def canonical_json(value: object) -> str:
-    """One spelling per value, for digests: sorted keys, no spaces."""
+    """Write a value in the one spelling that digests use: sorted keys, no spaces."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
 
 def pretty_json(value: object) -> str:
-    """As written into checkpoint folders: two spaces, keys in the order given, a final newline.
-
-    What a terminal would obey stands escaped in strings, and JSON has nothing of it elsewhere.
-    """
+    """Write a value as in checkpoint folders: two spaces, keys in the order given, control characters escaped."""
     text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-    return CONTROL_CHARACTERS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise ValueError(f"key {key!r} is given twice")
-            seen.add(key)
-    return result
+    return CONTROL_CHARACTERS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)

@@ -1,4 +1,4 @@
-"""Locks on files and folders, which the system lets go of when a run ends, however it ends."""
+"""Locks on files and folders. The system releases them when a run ends, in whatever way."""
 
 import errno
 import os
@@ -13,11 +13,7 @@ from ckpt_prune.common.errors import UserError
 
 
 def lock_folder(folder: Path) -> int | None:
-    """A lock on a folder, which lasts until it is closed; None where there are no locks.
-
-    Raises:
-        UserError: another run holds it.
-    """
+    """Lock a folder until the returned descriptor is closed; None if the file system has no locks."""
     if fcntl is None:
         return None
     descriptor = os.open(folder, os.O_RDONLY)
@@ -32,16 +28,7 @@ def lock_folder(folder: Path) -> int | None:
 
 
 def lock_file(descriptor: int, path: Path, what: Path) -> bool:
-    """Lock an open file or folder; False where there are no locks.
-
-    Args:
-        descriptor: of it.
-        path: where it is.
-        what: is written, in the message.
-
-    Raises:
-        UserError: another run holds it.
-    """
+    """Lock an open file or folder at `path`, while `what` is written; False if the file system has no locks."""
     if fcntl is None:
         return False
     busy = UserError(f"{what} is being written by another run; wait for it or stop it")

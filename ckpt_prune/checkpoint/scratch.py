@@ -1,4 +1,4 @@
-"""A folder in the system's temporary one for what no output holds; the next run clears what a killed one left there."""
+"""Temporary folders for data that no output holds. The next run deletes those of runs that were killed."""
 
 import os
 import shutil
@@ -13,25 +13,22 @@ from ckpt_prune.common.errors import UserError
 
 PREFIX = "ckpt-prune-scratch-"
 _LOCK = ".lock"
-"""Of the file beside such a folder that is held as long as it is in use. A folder without one was left on purpose."""
+"""Ending of the file beside such a folder that is locked during its use. A folder without one was kept on purpose."""
 
 
 @contextmanager
 def scratch_folder(*, keeps: str | None = None) -> Iterator[Path]:
-    """A new folder, which goes at the end; those of runs that were killed go first.
+    """Make a folder in the system's temporary one (TMPDIR), and delete it at the end.
 
     Args:
-        keeps: files whose names end so stay, directly in it: what errors speak of.
-
-    Raises:
-        UserError: the system's temporary folder (environment variable TMPDIR) cannot be written.
+        keeps: ending of names of files, directly in it, that stay because an error message points to them.
     """
     place = Path(tempfile.gettempdir())
-    _clear(place)
+    _delete_abandoned(place)
     with disk_failures(place):
-        held, name = tempfile.mkstemp(prefix=PREFIX, suffix=_LOCK, dir=place)
+        descriptor, name = tempfile.mkstemp(prefix=PREFIX, suffix=_LOCK, dir=place)
         mark, folder = Path(name), Path(name.removesuffix(_LOCK))
-        lock_file(held, mark, folder)
+        lock_file(descriptor, mark, folder)
         folder.mkdir(0o700)
     try:
         yield folder
@@ -45,22 +42,22 @@ def scratch_folder(*, keeps: str | None = None) -> Iterator[Path]:
         if not kept:
             shutil.rmtree(folder, ignore_errors=True)
         mark.unlink(missing_ok=True)
-        os.close(held)
+        os.close(descriptor)
 
 
-def _clear(place: Path) -> None:
-    """Delete such folders of this user that nobody holds any more."""
-    if os.name != "posix":  # where nobody can tell
+def _delete_abandoned(place: Path) -> None:
+    """Delete this user's scratch folders that no process holds any more."""
+    if os.name != "posix":  # nothing tells whether a folder is held
         return
     for path in place.glob(f"{PREFIX}*{_LOCK}"):
         folder = path.with_name(path.name.removesuffix(_LOCK))
         with suppress(OSError, UserError):
             if folder.is_symlink() or path.lstat().st_uid != os.getuid():
                 continue
-            held = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
             try:
-                if lock_file(held, path, path):
+                if lock_file(descriptor, path, path):
                     shutil.rmtree(folder, ignore_errors=True)
                     path.unlink()
             finally:
-                os.close(held)
+                os.close(descriptor)

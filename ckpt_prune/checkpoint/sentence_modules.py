@@ -1,4 +1,4 @@
-"""What a sentence-transformers folder does with a model's last hidden states: `modules.json` and its sub-folders."""
+"""Modules of sentence-transformers folders: what is done with a model's last hidden states (`modules.json`)."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,17 +17,17 @@ WEIGHTS = "model.safetensors"
 _PICKLE = "pytorch_model.bin"
 
 ModulesUse = Literal["sentence-similarity", "text-ranking"]
-"""What modules make of a model, in the words of the Hub."""
+"""Use of a model by its modules, in the Hub's terms."""
 SentenceClass = Literal["SentenceTransformer", "CrossEncoder", "SparseEncoder"]
 
 
 @dataclass(frozen=True)
 class Module:
-    """One step of such a model, in order.
+    """One step of a sentence-transformers model.
 
     Attributes:
-        kind: the last part of its class's name: Transformer, Pooling, Normalize, Dense.
-        folder: the sub-folder with its files; None where they stand in the folder itself.
+        kind: last part of its class's name: Transformer, Pooling, Normalize, Dense.
+        folder: sub-folder with its files; None if they are in the folder itself.
     """
 
     kind: str
@@ -35,56 +35,41 @@ class Module:
 
 
 def read_modules(folder: Path) -> list[Module]:
-    """The steps of a sentence-transformers folder, in order; none where it is no such folder.
-
-    Raises:
-        UserError: `modules.json` cannot be read, or names a place outside the folder.
-    """
+    """Read the modules of a folder in order; none if it is not of sentence-transformers."""
     path = folder / MODULES
     if not path.is_file():
         return []
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
-        found = [Module(str(each["type"]).rpartition(".")[2], str(each["path"]) or None) for each in entries]
+        modules = [Module(str(entry["type"]).rpartition(".")[2], str(entry["path"]) or None) for entry in entries]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is not the list of modules that sentence-transformers writes") from error
-    for each in found:
-        if each.folder is not None and (Path(each.folder).name != each.folder or each.folder.startswith(".")):
-            raise UserError(f"{path} names {each.folder}, which is no folder inside {folder}")
-    return found
+    for inside in filter(None, (module.folder for module in modules)):
+        if Path(inside).name != inside or inside.startswith("."):
+            raise UserError(f"{path} names {inside}, which is no folder inside {folder}")
+    return modules
 
 
 def find_sentence_use(folder: Path) -> ModulesUse | None:
-    """What a sentence-transformers folder uses its model for, whatever class config.json names.
+    """Return what a sentence-transformers folder uses its model for, whatever class config.json names.
 
     Returns:
-        sentence-similarity if the last hidden states are read, as embedders do, so that a head is never used;
-        text-ranking if scores are the logits of tokens such as yes and no; None if the class at hand says it: in a
+        sentence-similarity if the last hidden states are read, as in embedders, so that a head is never used;
+        text-ranking if scores are the logits of tokens such as yes and no; None if the model's class decides: in a
         sparse encoder, a cross-encoder with a head for texts, and any other folder.
-
-    Raises:
-        UserError: as `modules_of`.
     """
     modules = read_modules(folder)
     if modules[:1] != [Module("Transformer", None)]:
         return None
-    path = folder / TRANSFORMER_SETTINGS
-    task = (read_json_object(path) if path.is_file() else {}).get("transformer_task", "feature-extraction")
+    task = _read_optional(folder / TRANSFORMER_SETTINGS).get("transformer_task", "feature-extraction")
     if task == "feature-extraction":
         return "sentence-similarity"
-    return "text-ranking" if task == "text-generation" and _ranking(modules) is not None else None
+    return "text-ranking" if task == "text-generation" and _find_ranking(modules) is not None else None
 
 
 def read_ranked_tokens(folder: Path) -> tuple[int, int | None]:
-    """The token whose logit is a text's score, and the one whose logit is taken from it, or None.
-
-    Args:
-        folder: whose use is text-ranking.
-
-    Raises:
-        UserError: its module does not name them.
-    """
-    module = _ranking(read_modules(folder))
+    """Return the token whose logit is a text's score, and the one to subtract, in a text-ranking model."""
+    module = _find_ranking(read_modules(folder))
     path = folder / ((module and module.folder) or "") / "config.json"
     settings = read_json_object(path)
     true, false = settings.get("true_token_id"), settings.get("false_token_id")
@@ -93,22 +78,20 @@ def read_ranked_tokens(folder: Path) -> tuple[int, int | None]:
     return true, false
 
 
-def _ranking(modules: Sequence[Module]) -> Module | None:
+def _find_ranking(modules: Sequence[Module]) -> Module | None:
     return next((module for module in modules if module.kind == "LogitScore"), None)
 
 
+def _read_optional(path: Path) -> dict[str, Any]:
+    return read_json_object(path) if path.is_file() else {}
+
+
 def find_sentence_class(folder: Path, config: Mapping[str, Any]) -> SentenceClass | None:
-    """The class of sentence-transformers that loads a folder, or None if that package did not write it.
+    """Return the class of sentence-transformers that loads a checkpoint; None if that package did not write it.
 
-    Args:
-        folder: of a checkpoint.
-        config: its config.json, where older cross-encoders say that they are some.
-
-    Raises:
-        UserError: as `modules_of`.
+    Older cross-encoders are recognised by their config.json, `config`.
     """
-    path = folder / SENTENCE_SETTINGS
-    named = (read_json_object(path) if path.is_file() else {}).get("model_type")
+    named = _read_optional(folder / SENTENCE_SETTINGS).get("model_type")
     if named in get_args(SentenceClass):
         return cast(SentenceClass, named)
     kinds = [module.kind for module in read_modules(folder)]
@@ -120,17 +103,14 @@ def find_sentence_class(folder: Path, config: Mapping[str, Any]) -> SentenceClas
 
 
 def find_module_files(folder: Path) -> dict[str, Path]:
-    """The files of a sentence-transformers folder's modules, by their names below it: configs, and weights of layers.
-
-    Raises:
-        UserError: as `modules_of`; or a layer's weights are there as a pickle only.
-    """
-    found: dict[str, Path] = {}
-    for own in dict.fromkeys(each.folder for each in read_modules(folder) if each.folder is not None):
-        place = folder / own
+    """Return configs and weights of a folder's modules by their names below it; pickled weights are refused."""
+    files: dict[str, Path] = {}
+    for name in filter(None, dict.fromkeys(module.folder for module in read_modules(folder))):
+        place = folder / name
         if (place / _PICKLE).is_file() and not (place / WEIGHTS).is_file():
             raise UserError(f"{place} has its weights in {_PICKLE} only, a pickle: store them as {WEIGHTS}")
         if place.is_dir():
-            files = (path for path in sorted(place.iterdir()) if path.is_file() and not path.name.startswith("."))
-            found |= {f"{own}/{path.name}": path for path in files if path.suffix in (".json", ".safetensors")}
-    return found
+            for path in sorted(place.iterdir()):
+                if path.is_file() and not path.name.startswith(".") and path.suffix in (".json", ".safetensors"):
+                    files[f"{name}/{path.name}"] = path
+    return files

@@ -1,7 +1,7 @@
-"""One safetensors file: its header, where each tensor's bytes lie, and moving those bytes.
+"""One safetensors file: its header, the place of each tensor's bytes, reading and writing them.
 
-Files are read with plain reads into memory the caller owns, never mapped: peak memory is then what was asked for, and
-a file that shrinks while it is read is an error message instead of a bus error.
+Files are read with plain reads into the caller's memory and never mapped. Peak memory is then what was asked for, and a
+file that shrinks while it is read causes an error message instead of a bus error.
 """
 
 import io
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.checkpoint.files import Stamp, open_input, stamp_of
-from ckpt_prune.checkpoint.json_files import parse_json_object
+from ckpt_prune.checkpoint.json_files import EncodingError, parse_json_object
 from ckpt_prune.common.errors import UserError, refuse_unreadable
 from ckpt_prune.common.safe_text import has_no_controls
 
@@ -56,29 +56,29 @@ _CHUNK_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class Stack:
-    """How a tensor of a file holds others: one after the other along its first axis, or several in a row.
+    """How one tensor of a file holds several: one after the other along its first axis, or several in a row.
 
     Attributes:
-        parts: their names, row by row.
-        each: how many stand in a row, one after the other along the second axis.
+        parts: names of the tensors, row by row.
+        each: number in a row, one after the other along the second axis.
     """
 
     parts: tuple[str, ...]
     each: int = 1
 
     def shape(self, count: int, part: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of a tensor that holds `count` parts of a shape."""
+        """Return the shape of a tensor that holds `count` parts of shape `part`."""
         return (count, *part) if self.each == 1 else (count // self.each, self.each * part[0], *part[1:])
 
 
 @dataclass(frozen=True)
 class Scaled:
-    """How a tensor is stored whose elements are products of stored ones and their scales.
+    """How a tensor is stored whose elements are products of stored elements and scales.
 
     Attributes:
         dtype: of the stored elements.
-        scale: the scales, a tensor on disk.
-        block: rows and columns of the last two axes that one scale stands for.
+        scale: tensor of scales on disk.
+        block: rows and columns of the last two axes that share a scale.
     """
 
     dtype: torch.dtype
@@ -92,13 +92,12 @@ class TensorInfo:
 
     Attributes:
         name: on disk.
-        dtype: of its elements, as they are read.
+        dtype: of its elements as they are read.
         shape: as it is read and written.
-        file: that holds it.
         nbytes: of its data.
         offset: of its data, in bytes from the start of the file.
-        transposed: whether it is a matrix whose file holds its transpose.
-        scaled: how it is stored, where its elements are multiplied by scales as it is read.
+        transposed: whether the file holds the transpose of this matrix.
+        scaled: how it is stored, if its elements are multiplied by scales when they are read.
         stamp: of its file when the header was read; None in a file that is still to be written.
     """
 
@@ -110,28 +109,27 @@ class TensorInfo:
     offset: int
     transposed: bool = False
     scaled: Scaled | None = None
+    stamp: Stamp | None = field(default=None, compare=False, repr=False)
 
     @property
     def parts(self) -> tuple["TensorInfo", ...]:
-        """What is on disk for it: itself, or its stored elements and their scales."""
+        """The tensors on disk that it is read from: itself, or its stored elements and their scales."""
         if self.scaled is None:
             return (self,)
-        own = replace(self, dtype=self.scaled.dtype, shape=self.stored_shape, transposed=False, scaled=None)
-        return own, self.scaled.scale
-
-    stamp_of: Stamp | None = field(default=None, compare=False, repr=False)
+        stored = replace(self, dtype=self.scaled.dtype, shape=self.stored_shape, transposed=False, scaled=None)
+        return stored, self.scaled.scale
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """The shape in its file."""
         return self.shape[::-1] if self.transposed else self.shape
 
-    def turned(self) -> "TensorInfo":
-        """The same data, read and written as the transpose of what the file holds."""
+    def transpose(self) -> "TensorInfo":
+        """Return the same data, read and written as the transpose of what the file holds."""
         return self if self.transposed else replace(self, shape=self.shape[::-1], transposed=True)
 
     def part(self, index: int, name: str, each: int = 1) -> "TensorInfo":
-        """One of the tensors that it stacks, `each` in a row (`Stack`), under a name of its own."""
+        """Return one of the tensors that it stacks, `each` in a row (`Stack`), under a new name."""
         nbytes = self.nbytes // (self.shape[0] * each)
         shape = self.shape[1:] if each == 1 else (self.shape[1] // each, *self.shape[2:])
         return replace(self, name=name, shape=shape, nbytes=nbytes, offset=self.offset + index * nbytes)
@@ -144,7 +142,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Header:
-    """What a safetensors file says of itself: tensors in file order, free-text metadata, length of the whole file."""
+    """Header of a safetensors file: tensors in file order, free-text metadata, length of the whole file."""
 
     tensors: dict[str, TensorInfo]
     metadata: dict[str, str]
@@ -152,12 +150,7 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """Read and check the header of a safetensors file; no tensor data is read.
-
-    Raises:
-        UserError: the file is missing or not to be read, shorter or longer than its header says, or the header is not
-            a valid one.
-    """
+    """Read and check the header of a safetensors file; no tensor data is read."""
     try:
         with open_input(path) as handle:
             of_file = stamp_of(handle.fileno())
@@ -174,7 +167,8 @@ def read_header(path: Path) -> Header:
         header = _parse(path.name, data, of_file)
     except (OSError, ValueError) as error:
         refuse_unreadable(error)
-        raise UserError(f"{path} is not a valid safetensors file ({error}); download it again") from error
+        reason = "its header is not UTF-8" if isinstance(error, EncodingError) else error
+        raise UserError(f"{path} is not a valid safetensors file ({reason}); download it again") from error
     if header.file_bytes != size:
         wrong = "truncated" if size < header.file_bytes else "too long"
         raise UserError(
@@ -186,7 +180,7 @@ def read_header(path: Path) -> Header:
 def build_header(
     file: str, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, Header]:
-    """The first bytes of a safetensors file holding `tensors`, and where each tensor's bytes go after them.
+    """Return the first bytes of a safetensors file holding `tensors`, and the header with each tensor's place.
 
     Laid out as the safetensors library does it: by dtype then name, contiguous, the header padded with spaces to a
     multiple of 8.
@@ -212,40 +206,40 @@ def build_header(
 def stack_shapes(
     tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], stacks: Mapping[str, Stack]
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Dtypes and shapes as files have them.
+    """Return dtypes and shapes as files have them, with stacks in place of their parts.
 
     Args:
-        tensors: by name.
-        stacks: tensor of a file → its parts; those that are not there are left out of it.
+        tensors: dtype and shape by name.
+        stacks: tensor of a file → its parts, of which `tensors` may lack some.
     """
     parts = {part for stack in stacks.values() for part in stack.parts}
-    found = {name: own for name, own in tensors.items() if name not in parts}
-    for whole, stack in stacks.items():
-        here = [name for name in stack.parts if name in tensors]
-        if here:
-            dtype, shape = tensors[here[0]]
-            found[whole] = dtype, stack.shape(len(here), shape)
-    return found
+    stored = {name: entry for name, entry in tensors.items() if name not in parts}
+    for name, stack in stacks.items():
+        present = [part for part in stack.parts if part in tensors]
+        if present:
+            dtype, shape = tensors[present[0]]
+            stored[name] = dtype, stack.shape(len(present), shape)
+    return stored
 
 
 def read_tensor(handle: io.FileIO, info: TensorInfo) -> Tensor:
-    """The tensor (`info.shape`, `info.dtype`, CPU) in memory of its own. Raises UserError where the file ends early."""
+    """Read a tensor (`info.shape`, `info.dtype`, CPU) into memory of its own."""
     tensor = torch.empty(info.stored_shape, dtype=info.dtype)
     _fill(handle, info, 0, tensor)
     return tensor.T.contiguous() if info.transposed else tensor
 
 
 def apply_scales(info: TensorInfo, stored: Tensor, scale: Tensor) -> Tensor:
-    """A tensor from its stored elements and their scales, as it is read.
+    """Multiply stored elements by their scales, which gives the tensor as it is read.
 
     Args:
         info: with `scaled`.
-        stored: as its files hold it, in any memory layout.
-        scale: of as many axes, or one number.
+        stored: elements, in any memory layout.
+        scale: with as many axes, or one number.
     """
     assert info.scaled is not None
     (rows, columns), (height, width) = info.scaled.block, stored.shape[-2:]
-    found = torch.empty(stored.shape, dtype=info.dtype)
+    product = torch.empty(stored.shape, dtype=info.dtype)
     wide = scale.float().reshape(1, 1) if scale.numel() == 1 else scale.float()
     wide = wide.repeat_interleave(columns, dim=-1)[..., :width]
     # A run of rows at a time: in float32 the whole would be four times what is stored.
@@ -253,12 +247,12 @@ def apply_scales(info: TensorInfo, stored: Tensor, scale: Tensor) -> Tensor:
     for first in range(0, height, step):
         part = stored[..., first : first + step, :].float()
         tall = wide[..., first // rows : -(-(first + step) // rows), :].repeat_interleave(rows, dim=-2)
-        found[..., first : first + step, :] = (part * tall[..., : part.shape[-2], :]).to(info.dtype)
-    return found.T.contiguous() if info.transposed else found
+        product[..., first : first + step, :] = (part * tall[..., : part.shape[-2], :]).to(info.dtype)
+    return product.T.contiguous() if info.transposed else product
 
 
 def read_flat_chunks(handle: io.FileIO, info: TensorInfo) -> Iterator[Tensor]:
-    """The tensor's elements in order as 1-D tensors of at most 64 MiB."""
+    """Yield the tensor's elements in order as 1-D tensors of at most 64 MiB."""
     size = _CHUNK_BYTES // info.dtype.itemsize
     for first in range(0, info.numel, size):
         chunk = torch.empty(min(size, info.numel - first), dtype=info.dtype)
@@ -267,18 +261,14 @@ def read_flat_chunks(handle: io.FileIO, info: TensorInfo) -> Iterator[Tensor]:
 
 
 def read_bytes(handle: io.FileIO, info: TensorInfo, start: int, count: int) -> bytes:
-    """`count` bytes of the tensor's data, from byte `start` of it."""
+    """Read `count` bytes of the tensor's data, from its byte `start`."""
     data = torch.empty(count, dtype=torch.uint8)
     _fill(handle, info, start, data)
     return data.numpy().tobytes()
 
 
 def write_tensor(handle: io.FileIO, info: TensorInfo, tensor: Tensor) -> None:
-    """Write `tensor` (`info.shape`, `info.dtype`; any device, any strides) to its place, 64 MiB at a time.
-
-    Raises:
-        ValueError: shape or dtype differs from `info`.
-    """
+    """Write `tensor` (`info.shape`, `info.dtype`; any device, any strides) to its place, 64 MiB at a time."""
     if tuple(tensor.shape) != info.shape or tensor.dtype != info.dtype:
         raise ValueError(
             f"tensor {info.name!r} is {tensor.dtype} {tuple(tensor.shape)}, planned as {info.dtype} {info.shape}"
@@ -313,14 +303,14 @@ def _fill(handle: io.FileIO, info: TensorInfo, start: int, tensor: Tensor) -> No
 
 
 def _as_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor; numpy has no bfloat16, bytes it has."""
+    # As bytes, since numpy has no bfloat16.
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _parse(file: str, data: bytes, of_file: Stamp | None = None) -> Header:
     content = parse_json_object(data)
     metadata = content.pop("__metadata__", None)
-    if metadata is None:  # where null stands, too, as the library has it
+    if metadata is None:  # also for null, as in the library
         metadata = {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("__metadata__ is not a map of strings")
@@ -328,33 +318,30 @@ def _parse(file: str, data: bytes, of_file: Stamp | None = None) -> Header:
         if not has_no_controls(name):
             raise ValueError(f"tensor {name!a} has control characters in its name")
     data_start = _LENGTH_BYTES + len(data)
-    found = sorted((_tensor(file, data_start, name, entry, of_file) for name, entry in content.items()), key=_place)
+    infos = [_parse_tensor(file, data_start, name, entry, of_file) for name, entry in content.items()]
+    infos.sort(key=lambda info: (info.offset, info.nbytes))
     end = data_start
-    for info in found:
+    for info in infos:
         if info.offset != end:
             raise ValueError(f"tensor {info.name!r} overlaps another or leaves a hole")
         end += info.nbytes
-    return Header({info.name: info for info in found}, metadata, end)
+    return Header({info.name: info for info in infos}, metadata, end)
 
 
-def _place(info: TensorInfo) -> tuple[int, int]:
-    return info.offset, info.nbytes
-
-
-def _tensor(file: str, data_start: int, name: str, entry: object, of_file: Stamp | None) -> TensorInfo:
+def _parse_tensor(file: str, data_start: int, name: str, entry: object, of_file: Stamp | None) -> TensorInfo:
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise ValueError(f"tensor {name!r} lacks dtype, shape or data_offsets")
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(code, str) or code not in DTYPES:
         raise ValueError(f"tensor {name!r} has dtype {code!r}, known are {', '.join(DTYPES)}")
-    if not _naturals(shape) or math.prod(max(size, 1) for size in shape) > _LARGEST_TENSOR:
+    if not _are_naturals(shape) or math.prod(max(size, 1) for size in shape) > _LARGEST_TENSOR:
         raise ValueError(f"tensor {name!r} has no valid shape")
     nbytes = math.prod(shape) * DTYPES[code].itemsize
-    if not _naturals(offsets) or len(offsets) != 2 or offsets[1] - offsets[0] != nbytes:
+    if not _are_naturals(offsets) or len(offsets) != 2 or offsets[1] - offsets[0] != nbytes:
         raise ValueError(f"tensor {name!r} has data_offsets that do not fit its shape")
     start = data_start + offsets[0]
     return TensorInfo(name, DTYPES[code], tuple(shape), file, nbytes, start, stamp=of_file)
 
 
-def _naturals(value: object) -> bool:
+def _are_naturals(value: object) -> bool:
     return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)

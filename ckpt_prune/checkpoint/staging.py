@@ -1,7 +1,7 @@
-"""The folder an output grows in, beside its final place: who may write there, what is done, and the final swap.
+"""The folder in which an output grows, next to its final place: who may write there, progress, and the final swap.
 
 OUT is only ever absent, the old folder or the finished new one. Until then everything is in `OUT.partial`, with a
-journal of the units that are safely on disk, so that a killed run can go on where it stopped.
+journal of what is safely on disk, so that a killed run can resume.
 """
 
 import os
@@ -21,34 +21,31 @@ from ckpt_prune.checkpoint.swap import complete, swap
 from ckpt_prune.common.errors import DiskError, UserError
 
 SCRATCH = "measured"
-"""Folder in a staging folder for what is measured on the way: --resume goes on with it, the output has none of it."""
+"""Folder in a staging folder for measurements that --resume needs and the output does not hold."""
 
 
 class Staging:
-    """`OUT.partial` and its journal, from the first byte to the swap; use it as a context manager, and `publish()`.
+    """`OUT.partial` and its journal, from the first byte to the swap. Use it as a context manager, and `publish()`.
 
-    Creating the object checks the rules and writes nothing, but it finishes a swap that a kill interrupted; entering is
-    the first to write. After a kill or Ctrl-C the staging folder stays, and so it does after a crash or on a full disk,
-    where a unit was done. Any other UserError in a run that was not resumed, and leaving without `publish()`, removes
-    it; so does everything where an unfinished run is of no use. What is complete stays until it is in its place.
+    Creating the object checks the rules and writes nothing, except that it finishes a swap that was killed. Entering it
+    writes. The staging folder stays after a kill or Ctrl-C, and after a crash or a full disk once a unit is done. It is
+    removed after any other UserError in a run that was not resumed, after leaving without `publish()`, and whenever
+    unfinished runs of this kind are of no use. A complete one stays until it is in its place.
 
     Args:
-        out: the folder to make; its parent must exist.
-        job: digest of what makes it.
-        resume: go on with what an equal job left.
-        overwrite: replace OUT, and drop what an unfinished run left.
+        out: folder to make; its parent must exist.
+        job: digest of everything that the output depends on.
+        resume: continue what an equal job left.
+        overwrite: replace OUT, and delete what an unfinished run left.
         kind: of folder.
         wants: names that the new folder will have, as far as they are known.
 
     Attributes:
-        out: the folder to make, absolute.
-        path: the staging folder.
-        journal: of what is done.
-        resumed: whether something was done already.
-        active: whether it is entered, and not published yet.
-
-    Raises:
-        UserError: OUT or a staging folder exists and may not be replaced or resumed, or OUT's parent is not a folder.
+        out: folder to make, absolute.
+        path: staging folder.
+        journal: of finished units.
+        resumed: whether some units are done by an earlier run.
+        active: whether the object is entered and not published yet.
     """
 
     def __init__(
@@ -66,24 +63,24 @@ class Staging:
         self.out = check_place(out)
         self.path = partial_of(out, kind)
         self._kind, self._wants = kind, dict(wants or {})
-        self.journal = Journal(self.path, job, overwrite, kind.left == "resumed")
+        self.journal = Journal(self.path, job, overwrite, kind.unfinished == "resumed")
         self._lock: int | None = None
         self.active = self._published = False
 
         with disk_failures(self.path):
             complete_swap(self.out, kind)
-        self._known = os.path.lexists(self.path)
-        if self._known:
+        self._existed = os.path.lexists(self.path)
+        if self._existed:
             if not is_unfinished_run(self.path):
                 raise UserError(
                     f"{self.path} exists and was not left by ckpt-prune; move it away or choose another output name"
                 )
-            self._take()
+            self._take_lock()
             self.release()
             if resume:
                 self._continue()
             elif not overwrite:
-                self._refuse_left()
+                self._refuse_unfinished()
         self.resumed = bool(self.journal.units) or self.journal.complete
         self._check_out(self._wants)
 
@@ -91,10 +88,10 @@ class Staging:
         with disk_failures(self.path):
             self._check_out(self._wants)
             if self.path.exists():
-                self._take()
-                if not self._known:  # begun and ended by another run in the meantime
+                self._take_lock()
+                if not self._existed:  # begun and ended by another run in the meantime
                     try:
-                        self._refuse_left()
+                        self._refuse_unfinished()
                     except UserError:
                         self.release()
                         raise
@@ -116,17 +113,17 @@ class Staging:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.active = False
-        if not self._published and not self._worth_keeping(kind):
+        if not self._published and not self._is_worth_keeping(kind):
             self.discard()
         self.release()
 
-    def _worth_keeping(self, kind: type[BaseException] | None) -> bool:
-        """Whether what is done so far is kept for another run.
+    def _is_worth_keeping(self, kind: type[BaseException] | None) -> bool:
+        """Whether the staging folder is kept for another run after an exception of this kind.
 
-        Bad input leaves nothing of a run of its own. Ctrl-C, exit requests, full disks and crashes (memory that ran
-        out after hours) are no fault of what is done already, nor is anything of what an earlier run left.
+        Bad input deletes what its own run did. Ctrl-C, exit requests, full disks and crashes (memory that ran out after
+        hours) keep it, and everything keeps the work of an earlier run.
         """
-        if self._kind.left != "resumed" or kind is None:
+        if self._kind.unfinished != "resumed" or kind is None:
             return False
         if self.resumed or self.journal.complete:
             return True
@@ -137,8 +134,8 @@ class Staging:
     def _make(self) -> None:
         try:
             self.path.mkdir()
-            self._take()
-        except (FileExistsError, UserError):  # what is there is another run's
+            self._take_lock()
+        except (FileExistsError, UserError):  # the folder is another run's
             raise
         except BaseException:  # a signal or a failing disk, before anything says whose it is
             with suppress(OSError):
@@ -147,15 +144,11 @@ class Staging:
 
     @property
     def scratch(self) -> Path:
-        """Where in the staging folder is what the output will have none of."""
+        """Folder in the staging folder for files that the output does not hold."""
         return self.path / SCRATCH
 
     def settle_layout(self, layout: str) -> None:
-        """Enter what files, tensors and shapes the output has, once that is known.
-
-        Raises:
-            UserError: the run that is resumed had others.
-        """
+        """Enter the digest of the output's files, tensors and shapes, and refuse another one than the resumed run's."""
         if self.journal.layout is None:
             self.journal.layout = layout
             with disk_failures(self.path):
@@ -167,10 +160,7 @@ class Staging:
         """Put the staging folder in OUT's place; an old OUT is moved aside first and deleted last.
 
         Returns:
-            Paths below OUT of what this tool did not write: they were in the old OUT and are in the new one.
-
-        Raises:
-            UserError: OUT appeared meanwhile, or has files that are in the way, or the disk refuses.
+            Paths below OUT that this tool did not write: they were in the old OUT and are in the new one.
         """
         with disk_failures(self.path):
             if not self.journal.complete:
@@ -185,7 +175,7 @@ class Staging:
             try:
                 kept = swap(self.path, self.out, self._kind)
             finally:
-                # Whatever stopped it: where the folder is gone, it is in its place.
+                # Whatever stopped it: if the folder is gone, it is in its place.
                 self._published = not self.path.exists()
             self.active = False
         self.release()
@@ -196,24 +186,19 @@ class Staging:
         shutil.rmtree(self.path, ignore_errors=True)
         self.release()
 
-    def _take(self) -> None:
-        """Hold the staging folder against other runs; the system lets go of it when this one ends, however it ends.
-
-        Raises:
-            UserError: another run holds it.
-        """
+    def _take_lock(self) -> None:
         if self._lock is None:
             self._lock = lock_folder(self.path)
 
     def release(self) -> None:
-        """Let other runs have the staging folder."""
+        """Let other runs use the staging folder."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
-    def _refuse_left(self) -> None:
-        if self._kind.left != "dropped":
-            goes_on = "--resume continues it, " if self._kind.left == "resumed" else ""
+    def _refuse_unfinished(self) -> None:
+        if self._kind.unfinished != "dropped":
+            goes_on = "--resume continues it, " if self._kind.unfinished == "resumed" else ""
             raise UserError(f"{self.path} is left from an unfinished run; {goes_on}--overwrite starts afresh")
 
     def _check_out(self, wants: WantedNames) -> None:
@@ -225,59 +210,47 @@ class Staging:
         refuse_lost(self.out, find_foreign(self.out, written), wants)
 
     def _continue(self) -> None:
-        """Take over what the journal of an unfinished run says is done; a folder that never got one has none."""
+        """Take over the journal of an unfinished run, if it has one."""
         if not (self.path / JOURNAL).exists():
             return
         try:
-            found = Journal.read(self.path)
+            journal = Journal.read(self.path)
         except ValueError as error:
             raise UserError(f"{self.path} has no readable journal to resume from; --overwrite starts afresh") from error
-        if found.job != self.journal.job:
+        if journal.job != self.journal.job:
             raise UserError(
                 f"{self.path} was begun by a different job; --resume needs the same one, --overwrite starts afresh"
             )
         # A run begun with --overwrite may still replace OUT when it is resumed.
-        self.journal = found
+        self.journal = journal
 
 
 def partial_of(out: Path, kind: FolderKind = OUTPUT_KIND) -> Path:
-    """The staging folder of an output; hidden where nobody goes on with it."""
-    whole = absolute_path(out)
-    return whole.with_name(f"{'.' if kind.left == 'dropped' else ''}{whole.name}.partial")
+    """Return the staging folder of an output; it is hidden if no run resumes it."""
+    place = absolute_path(out)
+    return place.with_name(f"{'.' if kind.unfinished == 'dropped' else ''}{place.name}.partial")
 
 
 def complete_swap(out: Path, kind: FolderKind = OUTPUT_KIND) -> None:
-    """Finish or undo a swap that a kill interrupted.
-
-    Raises:
-        UserError: another run is at it, or files that are to be kept have no place.
-    """
-    whole = absolute_path(out)
-    held = lock_folder(whole) if whole.is_dir() else None
+    """Finish or undo a swap that was killed, unless another run is at it."""
+    place = absolute_path(out)
+    lock = lock_folder(place) if place.is_dir() else None
     try:
-        complete(whole, kind)
+        complete(place, kind)
     finally:
-        if held is not None:
-            os.close(held)
+        if lock is not None:
+            os.close(lock)
 
 
 def refuse_overlap(source: Path, out: Path) -> None:
-    """Refuse an output that is, contains or is inside what it is made from.
-
-    Raises:
-        UserError: it does.
-    """
+    """Refuse an output that is, contains or is inside its source."""
     a, b = source.resolve(), out.resolve()
     if a == b or a in b.parents or b in a.parents:
         raise UserError(f"output {out} overlaps the source {source}: choose a place outside it")
 
 
 def refuse_inside(out: Path, inputs: Iterable[Path | None]) -> None:
-    """Refuse an output that holds what it is made from: its files move when it is replaced.
-
-    Raises:
-        UserError: an input lies inside.
-    """
+    """Refuse an output that holds one of its inputs, whose files would move when it is replaced."""
     folder = out.resolve()
     for path in inputs:
         if path is not None and folder in path.resolve().parents:
@@ -293,18 +266,10 @@ def check_output(
     inputs: Iterable[Path | None] = (),
     wants: WantedNames | None = None,
 ) -> None:
-    """Refuse a place for the output before any work is done.
+    """Refuse an impossible place for the output before any work is done.
 
-    Args:
-        source: what the output is made from.
-        out: the place.
-        resume: whether an unfinished run is to be gone on with: that one's rules count.
-        overwrite: whether an old output may be replaced.
-        inputs: other files and folders that are read.
-        wants: names that the output will have, as far as they are known.
-
-    Raises:
-        UserError: it is, contains or is inside the source, holds an input, or may not be written.
+    With `resume`, the rules of the unfinished run count. `inputs` are other files and folders that are read, `wants`
+    names that the output will have, as far as they are known.
     """
     refuse_overlap(source, out)
     refuse_inside(out, inputs)
@@ -314,7 +279,7 @@ def check_output(
 
 @contextmanager
 def disk_failures(path: Path) -> Iterator[None]:
-    """Turn what the operating system says against writing at `path` into a DiskError."""
+    """Turn the system's errors while writing at `path` into a DiskError."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -324,12 +289,9 @@ def disk_failures(path: Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file that is there whole or not at all.
+    """Write a file whole or not at all.
 
-    It grows beside its place under a name that follows from its own: what a kill leaves, the next who writes it takes.
-
-    Raises:
-        UserError: the disk is full, the folder cannot be written, or another run writes the same file.
+    It grows next to its place under a name that follows from its own, so that the next writer takes what a kill left.
     """
     fresh = path.with_name(f".{path.name}.ckpt_prune-partial")
     with disk_failures(path):

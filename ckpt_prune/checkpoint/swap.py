@@ -1,7 +1,7 @@
-"""A finished folder takes the place of an old one; what this tool did not write moves over.
+"""Replacing an old folder by a finished one, which keeps the files that this tool did not write.
 
 At every moment OUT is absent, the old folder or the finished new one, and a file that somebody else put there is in OUT
-or in `.OUT.ckpt_prune-replaced`. What a kill interrupts, `complete` undoes or finishes.
+or in `.OUT.ckpt_prune-replaced`. If a swap is killed, `complete` undoes or finishes it.
 """
 
 import os
@@ -15,15 +15,10 @@ from ckpt_prune.common.errors import UserError
 
 
 def swap(fresh: Path, out: Path, kind: FolderKind) -> list[str]:
-    """Put a finished folder in its place.
-
-    Args:
-        fresh: the folder, whole and on disk.
-        out: its place.
-        kind: of both.
+    """Put a finished folder, which is on disk, in its place.
 
     Returns:
-        What was kept of the old folder: paths below OUT of what this tool did not write.
+        Paths below OUT that this tool did not write and that were kept.
     """
     try:
         if out.exists():
@@ -37,18 +32,7 @@ def swap(fresh: Path, out: Path, kind: FolderKind) -> list[str]:
 
 
 def complete(out: Path, kind: FolderKind) -> list[str]:
-    """Finish a swap, or undo one that was killed before the new folder was in place.
-
-    Args:
-        out: the place.
-        kind: of the folder.
-
-    Returns:
-        As `swap`; nothing where there was nothing to finish.
-
-    Raises:
-        UserError: files that are to be kept have no place in the new folder.
-    """
+    """Finish a swap, or undo one that was killed before the new folder was in place. Returns what `swap` does."""
     aside, doomed = _aside(out), out.with_name(f".{out.name}.ckpt_prune-deleted")
     if aside.exists() and not out.exists():
         aside.rename(out)

@@ -1,4 +1,4 @@
-"""One small file from an address on the web, kept beside the Hub's cache for when there is no network."""
+"""One small text file from an https address, kept in the cache for when there is no network."""
 
 import hashlib
 import ssl
@@ -15,44 +15,47 @@ from ckpt_prune.checkpoint.staging import write_atomically
 from ckpt_prune.common.errors import UserError
 
 _SECONDS = 30
-"""That a server may be silent for."""
-_PAGES = (b"<!doctype", b"<html")
+"""For which a server may be silent."""
+_PAGE_STARTS = (b"<!doctype", b"<html")
 
 
 def fetch_web_file(url: str, *, most: int, sha256: str | None = None) -> Path:
-    """A text file from the web, in the local cache.
+    """Download a text file into the cache.
 
     Args:
         url: https, without user or password.
         most: bytes that it may have; no more are read.
-        sha256: of its content, where that is pinned: a copy in the cache that has it is not fetched again.
-
-    Raises:
-        UserError: the address will not do, nothing or too much is there, it is a web page, or its content is not what
-            was pinned.
+        sha256: of its content, if that is pinned. A copy in the cache that has it is not downloaded again.
     """
     _check_address(url)
-    kept, shown = _kept(url), hide_query(url)
-    held = _content(kept, most)
-    if held is not None and sha256 is not None and hashlib.sha256(held).hexdigest() == sha256:
-        return kept
+    cached, shown = _cache_path(url), hide_query(url)
+    try:
+        old = read_input(cached, most)
+    except OSError:
+        old = None
+    if old is not None and sha256 is not None and hashlib.sha256(old).hexdigest() == sha256:
+        return cached
     if is_offline():
-        if held is None:
+        if old is None:
             raise UserError(f"{shown} was not fetched before, and HF_HUB_OFFLINE is set; give a file")
-        content = held
+        content = old
     else:
-        content = _fetched(url, most)
-    found = hashlib.sha256(content).hexdigest()
-    if sha256 is not None and found != sha256:
-        raise UserError(f"{shown} has sha256 {found}, not {sha256}: it is not the file that was pinned")
-    if content is not held:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(kept, _text(url, content))
-    return kept
+        content = _download(url, most)
+    digest = hashlib.sha256(content).hexdigest()
+    if sha256 is not None and digest != sha256:
+        raise UserError(f"{shown} has sha256 {digest}, not {sha256}: it is not the file that was pinned")
+    if content is not old:
+        try:
+            text = content.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise UserError(f"{shown} is not text") from error
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(cached, text)
+    return cached
 
 
 def hide_query(url: str) -> str:
-    """An address without what stands behind a question mark, where some hosts put secrets."""
+    """Cut an address at its question mark, behind which some hosts put secrets."""
     return url.partition("?")[0]
 
 
@@ -73,63 +76,45 @@ def _check_address(url: str) -> None:
         raise UserError(f"{hide_query(url)} is no address; give https://HOST/PATH")
 
 
-def _kept(url: str) -> Path:
-    """Where a file is kept; two addresses never share a place."""
+def _cache_path(url: str) -> Path:
+    """Return the place of an address in the cache; no other address shares it."""
     from huggingface_hub import constants
 
-    name = unquote(urlsplit(url).path).rpartition("/")[2] or "file"
-    safe = "".join(each if each.isalnum() or each in "-_." else "_" for each in name).lstrip(".")[-100:] or "file"
-    return Path(constants.HF_HOME) / "ckpt_prune" / hashlib.sha256(url.encode()).hexdigest()[:16] / safe
+    name = unquote(urlsplit(url).path).rpartition("/")[2]
+    safe = "".join(character if character.isalnum() or character in "-_." else "_" for character in name)
+    folder = Path(constants.HF_HOME) / "ckpt_prune" / hashlib.sha256(url.encode()).hexdigest()[:16]
+    return folder / (safe.lstrip(".")[-100:] or "file")
 
 
-def _content(kept: Path, most: int) -> bytes | None:
-    try:
-        return read_input(kept, most)
-    except OSError:
-        return None
-
-
-class _OnlySecure(urllib.request.HTTPRedirectHandler):
-    """Redirections lead to https alone."""
+class _HttpsOnly(urllib.request.HTTPRedirectHandler):
+    """Follows redirections to https only."""
 
     def redirect_request(
         self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: HTTPMessage, newurl: str
     ) -> urllib.request.Request | None:
         if urlsplit(newurl).scheme != "https":
             fp.close()
-            raise UserError(
-                f"{hide_query(req.full_url)} leads to {hide_query(newurl)}, and only https addresses are fetched"
-            )
+            old, new = hide_query(req.full_url), hide_query(newurl)
+            raise UserError(f"{old} leads to {new}, and only https addresses are fetched")
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
-def _fetched(url: str, most: int) -> bytes:
-    opener = urllib.request.build_opener(
-        _OnlySecure(), urllib.request.HTTPSHandler(context=ssl.create_default_context())
-    )
+def _download(url: str, most: int) -> bytes:
+    shown = hide_query(url)
+    https = urllib.request.HTTPSHandler(context=ssl.create_default_context())
+    request = urllib.request.Request(url, headers={"User-Agent": "ckpt-prune"})
     try:
-        with opener.open(urllib.request.Request(url, headers={"User-Agent": "ckpt-prune"}), timeout=_SECONDS) as reply:
+        with urllib.request.build_opener(_HttpsOnly(), https).open(request, timeout=_SECONDS) as reply:
             content: bytes = reply.read(most + 1)
     except urllib.error.HTTPError as error:
         error.close()
-        raise UserError(
-            f"{hide_query(url)} cannot be fetched (the server says {error.code} {error.reason}); check it"
-        ) from error
+        raise UserError(f"{shown} cannot be fetched (the server says {error.code} {error.reason}); check it") from error
     except (OSError, ValueError) as error:  # no such host, no network, a certificate that nobody vouches for
         reason = " ".join(str(getattr(error, "reason", error)).split())
-        raise UserError(
-            f"{hide_query(url)} cannot be fetched ({reason}); try again, or set HF_HUB_OFFLINE=1 to take what was fetched "
-            "before"
-        ) from error
+        remedy = "try again, or set HF_HUB_OFFLINE=1 to take what was fetched before"
+        raise UserError(f"{shown} cannot be fetched ({reason}); {remedy}") from error
     if len(content) > most:
-        raise UserError(f"{hide_query(url)} has more than {most} bytes, which are the most of such a file")
-    if content.lstrip()[:20].lower().startswith(_PAGES):
-        raise UserError(f"{hide_query(url)} is a web page; give the address of the raw file")
+        raise UserError(f"{shown} has more than {most} bytes, which are the most of such a file")
+    if content.lstrip()[:20].lower().startswith(_PAGE_STARTS):
+        raise UserError(f"{shown} is a web page; give the address of the raw file")
     return content
-
-
-def _text(url: str, content: bytes) -> str:
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{hide_query(url)} is not text") from error

@@ -1,4 +1,4 @@
-"""Writing a checkpoint tensor by tensor: shapes first, data as it comes, in place all at once or not at all."""
+"""Writing a checkpoint tensor by tensor: shapes first, then data in any order, then one swap into place."""
 
 import errno
 import hashlib
@@ -27,10 +27,10 @@ _MARGIN_BYTES = 64 * 2**20
 
 
 class CheckpointWriter:
-    """Writes a checkpoint into a staging folder that was entered; end with `finish()`.
+    """Writes a checkpoint into an entered staging folder, until `finish()`.
 
-    Tensors are written in any order, in units (a block, say) that are committed. What an earlier run of the same job
-    committed is done: the files come out byte for byte as from one run.
+    Tensors are written in any order, and committed in units such as a block. Units that an earlier run of the same job
+    committed are done, and the files get the same bytes as from one run.
 
         with Staging(out, job=digest) as staging:
             writer = CheckpointWriter(staging, layout, sharded=True)
@@ -43,17 +43,17 @@ class CheckpointWriter:
 
     Args:
         staging: entered.
-        layout: for each safetensors file its tensors' dtypes and shapes.
-        sharded: whether to write an index; without it `layout` must have one file.
-        aside: files of the layout that are no part of the checkpoint: the index does not list them, and they need not
-            have its suffix.
+        layout: dtypes and shapes of the tensors in each safetensors file.
+        sharded: write an index. Without one, `layout` must have one file.
+        aside: files of the layout that do not belong to the checkpoint: the index does not list them, and they may have
+            another suffix.
         metadata: free text for each file's header, beside `{"format": "pt"}`.
         transposed: matrices of the layout whose files hold their transposes.
-        names: tensor of the layout → its name in the file, where that is another.
-        stacks: tensor of a file → how it holds several of the layout.
+        names: tensor of the layout → its name in the file, if that differs.
+        stacks: tensor of a file → how it holds several tensors of the layout.
 
     Raises:
-        UserError: the run that is resumed had another layout, or there is no room on the disk.
+        UserError: the run that is resumed had another layout, or the disk has no room.
         ValueError: the layout is impossible.
     """
 
@@ -82,17 +82,19 @@ class CheckpointWriter:
                 raise ValueError(f"{file!r} is not a plain safetensors file name")
             if repeated := self._plan.keys() & tensors.keys():
                 raise ValueError(f"tensor {min(repeated)!r} is in two files")
-            given = {(names or {}).get(name, name): name for name in tensors}
-            stored = {s: (tensors[n][0], tensors[n][1][:: -1 if n in transposed else 1]) for s, n in given.items()}
-            stored = stack_shapes(
-                stored, {whole: own for whole, own in self._stacks.items() if own.parts[0] in tensors}
-            )
-            self._headers[file], header = build_header(file, stored, {"format": "pt", **(metadata or {})})
+            layout_names = {(names or {}).get(name, name): name for name in tensors}
+            shapes = {}
+            for stored_name, name in layout_names.items():
+                dtype, shape = tensors[name]
+                shapes[stored_name] = dtype, shape[::-1] if name in transposed else shape
+            stacks_here = {name: stack for name, stack in self._stacks.items() if stack.parts[0] in tensors}
+            shapes = stack_shapes(shapes, stacks_here)
+            self._headers[file], header = build_header(file, shapes, {"format": "pt", **(metadata or {})})
             self._sizes[file] = header.file_bytes
-            held = {part: own for info in header.tensors.values() for part, own in self._parts(info, tensors).items()}
-            self._plan |= {
-                given.get(s, s): info.turned() if given.get(s, s) in transposed else info for s, info in held.items()
-            }
+            for info in header.tensors.values():
+                for stored_name, part in self._parts(info, tensors).items():
+                    name = layout_names.get(stored_name, stored_name)
+                    self._plan[name] = part.transpose() if name in transposed else part
         digest = hashlib.sha256(
             canonical_json({file: data.hex() for file, data in self._headers.items()}).encode()
         ).hexdigest()
@@ -108,45 +110,40 @@ class CheckpointWriter:
                 self._allocate(file)
 
     def _parts(self, info: TensorInfo, tensors: Container[str]) -> dict[str, TensorInfo]:
-        """What is written into a tensor of a file: it, or the parts of it that there are."""
+        """Return the tensors that are written into a tensor of a file: itself, or its parts in the layout."""
         if info.name not in self._stacks:
             return {info.name: info}
         stack = self._stacks[info.name]
-        here = [part for part in stack.parts if part in tensors]
-        return {part: info.part(index, part, stack.each) for index, part in enumerate(here)}
+        present = [part for part in stack.parts if part in tensors]
+        return {part: info.part(index, part, stack.each) for index, part in enumerate(present)}
 
     @property
     def done(self) -> frozenset[str]:
-        """The committed units, those of the resumed run included."""
+        """Committed units, also those of the resumed run."""
         return frozenset(self._journal.units)
 
     @property
     def out(self) -> Path:
-        """Where the folder will be."""
+        """Final place of the folder."""
         return self._staging.out
 
     @property
     def scratch(self) -> Path:
-        """Where is what the output will have none of."""
+        """Folder for files that the output does not hold."""
         return self._staging.scratch
 
     @property
     def job(self) -> str:
-        """Digest of all that the output depends on."""
+        """Digest of everything that the output depends on."""
         return self._journal.job
 
     @property
     def side_names(self) -> frozenset[str]:
-        """Names of what was written that holds no tensors, the index that `finish()` writes included."""
+        """Names of written files without tensors, and of the index that `finish()` writes."""
         return frozenset(self._side_names | ({INDEX} if self._sharded else set()))
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Write one planned tensor, from any device, in chunks of 64 MiB.
-
-        Raises:
-            ValueError: the name is not planned or already written, or shape or dtype differ from the plan.
-            UserError: the disk refuses.
-        """
+        """Write one planned tensor, from any device, in chunks of 64 MiB."""
         self._check_active()
         if name not in self._plan:
             raise ValueError(f"tensor {name!r} is not in the layout")
@@ -165,45 +162,30 @@ class CheckpointWriter:
     def rewrite(
         self, unit: str, names: Iterable[str], change: Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
     ) -> None:
-        """Change tensors of committed units, and record that as unit `unit`.
+        """Change tensors of committed units, and record that as a unit.
 
-        What is new is on disk in a file of its own before the first byte of what was there goes. A run that is killed
-        in between leaves that file, and the next one takes it: it never sees what is half written.
+        New values are on disk in a file of their own before the first old byte goes. If the run is killed in between,
+        the next one takes that file, and never reads half-written tensors.
 
-        Args:
-            unit: its name.
-            names: of tensors that are committed.
-            change: these tensors → those of them that change.
-
-        Raises:
-            ValueError: the unit is already done, or a tensor is not written yet.
-            UserError: the disk refuses.
+        `change` receives the named tensors and returns those of them that change.
         """
         if unit in self.done:
             raise ValueError(f"unit {unit!r} is already done")
-        whole = self.scratch / f"{unit}.safetensors"
-        if not whole.exists():
+        changed = self.scratch / f"{unit}.safetensors"
+        if not changed.exists():
             new = change(self.read(names))
-            self.keep(whole.name, {name: tensor.cpu().contiguous() for name, tensor in new.items()})
-        new = load_file(whole)
+            self.keep(changed.name, {name: tensor.cpu().contiguous() for name, tensor in new.items()})
+        new = load_file(changed)
         with disk_failures(self._staging.path):
             for name, tensor in new.items():
                 self._put(name, tensor)
             for file in sorted({self._plan[name].file for name in new}):
                 sync(self._staging.path / file)
             self._journal.record(unit)
-            whole.unlink()
+            changed.unlink()
 
     def keep(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Put tensors in a file of the scratch folder, which is there whole or not at all.
-
-        Args:
-            name: of the file.
-            tensors: contiguous, on CPU.
-
-        Raises:
-            UserError: the disk refuses.
-        """
+        """Write tensors (contiguous, on CPU) atomically to a file of the scratch folder."""
         self._check_active()
         fresh = self.scratch / f"{name}.tmp"
         with disk_failures(self._staging.path):
@@ -215,25 +197,16 @@ class CheckpointWriter:
 
     @property
     def folder(self) -> Path:
-        """Where the files grow until `finish()`."""
+        """Folder in which the files grow until `finish()`."""
         return self._staging.path
 
     @property
     def notes(self) -> dict[str, Any]:
-        """What was noted with each committed unit, those of the resumed run included."""
+        """Notes of committed units, also those of the resumed run."""
         return dict(self._journal.notes)
 
     def commit(self, unit: str, note: Any = None) -> None:
-        """Record that everything written since the last commit is unit `unit` and is on disk.
-
-        Args:
-            unit: its name.
-            note: JSON that a resumed run will want to know of the unit; None for nothing.
-
-        Raises:
-            ValueError: the unit is already done.
-            UserError: the disk refuses.
-        """
+        """Record everything written since the last commit as a unit that is on disk, with JSON for a resumed run."""
         self._check_active()
         if unit in self.done:
             raise ValueError(f"unit {unit!r} is already done")
@@ -244,17 +217,13 @@ class CheckpointWriter:
         self._pending = []
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Tensors written before, in this run or a resumed one, with planned shape and dtype on CPU.
-
-        Raises:
-            ValueError: a tensor is not written yet.
-        """
+        """Read tensors that this run or the resumed one wrote, with planned shape and dtype, to CPU."""
         names = list(names)
         for name in names:
             if name not in self._written:
                 raise ValueError(f"tensor {name!r} is not written yet")
-        found = read_tensors(self._staging.path, [self._plan[name] for name in names])
-        return {name: found[self._plan[name].name] for name in names}
+        stored = read_tensors(self._staging.path, [self._plan[name] for name in names])
+        return {name: stored[self._plan[name].name] for name in names}
 
     def write_json(self, name: str, value: object) -> None:
         """Write `value` as JSON to the top-level file `name`."""
@@ -266,12 +235,7 @@ class CheckpointWriter:
             self._side_file(name).write_text(text, encoding="utf-8", newline="\n")
 
     def copy(self, path: Path, name: str | None = None) -> None:
-        """Copy a file's contents (a link's target).
-
-        Args:
-            path: of the file.
-            name: in the new folder, perhaps in a folder inside that; its own by default.
-        """
+        """Copy a file, or the target of a link, under its own name or another, perhaps in a sub-folder."""
         with disk_failures(self._staging.path):
             target = self._side_file(name or path.name, inside=True)
             target.parent.mkdir(exist_ok=True)
@@ -280,14 +244,10 @@ class CheckpointWriter:
                 sync(target)
 
     def finish(self) -> list[str]:
-        """Write the index where there is one, and put the staging folder in OUT's place.
+        """Write the index of a sharded checkpoint, and put the staging folder in OUT's place.
 
         Returns:
-            Paths below OUT of what this tool did not write, and that stays there.
-
-        Raises:
-            ValueError: planned tensors were not written.
-            UserError: OUT appeared meanwhile, or the disk refuses.
+            Paths below OUT that this tool did not write, and that stay there.
         """
         self._check_active()
         if missing := sorted(self._plan.keys() - self._written):
@@ -296,19 +256,19 @@ class CheckpointWriter:
         return self._staging.publish()
 
     def write_index(self) -> None:
-        """Write the index, where there is one; `finish()` does it, too."""
+        """Write the index of a sharded checkpoint, as `finish()` does, too."""
         if self._sharded:
             self.write_json(INDEX, self._index())
 
     def _index(self) -> dict[str, object]:
         listed = {info.name: info for info in self._plan.values() if info.file not in self._aside}
-        whole = {part: name for name, stack in self._stacks.items() for part in stack.parts}
+        stack_of = {part: name for name, stack in self._stacks.items() for part in stack.parts}
         return {
             "metadata": {
                 "total_parameters": sum(info.numel for info in listed.values()),
                 "total_size": sum(info.nbytes for info in listed.values()),
             },
-            "weight_map": dict(sorted((whole.get(name, name), info.file) for name, info in listed.items())),
+            "weight_map": dict(sorted((stack_of.get(name, name), info.file) for name, info in listed.items())),
         }
 
     def _check_active(self) -> None:
@@ -334,7 +294,7 @@ class CheckpointWriter:
         check_free_space(folder, needed)
 
     def _clear_strays(self) -> None:
-        """Drop side files and temporary ones of a killed run: this one makes its own."""
+        # Side files and temporary ones of a killed run: this one makes its own.
         for path in self._staging.path.iterdir():
             if path.name in self._headers or path.name in (JOURNAL, SCRATCH):
                 continue
@@ -344,7 +304,7 @@ class CheckpointWriter:
                 path.unlink()
 
     def _allocate(self, file: str) -> None:
-        """Give the file its header and full length, unless a resumed run has."""
+        """Give the file its header and full length, unless the resumed run did."""
         path, header, size = self._staging.path / file, self._headers[file], self._sizes[file]
         if path.exists():
             with path.open("rb") as handle:
@@ -359,16 +319,9 @@ class CheckpointWriter:
 
 
 def check_free_space(folder: Path, needed: int, what: str = "the output needs", remedy: str = "") -> None:
-    """Refuse to begin where `needed` bytes and a margin for the small files do not fit.
+    """Refuse to begin if `needed` bytes, and a margin for small files, do not fit on the disk of `folder`.
 
-    Args:
-        folder: where.
-        needed: bytes.
-        what: they are for, with a verb.
-        remedy: what else can be done than to make room.
-
-    Raises:
-        DiskError: with both figures.
+    `what` needs them, with the verb; `remedy` is another than freeing space.
     """
     free = shutil.disk_usage(folder).free
     needed += _MARGIN_BYTES
@@ -380,7 +333,7 @@ def check_free_space(folder: Path, needed: int, what: str = "the output needs", 
 
 
 def reserve_space(descriptor: int, size: int) -> None:
-    """Lengthen a file to `size`, reserving the space where the file system can."""
+    """Lengthen a file to `size`, and reserve the space if the file system can."""
     try:
         os.posix_fallocate(descriptor, 0, size)
     except (AttributeError, OSError) as error:

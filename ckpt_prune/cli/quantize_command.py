@@ -54,7 +54,8 @@ def command(as_json: bool, **given: Any) -> None:
     share = f"{record.after / record.before:.1%}"
     click.echo(
         table(
-            ["", "before", "after", "share"], [["bytes", human_bytes(record.before), human_bytes(record.after), share]]
+            ["", "before", "after", "share"],
+            [["bytes", human_bytes(record.before), human_bytes(record.after), share]],
         )
     )
     click.echo(f"{plural(len(errors), 'weight')} as {record.scheme.words}")

@@ -1,1 +1,1 @@
-"""common."""
+"""Small modules that every room may use; they import no other room."""

@@ -1,61 +1,57 @@
-"""The errors a user is meant to read."""
+"""Errors that are meant for the user."""
 
 import errno
 from collections.abc import Iterator
 
 _UNREADABLE = frozenset({errno.EIO, errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE})
-"""What the system says of a file that it cannot give, whatever is in it."""
+"""Error numbers of the system for a file that cannot be read, whatever it holds."""
 
 
 class UserError(Exception):
     """Bad input: one line that names what is wrong and the remedy. The command line prints it and exits with code 2."""
 
 
-def named(error: OSError) -> UserError:
-    """What the system says of a file that no one place expects it of: a name that no file can have, a failing disk."""
+class NoneLeftError(UserError):
+    """No samples are left after those that were skipped."""
+
+
+class DiskError(UserError):
+    """The disk is full or cannot be written. Nothing is wrong with the input, so finished work may be kept."""
+
+
+def to_user_error(error: OSError) -> UserError:
+    """Turn an error of the system that no code expected into a line for the user."""
     if error.filename is None:
         return UserError(f"{' '.join(str(error).split())[:300]}; look at the disk and the files that were named")
     return UserError(f"{error.filename}: {error.strerror}; give another path or mend this one")
 
 
-class NoneLeftError(UserError):
-    """There are no samples beside those that were passed over."""
+def find_interruption(error: BaseException) -> KeyboardInterrupt | None:
+    """Return the Ctrl-C that led to an error, if one did.
 
-
-class DiskError(UserError):
-    """The disk is full or cannot be written: nothing is wrong with what was asked, and what is done may be kept."""
-
-
-def interruption(error: BaseException) -> KeyboardInterrupt | None:
-    """The interruption that code of others turned into an error of its own while it unwound; None: there was none.
-
-    A `finally` that reads what its `try` had not yet set raises an UnboundLocalError in place of Ctrl-C.
+    A library's `finally` that reads what its `try` had not set yet raises UnboundLocalError in place of Ctrl-C.
     """
-    return next((each for each in _behind(error) if isinstance(each, KeyboardInterrupt)), None)
+    return next((cause for cause in _causes(error) if isinstance(cause, KeyboardInterrupt)), None)
 
 
-def unreadable(error: BaseException) -> OSError | None:
-    """What the system said of a file it could not give, where an error comes of that; None: of something else.
+def find_unreadable_file(error: BaseException) -> OSError | None:
+    """Return the system's error that led to an error, if it says that a file could not be read.
 
-    It says nothing of what is in the file, so no check may fail by it.
+    It says nothing about what the file holds, so no check may fail because of it.
     """
-    return next((each for each in _behind(error) if isinstance(each, OSError) and each.errno in _UNREADABLE), None)
+    return next((cause for cause in _causes(error) if isinstance(cause, OSError) and cause.errno in _UNREADABLE), None)
 
 
 def refuse_unreadable(error: BaseException) -> None:
-    """Say what the system said, where an error comes of a file that it could not give.
-
-    Raises:
-        UserError: it does.
-    """
-    system = unreadable(error)
+    """Raise UserError if an error came from a file that the system could not read."""
+    system = find_unreadable_file(error)
     if system is not None:
-        raise named(system) from error
+        raise to_user_error(system) from error
 
 
-def _behind(error: BaseException) -> Iterator[BaseException]:
-    """An error and those it came of, the latest first: pydantic's core names the cause of an error alone."""
-    behind: BaseException | None = error
-    while behind is not None:
-        yield behind
-        behind = behind.__cause__ or behind.__context__
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and what led to it, the latest first."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__

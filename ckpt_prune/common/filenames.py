@@ -1,33 +1,33 @@
-"""Names of files that this tool writes and several of its rooms look for."""
+"""Names of files that several rooms write or look for."""
 
 REPORT = "ckpt_prune.json"
-"""An output's report: how it was made, kept units and errors."""
+"""Report of an output: how it was made, which units it keeps, errors."""
 
 ROTATIONS = "rotations.st"
-"""An output's rotations, in the safetensors format, float32: R1 as `residual`, of one block or of all, R2 as `heads`.
+"""Rotations of an output, in the safetensors format, float32: R1 as `residual` (of one block or of all), R2 as `heads`.
 
-Not under that format's usual suffix: loaders take every file that has it for weights.
+The suffix is not .safetensors, because loaders take every such file for weights.
 """
 CONVERSION_RECORD = "ckpt_prune_converted.json"
-"""What a folder that `convert` wrote was made from."""
+"""Record of a folder that `convert` wrote: its source."""
 
 QUANTISED_RECORD = "ckpt_prune_quantised.json"
-"""The record of a folder that `quantize` wrote: what it was made from and how, digests."""
+"""Record of a folder that `quantize` wrote: its source, settings and digests."""
 
 PRUNED_ELSEWHERE = "pruned elsewhere"
-"""Stands for the recipe's name in the report of what another tool pruned and this one recovered."""
+"""Recipe name in the report of a model that another tool pruned and `recover` recovered."""
 
 GRAPH_RECORD = "ckpt_prune_onnx.json"
-"""An exported folder's record: what it was made from and how, names, types and shapes, digests."""
+"""Record of an exported folder: its source and settings, names, types and shapes, digests."""
 
 VALIDATION = "validation.json"
-"""What came out when an exported graph was compared with PyTorch."""
+"""Result of comparing an exported graph with PyTorch."""
 
 GENAI = "genai_config.json"
-"""What onnxruntime-genai reads of an exported folder."""
+"""Configuration that onnxruntime-genai reads in an exported folder."""
 
 EXPORT_ERROR = ".export-error.log"
-"""Ending of the file beside an export that has all that was said where a model could not be traced."""
+"""Ending of the file beside an export that holds the log if a model could not be traced."""
 
 GRAPH_FOLDER = "onnx"
-"""Folder in an output that a recipe's export goes to, as in the Hub's repositories."""
+"""Folder in an output where a recipe's export goes, as in repositories on the Hub."""

@@ -1,4 +1,4 @@
-"""Whether numbers are numbers."""
+"""Check for NaN and Inf."""
 
 import torch
 from torch import Tensor
@@ -8,6 +8,6 @@ def all_finite(tensor: Tensor) -> bool:
     """Whether a tensor of any floating-point type and shape holds neither NaN nor Inf."""
     if tensor.dtype.itemsize == 1:
         tensor = tensor.to(torch.float32)  # float8 has no isfinite
-    # A sum tells without masks of the tensor's size, in a sixth of the time. What overflows in it is looked at closely.
+    # A sum tells without masks of the tensor's size, in a sixth of the time. If it overflows, elements are looked at.
     total = tensor.sum(dtype=tensor.dtype if tensor.dtype == torch.float64 else torch.float32)
     return bool(total.isfinite()) or bool(tensor.isfinite().all())

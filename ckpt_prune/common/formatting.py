@@ -2,16 +2,16 @@
 
 
 def human_bytes(count: int) -> str:
-    """Bytes in binary units with three significant digits: `human_bytes(13_476_839_424)` is `12.6 GiB`."""
-    return _scaled(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"), " ")
+    """Format bytes in binary units with three significant digits: `human_bytes(13_476_839_424)` is `12.6 GiB`."""
+    return _scale(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"), " ")
 
 
 def human_count(count: int) -> str:
-    """A count in thousands, millions, billions: `human_count(6_738_415_616)` is `6.74B`."""
-    return _scaled(count, 1000, ("", "K", "M", "B", "T"), "")
+    """Format a count in thousands, millions, billions: `human_count(6_738_415_616)` is `6.74B`."""
+    return _scale(count, 1000, ("", "K", "M", "B", "T"), "")
 
 
-def _scaled(count: int, base: int, suffixes: tuple[str, ...], gap: str) -> str:
+def _scale(count: int, base: int, suffixes: tuple[str, ...], gap: str) -> str:
     power = 0
     # Compare what would be printed, not the raw value: 999,999 is "1.00M", never "1000K".
     while power < len(suffixes) - 1 and round(abs(count) / base**power) >= base:
@@ -23,13 +23,13 @@ def _scaled(count: int, base: int, suffixes: tuple[str, ...], gap: str) -> str:
     return f"{value:.{decimals}f}{gap}{suffixes[power]}"
 
 
-def counted(number: int | None, what: str) -> str:
-    """Such as "1 image", "2 images"."""
-    return f"{number} {what}{'' if number == 1 else 's'}"
+def plural(number: int | None, noun: str) -> str:
+    """Format a count of things, such as "1 image" or "2 images"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def duration(seconds: float) -> str:
-    """Seconds in words, with two significant digits at most."""
+def format_duration(seconds: float) -> str:
+    """Format seconds in one unit, with two significant digits at most."""
     if seconds < 99.5:
         return f"{max(1, round(seconds))} s"
     if seconds < 99.5 * 60:
@@ -37,17 +37,17 @@ def duration(seconds: float) -> str:
     return f"{seconds / 3600:.2g} h"
 
 
-def told_apart(value: float, limit: float, form: str, digits: int) -> tuple[str, str]:
-    """Two numbers in at least `digits` digits behind the point, and in as many as tell them from each other.
+def format_distinctly(value: float, limit: float, form: str, digits: int) -> tuple[str, str]:
+    """Format a value and its limit with at least `digits` decimals, and more if they would look equal.
 
     Args:
-        value: what was found.
-        limit: what it is held against.
-        form: a letter of Python's formats, such as `e` or `%`.
-        digits: that are enough for numbers that are far apart.
+        value: that was measured.
+        limit: that it is compared with.
+        form: letter of Python's formats, such as `e` or `%`.
+        digits: enough for numbers that are far apart.
     """
-    for more in range(digits, 17):
-        found = f"{value:.{more}{form}}", f"{limit:.{more}{form}}"
-        if found[0] != found[1]:
-            return found
+    for decimals in range(digits, 17):
+        texts = f"{value:.{decimals}{form}}", f"{limit:.{decimals}{form}}"
+        if texts[0] != texts[1]:
+            return texts
     return f"{value:.{digits}{form}}", f"{limit:.{digits}{form}}"

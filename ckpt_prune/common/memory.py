@@ -1,4 +1,4 @@
-"""Resident memory of this process, without a dependency."""
+"""Memory of this process and of the machine, without a dependency."""
 
 import sys
 from pathlib import Path
@@ -8,31 +8,31 @@ _SYSTEM = Path("/proc/meminfo")
 _GROUP = Path("/sys/fs/cgroup")
 
 
-def peak() -> int | None:
-    """Largest resident size so far in bytes; None where the system does not say."""
-    return _linux("VmHWM") or _maximum()
+def peak_bytes() -> int | None:
+    """Return the largest resident size so far; None if the system does not say."""
+    return _read_linux("VmHWM") or _read_maximum()
 
 
 def resident_bytes() -> int | None:
-    """Resident size now in bytes; the largest so far where the system says no more."""
-    return _linux("VmRSS") or _maximum()
+    """Return the resident size now, or the largest so far if the system says only that."""
+    return _read_linux("VmRSS") or _read_maximum()
 
 
-def available() -> int | None:
-    """Bytes that this process may still take without others having to give way; None where the system does not say.
+def available_bytes() -> int | None:
+    """Return how much more this process may take without swapping; None if the system does not say.
 
-    A container's own limit counts (control groups, version 2).
+    The limit of a container counts (control groups, version 2).
     """
-    free = _linux("MemAvailable", _SYSTEM)
+    free = _read_linux("MemAvailable", _SYSTEM)
     try:
-        most, taken = (int((_GROUP / name).read_text(encoding="ascii")) for name in ("memory.max", "memory.current"))
+        limit, used = (int((_GROUP / name).read_text(encoding="ascii")) for name in ("memory.max", "memory.current"))
     except (OSError, ValueError):  # no container, or one without a limit: "max"
         return free
-    left = max(0, most - taken)
-    return left if free is None else min(left, free)
+    allowed = max(0, limit - used)
+    return allowed if free is None else min(allowed, free)
 
 
-def _linux(key: str, file: Path | None = None) -> int | None:
+def _read_linux(key: str, file: Path | None = None) -> int | None:
     try:
         lines = (file or _STATUS).read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
@@ -40,8 +40,8 @@ def _linux(key: str, file: Path | None = None) -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:")), None)
 
 
-def _maximum() -> int | None:
-    """By getrusage, which on Linux also counts what the parent had when it started this process."""
+def _read_maximum() -> int | None:
+    """Ask getrusage, which on Linux also counts what the parent had when it started this process."""
     try:
         import resource
     except ImportError:  # Windows

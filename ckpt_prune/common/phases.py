@@ -1,4 +1,4 @@
-"""Seconds of the phases of pruning, which take turns inside a stage: one clock, which runs for one phase at a time."""
+"""Seconds of the phases of pruning, which take turns within a stage. The clock runs for one phase at a time."""
 
 import time
 from collections.abc import Iterator
@@ -9,14 +9,14 @@ from typing import Literal
 import torch
 
 Phase = Literal["calibration", "ranking", "compensation"]
-"""Running the model and measuring it; scoring and choosing what goes; solving what stays."""
+"""Running and measuring the model; scoring and choosing units; solving for the kept weights."""
 
 
 class PhaseClock:
     """Adds up the seconds of each phase.
 
     Attributes:
-        seconds: of each phase that has begun, so far.
+        seconds: so far, of each phase that has begun.
     """
 
     def __init__(self) -> None:
@@ -25,14 +25,7 @@ class PhaseClock:
         self._since = 0.0
 
     def switch(self, phase: Phase | None) -> Phase | None:
-        """Let the clock run for another phase, or for none.
-
-        Args:
-            phase: the next one.
-
-        Returns:
-            The one that it ran for.
-        """
+        """Let the clock run for another phase, or stop it with None. Returns the phase before."""
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()
         now, before = time.perf_counter(), self._running
@@ -46,7 +39,7 @@ _clock: ContextVar[PhaseClock | None] = ContextVar("phase clock", default=None)
 
 
 @contextmanager
-def phases_timed() -> Iterator[PhaseClock]:
+def time_phases() -> Iterator[PhaseClock]:
     """Time the phases of the body."""
     clock = PhaseClock()
     token = _clock.set(clock)
@@ -58,13 +51,7 @@ def phases_timed() -> Iterator[PhaseClock]:
 
 @contextmanager
 def phase(name: Phase) -> Iterator[None]:
-    """Count the seconds of the body, or of a function that this decorates, as those of a phase.
-
-    They no longer count as those of the phase around it.
-
-    Args:
-        name: of the phase.
-    """
+    """Count the seconds of the body, or of a decorated function, for a phase and not for the one around it."""
     clock = _clock.get()
     if clock is None:
         yield

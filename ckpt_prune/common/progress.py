@@ -1,4 +1,4 @@
-"""Progress and notices on stderr, in one place: bars on a terminal, elsewhere at most one line a minute, or nothing."""
+"""Progress and notices on stderr: bars on a terminal, elsewhere at most one line a minute, or nothing at all."""
 
 import math
 import os
@@ -16,19 +16,19 @@ from ckpt_prune.common.safe_text import escape_controls
 
 T = TypeVar("T")
 Clock = Callable[[], float]
-"""Seconds from any moment on, never backwards."""
-_EVERY_SECONDS = 60.0
+"""Returns seconds since any moment, and never goes backwards."""
+_LINE_SECONDS = 60.0
 _silent: ContextVar[bool] = ContextVar("silent", default=False)
 
 
 def now() -> float:
-    """Seconds, by the clock that decides what is said of long work."""
+    """Return seconds by the clock that decides when long work reports."""
     return time.monotonic()
 
 
 @contextmanager
 def show_progress(shown: bool) -> Iterator[None]:
-    """Let bars, lines and notices through, or print nothing at all."""
+    """Print bars, lines and notices within this context, or nothing at all."""
     token = _silent.set(not shown)
     try:
         yield
@@ -37,7 +37,7 @@ def show_progress(shown: bool) -> Iterator[None]:
 
 
 class Notices:
-    """What a user should know while work goes on: each line is kept, and printed on stderr as it comes.
+    """Lines that the user should read while work goes on. Each is kept, and printed on stderr at once.
 
     Attributes:
         lines: all so far.
@@ -47,7 +47,7 @@ class Notices:
         self.lines: list[str] = []
 
     def __call__(self, line: str) -> None:
-        """Say a line."""
+        """Keep and print a line."""
         self.lines.append(line)
         if not _silent.get():
             _print(line)
@@ -61,20 +61,20 @@ def track(
     unit: str = "block",
     clock: Clock | None = None,
 ) -> Iterator[T]:
-    """Iterate and show on stderr what is being done, and how far it is.
+    """Iterate over items and show on stderr what is done and how far it is.
 
     Args:
         items: to work on.
-        what: is being done with them.
-        total: how many there are; the length of `items` by default.
-        unit: what one of them is.
-        clock: for lines where stderr is no terminal; `now` by default.
+        what: is done with them.
+        total: number of items; the length of `items` by default.
+        unit: name of one item.
+        clock: for lines where stderr is not a terminal; `now` by default.
     """
     if _silent.get():
         yield from items
         return
     if _is_terminal():
-        size = _size()
+        size = _terminal_size()
         yield from tqdm(items, desc=what, total=total, unit=unit, ncols=size.columns, nrows=size.lines)
         return
     if total is None and isinstance(items, Sized):
@@ -86,13 +86,9 @@ def track(
 
 
 class _Lines:
-    """What a bar says, in a line whenever a minute has passed since the last one or since the beginning.
+    """Prints what a bar would show, as a line whenever a minute has passed. It has the methods of a tqdm bar.
 
-    Args:
-        what: is being done.
-        total: steps in all, if that is known.
-        unit: what a step is.
-        clock: tells the time.
+    Args: as in `track`.
 
     Attributes:
         n: steps that are done.
@@ -100,21 +96,21 @@ class _Lines:
 
     def __init__(self, what: str, total: int | None, unit: str, clock: Clock) -> None:
         self._what, self._total, self._unit, self._clock = what, total, unit, clock
-        self._begun = self._said = clock()
+        self._start = self._printed = clock()
         self._postfix = ""
         self.n = 0
 
     def set_postfix_str(self, text: str, refresh: bool = True) -> None:
-        """What else to say with the next line."""
+        """Add a text to the next line."""
         self._postfix = text
 
     def update(self, steps: int = 1) -> None:
-        """So many more steps are done."""
+        """Count more steps as done."""
         self.n += steps
         now = self._clock()
-        if now - self._said >= _EVERY_SECONDS:
-            self._said = now
-            _print(self._line(now - self._begun))
+        if now - self._printed >= _LINE_SECONDS:
+            self._printed = now
+            _print(self._line(now - self._start))
 
     def _line(self, seconds: float) -> str:
         parts = [f"{self._unit} {self.n}"]
@@ -127,18 +123,18 @@ class _Lines:
 
 
 def _print(line: str) -> None:
-    with suppress(OSError, ValueError):  # where stderr is closed, work goes on
+    with suppress(OSError, ValueError):  # if stderr is closed, work goes on
         print(escape_controls(line), file=sys.stderr, flush=True)
 
 
 def _minutes(seconds: float) -> str:
-    """Hours and minutes, rounded up."""
+    """Format as hours and minutes, rounded up."""
     hours, minutes = divmod(math.ceil(seconds / 60), 60)
     return f"{hours} h {minutes:02} min" if hours else f"{minutes} min"
 
 
 class Meter:
-    """What is shown of steps that several loops share.
+    """Shows the steps that several loops share.
 
     Args:
         bar: a bar, or lines; None shows nothing.
@@ -148,38 +144,38 @@ class Meter:
         self._bar = bar
 
     def step(self, step: int, value: float) -> None:
-        """So many steps of a loop are done and have reached `value`; none before the first."""
+        """Count a step of a loop, unless it is step 0, and show the value that it reached."""
         if self._bar is not None:
             self._bar.set_postfix_str(f"{value:.6g}", refresh=False)
             self._bar.update(min(step, 1))
 
     def say(self, text: str) -> None:
-        """What is being done, beside the bar."""
+        """Show beside the bar what is being done."""
         if self._bar is not None:
             self._bar.set_postfix_str(text)
 
     def to(self, done: int) -> None:
-        """So many steps are done, whether taken or not."""
+        """Set how many steps are done or skipped."""
         if self._bar is not None:
             self._bar.update(done - int(self._bar.n))
 
 
 @contextmanager
 def meter(total: int, what: str, *, unit: str = "step", clock: Clock | None = None) -> Iterator[Meter]:
-    """What `track` shows, moved by hand."""
+    """Show what `track` shows, moved by hand."""
     if _silent.get():
         yield Meter(None)
         return
     if not _is_terminal():
         yield Meter(_Lines(what, total, unit, clock or now))
         return
-    size = _size()
+    size = _terminal_size()
     with tqdm(total=total, desc=what, unit=unit, ncols=size.columns, nrows=size.lines) as bar:
         yield Meter(bar)
 
 
 def are_bars_shown() -> bool:
-    """Whether bars of others, which know nothing of `track`, may be shown as well."""
+    """Whether bars of other libraries may be shown as well."""
     return not _silent.get() and _is_terminal()
 
 
@@ -190,6 +186,6 @@ def _is_terminal() -> bool:
         return False
 
 
-def _size() -> os.terminal_size:
-    """Not as tqdm measures it: a terminal that reports no size (0 columns, 0 lines) would get empty lines."""
+def _terminal_size() -> os.terminal_size:
+    # Not as tqdm measures it: a terminal that reports no size (0 columns, 0 lines) would get empty lines.
     return shutil.get_terminal_size()

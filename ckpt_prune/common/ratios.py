@@ -9,7 +9,7 @@ from ckpt_prune.common.errors import UserError
 
 
 def parse_percentage(text: str) -> float | None:
-    """The number that a percentage such as "20%" is: 0.2; None for what is no percentage."""
+    """Return 0.2 for "20%", and None for text that is not a percentage."""
     try:
         return float(Decimal(text.strip().removesuffix("%")) / 100) if text.strip().endswith("%") else None
     except InvalidOperation:
@@ -17,16 +17,12 @@ def parse_percentage(text: str) -> float | None:
 
 
 def suggest_percentage(ratio: float) -> str:
-    """What to ask where a ratio is too large and reads like a percentage; empty elsewhere."""
+    """Ask for the ratio that was probably meant, if a ratio looks like a percentage; else return nothing."""
     return f": did you mean {ratio:g}% or {ratio / 100:g}?" if 2 <= ratio < 100 else ""
 
 
 def check_ratio(value: Any) -> Any:
-    """A ratio from a number or a percentage; what is neither is left to its type.
-
-    Raises:
-        UserError: it is not in [0, 1).
-    """
+    """Read a number or a percentage as a ratio in [0, 1); leave anything else to the check of types."""
     ratio = parse_ratio(value)
     # `not` catches NaN as well.
     if isinstance(ratio, int | float) and not 0 <= ratio < 1:
@@ -35,7 +31,7 @@ def check_ratio(value: Any) -> Any:
 
 
 def parse_ratio(value: Any) -> Any:
-    """The number that a percentage is; any other value as it is."""
+    """Turn a percentage into its number, and return any other value unchanged."""
     share = parse_percentage(value) if isinstance(value, str) else None
     return value if share is None else share
 

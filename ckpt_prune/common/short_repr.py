@@ -1,15 +1,11 @@
-"""What `repr` shows of a result that holds more than anybody reads: its name, and what is worth a glance."""
+"""One-line `repr` for large results."""
 
 
-def glance(result: object, **told: object) -> str:
-    """A result in a line.
+def short_repr(result: object, **fields: object) -> str:
+    """Return the class name of a result with some fields, without those that are None.
 
-    Args:
-        result: whose class is named.
-        told: what of it is shown, by name; what is None is left out.
-
-    >>> glance(KeyError(), path="OUT", error=None)
+    >>> short_repr(KeyError(), path="OUT", error=None)
     "KeyError(path='OUT')"
     """
-    known = ", ".join(f"{name}={value!r}" for name, value in told.items() if value is not None)
-    return f"{type(result).__name__}({known})"
+    shown = ", ".join(f"{name}={value!r}" for name, value in fields.items() if value is not None)
+    return f"{type(result).__name__}({shown})"

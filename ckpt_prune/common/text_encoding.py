@@ -1,4 +1,4 @@
-"""Files of text that others wrote: how they are encoded, and the rows of JSON in them."""
+"""Decoding of text files that others wrote, and the rows of JSON in them."""
 
 import codecs
 import json
@@ -9,7 +9,7 @@ from typing import Any
 from ckpt_prune.common.errors import UserError
 
 ROW_SUFFIXES = (".jsonl", ".json", ".ndjson")
-"""What a file of rows is known by; upper case counts too."""
+"""Endings of files of rows; upper case counts too."""
 _MARKS = (  # UTF-32's first: UTF-16's begins it
     (codecs.BOM_UTF32_LE, "utf-32"),
     (codecs.BOM_UTF32_BE, "utf-32"),
@@ -17,10 +17,10 @@ _MARKS = (  # UTF-32's first: UTF-16's begins it
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
-"""Byte order marks: they say how a file is encoded, and are no text."""
+"""Byte order marks and the encodings that they announce."""
 _UNPACK = "unpack it first"
 _REWRITE = 'write its texts as .jsonl, one {"text": "…"} a line'
-_OTHERS = (
+_OTHER_FORMATS = (
     (b"\x1f\x8b", "compressed by gzip", _UNPACK),
     (b"BZh", "compressed by bzip2", _UNPACK),
     (b"\xfd7zXZ", "compressed by xz", _UNPACK),
@@ -30,7 +30,8 @@ _OTHERS = (
     (b"ARROW1", "an Arrow table", _REWRITE),
     (b"%PDF", "a PDF", _REWRITE),
 )
-"""How files begin that are given for text, what they are, and what to do."""
+"""First bytes of files that are given for text by mistake, what these are, and the remedy."""
+NOT_UTF8 = "not UTF-8 text: save it as UTF-8"
 
 
 def has_row_suffix(name: str | Path) -> bool:
@@ -38,18 +39,19 @@ def has_row_suffix(name: str | Path) -> bool:
     return Path(name).suffix.lower() in ROW_SUFFIXES
 
 
+def _is_utf16(data: bytes) -> bool:
+    """Whether data is probably UTF-16 without a byte order mark: many pairs of bytes then have a zero on one side."""
+    start = data[:4096]
+    zeros = sorted((start[::2].count(0), start[1::2].count(0)))
+    return len(data) % 2 == 0 and zeros[0] == 0 and 4 * zeros[1] >= len(start)
+
+
 def decode_text(file: Path, data: bytes, form: str = ".txt or .jsonl file") -> str:
-    r"""The text of a file: UTF-8, or what its byte order mark says; its lines end in \n.
+    r"""Decode a file as UTF-8, or as its byte order mark says, and end its lines in \n.
 
-    Args:
-        file: for messages.
-        data: what is in it.
-        form: what is asked for.
-
-    Raises:
-        UserError: it is compressed, a table, or no text.
+    A file that is compressed, a table or not text is refused; `form` says in the message what is asked for.
     """
-    for start, what, remedy in _OTHERS:
+    for start, what, remedy in _OTHER_FORMATS:
         if data.startswith(start):
             raise UserError(f"{file}: {what}, and no text; {remedy}")
     encoding = next((name for mark, name in _MARKS if data.startswith(mark)), "utf-8")
@@ -60,39 +62,30 @@ def decode_text(file: Path, data: bytes, form: str = ".txt or .jsonl file") -> s
         if not encoding.startswith("utf-8"):
             why = f"its byte order mark says {encoding.upper()}, and it is not"
         raise UserError(f"{file}: {why} (byte {error.start}); give a UTF-8 {form}") from error
-    if "\0" in text:  # UTF-8 by chance, or UTF-16 without a mark: no tokenizer was trained on it
+    if "\0" in text:  # no tokenizer was trained on it
+        if _is_utf16(data):
+            raise UserError(f"{file} is {NOT_UTF8}")
         raise UserError(f"{file}: a binary file (it holds a zero byte); give a UTF-8 {form}")
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def parse_json_rows(file: Path, content: str) -> Iterator[tuple[str, Any]]:
-    """The values of a file of JSON: one a line, or those of one array.
-
-    Args:
-        file: for messages.
-        content: what is in it, decoded.
-
-    Yields:
-        Where a value stands, for messages, and the value.
-
-    Raises:
-        UserError: something is not valid JSON.
-    """
-    whole = content.lstrip("\ufeff \t\n")
-    if whole.startswith("[") or (file.suffix.lower() == ".json" and _is_one(whole)):
-        found = _parsed(f"{file}", content.lstrip("\ufeff"))
-        for number, value in enumerate(found if isinstance(found, list) else [found], start=1):
+    """Yield the values in the decoded content of a file of JSON, one a line or in one array, each after its place."""
+    stripped = content.lstrip("\ufeff \t\n")
+    if stripped.startswith("[") or (file.suffix.lower() == ".json" and _is_one_value(stripped)):
+        parsed = _parse(f"{file}", content.lstrip("\ufeff"))
+        for number, value in enumerate(parsed if isinstance(parsed, list) else [parsed], start=1):
             yield f"{file}, row {number}", value
         return
     # split("\n"), not splitlines(): JSON strings may hold U+2028 and its like unescaped
     for number, line in enumerate(content.split("\n"), start=1):
-        # Files with a mark that were put together have one in front of later lines.
+        # In files that were put together, a byte order mark can stand in front of any line.
         line = line.removeprefix("\ufeff")
         if line.strip():
-            yield f"{file}, line {number}", _parsed(f"{file}, line {number}", line)
+            yield f"{file}, line {number}", _parse(f"{file}, line {number}", line)
 
 
-def _is_one(content: str) -> bool:
+def _is_one_value(content: str) -> bool:
     """Whether a text is one JSON value over several lines, and not one a line."""
     first, _, rest = content.partition("\n")
     try:
@@ -102,7 +95,7 @@ def _is_one(content: str) -> bool:
     return False
 
 
-def _parsed(where: str, text: str) -> Any:
+def _parse(where: str, text: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -113,11 +106,7 @@ def _parsed(where: str, text: str) -> Any:
 
 
 def check_unicode(where: str, *texts: str) -> None:
-    """Refuse texts that hold halves of surrogate pairs, which JSON can write and no tokenizer reads.
-
-    Raises:
-        UserError: naming the first of them.
-    """
+    """Refuse texts that hold half a surrogate pair, which JSON can write and no tokenizer reads."""
     for text in texts:
         try:
             text.encode()

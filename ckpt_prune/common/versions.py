@@ -1,4 +1,4 @@
-"""Versions of what computes, for records of how something was made."""
+"""Versions of the programs that compute, for records of how something was made."""
 
 import torch
 import transformers
@@ -7,5 +7,5 @@ from ckpt_prune._version import __version__
 
 
 def versions() -> dict[str, str]:
-    """Versions of this tool and of what it computes with, for a report."""
+    """Return the versions of this tool, torch and transformers."""
     return {"ckpt_prune": __version__, "torch": torch.__version__, "transformers": transformers.__version__}

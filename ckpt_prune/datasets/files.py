@@ -1,4 +1,4 @@
-"""Files of data sets that are called by name: where they may lie, and their rows."""
+"""Files of published data sets: where they lie, on this machine or on the Hub, and the rows in them."""
 
 import gzip
 import json
@@ -22,7 +22,7 @@ _LONGEST_LINE = 2**24
 
 
 def find_data_file(
-    said: Path,
+    option: Path,
     folder: Path | None,
     name: str,
     local: Sequence[str],
@@ -31,47 +31,37 @@ def find_data_file(
     remote: str,
     revision: str | None = None,
 ) -> Path:
-    """The file of a part of a data set: a local copy, or else that of the Hub, in its cache.
+    """Find a file of a data set: a local copy, or else the Hub's, which is downloaded into its cache.
 
     Args:
-        said: how an option names it, for messages.
-        folder: to look for local copies in, and nowhere else; None for the folder that `DATA_VARIABLE` names, and then
-            the Hub.
-        name: of the data set, which its own folder there has.
-        local: patterns of names that its file may have; the first that fits is taken.
-        repo: on the Hub.
-        remote: its file there.
-        revision: of the repository.
-
-    Raises:
-        UserError: there is no local copy where one was asked for, or the Hub's cannot be had.
+        option: the user's words, for messages.
+        folder: the only place to look for local copies; None for the folder that `DATA_VARIABLE` names, then the Hub.
+        name: of the data set, and of its own folder in there.
+        local: patterns of file names; the first that fits is taken.
+        repo: data set on the Hub.
+        remote: path of the file in `repo`.
+        revision: of `repo`.
     """
-    places = _places(folder, name)
+    places = [folder / name, folder] if folder is not None else []
+    if folder is None and (data := os.environ.get(DATA_VARIABLE)):
+        places = [Path(data) / name]
     for place in places:
-        if found := _found(place, local):
-            return found
+        if file := _find_in(place, local):
+            return file
     if folder is not None:
-        raise UserError(f"{said}: {folder} has no {' or '.join(local)}")
+        raise UserError(f"{option}: {folder} has no {' or '.join(local)}")
     try:
         return fetch_hub_file(repo, remote, revision, most=_MOST_BYTES, repo_type="dataset")
     except UserError as error:
         looked = str(places[0].parent) if places else f"{DATA_VARIABLE} names no folder"
-        raise UserError(f"{said}: no local copy ({looked}), and {error}") from error
+        raise UserError(f"{option}: no local copy ({looked}), and {error}") from error
 
 
-def _places(folder: Path | None, name: str) -> list[Path]:
-    """Folders that may hold local copies."""
-    if folder is not None:
-        return [folder / name, folder]
-    data = os.environ.get(DATA_VARIABLE)
-    return [Path(data) / name] if data else []
-
-
-def _found(place: Path, patterns: Sequence[str]) -> Path | None:
+def _find_in(place: Path, patterns: Sequence[str]) -> Path | None:
     for pattern in patterns:
         inside, _, wanted = pattern.rpartition("/")
         try:
-            names = sorted(each.name for each in (place / inside).iterdir() if fnmatch(each.name, wanted))
+            names = sorted(file.name for file in (place / inside).iterdir() if fnmatch(file.name, wanted))
         except OSError:
             continue
         if names:
@@ -80,18 +70,18 @@ def _found(place: Path, patterns: Sequence[str]) -> Path | None:
 
 
 def read_rows(file: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Rows of a parquet file, an array or lines of JSON, or these compressed, as the data set on the Hub has them.
+    """Read rows of a parquet file, of an array or lines of JSON, or of these compressed.
 
     Args:
         file: .parquet, .jsonl, .json or .gz.
-        columns: that are read; JSON keeps what else there is.
+        columns: read from parquet; rows of JSON keep all others too.
 
     Raises:
-        OSError, EOFError, ValueError: it cannot be read as that.
-        UserError: reading parquet needs another package.
+        OSError, EOFError, ValueError: the file cannot be read as that.
+        UserError: pyarrow is missing.
     """
     if file.suffix.lower() == ".parquet":
-        yield from _parquet(file, columns)
+        yield from _read_parquet(file, columns)
         return
     if file.suffix.lower() == ".json":
         for where, row in parse_json_rows(file, decode_text(file, read_input(file, _MOST_BYTES))):
@@ -109,10 +99,10 @@ def read_rows(file: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def read_lines(file: Path) -> Iterator[bytes]:
-    """Lines of a file, compressed or not, with their ends.
+    """Read lines of a file, compressed or not, with their ends.
 
     Raises:
-        OSError, EOFError, ValueError: it cannot be read, or one is too long.
+        OSError, EOFError, ValueError: the file cannot be read, or a line is too long.
     """
     packed = file.suffix.lower() == ".gz"
     with open_input(file) as raw, gzip.open(raw) if packed else open(file, "rb") as handle:  # noqa: PTH123
@@ -122,7 +112,7 @@ def read_lines(file: Path) -> Iterator[bytes]:
             yield line.removeprefix(BOM_UTF8)
 
 
-def _parquet(file: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+def _read_parquet(file: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:

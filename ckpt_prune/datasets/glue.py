@@ -1,4 +1,4 @@
-"""Labelled texts by the names that papers call them: the tasks of GLUE (Wang et al. 2019), with their metrics."""
+"""Tasks of GLUE (Wang et al. 2019): labelled texts by name, with their metrics."""
 
 import re
 from dataclasses import dataclass, replace
@@ -13,12 +13,12 @@ _REPO = "nyu-mll/glue"
 
 @dataclass(frozen=True)
 class LabelTask:
-    """What a task of labelled texts reads, and what it is scored by.
+    """Columns, metrics and file of a task of labelled texts.
 
     Attributes:
-        columns: of a row, one text or two that belong together; empty where rows say themselves.
-        metrics: as GLUE's leaderboard has them; empty where the model's head says which.
-        classes: names of the labels from 0; none of numbers, and where they are not known.
+        columns: of a row: one text, or two that belong together; empty if the rows themselves tell.
+        metrics: of GLUE's leaderboard; empty if the model's head decides.
+        classes: names of the labels from 0; empty for labels that are numbers or unknown.
         folder, split: of its file on the Hub.
     """
 
@@ -45,7 +45,7 @@ GLUE: dict[str, LabelTask] = {
     "rte": LabelTask(("sentence1", "sentence2"), ("accuracy",), _ENTAILED, "rte"),
     "wnli": LabelTask(("sentence1", "sentence2"), ("accuracy",), ("not_entailment", "entailment"), "wnli"),
 }
-"""The tasks of GLUE, on the splits whose labels are public: of its test splits they are not."""
+"""The tasks of GLUE, on splits whose labels are public (those of its test splits are not)."""
 _NAME = re.compile(rf"glue:({'|'.join(GLUE)})")
 
 
@@ -58,31 +58,26 @@ class NamedTask:
 
     @property
     def task(self) -> LabelTask:
-        """What it reads and is scored by."""
+        """Its columns, metrics and file."""
         return GLUE[self.name]
 
     def file(self) -> Path:
-        """The file that holds it: a local copy, or else that of the Hub, in its cache.
-
-        Raises:
-            UserError: there is no local copy where one was asked for, or the Hub's cannot be had.
-        """
-        said = Path(f"glue:{self.name}") if self.folder is None else self.folder / f"glue:{self.name}"
+        """Find its file: a local copy, or else the Hub's."""
+        option = Path(f"glue:{self.name}") if self.folder is None else self.folder / f"glue:{self.name}"
         inside, split = self.task.folder, self.task.split
         local = (f"{self.name}.jsonl", f"{inside}/{split}.jsonl", f"{inside}/{split}-*.parquet")
-        return find_data_file(
-            said, self.folder, "glue", local, repo=_REPO, remote=f"{inside}/{split}-00000-of-00001.parquet"
-        )
+        remote = f"{inside}/{split}-00000-of-00001.parquet"
+        return find_data_file(option, self.folder, "glue", local, repo=_REPO, remote=remote)
 
 
 def parse_task_name(given: str) -> NamedTask | None:
-    """What `glue:NAME` names, or FOLDER/glue:NAME; None for anything else."""
+    """Parse glue:NAME or FOLDER/glue:NAME; None for anything else."""
     path = Path(given)
     match = _NAME.fullmatch(path.name)
     return None if match is None else NamedTask(match[1], None if path == Path(path.name) else path.parent)
 
 
 def guess_task(file: Path) -> LabelTask:
-    """What a file's name says of it: as the task of GLUE that it begins with, `mrpc.jsonl` or `mrpc-dev.jsonl`."""
-    known = sorted((name for name in GLUE if re.match(rf"{name}(?![a-z0-9])", file.stem)), key=len)
-    return GLUE[known[-1]] if known else LabelTask()
+    """Return the task that a file's name begins with, as in mrpc.jsonl or mrpc-dev.jsonl; else an empty one."""
+    names = sorted((name for name in GLUE if re.match(rf"{name}(?![a-z0-9])", file.stem)), key=len)
+    return GLUE[names[-1]] if names else LabelTask()

@@ -1,4 +1,4 @@
-"""Texts by the names that papers call them, read and joined as their code does (calibration/README.md, section 3)."""
+"""Data sets of texts by the names that papers use, joined as their code does (calibration/README.md, section 3)."""
 
 import re
 from collections.abc import Iterator
@@ -8,25 +8,27 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.text_encoding import NOT_UTF8
 from ckpt_prune.datasets.files import find_data_file, read_lines, read_rows
 
 Split = Literal["train", "test", "validation"]
+_SHORT = {"train": "train", "test": "test", "validation": "valid"}
 WINDOWS = (128, 2048)
-"""The two windows that published perplexities are of."""
+"""Tokens of the two windows that published perplexities use."""
 
 
 @dataclass(frozen=True)
-class _Part:
-    """One split of a data set.
+class _SplitFiles:
+    """Files of one split of a data set, and how its rows become a text.
 
     Attributes:
-        join: what stands between two rows.
-        local: patterns of the names that its file may have in a folder; the first that fits is read.
-        remote: its file in the repository on the Hub.
-        rows: so many are read; None for all.
+        separator: between two rows.
+        local: patterns of names that its file may have in a folder; the first that fits is read.
+        remote: path in the repository on the Hub.
+        rows: number that is read; None for all.
     """
 
-    join: str
+    separator: str
     local: tuple[str, ...]
     remote: str
     rows: int | None = None
@@ -37,64 +39,38 @@ class _DataSet:
     repo: str
     revision: str | None
     column: str
-    parts: dict[str, _Part]
+    splits: dict[str, _SplitFiles]
+
+
+def _wikitext2(split: str) -> _SplitFiles:
+    parquet = f"wikitext-2-raw-v1/{split}"
+    local = (f"wiki.{_SHORT[split]}.raw", f"{split}.jsonl", f"{split}-*.parquet", f"{parquet}-*.parquet")
+    return _SplitFiles(" " if split == "train" else "\n\n", local, f"{parquet}-00000-of-00001.parquet")
+
+
+def _c4(split: str, files: str, rows: int) -> _SplitFiles:
+    packed = f"c4-{split}.00000-of-"
+    local = (f"{split}.jsonl", f"{packed}*.json.gz", f"en/{packed}*.json.gz")
+    return _SplitFiles(" ", local, f"en/{packed}{files}.json.gz", rows)
+
+
+def _ptb(split: str) -> _SplitFiles:
+    remote = f"penn_treebank/{split}/0000.parquet"
+    local = (f"ptb.{_SHORT[split]}.txt", f"{split}.jsonl", f"{split}-*.parquet", remote)
+    return _SplitFiles("\n\n" if split == "validation" else " ", local, remote)
 
 
 _SETS = {
-    "wikitext2": _DataSet(
-        "Salesforce/wikitext",
-        None,
-        "text",
-        {
-            split: _Part(
-                " " if split == "train" else "\n\n",
-                (
-                    f"wiki.{short}.raw",
-                    f"{split}.jsonl",
-                    f"{split}-*.parquet",
-                    f"wikitext-2-raw-v1/{split}-*.parquet",
-                ),
-                f"wikitext-2-raw-v1/{split}-00000-of-00001.parquet",
-            )
-            for split, short in (("train", "train"), ("test", "test"), ("validation", "valid"))
-        },
-    ),
-    # The perplexities of C4 are of the first 1,100 documents of the first file of its validation split.
+    "wikitext2": _DataSet("Salesforce/wikitext", None, "text", {split: _wikitext2(split) for split in _SHORT}),
+    # Published perplexities of C4 use the first 1,100 documents of the first file of its validation split.
     "c4": _DataSet(
         "allenai/c4",
         None,
         "text",
-        {
-            split: _Part(
-                " ",
-                (
-                    f"{split}.jsonl",
-                    f"c4-{split}.00000-of-*.json.gz",
-                    f"en/c4-{split}.00000-of-*.json.gz",
-                ),
-                f"en/c4-{split}.00000-of-{files}.json.gz",
-                rows,
-            )
-            for split, files, rows in (("train", "01024", 10_000), ("validation", "00008", 1_100))
-        },
+        {"train": _c4("train", "01024", 10_000), "validation": _c4("validation", "00008", 1_100)},
     ),
     "ptb": _DataSet(
-        "ptb-text-only/ptb_text_only",
-        "refs/convert/parquet",
-        "sentence",
-        {
-            split: _Part(
-                "\n\n" if split == "validation" else " ",
-                (
-                    f"ptb.{short}.txt",
-                    f"{split}.jsonl",
-                    f"{split}-*.parquet",
-                    f"penn_treebank/{split}/0000.parquet",
-                ),
-                f"penn_treebank/{split}/0000.parquet",
-            )
-            for split, short in (("train", "train"), ("test", "test"), ("validation", "valid"))
-        },
+        "ptb-text-only/ptb_text_only", "refs/convert/parquet", "sentence", {split: _ptb(split) for split in _SHORT}
     ),
 }
 _NAME = re.compile(rf"({'|'.join(_SETS)})(?::(\w+))?(?:@(\w+))?")
@@ -107,8 +83,8 @@ class NamedText:
     Attributes:
         name: of the data set.
         split: of it.
-        folder: where the name was given behind a folder, to look for local copies in.
-        window: tokens, of a preset that was asked for.
+        folder: that was given before the name, to look for local copies in.
+        window: tokens of the preset that was asked for.
     """
 
     name: str
@@ -118,56 +94,49 @@ class NamedText:
 
     @property
     def path(self) -> Path:
-        """How an option names it, the split said and the window not."""
-        said = f"{self.name}:{self.split}"
-        return Path(said) if self.folder is None else self.folder / said
+        """The name as an option says it, with the split and without the window."""
+        option = f"{self.name}:{self.split}"
+        return Path(option) if self.folder is None else self.folder / option
 
     def file(self) -> Path:
-        """The file that holds it: a local copy, or else that of the Hub, in its cache.
-
-        Raises:
-            UserError: there is no local copy where one was asked for, or the Hub's cannot be had.
-        """
-        own, part = _SETS[self.name], self._part
+        """Find its file: a local copy, or else the Hub's."""
+        data_set = _SETS[self.name]
+        files = data_set.splits[self.split]
         return find_data_file(
-            self.path, self.folder, self.name, part.local, repo=own.repo, remote=part.remote, revision=own.revision
+            self.path,
+            self.folder,
+            self.name,
+            files.local,
+            repo=data_set.repo,
+            remote=files.remote,
+            revision=data_set.revision,
         )
 
     def read(self) -> str:
-        """The text: its rows, joined as the papers' code does.
-
-        Raises:
-            UserError: as `file`, or the file cannot be read.
-        """
-        file = self.file()
-        column = _SETS[self.name].column
+        """Read its rows, joined as the papers' code does."""
+        file, data_set = self.file(), _SETS[self.name]
+        files = data_set.splits[self.split]
         try:
-            return self._part.join.join(islice(_rows(file, column), self._part.rows))
-        except (OSError, EOFError, ValueError) as error:  # gzip and UTF-8, too
-            raise UserError(f"{file}: cannot be read as {self.name}: {' '.join(str(error).split())}") from error
-
-    @property
-    def _part(self) -> _Part:
-        return _SETS[self.name].parts[self.split]
+            return files.separator.join(islice(_rows(file, data_set.column), files.rows))
+        except (OSError, EOFError, ValueError) as error:  # gzip's, too
+            reason = NOT_UTF8 if isinstance(error, UnicodeDecodeError) else " ".join(str(error).split())
+            raise UserError(f"{file}: cannot be read as {self.name}: {reason}") from error
 
 
-def parse_text_name(given: Path, usual: Split = "test") -> NamedText | None:
-    """What a text option names, if it is no file but a data set: NAME, NAME:SPLIT, either with @WINDOW.
+def parse_text_name(given: Path, default: Split = "test") -> NamedText | None:
+    """Parse NAME or NAME:SPLIT, with or without @WINDOW; None for anything else, and for a file.
 
     Args:
-        given: what was given; a folder before the name is looked into for local copies.
-        usual: split where none is said; of C4, which has no test split, the validation split for it.
-
-    Raises:
-        UserError: the data set has no such split, or there is no such preset of windows.
+        given: by the user; local copies are looked for in the folder before the name.
+        default: split if none is given. C4 has no test split, and takes its validation split for it.
     """
     match = _NAME.fullmatch(given.name)
     if match is None or given.is_file():
         return None
     name, split, window = match.groups()
-    splits = _SETS[name].parts
+    splits = _SETS[name].splits
     if split is None:
-        split = usual if usual in splits else "validation"
+        split = default if default in splits else "validation"
     if split not in splits:
         raise UserError(f"{given}: {name} has the splits {', '.join(s for s in get_args(Split) if s in splits)}")
     if window is not None and window not in map(str, WINDOWS):
@@ -177,14 +146,13 @@ def parse_text_name(given: Path, usual: Split = "test") -> NamedText | None:
 
 
 def _rows(file: Path, column: str) -> Iterator[str]:
-    """Rows of a file, as the data set on the Hub has them."""
     if file.suffix in (".parquet", ".jsonl", ".gz"):
-        for record in read_rows(file, [column]):
-            value = record.get(column)
+        for row in read_rows(file, [column]):
+            value = row.get(column)
             if not isinstance(value, str):
                 raise ValueError(f'no string under "{column}"')
             yield value
-    elif file.suffix == ".raw":  # rows of the Hub keep their line's end; those of nothing are empty
+    elif file.suffix == ".raw":  # as on the Hub: rows keep the end of their line, and blank ones are empty
         for line in read_lines(file):
             text = line.decode("utf-8").rstrip("\r\n")
             yield f"{text}\n" if text.strip() else ""

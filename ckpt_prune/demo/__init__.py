@@ -1,1 +1,1 @@
-"""The small trained model the package carries, and the text it is calibrated and measured on."""
+"""The small trained model that the package carries, and the text that calibrates and measures it."""

@@ -1,9 +1,9 @@
-"""The demo's text: the running Python's own standard library, split by a hash of the module path.
+"""The text of the demo: the standard library of the running Python, split by a hash of each module's path.
 
-Every machine that can run this package has it, so nothing has to be shipped or downloaded. A module belongs to the
-same side on every machine and in every Python version, so the modules the model is measured on are modules that its
-training (`tools/train_demo_model.py`, Python 3.11) never saw; their text differs slightly between Python versions,
-and a perplexity on it with them.
+Every machine that runs this package has it, so nothing must be shipped or downloaded. A module is on the same side on
+every machine and in every version of Python. So the model is measured on modules that its training
+(`tools/train_demo_model.py`, Python 3.11) never saw. Their text, and so the perplexity, differs slightly between
+versions of Python.
 """
 
 import hashlib
@@ -18,39 +18,39 @@ _EXCLUDED = frozenset(
     ]
 )
 HELD_OUT_SHARE = 12
-"""One module in this many is held out."""
+"""One module in this many is held out from training."""
 
 
 def is_held_out(module: str) -> bool:
-    """Whether a module, named by its posix path relative to the standard library, is kept out of training."""
+    """Whether a module, named by its posix path in the standard library, is held out from training."""
     return int(hashlib.sha256(module.encode()).hexdigest(), 16) % HELD_OUT_SHARE == 0
 
 
-def modules(root: Path | None = None) -> list[Path]:
-    """The standard library's modules in path order, without tests, generated tables and installed packages.
+def list_modules(root: Path | None = None) -> list[Path]:
+    """List the modules of the standard library in path order, without tests, generated tables and installed packages.
 
     Args:
-        root: the library's folder; the running interpreter's own by default.
+        root: of the library; the running interpreter's by default.
 
     Raises:
-        FileNotFoundError: the folder holds no `.py` file (a Python that ships without its sources).
+        FileNotFoundError: there is no `.py` file (a Python that ships without its sources).
     """
     root = root or Path(sysconfig.get_paths()["stdlib"])
-    found: list[Path] = []
+    paths: list[Path] = []
     for folder, folders, files in os.walk(root):
         # Installed packages are not even looked through: they may be tens of thousands of files.
         folders[:] = [name for name in folders if name not in _EXCLUDED]
-        found += (
+        paths += (
             Path(folder, name) for name in files if name.endswith(".py") and not name.startswith("_sysconfigdata")
         )
-    found.sort(key=lambda path: path.relative_to(root).as_posix())
-    if not found:
+    paths.sort(key=lambda path: path.relative_to(root).as_posix())
+    if not paths:
         raise FileNotFoundError(f"{root} holds no Python source: the demo reads the standard library's own text")
-    return found
+    return paths
 
 
-def text(*, held_out: bool, root: Path | None = None) -> str:
-    """The text of one side of the split, modules in path order, joined by a newline."""
+def read_corpus(*, held_out: bool, root: Path | None = None) -> str:
+    """Return the text of one side of the split, modules in path order, joined by a newline."""
     root = root or Path(sysconfig.get_paths()["stdlib"])
-    chosen = (p for p in modules(root) if is_held_out(p.relative_to(root).as_posix()) == held_out)
+    chosen = (p for p in list_modules(root) if is_held_out(p.relative_to(root).as_posix()) == held_out)
     return "\n".join(path.read_text(encoding="utf-8", errors="replace") for path in chosen)

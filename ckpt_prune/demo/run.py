@@ -1,4 +1,4 @@
-"""The whole path on the packaged model: calibrate, prune by several recipes at two ratios, verify, measure."""
+"""The demo: calibrate the packaged model, prune it by several recipes at two ratios, verify and measure."""
 
 import time
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ WINDOW, CALIBRATION_WINDOWS, EVALUATION_WINDOWS = 256, 64, 64
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the demo's table; seconds are those of pruning, statistics included."""
+    """One line of the demo's table. The seconds are those of pruning, with its statistics."""
 
     model: str
     ratio: float
@@ -40,20 +40,12 @@ class Row:
 
 
 def model_folder() -> Path:
-    """The packaged model."""
+    """Return the folder of the packaged model."""
     return Path(str(resources.files("ckpt_prune.demo") / "model"))
 
 
 def run(out: Path, device: torch.device) -> list[Row]:
-    """Prune the packaged model into subfolders of `out` and measure every result.
-
-    Args:
-        out: an empty or new folder.
-        device: where the work is done.
-
-    Raises:
-        UserError: the folder cannot be used, Python came without its sources, or a result does not verify.
-    """
+    """Prune the packaged model into subfolders of `out`, an empty or new folder, and measure every result."""
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is not a folder: choose another one for the demo")
     if out.exists() and any(out.iterdir()):

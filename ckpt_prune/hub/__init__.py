@@ -1,1 +1,1 @@
-"""Sharing outputs and recipes through the Hub: what goes there, where to, and the card that it goes with."""
+"""Publishing outputs to the Hugging Face Hub, and reading recipes from it."""

@@ -1,4 +1,4 @@
-"""Measured figures for a model card: from what `evaluate --json` printed."""
+"""Measured figures for a model card, from the output of `evaluate --json`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,11 +29,11 @@ class MeasuredFigure:
     """One figure.
 
     Attributes:
-        data: name of what it was measured on.
-        kind: the Hub's type of metric.
+        data: name of the data.
+        kind: type of metric on the Hub.
         name: for readers.
         value: of the model.
-        against: of the reference; None where there is none.
+        against: value of the reference model.
     """
 
     data: str
@@ -44,14 +44,11 @@ class MeasuredFigure:
 
 
 def read_figures(given: str, model: str) -> list[MeasuredFigure]:
-    """The figures of `--evaluation NAME=FILE`.
+    """Read the figures of `--evaluation NAME=FILE`.
 
     Args:
-        given: name of the data, and the file that `evaluate --json` was written to.
-        model: name of the folder that is shared.
-
-    Raises:
-        UserError: there is no such file, it holds no figures, or those of another model.
+        given: name of the data, and file with the output of `evaluate --json`.
+        model: name of the folder that is pushed.
     """
     data, mark, file = given.partition("=")
     if not (data.strip() and mark and file):
@@ -62,21 +59,21 @@ def read_figures(given: str, model: str) -> list[MeasuredFigure]:
         raise UserError(f"{file} cannot be read ({error.strerror}); `ckpt-prune evaluate --json` prints one") from error
     except ValueError as error:
         raise UserError(f"{file} is no JSON object ({error}); `ckpt-prune evaluate --json` prints one") from error
-    own = values.get("model")
-    if isinstance(own, str) and Path(own).name != model:
-        raise UserError(f"{file} has figures of {own}, not of {model}")
-    found = list(_figures(escape_controls(data.strip()), values))
-    if not found:
+    measured = values.get("model")
+    if isinstance(measured, str) and Path(measured).name != model:
+        raise UserError(f"{file} has figures of {measured}, not of {model}")
+    figures = list(_figures(escape_controls(data.strip()), values))
+    if not figures:
         raise UserError(f"{file} has no figures; `ckpt-prune evaluate --json` prints them")
-    return found
+    return figures
 
 
 def _figures(data: str, values: dict[str, Any]) -> Iterator[MeasuredFigure]:
     tasks = values.get("tasks")
     if isinstance(tasks, dict):
-        for task, own in tasks.items():
-            if isinstance(own, dict):
-                yield from _figures(escape_controls(str(task)), own)
+        for task, figures in tasks.items():
+            if isinstance(figures, dict):
+                yield from _figures(escape_controls(str(task)), figures)
         return
     against = values.get("against")
     window = values.get("window")
@@ -93,7 +90,7 @@ def _number(value: Any) -> float | None:
 
 
 def to_model_index(name: str, task: str | None, figures: list[MeasuredFigure]) -> list[dict[str, Any]]:
-    """The figures as the Hub shows them beside a model."""
+    """Return the figures as the Hub shows them beside a model."""
     results = []
     for data in dict.fromkeys(each.data for each in figures):
         metrics = [{"type": each.kind, "name": each.name, "value": each.value} for each in figures if each.data == data]
@@ -102,7 +99,7 @@ def to_model_index(name: str, task: str | None, figures: list[MeasuredFigure]) -
 
 
 def figures_table(figures: list[MeasuredFigure]) -> list[str]:
-    """The figures as lines of Markdown."""
+    """Return the figures as lines of Markdown."""
     lines = ["## Measured", "", "| data | figure | this model | reference |", "|---|---|---|---|"]
     for each in figures:
         against = "" if each.against is None else f"{each.against:.4g}"

@@ -1,30 +1,80 @@
-"""An output's way to the Hub: what it may replace there, and the card it gets."""
+"""Outputs on their way to the Hub: their files, the files that they replace there, and the model card."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from ckpt_prune.checkpoint.files import MOST_BYTES, read_input
-from ckpt_prune.checkpoint.folder_kinds import EXPORT_KIND, OUTPUT_KIND, FolderKind
+from ckpt_prune.checkpoint.files import MOST_BYTES, Stamp, find_changed, read_input, stamp_of
+from ckpt_prune.checkpoint.folder_kinds import EXPORT_KIND, OUTPUT_KIND, FolderKind, find_foreign
 from ckpt_prune.checkpoint.hub_files import fetch_hub_file
+from ckpt_prune.checkpoint.journal import refuse_unfinished
 from ckpt_prune.checkpoint.json_files import parse_json_object
+from ckpt_prune.checkpoint.model_folder import check_output_folder
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.common.filenames import GRAPH_FOLDER, GRAPH_RECORD
+from ckpt_prune.common.filenames import GRAPH_FOLDER, GRAPH_RECORD, REPORT
 from ckpt_prune.compressing.card import QUANTISED_FROM, quantised_metadata
 from ckpt_prune.compressing.record import QUANTISATION_KIND, read_quantised
-from ckpt_prune.hub.hub_repo import Place
-from ckpt_prune.hub.measured import read_measured
-from ckpt_prune.hub.outputs import shared_card
+from ckpt_prune.hub.figures import figures_table, read_figures, to_model_index
+from ckpt_prune.hub.repository import Repository
 from ckpt_prune.options import PushOptions
-from ckpt_prune.report.metadata import PRUNED, metadata
+from ckpt_prune.report.metadata import PRUNED, front_matter, metadata
 from ckpt_prune.report.reading import report_of
-from ckpt_prune.report.source_card import CARD
+from ckpt_prune.report.source_card import CARD, split_card
+
+_PATH = '"PATH"'
+"""Stands in a card for the folder; on the Hub it becomes the repository."""
 
 
-def find_removed(place: Place, own: OutputFiles, *, overwrite: bool) -> tuple[str, ...]:
-    """Files of a repository that go with a push, which are some that this tool pushed before.
+@dataclass(frozen=True)
+class OutputFiles:
+    """Files of an output that this tool wrote.
+
+    Attributes:
+        files: names below the folder and in the repository, with slashes, sorted.
+        left_out: other paths in the folder.
+        stamps: of the files, by name, when they were listed.
+    """
+
+    folder: Path
+    kind: FolderKind
+    files: tuple[str, ...]
+    left_out: tuple[str, ...]
+    stamps: Mapping[str, Stamp]
+
+    def bytes(self, name: str) -> int:
+        """Return the size of one of the files."""
+        return (self.folder / name).stat().st_size
+
+    def check_unchanged(self) -> None:
+        """Refuse to push files that changed since they were listed."""
+        if (name := find_changed(self.folder, self.stamps, self.stamps)) is not None:
+            raise UserError(f"{self.folder / name} changed while it was verified: push again")
+
+
+def find_output_files(folder: Path) -> OutputFiles:
+    """List the files of an output, with those of its graph; refuse links, and folders that are no finished outputs."""
+    refuse_unfinished(check_output_folder(folder))
+    kind = next((kind for kind in (OUTPUT_KIND, QUANTISATION_KIND) if (folder / kind.record).is_file()), None)
+    if kind is None:
+        raise UserError(f"{folder} has no {REPORT}; give a folder that `prune`, `recover` or `quantize` wrote")
+    written = kind.written(folder)
+    if (folder / GRAPH_FOLDER / GRAPH_RECORD).is_file():
+        written |= {f"{GRAPH_FOLDER}/{name}" for name in EXPORT_KIND.written(folder / GRAPH_FOLDER)}
+    files = sorted(name for name in written if (folder / name).is_file())
+    for name in files:
+        path = folder / name
+        if path.is_symlink() or (path.parent != folder and path.parent.is_symlink()):
+            raise UserError(f"{path} is a link, and what it leads to would be shared; put the file there")
+    stamps = {name: stamp_of(folder / name) for name in files}
+    return OutputFiles(folder, kind, tuple(files), tuple(find_foreign(folder, written)), stamps)
+
+
+def find_removed(place: Repository, output: OutputFiles, *, overwrite: bool) -> tuple[str, ...]:
+    """Return the files of a repository that a push removes, all of them pushed by this tool before.
 
     Raises:
-        UserError: the repository is not empty, and it was not said that it may be replaced; or what is there is not
-            this tool's.
+        UserError: the repository is not empty and `overwrite` is not given, or it holds files that are not this tool's.
     """
     if place.empty:
         return ()
@@ -33,24 +83,24 @@ def find_removed(place: Place, own: OutputFiles, *, overwrite: bool) -> tuple[st
     kind = next((kind for kind in (OUTPUT_KIND, QUANTISATION_KIND) if kind.record in place.files), None)
     if kind is None:
         raise UserError(
-            f"{place.repo} holds what this tool did not push (it has no {own.kind.record}), so it is never replaced; "
-            "choose another name"
+            f"{place.repo} holds what this tool did not push (it has no {output.kind.record}), so it is never "
+            "replaced; choose another name"
         )
-    theirs = set(_pushed(place, kind, kind.record))
+    pushed = set(_read_pushed(place, kind, kind.record))
     graph = f"{GRAPH_FOLDER}/{GRAPH_RECORD}"
     if graph in place.files:
-        theirs |= {f"{GRAPH_FOLDER}/{name}" for name in _pushed(place, EXPORT_KIND, graph)}
-    lost = sorted((place.files & set(own.files)) - theirs)
+        pushed |= {f"{GRAPH_FOLDER}/{name}" for name in _read_pushed(place, EXPORT_KIND, graph)}
+    lost = sorted((place.files & set(output.files)) - pushed)
     if lost:
         raise UserError(
             f"{lost[0]} in {place.repo} was not pushed with the output that is there, and the new one needs its name; "
             "move it away or choose another name"
         )
-    return tuple(sorted((place.files & theirs) - set(own.files)))
+    return tuple(sorted((place.files & pushed) - set(output.files)))
 
 
-def _pushed(place: Place, kind: FolderKind, record: str) -> frozenset[str]:
-    """What a record in a repository says that this tool wrote beside it."""
+def _read_pushed(place: Repository, kind: FolderKind, record: str) -> frozenset[str]:
+    """Return the names of files that a record in a repository lists as this tool's."""
     file = fetch_hub_file(place.repo, record, place.commit, most=MOST_BYTES)
     try:
         return kind.names(parse_json_object(read_input(file)))
@@ -58,38 +108,37 @@ def _pushed(place: Place, kind: FolderKind, record: str) -> frozenset[str]:
         raise UserError(f"{record} of {place.repo} is damaged, so it is not replaced; choose another name") from error
 
 
-def _metadata(own: OutputFiles) -> dict[str, Any]:
-    """What the card of such an output tells the Hub."""
-    if own.kind is QUANTISATION_KIND:
-        return quantised_metadata(read_quantised(own.folder))
-    report = report_of(own.folder)
-    assert report is not None
-    return metadata(report)
+def make_card(output: OutputFiles, repo: str, options: PushOptions) -> bytes:
+    """Make README.md for the Hub from that of the output, which its user may have changed: its text stays.
 
-
-def _relation(own: OutputFiles) -> str:
-    return QUANTISED_FROM if own.kind is QUANTISATION_KIND else PRUNED
-
-
-def make_card(own: OutputFiles, repo: str, options: PushOptions) -> bytes:
-    """README.md for the Hub.
-
-    Raises:
-        UserError: it cannot be read, or the figures for it cannot.
+    Args:
+        output: that is pushed.
+        repo: that the card's code loads the model from.
+        options: base model, licence and figures, which replace those of the card.
     """
-    name = own.folder.resolve().name
-    figures = [each for given in options.evaluation for each in read_measured(given, name)]
-    path = own.folder / CARD
+    figures = [figure for given in options.evaluation for figure in read_figures(given, output.folder.resolve().name)]
+    path = output.folder / CARD
     try:
-        text = read_input(path).decode("utf-8") if CARD in own.files else ""
-        return shared_card(
-            text,
-            _metadata(own),
-            repo,
-            _relation(own),
-            base_model=options.base_model,
-            license_id=options.license,
-            figures=figures,
-        ).encode()
+        values, body = split_card(read_input(path).decode("utf-8") if CARD in output.files else "")
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is no model card ({' '.join(str(error).split())}); mend or remove it") from error
+    known, relation = _metadata(output)
+    values = known | values
+    if options.base_model is not None:
+        values |= {"base_model": options.base_model, "base_model_relation": relation}
+    if options.license is not None:
+        values["license"] = options.license
+    if figures:
+        values["model-index"] = to_model_index(repo.rpartition("/")[2], values.get("pipeline_tag"), figures)
+        body = "\n".join([body.rstrip("\n"), "", *figures_table(figures), ""])
+    values["tags"] = values.pop("tags")  # tags stand last in the cards of this tool
+    return ("\n".join(front_matter(values)) + "\n" + body.replace(_PATH, f'"{repo}"')).encode()
+
+
+def _metadata(output: OutputFiles) -> tuple[dict[str, Any], str]:
+    """Return the metadata that an output's card has by itself, and its relation to the base model."""
+    if output.kind is QUANTISATION_KIND:
+        return quantised_metadata(read_quantised(output.folder)), QUANTISED_FROM
+    report = report_of(output.folder)
+    assert report is not None
+    return metadata(report), PRUNED

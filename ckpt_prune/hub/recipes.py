@@ -1,4 +1,4 @@
-"""A recipe's way to the Hub."""
+"""Recipes on their way to the Hub."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from ckpt_prune.checkpoint.files import read_input
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.safe_text import as_code, as_markdown
-from ckpt_prune.hub.hub_repo import Commit, commit, find_place
+from ckpt_prune.hub.repository import PushedCommit, commit, find_repository
 from ckpt_prune.recipe.places import RecipeFile
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.recipe.shipped import MOST_BYTES
@@ -16,20 +16,10 @@ _CARD = "README.md"
 _NAME = re.compile(r"\w[\w.-]*")
 
 
-def push_recipe(file: str, repo: str, *, public: bool, overwrite: bool) -> tuple[str, Commit]:
+def push_recipe(file: str, repo: str, *, public: bool, overwrite: bool) -> tuple[str, PushedCommit]:
     """Put a recipe into a repository, beside others that are there.
 
-    Args:
-        file: a recipe's file.
-        repo: such as org/name; it is made where there is none.
-        public: let all read it.
-        overwrite: replace a recipe of this name.
-
-    Returns:
-        What others give to --recipe for this very file, and the commit.
-
-    Raises:
-        UserError: it is no recipe, the repository cannot be written to or has a file of this name, or the upload fails.
+    The repository is made if it does not exist. Returns the value of --recipe for this very file, and the commit.
     """
     path = Path(file)
     if not path.is_file() or path.suffix not in {".yaml", ".yml"}:
@@ -38,7 +28,7 @@ def push_recipe(file: str, repo: str, *, public: bool, overwrite: bool) -> tuple
         raise UserError(f"{file}: a file's name on the Hub has letters, digits, '.', '_' and '-' alone; rename it")
     content = read_input(path, MOST_BYTES)
     recipe = load_recipe(RecipeFile(path))
-    place = find_place(repo, public=public)
+    place = find_repository(repo, public=public)
     if path.name in place.files and not overwrite:
         raise UserError(f"{place.repo} has a {path.name}: choose another name or say --overwrite")
     files: dict[str, Path | bytes] = {path.name: content}
@@ -49,7 +39,7 @@ def push_recipe(file: str, repo: str, *, public: bool, overwrite: bool) -> tuple
 
 
 def _card(repo: str, name: str, summary: str) -> list[str]:
-    """README.md of a new repository of recipes."""
+    """Return the lines of README.md for a new repository."""
     values = {"tags": ["ckpt-prune", "ckpt-prune-recipe"]}
     return [
         *front_matter(values),

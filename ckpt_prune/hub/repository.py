@@ -1,9 +1,10 @@
-"""A model repository on the Hub that something is to be pushed to: checked first, changed by one commit."""
+"""A model repository on the Hub as the target of a push: checked first, then changed by one commit."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ckpt_prune.checkpoint.hub_files import explain_hub_error, is_offline, show_hub_bars
 from ckpt_prune.common.errors import UserError
@@ -11,8 +12,8 @@ from ckpt_prune.common.progress import are_bars_shown
 
 _REPO = re.compile(r"(?:(?P<owner>[\w.-]+)/)?(?P<name>[\w.-]+)")
 _LONGEST = 96
-_OF_THE_HUB = {".gitattributes"}
-"""What the Hub puts into a new repository."""
+_HUB_FILES = {".gitattributes"}
+"""Files that the Hub puts into a new repository."""
 
 
 @dataclass(frozen=True)
@@ -20,10 +21,9 @@ class Repository:
     """A repository, as it was found.
 
     Attributes:
-        repo: such as org/name.
-        public: whether all may read it, or will.
-        commit: at its head; None where there is no repository yet.
-        files: that it has.
+        public: whether everyone may read it, or will.
+        commit: at its head; None if the repository does not exist.
+        files: names of its files.
     """
 
     repo: str
@@ -33,31 +33,27 @@ class Repository:
 
     @property
     def empty(self) -> bool:
-        """Whether nobody has put anything there."""
-        return self.files <= _OF_THE_HUB
+        """Whether it has only the files of a new repository."""
+        return self.files <= _HUB_FILES
 
 
 @dataclass(frozen=True)
 class PushedCommit:
-    """What a push came to: the repository's address, and the commit."""
+    """Address of the repository, and name of the commit."""
 
     url: str
     oid: str
 
 
 def find_repository(repo: str, *, public: bool) -> Repository:
-    """Look at a repository, and whether it may be written to, without changing anything.
+    """Look at a repository and check that it may be written to, without changing anything.
 
     Args:
-        repo: its id; without an owner, one of the user.
-        public: whether all may read what is pushed.
-
-    Raises:
-        UserError: the id is none, there is no network, no token or one that may only read, the owner is somebody else,
-            or a repository is there that is public where a private one is meant, or the other way round.
+        repo: its id; without an owner, one of the user's.
+        public: whether everyone shall be able to read what is pushed.
     """
-    found = _REPO.fullmatch(repo)
-    if found is None or len(repo) > _LONGEST or ".." in repo or "--" in repo or repo[-1] in ".-":
+    match = _REPO.fullmatch(repo)
+    if match is None or len(repo) > _LONGEST or ".." in repo or "--" in repo or repo[-1] in ".-":
         raise UserError(f"{repo!r} is no name of a Hub repository; give one such as org/name")
     if is_offline():
         raise UserError(f"{repo} cannot be pushed to: HF_HUB_OFFLINE is set")
@@ -69,36 +65,33 @@ def find_repository(repo: str, *, public: bool) -> Repository:
         raise UserError("there is no token of the Hub: run `hf auth login`, or set HF_TOKEN")
     api = huggingface_hub.HfApi()
     try:
-        owner = _owner(api.whoami(), found["owner"])
-        whole = f"{owner}/{found['name']}"
-        there = api.model_info(whole)
+        name = f"{_check_owner(api.whoami(), match['owner'])}/{match['name']}"
+        info = api.model_info(name)
     except errors.RepositoryNotFoundError:
-        return Repository(whole, public, None, frozenset())
+        return Repository(name, public, None, frozenset())
     except UserError:
         raise
     except Exception as error:  # whatever the client lets through
         raise UserError(f"the Hub cannot be asked about {repo} ({explain_hub_error(error)})") from error
-    if there.private == public:
-        seen, remedy = ("private", "leave --public out") if there.private else ("public", "say --public")
-        raise UserError(f"{whole} is there and {seen}: {remedy}, or choose another name")
-    names = frozenset(each.rfilename for each in there.siblings or [])
-    if ".gitignore" in names:  # the Hub's client leaves out in silence what it names
-        raise UserError(f"{whole} has a .gitignore, which may keep files out of a push: remove it there")
-    return Repository(whole, public, there.sha, names)
+    if info.private == public:
+        state, remedy = ("private", "leave --public out") if info.private else ("public", "say --public")
+        raise UserError(f"{name} is there and {state}: {remedy}, or choose another name")
+    files = frozenset(file.rfilename for file in info.siblings or [])
+    if ".gitignore" in files:  # the Hub's client silently leaves out what it names
+        raise UserError(f"{name} has a .gitignore, which may keep files out of a push: remove it there")
+    return Repository(name, public, info.sha, files)
 
 
-def _owner(user: Mapping[str, object], asked: str | None) -> str:
-    """Whose repository it will be. Raises UserError where the token may not write there."""
+def _check_owner(user: Mapping[str, Any], owner: str | None) -> str:
+    """Return the owner of the repository, the user by default, if the token may write there."""
     name = str(user["name"])
-    auth = user.get("auth")
-    token = auth.get("accessToken") if isinstance(auth, dict) else None
-    if isinstance(token, dict) and token.get("role") == "read":
+    token = (user.get("auth") or {}).get("accessToken") or {}
+    if token.get("role") == "read":
         raise UserError(f"the token of {name} may only read: make one that may write at the Hub's settings")
-    orgs = user.get("orgs")
-    theirs = [str(each.get("name")) for each in orgs if isinstance(each, dict)] if isinstance(orgs, list) else []
-    if asked not in (None, name, *theirs):
-        raise UserError(f"the token is {name}'s, who is no member of {asked}: choose a name such as {name}/NAME")
-    return asked or name
+    organisations = [str(organisation.get("name")) for organisation in user.get("orgs") or []]
+    if owner not in (None, name, *organisations):
+        raise UserError(f"the token is {name}'s, who is no member of {owner}: choose a name such as {name}/NAME")
+    return owner or name
 
 
 def commit(
@@ -109,17 +102,14 @@ def commit(
     message: str,
     unchanged: Callable[[], None] = lambda: None,
 ) -> PushedCommit:
-    """Put files into a repository, which is made where there is none, by one commit: all of them or none.
+    """Put files into a repository by one commit, all or none. The repository is made if it does not exist.
 
     Args:
-        place: as it was found; where it has changed since, nothing is committed.
+        place: as it was found; if it has changed since, nothing is committed.
         files: name in the repository → a file, or its content.
-        remove: names of files that go.
+        remove: names of files to remove.
         message: of the commit.
-        unchanged: called once what is uploaded is settled by its digest; may refuse.
-
-    Raises:
-        UserError: it failed, and what has become of the repository.
+        unchanged: called once the digests of the files are taken; may refuse.
     """
     import huggingface_hub
 
@@ -130,15 +120,17 @@ def commit(
     ]
     operations += [huggingface_hub.CommitOperationDelete(name, is_folder=False) for name in sorted(remove)]
     unchanged()
-    left = "it is as it was"
+    state = "it is as it was"
     try:
         if place.commit is None:
-            left = "nothing was made of it"
+            state = "nothing was made of it"
             api.create_repo(place.repo, private=not place.public)
-            left = "it was made, and is empty"
+            state = "it was made, and is empty"
         with show_hub_bars(are_bars_shown()):
             done = api.create_commit(place.repo, operations, commit_message=message, parent_commit=place.commit)
     except Exception as error:  # whatever the client lets through
         cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ is not None else error
-        raise UserError(f"{place.repo} cannot be pushed to ({explain_hub_error(cause)}); {left}: push again") from error
+        raise UserError(
+            f"{place.repo} cannot be pushed to ({explain_hub_error(cause)}); {state}: push again"
+        ) from error
     return PushedCommit(f"{api.endpoint}/{place.repo}", done.oid)

@@ -1,4 +1,4 @@
-"""Where the work is done."""
+"""Device and number format that a command computes with."""
 
 import torch
 
@@ -7,11 +7,7 @@ from ckpt_prune.parallel.group import process_group
 
 
 def resolve_device(text: str) -> torch.device:
-    """The device a `--device` names; auto takes a GPU where there is one. Processes on one machine take one each.
-
-    Raises:
-        UserError: not a device, or CUDA that is not there.
-    """
+    """Return the device of `--device`. "auto" takes a GPU if there is one; processes on one machine take one each."""
     if text == "auto":
         text = "cuda" if torch.cuda.is_available() else "cpu"
     if text == "cuda" and process_group().size > 1:
@@ -26,24 +22,20 @@ def resolve_device(text: str) -> torch.device:
     return torch.device(text)
 
 
-def resolve_compute_dtype(named: str, device: torch.device, stored: torch.dtype = torch.float32) -> torch.dtype:
-    """The type that a `--compute-dtype` names; auto takes bfloat16 for a model stored in it, where that is faster.
+def resolve_compute_dtype(option: str, device: torch.device, stored: torch.dtype = torch.float32) -> torch.dtype:
+    """Return the dtype of `--compute-dtype`: of that name, or for "auto" bfloat16 where it is faster, else float32.
 
-    Perplexities then agree within what other samples change.
-
-    Args:
-        named: auto, or a floating type.
-        device: where the model runs.
-        stored: type of its weights; without one auto is float32.
+    It is faster for a model that is stored in bfloat16 (`stored`) on a device that multiplies it. Perplexities change
+    less by it than by taking other samples.
     """
-    if named != "auto":
-        dtype: torch.dtype = getattr(torch, named)
+    if option != "auto":
+        dtype: torch.dtype = getattr(torch, option)
         return dtype
     return torch.bfloat16 if stored == torch.bfloat16 and multiplies_bfloat16(device) else torch.float32
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:
-    """Whether a device has instructions for products of bfloat16: others emulate them, slower than float32."""
+    """Whether a device has instructions for products of bfloat16; others emulate them, slower than float32."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     # Versions of torch before this function cannot tell.

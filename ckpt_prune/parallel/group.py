@@ -1,4 +1,4 @@
-"""What a process asks of those that it works with. One process alone is the default, and costs nothing."""
+"""The group of processes that share a job. A single process is the default, and costs nothing."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,14 +14,14 @@ T = TypeVar("T")
 
 
 class Group:
-    """Processes that run the same command on the same input; here, a single one.
+    """Processes that run the same command on the same input; in this class, a single one.
 
-    All of them come to the same calls in the same order. The first one decides, writes and prints.
+    All of them make the same calls in the same order. The first one decides, writes and prints.
 
     Attributes:
-        rank: which of them this process is, from 0.
-        size: how many there are.
-        local: which of those on its machine this process is.
+        rank: number of this process, from 0.
+        size: number of processes.
+        local: number of this process among those on its machine.
     """
 
     rank = 0
@@ -34,15 +34,11 @@ class Group:
         return self.rank == 0
 
     def share(self, count: int) -> slice:
-        """This process's run of a row of samples. Runs are contiguous, nearly equal, and in the order of processes."""
+        """Return this process's run of `count` samples. Runs are contiguous, nearly equal, and in order of ranks."""
         return slice(count * self.rank // self.size, count * (self.rank + 1) // self.size)
 
     def check_enough(self, samples: int) -> None:
-        """Refuse fewer samples than there are processes to share them out to.
-
-        Raises:
-            UserError: some process would have none.
-        """
+        """Refuse fewer samples than processes."""
         if samples < self.size:
             raise UserError(
                 f"{self.size} processes cannot share {samples} sample{'s' * (samples != 1)}: every one needs at least "
@@ -50,78 +46,71 @@ class Group:
             )
 
     def once(self, make: Callable[[], T]) -> T:
-        """What the first process makes, in all of them."""
+        """Let the first process make a value, and return it in all of them."""
         return make()
 
     def alone(self, make: Callable[[], T]) -> T:
-        """What the first process makes by itself, sharing none of the work, in all of them."""
+        """Let the first process make a value without sharing the work, and return it in all of them."""
 
-        def by_itself() -> T:
+        def make_alone() -> T:
             with working_in(ALONE):
                 return make()
 
-        return self.once(by_itself)
+        return self.once(make_alone)
 
-    def at_first(self, make: Callable[[], T]) -> T | None:
-        """What the first process makes, and nothing in the others, which go on at once."""
+    def on_first(self, make: Callable[[], T]) -> T | None:
+        """Let the first process make a value; the others get None and continue at once."""
         return make()
 
-    def dealt(self, own: Sequence[T]) -> list[T]:
-        """What every process has made of items that were dealt out (`items[rank::size]`), in order, in all of them."""
+    def interleave(self, own: Sequence[T]) -> list[T]:
+        """Return in all processes the results of items that were dealt out (`items[rank::size]`), in their order."""
         return list(own)
 
     def gather(self, value: T) -> list[T] | None:
-        """Every process's value in the order of processes, at the first one; nothing in the others."""
+        """Return every process's value in order of ranks at the first one, and None in the others."""
         return [value]
 
     def add(self, tensor: "Tensor") -> "Tensor":
-        """The sum of every process's tensor at the first one, in float64 and in the order of processes.
+        """Return the sum of every process's tensor at the first one, in float64 and in order of ranks.
 
         Other processes get what they gave.
 
         Args:
-            tensor: of the same shape and dtype in all; the sum may take its place.
+            tensor: of the same shape and dtype in all; the sum may replace it.
         """
         return tensor
 
-    def shared(self, tensor: "Tensor") -> "Tensor":
-        """The sum of every process's tensor, as of `add`, in all of them."""
+    def add_for_all(self, tensor: "Tensor") -> "Tensor":
+        """Return the same sum as `add` in all processes."""
         return tensor
 
     def total(self, value: float) -> float:
-        """The sum of every process's number in the order of processes, in all of them."""
-        parts = self.gather(value) or []
-        return self.once(lambda: sum(parts))
+        """Return the sum of every process's number, in order of ranks, in all of them."""
+        values = self.gather(value) or []
+        return self.once(lambda: sum(values))
 
     def join(self, tensor: "Tensor", dim: int) -> "Tensor":
-        """Every process's tensor one behind the other, at the first one; the others get what they gave."""
+        """Concatenate every process's tensor at the first one; the others get what they gave."""
         return tensor
 
     def agree(self, facts: Mapping[str, object]) -> None:
-        """Refuse to go on where processes differ.
-
-        Args:
-            facts: what has to be the same → its value in this process.
-
-        Raises:
-            UserError: naming the first fact and process that differ from the first one's.
-        """
+        """Refuse to continue if any of these facts (name → value) differs between processes."""
 
 
 ALONE = Group()
-_here: ContextVar[Group] = ContextVar("group", default=ALONE)
+_group: ContextVar[Group] = ContextVar("group", default=ALONE)
 
 
 def process_group() -> Group:
-    """The processes that this one works with."""
-    return _here.get()
+    """Return the group that this process works in."""
+    return _group.get()
 
 
 @contextmanager
 def working_in(group: Group) -> Iterator[Group]:
-    """Let what runs inside share its work with other processes."""
-    token = _here.set(group)
+    """Share the work of the body with the processes of a group."""
+    token = _group.set(group)
     try:
         yield group
     finally:
-        _here.reset(token)
+        _group.reset(token)

@@ -1,9 +1,9 @@
-"""A group of more than one process, built on two things: to gather equal tensors, and to spread one."""
+"""A group of several processes, built on two operations: gather equal tensors, and spread one."""
 
 import pickle
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -13,92 +13,81 @@ from ckpt_prune.parallel.group import Group
 
 T = TypeVar("T")
 CHUNK = 2**22
-"""Elements that are gathered at once: the first process holds so many of every process's, and of their sum."""
+"""Elements that are gathered at once. The first process holds this many of every process, and of their sum."""
 
 
 class SeveralProcesses(Group):
     """Processes that work together.
 
-    What they send each other as bytes is pickled: they are processes of one command of one user.
+    Objects are sent pickled, since all are processes of one command of one user.
 
-    Args:
-        rank: which of them this is.
-        size: how many there are.
-        local: which of those on its machine this is.
+    Args: as the attributes of `Group`.
     """
 
     def __init__(self, rank: int, size: int, local: int = 0) -> None:
         self.rank, self.size, self.local = rank, size, local
 
     @abstractmethod
-    def gathered(self, tensor: Tensor) -> list[Tensor] | None:
-        """Every process's tensor, of equal shapes and dtypes, at the first one; the others get None."""
+    def gather_tensors(self, tensor: Tensor) -> list[Tensor] | None:
+        """Return every process's tensor, of equal shapes and dtypes, at the first one; None in the others."""
 
     @abstractmethod
     def spread(self, tensor: Tensor) -> Tensor:
-        """The first process's tensor, which may be written into the others' of equal shape and dtype."""
+        """Return the first process's tensor. It may be written into the others' of equal shape and dtype."""
 
     def name(self, rank: int) -> str:
-        """What a process is called in messages."""
+        """Return the name of a process for messages."""
         return f"rank {rank}"
 
     def once(self, make: Callable[[], T]) -> T:
-        """What the first process makes, in all of them."""
+        """Let the first process make a value, and return it in all of them."""
         if self.first:
             made = make()
             self._spread_bytes(pickle.dumps(made, pickle.HIGHEST_PROTOCOL))
             return made
         return cast(T, pickle.loads(self._spread_bytes(b"")))
 
-    def at_first(self, make: Callable[[], T]) -> T | None:
-        """What the first process makes, and nothing in the others, which go on at once."""
+    def on_first(self, make: Callable[[], T]) -> T | None:
+        """Let the first process make a value; the others get None and continue at once."""
         return make() if self.first else None
 
-    def dealt(self, own: Sequence[T]) -> list[T]:
-        """What every process has made of items that were dealt out, in order, in all of them."""
-        parts = self.gather(list(own))
-
-        def in_their_order() -> list[T]:
-            assert parts is not None
-            return [part[index] for index in range(len(parts[0])) for part in parts if index < len(part)]
-
-        return self.once(in_their_order)
+    def interleave(self, own: Sequence[T]) -> list[T]:
+        """Return in all processes the results of items that were dealt out, in their order."""
+        parts = self.gather(list(own)) or [[]]
+        return self.once(lambda: [part[index] for index in range(len(parts[0])) for part in parts if index < len(part)])
 
     def gather(self, value: T) -> list[T] | None:
-        """Every process's value in the order of processes, at the first one; nothing in the others."""
+        """Return every process's value in order of ranks at the first one, and None in the others."""
         data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-        sizes = self.gathered(torch.tensor([len(data)]))
+        sizes = self.gather_tensors(torch.tensor([len(data)]))
         longest = torch.tensor([0]) if sizes is None else torch.stack(sizes).amax(0)
         padded = torch.zeros(int(self.spread(longest)), dtype=torch.uint8)
         padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        parts = self.gathered(padded)
+        parts = self.gather_tensors(padded)
         if parts is None or sizes is None:
             return None
-        found: list[Any] = [
-            pickle.loads(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)
-        ]
-        return found
+        return [pickle.loads(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
 
     def add(self, tensor: Tensor) -> Tensor:
-        """The sum of every process's tensor at the first one, in float64 and in the order of processes."""
+        """Return the sum of every process's tensor at the first one, in float64 and in order of ranks."""
         flat = tensor.contiguous().view(-1)
         for chunk in torch.split(flat, CHUNK) if len(flat) else ():
-            parts = self.gathered(chunk)
+            parts = self.gather_tensors(chunk)
             if parts is not None:
                 chunk.copy_(add_in_order(parts))
         return flat.view(tensor.shape)
 
-    def shared(self, tensor: Tensor) -> Tensor:
-        """The sum of every process's tensor, as of `add`, in all of them."""
+    def add_for_all(self, tensor: Tensor) -> Tensor:
+        """Return the same sum as `add` in all processes."""
         return self.spread(self.add(tensor))
 
     def join(self, tensor: Tensor, dim: int) -> Tensor:
-        """Every process's tensor one behind the other, at the first one; the others get what they gave."""
+        """Concatenate every process's tensor at the first one; the others get what they gave."""
         parts = self.gather(tensor)
         return tensor if parts is None else torch.cat(parts, dim)
 
     def agree(self, facts: Mapping[str, object]) -> None:
-        """Refuse to go on where processes differ; the first one finds out, and its error ends the others."""
+        """Refuse to continue if a fact differs. The first process finds out, and its error ends the others."""
         for rank, theirs in enumerate(self.gather(dict(facts)) or ()):
             for what, value in facts.items():
                 if theirs.get(what) != value:
@@ -111,3 +100,21 @@ class SeveralProcesses(Group):
         size = int(self.spread(torch.tensor([len(data)])))
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(size, dtype=torch.uint8)
         return self.spread(own).numpy().tobytes() if size else b""
+
+
+def add_in_order(parts: Iterable[Tensor]) -> Tensor:
+    """Return Σ of tensors of one shape and dtype, added from first to last in float64 and rounded once.
+
+    The same parts in the same order give the same bytes. Other ways to cut the same terms into parts change the sum by
+    rounding in float64 only, which sums in float32 hardly show.
+
+    Args:
+        parts: at least one.
+    """
+    rest = iter(parts)
+    first = next(rest)
+    wide = torch.promote_types(first.dtype, torch.float64) if first.is_floating_point() else first.dtype
+    total = first.to(wide, copy=True)
+    for part in rest:
+        total += part
+    return total.to(first.dtype)

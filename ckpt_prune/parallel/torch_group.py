@@ -1,4 +1,4 @@
-"""The processes that torchrun has started, by torch.distributed: gloo, and NCCL where each has a GPU of its own."""
+"""The processes that torchrun has started, connected by torch.distributed: gloo, and NCCL if each has its own GPU."""
 
 import os
 import socket
@@ -12,20 +12,20 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from ckpt_prune.parallel.group import Several
+from ckpt_prune.parallel.group import Group
 from ckpt_prune.parallel.watch import Watch
 
 _LONG = timedelta(days=30)
-"""For one step: the first process may solve for hours while the others wait. `watch` tells who is alive."""
-_SHORTEST, _LONGEST = 0.0001, 0.005
-"""Seconds between two looks at whether others have come."""
+"""Limit for one operation: the first process may solve for hours while the others wait. `watch` tells who is alive."""
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0001, 0.005
+"""Seconds between two looks at whether an operation is done."""
 
 
 class EndedError(RuntimeError):
     """Another process has ended while this one waited for it."""
 
 
-class TorchGroup(Several):
+class TorchGroup(Group):
     """This process and the others that torchrun has started.
 
     Attributes:
@@ -36,8 +36,8 @@ class TorchGroup(Several):
         environment = os.environ
         super().__init__(int(environment["RANK"]), int(environment["WORLD_SIZE"]), int(environment["LOCAL_RANK"]))
         store, _, _ = next(iter(rendezvous("env://", self.rank, self.size)))
-        own = int(environment.get("LOCAL_WORLD_SIZE", self.size))
-        gpus = torch.cuda.is_available() and torch.cuda.device_count() >= own
+        on_machine = int(environment.get("LOCAL_WORLD_SIZE", self.size))
+        gpus = torch.cuda.is_available() and torch.cuda.device_count() >= on_machine
         self._wire = torch.device("cuda", self.local) if gpus else torch.device("cpu")
         if gpus:
             torch.cuda.set_device(self._wire)
@@ -48,47 +48,42 @@ class TorchGroup(Several):
             world_size=self.size,
             timeout=_LONG,
         )
-        self._hosts: list[str] | None = None
-        # Before anyone looks for it: to ask for a key that is not there is to wait for it.
+        self._hosts: list[str] = []
+        # Before any process looks for its signs: asking for a missing key means waiting for it.
         self.watch = Watch(PrefixStore("watch", store), self.rank, self.size, self.name)
-        self._hosts = self.once_gathered(socket.gethostname())
+        hosts = self.gather(socket.gethostname()) or []
+        self._hosts = self.once(lambda: hosts)
         self.watch.begin()
 
-    def once_gathered(self, value: str) -> list[str]:
-        """Every process's value, in all of them."""
-        found = self.gather(value)
-        return self.once(lambda: found or [])
-
     def name(self, rank: int) -> str:
-        """Its rank, and its machine where there are several."""
-        several = self._hosts is not None and len(set(self._hosts)) > 1
-        return f"rank {rank} ({self._hosts[rank]})" if several and self._hosts else f"rank {rank}"
+        """Return the rank of a process, and its machine if there are several."""
+        return f"rank {rank} ({self._hosts[rank]})" if len(set(self._hosts)) > 1 else f"rank {rank}"
 
-    def gathered(self, tensor: Tensor) -> list[Tensor] | None:
-        """Every process's tensor at the first one. Floating ones go from GPU to GPU where there are any."""
+    def gather_tensors(self, tensor: Tensor) -> list[Tensor] | None:
+        """Return every process's tensor at the first one. Floating ones go from GPU to GPU if there are any."""
         own = tensor.to(self._wire if tensor.is_floating_point() else "cpu")
         parts = [torch.empty_like(own) for _ in range(self.size)] if self.first else None
         self._wait(dist.gather(own, parts, dst=0, async_op=True))
         return parts
 
     def spread(self, tensor: Tensor) -> Tensor:
-        """The first process's tensor in all of them."""
+        """Return the first process's tensor in all of them."""
         self._wait(dist.broadcast(tensor, src=0, async_op=True))
         return tensor
 
     def close(self) -> None:
-        """Part in order, when all is done."""
+        """Leave the group in order, when all is done."""
         # Nobody may miss a process that was merely faster.
         self._wait(dist.barrier(async_op=True))
         self.watch.close()
         dist.destroy_process_group()
 
     def _wait(self, work: Any) -> None:
-        """Wait in Python, where signals are heard, and for as long as nobody has failed."""
-        pause = _SHORTEST
+        """Wait in Python, where signals are heard, until the operation is done or a process has failed."""
+        pause = _SHORTEST_PAUSE
         while not work.is_completed():
             if self.watch.end is not None:
                 raise EndedError
             time.sleep(pause)
-            pause = min(2 * pause, _LONGEST)
+            pause = min(2 * pause, _LONGEST_PAUSE)
         work.wait()

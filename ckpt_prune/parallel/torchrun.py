@@ -1,26 +1,29 @@
-"""Where a command begins and ends that torchrun has started in several processes."""
+"""Beginning and end of a command that torchrun has started in several processes."""
 
 import os
+import platform
 import signal
 import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ckpt_prune._version import __version__
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.parallel.group import ALONE, Group, working_in
 from ckpt_prune.parallel.watch import describe_end
 
 if TYPE_CHECKING:
-    pass
+    from ckpt_prune.parallel.torch_group import TorchGroup
 
 _FAILED = 2
 _TELLING = 5.0
-"""Seconds that the first process has to tell the user what another one failed of, before that one does."""
+"""Seconds that a failed process gives the first one to tell the user why, before it does so itself."""
 _SIGNING = 2.0
-"""Seconds within which a process that lives gives a sign of it."""
+"""Seconds within which a live process gives a sign of life."""
 
 
 def is_started_by_torchrun() -> bool:
@@ -30,37 +33,42 @@ def is_started_by_torchrun() -> bool:
 
 @contextmanager
 def join_processes() -> Iterator[Group]:
-    """Let what runs inside share its work with the other processes that torchrun has started, if it has.
+    """Share the work of the body with the other processes that torchrun has started, if it has.
 
-    Of these only the first prints. When one fails, all end, and the first one tells which it was and why.
+    Only the first one prints. If one fails, all end, and the first one tells which it was and why.
 
     Raises:
         UserError: another process has failed, or died.
-        SystemExit: in other processes than the first, where any failed.
+        SystemExit: in other processes than the first, if any failed.
     """
     if not is_started_by_torchrun():
         yield ALONE
         return
     from ckpt_prune.parallel.torch_group import TorchGroup
-    from ckpt_prune.parallel.torchrun import versions
 
     with _quiet(int(os.environ["RANK"]) > 0):
         group = TorchGroup()
         try:
             with working_in(group):
-                group.agree(versions())
+                group.agree(_versions())
                 yield group
         except BaseException as error:
             if getattr(error, "exit_code", None) == 0:  # click's way to end: nothing is wrong
                 group.close()
                 raise
-            told = _accounted(group, error)
+            message = _account(group, error)
             if not group.first:
                 raise SystemExit(_FAILED) from None
-            if told is not None:
-                raise UserError(told) from error
+            if message is not None:
+                raise UserError(message) from error
             raise
         group.close()
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions of programs that must be the same in all processes."""
+    versions = {f"version of {name}": version(name) for name in ("torch", "transformers")}
+    return {"version of ckpt-prune": __version__, **versions, "version of Python": platform.python_version()}
 
 
 @contextmanager
@@ -72,41 +80,42 @@ def _quiet(quiet: bool) -> Iterator[None]:
         yield
 
 
-def _accounted(group: "Processes", error: BaseException) -> str | None:
-    """Let the others know that this process ends, and find out what the user is to be told.
+def _account(group: "TorchGroup", error: BaseException) -> str | None:
+    """Tell the others that this process ends, and find out what the user should read.
 
     Returns:
-        At the first process what another one failed of, or that it died; None where this one's own error tells it.
+        At the first process, why another one failed or that it died; None if this process's own error says it.
     """
-    _undisturbed()
+    _ignore_signals()
     watch = group.watch
     watch.close()
     try:
         by_signal = isinstance(error, KeyboardInterrupt)
-        own = not by_signal and _own(error)
+        own = not by_signal and _is_own(error)
         if watch.heard() is None and own:
             watch.fail(_message(error))
         elif by_signal or not own:
-            watch.went()
+            watch.leave()
         if not group.first:
             if own and watch.end is None and not watch.wait_told(_TELLING):
                 os.write(2, f"Error: {group.name(group.rank)}: {_message(error)}\n".encode())
             return None
-        end = watch.heard()
-        told = None if end is None or own else describe_end(end, group.name)
-        if told is None and not own and (dead := watch.missing(_SIGNING)):
-            # It may have said why while it was waited for.
-            end = watch.heard()
-            told = f"{group.name(dead[0])} died without a word: it was killed, or ran out of memory"
-            told = told if end is None else describe_end(end, group.name)
-        watch.told()
-        return told
+        message = None
+        if not own:
+            dead = [] if watch.heard() is not None else watch.missing(_SIGNING)
+            end = watch.heard()  # a process may have said why while it was waited for
+            if end is not None:
+                message = describe_end(end, group.name)
+            elif dead:
+                message = f"{group.name(dead[0])} died without a word: it was killed, or ran out of memory"
+        watch.tell()
+        return message
     except Exception:  # torch's own kinds: torchrun, which keeps the store, is gone
         return None if watch.end is None else watch.end.message
 
 
-def _own(error: BaseException) -> bool:
-    """Whether an error is this process's, and not that others went away while it spoke to them."""
+def _is_own(error: BaseException) -> bool:
+    """Whether an error is this process's, and not caused by others that went away during an operation."""
     from torch.distributed import DistError
 
     from ckpt_prune.parallel.torch_group import EndedError
@@ -117,17 +126,17 @@ def _own(error: BaseException) -> bool:
 
 
 def _message(error: BaseException) -> str:
-    """What a user is told of an error: a line where it is meant for one, else all there is."""
-    told = getattr(error, "format_message", None)  # click's
-    if told is not None:
-        return str(told())
+    """Return a line for errors that are meant for users, else the traceback."""
+    format_message = getattr(error, "format_message", None)  # click's
+    if format_message is not None:
+        return str(format_message())
     if isinstance(error, UserError):
         return str(error)
     return "".join(traceback.format_exception(error)).strip()
 
 
-def _undisturbed() -> None:
-    """Let no further signal keep this process from telling: torchrun stops all when one has ended."""
+def _ignore_signals() -> None:
+    # torchrun stops all processes when one has ended, and this one has yet to tell why.
     if threading.current_thread() is threading.main_thread():
         for name in ("SIGTERM", "SIGINT", "SIGHUP"):
             if hasattr(signal, name):

@@ -140,7 +140,7 @@ def test_a_disk_that_fills_up_meanwhile_is_told_and_nothing_is_left(tmp_path, mo
     def full(descriptor: int, size: int) -> None:
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr(module, "claim", full)
+    monkeypatch.setattr(module, "reserve_space", full)
     with pytest.raises(UserError, match="No space left") as error:
         StateMemory(0, tmp_path)((64, 64), torch.float32)
     assert "\n" not in str(error.value)
@@ -149,12 +149,12 @@ def test_a_disk_that_fills_up_meanwhile_is_told_and_nothing_is_left(tmp_path, mo
 
 def test_the_space_is_claimed_in_full_before_the_tensor_is_handed_out(tmp_path, monkeypatch):
     """A sparse file would let a full disk kill the process when a page is written."""
-    claimed, claim = [], module.claim
+    claimed, claim = [], module.reserve_space
 
     def watch(descriptor: int, size: int) -> None:
         claim(descriptor, size)
         claimed.append((size, os.fstat(descriptor).st_size))
 
-    monkeypatch.setattr(module, "claim", watch)
+    monkeypatch.setattr(module, "reserve_space", watch)
     StateMemory(0, tmp_path)((3, 50, 7), torch.bfloat16)
     assert claimed == [(2100, 2100)]

@@ -97,6 +97,30 @@ class TestRefusals:
         path = single / "config.json"
         assert message_of(single) == f"{path} is not a readable JSON object ({reason}); download or restore the file"
 
+    @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "latin-1"])
+    @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "generation_config.json"])
+    def test_json_that_is_not_plain_utf8(self, single: Path, name: str, encoding: str) -> None:
+        (single / name).write_bytes(json.dumps(CONFIG | {"name": "é"}, ensure_ascii=False).encode(encoding))
+        reason = "not UTF-8 text: save it as UTF-8"
+        if encoding == "utf-8-sig":
+            reason = "UTF-8 with a byte order mark: save it as UTF-8 without one"
+        assert message_of(single) == f"{single / name} is {reason}"
+
+    @pytest.mark.parametrize(
+        ("text", "fault"),
+        [
+            ("{", "not valid JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1))"),
+            ("[1]", "not a JSON object"),
+            ("[" * 100_000, "not valid JSON (nested too deeply)"),
+        ],
+    )
+    def test_side_files_that_transformers_cannot_load(self, single: Path, text: str, fault: str) -> None:
+        (single / "special_tokens_map.json").write_text(text)
+        message = f"{single / 'special_tokens_map.json'} is {fault}; restore the file, or remove it"
+        assert message_of(single) == message_of(single) == message
+        (single / "special_tokens_map.json").write_text('{"a": 1, "a": 2}')  # transformers takes the last one
+        Checkpoint.open(single)
+
     def test_only_pickles(self, single: Path) -> None:
         (single / "model.safetensors").rename(single / "pytorch_model.bin")
         assert message_of(single) == (
@@ -141,20 +165,7 @@ class TestRefusals:
             f"{path} is {size + change} bytes long but its header says {size}: it is {wrong}; download it again"
         )
 
-    @pytest.mark.parametrize(
-        "file",
-        [
-            "../x.safetensors",
-            "/x.safetensors",
-            "sub/x.safetensors",
-            "..\\x.safetensors",
-            "..",
-            "",
-            ".",
-            "model.bin",
-            3,
-        ],
-    )
+    @pytest.mark.parametrize("file", ["../x.safetensors", "/x.safetensors", "..\\x.safetensors", "", "model.bin", 3])
     def test_index_naming_a_file_outside(self, sharded: Path, file: object) -> None:
         (sharded.parent / "x.safetensors").write_bytes((sharded / FIRST).read_bytes())
         write_index(sharded, {"w": file})
@@ -163,10 +174,18 @@ class TestRefusals:
             "which is not a safetensors file of that folder; download it again"
         )
 
-    @pytest.mark.parametrize("weight_map", [None, {}, ["model.safetensors"]])
-    def test_index_without_map(self, sharded: Path, weight_map: object) -> None:
-        write_index(sharded, weight_map)
-        assert message_of(sharded) == f"{sharded / 'model.safetensors.index.json'} has no weight_map; download it again"
+    @pytest.mark.parametrize(
+        ("content", "fault"),
+        [
+            ({}, "has no weight_map"),
+            ({"weight_map": {}}, "has an empty weight_map"),
+            ({"weight_map": ["a"]}, "has a list as its weight_map, not a map from tensor names to files"),
+        ],
+    )
+    def test_index_without_map(self, sharded: Path, content: dict[str, object], fault: str) -> None:
+        index = sharded / "model.safetensors.index.json"
+        index.write_text(json.dumps(content))
+        assert message_of(sharded) == f"{index} {fault}; download it again"
 
     def test_index_listing_too_much_or_too_little(self, sharded: Path) -> None:
         index = sharded / "model.safetensors.index.json"
@@ -185,7 +204,7 @@ class TestRefusals:
             "which model.safetensors.index.json does not put there; download both again"
         )
 
-    @pytest.mark.parametrize("metadata", [{}, {"metadata": None}, {"metadata": []}])
+    @pytest.mark.parametrize("metadata", [{}, {"metadata": []}])
     def test_index_without_metadata(self, sharded: Path, metadata: dict[str, object]) -> None:
         index = sharded / "model.safetensors.index.json"
         index.write_text(json.dumps({"weight_map": json.loads(index.read_text())["weight_map"]} | metadata))
@@ -271,16 +290,12 @@ class TestRead:
 
 def test_side_files(single: Path) -> None:
     kept = ["LICENSE", "chat_template.jinja", "generation_config.json", "tokenizer.json", "tokenizer.model"]
-    left = [
-        "README.md", "ckpt_prune.json", ".gitattributes", "a.bin", "b.pt", "c.pth", "d.ckpt", "e.msgpack", "f.h5",
-        "g.onnx",        "h.gguf", "modeling.py", "other.safetensors", "pytorch_model.bin.index.json", "J.BIN",
-    ]  # fmt: skip
-    for name in kept + left:
+    left_out = "README.md ckpt_prune.json .gitattributes a.bin b.pt c.pth d.ckpt e.msgpack f.h5 g.onnx h.gguf J.BIN"
+    for name in (*kept, *left_out.split(), "modeling.py", "other.safetensors", "pytorch_model.bin.index.json"):
         (single / name).write_text("x")
     (single / "folder").mkdir()
     (single / "tokenizer_config.json").symlink_to("tokenizer.json")
-    names = list(side_files(single))
-    assert names == sorted([*kept, "tokenizer_config.json"])
+    assert list(side_files(single)) == sorted([*kept, "tokenizer_config.json"])
 
 
 def test_side_files_that_are_links_lead_into_the_folder_or_the_hubs_blobs(tmp_path: Path, single: Path) -> None:

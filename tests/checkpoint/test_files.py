@@ -5,9 +5,8 @@ import os
 import pytest
 import torch
 
-from ckpt_prune.checkpoint import files as inputs
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
-from ckpt_prune.checkpoint.files import read_input
+from ckpt_prune.checkpoint.files import read_input, stamp_of
 from ckpt_prune.checkpoint.json_files import read_json_object
 from ckpt_prune.checkpoint.shard import read_header
 from ckpt_prune.common.errors import UserError
@@ -39,7 +38,7 @@ def test_tensors_of_a_file_that_changes_are_not_read(tmp_path, how):
     checkpoint = Checkpoint.open(folder)
     assert torch.equal(checkpoint.read(["a"])["a"], TENSORS["a"])
     data = path.read_bytes()
-    opened = inputs.stamp_of(path)
+    opened = stamp_of(path)
     if how == "replaced":
         path.rename(tmp_path / "old")  # so that its inode is not given to the new one
         path.write_bytes(data)

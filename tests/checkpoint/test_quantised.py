@@ -84,8 +84,8 @@ def test_scales_may_be_in_another_file_and_take_it_with_them(tmp_path: Path) -> 
     checkpoint = Checkpoint.open(folder)
     assert checkpoint.files == ("a.safetensors",)
     assert torch.equal(checkpoint.read([NAME])[NAME], by_elements(stored(5, 7), scale, 2, 3))
-    turned = checkpoint.transpose([NAME])
-    assert torch.equal(turned.read([NAME])[NAME], by_elements(stored(5, 7), scale, 2, 3).T)
+    transposed = checkpoint.transpose([NAME])
+    assert torch.equal(transposed.read([NAME])[NAME], by_elements(stored(5, 7), scale, 2, 3).T)
 
 
 def test_another_scale_is_another_model_and_its_nan_is_found(tmp_path: Path) -> None:
@@ -126,50 +126,27 @@ def test_no_scales(tmp_path: Path) -> None:
 BY_TRANSFORMERS = "python -c \"from transformers import {} as M; M.{}.save_pretrained('NEW')\""
 
 
+def by_config(config: str) -> str:
+    return BY_TRANSFORMERS.format(
+        f"{config}, LlamaForCausalLM", f"from_pretrained('{{folder}}', quantization_config={config}(dequantize=True))"
+    )
+
+
+DEQUANTIZE = BY_TRANSFORMERS.format("LlamaForCausalLM", "from_pretrained('{folder}').dequantize()")
+GPTQ = "python -c \"from gptqmodel.utils.model_dequant import dequantize_model; dequantize_model('{folder}', 'NEW')\""
+STRANGE = COMPRESSED | {"config_groups": {"group_0": {"weights": {"type": {"float": 8}}}}}
+
+
 @pytest.mark.parametrize(
     ("said", "name", "convert"),
     [
         ({"quant_method": "awq", "bits": 4}, "AWQ", None),
-        (
-            {"quant_method": "gptq", "bits": 4},
-            "GPTQ",
-            'python -c "from gptqmodel.utils.model_dequant import dequantize_model; '
-            "dequantize_model('{folder}', 'NEW')\"",
-        ),
-        (
-            {"quant_method": "bitsandbytes", "load_in_4bit": True},
-            "bitsandbytes",
-            BY_TRANSFORMERS.format("LlamaForCausalLM", "from_pretrained('{folder}').dequantize()"),
-        ),
-        (
-            {"load_in_8bit": True},
-            "bitsandbytes",
-            BY_TRANSFORMERS.format("LlamaForCausalLM", "from_pretrained('{folder}').dequantize()"),
-        ),
-        (
-            {"quant_method": "mxfp4"},
-            "MXFP4",
-            BY_TRANSFORMERS.format(
-                "Mxfp4Config, LlamaForCausalLM",
-                "from_pretrained('{folder}', quantization_config=Mxfp4Config(dequantize=True))",
-            ),
-        ),
-        (
-            COMPRESSED | {"format": "pack-quantized"},
-            "compressed-tensors",
-            BY_TRANSFORMERS.format(
-                "CompressedTensorsConfig, LlamaForCausalLM",
-                "from_pretrained('{folder}', quantization_config=CompressedTensorsConfig(dequantize=True))",
-            ),
-        ),
-        (
-            COMPRESSED | {"config_groups": {"group_0": {"weights": {"type": {"float": 8}}}}},
-            "compressed-tensors",
-            BY_TRANSFORMERS.format(
-                "CompressedTensorsConfig, LlamaForCausalLM",
-                "from_pretrained('{folder}', quantization_config=CompressedTensorsConfig(dequantize=True))",
-            ),
-        ),
+        ({"quant_method": "gptq", "bits": 4}, "GPTQ", GPTQ),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes", DEQUANTIZE),
+        ({"load_in_8bit": True}, "bitsandbytes", DEQUANTIZE),
+        ({"quant_method": "mxfp4"}, "MXFP4", by_config("Mxfp4Config")),
+        (COMPRESSED | {"format": "pack-quantized"}, "compressed-tensors", by_config("CompressedTensorsConfig")),
+        (STRANGE, "compressed-tensors", by_config("CompressedTensorsConfig")),
         ({"quant_method": "hqq"}, "hqq", None),
         ("something", "something", None),
         ({}, "unknown method", None),

@@ -103,7 +103,7 @@ ATTACKS = {
     "last byte missing": (GOOD[:-1], f"is {len(GOOD) - 1} bytes long but its header says {len(GOOD)}: it is truncated"),
     "a byte too many": (GOOD + b"\0", f"is {len(GOOD) + 1} bytes long but its header says {len(GOOD)}: it is too long"),
     "not JSON": (raw("{'a'"), "is not a valid safetensors file (Expecting property name"),
-    "not UTF-8": (raw(b'{"\xff":1}'), "is not a valid safetensors file ('utf-8' codec"),
+    "not UTF-8": (raw(b'{"\xff":1}'), "is not a valid safetensors file (its header is not UTF-8)"),
     "a list": (raw("[]"), "is not a valid safetensors file (a list instead of an object)"),
     "nested": (raw("[" * 100_000), "is not a valid safetensors file (nested too deeply)"),
     "nested less": (raw('{"a":' + "[" * 200 + "]" * 200 + "}"), "is not a valid safetensors file (nested too deeply)"),

@@ -43,7 +43,8 @@ def kill(found: Staging) -> None:
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.record)
 def test_a_folder_with_its_record_is_replaced(tmp_path, kind):
     out = folder(tmp_path / "out", kind.record, ["a", "b"])
-    assert refusal(out, kind=kind) == f"{out} exists; --overwrite replaces it"
+    for resume in (False, True):
+        assert refusal(out, kind=kind, resume=resume) == f"{out} exists; --overwrite replaces it"
     with staging(out, overwrite=True, kind=kind) as found:
         (found.path / "new").write_text("new")
         assert {path.name for path in out.iterdir()} == {"a", "b", kind.record}
@@ -180,7 +181,7 @@ def test_a_signal_before_a_folder_is_known_to_be_ours_leaves_none(tmp_path, monk
     def interrupted(_: Staging) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Staging, "_take", interrupted)
+    monkeypatch.setattr(Staging, "_take_lock", interrupted)
     with pytest.raises(KeyboardInterrupt), staging(tmp_path / "out"):
         pass
     assert not list(tmp_path.iterdir())

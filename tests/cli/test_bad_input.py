@@ -90,11 +90,28 @@ def test_only_a_config(place):
     )
 
 
-@pytest.mark.parametrize("content", [b"", b"[1]", b"{", b"\x89PNG", b"5", b'{"a": 1, "a": 2}'])
+@pytest.mark.parametrize("content", [b"", b"[1]", b"{", b"5", b'{"a": 1, "a": 2}'])
 def test_configs_that_are_no_objects(place, content):
     Path("dense/config.json").write_bytes(content)
     for command in COMMANDS.values():
         assert refusal(command, "dense").startswith("dense/config.json is not a readable JSON object (")
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "generation_config.json"])
+@pytest.mark.parametrize(
+    ("encoding", "reason"),
+    [
+        ("utf-8-sig", "UTF-8 with a byte order mark: save it as UTF-8 without one"),
+        ("utf-16", "not UTF-8 text: save it as UTF-8"),
+    ],
+)
+def test_json_in_another_encoding_is_refused_in_the_same_words(place, name, encoding, reason):
+    """A copy of a tokenizer_config.json that transformers cannot read was verified."""
+    path = Path("dense", name)
+    path.write_bytes(path.read_text().encode(encoding))
+    for arguments in (("inspect", "dense"), ("verify", "pruned", "--against", "dense")):
+        assert refused(*arguments) == f"{path} is {reason}"
+    assert refusal(COMMANDS["prune"], "dense") == f"{path} is {reason}"
 
 
 @every_command
@@ -455,6 +472,7 @@ reading = pytest.mark.parametrize("command", READING.values(), ids=READING)
         ("empty.txt", b"", "empty.txt: the file holds no text"),
         ("blank.txt", b" \n\n", "blank.txt: the file holds no text"),
         ("p.png", b"\x89PNG\r\n", "p.png: not UTF-8 text (byte 0); give a UTF-8 .txt or .jsonl file"),
+        ("utf16.txt", "ab".encode("utf-16-le"), "utf16.txt is not UTF-8 text: save it as UTF-8"),
         ("nul.txt", b"a\0b", "nul.txt: a binary file (it holds a zero byte); give a UTF-8 .txt or .jsonl file"),
         ("open.jsonl", b'{"text": "a"', "open.jsonl, line 1: not valid JSON: Expecting ',' delimiter"),
         (

@@ -77,7 +77,10 @@ def test_what_was_fetched_is_there_without_the_hub(place: Path, hub: Hub, recipe
     ("reference", "message"),
     [
         ("org/recipes/none.yaml", "org/recipes has no file none.yaml on the Hub; check the name"),
-        ("org/recipes/mine.yaml@v9", "org/recipes has no revision 'v9'; give a branch, tag or commit that exists"),
+        (
+            "org/recipes/mine.yaml@v9",
+            "org/recipes has no revision 'v9' on the Hub; give a branch, tag or commit that exists",
+        ),
         (
             "org/none/mine.yaml",
             "org/none is no Hub repository you can read; check the name, or run `hf auth login` if it is private",

@@ -104,7 +104,7 @@ def test_ctrl_c_ends_all(place, tmp_path, monkeypatch):
 def test_a_command_for_one_process_says_so(place, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr("ckpt_prune.cli.main.joined", lambda: pytest.MonkeyPatch.context())
+    monkeypatch.setattr("ckpt_prune.cli.main.join_processes", lambda: pytest.MonkeyPatch.context())
     assert refused("verify", "pruned") == "verify runs in one process: start it without torchrun"
 
 

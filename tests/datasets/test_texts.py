@@ -102,7 +102,7 @@ def test_refusals(name, said):
     ("file", "content", "said"),
     [
         ("ptb/validation.jsonl", b'{"text": 1}\n', 'no string under "sentence"'),
-        ("ptb/ptb.test.txt", b"\xff\xfe\n", "'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
+        ("ptb/ptb.test.txt", b"\xff\xfe\n", "not UTF-8 text: save it as UTF-8"),
         ("c4/en/c4-validation.00000-of-00008.json.gz", b"plain", "Not a gzipped file (b'pl')"),
     ],
 )

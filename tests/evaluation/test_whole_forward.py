@@ -125,7 +125,7 @@ def test_what_is_not_compared_is_said(
     encoders.make(tmp_path / "dense", "bert-model")
     model = open_model("dense")
     size = sum(info.numel for info in model.checkpoint.tensors.values()) * 4
-    monkeypatch.setattr(whole_forward, "available", lambda: 8 * size - 1)
+    monkeypatch.setattr(whole_forward, "available_bytes", lambda: 8 * size - 1)
     check_forward(model, data, said.append)
     assert len(said) == 1
     assert re.fullmatch(

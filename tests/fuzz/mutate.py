@@ -11,27 +11,21 @@ CANARY = "/canary"
 
 SCALARS: list[Any] = [
     *(None, True, False, 0, 1, -1, 3, 7, 255, 10**6, 2**31, 2**63, -(2**63), 10**30, 0.5, -0.5, 1e30, 1e308, 1e-320),
-    *(
-        float("nan"),
-        float("inf"),
-        "",
-        " ",
+    *(float("nan"), float("inf"), "", " ", "x" * 300, "x" * 70_000, "\x1b[31mred", "\x00", "\n", "\u202e", "\ud800"),
+    *("é" * 99, CANARY, f"..{CANARY}", f"../../../..{CANARY}", f"file://{CANARY}"),
+    *[
         "a",
         "true",
         "-1",
         "1e9",
-        "x" * 300,
-        "x" * 70_000,
-        "\x1b[31mred",
-        "\x00",
-        "\n",
-    ),
-    *("\u202e", "\ud800", "é" * 99, "{0.__class__}", "{:>9999999999}", "%s%n", "<script>", "$(id)", "`id`", "|", "~/x"),
-    *(
-        CANARY,
-        f"..{CANARY}",
-        f"../../../..{CANARY}",
-        f"file://{CANARY}",
+        "{0.__class__}",
+        "{:>9999999999}",
+        "%s%n",
+        "<script>",
+        "$(id)",
+        "`id`",
+        "|",
+        "~/x",
         ".",
         "..",
         "/",
@@ -39,7 +33,7 @@ SCALARS: list[Any] = [
         "bfloat16",
         "llama",
         "gelu",
-    ),
+    ],
 ]
 CONTAINERS: list[Callable[[], Any]] = [
     list,

@@ -7,7 +7,7 @@ import torch
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.parallel import several
-from ckpt_prune.parallel.group import ALONE, Group, in_order, process_group, working_in
+from ckpt_prune.parallel.group import ALONE, Group, add_in_order, process_group, working_in
 from tests.parallel.threads import in_threads
 
 
@@ -30,24 +30,24 @@ def test_shares_are_contiguous_nearly_equal_and_all_of_them(samples, size):
 def test_a_sum_is_taken_in_float64_and_rounded_once():
     parts = numbers(5, 100)
     exact = sum(part.double() for part in parts)
-    assert torch.equal(in_order(parts), exact.float())
+    assert torch.equal(add_in_order(parts), exact.float())
     naive = parts[0].clone()
     for part in parts[1:]:
         naive += part
     assert not torch.equal(naive, exact.float())
-    assert torch.equal(in_order([torch.tensor([2**53 + 1]), torch.tensor([2])]), torch.tensor([2**53 + 3]))
+    assert torch.equal(add_in_order([torch.tensor([2**53 + 1]), torch.tensor([2])]), torch.tensor([2**53 + 3]))
 
 
 def test_how_terms_are_cut_into_parts_changes_no_more_than_rounding_in_float64():
     terms = numbers(6, 50, dtype=torch.float64)
-    two = in_order([in_order(terms[:3]), in_order(terms[3:])])
-    assert torch.allclose(two, in_order(terms), rtol=1e-14, atol=0)
+    two = add_in_order([add_in_order(terms[:3]), add_in_order(terms[3:])])
+    assert torch.allclose(two, add_in_order(terms), rtol=1e-14, atol=0)
 
 
 def test_a_sum_leaves_its_parts_as_they_were():
     parts = numbers(2, 4, dtype=torch.float64)
     before = [part.clone() for part in parts]
-    in_order(parts)
+    add_in_order(parts)
     assert all(map(torch.equal, parts, before))
 
 
@@ -74,8 +74,10 @@ def test_processes_add_up_in_their_order(monkeypatch):
     monkeypatch.setattr(several, "CHUNK", 7)
     parts = numbers(3, 5, 6)
     found = in_threads(3, lambda group: group.add(parts[group.rank].clone()))
-    assert torch.equal(found[0], in_order(parts))
-    assert torch.equal(in_threads(3, lambda group: group.add(parts[group.rank].T.contiguous().T))[0], in_order(parts))
+    assert torch.equal(found[0], add_in_order(parts))
+    assert torch.equal(
+        in_threads(3, lambda group: group.add(parts[group.rank].T.contiguous().T))[0], add_in_order(parts)
+    )
     assert in_threads(2, lambda group: group.add(torch.zeros(0)))[0].shape == (0,)
     assert in_threads(2, lambda group: group.add(torch.tensor(3)))[0] == 6
 

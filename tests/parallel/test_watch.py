@@ -105,11 +105,11 @@ def test_a_process_without_signs_of_life_is_missing(time, timed):
     time.living = [second]
     assert first.missing(2) == [2]
     assert 2 < time.now < 2.1
-    third.went()  # ended by a signal, as it says
+    third.leave()  # ended by a signal, as it says
     before = time.now
     assert first.missing(DAY) == []
     assert time.now - before < 0.1  # the second one's next sign
-    second.went()
+    second.leave()
     before = time.now
     assert first.missing(DAY) == []  # all have left: nothing to wait for
     assert time.now == before
@@ -143,5 +143,5 @@ def test_a_process_waits_until_the_user_is_told(time, timed):
     first, second = watches(2, **timed)
     assert not second.wait_told(5)
     assert 5 < time.now < 5.1
-    first.told()
+    first.tell()
     assert second.wait_told(0)

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from ckpt_prune.parallel.group import Several, working_in
+from ckpt_prune.parallel.group import Group, working_in
 
 T = TypeVar("T")
 
@@ -58,14 +58,14 @@ class _Meeting:
         self._turns[next(each for each in ranks if each in self._running)].release()
 
 
-class Threads(Several):
+class Threads(Group):
     """One of several threads."""
 
     def __init__(self, rank: int, meeting: _Meeting) -> None:
         super().__init__(rank, meeting.size, rank)
         self.meeting = meeting
 
-    def gathered(self, tensor: Tensor) -> list[Tensor] | None:
+    def gather_tensors(self, tensor: Tensor) -> list[Tensor] | None:
         given = self.meet(tensor)
         assert len({(each.shape, each.dtype) for each in given}) == 1
         return given if self.first else None
@@ -83,7 +83,7 @@ class Threads(Several):
         return found
 
 
-def in_threads(size: int, work: Callable[[Several], T]) -> list[T]:
+def in_threads(size: int, work: Callable[[Group], T]) -> list[T]:
     """What each process of a group makes; the error of the first that has one of its own."""
     meeting = _Meeting(size)
     made: dict[int, T] = {}

@@ -433,8 +433,8 @@ def test_least_error_needs_statistics_and_the_metric(dense, tmp_path):
     with pytest.raises(UserError) as caught:
         _ = job_on(folder, wanted("llama", weigh_by="energy"), None, data_of("llama")).widths
     assert str(caught.value) == (
-        "allocation least-error has no widths before the model is measured: `ckpt-prune plan --statistics STATS` prints "
-        "them"
+        "allocation least-error has no widths before the model is measured: `ckpt-prune plan --statistics STATS` "
+        "prints them"
     )
     bare = calibrate(folder, tmp_path / "bare")
     with pytest.raises(UserError) as caught:
