@@ -28,7 +28,7 @@ from tests.contract.models import BLOCKS, Case
 from tests.contract.whole import TARGETS, Whole, assert_same_outputs, outputs, plain
 from tests.families import model_of
 from tests.pairs import chosen
-from tests.transform.test_rotations import random_rotations, rotating
+from tests.stages.test_rotations import random_rotations, rotating
 
 
 # Names of the 15,000 experts of DeepSeek-V3 take six seconds.

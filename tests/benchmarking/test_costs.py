@@ -10,7 +10,7 @@ from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.modeling_pruned import cache_argument
 from tests import encoders, families
-from tests.planning.test_accounting import rotary_flops
+from tests.job.test_cost import rotary_flops
 
 BATCH, TOKENS, STEPS = 2, 7, 3
 

@@ -22,7 +22,7 @@ from tests.families import BLOCKS
 from tests.oracles import effects as oracle
 from tests.oracles import rotary as pairs_of
 from tests.pairs import every
-from tests.transform.whole import Sources, data_of, sources_of_all, stock
+from tests.stages.whole import Sources, data_of, sources_of_all, stock
 
 LIMIT = 5
 VARIANTS = ["llama-gqa-tied", "llama-biases", "opt", "opt-350m-like", "vit", "bert-pretraining"]

@@ -21,7 +21,7 @@ from tests import families
 from tests.encoders import calibrate
 from tests.families import BLOCKS
 from tests.pairs import every
-from tests.transform.whole import data_of, sources_of_all, stock, whole
+from tests.stages.whole import data_of, sources_of_all, stock, whole
 
 LINEARS = ("moments", "gram", "linears")
 ALL = [

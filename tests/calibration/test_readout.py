@@ -21,7 +21,7 @@ from tests import encoders, families
 from tests.encoders import BLOCKS, HIDDEN
 from tests.oracles import effects as oracle
 from tests.pairs import every
-from tests.transform.whole import data_of, stock
+from tests.stages.whole import data_of, stock
 
 CPU = torch.device("cpu")
 OWN = {"bert-token-classification": "BertForTokenClassification", "bert-questions": "BertForQuestionAnswering"}

@@ -17,7 +17,7 @@ from tests import families
 from tests.families import BLOCKS, windows
 from tests.oracles import taylor as oracle
 from tests.pairs import every
-from tests.transform.whole import Sources, data_of, sources_of_all, stock
+from tests.stages.whole import Sources, data_of, sources_of_all, stock
 
 VARIANTS = ["llama-gqa-tied", "llama-biases", "qwen3", "opt", "opt-350m-like"]
 

@@ -40,7 +40,7 @@ from tests.images import write_images, write_vit
 from tests.interrupting import interrupt_at
 from tests.pairs import chosen, crossed, every
 from tests.reports import without_stages
-from tests.transform.recovering import is_linear
+from tests.stages.recovering import is_linear
 
 TWO = ("--set", "recovery.epochs=2")
 BARE = ("recover", "pruned", "--dense", "dense")

@@ -16,9 +16,9 @@ from ckpt_prune.recipe.reading import load_recipe
 from tests import encoders, families
 from tests.families import BLOCKS, calibrate, job_on, logits, make, prune, recipe, stock, windows
 from tests.oracles.streams import inputs_of
+from tests.stages.oracle import CONSUMERS, columns_of, per_unit
+from tests.stages.test_rotations import random_rotations, rotating
 from tests.stored import run_elsewhere
-from tests.transform.oracle import CONSUMERS, columns_of, per_unit
-from tests.transform.test_rotations import random_rotations, rotating
 
 ELSEWHERE = """
 import sys, torch

@@ -14,7 +14,7 @@ from ckpt_prune.stages import FullRecipe
 from tests.oracles import factors
 from tests.oracles.masked_model import Target
 from tests.pairs import dealt, every
-from tests.transform.whole import TARGETS
+from tests.stages.whole import TARGETS
 
 from .dense import Dense
 from .models import FIRST, Case

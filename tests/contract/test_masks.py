@@ -14,7 +14,7 @@ from ckpt_prune.runner.recover_scales import recover_by_scales
 from ckpt_prune.stages.recovery.stage import RecoverySettings
 from tests.oracles.masked_model import Linear, Model, Target
 from tests.pairs import every, first_of_each
-from tests.transform.whole import RULES, TARGETS, assert_masked, wanted
+from tests.stages.whole import RULES, TARGETS, assert_masked, wanted
 
 from .dense import Dense, spaces_recipe
 from .models import ALIKE, FIRST, LED, LONG, Case, unlike_cases

@@ -19,7 +19,7 @@ from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.stages import FullRecipe
 from tests.pairs import chosen
-from tests.transform.test_rotations import random_rotations, rotating
+from tests.stages.test_rotations import random_rotations, rotating
 
 from .dense import Dense, spaces_recipe
 from .models import CASES, FIRST, Case, unlike_cases

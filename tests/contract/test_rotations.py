@@ -10,7 +10,7 @@ from ckpt_prune.architectures.skeleton import build_skeleton
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.names import RotationKind
 from tests.pairs import chosen, dealt
-from tests.transform.test_rotations import random_rotations, rotating
+from tests.stages.test_rotations import random_rotations, rotating
 
 from .dense import Dense
 from .models import LONG, Case, unlike_cases

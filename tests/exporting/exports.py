@@ -25,7 +25,7 @@ from ckpt_prune.stages.export.stage import GraphSettings
 from tests import encoders, families, graphs
 from tests.families import prune
 from tests.graphs import graph_of
-from tests.transform.test_rotations import random_rotations, rotating
+from tests.stages.test_rotations import random_rotations, rotating
 
 Array = NDArray[Any]
 Feed = dict[str, Array]

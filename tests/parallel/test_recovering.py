@@ -13,7 +13,7 @@ from ckpt_prune.runner.recover import recover
 from tests import families
 from tests.interrupting import interrupt_at
 from tests.parallel.threads import in_threads
-from tests.transform.recovering import QUICK, recovery_job
+from tests.stages.recovering import QUICK, recovery_job
 
 TRAINING = {"epochs": 2, "lr": 0.001, "batch": 3, "held_out": 0.34, "accumulate": 2}
 

@@ -26,7 +26,7 @@ from tests import encoders, families
 from tests.encoders import Pixels
 from tests.oracles import laco
 from tests.oracles.masked_model import Model as Whole
-from tests.transform.whole import stock, whole
+from tests.stages.whole import stock, whole
 
 Weights = dict[str, Tensor]
 SAMPLES, WINDOW = 9, 8

@@ -18,8 +18,7 @@ from ckpt_prune.stages import FullRecipe
 from tests import encoders, families
 from tests.families import BLOCKS, one_group
 from tests.pairs import chosen, dealt, every
-
-from .recovering import (
+from tests.stages.recovering import (
     SAMPLES,
     assert_recovered,
     dense_states,
@@ -29,8 +28,8 @@ from .recovering import (
     recovered,
     training_data,
 )
-from .test_rotations import random_rotations, rotating
-from .whole import data_of, tensors_of, wanted, watch_reading
+from tests.stages.test_rotations import random_rotations, rotating
+from tests.stages.whole import data_of, tensors_of, wanted, watch_reading
 
 HEADS = ("dinov2-classifier", "dinov2-swiglu-classifier", "deit-model", "opt-model", "opt-tied")
 HEADS += ("bert-pretraining", "bert-sequence-classification")

@@ -21,8 +21,7 @@ from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.recovery.stage import RecoverySettings
 from tests import encoders, families
 from tests.reports import recover
-
-from .whole import masked, stock, tensors_of
+from tests.stages.whole import masked, stock, tensors_of
 
 SAMPLES = 6
 BATCH = 2

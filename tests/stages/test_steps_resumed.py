@@ -18,8 +18,7 @@ from ckpt_prune.runner import run_job as running
 from ckpt_prune.stages import FullRecipe
 from tests.families import contents, job_on, prune, recipe, windows
 from tests.reports import recover
-
-from .recovering import QUICK, recovery_job, training_data
+from tests.stages.recovering import QUICK, recovery_job, training_data
 
 MASK = {"version": 1, "name": "test", "target": "sequential", "ratio": 0.5, "mask": {"method": "wanda"}}
 RECOVERY = {"recovery": QUICK}

@@ -27,8 +27,7 @@ from tests.interrupting import interrupt_at
 from tests.oracles import masked_model
 from tests.pairs import chosen, dealt, every, first_of_each
 from tests.reports import recover
-
-from .recovering import (
+from tests.stages.recovering import (
     QUICK,
     assert_described,
     assert_recovered,
@@ -39,8 +38,8 @@ from .recovering import (
     recovery_job,
     training_data,
 )
-from .test_rotations import random_rotations, rotating
-from .whole import data_of, stock, tensors_of, wanted, whole
+from tests.stages.test_rotations import random_rotations, rotating
+from tests.stages.whole import data_of, stock, tensors_of, wanted, whole
 
 
 def with_recovery(recipe: FullRecipe, **changes: Any) -> FullRecipe:

@@ -5,8 +5,7 @@ import pytest
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.stages import FullRecipe
-
-from .recipes import GOOD, refusal, write
+from tests.recipe.recipes import GOOD, refusal, write
 
 KEYS = (
     "version, name, summary, source, goal, time, ratio, target, true_sequential, size, allocation, weigh_by, widths, "

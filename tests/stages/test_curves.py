@@ -26,10 +26,9 @@ from tests.encoders import calibrate, job_on
 from tests.families import BLOCKS, prune
 from tests.oracles import obs as oracle
 from tests.oracles.whole_best import read
+from tests.stages.test_effects import ByHand
+from tests.stages.whole import data_of, stock
 from tests.stored import Sources
-
-from .test_effects import ByHand
-from .whole import data_of, stock
 
 CPU = torch.device("cpu")
 

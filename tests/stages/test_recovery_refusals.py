@@ -20,14 +20,13 @@ from tests.evaluation.tiny import tiny_tokenizer
 from tests.families import contents, windows
 from tests.images import write_processor
 from tests.reports import recover
-
-from .recovering import (
+from tests.stages.recovering import (
     pruned_by,
     recovery_job,
     training_data,
 )
-from .test_rotations import random_rotations, rotating
-from .whole import make_wide, wanted
+from tests.stages.test_rotations import random_rotations, rotating
+from tests.stages.whole import make_wide, wanted
 
 
 def refusal(pruned: Path, dense: Path, out: Path, samples: Samples | None = None, **changes: Any) -> str:

@@ -28,7 +28,7 @@ from tests.interrupting import interrupt_at
 from tests.oracles import drift
 from tests.oracles.masked_model import Model
 from tests.pairs import every
-from tests.transform.whole import data_of, stock, whole
+from tests.stages.whole import data_of, stock, whole
 
 FOLDS = 2
 HALF = {"heads": 0.5, "mlp": 0.4}

@@ -18,8 +18,7 @@ from tests.families import BLOCKS, SIZES, VARIANTS, calibrate, job_on, one_group
 from tests.oracles import perplexity
 from tests.oracles.streams import inputs_of
 from tests.pairs import crossed
-
-from .oracle import CONSUMERS
+from tests.stages.oracle import CONSUMERS
 
 
 def assert_moments_of(moments: Moments, tokens: np.ndarray) -> None:

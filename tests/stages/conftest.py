@@ -2,10 +2,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.stages.recovering import pruned_by
+from tests.stages.whole import sources_of_all, wanted
 from tests.stored import Sources
-
-from .recovering import pruned_by
-from .whole import sources_of_all, wanted
 
 
 @pytest.fixture(scope="module")

@@ -17,9 +17,8 @@ from ckpt_prune.stages.mask.masker import Masker
 from tests import encoders, families
 from tests.families import BLOCKS, prune
 from tests.pairs import crossed
-
-from .test_rotations import kill, random_rotations
-from .whole import data_of, masked, tensors_of, watch_reading
+from tests.stages.test_rotations import kill, random_rotations
+from tests.stages.whole import data_of, masked, tensors_of, watch_reading
 
 NORMS = {
     "llama-biases": ("input_layernorm", "post_attention_layernorm"),

@@ -23,8 +23,7 @@ from tests.families import (
     windows,
 )
 from tests.pairs import dealt, every, pairwise
-
-from .oracle import BIASED, STRENGTH, STRENGTHLESS, WITH_STRENGTH, prune_whole
+from tests.stages.oracle import BIASED, STRENGTH, STRENGTHLESS, WITH_STRENGTH, prune_whole
 
 STORED_AS = {
     # variant: model_type without added biases, with them

@@ -28,8 +28,7 @@ from tests.families import BLOCKS
 from tests.oracles import closed_forms, logits, values
 from tests.oracles import effects as oracle
 from tests.pairs import every
-
-from .whole import Sources, data_of, stock
+from tests.stages.whole import Sources, data_of, stock
 
 CPU = torch.device("cpu")
 LIMIT = 5

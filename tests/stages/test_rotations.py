@@ -40,9 +40,7 @@ from tests.families import BLOCKS, prune, windows
 from tests.oracles import rotation_entropy
 from tests.oracles.rotation_entropy import full_rotation
 from tests.pairs import chosen, crossed, dealt, every
-from tests.stored import Sources
-
-from .whole import (
+from tests.stages.whole import (
     RULES,
     TARGETS,
     assert_masked,
@@ -53,6 +51,7 @@ from .whole import (
     watch_reading,
     whole,
 )
+from tests.stored import Sources
 
 KINDS = ["shared", "per-layer", "values"]
 OPT = ["opt", "opt-no-bias", "opt-tied", "opt-no-prefix"]

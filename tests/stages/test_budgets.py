@@ -38,9 +38,8 @@ from tests.encoders import job_on, request_on
 from tests.families import BLOCKS, calibrate, contents, prune
 from tests.oracles import whole_best
 from tests.pairs import dealt, every
+from tests.stages.whole import data_of, make_wide
 from tests.stored import Sources
-
-from .whole import data_of, make_wide
 
 KINDS = ("params", "bytes", "flops")
 SPACES = {"llama": ("heads", "mlp"), "opt": ("heads", "mlp"), "vit": ("qk", "mlp")}

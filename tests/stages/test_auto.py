@@ -24,8 +24,8 @@ from tests.families import BLOCKS, prune
 from tests.oracles import choice, drift, effects, whole_best
 from tests.oracles.choice import Tokens
 from tests.pairs import every
-from tests.transform.test_drift_source import samples_of, until
-from tests.transform.whole import data_of, stock, whole
+from tests.stages.test_drift_source import samples_of, until
+from tests.stages.whole import data_of, stock, whole
 
 Array = NDArray[np.float64]
 RATIOS = {"heads": 0.5, "mlp": 0.4}

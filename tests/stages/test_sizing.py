@@ -13,9 +13,8 @@ from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.recipe.reading import load_recipe
 from tests import families
 from tests.encoders import job_on
-from tests.planning.test_accounting import LLAMA_7B
-
-from .whole import make_wide
+from tests.job.test_cost import LLAMA_7B
+from tests.stages.whole import make_wide
 
 GROUPS, COLUMNS = 3, 24
 KINDS = {"params": "parameters", "bytes": "bytes", "flops": "flops"}

@@ -15,8 +15,7 @@ from tests.families import prune
 from tests.oracles import masked_model
 from tests.oracles.masked_model import Target
 from tests.pairs import dealt, every
-
-from .whole import (
+from tests.stages.whole import (
     RULES,
     TARGETS,
     assert_masked,

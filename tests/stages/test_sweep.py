@@ -15,8 +15,7 @@ from ckpt_prune.runner.sweep import Point, points_at
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.spaces.widths import dense_ranking
 from tests.encoders import calibrate, request_on
-
-from .whole import data_of
+from tests.stages.whole import data_of
 
 RATIOS = (0.0, 0.5)
 OBS = {"score": "obs", "compensation": {"method": "auto", "lambda_grid": [0.01, 1.0]}}

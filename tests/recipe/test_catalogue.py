@@ -7,8 +7,7 @@ from ckpt_prune.recipe.catalogue import GOALS, Entry, grouped
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.recipe.shipped import DEFAULT_RECIPE, WIDER_CHOICE, shipped_recipes
 from ckpt_prune.stages import FullRecipe
-
-from .recipes import refusal, write
+from tests.recipe.recipes import refusal, write
 
 RIDGE = {"score": "rcpu", "compensation": {"method": "ridge"}}
 

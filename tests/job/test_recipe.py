@@ -8,8 +8,7 @@ from ckpt_prune.recipe.shipped import shipped_recipes
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.recovery.stage import Recovery, RecoverySettings
 from ckpt_prune.stages.rotation.stage import Rotation
-
-from .recipes import GOOD, refusal, write
+from tests.recipe.recipes import GOOD, refusal, write
 
 SHIPPED = {
     "flap": ("flap", "bias", "dense"),

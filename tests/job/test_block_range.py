@@ -5,8 +5,7 @@ import pytest
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.block_range import blocks_of, checked_range
 from ckpt_prune.recipe.reading import load_recipe
-
-from .recipes import refusal, write
+from tests.recipe.recipes import refusal, write
 
 PUBLISHED = "12.5%:93.75%"
 """LLM-Pruner's blocks of LLaMA-7B, 4 to 29 of 32."""
