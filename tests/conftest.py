@@ -159,7 +159,7 @@ def not_compared_whole(request: pytest.FixtureRequest) -> Iterator[None]:
 
     With `--thorough` commands compare as they do for users.
     """
-    from ckpt_prune.evaluation import whole_forward
+    from ckpt_prune.verification import forward_pass as whole_forward
 
     with pytest.MonkeyPatch.context() as patch:
         if not request.config.getoption("--thorough"):

@@ -16,7 +16,7 @@ from torch._dynamo import config as dynamo_config
 from torch.onnx._internal._lazy_import import onnxscript_apis
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
-from ckpt_prune.evaluation.loading import quiet_transformers
+from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.exporting import folder as export_folder
 from ckpt_prune.exporting.folder import EMBEDDED_BYTES, GraphWriter
 from ckpt_prune.stages.export.stage import GraphSettings

@@ -18,7 +18,7 @@ from ckpt_prune.common.filenames import REPORT
 from ckpt_prune.common.safe_text import CONTROL_CHARACTERS, escape_controls
 from ckpt_prune.compressing.card import quantised_card
 from ckpt_prune.compressing.record import Quantised
-from ckpt_prune.evaluation.comparing import BlockComparison, Comparison, Similarity
+from ckpt_prune.evaluation.block_comparison import BlockComparison, Comparison, Similarity
 from ckpt_prune.exporting.card import graph_card
 from ckpt_prune.exporting.manifest import GraphEntry, Manifest, Port
 from ckpt_prune.exporting.manifest import Source as GraphSource

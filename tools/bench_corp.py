@@ -23,8 +23,8 @@ from ckpt_prune.calibration.samples import Samples, TokenWindows
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.calibration.text import calibration_windows, evaluation_windows, load_tokenizer, read_text, token_stream
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
-from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.evaluation.perplexity import perplexity
+from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.job.job import Job, LiveSamples
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.runner.plan import prepare_plan

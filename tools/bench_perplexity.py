@@ -27,8 +27,8 @@ from ckpt_prune.calibration.text import (
 )
 from ckpt_prune.demo import corpus
 from ckpt_prune.demo.run import model_folder
-from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.evaluation.perplexity import perplexity
+from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.job.job import Job, LiveSamples
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.recipe.shipped import shipped_recipes

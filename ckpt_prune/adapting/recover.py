@@ -22,7 +22,7 @@ from ckpt_prune.common.filenames import ROTATIONS
 from ckpt_prune.common.formatting import human_bytes
 from ckpt_prune.common.progress import meter
 from ckpt_prune.containers.container import container_of
-from ckpt_prune.evaluation.loading import load_model
+from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.job.run import Announce
 from ckpt_prune.recovery.survivors import trained_tensors
 from ckpt_prune.recovery.training import Split

@@ -153,12 +153,12 @@ def calibrate(
     from ckpt_prune.containers.checking import check_source
     from ckpt_prune.containers.container import container_of
     from ckpt_prune.containers.opening import Opening, open_model
-    from ckpt_prune.evaluation.whole_forward import check_forward
     from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
     from ckpt_prune.runner.checks import check_one_basis
     from ckpt_prune.runner.estimate import estimate_calibration
     from ckpt_prune.stages.spaces.effects.gradients import add_gradients
     from ckpt_prune.stages.spaces.effects.measured import measure_effects, measured_singly
+    from ckpt_prune.verification.forward_pass import check_forward
 
     out, trust = options.output, options.trust_remote_code
     with show_progress(progress):

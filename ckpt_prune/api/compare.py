@@ -13,7 +13,7 @@ from ckpt_prune.common.progress import Notices, show_progress
 from ckpt_prune.options import CompareOptions, checked, has_data
 
 if TYPE_CHECKING:
-    from ckpt_prune.evaluation.comparing import Comparison
+    from ckpt_prune.evaluation.block_comparison import Comparison
 
 WHY = "two models are compared"
 
@@ -90,7 +90,7 @@ def compare(
     from ckpt_prune.checkpoint.staging import write_atomically
     from ckpt_prune.containers.container import container_of
     from ckpt_prune.containers.opening import Opening, open_model
-    from ckpt_prune.evaluation import comparing
+    from ckpt_prune.evaluation import block_comparison as comparing
     from ckpt_prune.job.model_view import ModelView
     from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
     from ckpt_prune.report.reading import report_of

@@ -90,14 +90,14 @@ def evaluate(
         _check(options)
     check_texts(options.text)
 
-    from ckpt_prune.evaluation.labelled import is_labelled, measure_labelled
-    from ckpt_prune.evaluation.loading import default_dtype
+    from ckpt_prune.evaluation.answers import measure_choices, measure_generation
+    from ckpt_prune.evaluation.device_map import spread
+    from ckpt_prune.evaluation.images import measure_images, measure_patches, measure_probe
+    from ckpt_prune.evaluation.label_tasks import is_labelled, measure_labelled
     from ckpt_prune.evaluation.memory_plan import memory_plans
-    from ckpt_prune.evaluation.pictures import measure_images, measure_patches, measure_probe
-    from ckpt_prune.evaluation.placing import spread
     from ckpt_prune.evaluation.results import CombinedResult
-    from ckpt_prune.evaluation.speaking import measure_choices, measure_generation
     from ckpt_prune.evaluation.texts import Pair, measure_text
+    from ckpt_prune.evaluation.whole_model import default_dtype
     from ckpt_prune.parallel.devices import resolve_device
 
     with show_progress(progress), spread(spreading) as places:
@@ -149,7 +149,7 @@ def evaluate(
 
 def _lm_eval(options: EvaluateOptions, names: Sequence[str], pair: "Pair") -> "TaskResult":
     from ckpt_prune.evaluation.harness import run_tasks
-    from ckpt_prune.evaluation.kinds import check_generates
+    from ckpt_prune.evaluation.purpose import check_generates
     from ckpt_prune.evaluation.results import TaskResult
 
     graph = pair.graph or pair.reference_graph

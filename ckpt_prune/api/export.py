@@ -98,7 +98,7 @@ def export(
 
     from ckpt_prune.checkpoint.staging import refuse_inside
     from ckpt_prune.containers.opening import Opening, open_checkpoint
-    from ckpt_prune.evaluation.placing import spread
+    from ckpt_prune.evaluation.device_map import spread
     from ckpt_prune.exporting.folder import GraphWriter
     from ckpt_prune.exporting.proof_data import proof_samples
     from ckpt_prune.exporting.rounding import check_rounded

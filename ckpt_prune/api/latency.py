@@ -64,7 +64,7 @@ def timed(report: "Report", job: "Job", out: Path, say: Notices, *, trust: bool)
 
     from ckpt_prune.benchmarking.runners import TorchTimer
     from ckpt_prune.benchmarking.table import CHECKED_BYTES, fastest, workload_of
-    from ckpt_prune.evaluation.loading import load_model
+    from ckpt_prune.evaluation.whole_model import load_model
     from ckpt_prune.parallel.group import process_group
     from ckpt_prune.runner.publish import replace_record
 

@@ -9,7 +9,7 @@ from ckpt_prune.checkpoint.files import read_input
 from ckpt_prune.checkpoint.json_files import parse_json_object
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.containers.remote import remote_class
-from ckpt_prune.evaluation.loading import load_model
+from ckpt_prune.evaluation.whole_model import load_model
 
 
 def load(

@@ -252,12 +252,12 @@ def _pruned(options: PruneOptions, progress: bool, written: Callable[[Pruned], N
         chosen = read_recipe(options)
 
     from ckpt_prune.containers.opening import Opening, open_model
-    from ckpt_prune.evaluation.whole_forward import check_forward
     from ckpt_prune.job.prepared import begin
     from ckpt_prune.runner.checks import check_training
     from ckpt_prune.runner.estimate import estimate_job
     from ckpt_prune.runner.read_job import read_job
     from ckpt_prune.runner.run_job import check_job, preview_job, run_job
+    from ckpt_prune.verification.forward_pass import check_forward
 
     with show_progress(progress):
         say = Notices()

@@ -75,7 +75,7 @@ def validate(
     place = check_output_folder(Path(name)) if graph is None else graph
     check_texts(options.text)
 
-    from ckpt_prune.evaluation.placing import spread
+    from ckpt_prune.evaluation.device_map import spread
     from ckpt_prune.exporting import metric_only as only
     from ckpt_prune.exporting import validation
     from ckpt_prune.exporting.apart import sessions_apart

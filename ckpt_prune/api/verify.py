@@ -13,7 +13,7 @@ from ckpt_prune.common.progress import show_progress
 from ckpt_prune.options import SpreadOptions, checked, path_of
 
 if TYPE_CHECKING:
-    from ckpt_prune.evaluation.verify import Check
+    from ckpt_prune.verification.verify import Check
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,11 @@ def verify(
     place = check_output_folder(Path(path_of(folder)))
 
     from ckpt_prune.compressing.verify import verify_quantised
-    from ckpt_prune.evaluation import verify as checking
-    from ckpt_prune.evaluation.placing import spread
+    from ckpt_prune.evaluation.device_map import spread
     from ckpt_prune.exporting.apart import sessions_apart
     from ckpt_prune.exporting.session import FILES
     from ckpt_prune.exporting.verify import verify_graph
+    from ckpt_prune.verification import verify as checking
 
     with show_progress(progress), sessions_apart(), spread(spreading):
         dense = None if against is None else resolve_model(path_of(against))
@@ -84,7 +84,7 @@ def verify(
             from ckpt_prune.runner.recomputing import recomputed
 
             measured = Path(statistics)
-            checks.append(checking.guarded("recomputed", lambda: recomputed(place, dense, measured)))
+            checks.append(checking.run_check("recomputed", lambda: recomputed(place, dense, measured)))
         if (place / GRAPH_FOLDER / GRAPH_RECORD).is_file():
             inside = verify_graph(place / GRAPH_FOLDER, place)
             checks += [replace(check, name=f"{GRAPH_FOLDER}: {check.name}") for check in inside]

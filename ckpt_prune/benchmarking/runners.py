@@ -12,8 +12,8 @@ from ckpt_prune.benchmarking.messages import Runtime, Seat, Timing
 from ckpt_prune.benchmarking.two_four import pack
 from ckpt_prune.benchmarking.workload import Workload
 from ckpt_prune.calibration.readout import read_whole
-from ckpt_prune.evaluation.loading import load_model
-from ckpt_prune.evaluation.placing import spread
+from ckpt_prune.evaluation.device_map import spread
+from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.exporting.session import FILES, OnnxModel, Provider, complete, next_cache
 from ckpt_prune.exporting.tasks import PRESENT
 from ckpt_prune.exporting.tracing import returned_cache

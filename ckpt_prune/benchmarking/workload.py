@@ -11,7 +11,7 @@ from torch import Tensor
 from ckpt_prune.architectures.context import context_length
 from ckpt_prune.benchmarking.messages import Phase
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.evaluation.loading import config_of, read_config
+from ckpt_prune.evaluation.whole_model import config_of, read_config
 from ckpt_prune.exporting.manifest import Manifest
 from ckpt_prune.exporting.tasks import chosen_task
 from ckpt_prune.exporting.tracing import image_size

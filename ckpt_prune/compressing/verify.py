@@ -16,7 +16,7 @@ from ckpt_prune.compressing.packing import PACKED, SCALE, SHAPE, require_library
 from ckpt_prune.compressing.record import Quantised, read_quantised
 from ckpt_prune.compressing.rounding import codes_of, scales_of
 from ckpt_prune.evaluation.parity import stock_load_report
-from ckpt_prune.evaluation.verify import Check, guarded
+from ckpt_prune.verification.verify import Check, run_check
 
 
 def verify_quantised(folder: Path, against: Path | None = None) -> list[Check]:
@@ -38,13 +38,13 @@ def verify_quantised(folder: Path, against: Path | None = None) -> list[Check]:
         return _shapes(record, tensors)
 
     checks = [
-        guarded("tensors", headers),
-        guarded("finite", lambda: _finite(folder, tensors)),
-        guarded("load", lambda: _load(folder)),
-        guarded("digests", lambda: _digests(folder, record)),
+        run_check("tensors", headers),
+        run_check("finite", lambda: _finite(folder, tensors)),
+        run_check("load", lambda: _load(folder)),
+        run_check("digests", lambda: _digests(folder, record)),
     ]
     if source is not None:
-        checks.append(guarded("rounded weights", lambda: _rounded(folder, record, tensors, source)))
+        checks.append(run_check("rounded weights", lambda: _rounded(folder, record, tensors, source)))
     return checks
 
 

@@ -13,13 +13,13 @@ from ckpt_prune.calibration.text import calibration_windows, evaluation_windows,
 from ckpt_prune.checkpoint.files import check_place
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.demo import corpus
-from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.evaluation.perplexity import perplexity
-from ckpt_prune.evaluation.verify import verify
+from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.job.cost import cost_of
 from ckpt_prune.job.job import Job, LiveSamples
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.runner.run_job import run_job
+from ckpt_prune.verification.verify import verify
 
 RECIPES = ("wanda-sp", "flap", "rcpu-scale", "best-uniform", "best")
 RATIOS = (0.2, 0.3)

@@ -29,7 +29,7 @@ from ckpt_prune.description.model import (
     UnknownDescription,
     Zeros,
 )
-from ckpt_prune.evaluation.loading import purpose_of
+from ckpt_prune.evaluation.whole_model import purpose_of
 from ckpt_prune.job.cost import cost_of
 from ckpt_prune.job.job import Job
 from ckpt_prune.job.prepared import begin

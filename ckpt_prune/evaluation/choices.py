@@ -12,8 +12,8 @@ from ckpt_prune.architectures.context import context_length
 from ckpt_prune.calibration.text import Bos, token_stream
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import track
+from ckpt_prune.evaluation.batches import check_tokens, default_batch_size
 from ckpt_prune.evaluation.choice_items import Item
-from ckpt_prune.evaluation.forward import check_tokens, default_batch_size
 
 
 @dataclass(frozen=True)

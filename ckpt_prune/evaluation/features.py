@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from ckpt_prune.calibration.samples import Samples, as_input
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.evaluation.forward import check_features, sample_batches
+from ckpt_prune.evaluation.batches import check_features, sample_batches
 
 
 @dataclass(frozen=True)

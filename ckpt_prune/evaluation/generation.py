@@ -10,7 +10,7 @@ from ckpt_prune.architectures.context import context_length
 from ckpt_prune.calibration.text import token_stream
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import track
-from ckpt_prune.evaluation.forward import check_tokens
+from ckpt_prune.evaluation.batches import check_tokens
 
 N = 4
 """Length of the runs of tokens that are looked for twice."""

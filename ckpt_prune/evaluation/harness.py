@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ckpt_prune.calibration.text import load_tokenizer
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.evaluation.loading import load_model
+from ckpt_prune.evaluation.whole_model import load_model
 
 
 def run_tasks(

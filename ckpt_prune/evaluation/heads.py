@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 from ckpt_prune.calibration.readout import kl_divergence, read_whole, two_classes
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.finite import all_finite
+from ckpt_prune.evaluation.batches import batches, check_windows
 from ckpt_prune.evaluation.correlation import rank_correlation
-from ckpt_prune.evaluation.forward import batches, check_windows
 from ckpt_prune.evaluation.sentences import FEWEST
 
 

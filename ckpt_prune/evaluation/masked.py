@@ -10,7 +10,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.evaluation.forward import batches, check_same_vocabulary, check_tokens, check_windows
+from ckpt_prune.evaluation.batches import batches, check_same_vocabulary, check_tokens, check_windows
 
 SHARE = 0.15
 """Share of the tokens that are masked, BERT's own in training."""
@@ -33,7 +33,7 @@ class MaskedScore:
 
 
 @dataclass(frozen=True)
-class MaskedComparison:
+class TokenComparison:
     """A model beside a reference on the same masked tokens."""
 
     score: MaskedScore
@@ -72,7 +72,7 @@ def fill_in(
     reference: PreTrainedModel | None = None,
     *,
     batch_size: int | None = None,
-) -> MaskedScore | MaskedComparison:
+) -> MaskedScore | TokenComparison:
     """Measure a masked language model, alone or beside a reference.
 
     Args:
@@ -112,7 +112,7 @@ def fill_in(
     scores = [_score(nll[i], right[i], tokens, windows) for i in range(len(models))]
     if reference is None:
         return scores[0]
-    return MaskedComparison(scores[0], scores[1], kl / tokens, agreeing / tokens)
+    return TokenComparison(scores[0], scores[1], kl / tokens, agreeing / tokens)
 
 
 def _predictions(models: list[PreTrainedModel], batch: Tensor, chosen: Tensor) -> Iterator[Tensor]:

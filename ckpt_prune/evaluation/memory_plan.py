@@ -12,8 +12,8 @@ from torch import nn
 from ckpt_prune.architectures.skeleton import parse_config, shapes_alone
 from ckpt_prune.common.formatting import human_bytes
 from ckpt_prune.containers.remote import remote_class, remote_model_class, with_block_facts
-from ckpt_prune.evaluation.loading import loading_class, read_config
-from ckpt_prune.evaluation.placing import Device, DeviceMap, no_room
+from ckpt_prune.evaluation.device_map import Device, DeviceMap, no_room
+from ckpt_prune.evaluation.whole_model import loading_class, read_config
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ckpt_prune.evaluation.forward import batches, check_same_vocabulary, check_windows, logits
-from ckpt_prune.evaluation.loading import LoadReport, load_reported
-from ckpt_prune.evaluation.placing import device_map
+from ckpt_prune.evaluation.batches import batches, check_same_vocabulary, check_windows, logits
+from ckpt_prune.evaluation.device_map import device_map
+from ckpt_prune.evaluation.whole_model import LoadReport, load_reported
 
 
 def stock_load_report(folder: Path, auto: str | None = None) -> LoadReport:

@@ -15,8 +15,8 @@ from ckpt_prune.checkpoint.checkpoint import read_tensors
 from ckpt_prune.checkpoint.shard import read_header
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.finite import all_finite
-from ckpt_prune.evaluation.forward import check_features, sample_batches
-from ckpt_prune.evaluation.probing import patch_grid
+from ckpt_prune.evaluation.batches import check_features, sample_batches
+from ckpt_prune.evaluation.probes import patch_grid
 
 _PREFIXES = ("decode_head.", "conv_seg.")
 """Of names in DINOv2's released heads, before `weight` and `bias` of the 1 × 1 convolution."""

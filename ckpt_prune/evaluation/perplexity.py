@@ -10,7 +10,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.evaluation.forward import batches, check_same_vocabulary, check_windows, logits
+from ckpt_prune.evaluation.batches import batches, check_same_vocabulary, check_windows, logits
 
 CHUNK_BYTES = 64 * 2**20
 """Log-probabilities are worked out for so many bytes of positions at a time, in float32."""
@@ -33,7 +33,7 @@ class Score:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class TokenComparison:
     """A model beside a reference on the same windows."""
 
     score: Score
@@ -79,7 +79,7 @@ def compare(
     *,
     batch_size: int | None = None,
     what: str = "comparing",
-) -> Comparison:
+) -> TokenComparison:
     """Measure both perplexities, KL(reference ‖ model) and top-1 agreement in one pass over the windows.
 
     Arguments are those of `perplexity`; the two models may be on different devices.
@@ -106,7 +106,7 @@ def compare(
             divergence += pointwise.sum(dtype=torch.float64).item()
             agreeing += int((predicted.argmax(-1) == expected.argmax(-1)).sum())
     score = _score(total, windows)
-    return Comparison(score, _score(reference_total, windows), divergence / score.tokens, agreeing / score.tokens)
+    return TokenComparison(score, _score(reference_total, windows), divergence / score.tokens, agreeing / score.tokens)
 
 
 def _scored(values: Tensor, batch: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

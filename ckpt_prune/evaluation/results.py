@@ -8,15 +8,15 @@ from typing import Any, Generic, TypeVar
 
 from ckpt_prune.common.short_repr import short_repr
 from ckpt_prune.evaluation.choices import ChoiceScore
-from ckpt_prune.evaluation.classification import Classification
 from ckpt_prune.evaluation.features import FeatureComparison
 from ckpt_prune.evaluation.generation import Continuation
 from ckpt_prune.evaluation.heads import HeadComparison
+from ckpt_prune.evaluation.image_classes import Classification
 from ckpt_prune.evaluation.masked import MaskedScore
 from ckpt_prune.evaluation.memory_plan import MemoryPlans
 from ckpt_prune.evaluation.patch_heads import Depth, Segmentation
 from ckpt_prune.evaluation.perplexity import Score
-from ckpt_prune.evaluation.probing import Probe
+from ckpt_prune.evaluation.probes import Probe
 from ckpt_prune.evaluation.sentences import SentenceComparison
 
 

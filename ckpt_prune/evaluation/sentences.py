@@ -25,8 +25,8 @@ from ckpt_prune.checkpoint.shard import read_header
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.finite import all_finite
 from ckpt_prune.common.progress import track
+from ckpt_prune.evaluation.batches import by_length, check_tokens
 from ckpt_prune.evaluation.correlation import rank_correlation
-from ckpt_prune.evaluation.forward import by_length, check_tokens
 
 FEWEST = 3
 """Texts: two have one pair, and no ranks."""

@@ -21,21 +21,21 @@ from ckpt_prune.calibration.text import (
 from ckpt_prune.checkpoint.digests import tokenizer_fingerprint
 from ckpt_prune.checkpoint.sentence_modules import MODULES, read_modules, read_ranked_tokens
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.evaluation.batches import check_windows
 from ckpt_prune.evaluation.features import compare_features
-from ckpt_prune.evaluation.forward import check_windows
 from ckpt_prune.evaluation.heads import compare_heads
-from ckpt_prune.evaluation.kinds import (
+from ckpt_prune.evaluation.masked import TokenComparison, choose_masked, fill_in
+from ckpt_prune.evaluation.perplexity import compare, perplexity
+from ckpt_prune.evaluation.purpose import (
     LABELLED,
     check_folder,
     check_same_kind,
     is_vision,
     reference_of_base,
 )
-from ckpt_prune.evaluation.loading import auto_class, load_model, purpose_of_folder, read_config
-from ckpt_prune.evaluation.masked import MaskedComparison, choose_masked, fill_in
-from ckpt_prune.evaluation.perplexity import compare, perplexity
 from ckpt_prune.evaluation.results import FeaturesResult, HeadResult, MaskedResult, PerplexityResult, SentencesResult
 from ckpt_prune.evaluation.sentences import SentenceModel, compare_sentences
+from ckpt_prune.evaluation.whole_model import auto_class, load_model, purpose_of_folder, read_config
 from ckpt_prune.options import EvaluationOptions
 
 TextResult = PerplexityResult | MaskedResult | FeaturesResult | SentencesResult | HeadResult
@@ -209,7 +209,7 @@ def _masked(pair: Pair, tokenizer: PreTrainedTokenizerBase, windows: Tensor) -> 
     model = pair.load()
     other = None if pair.reference is None else pair.load_reference()
     found = fill_in(model, windows, masked, tokenizer.mask_token_id, other)
-    if not isinstance(found, MaskedComparison):
+    if not isinstance(found, TokenComparison):
         return MaskedResult(pair.name, found)
     return MaskedResult(
         pair.name, found.score, pair.reference_name, found.reference_score, found.kl, found.top1_agreement

@@ -21,7 +21,7 @@ from ckpt_prune.common.filenames import EXPORT_ERROR, GENAI, GRAPH_RECORD, VALID
 from ckpt_prune.common.graph_types import ROUNDED_TYPES, GraphType
 from ckpt_prune.common.progress import meter
 from ckpt_prune.containers.side_files import carried, side_files, top_names
-from ckpt_prune.evaluation.loading import load_model
+from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.exporting.card import graph_card
 from ckpt_prune.exporting.genai import genai_config
 from ckpt_prune.exporting.graph import DEFAULT_OPSET, build_graph

@@ -12,8 +12,8 @@ from ckpt_prune.checkpoint.digests import sha256_files
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import GRAPH_RECORD
 from ckpt_prune.common.graph_types import GraphType
-from ckpt_prune.evaluation.forward import check_windows
-from ckpt_prune.evaluation.loading import load_model
+from ckpt_prune.evaluation.batches import check_windows
+from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.exporting.manifest import Manifest, Source, read_manifest, runtime_versions
 from ckpt_prune.exporting.metrics import Allowance, Metric, image_metric, text_metric
 from ckpt_prune.exporting.outcome import ProofCheck, ProofSamples, Validation, Validations

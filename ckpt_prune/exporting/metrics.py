@@ -15,10 +15,10 @@ from ckpt_prune.calibration.readout import two_classes
 from ckpt_prune.calibration.samples import Samples, TokenWindows
 from ckpt_prune.calibration.text import load_tokenizer
 from ckpt_prune.common.formatting import plural
-from ckpt_prune.evaluation.classification import compare_classifiers
 from ckpt_prune.evaluation.features import compare_features
 from ckpt_prune.evaluation.heads import compare_heads
-from ckpt_prune.evaluation.masked import MaskedComparison, choose_masked, fill_in
+from ckpt_prune.evaluation.image_classes import compare_classifiers
+from ckpt_prune.evaluation.masked import TokenComparison, choose_masked, fill_in
 from ckpt_prune.evaluation.perplexity import compare
 from ckpt_prune.exporting.reference import Reference
 from ckpt_prune.exporting.session import OnnxModel
@@ -107,7 +107,7 @@ def text_metric(
             return "its tokenizer has no mask token, so nothing can be masked"
         masked = choose_masked(windows, set(tokenizer.all_special_ids))
         found = fill_in(ours, windows, masked, tokenizer.mask_token_id, theirs)
-        assert isinstance(found, MaskedComparison)
+        assert isinstance(found, TokenComparison)
         of = f"{plural(int(masked.sum()), 'masked token')} in {of}"
         pair = found.score.perplexity, found.reference_score.perplexity
         apart = math.log(pair[0]) - math.log(pair[1]) if all(map(math.isfinite, pair)) else math.inf

@@ -19,8 +19,8 @@ from ckpt_prune.calibration.text import (
 )
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.demo import corpus
-from ckpt_prune.evaluation.classification import class_names
-from ckpt_prune.evaluation.loading import config_of, read_config
+from ckpt_prune.evaluation.image_classes import class_names
+from ckpt_prune.evaluation.whole_model import config_of, read_config
 from ckpt_prune.exporting.outcome import ProofSamples
 from ckpt_prune.exporting.tasks import Task
 from ckpt_prune.options import ProofOptions

@@ -12,9 +12,8 @@ from ckpt_prune.architectures.context import context_length
 from ckpt_prune.calibration.text import load_tokenizer
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import format_distinctly
-from ckpt_prune.evaluation.forward import check_windows
-from ckpt_prune.evaluation.loading import reads_causally
-from ckpt_prune.evaluation.verify import guarded
+from ckpt_prune.evaluation.batches import check_windows
+from ckpt_prune.evaluation.whole_model import reads_causally
 from ckpt_prune.exporting.cases import (
     IMAGE_BATCHES,
     STEPS,
@@ -36,6 +35,7 @@ from ckpt_prune.exporting.reference import Reference
 from ckpt_prune.exporting.session import OnnxModel, Provider, complete, next_cache
 from ckpt_prune.exporting.tasks import PAST, PRESENT
 from ckpt_prune.exporting.tracing import image_size
+from ckpt_prune.verification.verify import run_check
 
 PROMPT, SAID = 16, 32
 """Tokens of a text that is continued, and tokens that are said after it."""
@@ -100,7 +100,7 @@ class Proof:
                 self.checks.append(ProofCheck(name=name, passed=None, detail=f"not run: {why}"))
 
     def _check(self, name: CheckName, check: Callable[[], tuple[bool | None, str]]) -> bool:
-        done = guarded(name, check)
+        done = run_check(name, check)
         self.checks.append(ProofCheck(name=name, passed=done.passed, detail=done.detail))
         return done.passed is not False
 

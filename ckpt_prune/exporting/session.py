@@ -14,7 +14,7 @@ from transformers.utils.generic import ModelOutput
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.graph_types import GraphType
-from ckpt_prune.evaluation.loading import config_of
+from ckpt_prune.evaluation.whole_model import config_of
 from ckpt_prune.exporting.apart import new_session
 from ckpt_prune.exporting.tasks import PAST, PRESENT
 

@@ -7,8 +7,8 @@ from typing import Any, Literal, cast, get_args
 from ckpt_prune.architectures.purposes import Purpose
 from ckpt_prune.architectures.skeleton import base_of, parse_config
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.evaluation.classification import is_vision
-from ckpt_prune.evaluation.loading import auto_class, purpose_of, reads_causally
+from ckpt_prune.evaluation.image_classes import is_vision
+from ckpt_prune.evaluation.whole_model import auto_class, purpose_of, reads_causally
 from ckpt_prune.stages.export.stage import AskedTask, TaskName
 
 PAST, PRESENT = "past_key_values.", "present."

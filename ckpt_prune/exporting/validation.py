@@ -9,7 +9,7 @@ from ckpt_prune.checkpoint.checkpoint import CONFIG, Checkpoint
 from ckpt_prune.checkpoint.model_folder import resolve_model
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.graph_types import GraphType
-from ckpt_prune.evaluation.loading import load_model
+from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.exporting.manifest import Manifest, Source, read_manifest, runtime_versions
 from ckpt_prune.exporting.metrics import Allowance
 from ckpt_prune.exporting.outcome import ProofSamples, Validation, Validations

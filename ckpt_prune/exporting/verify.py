@@ -10,12 +10,12 @@ from ckpt_prune.checkpoint.journal import refuse_unfinished
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import VALIDATION
 from ckpt_prune.common.progress import track
-from ckpt_prune.evaluation.verify import Check, guarded
 from ckpt_prune.exporting.integrity import check_files, check_operators, present_files
 from ckpt_prune.exporting.manifest import Manifest, read_manifest
 from ckpt_prune.exporting.outcome import read_validation
 from ckpt_prune.exporting.reading import read_graph
 from ckpt_prune.exporting.session import open_session, provider_for
+from ckpt_prune.verification.verify import Check, run_check
 
 
 def verify_graph(folder: Path, source: Path | None = None) -> list[Check]:
@@ -36,18 +36,18 @@ def verify_graph(folder: Path, source: Path | None = None) -> list[Check]:
         several = len(whole.graphs) > 1
         checks += [replace(check, name=f"{manifest.file}: {check.name}") for check in found] if several else found
     if source is not None:
-        checks.append(guarded("source", lambda: _source(whole, source)))
+        checks.append(run_check("source", lambda: _source(whole, source)))
     return checks
 
 
 def _of_graph(folder: Path, manifest: Manifest) -> list[Check]:
     present = present_files(folder, manifest)
     return [
-        guarded("files", lambda: check_files(folder, manifest, present)),
-        guarded("checker", lambda: check_operators(folder, manifest)),
-        guarded("finite", lambda: _finite(folder / manifest.file)),
-        guarded("load", lambda: _load(folder, manifest)),
-        guarded("validation", lambda: _validation(folder, manifest, present)),
+        run_check("files", lambda: check_files(folder, manifest, present)),
+        run_check("checker", lambda: check_operators(folder, manifest)),
+        run_check("finite", lambda: _finite(folder / manifest.file)),
+        run_check("load", lambda: _load(folder, manifest)),
+        run_check("validation", lambda: _validation(folder, manifest, present)),
     ]
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from ckpt_prune.common.formatting import plural
-from ckpt_prune.evaluation.comparing import BlockComparison, Comparison
+from ckpt_prune.evaluation.block_comparison import BlockComparison, Comparison
 from ckpt_prune.reporting.charts import Point, Series, Style
 from ckpt_prune.reporting.escaping import text
 from ckpt_prune.reporting.page import details, over_depth, shell

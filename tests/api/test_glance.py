@@ -8,10 +8,10 @@ import ckpt_prune
 from ckpt_prune.api.push import Pushed
 from ckpt_prune.api.sweep import Sweep
 from ckpt_prune.benchmarking.figures import Block, Machine, Result, Row
+from ckpt_prune.evaluation.block_comparison import BlockComparison, Comparison
 from ckpt_prune.evaluation.choices import ChoiceScore
-from ckpt_prune.evaluation.comparing import BlockComparison, Comparison
 from ckpt_prune.evaluation.patch_heads import Segmentation
-from ckpt_prune.evaluation.probing import Probe
+from ckpt_prune.evaluation.probes import Probe
 from ckpt_prune.evaluation.results import AccuracyResult, TaskResult
 from ckpt_prune.evaluation.similarity import Similarity
 from ckpt_prune.job.records import Cost

@@ -18,10 +18,10 @@ from ckpt_prune.architectures.descriptions import known_families
 from ckpt_prune.architectures.hypothetical import checkpoint_of_config
 from ckpt_prune.architectures.part import part_of
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.evaluation.verify import verify
 from ckpt_prune.job.cost import cost_of
 from ckpt_prune.job.names import RotationKind
 from ckpt_prune.stages import FullRecipe
+from ckpt_prune.verification.verify import verify
 from tests.architectures.published import COMPOSITES, PUBLISHED
 from tests.contract.dense import Dense, spaces_recipe
 from tests.contract.models import BLOCKS, Case

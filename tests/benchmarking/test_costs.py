@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ckpt_prune.benchmarking.costs import costs_of, weights_bytes
 from ckpt_prune.benchmarking.workload import Workload
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
-from ckpt_prune.evaluation.loading import load_model
+from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.modeling_pruned import cache_argument
 from tests import encoders, families
 from tests.job.test_cost import rotary_flops

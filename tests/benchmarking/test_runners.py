@@ -10,7 +10,7 @@ from ckpt_prune.benchmarking.messages import Seat
 from ckpt_prune.benchmarking.runners import OnnxRunner, TorchRunner
 from ckpt_prune.benchmarking.workload import Workload
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
-from ckpt_prune.evaluation.loading import load_model
+from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.exporting.session import OnnxModel, Session
 from tests.encoders import IMAGE
 

@@ -10,7 +10,7 @@ from ckpt_prune.calibration.distances import measure_distances
 from ckpt_prune.calibration.readout import Drawn
 from ckpt_prune.calibration.samples import TokenWindows
 from ckpt_prune.calibration.statistics import StreamDistances, _mean_stream
-from ckpt_prune.evaluation.loading import quiet_transformers
+from ckpt_prune.evaluation.whole_model import quiet_transformers
 from tests.evaluation.tiny import random_windows, tiny_llama
 from tests.families import stock
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_prune.evaluation.loading import quiet_transformers
+from ckpt_prune.evaluation.whole_model import quiet_transformers
 from tests.cli.running import TEXT, ok
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
 from tests.hub_server import Hub, serving, talk_to

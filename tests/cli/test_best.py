@@ -10,7 +10,7 @@ import torch
 
 import ckpt_prune
 from ckpt_prune.checkpoint.writer import CheckpointWriter
-from ckpt_prune.evaluation.loading import quiet_transformers
+from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.recipe.reading import load_recipe
 from tests import encoders, families
 from tests.cli.running import TEXT, edit_weights, listing, ok, poison, read_json, refused, run, same_files

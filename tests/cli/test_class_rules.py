@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, Phi3Config, Phi3ForCausalLM
 
 from ckpt_prune.api.load import load
-from ckpt_prune.evaluation.loading import quiet_transformers
+from ckpt_prune.evaluation.whole_model import quiet_transformers
 from tests.cli.running import TEXT, ok, read_json, refused
 from tests.evaluation.tiny import VOCAB, tiny_tokenizer
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import ckpt_prune
 from ckpt_prune.calibration import choosing
-from ckpt_prune.evaluation.loading import quiet_transformers
+from ckpt_prune.evaluation.whole_model import quiet_transformers
 from tests.cli.running import TEXT, ok, refused
 from tests.evaluation.test_similarity import by_hand
 from tests.evaluation.tiny import tiny_llama

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ckpt_prune
-from ckpt_prune.evaluation.loading import quiet_transformers
+from ckpt_prune.evaluation.whole_model import quiet_transformers
 from tests.cli.running import TEXT, edit_weights, ok, read_json, refused, run, same_files, set_config
 from tests.encoders import assert_same_outputs, make, samples, stock
 from tests.images import write_csv, write_image, write_images, write_vit

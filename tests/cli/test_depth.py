@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import ckpt_prune
 from ckpt_prune.checkpoint.writer import CheckpointWriter
-from ckpt_prune.evaluation.loading import quiet_transformers
+from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.recovery.training import Split
 from ckpt_prune.runner.messages import SECOND_ORDER
 from tests.cli.running import TEXT, edit_weights, interrupted, ok, read_json, refused, resumed, run, untimed

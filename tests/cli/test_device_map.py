@@ -10,7 +10,7 @@ import torch
 
 from ckpt_prune.benchmarking.messages import Seat
 from ckpt_prune.benchmarking.runners import TorchRunner
-from ckpt_prune.evaluation import placing
+from ckpt_prune.evaluation import device_map as placing
 from ckpt_prune.options import SpreadOptions
 from tests.cli.running import ok, refused
 

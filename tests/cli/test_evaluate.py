@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_prune.evaluation.loading import load_model
+from ckpt_prune.evaluation.whole_model import load_model
 from tests.cli.running import edit_weights, misused, ok, poison, refused, set_config
 from tests.evaluation.tiny import tiny_tokenizer
 

@@ -88,7 +88,7 @@ def test_what_a_terminal_would_obey_is_not_printed(tasks, monkeypatch):
     from ckpt_prune.evaluation.generation import Continuation
 
     monkeypatch.setattr(
-        "ckpt_prune.evaluation.speaking.continue_prompts", lambda *_a, **_k: [Continuation("a\x1b[2Jb\nc", 3, 0.0)]
+        "ckpt_prune.evaluation.answers.continue_prompts", lambda *_a, **_k: [Continuation("a\x1b[2Jb\nc", 3, 0.0)]
     )
     assert ok("evaluate", "dense", "--generate", "x").endswith("\na\ufffd[2Jb\nc\n")
 

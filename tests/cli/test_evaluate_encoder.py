@@ -13,8 +13,8 @@ from ckpt_prune.calibration.image_files import choose_images, find_images
 from ckpt_prune.calibration.samples import TokenWindows
 from ckpt_prune.calibration.text import frame_length, framed
 from ckpt_prune.evaluation.features import compare_features
-from ckpt_prune.evaluation.loading import load_model, quiet_transformers
 from ckpt_prune.evaluation.masked import choose_masked, fill_in
+from ckpt_prune.evaluation.whole_model import load_model, quiet_transformers
 from tests.cli.running import edit_weights, ok, refused
 from tests.encoders import CONTEXT, IMAGE, Pixels, make
 from tests.evaluation.tiny import BOS, EOS, tiny_tokenizer

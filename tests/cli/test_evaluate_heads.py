@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers import AutoConfig
 
-from ckpt_prune.evaluation.loading import quiet_transformers
+from ckpt_prune.evaluation.whole_model import quiet_transformers
 from tests import encoders
 from tests.cli.running import edit_weights, ok, refused
 from tests.cli.test_evaluate_encoder import WORDS, bert_tokenizer, nudge

@@ -13,10 +13,10 @@ from ckpt_prune.calibration.image_files import ImageFiles, choose_images
 from ckpt_prune.calibration.image_processor import load_processor
 from ckpt_prune.calibration.images import ImageSamples
 from ckpt_prune.cli.options import options_of
-from ckpt_prune.evaluation import classification
-from ckpt_prune.evaluation import pictures as pictures_module
-from ckpt_prune.evaluation.classification import classify, compare_classifiers
-from ckpt_prune.evaluation.loading import quiet_transformers
+from ckpt_prune.evaluation import image_classes as classification
+from ckpt_prune.evaluation import images as pictures_module
+from ckpt_prune.evaluation.image_classes import classify, compare_classifiers
+from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.options import ImageOptions
 from tests.cli.running import edit_weights, misused, ok, poison, refused, set_config
 from tests.images import tiny_vit, write_csv, write_images, write_processor, write_vit

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 
 from ckpt_prune.datasets.files import DATA_VARIABLE
-from ckpt_prune.evaluation.loading import quiet_transformers
+from ckpt_prune.evaluation.whole_model import quiet_transformers
 from tests import encoders
 from tests.cli.running import edit_weights, ok, refused
 from tests.cli.test_evaluate_encoder import WORDS, bert_tokenizer, nudge

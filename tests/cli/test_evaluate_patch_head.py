@@ -15,7 +15,7 @@ from ckpt_prune.calibration.image_files import ImageFiles
 from ckpt_prune.calibration.image_processor import load_processor
 from ckpt_prune.calibration.images import ImageSamples
 from ckpt_prune.evaluation.label_maps import LabelMaps
-from ckpt_prune.evaluation.loading import quiet_transformers
+from ckpt_prune.evaluation.whole_model import quiet_transformers
 from tests.cli.running import ok, refused
 from tests.images import tiny_vit, write_processor
 from tests.oracles.dense_labels import drawn_out, miou, normalised

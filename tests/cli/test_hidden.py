@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 import ckpt_prune
 from ckpt_prune.checkpoint.journal import Journal
-from ckpt_prune.evaluation.loading import quiet_transformers
+from ckpt_prune.evaluation.whole_model import quiet_transformers
 from tests.cli.running import TEXT, edit_weights, ok, read_json, refused, resumed, run, untimed
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
 from tests.families import logits, stock, windows

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ckpt_prune.checkpoint.journal import Journal
-from ckpt_prune.evaluation.loading import quiet_transformers
+from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.stages.amounts.search import counts_beside, tried_counts
 from tests.cli.joint_axes import divergence
 from tests.cli.running import TEXT, ok, read_json, refused, resumed, run, same_files, untimed

@@ -7,7 +7,7 @@ import pytest
 import ckpt_prune
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.statistics import Statistics
-from ckpt_prune.evaluation.loading import quiet_transformers
+from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.job.cost import cost_of
 from tests import encoders
 from tests.cli.running import TEXT, ok, read_json, refused

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ckpt_prune.evaluation.loading import quiet_transformers
+from ckpt_prune.evaluation.whole_model import quiet_transformers
 from tests.cli.running import TEXT, edit_weights, interrupted, ok, read_json, refused, resumed, run
 from tests.oracles import factors
 from tests.pairs import every

@@ -14,7 +14,7 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.choosing import chosen_samples
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.containers.container import stored_container
-from ckpt_prune.evaluation.loading import quiet_transformers
+from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.options import CalibrateOptions
 from tests import encoders
 from tests.cli.running import TEXT, interrupted, ok, read_json, refused, resumed, run

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ckpt_prune
-from ckpt_prune.evaluation.loading import quiet_transformers
+from ckpt_prune.evaluation.whole_model import quiet_transformers
 from tests.cli.running import edit_weights, listing, ok, poison, refused, run
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
 from tests.images import CLASSES, write_csv, write_images, write_vit

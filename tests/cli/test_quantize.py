@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ckpt_prune.calibration.text import load_tokenizer
 from ckpt_prune.compressing import quantise
-from ckpt_prune.evaluation.loading import quiet_transformers
+from ckpt_prune.evaluation.whole_model import quiet_transformers
 from tests.cli.running import edit_weights, ok, read_json, refused, run
 from tests.compressing.test_rounding import bits_of
 from tests.contract.models import CASES

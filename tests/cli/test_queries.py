@@ -13,7 +13,7 @@ import ckpt_prune
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.sites import Site
 from ckpt_prune.calibration.statistics import Statistics
-from ckpt_prune.evaluation.loading import quiet_transformers
+from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.job.job import Job
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.stages.spaces.widths import dense_ranking

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PhiConfig, PhiForCausalLM
 
 import ckpt_prune
-from ckpt_prune.evaluation.loading import quiet_transformers
+from ckpt_prune.evaluation.whole_model import quiet_transformers
 from tests import encoders
 from tests.cli.running import TEXT, interrupted, ok, read_json, refused, resumed, run
 from tests.evaluation.tiny import tiny_tokenizer

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 import ckpt_prune
 from ckpt_prune.checkpoint.digests import sha256_files
-from ckpt_prune.evaluation.loading import quiet_transformers
-from ckpt_prune.evaluation.verify import verify
+from ckpt_prune.evaluation.whole_model import quiet_transformers
+from ckpt_prune.verification.verify import verify
 from tests.cli.running import TEXT, edit_weights, ok, read_json, run
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
 

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import ckpt_prune
-from ckpt_prune.evaluation.loading import quiet_transformers
+from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.modeling_pruned import cache_argument
 from tests.cli.running import TEXT, interrupted, ok, read_json, refused, resumed
 from tests.evaluation.tiny import tiny_tokenizer

@@ -15,10 +15,10 @@ from ckpt_prune.architectures.spaces import ConsumerSpace
 from ckpt_prune.calibration.gaps import map_spaces
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.evaluation.verify import verify
 from ckpt_prune.runner.plan import prepare_plan
 from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.stages import FullRecipe
+from ckpt_prune.verification.verify import verify
 from tests.oracles.gap import ridge_map
 from tests.pairs import chosen, every
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import ckpt_prune
-from ckpt_prune.evaluation.verify import verify
+from ckpt_prune.verification.verify import verify
 from tests.once import once, run_folder
 from tests.pairs import chosen
 from tests.stored import run_elsewhere

@@ -19,7 +19,6 @@ from ckpt_prune.calibration.slicing import SlicedStream
 from ckpt_prune.calibration.sources import CachedMoments
 from ckpt_prune.calibration.streams import stream_of
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.evaluation.verify import verify
 from ckpt_prune.job.prepared import begin
 from ckpt_prune.rotations.absorbing import residual_of
 from ckpt_prune.rotations.moments import stream_gram
@@ -29,6 +28,7 @@ from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.hidden.preview import hidden_record, jointly_narrowed, view_of
 from ckpt_prune.stages.moments import open_moments
+from ckpt_prune.verification.verify import verify
 from tests.oracles.slicing import Projected
 from tests.pairs import chosen
 

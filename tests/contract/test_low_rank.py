@@ -9,8 +9,8 @@ import ckpt_prune
 from ckpt_prune.architectures.blocks import module_paths
 from ckpt_prune.architectures.factors import factor_names
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
-from ckpt_prune.evaluation.verify import verify
 from ckpt_prune.stages import FullRecipe
+from ckpt_prune.verification.verify import verify
 from tests.oracles import factors
 from tests.oracles.masked_model import Target
 from tests.pairs import dealt, every

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, PreTrain
 
 import ckpt_prune
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.evaluation.loading import load_reported
+from ckpt_prune.evaluation.whole_model import load_reported
 from ckpt_prune.modeling_pruned import REFUSAL, WEIGHTS_KEY
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.runner.run_job import run_job

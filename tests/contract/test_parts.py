@@ -21,11 +21,11 @@ from ckpt_prune.calibration.measure import everything, measure
 from ckpt_prune.calibration.samples import Samples, TokenWindows
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.containers.opening import Opening, open_model
-from ckpt_prune.evaluation.verify import verify
 from ckpt_prune.job.job import Job
 from ckpt_prune.runner.plan import prepare_plan
 from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.stages import FullRecipe
+from ckpt_prune.verification.verify import verify
 from tests.encoders import DEFAULTS, STRENGTH, Pixels, randomise
 from tests.evaluation.tiny import VOCAB, random_windows, tiny_tokenizer
 from tests.pairs import chosen

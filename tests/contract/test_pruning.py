@@ -8,10 +8,10 @@ from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.compensation.logit_methods import LOGIT_METHODS
 from ckpt_prune.compensation.methods import METHODS
-from ckpt_prune.evaluation.verify import verify
 from ckpt_prune.runner.plan import prepare_plan
 from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.stages import FullRecipe
+from ckpt_prune.verification.verify import verify
 from tests.encoders import DEFAULTS
 from tests.families import contents
 from tests.interrupting import interrupt_at

@@ -7,7 +7,7 @@ from transformers import CONFIG_MAPPING
 
 import ckpt_prune
 from ckpt_prune.architectures.descriptions import known_families, load_family
-from ckpt_prune.evaluation.verify import verify
+from ckpt_prune.verification.verify import verify
 from tests.pairs import first_of_each
 
 from .dense import Dense, spaces_recipe

@@ -10,10 +10,10 @@ from torch.utils.flop_counter import FlopCounterMode
 import ckpt_prune
 from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.evaluation.verify import verify
 from ckpt_prune.modeling_pruned import cache_argument
 from ckpt_prune.runner.plan import prepare_plan
 from ckpt_prune.runner.run_job import run_job
+from ckpt_prune.verification.verify import verify
 from tests.families import contents
 from tests.interrupting import interrupt_at
 from tests.pairs import every

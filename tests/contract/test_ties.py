@@ -12,7 +12,7 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import Names
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.containers.checking import check_source
-from ckpt_prune.evaluation.loading import load_reported
+from ckpt_prune.evaluation.whole_model import load_reported
 from ckpt_prune.job.cost import cost_of
 from tests.pairs import chosen
 

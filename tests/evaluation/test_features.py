@@ -7,9 +7,9 @@ from transformers import BertConfig, BertModel
 
 from ckpt_prune.calibration.samples import TokenWindows
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.evaluation import forward
+from ckpt_prune.evaluation import batches as forward
 from ckpt_prune.evaluation.features import compare_features
-from ckpt_prune.evaluation.loading import quiet_transformers
+from ckpt_prune.evaluation.whole_model import quiet_transformers
 from tests.encoders import SIZES, make, randomise, samples, stock
 
 VARIANTS = ["bert-model", "dinov2-model"]

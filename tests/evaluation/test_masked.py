@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation import masked as module
-from ckpt_prune.evaluation.loading import quiet_transformers
-from ckpt_prune.evaluation.masked import MaskedComparison, MaskedScore, choose_masked, fill_in
+from ckpt_prune.evaluation.masked import MaskedScore, TokenComparison, choose_masked, fill_in
+from ckpt_prune.evaluation.whole_model import quiet_transformers
 from tests.encoders import CONTEXT, make, randomise, stock
 from tests.evaluation.tiny import VOCAB, random_windows
 
@@ -100,7 +100,7 @@ class TestFillIn:
     def test_two_models_equal_the_oracle(self, models, chosen, batch_size):
         model, reference, _ = models
         found = fill_in(model, WINDOWS, chosen, MASK, reference, batch_size=batch_size)
-        assert isinstance(found, MaskedComparison)
+        assert isinstance(found, TokenComparison)
         q, p = (oracle_distributions(each, WINDOWS, chosen) for each in (model, reference))
         kl = math.fsum(math.exp(x) * (x - y) for a, b in zip(p, q, strict=True) for x, y in zip(a, b, strict=True))
         assert found.kl == pytest.approx(kl / len(p), rel=1e-4)

@@ -5,10 +5,10 @@ import torch
 
 from ckpt_prune.calibration.text import evaluation_windows, load_tokenizer, read_text, token_stream
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.evaluation import forward
+from ckpt_prune.evaluation import batches as forward
 from ckpt_prune.evaluation import perplexity as module
-from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.evaluation.perplexity import Score, compare, perplexity
+from ckpt_prune.evaluation.whole_model import load_model
 from tests.evaluation.tiny import CONTEXT, VOCAB, random_windows, tiny_llama
 from tests.oracles import perplexity as oracle
 from tests.shared_data import shared_data

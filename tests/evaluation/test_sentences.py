@@ -14,10 +14,10 @@ from transformers import AutoTokenizer
 
 from ckpt_prune.checkpoint.sentence_modules import Module, read_modules
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.evaluation import forward
+from ckpt_prune.evaluation import batches as forward
 from ckpt_prune.evaluation.correlation import rank_correlation
-from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.evaluation.sentences import SentenceModel, compare_sentences
+from ckpt_prune.evaluation.whole_model import load_model
 from tests.cli.running import edit_weights
 from tests.sentence_folders import MODES, make_sentences
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoConfig, DynamicCache, PreTrainedModel
 
-from ckpt_prune.evaluation.loading import load_reported, quiet_transformers
+from ckpt_prune.evaluation.whole_model import load_reported, quiet_transformers
 from ckpt_prune.exporting.manifest import read_manifest
 from ckpt_prune.modeling_pruned import cache_argument
 from ckpt_prune.recipe.reading import load_recipe

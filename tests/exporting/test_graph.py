@@ -231,7 +231,7 @@ def test_one_line_on_the_terminal(vit, tmp_path, monkeypatch):
 
 
 def test_an_opset_that_the_exporter_does_not_write(vit, tmp_path):
-    from ckpt_prune.evaluation.loading import load_model
+    from ckpt_prune.evaluation.whole_model import load_model
 
     task = Task("image-classification", "image", False)
     model = load_model(vit, device="cpu")

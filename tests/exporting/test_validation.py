@@ -24,7 +24,7 @@ from ckpt_prune.calibration.image_files import find_images
 from ckpt_prune.calibration.image_processor import load_processor
 from ckpt_prune.calibration.images import ImageSamples
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.evaluation.loading import load_model
+from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.exporting import validation
 from ckpt_prune.exporting.cases import chunk_cases, prompts, text_cases
 from ckpt_prune.exporting.integrity import check_files, check_interface, present_files

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from ckpt_prune.evaluation.verify import guarded
+from ckpt_prune.verification.verify import run_check
 from tests.faults.campaign import Case, faults_of
 from tests.faults.jobs import JOBS
 from tests.faults.shim import DISTURBED, ERRORS, FULL, GROWS, SIGNALS, TORN, Fault, Operation
@@ -123,5 +123,5 @@ def test_ctrl_c_counts_from_the_first_line_of_the_tool_on(machine: Machine, monk
 
     monkeypatch.setattr("tests.faults.trial.main", lambda *_: stops())
     assert machine.run("plan", place, job.arguments).code == 128 + signal.SIGINT
-    monkeypatch.setattr("tests.faults.trial.main", lambda *_: guarded("a check", stops))
+    monkeypatch.setattr("tests.faults.trial.main", lambda *_: run_check("a check", stops))
     assert machine.run("plan", place, job.arguments).code == 1

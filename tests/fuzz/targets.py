@@ -11,7 +11,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from ckpt_prune.common.filenames import QUANTISED_RECORD
-from ckpt_prune.evaluation.loading import quiet_transformers
+from ckpt_prune.evaluation.whole_model import quiet_transformers
 from tests.cli.running import ok
 from tests.faults.jobs import make_inputs
 from tests.images import write_csv, write_images, write_processor, write_vit

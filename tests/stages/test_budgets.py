@@ -17,7 +17,6 @@ from ckpt_prune.calibration.moments import total
 from ckpt_prune.calibration.statistics import Statistics, with_effects
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.compensation.logit import logit_system
-from ckpt_prune.evaluation.verify import verify
 from ckpt_prune.job.cost import cost_of
 from ckpt_prune.job.prepared import Prepared, begin
 from ckpt_prune.job.sizes import cost_in
@@ -34,6 +33,7 @@ from ckpt_prune.stages.spaces.widths import (
     scaled,
     weighed_by_energy,
 )
+from ckpt_prune.verification.verify import verify
 from tests.encoders import job_on, request_on
 from tests.families import BLOCKS, calibrate, contents, prune
 from tests.oracles import whole_best

@@ -18,7 +18,6 @@ import ckpt_prune
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.cli.rendering import warning_lines
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.evaluation.verify import verify
 from ckpt_prune.job.records import SiteRecord
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.report.reading import report_of
@@ -26,6 +25,7 @@ from ckpt_prune.runner.plan import prepare_plan
 from ckpt_prune.scoring.expert_scores import EXPERT_SCORES
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.spaces.pruner import SWEEPS
+from ckpt_prune.verification.verify import verify
 from tests.contract.dense import Dense, spaces_recipe
 from tests.contract.models import BLOCKS, LED, Case, first_cases
 from tests.contract.open_experts import open_up

@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 import ckpt_prune
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.compensation.logit_methods import LOGIT_METHODS
-from ckpt_prune.evaluation.verify import verify
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.runner.plan import make_plan
 from ckpt_prune.stages.spaces.pruner import Pruner
+from ckpt_prune.verification.verify import verify
 from tests.encoders import (
     BLOCKS,
     FOR_CORP,

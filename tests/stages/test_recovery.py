@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ckpt_prune.common.filenames import REPORT, ROTATIONS
-from ckpt_prune.evaluation.verify import verify
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.reporting.document import read_document
 from ckpt_prune.reporting.page import page
 from ckpt_prune.stages import FullRecipe
+from ckpt_prune.verification.verify import verify
 from tests import encoders, families
 from tests.families import BLOCKS, one_group
 from tests.pairs import chosen, dealt, every

@@ -25,7 +25,6 @@ from ckpt_prune.calibration.moments import total
 from ckpt_prune.calibration.samples import TokenWindows
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import ROTATIONS
-from ckpt_prune.evaluation.verify import verify
 from ckpt_prune.modeling_pruned import PlainNorm
 from ckpt_prune.rotations import learning as rotations
 from ckpt_prune.rotations.rotated import check_rotatable
@@ -35,6 +34,7 @@ from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.mask.masker import Masker
 from ckpt_prune.stages.moments import open_moments
 from ckpt_prune.stages.rotation.run import learner_of
+from ckpt_prune.verification.verify import verify
 from tests import encoders, families
 from tests.families import BLOCKS, prune, windows
 from tests.oracles import rotation_entropy

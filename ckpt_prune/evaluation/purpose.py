@@ -6,8 +6,8 @@ from ckpt_prune.architectures.purposes import WITHOUT_HEAD, Purpose
 from ckpt_prune.checkpoint.journal import refuse_unfinished
 from ckpt_prune.checkpoint.json_files import read_json_object
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.evaluation import classification
-from ckpt_prune.evaluation.loading import purpose_of_folder
+from ckpt_prune.evaluation import image_classes as classification
+from ckpt_prune.evaluation.whole_model import purpose_of_folder
 
 LABELLED = ("text-classification", "token-classification", "question-answering", "text-ranking")
 """Purposes whose figures would need labels: such models are held against another one."""

@@ -11,7 +11,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.choice_items import read_items
 from ckpt_prune.evaluation.choices import ChoiceScore, answer
 from ckpt_prune.evaluation.generation import Continuation, continue_prompts
-from ckpt_prune.evaluation.kinds import check_folder, check_generates, check_same_kind
+from ckpt_prune.evaluation.purpose import check_folder, check_generates, check_same_kind
 from ckpt_prune.evaluation.results import ChoiceResult, GenerationResult
 from ckpt_prune.evaluation.texts import Pair
 

@@ -15,8 +15,8 @@ from ckpt_prune.calibration.image_files import ImageFiles, choose_images, find_i
 from ckpt_prune.calibration.image_processor import load_processor
 from ckpt_prune.calibration.images import ImageSamples
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.evaluation import classification as module
-from ckpt_prune.evaluation.classification import (
+from ckpt_prune.evaluation import image_classes as module
+from ckpt_prune.evaluation.image_classes import (
     Classification,
     class_names,
     classify,

@@ -31,10 +31,6 @@ from ckpt_prune.common.progress import track
 from ckpt_prune.containers.checking import check_shapes
 from ckpt_prune.containers.container import stored_container
 from ckpt_prune.containers.remote import REMOTE_MODULE, remote_class
-from ckpt_prune.evaluation.kept_blocks import dense_at_depth, kept_blocks, mapped_tensors
-from ckpt_prune.evaluation.kept_ends import kept_ends
-from ckpt_prune.evaluation.kept_head import kept_head
-from ckpt_prune.evaluation.kept_stream import kept_in_basis
 from ckpt_prune.evaluation.parity import stock_load_report
 from ckpt_prune.job.records import FactoredLinear, MaskedLinear, SiteRecord
 from ckpt_prune.modeling_pruned import WEIGHTS_KEY
@@ -48,6 +44,10 @@ from ckpt_prune.sparsity.zeros import (
     share_of_all,
     weights_by_module,
 )
+from ckpt_prune.verification.kept_blocks import dense_at_depth, kept_blocks, mapped_tensors
+from ckpt_prune.verification.kept_ends import kept_ends
+from ckpt_prune.verification.kept_head import kept_head
+from ckpt_prune.verification.kept_stream import kept_in_basis
 
 _CARD = "README.md"
 _FACTORS_AWAY = 1e-6
@@ -89,22 +89,22 @@ def verify(folder: Path, against: Path | None = None, family: Path | None = None
     dense = None if against is None else _dense(folder, report, against, description)
     part = checkpoint if report is None or report.part is None else part_of(checkpoint, report.part)
     checks = [
-        guarded("tensors", lambda: _tensors(checkpoint)),
-        guarded("finite", lambda: _finite(checkpoint)),
-        guarded("load", lambda: _load(checkpoint)),
-        guarded("digests", lambda: _digests(folder, report)),
-        guarded("sparsity", lambda: _sparsity(part, report)),
+        run_check("tensors", lambda: _tensors(checkpoint)),
+        run_check("finite", lambda: _finite(checkpoint)),
+        run_check("load", lambda: _load(checkpoint)),
+        run_check("digests", lambda: _digests(folder, report)),
+        run_check("sparsity", lambda: _sparsity(part, report)),
     ]
     if report is not None and dense is not None:
         if report.rotation is not None or report.hidden is not None:
-            checks.append(guarded("head", lambda: kept_head(part, _without_gone(dense, report), report)))
-        checks.append(guarded("kept units", lambda: _kept(part, _without_gone(dense, report), report)))
+            checks.append(run_check("head", lambda: kept_head(part, _without_gone(dense, report), report)))
+        checks.append(run_check("kept units", lambda: _kept(part, _without_gone(dense, report), report)))
     if part.within is not None and dense is not None:
-        checks.append(guarded("other parts", lambda: _others(part, dense)))
+        checks.append(run_check("other parts", lambda: _others(part, dense)))
     return checks
 
 
-def guarded(name: str, check: Callable[[], tuple[bool | None, str]]) -> Check:
+def run_check(name: str, check: Callable[[], tuple[bool | None, str]]) -> Check:
     """Run a check; a UserError in it is its failure.
 
     Raises:

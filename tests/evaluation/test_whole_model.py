@@ -7,8 +7,8 @@ from safetensors.torch import load_file, save_file
 from transformers.utils import logging
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.evaluation.loading import LoadReport, load_model
 from ckpt_prune.evaluation.parity import logits_difference, stock_load_report
+from ckpt_prune.evaluation.whole_model import LoadReport, load_model
 from ckpt_prune.modeling_pruned import PrunedLlamaForCausalLM
 from tests.evaluation.tiny import random_windows, tiny_llama
 

@@ -15,7 +15,7 @@ from ckpt_prune.calibration.images import ImageSamples
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.finite import all_finite
 from ckpt_prune.common.progress import track
-from ckpt_prune.evaluation.loading import auto_class
+from ckpt_prune.evaluation.whole_model import auto_class
 
 BATCH_PIXELS = 32 * 224 * 224
 """A default batch has no more pixels than this; one image may still exceed it."""

@@ -17,14 +17,14 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.finite import all_finite
 from ckpt_prune.common.progress import track
 from ckpt_prune.datasets.glue import LabelTask, Metric, guess_task, parse_task_name
+from ckpt_prune.evaluation.batches import by_length, check_tokens
 from ckpt_prune.evaluation.correlation import rank_correlation
-from ckpt_prune.evaluation.forward import by_length, check_tokens
-from ckpt_prune.evaluation.kinds import check_folder, check_same_kind
 from ckpt_prune.evaluation.label_items import LabelItem, read_labelled
-from ckpt_prune.evaluation.label_metrics import METRICS
-from ckpt_prune.evaluation.loading import purpose_of_folder, read_config
+from ckpt_prune.evaluation.metrics import METRICS
+from ckpt_prune.evaluation.purpose import check_folder, check_same_kind
 from ckpt_prune.evaluation.results import Alike, LabelResult, LabelScore
 from ckpt_prune.evaluation.texts import Pair
+from ckpt_prune.evaluation.whole_model import purpose_of_folder, read_config
 
 PURPOSE = "text-classification"
 _UNLIMITED = 10**6

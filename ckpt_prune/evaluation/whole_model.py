@@ -33,7 +33,7 @@ from ckpt_prune.checkpoint.quantised import is_packed, is_plain_fp8, refuse_quan
 from ckpt_prune.checkpoint.sentence_modules import find_sentence_use
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.containers.remote import remote_class, remote_model_class, with_block_facts
-from ckpt_prune.evaluation.placing import DeviceMap, device_map
+from ckpt_prune.evaluation.device_map import DeviceMap, device_map
 
 
 @dataclass(frozen=True)

@@ -13,15 +13,15 @@ from ckpt_prune.calibration.image_processor import load_processor
 from ckpt_prune.calibration.images import ImageSamples
 from ckpt_prune.checkpoint.json_files import read_json_object
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.evaluation.classification import class_names, classify, compare_classifiers, is_classifier
 from ckpt_prune.evaluation.features import compare_features
-from ckpt_prune.evaluation.kinds import check_folder, check_same_kind, is_vision, reference_of_base
+from ckpt_prune.evaluation.image_classes import class_names, classify, compare_classifiers, is_classifier
 from ckpt_prune.evaluation.label_maps import LabelMaps
-from ckpt_prune.evaluation.loading import purpose_of_folder, read_config
 from ckpt_prune.evaluation.patch_heads import measure_patch_head, read_patch_head
-from ckpt_prune.evaluation.probing import Probe, ProbeName, features_of, probe
+from ckpt_prune.evaluation.probes import Probe, ProbeName, features_of, probe
+from ckpt_prune.evaluation.purpose import check_folder, check_same_kind, is_vision, reference_of_base
 from ckpt_prune.evaluation.results import AccuracyResult, FeaturesResult, PatchHeadResult, ProbeResult
 from ckpt_prune.evaluation.texts import Pair
+from ckpt_prune.evaluation.whole_model import purpose_of_folder, read_config
 from ckpt_prune.options import EvaluationOptions
 
 

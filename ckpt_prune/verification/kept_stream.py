@@ -17,12 +17,12 @@ from ckpt_prune.architectures.spaces import space_of
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.formatting import plural
 from ckpt_prune.common.progress import track
-from ckpt_prune.evaluation.kept_blocks import mapped_tensors
 from ckpt_prune.job.records import HiddenRecord
 from ckpt_prune.report.model import Report
 from ckpt_prune.rotations.absorbing import residual_of
 from ckpt_prune.rotations.sliced import SlicedCheckpoint
 from ckpt_prune.runner.recomputing import BLOCKS, away
+from ckpt_prune.verification.kept_blocks import mapped_tensors
 
 _ROWS = 8192
 """Of a table that are multiplied together, in float64."""

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from ckpt_prune.evaluation.probing import STRENGTHS, linear, neighbours, probe
+from ckpt_prune.evaluation.probes import STRENGTHS, linear, neighbours, probe
 
 
 def drawn(count: int, seed: int, classes: int = 3, d: int = 6) -> tuple[torch.Tensor, torch.Tensor]:

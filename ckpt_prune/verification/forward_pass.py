@@ -20,7 +20,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.finite import all_finite
 from ckpt_prune.common.formatting import human_bytes
 from ckpt_prune.common.memory import available_bytes
-from ckpt_prune.evaluation.loading import load_model, read_config
+from ckpt_prune.evaluation.whole_model import load_model, read_config
 from ckpt_prune.parallel.group import process_group
 
 TOKENS = 64

@@ -12,7 +12,6 @@ from ckpt_prune.calibration.readout import Readout
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.progress import track
 from ckpt_prune.containers.container import stored_container
-from ckpt_prune.evaluation.kept_stream import allowed, find_basis
 from ckpt_prune.job.names import RotationKind
 from ckpt_prune.report.model import Report
 from ckpt_prune.rotations.absorbing import residual_of, without_mean
@@ -20,6 +19,7 @@ from ckpt_prune.rotations.learning import RotationSizes, WrittenRotations
 from ckpt_prune.rotations.rotated import RotatedCheckpoint, not_learned
 from ckpt_prune.rotations.slicing import scale_of
 from ckpt_prune.runner.recomputing import away
+from ckpt_prune.verification.kept_stream import allowed, find_basis
 
 _TOKENS = 8
 

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_prune.evaluation.label_metrics import METRICS
+from ckpt_prune.evaluation.metrics import METRICS
 from tests.oracles import labels as oracle
 
 

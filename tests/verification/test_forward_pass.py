@@ -12,8 +12,8 @@ from ckpt_prune.calibration.samples import Samples, TokenWindows
 from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.containers.opening import Opening, open_model
-from ckpt_prune.evaluation import whole_forward
-from ckpt_prune.evaluation.whole_forward import BOUNDS, check_forward
+from ckpt_prune.verification import forward_pass as whole_forward
+from ckpt_prune.verification.forward_pass import BOUNDS, check_forward
 from tests import encoders, families
 from tests.cli.running import listing, ok, refused
 from tests.contract.dense import Dense

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.evaluation.verify import Check, guarded
+from ckpt_prune.verification.verify import Check, run_check
 
 
 def _refused(number: int, path: str) -> tuple[bool, str]:
@@ -24,15 +24,15 @@ def _refused(number: int, path: str) -> tuple[bool, str]:
 def test_a_file_that_the_system_does_not_give_fails_no_check(number: int) -> None:
     """An export ended with exit code 1, which says that the graph is wrong."""
     with pytest.raises(UserError) as raised:
-        guarded("load", lambda: _refused(number, "out/config.json"))
+        run_check("load", lambda: _refused(number, "out/config.json"))
     assert str(raised.value) == f"out/config.json: {os.strerror(number)}; give another path or mend this one"
 
 
 def test_a_file_that_is_gone_or_wrong_fails_it() -> None:
     found = Check("load", False, "config.json: not a config")
-    assert guarded("load", lambda: _refused(errno.ENOENT, "out/config.json")) == found
+    assert run_check("load", lambda: _refused(errno.ENOENT, "out/config.json")) == found
 
     def wrong() -> tuple[bool, str]:
         raise UserError("config.json: not a config")
 
-    assert guarded("load", wrong) == found
+    assert run_check("load", wrong) == found

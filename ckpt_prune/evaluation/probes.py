@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from ckpt_prune.calibration.samples import Samples, as_input
 from ckpt_prune.common.finite import all_finite
-from ckpt_prune.evaluation.forward import check_features, sample_batches
+from ckpt_prune.evaluation.batches import check_features, sample_batches
 
 ProbeName = Literal["knn", "linear"]
 
