@@ -159,11 +159,11 @@ def not_compared_whole(request: pytest.FixtureRequest) -> Iterator[None]:
 
     With `--thorough` commands compare as they do for users.
     """
-    from ckpt_prune.verification import forward_pass as whole_forward
+    from ckpt_prune.verification import forward_pass
 
     with pytest.MonkeyPatch.context() as patch:
         if not request.config.getoption("--thorough"):
-            patch.setattr(whole_forward, "check_forward", lambda model, samples, say: None)
+            patch.setattr(forward_pass, "check_forward", lambda model, samples, say: None)
         yield
 
 

@@ -90,7 +90,7 @@ def compare(
     from ckpt_prune.checkpoint.staging import write_atomically
     from ckpt_prune.containers.container import container_of
     from ckpt_prune.containers.opening import Opening, open_model
-    from ckpt_prune.evaluation import block_comparison as comparing
+    from ckpt_prune.evaluation import block_comparison
     from ckpt_prune.job.model_view import ModelView
     from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
     from ckpt_prune.report.reading import report_of
@@ -111,7 +111,7 @@ def compare(
             source.checkpoint.check_finite()
         container = container_of(ours).unfactored
         rotated = rotated_as(ours, theirs, target, report)
-        found = comparing.compare(
+        found = block_comparison.compare(
             ModelView(beside, target, rotated, None if rotated is None else container, leaps),
             ModelView(ours, target, container=container),
             chosen,

@@ -16,8 +16,8 @@ from ckpt_prune.options import EvaluateOptions, SpreadOptions, checked
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from ckpt_prune.evaluation.pair import Pair
     from ckpt_prune.evaluation.results import OneResult, Result, TaskResult
-    from ckpt_prune.evaluation.texts import Pair
 
 
 def evaluate(
@@ -75,11 +75,10 @@ def evaluate(
         progress: show bars and notices on stderr.
 
     Returns:
-        One of `ckpt_prune.evaluation.results`: of text a `PerplexityResult`, `MaskedResult`, `FeaturesResult`,
-        `SentencesResult` or `HeadResult`, of images an `AccuracyResult`, `FeaturesResult`, `ProbeResult` or
-        `PatchHeadResult`,
-        of tasks a `ChoiceResult`, `LabelResult` or `TaskResult`, of prompts a `GenerationResult`. If text, tasks and
-        prompts are given together, a `CombinedResult` of these; each model is then loaded once.
+        One of `ckpt_prune.evaluation.results`: of text a `PerplexityResult`, `MaskedResult` or `ComparisonResult`, of
+        images an `AccuracyResult`, `ComparisonResult`, `ProbeResult` or `PatchHeadResult`, of tasks a `ChoiceResult`,
+        `LabelResult` or `TaskResult`, of prompts a `GenerationResult`. If text, tasks and prompts are given together, a
+        `CombinedResult` of these; each model is then loaded once.
 
     Raises:
         UserError: options that do not go together, a model that does not load, or two that cannot be compared.
@@ -95,8 +94,9 @@ def evaluate(
     from ckpt_prune.evaluation.images import measure_images, measure_patches, measure_probe
     from ckpt_prune.evaluation.label_tasks import is_labelled, measure_labelled
     from ckpt_prune.evaluation.memory_plan import memory_plans
+    from ckpt_prune.evaluation.pair import Pair
     from ckpt_prune.evaluation.results import CombinedResult
-    from ckpt_prune.evaluation.texts import Pair, measure_text
+    from ckpt_prune.evaluation.texts import measure_text
     from ckpt_prune.evaluation.whole_model import default_dtype
     from ckpt_prune.parallel.devices import resolve_device
 

@@ -49,10 +49,7 @@ def find_local_folder(model: str) -> Path | None:
             f"{model} does not exist{suggest_folders(model)}; give an existing folder or a Hub id such as org/name"
         )
     if "/" in model and _is_folder(path.parent):
-        raise UserError(
-            f"the folder {path.parent} has no {path.name}{suggest_folders(model)}; if you mean the Hub's {model}, give "
-            f"the folder that `hf download {model}` prints"
-        )
+        raise UserError(f"the folder {path.parent} has no {path.name}{suggest_folders(model)}; give an existing folder")
     return None
 
 

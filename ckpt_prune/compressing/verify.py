@@ -15,8 +15,8 @@ from ckpt_prune.common.progress import track
 from ckpt_prune.compressing.packing import PACKED, SCALE, SHAPE, require_library, shapes_of, unpacked
 from ckpt_prune.compressing.record import Quantised, read_quantised
 from ckpt_prune.compressing.rounding import codes_of, scales_of
-from ckpt_prune.evaluation.parity import stock_load_report
-from ckpt_prune.verification.verify import Check, run_check
+from ckpt_prune.evaluation.whole_model import stock_load_report
+from ckpt_prune.verification.verify import Check, run_check, run_side_file_check
 
 
 def verify_quantised(folder: Path, against: Path | None = None) -> list[Check]:
@@ -42,6 +42,7 @@ def verify_quantised(folder: Path, against: Path | None = None) -> list[Check]:
         run_check("finite", lambda: _finite(folder, tensors)),
         run_check("load", lambda: _load(folder)),
         run_check("digests", lambda: _digests(folder, record)),
+        *run_side_file_check(folder),
     ]
     if source is not None:
         checks.append(run_check("rounded weights", lambda: _rounded(folder, record, tensors, source)))

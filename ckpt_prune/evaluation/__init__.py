@@ -1,1 +1,1 @@
-"""What a checkpoint is worth: perplexity, tasks, and parity with another; the one room that loads whole models."""
+"""Measuring checkpoints: perplexity, tasks, and comparison with another; the room that loads whole models."""

@@ -1,4 +1,4 @@
-"""Whole-model forward passes over windows of tokens, in batches whose logits fit in memory."""
+"""Batches for forward passes of whole models that fit in memory, and checks of what goes in and comes out."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,46 +9,28 @@ from ckpt_prune.architectures.context import context_length
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.text import check_vocabulary
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.finite import all_finite
 from ckpt_prune.common.progress import track
 
 LOGIT_BYTES = 512 * 2**20
-"""A default batch keeps the logits of one model, counted as float32, below this; one window may still exceed it."""
-
+"""A batch keeps the logits of one model, counted as float32, below this; one window may still exceed it."""
 BATCH_TOKENS = 8192
-"""A default batch has no more tokens than this: a small vocabulary says nothing of how wide the layers are."""
+"""A batch has no more tokens than this: a small vocabulary does not mean that the layers are narrow."""
 
 
 def check_windows(model: PreTrainedModel, windows: Tensor) -> None:
-    """Refuse windows, int64 of shape (windows, window), that the model cannot read.
-
-    Raises:
-        UserError: The window is longer than the model's context, or a token id is outside its vocabulary.
-    """
-    config = model.config.get_text_config()
-    context = context_length(config)
+    """Refuse windows, int64 of shape (windows, window), that the model cannot read."""
+    context = context_length(model.config.get_text_config())
     if context is not None and windows.shape[1] > context:
         raise UserError(
             f"window of {windows.shape[1]} tokens is longer than the model's context of {context}; "
             f"use a window of at most {context}"
         )
-    check_tokens(model, windows)
-
-
-def check_tokens(model: PreTrainedModel, ids: Tensor) -> None:
-    """Refuse token ids, int64 of any shape, that the model does not know.
-
-    Raises:
-        UserError: one is outside its vocabulary.
-    """
-    check_vocabulary(ids, model.config)
+    check_vocabulary(windows, model.config)
 
 
 def check_same_vocabulary(model: PreTrainedModel, reference: PreTrainedModel) -> None:
-    """Refuse two models whose next-token predictions are over vocabularies of different size.
-
-    Raises:
-        UserError: The sizes differ.
-    """
+    """Refuse two models whose vocabularies differ in size."""
     sizes = [each.config.get_text_config().vocab_size for each in (model, reference)]
     if sizes[0] != sizes[1]:
         raise UserError(
@@ -57,51 +39,40 @@ def check_same_vocabulary(model: PreTrainedModel, reference: PreTrainedModel) ->
         )
 
 
-def default_batch_size(model: PreTrainedModel, window: int) -> int:
-    """Windows of `window` tokens within LOGIT_BYTES of float32 logits and BATCH_TOKENS: at least one."""
+def check_finite(what: str, *values: Tensor) -> None:
+    """Refuse numbers of a model, named `what`, that are not finite."""
+    if not all(map(all_finite, values)):
+        raise UserError(f"the {what} are not finite numbers: the weights are damaged or overflow in this dtype")
+
+
+def count_windows(model: PreTrainedModel, window: int) -> int:
+    """Return how many windows of so many tokens make a batch: at least one."""
     bytes_per_window: int = window * model.config.get_text_config().vocab_size * 4
     return max(1, min(LOGIT_BYTES // bytes_per_window, BATCH_TOKENS // window))
 
 
-def by_length(lengths: Sequence[int]) -> list[list[int]]:
-    """Numbers of texts of like length together, shortest first, as many as BATCH_TOKENS holds of the longest of them.
-
-    Args:
-        lengths: in tokens.
-    """
-    found: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if not found or (len(found[-1]) + 1) * lengths[index] > BATCH_TOKENS:
-            found.append([])
-        found[-1].append(index)
-    return found
-
-
-def batches(model: PreTrainedModel, windows: Tensor, *, batch_size: int | None, what: str) -> Iterator[Tensor]:
-    """Yield the windows, with a progress bar, on the model's device as batches of shape (≤ batch_size, window)."""
-    size = batch_size or default_batch_size(model, windows.shape[1])
+def iterate_windows(model: PreTrainedModel, windows: Tensor, *, what: str) -> Iterator[Tensor]:
+    """Yield the windows, with a progress bar, in batches on the model's device."""
+    size = count_windows(model, windows.shape[1])
     for start in track(range(0, len(windows), size), what, unit="batch"):
         yield windows[start : start + size].to(model.device)
 
 
-def sample_batches(samples: Samples, what: str) -> Iterator[tuple[int, dict[str, Tensor]]]:
-    """Yield samples, with a progress bar, in batches within BATCH_TOKENS, at least one: number of the first, inputs."""
+def iterate_samples(samples: Samples, what: str) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    """Yield samples, with a progress bar, in batches of at most BATCH_TOKENS: the number of the first, and inputs."""
     size = max(1, BATCH_TOKENS // samples.tokens)
     for start in track(range(0, len(samples), size), what, unit="batch"):
         yield start, samples.batch(slice(start, min(start + size, len(samples))))
 
 
-def check_features(*, finite: bool) -> None:
-    """Refuse features that are not numbers.
+def group_by_length(lengths: Sequence[int], most: int = BATCH_TOKENS) -> list[list[int]]:
+    """Group texts by their lengths in tokens, shortest first, so that no batch has more than `most` when it is padded.
 
-    Raises:
-        UserError: they are not finite.
+    A longer text is a batch of its own. Returns places in `lengths`.
     """
-    if not finite:
-        raise UserError("the model's features are not numbers (NaN): its weights are damaged or overflow in this dtype")
-
-
-def logits(model: PreTrainedModel, batch: Tensor) -> Tensor:
-    """Run the model on a batch of windows without padding or cache: shape (batch, window, vocab), the model's dtype."""
-    result: Tensor = model(input_ids=batch.to(model.device), use_cache=False).logits
-    return result
+    groups: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if not groups or (len(groups[-1]) + 1) * lengths[index] > most:
+            groups.append([])
+        groups[-1].append(index)
+    return groups

@@ -17,13 +17,9 @@ from ckpt_prune.job.model_view import ModelView
 
 @dataclass(frozen=True)
 class BlockComparison:
-    """Hidden states that leave a block.
+    """How alike the hidden states are that leave a block.
 
-    Attributes:
-        block: its index.
-        states: how alike they are.
-        divergence: of what each model's own head makes of them, as `Comparison.divergence` (the logit lens); None where
-            it was not asked for.
+    `divergence` is that of `Comparison`, between what each model's own head makes of them (logit lens), if asked for.
     """
 
     block: int
@@ -31,9 +27,9 @@ class BlockComparison:
     divergence: float | None = None
 
     def data(self) -> dict[str, Any]:
-        """As `--json` prints it."""
-        found = {"block": self.block, **asdict(self.states)}
-        return found if self.divergence is None else found | {"divergence": self.divergence}
+        """Return what `--json` prints."""
+        data = {"block": self.block, **asdict(self.states)}
+        return data if self.divergence is None else data | {"divergence": self.divergence}
 
 
 @dataclass(frozen=True)
@@ -41,14 +37,10 @@ class Comparison:
     """Two models on the same samples.
 
     Attributes:
-        reference: what the other one is held against.
-        model: the other one.
-        blocks: in order.
-        divergence: of the outputs: KL(reference ‖ model) in nats, the mean over positions and samples; where there is
-            no head ‖h′ − h‖² / ‖h‖² of the last hidden states.
+        divergence: of the outputs: KL(reference ‖ model) in nats, the mean over positions and samples; without a head
+            ‖h′ − h‖² / ‖h‖² of the last hidden states.
         logits: whether there is a head.
-        samples: how many windows or images.
-        tokens: of each.
+        samples, tokens: how many windows or images, and tokens of each.
     """
 
     reference: Path
@@ -60,7 +52,7 @@ class Comparison:
     tokens: int
 
     def data(self) -> dict[str, Any]:
-        """As `--json` prints it."""
+        """Return what `--json` prints."""
         return {
             "reference": str(self.reference),
             "model": str(self.model),
@@ -81,22 +73,15 @@ def compare(
     allocate: Allocate = in_memory,
     lens: bool = False,
 ) -> Comparison:
-    """Run two models side by side and compare what leaves every block.
+    """Run two models side by side and compare what leaves every block; with `lens` also what their heads make of it.
 
-    Every block of both is run once. Memory: two blocks, the hidden states of both, and in the end everything outside
-    the blocks of both with the outputs of `readout.READOUT_TOKENS` tokens (with `lens` all along).
-
-    Args:
-        reference: as many blocks and hidden dimensions as `model`, in the same basis.
-        model: what is compared with it.
-        samples: that both are run on.
-        compute_dtype: in which they run.
-        allocate: makes the tensors that hold hidden states.
-        lens: also compare what each model's own head makes of every block's states.
+    Both have as many blocks and hidden dimensions, in the same basis. Every block of both is run once. Memory: two
+    blocks, the hidden states of both, and in the end everything outside the blocks of both with the outputs of
+    `readout.READOUT_TOKENS` tokens (with `lens` all along).
     """
     theirs, ours = (each.stream(samples, compute_dtype, allocate=allocate) for each in (reference, model))
     readouts: list[Readout] = []
-    found: list[BlockComparison] = []
+    comparisons: list[BlockComparison] = []
     blocks, divergence = model.model.blocks, 0.0
     for block in track(range(blocks), "comparing", total=blocks):
         for stream, source in ((theirs, reference), (ours, model)):
@@ -107,11 +92,11 @@ def compare(
         if lens or block == blocks - 1:
             readouts = readouts or [theirs.readout(), ours.readout()]
             (divergence,) = divergences(readouts[0], theirs.states, samples, [(readouts[1], ours.states)])
-        found.append(BlockComparison(block, sums.figures(), divergence if lens else None))
+        comparisons.append(BlockComparison(block, sums.figures(), divergence if lens else None))
     return Comparison(
         reference.model.checkpoint.path,
         model.model.checkpoint.path,
-        found,
+        comparisons,
         divergence,
         readouts[0].logits,
         len(samples),

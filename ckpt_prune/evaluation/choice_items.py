@@ -1,9 +1,8 @@
-"""Multiple-choice items in plain jsonl, in the shapes that the usual data sets have, as texts to compare.
+"""Multiple-choice items from jsonl files in the shapes of well-known data sets.
 
-The prompts are those of EleutherAI's evaluation harness without examples, so that figures can be held against its own.
+The prompts are those of EleutherAI's evaluation harness without examples, so that figures can be compared with its own.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -21,10 +20,10 @@ SHAPES = (
 
 @dataclass(frozen=True)
 class Item:
-    """One item: whichever option's continuation is likeliest after its context is the model's answer.
+    """One item: the model's answer is the option whose continuation is likeliest after its context.
 
     Attributes:
-        options: of each choice the context and the continuation, which begins with its space.
+        options: context and continuation of each; a continuation begins with its space.
         answer: the number of the right one, from 0.
     """
 
@@ -33,15 +32,7 @@ class Item:
 
 
 def read_items(path: Path, limit: int | None = None) -> list[Item]:
-    """Read a file of items.
-
-    Args:
-        path: jsonl, one item a line, or an array of them; blank lines are passed over.
-        limit: only the first so many.
-
-    Raises:
-        UserError: the file cannot be read, holds no item, or a line is no item; the message names it.
-    """
+    """Read the items of a jsonl file, one a line, or of an array; only the first so many with `limit`."""
     try:
         content = decode_text(path, path.read_bytes())
     except OSError as error:
@@ -51,7 +42,7 @@ def read_items(path: Path, limit: int | None = None) -> list[Item]:
         if limit is not None and len(items) == limit:
             break
         try:
-            item = _item(row)
+            item = _read_item(row)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{where}: no multiple-choice item; expected {SHAPES}") from error
         check_unicode(where, *chain.from_iterable(item.options))
@@ -61,54 +52,32 @@ def read_items(path: Path, limit: int | None = None) -> list[Item]:
     return items
 
 
-def _item(raw: dict[str, Any]) -> Item:
-    kinds: tuple[tuple[set[str], Callable[[dict[str, Any]], Item]], ...] = (
-        ({"goal", "sol1", "sol2", "label"}, _piqa),
-        ({"sentence", "option1", "option2", "answer"}, _winogrande),
-        ({"choices", "answerKey"}, _arc),
-        ({"question", "choices", "answer"}, _listed),
-        ({"question", "label"}, _boolq),
-    )
-    read = next((read for keys, read in kinds if keys <= raw.keys()), None)
-    if read is None:
-        raise KeyError(raw)
-    item = read(raw)
-    if len(item.options) < 2 or not 0 <= item.answer < len(item.options):
-        raise ValueError(raw)
-    return item
-
-
-def _of(context: str, choices: list[str], answer: int) -> Item:
+def _read_item(row: dict[str, Any]) -> Item:
+    """Return the item in a row. Raises ValueError, KeyError, TypeError or AttributeError if there is none."""
+    keys = row.keys()
+    if {"sentence", "option1", "option2", "answer"} <= keys:  # WinoGrande: one ending after either name
+        before, after = row["sentence"].split("_")
+        options = tuple((before + row[name], f" {after.strip()}") for name in ("option1", "option2"))
+        return Item(options, ("1", "2").index(str(row["answer"])))
+    if {"goal", "sol1", "sol2", "label"} <= keys:  # PIQA
+        context, choices = _ask(row["goal"]), [row["sol1"], row["sol2"]]
+        answer = int(row["label"])
+    elif {"choices", "answerKey"} <= keys:  # ARC, and OpenBookQA, whose stems are beginnings of sentences
+        context = row["question_stem"] if "question_stem" in keys else _ask(row["question"])
+        choices = row["choices"]["text"]
+        answer = row["choices"]["label"].index(row["answerKey"])
+    elif {"question", "choices", "answer"} <= keys:
+        context, choices, answer = _ask(row["question"]), row["choices"], int(row["answer"])
+    else:  # BoolQ
+        context, choices = _ask(f"{row['question'].removesuffix('?')}?"), ["no", "yes"]
+        context = f"{row['passage']}\n{context}" if "passage" in keys else context
+        answer = int(row["label"])
     if not all(isinstance(choice, str) and choice.strip() for choice in choices):
         raise ValueError(choices)
+    if len(choices) < 2 or not 0 <= answer < len(choices):
+        raise ValueError(answer)
     return Item(tuple((context, f" {choice}") for choice in choices), answer)
 
 
-def _piqa(raw: dict[str, Any]) -> Item:
-    return _of(f"Question: {raw['goal']}\nAnswer:", [raw["sol1"], raw["sol2"]], int(raw["label"]))
-
-
-def _arc(raw: dict[str, Any]) -> Item:
-    choices = raw["choices"]
-    answer = choices["label"].index(raw["answerKey"])
-    # OpenBookQA's stems are beginnings of sentences, which the choice ends.
-    context = raw["question_stem"] if "question_stem" in raw else f"Question: {raw['question']}\nAnswer:"
-    return _of(context, choices["text"], answer)
-
-
-def _listed(raw: dict[str, Any]) -> Item:
-    return _of(f"Question: {raw['question']}\nAnswer:", raw["choices"], int(raw["answer"]))
-
-
-def _boolq(raw: dict[str, Any]) -> Item:
-    context = f"Question: {raw['question'].removesuffix('?')}?\nAnswer:"
-    if "passage" in raw:
-        context = f"{raw['passage']}\n{context}"
-    return _of(context, ["no", "yes"], int(raw["label"]))
-
-
-def _winogrande(raw: dict[str, Any]) -> Item:
-    """The same ending after either name: what counts is how likely it is then."""
-    before, after = raw["sentence"].split("_")
-    options = tuple((before + raw[name], f" {after.strip()}") for name in ("option1", "option2"))
-    return Item(options, ("1", "2").index(str(raw["answer"])))
+def _ask(question: str) -> str:
+    return f"Question: {question}\nAnswer:"

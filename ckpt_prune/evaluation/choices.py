@@ -1,34 +1,43 @@
-"""Multiple choice: the answer of a causal language model is the continuation that it holds likeliest."""
+"""Multiple choice: the answer of a causal language model is the continuation that it finds likeliest."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ckpt_prune.architectures.context import context_length
-from ckpt_prune.calibration.text import Bos, token_stream
+from ckpt_prune.calibration.text import Bos, check_vocabulary, token_stream
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import track
-from ckpt_prune.evaluation.batches import check_tokens, default_batch_size
+from ckpt_prune.evaluation.batches import count_windows, group_by_length
 from ckpt_prune.evaluation.choice_items import Item
+from ckpt_prune.evaluation.display import Figures
 
 
 @dataclass(frozen=True)
-class ChoiceScore:
-    """What a model makes of items.
+class ChoiceScore(Figures):
+    """How often a model's answers are right.
 
     Attributes:
-        items: answered.
-        accuracy: share where the right continuation has the largest log-probability, 0 to 1.
+        accuracy: share for which the right continuation has the largest log-probability, 0 to 1.
         accuracy_norm: the same by log-probability per character of the continuation.
         chance: accuracy of blind guessing: the mean of 1 / choices.
-        picked: the choice of every item, by plain log-probability.
-        right: whether that is the right one.
+        picked, right: the choice of every item, by plain log-probability, and whether that is the right one.
     """
 
+    columns = (
+        ("accuracy", "accuracy", ".1%"),
+        ("+/-", "stderr", ".1%"),
+        ("norm.", "accuracy_norm", ".1%"),
+        ("chance", "chance", ".1%"),
+        ("items", "items", ","),
+    )
+    hidden = ("picked", "right")
     items: int
     accuracy: float
     accuracy_norm: float
@@ -41,106 +50,69 @@ class ChoiceScore:
         """Standard error of the accuracy, of a sample of so many items."""
         return math.sqrt(self.accuracy * (1 - self.accuracy) / max(1, self.items - 1))
 
+    def data(self) -> dict[str, Any]:
+        """Return the figures as JSON has them."""
+        return super().data() | {"stderr": self.stderr}
+
     def difference(self, other: "ChoiceScore") -> tuple[float, float]:
-        """This accuracy less another's of the same items, and the standard error of that, item by item."""
-        each = [int(ours) - int(theirs) for ours, theirs in zip(self.right, other.right, strict=True)]
-        mean = sum(each) / self.items
-        spread = sum((value - mean) ** 2 for value in each) / max(1, self.items - 1)
-        return mean, math.sqrt(spread / self.items)
+        """Return this accuracy less another's of the same items, and the standard error of that, item by item."""
+        differences = [int(ours) - int(theirs) for ours, theirs in zip(self.right, other.right, strict=True)]
+        mean = sum(differences) / self.items
+        variance = sum((value - mean) ** 2 for value in differences) / max(1, self.items - 1)
+        return mean, math.sqrt(variance / self.items)
 
 
 @torch.inference_mode()
 def answer(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    items: Sequence[Item],
-    *,
-    bos: Bos = "auto",
-    what: str = "answering",
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, items: Sequence[Item], *, bos: Bos = "auto", what: str
 ) -> ChoiceScore:
-    """Let a model answer items.
+    """Let a causal language model answer items, at least one.
 
-    Context and continuation are tokenised together, and split where the context alone ends; what is longer than the
-    model's context loses its beginning.
-
-    Args:
-        model: a causal language model.
-        tokenizer: its own.
-        items: to answer, at least one.
-        bos: begin-of-sequence token before each text.
-        what: said on the progress bar.
-
-    Raises:
-        UserError: a token id is outside the vocabulary, or a log-probability is not a number.
+    Context and continuation are tokenised together, and split after the context's own number of tokens. A text that is
+    longer than the model's context loses its beginning.
     """
-    texts = [option for item in items for option in item.options]
-    scores = _log_probabilities(model, [_pair(tokenizer, *text, bos) for text in texts], what)
-    right_norm = 0
+    texts: list[Tensor] = []
+    tails: list[int] = []  # tokens of each continuation
+    context_limit = context_length(model.config.get_text_config())
+    for context, continuation in (option for item in items for option in item.options):
+        ids = token_stream(tokenizer, context + continuation, bos=bos)
+        before = len(token_stream(tokenizer, context, bos=bos))
+        texts.append(ids if context_limit is None else ids[-context_limit:])
+        # A tokenizer may join the last word of the context with the first of the continuation. The first token of a
+        # text is predicted by nothing.
+        tails.append(min(max(1, len(ids) - before), len(texts[-1]) - 1))
+    scores = _sum_log_probabilities(model, texts, tails, what)
+    right_norm = start = 0
     picked: list[int] = []
-    right: list[bool] = []
-    start = 0
     for item in items:
-        own = scores[start : start + len(item.options)]
-        lengths = [len(continuation) - 1 for _, continuation in item.options]  # without the space it begins with
+        item_scores = scores[start : start + len(item.options)]
         start += len(item.options)
-        choice = max(range(len(own)), key=own.__getitem__)
-        per_character = [score / length for score, length in zip(own, lengths, strict=True)]
-        picked.append(choice)
-        right.append(choice == item.answer)
-        right_norm += max(range(len(own)), key=per_character.__getitem__) == item.answer
+        lengths = [len(continuation) - 1 for _, continuation in item.options]  # without the space it begins with
+        by_character = [score / length for score, length in zip(item_scores, lengths, strict=True)]
+        picked.append(item_scores.index(max(item_scores)))
+        right_norm += by_character.index(max(by_character)) == item.answer
     count = len(items)
+    right = tuple(choice == item.answer for choice, item in zip(picked, items, strict=True))
     chance = sum(1 / len(item.options) for item in items) / count
-    return ChoiceScore(count, sum(right) / count, right_norm / count, chance, tuple(picked), tuple(right))
+    return ChoiceScore(count, sum(right) / count, right_norm / count, chance, tuple(picked), right)
 
 
-def _pair(tokenizer: PreTrainedTokenizerBase, context: str, continuation: str, bos: Bos) -> tuple[Tensor, int]:
-    """Token ids of both together, int64 (T,), and how many of them the continuation is: at least one."""
-    whole = token_stream(tokenizer, context + continuation, bos=bos)
-    before = len(token_stream(tokenizer, context, bos=bos))
-    # A tokenizer may join the last word of the context with the first of the continuation.
-    return whole, max(1, len(whole) - before)
-
-
-def _log_probabilities(model: PreTrainedModel, texts: Sequence[tuple[Tensor, int]], what: str) -> list[float]:
-    """Of every text the log-probability of its last tokens, nats."""
+def _sum_log_probabilities(
+    model: PreTrainedModel, texts: Sequence[Tensor], tails: Sequence[int], what: str
+) -> list[float]:
+    """Return the log-probability of the last tokens of every text, so many as `tails` says, nats."""
     model.eval()
-    config = model.config.get_text_config()
-    check_tokens(model, torch.cat([ids for ids, _ in texts]))
-    context = context_length(config)
-    cut = [(ids if context is None else ids[-context:], tail) for ids, tail in texts]
-    order = sorted(range(len(cut)), key=lambda index: len(cut[index][0]))
-    found = [0.0] * len(cut)
-    for batch in track(list(_batches(model, cut, order)), what, unit="batch"):
-        for index, value in zip(batch, _batch(model, [cut[index] for index in batch]), strict=True):
-            found[index] = value
-    if not all(map(math.isfinite, found)):
+    check_vocabulary(torch.cat(list(texts)), model.config)
+    sums = [0.0] * len(texts)
+    most = count_windows(model, 1)
+    for batch in track(group_by_length([len(ids) for ids in texts], most), what, unit="batch"):
+        ids = pad_sequence([texts[index] for index in batch], batch_first=True)
+        mask = pad_sequence([torch.ones_like(texts[index]) for index in batch], batch_first=True)
+        logits = model(input_ids=ids.to(model.device), attention_mask=mask.to(model.device), use_cache=False).logits
+        for row, index in enumerate(batch):
+            length, tail = len(texts[index]), tails[index]
+            predicted = logits[row, length - tail - 1 : length - 1].float().log_softmax(-1).cpu()
+            sums[index] = float(predicted.gather(1, texts[index][length - tail :, None]).double().sum())
+    if not all(map(math.isfinite, sums)):
         raise UserError("the model's log-probabilities are not finite: it answers nothing")
-    return found
-
-
-def _batches(model: PreTrainedModel, texts: Sequence[tuple[Tensor, int]], order: Sequence[int]) -> list[list[int]]:
-    """Numbers of texts of like length together, as many as fit."""
-    found: list[list[int]] = []
-    for index in order:
-        # Sorted by length: the one that comes is the longest so far.
-        if not found or len(found[-1]) >= default_batch_size(model, len(texts[index][0])):
-            found.append([])
-        found[-1].append(index)
-    return found
-
-
-def _batch(model: PreTrainedModel, texts: Sequence[tuple[Tensor, int]]) -> list[float]:
-    longest = max(len(ids) for ids, _ in texts)
-    ids = torch.zeros(len(texts), longest, dtype=torch.int64)
-    mask = torch.zeros_like(ids)
-    for row, (own, _) in enumerate(texts):
-        ids[row, : len(own)] = own
-        mask[row, : len(own)] = 1
-    logits = model(input_ids=ids.to(model.device), attention_mask=mask.to(model.device), use_cache=False).logits
-    found = []
-    for row, (own, tail) in enumerate(texts):
-        # The first token of a text is predicted by nothing.
-        tail = min(tail, len(own) - 1)
-        predicted = logits[row, len(own) - tail - 1 : len(own) - 1].float().log_softmax(-1).cpu()
-        found.append(float(predicted.gather(1, own[len(own) - tail :, None]).double().sum()))
-    return found
+    return sums

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ckpt_prune.calibration.text import load_tokenizer
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.evaluation.whole_model import load_model
+from ckpt_prune.evaluation.whole_model import first_line, load_model
 
 
 def run_tasks(
@@ -19,28 +19,23 @@ def run_tasks(
     tasks: Sequence[str],
     *,
     device: torch.device | str,
-    batch_size: int = 8,
     limit: int | None = None,
     include_path: Path | None = None,
     model: PreTrainedModel | None = None,
 ) -> dict[str, Any]:
-    """Run lm-eval tasks on a checkpoint folder; the WHOLE model is loaded, as `load_model` does.
+    """Run lm-eval tasks on a checkpoint folder; the WHOLE model is loaded, as `load_model` does, if it is not given.
 
     Args:
-        folder: A checkpoint folder with its tokenizer.
-        tasks: Names of lm-eval tasks or groups.
-        device: Where the model goes.
-        batch_size: Requests in one forward pass.
-        limit: Only the first so many examples of each task; None takes all.
-        include_path: A folder with task files (YAML) of one's own beside those of lm-eval.
-        model: The folder's model, if it is loaded already.
+        folder: with its tokenizer.
+        tasks: names of lm-eval tasks or groups.
+        device: where the model goes.
+        limit: only the first so many examples of each task; None takes all.
+        include_path: a folder with task files (YAML) of the user's own.
+        model: the folder's, if it is loaded already.
 
     Returns:
         lm-eval's own tables, ready for JSON: `results` (task → metric → value), `versions` (task → version) and
         `n-samples` (task → examples there are and examples used).
-
-    Raises:
-        UserError: lm-eval is not installed, a task is unknown, its data cannot be had, or the model does not load.
     """
     try:
         import lm_eval
@@ -55,14 +50,13 @@ def run_tasks(
     check_tasks(tasks, manager.all_tasks)
     # A loaded model rather than its path: one loader for every folder, ours with unequal widths included.
     loaded, tokenizer = load_model(folder, device=device) if model is None else model, load_tokenizer(folder)
-    wrapped = HFLM(pretrained=loaded, tokenizer=tokenizer, batch_size=batch_size)
+    wrapped = HFLM(pretrained=loaded, tokenizer=tokenizer, batch_size=8)
     try:
         outcome = lm_eval.simple_evaluate(
             model=wrapped, tasks=list(tasks), limit=limit, task_manager=manager, log_samples=False
         )
     except OSError as error:  # what `datasets` raises for a file, a data set or a Hub that is not there
-        reason = " ".join(str(error).split())
-        raise UserError(f"the data of {', '.join(tasks)} cannot be loaded: {reason[:300]}") from error
+        raise UserError(f"the data of {', '.join(tasks)} cannot be loaded: {first_line(error)}") from error
     except IndexError as error:
         size = loaded.config.get_text_config().vocab_size
         if len(tokenizer) <= size:
@@ -75,13 +69,7 @@ def run_tasks(
 
 
 def check_tasks(tasks: Sequence[str], known: Iterable[str]) -> None:
-    """Refuse task names that lm-eval does not know, with the nearest it does.
-
-    Raises:
-        UserError: No task is given, or one is unknown.
-    """
-    if not tasks:
-        raise UserError("no task given: name at least one, such as arc_easy")
+    """Refuse task names that lm-eval does not know, and suggest the nearest that it does."""
     names = list(known)
     for task in tasks:
         if task not in names:

@@ -1,6 +1,6 @@
-"""Accuracy of an image classifier, and its divergence from a reference (both in one pass over the images)."""
+"""Accuracy of an image classifier, and its divergence from a reference."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,42 +13,49 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATIO
 from ckpt_prune.architectures.descriptions import described, is_known
 from ckpt_prune.calibration.images import ImageSamples
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.common.finite import all_finite
 from ckpt_prune.common.progress import track
-from ckpt_prune.evaluation.whole_model import auto_class
+from ckpt_prune.evaluation.batches import check_finite
+from ckpt_prune.evaluation.display import Figures
+from ckpt_prune.evaluation.whole_model import auto_class, first_line
 
 BATCH_PIXELS = 32 * 224 * 224
-"""A default batch has no more pixels than this; one image may still exceed it."""
+"""A batch has no more pixels than this; one image may still exceed it."""
 
 
 @dataclass(frozen=True)
-class Classification:
-    """How often a model's classes are right."""
+class Classification(Figures):
+    """How often a model's classes are right.
 
+    Attributes:
+        top1: share of images whose class comes first, 0 to 1; None if the images have no classes.
+        top5: share whose class is among the first five; None also if the model has fewer than five classes.
+    """
+
+    columns = (("top-1", "top1", ".2%"), ("top-5", "top5", ".2%"), ("images", "images", ","))
+    hidden = ("classes",)
     top1: float | None
-    """Share of images whose class comes first, 0 to 1; None where the images have no classes."""
     top5: float | None
-    """Share whose class is among the first five; None also where the model has fewer than five classes."""
     images: int
-    """Images classified."""
     classes: int
-    """Classes the model tells apart."""
 
 
 @dataclass(frozen=True)
 class ClassifierComparison:
-    """A classifier beside a reference on the same images."""
+    """A classifier and a reference on the same images.
+
+    Attributes:
+        agreement: share of the images for which both put the same class first, 0 to 1.
+        kl: mean over the images of KL(reference ‖ model) of the class distributions, nats.
+    """
 
     score: Classification
     reference_score: Classification
     agreement: float
-    """Share of the images where both put the same class first, 0 to 1."""
     kl: float
-    """Mean over the images of KL(reference ‖ model) of the class distributions, nats."""
 
 
 def is_vision(config: dict[str, Any]) -> bool:
-    """Whether a config.json is of a model that reads images alone: by its family, or by transformers; in doubt not."""
+    """Return whether a config.json is of a model that reads images alone; in doubt it is not."""
     if is_known(config):
         return described(config).modality == "image"
     architectures = _architectures(config)
@@ -60,89 +67,11 @@ def is_vision(config: dict[str, Any]) -> bool:
 
 
 def is_classifier(config: dict[str, Any]) -> bool:
-    """Whether a config.json is of an image classifier: by the class it names, or its model type where it names none."""
+    """Return whether a config.json is of an image classifier: by its class, or its model type if it names no class."""
     if is_known(config):
         return auto_class(config) == "AutoModelForImageClassification"
     architectures = _architectures(config)
     return any("ImageClassification" in name for name in architectures) or (not architectures and is_vision(config))
-
-
-def class_names(config: dict[str, Any]) -> dict[int, str]:
-    """The classes a config.json gives a model, as transformers reads them: index → name.
-
-    Raises:
-        UserError: `id2label` or `num_labels` are not what they should be.
-    """
-    given = {key: config[key] for key in ("id2label", "num_labels") if config.get(key) is not None}
-    try:
-        found: dict[int, str] = PreTrainedConfig.from_dict(given).id2label
-        return {int(index): str(name) for index, name in found.items()}
-    except (AttributeError, TypeError, ValueError) as error:
-        raise UserError(f"config.json's id2label and num_labels cannot be read: {error}") from error
-
-
-@torch.inference_mode()
-def classify(
-    model: PreTrainedModel, samples: ImageSamples, *, batch_size: int | None = None, what: str = "classifying"
-) -> Classification:
-    """Measure top-1 and top-5 accuracy.
-
-    The model is put in evaluation mode. Where classes have equal logits, the one of lower index comes first.
-
-    Args:
-        model: Any image classifier.
-        samples: Images with their classes.
-        batch_size: Images in one forward pass; None takes as many as fit `BATCH_PIXELS`.
-        what: Said on the progress bar.
-
-    Raises:
-        UserError: The images have no classes or ones the model has not, do not fit the model, or a logit is not finite.
-    """
-    if samples.labels is None:
-        raise UserError("the images have no classes to measure accuracy with; give their labels, or a reference model")
-    model.eval()
-    tally = _Tally()
-    for rows, batch in _batches(samples, batch_size, what):
-        tally.add(_logits(model, batch, "model"), samples.labels[rows])
-    return tally.result()
-
-
-@torch.inference_mode()
-def compare_classifiers(
-    model: PreTrainedModel,
-    reference: PreTrainedModel,
-    samples: ImageSamples,
-    *,
-    batch_size: int | None = None,
-    what: str = "comparing",
-) -> ClassifierComparison:
-    """Measure both accuracies, KL(reference ‖ model) and agreement in one pass over the images.
-
-    Arguments are those of `classify`; the images need no classes, and the two models may be on different devices.
-
-    Raises:
-        UserError: As `classify`, or the models have different numbers of classes.
-    """
-    for each in (model, reference):
-        each.eval()
-    tally, reference_tally = _Tally(), _Tally()
-    agreeing, divergence = 0, 0.0
-    for rows, batch in _batches(samples, batch_size, what):
-        given, expected = _logits(model, batch, "model"), _logits(reference, batch, "reference")
-        if given.shape != expected.shape:
-            raise UserError(
-                f"the models have {given.shape[1]} and {expected.shape[1]} classes: they cannot be compared; "
-                "compare a model with the one it was made from"
-            )
-        labels = None if samples.labels is None else samples.labels[rows]
-        tally.add(given, labels)
-        reference_tally.add(expected, labels)
-        agreeing += int((given.argmax(-1) == expected.argmax(-1)).sum())
-        divergence += functional.kl_div(
-            given.log_softmax(-1), expected.log_softmax(-1), reduction="sum", log_target=True
-        ).item()
-    score = tally.result()
-    return ClassifierComparison(score, reference_tally.result(), agreeing / score.images, divergence / score.images)
 
 
 def _architectures(config: dict[str, Any]) -> list[str]:
@@ -150,59 +79,99 @@ def _architectures(config: dict[str, Any]) -> list[str]:
     return [str(name) for name in names] if isinstance(names, list) else []
 
 
-class _Tally:
-    """Counts of images whose class comes first, and among the first five."""
-
-    def __init__(self) -> None:
-        self.images = self.classes = self.first = self.first_five = 0
-        self.labelled = False
-
-    def add(self, logits: Tensor, labels: Tensor | None) -> None:
-        """Count a batch: logits (B, classes), labels (B,) or None."""
-        self.images += len(logits)
-        self.classes = logits.shape[1]
-        if labels is None:
-            return
-        self.labelled = True
-        strange = labels[(labels < 0) | (labels >= self.classes)]
-        if len(strange):
-            raise UserError(
-                f"class {int(strange[0])} is none of the model's {self.classes} classes: the labels are another model's"
-            )
-        own = logits.gather(1, labels[:, None])
-        earlier = torch.arange(self.classes) < labels[:, None]
-        rank = ((logits > own) | ((logits == own) & earlier)).sum(1)
-        self.first += int((rank == 0).sum())
-        self.first_five += int((rank < 5).sum())
-
-    def result(self) -> Classification:
-        """The shares."""
-        top1 = self.first / self.images if self.labelled else None
-        top5 = self.first_five / self.images if self.labelled and self.classes >= 5 else None
-        return Classification(top1, top5, self.images, self.classes)
+def class_names(config: dict[str, Any]) -> dict[int, str]:
+    """Return the classes that a config.json gives a model, as transformers reads them: index → name."""
+    keys = {key: config[key] for key in ("id2label", "num_labels") if config.get(key) is not None}
+    try:
+        names: dict[int, str] = PreTrainedConfig.from_dict(keys).id2label
+        return {int(index): str(name) for index, name in names.items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise UserError(f"config.json's id2label and num_labels cannot be read: {error}") from error
 
 
-def _batches(samples: ImageSamples, batch_size: int | None, what: str) -> Iterator[tuple[slice, dict[str, Tensor]]]:
+def classify(model: PreTrainedModel, samples: ImageSamples) -> Classification:
+    """Measure top-1 and top-5 accuracy of any image classifier on images with classes.
+
+    If classes have equal logits, the one of lower index comes first.
+    """
+    if samples.labels is None:
+        raise UserError("the images have no classes to measure accuracy with; give their labels, or a reference model")
+    return _measure([model], samples, "classifying")[0][0]
+
+
+def compare_classifiers(
+    model: PreTrainedModel, reference: PreTrainedModel, samples: ImageSamples, *, what: str = "comparing"
+) -> ClassifierComparison:
+    """Measure both accuracies, KL(reference ‖ model) and agreement in one pass over the images.
+
+    The images need no classes, and the two models may be on different devices.
+    """
+    scores, agreeing, divergence = _measure([model, reference], samples, what)
+    images = len(samples)
+    return ClassifierComparison(scores[0], scores[1], agreeing / images, divergence / images)
+
+
+@torch.inference_mode()
+def _measure(
+    models: Sequence[PreTrainedModel], samples: ImageSamples, what: str
+) -> tuple[list[Classification], int, float]:
+    """Return scores, and for two models how many images both put in one class, and the sum of KL."""
+    for model in models:
+        model.eval()
+    ranks: list[list[Tensor]] = [[] for _ in models]
+    classes, agreeing, divergence = [0, 0], 0, 0.0
     _, height, width = samples.size
-    size = batch_size or max(1, BATCH_PIXELS // (height * width))
+    size = max(1, BATCH_PIXELS // (height * width))
     for start in track(range(0, len(samples), size), what, unit="batch"):
         rows = slice(start, start + size)
-        yield rows, samples.batch(rows)
+        batch = samples.batch(rows)
+        logits = [_run(model, batch, name) for model, name in zip(models, ("model", "reference"), strict=False)]
+        classes = [each.shape[1] for each in logits]
+        if len(set(classes)) > 1:
+            raise UserError(
+                f"the models have {classes[0]} and {classes[1]} classes: they cannot be compared; "
+                "compare a model with the one it was made from"
+            )
+        if samples.labels is not None:
+            for model_ranks, each in zip(ranks, logits, strict=True):
+                model_ranks.append(_rank(each, samples.labels[rows]))
+        if len(models) == 2:
+            ours, theirs = (each.log_softmax(-1) for each in logits)
+            agreeing += int((logits[0].argmax(-1) == logits[1].argmax(-1)).sum())
+            divergence += functional.kl_div(ours, theirs, reduction="sum", log_target=True).item()
+    return [_score(model_ranks, len(samples), classes[0]) for model_ranks in ranks], agreeing, divergence
 
 
-def _logits(model: PreTrainedModel, batch: dict[str, Tensor], which: str) -> Tensor:
-    """Run a classifier on a batch: logits (B, classes), float64 on CPU, where they are few."""
-    inputs = {name: values.to(model.device, model.dtype) for name, values in batch.items()}
+def _rank(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the place of each label, (B,), among the classes by their logits, (B, classes)."""
+    classes = logits.shape[1]
+    strange = labels[(labels < 0) | (labels >= classes)]
+    if len(strange):
+        raise UserError(
+            f"class {int(strange[0])} is none of the model's {classes} classes: the labels are another model's"
+        )
+    label_logits = logits.gather(1, labels[:, None])
+    earlier = torch.arange(classes) < labels[:, None]
+    return ((logits > label_logits) | ((logits == label_logits) & earlier)).sum(1)
+
+
+def _score(ranks: list[Tensor], images: int, classes: int) -> Classification:
+    if not ranks:
+        return Classification(None, None, images, classes)
+    places = torch.cat(ranks)
+    top5 = int((places < 5).sum()) / images if classes >= 5 else None
+    return Classification(int((places == 0).sum()) / images, top5, images, classes)
+
+
+def _run(model: PreTrainedModel, batch: dict[str, Tensor], name: str) -> Tensor:
+    """Return a classifier's logits (B, classes), float64 on CPU: they are few."""
+    inputs = {key: values.to(model.device, model.dtype) for key, values in batch.items()}
     try:
-        values = getattr(model(**inputs), "logits", None)
+        logits = getattr(model(**inputs), "logits", None)
     except ValueError as error:  # what transformers' vision models raise for images of another size
         shape = " x ".join(str(n) for n in batch["pixel_values"].shape[1:])
-        reason = " ".join(str(error).split())
-        raise UserError(f"the {which} does not take images of {shape}: {reason[:300]}") from error
-    if not isinstance(values, Tensor) or values.dim() != 2:
-        raise UserError(f"the {which} gives no class logits: it is no image classifier")
-    if not all_finite(values):
-        raise UserError(
-            f"the {which}'s logits are not finite numbers: its weights are damaged or overflow in this dtype"
-        )
-    return values.cpu().double()
+        raise UserError(f"the {name} does not take images of {shape}: {first_line(error)}") from error
+    if not isinstance(logits, Tensor) or logits.dim() != 2:
+        raise UserError(f"the {name} gives no class logits: it is no image classifier")
+    check_finite(f"{name}'s logits", logits)
+    return logits.cpu().double()

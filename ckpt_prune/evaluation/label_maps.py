@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
@@ -23,19 +24,15 @@ _LARGEST = 2**16 - 1
 class LabelMaps:
     """A PNG for every image, of its size and stem: a class per pixel, or a number.
 
-    All are read once when this is made, so that a wrong one is known before any work.
+    All are read once when this is made, so that a wrong one is found before any work.
 
     Args:
         folder: of the maps.
         images: that they are of.
-        processor: the checkpoint's image processor, from `load_processor`.
+        processor: the checkpoint's image processor.
         size: (height, width) that it makes of every image.
-        classes: that a head tells apart, labelled from 0, `IGNORED` where a pixel has none; 1: a number for every
-            pixel, up to 65,535, 0 where a pixel has none.
-
-    Raises:
-        UserError: an image has no map, or two have the same one; a map is not a grey or palette PNG, is of another size
-            than its image, or has a class beyond `classes`.
+        classes: of a head, labelled from 0, `IGNORED` if a pixel has none; 1: a number for every pixel, up to 65,535,
+            0 if a pixel has none.
     """
 
     def __init__(
@@ -52,34 +49,30 @@ class LabelMaps:
             if not path.is_file():
                 raise UserError(f"{path}: no such label map, which {image} needs")
             first[path] = image
-            values = _read(path)
+            values = _read_png(path)
             with Image.open(image) as opened:
                 width, height = upright(opened).size
             if values.shape != (height, width):
-                found = f"{values.shape[1]} x {values.shape[0]}"
-                raise UserError(f"{path} is {found} pixels, its image {image} is {width} x {height}")
-            labelled = values if classes == 1 else values[values != IGNORED]
+                size_of_map = f"{values.shape[1]} x {values.shape[0]}"
+                raise UserError(f"{path} is {size_of_map} pixels, its image {image} is {width} x {height}")
+            labelled = values[values != IGNORED]
             if classes > 1 and labelled.size and labelled.max() >= classes:
                 raise UserError(
                     f"{path}: label {labelled.max()}, and the head has {classes} classes (0 to {classes - 1}; "
                     f"{IGNORED} is ignored)"
                 )
 
-    def of(self, index: int) -> Tensor:
-        """The map of one image as the model sees that, (height, width) int64; −1 where a pixel has no label.
-
-        Raises:
-            UserError: the image processor does more than resize and crop.
-        """
+    def read(self, index: int) -> Tensor:
+        """Return the map of one image as the model sees that, (height, width) int64; −1 if a pixel has no label."""
         path = self._paths[index]
-        values = _read(path)
+        values = _read_png(path)
         if self._classes > 1:
-            # 0 is what a processor pads with, so that it must stand for no label.
+            # 0 is what a processor pads with, so it must stand for no label.
             values = np.where(values == IGNORED, 0, values + 1)
-        halves = np.stack([values >> 8, values & 255, np.zeros_like(values)], axis=2).astype(np.uint8)
+        bytes_of_values = np.stack([values >> 8, values & 255, np.zeros_like(values)], axis=2).astype(np.uint8)
         try:
-            made = self._processor(
-                images=Image.fromarray(halves),
+            processed = self._processor(
+                images=Image.fromarray(bytes_of_values),
                 return_tensors="pt",
                 do_rescale=False,
                 do_normalize=False,
@@ -87,16 +80,16 @@ class LabelMaps:
             )
         except Exception as error:  # anything, a processor being any code
             raise UserError(f"{path}: the image processor fails on it: {reason_of(error)}") from error
-        planes = made["pixel_values"][0].to(torch.int64)
-        found: Tensor = planes[0] * 256 + planes[1]
-        known = torch.from_numpy(np.append(np.unique(values), 0))
-        if found.shape != self._size or bool(planes[2].any()) or not bool(torch.isin(found, known).all()):
+        high, low, zeros = processed["pixel_values"][0].to(torch.int64)
+        labels: Tensor = high * 256 + low
+        values_or_none = torch.from_numpy(np.append(np.unique(values), 0))
+        if labels.shape != self._size or bool(zeros.any()) or not bool(torch.isin(labels, values_or_none).all()):
             raise UserError(f"{path}: the image processor does more to images than resize and crop: no map fits them")
-        return found - 1 if self._classes > 1 else torch.where(found == 0, -1, found)
+        return labels - 1 if self._classes > 1 else torch.where(labels == 0, -1, labels)
 
 
-def _read(path: Path) -> "np.ndarray[Any, np.dtype[np.int64]]":
-    """Numbers of a map, (height, width)."""
+def _read_png(path: Path) -> NDArray[np.int64]:
+    """Read the numbers of a map, (height, width)."""
     try:
         with Image.open(path, formats=("PNG",)) as image:
             if image.mode not in _MODES:

@@ -1,5 +1,6 @@
 """Measuring a classifier of texts, or one that gives them a number, on texts whose labels are known."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,184 +12,198 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ckpt_prune.architectures.context import context_length
 from ckpt_prune.calibration.readout import kl_divergence, read_whole
-from ckpt_prune.calibration.text import load_tokenizer
-from ckpt_prune.checkpoint.digests import tokenizer_fingerprint
+from ckpt_prune.calibration.text import check_vocabulary, load_tokenizer
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.common.finite import all_finite
 from ckpt_prune.common.progress import track
-from ckpt_prune.datasets.glue import LabelTask, Metric, guess_task, parse_task_name
-from ckpt_prune.evaluation.batches import by_length, check_tokens
-from ckpt_prune.evaluation.correlation import rank_correlation
-from ckpt_prune.evaluation.label_items import LabelItem, read_labelled
-from ckpt_prune.evaluation.metrics import METRICS
-from ckpt_prune.evaluation.purpose import check_folder, check_same_kind
-from ckpt_prune.evaluation.results import Alike, LabelResult, LabelScore
-from ckpt_prune.evaluation.texts import Pair
+from ckpt_prune.datasets.files import read_rows
+from ckpt_prune.datasets.glue import GLUE, LabelTask, Metric, guess_task, parse_task_name
+from ckpt_prune.evaluation.batches import check_finite, group_by_length
+from ckpt_prune.evaluation.metrics import METRICS, rank_correlation
+from ckpt_prune.evaluation.pair import Pair
+from ckpt_prune.evaluation.purpose import check_folder, check_same_kind, check_same_tokenizer
+from ckpt_prune.evaluation.results import LabelComparison, LabelResult, LabelScore
 from ckpt_prune.evaluation.whole_model import purpose_of_folder, read_config
 
 PURPOSE = "text-classification"
 _UNLIMITED = 10**6
-"""Tokenizers that know no length say one beyond this."""
+"""Tokenizers that know no limit name one beyond this."""
+# The longest first: a pair's first text may be named as that of a row with one.
+_COLUMNS = sorted(
+    dict.fromkeys([*(task.columns for task in GLUE.values()), ("text1", "text2"), ("text",)]), key=len, reverse=True
+)
+
+
+@dataclass(frozen=True)
+class LabelItem:
+    """One text, or two that belong together, and its label: a class from 0, a number, or the name of a class."""
+
+    texts: tuple[str, ...]
+    label: float | str
 
 
 @dataclass(frozen=True)
 class _Task:
-    known: LabelTask
+    name: str
+    task: LabelTask
     items: list[LabelItem]
 
 
+def read_labelled(path: Path, task: LabelTask, limit: int | None = None) -> list[LabelItem]:
+    """Read a .jsonl (also .gz) or .parquet file of labelled texts, or its first `limit` rows."""
+    items: list[LabelItem] = []
+    try:
+        for row in read_rows(path, (*task.columns, "label")):
+            if len(items) == limit:
+                break
+            items.append(_read_item(row, task, f"{path}, row {len(items) + 1}"))
+    except (OSError, EOFError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read as labelled texts: {' '.join(str(error).split())}") from error
+    if not items:
+        raise UserError(f"{path} holds no labelled text")
+    return items
+
+
+def _read_item(row: Mapping[str, Any], task: LabelTask, where: str) -> LabelItem:
+    shapes = [task.columns] if task.columns else _COLUMNS
+    columns = next((shape for shape in shapes if row.keys() >= {*shape}), ())
+    label, texts = row.get("label"), tuple(row[column] for column in columns)
+    is_number = isinstance(label, int | float) and not isinstance(label, bool) and math.isfinite(label)
+    if not columns or not (isinstance(label, str) or is_number) or not all(isinstance(text, str) for text in texts):
+        expected = " or ".join("+".join(shape) for shape in shapes)
+        raise UserError(f"{where}: no labelled text; expected label, and {expected}")
+    if label == -1:
+        raise UserError(
+            f"{where}: label -1 stands for one that is not public, as in GLUE's test splits: give the validation split"
+        )
+    return LabelItem(texts, label)  # type: ignore[arg-type]
+
+
 def is_labelled(folder: Path) -> bool:
-    """Whether a folder holds a model whose answers are labels of texts."""
+    """Return whether a folder holds a model whose answers are labels of texts."""
     return (folder / "config.json").is_file() and purpose_of_folder(folder) == PURPOSE
 
 
 def measure_labelled(pair: Pair, names: Sequence[str], limit: int | None) -> LabelResult:
-    """Let a model, and a reference where there is one, label texts.
+    """Let a model, and its reference, label texts: all of each task, or the first `limit`.
 
-    Args:
-        pair: the two.
-        names: of tasks of GLUE (`task_names`), or files of labelled texts.
-        limit: only the first so many rows of each.
-
-    Raises:
-        UserError: the model gives no labels of texts, a task cannot be read, or its labels are not the model's.
+    A task is one of GLUE (`task_names`), or a file of labelled texts.
     """
-    for path in (pair.folder, pair.reference):
-        if path is None:
-            continue
-        check_folder(path)
-        if purpose_of_folder(path) != PURPOSE:
+    for folder in pair.folders:
+        check_folder(folder)
+        if purpose_of_folder(folder) != PURPOSE:
             raise UserError(
-                f"{path} gives no labels of texts: tasks of GLUE are for models with a sequence-classification head"
+                f"{folder} gives no labels of texts: tasks of GLUE are for models with a sequence-classification head"
             )
     check_same_kind(pair.folder, pair.reference)
-    if pair.reference is not None and tokenizer_fingerprint(pair.folder) != tokenizer_fingerprint(pair.reference):
-        raise UserError(f"{pair.folder} and {pair.reference} have different tokenizers: they read a text differently")
-    tasks = _read(names, limit)
-    found = _logits(pair.load(), load_tokenizer(pair.folder), tasks)
-    model, others, references = pair.folder, None, None
-    if pair.reference is not None:
-        others = _logits(pair.load_reference(), load_tokenizer(pair.reference), tasks)
-        references = {name: _score(pair.reference, name, task, others[name]) for name, task in tasks.items()}
-    scores = {name: _score(model, name, task, found[name]) for name, task in tasks.items()}
-    alike = None if others is None else {name: _alike(found[name], others[name]) for name in tasks}
-    return LabelResult(pair.name, scores, pair.reference_name, references, alike)
+    check_same_tokenizer(pair.folder, pair.reference)
+    tasks = [_read_task(name, limit) for name in names]
+    if len({task.name for task in tasks}) < len(tasks):
+        raise UserError("--tasks: two have the same name: figures could not be told apart")
+    logits = _run(pair.load(), load_tokenizer(pair.folder), tasks)
+    scores = {task.name: _score(pair.folder, task, logits[task.name]) for task in tasks}
+    if pair.reference is None:
+        return LabelResult(pair.name, scores)
+    others = _run(pair.load_reference(), load_tokenizer(pair.reference), tasks)
+    references = {task.name: _score(pair.reference, task, others[task.name]) for task in tasks}
+    comparisons = {name: _compare(logits[name], others[name]) for name in scores}
+    return LabelResult(pair.name, scores, pair.reference_name, references, comparisons)
 
 
-def _read(names: Sequence[str], limit: int | None) -> dict[str, _Task]:
-    tasks: dict[str, _Task] = {}
-    for given in names:
-        own = parse_task_name(given)
-        name = Path(given).stem if own is None else own.name
-        known = guess_task(Path(given)) if own is None else own.task
-        if name in tasks:
-            raise UserError("--tasks: two have the same name: figures could not be told apart")
-        tasks[name] = _Task(known, read_labelled(Path(given) if own is None else own.file(), known, limit))
-    return tasks
+def _read_task(name: str, limit: int | None) -> _Task:
+    if (named := parse_task_name(name)) is not None:
+        return _Task(named.name, named.task, read_labelled(named.file(), named.task, limit))
+    file = Path(name)
+    return _Task(file.stem, guess_task(file), read_labelled(file, guess_task(file), limit))
 
 
 @torch.inference_mode()
-def _logits(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tasks: Mapping[str, _Task]
-) -> dict[str, Tensor]:
-    """What a model's head gives for every text of every task, (N, labels) float32 on CPU."""
+def _run(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tasks: Sequence[_Task]) -> dict[str, Tensor]:
+    """Return what a model's head gives for every text of every task, (N, labels) float32 on CPU."""
     if tokenizer.pad_token_id is None:
         raise UserError("the tokenizer has no padding token, so texts cannot be read together")
-    return {name: _of_task(model.eval(), tokenizer, task.items, name) for name, task in tasks.items()}
-
-
-def _of_task(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, items: Sequence[LabelItem], what: str
-) -> Tensor:
-    context, most = context_length(model.config.get_text_config()), tokenizer.model_max_length
-    limits = [each for each in (context, most if most < _UNLIMITED else None) if each is not None]
-    cut: dict[str, Any] = {"truncation": True, "max_length": min(limits)} if limits else {}
-    rows = [tokenizer(*item.texts, **cut) for item in items]
-    lengths = [len(row["input_ids"]) for row in rows]
-    assert tokenizer.pad_token_id is not None
-    check_tokens(model, torch.tensor([token for row in rows for token in row["input_ids"]], dtype=torch.int64))
+    model.eval()
     read_whole(model, tokenizer.pad_token_id)
-    pad = getattr(model.config.get_text_config(), "pad_token_id", tokenizer.pad_token_id)
-    found: list[Tensor] = [torch.empty(0)] * len(rows)
-    for batch in track(by_length(lengths), what, unit="batch"):
-        # On the right, where it changes nothing of what a causal model makes of the tokens before, and by the token
-        # that the model's class takes for padding: the tokenizer may name another.
-        padded = tokenizer.pad([rows[index] for index in batch], padding_side="right", return_tensors="pt")
-        padded["input_ids"] = padded["input_ids"].masked_fill(padded["attention_mask"] == 0, pad)
-        given = {name: value.to(model.device) for name, value in padded.items() if name in tokenizer.model_input_names}
-        logits = model(**given).logits.float().cpu()
-        if not all_finite(logits):
-            raise UserError("the model's logits are not numbers (NaN): its weights are damaged or overflow here")
-        for index, row in zip(batch, logits, strict=True):
-            found[index] = row
-    return torch.stack(found)
+    config = model.config.get_text_config()
+    pad = getattr(config, "pad_token_id", tokenizer.pad_token_id)
+    limits = [limit for limit in (context_length(config), tokenizer.model_max_length) if limit and limit <= _UNLIMITED]
+    truncation: dict[str, Any] = {"truncation": True, "max_length": min(limits)} if limits else {}
+    logits = {}
+    for task in tasks:
+        rows = [tokenizer(*item.texts, **truncation) for item in task.items]
+        check_vocabulary(torch.tensor([token for row in rows for token in row["input_ids"]]), model.config)
+        outputs: dict[int, Tensor] = {}
+        for batch in track(group_by_length([len(row["input_ids"]) for row in rows]), task.name, unit="batch"):
+            # Padding on the right changes nothing for a causal model's tokens before it. The token is the one that the
+            # model's class takes for padding: the tokenizer may name another.
+            padded = tokenizer.pad([rows[index] for index in batch], padding_side="right", return_tensors="pt")
+            padded["input_ids"] = padded["input_ids"].masked_fill(padded["attention_mask"] == 0, pad)
+            inputs = {name: padded[name].to(model.device) for name in tokenizer.model_input_names if name in padded}
+            outputs |= zip(batch, model(**inputs).logits.float().cpu(), strict=True)
+        logits[task.name] = torch.stack([outputs[index] for index in range(len(rows))])
+        check_finite("model's logits", logits[task.name])
+    return logits
 
 
-def _score(folder: Path, name: str, task: _Task, logits: Tensor) -> LabelScore:
-    labels = logits.shape[1]
-    metrics = task.known.metrics or _metrics(labels)
-    if ("pearson" in metrics) != (labels == 1):
-        gives = "numbers" if labels == 1 else f"{labels} classes"
-        raise UserError(f"{folder} gives {gives}, and {name} is scored by {' and '.join(metrics)}: not its task")
-    if labels == 1:
-        wrong = next((item.label for item in task.items if isinstance(item.label, str)), None)
+def _score(folder: Path, task: _Task, logits: Tensor) -> LabelScore:
+    count = logits.shape[1]
+    default: tuple[Metric, ...] = (
+        ("pearson", "spearman") if count == 1 else ("accuracy", "f1") if count == 2 else ("accuracy",)
+    )
+    metrics = task.task.metrics or default
+    if ("pearson" in metrics) != (count == 1):
+        gives = "numbers" if count == 1 else f"{count} classes"
+        raise UserError(f"{folder} gives {gives}, and {task.name} is scored by {' and '.join(metrics)}: not its task")
+    labels = [item.label for item in task.items]
+    if count == 1:
+        wrong = next((label for label in labels if isinstance(label, str)), None)
         if wrong is not None:
-            raise UserError(f"{folder} gives numbers, and {name} has the label {wrong!r}: not its task")
-        true = torch.tensor([float(item.label) for item in task.items], dtype=torch.float64)
-        return LabelScore(len(task.items), _figures(metrics, logits[:, 0].double(), true), None)
-    classes, own, by_name = _classes(folder, task.known, labels)
-    if len(classes) != labels:
-        raise UserError(f"{folder} has {labels} classes, and {name} has {len(classes)}: not its task")
-    true = torch.tensor([_number(item.label, classes, name) for item in task.items])
-    return LabelScore(len(task.items), _figures(metrics, own[logits.argmax(1)], true), by_name)
+            raise UserError(f"{folder} gives numbers, and {task.name} has the label {wrong!r}: not its task")
+        true, predicted, by_name = torch.tensor(labels, dtype=torch.float64), logits[:, 0].double(), None
+    else:
+        classes, class_of_output, by_name = _match_classes(folder, task.task, count)
+        if len(classes) != count:
+            raise UserError(f"{folder} has {count} classes, and {task.name} has {len(classes)}: not its task")
+        true = torch.tensor([_find_class(label, classes, task.name) for label in labels])
+        predicted = class_of_output[logits.argmax(1)]
+    return LabelScore(len(labels), {metric: METRICS[metric](predicted, true) for metric in metrics}, by_name)
 
 
-def _figures(metrics: Sequence[Metric], predicted: Tensor, true: Tensor) -> dict[str, float]:
-    return {metric: METRICS[metric](predicted, true) for metric in metrics}
-
-
-def _metrics(labels: int) -> tuple[Metric, ...]:
-    """What a task that is not known is scored by."""
-    return ("pearson", "spearman") if labels == 1 else ("accuracy", "f1") if labels == 2 else ("accuracy",)
-
-
-def _classes(folder: Path, known: LabelTask, labels: int) -> tuple[list[str], Tensor, bool]:
-    """Names of a task's classes, the model's outputs in their order, and whether both have the same names.
+def _match_classes(folder: Path, task: LabelTask, count: int) -> tuple[list[str], Tensor, bool]:
+    """Match the outputs of a model with the classes of a task.
 
     A model that was trained on the task may have its classes in another order (MNLI's do), and says so by their names.
-    Where it has no names of its own they are taken by number.
+    If it has no names of its own, they are taken by number.
 
     Returns:
-        The names; the task's class of every output, (labels,) int64; and whether they were told apart by name.
+        Names of the task's classes; the class of every output, (count,) int64; and whether they were matched by name.
     """
-    said = read_config(folder).get("id2label")
-    own = [_plain(str(said.get(str(at), ""))) for at in range(labels)] if isinstance(said, dict) else []
-    classes = list(known.classes) or own or [str(at) for at in range(labels)]
-    if sorted(own) == sorted(classes):
-        return classes, torch.tensor([classes.index(each) for each in own]), True
-    return classes, torch.arange(labels), False
+    names = read_config(folder).get("id2label")
+    outputs = [_normalise(str(names.get(str(at), ""))) for at in range(count)] if isinstance(names, dict) else []
+    classes = list(task.classes) or outputs or [str(at) for at in range(count)]
+    if sorted(outputs) == sorted(classes):
+        return classes, torch.tensor([classes.index(name) for name in outputs]), True
+    return classes, torch.arange(count), False
 
 
-def _number(label: float | str, classes: Sequence[str], name: str) -> int:
-    """A label as the number of its class."""
+def _find_class(label: float | str, classes: Sequence[str], task: str) -> int:
+    """Return the number of a label's class."""
     if isinstance(label, str):
-        if _plain(label) in classes:
-            return classes.index(_plain(label))
-        raise UserError(f"{name} has the label {label!r}; known are {', '.join(classes)}")
+        if _normalise(label) in classes:
+            return classes.index(_normalise(label))
+        raise UserError(f"{task} has the label {label!r}; known are {', '.join(classes)}")
     if label != int(label) or not 0 <= label < len(classes):
-        raise UserError(f"{name} has the label {label}: {len(classes)} classes are numbered from 0")
+        raise UserError(f"{task} has the label {label}: {len(classes)} classes are numbered from 0")
     return int(label)
 
 
-def _plain(name: str) -> str:
-    """A class's name however it is spelt."""
+def _normalise(name: str) -> str:
     return "_".join(name.casefold().replace("-", " ").replace("_", " ").split())
 
 
-def _alike(ours: Tensor, theirs: Tensor) -> Alike:
+def _compare(ours: Tensor, theirs: Tensor) -> LabelComparison:
     if ours.shape != theirs.shape:
         raise UserError("the two heads differ in their classes: what they give cannot be compared")
     if ours.shape[1] == 1:
-        return Alike(None, None, rank_correlation(ours[:, 0], theirs[:, 0]))
-    same = float((ours.argmax(1) == theirs.argmax(1)).double().mean())
-    return Alike(kl_divergence(theirs, ours) / len(ours), same, None)
+        return LabelComparison(None, None, rank_correlation(ours[:, 0], theirs[:, 0]))
+    agreement = float((ours.argmax(1) == theirs.argmax(1)).double().mean())
+    return LabelComparison(kl_divergence(theirs, ours) / len(ours), agreement, None)

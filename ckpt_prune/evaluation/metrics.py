@@ -1,4 +1,4 @@
-"""How well predicted labels fit the true ones, as GLUE's tasks are scored. Pure functions of two rows."""
+"""How well predictions fit the truth, as GLUE's tasks are scored, and how far two rows of numbers go together."""
 
 import math
 from collections.abc import Callable
@@ -7,25 +7,24 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.datasets.glue import Metric
-from ckpt_prune.evaluation.correlation import pearson, rank_correlation
 
 
 def accuracy(predicted: Tensor, true: Tensor) -> float:
-    """Share of the classes that are right, 0 to 1; both (N,) int64."""
+    """Return the share of the classes that are right; both (N,) int64."""
     return float((predicted == true).double().mean())
 
 
 def f1(predicted: Tensor, true: Tensor) -> float:
-    """Harmonic mean of precision and recall of class 1 among two, 0 to 1; 0 where it is neither found nor there."""
-    found, there = predicted == 1, true == 1
-    both, either = int((found & there).sum()), int(found.sum() + there.sum())
-    return 2 * both / either if either else 0.0
+    """Return the harmonic mean of precision and recall of class 1 among two; 0 if it is neither predicted nor true."""
+    both = int(((predicted == 1) & (true == 1)).sum())
+    total = int((predicted == 1).sum() + (true == 1).sum())
+    return 2 * both / total if total else 0.0
 
 
 def matthews(predicted: Tensor, true: Tensor) -> float:
-    """Matthews' correlation of classes, -1 to 1: of the indicators of all classes together (Gorodkin 2004, R_K).
+    """Return Matthews' correlation of classes, -1 to 1: that of the indicators of all classes (Gorodkin 2004, R_K).
 
-    Of two classes it is (TP TN − FP FN) / √((TP + FP)(TP + FN)(TN + FP)(TN + FN)). 0 where all predictions or all true
+    For two classes it is (TP TN − FP FN) / √((TP + FP)(TP + FN)(TN + FP)(TN + FN)). 0 if all predictions or all true
     classes are one.
     """
     count = int(max(predicted.max(), true.max())) + 1
@@ -33,6 +32,24 @@ def matthews(predicted: Tensor, true: Tensor) -> float:
     a, b = a - a.mean(0), b - b.mean(0)
     scale = math.sqrt(float(a.square().sum() * b.square().sum()))
     return float((a * b).sum()) / scale if scale else 0.0
+
+
+def pearson(a: Tensor, b: Tensor) -> float:
+    """Return the correlation of two rows of numbers, -1 to 1; 0 if all numbers of one are equal."""
+    x, y = (each.double() - each.double().mean() for each in (a, b))
+    scale = float(x.norm() * y.norm())
+    return float(x @ y) / scale if scale else 0.0
+
+
+def rank_correlation(a: Tensor, b: Tensor) -> float:
+    """Return Spearman's ρ: the correlation of the ranks, equal numbers having their mean rank."""
+    return pearson(_rank(a), _rank(b))
+
+
+def _rank(values: Tensor) -> Tensor:
+    _, place, count = torch.unique(values, return_inverse=True, return_counts=True)
+    ranks: Tensor = (count.cumsum(0).double() - (count.double() - 1) / 2)[place]
+    return ranks
 
 
 METRICS: dict[Metric, Callable[[Tensor, Tensor], float]] = {

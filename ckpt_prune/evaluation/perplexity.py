@@ -1,8 +1,9 @@
-"""Perplexity of a model on windows of tokens, and its divergence from a reference (evaluation/README.md, section 1)."""
+"""Perplexity of a model on windows of tokens, and its divergence from a reference (README.md, section 1)."""
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -10,121 +11,124 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.evaluation.batches import batches, check_same_vocabulary, check_windows, logits
+from ckpt_prune.evaluation.batches import check_same_vocabulary, check_windows, iterate_windows
+from ckpt_prune.evaluation.display import Columns, Figures
 
 CHUNK_BYTES = 64 * 2**20
 """Log-probabilities are worked out for so many bytes of positions at a time, in float32."""
 
 
 @dataclass(frozen=True)
-class Score:
-    """What a model makes of a text. A perplexity means nothing without its window."""
+class Score(Figures):
+    """Perplexity of a model on a text. It means nothing without its window.
 
+    Attributes:
+        perplexity: exp(nll).
+        nll: mean negative log-likelihood, nats per scored token.
+        tokens: that were scored: windows × (window − 1), because nothing predicts the first token of a window.
+    """
+
+    columns: ClassVar[Columns] = (
+        ("perplexity", "perplexity", ".3f"),
+        ("window", "window", "d"),
+        ("tokens", "tokens", ","),
+    )
     perplexity: float
-    """exp(nll)."""
     nll: float
-    """Mean negative log-likelihood, nats per scored token."""
     tokens: int
-    """Tokens scored: windows × (window − 1), the first token of a window being unscored."""
     window: int
-    """Tokens in a window."""
     windows: int
-    """Windows read."""
 
 
 @dataclass(frozen=True)
 class TokenComparison:
-    """A model beside a reference on the same windows."""
+    """A model and a reference on the same tokens, with a `Score` or `masked.MaskedScore` each.
+
+    Attributes:
+        kl: mean over the scored tokens of KL(reference ‖ model), nats.
+        top1_agreement: share of the scored tokens for which both find the same token likeliest, 0 to 1.
+    """
 
     score: Score
     reference_score: Score
     kl: float
-    """Mean over the scored positions of KL(reference ‖ model) of the next-token distributions, nats."""
     top1_agreement: float
-    """Share of the scored positions where both hold the same token likeliest, 0 to 1."""
 
 
-@torch.inference_mode()
-def perplexity(
-    model: PreTrainedModel, windows: Tensor, *, batch_size: int | None = None, what: str = "perplexity"
-) -> Score:
-    """Measure perplexity: exp of the mean over every token but the first of each window.
+class PredictionSums:
+    """Adds up how well one model or two predict tokens, and how far their predictions are apart."""
 
-    The model is put in evaluation mode.
+    def __init__(self) -> None:
+        self.tokens, self.nll, self.right, self.kl, self.agreeing = 0, [0.0, 0.0], [0, 0], 0.0, 0
 
-    Args:
-        model: Any causal language model.
-        windows: int64 token ids, shape (windows, window).
-        batch_size: Windows in one forward pass; None takes as many as fit `default_batch_size`.
-        what: Said on the progress bar.
+    def add(self, predictions: list[Tensor], targets: Tensor) -> None:
+        """Add the models' log-probabilities, float32 (N, vocabulary), of targets, (N,)."""
+        self.tokens += len(targets)
+        for place, predicted in enumerate(predictions):
+            nll = functional.nll_loss(predicted, targets, reduction="none")
+            self.nll[place] += nll.sum(dtype=torch.float64).item()
+            self.right[place] += int((predicted.argmax(-1) == targets).sum())
+        if len(predictions) == 2:
+            ours, theirs = predictions
+            self.kl += (
+                functional.kl_div(ours, theirs, reduction="none", log_target=True).sum(dtype=torch.float64).item()
+            )
+            self.agreeing += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
 
-    Raises:
-        UserError: The window is longer than the model's context, a token id is outside its vocabulary, or a logit
-            is not a number.
+    def perplexity(self, place: int) -> tuple[float, float]:
+        """Return a model's perplexity, infinity if a float cannot hold it, and its mean negative log-likelihood."""
+        nll = self.nll[place] / self.tokens
+        if math.isnan(nll):
+            raise UserError(
+                "the model's logits are not numbers (NaN): its weights are damaged or overflow in this dtype"
+            )
+        return math.exp(nll) if nll < 700 else math.inf, nll
+
+
+def perplexity(model: PreTrainedModel, windows: Tensor, *, what: str = "perplexity") -> Score:
+    """Measure perplexity on windows, int64 (windows, window): exp of the mean over every token but each window's first.
+
+    Puts the model in evaluation mode.
     """
-    check_windows(model, windows)
-    model.eval()
-    total = 0.0
-    for batch in batches(model, windows, batch_size=batch_size, what=what):
-        for predicted, targets in _scored(logits(model, batch), batch):
-            total += _nll(predicted, targets)
-    return _score(total, windows)
+    return Score(*_add_up([model], windows, what).perplexity(0), *_count(windows))
 
 
-@torch.inference_mode()
 def compare(
-    model: PreTrainedModel,
-    reference: PreTrainedModel,
-    windows: Tensor,
-    *,
-    batch_size: int | None = None,
-    what: str = "comparing",
+    model: PreTrainedModel, reference: PreTrainedModel, windows: Tensor, *, what: str = "comparing"
 ) -> TokenComparison:
     """Measure both perplexities, KL(reference ‖ model) and top-1 agreement in one pass over the windows.
 
-    Arguments are those of `perplexity`; the two models may be on different devices.
-
-    Raises:
-        UserError: As `perplexity`, or the vocabularies differ in size.
+    The two models may be on different devices.
     """
     check_same_vocabulary(model, reference)
-    for each in (model, reference):
-        check_windows(each, windows)
-        each.eval()
-    total = reference_total = divergence = 0.0
-    agreeing = 0
-    for batch in batches(model, windows, batch_size=batch_size, what=what):
-        pairs = zip(
-            _scored(logits(model, batch), batch),
-            _scored(logits(reference, batch).to(batch.device), batch),
-            strict=True,
-        )
-        for (predicted, targets), (expected, _) in pairs:
-            total += _nll(predicted, targets)
-            reference_total += _nll(expected, targets)
-            pointwise = functional.kl_div(predicted, expected, reduction="none", log_target=True)
-            divergence += pointwise.sum(dtype=torch.float64).item()
-            agreeing += int((predicted.argmax(-1) == expected.argmax(-1)).sum())
-    score = _score(total, windows)
-    return TokenComparison(score, _score(reference_total, windows), divergence / score.tokens, agreeing / score.tokens)
+    sums = _add_up([model, reference], windows, what)
+    score, reference_score = (Score(*sums.perplexity(place), *_count(windows)) for place in range(2))
+    return TokenComparison(score, reference_score, sums.kl / sums.tokens, sums.agreeing / sums.tokens)
 
 
-def _scored(values: Tensor, batch: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield float32 log-probabilities (positions, vocab) with the tokens (positions,) they should predict."""
-    positions = max(1, CHUNK_BYTES // (values.shape[-1] * 4))
-    for window, tokens in zip(values, batch, strict=True):
-        for predicted, targets in zip(window[:-1].split(positions), tokens[1:].split(positions), strict=True):
-            yield predicted.float().log_softmax(-1), targets
+@torch.inference_mode()
+def _add_up(models: list[PreTrainedModel], windows: Tensor, what: str) -> PredictionSums:
+    for model in models:
+        check_windows(model, windows)
+        model.eval()
+    sums = PredictionSums()
+    for batch in iterate_windows(models[0], windows, what=what):
+        logits = [model(input_ids=batch.to(model.device), use_cache=False).logits.to(batch.device) for model in models]
+        for predictions, targets in _split(logits, batch):
+            sums.add(predictions, targets)
+    return sums
 
 
-def _nll(predicted: Tensor, targets: Tensor) -> float:
-    return functional.nll_loss(predicted, targets, reduction="none").sum(dtype=torch.float64).item()
+def _split(logits: list[Tensor], batch: Tensor) -> Iterator[tuple[list[Tensor], Tensor]]:
+    """Yield each model's float32 log-probabilities (positions, vocabulary), and the tokens that they should predict."""
+    positions = max(1, CHUNK_BYTES // (logits[0].shape[-1] * 4))
+    for row, tokens in enumerate(batch):
+        for start in range(0, len(tokens) - 1, positions):
+            targets = tokens[start + 1 : start + 1 + positions]
+            yield [each[row, start : start + len(targets)].float().log_softmax(-1) for each in logits], targets
 
 
-def _score(total: float, windows: Tensor) -> Score:
+def _count(windows: Tensor) -> tuple[int, int, int]:
+    """Return the scored tokens, the tokens in a window, and how many windows there are."""
     count, window = windows.shape
-    tokens = count * (window - 1)
-    nll = total / tokens
-    if math.isnan(nll):
-        raise UserError("the model's logits are not numbers (NaN): its weights are damaged or overflow in this dtype")
-    return Score(math.exp(nll) if nll < 700 else math.inf, nll, tokens, window, count)
+    return count * (window - 1), window, count

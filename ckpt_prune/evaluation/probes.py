@@ -1,4 +1,4 @@
-"""What frozen features of images tell of classes: neighbours and a linear probe (evaluation/README.md, section 7)."""
+"""How well classes can be told from frozen features: nearest neighbours and a linear probe (README.md, section 6)."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -9,8 +9,8 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from ckpt_prune.calibration.samples import Samples, as_input
-from ckpt_prune.common.finite import all_finite
-from ckpt_prune.evaluation.batches import check_features, sample_batches
+from ckpt_prune.evaluation.batches import check_finite, iterate_samples
+from ckpt_prune.evaluation.display import Figures
 
 ProbeName = Literal["knn", "linear"]
 
@@ -21,16 +21,17 @@ STRENGTHS = tuple(10.0**exponent for exponent in range(-6, 3))
 
 
 @dataclass(frozen=True)
-class Probe:
+class Probe(Figures):
     """How often a probe of a model's features is right.
 
     Attributes:
         top1: share of the test images, 0 to 1.
         picked: class of each test image.
-        features: of an image.
-        strength: that a linear probe chose; None of neighbours.
+        strength: that a linear probe chose; None for neighbours.
     """
 
+    columns = (("top-1", "top1", ".2%"), ("strength", "strength", "g"), ("features", "features", ","))
+    hidden = ("picked",)
     top1: float
     picked: tuple[int, ...] = field(repr=False)
     features: int
@@ -39,48 +40,31 @@ class Probe:
 
 @torch.inference_mode()
 def features_of(model: PreTrainedModel, samples: Samples) -> Tensor:
-    """What a model makes of images before any head: the class token of the last hidden states, or their mean without.
-
-    Returns:
-        (N, d) float64 on CPU.
-
-    Raises:
-        UserError: a feature is not a number.
-    """
+    """Return the class token of the last hidden states of images, or their mean if there is none: (N, d) float64."""
     base: Any = model.base_model
     base.eval()
-    found = []
-    for _, batch in sample_batches(samples, "features"):
+    features = []
+    for _, batch in iterate_samples(samples, "features"):
         states = base(**as_input(batch, model.device, model.dtype)).last_hidden_state.double().cpu()
-        found.append(states[:, 0] if _has_class_token(model.config, batch, states.shape[1]) else states.mean(1))
-    features = torch.cat(found)
-    check_features(finite=all_finite(features))
-    return features
+        rows, columns = patch_grid(model.config, batch)
+        # If there are more tokens than patches, the first is that of the class in every family.
+        features.append(states[:, 0] if states.shape[1] > rows * columns else states.mean(1))
+    check_finite("model's features", *features)
+    return torch.cat(features)
 
 
 def patch_grid(config: Any, batch: dict[str, Tensor]) -> tuple[int, int]:
-    """Rows and columns of the patches that every image of a batch is cut into."""
+    """Return rows and columns of the patches that every image of a batch is cut into."""
     patch = config.patch_size
     height, width = (patch, patch) if isinstance(patch, int) else patch
     rows, columns = batch["pixel_values"].shape[-2:]
     return rows // height, columns // width
 
 
-def _has_class_token(config: Any, batch: dict[str, Tensor], tokens: int) -> bool:
-    """Whether there are more tokens than patches: the first is that of the class in every family that has one."""
-    rows, columns = patch_grid(config, batch)
-    return tokens > rows * columns
-
-
 def probe(kind: ProbeName, train: Tensor, classes: Tensor, test: Tensor, expected: Tensor) -> Probe:
-    """Fit on features of some images, and try on those of others.
+    """Fit a probe on features of some images, (N, d) float64, and try it on those of others.
 
-    Args:
-        kind: which probe.
-        train: (N, d) float64.
-        classes: of these, (N,) int64 from 0.
-        test: (M, d) float64.
-        expected: of these, (M,).
+    Classes are int64 from 0, (N,).
     """
     strength = None
     if kind == "knn":
@@ -88,17 +72,16 @@ def probe(kind: ProbeName, train: Tensor, classes: Tensor, test: Tensor, expecte
     else:
         votes, strength = linear(train, classes, test)
     picked = votes.argmax(1)
-    right = float((picked == expected).double().mean())
-    return Probe(right, tuple(picked.tolist()), train.shape[1], strength)
+    top1 = float((picked == expected).double().mean())
+    return Probe(top1, tuple(picked.tolist()), train.shape[1], strength)
 
 
 def neighbours(
     train: Tensor, classes: Tensor, test: Tensor, *, count: int = NEIGHBOURS, temperature: float = TEMPERATURE
 ) -> Tensor:
-    """Weighted votes of the nearest training images by cosine: exp(similarity / T) each (Wu et al. 2018; DINO).
+    """Return weighted votes, (M, classes), of the nearest training images by cosine.
 
-    Returns:
-        Votes of every class, (M, classes).
+    Each weighs exp(similarity / T) (Wu et al. 2018; DINO).
     """
     similar = functional.normalize(test, dim=1) @ functional.normalize(train, dim=1).T
     nearest = similar.topk(min(count, len(train)), 1)
@@ -109,7 +92,7 @@ def neighbours(
 
 
 def linear(train: Tensor, classes: Tensor, test: Tensor) -> tuple[Tensor, float]:
-    """Ridge regression of the classes, one column each, on the features, with a free constant.
+    """Predict classes by ridge regression, one column each, on the features, with a free constant.
 
     The strength is that of `STRENGTHS` with the least squared error when every image is left out in turn, in closed
     form: residuals over one less their leverage.
@@ -117,18 +100,20 @@ def linear(train: Tensor, classes: Tensor, test: Tensor) -> tuple[Tensor, float]
     Returns:
         What is predicted, (M, classes), and the strength.
     """
-    wanted = functional.one_hot(classes).to(train.dtype)
-    mean, middle = train.mean(0), wanted.mean(0)
+    targets = functional.one_hot(classes).to(train.dtype)
+    mean, target_mean = train.mean(0), targets.mean(0)
+    centred = targets - target_mean
     left, values, right = torch.linalg.svd(train - mean, full_matrices=False)
     scale = float(values.square().mean()) or 1.0
-    targets = left.T @ (wanted - middle)
-    best = (float("inf"), 0.0, targets)
+    projected = left.T @ centred
+    least, best_strength, best_weights = float("inf"), 0.0, projected
     for strength in STRENGTHS:
-        shrunk = values.square() / (values.square() + strength * scale)
-        residuals = wanted - middle - left @ (shrunk[:, None] * targets)
+        denominators = values.square() + strength * scale
+        shrunk = values.square() / denominators
+        residuals = centred - left @ (shrunk[:, None] * projected)
         leverage = (left.square() @ shrunk) + 1 / len(train)
         error = float((residuals / (1 - leverage).clamp_min(1e-9)[:, None]).square().sum())
-        weights = right.T @ ((values / (values.square() + strength * scale))[:, None] * targets)
-        if error < best[0]:
-            best = (error, strength, weights)
-    return middle + (test - mean) @ best[2], best[1]
+        if error < least:
+            weights = right.T @ ((values / denominators)[:, None] * projected)
+            least, best_strength, best_weights = error, strength, weights
+    return target_mean + (test - mean) @ best_weights, best_strength

@@ -1,44 +1,56 @@
-"""What `evaluate` gives: one kind of result for every kind of model, each as an object and as JSON."""
+"""Results of `evaluate`: one data class for each kind, as JSON, and as tables and sentences for people.
+
+In each of them `model` is what was measured, and `against` the model that it was compared with, if there is one, whose
+own figures are `reference` or `references`.
+"""
 
 import math
-from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from ckpt_prune.common.formatting import human_bytes
+from ckpt_prune.common.safe_text import to_one_line
 from ckpt_prune.common.short_repr import short_repr
 from ckpt_prune.evaluation.choices import ChoiceScore
+from ckpt_prune.evaluation.display import Figures, Table
+from ckpt_prune.evaluation.display import Result as Result
 from ckpt_prune.evaluation.features import FeatureComparison
 from ckpt_prune.evaluation.generation import Continuation
 from ckpt_prune.evaluation.heads import HeadComparison
 from ckpt_prune.evaluation.image_classes import Classification
-from ckpt_prune.evaluation.masked import MaskedScore
-from ckpt_prune.evaluation.memory_plan import MemoryPlans
 from ckpt_prune.evaluation.patch_heads import Depth, Segmentation
 from ckpt_prune.evaluation.perplexity import Score
 from ckpt_prune.evaluation.probes import Probe
 from ckpt_prune.evaluation.sentences import SentenceComparison
 
+_NAMED_IMAGES = 10
+"""So many images that do not decode are named in text; JSON names all."""
+S = TypeVar("S", bound=Figures)
 
-def _finite(value: float) -> float | None:
-    """JSON has no infinity."""
-    return value if math.isfinite(value) else None
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
 
 
-S = TypeVar("S")
+def _name_skipped(skipped: Sequence[str] | None) -> list[Table | str]:
+    if not skipped:
+        return []
+    more = f" and {len(skipped) - _NAMED_IMAGES} more" if len(skipped) > _NAMED_IMAGES else ""
+    return [to_one_line(f"left out, {len(skipped)} not decoding: {', '.join(skipped[:_NAMED_IMAGES])}{more}")]
+
+
+# ---- scores of a model, and perhaps of a reference -------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _OfTokens(ABC, Generic[S]):
-    """A language model on text, and perhaps a reference on the same.
+class ScoredResult(Result, Generic[S]):
+    """A model with a score, and perhaps a reference with one.
 
     Attributes:
-        model: that was measured.
-        score: its own.
-        against: the reference, where there is one.
-        reference: its score.
-        kl: mean over scored tokens of KL(reference ‖ model), nats.
-        agreement: share of the tokens where both predict the same.
+        kl: mean over tokens or images of KL(reference ‖ model), nats.
+        agreement: share of the tokens, images or labelled pixels for which both put the same token or class first.
     """
 
     model: Path
@@ -49,264 +61,157 @@ class _OfTokens(ABC, Generic[S]):
     agreement: float | None = None
 
     def data(self) -> dict[str, Any]:
-        """As `--json` prints it."""
-        found = self._figures(self.model, self.score)
-        if self.against is not None and self.reference is not None:
-            found |= {
-                "kl": self.kl,
-                "top1_agreement": self.agreement,
-                "against": self._figures(self.against, self.reference),
-            }
-        return found
-
-    @staticmethod
-    @abstractmethod
-    def _figures(model: Path, score: Any) -> dict[str, Any]:
-        """Those of one model."""
-
-
-@dataclass(frozen=True)
-class PerplexityResult(_OfTokens[Score]):
-    """A causal language model on text; attributes are `model`, `score`, `against`, `reference`, `kl`, `agreement`."""
-
-    @staticmethod
-    def _figures(model: Path, score: Score) -> dict[str, Any]:
+        """Return what `--json` prints."""
+        details = {each.name: getattr(self, each.name) for each in fields(self)[len(fields(ScoredResult)) :]}
         return {
-            "model": str(model),
-            "perplexity": _finite(score.perplexity),
-            "nll": score.nll,
-            "window": score.window,
-            "windows": score.windows,
-            "tokens": score.tokens,
-        }
-
-
-@dataclass(frozen=True)
-class MaskedResult(_OfTokens[MaskedScore]):
-    """A masked language model, asked for masked tokens; attributes as those of `PerplexityResult`."""
-
-    @staticmethod
-    def _figures(model: Path, score: MaskedScore) -> dict[str, Any]:
-        return {
-            "model": str(model),
-            "masked_perplexity": _finite(score.perplexity),
-            "accuracy": score.accuracy,
-            "window": score.window,
-            "windows": score.windows,
-            "masked": score.tokens,
-        }
-
-
-@dataclass(frozen=True)
-class AccuracyResult:
-    """An image classifier on images.
-
-    Attributes:
-        model: that was measured.
-        score: its own.
-        skipped: names of images that do not decode.
-        against: the reference, where there is one.
-        reference: its score.
-        kl: mean over images of KL(reference ‖ model), nats.
-        agreement: share of the images where both put the same class first.
-    """
-
-    model: Path
-    score: Classification
-    skipped: tuple[str, ...] = field(default=(), repr=False)
-    against: Path | None = None
-    reference: Classification | None = None
-    kl: float | None = None
-    agreement: float | None = None
-
-    def data(self) -> dict[str, Any]:
-        """As `--json` prints it."""
-        against = None
-        if self.against is not None and self.reference is not None:
-            against = {"model": str(self.against), "top1": self.reference.top1, "top5": self.reference.top5}
-        return {
-            "model": str(self.model),
-            "images": self.score.images,
-            "top1": self.score.top1,
-            "top5": self.score.top5,
+            **self._data_of(self.model, self.score),
+            **details,
             "agreement": self.agreement,
-            "kl": self.kl,
-            "against": against,
-            "skipped": list(self.skipped),
+            "against": None if self.reference is None else self._data_of(self.against, self.reference),
         }
 
+    def paragraphs(self) -> list[Table | str]:
+        """Return tables and sentences for people, in order."""
+        rows = [[str(self.model), *self.score.cells()]]
+        if self.reference is not None:
+            rows.append([str(self.against), *self.reference.cells()])
+        return [Table(["model", *self.score.headings()], rows), *self.score.remarks(self.against), *self._sentences()]
 
-@dataclass(frozen=True)
-class FeaturesResult:
-    """A base model's features beside those of a reference.
+    def _data_of(self, model: Path | None, score: Any) -> dict[str, Any]:
+        return {"model": str(model), **score.data()}
 
-    Attributes:
-        model: that was measured.
-        against: the reference.
-        found: cosine and relative error of the last hidden states.
-        skipped: names of images that do not decode; None of text.
-    """
+    def _sentences(self) -> list[Table | str]:
+        """Say what the figures do not: here how far the two are apart."""
+        if self.reference is None:
+            return []
+        unit = "image" if isinstance(self.score, Classification) else "token"
+        return [f"KL divergence {self.kl:.4f} nats per {unit}, top-1 agreement {self.agreement:.1%}"]
 
-    model: Path
-    against: Path
-    found: FeatureComparison
-    skipped: tuple[str, ...] | None = field(default=None, repr=False)
+
+class PerplexityResult(ScoredResult[Score]):
+    """A causal language model on text."""
 
     def data(self) -> dict[str, Any]:
-        """As `--json` prints it."""
-        figures = {
-            "model": str(self.model),
-            "against": str(self.against),
-            "cosine": self.found.cosine,
-            "relative_error": self.found.relative_error,
-            "samples": self.found.samples,
-            "tokens": self.found.tokens,
-        }
-        return figures if self.skipped is None else figures | {"skipped": list(self.skipped)}
+        """Return what `--json` prints."""
+        data = self._data_of(self.model, self.score)
+        if self.reference is not None:
+            against = self._data_of(self.against, self.reference)
+            data |= {"kl": self.kl, "top1_agreement": self.agreement, "against": against}
+        return data
+
+    def _data_of(self, model: Path | None, score: Score) -> dict[str, Any]:
+        data = super()._data_of(model, score)
+        if not math.isfinite(score.perplexity):  # JSON has no infinity
+            data["perplexity"] = None
+        return data
+
+
+class MaskedResult(PerplexityResult):
+    """A masked language model on masked tokens; scores are `masked.MaskedScore`."""
+
+    def _data_of(self, model: Path | None, score: Score) -> dict[str, Any]:
+        data = super()._data_of(model, score)
+        data["masked_perplexity"], data["masked"] = data.pop("perplexity"), data.pop("tokens")
+        return data
 
 
 @dataclass(frozen=True)
-class ProbeResult:
-    """A probe of the features of images.
+class AccuracyResult(ScoredResult[Classification]):
+    """An image classifier on images; `skipped` are the names of those that do not decode."""
 
-    Attributes:
-        model: that was measured.
-        kind: knn or linear.
-        score: of the probe.
-        train, test: images that it was fitted on, and tried on.
-        split: how these were told apart.
-        against: the reference, where there is one.
-        reference: the same probe of its features.
-    """
+    skipped: tuple[str, ...] = field(default=(), repr=False)
 
-    model: Path
-    kind: str
-    score: Probe
+    def data(self) -> dict[str, Any]:
+        """Return what `--json` prints."""
+        return super().data() | {"kl": self.kl}
+
+    def _sentences(self) -> list[Table | str]:
+        return [*super()._sentences(), *_name_skipped(self.skipped)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeResult(ScoredResult[Probe]):
+    """A probe, knn or linear, of the features of images: fitted on `train` of them, tried on `test`, split as said."""
+
+    probe: str
     train: int
     test: int
     split: str
-    against: Path | None = None
-    reference: Probe | None = None
 
     @property
-    def agreement(self) -> float | None:
-        """Share of the test images that both put in the same class; None without a reference."""
-        if self.reference is None:
-            return None
-        same = sum(a == b for a, b in zip(self.score.picked, self.reference.picked, strict=True))
-        return same / len(self.score.picked)
+    def difference(self) -> float | None:
+        """The model's accuracy less that of the reference; None without one."""
+        return None if self.reference is None else self.score.top1 - self.reference.top1
 
     def data(self) -> dict[str, Any]:
-        """As `--json` prints it."""
-        against = None
-        if self.against is not None and self.reference is not None:
-            against = {"model": str(self.against), "top1": self.reference.top1, "strength": self.reference.strength}
-        return {
-            "model": str(self.model),
-            "probe": self.kind,
-            "top1": self.score.top1,
-            "strength": self.score.strength,
-            "features": self.score.features,
-            "train": self.train,
-            "test": self.test,
-            "split": self.split,
-            "agreement": self.agreement,
-            "difference": None if self.reference is None else self.score.top1 - self.reference.top1,
-            "against": against,
-        }
+        """Return what `--json` prints."""
+        return super().data() | {"difference": self.difference}
+
+    def _sentences(self) -> list[Table | str]:
+        counts = f"{self.train:,} images to learn from, {self.test:,} to test on; {self.split}"
+        if self.reference is None:
+            return [f"{self.probe} probe: {counts}"]
+        return [
+            f"{self.probe} probe: {counts}",
+            f"difference {self.difference:+.2%}, same class {self.agreement:.1%}",
+        ]
 
 
-@dataclass(frozen=True)
-class PatchHeadResult:
-    """A linear head on the patches of images.
+@dataclass(frozen=True, kw_only=True)
+class PatchHeadResult(ScoredResult[Segmentation | Depth]):
+    """A linear head, read from a file, on the patches of images, compared at a size (height, width)."""
 
-    Attributes:
-        model: that was measured.
-        head: file that was read.
-        score: against label maps.
-        images: how many.
-        size: height and width of what was compared.
-        skipped: names of images that do not decode.
-        against: the reference, where there is one.
-        reference: the same head's on its patches.
-        agreement: share of the labelled pixels that both put in one class; None of depth, and without a reference.
-    """
-
-    model: Path
-    head: Path
-    score: Segmentation | Depth
+    patch_head: str
     images: int
     size: tuple[int, int]
     skipped: tuple[str, ...] = field(default=(), repr=False)
-    against: Path | None = None
-    reference: Segmentation | Depth | None = None
-    agreement: float | None = None
 
-    def data(self) -> dict[str, Any]:
-        """As `--json` prints it."""
-        against = None
-        if self.against is not None and self.reference is not None:
-            against = {"model": str(self.against), **asdict(self.reference)}
-        return {
-            "model": str(self.model),
-            "patch_head": str(self.head),
-            **asdict(self.score),
-            "images": self.images,
-            "size": list(self.size),
-            "agreement": self.agreement,
-            "against": against,
-            "skipped": list(self.skipped),
-        }
+    def _sentences(self) -> list[Table | str]:
+        height, width = self.size
+        parts: list[Table | str] = [
+            f"{self.patch_head} on {self.images:,} images, compared at {height} x {width} pixels"
+        ]
+        if isinstance(self.score, Depth) and isinstance(self.reference, Depth):
+            parts.append(f"difference {self.score.rmse - self.reference.rmse:+.4g}")
+        elif isinstance(self.score, Segmentation) and isinstance(self.reference, Segmentation):
+            difference = self.score.miou - self.reference.miou
+            parts.append(f"difference {difference:+.2%} of mIoU, same class in {self.agreement:.1%} of the pixels")
+        return [*parts, *_name_skipped(self.skipped)]
+
+
+# ---- figures of a model and a reference together ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class HeadResult:
-    """A classifier of texts or tokens, or one that finds answers, beside a reference.
+class ComparisonResult(Result):
+    """A model compared with a reference, without knowing what is right: features, predictions or embeddings.
 
-    Attributes:
-        model: that was measured.
-        against: the reference.
-        found: divergence and agreement, or the order of single numbers.
+    `skipped` are the names of images that do not decode; None for text.
     """
 
     model: Path
     against: Path
-    found: HeadComparison
+    comparison: FeatureComparison | HeadComparison | SentenceComparison
+    skipped: tuple[str, ...] | None = field(default=None, repr=False)
 
     def data(self) -> dict[str, Any]:
-        """As `--json` prints it."""
-        return {"model": str(self.model), "against": str(self.against), **asdict(self.found)}
+        """Return what `--json` prints."""
+        data = {"model": str(self.model), "against": str(self.against), **self.comparison.data()}
+        return data if self.skipped is None else data | {"skipped": self.skipped}
+
+    def paragraphs(self) -> list[Table | str]:
+        """Return tables and sentences for people, in order."""
+        figures = self.comparison
+        table = Table(["model", *figures.headings()], [[str(self.model), *figures.cells()]])
+        return [table, *figures.remarks(self.against), *_name_skipped(self.skipped)]
+
+
+# ---- tasks -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class SentencesResult:
-    """A sentence-transformers folder's embeddings of texts beside those of a reference.
-
-    Attributes:
-        model: that was measured.
-        against: the reference.
-        found: cosine, rank correlation and nearest texts.
-    """
-
-    model: Path
-    against: Path
-    found: SentenceComparison
-
-    def data(self) -> dict[str, Any]:
-        """As `--json` prints it."""
-        return {"model": str(self.model), "against": str(self.against), **asdict(self.found)}
-
-
-@dataclass(frozen=True)
-class TaskResult:
-    """Tasks that were run by lm-eval.
-
-    Attributes:
-        model: that was measured.
-        tables: lm-eval's own: results (task → metric → value), versions and n-samples.
-        against: the reference, where there is one.
-        reference: its tables.
-    """
+class TaskResult(Result):
+    """Tasks that were run by lm-eval, with its own tables: results (task → metric → value), versions and n-samples."""
 
     model: Path
     tables: dict[str, Any]
@@ -314,21 +219,20 @@ class TaskResult:
     reference: dict[str, Any] | None = None
 
     def __repr__(self) -> str:
-        against = None if self.against is None else str(self.against)
-        return short_repr(self, model=str(self.model), tasks=list(self.tables["results"]), against=against)
+        return short_repr(self, model=str(self.model), tasks=list(self.tables["results"]), against=_text(self.against))
 
     def figures(self) -> list[tuple[str, str, float, float | None]]:
-        """Task, metric, value and the reference's value; standard errors are left out."""
-        found = []
+        """List task, metric, value and the reference's value; standard errors are left out."""
+        figures = []
         for task, metrics in self.tables["results"].items():
             others = {} if self.reference is None else self.reference["results"][task]
             for metric, value in metrics.items():
                 if isinstance(value, float) and "stderr" not in metric:
-                    found.append((task, metric, value, others.get(metric)))
-        return found
+                    figures.append((task, metric, value, others.get(metric)))
+        return figures
 
     def data(self) -> dict[str, Any]:
-        """As `--json` prints it."""
+        """Return what `--json` prints."""
         if self.reference is None:
             return self.tables
         differences: dict[str, dict[str, float]] = {}
@@ -337,17 +241,21 @@ class TaskResult:
                 differences.setdefault(task, {})[metric] = value - other
         return self.tables | {"against": {"model": str(self.against)} | self.reference, "differences": differences}
 
+    def paragraphs(self) -> list[Table | str]:
+        """Return tables and sentences for people, in order."""
+        if self.reference is None:
+            rows = [[task, metric, f"{value:.4f}"] for task, metric, value, _ in self.figures()]
+            return [Table(["task", "metric", "value"], rows)]
+        rows = [
+            [task, metric, f"{value:.4f}", *(["-"] * 2 if other is None else [f"{other:.4f}", f"{value - other:+.4f}"])]
+            for task, metric, value, other in self.figures()
+        ]
+        return [Table(["task", "metric", str(self.model), str(self.against), "difference"], rows)]
+
 
 @dataclass(frozen=True)
-class ChoiceResult:
-    """A causal language model on files of multiple-choice items.
-
-    Attributes:
-        model: that was measured.
-        scores: task → its own score; a task is named as its file.
-        against: the reference, where there is one.
-        references: task → its score.
-    """
+class ChoiceResult(Result):
+    """A causal language model on multiple-choice items, with a score for each task, named as its file."""
 
     model: Path
     scores: dict[str, ChoiceScore]
@@ -355,48 +263,46 @@ class ChoiceResult:
     references: dict[str, ChoiceScore] | None = None
 
     def agreement(self, task: str) -> float | None:
-        """Share of a task's items where both choose the same; None without a reference."""
+        """Return the share of a task's items for which both choose the same; None without a reference."""
         if self.references is None:
             return None
-        ours, theirs = self.scores[task].picked, self.references[task].picked
-        return sum(a == b for a, b in zip(ours, theirs, strict=True)) / len(ours)
+        picked, other_picked = self.scores[task].picked, self.references[task].picked
+        return sum(a == b for a, b in zip(picked, other_picked, strict=True)) / len(picked)
 
     def data(self) -> dict[str, Any]:
-        """As `--json` prints it."""
+        """Return what `--json` prints."""
         tasks: dict[str, Any] = {}
         for task, score in self.scores.items():
-            tasks[task] = self._figures(score)
+            tasks[task] = score.data()
             if self.references is not None:
-                own = self._figures(self.references[task])
                 difference, error = score.difference(self.references[task])
                 tasks[task] |= {
                     "agreement": self.agreement(task),
                     "difference": difference,
                     "difference_stderr": error,
-                    "against": own,
+                    "against": self.references[task].data(),
                 }
-        against = None if self.against is None else str(self.against)
-        return {"model": str(self.model), "against": against, "tasks": tasks}
+        return {"model": str(self.model), "against": _text(self.against), "tasks": tasks}
 
-    @staticmethod
-    def _figures(score: ChoiceScore) -> dict[str, Any]:
-        return {
-            "items": score.items,
-            "accuracy": score.accuracy,
-            "accuracy_norm": score.accuracy_norm,
-            "stderr": score.stderr,
-            "chance": score.chance,
-        }
+    def paragraphs(self) -> list[Table | str]:
+        """Return tables and sentences for people, in order."""
+        rows, differences = [], []
+        for task, score in self.scores.items():
+            rows.append([task, str(self.model), *score.cells()])
+            if self.references is not None:
+                rows.append([task, str(self.against), *self.references[task].cells()])
+                difference, error = score.difference(self.references[task])
+                differences.append([task, f"{difference:+.1%}", f"{error:.1%}", f"{self.agreement(task):.1%}"])
+        scores = Table(["task", "model", *ChoiceScore.headings()], rows)
+        columns = ["task", "difference", "+/-", "both choose the same"]
+        return [scores, Table(columns, differences)] if differences else [scores]
 
 
 @dataclass(frozen=True)
 class LabelScore:
-    """What a model makes of texts whose labels are known.
+    """Metrics of a model on labelled texts.
 
-    Attributes:
-        items: labelled.
-        figures: metric → its value.
-        by_name: whether the model's classes were told by their names; else by number. None of numbers.
+    `by_name` is whether the model's classes were matched by their names, else by number; None for numbers.
     """
 
     items: int
@@ -405,14 +311,8 @@ class LabelScore:
 
 
 @dataclass(frozen=True)
-class Alike:
-    """Two models' answers to the same texts.
-
-    Attributes:
-        kl: mean over texts of KL(reference ‖ model), nats; None of numbers.
-        agreement: share of the texts where both put the same class first; None of numbers.
-        rank_correlation: Spearman's, of two models' numbers; None of classes.
-    """
+class LabelComparison:
+    """How far two models answer alike: classes by KL(reference ‖ model), nats, and agreement; numbers by ranks."""
 
     kl: float | None
     agreement: float | None
@@ -420,67 +320,132 @@ class Alike:
 
 
 @dataclass(frozen=True)
-class LabelResult:
-    """A classifier of texts, or one that gives them a number, on texts whose labels are known.
-
-    Attributes:
-        model: that was measured.
-        scores: task → its own score.
-        against: the reference, where there is one.
-        references: task → its score.
-        alike: task → how alike the two answer.
-    """
+class LabelResult(Result):
+    """A classifier of texts, or a model that gives them a number, on tasks of texts whose labels are known."""
 
     model: Path
     scores: dict[str, LabelScore]
     against: Path | None = None
     references: dict[str, LabelScore] | None = None
-    alike: dict[str, Alike] | None = None
+    comparisons: dict[str, LabelComparison] | None = None
 
     def data(self) -> dict[str, Any]:
-        """As `--json` prints it."""
+        """Return what `--json` prints."""
         tasks: dict[str, Any] = {}
         for task, score in self.scores.items():
             tasks[task] = {"items": score.items, "by_name": score.by_name, **score.figures}
-            if self.references is not None and self.alike is not None:
-                own = self.references[task].figures
+            if self.references is not None and self.comparisons is not None:
+                others = self.references[task].figures
                 tasks[task] |= {
-                    **asdict(self.alike[task]),
-                    "difference": {metric: value - own[metric] for metric, value in score.figures.items()},
-                    "against": own,
+                    **asdict(self.comparisons[task]),
+                    "difference": {metric: value - others[metric] for metric, value in score.figures.items()},
+                    "against": others,
                 }
-        against = None if self.against is None else str(self.against)
-        return {"model": str(self.model), "against": against, "tasks": tasks}
+        return {"model": str(self.model), "against": _text(self.against), "tasks": tasks}
+
+    def paragraphs(self) -> list[Table | str]:
+        """Return tables and sentences for people, in order."""
+        rows = []
+        for task, score in self.scores.items():
+            for metric, value in score.figures.items():
+                other = None if self.references is None else self.references[task].figures[metric]
+                reference = [] if other is None else [f"{other:.4f}", f"{value - other:+.4f}"]
+                rows.append([task, metric, f"{value:.4f}", *reference, f"{score.items:,}"])
+        against = [] if self.against is None else [str(self.against), "difference"]
+        parts: list[Table | str] = [Table(["task", "metric", str(self.model), *against, "texts"], rows)]
+        for task, both in (self.comparisons or {}).items():
+            if both.kl is None:
+                parts.append(f"{task}: rank correlation of the two models' numbers {both.rank_correlation:.4f}")
+            else:
+                parts.append(f"{task}: both put the same class first for {both.agreement:.1%}, KL {both.kl:.6f}")
+        for task, score in self.scores.items():
+            if score.by_name is False:
+                parts.append(f"{task}: the model does not name its classes as the task does; they are taken by number")
+        return parts
 
 
 @dataclass(frozen=True)
-class GenerationResult:
-    """What a causal language model says after prompts.
-
-    Attributes:
-        model: that was asked.
-        prompts: it was given.
-        said: its continuations.
-        against: the reference, where there is one.
-        reference: what that says.
-    """
+class GenerationResult(Result):
+    """How a causal language model continues prompts."""
 
     model: Path
     prompts: tuple[str, ...]
-    said: tuple[Continuation, ...]
+    continuations: tuple[Continuation, ...]
     against: Path | None = None
     reference: tuple[Continuation, ...] | None = None
 
     def data(self) -> dict[str, Any]:
-        """As `--json` prints it."""
-        rows = [
-            {"prompt": prompt, **asdict(own)} | ({} if other is None else {"against": asdict(other)})
-            for prompt, own, other in zip(
-                self.prompts, self.said, self.reference or (None,) * len(self.said), strict=True
-            )
-        ]
-        against = None if self.against is None else str(self.against)
-        return {"model": str(self.model), "against": against, "generated": rows}
+        """Return what `--json` prints."""
+        rows = []
+        for number, prompt in enumerate(self.prompts):
+            rows.append({"prompt": prompt, **asdict(self.continuations[number])})
+            if self.reference is not None:
+                rows[-1]["against"] = asdict(self.reference[number])
+        return {"model": str(self.model), "against": _text(self.against), "generated": rows}
+
+    def paragraphs(self) -> list[Table | str]:
+        """Return tables and sentences for people, in order."""
+        parts: list[Table | str] = []
+        for number, prompt in enumerate(self.prompts):
+            both = [(self.model, self.continuations[number])]
+            if self.against is not None and self.reference is not None:
+                both.append((self.against, self.reference[number]))
+            parts.append(repr(prompt))
+            for model, continuation in both:
+                # A model may write what a terminal would obey.
+                text = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in continuation.text)
+                parts.append(f"{model} ({continuation.tokens} tokens, {continuation.repeated:.0%} repeated):\n{text}")
+        return parts
+
+
+# ---- memory, and several results -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DeviceShare:
+    """The parts of a model, named as in accelerate's map, that one device (cpu, disk, or a GPU's number) would hold.
+
+    `room` is how many bytes the device may take; None for a disk.
+    """
+
+    device: str
+    bytes: int
+    room: int | None
+    parts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Devices that would hold parts of a model, in the order in which they are filled."""
+
+    model: Path
+    dtype: str
+    devices: tuple[DeviceShare, ...]
+
+
+@dataclass(frozen=True)
+class MemoryPlans(Result):
+    """Plans of all models that are in memory together, in the order in which they are loaded."""
+
+    plans: tuple[MemoryPlan, ...]
+
+    def data(self) -> dict[str, Any]:
+        """Return what `--json` prints."""
+        return {"memory": [asdict(plan) | {"model": str(plan.model)} for plan in self.plans]}
+
+    def paragraphs(self) -> list[Table | str]:
+        """Return tables and sentences for people, in order."""
+        parts: list[Table | str] = []
+        for plan in self.plans:
+            rows = []
+            for share in plan.devices:
+                name = f"cuda:{share.device}" if share.device.isdigit() else share.device
+                room = "-" if share.room is None else human_bytes(share.room)
+                rows.append([name, str(len(share.parts)), human_bytes(share.bytes), room])
+            parts += [f"{plan.model}, {plan.dtype}:", Table(["device", "parts", "bytes", "room"], rows)]
+            if any(share.device == "disk" for share in plan.devices):
+                parts.append("what is left on disk is read again for every batch")
+        return parts
 
 
 OneResult = (
@@ -490,29 +455,24 @@ OneResult = (
     | PerplexityResult
     | MaskedResult
     | AccuracyResult
-    | FeaturesResult
     | ProbeResult
     | PatchHeadResult
-    | SentencesResult
-    | HeadResult
+    | ComparisonResult
     | TaskResult
     | MemoryPlans
 )
 
 
 @dataclass(frozen=True)
-class CombinedResult:
-    """Several measurements of the same models, made in one call.
-
-    Attributes:
-        results: "text", "tasks" or "generate" → what was measured.
-    """
+class CombinedResult(Result):
+    """Several measurements of the same models, made in one call, named "text", "tasks" or "generate"."""
 
     results: dict[str, OneResult]
 
     def data(self) -> dict[str, Any]:
-        """As `--json` prints it: the results under their names."""
+        """Return what `--json` prints: the results under their names."""
         return {name: result.data() for name, result in self.results.items()}
 
-
-Result = OneResult | CombinedResult
+    def paragraphs(self) -> list[Table | str]:
+        """Return tables and sentences for people, in order."""
+        return [part for result in self.results.values() for part in result.paragraphs()]

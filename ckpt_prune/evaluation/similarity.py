@@ -8,14 +8,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Similarity:
-    """Figures of two sets of hidden states, a of a reference and b of another model, of the same N tokens.
+    """How alike hidden states of the same N tokens are, a of a reference and b of another model.
 
     Attributes:
         mse: Σ ‖b − a‖² / (N d), d hidden dimensions.
-        relative_error: Σ ‖b − a‖² / Σ ‖a‖²; None where a is zero.
+        relative_error: Σ ‖b − a‖² / Σ ‖a‖²; None if a is zero.
         cosine: mean over tokens of a·b / (‖a‖ ‖b‖); that of two zeros is 1, of one 0.
         cka: linear centred kernel alignment (Kornblith et al. 2019), which no rotation or scale of either
-            changes: ‖BᵀA‖² / (‖AᵀA‖ ‖BᵀB‖) of the centred states; None where either is the same for all tokens.
+            changes: ‖BᵀA‖² / (‖AᵀA‖ ‖BᵀB‖) of the centred states; None if either is the same for all tokens.
     """
 
     mse: float
@@ -35,12 +35,7 @@ class SimilaritySums:
         self._products: list[Tensor] = []
 
     def add(self, reference: Tensor, other: Tensor) -> None:
-        """Add tokens.
-
-        Args:
-            reference: a, (..., d), any floating dtype, on any device.
-            other: b, of the same shape, on the same device.
-        """
+        """Add hidden states of tokens: a and b, (..., d), of any floating dtype, on one device."""
         a, b = (each.reshape(-1, each.shape[-1]).double() for each in (reference, other))
         dot, norms = (a * b).sum(1), [each.square().sum(1) for each in (a, b)]
         both = (norms[0] * norms[1]).sqrt()
@@ -63,11 +58,7 @@ class SimilaritySums:
             product += left.T @ right
 
     def figures(self) -> Similarity:
-        """Of all tokens so far.
-
-        Raises:
-            ValueError: there are none.
-        """
+        """Return the figures of all tokens so far. Raises ValueError if there are none."""
         if self._tokens == 0:
             raise ValueError("two sets of hidden states without tokens have no similarity")
         (xx, yy, yx), (x, y), n = self._products, self._sums, self._tokens

@@ -18,8 +18,8 @@ from ckpt_prune.common.formatting import plural
 from ckpt_prune.evaluation.features import compare_features
 from ckpt_prune.evaluation.heads import compare_heads
 from ckpt_prune.evaluation.image_classes import compare_classifiers
-from ckpt_prune.evaluation.masked import TokenComparison, choose_masked, fill_in
-from ckpt_prune.evaluation.perplexity import compare
+from ckpt_prune.evaluation.masked import choose_masked, fill_in
+from ckpt_prune.evaluation.perplexity import TokenComparison, compare
 from ckpt_prune.exporting.reference import Reference
 from ckpt_prune.exporting.session import OnnxModel
 from ckpt_prune.stages.export.stage import TaskName

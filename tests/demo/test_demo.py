@@ -123,4 +123,4 @@ def test_the_two_sides_share_no_module(tmp_path):
 def test_the_packaged_model_is_small_and_whole():
     folder = demo.model_folder()
     assert sum(path.stat().st_size for path in folder.iterdir()) < 10_000_000
-    assert ok("verify", str(folder)).count(" ok\n") == 3
+    assert "FAILED" not in ok("verify", str(folder))

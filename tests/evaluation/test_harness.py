@@ -15,14 +15,9 @@ def test_without_lm_eval_the_extra_is_named(tmp_path, monkeypatch):
         run_tasks(tmp_path, ["arc_easy"], device="cpu")
 
 
-def test_known_tasks_pass():
-    check_tasks(["arc_easy", "piqa"], ["piqa", "arc_easy", "arc_challenge"])
-
-
 @pytest.mark.parametrize(
     ("tasks", "said"),
     [
-        ([], "no task given: name at least one, such as arc_easy"),
         (["piqa", "arc_eazy"], "unknown task 'arc_eazy': did you mean arc_easy?"),
         (["qqqq"], "unknown task 'qqqq': `lm_eval ls tasks` lists them"),
     ],
@@ -61,7 +56,7 @@ def test_a_task_of_ones_own(tmp_path):
         "metadata": {"version": 1.0},
     }
     (tasks / "own.yaml").write_text(yaml.safe_dump(task))
-    outcome = run_tasks(folder, ["ckpt_prune_own"], device="cpu", batch_size=2, limit=4, include_path=tasks)
+    outcome = run_tasks(folder, ["ckpt_prune_own"], device="cpu", limit=4, include_path=tasks)
     assert outcome["n-samples"] == {"ckpt_prune_own": {"original": 6, "effective": 4}}
     assert outcome["results"]["ckpt_prune_own"]["acc,none"] in {0, 0.25, 0.5, 0.75, 1}
     json.dumps(outcome)

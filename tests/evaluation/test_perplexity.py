@@ -2,10 +2,11 @@ import math
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 from ckpt_prune.calibration.text import evaluation_windows, load_tokenizer, read_text, token_stream
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.evaluation import batches as forward
+from ckpt_prune.evaluation import batches
 from ckpt_prune.evaluation import perplexity as module
 from ckpt_prune.evaluation.perplexity import Score, compare, perplexity
 from ckpt_prune.evaluation.whole_model import load_model
@@ -22,15 +23,9 @@ def test_equals_the_oracle():
     assert score == Score(math.exp(score.nll), score.nll, tokens=18, window=7, windows=3)
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 3, 64])
-def test_batch_size_does_not_change_it(batch_size):
-    assert perplexity(tiny_llama(), WINDOWS, batch_size=batch_size).nll == pytest.approx(
-        perplexity(tiny_llama(), WINDOWS).nll, rel=1e-6
-    )
-
-
-def test_chunks_of_positions_do_not_change_it(monkeypatch):
+def test_batches_and_chunks_of_positions_do_not_change_it(monkeypatch):
     whole = compare(tiny_llama(1), tiny_llama(0), WINDOWS)
+    monkeypatch.setattr(batches, "BATCH_TOKENS", 14)
     monkeypatch.setattr(module, "CHUNK_BYTES", 3 * VOCAB * 4)
     parts = compare(tiny_llama(1), tiny_llama(0), WINDOWS)
     assert parts.kl == pytest.approx(whole.kl, rel=1e-6)
@@ -54,10 +49,10 @@ def test_loss_of_a_bf16_model_is_taken_in_float32():
 
 def test_default_batch_keeps_logits_below_the_budget():
     model = tiny_llama(vocab=50_000)
-    size = forward.default_batch_size(model, 16)
-    assert size * 16 * 50_000 * 4 <= forward.LOGIT_BYTES < (size + 1) * 16 * 50_000 * 4
-    assert forward.default_batch_size(model, 10**9) == 1
-    assert forward.default_batch_size(tiny_llama(), 16) == forward.BATCH_TOKENS // 16
+    size = batches.count_windows(model, 16)
+    assert size * 16 * 50_000 * 4 <= batches.LOGIT_BYTES < (size + 1) * 16 * 50_000 * 4
+    assert batches.count_windows(model, 10**9) == 1
+    assert batches.count_windows(tiny_llama(), 16) == batches.BATCH_TOKENS // 16
 
 
 class TestCompare:
@@ -69,7 +64,7 @@ class TestCompare:
 
     def test_two_models_equal_the_oracle(self):
         model, reference = tiny_llama(1), tiny_llama(0)
-        result = compare(model, reference, WINDOWS, batch_size=2)
+        result = compare(model, reference, WINDOWS)
         p, q = (oracle.next_token_distributions(each, WINDOWS) for each in (reference, model))
         assert result.kl == pytest.approx(oracle.divergence(p, q), rel=1e-6)
         assert result.kl != pytest.approx(oracle.divergence(q, p), rel=1e-2)
@@ -77,36 +72,35 @@ class TestCompare:
         assert result.score.nll == pytest.approx(perplexity(model, WINDOWS).nll, rel=1e-6)
         assert result.reference_score.nll == pytest.approx(perplexity(reference, WINDOWS).nll, rel=1e-6)
 
-    def test_vocabularies_must_be_of_one_size(self):
-        with pytest.raises(UserError) as caught:
-            compare(tiny_llama(), tiny_llama(vocab=50), WINDOWS)
-        assert str(caught.value) == (
-            "the vocabularies differ, 40 and 50 tokens: predictions cannot be compared; "
-            "compare a model with the one it was made from"
-        )
+
+def broken() -> LlamaForCausalLM:
+    model = tiny_llama()
+    model.model.norm.weight.data[0] = math.nan
+    return model
 
 
-class TestRefusals:
-    def test_window_longer_than_the_context(self):
-        assert perplexity(tiny_llama(), random_windows(1, CONTEXT)).window == CONTEXT
-        with pytest.raises(UserError) as caught:
-            perplexity(tiny_llama(), random_windows(1, CONTEXT + 1))
-        assert str(caught.value) == (
-            "window of 17 tokens is longer than the model's context of 16; use a window of at most 16"
-        )
-
-    def test_tokens_of_another_model(self):
-        with pytest.raises(UserError) as caught:
-            perplexity(tiny_llama(), torch.tensor([[1, 40]]))
-        assert str(caught.value) == (
-            "token id 40 is outside the model's vocabulary of 40; the tokenizer belongs to another model"
-        )
-
-    def test_not_a_number(self):
-        model = tiny_llama()
-        model.model.norm.weight.data[0] = math.nan
-        with pytest.raises(UserError, match=r"^the model's logits are not numbers \(NaN\)"):
-            perplexity(model, WINDOWS)
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (
+            lambda: compare(tiny_llama(), tiny_llama(vocab=50), WINDOWS),
+            "the vocabularies differ, 40 and 50 tokens: predictions cannot be compared; compare a model with the one",
+        ),
+        (
+            lambda: perplexity(tiny_llama(), random_windows(1, CONTEXT + 1)),
+            "window of 17 tokens is longer than the model's context of 16; use a window of at most 16",
+        ),
+        (
+            lambda: perplexity(tiny_llama(), torch.tensor([[1, 40]])),
+            "token id 40 is outside the model's vocabulary of 40; the tokenizer belongs to another model",
+        ),
+        (lambda: perplexity(broken(), WINDOWS), "the model's logits are not numbers (NaN)"),
+    ],
+)
+def test_refusals(call, said):
+    with pytest.raises(UserError) as caught:
+        call()
+    assert str(caught.value).startswith(said)
 
 
 def test_a_hopeless_model_scores_infinity_not_an_overflow():

@@ -7,15 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from ckpt_prune.checkpoint.sentence_modules import Module, read_modules
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.evaluation import batches as forward
-from ckpt_prune.evaluation.correlation import rank_correlation
+from ckpt_prune.evaluation import batches
 from ckpt_prune.evaluation.sentences import SentenceModel, compare_sentences
 from ckpt_prune.evaluation.whole_model import load_model
 from tests.cli.running import edit_weights
@@ -70,7 +66,7 @@ def test_padding_and_batches_do_not_show(
 ) -> None:
     every = modes == MODES
     folder = make_sentences(tmp_path / "m", modes=modes, dense=every, normal=every)
-    monkeypatch.setattr(forward, "BATCH_TOKENS", 60)
+    monkeypatch.setattr(batches, "BATCH_TOKENS", 60)
     found, tokens = opened(folder).embed(TEXTS, 24)
     np.testing.assert_allclose(found.numpy(), by_hand(folder, modes, 24), rtol=1e-4, atol=1e-5)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -148,62 +144,27 @@ def test_figures_are_those_of_the_embeddings(tmp_path: Path) -> None:
     assert (same.cosine, same.rank_correlation, same.nearest) == (pytest.approx(1), pytest.approx(1), 1)
 
 
-@given(st.lists(st.integers(-3, 3), min_size=2, max_size=12), st.randoms())
-def test_rank_correlation_with_ties(values: list[int], random: Any) -> None:
-    others = random.sample(range(-9, 9), len(values))
-    mean_ranks = [sum(v < x for v in values) + (values.count(x) + 1) / 2 for x in values]
-    other_ranks = [sum(v <= x for v in others) for x in others]
-    found = rank_correlation(torch.tensor(values), torch.tensor(others))
-    if len(set(values)) == 1:
-        assert found == 0
-    else:
-        assert found == pytest.approx(np.corrcoef(mean_ranks, other_ranks)[0, 1], abs=1e-9)
-
-
-def test_modules_of_other_folders(tmp_path: Path) -> None:
-    assert read_modules(tmp_path) == []
-    assert read_modules(make_sentences(tmp_path / "m")) == [
-        Module("Transformer", None),
-        Module("Pooling", "1_Pooling"),
-        Module("Normalize", "2_Normalize"),
-    ]
-
-
 TRANSFORMER = {"type": "sentence_transformers.models.Transformer", "path": ""}
 POOLING = {"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}
-
-
-@pytest.mark.parametrize(
-    ("modules", "said"),
-    [
-        ("no", "is not the list of modules that sentence-transformers writes"),
-        ([{"path": ""}], "is not the list of modules that sentence-transformers writes"),
-        ([TRANSFORMER | {"path": "0_Transformer"}, POOLING], "does not begin with a Transformer in the folder itself"),
-        ([], "does not begin with a Transformer in the folder itself"),
-        ([TRANSFORMER, POOLING | {"path": "../x"}], "names ../x, which is no folder inside"),
-        ([TRANSFORMER, {"type": "a.LSTM", "path": "1_LSTM"}], "has a module LSTM; known are Pooling, Normalize, Dense"),
-        ([TRANSFORMER], "has no Pooling behind its Transformer, so a text has no one embedding"),
-    ],
-)
-def test_modules_that_are_not_known_are_refused(tmp_path: Path, modules: Any, said: str) -> None:
-    folder = make_sentences(tmp_path / "m")
-    (folder / "modules.json").write_text(modules if isinstance(modules, str) else json.dumps(modules))
-    with pytest.raises(UserError) as caught:
-        opened(folder)
-    assert said in str(caught.value)
+LIST = "modules.json"
 
 
 @pytest.mark.parametrize(
     ("file", "content", "said"),
     [
-        ("1_Pooling", {"pooling_mode_odd": True}, "asks for odd; known are cls_token, max_tokens"),
-        ("1_Pooling", {}, "says no pooling mode; known are cls_token"),
-        ("2_Dense", {"activation_function": "a.Swish"}, "asks for Swish; known are Identity, Tanh"),
+        (LIST, "no", "is not the list of modules that sentence-transformers writes"),
+        (LIST, [TRANSFORMER | {"path": "0_T"}, POOLING], "does not begin with a Transformer in the folder itself"),
+        (LIST, [TRANSFORMER, POOLING | {"path": "../x"}], "names ../x, which is no folder inside"),
+        (LIST, [TRANSFORMER, {"type": "a.LSTM", "path": "1_LSTM"}], "has a module LSTM; known are Pooling, Normalize"),
+        (LIST, [TRANSFORMER], "has no Pooling behind its Transformer, so a text has no one embedding"),
+        ("1_Pooling/config.json", {"pooling_mode_odd": True}, "asks for odd; known are cls_token, max_tokens"),
+        ("1_Pooling/config.json", {}, "says no pooling mode; known are cls_token"),
+        ("2_Dense/config.json", {"activation_function": "a.Swish"}, "asks for Swish; known are Identity, Tanh"),
     ],
 )
-def test_settings_that_are_not_known_are_refused(tmp_path: Path, file: str, content: Any, said: str) -> None:
+def test_what_is_not_known_is_refused(tmp_path: Path, file: str, content: Any, said: str) -> None:
     folder = make_sentences(tmp_path / "m", dense=True)
-    (folder / file / "config.json").write_text(json.dumps(content))
+    (folder / file).write_text(json.dumps(content))
     with pytest.raises(UserError) as caught:
         opened(folder)
     assert said in str(caught.value)

@@ -1,5 +1,4 @@
 import json
-import math
 
 import pytest
 import torch
@@ -7,8 +6,7 @@ from safetensors.torch import load_file, save_file
 from transformers.utils import logging
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.evaluation.parity import logits_difference, stock_load_report
-from ckpt_prune.evaluation.whole_model import LoadReport, load_model
+from ckpt_prune.evaluation.whole_model import LoadReport, load_model, stock_load_report
 from ckpt_prune.modeling_pruned import PrunedLlamaForCausalLM
 from tests.evaluation.tiny import random_windows, tiny_llama
 
@@ -40,10 +38,7 @@ class TestLoadModel:
         assert not model.training
         expected = tiny_llama(seed=1)
         expected.load_state_dict(load_file(folder / "model.safetensors"))
-        assert logits_difference(model, expected, WINDOWS) == 0
-
-    def test_asked_for_dtype(self, folder):
-        assert load_model(folder, device="cpu", dtype=torch.bfloat16).dtype == torch.bfloat16
+        assert torch.equal(model(input_ids=WINDOWS).logits, expected(input_ids=WINDOWS).logits)
 
     def test_quiet_and_settings_restored(self, folder, capfd):
         before = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -61,8 +56,17 @@ class TestLoadModel:
             f"run `ckpt-prune verify {folder}` for all of them"
         )
 
-    def test_foreign_remote_code_is_refused_and_not_run(self, folder):
-        edit_config(folder, auto_map={"AutoModelForCausalLM": "modeling.Model"})
+    @pytest.mark.parametrize(
+        "auto_map",
+        [
+            {"AutoModelForCausalLM": "modeling.Model"},
+            {"AutoModelForCausalLM": "modeling_pruned.Tensor"},
+            {"AutoModelForCausalLM": "modeling_pruned.PrunedMixin"},
+            {"AutoModelForCausalLM": "modeling_pruned.PrunedLlamaForCausalLM", "AutoConfig": "evil.Config"},
+        ],
+    )
+    def test_foreign_remote_code_is_refused_and_not_run(self, folder, auto_map):
+        edit_config(folder, auto_map=auto_map)
         (folder / "modeling.py").write_text("raise SystemExit('remote code was run')")
         with pytest.raises(UserError) as caught:
             load_model(folder, device="cpu")
@@ -80,28 +84,9 @@ class TestLoadModel:
 
     def test_our_remote_code_must_be_whole_too(self, folder):
         edit_config(folder, auto_map={"AutoModelForCausalLM": "modeling_pruned.PrunedLlamaForCausalLM"})
-        edit_tensors(folder, lambda tensors: tensors.pop("model.norm.weight"))
-        with pytest.raises(UserError, match=r"tensors are missing or of the wrong shape: model\.norm\.weight; run"):
-            load_model(folder, device="cpu")
         edit_tensors(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(3)}))
         with pytest.raises(UserError, match=r"tensors are missing or of the wrong shape: model\.norm\.weight: \(3,\)"):
             load_model(folder, device="cpu")
-
-    @pytest.mark.parametrize("name", ["Tensor", "BertModel", "PrunedMixin", "NarrowMixin", "Any"])
-    def test_not_every_name_in_our_file_is_a_model_of_ours(self, folder, name):
-        edit_config(folder, auto_map={"AutoModelForCausalLM": f"modeling_pruned.{name}"})
-        with pytest.raises(UserError, match="remote code that is not this tool's"):
-            load_model(folder, device="cpu")
-
-    def test_code_beside_ours_is_not_ours(self, folder):
-        ours = "modeling_pruned.PrunedLlamaForCausalLM"
-        edit_config(folder, auto_map={"AutoModelForCausalLM": ours, "AutoConfig": "evil.Config"})
-        with pytest.raises(UserError, match="remote code that is not this tool's"):
-            load_model(folder, device="cpu")
-
-    def test_a_config_that_names_no_class(self, folder):
-        edit_config(folder, architectures=None)
-        assert type(load_model(folder, device="cpu")).__name__ == "LlamaForCausalLM"
 
     def test_unreadable_folders(self, tmp_path, folder):
         config = tmp_path / "config.json"
@@ -119,14 +104,6 @@ class TestLoadModel:
             assert str(caught.value).startswith(said)
             assert "\n" not in str(caught.value)
 
-    def test_pickles_are_not_read(self, folder):
-        torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
-        (folder / "model.safetensors").unlink()
-        with pytest.raises(
-            UserError, match=r"has only pickled weights \(pytorch_model\.bin\), which are never unpickled"
-        ):
-            load_model(folder, device="cpu")
-
 
 class TestStockLoadReport:
     @pytest.mark.parametrize("shard_size", ["5GB", "4KB"])
@@ -136,10 +113,6 @@ class TestStockLoadReport:
         report = stock_load_report(tmp_path)
         assert report == LoadReport((), (), ())
         assert report.clean
-
-    def test_tied_heads_are_no_fault(self, tmp_path):
-        tiny_llama(tie_word_embeddings=True).save_pretrained(tmp_path)
-        assert stock_load_report(tmp_path).clean
 
     def test_each_fault_by_name(self, folder):
         def spoil(tensors):
@@ -155,21 +128,3 @@ class TestStockLoadReport:
             mismatched=("model.layers.0.mlp.gate_proj.weight: (20, 16), (24, 16)",),
         )
         assert not report.clean
-
-
-class TestLogitsDifference:
-    def test_is_the_largest_absolute_difference(self):
-        a, b = tiny_llama(), tiny_llama(1)
-        with torch.no_grad():
-            expected = (a(input_ids=WINDOWS).logits - b(input_ids=WINDOWS).logits).abs().max().item()
-        assert logits_difference(a, b, WINDOWS, batch_size=2) == pytest.approx(expected, rel=1e-6)
-        assert logits_difference(a, a, WINDOWS) == 0
-
-    def test_not_a_number_is_not_hidden(self):
-        broken = tiny_llama()
-        broken.lm_head.weight.data[3] = torch.nan
-        assert math.isnan(logits_difference(tiny_llama(), broken, WINDOWS))
-
-    def test_vocabularies_must_be_of_one_size(self):
-        with pytest.raises(UserError, match=r"^the vocabularies differ, 40 and 50 tokens"):
-            logits_difference(tiny_llama(), tiny_llama(vocab=50), WINDOWS)

@@ -12,7 +12,7 @@ from ckpt_prune.calibration.samples import Samples, TokenWindows
 from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.containers.opening import Opening, open_model
-from ckpt_prune.verification import forward_pass as whole_forward
+from ckpt_prune.verification import forward_pass
 from ckpt_prune.verification.forward_pass import BOUNDS, check_forward
 from tests import encoders, families
 from tests.cli.running import listing, ok, refused
@@ -27,8 +27,8 @@ TEXT = ("--text", "calib.txt", "--samples", "4", "--window", "8")
 @pytest.fixture(autouse=True)
 def compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """As users' commands do, each time."""
-    monkeypatch.setattr(whole_forward, "check_forward", check_forward)
-    monkeypatch.setattr(whole_forward, "_PASSED", set())
+    monkeypatch.setattr(forward_pass, "check_forward", check_forward)
+    monkeypatch.setattr(forward_pass, "_PASSED", set())
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_every_class_of_every_family_is_what_its_blocks_compute(
     dense_cases: Dense, case: Case, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     apart: list[float] = []
-    relative = whole_forward._relative
+    relative = forward_pass.relative_error
 
     def kept(expected: Tensor, found: Tensor) -> float:
         difference = relative(expected, found)
@@ -58,7 +58,7 @@ def test_every_class_of_every_family_is_what_its_blocks_compute(
         apart.append(difference)
         return difference
 
-    monkeypatch.setattr(whole_forward, "_relative", kept)
+    monkeypatch.setattr(forward_pass, "relative_error", kept)
     check_forward(dense_cases.model(case), case.samples(1), said.append)
     assert said == []
     assert len(apart) > 2
@@ -104,7 +104,7 @@ def test_a_switch_of_the_config_that_no_description_knows(tmp_path: Path, monkey
 
 def test_without_data_nothing_is_run_and_nothing_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     families.make(tmp_path / "dense")
-    monkeypatch.setattr(whole_forward, "_check", lambda *_: 1 / 0)
+    monkeypatch.setattr(forward_pass, "_check", lambda *_: 1 / 0)
     ok("prune", "dense", "--recipe", "magnitude", "--ratio", "0.5", "-o", "out")
 
 
@@ -112,8 +112,8 @@ def test_a_model_is_compared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     families.make(tmp_path / "dense")
     write_text(tmp_path)
     loaded = []
-    load = whole_forward.load_model
-    monkeypatch.setattr(whole_forward, "load_model", lambda *a, **o: loaded.append(a) or load(*a, **o))
+    load = forward_pass.load_model
+    monkeypatch.setattr(forward_pass, "load_model", lambda *a, **o: loaded.append(a) or load(*a, **o))
     for out in ("a", "b"):
         ok("calibrate", "dense", *TEXT, "--collect", "moments", "-o", out)
     assert len(loaded) == 1
@@ -125,7 +125,7 @@ def test_what_is_not_compared_is_said(
     encoders.make(tmp_path / "dense", "bert-model")
     model = open_model("dense")
     size = sum(info.numel for info in model.checkpoint.tensors.values()) * 4
-    monkeypatch.setattr(whole_forward, "available_bytes", lambda: 8 * size - 1)
+    monkeypatch.setattr(forward_pass, "available_bytes", lambda: 8 * size - 1)
     check_forward(model, data, said.append)
     assert len(said) == 1
     assert re.fullmatch(
@@ -133,7 +133,7 @@ def test_what_is_not_compared_is_said(
         "memory that are free",
         said[0],
     )
-    whole_forward._PASSED.clear()
+    forward_pass._PASSED.clear()
     encoders.edit_files(tmp_path / "dense", lambda tensors, config: config.update(auto_map=FOREIGN) or tensors)
     (tmp_path / "dense" / "m.py").write_text("raise SystemExit('it was run')")
     check_forward(open_model("dense", Opening(trust=True)), data, said.append)

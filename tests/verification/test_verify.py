@@ -2,10 +2,12 @@
 
 import errno
 import os
+from pathlib import Path
 
 import pytest
 
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.verification import side_files
 from ckpt_prune.verification.verify import Check, run_check
 
 
@@ -36,3 +38,29 @@ def test_a_file_that_is_gone_or_wrong_fails_it() -> None:
         raise UserError("config.json: not a config")
 
     assert run_check("load", wrong) == found
+
+
+@pytest.mark.parametrize(
+    ("files", "passed", "detail"),
+    [
+        (
+            {"tokenizer.model": b"\0"},
+            None,
+            "without a tokenizer.json that takes the package",
+        ),
+        ({"tokenizer_config.json": b'{"auto_map": {}}'}, None, "the tokenizer needs code of its own, which is not run"),
+        ({"generation_config.json": b"{}"}, True, "generation_config.json loads"),
+        ({"generation_config.json": b"5"}, False, "generation_config.json is not a readable JSON object"),
+        ({"tokenizer_config.json": b"{}"}, False, "the tokenizer does not load"),
+    ],
+)
+def test_side_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, bytes], passed: bool | None, detail: str
+) -> None:
+    monkeypatch.setattr(side_files, "find_spec", lambda name: None)
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    assert side_files.has_side_files(tmp_path)
+    check = run_check("side files", lambda: side_files.check_side_files(tmp_path))
+    assert check.passed is passed
+    assert detail in check.detail

@@ -1,0 +1,85 @@
+"""Whether masked weights have the zeros, and their groups the pattern, that the report says."""
+
+import torch
+
+from ckpt_prune.architectures.family import Family
+from ckpt_prune.architectures.fitting import fitted
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.common.formatting import plural
+from ckpt_prune.common.progress import track
+from ckpt_prune.job.records import MaskedLinear
+from ckpt_prune.report.model import Report
+from ckpt_prune.sparsity.patterns import GroupPattern, parse_pattern
+from ckpt_prune.sparsity.zeros import crowded_groups, find_zeros, pattern_of_all, share_of_all, weights_by_module
+
+_ONLY_ZEROING = {"magnitude", "wanda"}
+"""Mask methods that leave the weights they keep as they were."""
+
+
+def rewriting_method(report: Report) -> str | None:
+    """Return the mask's method if it also changes the weights that it keeps."""
+    return report.mask.method if report.mask and report.mask.method not in _ONLY_ZEROING else None
+
+
+def group_pattern(report: Report) -> GroupPattern | None:
+    """Return N:M of the report's mask; None if unstructured or absent. Raises ValueError if it cannot be meant."""
+    groups = parse_pattern(report.mask.pattern) if report.mask else None
+    if groups is not None and report.mask is not None and report.mask.shares is not None:
+        kept = report.mask.shares.kept or []
+        if any(count > groups.of for count in kept) or any(linear.block >= len(kept) for linear in report.linears):
+            raise ValueError("shares of a mask that are not those of its blocks")
+    return groups
+
+
+def check_masks(checkpoint: Checkpoint, report: Report | None) -> tuple[bool | None, str]:
+    """Count zeros in every masked weight, and look for groups that keep too many weights."""
+    checkpoint, family = fitted(checkpoint)
+    if report is None or report.mask is None or not report.linears:
+        return None, f"no mask recorded; {_describe_zeros(checkpoint, family)}"
+    faults: list[str] = []
+    zeros = weights = 0
+    for linear in track(report.linears, "checking masks", unit="tensor"):
+        tensor = checkpoint.read([linear.weight])[linear.weight]
+        count = int((tensor == 0).sum())
+        zeros, weights = zeros + count, weights + tensor.numel()
+        if fault := _find_fault(linear, tensor, count, _block_pattern(report, linear)):
+            faults.append(f"{linear.weight} {fault}")
+    masked = plural(len(report.linears), "masked weight")
+    if faults:
+        return False, f"{faults[0]}; {len(faults)} of {masked} do not hold their mask"
+    groups = group_pattern(report)
+    by_block = " with its block's N" if groups and report.mask.shares is not None else ""
+    holds = f", {groups}{by_block} holds in every group" if groups else ""
+    return True, f"{masked}: {100 * zeros / max(1, weights):.1f} % zeros{holds}"
+
+
+def _block_pattern(report: Report, linear: MaskedLinear) -> GroupPattern | None:
+    """Return N:M of one masked weight; None if it is unstructured, or its block has no zeros."""
+    groups = group_pattern(report)
+    if groups is None or report.mask is None or report.mask.shares is None:
+        return groups
+    kept = (report.mask.shares.kept or [])[linear.block]
+    return None if kept == groups.of else GroupPattern(kept, groups.of)
+
+
+def _find_fault(linear: MaskedLinear, tensor: torch.Tensor, zeros: int, groups: GroupPattern | None) -> str | None:
+    """Say how a masked weight differs from its record; None if it does not."""
+    if tensor.shape != (linear.rows, linear.columns):
+        return f"has shape {list(tensor.shape)}, its mask {[linear.rows, linear.columns]}"
+    if zeros < linear.zeros:
+        return f"has {zeros} zeros, its mask {linear.zeros}"
+    if groups is None:
+        return None
+    if linear.columns % groups.of:
+        return f"has rows of {linear.columns} weights, which are no groups of {groups.of}"
+    crowded = crowded_groups(tensor, groups.kept, groups.of)
+    return f"does not hold {groups} in {crowded} of its groups" if crowded else None
+
+
+def _describe_zeros(checkpoint: Checkpoint, family: Family) -> str:
+    """Say what share of the blocks' linear weights is zero, and which pattern all of them hold."""
+    modules = weights_by_module(checkpoint.tensors, family.block, family.linears)
+    zeros = list(find_zeros(checkpoint, [name for names in modules.values() for name in names]))
+    share, pattern = share_of_all(zeros), pattern_of_all(zeros)
+    holds = f", {pattern} holds in every group" if pattern else ""
+    return f"{100 * share:.1f} % of block weights are zero{holds}"
