@@ -120,6 +120,14 @@ class Prepared:
         return begin(self.job)
 
     @property
+    def used_recipe(self) -> Recipe:
+        """The recipe for the record: with ratios in place of its size, and the strength that was chosen.
+
+        If blocks or dimensions are gone, it is the one that was given: what is left to do says nothing of them.
+        """
+        return self.recipe if self.depth is None and self.hidden is None else self.whole.recipe
+
+    @property
     def device(self) -> torch.device:
         """Where blocks run and closed forms are solved."""
         return self.job.device

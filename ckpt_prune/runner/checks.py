@@ -33,12 +33,17 @@ def check_fit(prepared: Prepared) -> None:
     check_again(prepared.model, prepared.recipe)
     check_spaces(prepared.model.family, prepared.recipe)
     prepared.recipe.blocks(prepared.model.blocks)
-    if prepared.statistics is not None:
-        prepared.statistics.check_model(prepared.model)
     if prepared.plan is not None:
         check_planned(prepared.model, prepared.plan)
-    for stage in stages_of(prepared.recipe):
-        stage.check(prepared)
+    stages = stages_of(prepared.recipe)
+    for stage in stages:
+        if stage.changes_model:
+            stage.check(prepared)
+    if prepared.statistics is not None:
+        prepared.statistics.check_model(prepared.model)
+    for stage in stages:
+        if not stage.changes_model:
+            stage.check(prepared)
 
 
 def check_data(prepared: Prepared) -> None:

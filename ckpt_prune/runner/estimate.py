@@ -22,6 +22,9 @@ from ckpt_prune.common.memory import resident_bytes
 from ckpt_prune.job.job import Job
 from ckpt_prune.job.model_view import ModelView
 from ckpt_prune.job.plan import Plan
+from ckpt_prune.job.recipe import Recipe
+from ckpt_prune.recipe.reading import load_recipe
+from ckpt_prune.recipe.shipped import shipped_recipes
 from ckpt_prune.runner.run_job import preview_job
 
 WORTH_SAYING = 20.0
@@ -90,11 +93,12 @@ def estimate_job(job: Job) -> Estimate:
         measured = statistics_bytes(model, collect=recipe.collect, folds=folds, samples=samples)
     live = recipe.needs_moments and job.statistics is None
     seconds = None
-    if recipe.time is not None and plan is None and not recipe.has("export"):
+    multiple = _multiple(recipe)
+    if multiple is not None and plan is None and not recipe.has("export"):
         times = time_block(model, job.device, _dtype(job), job.samples)
         if times is not None:
             run = 2 * times.run * samples if live else times.run
-            seconds = recipe.time * model.blocks * (run + times.solve)
+            seconds = multiple * model.blocks * (run + times.solve)
     return Estimate(
         seconds,
         _peak(model, samples if live else 0, tokens, _dtype(job)),
@@ -163,6 +167,18 @@ def time_block(model: Model, device: torch.device, dtype: torch.dtype, samples: 
     torch.linalg.cholesky(gram)
     gram @ gram
     return BlockTimes(run, (time.perf_counter() - start) * _SHARE**3)
+
+
+def _multiple(recipe: Recipe) -> float | None:
+    """Return the time of a recipe in units of `ridge`: its own, or that of the first shipped one like it."""
+    if recipe.time is not None:
+        return recipe.time
+
+    def traits(each: Recipe) -> tuple[object, ...]:
+        return tuple(stage.key for stage in each.stages), each.allocation, each.target
+
+    shipped = map(load_recipe, shipped_recipes())
+    return next((each.time for each in shipped if each.time and traits(each) == traits(recipe)), None)
 
 
 def _dtype(job: Job) -> torch.dtype:

@@ -147,7 +147,8 @@ def check_depth(prepared: Prepared) -> None:
         raise UserError(f"recipe {recipe.name} runs the model itself: give {data} in place of --statistics")
     if prepared.statistics is not None and depth.choice is not None and prepared.statistics.index.stream is None:
         raise UserError(
-            f"{prepared.statistics.folder} does not say what blocks do, by which recipe {recipe.name} chooses: run "
+            f"{prepared.statistics.folder} does not say what blocks do, by which recipe {recipe.name} "
+            f"chooses them: run "
             f"`{recipe.calibration}` again"
         )
     if model.checkpoint.within is not None:

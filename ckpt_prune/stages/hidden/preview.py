@@ -200,7 +200,7 @@ def narrowed(prepared: Prepared, bases: Bases, energy: Sequence[float]) -> Prepa
         return jointly_narrowed(prepared, record, None if kept == width else view_of(prepared, kept, bases))
     recipe = _left_to_do(prepared.recipe)
     if prepared.recipe.size is not None and kept == width:
-        return replace(prepared, recipe=recipe)
+        return replace(prepared, recipe=recipe, hidden=record)
     return replace(prepared, recipe=recipe, hidden=record, basis=view_of(prepared, kept, bases))
 
 

@@ -159,4 +159,6 @@ class Hidden(Stage):
 
     def report(self, prepared: "Prepared", records: Sequence[Any], run: "Run") -> dict[str, Any]:
         """Return how many dimensions stay; nothing if the model was within its size already."""
-        return {"hidden": prepared.hidden}
+        record = prepared.hidden
+        idle = prepared.basis is None and not prepared.job.recipe.spaces
+        return {"hidden": None if idle else record}
