@@ -5,8 +5,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from ckpt_prune.checkpoint.files import read_input
-from ckpt_prune.checkpoint.json_files import parse_json_object
+from ckpt_prune.checkpoint.json_files import read_json_object
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.containers.remote import remote_class
 from ckpt_prune.evaluation.whole_model import load_model
@@ -34,9 +33,7 @@ def load(
         >>> model = ckpt_prune.load("pruned")  # doctest: +SKIP
     """
     folder = Path(path)
-    try:
-        raw = parse_json_object(read_input(folder / "config.json"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder} has no readable config.json") from error
-    remote_class(raw, folder)
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder} has no config.json; give a checkpoint folder")
+    remote_class(read_json_object(folder / "config.json"), folder)
     return load_model(folder, device=device, dtype=dtype or "auto")

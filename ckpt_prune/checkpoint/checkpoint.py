@@ -1,7 +1,7 @@
 """A checkpoint folder as published on the Hub. Headers are read at once, tensors when they are asked for."""
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -253,10 +253,10 @@ class Checkpoint:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of most bytes."""
-        sizes: dict[torch.dtype, int] = {}
+        sizes: Counter[torch.dtype] = Counter()
         for info in self.tensors.values():
-            sizes[info.dtype] = sizes.get(info.dtype, 0) + info.nbytes
-        return max(sizes, key=lambda dtype: sizes[dtype])
+            sizes[info.dtype] += info.nbytes
+        return sizes.most_common(1)[0][0]
 
     def check_finite(self) -> None:
         """Refuse NaN and Inf. Reads every floating-point tensor once, in chunks of 64 MiB."""

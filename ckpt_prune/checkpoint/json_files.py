@@ -90,17 +90,13 @@ def _parse(data: bytes, **options: Any) -> Any:
         raise ValueError("nested too deeply") from error
 
 
-def _check_depth(value: object) -> None:
+def _check_depth(value: dict[str, Any] | list[Any], levels: int = _DEEPEST) -> None:
     # The parser can read deeper values than most code that walks them, with a frame for every level.
-    level = [value]
-    for _ in range(_DEEPEST):
-        inside: list[object] = []
-        for entry in level:
-            inside += entry.values() if isinstance(entry, dict) else entry if isinstance(entry, list) else ()
-        level = [entry for entry in inside if isinstance(entry, dict | list)]
-        if not level:
-            return
-    raise ValueError("nested too deeply")
+    if not levels:
+        raise ValueError("nested too deeply")
+    for inner in value.values() if isinstance(value, dict) else value:
+        if isinstance(inner, dict | list):
+            _check_depth(inner, levels - 1)
 
 
 def _check_surrogates(value: object) -> None:

@@ -18,13 +18,13 @@ def lock_folder(folder: Path) -> int | None:
         return None
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        locked = lock_file(descriptor, folder, folder)
+        if lock_file(descriptor, folder, folder):
+            return descriptor
     except UserError:
         os.close(descriptor)
         raise
-    if not locked:
-        os.close(descriptor)
-    return descriptor if locked else None
+    os.close(descriptor)
+    return None
 
 
 def lock_file(descriptor: int, path: Path, what: Path) -> bool:

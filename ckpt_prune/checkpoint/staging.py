@@ -43,6 +43,7 @@ class Staging:
     Attributes:
         out: folder to make, absolute.
         path: staging folder.
+        scratch: folder in it for files that the output does not hold.
         journal: of finished units.
         resumed: whether some units are done by an earlier run.
         active: whether the object is entered and not published yet.
@@ -62,6 +63,7 @@ class Staging:
             raise UserError("--resume and --overwrite exclude each other; give one")
         self.out = check_place(out)
         self.path = partial_of(out, kind)
+        self.scratch = self.path / SCRATCH
         self._kind, self._wants = kind, dict(wants or {})
         self.journal = Journal(self.path, job, overwrite, kind.unfinished == "resumed")
         self._lock: int | None = None
@@ -141,11 +143,6 @@ class Staging:
             with suppress(OSError):
                 self.path.rmdir()
             raise
-
-    @property
-    def scratch(self) -> Path:
-        """Folder in the staging folder for files that the output does not hold."""
-        return self.path / SCRATCH
 
     def settle_layout(self, layout: str) -> None:
         """Enter the digest of the output's files, tensors and shapes, and refuse another one than the resumed run's."""

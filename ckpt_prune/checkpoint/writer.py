@@ -52,6 +52,12 @@ class CheckpointWriter:
         names: tensor of the layout → its name in the file, if that differs.
         stacks: tensor of a file → how it holds several tensors of the layout.
 
+    Attributes:
+        out: final place of the folder.
+        folder: in which the files grow until `finish()`.
+        scratch: folder for files that the output does not hold.
+        job: digest of everything that the output depends on.
+
     Raises:
         UserError: the run that is resumed had another layout, or the disk has no room.
         ValueError: the layout is impossible.
@@ -98,6 +104,7 @@ class CheckpointWriter:
         digest = hashlib.sha256(
             canonical_json({file: data.hex() for file, data in self._headers.items()}).encode()
         ).hexdigest()
+        self.out, self.folder, self.scratch, self.job = staging.out, staging.path, staging.scratch, staging.journal.job
         self._staging, self._journal = staging, staging.journal
         self._written = {name for names in self._journal.units.values() for name in names}
         self._pending: list[str] = []
@@ -123,21 +130,6 @@ class CheckpointWriter:
         return frozenset(self._journal.units)
 
     @property
-    def out(self) -> Path:
-        """Final place of the folder."""
-        return self._staging.out
-
-    @property
-    def scratch(self) -> Path:
-        """Folder for files that the output does not hold."""
-        return self._staging.scratch
-
-    @property
-    def job(self) -> str:
-        """Digest of everything that the output depends on."""
-        return self._journal.job
-
-    @property
     def side_names(self) -> frozenset[str]:
         """Names of written files without tensors, and of the index that `finish()` writes."""
         return frozenset(self._side_names | ({INDEX} if self._sharded else set()))
@@ -149,14 +141,14 @@ class CheckpointWriter:
             raise ValueError(f"tensor {name!r} is not in the layout")
         if name in self._written:
             raise ValueError(f"tensor {name!r} is already written")
-        with disk_failures(self._staging.path):
+        with disk_failures(self.folder):
             self._put(name, tensor)
         self._written.add(name)
         self._pending.append(name)
 
     def _put(self, name: str, tensor: Tensor) -> None:
         info = self._plan[name]
-        with (self._staging.path / info.file).open("r+b", buffering=0) as handle:
+        with (self.folder / info.file).open("r+b", buffering=0) as handle:
             write_tensor(handle, info, tensor)
 
     def rewrite(
@@ -176,11 +168,11 @@ class CheckpointWriter:
             new = change(self.read(names))
             self.keep(changed.name, {name: tensor.cpu().contiguous() for name, tensor in new.items()})
         new = load_file(changed)
-        with disk_failures(self._staging.path):
+        with disk_failures(self.folder):
             for name, tensor in new.items():
                 self._put(name, tensor)
             for file in sorted({self._plan[name].file for name in new}):
-                sync(self._staging.path / file)
+                sync(self.folder / file)
             self._journal.record(unit)
             changed.unlink()
 
@@ -188,17 +180,12 @@ class CheckpointWriter:
         """Write tensors (contiguous, on CPU) atomically to a file of the scratch folder."""
         self._check_active()
         fresh = self.scratch / f"{name}.tmp"
-        with disk_failures(self._staging.path):
+        with disk_failures(self.folder):
             self.scratch.mkdir(exist_ok=True)
             save_file(dict(tensors), fresh)
             sync(fresh)
             fresh.replace(self.scratch / name)
             sync(self.scratch)
-
-    @property
-    def folder(self) -> Path:
-        """Folder in which the files grow until `finish()`."""
-        return self._staging.path
 
     @property
     def notes(self) -> dict[str, Any]:
@@ -210,9 +197,9 @@ class CheckpointWriter:
         self._check_active()
         if unit in self.done:
             raise ValueError(f"unit {unit!r} is already done")
-        with disk_failures(self._staging.path):
+        with disk_failures(self.folder):
             for file in sorted({self._plan[name].file for name in self._pending}):
-                sync(self._staging.path / file)
+                sync(self.folder / file)
             self._journal.record(unit, self._pending, note)
         self._pending = []
 
@@ -222,7 +209,7 @@ class CheckpointWriter:
         for name in names:
             if name not in self._written:
                 raise ValueError(f"tensor {name!r} is not written yet")
-        stored = read_tensors(self._staging.path, [self._plan[name] for name in names])
+        stored = read_tensors(self.folder, [self._plan[name] for name in names])
         return {name: stored[self._plan[name].name] for name in names}
 
     def write_json(self, name: str, value: object) -> None:
@@ -231,16 +218,16 @@ class CheckpointWriter:
 
     def write_text(self, name: str, text: str) -> None:
         """Write `text` as UTF-8 to the top-level file `name`."""
-        with disk_failures(self._staging.path):
+        with disk_failures(self.folder):
             self._side_file(name).write_text(text, encoding="utf-8", newline="\n")
 
     def copy(self, path: Path, name: str | None = None) -> None:
         """Copy a file, or the target of a link, under its own name or another, perhaps in a sub-folder."""
-        with disk_failures(self._staging.path):
+        with disk_failures(self.folder):
             target = self._side_file(name or path.name, inside=True)
             target.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, target)
-            if target.parent != self._staging.path:
+            if target.parent != self.folder:
                 sync(target)
 
     def finish(self) -> list[str]:
@@ -282,20 +269,20 @@ class CheckpointWriter:
         if not plain or len(parts) > 2 or name in self._headers:
             raise ValueError(f"{name!r} cannot be a side file")
         self._side_names.add(name)
-        return self._staging.path / name
+        return self.folder / name
 
     def _check_space(self) -> None:
-        folder = self._staging.path.parent
+        folder = self.folder.parent
         needed = 0
         for file, size in self._sizes.items():
-            path = self._staging.path / file
+            path = self.folder / file
             # What a resumed run has claimed already is not claimed again.
             needed += max(0, size - (path.stat().st_blocks * 512 if path.exists() else 0))
         check_free_space(folder, needed)
 
     def _clear_strays(self) -> None:
         # Side files and temporary ones of a killed run: this one makes its own.
-        for path in self._staging.path.iterdir():
+        for path in self.folder.iterdir():
             if path.name in self._headers or path.name in (JOURNAL, SCRATCH):
                 continue
             if path.is_dir() and not path.is_symlink():
@@ -305,7 +292,7 @@ class CheckpointWriter:
 
     def _allocate(self, file: str) -> None:
         """Give the file its header and full length, unless the resumed run did."""
-        path, header, size = self._staging.path / file, self._headers[file], self._sizes[file]
+        path, header, size = self.folder / file, self._headers[file], self._sizes[file]
         if path.exists():
             with path.open("rb") as handle:
                 if path.stat().st_size == size and handle.read(len(header)) == header:

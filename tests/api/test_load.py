@@ -44,10 +44,17 @@ def test_code_of_others_is_never_run(tmp_path, code):
     )
 
 
-@pytest.mark.parametrize("content", [None, "{", "\xff"])
-def test_without_a_readable_config(tmp_path, content):
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        (None, " has no config.json; give a checkpoint folder"),
+        (b"{", "/config.json is not a readable JSON object (Expecting property name"),
+        ("{}".encode("utf-16"), "/config.json is not UTF-8 text: save it as UTF-8"),
+    ],
+)
+def test_without_a_readable_config(tmp_path, content, fault):
     if content is not None:
-        (tmp_path / "config.json").write_text(content, encoding="latin-1")
+        (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(UserError) as caught:
         ckpt_prune.load(tmp_path)
-    assert str(caught.value) == f"{tmp_path} has no readable config.json"
+    assert str(caught.value).startswith(f"{tmp_path}{fault}")

@@ -11,7 +11,7 @@ from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.cli.main import main
 from ckpt_prune.job.step import PruneStep
 from ckpt_prune.parallel import torchrun as joining
-from ckpt_prune.parallel.group import Group
+from ckpt_prune.parallel.group import ALONE
 from tests.cli.running import TEXT, listing, ok, refused
 from tests.forked import posix
 from tests.parallel.ranks import DAY, Ended, in_processes
@@ -109,7 +109,7 @@ def test_a_command_for_one_process_says_so(place, monkeypatch):
 
 
 def test_adapters_are_trained_in_one_process(place, monkeypatch):
-    monkeypatch.setattr(Group, "size", 2)
+    monkeypatch.setattr(ALONE, "size", 2)
     assert refused("recover", "pruned", "--method", "lora", *TEXT, "-o", "out") == (
         "--method lora trains in one process: start it without torchrun"
     )

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.parallel import several
+from ckpt_prune.parallel import group as module
 from ckpt_prune.parallel.group import ALONE, Group, add_in_order, process_group, working_in
 from tests.parallel.threads import in_threads
 
@@ -71,7 +71,7 @@ def test_a_thread_that_ends_early_leaves_nobody_waiting():
 
 
 def test_processes_add_up_in_their_order(monkeypatch):
-    monkeypatch.setattr(several, "CHUNK", 7)
+    monkeypatch.setattr(module, "CHUNK", 7)
     parts = numbers(3, 5, 6)
     found = in_threads(3, lambda group: group.add(parts[group.rank].clone()))
     assert torch.equal(found[0], add_in_order(parts))
