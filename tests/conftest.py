@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 QUICK = (
     "architectures/test_families.py",
-    "calibration/test_[imt]*.py",  # images, moments, text
-    "calibration/test_logits.py",
-    "calibration/test_statistics.py",
+    "measure/test_[imt]*.py",  # images, moments, text
+    "measure/test_logits.py",
+    "measure/test_statistics.py",
     "checkpoint/test_[dhsuw]*.py",  # all but resuming and reading, which start processes
     "cli/test_help.py",
     "cli/test_plan.py",

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.calibration.kinds import Collect
-from ckpt_prune.calibration.measure import everything, measure
-from ckpt_prune.calibration.samples import Samples, TokenWindows
-from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.job.job import Job, LiveSamples
 from ckpt_prune.job.kinds import FITS_LOGITS
 from ckpt_prune.job.prepared import Prepared
+from ckpt_prune.measure.moments.kinds import Collect
+from ckpt_prune.measure.samples.samples import Samples, TokenWindows
+from ckpt_prune.measure.statistics.folder import Statistics
+from ckpt_prune.measure.statistics.measurement import list_collected_by_default, measure_statistics
 from ckpt_prune.runner.plan import prepare_plan
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.spaces.effects.gradients import add_gradients
@@ -319,14 +319,14 @@ def calibrate(
 ) -> Statistics:
     """As the command does, but for effects that are measured."""
     model = Model.open(folder)
-    kinds = everything(model) if collect is None else collect
+    kinds = list_collected_by_default(model) if collect is None else collect
     how: dict[str, Any] = {"device": torch.device("cpu"), "compute_dtype": torch.float32}
 
     def finish(found: Statistics) -> None:
         if "fisher" in kinds:
             add_gradients(model, found, data, **how)
 
-    return measure(model, data, out, seed=0, folds=folds, collect=kinds, finish=finish, **how)
+    return measure_statistics(model, data, out, seed=0, folds=folds, collect=kinds, finish=finish, **how)
 
 
 STRENGTH = 0.1

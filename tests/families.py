@@ -17,12 +17,12 @@ from ckpt_prune.architectures.descriptions import load_family
 from ckpt_prune.architectures.family import Family
 from ckpt_prune.architectures.hypothetical import checkpoint_of_config
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.calibration.kinds import Collect
-from ckpt_prune.calibration.measure import measure
-from ckpt_prune.calibration.samples import TokenWindows
-from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.job.job import Job, LiveSamples
 from ckpt_prune.job.prepared import Prepared
+from ckpt_prune.measure.moments.kinds import Collect
+from ckpt_prune.measure.samples.samples import TokenWindows
+from ckpt_prune.measure.statistics.folder import Statistics
+from ckpt_prune.measure.statistics.measurement import measure_statistics
 from ckpt_prune.runner.plan import prepare_plan
 from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.stages import FullRecipe
@@ -122,7 +122,7 @@ def calibrate(
     folds: int = 1,
     collect: tuple[Collect, ...] = ("moments", "gram"),
 ) -> Statistics:
-    return measure(
+    return measure_statistics(
         Model.open(folder),
         TokenWindows(windows() if ids is None else ids),
         out,

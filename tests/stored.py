@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ckpt_prune.calibration.statistics import Statistics
+from ckpt_prune.measure.statistics.folder import Statistics
 
 
 @dataclass

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.calibration.measure import measure
-from ckpt_prune.calibration.samples import Samples, TokenWindows
-from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.job.job import Job, LiveSamples, RecoverySamples
+from ckpt_prune.measure.samples.samples import Samples, TokenWindows
+from ckpt_prune.measure.statistics.folder import Statistics
+from ckpt_prune.measure.statistics.measurement import measure_statistics
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.runner.recover import RecoveryJob, prepare_recovery, recover
 from ckpt_prune.runner.run_job import run_job
@@ -131,7 +131,7 @@ def test_a_vision_model_is_measured_and_pruned_on_a_gpu_as_on_a_cpu(tmp_path):
     folder, data = encoders.make(tmp_path / "dense", "vit"), encoders.samples("vit", 8)
     for name in DEVICES:
         with device_of(name) as device:
-            statistics = measure(
+            statistics = measure_statistics(
                 Model.open(folder),
                 data,
                 tmp_path / f"statistics-{name}",

@@ -24,10 +24,10 @@ import torch
 import ckpt_prune
 from ckpt_prune.architectures.family import KINDS
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.calibration.measure import collectable, measure
-from ckpt_prune.calibration.statistics import Statistics, with_effects
 from ckpt_prune.job.cost import cost_of
 from ckpt_prune.job.job import Job, LiveSamples
+from ckpt_prune.measure.statistics.folder import Statistics, record_effects
+from ckpt_prune.measure.statistics.measurement import list_collectable, measure_statistics
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.stages import FullRecipe
@@ -171,11 +171,13 @@ class Measured:
                 "fisher",
                 *({"qk": "logits", "rotary": "rotary"}.get(space) for space in spaces),
             }
-            collect = tuple(kind for kind in collectable(self.model) if kind in wanted)
-            found = measure(self.model, self.samples, self._folder, seed=0, folds=self.folds, collect=collect, **how)
+            collect = tuple(kind for kind in list_collectable(self.model) if kind in wanted)
+            found = measure_statistics(
+                self.model, self.samples, self._folder, seed=0, folds=self.folds, collect=collect, **how
+            )
             found = add_gradients(self.model, found, self.samples, spaces=spaces, **how)
             if measured_singly(self.model):
-                found = with_effects(found, measure_effects(self.model, found, self.samples, spaces=spaces, **how))
+                found = record_effects(found, measure_effects(self.model, found, self.samples, spaces=spaces, **how))
             self._found = found
         return self._found
 

@@ -22,16 +22,16 @@ from typing import Any
 import torch
 
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.calibration.image_files import ImageFiles, choose_images, find_images
-from ckpt_prune.calibration.measure import everything, measure
-from ckpt_prune.calibration.moments import Moments
-from ckpt_prune.calibration.samples import Samples, TokenWindows
-from ckpt_prune.calibration.statistics import Statistics, with_effects
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.compensation.fit import Solution, error, from_moments
 from ckpt_prune.evaluation.perplexity import perplexity
 from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.job.job import Job, LiveSamples
+from ckpt_prune.measure.moments.inputs import Moments
+from ckpt_prune.measure.samples.image_files import ImageFiles, choose_images, find_images
+from ckpt_prune.measure.samples.samples import Samples, TokenWindows
+from ckpt_prune.measure.statistics.folder import Statistics, record_effects
+from ckpt_prune.measure.statistics.measurement import list_collected_by_default, measure_statistics
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.stages.spaces.effects.gradients import add_gradients
@@ -156,20 +156,20 @@ class Entrants:
         if self._statistics is None:
             start = time.monotonic()
             run = {"device": torch.device("cpu"), "compute_dtype": torch.float32}
-            found = measure(
+            found = measure_statistics(
                 self.model,
                 self.samples,
                 self.scratch / f"statistics-{self.count}",
                 seed=0,
                 folds=self.folds,
-                collect=everything(self.model),
+                collect=list_collected_by_default(self.model),
                 **run,  # type: ignore[arg-type]
             )
             found = add_gradients(self.model, found, self.samples, **run)  # type: ignore[arg-type]
             if self.model.blocks <= SHALLOW:
                 spaces = list(load_recipe("best").at(self.model.family).spaces)
                 effects = measure_effects(self.model, found, self.samples, spaces=spaces, **run)  # type: ignore[arg-type]
-                found = with_effects(found, effects)
+                found = record_effects(found, effects)
             self._statistics = found
             self.seconds = time.monotonic() - start
         return self._statistics
@@ -249,7 +249,7 @@ def predicted(bench: Bench, args: argparse.Namespace) -> None:
     model = Model.open(bench.folder)
     checkpoint = model.checkpoint
     with tempfile.TemporaryDirectory() as scratch:
-        fresh = measure(
+        fresh = measure_statistics(
             model,
             bench.fresh(),
             Path(scratch) / "fresh",

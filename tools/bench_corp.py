@@ -15,17 +15,17 @@ from pathlib import Path
 import torch
 
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.calibration.image_files import ImageFiles, choose_images, find_images
-from ckpt_prune.calibration.image_processor import load_processor
-from ckpt_prune.calibration.images import ImageSamples
-from ckpt_prune.calibration.measure import everything, measure
-from ckpt_prune.calibration.samples import Samples, TokenWindows
-from ckpt_prune.calibration.statistics import Statistics
-from ckpt_prune.calibration.text import calibration_windows, evaluation_windows, load_tokenizer, read_text, token_stream
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.evaluation.perplexity import perplexity
 from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.job.job import Job, LiveSamples
+from ckpt_prune.measure.samples.image_files import ImageFiles, choose_images, find_images
+from ckpt_prune.measure.samples.image_processor import load_processor
+from ckpt_prune.measure.samples.images import ImageSamples
+from ckpt_prune.measure.samples.samples import Samples, TokenWindows
+from ckpt_prune.measure.samples.text import choose_windows, cut_windows, load_tokenizer, read_text, tokenise_text
+from ckpt_prune.measure.statistics.folder import Statistics
+from ckpt_prune.measure.statistics.measurement import list_collected_by_default, measure_statistics
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.runner.plan import prepare_plan
 from ckpt_prune.stages import FullRecipe
@@ -92,13 +92,13 @@ def pruned(folder: Path, recipe: FullRecipe, statistics: Statistics) -> Iterator
 def measured(folder: Path, samples: Samples, folds: int = 1) -> Iterator[Statistics]:
     model = Model.open(folder)
     with tempfile.TemporaryDirectory() as scratch:
-        yield measure(
+        yield measure_statistics(
             model,
             samples,
             Path(scratch) / "statistics",
             seed=0,
             folds=folds,
-            collect=everything(model),
+            collect=list_collected_by_default(model),
             device=torch.device("cpu"),
             compute_dtype=torch.float32,
         )
@@ -214,9 +214,9 @@ def reference(data: Path) -> None:
 def opt(data: Path) -> None:
     folder, text = data / "opt-shakespeare-char-0.8m", data / "text-tinyshakespeare"
     tokenizer = load_tokenizer(folder)
-    calib = token_stream(tokenizer, read_text([text / "calib_first90.txt"]))
-    held = evaluation_windows(token_stream(tokenizer, read_text([text / "eval_last10.txt"])), window=64, limit=512)
-    windows = calibration_windows(calib, samples=512, window=64, seed=0)
+    calib = tokenise_text(tokenizer, read_text([text / "calib_first90.txt"]))
+    held = cut_windows(tokenise_text(tokenizer, read_text([text / "eval_last10.txt"])), window=64, limit=512)
+    windows = choose_windows(calib, samples=512, window=64, seed=0)
     score = perplexity(load_model(folder, device="cpu"), held).perplexity
     print(f"opt-shakespeare-char-0.8m: 512 calibration and 512 evaluation windows of 64 tokens: dense {score:.3f}\n")
     print("| pruned | ratio | bare | compensated |")
@@ -275,12 +275,12 @@ def speed(data: Path) -> None:
 def seconds(data: Path) -> None:
     """What calibration, ranking and compensation take (CORP's Table 6): the phases of whole runs."""
     vit, opt_folder = data / "vit-tiny-imagenet", data / "opt-shakespeare-char-0.8m"
-    stream = token_stream(load_tokenizer(opt_folder), read_text([data / "text-tinyshakespeare" / "calib_first90.txt"]))
+    stream = tokenise_text(load_tokenizer(opt_folder), read_text([data / "text-tinyshakespeare" / "calib_first90.txt"]))
     model = Model.open(vit)
     files = find_images(data / "imagenet-1per-class", split="calib")
     cases: list[tuple[Path, Samples, tuple[str, ...]]] = [
         (vit, ImageSamples(files, load_processor(vit), tokens=model.image_tokens), tuple(TARGETS)),
-        (opt_folder, TokenWindows(calibration_windows(stream, samples=512, window=64, seed=0)), ("MLP", "joint")),
+        (opt_folder, TokenWindows(choose_windows(stream, samples=512, window=64, seed=0)), ("MLP", "joint")),
     ]
     print("| model | samples | pruned | calibration | ranking | compensation | whole run |")
     print("|---|---|---|---|---|---|---|")

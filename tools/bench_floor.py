@@ -20,8 +20,8 @@ from ckpt_prune.runner.estimate.estimate import of_calibration
 from ckpt_prune.runner.estimate.machine_speed import Rates, measured_rates
 from ckpt_prune.runner.estimate.work import Stage, Work
 
-from ckpt_prune.calibration.kinds import Collect
 from ckpt_prune.containers.opening import open_model
+from ckpt_prune.measure.moments.kinds import Collect
 from tools.bench_command import as_options, command
 from tools.bench_lines import add_line, by_key
 from tools.bench_parts import stages_of_prune

@@ -16,11 +16,11 @@ from unittest import mock
 import torch
 
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.calibration.samples import TokenWindows
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.perplexity import perplexity
 from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.job.job import Job, LiveSamples
+from ckpt_prune.measure.samples.samples import TokenWindows
 from ckpt_prune.rotations import learning as rotations
 from ckpt_prune.runner.plan import prepare_plan
 from ckpt_prune.runner.run_job import run_job

@@ -28,8 +28,8 @@ import torch
 from ckpt_prune.runner.estimate.estimate import Stage, of_calibration, of_prune
 from ckpt_prune.runner.estimate.machine_speed import Rates, measured_rates
 
-from ckpt_prune.calibration.kinds import Collect
 from ckpt_prune.containers.opening import open_model
+from ckpt_prune.measure.moments.kinds import Collect
 from ckpt_prune.options import PruneOptions, checked
 from ckpt_prune.runner.read_job import prune_request, read_asked
 from ckpt_prune.runner.read_recipe import read_recipe

@@ -16,20 +16,20 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.calibration.measure import measure
-from ckpt_prune.calibration.samples import TokenWindows
-from ckpt_prune.calibration.text import (
-    calibration_windows,
-    evaluation_windows,
-    load_tokenizer,
-    read_text,
-    token_stream,
-)
 from ckpt_prune.demo import corpus
 from ckpt_prune.demo.run import model_folder
 from ckpt_prune.evaluation.perplexity import perplexity
 from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.job.job import Job, LiveSamples
+from ckpt_prune.measure.samples.samples import TokenWindows
+from ckpt_prune.measure.samples.text import (
+    choose_windows,
+    cut_windows,
+    load_tokenizer,
+    read_text,
+    tokenise_text,
+)
+from ckpt_prune.measure.statistics.measurement import measure_statistics
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.recipe.shipped import shipped_recipes
 from ckpt_prune.runner.run_job import run_job
@@ -69,12 +69,12 @@ def windows_of(subject: Subject, samples: int, evaluated: int, choose: str) -> t
         texts = [read_text([Path(subject.calibration)]), read_text([Path(subject.evaluation)])]
     else:
         texts = [corpus.read_corpus(held_out=False), corpus.read_corpus(held_out=True)]
-    calibration, held_out = (token_stream(tokenizer, text, bos="never") for text in texts)
-    chosen = calibration_windows(calibration, samples=samples, window=subject.window, seed=0, choose=choose)
+    calibration, held_out = (tokenise_text(tokenizer, text, bos="never") for text in texts)
+    chosen = choose_windows(calibration, samples=samples, window=subject.window, seed=0, choose=choose)
     if subject.calibration:
-        return chosen, evaluation_windows(held_out, window=subject.window, limit=evaluated)
+        return chosen, cut_windows(held_out, window=subject.window, limit=evaluated)
     # As in the demo: held-out modules differ much in difficulty.
-    return chosen, calibration_windows(held_out, samples=evaluated, window=subject.window, seed=0)
+    return chosen, choose_windows(held_out, samples=evaluated, window=subject.window, seed=0)
 
 
 def run_subject(subject: Subject, args: argparse.Namespace, done: set[str]) -> None:
@@ -106,7 +106,7 @@ def run_subject(subject: Subject, args: argparse.Namespace, done: set[str]) -> N
                     if recipe.perplexity_grid:
                         request = replace(request, recipe=recipe.model_copy(update={"target": "dense"}))
                     if statistics is None:
-                        statistics = measure(
+                        statistics = measure_statistics(
                             model,
                             TokenWindows(calibration),
                             Path(scratch) / "statistics",

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from ckpt_prune.calibration.text import load_tokenizer, read_text, token_stream
 from ckpt_prune.job.names import Backbone
 from ckpt_prune.job.names import RetractionName as MethodName
+from ckpt_prune.measure.samples.text import load_tokenizer, read_text, tokenise_text
 from ckpt_prune.rotations.importance import Side, Term, objective, sensitivity
 from ckpt_prune.rotations.orthogonal import METHODS, clipped, identity, rotator
 from ckpt_prune.rotations.training import Training
@@ -101,7 +101,7 @@ def checkpoint_problem(folder: Path, text: Path, block: int, windows: int, backb
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
     config = model.config
     window = min(config.max_position_embeddings, 512)
-    stream = token_stream(load_tokenizer(folder), read_text([text]))
+    stream = tokenise_text(load_tokenizer(folder), read_text([text]))
     layer = model.model.layers[block]
     attention, mlp = layer.self_attn, layer.mlp
     before, after = layer.input_layernorm.weight.data, layer.post_attention_layernorm.weight.data

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckpt_prune.calibration.moments import Moments
 from ckpt_prune.compensation.choice import choose
 from ckpt_prune.compensation.fit import blend_from_moments, error
 from ckpt_prune.compensation.methods import METHODS, absolute_strength
+from ckpt_prune.measure.moments.inputs import Moments
 from ckpt_prune.scoring.obs import removal
 from ckpt_prune.sparsity import masks, sparsegpt
 from ckpt_prune.sparsity.patterns import GroupPattern

@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.calibration.image_files import find_images
-from ckpt_prune.calibration.images import ImageSamples
-from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.measure.samples.image_files import find_images
+from ckpt_prune.measure.samples.images import ImageSamples
+from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.options import ImageOptions
 
 
@@ -45,7 +45,7 @@ def examples_of(model: Model, samples: Samples, images: ImageOptions) -> Example
 
     Args:
         model: that is recovered.
-        samples: as `chosen_samples` gives them, without classes.
+        samples: as `choose_samples` gives them, without classes.
         images: where they are from, if they are images.
 
     Raises:

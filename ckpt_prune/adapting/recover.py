@@ -12,7 +12,6 @@ from ckpt_prune.adapting.examples import Examples
 from ckpt_prune.adapting.training import Adapted, adapt, rate_of, require_peft
 from ckpt_prune.architectures.fitting import loaded
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.checkpoint.checkpoint import CONFIG, Checkpoint
 from ckpt_prune.checkpoint.folder_kinds import OUTPUT_KIND
 from ckpt_prune.checkpoint.staging import Staging
@@ -24,6 +23,7 @@ from ckpt_prune.common.progress import meter
 from ckpt_prune.containers.container import container_of
 from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.job.run import Announce
+from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.recovery.survivors import trained_tensors
 from ckpt_prune.recovery.training import Split
 from ckpt_prune.report.model import Adapters, Report

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 from ckpt_prune.api.types import AnyModel, AnyPath, Bos, Choose, ComputeDtype, Texts
 from ckpt_prune.architectures.composite import PartName
 from ckpt_prune.architectures.supported import check_supported
-from ckpt_prune.calibration.statistics_files import STATISTICS
-from ckpt_prune.calibration.text_files import check_texts
 from ckpt_prune.checkpoint.staging import Staging
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import Notices, show_progress
+from ckpt_prune.measure.samples.text_files import check_texts
+from ckpt_prune.measure.statistics.files import STATISTICS
 from ckpt_prune.options import CalibrateOptions, checked, has_data
 from ckpt_prune.parallel.group import process_group
 
 if TYPE_CHECKING:
-    from ckpt_prune.calibration.samples import Samples
-    from ckpt_prune.calibration.statistics import Statistics
+    from ckpt_prune.measure.samples.samples import Samples
+    from ckpt_prune.measure.statistics.folder import Statistics
     from ckpt_prune.runner.estimate import Estimate
 
 EFFECTS = "effects"
@@ -144,15 +144,20 @@ def calibrate(
     if not options.overwrite:
         process_group().on_first(lambda: Staging(options.output, job="", kind=STATISTICS))
 
-    from ckpt_prune.calibration.choosing import chosen_samples
-    from ckpt_prune.calibration.measure import check_measurable, collectable, everything, measure
-    from ckpt_prune.calibration.shards import sharded
-    from ckpt_prune.calibration.statistics import with_effects
     from ckpt_prune.checkpoint.staging import refuse_inside, refuse_overlap
     from ckpt_prune.common.formatting import human_bytes
     from ckpt_prune.containers.checking import check_source
     from ckpt_prune.containers.container import container_of
     from ckpt_prune.containers.opening import Opening, open_model
+    from ckpt_prune.measure.samples.choose import choose_samples
+    from ckpt_prune.measure.samples.shards import take_shard
+    from ckpt_prune.measure.statistics.folder import record_effects
+    from ckpt_prune.measure.statistics.measurement import (
+        check_measurable,
+        list_collectable,
+        list_collected_by_default,
+        measure_statistics,
+    )
     from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
     from ckpt_prune.runner.checks import check_one_basis
     from ckpt_prune.runner.estimate import estimate_calibration
@@ -166,10 +171,10 @@ def calibrate(
         target = resolve_device(options.device)
         source = open_model(options.model, Opening.of(options))
         checkpoint, described = source.checkpoint, source.family
-        known = collectable(source)
+        known = list_collectable(source)
         again = source.own_code
         inside = [space for space in described.columns if space not in described.consumers and not again]
-        usual = [*everything(source), *([EFFECTS] if measured_singly(source) else [])]
+        usual = [*list_collected_by_default(source), *([EFFECTS] if measured_singly(source) else [])]
         effects = [] if described.experts is not None or again else [EFFECTS]
         what = f"{described.model_type}{' with code of its own' if again else ''}"
         asked = _kinds(options.collect, (*known, *effects), inside, usual, what)
@@ -178,11 +183,11 @@ def calibrate(
         check_one_basis(source)
         refuse_overlap(checkpoint.path, out)
         refuse_inside(out, [options.images, options.audio, options.labels, *options.text])
-        chosen: Samples = chosen_samples(source, options, options, trust=trust, say=say)
+        chosen: Samples = choose_samples(source, options, options, trust=trust, say=say)
         if options.shard is not None:
             if "taylor" in kinds:
                 raise UserError("--shard: taylor, absolute values of sums over all samples, does not add: leave it out")
-            chosen = sharded(chosen, options.shard)
+            chosen = take_shard(chosen, options.shard)
         process_group().on_first(checkpoint.check_finite)
         check_forward(source, chosen, say)
         dtype = resolve_compute_dtype(options.compute_dtype, target, source.dtype)
@@ -221,9 +226,9 @@ def calibrate(
                 found = add_gradients(source, found, chosen, spaces=held, device=target, compute_dtype=dtype)
             if EFFECTS in asked:
                 effects = measure_effects(source, found, chosen, spaces=held, device=target, compute_dtype=dtype)
-                process_group().on_first(lambda: with_effects(found, effects))
+                process_group().on_first(lambda: record_effects(found, effects))
 
-        return measure(
+        return measure_statistics(
             source,
             chosen,
             out,

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from ckpt_prune.api.types import AnyModel, AnyPath, Bos, Choose, ComputeDtype, Texts
 from ckpt_prune.architectures.composite import PartName
 from ckpt_prune.architectures.supported import check_supported
-from ckpt_prune.calibration.text_files import check_texts
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import Notices, show_progress
+from ckpt_prune.measure.samples.text_files import check_texts
 from ckpt_prune.options import CompareOptions, checked, has_data
 
 if TYPE_CHECKING:
@@ -84,14 +84,14 @@ def compare(
 
         check_page(options.plot, options.overwrite)
 
-    from ckpt_prune.calibration.choosing import chosen_samples
-    from ckpt_prune.calibration.states import StateMemory
-    from ckpt_prune.calibration.text import read_text
     from ckpt_prune.checkpoint.staging import write_atomically
     from ckpt_prune.containers.container import container_of
     from ckpt_prune.containers.opening import Opening, open_model
     from ckpt_prune.evaluation import block_comparison
     from ckpt_prune.job.model_view import ModelView
+    from ckpt_prune.measure.samples.choose import choose_samples
+    from ckpt_prune.measure.samples.text import read_text
+    from ckpt_prune.measure.streams.state_memory import StateMemory
     from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
     from ckpt_prune.report.reading import report_of
     from ckpt_prune.reporting.comparison import comparison_page
@@ -105,7 +105,7 @@ def compare(
         report = report_of(ours.checkpoint.path)
         beside, leaps = at_same_depth(ours, theirs, report)
         check_models(ours, beside, WHY)
-        chosen = chosen_samples(theirs, options, options, trust=trust, say=say)
+        chosen = choose_samples(theirs, options, options, trust=trust, say=say)
         check_same_reader(ours, theirs, read_text(options.text) if options.text else "", trust=trust)
         for source in (theirs, ours):
             source.checkpoint.check_finite()

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt_prune.api.types import AnyModel, AnyPath, Bos, Texts
-from ckpt_prune.calibration.text_files import check_texts
 from ckpt_prune.checkpoint.model_folder import find_graph
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import show_progress
 from ckpt_prune.common.text_encoding import has_row_suffix
 from ckpt_prune.datasets.glue import parse_task_name
+from ckpt_prune.measure.samples.text_files import check_texts
 from ckpt_prune.options import EvaluateOptions, SpreadOptions, checked
 
 if TYPE_CHECKING:

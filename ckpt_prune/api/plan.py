@@ -10,16 +10,16 @@ from ckpt_prune.api.latency import with_latencies
 from ckpt_prune.api.types import AnyModel, AnyPath
 from ckpt_prune.architectures.composite import PartName
 from ckpt_prune.architectures.supported import check_supported
-from ckpt_prune.calibration.statistics_files import check_statistics
 from ckpt_prune.common.progress import Notices, show_progress
 from ckpt_prune.job.sizes import asked_size
+from ckpt_prune.measure.statistics.files import check_statistics
 from ckpt_prune.options import PlanOptions, checked
 
 if TYPE_CHECKING:
-    from ckpt_prune.calibration.statistics import Statistics
     from ckpt_prune.job.plan import Plan
     from ckpt_prune.job.prepared import Prepared
     from ckpt_prune.job.records import Cost
+    from ckpt_prune.measure.statistics.folder import Statistics
     from ckpt_prune.runner.shifts import Shifting
 
 
@@ -181,8 +181,8 @@ def plan(
     with show_progress(progress):
         file, wanted = recipe_of(options)
 
-    from ckpt_prune.calibration.statistics import Statistics
     from ckpt_prune.checkpoint.staging import write_atomically
+    from ckpt_prune.measure.statistics.folder import Statistics
     from ckpt_prune.runner.plan import make_plan, prepare_plan
     from ckpt_prune.runner.read_job import check_plan_place, read_plan_job
     from ckpt_prune.runner.shifts import Shifting

@@ -13,14 +13,14 @@ from ckpt_prune.api.resuming import resumable
 from ckpt_prune.api.types import AnyModel, AnyPath, Bos, Choose, ComputeDtype, Texts
 from ckpt_prune.architectures.composite import PartName
 from ckpt_prune.architectures.supported import check_supported
-from ckpt_prune.calibration.statistics_files import check_statistics
-from ckpt_prune.calibration.text_files import check_texts
 from ckpt_prune.checkpoint.staging import check_output
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import GRAPH_FOLDER
 from ckpt_prune.common.progress import Notices, show_progress
 from ckpt_prune.common.short_repr import short_repr
 from ckpt_prune.job.sizes import asked_size
+from ckpt_prune.measure.samples.text_files import check_texts
+from ckpt_prune.measure.statistics.files import check_statistics
 from ckpt_prune.options import PruneOptions, checked, has_data
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.recipe.places import check_recipe
@@ -28,11 +28,11 @@ from ckpt_prune.recipe.places import check_recipe
 if TYPE_CHECKING:
     from ckpt_prune.api.plan import Planned
     from ckpt_prune.architectures.model import Model
-    from ckpt_prune.calibration.statistics import Statistics
     from ckpt_prune.exporting.step import GraphStep
     from ckpt_prune.exporting.writing import Exported
     from ckpt_prune.job.plan import Plan
     from ckpt_prune.job.prepared import Prepared
+    from ckpt_prune.measure.statistics.folder import Statistics
     from ckpt_prune.report.model import Report
     from ckpt_prune.runner.read_recipe import ChosenRecipe
 

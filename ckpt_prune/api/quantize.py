@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_prune.api.types import AnyModel, AnyPath
 from ckpt_prune.architectures.supported import check_supported
-from ckpt_prune.calibration.statistics_files import check_statistics
 from ckpt_prune.common.progress import show_progress
 from ckpt_prune.compressing.scheme import Format
+from ckpt_prune.measure.statistics.files import check_statistics
 from ckpt_prune.options import QuantizeOptions, checked
 
 if TYPE_CHECKING:
-    from ckpt_prune.calibration.statistics import Statistics
     from ckpt_prune.compressing.record import Quantised
+    from ckpt_prune.measure.statistics.folder import Statistics
 
 
 @dataclass(frozen=True)

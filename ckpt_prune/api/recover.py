@@ -9,11 +9,11 @@ from ckpt_prune.api.resuming import resumable
 from ckpt_prune.api.types import AnyModel, AnyPath, Bos, Choose, ComputeDtype, Texts
 from ckpt_prune.architectures.composite import PartName
 from ckpt_prune.architectures.supported import check_supported
-from ckpt_prune.calibration.text_files import check_texts
 from ckpt_prune.checkpoint.staging import check_output, partial_of, refuse_overlap
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import Notices, show_progress
 from ckpt_prune.job.names import Part
+from ckpt_prune.measure.samples.text_files import check_texts
 from ckpt_prune.options import RecoverOptions, checked, has_data
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.stages.recovery.stage import LoraSettings, Method, RecoverySettings, Teacher
@@ -165,10 +165,10 @@ def recover(
     if settings.method == "lora":
         return _by_lora(options, settings, lora, progress)
 
-    from ckpt_prune.calibration.choosing import chosen_samples, fresh_samples
-    from ckpt_prune.calibration.states import StateMemory
-    from ckpt_prune.calibration.text import read_text
     from ckpt_prune.containers.opening import Opening, open_model
+    from ckpt_prune.measure.samples.choose import choose_fresh_samples, choose_samples
+    from ckpt_prune.measure.samples.text import read_text
+    from ckpt_prune.measure.streams.state_memory import StateMemory
     from ckpt_prune.parallel.devices import resolve_device
     from ckpt_prune.report.reading import report_of
     from ckpt_prune.runner import recover as recovering
@@ -198,11 +198,11 @@ def recover(
         refuse_factored(ours)
         if settings.method == "scales":
             used = _known_samples(report_of(ours.checkpoint.path))
-            fresh = fresh_samples(theirs, options, options, used, trust=trust, most=FEW_SAMPLES, say=say)
+            fresh = choose_fresh_samples(theirs, options, options, used, trust=trust, most=FEW_SAMPLES, say=say)
             chosen, seen = fresh.samples, fresh.seen
         else:
             seen = None
-            chosen = chosen_samples(theirs, options, options, trust=trust, most=MOST_SAMPLES, say=say)
+            chosen = choose_samples(theirs, options, options, trust=trust, most=MOST_SAMPLES, say=say)
         check_same_reader(ours, theirs, read_text(options.text) if options.text else "", trust=trust)
         request = recovering.RecoveryJob(
             ours,
@@ -270,8 +270,8 @@ def _by_lora(options: RecoverOptions, settings: RecoverySettings, lora: LoraSett
     from ckpt_prune.adapting.examples import examples_of
     from ckpt_prune.adapting.recover import LoraRequest, recover_by_lora
     from ckpt_prune.adapting.training import require_peft
-    from ckpt_prune.calibration.choosing import chosen_samples
     from ckpt_prune.containers.opening import Opening, open_model
+    from ckpt_prune.measure.samples.choose import choose_samples
     from ckpt_prune.parallel.devices import resolve_device
     from ckpt_prune.runner.pairs import check_one_stream, refuse_factored
     from ckpt_prune.runner.publish import wanted_names
@@ -292,7 +292,7 @@ def _by_lora(options: RecoverOptions, settings: RecoverySettings, lora: LoraSett
             inputs=[options.images, options.audio, options.labels, *options.text],
             wants=wanted_names(ours.checkpoint),
         )
-        samples = chosen_samples(ours, options, options, trust=options.trust_remote_code, most=MOST_SAMPLES, say=say)
+        samples = choose_samples(ours, options, options, trust=options.trust_remote_code, most=MOST_SAMPLES, say=say)
         check_trainable(len(samples))
         request = LoraRequest(
             ours,

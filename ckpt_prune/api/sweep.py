@@ -18,10 +18,10 @@ from ckpt_prune.options import PlanOptions, checked
 
 if TYPE_CHECKING:
     from ckpt_prune.architectures.spaces import SpaceName
-    from ckpt_prune.calibration.statistics import Statistics
     from ckpt_prune.job.job import Job
     from ckpt_prune.job.recipe import Recipe
     from ckpt_prune.job.records import Cost
+    from ckpt_prune.measure.statistics.folder import Statistics
     from ckpt_prune.runner.sweep import DepthPoint, Point
 
 

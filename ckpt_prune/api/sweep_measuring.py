@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_prune.api.sweep_values import words
-from ckpt_prune.calibration.text_files import check_texts
 from ckpt_prune.checkpoint.scratch import scratch_folder
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import Notices
+from ckpt_prune.measure.samples.text_files import check_texts
 from ckpt_prune.options import EvaluationOptions, checked
 
 if TYPE_CHECKING:

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ckpt_prune.api.types import AnyModel, AnyPath, Provider, Texts
-from ckpt_prune.calibration.text_files import check_texts
 from ckpt_prune.checkpoint.model_folder import check_output_folder, find_graph, resolve_model
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import GRAPH_RECORD
 from ckpt_prune.common.progress import Notices, show_progress
+from ckpt_prune.measure.samples.text_files import check_texts
 from ckpt_prune.options import SpreadOptions, ValidateOptions, checked, path_of
 
 if TYPE_CHECKING:

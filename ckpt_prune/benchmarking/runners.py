@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from ckpt_prune.benchmarking.messages import Runtime, Seat, Timing
 from ckpt_prune.benchmarking.two_four import pack
 from ckpt_prune.benchmarking.workload import Workload
-from ckpt_prune.calibration.readout import read_whole
 from ckpt_prune.evaluation.device_map import spread
 from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.exporting.session import FILES, OnnxModel, Provider, complete, next_cache
 from ckpt_prune.exporting.tasks import PRESENT
 from ckpt_prune.exporting.tracing import returned_cache
+from ckpt_prune.measure.streams.readout import allow_several_texts
 from ckpt_prune.modeling_pruned import cache_argument
 
 
@@ -49,7 +49,7 @@ class TorchTimer:
     note = None
 
     def __init__(self, model: Any, device: torch.device) -> None:
-        read_whole(model)
+        allow_several_texts(model)
         self._model, self._device, self.device = model, device, str(device)
 
     @torch.inference_mode()

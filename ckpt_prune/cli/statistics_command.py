@@ -26,8 +26,8 @@ def command() -> None:
 @json_option
 def show(folder: Path, as_json: bool) -> None:
     """Say what a statistics FOLDER was measured on and what it holds."""
-    from ckpt_prune.calibration.statistics import Statistics
     from ckpt_prune.common.formatting import human_bytes
+    from ckpt_prune.measure.statistics.folder import Statistics
 
     summary = Statistics(folder).summary()
     if as_json:
@@ -67,9 +67,9 @@ def add_command(folders: tuple[Path, ...], out: Path, overwrite: bool) -> None:
 
     Samples that two of them have seen are refused: they would count twice.
     """
-    from ckpt_prune.calibration.measure import add
-    from ckpt_prune.calibration.statistics import Statistics
+    from ckpt_prune.measure.statistics.folder import Statistics
+    from ckpt_prune.measure.statistics.measurement import add_statistics
 
-    statistics = add([Statistics(each) for each in folders], out, overwrite=overwrite)
+    statistics = add_statistics([Statistics(each) for each in folders], out, overwrite=overwrite)
     what = "images" if statistics.index.modality == "image" else "windows"
     click.echo(f"{out}: {statistics.index.samples} {what}, {statistics.index.tokens} tokens")

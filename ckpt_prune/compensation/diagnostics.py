@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ckpt_prune.calibration.moments import Moments
 from ckpt_prune.compensation.least_squares import solve
 from ckpt_prune.compensation.spectrum import EXACT_WIDTH
+from ckpt_prune.measure.moments.inputs import Moments
 
 SLIGHT = 1e-9
 """Least damping, as a share of the mean variance, in place of eigenvalues of a wide singular covariance."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ckpt_prune.calibration.moments import Moments
+from ckpt_prune.measure.moments.inputs import Moments
 
 CHUNK = 1024
 """Rows of a float32 Gram widened to float64 at a time: 90 MB at a width of 11008, instead of the whole Gram twice."""

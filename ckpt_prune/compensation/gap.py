@@ -8,10 +8,10 @@ from operator import add
 import torch
 from torch import Tensor
 
-from ckpt_prune.calibration.moments import Moments
 from ckpt_prune.compensation.choice import choose
 from ckpt_prune.compensation.fit import Blend, Solution, blend_from_moments, error
 from ckpt_prune.compensation.methods import METHODS, absolute_strength
+from ckpt_prune.measure.moments.inputs import Moments
 
 
 @dataclass(frozen=True)

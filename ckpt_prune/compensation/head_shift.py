@@ -19,12 +19,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ckpt_prune.calibration.logits import LogitMoments, packed_positions
-from ckpt_prune.calibration.rotary import RotaryMoments
 from ckpt_prune.compensation.logit import LogitSystem
 from ckpt_prune.compensation.rotary import RotarySystem
 from ckpt_prune.compensation.shift import DELTA, Shift
 from ckpt_prune.compensation.spectrum import EXACT_WIDTH
+from ckpt_prune.measure.moments.logits import LogitMoments, packed_positions
+from ckpt_prune.measure.moments.rotary import RotaryMoments
 
 
 @dataclass(frozen=True)

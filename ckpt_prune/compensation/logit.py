@@ -21,9 +21,9 @@ from operator import add
 import torch
 from torch import Tensor
 
-from ckpt_prune.calibration.logits import Form, LogitMoments, packed_positions
 from ckpt_prune.compensation.least_squares import RELATIVE_CUTOFF
 from ckpt_prune.compensation.methods import Units
+from ckpt_prune.measure.moments.logits import LogitForm, LogitMoments, packed_positions
 
 Operator = Callable[[Tensor], Tensor]
 """M (g, d', d') → Σ_b A_b[S,S] M B_b[S,S], (g, d', d'): for one head, and g matrices at once."""
@@ -134,17 +134,17 @@ def whole_system(moments: LogitMoments) -> LogitSystem:
     return logit_system(moments, every.expand(moments.heads, -1))
 
 
-def _operator_form(samples: int, size: int) -> Form:
+def _operator_form(samples: int, size: int) -> LogitForm:
     """How the operator is held where the moments are per sample: with cheap products, in a size that fits."""
     return "fourth-order" if size <= DENSE_LIMIT and samples >= DENSE_FROM * size else "per-sample"
 
 
-def _system(moments: LogitMoments, kept: Tensor, form: Form) -> LogitSystem:
+def _system(moments: LogitMoments, kept: Tensor, form: LogitForm) -> LogitSystem:
     if kept.shape[0] != moments.heads or not 1 <= kept.shape[1] <= moments.head_dim:
         raise ValueError(f"kept dimensions must be ({moments.heads}, 1 to {moments.head_dim}), not {tuple(kept.shape)}")
-    heads = [_of_head(moments.of_head(head), kept[head]) for head in range(moments.heads)]
+    heads = [_of_head(moments.select_head(head), kept[head]) for head in range(moments.heads)]
     rhs, query_gram, key_gram, dropped_energy, energy = (torch.stack(parts) for parts in zip(*heads, strict=True))
-    restricted = moments.restricted(kept)
+    restricted = moments.restrict(kept)
     if form == "fourth-order":
         restricted = restricted.as_fourth(torch.float64)
     return LogitSystem(restricted, rhs, query_gram, key_gram, dropped_energy, energy)
@@ -368,7 +368,7 @@ def choose_strength(
     def errors(head: int, held: int) -> tuple[Tensor, Tensor]:
         if head not in systems:
             systems.clear()
-            systems[head] = [_system(fold.of_head(head), kept[head : head + 1], form) for fold in folds]
+            systems[head] = [_system(fold.select_head(head), kept[head : head + 1], form) for fold in folds]
         own = systems[head]
         train = reduce(add, own[:held] + own[held + 1 :])
         strengths = torch.cat([absolute_strength(value, units, train.diagonal_mean) for value in grid])

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ckpt_prune.calibration.logits import LogitMoments
 from ckpt_prune.compensation import logit, low_rank
 from ckpt_prune.compensation.logit import Choice, LogitDiagnostics, LogitSystem
 from ckpt_prune.compensation.methods import Traits, Units
 from ckpt_prune.compensation.mixing import mixed, selection
+from ckpt_prune.measure.moments.logits import LogitMoments
 
 
 @dataclass(frozen=True)

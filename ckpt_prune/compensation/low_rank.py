@@ -18,8 +18,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ckpt_prune.calibration.logits import LogitMoments
-from ckpt_prune.calibration.moments import total
 from ckpt_prune.compensation.logit import (
     NEAR_ZERO,
     Choice,
@@ -32,6 +30,8 @@ from ckpt_prune.compensation.logit import (
 )
 from ckpt_prune.compensation.low_rank_search import Metric, Pair, from_svd, metric_of, searched
 from ckpt_prune.compensation.methods import Units
+from ckpt_prune.measure.moments.inputs import sum_folds
+from ckpt_prune.measure.moments.logits import LogitMoments
 
 TOLERANCE = 3e-8
 """A head is done when a step lowers its objective by less than this share."""
@@ -83,7 +83,7 @@ def width_errors(moments: LogitMoments) -> Tensor:
     """
     found = []
     for index in range(moments.heads):
-        head = _Head.of(moments.of_head(index))
+        head = _Head.of(moments.select_head(index))
         metric = _metric(head, 0.0)
         U, values, Vt = torch.linalg.svd(metric.target)
         # What each direction carries of I, in the dense coordinates: (direction, d, d).
@@ -135,7 +135,7 @@ def solve_low_rank(
     """
     found = []
     for index in range(moments.heads):
-        head = _Head.of(moments.of_head(index))
+        head = _Head.of(moments.select_head(index))
         metric = _metric(head, head.strength(value, units))
         tried = [searched(metric, from_svd(metric, size), tolerance, max_steps)]
         if other is not None:
@@ -156,7 +156,7 @@ def pair_errors(moments: LogitMoments, left: Tensor, right: Tensor) -> Tensor:
         left: P, (H, d, d') float64, fitted to any.
         right: Q, likewise.
     """
-    heads = (_Head.of(moments.of_head(index)) for index in range(moments.heads))
+    heads = (_Head.of(moments.select_head(index)) for index in range(moments.heads))
     return torch.stack([head.error(*pair) for head, *pair in zip(heads, left, right, strict=True)])
 
 
@@ -172,7 +172,7 @@ def diagnose_low_rank(moments: LogitMoments, system: LogitSystem, left: Tensor, 
     lost = system.dropped_energy.clamp_min(0)
     floors = []
     for index, pair in enumerate(zip(left, right, strict=True)):
-        head = _Head.of(moments.of_head(index))
+        head = _Head.of(moments.select_head(index))
         metric = _metric(head, head.strength(NEAR_ZERO, "relative"))
         found = searched(metric, metric.inside(*pair), CHOICE_TOLERANCE, MAX_STEPS)
         floors.append(torch.minimum(head.error(*found), head.error(*pair)))
@@ -199,8 +199,8 @@ def choose_low_rank(
     size = kept.shape[1]
 
     def errors(head: int, held: int) -> tuple[Tensor, Tensor]:
-        parts = [fold.of_head(head) for fold in folds]
-        train, scored = _Head.of(total([*parts[:held], *parts[held + 1 :]])), _Head.of(parts[held])
+        parts = [fold.select_head(head) for fold in folds]
+        train, scored = _Head.of(sum_folds([*parts[:held], *parts[held + 1 :]])), _Head.of(parts[held])
         metrics = [_metric(train, train.strength(value, units)) for value in grid]
         found = [
             scored.error(*searched(metric, from_svd(metric, size), CHOICE_TOLERANCE, MAX_STEPS)) for metric in metrics

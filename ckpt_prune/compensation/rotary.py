@@ -4,7 +4,7 @@ See compensation/README.md, section 9.
 
 Rotation by position turns pair p of a query and a key, and what compensates must commute with it: a complex factor
 c_p for every pair and query head, which is [[Re c, −Im c], [Im c, Re c]] on the two rows of the query. With z_p and
-z'_p of `calibration.rotary`, c_p = 1 + a_p + i b_p adds a_p z_p + b_p z'_p to the logits. So a and b are least squares,
+z'_p of `moments.rotary`, c_p = 1 + a_p + i b_p adds a_p z_p + b_p z'_p to the logits. So a and b are least squares,
 with ridge towards no factor:
 
     Σ (Σ_{p∈S} (a_p z_p + b_p z'_p) − Σ_{p∉S} z_p)² + λ (‖a‖² + ‖b‖²),  sums over all pairs of tokens of all samples.
@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.architectures.spaces import Pairing
-from ckpt_prune.calibration.rotary import RotaryMoments
 from ckpt_prune.compensation.least_squares import RELATIVE_CUTOFF
 from ckpt_prune.compensation.logit import Choice, LogitDiagnostics, absolute_strength, least_held_out
 from ckpt_prune.compensation.methods import Traits, Units
+from ckpt_prune.measure.moments.rotary import RotaryMoments
 
 ROTARY_METHODS: dict[str, Traits] = {
     own.name: own

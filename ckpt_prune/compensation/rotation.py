@@ -19,8 +19,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ckpt_prune.calibration.products import add_gram, products_on, strips
 from ckpt_prune.compensation.fit import Fit, Solution
+from ckpt_prune.measure.moments.gram import add_gram, cut_strips, product_settings
 
 SMALLEST = 1e-7
 """The least singular value that a float64 Gram can show, relative to the largest. Worse matrices take more steps."""
@@ -101,7 +101,7 @@ def _iterate(matrix: Tensor, noise: float) -> Tensor | None:
 
 def _float32_pays(x: Tensor) -> bool:
     """Whether x (m, n) is large and float32 products are exact. A program may have asked for TF32 or bfloat16."""
-    exact = products_on(x.device).fp32_precision in ("none", "ieee")
+    exact = product_settings(x.device).fp32_precision in ("none", "ieee")
     return exact and x.shape[1] >= SINGLE_PRECISION_FROM
 
 
@@ -114,13 +114,13 @@ def _gram(x: Tensor) -> Tensor:
 
 def _times_lower(left: Tensor, lower: Tensor) -> Tensor:
     """`left` (m, n) times a lower triangular (n, n), its zeros skipped."""
-    parts = (left[:, strip.start :] @ lower[strip.start :, strip] for strip in strips(lower.shape[0]))
+    parts = (left[:, strip.start :] @ lower[strip.start :, strip] for strip in cut_strips(lower.shape[0]))
     return torch.cat(list(parts), 1)
 
 
 def _times_upper(left: Tensor, lower: Tensor) -> Tensor:
     """`left` (m, n) times the transpose of a lower triangular (n, n), its zeros skipped."""
-    parts = (left[:, : strip.stop] @ lower[strip, : strip.stop].T for strip in strips(lower.shape[0]))
+    parts = (left[:, : strip.stop] @ lower[strip, : strip.stop].T for strip in cut_strips(lower.shape[0]))
     return torch.cat(list(parts), 1)
 
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ckpt_prune.calibration.moments import Moments
 from ckpt_prune.compensation.diagnostics import diagnose
 from ckpt_prune.compensation.least_squares import solve
 from ckpt_prune.compensation.methods import Method
+from ckpt_prune.measure.moments.inputs import Moments
 
 DELTA = 0.05
 """Probability with which the bound may fail."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ckpt_prune.calibration.moments import Moments
+from ckpt_prune.measure.moments.inputs import Moments
 
 _HELD = 0.95
 # A share of the variance that rounding may take away: 19 of 20 equal directions hold 95 %, not "almost".

@@ -16,8 +16,6 @@ from ckpt_prune.architectures.family import Family
 from ckpt_prune.architectures.fitting import fitted
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import Names
-from ckpt_prune.calibration.moments import Moments, total
-from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.checkpoint.checkpoint import CONFIG, Checkpoint
 from ckpt_prune.checkpoint.digests import sha256_files
 from ckpt_prune.checkpoint.folder_kinds import WEIGHT_NAMES
@@ -36,6 +34,8 @@ from ckpt_prune.containers.checking import check_stored
 from ckpt_prune.containers.container import stored_container
 from ckpt_prune.containers.remote import remote_class
 from ckpt_prune.containers.side_files import carried, top_names
+from ckpt_prune.measure.moments.inputs import Moments, sum_folds
+from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.report.model import Source
 from ckpt_prune.report.reading import report_of
 from ckpt_prune.report.source_card import CARD, source_card
@@ -112,8 +112,8 @@ class Hessians:
         """
         own = block, name = self._moments(weight)
         if own not in self._held:
-            folds = self._statistics.block(block, {name}).get(name)
-            whole = total(folds) if folds else None
+            folds = self._statistics.read_moments(block, {name}).get(name)
+            whole = sum_folds(folds) if folds else None
             if not isinstance(whole, Moments) or whole.gram is None:
                 raise UserError(f"{self._statistics.folder} has no Gram of the inputs of {weight}: {_COLLECT}")
             self._held[own] = factorise(whole.gram, whole.gram.diagonal() == 0, DAMP, MOST_DAMP)[0]

@@ -1,4 +1,4 @@
-"""Data sets of texts by the names that papers use, joined as their code does (calibration/README.md, section 3)."""
+"""Data sets of texts by the names that papers use, joined as their code does (measure/README.md, section 3)."""
 
 import re
 from collections.abc import Iterator

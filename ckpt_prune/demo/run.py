@@ -8,8 +8,6 @@ from pathlib import Path
 import torch
 
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.calibration.samples import TokenWindows
-from ckpt_prune.calibration.text import calibration_windows, evaluation_windows, load_tokenizer, token_stream
 from ckpt_prune.checkpoint.files import check_place
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.demo import corpus
@@ -17,6 +15,8 @@ from ckpt_prune.evaluation.perplexity import perplexity
 from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.job.cost import cost_of
 from ckpt_prune.job.job import Job, LiveSamples
+from ckpt_prune.measure.samples.samples import TokenWindows
+from ckpt_prune.measure.samples.text import choose_windows, cut_windows, load_tokenizer, tokenise_text
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.verification.verify import verify
@@ -59,17 +59,17 @@ def run(out: Path, device: torch.device) -> list[Row]:
     folder = model_folder()
     model = Model.open(folder)
     tokenizer = load_tokenizer(folder)
-    calibration = calibration_windows(
-        token_stream(tokenizer, calibration_text), samples=CALIBRATION_WINDOWS, window=WINDOW, seed=0
+    calibration = choose_windows(
+        tokenise_text(tokenizer, calibration_text), samples=CALIBRATION_WINDOWS, window=WINDOW, seed=0
     )
     # Held-out modules differ much in difficulty: windows from all over them, not the first few modules.
-    held_out = calibration_windows(
-        token_stream(tokenizer, held_out_text), samples=EVALUATION_WINDOWS, window=WINDOW, seed=0
+    held_out = choose_windows(
+        tokenise_text(tokenizer, held_out_text), samples=EVALUATION_WINDOWS, window=WINDOW, seed=0
     )
 
     def measure_perplexity(path: Path) -> float:
         loaded = load_model(path, device=device)
-        return perplexity(loaded, evaluation_windows(held_out.flatten(), window=WINDOW)).perplexity
+        return perplexity(loaded, cut_windows(held_out.flatten(), window=WINDOW)).perplexity
 
     dense = cost_of(model)
     rows = [Row("dense", 0.0, dense.parameters, dense.bytes, measure_perplexity(folder), "llama", 0.0)]

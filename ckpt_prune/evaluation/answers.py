@@ -5,7 +5,6 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from ckpt_prune.calibration.text import Bos, load_tokenizer
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.choice_items import read_items
 from ckpt_prune.evaluation.choices import ChoiceScore, answer
@@ -13,6 +12,7 @@ from ckpt_prune.evaluation.generation import Continuation, continue_prompts
 from ckpt_prune.evaluation.pair import Pair
 from ckpt_prune.evaluation.purpose import check_folder, check_generates, check_same_kind, check_same_tokenizer
 from ckpt_prune.evaluation.results import ChoiceResult, GenerationResult
+from ckpt_prune.measure.samples.text import Bos, load_tokenizer
 
 
 def measure_choices(pair: Pair, files: Sequence[Path], limit: int | None, bos: Bos) -> ChoiceResult:

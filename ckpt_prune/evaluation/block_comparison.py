@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from ckpt_prune.calibration.readout import Readout, divergences
-from ckpt_prune.calibration.samples import Samples
-from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.common.progress import track
 from ckpt_prune.evaluation.similarity import Similarity, SimilaritySums
 from ckpt_prune.job.model_view import ModelView
+from ckpt_prune.measure.samples.samples import Samples
+from ckpt_prune.measure.streams.readout import Readout, measure_divergences
+from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def compare(
     samples: Samples,
     *,
     compute_dtype: torch.dtype = torch.float32,
-    allocate: Allocate = in_memory,
+    allocate: Allocate = allocate_in_memory,
     lens: bool = False,
 ) -> Comparison:
     """Run two models side by side and compare what leaves every block; with `lens` also what their heads make of it.
@@ -91,7 +91,7 @@ def compare(
             sums.add(*(each.states[rows].to(ours.factory.device) for each in (theirs, ours)))
         if lens or block == blocks - 1:
             readouts = readouts or [theirs.readout(), ours.readout()]
-            (divergence,) = divergences(readouts[0], theirs.states, samples, [(readouts[1], ours.states)])
+            (divergence,) = measure_divergences(readouts[0], theirs.states, samples, [(readouts[1], ours.states)])
         comparisons.append(BlockComparison(block, sums.figures(), divergence if lens else None))
     return Comparison(
         reference.model.checkpoint.path,

@@ -11,12 +11,12 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ckpt_prune.architectures.context import context_length
-from ckpt_prune.calibration.text import Bos, check_vocabulary, token_stream
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import track
 from ckpt_prune.evaluation.batches import count_windows, group_by_length
 from ckpt_prune.evaluation.choice_items import Item
 from ckpt_prune.evaluation.display import Figures
+from ckpt_prune.measure.samples.text import Bos, check_vocabulary, tokenise_text
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ def answer(
     tails: list[int] = []  # tokens of each continuation
     context_limit = context_length(model.config.get_text_config())
     for context, continuation in (option for item in items for option in item.options):
-        ids = token_stream(tokenizer, context + continuation, bos=bos)
-        before = len(token_stream(tokenizer, context, bos=bos))
+        ids = tokenise_text(tokenizer, context + continuation, bos=bos)
+        before = len(tokenise_text(tokenizer, context, bos=bos))
         texts.append(ids if context_limit is None else ids[-context_limit:])
         # A tokenizer may join the last word of the context with the first of the continuation. The first token of a
         # text is predicted by nothing.

@@ -6,10 +6,10 @@ import torch
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from ckpt_prune.calibration.samples import Samples, as_input
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.batches import check_finite, iterate_samples
 from ckpt_prune.evaluation.display import Figures
+from ckpt_prune.measure.samples.samples import Samples, move_batch
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def compare_features(model: PreTrainedModel, reference: PreTrainedModel, samples
     tokens = 0
     for _, batch in iterate_samples(samples, "comparing"):
         ours, theirs = (
-            each.eval()(**as_input(batch, each.device, each.dtype)).last_hidden_state.double().cpu()
+            each.eval()(**move_batch(batch, each.device, each.dtype)).last_hidden_state.double().cpu()
             for each in (model, reference)
         )
         if ours.shape != theirs.shape:

@@ -7,9 +7,9 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ckpt_prune.architectures.context import context_length
-from ckpt_prune.calibration.text import check_vocabulary, token_stream
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import track
+from ckpt_prune.measure.samples.text import check_vocabulary, tokenise_text
 
 RUN = 4
 """Length of the runs of tokens that are looked for twice."""
@@ -40,7 +40,7 @@ def continue_prompts(
     context = context_length(config)
     continuations = []
     for prompt in track(prompts, "generating", unit="prompt"):
-        ids = token_stream(tokenizer, prompt)
+        ids = tokenise_text(tokenizer, prompt)
         if not len(ids):
             raise UserError("a prompt is empty: give it a word")
         check_vocabulary(ids, model.config)

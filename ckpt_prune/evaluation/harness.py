@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ckpt_prune.calibration.text import load_tokenizer
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.whole_model import first_line, load_model
+from ckpt_prune.measure.samples.text import load_tokenizer
 
 
 def run_tasks(

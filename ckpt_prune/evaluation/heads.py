@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ckpt_prune.calibration.readout import kl_divergence, read_whole, two_classes
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.batches import check_finite, check_windows, iterate_windows
 from ckpt_prune.evaluation.display import Figures
 from ckpt_prune.evaluation.metrics import rank_correlation
+from ckpt_prune.measure.streams.readout import allow_several_texts, as_two_classes, kl_divergence
 
 FEWEST_TEXTS = 3
 """Two have one pair, and no ranks."""
@@ -65,7 +65,7 @@ def compare_heads(
     """
     for each in (model, reference):
         check_windows(each, windows)
-        read_whole(each)
+        allow_several_texts(each)
         each.eval()
     kl = agreeing = 0.0
     predictions = 0
@@ -76,7 +76,7 @@ def compare_heads(
                 raise UserError("the two heads differ in their classes: what they give cannot be compared")
             check_finite("model's logits", ours, theirs)
             if per_token and ours.dim() == 2:
-                ours, theirs = two_classes(ours), two_classes(theirs)
+                ours, theirs = as_two_classes(ours), as_two_classes(theirs)
             if ours.shape[-1] == 1 and ours.dim() == 2:
                 numbers[0].append(ours[:, 0])
                 numbers[1].append(theirs[:, 0])

@@ -9,9 +9,6 @@ from transformers import BaseImageProcessor, PreTrainedModel
 from ckpt_prune.architectures.model import image_tokens
 from ckpt_prune.architectures.skeleton import parse_config
 from ckpt_prune.architectures.supported import family_of
-from ckpt_prune.calibration.image_files import ImageFiles, choose_images, classes_of, find_images, has_splits, take
-from ckpt_prune.calibration.image_processor import load_processor
-from ckpt_prune.calibration.images import ImageSamples
 from ckpt_prune.checkpoint.json_files import read_json_object
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.features import compare_features
@@ -23,6 +20,16 @@ from ckpt_prune.evaluation.probes import Probe, ProbeName, features_of, probe
 from ckpt_prune.evaluation.purpose import check_folder, check_same_kind, is_vision, reference_of_base
 from ckpt_prune.evaluation.results import AccuracyResult, ComparisonResult, PatchHeadResult, ProbeResult
 from ckpt_prune.evaluation.whole_model import first_line, purpose_of_folder, read_config
+from ckpt_prune.measure.samples.image_files import (
+    ImageFiles,
+    choose_images,
+    find_classes,
+    find_images,
+    has_splits,
+    take_images,
+)
+from ckpt_prune.measure.samples.image_processor import load_processor
+from ckpt_prune.measure.samples.images import ImageSamples
 from ckpt_prune.options import EvaluationOptions
 
 
@@ -64,7 +71,7 @@ def measure_probe(pair: Pair, options: EvaluationOptions, kind: ProbeName) -> Pr
     assert options.images is not None
     _check_features(pair, "--probe")
     images, labels = options.images, options.labels
-    names = classes_of(images, labels)
+    names = find_classes(images, labels)
     if has_splits(images, labels):
         parts = [find_images(images, labels=labels, split=split, id2label=names) for split in ("calib", "eval")]
         split = "by labels: calib to learn, eval to test"
@@ -72,7 +79,7 @@ def measure_probe(pair: Pair, options: EvaluationOptions, kind: ProbeName) -> Pr
         files = find_images(images, labels=labels, split="eval", id2label=names)
         count = len(files.paths)
         shuffled, middle = choose_images(files, samples=count, seed=0), (count + 1) // 2
-        parts = [take(shuffled, list(range(middle))), take(shuffled, list(range(middle, count)))]
+        parts = [take_images(shuffled, list(range(middle))), take_images(shuffled, list(range(middle, count)))]
         split = "one half at random to learn, the other to test (seed 0)"
     if any(part.labels is None for part in parts):
         raise UserError(f"{images}: images without classes: give --labels FILE, or a sub-folder per class")

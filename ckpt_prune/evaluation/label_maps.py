@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from ckpt_prune.calibration.image_files import reason_of
-from ckpt_prune.calibration.images import upright
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import track
+from ckpt_prune.measure.samples.image_files import describe_error
+from ckpt_prune.measure.samples.images import turn_upright
 
 IGNORED = 255
 """The label of a pixel that has none, as in ADE20k's and Cityscapes' training maps."""
@@ -51,7 +51,7 @@ class LabelMaps:
             first[path] = image
             values = _read_png(path)
             with Image.open(image) as opened:
-                width, height = upright(opened).size
+                width, height = turn_upright(opened).size
             if values.shape != (height, width):
                 size_of_map = f"{values.shape[1]} x {values.shape[0]}"
                 raise UserError(f"{path} is {size_of_map} pixels, its image {image} is {width} x {height}")
@@ -79,7 +79,7 @@ class LabelMaps:
                 resample=Image.Resampling.NEAREST,
             )
         except Exception as error:  # anything, a processor being any code
-            raise UserError(f"{path}: the image processor fails on it: {reason_of(error)}") from error
+            raise UserError(f"{path}: the image processor fails on it: {describe_error(error)}") from error
         high, low, zeros = processed["pixel_values"][0].to(torch.int64)
         labels: Tensor = high * 256 + low
         values_or_none = torch.from_numpy(np.append(np.unique(values), 0))
@@ -98,7 +98,7 @@ def _read_png(path: Path) -> NDArray[np.int64]:
     except UserError:
         raise
     except Exception as error:  # Pillow's decoders raise anything
-        raise UserError(f"{path}: not a readable PNG: {reason_of(error)}") from error
+        raise UserError(f"{path}: not a readable PNG: {describe_error(error)}") from error
     if values.min() < 0 or values.max() > _LARGEST:
         raise UserError(f"{path}: numbers beyond 0 to {_LARGEST}")
     return values

@@ -11,8 +11,6 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ckpt_prune.architectures.context import context_length
-from ckpt_prune.calibration.readout import kl_divergence, read_whole
-from ckpt_prune.calibration.text import check_vocabulary, load_tokenizer
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import track
 from ckpt_prune.datasets.files import read_rows
@@ -23,6 +21,8 @@ from ckpt_prune.evaluation.pair import Pair
 from ckpt_prune.evaluation.purpose import check_folder, check_same_kind, check_same_tokenizer
 from ckpt_prune.evaluation.results import LabelComparison, LabelResult, LabelScore
 from ckpt_prune.evaluation.whole_model import purpose_of_folder, read_config
+from ckpt_prune.measure.samples.text import check_vocabulary, load_tokenizer
+from ckpt_prune.measure.streams.readout import allow_several_texts, kl_divergence
 
 PURPOSE = "text-classification"
 _UNLIMITED = 10**6
@@ -122,7 +122,7 @@ def _run(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tasks: Sequ
     if tokenizer.pad_token_id is None:
         raise UserError("the tokenizer has no padding token, so texts cannot be read together")
     model.eval()
-    read_whole(model, tokenizer.pad_token_id)
+    allow_several_texts(model, tokenizer.pad_token_id)
     config = model.config.get_text_config()
     pad = getattr(config, "pad_token_id", tokenizer.pad_token_id)
     limits = [limit for limit in (context_length(config), tokenizer.model_max_length) if limit and limit <= _UNLIMITED]

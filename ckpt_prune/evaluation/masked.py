@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ckpt_prune.calibration.text import check_vocabulary
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.batches import check_same_vocabulary, check_windows, iterate_windows
 from ckpt_prune.evaluation.perplexity import PredictionSums, Score, TokenComparison
+from ckpt_prune.measure.samples.text import check_vocabulary
 
 SHARE = 0.15
 """Share of the tokens that are masked, BERT's own in training."""

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from ckpt_prune.calibration.samples import Samples, as_input
 from ckpt_prune.checkpoint.checkpoint import read_tensors
 from ckpt_prune.checkpoint.shard import read_header
 from ckpt_prune.common.errors import UserError
@@ -18,6 +17,7 @@ from ckpt_prune.common.finite import all_finite
 from ckpt_prune.evaluation.batches import check_finite, iterate_samples
 from ckpt_prune.evaluation.display import Figures
 from ckpt_prune.evaluation.probes import patch_grid
+from ckpt_prune.measure.samples.samples import Samples, move_batch
 
 _PREFIXES = ("decode_head.", "conv_seg.")
 """Of names in DINOv2's released heads, before `weight` and `bias` of the 1 × 1 convolution."""
@@ -178,7 +178,7 @@ def segmentation(confusion: Tensor) -> Segmentation:
 def _run(model: PreTrainedModel, batch: dict[str, Tensor], head: PatchHead) -> Tensor:
     """Return the tokens of patches, (images, patches, d) float32 on CPU: the last ones in every family."""
     base: Any = model.base_model
-    states = base.eval()(**as_input(batch, model.device, model.dtype)).last_hidden_state.float().cpu()
+    states = base.eval()(**move_batch(batch, model.device, model.dtype)).last_hidden_state.float().cpu()
     rows, columns = patch_grid(model.config, batch)
     if states.dim() != 3 or states.shape[1] < rows * columns:
         raise UserError(f"the model does not give a token for each of {rows} x {columns} patches")

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from ckpt_prune.calibration.samples import Samples, as_input
 from ckpt_prune.evaluation.batches import check_finite, iterate_samples
 from ckpt_prune.evaluation.display import Figures
+from ckpt_prune.measure.samples.samples import Samples, move_batch
 
 ProbeName = Literal["knn", "linear"]
 
@@ -45,7 +45,7 @@ def features_of(model: PreTrainedModel, samples: Samples) -> Tensor:
     base.eval()
     features = []
     for _, batch in iterate_samples(samples, "features"):
-        states = base(**as_input(batch, model.device, model.dtype)).last_hidden_state.double().cpu()
+        states = base(**move_batch(batch, model.device, model.dtype)).last_hidden_state.double().cpu()
         rows, columns = patch_grid(model.config, batch)
         # If there are more tokens than patches, the first is that of the class in every family.
         features.append(states[:, 0] if states.shape[1] > rows * columns else states.mean(1))

@@ -6,15 +6,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ckpt_prune.architectures.purposes import WITHOUT_HEAD
-from ckpt_prune.calibration.samples import TokenWindows
-from ckpt_prune.calibration.text import (
-    evaluation_windows,
-    frame_length,
-    framed,
-    load_tokenizer,
-    read_text,
-    token_stream,
-)
 from ckpt_prune.checkpoint.sentence_modules import MODULES, read_modules, read_ranked_tokens
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.batches import check_windows
@@ -34,6 +25,15 @@ from ckpt_prune.evaluation.purpose import (
 from ckpt_prune.evaluation.results import ComparisonResult, MaskedResult, PerplexityResult
 from ckpt_prune.evaluation.sentences import SentenceModel, compare_sentences
 from ckpt_prune.evaluation.whole_model import auto_class, purpose_of_folder, read_config
+from ckpt_prune.measure.samples.samples import TokenWindows
+from ckpt_prune.measure.samples.text import (
+    add_frame,
+    count_frame_tokens,
+    cut_windows,
+    load_tokenizer,
+    read_text,
+    tokenise_text,
+)
 from ckpt_prune.options import EvaluationOptions
 
 TextResult = PerplexityResult | MaskedResult | ComparisonResult
@@ -63,12 +63,12 @@ def measure_text(pair: Pair, options: EvaluationOptions) -> TextResult:
     tokenizer = load_tokenizer(folder)
     if base is not None and read_modules(folder):
         return _compare_sentences(pair, base, tokenizer, options)
-    frame = frame_length(tokenizer)
+    frame = count_frame_tokens(tokenizer)
     if options.window < frame + 2:
         raise UserError(f"--window {options.window} is too short: the tokenizer adds {frame} tokens of its own")
-    stream = token_stream(tokenizer, read_text(options.text), bos="never")
-    windows = evaluation_windows(stream, window=options.window, limit=options.samples, frame=frame)
-    windows = framed(windows, tokenizer)
+    stream = tokenise_text(tokenizer, read_text(options.text), bos="never")
+    windows = cut_windows(stream, window=options.window, limit=options.samples, frame=frame)
+    windows = add_frame(windows, tokenizer)
     if purpose == "fill-mask":
         return _measure_masked(pair, tokenizer, windows)
     assert pair.reference_name is not None
@@ -86,8 +86,8 @@ def measure_text(pair: Pair, options: EvaluationOptions) -> TextResult:
 
 def _measure_perplexity(pair: Pair, options: EvaluationOptions) -> PerplexityResult:
     assert options.window is not None
-    stream = token_stream(load_tokenizer(pair.folder), read_text(options.text), bos=options.bos)
-    windows = evaluation_windows(stream, window=options.window, limit=options.samples)
+    stream = tokenise_text(load_tokenizer(pair.folder), read_text(options.text), bos=options.bos)
+    windows = cut_windows(stream, window=options.window, limit=options.samples)
     model = pair.load()
     if pair.reference is None:
         return PerplexityResult(pair.name, perplexity(model, windows))

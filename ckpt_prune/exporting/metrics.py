@@ -10,10 +10,6 @@ from pydantic import BaseModel
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ckpt_prune.calibration.images import ImageSamples
-from ckpt_prune.calibration.readout import two_classes
-from ckpt_prune.calibration.samples import Samples, TokenWindows
-from ckpt_prune.calibration.text import load_tokenizer
 from ckpt_prune.common.formatting import plural
 from ckpt_prune.evaluation.features import compare_features
 from ckpt_prune.evaluation.heads import compare_heads
@@ -22,6 +18,10 @@ from ckpt_prune.evaluation.masked import choose_masked, fill_in
 from ckpt_prune.evaluation.perplexity import TokenComparison, compare
 from ckpt_prune.exporting.reference import Reference
 from ckpt_prune.exporting.session import OnnxModel
+from ckpt_prune.measure.samples.images import ImageSamples
+from ckpt_prune.measure.samples.samples import Samples, TokenWindows
+from ckpt_prune.measure.samples.text import load_tokenizer
+from ckpt_prune.measure.streams.readout import as_two_classes
 from ckpt_prune.stages.export.stage import TaskName
 
 MEAN_SHARE = 0.1
@@ -242,7 +242,7 @@ class _Noted:
             if name.endswith("logits"):
                 # ELECTRA's discriminator has no axis of classes.
                 single = value.dim() == 2 and self._per_token
-                self.logits.append((two_classes(value) if single else value).flatten(0, -2))
+                self.logits.append((as_two_classes(value) if single else value).flatten(0, -2))
         return output
 
 

@@ -7,7 +7,6 @@ from typing import Any, Literal
 from pydantic import BaseModel
 from torch import Tensor
 
-from ckpt_prune.calibration.images import ImageSamples
 from ckpt_prune.checkpoint.staging import write_atomically
 from ckpt_prune.common.filenames import VALIDATION
 from ckpt_prune.common.graph_types import GraphType
@@ -17,6 +16,7 @@ from ckpt_prune.exporting.cases import (
 from ckpt_prune.exporting.manifest import Source, read_record
 from ckpt_prune.exporting.metrics import Metric
 from ckpt_prune.exporting.session import Provider
+from ckpt_prune.measure.samples.images import ImageSamples
 
 CheckName = Literal["files", "checker", "interface", "load", "outputs", "generation", "metric"]
 

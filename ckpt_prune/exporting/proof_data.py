@@ -5,24 +5,24 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_prune.architectures.context import context_length
-from ckpt_prune.calibration.image_files import Split, choose_images, find_images, take
-from ckpt_prune.calibration.image_processor import load_processor
-from ckpt_prune.calibration.images import ImageSamples
-from ckpt_prune.calibration.text import (
-    check_vocabulary,
-    evaluation_windows,
-    frame_length,
-    framed,
-    load_tokenizer,
-    read_text,
-    token_stream,
-)
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.demo import corpus
 from ckpt_prune.evaluation.image_classes import class_names
 from ckpt_prune.evaluation.whole_model import config_of, read_config
 from ckpt_prune.exporting.outcome import ProofSamples
 from ckpt_prune.exporting.tasks import Task
+from ckpt_prune.measure.samples.image_files import ImageSplit, choose_images, find_images, take_images
+from ckpt_prune.measure.samples.image_processor import load_processor
+from ckpt_prune.measure.samples.images import ImageSamples
+from ckpt_prune.measure.samples.text import (
+    add_frame,
+    check_vocabulary,
+    count_frame_tokens,
+    cut_windows,
+    load_tokenizer,
+    read_text,
+    tokenise_text,
+)
 from ckpt_prune.options import ProofOptions
 
 WINDOWS, IMAGES, WINDOW = 16, 64, 512
@@ -39,7 +39,7 @@ def proof_samples(
     options: ProofOptions,
     *,
     trust: bool = False,
-    split: Split = "eval",
+    split: ImageSplit = "eval",
     rounded: bool = False,
 ) -> ProofSamples:
     """What to compare on, as the options say.
@@ -83,14 +83,14 @@ def _text(folder: Path, task: Task, options: ProofOptions, trust: bool, rounded:
         else:
             text, what = _python_sources()
         # An encoder reads whole texts, between tokens of its tokenizer's own.
-        frame = 0 if task.name == "text-generation" else frame_length(tokenizer)
+        frame = 0 if task.name == "text-generation" else count_frame_tokens(tokenizer)
         if window < frame + 2:
             raise UserError(f"--window {window} is too short: the tokenizer adds {frame} tokens of its own")
-        stream = token_stream(tokenizer, text, bos="auto" if task.name == "text-generation" else "never")
+        stream = tokenise_text(tokenizer, text, bos="auto" if task.name == "text-generation" else "never")
         count = options.samples or WINDOWS
         limit = count + MEASURED if rounded else count
-        windows = evaluation_windows(stream, window=window, limit=limit, frame=frame)
-        windows = framed(windows, tokenizer) if frame else windows
+        windows = cut_windows(stream, window=window, limit=limit, frame=frame)
+        windows = add_frame(windows, tokenizer) if frame else windows
         check_vocabulary(windows, config)
         windows, measured = windows[:count], windows[count:]
     except UserError as error:
@@ -123,7 +123,9 @@ def _python_sources() -> tuple[str, str]:
     return "\n".join(texts), f"{len(texts)} Python sources of this machine's standard library, no --text being given"
 
 
-def _images(folder: Path, task: Task, options: ProofOptions, trust: bool, split: Split, rounded: bool) -> ProofSamples:
+def _images(
+    folder: Path, task: Task, options: ProofOptions, trust: bool, split: ImageSplit, rounded: bool
+) -> ProofSamples:
     if options.images is None:
         return ProofSamples(description=_noise(options, "normal noise for pixels, no --images being given"))
     classes = class_names(read_config(folder)) if task.name == "image-classification" else None
@@ -135,7 +137,7 @@ def _images(folder: Path, task: Task, options: ProofOptions, trust: bool, split:
 
     def samples(rows: range) -> ImageSamples:
         return ImageSamples(
-            take(chosen, list(rows)),
+            take_images(chosen, list(rows)),
             processor,
             tokens=lambda size: max(1, size[0] * size[1] // 256),  # only how many fit a batch of features
             max_corrupt=options.max_corrupt,

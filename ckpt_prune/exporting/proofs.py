@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.architectures.context import context_length
-from ckpt_prune.calibration.text import load_tokenizer
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import format_distinctly
 from ckpt_prune.evaluation.batches import check_windows
@@ -35,6 +34,7 @@ from ckpt_prune.exporting.reference import Reference
 from ckpt_prune.exporting.session import OnnxModel, Provider, complete, next_cache
 from ckpt_prune.exporting.tasks import PAST, PRESENT
 from ckpt_prune.exporting.tracing import image_size
+from ckpt_prune.measure.samples.text import load_tokenizer
 from ckpt_prune.verification.verify import run_check
 
 PROMPT, SAID = 16, 32

@@ -10,14 +10,14 @@ import torch
 
 from ckpt_prune._version import __version__
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.calibration.samples import Samples
-from ckpt_prune.calibration.states import Allocate, in_memory
-from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.containers.container import Container, container_of
 from ckpt_prune.job.latency import Latencies
 from ckpt_prune.job.plan import Plan
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.records import Origin
+from ckpt_prune.measure.samples.samples import Samples
+from ckpt_prune.measure.statistics.folder import Statistics
+from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
 
 _JOURNAL = 7
 """Version of the notes that a run leaves for the one that resumes it."""
@@ -39,7 +39,7 @@ class LiveSamples:
     samples: Samples
     folds: int
     compute_dtype: torch.dtype
-    allocate: Allocate = in_memory
+    allocate: Allocate = allocate_in_memory
     seed: int = 0
     source: str = ""
 
@@ -58,7 +58,7 @@ class RecoverySamples:
 
     samples: Samples
     compute_dtype: torch.dtype
-    allocate: Allocate = in_memory
+    allocate: Allocate = allocate_in_memory
     after: frozenset[int] = frozenset()
     seen: bool | None = None
 

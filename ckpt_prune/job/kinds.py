@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from ckpt_prune.architectures.spaces import BESIDE, ENDS, Ends, SpaceName, known_space
-from ckpt_prune.calibration.kinds import Collect
 from ckpt_prune.compensation.logit_methods import LOGIT_METHODS
 from ckpt_prune.compensation.methods import COLUMN_METHODS, Traits
 from ckpt_prune.compensation.rotary import ROTARY_METHODS
+from ckpt_prune.measure.moments.kinds import Collect
 from ckpt_prune.scoring.expert_scores import EXPERT_SCORES, ExpertScore
 from ckpt_prune.scoring.logit_scores import LOGIT_SCORES, LogitScore
 from ckpt_prune.scoring.rotary_scores import ROTARY_SCORES, RotaryScore

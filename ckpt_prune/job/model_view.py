@@ -10,11 +10,11 @@ from torch import Tensor
 from ckpt_prune.architectures.factors import multiplied
 from ckpt_prune.architectures.family import Family
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.calibration.blocks import BlockFactory
-from ckpt_prune.calibration.leaping import LeapingStream, Leaps
-from ckpt_prune.calibration.samples import Samples
-from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.containers.container import Container
+from ckpt_prune.measure.samples.samples import Samples
+from ckpt_prune.measure.streams.blocks import BlockFactory
+from ckpt_prune.measure.streams.hidden_stream import HiddenStream
+from ckpt_prune.measure.streams.kept_blocks import KeptBlocks, KeptBlockStream
 
 
 class Basis(Protocol):
@@ -50,7 +50,7 @@ class ModelView:
     device: torch.device
     basis: Basis | None = None
     container: Container | None = None
-    leaps: Leaps | None = None
+    leaps: KeptBlocks | None = None
 
     def block(self, block: int) -> dict[str, Tensor]:
         """Return a block's tensors by on-disk name."""
@@ -72,7 +72,7 @@ class ModelView:
             whole = self.leaps.whole
             factory = BlockFactory(whole, device=self.device, dtype=dtype)
             names, read = list(whole.checkpoint.tensors), whole.checkpoint.read
-            return LeapingStream(factory, self.leaps, names, read, samples, **options)
+            return KeptBlockStream(factory, self.leaps, names, read, samples, **options)
         skeleton = None if self.container is None else self.container.skeleton()
         factory = BlockFactory(self.model, device=self.device, dtype=dtype, skeleton=skeleton)
         names = list(self.model.checkpoint.tensors) if self.basis is None else self.basis.names()

@@ -10,8 +10,6 @@ from torch import Tensor
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.sites import Site
 from ckpt_prune.architectures.spaces import SpaceName
-from ckpt_prune.calibration.statistics import Statistics
-from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.short_repr import short_repr
 from ckpt_prune.containers.choosing import ANY, whole_spaces
@@ -25,6 +23,8 @@ from ckpt_prune.job.output import Output
 from ckpt_prune.job.plan import Plan
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.records import Cost, DepthRecord, HiddenRecord, MaskShares, Origin
+from ckpt_prune.measure.statistics.folder import Statistics
+from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.parallel.group import process_group
 
 

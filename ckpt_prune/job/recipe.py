@@ -17,7 +17,6 @@ from pydantic import (
 
 from ckpt_prune.architectures.family import Family
 from ckpt_prune.architectures.spaces import SpaceName, known_space
-from ckpt_prune.calibration.kinds import Collect
 from ckpt_prune.common.ratios import Ratio
 from ckpt_prune.job.block_range import blocks_of, checked_range
 from ckpt_prune.job.fields import Strict
@@ -25,6 +24,7 @@ from ckpt_prune.job.kinds import CANDIDATES, CHOSEN, Wish, kind_of
 from ckpt_prune.job.names import Goal
 from ckpt_prune.job.sizes import TargetSize
 from ckpt_prune.job.space import SpaceRecipe
+from ckpt_prune.measure.moments.kinds import Collect
 
 
 class StageKeys(Strict):

@@ -97,7 +97,7 @@ class SiteRecord(FixedRecord):
             consumer's output on the calibration tokens, or of the logits. Where the target is drift, y is what brings
             the residual stream back to the dense model's. None without second moments.
         divergence: what the errors of the site alone are predicted to do to the model's own output, by the Fisher
-            metric (calibration/README.md, section 5). None, and left out of JSON, where that was not measured.
+            metric (measure/README.md, section 5). None, and left out of JSON, where that was not measured.
         error_held_out: the compensated error over folds, each scored by a fit to the others: over those that the choice
             held out, or over all of them. None with one fold, or where it was neither asked for nor chosen by.
         residual: relative residual at which conjugate gradients stopped, the largest over heads; None but for q and k.

@@ -8,9 +8,9 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from ckpt_prune.architectures.factors import multiplied
-from ckpt_prune.calibration.sources import MomentSource, SequentialMoments
-from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.common.phases import phase
+from ckpt_prune.measure.moment_sources import MomentSource, SequentialMoments
+from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 
 Tensors = Mapping[str, Tensor]
 """On-disk name → tensor of a block."""

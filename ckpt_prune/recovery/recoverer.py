@@ -8,10 +8,10 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor, nn
 
-from ckpt_prune.calibration.states import Allocate, in_memory
-from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import Meter
+from ckpt_prune.measure.streams.hidden_stream import HiddenStream
+from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
 from ckpt_prune.recovery.record import RecoveredLayer
 from ckpt_prune.recovery.similarity import Similarity
 from ckpt_prune.recovery.survivors import trained_tensors
@@ -51,7 +51,7 @@ class Recoverer:
     settings: RecoverySettings
     seed: int
     after: frozenset[int] = frozenset()
-    allocate: Allocate = in_memory
+    allocate: Allocate = allocate_in_memory
     _branches: dict[int, Tensor] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -108,7 +108,7 @@ class Recoverer:
         Returns:
             The block's tensors as they are to be written, and the record.
         """
-        as_pruned = self.pruned.factory.block(index, pruned)
+        as_pruned = self.pruned.factory.build_block(index, pruned)
         start, cka_start = self._likeness(partial(self._through, as_pruned, index))
         before, cka_before = self._likeness(partial(self._without_recovery, as_pruned, index))
         # Training has a block of its own.
@@ -119,7 +119,7 @@ class Recoverer:
             meter.to(self.epochs_until(index))
         after, cka_after = start, cka_start
         if trained.best_epoch > 0:
-            block = self.pruned.factory.block(index, trained.tensors)
+            block = self.pruned.factory.build_block(index, trained.tensors)
             after, cka_after = self._likeness(partial(self._through, block, index))
         return trained.tensors, RecoveredLayer(
             block=index,
@@ -138,7 +138,7 @@ class Recoverer:
 
     def follow(self, index: int, pruned: Mapping[str, Tensor]) -> None:
         """Let the models with fewer blocks recovered go through a block as it was pruned; `advance` comes next."""
-        as_pruned = self.pruned.factory.block(index, pruned)
+        as_pruned = self.pruned.factory.build_block(index, pruned)
         for states in self._branches.values():
             for start in range(0, len(states), self._part):
                 part = states[start : start + self._part]
@@ -163,7 +163,7 @@ class Recoverer:
         found: list[dict[str, float | None]] = []
         for blocks in [*sorted(self._branches), self.blocks]:
             rows = self._own_measured
-            nll = self.pruned.nll(self._branches.get(blocks, (self.pruned.states[row] for row in rows)), rows)
+            nll = self.pruned.measure_nll(self._branches.get(blocks, (self.pruned.states[row] for row in rows)), rows)
             # JSON has no infinity.
             found.append({"blocks": blocks, "perplexity": math.exp(nll) if nll < 700 else None})
         return found
@@ -172,7 +172,7 @@ class Recoverer:
         """What the dense block makes of the dense model's stream, or of the pruned one's, which is at its input."""
         if self.settings.teacher == "dense":
             return self.dense.states
-        block = self.dense.factory.block(index, self.read_dense(index))
+        block = self.dense.factory.build_block(index, self.read_dense(index))
         self.dense.pass_through(block, index, self.pruned.states, self._of_pruned)
         return self._of_pruned
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ckpt_prune.calibration.readout import READOUT_TOKENS, Readout
-from ckpt_prune.calibration.samples import Samples
-from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.measure.samples.samples import Samples
+from ckpt_prune.measure.streams.hidden_stream import HiddenStream
+from ckpt_prune.measure.streams.readout import READOUT_TOKENS, Readout
 from ckpt_prune.recovery.survivors import trained_tensors
 from ckpt_prune.recovery.training import Split, cut, part_size
 from ckpt_prune.stages.recovery.stage import RecoverySettings
@@ -215,7 +215,7 @@ class _Task:
         yield states
         with torch.no_grad():
             for block in range(self.pruned.blocks):
-                module = stream.factory.block(block, scaled(self.pruned.read(block), self.scales))
+                module = stream.factory.build_block(block, scaled(self.pruned.read(block), self.scales))
                 states = stream.run(module, block, states).cpu()
                 yield states
 
@@ -244,9 +244,9 @@ class _Task:
         """Add to the gradients of a block's scales; the gradient at what enters it."""
         stream, factory = self.pruned.stream, self.pruned.stream.factory
         tensors = self.pruned.read(block)
-        module = factory.block(block, scaled(tensors, self.scales)).requires_grad_(False)
+        module = factory.build_block(block, scaled(tensors, self.scales)).requires_grad_(False)
         own = [name for name in tensors if name in self.scales]
-        weights = {name: [module.get_parameter(path) for path in factory.parts(block, name)] for name in own}
+        weights = {name: [module.get_parameter(path) for path in factory.find_paths(block, name)] for name in own}
         flat = [part.requires_grad_() for parts in weights.values() for part in parts]
         with torch.enable_grad():
             entering = given.to(factory.device).requires_grad_(True)

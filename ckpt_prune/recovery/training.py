@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.common.finite import all_finite
+from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.parallel.group import ALONE, Group
 from ckpt_prune.recovery.survivors import survivors
 from ckpt_prune.stages.recovery.stage import RecoverySettings
@@ -242,9 +242,9 @@ class _Block:
         # Copies: a parameter of the tensor's own dtype would share its memory, and the optimiser writes in place.
         self._dtype = torch.promote_types(factory.dtype, torch.float32)
         masters = {name: tensors[name].to(self._dtype, copy=True) for name in names}
-        self._module = factory.block(index, tensors | masters, dtype=self._dtype)
+        self._module = factory.build_block(index, tensors | masters, dtype=self._dtype)
         self._parts: dict[str, list[nn.Parameter]] = {
-            name: [self._module.get_parameter(path) for path in factory.parts(index, name)] for name in names
+            name: [self._module.get_parameter(path) for path in factory.find_paths(index, name)] for name in names
         }
         for name, parts in self._parts.items():
             for parameter, free in zip(parts, survivors(tensors, name).chunk(len(parts)), strict=True):

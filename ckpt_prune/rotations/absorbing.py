@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ckpt_prune.architectures.family import KINDS, Family
 from ckpt_prune.architectures.parts import Residual
-from ckpt_prune.calibration.moments import Moments
+from ckpt_prune.measure.moments.inputs import Moments
 from ckpt_prune.rotations.importance import Side, rotated
 
 

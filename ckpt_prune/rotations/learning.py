@@ -15,10 +15,6 @@ from torch import Tensor
 
 from ckpt_prune.architectures.family import Family
 from ckpt_prune.architectures.model import Model, Shape
-from ckpt_prune.calibration.kinds import SpaceMoments, inputs_of
-from ckpt_prune.calibration.moments import total
-from ckpt_prune.calibration.outside import ReadTensors
-from ckpt_prune.calibration.sources import MomentSource
 from ckpt_prune.checkpoint.checkpoint import read_tensors
 from ckpt_prune.checkpoint.shard import read_header
 from ckpt_prune.checkpoint.staging import disk_failures
@@ -27,6 +23,10 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import ROTATIONS
 from ckpt_prune.common.progress import Meter, meter
 from ckpt_prune.job.names import Backbone, RotationKind
+from ckpt_prune.measure.moment_sources import MomentSource
+from ckpt_prune.measure.moments.inputs import sum_folds
+from ckpt_prune.measure.moments.kinds import SpaceMoments, select_input_moments
+from ckpt_prune.measure.streams.modules import ReadTensors
 from ckpt_prune.rotations.absorbing import fused, residual_of, sides, unnormed, value_lines
 from ckpt_prune.rotations.importance import Side, Term, importance, sensitivity
 from ckpt_prune.rotations.maps import importance_map
@@ -328,13 +328,13 @@ class Learner:
         """
         made: dict[str, Tensor] = {}
         for first in self.family.inputs if self.backbone != "magnitude" else []:
-            folds = inputs_of(found[first])
+            folds = select_input_moments(found[first])
             _, right = sides(self.family, first, residual=self.turns_stream)
             if not self._needs_gram(right):
-                square = total(folds).square
+                square = sum_folds(folds).square
                 made[first] = (square / square.mean().clamp_min(torch.finfo(square.dtype).tiny)).float()
                 continue
-            moments = total(folds).to(self.device)
+            moments = sum_folds(folds).to(self.device)
             if self.turns_stream:
                 moments = unnormed(self.family, block, first, tensors, moments)
             assert moments.gram is not None

@@ -7,9 +7,9 @@ from torch import Tensor
 from ckpt_prune.architectures.family import KINDS
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.sublayers import sublayers
-from ckpt_prune.calibration.kinds import Key, SpaceMoments, inputs_of
-from ckpt_prune.calibration.moments import total
-from ckpt_prune.calibration.sources import MomentSource, NoMoments
+from ckpt_prune.measure.moment_sources import MomentSource, NoMoments
+from ckpt_prune.measure.moments.inputs import sum_folds
+from ckpt_prune.measure.moments.kinds import Key, SpaceMoments, select_input_moments
 from ckpt_prune.rotations.absorbing import after_rotation, residual_of, sides, unnormed
 from ckpt_prune.rotations.rotated import RotatedCheckpoint
 
@@ -40,7 +40,7 @@ def stream_gram(model: Model, source: MomentSource) -> Tensor:
             module = next((module for module in each.reads if module in known), None)
             if module is None:
                 raise ValueError(f"no moments of what {' and '.join(each.norms)} feed in block {block}")
-            own = unnormed(family, block, module, tensors, total(inputs_of(known[module]))).gram
+            own = unnormed(family, block, module, tensors, sum_folds(select_input_moments(known[module]))).gram
             assert own is not None
             found = own if found is None else found + own
     assert found is not None
@@ -66,7 +66,7 @@ class RotatedMoments(NoMoments):
         norms = self._rotated.norms(block) if residual is not None else {}
         for key, folds in self._source.moments(block, tensors, keys).items():
             _, right = sides(family, key, residual=residual is not None)
-            own = [m.to(self._rotated.device) for m in inputs_of(folds)]
+            own = [m.to(self._rotated.device) for m in select_input_moments(folds)]
             if residual is not None:
                 own = [unnormed(family, block, key, norms, m) for m in own]
             found[key] = tuple(after_rotation(m, right, residual, heads).to("cpu") for m in own)

@@ -13,16 +13,16 @@ from typing import Any
 import torch
 
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.calibration.choosing import DEFAULT_WINDOWS
-from ckpt_prune.calibration.kinds import Collect
-from ckpt_prune.calibration.measure import statistics_bytes
-from ckpt_prune.calibration.samples import Part, Samples, TokenWindows
 from ckpt_prune.common.formatting import format_duration, human_bytes
 from ckpt_prune.common.memory import resident_bytes
 from ckpt_prune.job.job import Job
 from ckpt_prune.job.model_view import ModelView
 from ckpt_prune.job.plan import Plan
 from ckpt_prune.job.recipe import Recipe
+from ckpt_prune.measure.moments.kinds import Collect
+from ckpt_prune.measure.samples.choose import DEFAULT_WINDOWS
+from ckpt_prune.measure.samples.samples import SampleRange, Samples, TokenWindows
+from ckpt_prune.measure.statistics.measurement import count_statistics_bytes
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.recipe.shipped import shipped_recipes
 from ckpt_prune.runner.run_job import preview_job
@@ -90,7 +90,7 @@ def estimate_job(job: Job) -> Estimate:
     measured = 0
     if recipe.needs_moments and job.statistics is None:
         folds = job.live.folds if job.live is not None else 4 if recipe.needs_folds else 1
-        measured = statistics_bytes(model, collect=recipe.collect, folds=folds, samples=samples)
+        measured = count_statistics_bytes(model, collect=recipe.collect, folds=folds, samples=samples)
     live = recipe.needs_moments and job.statistics is None
     seconds = None
     multiple = _multiple(recipe)
@@ -131,7 +131,7 @@ def estimate_calibration(
         device: that it runs on.
         dtype: that it runs in.
     """
-    size = statistics_bytes(model, collect=collect, folds=folds, samples=len(samples))
+    size = count_statistics_bytes(model, collect=collect, folds=folds, samples=len(samples))
     times = time_block(model, device, dtype, samples)
     seconds = None
     if times is not None:
@@ -154,7 +154,7 @@ def time_block(model: Model, device: torch.device, dtype: torch.dtype, samples: 
         return None
     one: Samples = TokenWindows(torch.zeros(1, model.tokens, dtype=torch.long)) if samples is None else samples
     view, block = ModelView(model, device), model.spaced.start
-    stream, tensors = view.stream(Part(one, 0, 1), dtype), view.block(block)
+    stream, tensors = view.stream(SampleRange(one, 0, 1), dtype), view.block(block)
     grams = dict.fromkeys(family.inputs, True)
     stream.observe(block, tensors, grams)  # once to warm up
     start = time.perf_counter()

@@ -9,7 +9,6 @@ from math import exp
 from ckpt_prune.architectures.composite import load_composite
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.spaces import SpaceName, first_of_experts
-from ckpt_prune.calibration.choosing import DEFAULT_WINDOWS, MOST_IMAGES
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import human_bytes, human_count, plural
 from ckpt_prune.containers.choosing import whole_spaces
@@ -19,6 +18,7 @@ from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.selection import units_kept
 from ckpt_prune.job.sizes import TargetSize, size_words
+from ckpt_prune.measure.samples.choose import DEFAULT_WINDOWS, MOST_IMAGES
 from ckpt_prune.parallel.devices import multiplies_bfloat16
 from ckpt_prune.recipe.shipped import DEFAULT_RECIPE, WIDER_CHOICE
 from ckpt_prune.report.reading import report_of

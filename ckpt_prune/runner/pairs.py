@@ -6,15 +6,15 @@ import torch
 
 from ckpt_prune.architectures.depth import shortened
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.calibration.image_processor import load_processor
-from ckpt_prune.calibration.leaping import Leaps
-from ckpt_prune.calibration.text import load_tokenizer, token_stream
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import REPORT
 from ckpt_prune.containers.checking import check_source, check_stock, check_stored
 from ckpt_prune.containers.container import stored_container
 from ckpt_prune.containers.remote import RANKS_KEY
 from ckpt_prune.job.names import RotationKind
+from ckpt_prune.measure.samples.image_processor import load_processor
+from ckpt_prune.measure.samples.text import load_tokenizer, tokenise_text
+from ckpt_prune.measure.streams.kept_blocks import KeptBlocks
 from ckpt_prune.report.model import Report
 from ckpt_prune.rotations.learning import RotationSizes, WrittenRotations
 from ckpt_prune.rotations.rotated import RotatedCheckpoint
@@ -57,7 +57,7 @@ def rotated_as(pruned: Model, dense: Model, device: torch.device, report: Report
     return RotatedCheckpoint(dense, kind, rotations, device)
 
 
-def at_same_depth(pruned: Model, dense: Model, report: Report | None) -> tuple[Model, Leaps | None]:
+def at_same_depth(pruned: Model, dense: Model, report: Report | None) -> tuple[Model, KeptBlocks | None]:
     """The dense model's blocks that a pruned one has, by the numbers that it has them under.
 
     Args:
@@ -73,7 +73,7 @@ def at_same_depth(pruned: Model, dense: Model, report: Report | None) -> tuple[M
         return dense, None
     if depth.kept != sorted(set(depth.kept)) or depth.kept[-1] >= dense.blocks:
         raise UserError(f"{pruned.checkpoint.path / REPORT} keeps blocks that the dense model has not: prune again")
-    return shortened(dense, depth.kept), Leaps(dense, depth.kept)
+    return shortened(dense, depth.kept), KeptBlocks(dense, depth.kept)
 
 
 def check_one_stream(pruned: Model, why: str) -> None:
@@ -144,6 +144,6 @@ def check_same_reader(pruned: Model, dense: Model, text: str, *, trust: bool = F
             raise UserError(f"{here} and {there} have different image processors")
         return
     # The files may differ in what does not matter, such as the version that wrote them.
-    streams = [token_stream(load_tokenizer(each), text) for each in (here, there)]
+    streams = [tokenise_text(load_tokenizer(each), text) for each in (here, there)]
     if not torch.equal(*streams):
         raise UserError(f"{here} and {there} have different tokenizers: they read the text differently")

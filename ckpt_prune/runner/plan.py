@@ -61,7 +61,7 @@ def make_plan(prepared: Prepared, shifting: Shifting | None = None) -> Plan:
     sites: list[SitePlan] = []
     for block in track(model.spaced, "planning", total=len(model.spaced)):
         known = prepared.statistics
-        metric = known.fisher(block) if known is not None and known.index.fisher else {}
+        metric = known.read_fisher(block) if known is not None and known.index.fisher else {}
         read = {name: tensor for solver in solvers for name, tensor in solver.read(block).items()}
         for at in engine.sites(block, read, source, None if shifting is None else shifting.source):
             solver, plan = at.solver, at.solved[0]

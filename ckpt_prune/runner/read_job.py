@@ -6,9 +6,6 @@ from pathlib import Path
 import torch
 
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.calibration.choosing import chosen_samples, fresh_samples
-from ckpt_prune.calibration.states import Allocate, StateMemory
-from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.checkpoint.files import check_place
 from ckpt_prune.checkpoint.staging import check_output, partial_of, refuse_overlap
 from ckpt_prune.common.errors import UserError
@@ -17,6 +14,9 @@ from ckpt_prune.containers.opening import Opening, open_model
 from ckpt_prune.job.job import Job, LiveSamples, RecoverySamples
 from ckpt_prune.job.plan import Plan, read_plan
 from ckpt_prune.job.recipe import Recipe
+from ckpt_prune.measure.samples.choose import choose_fresh_samples, choose_samples
+from ckpt_prune.measure.statistics.folder import Statistics
+from ckpt_prune.measure.streams.state_memory import Allocate, StateMemory
 from ckpt_prune.options import PlanOptions, PruneOptions, SampleOptions, has_data
 from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
 from ckpt_prune.parallel.group import process_group
@@ -162,7 +162,7 @@ def _live(
     options: PruneOptions, chosen: ChosenRecipe, model: Model, allocate: Allocate, say: Callable[[str], None]
 ) -> LiveSamples:
     """The samples and how they are to be measured on."""
-    samples = chosen_samples(model, options, options, trust=options.trust_remote_code, say=say)
+    samples = choose_samples(model, options, options, trust=options.trust_remote_code, say=say)
     folds = options.folds or (min(4, len(samples)) if chosen.recipe.needs_folds else 1)
     if folds > len(samples):
         raise UserError(f"{folds} folds of {len(samples)} samples: every fold needs at least one")
@@ -208,10 +208,10 @@ def _training(
             if index.modality == "text":
                 own["window"] = wanted.window or index.window
             wanted = wanted.model_copy(update=own)
-        fresh = fresh_samples(model, wanted, options, used, trust=options.trust_remote_code, say=say)
+        fresh = choose_fresh_samples(model, wanted, options, used, trust=options.trust_remote_code, say=say)
         samples, seen = fresh.samples, fresh.seen
     elif samples is None or recovery.samples is not None:
-        samples = chosen_samples(model, wanted, options, trust=options.trust_remote_code, say=say)
+        samples = choose_samples(model, wanted, options, trust=options.trust_remote_code, say=say)
     dtype = training_dtype(options, chosen.device, recovery.method, model.dtype)
     return RecoverySamples(samples, dtype, allocate, after, seen)
 

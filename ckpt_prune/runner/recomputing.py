@@ -8,7 +8,6 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import REPORT
@@ -16,6 +15,7 @@ from ckpt_prune.common.formatting import plural
 from ckpt_prune.common.progress import track
 from ckpt_prune.job.job import Job
 from ckpt_prune.job.recipe import Recipe
+from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.report.model import Report
 from ckpt_prune.report.reading import report_of
 from ckpt_prune.runner.checks import stages_of

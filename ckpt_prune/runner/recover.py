@@ -11,13 +11,13 @@ import torch
 
 from ckpt_prune._version import __version__
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.calibration.leaping import Leaps
-from ckpt_prune.calibration.samples import Samples
-from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.containers.container import Container, container_of
 from ckpt_prune.job.model_view import ModelView
 from ckpt_prune.job.run import Announce, say_nothing
 from ckpt_prune.job.walk import walk
+from ckpt_prune.measure.samples.samples import Samples
+from ckpt_prune.measure.streams.kept_blocks import KeptBlocks
+from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.recovery.recoverer import Recoverer
 from ckpt_prune.recovery.training import Split
@@ -61,7 +61,7 @@ class RecoveryJob:
     seed: int = 0
     compute_dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    allocate: Allocate = in_memory
+    allocate: Allocate = allocate_in_memory
     after: frozenset[int] = frozenset()
     seen: bool | None = None
 
@@ -84,7 +84,7 @@ class PreparedRecovery:
     report: Report | None
     rotated: RotatedCheckpoint | None
     beside: Model
-    leaps: Leaps | None = None
+    leaps: KeptBlocks | None = None
 
     @property
     def doubt(self) -> str | None:

@@ -1,9 +1,9 @@
 """A plan on other statistics than it was made from: what every site loses there."""
 
-from ckpt_prune.calibration.sources import CachedMoments
-from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.prepared import Prepared
+from ckpt_prune.measure.moment_sources import CachedMoments
+from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.stages.spaces.pruner import AtSite
 from ckpt_prune.stages.spaces.solvers import SOLVERS
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ckpt_prune.calibration.routing import RoutingMoments
+from ckpt_prune.measure.moments.routing import RoutingMoments
 
 
 def routed_energy(moments: RoutingMoments) -> Tensor:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ckpt_prune.calibration.logits import LogitMoments
+from ckpt_prune.measure.moments.logits import LogitMoments
 
 
 def logit_energy(query: Tensor, key: Tensor, moments: LogitMoments | None, heads: int) -> Tensor:

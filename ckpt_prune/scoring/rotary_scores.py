@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ckpt_prune.calibration.rotary import RotaryMoments
+from ckpt_prune.measure.moments.rotary import RotaryMoments
 from ckpt_prune.scoring.costs import DropOrder
 from ckpt_prune.scoring.obs import removal
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ckpt_prune.calibration.moments import Moments
+from ckpt_prune.measure.moments.inputs import Moments
 
 
 def column_norms(weight: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ckpt_prune.calibration.moments import Moments, Taylor
+from ckpt_prune.measure.moments.inputs import Moments, Taylor
 from ckpt_prune.scoring.obs import removal
 
 

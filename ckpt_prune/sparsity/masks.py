@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ckpt_prune.calibration.moments import Moments
+from ckpt_prune.measure.moments.inputs import Moments
 from ckpt_prune.sparsity.patterns import GroupPattern
 
 Compare = Literal["row", "matrix"]

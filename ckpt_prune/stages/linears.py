@@ -1,8 +1,8 @@
 """What stages that work on every linear module, rather than on spaces, ask of statistics."""
 
-from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.prepared import Prepared
+from ckpt_prune.measure.statistics.folder import Statistics
 
 
 def check_collected(prepared: Prepared, statistics: Statistics) -> None:

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ckpt_prune.calibration.sources import CachedMoments, DriftMoments, MomentSource, NoMoments, SequentialMoments
 from ckpt_prune.job.prepared import Prepared
+from ckpt_prune.measure.moment_sources import CachedMoments, DriftMoments, MomentSource, NoMoments, SequentialMoments
 from ckpt_prune.rotations.moments import RotatedMoments
 from ckpt_prune.rotations.rotated import RotatedCheckpoint
 

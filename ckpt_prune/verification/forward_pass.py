@@ -13,14 +13,14 @@ from torch import Tensor
 
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import base_of
-from ckpt_prune.calibration.readout import outputs_of
-from ckpt_prune.calibration.samples import Part, Samples, TokenWindows, as_input
-from ckpt_prune.calibration.streams import data_refused, stream_of
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.finite import all_finite
 from ckpt_prune.common.formatting import human_bytes
 from ckpt_prune.common.memory import available_bytes
 from ckpt_prune.evaluation.whole_model import load_model, read_config
+from ckpt_prune.measure.samples.samples import SampleRange, Samples, TokenWindows, move_batch
+from ckpt_prune.measure.streams.hidden_stream import open_stream, refuse_data
+from ckpt_prune.measure.streams.readout import select_outputs
 from ckpt_prune.parallel.group import process_group
 
 TOKENS = 64
@@ -90,7 +90,7 @@ def _shorten(samples: Samples) -> Samples:
     batch = samples.batch(slice(0, 1))
     if batch.keys() == {"input_ids"}:
         return TokenWindows(batch["input_ids"][:, :TOKENS])
-    return Part(samples, 0, 1)
+    return SampleRange(samples, 0, 1)
 
 
 @torch.no_grad()
@@ -106,17 +106,17 @@ def _run_whole(model: Model, sample: Samples, dtype: torch.dtype) -> list[Tensor
 
     for layer in whole.get_submodule(family.layers):
         layer.register_forward_pre_hook(record, with_kwargs=True)
-    inputs: dict[str, Any] = dict(as_input(sample.batch(slice(0, 1)), torch.device("cpu"), dtype))
+    inputs: dict[str, Any] = dict(move_batch(sample.batch(slice(0, 1)), torch.device("cpu"), dtype))
     if family.modality == "text":
         inputs["use_cache"] = False
-    with data_refused():
+    with refuse_data():
         outputs = (whole if family.gives_logits else base_of(whole))(**inputs, return_dict=True)
-    return [*states, *outputs_of(outputs, logits=family.gives_logits)]
+    return [*states, *select_outputs(outputs, logits=family.gives_logits)]
 
 
 @torch.no_grad()
 def _run_block_by_block(model: Model, sample: Samples, dtype: torch.dtype) -> list[Tensor]:
-    stream = stream_of(model, sample, device=torch.device("cpu"), compute_dtype=dtype)
+    stream = open_stream(model, sample, device=torch.device("cpu"), compute_dtype=dtype)
     states = []
     for block in range(model.blocks):
         states.append(stream.states.clone())  # the stream writes over them

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from ckpt_prune.architectures.fitting import fitted
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.calibration.blocks import BlockFactory
-from ckpt_prune.calibration.readout import Readout
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.containers.container import stored_container
 from ckpt_prune.job.names import RotationKind
+from ckpt_prune.measure.streams.blocks import BlockFactory
+from ckpt_prune.measure.streams.readout import Readout
 from ckpt_prune.report.model import Report
 from ckpt_prune.rotations.absorbing import residual_of, without_mean
 from ckpt_prune.rotations.learning import RotationSizes, WrittenRotations

@@ -9,8 +9,8 @@ import pytest
 
 import ckpt_prune
 from ckpt_prune.api.prune import GraphFailedError
-from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.common.progress import Notices
+from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.parallel.group import process_group
 from tests.cli.running import TEXT, ok, read_json, same_files
 from tests.graphs import traced_for_others

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.calibration.choosing import chosen_samples
-from ckpt_prune.calibration.samples import Part
 from ckpt_prune.job.job import Job, LiveSamples
+from ckpt_prune.measure.samples.choose import choose_samples
+from ckpt_prune.measure.samples.samples import SampleRange
 from ckpt_prune.options import PruneOptions
 from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.stages import FullRecipe
@@ -34,9 +34,9 @@ def divergence_on_the_second_fold(folder: str, **values: Any) -> float:
         {"model": folder, "output": "out", "text": ("calib.txt",), "samples": 8, "window": 16}
     )
     model = Model.open(folder)
-    samples = chosen_samples(model, options, options, trust=False, say=print)
+    samples = choose_samples(model, options, options, trust=False, say=print)
     recipe = FullRecipe.model_validate({"version": 1, "name": "first", **values})
-    live = LiveSamples(Part(samples, 0, 4), 1, torch.float32)
+    live = LiveSamples(SampleRange(samples, 0, 4), 1, torch.float32)
     run_job(Job(model, recipe, live=live), Path("first"))
     return divergence(folder, "first", samples.batch(slice(4, 8))["input_ids"])
 

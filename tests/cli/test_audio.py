@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import WhisperFeatureExtractor
 
 from ckpt_prune.architectures.skeleton import quiet_transformers
-from ckpt_prune.calibration.audio import _sound
+from ckpt_prune.measure.samples.audio import read_wave
 from tests.cli.running import ok, refused
 from tests.contract.test_parts import FRAMES, MELS, PartCase
 
@@ -86,7 +86,7 @@ def test_integers_of_every_width_are_the_same_sound(tmp_path: Path, width: int) 
         file.setsampwidth(width)
         file.setframerate(RATE)
         file.writeframes((values + 128).astype("u1").tobytes() if width == 1 else shifted.tobytes())
-    assert np.array_equal(_sound(tmp_path / "a.wav", RATE), (values / 128).astype(np.float32))
+    assert np.array_equal(read_wave(tmp_path / "a.wav", RATE), (values / 128).astype(np.float32))
 
 
 def test_what_no_encoder_hears_is_refused(whisper: Path) -> None:

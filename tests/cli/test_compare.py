@@ -10,8 +10,8 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 import ckpt_prune
-from ckpt_prune.calibration import choosing
 from ckpt_prune.evaluation.whole_model import quiet_transformers
+from ckpt_prune.measure.samples import choose as choosing
 from tests.cli.running import TEXT, ok, refused
 from tests.evaluation.test_similarity import by_hand
 from tests.evaluation.tiny import tiny_llama
@@ -33,8 +33,8 @@ def whole(folder: str, ids: torch.Tensor) -> tuple[list[np.ndarray], torch.Tenso
 
 @pytest.mark.usefixtures("place")
 def test_figures_are_those_of_whole_models(monkeypatch):
-    taken, chosen = [], choosing.chosen_samples
-    monkeypatch.setattr(choosing, "chosen_samples", lambda *a, **k: taken.append(chosen(*a, **k)) or taken[-1])
+    taken, chosen = [], choosing.choose_samples
+    monkeypatch.setattr(choosing, "choose_samples", lambda *a, **k: taken.append(chosen(*a, **k)) or taken[-1])
     found = json.loads(ok(*BOTH, "--lens", "--json"))
     ids = taken[0].batch(slice(0, len(taken[0])))["input_ids"]
     (theirs, p), (ours, q) = whole("dense", ids), whole("pruned", ids)

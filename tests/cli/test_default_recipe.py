@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ckpt_prune.calibration.statistics import Statistics
+from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.recipe.shipped import DEFAULT_RECIPE, WIDER_CHOICE
 from ckpt_prune.scoring.costs import DropOrder
 from tests import families
@@ -96,7 +96,7 @@ def whole(site, index) -> float:
         )
     ]
     order = torch.tensor(site["scores"]).argsort(stable=True)
-    moments, metric = statistics.block(site["block"])[name], statistics.fisher(site["block"])[name]
+    moments, metric = statistics.read_moments(site["block"])[name], statistics.read_fisher(site["block"])[name]
     gram = sum(fold.gram for fold in moments)
     weight = load_file("llama/model.safetensors")[name]
     curve = DropOrder.of(weight, gram, order, len(gram) // len(order)).costs(metric.mean)

@@ -45,13 +45,13 @@ def here(place: Path) -> Path:
 def windows() -> Tensor:
     """What the commands here calibrate on."""
     from ckpt_prune.architectures.model import Model
-    from ckpt_prune.calibration.choosing import chosen_samples
+    from ckpt_prune.measure.samples.choose import choose_samples
     from ckpt_prune.options import PruneOptions
 
     options = PruneOptions.model_validate(
         {"model": "deep", "output": "out", "text": ("calib.txt",), "samples": 8, "window": 16}
     )
-    samples = chosen_samples(Model.open("deep"), options, options, trust=False, say=print)
+    samples = choose_samples(Model.open("deep"), options, options, trust=False, say=print)
     return samples.batch(slice(len(samples)))["input_ids"]
 
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 
-from ckpt_prune.calibration.image_files import choose_images, find_images
-from ckpt_prune.calibration.samples import TokenWindows
-from ckpt_prune.calibration.text import frame_length, framed
 from ckpt_prune.evaluation.features import compare_features
 from ckpt_prune.evaluation.masked import choose_masked, fill_in
 from ckpt_prune.evaluation.whole_model import load_model, quiet_transformers
+from ckpt_prune.measure.samples.image_files import choose_images, find_images
+from ckpt_prune.measure.samples.samples import TokenWindows
+from ckpt_prune.measure.samples.text import add_frame, count_frame_tokens
 from tests.cli.running import edit_weights, ok, refused
 from tests.encoders import CONTEXT, Pixels, make
 from tests.evaluation.tiny import BOS, EOS, tiny_tokenizer
@@ -159,7 +159,7 @@ def test_features_of_text(encoders):
 def pixels(paths) -> Pixels:
     from PIL import Image
 
-    from ckpt_prune.calibration.image_processor import load_processor
+    from ckpt_prune.measure.samples.image_processor import load_processor
 
     processor = load_processor(Path("dinov2-model"))
     values = []
@@ -272,10 +272,10 @@ class TestFrame:
         tokenizer = tiny_tokenizer(template)
         texts = ["the cat sat", "on the mats"]
         plain = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts])
-        found = framed(plain, tokenizer)
+        found = add_frame(plain, tokenizer)
         assert found.dtype == torch.int64
         assert found.tolist() == [tokenizer(text)["input_ids"] for text in texts]
-        assert frame_length(tokenizer) == before + after == found.shape[1] - plain.shape[1]
+        assert count_frame_tokens(tokenizer) == before + after == found.shape[1] - plain.shape[1]
         assert torch.equal(found[:, before : before + plain.shape[1]], plain)
 
     def test_several_tokens_at_an_end(self):
@@ -283,5 +283,5 @@ class TestFrame:
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
             single="<s> </s> $A </s>", special_tokens=[("<s>", BOS), ("</s>", EOS)]
         )
-        assert framed(torch.tensor([[7, 8]]), tokenizer).tolist() == [[BOS, EOS, 7, 8, EOS]]
-        assert frame_length(tokenizer) == 3
+        assert add_frame(torch.tensor([[7, 8]]), tokenizer).tolist() == [[BOS, EOS, 7, 8, EOS]]
+        assert count_frame_tokens(tokenizer) == 3

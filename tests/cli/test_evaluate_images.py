@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import SwinConfig, SwinForImageClassification
 
-from ckpt_prune.calibration.image_files import ImageFiles, choose_images
-from ckpt_prune.calibration.image_processor import load_processor
-from ckpt_prune.calibration.images import ImageSamples
 from ckpt_prune.evaluation import image_classes as classification
 from ckpt_prune.evaluation.image_classes import classify, compare_classifiers
 from ckpt_prune.evaluation.whole_model import quiet_transformers
+from ckpt_prune.measure.samples.image_files import ImageFiles, choose_images
+from ckpt_prune.measure.samples.image_processor import load_processor
+from ckpt_prune.measure.samples.images import ImageSamples
 from tests.cli.running import edit_weights, ok, poison, refused, set_config
 from tests.images import tiny_vit, write_csv, write_images, write_processor, write_vit
 

@@ -11,11 +11,11 @@ from PIL import Image
 from safetensors.torch import save_file
 from transformers import Dinov2WithRegistersConfig, Dinov2WithRegistersModel
 
-from ckpt_prune.calibration.image_files import ImageFiles
-from ckpt_prune.calibration.image_processor import load_processor
-from ckpt_prune.calibration.images import ImageSamples
 from ckpt_prune.evaluation.label_maps import LabelMaps
 from ckpt_prune.evaluation.whole_model import quiet_transformers
+from ckpt_prune.measure.samples.image_files import ImageFiles
+from ckpt_prune.measure.samples.image_processor import load_processor
+from ckpt_prune.measure.samples.images import ImageSamples
 from tests.cli.running import ok, refused
 from tests.images import tiny_vit, write_processor
 from tests.oracles.dense_labels import drawn_out, miou, normalised

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_prune.calibration.image_files import ImageFiles
-from ckpt_prune.calibration.image_processor import load_processor
-from ckpt_prune.calibration.images import ImageSamples
 from ckpt_prune.evaluation.probes import probe
 from ckpt_prune.evaluation.whole_model import quiet_transformers
+from ckpt_prune.measure.samples.image_files import ImageFiles
+from ckpt_prune.measure.samples.image_processor import load_processor
+from ckpt_prune.measure.samples.images import ImageSamples
 from tests.cli.running import ok, refused
 from tests.images import tiny_vit, write_csv, write_images, write_processor
 

@@ -6,9 +6,9 @@ import pytest
 
 import ckpt_prune
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.job.cost import cost_of
+from ckpt_prune.measure.statistics.folder import Statistics
 from tests import encoders
 from tests.cli.running import TEXT, ok, read_json, refused
 from tests.images import write_images, write_vit
@@ -40,7 +40,7 @@ def test_statistics_and_text_give_the_same_and_the_units_of_least_importance_go(
     model = Model.open("opt")
     statistics = Statistics(Path("told"))
     for (block, space), units in sites.items():
-        scores = statistics.taylor(block)[model.moments_name(block, space)].second
+        scores = statistics.read_taylor(block)[model.moments_name(block, space)].second
         expected = range(len(scores)) if block != 1 else scores.argsort(descending=True)[: -(-len(scores) // 2)]
         assert units == sorted(int(unit) for unit in expected)
     small = ckpt_prune.load("a")

@@ -15,9 +15,9 @@ from torch.nn.functional import cross_entropy
 
 import ckpt_prune
 from ckpt_prune.adapting import recover
-from ckpt_prune.calibration.image_processor import load_processor
-from ckpt_prune.calibration.text import calibration_windows, load_tokenizer, read_text, token_stream
 from ckpt_prune.checkpoint.writer import CheckpointWriter
+from ckpt_prune.measure.samples.image_processor import load_processor
+from ckpt_prune.measure.samples.text import choose_windows, load_tokenizer, read_text, tokenise_text
 from ckpt_prune.recovery.training import Split
 from tests.cli.running import TEXT, edit_weights, ok, refused, run
 from tests.cli.test_recover import changed, linears, report_of, tensors
@@ -29,8 +29,8 @@ LORA = ("--method", "lora", *TEXT, "--samples", "32", "--epochs", "3", "--lr", "
 
 def held_out_loss(folder: str) -> float:
     """Of a folder as anybody loads it, on the windows that are held out, token by token."""
-    stream = token_stream(load_tokenizer(Path(folder)), read_text([Path("calib.txt")]), bos="auto")
-    windows = calibration_windows(stream, samples=32, window=16, seed=0, choose="random")
+    stream = tokenise_text(load_tokenizer(Path(folder)), read_text([Path("calib.txt")]), bos="auto")
+    windows = choose_windows(stream, samples=32, window=16, seed=0, choose="random")
     windows = windows[Split.of(len(windows), 0.1).measured]
     with torch.no_grad():
         logits = ckpt_prune.load(folder, dtype=torch.float32)(windows).logits

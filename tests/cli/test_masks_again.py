@@ -11,10 +11,10 @@ from torch import Tensor
 
 import ckpt_prune
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.calibration.choosing import chosen_samples
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.containers.container import stored_container
 from ckpt_prune.evaluation.whole_model import quiet_transformers
+from ckpt_prune.measure.samples.choose import choose_samples
 from ckpt_prune.options import CalibrateOptions
 from tests import encoders
 from tests.cli.running import TEXT, interrupted, ok, read_json, refused, resumed, run
@@ -136,7 +136,7 @@ def _batches(family: str) -> list[dict[str, Tensor]]:
     given = dict(zip(("images",) if family == "vit" else ("text",), [DATA[family][1]], strict=True))
     sizes = {"samples": 8, **({} if family == "vit" else {"window": 16})}
     options = CalibrateOptions(model=family, output="unused", **given, **sizes)
-    samples = chosen_samples(Model.open(family), options, options, say=lambda _: None)
+    samples = choose_samples(Model.open(family), options, options, say=lambda _: None)
     return [{name: t.double() if t.is_floating_point() else t for name, t in samples.batch(slice(0, 8)).items()}]
 
 

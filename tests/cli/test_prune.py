@@ -9,10 +9,10 @@ import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
-from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.cli.main import main
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from tests.cli.running import (
     TEXT,
     interrupted,

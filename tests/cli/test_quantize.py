@@ -12,9 +12,9 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ckpt_prune.calibration.text import load_tokenizer
 from ckpt_prune.compressing import quantise
 from ckpt_prune.evaluation.whole_model import quiet_transformers
+from ckpt_prune.measure.samples.text import load_tokenizer
 from tests.cli.running import edit_weights, ok, read_json, refused, run
 from tests.compressing.test_rounding import bits_of
 from tests.contract.models import CASES

@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import ckpt_prune
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.sites import Site
-from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.job.job import Job
+from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.stages.spaces.widths import dense_ranking
 from tests.cli.running import TEXT, interrupted, ok, read_json, refused, resumed, run
@@ -136,7 +136,7 @@ def test_importances_of_groups_hold_where_query_heads_have_gone(here):
     ok("prune", "dense", "--recipe", "beside.yaml", *changes, "--statistics", "told", "-o", "out")
     model, statistics = Model.open("dense"), Statistics(Path("told"))
     for block, units in enumerate(kept("out", "heads")):
-        assert units == [int(statistics.taylor(block)[model.moments_name(block, "heads")].first.argmax())]
+        assert units == [int(statistics.read_taylor(block)[model.moments_name(block, "heads")].first.argmax())]
 
 
 def test_estimates_count_the_columns_of_every_group(here):

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import ckpt_prune
-from ckpt_prune.calibration import choosing
-from ckpt_prune.calibration.text import calibration_windows, load_tokenizer, read_text, token_stream
 from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.measure.samples import choose as choosing
+from ckpt_prune.measure.samples.text import choose_windows, load_tokenizer, read_text, tokenise_text
 from ckpt_prune.recovery.training import Split
 from tests.cli.running import TEXT, ok, refused, run
 from tests.cli.test_recover import changed, linears, report_of, tensors
@@ -40,9 +40,9 @@ def told_divergence(folder: str, skip: int = 0, samples: int = 32) -> float:
         skip: windows that it was pruned on, which are left out.
         samples: others.
     """
-    stream = token_stream(load_tokenizer(Path(folder)), read_text([Path("calib.txt")]), bos="auto")
-    windows = calibration_windows(stream, samples=skip + samples, window=16, seed=0, choose="random")
-    pruned_on = calibration_windows(stream, samples=skip, window=16, seed=0, choose="random") if skip else windows[:0]
+    stream = tokenise_text(load_tokenizer(Path(folder)), read_text([Path("calib.txt")]), bos="auto")
+    windows = choose_windows(stream, samples=skip + samples, window=16, seed=0, choose="random")
+    pruned_on = choose_windows(stream, samples=skip, window=16, seed=0, choose="random") if skip else windows[:0]
     windows = windows[~(windows[:, None] == pruned_on).all(-1).any(1)]
     assert len(windows) == samples
     windows = windows[Split.of(len(windows), 0.1).measured]
@@ -316,7 +316,7 @@ def test_scales_after_scales_take_others_again_and_both_are_told(place: Path):
 
 
 def test_where_there_are_too_few_others_that_is_said(place: Path):
-    there_are = len(token_stream(load_tokenizer(Path("dense")), read_text([Path("calib.txt")]), bos="auto")) // 16
+    there_are = len(tokenise_text(load_tokenizer(Path("dense")), read_text([Path("calib.txt")]), bos="auto")) // 16
     step = ("--set", "recovery.method=scales")
     beside_five = (
         f"calib.txt has 5 windows of 16 tokens beside the {there_are - 5} that the model has seen: all are used, not"

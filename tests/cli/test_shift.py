@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ckpt_prune.calibration.moments import total
-from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.compensation.methods import METHODS
+from ckpt_prune.measure.moments.inputs import sum_folds
+from ckpt_prune.measure.statistics.folder import Statistics
 from tests.cli.conftest import WORDS
 from tests.cli.running import TEXT, ok, refused
 
@@ -68,7 +68,7 @@ def test_errors_are_those_of_the_pruned_weights_on_the_other_text(other):
         assert found["uncompensated"] == pytest.approx(float((y - bare).square().sum()) / energy, rel=1e-4)
         assert found["test"] == pytest.approx(float((y - fitted).square().sum()) / energy, rel=1e-3)
         assert found["floor"] <= found["test"] * 1.0001
-        fitted_on = total(statistics.block(site["block"])[f"{name}.weight"])
+        fitted_on = sum_folds(statistics.read_moments(site["block"])[f"{name}.weight"])
         values = torch.linalg.eigvalsh(fitted_on.gram[columns][:, columns].double())
         shares = values / (values + site["strength"] * values.mean())
         assert found["freedom"] == pytest.approx(y.shape[1] * float(shares.sum()), rel=1e-6)

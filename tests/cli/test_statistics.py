@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ckpt_prune.calibration.statistics import Statistics
-from ckpt_prune.calibration.statistics_files import INDEX
 from ckpt_prune.checkpoint.digests import sha256_files
 from ckpt_prune.checkpoint.staging import Staging
+from ckpt_prune.measure.statistics.files import INDEX
+from ckpt_prune.measure.statistics.folder import Statistics
 from tests.cli.running import TEXT, edit_weights, listing, misused, ok, poison, read_json, refused, run, same_files
 from tests.interrupting import interrupt_at
 
@@ -169,7 +169,7 @@ def test_a_kill_while_statistics_are_replaced_loses_neither(place, rename, seed,
     if rename == 3:
         assert Statistics(Path("stats")).index.seed == seed
     with monkeypatch.context() as patch:
-        patch.setattr("ckpt_prune.calibration.measure.measure_into", stop)
+        patch.setattr("ckpt_prune.measure.statistics.measurement.measure_into", stop)
         assert run(*again).exit_code == 130
     assert Statistics(Path("stats")).index.seed == seed
     assert not list(Path().glob(".stats*"))

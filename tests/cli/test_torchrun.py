@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.cli.main import main
 from ckpt_prune.job.step import PruneStep
+from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.parallel import torchrun as joining
 from ckpt_prune.parallel.group import ALONE
 from tests.cli.running import TEXT, listing, ok, refused

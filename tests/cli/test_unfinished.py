@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_prune.calibration import measure as measuring
-from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.checkpoint.journal import JOURNAL, Journal
 from ckpt_prune.checkpoint.staging import Staging
 from ckpt_prune.checkpoint.writer import CheckpointWriter, check_free_space
 from ckpt_prune.common.errors import DiskError
+from ckpt_prune.measure.statistics import measurement as measuring
+from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from tests.cli.running import TEXT, listing, ok, read_json, refused, run, same_files
 from tests.interrupting import interrupt_at
 

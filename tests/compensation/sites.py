@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ckpt_prune.calibration.moments import Moments
 from ckpt_prune.compensation.fit import Fit, from_moments
+from ckpt_prune.measure.moments.inputs import Moments
 
 
 @dataclass(frozen=True)

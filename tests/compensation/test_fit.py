@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import closed_forms
 
-from ckpt_prune.calibration.moments import Moments
 from ckpt_prune.compensation import fit as fit_module
 from ckpt_prune.compensation.fit import Fit, Solution, error, from_moments
+from ckpt_prune.measure.moments.inputs import Moments
 
 from .sites import SHAPES, WIDE, fit_of, make_site
 

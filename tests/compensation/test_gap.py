@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ckpt_prune.calibration.moments import Drift, Moments
 from ckpt_prune.compensation.gap import absorbed, fit_map
+from ckpt_prune.measure.moments.inputs import Drift, Moments
 from tests.oracles.gap import held_out, ridge_map
 
 GRID = [0.01, 0.1, 1.0, 10.0]

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ckpt_prune.calibration.logits import LogitMoments
 from ckpt_prune.compensation import logit
 from ckpt_prune.compensation.logit import (
     absolute_strength,
@@ -22,6 +21,7 @@ from ckpt_prune.compensation.logit import (
     solve_logit,
 )
 from ckpt_prune.compensation.mixing import absorb, mixed, split_factors
+from ckpt_prune.measure.moments.logits import LogitMoments
 from tests import pairs
 from tests.oracles import logits as oracle
 

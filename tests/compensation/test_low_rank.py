@@ -5,8 +5,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from ckpt_prune.calibration.logits import LogitMoments
-from ckpt_prune.calibration.moments import total
 from ckpt_prune.compensation import logit
 from ckpt_prune.compensation.logit_methods import LOGIT_METHODS
 from ckpt_prune.compensation.low_rank import (
@@ -15,6 +13,8 @@ from ckpt_prune.compensation.low_rank import (
     solve_low_rank,
     width_errors,
 )
+from ckpt_prune.measure.moments.inputs import sum_folds
+from ckpt_prune.measure.moments.logits import LogitMoments
 from tests.compensation.test_logit import FORMS, Attention, attention, in_folds
 from tests.oracles import logits as oracle
 from tests.pairs import every
@@ -176,7 +176,7 @@ def test_the_choice_on_folds_is_that_of_refitting(units):
         lost = energy = 0.0
         for held in range(3):
             # The fit itself is held against alternating least squares above.
-            fit = solve_low_rank(total([fold for f, fold in enumerate(folds) if f != held]), 2, value, units)
+            fit = solve_low_rank(sum_folds([fold for f, fold in enumerate(folds) if f != held]), 2, value, units)
             for head in range(2):
                 scored = samples[held][head]
                 lost += oracle.low_rank_error(scored, fit.left[head].numpy(), fit.right[head].numpy())

@@ -6,7 +6,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_prune.calibration.rotary import RotaryMoments
 from ckpt_prune.compensation.logit import absolute_strength
 from ckpt_prune.compensation.rotary import (
     absorb_factors,
@@ -17,6 +16,7 @@ from ckpt_prune.compensation.rotary import (
     rotary_system,
     solve_factors,
 )
+from ckpt_prune.measure.moments.rotary import RotaryMoments
 from ckpt_prune.scoring.rotary_scores import DAMP, ROTARY_SCORES, bare_errors, refitted_errors
 from tests.oracles import rotary as oracle
 

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import closed_forms
 
-from ckpt_prune.calibration.moments import Moments
 from ckpt_prune.compensation import rotation as module
 from ckpt_prune.compensation.fit import error, from_moments
 from ckpt_prune.compensation.rotation import centred_rotation, polar, procrustes, rotation, scaled_rotation
+from ckpt_prune.measure.moments.inputs import Moments
 
 from .sites import SHAPES, make_site
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_prune.calibration.moments import Moments
 from ckpt_prune.compensation.spectrum import leading, spectrum
+from ckpt_prune.measure.moments.inputs import Moments
 
 
 def moments_of(tokens: torch.Tensor, dtype: torch.dtype = torch.float64) -> Moments:

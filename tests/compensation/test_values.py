@@ -8,8 +8,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ckpt_prune.calibration.moments import Moments
 from ckpt_prune.compensation.values import ROUNDING, Turn, by_direction, by_head, principal
+from ckpt_prune.measure.moments.inputs import Moments
 from tests.oracles import values
 
 ROUNDED = 1e-5
@@ -136,7 +136,7 @@ def test_moments_in_another_basis():
     """What the closed forms need of them is that of the inputs there."""
     W, X = drawn(3, 2, 2, 3, 4)
     turn, x = turn_of(W, X, 2, 3), torch.from_numpy(X).float()
-    found = Moments.zeros(12, gram=True).accumulate(x).under(turn.inputs)
+    found = Moments.zeros(12, gram=True).accumulate(x).change_basis(turn.inputs)
     expected = Moments.zeros(12, gram=True).accumulate(turn.inputs(x))
     assert found.count == expected.count
     torch.testing.assert_close(found.sum, expected.sum, rtol=1e-4, atol=1e-4)
@@ -145,4 +145,4 @@ def test_moments_in_another_basis():
     with pytest.raises(
         ValueError, match=r"^inputs in another basis need second moments: collect statistics with a Gram$"
     ):
-        Moments.zeros(12, gram=False).under(turn.inputs)
+        Moments.zeros(12, gram=False).change_basis(turn.inputs)

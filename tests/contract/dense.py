@@ -8,11 +8,11 @@ import torch
 
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.spaces import SpaceName
-from ckpt_prune.calibration.measure import everything, measure
-from ckpt_prune.calibration.samples import Samples
-from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.job.job import Job, LiveSamples, RecoverySamples
 from ckpt_prune.job.kinds import TRAITS
+from ckpt_prune.measure.samples.samples import Samples
+from ckpt_prune.measure.statistics.folder import Statistics
+from ckpt_prune.measure.statistics.measurement import list_collected_by_default, measure_statistics
 from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.stages import FullRecipe
 from tests.encoders import DEFAULTS, STRENGTH
@@ -45,8 +45,10 @@ class Dense:
         if case not in self._statistics:
             model, out = self.model(case), self.root / f"{case}.statistics"
             options: dict[str, Any] = {"device": torch.device("cpu"), "compute_dtype": torch.float32}
-            collect = (*everything(model), *(("rotary",) if model.family.turned else ()))
-            self._statistics[case] = measure(model, case.samples(), out, seed=0, folds=2, collect=collect, **options)
+            collect = (*list_collected_by_default(model), *(("rotary",) if model.family.turned else ()))
+            self._statistics[case] = measure_statistics(
+                model, case.samples(), out, seed=0, folds=2, collect=collect, **options
+            )
         return self._statistics[case]
 
     def request(self, case: Case, recipe: FullRecipe, live: Samples | None = None, **more: Any) -> Job:

@@ -12,12 +12,12 @@ from transformers import AutoConfig, PreTrainedModel
 import ckpt_prune
 from ckpt_prune.architectures.depth import PER_BLOCK
 from ckpt_prune.architectures.spaces import ConsumerSpace
-from ckpt_prune.calibration.gaps import map_spaces
-from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.runner.plan import prepare_plan
 from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.stages import FullRecipe
+from ckpt_prune.stages.depth.gaps import find_map_spaces
 from ckpt_prune.verification.verify import verify
 from tests.oracles.gap import ridge_map
 from tests.pairs import chosen, every
@@ -87,7 +87,7 @@ class Mapped:
 
     def __init__(self, case: Case, data: Samples) -> None:
         model, family = plain(case.model()).double(), case.family
-        own: ConsumerSpace = family.consumers[map_spaces(family)[0]]
+        own: ConsumerSpace = family.consumers[find_map_spaces(family)[0]]
         block = f"{family.layers}.0"
         # What experts give together is what the module gives that holds them.
         path = path_of(case, 0, own.consumer) if family.experts is None else f"{block}.{family.experts.module}"
@@ -146,7 +146,7 @@ def path_of(case: Case, block: int, module: str) -> str:
     return f"{case.family.layers}.{block}.{path}"
 
 
-@pytest.mark.parametrize("case", every(4, [c for c in unlike_cases() if map_spaces(c.family)]), ids=str)
+@pytest.mark.parametrize("case", every(4, [c for c in unlike_cases() if find_map_spaces(c.family)]), ids=str)
 def test_a_map_equals_the_same_put_between_by_hand(dense: Dense, case: Case, tmp_path) -> None:
     case, out, data = deep(case), tmp_path / "out", case.samples()
     recipe = depth_recipe([1], method="linear", **{"lambda": STRENGTH})
@@ -183,7 +183,7 @@ def test_a_part_that_is_gone_gives_nothing_to_the_stream(dense: Dense, case: Cas
 
 
 def test_experts_beside_one_that_all_tokens_share_take_no_map(dense: Dense) -> None:
-    case = deep(next(case for case in FIRST if not map_spaces(case.family)))
+    case = deep(next(case for case in FIRST if not find_map_spaces(case.family)))
     with pytest.raises(UserError) as caught:
         prepare_plan(dense.request(case, depth_recipe([1], method="linear"), case.samples()))
     assert str(caught.value) == (

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ckpt_prune.calibration.blocks import BlockFactory
-from ckpt_prune.calibration.drift import observe_drift
-from ckpt_prune.calibration.streams import HiddenStream
+from ckpt_prune.measure.streams.blocks import BlockFactory
+from ckpt_prune.measure.streams.drift import observe_drift
+from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from tests.oracles.drift import Tokens, assert_measured
 
 from .dense import Dense

@@ -14,12 +14,11 @@ import ckpt_prune
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import parse_config
 from ckpt_prune.architectures.sublayers import sublayers
-from ckpt_prune.calibration.moments import Moments, total
-from ckpt_prune.calibration.slicing import SlicedStream
-from ckpt_prune.calibration.sources import CachedMoments
-from ckpt_prune.calibration.streams import stream_of
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.prepared import begin
+from ckpt_prune.measure.moment_sources import CachedMoments
+from ckpt_prune.measure.moments.inputs import Moments, sum_folds
+from ckpt_prune.measure.streams.hidden_stream import open_stream
 from ckpt_prune.rotations.absorbing import residual_of
 from ckpt_prune.rotations.moments import stream_gram
 from ckpt_prune.rotations.slicing import keeping_ones, scale_of
@@ -27,6 +26,7 @@ from ckpt_prune.runner.plan import prepare_plan
 from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.hidden.preview import hidden_record, jointly_narrowed, view_of
+from ckpt_prune.stages.hidden.slicing import SlicedStream
 from ckpt_prune.stages.moments import open_moments
 from ckpt_prune.verification.verify import verify
 from tests.oracles.slicing import Projected
@@ -139,7 +139,7 @@ def test_statistics_tell_what_norms_give(dense: Dense, case: Case) -> None:
     """Gains, their offsets and biases taken out again: the Grams of a live stream, without the final norm's."""
     model = dense.model(case)
     found = stream_gram(model, CachedMoments(dense.statistics(case), model))
-    stream = stream_of(model, case.samples(), device=torch.device("cpu"), compute_dtype=torch.float32)
+    stream = open_stream(model, case.samples(), device=torch.device("cpu"), compute_dtype=torch.float32)
     live, grams = (
         SlicedStream(stream, sublayers(model), normed=True, centred=residual_of(model.family).norm == "layer"),
         list[torch.Tensor](),
@@ -170,10 +170,10 @@ def test_drift_beside_a_narrower_stream_is_from_the_dense_one(dense: Dense, case
     view = view_of(request, kept, lambda _block: (basis, basis))
     narrow = jointly_narrowed(request, hidden_record(request, kept), view)
     source = open_moments(narrow, {"heads": True})
-    (space,) = source.stages(["heads"])
+    (space,) = source.group_keys(["heads"])
     tensors = narrow.model.read_block(0)
     folds = source.moments(0, tensors, space)["heads"]
-    drift = total([each for each in folds if isinstance(each, Moments)]).drift
+    drift = sum_folds([each for each in folds if isinstance(each, Moments)]).drift
     assert drift is not None
     config = parse_config(narrow.model.checkpoint.config)
     short = type(case.model())(config)

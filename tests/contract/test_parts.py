@@ -17,11 +17,11 @@ import ckpt_prune
 from ckpt_prune.architectures.blocks import module_paths
 from ckpt_prune.architectures.composite import load_composite
 from ckpt_prune.architectures.skeleton import quiet_transformers
-from ckpt_prune.calibration.measure import everything, measure
-from ckpt_prune.calibration.samples import Samples, TokenWindows
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.containers.opening import Opening, open_model
 from ckpt_prune.job.job import Job
+from ckpt_prune.measure.samples.samples import Samples, TokenWindows
+from ckpt_prune.measure.statistics.measurement import list_collected_by_default, measure_statistics
 from ckpt_prune.runner.plan import prepare_plan
 from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.stages import FullRecipe
@@ -264,8 +264,15 @@ def test_equals_the_whole_composite_pruned_by_hand(case: PartCase, tmp_path: Pat
     tiny_tokenizer().save_pretrained(folder)
     model = open_model(str(folder), Opening(part=case.part))
     cpu, data = torch.device("cpu"), case.samples()
-    statistics = measure(
-        model, data, tmp_path / "s", seed=0, folds=2, collect=everything(model), device=cpu, compute_dtype=torch.float32
+    statistics = measure_statistics(
+        model,
+        data,
+        tmp_path / "s",
+        seed=0,
+        folds=2,
+        collect=list_collected_by_default(model),
+        device=cpu,
+        compute_dtype=torch.float32,
     )
     spaces = {
         space: DEFAULTS[space] | {"ratio": ratio, "compensation": {"method": "ridge", "lambda": STRENGTH}}

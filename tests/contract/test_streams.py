@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from ckpt_prune.calibration.blocks import BlockFactory
-from ckpt_prune.calibration.readout import Readout
-from ckpt_prune.calibration.streams import HiddenStream
+from ckpt_prune.measure.streams.blocks import BlockFactory
+from ckpt_prune.measure.streams.hidden_stream import HiddenStream
+from ckpt_prune.measure.streams.readout import Readout
 from tests.pairs import chosen
 
 from .dense import Dense

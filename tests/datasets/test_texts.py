@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_prune.calibration.text import read_text
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.datasets.files import DATA_VARIABLE
 from ckpt_prune.datasets.texts import NamedText, parse_text_name
+from ckpt_prune.measure.samples.text import read_text
 from ckpt_prune.options import CalibrationOptions, EvaluationOptions, checked
 from tests.cli.running import ok, refused
 from tests.hub_server import Hub, Repo

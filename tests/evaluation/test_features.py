@@ -5,11 +5,11 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel
 
-from ckpt_prune.calibration.samples import TokenWindows
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation import batches
 from ckpt_prune.evaluation.features import compare_features
 from ckpt_prune.evaluation.whole_model import quiet_transformers
+from ckpt_prune.measure.samples.samples import TokenWindows
 from tests.encoders import SIZES, make, randomise, samples, stock
 
 VARIANTS = ["bert-model", "dinov2-model"]

@@ -10,9 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from ckpt_prune.calibration.image_files import ImageFiles, choose_images, find_images
-from ckpt_prune.calibration.image_processor import load_processor
-from ckpt_prune.calibration.images import ImageSamples
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation import image_classes as module
 from ckpt_prune.evaluation.image_classes import (
@@ -23,6 +20,9 @@ from ckpt_prune.evaluation.image_classes import (
     is_classifier,
     is_vision,
 )
+from ckpt_prune.measure.samples.image_files import ImageFiles, choose_images, find_images
+from ckpt_prune.measure.samples.image_processor import load_processor
+from ckpt_prune.measure.samples.images import ImageSamples
 from tests.images import ID2LABEL, MEAN, SIZE, STD, tiny_vit, write_image, write_processor
 from tests.shared_data import shared_data
 

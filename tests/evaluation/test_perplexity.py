@@ -4,12 +4,12 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from ckpt_prune.calibration.text import evaluation_windows, load_tokenizer, read_text, token_stream
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation import batches
 from ckpt_prune.evaluation import perplexity as module
 from ckpt_prune.evaluation.perplexity import Score, compare, perplexity
 from ckpt_prune.evaluation.whole_model import load_model
+from ckpt_prune.measure.samples.text import cut_windows, load_tokenizer, read_text, tokenise_text
 from tests.evaluation.tiny import CONTEXT, VOCAB, random_windows, tiny_llama
 from tests.oracles import perplexity as oracle
 from tests.shared_data import shared_data
@@ -123,9 +123,9 @@ def test_a_hopeless_model_scores_infinity_not_an_overflow():
 def test_trained_models(name, text, window, limit, expected):
     folder, file = shared_data(name, text)
     model, tokenizer = load_model(folder, device="cpu"), load_tokenizer(folder)
-    never, auto = (token_stream(tokenizer, read_text([file]), bos) for bos in ("never", "auto"))
+    never, auto = (tokenise_text(tokenizer, read_text([file]), bos) for bos in ("never", "auto"))
     # the one adds no BOS, the other's text begins with it
     assert torch.equal(never, auto)
-    score = perplexity(model, evaluation_windows(never, window=window, limit=limit))
+    score = perplexity(model, cut_windows(never, window=window, limit=limit))
     assert score.perplexity == pytest.approx(expected, abs=0.005)
     assert (score.windows, score.tokens) == (limit, limit * (window - 1))

@@ -20,9 +20,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
-from ckpt_prune.calibration.image_files import find_images
-from ckpt_prune.calibration.image_processor import load_processor
-from ckpt_prune.calibration.images import ImageSamples
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.exporting import validation
@@ -34,6 +31,9 @@ from ckpt_prune.exporting.outcome import Case, ProofSamples, Validation, read_va
 from ckpt_prune.exporting.reference import Reference
 from ckpt_prune.exporting.session import OnnxModel, complete
 from ckpt_prune.exporting.tasks import Task
+from ckpt_prune.measure.samples.image_files import find_images
+from ckpt_prune.measure.samples.image_processor import load_processor
+from ckpt_prune.measure.samples.images import ImageSamples
 from tests import encoders, families
 from tests.evaluation.tiny import VOCAB, random_windows, tiny_tokenizer
 from tests.graphs import LAYERS, Exported

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_prune.calibration import streams
 from ckpt_prune.common.filenames import REPORT
+from ckpt_prune.measure.streams import hidden_stream as streams
 from tests.faults.jobs import JOBS
 from tests.faults.trial import Machine, Ran, files_of
 from tests.forked import posix

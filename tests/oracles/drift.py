@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ckpt_prune.calibration.moments import Moments
-from ckpt_prune.calibration.samples import Samples
+from ckpt_prune.measure.moments.inputs import Moments
+from ckpt_prune.measure.samples.samples import Samples
 
 from .masked_model import Model
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ckpt_prune.calibration.samples import Samples
+from ckpt_prune.measure.samples.samples import Samples
 
 from .masked_model import Model
 

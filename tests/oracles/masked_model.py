@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ckpt_prune.calibration.samples import Samples
+from ckpt_prune.measure.samples.samples import Samples
 from tests.encoders import watch
 
 from . import masks

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ckpt_prune.architectures.blocks import module_paths
 from ckpt_prune.architectures.sublayers import Sublayer
-from ckpt_prune.calibration.samples import Samples
+from ckpt_prune.measure.samples.samples import Samples
 
 Array = NDArray[np.float64]
 

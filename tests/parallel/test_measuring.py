@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.calibration.measure import measure
-from ckpt_prune.calibration.samples import TokenWindows
-from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.measure.samples.samples import TokenWindows
+from ckpt_prune.measure.statistics.folder import Statistics
+from ckpt_prune.measure.statistics.measurement import measure_statistics
 from ckpt_prune.stages.spaces.effects.gradients import add_gradients
 from ckpt_prune.stages.spaces.effects.measured import measure_effects
 from tests import families
@@ -29,7 +29,7 @@ def measured(folder: Path, out: Path, size: int, *, folds: int = 2, samples: int
 
     def work(_group) -> Statistics:
         how = {"device": torch.device("cpu"), "compute_dtype": torch.float32}
-        return measure(Model.open(folder), chosen, out, seed=0, folds=folds, collect=collect, **how)
+        return measure_statistics(Model.open(folder), chosen, out, seed=0, folds=folds, collect=collect, **how)
 
     return in_threads(size, work)[-1]
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ckpt_prune.calibration.samples import TokenWindows
 from ckpt_prune.checkpoint.writer import CheckpointWriter
+from ckpt_prune.measure.samples.samples import TokenWindows
 from ckpt_prune.recovery.training import Split, within
 from ckpt_prune.runner.recover import recover
 from tests import families

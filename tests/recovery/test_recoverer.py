@@ -10,9 +10,9 @@ from pydantic import ValidationError
 from torch import Tensor
 from tqdm import tqdm
 
-from ckpt_prune.calibration.states import StateMemory, in_memory
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import Meter, meter
+from ckpt_prune.measure.streams.state_memory import StateMemory, allocate_in_memory
 from ckpt_prune.recovery import recoverer as module
 from ckpt_prune.recovery.record import RecoveredLayer
 from ckpt_prune.recovery.recoverer import Recoverer, check_same_start
@@ -158,7 +158,7 @@ def test_states_on_disk_change_nothing(twins, tmp_path):
     dense, pruned = pair.disk(), pair.disk(pair.pruned())
     walks = [
         pair.recoverer(dense, pruned, settings(), allocate=allocate, **options)
-        for allocate in (in_memory, StateMemory(0, tmp_path))
+        for allocate in (allocate_in_memory, StateMemory(0, tmp_path))
     ]
     (tensors, layers), (mapped, mapped_layers) = (go(pair, walk, pruned) for walk in walks)
     for ours, theirs in zip(tensors, mapped, strict=True):

@@ -95,7 +95,7 @@ def test_gradients_are_those_of_the_whole_model(twins_of, variant, monkeypatch):
     factory = twins.stream(pair.dense).factory
     pairs = {}
     for name, (o, i) in values.items():
-        held = factory.parameters(name)
+        held = factory.find_parameters(name)
         for parameter, part in zip(held, o.chunk(len(held)), strict=True):
             pairs[parameter] = (part.requires_grad_(), i.requires_grad_())
     batch = {k: v.double() if v.is_floating_point() else v for k, v in whole_batch(twins, rows).items()}
@@ -103,7 +103,9 @@ def test_gradients_are_those_of_the_whole_model(twins_of, variant, monkeypatch):
         theirs = oracle.outputs(model, batch, {})
     loss = oracle.divergence(theirs, oracle.outputs(pruned, batch, pairs), logits=variant not in HEADLESS)
     for name, (_, i) in values.items():
-        expected = torch.autograd.grad(loss, [*(pairs[p][0] for p in factory.parameters(name)), i], retain_graph=True)
+        expected = torch.autograd.grad(
+            loss, [*(pairs[p][0] for p in factory.find_parameters(name)), i], retain_graph=True
+        )
         torch.testing.assert_close(found[name][0].double(), torch.cat(expected[:-1]), rtol=1e-4, atol=1e-7)
         torch.testing.assert_close(found[name][1].double(), expected[-1], rtol=1e-4, atol=1e-7)
         assert float(found[name][0].abs().max()) > 1e-6, name

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
-from ckpt_prune.calibration.streams import HiddenStream
+from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.recovery.training import Split, Trained, cut, part_size, train_block
 from ckpt_prune.stages.recovery.stage import RecoverySettings
 from tests.oracles import laco
@@ -52,7 +52,7 @@ class Site:
 
     def error(self, tensors: Mapping[str, Tensor]) -> float:
         """Relative squared error on samples held out, one at a time, with the block built anew."""
-        block = self.stream.factory.block(BLOCK, tensors)
+        block = self.stream.factory.build_block(BLOCK, tensors)
         with torch.no_grad():
             found = torch.cat([self.stream.run(block, BLOCK, self.stream.states[row, None]) for row in self.held_out])
         target = self.targets[self.split.measured].double()
@@ -397,7 +397,7 @@ def test_a_loss_that_stops_being_finite_keeps_the_best_epoch_so_far(twins, rows)
 def test_an_error_that_grew_tenfold_is_divergence(twins, once, growth, diverged):
     """Targets are set to (1 + b) times what the block makes: the squared error goes with b²."""
     at = site(twins("opt"), settings(epochs=1))
-    block = at.stream.factory.block(BLOCK, at.tensors)
+    block = at.stream.factory.build_block(BLOCK, at.tensors)
     with torch.no_grad():
         made = torch.cat([at.stream.run(block, BLOCK, at.stream.states[row, None]) for row in range(SAMPLES)])
     at.targets = made * 1.1
@@ -486,7 +486,7 @@ def test_gradients_that_overflow_at_zeros_change_nothing_elsewhere(twins):
         at.tensors[down][:, 3] = 0
         at.tensors[up][3] = torch.linspace(1, 2, 16) * scale
         at.targets *= 1e-6
-        block = at.stream.factory.block(BLOCK, at.tensors)
+        block = at.stream.factory.build_block(BLOCK, at.tensors)
         weight = block.get_parameter("mlp.down_proj.weight").requires_grad_()
         rows = at.split.train[:3]
         loss = (at.stream.run(block, BLOCK, at.stream.states[rows]) - at.targets[rows]).square().sum()

@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 
 from ckpt_prune.architectures.family import Family
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.calibration.blocks import BlockFactory
-from ckpt_prune.calibration.samples import Samples, TokenWindows
-from ckpt_prune.calibration.states import Allocate, in_memory
-from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.measure.samples.samples import Samples, TokenWindows
+from ckpt_prune.measure.streams.blocks import BlockFactory
+from ckpt_prune.measure.streams.hidden_stream import HiddenStream
+from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
 from ckpt_prune.recovery.recoverer import Recoverer
 from ckpt_prune.recovery.survivors import trained_tensors
 from ckpt_prune.recovery.training import Split
@@ -119,7 +119,7 @@ class Twins:
         *,
         sizes: Iterable[int] = (),
         dtype: torch.dtype = torch.float64,
-        allocate: Allocate = in_memory,
+        allocate: Allocate = allocate_in_memory,
     ) -> HiddenStream:
         """At the first block of a model of these tensors."""
         factory = BlockFactory(self.model, device=torch.device("cpu"), dtype=dtype)
@@ -138,7 +138,7 @@ class Twins:
         seed: int = 0,
         after: Iterable[int] = (),
         dtype: torch.dtype = torch.float64,
-        allocate: Allocate = in_memory,
+        allocate: Allocate = allocate_in_memory,
     ) -> Recoverer:
         """At the first block."""
         split = Split.of(self.samples, chosen.held_out)

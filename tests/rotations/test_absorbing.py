@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ckpt_prune.architectures.descriptions import load_family
-from ckpt_prune.calibration.moments import Moments
+from ckpt_prune.measure.moments.inputs import Moments
 from ckpt_prune.rotations.absorbing import (
     after_rotation,
     before_norm,

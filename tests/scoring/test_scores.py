@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_prune.calibration.moments import Moments
+from ckpt_prune.measure.moments.inputs import Moments
 from ckpt_prune.scoring.logit_scores import logit_energy
 from ckpt_prune.scoring.scores import SCORES, column_norms, wanda_sp_code
 from ckpt_prune.scoring.unit_scores import UNIT_SCORES

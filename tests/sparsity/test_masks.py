@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import masks as oracle
 
-from ckpt_prune.calibration.moments import Moments
+from ckpt_prune.measure.moments.inputs import Moments
 from ckpt_prune.sparsity.masks import keep_groups, keep_share, magnitude, wanda, zeros_of
 from ckpt_prune.sparsity.patterns import GroupPattern
 

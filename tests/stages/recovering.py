@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 import ckpt_prune
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.calibration.samples import Samples, TokenWindows
 from ckpt_prune.common.filenames import REPORT
+from ckpt_prune.measure.samples.samples import Samples, TokenWindows
 from ckpt_prune.recovery.training import Split
 from ckpt_prune.runner.recover import PreparedRecovery, RecoveryJob, prepare_recovery
 from ckpt_prune.stages import FullRecipe

@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_prune.architectures.sites import Site
-from ckpt_prune.calibration.moments import total
-from ckpt_prune.calibration.statistics import Statistics, with_effects
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.compensation.logit import logit_system
 from ckpt_prune.job.cost import cost_of
 from ckpt_prune.job.prepared import Prepared, begin
 from ckpt_prune.job.sizes import cost_in
+from ckpt_prune.measure.moments.inputs import sum_folds
+from ckpt_prune.measure.statistics.folder import Statistics, record_effects
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.runner.plan import make_plan, prepare_plan
 from ckpt_prune.stages import FullRecipe
@@ -79,10 +79,10 @@ def curves_of(job: Prepared) -> dict[Site, np.ndarray]:
     model, recipe, statistics = job.model, job.recipe, job.statistics
     found = {}
     for block in range(BLOCKS):
-        metric = {} if recipe.weigh_by == "energy" else statistics.fisher(block)
+        metric = {} if recipe.weigh_by == "energy" else statistics.read_fisher(block)
         for space in recipe.spaces:
             solver, name = solver_of(model, recipe, space, torch.device("cpu")), model.moments_name(block, space)
-            tensors, folds = solver.read(block), statistics.block(block)[name]
+            tensors, folds = solver.read(block), statistics.read_moments(block)[name]
             scores = solver.scores(block, tensors, folds)
             found[Site(block, space)] = solver.errors(block, tensors, folds, scores, metric.get(name)).numpy()
     return found
@@ -105,7 +105,7 @@ def weighed(dense: Sources) -> Callable[[str], Statistics]:
                 points = enumerate(dropped_counts(len(curve) - 1, (0.25, 0.5, 0.75)))
                 own = [(k, float(curve[k]) * 10**block * (2 + n)) for n, k in points]
                 effects[job.model.moments_name(block, space)] = own
-            made[variant] = with_effects(statistics, effects)
+            made[variant] = record_effects(statistics, effects)
         return made[variant]
 
     return of
@@ -227,10 +227,10 @@ def test_what_corp_loses_tells_what_an_error_of_the_logits_is_worth(dense, weigh
     one = FullRecipe.model_validate({"version": 1, "name": "one", "container": "any", "spaces": {"qk": corp}})
     for site in make_plan(job_on(dense.folder("vit"), one, statistics, diagnostics=True)).sites:
         name = job.model.moments_name(site.site.block, "qk")
-        moments = total(statistics.block(site.site.block)[name])
+        moments = sum_folds(statistics.read_moments(site.site.block)[name])
         energy = logit_system(moments, torch.arange(width).expand(moments.heads, -1)).energy
         lost = torch.tensor([head.error_compensated for head in site.heads]) * energy / moments.samples
-        predicted = float(statistics.fisher(site.site.block)[name].mean @ lost) / 2
+        predicted = float(statistics.read_fisher(site.site.block)[name].mean @ lost) / 2
         count, effect = effects_on(statistics, name, "logit-energy")[0]
         assert count == width - len(site.kept) // moments.heads
         (own,) = ranking[site.site]

@@ -10,20 +10,20 @@ from torch import Tensor
 
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.sites import Site
-from ckpt_prune.calibration import readout
-from ckpt_prune.calibration.moments import Moments
-from ckpt_prune.calibration.samples import Part
-from ckpt_prune.calibration.statistics import with_effects
 from ckpt_prune.job.kinds import CANDIDATES
+from ckpt_prune.measure.moments.inputs import Moments
+from ckpt_prune.measure.samples.samples import SampleRange
+from ckpt_prune.measure.statistics.folder import record_effects
+from ckpt_prune.measure.streams import readout
 from ckpt_prune.runner.messages import predicted_line
 from ckpt_prune.runner.plan import make_plan
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.spaces.effects import predicted as space_effects
 from ckpt_prune.stages.spaces.solvers import solver_of
 from ckpt_prune.stages.spaces.widths import decide, dense_ranking, effects_on
-from tests.calibration.test_fisher import losses_of, unlikeliest
 from tests.encoders import calibrate, job_on
 from tests.families import BLOCKS, prune
+from tests.measure.test_fisher import losses_of, unlikeliest
 from tests.oracles import obs as oracle
 from tests.oracles.whole_best import read
 from tests.stages.test_effects import ByHand
@@ -64,7 +64,7 @@ def test_errors_are_those_of_a_refit_in_the_metric(dense: Sources, variant, scor
     recipe = recipe_of({"heads": score, "mlp": score}, variant)
     for space in recipe.spaces:
         solver, name = solver_of(source, recipe, space, CPU), source.moments_name(1, space)
-        tensors, folds, fisher = solver.read(1), statistics.block(1)[name], statistics.fisher(1)[name]
+        tensors, folds, fisher = solver.read(1), statistics.read_moments(1)[name], statistics.read_fisher(1)[name]
         scores = solver.scores(1, tensors, folds)
         weight, gram, tokens = dense_moments(model, 1, space)
         values, vectors = torch.linalg.eigh(fisher.sums.double() / fisher.samples)
@@ -83,7 +83,7 @@ def test_errors_of_logits_are_their_energies_in_the_metric(dense):
     source, statistics = Model.open(dense.folder("vit")), dense.statistics("vit")
     recipe = recipe_of({"qk": "logit-energy"})
     solver, name = solver_of(source, recipe, "qk", CPU), source.moments_name(0, "qk")
-    tensors, folds, fisher = solver.read(0), statistics.block(0)[name], statistics.fisher(0)[name]
+    tensors, folds, fisher = solver.read(0), statistics.read_moments(0)[name], statistics.read_fisher(0)[name]
     scores = solver.scores(0, tensors, folds)  # (heads, dimensions), energies per sample
     for metric, weights in ((None, torch.ones(len(scores))), (fisher, fisher.sums / fisher.samples / 2)):
         found = solver.errors(0, tensors, folds, scores, metric).tolist()
@@ -113,8 +113,8 @@ def test_predictions_are_of_samples_that_no_refit_has_seen(variant, monkeypatch,
     folder, data = dense.folder(variant), data_of(variant)
     source, statistics = Model.open(folder), calibrate(folder, tmp_path / "statistics", data, folds=2)
     half = len(data) // 2
-    fitted = calibrate(folder, tmp_path / "half", Part(data, 0, half), collect=("moments", "gram"))
-    some = Part(data, half, min(len(data), half + statistics.index.fisher))
+    fitted = calibrate(folder, tmp_path / "half", SampleRange(data, 0, half), collect=("moments", "gram"))
+    some = SampleRange(data, half, min(len(data), half + statistics.index.fisher))
     model = stock(folder, variant)
     by_hand = ByHand(model, source, data)
     for parameter in model.parameters():
@@ -124,7 +124,7 @@ def test_predictions_are_of_samples_that_no_refit_has_seen(variant, monkeypatch,
     seen: list[tuple[Tensor, Tensor]] = []
     model.get_submodule(path).register_forward_hook(lambda _m, args, out: seen.append((args[0].detach(), out)))
     said = model(**some.batch(slice(0, len(some))))
-    monkeypatch.setattr("tests.calibration.test_fisher.LIMIT", len(some))
+    monkeypatch.setattr("tests.measure.test_fisher.LIMIT", len(some))
     (loss,) = losses_of([(name, said[name]) for name in said if name.endswith("logits")])
     ((x, out),) = seen
     (g,) = torch.autograd.grad(loss, out)
@@ -151,12 +151,12 @@ def test_measured_effects_scale_what_is_predicted_of_other_scores(dense, tmp_pat
     predicted = statistics.index.predicted[name]
     assert effects_on(statistics, name, "obs") == predicted["obs"]
     assert effects_on(statistics, name, "rcpu") == predicted["rcpu"]
-    tripled = with_effects(statistics, {name: [(count, 3 * value) for count, value in predicted["obs"]]})
+    tripled = record_effects(statistics, {name: [(count, 3 * value) for count, value in predicted["obs"]]})
     assert effects_on(tripled, name, "obs") == [(count, 3 * value) for count, value in predicted["obs"]]
     assert effects_on(tripled, name, "rcpu") == [
         (count, pytest.approx(3 * value)) for count, value in predicted["rcpu"]
     ]
-    elsewhere = with_effects(statistics, {name: [(1, 0.5)]})
+    elsewhere = record_effects(statistics, {name: [(1, 0.5)]})
     assert effects_on(elsewhere, name, "obs") == [(1, 0.5)]
     assert effects_on(elsewhere, name, "rcpu") == predicted["rcpu"]
     bare = calibrate(folder, tmp_path / "bare", data_of("opt"), collect=("moments", "gram"))
@@ -209,7 +209,7 @@ def test_a_plan_predicts_what_every_site_does(variant, dense, tmp_path):
     source = Model.open(folder)
     for site in plan.sites:
         name = site.consumer
-        moments, fisher = statistics.block(site.block)[name][0], statistics.fisher(site.block)[name]
+        moments, fisher = statistics.read_moments(site.block)[name][0], statistics.read_fisher(site.block)[name]
         columns = source.consumer_columns(site.space, torch.tensor(site.kept)).numpy()
         lost = before[name].astype(np.float64)
         lost[:, columns] -= written[name]
@@ -269,8 +269,8 @@ def test_spaces_are_measured_on_the_whole_model(variant, monkeypatch, dense, tmp
     folder, data = dense.folder(variant), data_of(variant)
     source, statistics = Model.open(folder), calibrate(folder, tmp_path / "statistics", data, folds=2)
     half = len(data) // 2
-    fitted = calibrate(folder, tmp_path / "half", Part(data, 0, half), collect=("moments", "gram"))
-    some = Part(data, half, min(len(data), half + statistics.index.fisher))
+    fitted = calibrate(folder, tmp_path / "half", SampleRange(data, 0, half), collect=("moments", "gram"))
+    some = SampleRange(data, half, min(len(data), half + statistics.index.fisher))
     model = stock(folder, variant)
     by_hand = ByHand(model, source, some)
     assert set(statistics.index.spaces) == {"heads", "mlp"}

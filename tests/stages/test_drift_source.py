@@ -11,13 +11,13 @@ import torch
 from transformers import PreTrainedModel
 
 import ckpt_prune
-from ckpt_prune.calibration.blocks import BlockFactory
-from ckpt_prune.calibration.samples import Samples
-from ckpt_prune.calibration.sources import DriftMoments
-from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.job.job import Job, LiveSamples
 from ckpt_prune.job.prepared import Prepared
+from ckpt_prune.measure.moment_sources import DriftMoments
+from ckpt_prune.measure.samples.samples import Samples
+from ckpt_prune.measure.streams.blocks import BlockFactory
+from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.runner.plan import prepare_plan
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.spaces.run import pruner_of
@@ -126,7 +126,7 @@ def test_drift_is_that_of_the_pruned_prefix(dense, case, true_sequential, tmp_pa
 def test_stages(dense):
     for true_sequential, stages in {True: [["heads"], ["mlp"]], False: [["heads", "mlp"]]}.items():
         source = source_of(job_on(dense.folder("opt"), "opt", HALF, true_sequential=true_sequential))
-        assert source.stages(["heads", "mlp"]) == stages
+        assert source.group_keys(["heads", "mlp"]) == stages
 
 
 def test_blocks_may_be_passed_over(dense):
@@ -205,7 +205,7 @@ def runs(job: Job, spaces: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[
         patch.setattr(HiddenStream, "run", counting)
         for block in range(BLOCKS):
             tensors = job.view.block(block)
-            for stage in source.stages(spaces):
+            for stage in source.group_keys(spaces):
                 found.append(source.moments(block, tensors, stage))
                 # Any change to the block makes the next stage another one.
                 tensors = {name: value * 0.9 for name, value in tensors.items()}
@@ -250,7 +250,7 @@ def test_the_dense_block_runs_once_where_its_output_serves_what_is_left(dense, v
 def test_what_the_dense_stream_has_passed_is_refused(dense):
     job = job_on(dense.folder("opt"), "opt", HALF, true_sequential=True)
     source, tensors = source_of(job), job.view.block(0)
-    source.stages(["heads", "mlp"])
+    source.group_keys(["heads", "mlp"])
     source.moments(0, tensors, ["heads"])
     with pytest.raises(ValueError, match="past what is asked for of block 0"):
         source.moments(0, tensors, ["heads"])

@@ -15,12 +15,12 @@ from transformers import PreTrainedModel
 from ckpt_prune.architectures.family import Family
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import Names
-from ckpt_prune.calibration.readout import Readout
-from ckpt_prune.calibration.samples import Samples
-from ckpt_prune.calibration.states import StateMemory
-from ckpt_prune.calibration.statistics import Statistics, with_effects
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.measure.samples.samples import Samples
+from ckpt_prune.measure.statistics.folder import Statistics, record_effects
+from ckpt_prune.measure.streams.readout import Readout
+from ckpt_prune.measure.streams.state_memory import StateMemory
 from ckpt_prune.stages.spaces.effects.measured import measure_effects
 from ckpt_prune.stages.spaces.effects.site_variants import dropped_counts
 from tests import encoders, families
@@ -223,7 +223,7 @@ def test_sites_are_named_as_statistics_name_them(dense):
     # One space says what it says among others.
     whole = measured(dense, "vit")
     assert {name: whole[name] for name in vit} == vit
-    assert with_effects(copied(dense, "vit"), whole).index.effects == whole
+    assert record_effects(copied(dense, "vit"), whole).index.effects == whole
 
 
 def copied(sources: Sources, variant: str) -> Statistics:
@@ -277,8 +277,8 @@ def test_batches_and_where_states_are_change_nothing(dense, variant, monkeypatch
     whole = measured(dense, variant)
     tokens = data_of(variant).tokens
     # Five samples as 2 + 2 + 1 through blocks, one by one through the head, states on disk.
-    monkeypatch.setattr("ckpt_prune.calibration.streams.TOKENS_PER_BATCH", 2 * tokens)
-    monkeypatch.setattr("ckpt_prune.calibration.readout.READOUT_TOKENS", tokens - 1)
+    monkeypatch.setattr("ckpt_prune.measure.streams.hidden_stream.TOKENS_PER_BATCH", 2 * tokens)
+    monkeypatch.setattr("ckpt_prune.measure.streams.readout.READOUT_TOKENS", tokens - 1)
     assert_close(measured(dense, variant, allocate=StateMemory(0, tmp_path)), whole, 1e-3)
 
 

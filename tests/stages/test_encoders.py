@@ -12,12 +12,12 @@ from transformers import DynamicCache
 
 import ckpt_prune
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.calibration import streams
-from ckpt_prune.calibration.blocks import BlockFactory
-from ckpt_prune.calibration.logits import LogitMoments
-from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.measure.moments.logits import LogitMoments
+from ckpt_prune.measure.streams import hidden_stream as streams
+from ckpt_prune.measure.streams.blocks import BlockFactory
+from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.modeling_pruned import cache_argument
 from ckpt_prune.recipe.reading import load_recipe
 from tests import families
@@ -106,7 +106,7 @@ def test_moments_are_those_of_the_consumers_inputs(dense, variant):
     paths = {(b, s): chosen.module(b, s) for b in range(BLOCKS) for s in ("heads", "mlp")}
     seen = watch(unchanged(dense.folder(variant), variant), data, inputs=paths.values())
     for (block, space), path in paths.items():
-        found = statistics.block(block)[chosen.tensor(block, space)]
+        found = statistics.read_moments(block)[chosen.tensor(block, space)]
         assert len(found) == 8
         for fold, moments in enumerate(found):
             tokens = seen[path][3 * fold : 3 * fold + 3].reshape(-1, seen[path].shape[2])
@@ -129,7 +129,7 @@ def test_logit_moments_are_grams_of_the_models_projections(dense, variant):
     for folds in (1, 8):
         statistics = dense.statistics(variant, folds=folds)
         for block in range(BLOCKS):
-            found = statistics.block(block)[chosen.tensor(block, "query")]
+            found = statistics.read_moments(block)[chosen.tensor(block, "query")]
             for fold, moments in enumerate(found):
                 forms.add(moments.form)
                 count = len(data) // folds
@@ -174,7 +174,7 @@ def test_nll_is_that_of_the_whole_model(dense, variant):
     for block in range(BLOCKS):
         stream.advance(block, source.read_block(block))
     expected = perplexity.perplexity(unchanged(dense.folder(variant), variant), data.windows)
-    assert math.exp(stream.nll()) == pytest.approx(expected, rel=1e-5)
+    assert math.exp(stream.measure_nll()) == pytest.approx(expected, rel=1e-5)
 
 
 # ---- heads and mlp, with every compensation ------------------------------------------------------------------------

@@ -9,10 +9,10 @@ from functools import cache
 import pytest
 import torch
 
-from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.plan import read_plan
+from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.runner.plan import make_plan, prepare_plan
 from ckpt_prune.stages import FullRecipe

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_prune.calibration.samples import TokenWindows
-from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.measure.samples.samples import TokenWindows
+from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.stages import FullRecipe
 from tests import encoders, families
 from tests.families import prune

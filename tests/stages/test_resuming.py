@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_prune.calibration.samples import TokenWindows
-from ckpt_prune.calibration.statistics import Statistics
-from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.staging import Staging
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.job import RecoverySamples
 from ckpt_prune.job.prepared import Prepared
+from ckpt_prune.measure.samples.samples import TokenWindows
+from ckpt_prune.measure.statistics.folder import Statistics
+from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.runner.resuming import summary
 from ckpt_prune.stages.recovery import rescaling

@@ -21,10 +21,10 @@ from transformers import PreTrainedModel
 import ckpt_prune
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import parse_config
-from ckpt_prune.calibration.moments import total
-from ckpt_prune.calibration.samples import TokenWindows
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import ROTATIONS
+from ckpt_prune.measure.moments.inputs import sum_folds
+from ckpt_prune.measure.samples.samples import TokenWindows
 from ckpt_prune.modeling_pruned import PlainNorm
 from ckpt_prune.rotations import learning as rotations
 from ckpt_prune.rotations.rotated import check_rotatable
@@ -492,7 +492,7 @@ def test_moments_under_rotations_are_those_of_the_rotated_model(dense, turned, v
         assert list(found) == [group[0].disk for group in model.inputs]
         for at, folds in enumerate(found.values()):
             assert len(folds) == 2
-            moments, X = total(folds), seen[block, at]
+            moments, X = sum_folds(folds), seen[block, at]
             assert moments.count == len(X)
             G = X.T @ X
             scale = float(G.abs().max())

@@ -8,12 +8,12 @@ import torch
 from transformers import AutoConfig, MistralForCausalLM, PreTrainedModel
 
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.calibration import streams
-from ckpt_prune.calibration.blocks import BlockFactory
-from ckpt_prune.calibration.moments import Moments, total
-from ckpt_prune.calibration.samples import TokenWindows
-from ckpt_prune.calibration.sources import SequentialMoments
-from ckpt_prune.calibration.streams import HiddenStream
+from ckpt_prune.measure.moment_sources import SequentialMoments
+from ckpt_prune.measure.moments.inputs import Moments, sum_folds
+from ckpt_prune.measure.samples.samples import TokenWindows
+from ckpt_prune.measure.streams import hidden_stream as streams
+from ckpt_prune.measure.streams.blocks import BlockFactory
+from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from tests.families import BLOCKS, SIZES, VARIANTS, calibrate, job_on, one_group, prune, recipe, stock, windows
 from tests.oracles import perplexity
 from tests.oracles.streams import inputs_of
@@ -48,7 +48,7 @@ def test_dense_statistics_are_those_of_the_whole_model(sources, variant):
     for fold, (start, stop) in enumerate([(0, 2), (2, 5), (5, 8)]):
         inputs = inputs_of(model, [consumer_path(b, s) for b in range(BLOCKS) for s in CONSUMERS], ids[start:stop])
         for block in range(BLOCKS):
-            found = statistics.block(block)
+            found = statistics.read_moments(block)
             for space in CONSUMERS:
                 path = consumer_path(block, space)
                 assert_moments_of(found[f"{path}.weight"][fold], inputs[path])
@@ -59,7 +59,7 @@ def test_folds_sum_to_the_whole(sources):
     for block in range(BLOCKS):
         for consumer, folds in folded.block(block).items():
             assert len(folds) == 3
-            summed, at_once = total(folds), whole.block(block)[consumer][0]
+            summed, at_once = sum_folds(folds), whole.block(block)[consumer][0]
             assert summed.count == at_once.count == 8 * 24
             for name in ("sum", "square", "absolute", "active", "gram"):
                 torch.testing.assert_close(getattr(summed, name), getattr(at_once, name), rtol=1e-5, atol=1e-4)
@@ -98,7 +98,7 @@ def test_nll_is_that_of_the_whole_model(sources, variant):
     for block in range(BLOCKS):
         stream.advance(block, stream.block_tensors(block))
     expected = perplexity.perplexity(stock(sources.folder(variant)), ids)
-    assert math.exp(stream.nll()) == pytest.approx(expected, rel=1e-5)
+    assert math.exp(stream.measure_nll()) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("window", [3, 24])
@@ -169,5 +169,5 @@ def test_half_precision_checkpoints_are_measured_in_the_compute_dtype(sources, t
     statistics = calibrate(folder, tmp_path / "statistics")
     path = consumer_path(BLOCKS - 1, "mlp")
     inputs = inputs_of(stock(folder, dtype=torch.float32), [path], windows())
-    assert_moments_of(statistics.block(BLOCKS - 1)[f"{path}.weight"][0], inputs[path])
+    assert_moments_of(statistics.read_moments(BLOCKS - 1)[f"{path}.weight"][0], inputs[path])
     assert (statistics.index.dtype, statistics.index.compute_dtype) == ("bfloat16", "float32")

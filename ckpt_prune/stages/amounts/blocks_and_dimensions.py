@@ -5,10 +5,10 @@ from functools import cached_property
 
 from torch import Tensor
 
-from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.records import DepthRecord, HiddenRecord, TriedHidden
+from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.stages.amounts.blocks import Choose, Shorten, blocks_chosen, ranked_at
 from ckpt_prune.stages.amounts.dimensions import Find, Measure, narrowed_trial
 from ckpt_prune.stages.amounts.pair_search import Pair, least_pair

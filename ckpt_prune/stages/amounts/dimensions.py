@@ -6,10 +6,10 @@ from functools import cached_property
 
 from torch import Tensor
 
-from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.records import HiddenRecord, TriedHidden
+from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.rotations.sliced import SlicedCheckpoint
 from ckpt_prune.stages.amounts.search import CountWeighing, Trial
 from ckpt_prune.stages.hidden.preview import hidden_record, jointly_narrowed, possible_widths, view_of

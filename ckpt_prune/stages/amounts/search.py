@@ -19,13 +19,6 @@ from torch import Tensor
 
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.sites import Site
-from ckpt_prune.calibration.fisher import LIMITS
-from ckpt_prune.calibration.moments import total
-from ckpt_prune.calibration.readout import Readout, divergences
-from ckpt_prune.calibration.samples import Part, Samples
-from ckpt_prune.calibration.sources import CachedMoments, KnownMoments
-from ckpt_prune.calibration.statistics import Statistics
-from ckpt_prune.calibration.streams import HiddenStream, fold_slices, stream_of
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.staging import disk_failures
 from ckpt_prune.common.errors import DiskError, UserError, find_unreadable_file
@@ -35,6 +28,13 @@ from ckpt_prune.job.decisions import Decision, Decisions
 from ckpt_prune.job.job import LiveSamples
 from ckpt_prune.job.prepared import Prepared, Ranked
 from ckpt_prune.job.records import Tried
+from ckpt_prune.measure.moment_sources import CachedMoments, KnownMoments
+from ckpt_prune.measure.moments.inputs import sum_folds
+from ckpt_prune.measure.samples.samples import SampleRange, Samples
+from ckpt_prune.measure.statistics.fisher import LIMITS
+from ckpt_prune.measure.statistics.folder import Statistics
+from ckpt_prune.measure.streams.hidden_stream import HiddenStream, open_stream, split_folds
+from ckpt_prune.measure.streams.readout import Readout, measure_divergences
 from ckpt_prune.report.stages import Stages
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.spaces.budget import total_error
@@ -187,20 +187,20 @@ class Weighing(ABC, Generic[Amount]):
     def some(self) -> LiveSamples:
         """The samples that whatever makes up for what is gone is fitted to here: not those that models are run on."""
         live, most = self._live, LIMITS[self.prepared.model.family.modality]
-        last = fold_slices(len(live.samples), live.folds)[-1]
+        last = split_folds(len(live.samples), live.folds)[-1]
         count = min(last.start if last.start > 1 else last.stop, most)
-        return replace(live, samples=Part(live.samples, 0, count), folds=min(live.folds, count))
+        return replace(live, samples=SampleRange(live.samples, 0, count), folds=min(live.folds, count))
 
     @property
     def _unseen(self) -> Samples:
         """The samples that models are run on: those at the start of the last fold."""
         live, most = self._live, LIMITS[self.prepared.model.family.modality]
-        last = fold_slices(len(live.samples), live.folds)[-1]
-        return Part(live.samples, last.start, min(last.stop, last.start + most))
+        last = split_folds(len(live.samples), live.folds)[-1]
+        return SampleRange(live.samples, last.start, min(last.stop, last.start + most))
 
     def _stream(self, model: Model) -> HiddenStream:
         live = self._live
-        return stream_of(
+        return open_stream(
             model, self._unseen, device=self.prepared.device, compute_dtype=live.compute_dtype, allocate=live.allocate
         )
 
@@ -220,7 +220,7 @@ class Weighing(ABC, Generic[Amount]):
             stream.advance(block, self._pruned(trial, block, decisions))
         readout, states = self._dense
         own = stream.readout() if trial.own_ends else readout
-        (value,) = divergences(readout, states, self._unseen, [(own, stream.states)])
+        (value,) = measure_divergences(readout, states, self._unseen, [(own, stream.states)])
         check_finite(value, f"the output {trial.what}", self._live.compute_dtype)
         return value
 
@@ -234,7 +234,7 @@ class Weighing(ABC, Generic[Amount]):
         if not pruned:
             return tensors
         read: Any = CachedMoments(self.statistics, whole).moments(trial.numbers[block], {}, pruned)
-        moments: Any = {space: (total(folds[:-1] or folds).to(short.device),) for space, folds in read.items()}
+        moments: Any = {space: (sum_folds(folds[:-1] or folds).to(short.device),) for space, folds in read.items()}
         recipe = FullRecipe.model_validate(
             {"version": 1, "name": "tried", "spaces": trial_spaces(model, block, pruned, tensors)}
         )

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from ckpt_prune.architectures.depth import check_shortened, movable, shortened
 from ckpt_prune.architectures.family import DATA_OPTIONS
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.calibration.gaps import map_spaces
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import plural
 from ckpt_prune.job.plan import Plan
@@ -14,6 +13,7 @@ from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.records import DepthRecord, GapRecord
 from ckpt_prune.job.sizes import size_words
+from ckpt_prune.stages.depth.gaps import find_map_spaces
 from ckpt_prune.stages.depth.runs import runs_of
 from ckpt_prune.stages.depth.stage import Depth
 from ckpt_prune.stages.spaces.size_search import at_own_size, check_reachable, dense_size, limit_of
@@ -161,7 +161,7 @@ def check_depth(prepared: Prepared) -> None:
             f"recipe {recipe.name} compares numbers of blocks beside what spaces lose, and experts are not tried out "
             "so: say a number, depth.drop, or --set depth=null"
         )
-    if depth.compensation.linear and not map_spaces(family):
+    if depth.compensation.linear and not find_map_spaces(family):
         raise UserError(
             f"recipe {recipe.name} maps what the mlp gives, and in a block of {family.model_type} experts that all "
             "tokens share add to it: say --set depth.compensation.method=none"

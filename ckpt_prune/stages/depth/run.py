@@ -12,12 +12,6 @@ from torch import Tensor
 from ckpt_prune.architectures.depth import check_shortened, outputs_of, shortened
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.spaces import Kind
-from ckpt_prune.calibration.distances import SAMPLES, Distances, measure_distances
-from ckpt_prune.calibration.fisher import LIMITS
-from ckpt_prune.calibration.gaps import map_spaces, observe_gap
-from ckpt_prune.calibration.losses import TOKENS, losses_without
-from ckpt_prune.calibration.part_distances import measure_parts
-from ckpt_prune.calibration.samples import Part
 from ckpt_prune.checkpoint.files import sync
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.shard import read_header
@@ -30,10 +24,16 @@ from ckpt_prune.job.job import LiveSamples
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.records import DepthRecord, GapRecord
 from ckpt_prune.job.run import Run
+from ckpt_prune.measure.samples.samples import SampleRange
+from ckpt_prune.measure.statistics.distances import SAMPLES, Distances, measure_distances
+from ckpt_prune.measure.statistics.fisher import LIMITS
 from ckpt_prune.report.stages import Stages
 from ckpt_prune.stages.amounts.blocks import DepthWeighing, ranked_at
 from ckpt_prune.stages.amounts.blocks_and_dimensions import AxesWeighing
 from ckpt_prune.stages.amounts.search import measured_whole
+from ckpt_prune.stages.depth.gaps import find_map_spaces, observe_gap
+from ckpt_prune.stages.depth.losses import LOSS_TOKENS, measure_losses_without
+from ckpt_prune.stages.depth.part_distances import measure_part_distances
 from ckpt_prune.stages.depth.preview import Wanted, at_depth, depth_of, depth_record, wanted_depth
 from ckpt_prune.stages.depth.runs import least_blocks, least_runs
 from ckpt_prune.stages.hidden.run import HIDDEN, shared_basis, shared_gram
@@ -177,11 +177,11 @@ def _chosen(prepared: Prepared, journal: Journal | None) -> tuple[list[int], Dis
 def _by_loss(prepared: Prepared, wanted: Wanted, journal: Journal | None) -> list[int]:
     """The blocks that go one after the other, each the one without which the loss is least; of equal ones the first."""
     live = _live(prepared)
-    some = Part(live.samples, 0, min(len(live.samples), max(1, TOKENS // live.samples.tokens)))
+    some = SampleRange(live.samples, 0, min(len(live.samples), max(1, LOSS_TOKENS // live.samples.tokens)))
     units = {} if journal is None else journal.notes
     gone = [block for unit, block in units.items() if unit.startswith(f"{_REMOVED} ")]
     while len(gone) < wanted.count:
-        losses = losses_without(
+        losses = measure_losses_without(
             prepared.model,
             some,
             gone,
@@ -202,7 +202,7 @@ def _parts(prepared: Prepared, wanted: Wanted) -> tuple[list[int], Distances]:
     """The blocks whose part does least, each by itself."""
     live, depth = _live(prepared), depth_of(prepared)
     gradients = depth.choice == "divergence"
-    found = measure_parts(
+    found = measure_part_distances(
         prepared.model,
         _some(prepared, gradients=gradients),
         depth.part,
@@ -222,11 +222,11 @@ def _zeros(model: Model, record: DepthRecord) -> dict[str, Tensor]:
     return {name: torch.zeros(infos[name].shape, dtype=infos[name].dtype) for name in names}
 
 
-def _some(prepared: Prepared, *, gradients: bool) -> Part:
+def _some(prepared: Prepared, *, gradients: bool) -> SampleRange:
     """The samples that blocks are compared on."""
     samples = _live(prepared).samples
     most = LIMITS[prepared.model.family.modality] if gradients else SAMPLES
-    return Part(samples, 0, min(len(samples), most))
+    return SampleRange(samples, 0, min(len(samples), most))
 
 
 def _distances(prepared: Prepared, *, gradients: bool) -> Distances:
@@ -304,7 +304,7 @@ def _mapped(prepared: Prepared, gaps: Sequence[GapRecord]) -> tuple[list[GapReco
             held.copy_(states)
             waiting = _Waiting(block, tensors, held)
         elif ours is not None and block not in gone:
-            stream.pass_through(stream.factory.block(block, tensors), block, ours, ours)
+            stream.pass_through(stream.factory.build_block(block, tensors), block, ours, ours)
         stream.advance(block, tensors)
         if block + 1 in stops and waiting is not None:
             solved, new = _map_of(prepared, stream, waiting)
@@ -314,7 +314,7 @@ def _mapped(prepared: Prepared, gaps: Sequence[GapRecord]) -> tuple[list[GapReco
                 maps |= {_renamed(model, each, waiting.block, numbers[waiting.block]): t for each, t in new.items()}
             ours = waiting.entering
             if block + 1 < max(stops):
-                mapped = stream.factory.block(waiting.block, {**waiting.tensors, **new})
+                mapped = stream.factory.build_block(waiting.block, {**waiting.tensors, **new})
                 stream.pass_through(mapped, waiting.block, ours, ours)
             waiting = None
     return found, maps
@@ -323,7 +323,7 @@ def _mapped(prepared: Prepared, gaps: Sequence[GapRecord]) -> tuple[list[GapReco
 def _map_of(prepared: Prepared, stream: Any, waiting: _Waiting) -> tuple[GapMap, dict[str, Tensor]]:
     """The map of a gap that the stream is behind of, and what it is absorbed in."""
     model, own = prepared.model, depth_of(prepared).compensation
-    spaces = map_spaces(model.family)
+    spaces = find_map_spaces(model.family)
     folds = observe_gap(stream, waiting.block, waiting.tensors, spaces, waiting.entering, stream.states)
     names, bias = _consumers(model, waiting.block), _consumers(model, waiting.block, "bias")[0]
     by_folds = own.lambda_by is not None
@@ -363,7 +363,7 @@ def _with_map(gap: GapRecord, solved: GapMap, into: str) -> GapRecord:
 def _consumers(model: Model, block: int, kind: Kind = "weight") -> list[str]:
     """On-disk names of what a map is absorbed in: of the mlp's last projection, or of every expert's."""
     columns = model.family.columns
-    return [model.tensor(block, columns[space].consumer, kind) for space in map_spaces(model.family)]
+    return [model.tensor(block, columns[space].consumer, kind) for space in find_map_spaces(model.family)]
 
 
 def _all_of(names: Sequence[str]) -> str:

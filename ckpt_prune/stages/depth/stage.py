@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from ckpt_prune.calibration.kinds import Collect
 from ckpt_prune.compensation.methods import GRID
 from ckpt_prune.job.fields import Strict
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.sizes import SizeKind
 from ckpt_prune.job.stage import Stage
+from ckpt_prune.measure.moments.kinds import Collect
 
 if TYPE_CHECKING:
     from ckpt_prune.job.prepared import Prepared

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 from ckpt_prune.architectures.family import DATA_OPTIONS
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.records import Cost, HiddenRecord
 from ckpt_prune.job.sizes import cost_in, size_words
+from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.rotations.absorbing import residual_of
 from ckpt_prune.rotations.sliced import Bases, SlicedCheckpoint, check_sliceable, not_measured
 from ckpt_prune.stages.depth.preview import shortest

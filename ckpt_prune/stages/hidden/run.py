@@ -7,8 +7,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ckpt_prune.architectures.sublayers import sublayers
-from ckpt_prune.calibration.slicing import SlicedStream
-from ckpt_prune.calibration.sources import CachedMoments
 from ckpt_prune.checkpoint.checkpoint import read_tensors
 from ckpt_prune.checkpoint.files import sync
 from ckpt_prune.checkpoint.journal import Journal
@@ -18,6 +16,7 @@ from ckpt_prune.common.progress import track
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.records import HiddenRecord
 from ckpt_prune.job.run import Run
+from ckpt_prune.measure.moment_sources import CachedMoments
 from ckpt_prune.report.stages import Stages
 from ckpt_prune.rotations.absorbing import residual_of
 from ckpt_prune.rotations.moments import stream_gram
@@ -34,6 +33,7 @@ from ckpt_prune.stages.hidden.preview import (
     view_of,
     wanted_width,
 )
+from ckpt_prune.stages.hidden.slicing import SlicedStream
 
 HIDDEN = "hidden"
 """Unit of the journal: how many dimensions stay, where spaces lose units besides."""

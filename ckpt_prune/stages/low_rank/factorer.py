@@ -10,9 +10,6 @@ from torch import Tensor
 from ckpt_prune.architectures.blocks import module_paths
 from ckpt_prune.architectures.factors import factor_names
 from ckpt_prune.architectures.family import Family
-from ckpt_prune.calibration.kinds import SpaceMoments, inputs_of
-from ckpt_prune.calibration.moments import total
-from ckpt_prune.calibration.sources import CachedMoments, MomentSource
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.phases import phase
 from ckpt_prune.common.progress import track
@@ -20,6 +17,9 @@ from ckpt_prune.compensation.factoring import energies, factor, updated
 from ckpt_prune.containers.container import Ranks
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.records import FactoredLinear
+from ckpt_prune.measure.moment_sources import CachedMoments, MomentSource
+from ckpt_prune.measure.moments.inputs import sum_folds
+from ckpt_prune.measure.moments.kinds import SpaceMoments, select_input_moments
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.stages.low_rank.ranks import Thin, ranks_by_energy, uniform_ranks
 from ckpt_prune.stages.low_rank.stage import LowRank
@@ -64,7 +64,7 @@ class Factorer:
         running, made = dict(tensors), {}
         factored: list[FactoredLinear] = []
         groups = {first: [m for m in own if m in self.ranks[block]] for first, own in self.family.inputs.items()}
-        for stage in source.stages([first for first, own in groups.items() if own]):
+        for stage in source.group_keys([first for first, own in groups.items() if own]):
             with phase("calibration"):
                 moments = source.moments(block, running, stage)
                 unpruned = None if self.dense is None else self.dense.moments(block, tensors, stage)
@@ -157,8 +157,8 @@ def _measured(prepared: Prepared, linears: Mapping[tuple[int, str], Thin]) -> It
 
 def _gram(folds: SpaceMoments | None, device: torch.device) -> Tensor | None:
     """The Gram of all folds, float64; None without moments."""
-    own = inputs_of(folds)
+    own = select_input_moments(folds)
     if not own:
         return None
-    found = total(own).to(device).gram
+    found = sum_folds(own).to(device).gram
     return None if found is None else found.double()

@@ -4,11 +4,11 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 from ckpt_prune.architectures.family import DATA_OPTIONS
-from ckpt_prune.calibration.sources import CachedMoments
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.phases import phase
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.run import Run
+from ckpt_prune.measure.moment_sources import CachedMoments
 from ckpt_prune.stages.linears import check_collected
 from ckpt_prune.stages.low_rank.factorer import Factorer
 from ckpt_prune.stages.low_rank.stage import LowRank

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.calibration.kinds import inputs_of
-from ckpt_prune.calibration.moments import Moments, total
-from ckpt_prune.calibration.sources import MomentSource
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.phases import phase
 from ckpt_prune.job.model_view import fill_biases
 from ckpt_prune.job.records import MaskedLinear
+from ckpt_prune.measure.moment_sources import MomentSource
+from ckpt_prune.measure.moments.inputs import Moments, sum_folds
+from ckpt_prune.measure.moments.kinds import select_input_moments
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.sparsity import sparsegpt
 from ckpt_prune.sparsity.masks import keep_groups, keep_share, magnitude, wanda
@@ -75,12 +75,12 @@ class Masker:
         fill_biases(self.model.family, block, self.biases, current)
         masked: list[MaskedLinear] = []
         readers = self.model.inputs(block)
-        for stage in source.stages(list(readers)):
+        for stage in source.group_keys(list(readers)):
             with phase("calibration"):
                 moments = source.moments(block, current, stage)
             for first in stage:
-                folds = inputs_of(moments.get(first))
-                whole = total(folds).to(self.device) if folds else None
+                folds = select_input_moments(moments.get(first))
+                whole = sum_folds(folds).to(self.device) if folds else None
                 for module in readers[first]:
                     name = self.model.tensor(block, module)
                     # As in `engine`: the first of several processes has the moments.

@@ -7,18 +7,18 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.calibration.backward import pass_back, states_at_ends
-from ckpt_prune.calibration.fisher import LIMITS, gradients_at_the_end
-from ckpt_prune.calibration.kinds import SpaceMoments, inputs_of
-from ckpt_prune.calibration.moments import total
-from ckpt_prune.calibration.readout import Drawn
-from ckpt_prune.calibration.samples import Part
-from ckpt_prune.calibration.sources import CachedMoments, KnownMoments, MomentSource, NoMoments, SequentialMoments
-from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import track
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.records import MaskShares
+from ckpt_prune.measure.moment_sources import CachedMoments, KnownMoments, MomentSource, NoMoments, SequentialMoments
+from ckpt_prune.measure.moments.inputs import sum_folds
+from ckpt_prune.measure.moments.kinds import SpaceMoments, select_input_moments
+from ckpt_prune.measure.samples.samples import SampleRange
+from ckpt_prune.measure.statistics.fisher import LIMITS, draw_end_gradients
+from ckpt_prune.measure.streams.backward import pass_back, states_at_ends
+from ckpt_prune.measure.streams.hidden_stream import HiddenStream
+from ckpt_prune.measure.streams.readout import DrawnGradients
 from ckpt_prune.sparsity.allocation import (
     by_exponents,
     by_outliers,
@@ -93,7 +93,7 @@ def _outliers(prepared: Prepared, mask: Mask) -> list[float]:
             continue
         moments = source.moments(block, tensors, list(family.inputs))
         scores = [
-            wanda(tensors[family.tensor(block, module)], total(inputs_of(moments[first])))
+            wanda(tensors[family.tensor(block, module)], sum_folds(select_input_moments(moments[first])))
             for first, modules in family.inputs.items()
             for module in modules
         ]
@@ -117,7 +117,7 @@ def _exponents(model: Model) -> list[float]:
 def _by_divergence(prepared: Prepared, mask: Mask) -> MaskShares:
     """Shares of the least sum of predicted divergences (this project).
 
-    A few samples go through the dense model, and their gradients back, as for the Fisher metric (calibration/README.md,
+    A few samples go through the dense model, and their gradients back, as for the Fisher metric (measure/README.md,
     section 5). At every block its mask is made at several shares, on its dense inputs, and the masked block is run:
     ½ E[Σ_t (g_t·δ_t)²], with δ what then lacks at its end, is what that share does to the model's output, to second
     order. Time: for every block and share one mask and one run. Memory: a block twice, and the hidden states of these
@@ -125,11 +125,11 @@ def _by_divergence(prepared: Prepared, mask: Mask) -> MaskShares:
     """
     model, live = prepared.model, prepared.live
     assert live is not None
-    some = Part(live.samples, 0, min(len(live.samples), LIMITS[model.family.modality]))
+    some = SampleRange(live.samples, 0, min(len(live.samples), LIMITS[model.family.modality]))
     stream = prepared.plain_view.stream(some, live.compute_dtype, allocate=live.allocate)
     factory, states = stream.factory, states_at_ends(model, stream, live.allocate)
     end = states.pop()
-    drawn = gradients_at_the_end(stream.readout(), some, end, live.allocate)
+    drawn = draw_end_gradients(stream.readout(), some, end, live.allocate)
     groups = mask.groups
     tried = TRIED if groups is None else tuple(gone / groups.of for gone in range(1, groups.of))
     masker = Masker(model, mask, 0.0, groups, frozenset(), prepared.device)
@@ -145,7 +145,7 @@ def _by_divergence(prepared: Prepared, mask: Mask) -> MaskShares:
             sums.append(_divergence(stream, block, masked, before, end, drawn))
         curves.insert(0, sums)
         if block:
-            module = factory.block(block, tensors).requires_grad_(False)
+            module = factory.build_block(block, tensors).requires_grad_(False)
             for _ in pass_back(stream, module, block, before, [each.values for each in drawn], ()):
                 pass
         end = before
@@ -176,11 +176,11 @@ def _divergence(
     masked: Mapping[str, Tensor],
     before: Tensor,
     end: Tensor,
-    drawn: Sequence[Drawn],
+    drawn: Sequence[DrawnGradients],
 ) -> float:
     """½ E[Σ_t (g_t·δ_t)²] of a masked block."""
-    module, found = stream.factory.block(block, masked), 0.0
+    module, found = stream.factory.build_block(block, masked), 0.0
     for _, rows in stream.batches:
         lacks = (stream.run(module, block, before[rows]) - end[rows].to(stream.factory.device)).float()
-        found += sum(own.moved(own.values[rows].to(lacks), lacks) for own in drawn)
+        found += sum(own.measure_shift(own.values[rows].to(lacks), lacks) for own in drawn)
     return found / 2 / len(end)

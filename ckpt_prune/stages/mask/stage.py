@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from ckpt_prune.calibration.kinds import Collect
 from ckpt_prune.job.names import Backbone
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.stage import Stage
+from ckpt_prune.measure.moments.kinds import Collect
 from ckpt_prune.sparsity.damping import DAMP, MOST_DAMP
 from ckpt_prune.sparsity.masks import Compare
 from ckpt_prune.sparsity.patterns import UNSTRUCTURED, GroupPattern, parse_pattern

@@ -1,9 +1,9 @@
 """Fitting scales, with what is said before, meanwhile and for the record."""
 
-from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.common.formatting import plural
 from ckpt_prune.common.progress import meter
 from ckpt_prune.job.run import Announce
+from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.recovery.scales import Fitted, Side, fit_scales
 from ckpt_prune.recovery.training import Split
 from ckpt_prune.report.model import Adapters

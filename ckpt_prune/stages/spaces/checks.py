@@ -5,8 +5,6 @@ from collections import Counter
 from ckpt_prune.architectures.family import Family
 from ckpt_prune.architectures.sites import Site
 from ckpt_prune.architectures.spaces import BESIDE, ENDS, first_of_experts
-from ckpt_prune.calibration.kinds import Collect
-from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.compensation.methods import AUTO
 from ckpt_prune.job.decisions import keep_count
@@ -14,6 +12,8 @@ from ckpt_prune.job.kinds import kind_of
 from ckpt_prune.job.plan import Plan
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.recipe import Recipe
+from ckpt_prune.measure.moments.kinds import Collect
+from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.stages.spaces.size_search import check_reachable
 from ckpt_prune.stages.spaces.solvers import solver_of
 from ckpt_prune.stages.spaces.widths import check_effects

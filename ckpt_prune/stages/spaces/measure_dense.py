@@ -3,8 +3,6 @@
 from dataclasses import replace
 from pathlib import Path
 
-from ckpt_prune.calibration.measure import check_folds, measure_into, statistics_bytes
-from ckpt_prune.calibration.statistics import Statistics, with_effects
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.staging import disk_failures
 from ckpt_prune.checkpoint.writer import check_free_space
@@ -12,6 +10,8 @@ from ckpt_prune.common.phases import phase
 from ckpt_prune.job.job import LiveSamples
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.run import Run
+from ckpt_prune.measure.statistics.folder import Statistics, record_effects
+from ckpt_prune.measure.statistics.measurement import check_folds, count_statistics_bytes, measure_into
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.stages.spaces.effects.gradients import add_gradients
 from ckpt_prune.stages.spaces.effects.measured import measure_effects, measured_singly
@@ -47,7 +47,9 @@ def measure_first(prepared: Prepared, live: LiveSamples, folder: Path, journal: 
     def make_folder() -> None:
         with disk_failures(folder):
             folder.mkdir(exist_ok=True)
-        needed = statistics_bytes(prepared.model, collect=recipe.collect, folds=live.folds, samples=len(live.samples))
+        needed = count_statistics_bytes(
+            prepared.model, collect=recipe.collect, folds=live.folds, samples=len(live.samples)
+        )
         check_free_space(folder, needed, "statistics need")
 
     if STATISTICS in known:
@@ -94,7 +96,7 @@ def measure_first(prepared: Prepared, live: LiveSamples, folder: Path, journal: 
         allocate=live.allocate,
         journal=journal,
     )
-    statistics = group.once(lambda: with_effects(statistics, effects))
+    statistics = group.once(lambda: record_effects(statistics, effects))
     _done(journal, EFFECTS)
     return statistics
 

@@ -12,15 +12,15 @@ from ckpt_prune.architectures.cuts import found_among, touched
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.sites import Site
 from ckpt_prune.architectures.spaces import SpaceName, dim_of
-from ckpt_prune.calibration.kinds import SpaceMoments
-from ckpt_prune.calibration.moments import Moments
-from ckpt_prune.calibration.sources import MomentSource
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.finite import all_finite
 from ckpt_prune.common.phases import phase
 from ckpt_prune.job.decisions import Decisions
 from ckpt_prune.job.model_view import fill_biases
 from ckpt_prune.job.plan import SitePlan
+from ckpt_prune.measure.moment_sources import MomentSource
+from ckpt_prune.measure.moments.inputs import Moments
+from ckpt_prune.measure.moments.kinds import SpaceMoments
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.stages.spaces.solvers import solver_of
 from ckpt_prune.stages.spaces.solvers.base import SolvedSite, Solver
@@ -91,7 +91,7 @@ class Pruner:
         found: list[dict[str, Any]] = []
         for _ in range(SWEEPS if spaces else 0):
             with phase("calibration"):
-                moments = source.lacking(block, dense, tensors, spaces)
+                moments = source.measure_shortfall(block, dense, tensors, spaces)
             with phase("compensation"):
                 new, figures = process_group().once(partial(solver.refit, block, tensors, moments))
             tensors |= {name: tensor.to(tensors[name].dtype) for name, tensor in new.items()}
@@ -122,7 +122,7 @@ class Pruner:
         measured = [
             space for space, own in decided.items() if own.scores is None or own.keep != self.model.units(space)
         ]
-        stages = {stage[0]: stage for stage in source.stages(measured) if stage}
+        stages = {stage[0]: stage for stage in source.group_keys(measured) if stage}
         found: Mapping[SpaceName, SpaceMoments] = {}
         for space in spaces:
             if space in stages:
@@ -164,7 +164,7 @@ class Pruner:
         _, lines = self.model.stays({each: kept[each] for each in earlier})[consumer, dim_of("columns")]
         # Moments that were taken before are of all inputs.
         own = (m for m in moments if isinstance(m, Moments))
-        return model, tuple(m.at(lines) if m.width > len(lines) else m for m in own)
+        return model, tuple(m.select_inputs(lines) if m.width > len(lines) else m for m in own)
 
     def _in_dense(self, plan: SitePlan, kept: Mapping[SpaceName, Tensor]) -> SitePlan:
         """A plan in units of the dense model, where some of those that stand side by side had gone with others before.

@@ -9,12 +9,12 @@ from torch import Tensor
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.sites import Site
 from ckpt_prune.architectures.spaces import SpaceName
-from ckpt_prune.calibration.kinds import inputs_of
-from ckpt_prune.calibration.moments import total
-from ckpt_prune.calibration.sources import MomentSource
 from ckpt_prune.common.progress import track
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.selection import select_ranked, standardise
+from ckpt_prune.measure.moment_sources import MomentSource
+from ckpt_prune.measure.moments.inputs import sum_folds
+from ckpt_prune.measure.moments.kinds import select_input_moments
 from ckpt_prune.stages.spaces.solvers.columns import ColumnSolver
 
 
@@ -27,9 +27,9 @@ def standardised_scores(model: Model, recipe: Recipe, source: MomentSource, devi
             solver = ColumnSolver(model, recipe, space, device)
             name = model.tensor(block, solver.description.consumer)
             weight = model.checkpoint.read([name])[name].to(device)
-            folds = inputs_of(moments.get(space))
+            folds = select_input_moments(moments.get(space))
             # A ranking does not need Grams.
-            whole = total([replace(fold, gram=None) for fold in folds]).to(device) if folds else None
+            whole = sum_folds([replace(fold, gram=None) for fold in folds]).to(device) if folds else None
             scores[Site(block, space)] = standardise(solver.column_scores(weight, whole), model.unit_columns(space))
     return scores
 

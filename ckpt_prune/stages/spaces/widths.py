@@ -9,14 +9,14 @@ from torch import Tensor
 
 from ckpt_prune.architectures.sites import Site
 from ckpt_prune.architectures.spaces import SpaceName, known_space
-from ckpt_prune.calibration.sources import CachedMoments, MomentSource, NoMoments
-from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import track
 from ckpt_prune.job.decisions import Decision, Decisions, Losses, kept_units, multiple_of
 from ckpt_prune.job.kinds import CANDIDATES, CHOSEN, kind_of
 from ckpt_prune.job.prepared import Prepared, Ranked
 from ckpt_prune.job.sizes import SizeKind
+from ckpt_prune.measure.moment_sources import CachedMoments, MomentSource, NoMoments
+from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.stages.spaces.budget import BudgetError, Crossing, Curve, least_error, merged, total_error
 from ckpt_prune.stages.spaces.rankings import ranked, standardised_scores
@@ -95,7 +95,7 @@ def dense_ranking(prepared: Prepared) -> dict[Site, list[Ranked]]:
     def rank(block: int) -> dict[Site, list[Ranked]]:
         found: dict[Site, list[Ranked]] = {}
         moments = source.moments(block, {}, list(solvers))
-        metric = statistics.fisher(block) if recipe.weighed_by_effect else {}
+        metric = statistics.read_fisher(block) if recipe.weighed_by_effect else {}
         for space, solver in solvers.items():
             tensors, own, name = solver.read(block), moments.get(space, ()), model.moments_name(block, space)
             ranked = found.setdefault(Site(block, space), [])

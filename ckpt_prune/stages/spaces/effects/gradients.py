@@ -1,7 +1,7 @@
 """What errors of sites do to the model's own output: the Fisher metric, and sites tried out.
 
 The metric takes gradients and errors as independent, which fails where a few tokens have most of both, as in the last
-block of SmolLM2 (calibration/README.md, section 5). So while a block's gradients pass, the sites of a consumer are
+block of SmolLM2 (measure/README.md, section 5). So while a block's gradients pass, the sites of a consumer are
 also tried out: for every score of `Kind.candidates` and every share of `POINTS`, units are dropped, the others refitted
 by ridge on the samples that the gradients are not of, and ½ E[Σ_t (g_t·δ_t)²] is added up token by token.
 """
@@ -16,14 +16,14 @@ from torch import Tensor
 
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.spaces import SpaceName
-from ckpt_prune.calibration.distances import EndDistances
-from ckpt_prune.calibration.fisher import LIMITS, Fisher, measure_fisher
-from ckpt_prune.calibration.readout import Drawn
-from ckpt_prune.calibration.samples import Part, Samples
-from ckpt_prune.calibration.states import Allocate, in_memory
-from ckpt_prune.calibration.statistics import Statistics, fisher_file, with_fisher, write_fisher
-from ckpt_prune.calibration.streams import fold_slices
 from ckpt_prune.job.kinds import kind_of
+from ckpt_prune.measure.samples.samples import SampleRange, Samples
+from ckpt_prune.measure.statistics.distances import EndDistances
+from ckpt_prune.measure.statistics.fisher import LIMITS, Fisher, measure_fisher
+from ckpt_prune.measure.statistics.folder import Statistics, name_file, record_fisher, write_fisher
+from ckpt_prune.measure.streams.hidden_stream import split_folds
+from ckpt_prune.measure.streams.readout import DrawnGradients
+from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.stages.spaces.effects.measured import SHALLOW
 from ckpt_prune.stages.spaces.effects.predicted import Predicted, measure_spaces
@@ -39,7 +39,7 @@ def add_gradients(
     device: torch.device,
     compute_dtype: torch.dtype,
     spaces: Collection[SpaceName] | None = None,
-    allocate: Allocate = in_memory,
+    allocate: Allocate = allocate_in_memory,
 ) -> Statistics:
     """Measure the Fisher metric, and predict what dropping units would do, into a folder that has the Grams.
 
@@ -63,8 +63,8 @@ def add_gradients(
     Raises:
         UserError: a gradient is not finite, or the disk is full.
     """
-    last = fold_slices(len(samples), statistics.index.folds)[-1]
-    some = Part(samples, last.start, min(last.stop, last.start + LIMITS[model.family.modality]))
+    last = split_folds(len(samples), statistics.index.folds)[-1]
+    some = SampleRange(samples, last.start, min(last.stop, last.start + LIMITS[model.family.modality]))
     files: dict[str, str] = {}
     refits = Refits(model, statistics, device, tried_out(model, spaces))
     trials = _Trials(refits) if "gram" in statistics.index.collect else None
@@ -73,7 +73,7 @@ def add_gradients(
     group = process_group()
 
     def write(block: int, found: Mapping[str, Fisher]) -> None:
-        files[fisher_file(block)] = write_fisher(statistics.folder, block, found)
+        files[name_file("fisher", block)] = write_fisher(statistics.folder, block, found)
 
     ends = EndDistances(len(some))
     measured = measure_fisher(model, some, device=device, watcher=trials, ends=ends, rotary=rotary, **how)
@@ -85,8 +85,8 @@ def add_gradients(
     # In shallow models every site's own effect is measured. Blocks with experts have too many for either.
     if predicted and model.blocks > SHALLOW and model.family.experts is None:
         together, scores = measure_spaces(refits, some, predicted, **how)
-    told = (predicted, together, scores, ends.found)
-    return group.once(lambda: with_fisher(statistics, len(some), dict(sorted(files.items())), *told))
+    told = (predicted, together, scores, ends.distances)
+    return group.once(lambda: record_fisher(statistics, len(some), dict(sorted(files.items())), *told))
 
 
 @dataclass
@@ -121,7 +121,7 @@ class _Trials:
         mean = own.mean(space, scores[0])
         return _Site(counts, lost, None if mean is None else mean.float())
 
-    def see(self, space: SpaceName, inputs: Tensor, gradient: Tensor, drawn: Drawn, samples: int) -> None:
+    def see(self, space: SpaceName, inputs: Tensor, gradient: Tensor, drawn: DrawnGradients, samples: int) -> None:
         """Add up (g·δ)²."""
         if space in self._sites:
             self._sites[space].see(inputs, gradient, drawn, samples)
@@ -157,7 +157,7 @@ class _Site:
     mean: Tensor | None
     _sums: dict[str, list[float]] = field(default_factory=dict)
 
-    def see(self, inputs: Tensor, gradient: Tensor, drawn: Drawn, samples: int) -> None:
+    def see(self, inputs: Tensor, gradient: Tensor, drawn: DrawnGradients, samples: int) -> None:
         """As `Watcher.see`."""
         x = inputs.float() if self.mean is None else inputs.float() - self.mean
         # Over all tokens of a sample where it has one prediction, else token by token.

@@ -8,15 +8,15 @@ from torch import Tensor
 
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.spaces import SpaceName
-from ckpt_prune.calibration.fisher import LIMITS
-from ckpt_prune.calibration.readout import divergences
-from ckpt_prune.calibration.samples import Part, Samples
-from ckpt_prune.calibration.states import Allocate, in_memory
-from ckpt_prune.calibration.statistics import Statistics
-from ckpt_prune.calibration.streams import stream_of
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.staging import disk_failures
 from ckpt_prune.common.progress import track
+from ckpt_prune.measure.samples.samples import SampleRange, Samples
+from ckpt_prune.measure.statistics.fisher import LIMITS
+from ckpt_prune.measure.statistics.folder import Statistics
+from ckpt_prune.measure.streams.hidden_stream import open_stream
+from ckpt_prune.measure.streams.readout import measure_divergences
+from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.stages.spaces.effects.site_variants import (
     POINTS,
@@ -30,7 +30,7 @@ SHALLOW = 12
 """Blocks up to which effects are measured by default: that takes L²/2 runs of blocks for a point of each space.
 
 Predictions of the Fisher metric are of second order. They come near where a model is redundant, as deep ones are, and
-fall short of what tiny ones lose (calibration/README.md, section 5).
+fall short of what tiny ones lose (measure/README.md, section 5).
 """
 
 
@@ -49,7 +49,7 @@ def measure_effects(
     compute_dtype: torch.dtype,
     points: tuple[float, ...] = POINTS,
     limit: int | None = None,
-    allocate: Allocate = in_memory,
+    allocate: Allocate = allocate_in_memory,
     journal: Journal | None = None,
 ) -> dict[str, list[tuple[int, float]]]:
     """Prune one site of the dense model at a time and see how far that takes the model's own output (this project).
@@ -90,8 +90,8 @@ def measure_effects(
     variants = [(space, count) for space, own in counts.items() for count in own]
     if not variants:
         return {}
-    few = Part(samples, 0, min(len(samples), LIMITS[family.modality] if limit is None else limit))
-    stream = stream_of(model, few, device=device, compute_dtype=compute_dtype, allocate=allocate)
+    few = SampleRange(samples, 0, min(len(samples), LIMITS[family.modality] if limit is None else limit))
+    stream = open_stream(model, few, device=device, compute_dtype=compute_dtype, allocate=allocate)
     readout = stream.readout()
     sites = Variants(model, statistics, device, counts)
     shape, dtype = tuple(stream.states.shape), stream.states.dtype
@@ -102,7 +102,7 @@ def measure_effects(
 
     def run(block: int, tensors: Mapping[str, Tensor], moved: list[tuple[Tensor, Tensor]]) -> None:
         """Run a block from the first states of each pair into the second, which may be the same."""
-        module = stream.factory.block(block, tensors)
+        module = stream.factory.build_block(block, tensors)
         for given, out in moved:
             stream.pass_through(module, block, given, out)
 
@@ -132,7 +132,9 @@ def measure_effects(
             # The first time round the dense model's own states go all the way, as what the others are held against.
             run(block, tensors, [(states, states) for states in ([dense] if site == 0 else []) + pruned])
         if block == blocks - 1:
-            values = group.interleave(divergences(readout, dense, few, [(readout, states) for states in pruned]))
+            values = group.interleave(
+                measure_divergences(readout, dense, few, [(readout, states) for states in pruned])
+            )
             for (space, count), value in zip(variants, values, strict=True):
                 name = model.site_name(site, space)
                 check_finite(value, without_units(count, name), compute_dtype)

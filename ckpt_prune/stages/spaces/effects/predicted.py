@@ -5,12 +5,12 @@ from collections.abc import Mapping
 import torch
 
 from ckpt_prune.architectures.spaces import SpaceName
-from ckpt_prune.calibration.readout import divergences
-from ckpt_prune.calibration.samples import Samples
-from ckpt_prune.calibration.states import Allocate, in_memory
-from ckpt_prune.calibration.streams import stream_of
 from ckpt_prune.common.progress import track
 from ckpt_prune.job.kinds import CANDIDATES, kind_of
+from ckpt_prune.measure.samples.samples import Samples
+from ckpt_prune.measure.streams.hidden_stream import open_stream
+from ckpt_prune.measure.streams.readout import measure_divergences
+from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.stages.spaces.effects.refits import Refits
 from ckpt_prune.stages.spaces.effects.site_variants import check_finite, dropped_counts, without_units
@@ -32,7 +32,7 @@ def measure_spaces(
     predicted: Predicted,
     *,
     compute_dtype: torch.dtype,
-    allocate: Allocate = in_memory,
+    allocate: Allocate = allocate_in_memory,
 ) -> tuple[dict[SpaceName, list[tuple[int, float]]], dict[SpaceName, str]]:
     """Drop as many units of a space from every block at once, and see how far that takes the model's own output.
 
@@ -67,7 +67,7 @@ def measure_spaces(
     ]
     group = process_group()
     own_variants = variants[group.rank :: group.size]
-    stream = stream_of(model, samples, device=refits.device, compute_dtype=compute_dtype, allocate=allocate)
+    stream = open_stream(model, samples, device=refits.device, compute_dtype=compute_dtype, allocate=allocate)
     shape, dtype = tuple(stream.states.shape), stream.states.dtype
     states = [allocate(shape, dtype).copy_(stream.states) for _ in own_variants]
     for block in track(range(model.blocks), "effects of spaces", total=model.blocks):
@@ -75,12 +75,12 @@ def measure_spaces(
         fitted = refits.of(block, tensors)
         for (space, count, single), own in zip(own_variants, states, strict=True):
             score = single or _best(predicted[model.site_name(block, space)], count)
-            stream.pass_through(stream.factory.block(block, fitted.pruned(space, score, count)), block, own, own)
+            stream.pass_through(stream.factory.build_block(block, fitted.pruned(space, score, count)), block, own, own)
         stream.advance(block, tensors)
     readout = stream.readout()
     found: dict[SpaceName, dict[int, float]] = {}
     singles: dict[SpaceName, dict[str, float]] = {}
-    values = group.interleave(divergences(readout, stream.states, samples, [(readout, own) for own in states]))
+    values = group.interleave(measure_divergences(readout, stream.states, samples, [(readout, own) for own in states]))
     for (space, count, single), value in zip(variants, values, strict=True):
         check_finite(value, without_units(count, f"the {space} of every block"), compute_dtype)
         if single is None:

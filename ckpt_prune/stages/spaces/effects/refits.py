@@ -10,10 +10,10 @@ from ckpt_prune.architectures.family import KINDS
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.sites import Site
 from ckpt_prune.architectures.spaces import SpaceName
-from ckpt_prune.calibration.kinds import inputs_of
-from ckpt_prune.calibration.moments import Moments, total
-from ckpt_prune.calibration.sources import CachedMoments
-from ckpt_prune.calibration.statistics import Statistics
+from ckpt_prune.measure.moment_sources import CachedMoments
+from ckpt_prune.measure.moments.inputs import Moments, sum_folds
+from ckpt_prune.measure.moments.kinds import select_input_moments
+from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.scoring.costs import DropOrder
 from ckpt_prune.stages.spaces.effects.site_variants import trial_recipe
 from ckpt_prune.stages.spaces.solvers import solver_of
@@ -48,8 +48,8 @@ class Refits:
     def of(self, block: int, tensors: Mapping[str, Tensor]) -> "BlockRefits":
         """The sites of a block, whose own tensors these are, by on-disk name."""
         read = CachedMoments(self.statistics, self.model).moments(block, {}, list(self.spaces))
-        folds = {space: inputs_of(read[space]) for space in self.spaces}
-        moments = {space: total(own[:-1] or own).to(self.device) for space, own in folds.items()}
+        folds = {space: select_input_moments(read[space]) for space in self.spaces}
+        moments = {space: sum_folds(own[:-1] or own).to(self.device) for space, own in folds.items()}
         return BlockRefits(self, block, tensors, moments)
 
     def known(self, block: int) -> dict[tuple[Site, str], Tensor]:

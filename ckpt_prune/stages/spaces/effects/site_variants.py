@@ -12,12 +12,12 @@ from torch import Tensor
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.sites import Site
 from ckpt_prune.architectures.spaces import SpaceName
-from ckpt_prune.calibration.moments import total
-from ckpt_prune.calibration.sources import CachedMoments, KnownMoments
-from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.decisions import Decision, Decisions
 from ckpt_prune.job.recipe import Recipe
+from ckpt_prune.measure.moment_sources import CachedMoments, KnownMoments
+from ckpt_prune.measure.moments.inputs import sum_folds
+from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.parallel.group import ALONE, working_in
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.spaces.pruner import Pruner
@@ -93,7 +93,7 @@ class Variants:
         number = itertools.count()
         wanted = [space for space, counts in self.counts.items() if counts]
         read = CachedMoments(self.statistics, self.model).moments(block, tensors, wanted)
-        moments: dict[SpaceName, Any] = {space: (total(folds).to(self.device),) for space, folds in read.items()}
+        moments: dict[SpaceName, Any] = {space: (sum_folds(folds).to(self.device),) for space, folds in read.items()}
         for space in wanted:
             recipe = trial_recipe(self.model, block, space, tensors)
             own = [count for count in self.counts[space] if next(number) in which]

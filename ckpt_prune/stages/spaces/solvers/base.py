@@ -12,14 +12,14 @@ from torch import Tensor
 from ckpt_prune.architectures.family import KINDS
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.spaces import SpaceName, expert_of, known_space
-from ckpt_prune.calibration.fisher import Fisher
-from ckpt_prune.calibration.kinds import SpaceMoments
 from ckpt_prune.compensation.shift import Shift
 from ckpt_prune.job.decisions import Decision
 from ckpt_prune.job.plan import SitePlan
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.records import SiteShift
 from ckpt_prune.job.space import SpaceRecipe
+from ckpt_prune.measure.moments.kinds import SpaceMoments
+from ckpt_prune.measure.statistics.fisher import Fisher
 
 NO_FOLDS = "a choice on held-out folds needs statistics with at least two: calibrate with --folds 4"
 
@@ -106,7 +106,7 @@ class Solver(ABC):
 
         Returns:
             For k = 0 … n units dropped (of q and k, of every head), float64, never decreasing: with the metric the
-            divergence of the model's output from its own (`calibration.fisher`), the mean over samples; without, the
+            divergence of the model's output from its own (`statistics.fisher`), the mean over samples; without, the
             error on a scale of its own.
         """
 

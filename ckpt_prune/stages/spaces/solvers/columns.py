@@ -9,9 +9,6 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from ckpt_prune.calibration.fisher import Fisher
-from ckpt_prune.calibration.kinds import SpaceMoments, inputs_of
-from ckpt_prune.calibration.moments import Moments, total
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.phases import phase
 from ckpt_prune.compensation.choice import choose
@@ -26,6 +23,9 @@ from ckpt_prune.job.plan import SitePlan
 from ckpt_prune.job.records import SiteShift
 from ckpt_prune.job.selection import select, select_in_heads, unit_scores
 from ckpt_prune.job.space import Compensation
+from ckpt_prune.measure.moments.inputs import Moments, sum_folds
+from ckpt_prune.measure.moments.kinds import SpaceMoments, select_input_moments
+from ckpt_prune.measure.statistics.fisher import Fisher
 from ckpt_prune.scoring.costs import DropOrder
 from ckpt_prune.scoring.scores import SCORES
 from ckpt_prune.scoring.unit_scores import UNIT_SCORES, without_mean
@@ -63,8 +63,8 @@ class ColumnSolver(Solver):
     ) -> Tensor:
         """Scores of the units, (units,) float64."""
         weight = tensors[self.model.tensor(block, self.description.consumer)].to(self.device)
-        found = tuple(each.to(self.device) for each in inputs_of(folds))
-        return self._unit_scores(weight, total(found) if found else None, self._methods(block, tensors), score)
+        found = tuple(each.to(self.device) for each in select_input_moments(folds))
+        return self._unit_scores(weight, sum_folds(found) if found else None, self._methods(block, tensors), score)
 
     def errors(
         self,
@@ -75,7 +75,7 @@ class ColumnSolver(Solver):
         fisher: Fisher | None = None,
     ) -> Tensor:
         """By one factorisation for all widths (scoring/README.md, section 5)."""
-        moments = total(tuple(each.to(self.device) for each in inputs_of(folds)))
+        moments = sum_folds(tuple(each.to(self.device) for each in select_input_moments(folds)))
         metric = None if fisher is None else fisher.mean.to(self.device)
         dropped = self.drop_order(block, tensors, moments, scores.to(self.device))
         costs = dropped.costs(metric)[:: self.model.copies(self.space)] / moments.count
@@ -111,7 +111,7 @@ class ColumnSolver(Solver):
         fisher: Fisher,
     ) -> float | None:
         """½ tr(F E[δδᵀ]) of δ = (W − Ŵ) x − b, b being what is added to the bias."""
-        moments = total(inputs_of(folds)) if folds else None
+        moments = sum_folds(select_input_moments(folds)) if folds else None
         if solved[1] is None:
             return 0.0
         if moments is None or moments.gram is None:
@@ -146,7 +146,7 @@ class ColumnSolver(Solver):
         """Exactly, from Grams. Of inputs wider than `EXACT_WIDTH` no eigenvalues are looked for."""
         plan, own = solved[0], self.own.compensation
         weight = tensors[self.model.tensor(block, self.description.consumer)]
-        calibration, test = total(inputs_of(folds)), total(inputs_of(others))
+        calibration, test = sum_folds(select_input_moments(folds)), sum_folds(select_input_moments(others))
         lost = self._second(block, tensors, test, solved, torch.eye(len(weight), dtype=torch.float64))
         calibration, test = calibration.to(self.device), test.to(self.device)
         columns = self.columns_of(torch.tensor(plan.kept)).to(self.device)
@@ -180,8 +180,8 @@ class ColumnSolver(Solver):
         bias = tensors.get(self.model.tensor(block, consumer, "bias"))
         methods = self._methods(block, tensors)
         weight = tensors[name].to(self.device)
-        folds = tuple(each.to(self.device) for each in inputs_of(moments))
-        whole = total(folds) if folds else None
+        folds = tuple(each.to(self.device) for each in select_input_moments(moments))
+        whole = sum_folds(folds) if folds else None
         scores = decision.scores
         if scores is None:
             scores = self._unit_scores(weight, whole, methods, decision.score)

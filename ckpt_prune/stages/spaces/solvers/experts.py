@@ -9,10 +9,6 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.architectures.spaces import SpaceName, expert_of
-from ckpt_prune.calibration.fisher import Fisher
-from ckpt_prune.calibration.kinds import SpaceMoments
-from ckpt_prune.calibration.moments import Moments, total
-from ckpt_prune.calibration.routing import RoutingMoments
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.phases import phase
 from ckpt_prune.compensation.choice import choose
@@ -20,6 +16,10 @@ from ckpt_prune.compensation.fit import Solution, blend_from_moments, error
 from ckpt_prune.compensation.methods import METHODS, absolute_strength
 from ckpt_prune.job.decisions import Decision
 from ckpt_prune.job.selection import select_in_heads
+from ckpt_prune.measure.moments.inputs import Moments, sum_folds
+from ckpt_prune.measure.moments.kinds import SpaceMoments
+from ckpt_prune.measure.moments.routing import RoutingMoments
+from ckpt_prune.measure.statistics.fisher import Fisher
 from ckpt_prune.scoring.expert_scores import EXPERT_SCORES
 from ckpt_prune.stages.spaces.solvers.base import NO_FOLDS, SolvedSite, Solver
 
@@ -35,7 +35,7 @@ class ExpertSolver(Solver):
     ) -> Tensor:
         """Scores of the experts, (experts,) float64."""
         own = tuple(each for each in folds if isinstance(each, RoutingMoments))
-        return EXPERT_SCORES[score or self.own.score].function(total(own))
+        return EXPERT_SCORES[score or self.own.score].function(sum_folds(own))
 
     def errors(
         self,

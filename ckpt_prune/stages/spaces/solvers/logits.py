@@ -6,10 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckpt_prune.calibration.fisher import Fisher
-from ckpt_prune.calibration.kinds import SpaceMoments
-from ckpt_prune.calibration.logits import LogitMoments
-from ckpt_prune.calibration.moments import total
 from ckpt_prune.common.phases import phase
 from ckpt_prune.compensation import logit
 from ckpt_prune.compensation.head_shift import HeadEquations, head_shift
@@ -20,6 +16,10 @@ from ckpt_prune.job.decisions import Decision
 from ckpt_prune.job.plan import SitePlan
 from ckpt_prune.job.records import SiteShift
 from ckpt_prune.job.selection import in_heads, select_in_heads
+from ckpt_prune.measure.moments.inputs import sum_folds
+from ckpt_prune.measure.moments.kinds import SpaceMoments
+from ckpt_prune.measure.moments.logits import LogitMoments
+from ckpt_prune.measure.statistics.fisher import Fisher
 from ckpt_prune.scoring.logit_scores import LOGIT_SCORES
 from ckpt_prune.stages.spaces.solvers.base import SolvedSite, Solver
 from ckpt_prune.stages.spaces.solvers.head_errors import (
@@ -61,7 +61,7 @@ class LogitSolver(Solver):
         query, key = (tensors[self.model.tensor(block, module)].to(self.device) for module in self.description.readers)
         known = tuple(each.to(self.device) for each in _logits(folds))
         heads = query.shape[0] // self.model.units(self.space)
-        return LOGIT_SCORES[score or self.own.score].function(query, key, total(known) if known else None, heads)
+        return LOGIT_SCORES[score or self.own.score].function(query, key, sum_folds(known) if known else None, heads)
 
     def errors(
         self,
@@ -75,7 +75,7 @@ class LogitSolver(Solver):
 
         Elsewhere those that dropped dimensions carry, as if nothing made up for them.
         """
-        moments = total(tuple(each.to(self.device) for each in _logits(folds)))
+        moments = sum_folds(tuple(each.to(self.device) for each in _logits(folds)))
         if self.method.width_errors is not None:
             lost = self.method.width_errors(self._fitted(moments)) / moments.samples
         else:
@@ -94,7 +94,7 @@ class LogitSolver(Solver):
         """Those of CORP's solution where the recipe's loses less: the two are tried out by the same logit errors."""
         if self.method.width_errors is None or not counts:
             return super().tried_errors(block, tensors, folds, counts, errors, fisher)
-        moments = total(tuple(each.to(self.device) for each in _logits(folds)))
+        moments = sum_folds(tuple(each.to(self.device) for each in _logits(folds)))
         trial = self.trial(biased=False)
         corp, scores = (
             LOGIT_METHODS[trial["compensation"]["method"]],
@@ -138,7 +138,7 @@ class LogitSolver(Solver):
         head_dim = self.model.units(self.space)
         heads = query.shape[0] // head_dim
         folds = tuple(each.to(self.device) for each in _logits(moments))
-        whole = total(folds) if folds else None
+        whole = sum_folds(folds) if folds else None
         scores = decision.scores
         if scores is None:
             with phase("ranking"):
@@ -167,7 +167,9 @@ class LogitSolver(Solver):
     ) -> SiteShift | None:
         """Exactly, from the moments: the fit is made once more, and its logits held against those of the others."""
         plan, own, method = solved[0], self.own.compensation, self.method
-        whole, test = (self._fitted(total(tuple(m.to(self.device) for m in _logits(each)))) for each in (folds, others))
+        whole, test = (
+            self._fitted(sum_folds(tuple(m.to(self.device) for m in _logits(each)))) for each in (folds, others)
+        )
         kept = in_heads(torch.tensor(plan.kept), whole.heads, whole.head_dim).to(self.device)
         system, theirs = (logit.logit_system(each, kept) for each in (whole, test))
         fit = method.fit(whole, system, kept, plan.strength or 0.0, own.lambda_units)
@@ -187,7 +189,7 @@ class LogitSolver(Solver):
         self, plan: SitePlan, dimensions: Tensor, folds: Sequence[LogitMoments], settled: SitePlan | None
     ) -> LogitFit:
         """Fit, and enter errors and diagnostics into the plan."""
-        own, method, whole = self.own.compensation, self.method, total(folds)
+        own, method, whole = self.own.compensation, self.method, sum_folds(folds)
         system = logit.logit_system(whole, dimensions)
 
         def choose(grid: Sequence[float]) -> logit.Choice:

@@ -7,10 +7,6 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.architectures.family import KINDS
-from ckpt_prune.calibration.fisher import Fisher
-from ckpt_prune.calibration.kinds import SpaceMoments
-from ckpt_prune.calibration.moments import total
-from ckpt_prune.calibration.rotary import RotaryMoments
 from ckpt_prune.common.phases import phase
 from ckpt_prune.compensation.head_shift import HeadEquations, head_shift
 from ckpt_prune.compensation.logit import Choice, absolute_strength
@@ -28,6 +24,10 @@ from ckpt_prune.job.decisions import Decision
 from ckpt_prune.job.plan import SitePlan
 from ckpt_prune.job.records import SiteShift
 from ckpt_prune.job.selection import in_heads, select_in_heads
+from ckpt_prune.measure.moments.inputs import sum_folds
+from ckpt_prune.measure.moments.kinds import SpaceMoments
+from ckpt_prune.measure.moments.rotary import RotaryMoments
+from ckpt_prune.measure.statistics.fisher import Fisher
 from ckpt_prune.scoring.rotary_scores import ROTARY_SCORES, bare_errors, refitted_errors
 from ckpt_prune.stages.spaces.solvers.base import SolvedSite, Solver
 from ckpt_prune.stages.spaces.solvers.head_errors import (
@@ -76,7 +76,7 @@ class RotarySolver(Solver):
         rows = pair_rows(every, pairs, self._groups, layout).view(len(every), -1, pairs, 2)
         of_query = query[rows.transpose(1, 2)]
         of_key = key[pair_rows(every, pairs, 1, layout)]
-        return ROTARY_SCORES[score or self.own.score].function(of_query, of_key, total(known) if known else None)
+        return ROTARY_SCORES[score or self.own.score].function(of_query, of_key, sum_folds(known) if known else None)
 
     def _every(self) -> Tensor:
         """All pairs of every KV head."""
@@ -91,7 +91,7 @@ class RotarySolver(Solver):
         fisher: Fisher | None = None,
     ) -> Tensor:
         """The squared errors of the logits, with every pair that stays refitted where the recipe does so."""
-        moments = total(tuple(each.to(self.device) for each in _moments(folds)))
+        moments = sum_folds(tuple(each.to(self.device) for each in _moments(folds)))
         curve = bare_errors if self.own.compensation.method == "none" else refitted_errors
         lost = curve(moments, scores.to(self.device)) / moments.samples
         return over_heads(lost, fisher)
@@ -136,7 +136,7 @@ class RotarySolver(Solver):
     ) -> SiteShift | None:
         """Exactly, from the moments: factors are solved once more, and held against the logits of the others."""
         plan, units = solved[0], self.own.compensation.lambda_units
-        whole, test = (total(tuple(m.to(self.device) for m in _moments(each))) for each in (folds, others))
+        whole, test = (sum_folds(tuple(m.to(self.device) for m in _moments(each))) for each in (folds, others))
         copies = self.model.copies(self.space)
         kept = in_heads(torch.tensor(plan.kept), copies, self.model.units(self.space)).to(self.device)
         system, theirs = (rotary_system(each, kept) for each in (whole, test))
@@ -157,7 +157,7 @@ class RotarySolver(Solver):
         self, plan: SitePlan, kept: Tensor, folds: Sequence[RotaryMoments], settled: SitePlan | None
     ) -> Tensor | None:
         """Fit, and enter errors and diagnostics into the plan."""
-        own, whole = self.own.compensation, total(folds)
+        own, whole = self.own.compensation, sum_folds(folds)
         system = rotary_system(whole, kept)
         factors: Tensor | None = None
         errors, held_out = system.dropped_energy, None

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.architectures.family import KINDS
-from ckpt_prune.calibration.fisher import Fisher
-from ckpt_prune.calibration.kinds import SpaceMoments, inputs_of
-from ckpt_prune.calibration.moments import Moments, total
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.phases import phase
 from ckpt_prune.compensation.values import Turn, by_direction, by_head, principal
 from ckpt_prune.job.decisions import Decision
 from ckpt_prune.job.plan import SitePlan
 from ckpt_prune.job.records import SiteShift
+from ckpt_prune.measure.moments.inputs import Moments, sum_folds
+from ckpt_prune.measure.moments.kinds import SpaceMoments, select_input_moments
+from ckpt_prune.measure.statistics.fisher import Fisher
 from ckpt_prune.scoring.costs import DropOrder
 from ckpt_prune.scoring.unit_scores import without_mean
 from ckpt_prune.stages.spaces.solvers.base import SolvedSite
@@ -50,8 +50,8 @@ class ValueSolver(ColumnSolver):
         self, block: int, tensors: Mapping[str, Tensor], folds: SpaceMoments, score: str | None = None
     ) -> Tensor:
         """What directions carry of the output's energy, a token; of every KV head in its order."""
-        found = tuple(each.to(self.device) for each in inputs_of(folds))
-        return self._turn(block, tensors, found).strengths.flatten() / total(found).count
+        found = tuple(each.to(self.device) for each in select_input_moments(folds))
+        return self._turn(block, tensors, found).strengths.flatten() / sum_folds(found).count
 
     def drop_order(self, block: int, tensors: Mapping[str, Tensor], moments: Moments, scores: Tensor) -> DropOrder:
         """As of columns, in the basis of the directions."""
@@ -63,14 +63,14 @@ class ValueSolver(ColumnSolver):
         self, block: int, tensors: Mapping[str, Tensor], moments: SpaceMoments | None, decision: Decision
     ) -> SolvedSite:
         """Turn values and consumer, and solve what stays (compensation/README.md, section 10)."""
-        folds = tuple(each.to(self.device) for each in inputs_of(moments))
+        folds = tuple(each.to(self.device) for each in select_input_moments(moments))
         heads, keep = self.model.copies(self.space), decision.keep
         first = self.description.first(keep, self.model.dimension)
         if keep == self.model.units(self.space) and not folds:  # what stays whole may not have been measured
             scores = torch.zeros(first.numel()) if decision.scores is None else decision.scores
             return self._plan(block, self.model.tensor(block, self.description.consumer), first, scores), None
         at = self._turned(block, tensors, folds)
-        scores = at.turn.strengths.flatten() / total(folds).count
+        scores = at.turn.strengths.flatten() / sum_folds(folds).count
         plan, new = super().solve(block, at.tensors, at.folds, replace(decision, kept=first, scores=scores))
         if new is None:
             return plan, None
@@ -93,7 +93,7 @@ class ValueSolver(ColumnSolver):
         """As of columns, in the basis of the directions."""
         if solved[1] is None:
             return 0.0
-        at = self._turned(block, tensors, inputs_of(folds))
+        at = self._turned(block, tensors, select_input_moments(folds))
         return super().divergence(block, at.tensors, at.folds, self._in_basis(block, solved), fisher)
 
     def shifted(
@@ -105,8 +105,8 @@ class ValueSolver(ColumnSolver):
         solved: SolvedSite,
     ) -> SiteShift | None:
         """As of columns, in the basis of the directions, which is that of the samples it was solved from."""
-        at = self._turned(block, tensors, inputs_of(folds))
-        test = tuple(each.under(at.turn.inputs) for each in inputs_of(others))
+        at = self._turned(block, tensors, select_input_moments(folds))
+        test = tuple(each.change_basis(at.turn.inputs) for each in select_input_moments(others))
         return super().shifted(block, at.tensors, at.folds, test, self._in_basis(block, solved))
 
     def _in_basis(self, block: int, solved: SolvedSite) -> SolvedSite:
@@ -126,12 +126,12 @@ class ValueSolver(ColumnSolver):
     def _turned(self, block: int, tensors: Mapping[str, Tensor], folds: tuple[Moments, ...]) -> _Turned:
         turn, name = self._turn(block, tensors, folds), self.model.tensor(block, self.description.consumer)
         turned = {**tensors, name: turn.turned(tensors[name].to(turn.values.device))}
-        return _Turned(turn, turned, tuple(each.under(turn.inputs) for each in folds))
+        return _Turned(turn, turned, tuple(each.change_basis(turn.inputs) for each in folds))
 
     @phase("ranking")
     def _turn(self, block: int, tensors: Mapping[str, Tensor], folds: tuple[Moments, ...]) -> Turn:
         """The basis, by the Gram of all folds; where the consumer may get a bias, that makes up for every mean."""
-        whole = total(folds)
+        whole = sum_folds(folds)
         if whole.gram is None:
             raise UserError("score principal needs Grams: calibrate with --collect moments,gram")
         gram = without_mean(whole.gram, whole) if self.centred(block, tensors) else whole.gram

@@ -1,0 +1,72 @@
+"""Where hidden states are kept: in memory, or memory-mapped on disk above a stated size."""
+
+import math
+import os
+import tempfile
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ckpt_prune.checkpoint.staging import disk_failures
+from ckpt_prune.checkpoint.writer import check_free_space, reserve_space
+
+Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
+"""Shape and dtype to a tensor on CPU whose values are to be written."""
+
+
+def allocate_in_memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor in memory."""
+    return torch.empty(shape, dtype=dtype)
+
+
+class StateMemory:
+    """Hands out tensors in memory up to a size in all, then memory-mapped ones.
+
+    What a tensor in memory took is there again once nothing refers to its values, views included. Results do not
+    depend on where a tensor is.
+
+    Args:
+        limit: bytes in memory at most.
+        folder: where the files are, or beside it where it is not there (yet). Each is unlinked as soon as it is mapped,
+            so that none is left however a run ends.
+    """
+
+    def __init__(self, limit: int, folder: Path) -> None:
+        self._left, self._folder = limit, folder
+
+    def __call__(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor on CPU whose values are to be written.
+
+        Raises:
+            UserError: the disk has no room for what does not fit in memory.
+        """
+        size = math.prod(shape) * dtype.itemsize
+        if size <= self._left:
+            self._left -= size
+            tensor = allocate_in_memory(shape, dtype)
+            # Of the storage, which lives as long as any view of the tensor.
+            weakref.finalize(tensor.untyped_storage(), self._give_back, size).atexit = False
+            return tensor
+        remedy = ", or take fewer samples, shorter windows or --compute-dtype bfloat16"
+        folder = self._folder if self._folder.is_dir() else self._folder.parent
+        check_free_space(folder, size, "hidden states beyond --state-memory need", remedy)
+        with disk_failures(folder):
+            descriptor, name = tempfile.mkstemp(prefix=".ckpt-prune-states-", dir=folder)
+            path, nameless = Path(name), Path(f"/proc/self/fd/{descriptor}")
+            try:
+                if nameless.exists():  # so that a kill while gigabytes are claimed leaves nothing
+                    path.unlink()
+                # Claimed at once: a full disk would otherwise kill the process when a page is written.
+                reserve_space(descriptor, size)
+                file = str(path if path.exists() else nameless)
+                mapped = torch.from_file(file, shared=True, size=math.prod(shape), dtype=dtype)
+            finally:
+                os.close(descriptor)
+                path.unlink(missing_ok=True)
+        return mapped.view(shape)
+
+    def _give_back(self, size: int) -> None:
+        self._left += size

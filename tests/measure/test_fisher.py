@@ -1,0 +1,245 @@
+"""The Fisher metric at sites, against gradients of whole stock models; and what it is for: divergences."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.architectures.skeleton import Names
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.measure.samples.samples import SampleRange, Samples
+from ckpt_prune.measure.statistics import fisher as module
+from ckpt_prune.measure.statistics.fisher import Fisher, measure_fisher
+from ckpt_prune.measure.streams import readout
+from ckpt_prune.measure.streams.state_memory import StateMemory
+from tests import encoders, families
+from tests.families import BLOCKS
+from tests.oracles import effects as oracle
+from tests.oracles import rotary as pairs_of
+from tests.pairs import every
+from tests.stages.whole import Sources, data_of, sources_of_all, stock
+
+LIMIT = 5
+VARIANTS = ["llama-gqa-tied", "llama-biases", "opt", "opt-350m-like", "vit", "bert-pretraining"]
+VARIANTS += ["dinov2-swiglu"]
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Sources:
+    return sources_of_all(tmp_path_factory.mktemp("fisher"))
+
+
+def found(sources: Sources, variant: str, **options) -> dict[str, Fisher]:
+    source = Model.open(sources.folder(variant))
+    given = {"device": torch.device("cpu"), "compute_dtype": torch.float32} | options
+    blocks = list(measure_fisher(source, SampleRange(data_of(variant), 0, LIMIT), **given))
+    assert [block for block, _ in blocks] == list(reversed(range(BLOCKS)))
+    return {name: own for _, sites in blocks for name, own in sites.items()}
+
+
+def unlikeliest(log_p: Tensor, count: int = 1, _generator: torch.Generator | None = None) -> Tensor:
+    """Labels that do not hang on rounding, as a draw would where precision differs."""
+    return log_p.argmin(-1, keepdim=True).expand(-1, count)
+
+
+# ---- by hand, on a whole model -----------------------------------------------------------------------------------
+
+
+def losses_of(outputs: list[tuple[str, Tensor]]) -> list[Tensor]:
+    """ℓ of every output, summed over samples; all draws are the same one."""
+    found = []
+    for name, output in outputs:
+        if name.endswith("logits"):
+            log_p = output.log_softmax(-1).flatten(0, -2)
+            found.append(log_p.gather(1, unlikeliest(log_p)).sum() / (len(log_p) / LIMIT) ** 0.5)
+        else:
+            wide = output.flatten(1)
+            drawn = torch.randn(wide.shape, generator=torch.Generator().manual_seed(0)).double()
+            found.append(2**0.5 * ((drawn * wide).sum(1) / wide.detach().norm(dim=1)).sum())
+    return found
+
+
+def by_hand(model: PreTrainedModel, source: Model, data: Samples, *, rotary: bool = False) -> dict[str, Tensor]:
+    """Sums of every site, token by token and pair by pair; `rotary` where there are rotary pairs: of these, too."""
+    family = source.family
+    spaces = {name: own for name, own in family.spaces.items() if rotary or own.ends != "rotary"}
+
+    def path(block: int, disk: str) -> str:
+        (name, *_) = Names(model).parameters(family.tensor(block, disk))
+        return name.removesuffix(".weight")
+
+    seen: dict[str, Tensor] = {}
+    sites: dict[str, list[str]] = {}
+    for block in range(BLOCKS):
+        for space, own in spaces.items():
+            modules = [own.consumer] if space in family.columns else own.readers
+            sites[source.moments_name(block, space)] = [path(block, module) for module in modules]
+    for name in {each for own in sites.values() for each in own}:
+        model.get_submodule(name).register_forward_hook(lambda _m, _a, out, name=name: seen.__setitem__(name, out))
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    said = model(**data.batch(slice(0, LIMIT)))
+    names = [name for name in said if name.endswith("logits")] or ["last_hidden_state"]
+    sums: dict[str, Tensor] = {}
+    for loss in losses_of([(name, said[name]) for name in names]):
+        for site, modules in sites.items():
+            (gradient,) = torch.autograd.grad(loss, seen[modules[0]], retain_graph=True)
+            if len(modules) == 1:
+                value = sum(torch.outer(g, g) for g in gradient.reshape(-1, gradient.shape[-1]))
+            else:
+                keys = seen[modules[1]].detach()
+                value = of_logits(gradient, turned(keys, source) if rotary else keys, source.dimension("head_dim"))
+            sums[site] = sums.get(site, 0) + value
+    return sums
+
+
+def of_logits(gradient: Tensor, keys: Tensor, head_dim: int) -> Tensor:
+    found = []
+    for head in range(gradient.shape[-1] // head_dim):
+        own, total = slice(head * head_dim, (head + 1) * head_dim), 0.0
+        shared = gradient.shape[-1] // keys.shape[-1]
+        theirs = slice(head // shared * head_dim, (head // shared + 1) * head_dim)
+        for g, k in zip(gradient[..., own], keys[..., theirs], strict=True):
+            spread = sum(float((each - k.mean(0)).square().sum()) for each in k) / len(k)
+            total += float(g.square().sum()) / spread / len(k) ** 2
+        found.append(total)
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def turned(keys: Tensor, source: Model) -> Tensor:
+    """Keys of halves, turned by position."""
+    heads = keys.view(*keys.shape[:2], -1, source.dimension("head_dim")).numpy()
+    pairs, theta = pairs_of.as_complex(heads, "halves"), source.config.rope_parameters["rope_theta"]
+    by_head = [[pairs_of.turned(sample[:, head], theta) for head in range(heads.shape[2])] for sample in pairs]
+    rows = [[torch.from_numpy(pairs_of.as_rows(head, "halves")) for head in sample] for sample in by_head]
+    return torch.stack([torch.cat(sample, 1) for sample in rows])
+
+
+def test_rotary_pairs_have_the_metric_of_logits_of_turned_keys(dense, monkeypatch):
+    monkeypatch.setattr(readout, "draw_labels", unlikeliest)
+    source, samples = Model.open(dense.folder("llama-gqa-tied")), data_of("llama-gqa-tied")
+    model = stock(dense.folder("llama-gqa-tied"), "llama-gqa-tied").double()
+    expected = by_hand(model, source, samples, rotary=True)
+    ours = found(dense, "llama-gqa-tied", rotary=True)
+    assert set(ours) == set(expected)
+    for name, own in ours.items():
+        scale = float(expected[name].abs().max())
+        torch.testing.assert_close(own.sums.double(), expected[name].detach(), rtol=1e-3, atol=1e-4 * scale)
+
+
+@pytest.mark.parametrize("variant", every(2, VARIANTS))
+def test_it_is_that_of_the_whole_model(dense, variant, monkeypatch):
+    monkeypatch.setattr(readout, "draw_labels", unlikeliest)
+    source, samples = Model.open(dense.folder(variant)), data_of(variant)
+    if variant in encoders.IMAGES:
+        samples = encoders.Pixels(samples.values.double(), samples.tokens)
+    expected = by_hand(stock(dense.folder(variant), variant).double(), source, samples)
+    ours = found(dense, variant)
+    assert set(ours) == set(expected)
+    for name, own in ours.items():
+        assert own.samples == LIMIT
+        scale = float(expected[name].abs().max())
+        torch.testing.assert_close(own.sums.double(), expected[name].detach(), rtol=1e-3, atol=1e-4 * scale)
+
+
+@pytest.mark.parametrize("variant", ["llama-gqa-tied", "vit"])
+def test_batches_and_where_states_are_change_nothing(dense, variant, monkeypatch, tmp_path):
+    whole = found(dense, variant)
+    tokens = data_of(variant).tokens
+    # Five samples as 2 + 2 + 1 through blocks, one by one through the head, pieces of logits, states on disk.
+    monkeypatch.setattr("ckpt_prune.measure.streams.hidden_stream.TOKENS_PER_BATCH", 2 * tokens)
+    monkeypatch.setattr(module, "READOUT_TOKENS", tokens - 1)
+    monkeypatch.setattr(readout, "CHUNK", 100)
+    cut = found(dense, variant, allocate=StateMemory(0, tmp_path))
+    for name, own in whole.items():
+        torch.testing.assert_close(cut[name].sums, own.sums, rtol=1e-3, atol=1e-5 * float(own.sums.abs().max()))
+
+
+def test_blocks_are_read_twice_whatever_the_depth(dense, monkeypatch):
+    source = Model.open(dense.folder("opt"))
+    block_of = {name: block for block in range(BLOCKS) for name in source.block_names(block)}
+    read, original = [], Checkpoint.read
+
+    def reading(self, names):
+        read.extend({block_of[name] for name in names if name in block_of})
+        return original(self, names)
+
+    monkeypatch.setattr(Checkpoint, "read", reading)
+    found(dense, "opt")
+    assert read == [*range(BLOCKS), *reversed(range(BLOCKS))]
+
+
+def test_a_gradient_that_overflows_is_named(dense, monkeypatch):
+    nothing = {"heads": torch.full((2, 2), torch.inf)}
+    monkeypatch.setattr(module, "_backward", lambda *_: nothing)
+    with pytest.raises(UserError) as caught:
+        found(dense, "llama-gqa-tied")
+    assert str(caught.value) == (
+        f"the gradient at model.layers.{BLOCKS - 1}.self_attn.o_proj.weight is not finite: "
+        "the model overflows in torch.float32"
+    )
+
+
+def test_keys_that_are_all_equal_have_no_logits_to_move():
+    flat = module._of_logits(torch.ones(1, 3, 4), torch.ones(1, 3, 4), 2)
+    assert flat.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("variant", every(2, ["llama-gqa-tied", "vit", "bert-pretraining", "dinov2-swiglu"]))
+def test_half_its_product_with_a_small_error_is_the_divergence(dense, variant, monkeypatch):
+    """An error of the last mlp's output that is the same size everywhere and independent of all else; drawn often."""
+    monkeypatch.setattr(readout, "DRAWS", 64)
+    source, samples = Model.open(dense.folder(variant)), data_of(variant)
+    model = stock(dense.folder(variant), variant).double()
+    if variant in encoders.IMAGES:
+        samples = encoders.Pixels(samples.values.double(), samples.tokens)
+    (disk, *_) = Names(model).parameters(source.family.tensor(BLOCKS - 1, source.family.columns["mlp"].consumer))
+    size, told = 0.02, []
+    for seed in range(3):
+        monkeypatch.setattr(module, "_SEED", seed)
+        own = found(dense, variant)[source.moments_name(BLOCKS - 1, "mlp")]
+        told.append(float(own.mean.trace()) / 2 * size**2)
+    noise = torch.Generator().manual_seed(0)
+    moved = copy.deepcopy(model)
+    moved.get_submodule(disk.removesuffix(".weight")).register_forward_hook(
+        lambda _m, _a, out: out + size * torch.randn(out.shape, generator=noise, dtype=out.dtype)
+    )
+
+    def outputs(each: PreTrainedModel) -> list[np.ndarray]:
+        with torch.no_grad():
+            said = each(**samples.batch(slice(0, LIMIT)))
+        names = [name for name in said if name.endswith("logits")] or ["last_hidden_state"]
+        return [said[name].double().numpy() for name in names]
+
+    headless = source.family.auto_class == "AutoModel"
+    compare, dense_outputs = oracle.relative if headless else oracle.kl, outputs(model)
+    true = [sum(compare(*pair) for pair in zip(dense_outputs, outputs(moved), strict=True)) for _ in range(32)]
+    print(
+        "RATIO",
+        variant,
+        [round(t * LIMIT / np.mean(true), 2) for t in told],
+        [round(t / np.mean(true), 2) for t in true],
+    )
+    assert np.mean(told) == pytest.approx(np.mean(true) / LIMIT, rel=0.3)
+
+
+def test_nothing_of_the_checkpoint_is_changed(dense):
+    folder = dense.folder("opt")
+    before = families.contents(folder)
+    once: list[Tensor] = []
+    found(dense, "opt", allocate=lambda shape, dtype: once.append(torch.empty(shape, dtype=dtype)) or once[-1])
+    assert families.contents(folder) == before
+    # States before the first block and after each, and gradients of one draw.
+    assert len(once) == 1 + BLOCKS + 1
+    assert all(tensor.shape[0] == LIMIT for tensor in once)
+
+
+def test_sums_of_two_runs_add():
+    a, b = (Fisher(n, torch.full((2, 2), float(n))) for n in (1, 3))
+    assert (a + b).samples == 4
+    assert (a + b).mean.tolist() == [[1.0, 1.0], [1.0, 1.0]]

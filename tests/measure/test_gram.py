@@ -1,0 +1,77 @@
+"""Grams by one triangle, and tokens in bfloat16 multiplied as such."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from ckpt_prune.measure.moments.gram import add_gram, count_gram_flops
+
+SHAPES = [(1, 1), (7, 5), (40, 256), (300, 257), (64, 700)]
+
+
+def made(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Numbers with a few that are far larger, as hidden states have them."""
+    x = torch.randn(rows, width, generator=torch.Generator().manual_seed(rows + width))
+    x[:, :: max(1, width // 3)] *= 50
+    return x.to(dtype)
+
+
+@pytest.fixture
+def unchanged():
+    """The precision of products that the program has asked for."""
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    yield before
+    torch.backends.mkldnn.matmul.fp32_precision = before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "width"), SHAPES)
+def test_a_gram_is_the_sum_of_exact_products(rows, width, dtype):
+    x = made(rows, width, dtype)
+    gram = torch.eye(width)
+    add_gram(gram, x, 0.5)
+    wanted = torch.eye(width, dtype=torch.float64) + 0.5 * x.double().T @ x.double()
+    # What float32 sums lose of the energies involved: 2e-8 to 5e-7. Factors rounded to bfloat16 would lose 2e-3.
+    scale = wanted.diagonal().sqrt()
+    assert ((gram - wanted).abs() / torch.outer(scale, scale)).max() < 2e-6
+    assert torch.equal(gram, gram.T)
+
+
+def test_only_tokens_in_bfloat16_are_multiplied_as_such(unchanged, monkeypatch):
+    seen = []
+    plain = torch.Tensor.addmm_
+
+    def watched(self, *given, **named):
+        seen.append(torch.backends.mkldnn.matmul.fp32_precision)
+        return plain(self, *given, **named)
+
+    monkeypatch.setattr(torch.Tensor, "addmm_", watched)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        add_gram(torch.zeros(3, 3), made(4, 3, dtype))
+    assert seen == [unchanged, unchanged, "bf16"]
+
+
+@pytest.mark.parametrize("asked", ["none", "ieee", "tf32"])
+def test_the_precision_that_was_asked_for_comes_back(unchanged, asked):
+    torch.backends.mkldnn.matmul.fp32_precision = asked
+    add_gram(torch.zeros(3, 3), made(4, 3, torch.bfloat16))
+    assert torch.backends.mkldnn.matmul.fp32_precision == asked
+    with pytest.raises(RuntimeError):
+        add_gram(torch.zeros(2, 3), made(4, 3, torch.bfloat16))
+    assert torch.backends.mkldnn.matmul.fp32_precision == asked
+
+
+@pytest.mark.parametrize(("rows", "width"), SHAPES)
+def test_a_grams_flops_are_those_of_its_products(rows, width, monkeypatch):
+    found = []
+    plain = torch.Tensor.addmm_
+
+    def counting(self, left, right, **named):
+        with FlopCounterMode(display=False) as counter:
+            left @ right
+        found.append(counter.get_total_flops())
+        return plain(self, left, right, **named)
+
+    monkeypatch.setattr(torch.Tensor, "addmm_", counting)
+    add_gram(torch.zeros(width, width), made(rows, width, torch.float32))
+    assert count_gram_flops(rows, width) == sum(found)

@@ -1,0 +1,160 @@
+"""Where hidden states are kept."""
+
+import gc
+import os
+import shutil
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.formatting import human_bytes
+from ckpt_prune.measure.streams import state_memory as module
+from ckpt_prune.measure.streams.state_memory import StateMemory, allocate_in_memory
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+
+
+def mappings() -> str:
+    """What this process has mapped, as Linux tells it."""
+    with open("/proc/self/maps") as maps:  # noqa: PTH123
+        return maps.read()
+
+
+def is_mapped(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's memory is that of a file made by `StateMemory`."""
+    for line in mappings().splitlines():
+        start, stop = (int(end, 16) for end in line.split()[0].split("-"))
+        if start <= tensor.data_ptr() < stop:
+            return ".ckpt-prune-states-" in line
+    raise AssertionError("the tensor is nowhere")
+
+
+linux = pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="reads /proc")  # noqa: PTH110
+
+
+def values(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("limit", [0, 2**20])
+def test_values_come_back_wherever_they_are(tmp_path, dtype, limit):
+    shape = (5, 7, 16)
+    given, tensor = values(shape, dtype), StateMemory(limit, tmp_path)(shape, dtype)
+    assert (tensor.shape, tensor.dtype, tensor.device.type) == (given.shape, dtype, "cpu")
+    assert not tensor.requires_grad
+    for rows in (slice(0, 2), slice(2, 5)):
+        tensor[rows] = given[rows]
+    assert torch.equal(tensor, given)
+    chosen = torch.tensor([4, 1])
+    assert torch.equal(tensor[chosen], given[chosen])
+    tensor[chosen] = 2 * given[chosen]
+    assert torch.equal(tensor[3], given[3])
+    assert torch.equal(tensor[1], 2 * given[1])
+
+
+@linux
+def test_the_limit_is_of_all_that_is_in_memory(tmp_path):
+    """Of bytes; what fits in what is left is in memory, also after something larger did not."""
+    memory = StateMemory(1000, tmp_path)
+    asked = [((10, 10), torch.float32), ((10, 10), torch.float64), ((10, 10), torch.float32), ((100,), torch.bfloat16)]
+    asked += [((1,), torch.bfloat16), ((1,), torch.bfloat16)]
+    found = [memory(*each) for each in asked]
+    # 400; 800 more would be too much; 800; 1000; nothing is left.
+    assert [is_mapped(tensor) for tensor in found] == [False, True, False, False, True, True]
+
+
+@linux
+def test_of_two_that_fit_one_by_one_the_second_is_on_disk(tmp_path):
+    memory = StateMemory(100 * 4, tmp_path)
+    first, second = memory((100,), torch.float32), memory((100,), torch.float32)
+    assert not is_mapped(first)
+    assert is_mapped(second)
+    assert is_mapped(StateMemory(399, tmp_path)((100,), torch.float32))
+
+
+@linux
+def test_what_is_freed_can_be_had_again(tmp_path):
+    """A view of a tensor keeps its memory; what is on disk took none."""
+    memory = StateMemory(400, tmp_path)
+    first = memory((100,), torch.float32)
+    mapped = memory((100,), torch.float32)
+    row = first.view(10, 10)[3].detach()
+    del first, mapped
+    gc.collect()
+    assert is_mapped(memory((100,), torch.float32))
+    del row
+    second = memory((100,), torch.float32)
+    assert not is_mapped(second)
+    assert is_mapped(memory((1,), torch.float32))
+
+
+@linux
+def test_no_file_is_left_while_states_are_mapped_or_after(tmp_path):
+    tensors = [StateMemory(0, tmp_path)((64, 64), torch.float32) for _ in range(3)]
+    for number, tensor in enumerate(tensors):
+        tensor[:] = number
+    assert all(is_mapped(tensor) for tensor in tensors)
+    assert not list(tmp_path.iterdir())
+    # Each has a file of its own.
+    assert [float(tensor.mean()) for tensor in tensors] == [0, 1, 2]
+    gone = [weakref.ref(tensor) for tensor in tensors]
+    del tensors, tensor
+    gc.collect()
+    assert all(reference() is None for reference in gone)
+    assert str(tmp_path) not in mappings()
+    assert not list(tmp_path.iterdir())
+
+
+@linux
+def test_no_descriptor_is_left_open(tmp_path):
+    open_before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    memory = StateMemory(0, tmp_path)
+    kept = [memory((64, 64), torch.float32) for _ in range(5)]
+    assert len(kept) == 5
+    assert len(os.listdir("/proc/self/fd")) == open_before  # noqa: PTH208
+
+
+def test_in_memory_needs_no_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
+    tensor = StateMemory(4096, tmp_path / "absent")((32, 32), torch.float32)
+    assert tensor.shape == allocate_in_memory((32, 32), torch.float32).shape
+
+
+@pytest.mark.parametrize("free", [0, 64 * 64 * 4 - 1])
+def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path, monkeypatch, free):
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
+    with pytest.raises(UserError) as error:
+        StateMemory(0, tmp_path)((64, 64), torch.float32)
+    assert str(error.value) == (
+        f"{tmp_path} has {human_bytes(free)} free and hidden states beyond --state-memory need 64.0 MiB; free space or "
+        "choose another place, or take fewer samples, shorter windows or --compute-dtype bfloat16"
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_fills_up_meanwhile_is_told_and_nothing_is_left(tmp_path, monkeypatch):
+    def full(descriptor: int, size: int) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(module, "reserve_space", full)
+    with pytest.raises(UserError, match="No space left") as error:
+        StateMemory(0, tmp_path)((64, 64), torch.float32)
+    assert "\n" not in str(error.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_space_is_claimed_in_full_before_the_tensor_is_handed_out(tmp_path, monkeypatch):
+    """A sparse file would let a full disk kill the process when a page is written."""
+    claimed, claim = [], module.reserve_space
+
+    def watch(descriptor: int, size: int) -> None:
+        claim(descriptor, size)
+        claimed.append((size, os.fstat(descriptor).st_size))
+
+    monkeypatch.setattr(module, "reserve_space", watch)
+    StateMemory(0, tmp_path)((3, 50, 7), torch.bfloat16)
+    assert claimed == [(2100, 2100)]

@@ -1,0 +1,184 @@
+"""LLM-Pruner's importances, against gradients of whole stock models; how they are kept; and refusals."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.measure.moment_sources import CachedMoments
+from ckpt_prune.measure.moments.inputs import Taylor
+from ckpt_prune.measure.samples.samples import TokenWindows
+from ckpt_prune.measure.statistics import taylor as module
+from ckpt_prune.measure.statistics.folder import Statistics
+from ckpt_prune.measure.statistics.measurement import (
+    add_statistics,
+    count_statistics_bytes,
+    list_collectable,
+    list_collected_by_default,
+)
+from ckpt_prune.measure.streams.state_memory import StateMemory
+from tests import families
+from tests.families import BLOCKS, windows
+from tests.oracles import taylor as oracle
+from tests.pairs import every
+from tests.stages.whole import Sources, data_of, sources_of_all, stock
+
+VARIANTS = ["llama-gqa-tied", "llama-biases", "qwen3", "opt", "opt-350m-like"]
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Sources:
+    return sources_of_all(tmp_path_factory.mktemp("taylor"))
+
+
+def ids_of(variant: str) -> Tensor:
+    return data_of(variant).batch(slice(0, 5))["input_ids"]
+
+
+def found(sources: Sources, variant: str, **options) -> dict[str, Taylor]:
+    source = Model.open(sources.folder(variant))
+    given = {"device": torch.device("cpu"), "compute_dtype": torch.float32} | options
+    blocks = list(module.measure_taylor(source, TokenWindows(ids_of(variant)), **given))
+    assert [block for block, _ in blocks] == list(reversed(range(BLOCKS)))
+    return {name: own for _, sites in blocks for name, own in sites.items()}
+
+
+def cut(count: int, each: int) -> list[slice]:
+    return [slice(unit * each, (unit + 1) * each) for unit in range(count)]
+
+
+def sites(source: Model) -> dict[str, list[tuple[str, int, list[slice]]]]:
+    """What stands on which parameters of a llama or an opt, written out by hand."""
+    config, opt = source.config, source.family.model_type == "opt"
+    heads = config.num_attention_heads
+    kv = heads if opt else config.num_key_value_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    columns = cut(config.ffn_dim if opt else config.intermediate_size, 1)
+    told = {}
+    for block in range(BLOCKS):
+        start = f"model.decoder.layers.{block}." if opt else f"model.layers.{block}."
+        queries, values = cut(kv, size * heads // kv), cut(kv, size)
+        output, *makers = ("fc2", "fc1") if opt else ("mlp.down_proj", "mlp.gate_proj", "mlp.up_proj")
+        own_output = "self_attn.out_proj" if opt else "self_attn.o_proj"
+        told[f"{start}{own_output}.weight"] = [
+            (f"{start}self_attn.q_proj.weight", 0, queries),
+            (f"{start}self_attn.k_proj.weight", 0, values),
+            (f"{start}self_attn.v_proj.weight", 0, values),
+            (f"{start}{own_output}.weight", 1, queries),
+        ]
+        told[f"{start}{output}.weight"] = [
+            *((f"{start}{maker}.weight", 0, columns) for maker in makers),
+            (f"{start}{output}.weight", 1, columns),
+        ]
+    return told
+
+
+@pytest.mark.parametrize("variant", every(2, VARIANTS))
+def test_they_are_those_of_the_whole_model(dense, variant):
+    source = Model.open(dense.folder(variant))
+    model = stock(dense.folder(variant), variant).double()
+    ours = found(dense, variant)
+    expected = sites(source)
+    assert set(ours) == set(expected)
+    for name, parts in expected.items():
+        told = oracle.importance(model, ids_of(variant), parts)
+        for order, own in told.items():
+            torch.testing.assert_close(getattr(ours[name], order), own, rtol=1e-4, atol=1e-6)
+        # The two orders differ by more than what is tolerated.
+        assert not torch.allclose(told["first"], told["second"], rtol=1e-3)
+
+
+def test_batches_and_where_states_are_change_nothing(dense, monkeypatch, tmp_path):
+    whole = found(dense, "opt")
+    tokens = data_of("opt").tokens
+    # Five samples as 2 + 2 + 1 through blocks, one by one through the head, pieces of logits, states on disk.
+    monkeypatch.setattr("ckpt_prune.measure.streams.hidden_stream.TOKENS_PER_BATCH", 2 * tokens)
+    monkeypatch.setattr(module, "READOUT_TOKENS", tokens - 1)
+    monkeypatch.setattr("ckpt_prune.measure.streams.readout.CHUNK", 100)
+    parted = found(dense, "opt", allocate=StateMemory(0, tmp_path))
+    for name, own in whole.items():
+        torch.testing.assert_close(parted[name].first, own.first, rtol=1e-4, atol=0)
+        torch.testing.assert_close(parted[name].second, own.second, rtol=1e-4, atol=0)
+
+
+def test_a_gradient_that_overflows_is_named(dense, monkeypatch):
+    monkeypatch.setattr(module, "_importances", lambda *_: Taylor(torch.zeros(2), torch.tensor([0.0, torch.inf])))
+    with pytest.raises(UserError) as caught:
+        found(dense, "llama-gqa-tied")
+    assert str(caught.value) == (
+        f"the gradient at model.layers.{BLOCKS - 1}.self_attn.o_proj.weight is not finite: "
+        "the model overflows in torch.float32"
+    )
+
+
+# ---- on disk -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def measured(dense, tmp_path_factory) -> Statistics:
+    out = tmp_path_factory.mktemp("measured") / "stats"
+    return families.calibrate(dense.folder("llama-gqa-tied"), out, collect=("moments", "taylor"), folds=2)
+
+
+def test_a_folder_has_them_beside_its_moments(dense, measured):
+    source = Model.open(dense.folder("llama-gqa-tied"))
+    assert measured.index.collect == ["moments", "taylor"]
+    told = dict(
+        module.measure_taylor(source, TokenWindows(windows()), device=torch.device("cpu"), compute_dtype=torch.float32)
+    )
+    for block, expected in told.items():
+        kept = measured.taylor(block)
+        assert set(kept) == set(expected)
+        moments = CachedMoments(measured, source).moments(block, {}, ["heads", "mlp"])
+        for space, folds in moments.items():
+            own = expected[source.moments_name(block, space)]
+            assert len(folds) == 2
+            for each in (*folds, folds[0] + folds[1], folds[0].to("cpu")):
+                assert torch.equal(each.taylor.first, own.first)
+                assert torch.equal(each.taylor.second, own.second)
+
+
+def test_what_they_take_is_announced(dense, measured):
+    source = Model.open(dense.folder("llama-gqa-tied"))
+    sizes = {
+        kinds: count_statistics_bytes(source, collect=kinds, folds=2, samples=8)
+        for kinds in (("moments",), ("moments", "taylor"))
+    }
+    added = sizes["moments", "taylor"] - sizes["moments",]
+    files = [path for path in measured.folder.iterdir() if path.name.startswith("taylor")]
+    assert len(files) == BLOCKS
+    assert added == BLOCKS * 2 * 8 * (2 + 22)
+    # Headers of the format beside.
+    assert added < sum(path.stat().st_size for path in files) < added + 1024 * BLOCKS
+
+
+def test_they_do_not_add(dense, measured, tmp_path):
+    other = families.calibrate(
+        dense.folder("llama-gqa-tied"),
+        tmp_path / "other",
+        windows(seed=9),
+        collect=("moments", "taylor"),
+        folds=2,
+    )
+    with pytest.raises(UserError) as caught:
+        add_statistics([measured, other], tmp_path / "sum")
+    assert str(caught.value) == (
+        f"{measured.folder} and {other.folder} hold Taylor importances, absolute values of sums over samples, which do "
+        "not add: calibrate once on all samples, or leave taylor out of --collect"
+    )
+    assert not (tmp_path / "sum").exists()
+
+
+def test_statistics_without_them_have_none(dense, tmp_path):
+    plain = families.calibrate(dense.folder("llama-gqa-tied"), tmp_path / "stats", collect=("moments",))
+    assert plain.taylor(0) == {}
+    own = CachedMoments(plain, Model.open(dense.folder("llama-gqa-tied"))).moments(0, {}, ["mlp"])
+    assert [each.taylor for each in own["mlp"]] == [None]
+
+
+def test_only_a_causal_language_model_has_them_and_only_when_asked(dense):
+    kinds = {variant: Model.open(dense.folder(variant)) for variant in ("opt", "vit")}
+    assert "taylor" in list_collectable(kinds["opt"])
+    assert "taylor" not in list_collected_by_default(kinds["opt"])
+    assert "taylor" not in list_collectable(kinds["vit"])

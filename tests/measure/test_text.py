@@ -1,0 +1,257 @@
+import codecs
+import gzip
+import hashlib
+import logging
+
+import pytest
+import torch
+
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.measure.samples.text import (
+    choose_windows,
+    cut_windows,
+    fingerprint_windows,
+    load_tokenizer,
+    read_text,
+    tokenise_text,
+)
+from tests.evaluation.tiny import BOS, EOS, tiny_tokenizer
+
+
+def refusal(call, *args, **kwargs) -> str:
+    with pytest.raises(UserError) as caught:
+        call(*args, **kwargs)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+class TestReadText:
+    def test_files_are_joined_by_a_blank_line(self, tmp_path):
+        (tmp_path / "a.txt").write_text("één\n", encoding="utf-8")
+        (tmp_path / "b.txt").write_text("two", encoding="utf-8")
+        assert read_text([tmp_path / "a.txt", tmp_path / "b.txt"]) == "één\n\n\ntwo"
+
+    def test_jsonl_gives_the_text_fields(self, tmp_path):
+        file = tmp_path / "a.jsonl"
+        file.write_text('{"text": "one\u2028", "id": 1}\n\n{"text": "two"}\n', encoding="utf-8")
+        (tmp_path / "b.txt").write_text("three")
+        assert read_text([file, tmp_path / "b.txt"]) == "one\u2028\n\ntwo\n\nthree"
+
+    @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32", "utf-16-be"])
+    def test_a_byte_order_mark_says_how_a_file_is_encoded(self, tmp_path, encoding):
+        mark = codecs.BOM_UTF16_BE if encoding == "utf-16-be" else b""
+        text, rows = "één\r\ntwo\n", '{"text": "één"}\r\n{"text": "two"}\n'
+        (tmp_path / "a.txt").write_bytes(mark + text.encode(encoding))
+        (tmp_path / "a.JSONL").write_bytes(mark + rows.encode(encoding))
+        assert read_text([tmp_path / "a.txt"]) == "één\ntwo\n"
+        assert read_text([tmp_path / "a.JSONL"]) == "één\n\ntwo"
+
+    @pytest.mark.parametrize(
+        ("name", "content"),
+        [
+            ("a.Jsonl", '{"text": "one"}\n\ufeff{"text": "two"}\n'),
+            ("a.ndjson", '{"text": "one"}\n{"text": "two"}'),
+            ("a.json", '["one", "two"]'),
+            ("a.json", '[\n  {"text": "one"},\n  {"text": "two"}\n]\n'),
+            ("a.jsonl", '[{"text": "one"}, "two"]'),
+            ("a.json", '{"text": "one"}\n{"text": "two"}\n'),
+            ("a.json", '{\n"text": "one\\n\\ntwo"\n}\n'),
+        ],
+    )
+    def test_rows_of_json_however_they_are_written(self, tmp_path, name, content):
+        (tmp_path / name).write_text(content, encoding="utf-8")
+        assert read_text([tmp_path / name]) == "one\n\ntwo"
+
+    @pytest.mark.parametrize(
+        ("name", "content", "said"),
+        [
+            ("a.txt", gzip.compress(b"text"), ": compressed by gzip, and no text; unpack it first"),
+            (
+                "a.txt",
+                b"PAR1....",
+                ': a parquet table, and no text; write its texts as .jsonl, one {"text": "…"} a line',
+            ),
+            ("a.csv", b"text\none", ': a table, and no text; write its texts as .jsonl, one {"text": "…"} a line'),
+            (
+                "a.txt",
+                b"\xff\xfea",
+                ": its byte order mark says UTF-16, and it is not (byte 2); give a UTF-8 .txt or .jsonl file",
+            ),
+            ("a.json", b'["one", 2]', ', row 2: no string under "text"; each row must be a string or {"text": "…"}'),
+            ("a.json", b'[\n"one",\n]', ", line 3: not valid JSON: Expecting value"),
+            ("a.jsonl", b"[" * 100_000, ": nested too deeply"),
+            (
+                "a.jsonl",
+                b'{"text": "one"}\n{"text": "cut \\ud83d"}',
+                ", line 2: '\\ud83d' is half of a surrogate pair and no Unicode character; cut texts between "
+                "characters, not between units of UTF-16",
+            ),
+        ],
+    )
+    def test_what_is_no_text_is_named(self, tmp_path, name, content, said):
+        (tmp_path / name).write_bytes(content)
+        assert refusal(read_text, [tmp_path / name]) == f"{tmp_path / name}{said}"
+
+    def test_refusals(self, tmp_path):
+        assert refusal(read_text, []) == "no text file given: name at least one UTF-8 .txt or .jsonl file"
+        missing, empty, binary, latin = (tmp_path / name for name in ("missing", "empty", "binary", "latin"))
+        empty.write_text(" \n")
+        binary.write_bytes(b"ab\0cd")
+        latin.write_bytes(b"abc\xe9")
+        assert refusal(read_text, [missing]) == f"{missing}: no such text file"
+        assert refusal(read_text, [tmp_path]) == f"{tmp_path}: a folder, not a text file"
+        assert refusal(read_text, [empty]) == f"{empty}: the file holds no text"
+        assert (
+            refusal(read_text, [binary])
+            == f"{binary}: a binary file (it holds a zero byte); give a UTF-8 .txt or .jsonl file"
+        )
+        assert refusal(read_text, [latin]) == f"{latin}: not UTF-8 text (byte 3); give a UTF-8 .txt or .jsonl file"
+
+    @pytest.mark.parametrize(
+        ("line", "said"),
+        [
+            ('{"text": ', "not valid JSON: Expecting value"),
+            ('{"body": "x"}', 'no string under "text"; each line must be {"text": "…"}'),
+            ('{"text": 3}', 'no string under "text"; each line must be {"text": "…"}'),
+            ('"text"', 'no string under "text"; each line must be {"text": "…"}'),
+        ],
+    )
+    def test_bad_json_lines_are_named(self, tmp_path, line, said):
+        file = tmp_path / "a.jsonl"
+        file.write_text('{"text": "fine"}\n' + line + "\n")
+        assert refusal(read_text, [file]) == f"{file}, line 2: {said}"
+
+
+class TestLoadTokenizer:
+    def test_what_was_saved_is_loaded_and_still_adds_its_bos(self, tmp_path):
+        tiny_tokenizer("<s> $A").save_pretrained(tmp_path)
+        tokenizer = load_tokenizer(tmp_path)
+        assert tokenise_text(tokenizer, "ab").tolist() == [BOS, 3, 4]
+
+    def test_none_there(self, tmp_path):
+        assert refusal(load_tokenizer, tmp_path) == (
+            f"{tmp_path}: no tokenizer (tokenizer.json, tokenizer.model or tokenizer_config.json); "
+            "copy the model's tokenizer files into the folder"
+        )
+
+    def test_damaged(self, tmp_path):
+        (tmp_path / "tokenizer.json").write_text("{")
+        assert refusal(load_tokenizer, tmp_path).startswith(f"{tmp_path / 'tokenizer.json'} is not a readable JSON ")
+        (tmp_path / "tokenizer.json").write_text("{}")
+        assert refusal(load_tokenizer, tmp_path).startswith(f"{tmp_path}: the tokenizer does not load: ")
+
+
+class TestTokenStream:
+    @pytest.mark.parametrize(
+        ("template", "text", "bos", "begins_with_bos"),
+        [
+            ("<s> $A", "ab", "auto", True),
+            ("<s> $A </s>", "ab", "auto", True),
+            ("<s> $A", "ab", "never", False),
+            (None, "ab", "auto", False),
+            ("$A </s>", "ab", "auto", False),
+            (None, "ab", "always", True),
+        ],
+    )
+    def test_one_bos_before_the_stream_if_wanted(self, template, text, bos, begins_with_bos):
+        stream = tokenise_text(tiny_tokenizer(template), text, bos)
+        assert stream.tolist() == [BOS] * begins_with_bos + [3, 4]
+        assert stream.dtype == torch.int64
+
+    @pytest.mark.parametrize("bos", ["auto", "always", "never"])
+    def test_a_bos_written_in_the_text_is_read_and_not_doubled(self, bos):
+        assert tokenise_text(tiny_tokenizer("<s> $A"), "<s>a<s>b</s>", bos).tolist() == [BOS, 3, BOS, 4, EOS]
+
+    def test_tokenizer_without_bos(self):
+        tokenizer = tiny_tokenizer(bos=None)
+        assert tokenise_text(tokenizer, "a").tolist() == [3]
+        assert refusal(tokenise_text, tokenizer, "a", "always") == (
+            "this tokenizer has no beginning-of-sequence token; use bos=auto or bos=never"
+        )
+
+    def test_longer_than_the_context_without_a_warning(self):
+        records = []
+        handler = logging.Handler()
+        handler.emit = records.append
+        logger = logging.getLogger("transformers")
+        logger.addHandler(handler)
+        try:
+            assert len(tokenise_text(tiny_tokenizer("<s> $A"), "a" * 100)) == 101
+            assert records == []
+            tiny_tokenizer()("a" * 100)
+            assert len(records) == 1, "the control: the plain call does warn"
+        finally:
+            logger.removeHandler(handler)
+
+
+class TestWindows:
+    STREAM = torch.arange(1000)
+
+    def test_calibration_windows_are_whole_disjoint_windows_in_stream_order(self):
+        windows = choose_windows(self.STREAM, samples=20, window=30, seed=1)
+        starts = windows[:, 0]
+        assert windows.shape == (20, 30)
+        assert torch.equal(windows, starts[:, None] + torch.arange(30))
+        assert (starts % 30 == 0).all()
+        assert (starts.diff() >= 30).all()
+        assert windows.max() < 990, "the tail of ten tokens is dropped"
+
+    def test_the_seed_decides(self):
+        first, again, other = (choose_windows(self.STREAM, samples=5, window=30, seed=seed) for seed in (3, 3, 4))
+        assert torch.equal(first, again)
+        assert not torch.equal(first, other)
+
+    def test_all_windows_when_all_are_asked_for(self):
+        windows = choose_windows(self.STREAM, samples=33, window=30, seed=0)
+        assert torch.equal(windows, cut_windows(self.STREAM, window=30))
+
+    def test_evaluation_windows_from_the_start(self):
+        assert cut_windows(self.STREAM, window=300).shape == (3, 300)
+        assert torch.equal(cut_windows(self.STREAM, window=300, limit=1), torch.arange(300)[None])
+        assert cut_windows(self.STREAM, window=300, limit=9).shape == (3, 300)
+
+    @pytest.mark.parametrize(
+        "cut",
+        [lambda s: cut_windows(s, window=8), lambda s: choose_windows(s, samples=1, window=8, seed=0)],
+    )
+    def test_too_short_for_one_window(self, cut):
+        assert refusal(cut, torch.arange(7)) == (
+            "the text is too short for one window: it has 7 tokens, a window takes 8; say --window 7, or give more text"
+        )
+
+    def test_a_text_of_one_token_has_no_window(self):
+        assert refusal(cut_windows, torch.arange(1), window=8) == (
+            "the text is too short for one window: it has 1 tokens, a window takes 8; give more text"
+        )
+
+    @pytest.mark.parametrize(
+        "cut",
+        [
+            lambda s, **frame: cut_windows(s, window=10, **frame),
+            lambda s, **frame: choose_windows(s, samples=3, window=10, seed=0, **frame),
+        ],
+    )
+    def test_a_window_has_room_for_its_frame(self, cut):
+        assert torch.equal(cut(torch.arange(26), frame=2), torch.arange(24).view(3, 8))
+        assert refusal(cut, torch.arange(7), frame=2).endswith(
+            "it has 7 tokens, a window takes 8; say --window 9, or give more text"
+        )
+
+    def test_fewer_windows_than_samples_are_all_used(self):
+        for choose in ("random", "first"):
+            windows = choose_windows(torch.arange(31), samples=5, window=10, seed=0, choose=choose)
+            assert torch.equal(windows, torch.arange(30).view(3, 10))
+
+    def test_senseless_numbers(self):
+        assert refusal(cut_windows, self.STREAM, window=1) == "window must be at least 2 tokens, not 1"
+        assert refusal(cut_windows, self.STREAM, window=9, limit=0) == "the limit of windows must be at least 1, not 0"
+        assert refusal(choose_windows, self.STREAM, samples=0, window=9, seed=0) == "samples must be at least 1, not 0"
+
+
+def test_fingerprint_is_of_ids_and_shape():
+    windows = torch.arange(6).view(2, 3)
+    ids = b"".join(i.to_bytes(8, "little") for i in range(6))
+    assert fingerprint_windows(windows) == hashlib.sha256(b"[2, 3]" + ids).hexdigest()
+    assert fingerprint_windows(windows.t().contiguous().t()) == fingerprint_windows(windows)
+    assert fingerprint_windows(windows.view(3, 2)) != fingerprint_windows(windows)
+    assert fingerprint_windows(windows + 1) != fingerprint_windows(windows)
