@@ -13,6 +13,7 @@ from ckpt_prune.checkpoint.files import check_place
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.graph_types import GraphType
 from ckpt_prune.common.ratios import Ratio, check_ratio
+from ckpt_prune.common.text_encoding import TEXT_FILE
 from ckpt_prune.datasets.texts import NamedText, Split, parse_text_name
 
 
@@ -120,8 +121,8 @@ class SampleOptions(TextOptions):
 
     text: Texts = Field(
         (),
-        description="Text file to run the model on (.txt or .jsonl), or one by name, as papers join it: wikitext2, c4, "
-        "ptb; may be repeated.",
+        description=f"Text to run the model on: a {TEXT_FILE}, or one by name, as papers join it: wikitext2, c4, ptb; "
+        "may be repeated.",
     )
     samples: int | None = Field(
         None,
@@ -222,8 +223,8 @@ class ProofOptions(TextOptions):
 
     text: Texts = Field(
         default=(),
-        description="Text file to compare on (.txt or .jsonl); may be repeated. [default: Python sources of the "
-        "running Python's standard library]",
+        description=f"Text to compare on: a {TEXT_FILE}; may be repeated. [default: Python sources of the running "
+        "Python's standard library]",
     )
     images: Path | None = Field(
         default=None,

@@ -23,7 +23,13 @@ from ckpt_prune.measure.samples.image_files import ImageFiles, choose_images, fi
 from ckpt_prune.measure.samples.image_processor import load_processor
 from ckpt_prune.measure.samples.images import ImageSamples
 from ckpt_prune.measure.samples.samples import Samples, TokenWindows
-from ckpt_prune.measure.samples.text import choose_windows, cut_windows, load_tokenizer, read_text, tokenise_text
+from ckpt_prune.measure.samples.text import (
+    choose_windows,
+    cut_windows,
+    load_tokenizer,
+    read_text,
+    tokenise_text,
+)
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.measure.statistics.measurement import list_collected_by_default, measure_statistics
 from ckpt_prune.recipe.reading import load_recipe

@@ -10,6 +10,10 @@ from ckpt_prune.common.errors import UserError
 
 ROW_SUFFIXES = (".jsonl", ".json", ".ndjson")
 """Endings of files of rows; upper case counts too."""
+TEXT_FILE = ".txt, .jsonl, .ndjson or .json file"
+"""Files that text is read from, for messages and help."""
+ENCODINGS = "UTF-8, or UTF-16 or UTF-32 with a byte order mark"
+"""How they may be encoded."""
 _MARKS = (  # UTF-32's first: UTF-16's begins it
     (codecs.BOM_UTF32_LE, "utf-32"),
     (codecs.BOM_UTF32_BE, "utf-32"),
@@ -19,16 +23,16 @@ _MARKS = (  # UTF-32's first: UTF-16's begins it
 )
 """Byte order marks and the encodings that they announce."""
 _UNPACK = "unpack it first"
-_REWRITE = 'write its texts as .jsonl, one {"text": "…"} a line'
+REWRITE = 'write its texts as .jsonl, one {"text": "…"} a line'
 _OTHER_FORMATS = (
     (b"\x1f\x8b", "compressed by gzip", _UNPACK),
     (b"BZh", "compressed by bzip2", _UNPACK),
     (b"\xfd7zXZ", "compressed by xz", _UNPACK),
     (b"\x28\xb5\x2f\xfd", "compressed by zstd", _UNPACK),
     (b"PK\x03\x04", "a zip archive, or a document that is one", _UNPACK),
-    (b"PAR1", "a parquet table", _REWRITE),
-    (b"ARROW1", "an Arrow table", _REWRITE),
-    (b"%PDF", "a PDF", _REWRITE),
+    (b"PAR1", "a parquet table", REWRITE),
+    (b"ARROW1", "an Arrow table", REWRITE),
+    (b"%PDF", "a PDF", REWRITE),
 )
 """First bytes of files that are given for text by mistake, what these are, and the remedy."""
 NOT_UTF8 = "not UTF-8 text: save it as UTF-8"
@@ -46,7 +50,7 @@ def _is_utf16(data: bytes) -> bool:
     return len(data) % 2 == 0 and zeros[0] == 0 and 4 * zeros[1] >= len(start)
 
 
-def decode_text(file: Path, data: bytes, form: str = ".txt or .jsonl file") -> str:
+def decode_text(file: Path, data: bytes, form: str = TEXT_FILE) -> str:
     r"""Decode a file as UTF-8, or as its byte order mark says, and end its lines in \n.
 
     A file that is compressed, a table or not text is refused; `form` says in the message what is asked for.
@@ -61,11 +65,11 @@ def decode_text(file: Path, data: bytes, form: str = ".txt or .jsonl file") -> s
         why = "not UTF-8 text"
         if not encoding.startswith("utf-8"):
             why = f"its byte order mark says {encoding.upper()}, and it is not"
-        raise UserError(f"{file}: {why} (byte {error.start}); give a UTF-8 {form}") from error
+        raise UserError(f"{file}: {why} (byte {error.start}); give a {form} in {ENCODINGS}") from error
     if "\0" in text:  # no tokenizer was trained on it
         if _is_utf16(data):
             raise UserError(f"{file} is {NOT_UTF8}")
-        raise UserError(f"{file}: a binary file (it holds a zero byte); give a UTF-8 {form}")
+        raise UserError(f"{file}: a binary file (it holds a zero byte); give a {form} in {ENCODINGS}")
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 

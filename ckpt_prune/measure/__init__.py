@@ -1,1 +1,1 @@
-"""Text, hidden states and the moments of what flows through a model."""
+"""Measure: samples, the streams of hidden states they make, moments of these, and the statistics folder."""

@@ -1,4 +1,4 @@
-"""Where the engine gets moments from: nowhere, statistics on disk, or a live stream of hidden states.
+"""Sources of moments: none, statistics on disk, or a live stream of hidden states.
 
 The engine and the closed forms do not know which (measure/README.md, section 2).
 """
@@ -10,128 +10,118 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.measure.moments.inputs import Moments
-from ckpt_prune.measure.moments.kinds import Key, SpaceMoments
+from ckpt_prune.measure.moments.kinds import Key, SpaceMoments, select_input_moments
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.measure.streams.drift import observe_drift
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 
 
 class MomentSource(Protocol):
-    """Hands out the moments of a block's spaces or linear modules, and is told what became of the block."""
+    """Hands out the moments of a block's spaces or linear modules, and goes on when the block is done."""
 
-    def stages(self, keys: list[Key]) -> list[list[Key]]:
-        """What is to be pruned together, in order: moments are asked for once per stage."""
+    def group_keys(self, keys: list[Key]) -> list[list[Key]]:
+        """Group what is pruned together, in order: moments are asked for once per group."""
         ...
 
     def moments(self, block: int, tensors: Mapping[str, Tensor], keys: list[Key]) -> dict[Key, SpaceMoments]:
-        """Moments of these spaces or linear modules, a tuple over folds; `tensors` is the block as it stands now."""
+        """Return moments of spaces or linear modules, a tuple over folds; `tensors` is the block as it stands now."""
         ...
 
-    def lacking(
+    def measure_shortfall(
         self, block: int, dense: Mapping[str, Tensor], tensors: Mapping[str, Tensor], keys: list[Key]
     ) -> dict[Key, SpaceMoments]:
-        """Moments of these spaces with what the block's output lacks, as their drift.
+        """Return moments of spaces that end in a consumer, with what the block's output lacks as their drift.
 
-        Args:
-            block: its index.
-            dense: its tensors before anything went.
-            tensors: as it stands now.
-            keys: spaces that end in a consumer.
+        `dense` holds the block's tensors before anything was pruned, `tensors` those it has now.
 
         Raises:
-            ValueError: nothing is run.
+            ValueError: no block is run.
         """
         ...
 
     def advance(self, block: int, tensors: Mapping[str, Tensor]) -> None:
-        """The block is done and has these tensors."""
+        """Go on behind the block, which is done and has these tensors."""
         ...
 
 
 class NoMoments:
-    """For recipes that need none."""
+    """A source for recipes that need no moments."""
 
-    def stages(self, keys: list[Key]) -> list[list[Key]]:
-        """All at once."""
+    def group_keys(self, keys: list[Key]) -> list[list[Key]]:
+        """Return one group."""
         return [keys]
 
     def moments(self, block: int, tensors: Mapping[str, Tensor], keys: list[Key]) -> dict[Key, SpaceMoments]:
-        """Nothing."""
+        """Return nothing."""
         return {}
 
-    def lacking(
+    def measure_shortfall(
         self, block: int, dense: Mapping[str, Tensor], tensors: Mapping[str, Tensor], keys: list[Key]
     ) -> dict[Key, SpaceMoments]:
-        """Not known: what is on disk is of the dense model alone."""
+        """Refuse: statistics on disk are of the dense model alone."""
         raise ValueError("what a pruned block lacks is known where it runs alone")
 
     def advance(self, block: int, tensors: Mapping[str, Tensor]) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 class KnownMoments(NoMoments):
-    """Moments of one block that were read or measured before.
+    """Moments of one block that were read or measured before, by space or linear module."""
 
-    Args:
-        found: of its sites.
-    """
-
-    def __init__(self, found: Mapping[Any, SpaceMoments]) -> None:
-        self._found = found
+    def __init__(self, known: Mapping[Any, SpaceMoments]) -> None:
+        self._known = known
 
     def moments(self, block: int, tensors: Mapping[str, Tensor], keys: list[Key]) -> dict[Key, SpaceMoments]:
-        """Those that are asked for."""
-        return {key: self._found[key] for key in keys}
+        """Return those that are asked for."""
+        return {key: self._known[key] for key in keys}
 
 
 class CachedMoments(NoMoments):
-    """The dense cache: statistics on disk."""
+    """Moments of the dense model from statistics on disk."""
 
     def __init__(self, statistics: Statistics, model: Model) -> None:
         self._statistics, self._model = statistics, model
 
     def moments(self, block: int, tensors: Mapping[str, Tensor], keys: list[Key]) -> dict[Key, SpaceMoments]:
-        """The block's moments, and what else there is of its sites, read from disk."""
+        """Read the block's moments, and the Taylor importances of its sites, from disk."""
         names = {key: self._model.moments_name(block, key) for key in keys}
-        found = self._statistics.read_moments(block, set(names.values()))
-        for name, own in self._statistics.read_taylor(block).items():
-            if name in found:
-                folds = (each for each in found[name] if isinstance(each, Moments))
-                found[name] = tuple(replace(each, taylor=own) for each in folds)
-        return {key: found[name] for key, name in names.items() if name in found}
+        moments = self._statistics.read_moments(block, set(names.values()))
+        for name, taylor in self._statistics.read_taylor(block).items():
+            if name in moments:
+                moments[name] = tuple(replace(fold, taylor=taylor) for fold in select_input_moments(moments[name]))
+        return {key: moments[name] for key, name in names.items() if name in moments}
 
 
 class SequentialMoments:
-    """Measured on the already pruned prefix.
+    """Moments measured behind the already pruned blocks.
 
     Args:
         stream: hidden states, at the input of the first block.
         gram: for each space or linear module that will be asked for, whether the Gram is needed.
-        true_sequential: measure again after each of them, so that every one sees its own pruned prefix. Experts stand
-            beside each other: none sees what became of the next.
+        true_sequential: measure again inside a block after each of them is pruned. Experts stand beside each other:
+            they are measured together.
     """
 
     def __init__(self, stream: HiddenStream, gram: Mapping[Any, bool], *, true_sequential: bool) -> None:
-        self.stream, self._gram, self._true = stream, gram, true_sequential
+        self.stream, self._gram, self._true_sequential = stream, gram, true_sequential
 
-    def stages(self, keys: list[Key]) -> list[list[Key]]:
-        """One at a time where true-sequential, else all at once."""
-        if not self._true:
+    def group_keys(self, keys: list[Key]) -> list[list[Key]]:
+        """Return a group for each key, experts together, if true-sequential; else one group."""
+        if not self._true_sequential:
             return [keys]
-        stages: dict[str, list[Key]] = {}
+        groups: dict[str, list[Key]] = {}
         for key in keys:
-            stages.setdefault(self.stream.factory.of_any_expert(key), []).append(key)
-        return list(stages.values())
+            groups.setdefault(self.stream.factory.name_without_expert(key), []).append(key)
+        return list(groups.values())
 
     def moments(self, block: int, tensors: Mapping[str, Tensor], keys: list[Key]) -> dict[Key, SpaceMoments]:
-        """Moments of the block run on the pruned prefix's output."""
+        """Measure the moments of the block behind the pruned blocks."""
         return self.stream.observe(block, tensors, {key: self._gram[key] for key in keys})
 
-    def lacking(
+    def measure_shortfall(
         self, block: int, dense: Mapping[str, Tensor], tensors: Mapping[str, Tensor], keys: list[Key]
     ) -> dict[Key, SpaceMoments]:
-        """What the dense block makes of the pruned prefix's output, and this one does not."""
+        """Measure what the dense block adds to the pruned stream, and this one does not."""
         return observe_drift(self.stream, self.stream, block, dense, tensors, dict.fromkeys(keys, True))[0]
 
     def advance(self, block: int, tensors: Mapping[str, Tensor]) -> None:
@@ -140,19 +130,17 @@ class SequentialMoments:
 
 
 class DriftMoments(SequentialMoments):
-    """Measured on the already pruned prefix, with its drift from the dense model (compensation/README.md, section 4).
+    """Moments measured behind the pruned blocks, with their drift from the dense model (compensation, section 4).
 
     The moments of queries and keys are the sequential ones. Two blocks and two sets of hidden states are held. The
-    dense block runs once where its norms come first: what it gives is what later stages need, and the next block's
-    input. Otherwise it runs for every stage.
+    dense block runs once if its norms come first: its output is what later groups need, and the next block's input.
+    Otherwise it runs for every group.
 
     Args:
-        stream: hidden states of the model that is pruned, at the input of the first block.
-        dense: those of the dense model there, of the same samples and folds.
+        stream, dense: hidden states of both models at the input of the first block, of the same samples and folds.
         read_block: reads the on-disk tensors of a block of the dense model.
-        gram: for each space that will be asked for, whether the Gram is needed.
-        true_sequential: measure again after each of them, so that every one sees its own pruned prefix.
-        seen: what of the dense stream the pruned one has room for, where that is narrower (`drift.observe_drift`).
+        gram, true_sequential: as in `SequentialMoments`.
+        seen: maps the dense stream to what a narrower pruned one has room for (`observe_drift`).
     """
 
     def __init__(
@@ -167,34 +155,34 @@ class DriftMoments(SequentialMoments):
     ) -> None:
         super().__init__(stream, gram, true_sequential=true_sequential)
         self.dense, self._read_block, self._seen = dense, read_block, seen
-        self._stages: list[list[Any]] = []
+        self._groups: list[list[Any]] = []
         self._passed = False
 
-    def stages(self, keys: list[Key]) -> list[list[Key]]:
-        """One at a time where true-sequential, else all at once."""
-        stages = super().stages(keys)
-        self._stages = [list(stage) for stage in stages]
-        return stages
+    def group_keys(self, keys: list[Key]) -> list[list[Key]]:
+        """Return a group for each key if true-sequential, else one group; remember what later groups need."""
+        groups = super().group_keys(keys)
+        self._groups = [list(group) for group in groups]
+        return groups
 
     def moments(self, block: int, tensors: Mapping[str, Tensor], keys: list[Key]) -> dict[Key, SpaceMoments]:
-        """Moments of the block run on the pruned prefix's output, with drift where the space has a consumer."""
+        """Measure the moments of the block behind the pruned blocks, with drift if a space has a consumer."""
         gram = {key: self._gram[key] for key in keys}
-        own = None if self._passed else self._read_block(block)
+        dense = None if self._passed else self._read_block(block)
         later = None
-        if keys in self._stages:
-            later = [key for stage in self._stages[self._stages.index(keys) + 1 :] for key in stage]
-        found, self._passed = observe_drift(
-            self.dense, self.stream, block, own, tensors, gram, later=later, seen=self._seen
+        if keys in self._groups:
+            later = [key for group in self._groups[self._groups.index(keys) + 1 :] for key in group]
+        moments, self._passed = observe_drift(
+            self.dense, self.stream, block, dense, tensors, gram, later=later, narrow=self._seen
         )
-        return found
+        return moments
 
-    def lacking(
+    def measure_shortfall(
         self, block: int, dense: Mapping[str, Tensor], tensors: Mapping[str, Tensor], keys: list[Key]
     ) -> dict[Key, SpaceMoments]:
-        """What the dense model's stream has behind the block, and the pruned one's has not."""
-        own = None if self._passed else self._read_block(block)
+        """Measure what the dense model's stream has behind the block, and the pruned one lacks."""
+        tensors_of_dense = None if self._passed else self._read_block(block)
         gram = dict.fromkeys(keys, True)
-        return observe_drift(self.dense, self.stream, block, own, tensors, gram, seen=self._seen)[0]
+        return observe_drift(self.dense, self.stream, block, tensors_of_dense, tensors, gram, narrow=self._seen)[0]
 
     def advance(self, block: int, tensors: Mapping[str, Tensor]) -> None:
         """Let the outputs of the pruned and of the dense block become the inputs of the next ones."""

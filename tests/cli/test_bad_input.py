@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ckpt_prune.architectures.descriptions import known_families
+from ckpt_prune.common.text_encoding import ENCODINGS, TEXT_FILE
 from ckpt_prune.parallel.devices import resolve_device
 from tests.cli.running import TEXT, edit_weights, misused, ok, poison, read_json, refused, set_config
 from tests.evaluation.tiny import tiny_tokenizer
@@ -468,9 +469,9 @@ reading = pytest.mark.parametrize("command", READING.values(), ids=READING)
         ("none.txt", None, "none.txt: no such text file"),
         ("empty.txt", b"", "empty.txt: the file holds no text"),
         ("blank.txt", b" \n\n", "blank.txt: the file holds no text"),
-        ("p.png", b"\x89PNG\r\n", "p.png: not UTF-8 text (byte 0); give a UTF-8 .txt or .jsonl file"),
+        ("p.png", b"\x89PNG\r\n", f"p.png: not UTF-8 text (byte 0); give a {TEXT_FILE} in {ENCODINGS}"),
         ("utf16.txt", "ab".encode("utf-16-le"), "utf16.txt is not UTF-8 text: save it as UTF-8"),
-        ("nul.txt", b"a\0b", "nul.txt: a binary file (it holds a zero byte); give a UTF-8 .txt or .jsonl file"),
+        ("nul.txt", b"a\0b", f"nul.txt: a binary file (it holds a zero byte); give a {TEXT_FILE} in {ENCODINGS}"),
         ("open.jsonl", b'{"text": "a"', "open.jsonl, line 1: not valid JSON: Expecting ',' delimiter"),
         (
             "keys.jsonl",

@@ -9,7 +9,7 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.measure.samples.samples import TokenWindows
 from ckpt_prune.measure.statistics.distances import measure_distances
-from ckpt_prune.measure.statistics.folder import StreamDistances, _mean_stream
+from ckpt_prune.measure.statistics.index import StreamDistances, _mean_stream
 from ckpt_prune.measure.streams.readout import DrawnGradients
 from tests.evaluation.tiny import random_windows, tiny_llama
 from tests.families import stock

@@ -20,21 +20,6 @@ def twins(tmp_path_factory):
     return written_once(tmp_path_factory)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_states_are_those_of_the_whole_model(twins, variant):
-    """One tensor of all samples, at every block, also where samples go through in several batches."""
-    pair = twins(variant)
-    tensors, model = pair.disk(), pair.dense()
-    stream = pair.stream(tensors)
-    for block in range(BLOCKS + 1):
-        expected = laco.states(model, block - 1, pair.data).detach()
-        assert stream.states.shape == expected.shape
-        assert len(stream.states) == SAMPLES
-        torch.testing.assert_close(stream.states, expected, **EXACT)
-        if block < BLOCKS:
-            stream.advance(block, pair.block(block, tensors))
-
-
 @pytest.mark.parametrize("variant", every(3, VARIANTS))
 def test_a_block_runs_on_as_many_samples_as_was_said(twins, variant):
     """In any order, and some twice: what blocks are passed besides depends on the number alone."""
@@ -49,14 +34,6 @@ def test_a_block_runs_on_as_many_samples_as_was_said(twins, variant):
                 found = stream.run(module, block, stream.states[rows])
             torch.testing.assert_close(found, expected[rows], **EXACT)
         stream.advance(block, pair.block(block, tensors))
-
-
-def test_a_number_that_was_not_said_is_refused(twins):
-    pair = twins("llama-biases")
-    tensors = pair.disk()
-    stream = pair.stream(tensors, sizes={2})
-    with pytest.raises(KeyError):
-        stream.run(stream.factory.build_block(0, pair.block(0, tensors)), 0, stream.states[:3])
 
 
 def test_samples_in_several_batches(twins, monkeypatch):

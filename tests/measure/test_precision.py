@@ -10,9 +10,10 @@ from torch import Tensor
 from ckpt_prune.compensation.diagnostics import diagnose
 from ckpt_prune.compensation.fit import error, from_moments
 from ckpt_prune.compensation.methods import METHODS
-from ckpt_prune.measure.moments.inputs import Drift, Moments, add_widest, sum_folds
+from ckpt_prune.measure.moments.inputs import Drift, Moments, sum_folds
 from ckpt_prune.measure.moments.logits import LogitMoments
 from ckpt_prune.measure.moments.rotary import RotaryMoments
+from ckpt_prune.measure.moments.sums import add_widest
 from ckpt_prune.measure.statistics.folder import pack_symmetric, unpack_symmetric
 from ckpt_prune.parallel.group import Group
 

@@ -13,7 +13,6 @@ from ckpt_prune.measure.statistics import taylor as module
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.measure.statistics.measurement import (
     add_statistics,
-    count_statistics_bytes,
     list_collectable,
     list_collected_by_default,
 )
@@ -103,7 +102,7 @@ def test_batches_and_where_states_are_change_nothing(dense, monkeypatch, tmp_pat
 
 
 def test_a_gradient_that_overflows_is_named(dense, monkeypatch):
-    monkeypatch.setattr(module, "_importances", lambda *_: Taylor(torch.zeros(2), torch.tensor([0.0, torch.inf])))
+    monkeypatch.setattr(module, "_sum_importances", lambda *_: Taylor(torch.zeros(2), torch.tensor([0.0, torch.inf])))
     with pytest.raises(UserError) as caught:
         found(dense, "llama-gqa-tied")
     assert str(caught.value) == (
@@ -128,7 +127,7 @@ def test_a_folder_has_them_beside_its_moments(dense, measured):
         module.measure_taylor(source, TokenWindows(windows()), device=torch.device("cpu"), compute_dtype=torch.float32)
     )
     for block, expected in told.items():
-        kept = measured.taylor(block)
+        kept = measured.read_taylor(block)
         assert set(kept) == set(expected)
         moments = CachedMoments(measured, source).moments(block, {}, ["heads", "mlp"])
         for space, folds in moments.items():
@@ -137,20 +136,6 @@ def test_a_folder_has_them_beside_its_moments(dense, measured):
             for each in (*folds, folds[0] + folds[1], folds[0].to("cpu")):
                 assert torch.equal(each.taylor.first, own.first)
                 assert torch.equal(each.taylor.second, own.second)
-
-
-def test_what_they_take_is_announced(dense, measured):
-    source = Model.open(dense.folder("llama-gqa-tied"))
-    sizes = {
-        kinds: count_statistics_bytes(source, collect=kinds, folds=2, samples=8)
-        for kinds in (("moments",), ("moments", "taylor"))
-    }
-    added = sizes["moments", "taylor"] - sizes["moments",]
-    files = [path for path in measured.folder.iterdir() if path.name.startswith("taylor")]
-    assert len(files) == BLOCKS
-    assert added == BLOCKS * 2 * 8 * (2 + 22)
-    # Headers of the format beside.
-    assert added < sum(path.stat().st_size for path in files) < added + 1024 * BLOCKS
 
 
 def test_they_do_not_add(dense, measured, tmp_path):
@@ -168,13 +153,6 @@ def test_they_do_not_add(dense, measured, tmp_path):
         "not add: calibrate once on all samples, or leave taylor out of --collect"
     )
     assert not (tmp_path / "sum").exists()
-
-
-def test_statistics_without_them_have_none(dense, tmp_path):
-    plain = families.calibrate(dense.folder("llama-gqa-tied"), tmp_path / "stats", collect=("moments",))
-    assert plain.taylor(0) == {}
-    own = CachedMoments(plain, Model.open(dense.folder("llama-gqa-tied"))).moments(0, {}, ["mlp"])
-    assert [each.taylor for each in own["mlp"]] == [None]
 
 
 def test_only_a_causal_language_model_has_them_and_only_when_asked(dense):

@@ -6,7 +6,6 @@ import logging
 import pytest
 import torch
 
-from ckpt_prune.common.errors import UserError
 from ckpt_prune.measure.samples.text import (
     choose_windows,
     cut_windows,
@@ -16,26 +15,17 @@ from ckpt_prune.measure.samples.text import (
     tokenise_text,
 )
 from tests.evaluation.tiny import BOS, EOS, tiny_tokenizer
+from tests.refusals import refusal
 
-
-def refusal(call, *args, **kwargs) -> str:
-    with pytest.raises(UserError) as caught:
-        call(*args, **kwargs)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+EACH_LINE = 'each line must be {"text": "…"}'
+TAKEN = ".txt, .jsonl, .ndjson or .json file in UTF-8, or UTF-16 or UTF-32 with a byte order mark"
 
 
 class TestReadText:
     def test_files_are_joined_by_a_blank_line(self, tmp_path):
         (tmp_path / "a.txt").write_text("één\n", encoding="utf-8")
-        (tmp_path / "b.txt").write_text("two", encoding="utf-8")
-        assert read_text([tmp_path / "a.txt", tmp_path / "b.txt"]) == "één\n\n\ntwo"
-
-    def test_jsonl_gives_the_text_fields(self, tmp_path):
-        file = tmp_path / "a.jsonl"
-        file.write_text('{"text": "one\u2028", "id": 1}\n\n{"text": "two"}\n', encoding="utf-8")
-        (tmp_path / "b.txt").write_text("three")
-        assert read_text([file, tmp_path / "b.txt"]) == "one\u2028\n\ntwo\n\nthree"
+        (tmp_path / "b.jsonl").write_text('{"text": "one\u2028", "id": 1}\n\n{"text": "two"}\n', encoding="utf-8")
+        assert read_text([tmp_path / "a.txt", tmp_path / "b.jsonl"]) == "één\n\n\none\u2028\n\ntwo"
 
     @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32", "utf-16-be"])
     def test_a_byte_order_mark_says_how_a_file_is_encoded(self, tmp_path, encoding):
@@ -75,8 +65,14 @@ class TestReadText:
             (
                 "a.txt",
                 b"\xff\xfea",
-                ": its byte order mark says UTF-16, and it is not (byte 2); give a UTF-8 .txt or .jsonl file",
+                f": its byte order mark says UTF-16, and it is not (byte 2); give a {TAKEN}",
             ),
+            ("a.txt", b"abc\xe9", f": not UTF-8 text (byte 3); give a {TAKEN}"),
+            ("a.txt", b"ab\0cd", f": a binary file (it holds a zero byte); give a {TAKEN}"),
+            ("a.jsonl", b'{"text": "a"}\n{"text": ', ", line 2: not valid JSON: Expecting value"),
+            ("a.jsonl", b'{"body": "a"}', f', line 1: no string under "text"; {EACH_LINE}'),
+            ("a.jsonl", b'{"text": 3}', f', line 1: no string under "text"; {EACH_LINE}'),
+            ("a.jsonl", b'{"text": "a"}\n"b"', f", line 2: a string without a key; {EACH_LINE}"),
             ("a.json", b'["one", 2]', ', row 2: no string under "text"; each row must be a string or {"text": "…"}'),
             ("a.json", b'[\n"one",\n]', ", line 3: not valid JSON: Expecting value"),
             ("a.jsonl", b"[" * 100_000, ": nested too deeply"),
@@ -93,33 +89,12 @@ class TestReadText:
         assert refusal(read_text, [tmp_path / name]) == f"{tmp_path / name}{said}"
 
     def test_refusals(self, tmp_path):
-        assert refusal(read_text, []) == "no text file given: name at least one UTF-8 .txt or .jsonl file"
-        missing, empty, binary, latin = (tmp_path / name for name in ("missing", "empty", "binary", "latin"))
-        empty.write_text(" \n")
-        binary.write_bytes(b"ab\0cd")
-        latin.write_bytes(b"abc\xe9")
+        assert refusal(read_text, []) == f"no text file given: name at least one {TAKEN}"
+        missing = tmp_path / "missing"
         assert refusal(read_text, [missing]) == f"{missing}: no such text file"
         assert refusal(read_text, [tmp_path]) == f"{tmp_path}: a folder, not a text file"
-        assert refusal(read_text, [empty]) == f"{empty}: the file holds no text"
-        assert (
-            refusal(read_text, [binary])
-            == f"{binary}: a binary file (it holds a zero byte); give a UTF-8 .txt or .jsonl file"
-        )
-        assert refusal(read_text, [latin]) == f"{latin}: not UTF-8 text (byte 3); give a UTF-8 .txt or .jsonl file"
-
-    @pytest.mark.parametrize(
-        ("line", "said"),
-        [
-            ('{"text": ', "not valid JSON: Expecting value"),
-            ('{"body": "x"}', 'no string under "text"; each line must be {"text": "…"}'),
-            ('{"text": 3}', 'no string under "text"; each line must be {"text": "…"}'),
-            ('"text"', 'no string under "text"; each line must be {"text": "…"}'),
-        ],
-    )
-    def test_bad_json_lines_are_named(self, tmp_path, line, said):
-        file = tmp_path / "a.jsonl"
-        file.write_text('{"text": "fine"}\n' + line + "\n")
-        assert refusal(read_text, [file]) == f"{file}, line 2: {said}"
+        (tmp_path / "empty").write_text(" \n")
+        assert refusal(read_text, [tmp_path / "empty"]) == f"{tmp_path / 'empty'}: the file holds no text"
 
 
 class TestLoadTokenizer:
@@ -201,28 +176,10 @@ class TestWindows:
         assert torch.equal(first, again)
         assert not torch.equal(first, other)
 
-    def test_all_windows_when_all_are_asked_for(self):
-        windows = choose_windows(self.STREAM, samples=33, window=30, seed=0)
-        assert torch.equal(windows, cut_windows(self.STREAM, window=30))
-
     def test_evaluation_windows_from_the_start(self):
         assert cut_windows(self.STREAM, window=300).shape == (3, 300)
         assert torch.equal(cut_windows(self.STREAM, window=300, limit=1), torch.arange(300)[None])
         assert cut_windows(self.STREAM, window=300, limit=9).shape == (3, 300)
-
-    @pytest.mark.parametrize(
-        "cut",
-        [lambda s: cut_windows(s, window=8), lambda s: choose_windows(s, samples=1, window=8, seed=0)],
-    )
-    def test_too_short_for_one_window(self, cut):
-        assert refusal(cut, torch.arange(7)) == (
-            "the text is too short for one window: it has 7 tokens, a window takes 8; say --window 7, or give more text"
-        )
-
-    def test_a_text_of_one_token_has_no_window(self):
-        assert refusal(cut_windows, torch.arange(1), window=8) == (
-            "the text is too short for one window: it has 1 tokens, a window takes 8; give more text"
-        )
 
     @pytest.mark.parametrize(
         "cut",
@@ -233,9 +190,10 @@ class TestWindows:
     )
     def test_a_window_has_room_for_its_frame(self, cut):
         assert torch.equal(cut(torch.arange(26), frame=2), torch.arange(24).view(3, 8))
-        assert refusal(cut, torch.arange(7), frame=2).endswith(
-            "it has 7 tokens, a window takes 8; say --window 9, or give more text"
-        )
+        start = "the text is too short for one window: it has "
+        remedy = "say --window 9, or give more text"
+        assert refusal(cut, torch.arange(7), frame=2) == f"{start}7 tokens, a window takes 8; {remedy}"
+        assert refusal(cut, torch.arange(1)) == f"{start}1 tokens, a window takes 10; give more text"
 
     def test_fewer_windows_than_samples_are_all_used(self):
         for choose in ("random", "first"):

@@ -44,7 +44,7 @@ def fields_of(moments) -> dict[str, object]:
 def assert_alike(a: Statistics, b: Statistics) -> None:
     assert a.index.model_copy(update={"files": {}}) == b.index.model_copy(update={"files": {}})
     for block in range(a.index.blocks):
-        ours, theirs = a.block(block), b.block(block)
+        ours, theirs = a.read_moments(block), b.read_moments(block)
         assert ours.keys() == theirs.keys()
         for name, folds in ours.items():
             for x, y in zip(folds, theirs[name], strict=True):
@@ -83,18 +83,18 @@ def test_every_kind_of_moments(tmp_path, kind, collect):
     one, two = (measured(folder, tmp_path / str(size), size, folds=1, collect=collect) for size in (1, 2))
     assert_alike(one, two)
     for block in range(one.index.blocks):
-        for name, own in one.taylor(block).items():
-            assert torch.allclose(own.first, two.taylor(block)[name].first, rtol=1e-4)
-            assert torch.allclose(own.second, two.taylor(block)[name].second, rtol=1e-4)
+        for name, own in one.read_taylor(block).items():
+            assert torch.allclose(own.first, two.read_taylor(block)[name].first, rtol=1e-4)
+            assert torch.allclose(own.second, two.read_taylor(block)[name].second, rtol=1e-4)
 
 
 def test_grams_of_single_samples_keep_their_order(tmp_path):
     folder = made(tmp_path, "opt")
     one, two = (measured(folder, tmp_path / str(n), n, samples=3, collect=("moments", "logits")) for n in (1, 2))
-    names = [name for name in one.block(0) if "q_proj" in name]
+    names = [name for name in one.read_moments(0) if "q_proj" in name]
     assert names
     for name in names:
-        for x, y in zip(one.block(0)[name], two.block(0)[name], strict=True):
+        for x, y in zip(one.read_moments(0)[name], two.read_moments(0)[name], strict=True):
             assert x.form == y.form == "per-sample"
             assert torch.allclose(x.queries, y.queries, rtol=1e-5)
             assert torch.allclose(x.keys, y.keys, rtol=1e-5)

@@ -257,9 +257,9 @@ def test_perplexity_of_none_and_of_all_is_always_told(twins, after, blocks):
 
 def test_a_perplexity_beyond_all_floats_is_none(twins, monkeypatch):
     walk, _, _ = recovered(twins("llama"))
-    monkeypatch.setattr(walk.pruned, "nll", lambda states, rows: 709.9)
+    monkeypatch.setattr(walk.pruned, "measure_nll", lambda states, rows: 709.9)
     assert [entry["perplexity"] for entry in walk.perplexities()] == [None, None]
-    monkeypatch.setattr(walk.pruned, "nll", lambda states, rows: math.nan)
+    monkeypatch.setattr(walk.pruned, "measure_nll", lambda states, rows: math.nan)
     assert [entry["perplexity"] for entry in walk.perplexities()] == [None, None]
 
 

@@ -131,7 +131,7 @@ def test_predictions_are_of_samples_that_no_refit_has_seen(variant, monkeypatch,
     x, g = (each.reshape(len(some), -1, each.shape[-1]) for each in (x, g))
     recipe = recipe_of({space: "rcpu"}, variant)
     solver, name = solver_of(source, recipe, space, CPU), source.moments_name(block, space)
-    tensors, folds = solver.read(block), fitted.block(block)[name]
+    tensors, folds = solver.read(block), fitted.read_moments(block)[name]
     weight, moments = model.get_submodule(path).weight.detach().double(), folds[0]
     biased = model.get_submodule(path).bias is not None
     whole = variant == "vit"
@@ -282,7 +282,7 @@ def test_spaces_are_measured_on_the_whole_model(variant, monkeypatch, dense, tmp
                 name = source.moments_name(block, space)
                 by_score = statistics.index.predicted[name]
                 score = min(CANDIDATES, key=lambda each, known=by_score: dict(known[each])[count])
-                tensors, folds = solver.read(block), fitted.block(block)[name]
+                tensors, folds = solver.read(block), fitted.read_moments(block)[name]
                 order = solver.scores(block, tensors, folds, score).argsort(stable=True).tolist()
                 columns = oracle.columns(sorted(order[count:]), source.unit_columns(space))
                 consumer = pruned.get_submodule(by_hand.path(block, source.family.columns[space].consumer))

@@ -163,7 +163,7 @@ def test_two_blocks_are_held_at_most(dense, monkeypatch):
     job = job_on(dense.folder("opt"), "opt", HALF, true_sequential=False)
     source = source_of(job)
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
-    most, build = 0, BlockFactory.block
+    most, build = 0, BlockFactory.build_block
 
     def counting(self, *args, **options):
         nonlocal most
@@ -173,7 +173,7 @@ def test_two_blocks_are_held_at_most(dense, monkeypatch):
         most = max(most, len(alive))
         return block
 
-    monkeypatch.setattr(BlockFactory, "block", counting)
+    monkeypatch.setattr(BlockFactory, "build_block", counting)
     for block in range(BLOCKS):
         tensors = job.view.block(block)
         source.moments(block, tensors, ["heads", "mlp"])
@@ -234,7 +234,7 @@ def test_the_dense_block_runs_once_where_its_output_serves_what_is_left(dense, v
     job = job_on(dense.folder(variant), variant, HALF, true_sequential=True)
     counts, found = runs(job, spaces, monkeypatch)
     assert {name: counts[name] for name in expected} == pytest.approx(expected)
-    monkeypatch.setattr(DriftMoments, "stages", lambda self, keys: [[key] for key in keys])
+    monkeypatch.setattr(DriftMoments, "group_keys", lambda self, keys: [[key] for key in keys])
     again, every = runs(job, spaces, monkeypatch)
     assert again["dense begun"] == len([space for space in spaces if space != "qk"]) + 1
     for ours, theirs in zip(found, every, strict=True):

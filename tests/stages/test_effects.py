@@ -255,7 +255,7 @@ def test_the_model_is_read_once_for_every_block_that_is_pruned(dense, monkeypatc
     source, statistics = Model.open(dense.folder(variant)), dense.statistics(variant)
     block_of = {name: block for block in range(BLOCKS) for name in source.block_names(block)}
     read, measured_blocks = [], []
-    original, own = Checkpoint.read, Statistics.block
+    original, own = Checkpoint.read, Statistics.read_moments
 
     def reading(self, names):
         read.extend({block_of[name] for name in names if name in block_of})
@@ -266,7 +266,7 @@ def test_the_model_is_read_once_for_every_block_that_is_pruned(dense, monkeypatc
         return own(self, block, weights)
 
     monkeypatch.setattr(Checkpoint, "read", reading)
-    monkeypatch.setattr(Statistics, "block", opening)
+    monkeypatch.setattr(Statistics, "read_moments", opening)
     measured(dense, variant, statistics=statistics)
     assert read == [block for site in range(BLOCKS) for block in range(site, BLOCKS)]
     assert measured_blocks == list(range(BLOCKS))

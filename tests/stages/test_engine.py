@@ -18,7 +18,7 @@ class Asked(NoMoments):
     def __init__(self) -> None:
         self.keys: list[str] = []
 
-    def stages(self, keys):
+    def group_keys(self, keys):
         return [[key] for key in keys]
 
     def moments(self, block, tensors, keys):

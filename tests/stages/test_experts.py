@@ -381,7 +381,7 @@ def test_groups_that_limit_nothing_are_passed_over(tmp_path: Path) -> None:
     """The best experts of all stay, in any number."""
     dense, case = Dense(tmp_path), replace(BY_BEST, settings=json.dumps(GROUPED | {"topk_method": "greedy"}))
     dense.prune(case, experts_recipe("frequency", 0.3), tmp_path / "out")
-    moments: Any = dense.statistics(case).block(0)["model.layers.0.mlp.gate.weight"]
+    moments: Any = dense.statistics(case).read_moments(0)["model.layers.0.mlp.gate.weight"]
     best = sum(fold.tokens for fold in moments).sort(descending=True, stable=True).indices
     assert reported(tmp_path / "out")[0].kept == sorted(best[:11].tolist())
 

@@ -235,7 +235,7 @@ def test_the_strength_of_least_held_out_error_is_chosen(sources, tmp_path):
 def searching(sources, monkeypatch, values):
     """A job that chooses lambda, and that finds these losses."""
     answers = iter(values)
-    monkeypatch.setattr(HiddenStream, "nll", lambda self: next(answers))
+    monkeypatch.setattr(HiddenStream, "measure_nll", lambda self: next(answers))
     return job_on(sources.folder("llama"), recipe("ridge", target="sequential", search=BY_PERPLEXITY), live=windows())
 
 

@@ -57,9 +57,9 @@ def test_dense_statistics_are_those_of_the_whole_model(sources, variant):
 def test_folds_sum_to_the_whole(sources):
     folded, whole = sources.statistics("qwen2", folds=3), sources.statistics("qwen2")
     for block in range(BLOCKS):
-        for consumer, folds in folded.block(block).items():
+        for consumer, folds in folded.read_moments(block).items():
             assert len(folds) == 3
-            summed, at_once = sum_folds(folds), whole.block(block)[consumer][0]
+            summed, at_once = sum_folds(folds), whole.read_moments(block)[consumer][0]
             assert summed.count == at_once.count == 8 * 24
             for name in ("sum", "square", "absolute", "active", "gram"):
                 torch.testing.assert_close(getattr(summed, name), getattr(at_once, name), rtol=1e-5, atol=1e-4)

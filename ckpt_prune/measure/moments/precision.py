@@ -1,7 +1,7 @@
-"""Which sums of products float32 is too coarse for: of large means, and of massive tokens.
+"""Find the sums of products for which float32 is too coarse: those of large means, and of massive tokens.
 
-A Gram in float32 rounds at 6e-8 of the sums that it holds. Where means are r times the deviations, or one token is r
-times as long as the others, what the others vary by is 1 / r² of that, and is lost. Such sums are taken in float64
+A Gram in float32 rounds at 6e-8 of the sums that it holds. If means are r times the deviations, or one token is r
+times as long as the others, then the others vary by 1 / r² of that, which is lost. Such sums are taken in float64
 (measure/README.md, section 1).
 """
 
@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 OFFSET = 32.0
-"""|mean| / deviation of an input from which on float32 is too coarse."""
+"""|mean| / deviation of an input above which float32 is too coarse."""
 MASSIVE = 100.0
-"""Length of a token, as a multiple of the median token's, from which on it is."""
+"""Length of a token, as a multiple of the median token's, above which it is too coarse."""
 PAIRS = 128.0
-"""Product of the offsets of queries and keys from which on it is: logits multiply the Grams of both."""
+"""Product of the offsets of queries and keys above which it is: logits multiply the Grams of both."""
 LEAST = 8
-"""Of fewer tokens deviations are small by chance."""
+"""Deviations of fewer tokens are small by chance."""
 CONSTANT = 1e-13
 """Share of its energy below which an input's variance is rounding: the input is constant."""
 
@@ -27,7 +27,7 @@ class Extent:
     """How far vectors reach beyond what they vary by.
 
     Attributes:
-        count: how many of them tell the offset.
+        count: vectors that the offset is measured on.
         offset: the largest |mean| / deviation of those entries that vary.
         lengths: of the vectors of one batch, (N,).
     """
@@ -37,8 +37,8 @@ class Extent:
     lengths: Tensor
 
     @classmethod
-    def of(cls, vectors: Tensor, count: int, total: Tensor, square: Tensor) -> "Extent":
-        """The extent of a batch (N, d), from Σ x and Σ x² of it, or of `count` vectors up to it, (d,) float64 each."""
+    def measure(cls, vectors: Tensor, count: int, total: Tensor, square: Tensor) -> "Extent":
+        """Measure a batch (N, d), from Σ x and Σ x² of it, or of `count` vectors up to it, (d,) float64 each."""
         energy, mean_square = square / max(1, count), (total / max(1, count)).square()
         variance = energy - mean_square
         ratio = torch.where(variance > CONSTANT * energy, mean_square / variance, 0.0)
@@ -48,12 +48,9 @@ class Extent:
 
 
 def needs_double(left: Extent, right: Extent, offsets: float = OFFSET**2) -> bool:
-    """Whether float32 is too coarse for Σ x yᵀ of pairs of vectors, of a Gram with itself.
+    """Return True if float32 is too coarse for Σ x yᵀ over pairs of vectors.
 
-    Args:
-        left: the extent of x.
-        right: that of y.
-        offsets: product of both offsets from which on it is.
+    `left` is the extent of x and `right` that of y. `offsets` is the product of both offsets above which it is.
     """
     if left.count < LEAST or not len(left.lengths):
         return False

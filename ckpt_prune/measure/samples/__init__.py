@@ -1,1 +1,1 @@
-"""samples."""
+"""Samples: text, images and audio as a model is called with them."""

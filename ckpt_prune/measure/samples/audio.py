@@ -23,25 +23,17 @@ SUFFIXES = (".npy", ".safetensors", ".wav")
 
 
 def find_audio(directory: Path) -> list[Path]:
-    """Files of sound or of features in a folder and below it, sorted.
-
-    Raises:
-        UserError: there is no such folder, or none in it.
-    """
+    """Find files of sound or of features in a folder and below it, sorted."""
     if not directory.is_dir():
         raise UserError(f"{directory}: no such folder of audio")
-    found = [p for p in directory.rglob("*") if p.suffix.lower() in SUFFIXES and not p.name.startswith(".")]
-    if not found:
+    paths = [p for p in directory.rglob("*") if p.suffix.lower() in SUFFIXES and not p.name.startswith(".")]
+    if not paths:
         raise UserError(f"{directory}: no audio ({' '.join(SUFFIXES)}) in it or in its sub-folders")
-    return sorted(found, key=lambda path: path.as_posix())
+    return sorted(paths, key=lambda path: path.as_posix())
 
 
-def load_extractor(folder: Path) -> Any:
-    """The feature extractor of a checkpoint folder, from local files only.
-
-    Raises:
-        UserError: there is none that transformers loads.
-    """
+def _load_extractor(folder: Path) -> Any:
+    """Load the feature extractor of a checkpoint folder, from local files only."""
     if not (folder / PROCESSOR).is_file():
         raise UserError(
             f"{folder}: no feature extractor ({PROCESSOR}), which .wav files go through; copy the model's {PROCESSOR} "
@@ -59,39 +51,37 @@ class AudioSamples:
     Every file is read once when this is made, so that one that cannot be used is known before any work.
 
     Args:
-        paths: files, .wav, or features of one sound.
-        folder: of the checkpoint, whose feature extractor .wav files go through.
-        channels: of the features that the model reads.
-        frames: of them.
+        paths: .wav files, or features of one sound each.
+        folder: the checkpoint, whose feature extractor .wav files go through.
+        channels, frames: of the features that the model reads.
         tokens: that the model makes of a sound.
 
-    Raises:
-        UserError: a file cannot be read, is sampled at another rate, or has features of another shape.
+    Attributes:
+        fingerprint: SHA-256 in hex over the digests of the files' bytes, in order, and the extractor's settings.
     """
 
     def __init__(self, paths: list[Path], folder: Path, *, channels: int, frames: int, tokens: int) -> None:
         self.paths, self.tokens, self._shape = paths, tokens, (channels, frames)
-        waves = any(path.suffix.lower() == ".wav" for path in paths)
-        self._extractor: Any = load_extractor(folder) if waves else None
+        has_waves = any(path.suffix.lower() == ".wav" for path in paths)
+        self._extractor: Any = _load_extractor(folder) if has_waves else None
         digest = hashlib.sha256()
         for path in track(paths, "checking audio", unit="file"):
-            self._features(path)
+            self._read_features(path)
             digest.update(hashlib.sha256(path.read_bytes()).digest())
         if self._extractor is not None:
             digest.update(self._extractor.to_json_string().encode())
         self.fingerprint = digest.hexdigest()
-        """sha256 in hex over the digests of the files' bytes, in order, and the extractor's settings as JSON."""
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def batch(self, rows: slice) -> dict[str, Tensor]:
-        """`input_features` of a run of sounds, float32 (sounds, channels, frames)."""
-        return {"input_features": torch.stack([self._features(path) for path in self.paths[rows]])}
+        """Return `input_features` of a run of sounds, float32 (sounds, channels, frames)."""
+        return {"input_features": torch.stack([self._read_features(path) for path in self.paths[rows]])}
 
-    def _features(self, path: Path) -> Tensor:
+    def _read_features(self, path: Path) -> Tensor:
         try:
-            found = self._read(path)
+            features = self._read(path)
         except UserError:
             raise
         except wave.Error as error:  # "unknown format: 3" of floats
@@ -101,56 +91,54 @@ class AudioSamples:
             ) from error
         except (OSError, ValueError, EOFError, SafetensorError) as error:
             raise UserError(f"{path} cannot be read: {describe_error(error)}") from error
-        if tuple(found.shape) != self._shape:
+        if tuple(features.shape) != self._shape:
             raise UserError(
-                f"{path} has features of {' x '.join(map(str, found.shape))}, and this model reads "
+                f"{path} has features of {' x '.join(map(str, features.shape))}, and this model reads "
                 f"{self._shape[0]} channels x {self._shape[1]} frames: pad or cut them"
             )
-        if not all_finite(found):
+        if not all_finite(features):
             raise UserError(f"{path} holds NaN or Inf")
-        return found
+        return features
 
     def _read(self, path: Path) -> Tensor:
         kind = path.suffix.lower()
         if kind == ".wav":
-            values = self._extractor(read_wave(path, self._extractor.sampling_rate), **self._how)["input_features"]
+            rate = self._extractor.sampling_rate
+            values = self._extractor(read_wave(path, rate), sampling_rate=rate, return_tensors="pt")["input_features"]
             return torch.as_tensor(values)[0].float()
         if kind == ".npy":
             return torch.from_numpy(np.load(path, allow_pickle=False).astype(np.float32))
-        held = load(path.read_bytes())
-        if len(held) != 1:
-            raise UserError(f"{path} holds {len(held)} tensors, where the features of one sound are meant")
-        return next(iter(held.values())).float()
-
-    @property
-    def _how(self) -> dict[str, Any]:
-        return {"sampling_rate": self._extractor.sampling_rate, "return_tensors": "pt"}
+        tensors = load(path.read_bytes())
+        if len(tensors) != 1:
+            raise UserError(f"{path} holds {len(tensors)} tensors, where the features of one sound are meant")
+        return next(iter(tensors.values())).float()
 
 
-_STEPS: dict[int, tuple[str, int, int]] = {
+_SAMPLE_FORMATS: dict[int, tuple[str, int, int]] = {
     1: ("u1", 128, 2**7),
     2: ("<i2", 0, 2**15),
     3: ("<i4", 0, 2**31),
     4: ("<i4", 0, 2**31),
 }
-"""Bytes of a number of a PCM file → the type it is read as, what silence is, and the loudest."""
+"""Bytes of a number of a PCM file → the type it is read as, the value of silence, and the loudest."""
 
 
 def read_wave(path: Path, rate: int) -> Any:
-    """Numbers of a PCM .wav file from -1 to 1, its channels averaged, float32 (samples,)."""
+    """Read the numbers of a PCM .wav file, from -1 to 1, its channels averaged: float32 (samples,)."""
     with wave.open(str(path), "rb") as file:
+        width = file.getsampwidth()
         if file.getframerate() != rate:
             raise UserError(
                 f"{path} is sampled at {file.getframerate()} Hz, and this model hears {rate} Hz: "
                 f"`ffmpeg -i {path.name} -ar {rate} OUT.wav` makes such a file"
             )
-        if file.getsampwidth() not in _STEPS:
-            raise UserError(f"{path} has numbers of {8 * file.getsampwidth()} bits, where 8, 16, 24 or 32 are read")
-        kind, silence, loudest = _STEPS[file.getsampwidth()]
+        if width not in _SAMPLE_FORMATS:
+            raise UserError(f"{path} has numbers of {8 * width} bits, where 8, 16, 24 or 32 are read")
+        kind, silence, loudest = _SAMPLE_FORMATS[width]
         data = file.readframes(file.getnframes())
         if not data:
             raise UserError(f"{path} holds no sound")
-        if file.getsampwidth() == 3:  # the upper bytes of 32 bits
+        if width == 3:  # the upper bytes of 32 bits
             data = np.pad(np.frombuffer(data, "u1").reshape(-1, 3), ((0, 0), (1, 0))).tobytes()
         values = np.frombuffer(data, kind).astype(np.float32)
         return ((values - silence) / loudest).reshape(-1, file.getnchannels()).mean(1)

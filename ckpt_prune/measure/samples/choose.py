@@ -1,7 +1,8 @@
-"""The calibration samples that options ask for."""
+"""Choose the calibration samples that options name."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from ckpt_prune.architectures.context import context_length
 from ckpt_prune.architectures.model import Model
@@ -23,7 +24,9 @@ from ckpt_prune.measure.samples.text import (
 from ckpt_prune.options import ImageOptions, SampleOptions
 
 DEFAULT_WINDOWS, MOST_IMAGES = 128, 4000
-"""Samples where none are asked for: windows, and at most so many of the images there are (CORP's number)."""
+"""Samples if no number is asked for: windows or sounds, and at most so many images (CORP's number)."""
+
+Say = Callable[[str], None]
 
 
 def choose_samples(
@@ -34,48 +37,57 @@ def choose_samples(
     trust: bool = False,
     most: int | None = None,
     skip: int = 0,
-    say: Callable[[str], None],
+    say: Say,
 ) -> Samples:
-    """The calibration samples that options ask for.
+    """Choose the calibration samples that options name.
 
     Args:
-        model: whose tokenizer or image processor reads them.
-        calibration: which windows, or how many images.
-        images: which images.
+        model: its tokenizer, image processor or feature extractor reads them.
+        calibration: which windows, or how many images or sounds.
+        images: folders of images or sounds.
         trust: run the image processor's own code.
-        most: samples where none are asked for: so many, or all there are if these are fewer. By default 128 windows,
-            and at most 4000 images.
-        skip: so many were chosen before, and others are wanted.
-        say: told in a line what could not be read, and that there are fewer samples than asked for: all are used.
+        most: samples if no number is asked for, or all there are if these are fewer. By default 128 windows or sounds,
+            and 4000 images.
+        skip: number of samples that were chosen before; others are chosen now.
+        say: takes a line about what could not be read, or about fewer samples than asked for, which are all used.
 
     Raises:
-        UserError: data of the wrong kind, unreadable or none, or a window longer than the model's context.
+        NoneLeftError: there are no other samples than those that are skipped.
     """
-    family, folder = model.family, model.checkpoint.path
-    if family.modality == "image":
-        if images.images is None:
-            raise UserError(f"{folder} reads images: give --images DIR")
-        if calibration.window is not None or calibration.bos != "auto":
-            raise UserError("--window and --bos are for text: they do not go with --images")
-        return _images(model, calibration, images, trust, most or MOST_IMAGES, skip, say)
-    if family.modality == "audio":
-        return _audio(model, calibration, images, most or DEFAULT_WINDOWS, skip, say)
-    if images.images is not None or images.audio is not None:
-        raise UserError(f"{folder} reads text: give --text FILE")
+    folder, modality = model.checkpoint.path, model.family.modality
+    given = {"image": images.images, "audio": images.audio}
+    needed = {"image": "--images DIR", "audio": "--audio DIR", "text": "--text FILE"}[modality]
+    if any(given.values()) if modality == "text" else given[modality] is None:
+        raise UserError(f"{folder} reads {modality}{'s' * (modality == 'image')}: give {needed}")
+    if modality == "text":
+        return _choose_windows(model, calibration, most, skip, say)
+    if calibration.window is not None or calibration.bos != "auto":
+        raise UserError(f"--window and --bos are for text: they do not go with {needed.split()[0]}")
+    if modality == "image":
+        return _choose_images(model, calibration, images, trust, most or MOST_IMAGES, skip, say)
+    assert images.audio is not None
+    sounds = ImageFiles(tuple(find_audio(images.audio)))
+    chosen = _choose_files(sounds, images.audio, "sound", calibration, most or DEFAULT_WINDOWS, skip, say)
+    shape = {name: model.dimension(name) for name in ("channels", "frames")}
+    return AudioSamples(list(chosen.paths), folder, **shape, tokens=model.tokens)
+
+
+def _choose_windows(model: Model, calibration: SampleOptions, most: int | None, skip: int, say: Say) -> TokenWindows:
+    causal = model.family.causal
     window = calibration.window or model.tokens
     limit = context_length(model.config)
     if limit is not None and window > limit:
         raise UserError(f"--window {window} is longer than the model's context of {limit} tokens")
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(model.checkpoint.path)
     # What generates text reads one long text; others read each window between the tokenizer's own tokens.
-    if not family.causal and calibration.bos != "auto":
+    if not causal and calibration.bos != "auto":
         raise UserError("--bos is for causal language models: others read windows between the tokenizer's own tokens")
-    frame = 0 if family.causal else count_frame_tokens(tokenizer)
-    stream = tokenise_text(tokenizer, read_text(calibration.text), bos=calibration.bos if family.causal else "never")
-    wanted = calibration.samples or most or DEFAULT_WINDOWS
+    frame = 0 if causal else count_frame_tokens(tokenizer)
+    stream = tokenise_text(tokenizer, read_text(calibration.text), bos=calibration.bos if causal else "never")
+    requested = calibration.samples or most or DEFAULT_WINDOWS
     windows = choose_windows(
         stream,
-        samples=wanted,
+        samples=requested,
         window=window,
         seed=calibration.seed,
         choose=calibration.choose,
@@ -84,19 +96,59 @@ def choose_samples(
     )
     windows = add_frame(windows, tokenizer) if frame else windows
     check_vocabulary(windows, model.config)
-    if len(windows) < wanted and (_expected(calibration, skip) or most is None):
+    count = len(windows)
+    if count < requested and (most is None or _should_tell(calibration, skip)):
         name = str(calibration.text[0]) if len(calibration.text) == 1 else "the text"
-        say(_all_used(f"{name} has {len(windows)} window{'s' * (len(windows) != 1)} of {window} tokens", skip, wanted))
+        say(_all_used(f"{name} has {count} window{'s' * (count != 1)} of {window} tokens", skip, requested))
     return TokenWindows(windows)
 
 
-@dataclass(frozen=True)
-class Fresh:
-    """What a pruned model is fitted to.
+def _choose_images(
+    model: Model,
+    calibration: SampleOptions,
+    options: ImageOptions,
+    trust: bool,
+    most: int,
+    skip: int,
+    say: Say,
+) -> ImageSamples:
+    assert options.images is not None
+    processor = load_processor(model.checkpoint.path, trust_remote_code=trust)
+    files = find_images(options.images, labels=options.labels, split="calib")
+    chosen = _choose_files(files, options.images, "image", calibration, most, skip, say)
+    kind = PatchSamples if model.family.flat else ImageSamples
+    samples = kind(chosen, processor, tokens=model.image_tokens, max_corrupt=options.max_corrupt)
+    if samples.skipped:
+        named = ", ".join(samples.skipped[:3]) + (", ..." if len(samples.skipped) > 3 else "")
+        say(f"{len(samples.skipped)} of {len(chosen.paths)} images do not decode and are left out: {named}")
+    return samples
 
-    Attributes:
-        samples: the samples.
-        seen: whether it was pruned on these, or fitted to them before; None where that is not known.
+
+def _choose_files(
+    files: ImageFiles, folder: Path, noun: str, calibration: SampleOptions, most: int, skip: int, say: Say
+) -> ImageFiles:
+    requested = calibration.samples or most
+    count = min(len(files.paths) - skip, requested)
+    if count < requested and _should_tell(calibration, skip):
+        say(_all_used(f"{folder} has {count} {noun}{'s' * (count > 1)} to calibrate on", skip, requested))
+    return choose_images(files, samples=count, seed=calibration.seed, choose=calibration.choose, skip=skip)
+
+
+def _should_tell(calibration: SampleOptions, skip: int) -> bool:
+    """Return True if a user may wonder about fewer samples: a number was asked for, or others took some."""
+    return calibration.samples is not None or skip > 0
+
+
+def _all_used(count: str, skip: int, requested: int) -> str:
+    others = f" beside the {skip} that the model has seen" if skip else ""
+    return f"{count}{others}: all are used, not {requested}"
+
+
+@dataclass(frozen=True)
+class FreshSamples:
+    """Samples that a pruned model is fitted to.
+
+    `seen` says whether the model was pruned on these, or fitted to them before; None if that is not known.
     """
 
     samples: Samples
@@ -111,30 +163,19 @@ def choose_fresh_samples(
     *,
     trust: bool = False,
     most: int | None = None,
-    say: Callable[[str], None],
-) -> Fresh:
-    """Samples that a model was not pruned on, as far as there are others of the same choice.
+    say: Say,
+) -> FreshSamples:
+    """Choose samples that a model was not pruned on, if there are others of the same choice.
 
-    To those that it was pruned on it is fitted already: it is nearer to the dense model there than on any others.
-
-    Args:
-        model: as of `choose_samples`, as are those that are not named here.
-        calibration: which, and how many.
-        images: which images.
-        used: what it was pruned on, and fitted to after that, in turn: the samples, or their numbers and fingerprints;
-            None where they are not known.
-        trust: run the image processor's own code.
-        most: samples where none are asked for.
-        say: told in a line where there are fewer others than asked for, or none, or where samples are chosen in another
-            way than those that the model has seen.
-
-    Raises:
-        UserError: as of `choose_samples`.
+    A model is fitted to the samples that it was pruned on already: it is nearer to the dense model there than on any
+    others. `used` is what the model was pruned on, and fitted to after that, in turn: the samples, or their numbers and
+    fingerprints; None if they are not known. All other arguments are those of `choose_samples`; `say` also takes a line
+    if there are no other samples, or if they are chosen in another way than those that the model has seen.
     """
 
-    def choose(asked: SampleOptions, skip: int = 0, say: Callable[[str], None] = lambda _line: None) -> Samples | None:
+    def choose(options: SampleOptions, skip: int = 0, say: Say = lambda _line: None) -> Samples | None:
         try:
-            return choose_samples(model, asked, images, trust=trust, most=most, skip=skip, say=say)
+            return choose_samples(model, options, images, trust=trust, most=most, skip=skip, say=say)
         except NoneLeftError:
             return None
 
@@ -148,70 +189,17 @@ def choose_fresh_samples(
                 seen = None
     elif used is not None:
         skip = len(used) + len(getattr(used, "skipped", ()))
-    heard: list[str] = []
-    found = choose(calibration, skip, heard.append)
-    if found is None or (skip and len(found) < 2):
-        heard = ["there are fewer than 2 other samples than those that the model has seen: it is fitted to those again"]
-        found, seen = choose(calibration), True
+    lines: list[str] = []
+    samples = choose(calibration, skip, lines.append)
+    if samples is None or (skip and len(samples) < 2):
+        lines = ["there are fewer than 2 other samples than those that the model has seen: it is fitted to those again"]
+        samples, seen = choose(calibration), True
     elif used and seen is None:
-        heard.append(
+        lines.append(
             "it is not known whether the model has seen these samples: some that it was pruned on or fitted to were "
             "chosen in another way (other data, --window, --seed or --choose)"
         )
-    assert found is not None
-    for line in heard:
+    assert samples is not None
+    for line in lines:
         say(line)
-    return Fresh(found, seen)
-
-
-def _expected(calibration: SampleOptions, skip: int) -> bool:
-    """Whether there is a reason to say that there are fewer samples: they were asked for, or others took some."""
-    return calibration.samples is not None or skip > 0
-
-
-def _all_used(there_are: str, skip: int, wanted: int) -> str:
-    beyond = f" beside the {skip} that the model has seen" if skip else ""
-    return f"{there_are}{beyond}: all are used, not {wanted}"
-
-
-def _audio(
-    model: Model, calibration: SampleOptions, options: ImageOptions, most: int, skip: int, say: Callable[[str], None]
-) -> Samples:
-    folder = model.checkpoint.path
-    if options.audio is None:
-        raise UserError(f"{folder} reads audio: give --audio DIR")
-    if calibration.window is not None or calibration.bos != "auto":
-        raise UserError("--window and --bos are for text: they do not go with --audio")
-    found, wanted = find_audio(options.audio), calibration.samples or most
-    count = min(len(found) - skip, wanted)
-    if count < wanted and _expected(calibration, skip):
-        say(_all_used(f"{options.audio} has {count} sound{'s' * (count > 1)} to calibrate on", skip, wanted))
-    files = ImageFiles(tuple(found))
-    chosen = choose_images(files, samples=count, seed=calibration.seed, choose=calibration.choose, skip=skip)
-    shape = {name: model.dimension(name) for name in ("channels", "frames")}
-    return AudioSamples(list(chosen.paths), folder, **shape, tokens=model.tokens)
-
-
-def _images(
-    model: Model,
-    calibration: SampleOptions,
-    options: ImageOptions,
-    trust: bool,
-    most: int,
-    skip: int,
-    say: Callable[[str], None],
-) -> Samples:
-    assert options.images is not None
-    processor = load_processor(model.checkpoint.path, trust_remote_code=trust)
-    found = find_images(options.images, labels=options.labels, split="calib")
-    wanted = calibration.samples or most
-    count = min(len(found.paths) - skip, wanted)
-    if count < wanted and _expected(calibration, skip):
-        say(_all_used(f"{options.images} has {count} image{'s' * (count > 1)} to calibrate on", skip, wanted))
-    chosen = choose_images(found, samples=count, seed=calibration.seed, choose=calibration.choose, skip=skip)
-    reads = PatchSamples if model.family.flat else ImageSamples
-    samples = reads(chosen, processor, tokens=model.image_tokens, max_corrupt=options.max_corrupt)
-    if samples.skipped:
-        named = ", ".join(samples.skipped[:3]) + (", ..." if len(samples.skipped) > 3 else "")
-        say(f"{len(samples.skipped)} of {count} images do not decode and are left out: {named}")
-    return samples
+    return FreshSamples(samples, seen)

@@ -1,4 +1,4 @@
-"""Image files and their classes, from a folder: plain, with a CSV file of labels, or a sub-folder per class."""
+"""Image files of a folder, and their classes from a CSV file of labels or from a sub-folder per class."""
 
 import csv
 import io
@@ -17,7 +17,6 @@ from ckpt_prune.common.errors import NoneLeftError, UserError
 from ckpt_prune.common.text_encoding import decode_text
 
 ImageSplit = Literal["calib", "eval"]
-Choose = Literal["random", "first"]
 
 LABELS = "labels.csv"
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
@@ -28,11 +27,15 @@ FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 
 @dataclass(frozen=True)
 class ImageFiles:
-    """Image files in a fixed order, none of them opened yet."""
+    """Image files in a fixed order, none of them opened yet.
+
+    Attributes:
+        paths: of the files.
+        labels: class of each, an index into the model's outputs; None if classes are not known or not asked for.
+    """
 
     paths: tuple[Path, ...]
     labels: tuple[int, ...] | None = None
-    """Class of each, an index into the model's outputs; None where classes are not known or not asked for."""
 
 
 def find_images(
@@ -43,84 +46,60 @@ def find_images(
     The first of these that fits:
 
     - A CSV with columns `file`, `label` and perhaps `split`, others ignored: the one given, or `labels.csv` in the
-      folder, or beside it where it names files of the folder (only those count). A `file` is relative to the CSV or
+      folder, or beside it if it names files of the folder (only those count). A `file` is relative to the CSV or
       to the folder; a `label` is an index or a class name. With a `split` column, only rows of that split count.
     - A sub-folder per class, with the images anywhere below it; its name is the class.
     - Images in the folder itself, without classes.
 
-    A class name is one of the values of `id2label`, one of the synonyms in it ("tench" of "tench, Tinca tinca"), its
-    first word (such as the WordNet id in "n01440764 tench"), or an index; what is a value of `id2label` and a number
-    counts as the number in a CSV, as the value where it names a folder.
-
-    Args:
-        directory: The folder.
-        labels: The CSV, where it is not found by itself.
-        split: What the images are for.
-        id2label: The model's classes; None leaves classes unread, and a CSV then needs no `label` column.
-
-    Raises:
-        UserError: There is no such folder or CSV, no image, or no row of the split; the CSV lacks a column, names files
-            that are not there or names one twice; a class is none of the model's; images lie both in the folder and
-            in its sub-folders.
+    A class name is one of the values of `id2label`, a synonym in one ("tench" of "tench, Tinca tinca"), its first word
+    (such as the WordNet id in "n01440764 tench"), or an index. A value of `id2label` that is a number counts as the
+    number in a CSV, and as the value if it names a folder. If `id2label` is None, classes are not read, and a CSV needs
+    no `label` column.
     """
     if not directory.is_dir():
         raise UserError(f"{directory}: no such image folder")
     if labels is not None:
         if not labels.is_file():
             raise UserError(f"{labels}: no such labels file")
-        return _from_csv(labels, _rows(labels), directory, split, id2label)
-    if (directory / LABELS).is_file():
-        return _from_csv(directory / LABELS, _rows(directory / LABELS), directory, split, id2label)
-    beside = _parent(directory) / LABELS
+        return _read_csv(labels, _read_rows(labels), directory, split, id2label)
+    inside, beside = directory / LABELS, _parent(directory) / LABELS
+    if inside.is_file():
+        return _read_csv(inside, _read_rows(inside), directory, split, id2label)
     if beside.is_file():
-        rows = [row for row in _rows(beside) if _is_about(row, beside, directory)]
-        if any(_located(row, beside, directory) for row in rows):
-            return _from_csv(beside, rows, directory, split, id2label)
-    return _from_folders(directory, id2label)
+        rows = [row for row in _read_rows(beside) if _is_about(row, beside, directory)]
+        if any(_locate(row, beside, directory) for row in rows):
+            return _read_csv(beside, rows, directory, split, id2label)
+    return _read_folders(directory, id2label)
 
 
 def find_classes(directory: Path, labels: Path | None = None) -> dict[int, str]:
-    """The classes that a folder of images names, where no model says which there are: index → label.
+    """Return the classes that a folder of images names, index → label, if no model says which there are.
 
     Labels that are numbers are their own indices; others are counted in order.
-
-    Raises:
-        UserError: as `find_images`.
     """
-    beside = (labels, directory / LABELS, _parent(directory) / LABELS)
-    file = next((each for each in beside if each is not None and each.is_file()), None)
+    file = _find_csv(directory, labels)
     if file is not None:
-        texts = {row.values.get("label", "").strip() for row in _rows(file)}
+        names = {row.values.get("label", "").strip() for row in _read_rows(file)}
     else:
-        texts = {each.name for each in directory.iterdir() if each.is_dir()} if directory.is_dir() else set()
-    numbers = all(re.fullmatch(r"[0-9]{1,9}", each) for each in texts)
-    return {int(each): each for each in texts} if numbers else dict(enumerate(sorted(texts)))
+        names = {path.name for path in directory.iterdir() if path.is_dir()} if directory.is_dir() else set()
+    are_numbers = all(re.fullmatch(r"[0-9]{1,9}", name) for name in names)
+    return {int(name): name for name in names} if are_numbers else dict(enumerate(sorted(names)))
 
 
 def has_splits(directory: Path, labels: Path | None = None) -> bool:
-    """Whether the labels of a folder of images say which of them are to calibrate on."""
-    beside = (labels, directory / LABELS, _parent(directory) / LABELS)
-    file = next((each for each in beside if each is not None and each.is_file()), None)
-    return file is not None and "split" in _rows(file)[0].values
+    """Return True if the labels of a folder of images say which of them are to calibrate on."""
+    file = _find_csv(directory, labels)
+    return file is not None and "split" in _read_rows(file)[0].values
 
 
 def choose_images(
-    files: ImageFiles, *, samples: int, seed: int = 0, choose: Choose = "random", skip: int = 0
+    files: ImageFiles, *, samples: int, seed: int = 0, choose: Literal["random", "first"] = "random", skip: int = 0
 ) -> ImageFiles:
-    """Choose `samples` of the images without replacement.
+    """Choose `samples` of the images without replacement. A seed chooses the same ones of as many files everywhere.
 
-    Args:
-        files: Those found.
-        samples: How many.
-        seed: Of a random choice; the same seed and number of files choose the same ones on every machine.
-        choose: "random" takes any, in random order: files sorted by path are sorted by class where each class has a
-            folder, and folds, which are runs of samples, would each hold other classes. "first" takes the first, in
-            the order given.
-        skip: Pass over the images that so many samples would be, and choose others.
-
-    Raises:
-        UserError: There are fewer than `samples`.
-        NoneLeftError: All are passed over.
+    "random" also puts them in random order: files sorted by path are sorted by class if each class has a folder, and
+    folds, which are runs of samples, would each hold other classes. "first" takes the first, in the order given. `skip`
+    passes over the images that so many samples would be.
     """
     count = len(files.paths) - skip
     if skip and count < 1:
@@ -131,16 +110,14 @@ def choose_images(
         raise UserError(
             f"there are {count} images, {samples} are asked for; give more images, or at most {count} samples"
         )
-    if choose == "first":
-        chosen = list(range(skip, skip + samples))
-    else:
-        generator = torch.Generator().manual_seed(seed)
-        chosen = torch.randperm(skip + count, generator=generator)[skip : skip + samples].tolist()
-    return take_images(files, chosen)
+    rows = list(range(skip + count))
+    if choose == "random":
+        rows = torch.randperm(skip + count, generator=torch.Generator().manual_seed(seed)).tolist()
+    return take_images(files, rows[skip : skip + samples])
 
 
 def take_images(files: ImageFiles, rows: list[int]) -> ImageFiles:
-    """Some of the files."""
+    """Return some of the files, in the order of `rows`."""
     labels = None if files.labels is None else tuple(files.labels[row] for row in rows)
     return ImageFiles(tuple(files.paths[row] for row in rows), labels)
 
@@ -156,11 +133,16 @@ def _parent(directory: Path) -> Path:
     return directory.parent if directory.name not in ("", "..") else Path(os.path.abspath(directory)).parent  # noqa: PTH100
 
 
-def _rows(file: Path) -> list[_Row]:
+def _find_csv(directory: Path, labels: Path | None) -> Path | None:
+    candidates = (labels, directory / LABELS, _parent(directory) / LABELS)
+    return next((path for path in candidates if path is not None and path.is_file()), None)
+
+
+def _read_rows(file: Path) -> list[_Row]:
     try:
         content = decode_text(file, read_input(file), "CSV")
         head = content.partition("\n")[0]
-        # Spreadsheets write semicolons where a comma stands in numbers, and tabs as "Unicode text".
+        # Spreadsheets write semicolons in countries whose numbers have commas, and tabs as "Unicode text".
         delimiter = next((each for each in ",;\t" if each in head), ",")
         reader = csv.DictReader(io.StringIO(content, newline=""), restkey="", restval="", delimiter=delimiter)
         rows = [_Row(reader.line_num, {k.strip(): v for k, v in row.items() if k}) for row in reader]
@@ -168,15 +150,15 @@ def _rows(file: Path) -> list[_Row]:
     except (OSError, ValueError, csv.Error) as error:
         raise UserError(f"{file}: not a readable CSV: {describe_error(error)}") from error
     if not rows:
-        raise UserError(f"{file}: no rows; it needs the columns file and label{_had(columns)}")
+        raise UserError(f"{file}: no rows; it needs the columns file and label{_list_columns(columns)}")
     return rows
 
 
-def _had(columns: Any) -> str:
+def _list_columns(columns: Any) -> str:
     return f", its columns are {', '.join(columns)}" if columns else ""
 
 
-def _located(row: _Row, file: Path, directory: Path) -> Path | None:
+def _locate(row: _Row, file: Path, directory: Path) -> Path | None:
     name = row.values.get("file", "").strip()
     for folder in (file.parent, directory):
         if name and (folder / name).is_file():
@@ -185,51 +167,52 @@ def _located(row: _Row, file: Path, directory: Path) -> Path | None:
 
 
 def _is_about(row: _Row, file: Path, directory: Path) -> bool:
-    """Whether a row of a CSV beside a folder is about that folder: not where it names a file that lies elsewhere."""
-    path = _located(row, file, directory)
+    """Return True unless a row of a CSV beside a folder names a file that lies elsewhere."""
+    path = _locate(row, file, directory)
     return path is None or Path(os.path.abspath(path)).is_relative_to(os.path.abspath(directory))  # noqa: PTH100
 
 
-def _from_csv(
+def _read_csv(
     file: Path, rows: list[_Row], directory: Path, split: ImageSplit, id2label: Mapping[int, str] | None
 ) -> ImageFiles:
     columns = list(rows[0].values)
     for column in ("file", "label") if id2label is not None else ("file",):
         if column not in columns:
-            raise UserError(f"{file}: no column {column}{_had(columns)}")
+            raise UserError(f"{file}: no column {column}{_list_columns(columns)}")
     if "split" in columns:
-        there = sorted({row.values["split"].strip() for row in rows})
+        splits = sorted({row.values["split"].strip() for row in rows})
         rows = [row for row in rows if row.values["split"].strip() == split]
         if not rows:
-            raise UserError(f"{file}: no row of split {split}; its splits are {', '.join(there)}")
-    found: dict[Path, int] = {}
+            raise UserError(f"{file}: no row of split {split}; its splits are {', '.join(splits)}")
+    classes: dict[Path, int] = {}
     missing = []
     for row in rows:
-        path = _located(row, file, directory)
+        path = _locate(row, file, directory)
         if path is None:
             missing.append(row.values["file"])
-        elif path in found:
+        elif path in classes:
             raise UserError(f"{file}, line {row.line}: {row.values['file']} is named twice")
         elif id2label is None:
-            found[path] = -1
+            classes[path] = -1
         else:
-            found[path] = _label(row.values["label"].strip(), f"{file}, line {row.line}", id2label, number_first=True)
+            where = f"{file}, line {row.line}"
+            classes[path] = _find_class(row.values["label"].strip(), where, id2label, number_first=True)
     if missing:
         raise UserError(
             f"{file}: {len(missing)} of {len(rows)} files are not there, the first is {missing[0]}; "
             f"they are looked for in {file.parent} and {directory}"
         )
-    return _sorted(found, labelled=id2label is not None)
+    return _sort_images(classes, labelled=id2label is not None)
 
 
-def _from_folders(directory: Path, id2label: Mapping[int, str] | None) -> ImageFiles:
+def _read_folders(directory: Path, id2label: Mapping[int, str] | None) -> ImageFiles:
     loose = [path for path in directory.iterdir() if _is_image(path)]
     folders = {}
     for folder in directory.iterdir():
         if folder.is_dir() and not folder.name.startswith("."):
-            inside = [path for path in _below(folder) if _is_image(path)]
-            if inside:
-                folders[folder] = inside
+            images = [path for path in _walk(folder) if _is_image(path)]
+            if images:
+                folders[folder] = images
     if loose and folders:
         raise UserError(
             f"{directory}: images both in the folder and in its sub-folders ({min(folders).name}); "
@@ -238,15 +221,16 @@ def _from_folders(directory: Path, id2label: Mapping[int, str] | None) -> ImageF
     if not loose and not folders:
         raise UserError(f"{directory}: no images ({' '.join(SUFFIXES)}) in it or in its sub-folders")
     if loose or id2label is None:
-        return _sorted(dict.fromkeys((*loose, *(p for inside in folders.values() for p in inside)), -1), labelled=False)
-    found = {}
+        images = [*loose, *(path for images in folders.values() for path in images)]
+        return _sort_images(dict.fromkeys(images, -1), labelled=False)
+    classes = {}
     for folder in sorted(folders):
-        label = _label(folder.name, str(folder), id2label, number_first=False)
-        found.update(dict.fromkeys(folders[folder], label))
-    return _sorted(found, labelled=True)
+        index = _find_class(folder.name, str(folder), id2label, number_first=False)
+        classes.update(dict.fromkeys(folders[folder], index))
+    return _sort_images(classes, labelled=True)
 
 
-def _below(folder: Path) -> Iterator[Path]:
+def _walk(folder: Path) -> Iterator[Path]:
     for place, inner, names in os.walk(folder):
         inner[:] = [name for name in inner if not name.startswith(".")]
         yield from (Path(place, name) for name in names)
@@ -257,17 +241,17 @@ def _is_image(path: Path) -> bool:
     return path.suffix.lower() in SUFFIXES and not path.name.startswith(".") and path.is_file()
 
 
-def _sorted(found: Mapping[Path, int], *, labelled: bool) -> ImageFiles:
-    paths = tuple(sorted(found, key=lambda path: path.as_posix()))
-    return ImageFiles(paths, tuple(found[path] for path in paths) if labelled else None)
+def _sort_images(classes: Mapping[Path, int], *, labelled: bool) -> ImageFiles:
+    paths = tuple(sorted(classes, key=lambda path: path.as_posix()))
+    return ImageFiles(paths, tuple(classes[path] for path in paths) if labelled else None)
 
 
-def _label(text: str, where: str, id2label: Mapping[int, str], *, number_first: bool) -> int:
+def _find_class(text: str, where: str, id2label: Mapping[int, str], *, number_first: bool) -> int:
     number = int(text) if re.fullmatch(r"-?[0-9]{1,9}", text) else None
     if number_first and number is not None and number in id2label:
         return number
     exact = [index for index, name in id2label.items() if name == text]
-    fitting = exact or [index for index, name in id2label.items() if text in _names(name)]
+    fitting = exact or [index for index, name in id2label.items() if text in _list_names(name)]
     if len(fitting) == 1:
         return fitting[0]
     if fitting:
@@ -280,15 +264,15 @@ def _label(text: str, where: str, id2label: Mapping[int, str], *, number_first: 
     )
 
 
-def _names(name: str) -> set[str]:
-    """What a class may be called: the synonyms of its `id2label` value, and its WordNet id where it begins with one."""
+def _list_names(name: str) -> set[str]:
+    """List what a class may be called: the synonyms of its `id2label` value, and its WordNet id or first word."""
     wordnet = re.fullmatch(r"(n[0-9]{8})\s+(.*)", name)
     words = wordnet[2] if wordnet else name
     return {part.strip() for part in words.split(",")} | ({wordnet[1]} if wordnet else set(name.split(maxsplit=1)[:1]))
 
 
 def describe_error(error: Exception) -> str:
-    """An error in one line."""
+    """Return an error in one line."""
     if isinstance(error, UnidentifiedImageError):  # its own text names an object in memory
         return f"not a {', '.join(FORMATS[:-1])} or {FORMATS[-1]} image"
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)

@@ -1,4 +1,4 @@
-"""The image processor of a checkpoint: its settings and its class, without running code that was not asked for."""
+"""The image processor of a checkpoint, loaded without running code that was not asked for."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +16,7 @@ from ckpt_prune.measure.samples.image_files import describe_error
 
 _SIZES = ("size", "crop_size", "pad_size")
 _AREAS = ("longest_edge", "max_pixels")
-"""What some processors bound an image by; nothing is made as large as that."""
+"""Some processors bound an image by these; nothing is made as large."""
 _LONGEST_SIDE = 8192
 """Pixels; images of published models have at most 1536."""
 
@@ -24,42 +24,39 @@ _LONGEST_SIDE = 8192
 def load_processor(folder: Path, *, trust_remote_code: bool = False) -> Any:
     """Load the image processor of a checkpoint folder, from local files only.
 
-    Always transformers' Pillow implementation of it. By default transformers takes the torchvision one where that is
+    Always transformers' Pillow implementation of it. By default transformers takes the torchvision one if that is
     installed, which resizes by other code: the same command could then measure other numbers on another machine. A
-    processor that has no Pillow implementation loads only where torchvision is installed.
+    processor that has no Pillow implementation loads only if torchvision is installed.
 
     Args:
-        folder: A checkpoint folder.
-        trust_remote_code: Run the processor's own code where its file names some and transformers has none. The
-            model's code is never run.
-
-    Raises:
-        UserError: The folder has no image processor, it wants code to be run, or transformers cannot load it.
+        folder: a checkpoint folder.
+        trust_remote_code: run the processor's own code if its file names some and transformers has none. The model's
+            code is never run.
     """
-    path, described = _settings(folder)
-    _check_sizes(path, described)
-    config = _stock_config(folder)
+    path, settings = _read_settings(folder)
+    _check_sizes(path, settings)
+    config = _read_stock_config(folder)
     try:
-        return _from_pretrained(folder, config, trust=False)
+        return _load(folder, config, trust=False)
     except Exception as error:  # transformers raises anything here, from KeyError to what a bad value runs into
         if "torchvision" in str(error).lower() and not is_torchvision_available():
             raise UserError(
                 f"{folder}: its image processor has torchvision's implementation alone (DINOv3's has): install the "
                 "torchvision of your torch build"
             ) from error
-        if not _wants_code(described, config):
+        if not _needs_own_code(settings, config):
             raise UserError(f"{folder}: the image processor does not load: {describe_error(error)}") from error
         if not trust_remote_code:
             raise UserError(
                 f"{path} asks for remote code (auto_map); read that code, then say --trust-remote-code to run it"
             ) from error
     try:
-        return _from_pretrained(folder, config, trust=True)
+        return _load(folder, config, trust=True)
     except Exception as error:  # whatever that code raises
         raise UserError(f"{folder}: the image processor does not load: {describe_error(error)}") from error
 
 
-def _from_pretrained(folder: Path, config: PreTrainedConfig, *, trust: bool) -> Any:
+def _load(folder: Path, config: PreTrainedConfig, *, trust: bool) -> Any:
     # With a config given, transformers does not load the model's own, which under trust would run the model's code.
     return AutoImageProcessor.from_pretrained(
         folder,
@@ -71,23 +68,23 @@ def _from_pretrained(folder: Path, config: PreTrainedConfig, *, trust: bool) -> 
     )
 
 
-def _settings(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """The file that transformers takes the image processor from, and what it says of it."""
+def _read_settings(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """Return the file that transformers takes the image processor from, and what it says of it."""
     of_all, own = folder / PROCESSOR_OF_ALL, folder / PROCESSOR
     if of_all.is_file():
-        part = read_json_object(of_all).get("image_processor")
-        if isinstance(part, dict):
-            return of_all, part
-        if part is not None:
+        settings = read_json_object(of_all).get("image_processor")
+        if isinstance(settings, dict):
+            return of_all, settings
+        if settings is not None:
             raise UserError(f"{of_all}: image_processor is not a JSON object; download or restore the file")
     if not own.is_file():
         raise UserError(f"{folder}: no image processor ({PROCESSOR}); copy the model's {PROCESSOR} into the folder")
     return own, read_json_object(own)
 
 
-def _check_sizes(path: Path, described: Mapping[str, Any], inside: bool = False) -> None:
-    """Refuse sides that no image is resized to: one of 100,000 takes 30 GB."""
-    for key, value in described.items():
+def _check_sizes(path: Path, settings: Mapping[str, Any], inside: bool = False) -> None:
+    """Refuse sides that no image is resized to: one of 100,000 pixels takes 30 GB."""
+    for key, value in settings.items():
         sized = inside or key in _SIZES
         if isinstance(value, dict):
             _check_sizes(path, value, sized)
@@ -95,10 +92,10 @@ def _check_sizes(path: Path, described: Mapping[str, Any], inside: bool = False)
             raise UserError(f"{path}: {key} is {value}, and {_LONGEST_SIDE} pixels are the longest side that is read")
 
 
-def _stock_config(folder: Path) -> PreTrainedConfig:
-    """The model's config as transformers' own class, an empty one where it has none: it says which processor is meant.
+def _read_stock_config(folder: Path) -> PreTrainedConfig:
+    """Return the model's config as transformers' own class, or an empty one if it has none.
 
-    Only looked at where the processor's file does not say.
+    It says which processor is meant if the processor's file does not.
     """
     try:
         return parse_config(read_json_object(folder / "config.json"))
@@ -106,15 +103,15 @@ def _stock_config(folder: Path) -> PreTrainedConfig:
         return PreTrainedConfig()
 
 
-def _wants_code(described: Mapping[str, Any], config: PreTrainedConfig) -> bool:
-    """Whether the processor's file names code for what transformers has no class for, under the names it goes by."""
-    auto_map, name = described.get("auto_map"), described.get("image_processor_type")
+def _needs_own_code(settings: Mapping[str, Any], config: PreTrainedConfig) -> bool:
+    """Return True if the processor's file names code, and transformers has no class under the names it goes by."""
+    auto_map, name = settings.get("auto_map"), settings.get("image_processor_type")
     if not isinstance(auto_map, dict):
         return False
     if "AutoImageProcessor" not in auto_map:
         if name or "AutoFeatureExtractor" not in auto_map:
             return False
-        name = str(described.get("feature_extractor_type") or "").replace("FeatureExtractor", "ImageProcessor")
+        name = str(settings.get("feature_extractor_type") or "").replace("FeatureExtractor", "ImageProcessor")
     name = str(name or getattr(config, "image_processor_type", "")).removesuffix("Fast")
     if name:
         return not any(hasattr(transformers, name + backend) for backend in ("", "Pil"))

@@ -1,4 +1,4 @@
-"""Images as model input: decoded and processed when a batch is asked for."""
+"""Images as model input, decoded and processed when a batch is asked for."""
 
 import hashlib
 import io
@@ -21,27 +21,23 @@ from ckpt_prune.measure.samples.image_files import FORMATS, ImageFiles, describe
 
 
 class ImageSamples:
-    """Images as a model is called with them, decoded when they are asked for.
+    """Images as a model is called with them.
 
     Every file is read and decoded once when this is made, so that a damaged one is known before any work; it is left
     out and named. Each image is preprocessed by itself, so values do not depend on how images are batched.
 
     Args:
-        files: Images, with their classes or without.
-        processor: The checkpoint's image processor, from `load_processor`.
-        tokens: (height, width) after preprocessing → tokens the model makes of such an image. Called when the number
-            is asked for, which measuring a classifier does not: it may refuse a model of unknown family.
-        max_corrupt: Share of the images that may fail to decode.
+        files: images, with their classes or without.
+        processor: the checkpoint's image processor, from `load_processor`.
+        tokens: (height, width) after preprocessing → tokens that the model makes of such an image. Only called if the
+            number is asked for, since it may refuse a model of unknown family.
+        max_corrupt: share of the images that may fail to decode.
 
     Attributes:
-        paths: The images that decode, in order.
-        labels: Their classes, int64 (N,), or None.
-        skipped: Paths of those that do not decode, in order.
+        paths: the images that decode, in order.
+        labels: their classes, int64 (N,), or None.
+        skipped: paths of those that do not decode, in order.
         size: (channels, height, width) of every image after preprocessing.
-
-    Raises:
-        UserError: More images than `max_corrupt` allows do not decode, or all; the processor fails on the first one
-            or makes something else of it than one tensor (C, H, W).
     """
 
     def __init__(
@@ -75,12 +71,13 @@ class ImageSamples:
         if not good:
             raise UserError(f"none of {count} images decodes; {first}")
         digest.update(processor.to_json_string().encode())
-        self._fingerprint = digest.hexdigest()
-        kept = take_images(files, good)
-        self.paths = kept.paths
-        self.labels = None if kept.labels is None else torch.tensor(kept.labels, dtype=torch.int64)
+        self.fingerprint = digest.hexdigest()
+        """SHA-256 in hex over the digests of the files' bytes, in order, and the processor's settings as JSON."""
+        decoded = take_images(files, good)
+        self.paths = decoded.paths
+        self.labels = None if decoded.labels is None else torch.tensor(decoded.labels, dtype=torch.int64)
         self.skipped = tuple(str(path) for path, _ in bad)
-        self.size = tuple(self._pixels(self.paths[0]).shape)
+        self.size = tuple(self._read_pixels(self.paths[0]).shape)
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -91,24 +88,12 @@ class ImageSamples:
         height, width = self.size[1:]
         return self._tokens((height, width))
 
-    @property
-    def fingerprint(self) -> str:
-        """sha256 in hex over the digests of the files' bytes, in order, and the processor's settings as JSON."""
-        return self._fingerprint
-
     def batch(self, rows: slice) -> dict[str, Tensor]:
-        """Decode and preprocess a run of images.
-
-        Returns:
-            `pixel_values`, float32 (images, channels, height, width), on CPU.
-
-        Raises:
-            UserError: An image comes out in another size than the first one, or no longer decodes.
-        """
+        """Decode and preprocess a run of images: `pixel_values`, float32 (images, channels, height, width), on CPU."""
         paths = self.paths[rows]
         values = torch.empty(len(paths), *self.size)
         for row, path in enumerate(paths):
-            pixels = self._pixels(path)
+            pixels = self._read_pixels(path)
             if tuple(pixels.shape) != self.size:
                 raise UserError(
                     f"{path} is {_times(pixels.shape)} after preprocessing, {self.paths[0]} is {_times(self.size)}: "
@@ -117,20 +102,19 @@ class ImageSamples:
             values[row] = pixels
         return {"pixel_values": values}
 
-    def _pixels(self, path: Path) -> Tensor:
+    def _read_pixels(self, path: Path) -> Tensor:
         try:
             image = _decode(path.read_bytes())
         except Exception as error:
             raise UserError(f"{path} does not decode any more: {describe_error(error)}") from error
         try:
-            made = self._processor(images=image, return_tensors="pt")
+            processed = self._processor(images=image, return_tensors="pt")
         except Exception as error:  # anything, a processor being any code
             raise UserError(f"{path}: the image processor fails on it: {describe_error(error)}") from error
-        return self._values(path, made)
+        return self._take_values(path, processed)
 
-    def _values(self, path: Path, made: Any) -> Tensor:
-        """Of what the processor makes of one image."""
-        values: Tensor = made["pixel_values"]
+    def _take_values(self, path: Path, processed: Any) -> Tensor:
+        values: Tensor = processed["pixel_values"]
         if values.dim() != 4 or len(values) != 1:
             raise UserError(
                 f"the image processor makes {_times(values.shape)} values of one image, not 1 x channels x height x "
@@ -140,10 +124,10 @@ class ImageSamples:
 
 
 class PatchSamples(ImageSamples):
-    """Images as patches that are cut out beforehand (Qwen-VL), the same rows and columns of each.
+    """Images that the processor cuts into patches (Qwen-VL), all into the same rows and columns.
 
     Attributes:
-        size: (patches, numbers of one) of every image.
+        size: (patches, numbers of one patch) of every image.
     """
 
     _grid: Tensor | None = None
@@ -163,34 +147,34 @@ class PatchSamples(ImageSamples):
         assert self._grid is not None
         return {"hidden_states": values.flatten(0, 1), "grid_thw": self._grid.repeat(len(values), 1)}
 
-    def _values(self, path: Path, made: Any) -> Tensor:
-        values, grid = made.get("pixel_values"), made.get("image_grid_thw")
+    def _take_values(self, path: Path, processed: Any) -> Tensor:
+        values, grid = processed.get("pixel_values"), processed.get("image_grid_thw")
         if grid is None or len(grid) != 1 or values.dim() != 2:
             raise UserError(f"{path}: the image processor makes no patches of it with their rows and columns")
         if self._grid is None:
             self._grid = grid
         if not torch.equal(grid, self._grid):
-            mine, first = (" x ".join(map(str, each[0, 1:].tolist())) for each in (grid, self._grid))
+            shape, first = (" x ".join(map(str, own[0, 1:].tolist())) for own in (grid, self._grid))
             raise UserError(
-                f"{path} is cut into {mine} patches, {self.paths[0]} into {first}: give images of one size "
+                f"{path} is cut into {shape} patches, {self.paths[0]} into {first}: give images of one size "
                 "(`mogrify -resize 448x448! *.jpg` makes such)"
             )
-        found: Tensor = values.float()
-        return found
+        patches: Tensor = values.float()
+        return patches
 
 
 def _decode(data: bytes) -> Image.Image:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # odd metadata, or palettes with transparency: the pixels are there
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            return _eight_bits(image, turn_upright(image)).convert("RGB")  # reads every pixel
+            return _scale_to_eight_bits(image, turn_upright(image)).convert("RGB")  # reads every pixel
 
 
 def turn_upright(image: Image.Image) -> Image.Image:
-    """An image as every viewer shows it: a camera says by a mark which side is up."""
+    """Turn an image as every viewer does, by the mark with which a camera says which side is up."""
     try:
         return exif_transpose(image)
-    except Exception:  # marks that are damaged say nothing
+    except Exception:  # a damaged mark says nothing
         return image
 
 
@@ -198,29 +182,23 @@ _BITS, _PHOTOMETRIC, _WHITE_IS_ZERO = 258, 262, 0
 """Tags of TIFF."""
 
 
-def _eight_bits(file: Image.Image, image: Image.Image) -> Image.Image:
-    """An image whose pixels go up to 255: Pillow cuts those of 16 bits off there, so that they would all be white.
+def _scale_to_eight_bits(file: Image.Image, image: Image.Image) -> Image.Image:
+    """Return an image whose pixels go up to 255: Pillow cuts those of 16 bits off there, so that all would be white.
 
-    Args:
-        file: as it was opened, with what its format says.
-        image: its pixels.
-
-    Raises:
-        ValueError: its pixels are numbers of 32 bits, whose white nothing says.
+    `file` is the image as it was opened, with what its format says.
     """
-    deep = image.mode.startswith("I;16") or (image.mode == "I" and file.format in ("PNG", "PPM"))
-    if not deep and image.mode not in ("I", "F"):
+    sixteen_bits = image.mode.startswith("I;16") or (image.mode == "I" and file.format in ("PNG", "PPM"))
+    if not sixteen_bits and image.mode not in ("I", "F"):
         return image
-    if not deep:
+    if not sixteen_bits:
         kind = "floats" if image.mode == "F" else "integers"
         raise ValueError(
             f"its pixels are {kind} of 32 bits, and nothing says which is white: save it with 8 or 16 bits"
         )
     tags: Any = getattr(file, "tag_v2", {})
     (bits, *_) = tags.get(_BITS, (16,))
-    most = 2**bits - 1
-    values = np.asarray(image).astype(np.int64)
-    grey = (values * 255 + most // 2) // most
+    white = 2**bits - 1
+    grey = (np.asarray(image).astype(np.int64) * 255 + white // 2) // white
     if tags.get(_PHOTOMETRIC) == _WHITE_IS_ZERO:
         grey = 255 - grey
     return Image.fromarray(grey.astype(np.uint8))

@@ -14,37 +14,40 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBas
 
 from ckpt_prune.checkpoint.json_files import read_json_object
 from ckpt_prune.common.errors import NoneLeftError, UserError
-from ckpt_prune.common.text_encoding import check_unicode, decode_text, has_row_suffix, parse_json_rows
+from ckpt_prune.common.text_encoding import (
+    ENCODINGS,
+    REWRITE,
+    TEXT_FILE,
+    check_unicode,
+    decode_text,
+    has_row_suffix,
+    parse_json_rows,
+)
 from ckpt_prune.datasets.texts import parse_text_name
 from ckpt_prune.measure.samples.text_files import check_texts
 from ckpt_prune.measure.samples.text_pieces import split_text
 
 Bos = Literal["auto", "always", "never"]
-Choose = Literal["random", "first"]
 
 _MOST_GROWTH = 100
 """Published normalizers replace a space by one character, or a quote by two."""
 SEPARATOR = "\n\n"
-"""What stands between two documents; the published WikiText-2 test protocol joins with the same."""
+"""Stands between two documents; the published WikiText-2 test protocol joins with it too."""
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a checkpoint folder, from local files only and never running code from the folder.
-
-    Raises:
-        UserError: The folder has no tokenizer, or transformers cannot load it.
-    """
+    """Load the tokenizer of a checkpoint folder, from local files only. Code in the folder is never run."""
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
         raise UserError(
             f"{folder}: no tokenizer (tokenizer.json, tokenizer.model or tokenizer_config.json); "
             "copy the model's tokenizer files into the folder"
         )
     try:
-        with _foreign(f"{folder}: the tokenizer does not load"):
+        with _report_as_user_error(f"{folder}: the tokenizer does not load"):
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-            growth = _growth(tokenizer)
+            growth = _find_growth(tokenizer)
     except UserError:
-        for name in ("tokenizer_config.json", "tokenizer.json"):  # whose fault it is, if it is no JSON
+        for name in ("tokenizer_config.json", "tokenizer.json"):  # a file that is no JSON is named
             if (folder / name).is_file():
                 read_json_object(folder / name)
         raise
@@ -57,40 +60,36 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 @contextmanager
-def _foreign(what: str) -> Iterator[None]:
-    """Turn whatever a tokenizer raises, from KeyError to a panic of its library, which is no Exception, into a line."""
+def _report_as_user_error(start: str) -> Iterator[None]:
+    """Turn whatever a tokenizer raises into one line; a panic of its library is no Exception."""
     try:
         yield
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"{what}: {reason[:300]}") from error
+        raise UserError(f"{start}: {reason[:300]}") from error
 
 
-def _growth(tokenizer: Any) -> int:
-    """How many times as long a tokenizer's normalizer may make a text: a character for each is the least."""
+def _find_growth(tokenizer: Any) -> int:
+    """Return how many times as long a tokenizer's normalizer may make a text."""
     normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
-    return 1 if normalizer is None else _growth_of(json.loads(normalizer.__getstate__()))
+    return 1 if normalizer is None else _growth_of_step(json.loads(normalizer.__getstate__()))
 
 
-def _growth_of(step: dict[str, Any]) -> int:
-    inner = math.prod(_growth_of(each) for each in step.get("normalizers") or [])
+def _growth_of_step(step: dict[str, Any]) -> int:
+    inner = math.prod(_growth_of_step(each) for each in step.get("normalizers") or [])
     return inner * max(1, len(step.get("content") or ""), len(step.get("prepend") or ""))
 
 
 def read_text(files: Sequence[Path]) -> str:
-    r"""Read UTF-8 text files as one string, in the order given, joined by a blank line.
+    """Read text files as one string, in the order given, joined by a blank line.
 
-    A file of rows (`text_encoding.ROWS`) counts as the `text` fields of its lines, joined by a blank line too; an array
-    may also hold strings. A byte order mark says how a file is encoded, and is no text. A name that papers use is its
-    text as their code joins it (`text_names`).
-
-    Raises:
-        UserError: No file was given, or one is missing, empty, a table, no text, or has a bad row.
+    The texts of a file of rows (`text_encoding.ROWS`) are joined by a blank line too. A name that papers use is read
+    and joined as their code does it (`text_names`).
     """
     if not files:
-        raise UserError("no text file given: name at least one UTF-8 .txt or .jsonl file")
+        raise UserError(f"no text file given: name at least one {TEXT_FILE} in {ENCODINGS}")
     return SEPARATOR.join(_read_file(file) for file in files)
 
 
@@ -99,127 +98,111 @@ def _read_file(file: Path) -> str:
         return named.read()
     check_texts([file])
     if file.suffix.lower() in (".csv", ".tsv"):
-        raise UserError(f'{file}: a table, and no text; write its texts as .jsonl, one {{"text": "…"}} a line')
+        raise UserError(f"{file}: a table, and no text; {REWRITE}")
     try:
         text = decode_text(file, file.read_bytes())
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror}") from error
     if has_row_suffix(file):
-        text = SEPARATOR.join(_row_text(*row) for row in parse_json_rows(file, text))
+        text = SEPARATOR.join(_read_row(*row) for row in parse_json_rows(file, text))
     if not text.strip():
         raise UserError(f"{file}: the file holds no text")
     return text
 
 
-def _row_text(where: str, row: Any) -> str:
+def _read_row(where: str, row: Any) -> str:
+    """Return the text of a line, which is an object, or of a value of an array, which may be a string too."""
     in_array = ", row " in where
     text = row.get("text") if isinstance(row, dict) else row if in_array else None
     if not isinstance(text, str):
-        form = 'each row must be a string or {"text": "…"}' if in_array else 'each line must be {"text": "…"}'
-        raise UserError(f'{where}: no string under "text"; {form}')
+        expected = 'row must be a string or {"text": "…"}' if in_array else 'line must be {"text": "…"}'
+        problem = "a string without a key" if isinstance(row, str) else 'no string under "text"'
+        raise UserError(f"{where}: {problem}; each {expected}")
     check_unicode(where, text)
     return text
 
 
 def tokenise_text(tokenizer: PreTrainedTokenizerBase, text: str, bos: Bos = "auto") -> Tensor:
-    """Tokenise a text once, as one stream.
+    """Tokenise a text once, as one stream: int64 token ids, (tokens,).
 
-    Special tokens written out in the text are read as such; none is added but the one beginning-of-sequence token
-    that `bos` asks for, and never an end-of-sequence token. A stream that already begins with it gets no second one.
-
-    Args:
-        tokenizer: The model's tokenizer.
-        text: The whole text.
-        bos: "auto" puts one before the whole stream if the tokenizer itself adds one, "always" in any case,
-            "never" not.
-
-    Returns:
-        int64 token ids, shape (tokens,).
-
-    Raises:
-        UserError: "always" with a tokenizer that has no beginning-of-sequence token.
+    Special tokens that are written out in the text are read as such. None is added but the one beginning-of-sequence
+    token that `bos` asks for: "auto" puts one before the stream if the tokenizer itself adds one, "always" in any case.
+    A stream that already begins with it gets no second one.
     """
     if bos == "always" and tokenizer.bos_token_id is None:
         raise UserError("this tokenizer has no beginning-of-sequence token; use bos=auto or bos=never")
-    found = [
-        torch.tensor(_encode(tokenizer, part), dtype=torch.int64)
-        for part in split_text(getattr(tokenizer, "backend_tokenizer", None), text)
+    pieces = [
+        torch.tensor(_encode(tokenizer, piece), dtype=torch.int64)
+        for piece in split_text(getattr(tokenizer, "backend_tokenizer", None), text)
     ]
-    wanted = bos == "always" or (bos == "auto" and _adds_bos(tokenizer))
-    if wanted and found[0][:1].tolist() != [tokenizer.bos_token_id]:
-        found.insert(0, torch.tensor([tokenizer.bos_token_id]))
-    return torch.cat(found)
+    begins_with_bos = bos == "always" or (bos == "auto" and _adds_bos(tokenizer))
+    if begins_with_bos and pieces[0][:1].tolist() != [tokenizer.bos_token_id]:
+        pieces.insert(0, torch.tensor([tokenizer.bos_token_id]))
+    return torch.cat(pieces)
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = False) -> list[int]:
     check_unicode("the text", text)
     # verbose=False: the stream is meant to be longer than the model's context, so no warning about its length
-    with _foreign(f"{tokenizer.name_or_path}: the tokenizer fails"):
+    with _report_as_user_error(f"{tokenizer.name_or_path}: the tokenizer fails"):
         return list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
 
 def _adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Ask the tokenizer by using it: its `add_bos_token` flag and what its post-processor does may disagree."""
+    # Found by using it: its `add_bos_token` flag and its post-processor may disagree.
     return tokenizer.bos_token_id is not None and _encode(tokenizer, "a", special=True)[:1] == [tokenizer.bos_token_id]
 
 
 def choose_windows(
-    stream: Tensor, *, samples: int, window: int, seed: int, choose: Choose = "random", frame: int = 0, skip: int = 0
+    stream: Tensor,
+    *,
+    samples: int,
+    window: int,
+    seed: int,
+    choose: Literal["random", "first"] = "random",
+    frame: int = 0,
+    skip: int = 0,
 ) -> Tensor:
-    """Choose `samples` non-overlapping windows of the stream without replacement, kept in stream order.
+    """Choose non-overlapping windows of a stream (tokens,) without replacement, kept in stream order.
 
     Args:
-        stream: int64, shape (tokens,).
-        samples: Windows to choose; all, where there are fewer.
-        window: Tokens in a window, the frame included.
-        seed: Of a random choice; the same seed, stream and window choose the same windows on every machine.
+        stream: int64 token ids.
+        samples: windows to choose; all if there are fewer.
+        window: tokens in a window, the frame included.
+        seed: the same seed, stream and window choose the same windows on every machine.
         choose: "random" spreads them over the whole stream, "first" takes those at its start.
-        frame: Tokens of a window that `framed` will add.
-        skip: Pass over the windows that so many samples would be, and choose others.
+        frame: tokens that `add_frame` will add to a window.
+        skip: pass over the windows that so many samples would be, and choose others.
 
     Returns:
-        int64 token ids, shape (at most samples, window - frame).
-
-    Raises:
-        UserError: The text is too short for one window.
-        NoneLeftError: All windows are passed over.
+        int64 token ids, (at most samples, window - frame).
     """
     if samples < 1:
         raise UserError(f"samples must be at least 1, not {samples}")
-    windows = _all_windows(stream, window, frame)
+    windows = _cut_all_windows(stream, window, frame)
     if skip >= len(windows):
         raise NoneLeftError(f"the text has {len(windows)} windows, and {skip} of them are taken; give more text")
-    own = slice(skip, skip + samples)
+    rows = slice(skip, skip + samples)
     if choose == "first":
-        return windows[own]
+        return windows[rows]
     generator = torch.Generator().manual_seed(seed)
-    chosen = torch.randperm(len(windows), generator=generator)[own]
+    chosen = torch.randperm(len(windows), generator=generator)[rows]
     return windows[chosen.sort().values]
 
 
 def cut_windows(stream: Tensor, *, window: int, limit: int | None = None, frame: int = 0) -> Tensor:
-    """Cut the stream into non-overlapping windows from its start, the tail dropped.
+    """Cut a stream (tokens,) into non-overlapping windows from its start: int64 token ids, (windows, window - frame).
 
-    Args:
-        stream: int64, shape (tokens,).
-        window: Tokens in a window, the frame included.
-        limit: Keep the first so many windows; None keeps all. More than there are is no error.
-        frame: Tokens of a window that `framed` will add.
-
-    Returns:
-        int64 token ids, shape (windows, window - frame).
-
-    Raises:
-        UserError: The text is too short for one window.
+    The tail is dropped. At most `limit` windows are kept. `window` includes the frame that `add_frame` will add.
     """
     if limit is not None and limit < 1:
         raise UserError(f"the limit of windows must be at least 1, not {limit}")
-    return _all_windows(stream, window, frame)[:limit]
+    return _cut_all_windows(stream, window, frame)[:limit]
 
 
-def _all_windows(stream: Tensor, whole: int, frame: int) -> Tensor:
-    window = whole - frame
-    if window < 2:  # the first token of a window is never predicted: one of one token says nothing
+def _cut_all_windows(stream: Tensor, framed_window: int, frame: int) -> Tensor:
+    window = framed_window - frame
+    if window < 2:  # the first token of a window is never predicted: a window of one token says nothing
         raise UserError(f"window must be at least 2 tokens, not {window}")
     count = len(stream) // window
     if count == 0:
@@ -232,28 +215,20 @@ def _all_windows(stream: Tensor, whole: int, frame: int) -> Tensor:
 
 
 def add_frame(windows: Tensor, tokenizer: PreTrainedTokenizerBase) -> Tensor:
-    """Windows as an encoder was trained on them: between the tokenizer's opening and closing tokens, if it adds any.
-
-    Args:
-        windows: int64 token ids, shape (windows, window).
-        tokenizer: The model's tokenizer.
-
-    Returns:
-        int64 token ids, shape (windows, window + `frame_length`).
-    """
-    before, after = _frame(tokenizer)
-    rows = len(windows)
-    ends = [torch.tensor(ids, dtype=torch.int64).expand(rows, len(ids)) for ids in (before, after)]
-    return torch.cat([ends[0], windows, ends[1]], 1)
+    """Put windows (windows, tokens) between the opening and closing tokens that an encoder was trained with."""
+    before, after = (
+        torch.tensor(ids, dtype=torch.int64).expand(len(windows), len(ids)) for ids in _find_frame(tokenizer)
+    )
+    return torch.cat([before, windows, after], 1)
 
 
 def count_frame_tokens(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Tokens that `framed` adds to a window."""
-    return sum(map(len, _frame(tokenizer)))
+    """Count the tokens that `add_frame` adds to a window."""
+    return sum(map(len, _find_frame(tokenizer)))
 
 
-def _frame(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """What the tokenizer puts before and after a text, found by using it."""
+def _find_frame(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """Find what the tokenizer puts before and after a text, by using it."""
     plain, special = _encode(tokenizer, "a"), _encode(tokenizer, "a", special=True)
     starts = [i for i in range(len(special)) if special[i : i + len(plain)] == plain]
     if not plain or not starts:
@@ -262,15 +237,7 @@ def _frame(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
 
 
 def check_vocabulary(ids: Tensor, config: PreTrainedConfig) -> None:
-    """Refuse token ids, int64 of any shape, that a model has no row of its embedding for.
-
-    Args:
-        ids: the ids.
-        config: the model's.
-
-    Raises:
-        UserError: one is outside its vocabulary.
-    """
+    """Refuse token ids, int64 of any shape, that the model's embedding has no row for."""
     size = getattr(config.get_text_config(), "vocab_size", None)
     if size is not None and ids.numel() and (largest := int(ids.max())) >= size:
         raise UserError(
@@ -279,7 +246,7 @@ def check_vocabulary(ids: Tensor, config: PreTrainedConfig) -> None:
 
 
 def fingerprint_windows(windows: Tensor) -> str:
-    """Hash the shape and the token ids (little-endian int64) of windows, shape (windows, window): sha256 in hex."""
+    """Return the SHA-256 of the shape and the token ids (little-endian int64) of windows, (windows, window)."""
     ids = windows.detach().to("cpu", torch.int64).contiguous().numpy().astype("<i8", copy=False)
     digest = hashlib.sha256(json.dumps(list(windows.shape)).encode())
     digest.update(ids.tobytes())

@@ -1,7 +1,4 @@
-"""How far blocks move the residual stream: what a run of them is worth to it, and to the model's own output.
-
-See measure/README.md, section 6.
-"""
+"""How far runs of blocks move the residual stream, and the model's own output (measure/README.md, section 6)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,8 +12,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.finite import all_finite
 from ckpt_prune.common.progress import track
 from ckpt_prune.measure.samples.samples import Samples
-from ckpt_prune.measure.statistics.fisher import draw_end_gradients
-from ckpt_prune.measure.streams.backward import pass_back, states_at_ends
+from ckpt_prune.measure.streams.backward import draw_end_gradients, pass_back, states_at_ends
 from ckpt_prune.measure.streams.hidden_stream import ROWS, HiddenStream, open_stream
 from ckpt_prune.measure.streams.readout import DrawnGradients
 from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
@@ -26,18 +22,18 @@ SAMPLES = 16
 they are of `fisher.LIMITS`."""
 
 Matrix = list[list[float]]
-"""(L + 1, L + 1): at [a][b], of blocks a to b − 1 together; 0 where b is not above a."""
+"""(L + 1, L + 1): at [a][b], of blocks a to b − 1 together; 0 if b is not above a."""
 
 
 @dataclass(frozen=True)
 class Distances:
-    """What every run of consecutive blocks does.
+    """How far every run of consecutive blocks moves stream and output.
 
     Attributes:
         cosine: mean over tokens of 1 − cos(h_a, h_b), with h_a the states that enter block a.
         divergence: ½ E[Σ_t (g_t·(h_a − h_b)_t)²], with g the gradients at h_b of labels drawn from the model's own
-            predictions: to second order what the model's output moves by when the run is left out. None where it was
-            not asked for.
+            predictions: to second order what the model's output moves by when the run is left out. None if it was not
+            asked for.
     """
 
     cosine: Matrix
@@ -46,7 +42,7 @@ class Distances:
 
 @dataclass
 class EndDistances:
-    """Adds up distances between the ends of blocks while they are passed (`fisher.EndWatcher`).
+    """Adds up distances between the ends of blocks while gradients pass them.
 
     Attributes:
         samples: how many there are.
@@ -58,14 +54,14 @@ class EndDistances:
     _sums: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.float64))
 
     def begin(self, stream: HiddenStream, states: Sequence[Tensor]) -> None:
-        """Take the cosines between all ends."""
+        """Measure the cosines between all ends."""
         ends, tokens = len(states), 0
         sums = torch.zeros(ends, ends, dtype=torch.float64)
         for _, rows in stream.batches:
-            own = [each[rows].flatten(0, -2) for each in states]
+            batch = [end[rows].flatten(0, -2) for end in states]
             # A few tokens at all ends at a time: a processor's cache holds them.
-            for start in range(0, len(own[0]), ROWS):
-                part = torch.stack([each[start : start + ROWS] for each in own]).to(stream.factory.device)
+            for start in range(0, len(batch[0]), ROWS):
+                part = torch.stack([end[start : start + ROWS] for end in batch]).to(stream.factory.device)
                 unit = functional.normalize(part.float(), dim=-1)
                 sums += torch.einsum("atd,btd->ab", unit, unit).double().cpu()
                 tokens += unit.shape[1]
@@ -75,7 +71,10 @@ class EndDistances:
         self._sums = torch.zeros(ends, ends, dtype=torch.float64)
 
     def see(self, stream: HiddenStream, before: Sequence[Tensor], end: Tensor, drawn: Sequence[DrawnGradients]) -> None:
-        """Add up (g·(h_a − h_b))² of all ends a before an end b."""
+        """Add up (g·(h_a − h_b))² of all ends a before an end b; ends are seen from the last to the first.
+
+        `before` holds the states at the ends a, `end` those at b, and `drawn` the gradients of every draw at b.
+        """
         for _, rows in stream.batches:
             here = end[rows].to(stream.factory.device).float()
             for own in drawn:
@@ -84,12 +83,8 @@ class EndDistances:
                     self._sums[first, len(before)] += own.measure_shift(gradient, states[rows].to(here) - here)
 
     @property
-    def found(self) -> Distances:
-        """What was added up, once all ends are passed.
-
-        Raises:
-            UserError: gradients are not finite.
-        """
+    def distances(self) -> Distances:
+        """The distances, once all ends are passed."""
         if not all_finite(self._sums):
             raise UserError("gradients at the ends of blocks are not finite: the model overflows")
         return Distances(self.cosine, (self._sums / 2 / self.samples).tolist())
@@ -104,33 +99,22 @@ def measure_distances(
     gradients: bool,
     allocate: Allocate = allocate_in_memory,
 ) -> Distances:
-    """Run the dense model over samples, and back where gradients are asked for.
+    """Run the dense model over samples, and back if gradients are asked for, which predict divergences.
 
     Time: a run of every block, and about three more with gradients; L²/2 products of two vectors a token. Memory: a
-    block, and hidden states at the ends of all blocks.
-
-    Args:
-        model: the dense model.
-        samples: all are run; `SAMPLES` are enough.
-        device: where blocks run.
-        compute_dtype: in which they run.
-        gradients: whether to predict divergences.
-        allocate: makes the tensors that hold hidden states.
-
-    Raises:
-        UserError: hidden states or gradients are not finite.
+    block, and hidden states at the ends of all blocks. All samples are run; `SAMPLES` are enough.
     """
     stream = open_stream(model, samples, device=device, compute_dtype=compute_dtype, allocate=allocate)
-    states, found = states_at_ends(model, stream, allocate), EndDistances(len(samples))
-    found.begin(stream, states)
+    states, ends = states_at_ends(model, stream, allocate), EndDistances(len(samples))
+    ends.begin(stream, states)
     if not gradients:
-        return Distances(found.cosine)
+        return Distances(ends.cosine)
     end = states.pop()
     drawn = draw_end_gradients(stream.readout(), samples, end, allocate)
-    found.see(stream, states, end, drawn)
+    ends.see(stream, states, end, drawn)
     for block in track(range(model.blocks - 1, 0, -1), "gradients", total=model.blocks - 1):
         module, end = stream.factory.build_block(block, model.read_block(block)).requires_grad_(False), states.pop()
-        for _ in pass_back(stream, module, block, end, [each.values for each in drawn], ()):
+        for _ in pass_back(stream, module, block, end, [own.values for own in drawn]):
             pass
-        found.see(stream, states, end, drawn)
-    return found.found
+        ends.see(stream, states, end, drawn)
+    return ends.distances

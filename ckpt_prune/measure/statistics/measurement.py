@@ -1,11 +1,12 @@
-"""Measuring statistics: the dense model's blocks run over the calibration windows, moments written block by block."""
+"""Measure statistics: the dense model's blocks run over the samples, and moments are written block by block."""
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial, reduce
 from itertools import combinations
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -14,49 +15,43 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.checkpoint.digests import READER_FILES
 from ckpt_prune.checkpoint.files import sync
 from ckpt_prune.checkpoint.journal import Journal
-from ckpt_prune.checkpoint.staging import Staging, disk_failures, partial_of, refuse_inside, write_atomically
+from ckpt_prune.checkpoint.staging import Staging, disk_failures, partial_of, refuse_inside
 from ckpt_prune.checkpoint.writer import check_free_space
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import track
 from ckpt_prune.measure.moments.inputs import ACTIVE_THRESHOLD, Taylor
-from ckpt_prune.measure.moments.kinds import Collect
 from ckpt_prune.measure.moments.logits import choose_form, packed_width
 from ckpt_prune.measure.samples.samples import Samples
-from ckpt_prune.measure.statistics.files import INDEX, STATISTICS
+from ckpt_prune.measure.samples.shards import share_samples
+from ckpt_prune.measure.statistics.files import INDEX, STATISTICS, Collect
+from ckpt_prune.measure.statistics.fisher import Fisher
 from ckpt_prune.measure.statistics.folder import (
     BlockMoments,
     Statistics,
-    StatisticsIndex,
-    add_block,
-    add_fisher,
-    add_index,
-    block_file,
-    check_addable,
-    files_of,
+    list_files,
     name_file,
-    taylor_file,
     write_block,
     write_fisher,
+    write_index,
     write_taylor,
 )
+from ckpt_prune.measure.statistics.index import StatisticsIndex, add_index
 from ckpt_prune.measure.statistics.taylor import measure_taylor
 from ckpt_prune.measure.streams.hidden_stream import open_stream, split_folds
 from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
 from ckpt_prune.parallel.group import process_group
 
-_UNIT = "statistics"
 
-
-def _staging(out: Path, blocks: int, collect: Sequence[str], *, overwrite: bool) -> Staging:
-    names = [INDEX, *files_of(blocks, collect)]
-    return Staging(out, job=_UNIT, overwrite=overwrite, kind=STATISTICS, wants=dict.fromkeys(names))
+def _open_staging(out: Path, blocks: int, collect: Sequence[str], *, overwrite: bool) -> Staging:
+    names = [INDEX, *list_files(blocks, collect)]
+    return Staging(out, job="statistics", overwrite=overwrite, kind=STATISTICS, wants=dict.fromkeys(names))
 
 
 def list_collectable(model: Model) -> tuple[Collect, ...]:
-    """All that can be collected for a model."""
+    """List all that can be collected for a model."""
     family = model.family
     if model.own_code:
-        # What it is measured for is a mask: nothing else is done to it again.
+        # It can only be masked: nothing else is done to it again.
         return ("moments", "gram", "linears")
     # Importances of units add up weights' gradients sample by sample, and experts see no whole samples.
     lacking = {
@@ -69,18 +64,18 @@ def list_collectable(model: Model) -> tuple[Collect, ...]:
 
 
 def list_collected_by_default(model: Model) -> tuple[Collect, ...]:
-    """What is collected where nobody says: all but what single recipes alone need."""
+    """List all that can be collected but what single recipes alone need."""
     return tuple(kind for kind in list_collectable(model) if kind not in ("centred", "rotary", "taylor"))
 
 
 def count_statistics_bytes(model: Model, *, collect: Sequence[Collect], folds: int, samples: int) -> int:
-    """Bytes a statistics folder will take."""
+    """Count the bytes that the tensors of a statistics folder will take."""
     per_block = 0
     widths = [*model.consumer_widths.values()]
     if "linears" in collect:
         widths += model.linear_widths.values()
-    for each in widths:
-        width = each if isinstance(each, int) else max(each)
+    for width_or_widths in widths:
+        width = width_or_widths if isinstance(width_or_widths, int) else max(width_or_widths)
         per_block += folds * (4 * 8 * width + (2 * width * (width + 1) if "gram" in collect else 0))
     if "logits" in collect:
         for heads, head_dim in model.query_heads.values():
@@ -105,27 +100,18 @@ def count_statistics_bytes(model: Model, *, collect: Sequence[Collect], folds: i
 def check_measurable(
     model: Model, samples: Samples, out: Path, *, folds: int, collect: Sequence[Collect], overwrite: bool = False
 ) -> int:
-    """Refuse what `measure` would, and write nothing.
-
-    Args:
-        model: the dense model.
-        samples: what it would be run on.
-        out: the folder that would be written.
-        folds: of samples.
-        collect: what the folder would hold.
-        overwrite: whether an existing statistics folder may be replaced.
-
-    Returns:
-        Bytes the folder will take.
-
-    Raises:
-        UserError: the folder exists, there are too few samples for the folds, or the disk has no room.
-    """
+    """Refuse what `measure_statistics` would refuse, write nothing, and return the bytes that the folder will take."""
     check_folds(samples, folds)
     needed = count_statistics_bytes(model, collect=collect, folds=folds, samples=len(samples))
-    _staging(out, model.blocks, collect, overwrite=overwrite)
+    _open_staging(out, model.blocks, collect, overwrite=overwrite)
     check_free_space(out.absolute().parent, needed)
     return needed
+
+
+def check_folds(samples: Samples, folds: int) -> None:
+    """Refuse more folds than samples."""
+    if folds > len(samples):
+        raise UserError(f"{folds} folds of {len(samples)} samples: every fold needs at least one")
 
 
 def measure_statistics(
@@ -133,77 +119,34 @@ def measure_statistics(
     samples: Samples,
     out: Path,
     *,
-    seed: int,
     folds: int,
     collect: tuple[Collect, ...],
-    device: torch.device,
-    compute_dtype: torch.dtype,
     overwrite: bool = False,
     announce: Callable[[int], None] | None = None,
-    allocate: Allocate = allocate_in_memory,
-    skeleton: nn.Module | None = None,
     finish: Callable[[Statistics], object] | None = None,
-    active_above: float = ACTIVE_THRESHOLD,
+    **options: Any,
 ) -> Statistics:
-    """Measure the dense model's moments over samples and write them to a folder.
+    """Measure the dense model's moments over samples and write them to a new folder.
 
-    One block and its moments are in memory at a time.
-
-    Args:
-        model: the dense model.
-        samples: what to run it on.
-        out: the folder to write.
-        seed: of the choice of samples, for the record.
-        folds: contiguous runs of samples whose moments are kept apart.
-        collect: what the folder is to hold; the metric `fisher` is up to `finish`.
-        device: where blocks run.
-        compute_dtype: in which they run.
-        overwrite: replace an existing statistics folder.
-        announce: told, once everything is checked, how many bytes the folder will take.
-        allocate: makes the tensor that holds hidden states.
-        skeleton: the model on the meta device, where it is not the stock one of its config.
-        finish: given the moments, measures more into their folder before it gets its name.
-        active_above: absolute value above which an input counts as active.
-
-    Raises:
-        UserError: the folder exists, or the disk has no room.
+    `collect` says what the folder will hold; the metric `fisher` is measured by `finish`, which is given the moments
+    before their folder gets its name. `announce` takes the bytes that the folder will take, once everything is
+    checked. `options` are other arguments of `measure_into`.
     """
     check_folds(samples, folds)
     group = process_group()
     needed = count_statistics_bytes(model, collect=collect, folds=folds, samples=len(samples))
-    staging = group.on_first(lambda: _staging(out, model.blocks, collect, overwrite=overwrite))
+    staging = group.on_first(lambda: _open_staging(out, model.blocks, collect, overwrite=overwrite))
     with nullcontext() if staging is None else staging:
         group.on_first(lambda: check_free_space(out.absolute().parent, needed))
         if announce is not None:
             announce(needed)
-        found = measure_into(
-            model,
-            samples,
-            partial_of(out, STATISTICS),
-            seed=seed,
-            folds=folds,
-            collect=collect,
-            device=device,
-            compute_dtype=compute_dtype,
-            allocate=allocate,
-            skeleton=skeleton,
-            active_above=active_above,
-        )
+        folder = partial_of(out, STATISTICS)
+        statistics = measure_into(model, samples, folder, folds=folds, collect=collect, **options)
         if finish is not None:
-            finish(found)
+            finish(statistics)
         if staging is not None:
             staging.publish()
     return group.once(lambda: Statistics(out))
-
-
-def check_folds(samples: Samples, folds: int) -> None:
-    """Refuse more folds than samples.
-
-    Raises:
-        UserError: some fold would have none.
-    """
-    if folds > len(samples):
-        raise UserError(f"{folds} folds of {len(samples)} samples: every fold needs at least one")
 
 
 def measure_into(
@@ -221,77 +164,52 @@ def measure_into(
     journal: Journal | None = None,
     active_above: float = ACTIVE_THRESHOLD,
 ) -> Statistics:
-    """Measure as `measure` does, into a folder that is there.
+    """Measure the dense model's moments over samples into a folder that exists. One block is in memory at a time.
 
-    Args:
-        model: the dense model.
-        samples: what to run it on.
-        folder: to write into.
-        seed: of the choice of samples, for the record.
-        folds: contiguous runs of samples whose moments are kept apart.
-        collect: which moments.
-        device: where blocks run.
-        compute_dtype: in which they run.
-        allocate: makes the tensor that holds hidden states.
-        skeleton: as of `measure`.
-        journal: of the run, in which every block is entered when it is measured; blocks that are in it are run, but
-            not measured again.
-        active_above: as of `measure`.
-
-    Raises:
-        UserError: what is measured is not finite, or the disk has no room.
+    `seed` of the choice of samples is for the record, `folds` are contiguous runs of samples whose moments are kept
+    apart, and inputs count as active above the absolute value `active_above`. `skeleton` is the model on the meta
+    device, if it is not the stock one of its config. Every block is entered in the journal when it is measured;
+    blocks that are in it are run, but not measured again.
     """
     family, checkpoint, blocks, group = model.family, model.checkpoint, model.blocks, process_group()
-    stream = open_stream(
-        model,
-        samples,
-        device=device,
-        compute_dtype=compute_dtype,
-        skeleton=skeleton,
-        folds=folds,
-        allocate=allocate,
-        group=group,
-        active_above=active_above,
-    )
-    wanted: dict[str, bool] = dict.fromkeys(family.consumers, "gram" in collect)
-    wanted |= dict.fromkeys(family.routers, False)
+    run: dict[str, Any] = {"device": device, "compute_dtype": compute_dtype, "allocate": allocate, "group": group}
+    stream = open_stream(model, samples, skeleton=skeleton, folds=folds, active_above=active_above, **run)
+    gram: dict[str, bool] = dict.fromkeys(family.consumers, "gram" in collect)
+    gram |= dict.fromkeys(family.routers, False)
     if "logits" in collect:
-        wanted |= dict.fromkeys(family.logits, "centred" in collect)
+        gram |= dict.fromkeys(family.logits, "centred" in collect)
     if "rotary" in collect:
-        wanted |= dict.fromkeys(family.turned, False)
+        gram |= dict.fromkeys(family.turned, False)
     if "linears" in collect:
-        wanted |= dict.fromkeys(family.producer_inputs, "gram" in collect)
-    known: dict[str, str] = group.once(lambda: {} if journal is None else journal.notes)
+        gram |= dict.fromkeys(family.producer_inputs, "gram" in collect)
+    done: dict[str, str] = group.once(lambda: {} if journal is None else journal.notes)
     files: dict[str, str] = {}
 
     def write(block: int, named: BlockMoments) -> None:
         for name, moments in named.items():
-            if not all(each.finite for each in moments):
+            if not all(fold.is_finite for fold in moments):
                 raise UserError(f"what reaches {name} is not finite: the model overflows in {compute_dtype}")
-        file = block_file(block)
+        file = name_file("block", block)
         files[file] = write_block(folder, block, named)
         if journal is not None:
             with disk_failures(folder):
                 sync(folder / file)
-                journal.record(_unit(block), note=files[file])
+                journal.record(_entry(block), note=files[file])
 
-    def write_units(block: int, units: Mapping[str, Taylor]) -> None:
-        files[taylor_file(block)] = write_taylor(folder, block, units)
+    def write_units(block: int, importances: Mapping[str, Taylor]) -> None:
+        files[name_file("taylor", block)] = write_taylor(folder, block, importances)
 
     for block in track(range(blocks), "calibrating", total=blocks):
-        if _unit(block) in known:
+        if _entry(block) in done:
             stream.advance(block, model.read_block(block))
-            files[block_file(block)] = known[_unit(block)]
+            files[name_file("block", block)] = done[_entry(block)]
             continue
-        own = wanted if block in model.spaced else {}
-        found = stream.observe(block, model.read_block(block), own, advance=True)
-        named = {model.moments_name(block, key): moments for key, moments in found.items()}
+        observed = stream.observe(block, model.read_block(block), gram if block in model.spaced else {}, advance=True)
+        named = {model.moments_name(block, key): moments for key, moments in observed.items()}
         group.on_first(partial(write, block, named))
     if "taylor" in collect:
-        for block, units in measure_taylor(
-            model, samples, device=device, compute_dtype=compute_dtype, allocate=allocate, group=group
-        ):
-            group.on_first(partial(write_units, block, units))
+        for block, importances in measure_taylor(model, samples, **run):
+            group.on_first(partial(write_units, block, importances))
     reader = model.reader_fingerprint
     # After that, so that it is one of the files that turned data into input.
     checkpoint.check_unchanged(name for name in READER_FILES if name in checkpoint.stamps)
@@ -318,37 +236,73 @@ def measure_into(
         active_above=active_above,
         files=files,
     )
-
-    def enter() -> Statistics:
-        write_atomically(folder / INDEX, index.model_dump_json(indent=2) + "\n")
-        return Statistics(folder)
-
-    return group.once(enter)
+    return group.once(lambda: write_index(folder, index))
 
 
-def _unit(block: int) -> str:
-    return f"{_UNIT} {block}"
+def _entry(block: int) -> str:
+    return f"statistics {block}"
+
+
+_SAME = {
+    "model": "models",
+    "tokenizer": "tokenizers",
+    "dtype": "checkpoint dtypes",
+    "folds": "numbers of folds",
+    "collect": "kinds of moments",
+    "compute_dtype": "compute dtypes",
+    "modality": "modalities",
+    "window": "windows",
+    "consumers": "consumers",
+    "queries": "queries",
+    "turned": "rotary pairs",
+    "routers": "routers",
+    "linears": "linears",
+    "active_above": "thresholds of activity",
+}
+"""Fields of the index that must be equal in folders that are added, and their names in messages."""
+
+
+def check_addable(a: Statistics, b: Statistics) -> None:
+    """Refuse to add statistics of different kinds, of the same samples, or that do not add."""
+    for field, name in _SAME.items():
+        if getattr(a.index, field) != getattr(b.index, field):
+            raise UserError(f"{a.folder} and {b.folder} are of different {name}: only equal ones can be added")
+    if share_samples(a.index.data, b.index.data):
+        raise UserError(f"{a.folder} and {b.folder} hold the same calibration samples: they would count twice")
+    if "taylor" in a.index.collect:
+        raise UserError(
+            f"{a.folder} and {b.folder} hold Taylor importances, absolute values of sums over samples, which do not "
+            "add: calibrate once on all samples, or leave taylor out of --collect"
+        )
 
 
 def add_statistics(folders: Sequence[Statistics], out: Path, *, overwrite: bool = False) -> Statistics:
-    """Write the sum of several statistics folders.
-
-    Raises:
-        UserError: there are not two, they do not belong together, or the folder exists.
-    """
+    """Write the sum of two or more statistics folders, which belong together, to a new folder."""
     if len(folders) < 2:
         raise UserError("there is nothing to add: name two statistics folders, or more")
     for a, b in combinations(folders, 2):
         check_addable(a, b)
     refuse_inside(out, [each.folder for each in folders])
     first = folders[0].index
-    with _staging(out, first.blocks, first.collect, overwrite=overwrite) as staging:
+    with _open_staging(out, first.blocks, first.collect, overwrite=overwrite) as staging:
         files = {}
         for block in track(range(first.blocks), "adding", total=first.blocks):
-            files[block_file(block)] = write_block(staging.path, block, add_block(folders, block))
+            files[name_file("block", block)] = write_block(staging.path, block, _add_moments(folders, block))
             if first.fisher:
-                files[name_file("fisher", block)] = write_fisher(staging.path, block, add_fisher(folders, block))
+                files[name_file("fisher", block)] = write_fisher(staging.path, block, _add_fisher(folders, block))
         index = reduce(add_index, (each.index for each in folders)).model_copy(update={"files": files})
-        write_atomically(staging.path / INDEX, index.model_dump_json(indent=2) + "\n")
+        write_index(staging.path, index)
         staging.publish()
     return Statistics(out)
+
+
+def _add_moments(folders: Sequence[Statistics], block: int) -> BlockMoments:
+    def add_two(left: Mapping[str, Any], right: Mapping[str, Any]) -> BlockMoments:
+        return {name: tuple(map(operator.add, left[name], right[name])) for name in left}
+
+    return reduce(add_two, (each.read_moments(block) for each in folders))
+
+
+def _add_fisher(folders: Sequence[Statistics], block: int) -> dict[str, Fisher]:
+    metrics = [each.read_fisher(block) for each in folders]
+    return {name: reduce(operator.add, (each[name] for each in metrics)) for name in metrics[0]}

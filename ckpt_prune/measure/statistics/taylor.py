@@ -5,8 +5,8 @@ the loss by g w − ½ h w², and h ≈ Σ_s g_s². The importance of a unit is 
 over all weights that go with it: its rows of the linear modules that make its space and its columns of the consumer
 (Ma et al. 2023, eq. 5, "element-wise", aggregated by a sum).
 
-The labels are the text's own, where the Fisher metric draws them from the model (`statistics.fisher`). The gradients
-are taken block by block (`calibration.backward`).
+The labels are the text's own; the Fisher metric draws them from the model (`statistics.fisher`). The gradients are
+taken block by block (`streams.backward`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -30,7 +30,7 @@ from ckpt_prune.parallel.group import ALONE, Group
 
 
 @dataclass
-class _Gradient:
+class _WeightGradient:
     """Gradients of the loss at one weight, (d_out, d_in) float32.
 
     Attributes:
@@ -42,20 +42,11 @@ class _Gradient:
     squares: Tensor
 
     def add(self, inputs: Tensor, outputs: Tensor) -> None:
-        """Some more samples.
-
-        Args:
-            inputs: of the linear module, (B, T, d_in).
-            outputs: gradients at its outputs, (B, T, d_out).
-        """
+        """Add samples: inputs of the module (B, T, d_in), and gradients at its outputs (B, T, d_out)."""
         for x, y in zip(inputs.float(), outputs.float(), strict=True):
-            own = y.T @ x
-            self.total += own
-            self.squares.addcmul_(own, own)
-
-    def pool(self, group: Group) -> None:
-        """Add what other processes have seen, at the first one."""
-        self.total, self.squares = group.add(self.total), group.add(self.squares)
+            gradient = y.T @ x
+            self.total += gradient
+            self.squares.addcmul_(gradient, gradient)
 
 
 def measure_taylor(
@@ -67,26 +58,18 @@ def measure_taylor(
     allocate: Allocate = allocate_in_memory,
     group: Group = ALONE,
 ) -> Iterator[tuple[int, dict[str, Taylor]]]:
-    """Importances of the units of every site of the dense model, block by block from the last to the first.
+    """Measure importances of the units of every site of the dense model, block by block from the last to the first.
 
     A model of L blocks has 5 L of them run, gradients of states and of weights counted as one run each more. Memory: a
-    block with its activations of `streams.TOKENS_PER_BATCH` tokens and twice its weights in float32, everything outside
+    block with its activations of `TOKENS_PER_BATCH` tokens and twice its weights in float32, everything outside
     the blocks, the hidden states at the end of every block and once more for the gradients, and the logits of
     `READOUT_TOKENS` tokens (at least of one sample) twice.
 
-    Args:
-        model: the dense model, a causal language model.
-        samples: windows of text, all of which are run.
-        device: where blocks run.
-        compute_dtype: in which they run.
-        allocate: makes the tensors that hold hidden states.
-        group: processes that share the samples out among them; the first one gets the importances.
+    The model is a causal language model, and the samples are windows of text. Processes of a group share the samples;
+    the first one gets the importances.
 
     Yields:
         Index of a block, and its sites by `Model.moments_name`.
-
-    Raises:
-        UserError: a gradient is not finite.
     """
     stream = open_stream(model, samples, device=device, compute_dtype=compute_dtype, allocate=allocate, group=group)
     states = states_at_ends(model, stream, allocate)
@@ -99,63 +82,58 @@ def measure_taylor(
     for block in track(range(model.blocks - 1, -1, -1), "gradients", total=model.blocks):
         tensors = model.read_block(block)
         module = stream.factory.build_block(block, tensors).requires_grad_(False)
-        weights = _backward(stream, module, block, states.pop(), gradients)
-        found = {
-            model.moments_name(block, space): _importances(model, block, space, tensors, weights)
+        weights = _pass_block(stream, module, block, states.pop(), gradients)
+        importances = {
+            model.moments_name(block, space): _sum_importances(model, block, space, tensors, weights)
             for space in model.family.consumers
         }
-        for name, own in found.items():
-            if not all_finite(own.second):
+        for name, taylor in importances.items():
+            if not all_finite(taylor.second):
                 raise UserError(f"the gradient at {name} is not finite: the model overflows in {compute_dtype}")
-        yield block, found
+        yield block, importances
 
 
-def _backward(
-    stream: HiddenStream, module: nn.Module, block: int, given: Tensor, gradients: Tensor
-) -> dict[str, _Gradient]:
-    """Turn gradients at the states that leave a block into those at the states that enter it.
-
-    Returns:
-        Linear module as it stands on disk → gradients at its weight, (d_out, d_in).
-    """
-    factory = stream.factory
-    parts = {
+def _pass_block(
+    stream: HiddenStream, module: nn.Module, block: int, entering_states: Tensor, gradients: Tensor
+) -> dict[str, _WeightGradient]:
+    """Pass gradients back through a block, and return those at the weights of its linear modules, named as on disk."""
+    factory, group = stream.factory, stream.group
+    paths_of = {
         disk: [path.removesuffix(".weight") for path in factory.find_paths(block, factory.family.tensor(block, disk))]
         for disk in dict.fromkeys(name for space in factory.family.consumers.values() for name in space.modules)
     }
-    paths = [path for own in parts.values() for path in own]
-    found: dict[str, _Gradient] = {}
-    for passed in pass_back(stream, module, block, given, [gradients], paths):
-        for disk, own in parts.items():
+    paths = [path for own in paths_of.values() for path in own]
+    weights: dict[str, _WeightGradient] = {}
+    for batch in pass_back(stream, module, block, entering_states, [gradients], paths):
+        for disk, own_paths in paths_of.items():
             # Some models flatten samples before a linear module.
-            x = _by_sample(passed.inputs[own[0]], passed.samples)
-            y = torch.cat([_by_sample(passed.gradients[path], passed.samples) for path in own], -1)
-            if disk not in found:
-                found[disk] = _Gradient(*(x.new_zeros(y.shape[-1], x.shape[-1], dtype=torch.float32) for _ in "12"))
-            found[disk].add(x, y)
-    for own_gradient in found.values():
-        own_gradient.pool(stream.group)
-    return found
+            x = _by_sample(batch.inputs[own_paths[0]], batch.samples)
+            y = torch.cat([_by_sample(batch.gradients[path], batch.samples) for path in own_paths], -1)
+            if disk not in weights:
+                zeros = (x.new_zeros(y.shape[-1], x.shape[-1], dtype=torch.float32) for _ in range(2))
+                weights[disk] = _WeightGradient(*zeros)
+            weights[disk].add(x, y)
+    return {disk: _WeightGradient(group.add(own.total), group.add(own.squares)) for disk, own in weights.items()}
 
 
 def _by_sample(tokens: Tensor, samples: int) -> Tensor:
     return tokens.reshape(samples, -1, tokens.shape[-1])
 
 
-def _importances(
-    model: Model, block: int, space: SpaceName, tensors: Mapping[str, Tensor], weights: Mapping[str, _Gradient]
+def _sum_importances(
+    model: Model, block: int, space: SpaceName, tensors: Mapping[str, Tensor], weights: Mapping[str, _WeightGradient]
 ) -> Taylor:
-    """Sums over the weights of each unit, on CPU."""
-    description, units = model.family.columns[space], model.site_units(space)
-    first, second = (torch.zeros(units, dtype=torch.float64) for _ in "12")
-    for axis, incidence in description.incidences:
-        own = weights[incidence.module]
-        weight = tensors[model.tensor(block, incidence.module)].to(own.total)
+    """Sum importances over the weights of each unit, on CPU."""
+    units = model.site_units(space)
+    first, second = (torch.zeros(units, dtype=torch.float64) for _ in range(2))
+    for axis, incidence in model.family.columns[space].incidences:
+        gradient = weights[incidence.module]
+        weight = tensors[model.tensor(block, incidence.module)].to(gradient.total)
         lines = incidence.lines(torch.arange(units), units, model.dimension)
-        change = own.total * weight
+        change = gradient.total * weight
         for sums in (first, second):
             if sums is second:
-                change -= own.squares * weight.square() / 2
+                change -= gradient.squares * weight.square() / 2
             by_line = change.abs().sum(int(axis == "rows"), dtype=torch.float64).cpu()
             sums += by_line[lines].view(incidence.copies, units, -1).sum((0, 2))
     return Taylor(first, second)

@@ -1,4 +1,4 @@
-"""A pass back through the blocks of a model, one at a time: what the Fisher metric and Taylor importances share.
+"""Pass gradients back through the blocks of a model, one at a time, for the Fisher metric and Taylor importances.
 
 One pass forward keeps the states at the ends of all blocks. One pass backward takes every block again, with its
 gradient. Both are linear in depth.
@@ -12,19 +12,24 @@ from torch import Tensor, nn
 
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.common.progress import track
+from ckpt_prune.measure.samples.samples import Samples, split_batches
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
+from ckpt_prune.measure.streams.readout import READOUT_TOKENS, DrawnGradients, Readout
 from ckpt_prune.measure.streams.state_memory import Allocate
+
+_SEED = 0
+"""Of the labels that are drawn from the model's own predictions."""
 
 
 @dataclass(frozen=True)
-class Passed:
-    """Some samples that went back through a block, of one of the gradients at its end.
+class BackwardBatch:
+    """Some samples that went back through a block, with one of the gradients at its end.
 
     Attributes:
         index: which of the gradients.
         samples: how many.
         inputs: of the linear modules that are watched, by their path in the block.
-        outputs: theirs.
+        outputs: of these modules.
         gradients: at these outputs.
     """
 
@@ -36,15 +41,9 @@ class Passed:
 
 
 def states_at_ends(model: Model, stream: HiddenStream, allocate: Allocate) -> list[Tensor]:
-    """Hidden states that enter the first block and that leave every block.
+    """Return hidden states that enter the first block and that leave every block, (N, T, hidden) each.
 
-    Args:
-        model: the dense model.
-        stream: at its first block; it stays there.
-        allocate: makes the tensors that hold hidden states.
-
-    Returns:
-        One more than there are blocks, (N, T, hidden) each.
+    The stream is at the first block, and stays there.
     """
     states = [stream.states]
     for block in track(range(model.blocks), "gradients: states", total=model.blocks):
@@ -54,22 +53,35 @@ def states_at_ends(model: Model, stream: HiddenStream, allocate: Allocate) -> li
     return states
 
 
+def draw_end_gradients(readout: Readout, samples: Samples, states: Tensor, allocate: Allocate) -> list[DrawnGradients]:
+    """Draw labels from the model's predictions, and return the gradients at the states that leave the last block."""
+    generator = torch.Generator().manual_seed(_SEED)
+    gradients: list[DrawnGradients] = []
+    for rows in split_batches(samples, READOUT_TOKENS):
+        for index, drawn in enumerate(readout.gradients(samples.batch(rows), states[rows], generator)):
+            if index == len(gradients):
+                values = allocate(tuple(states.shape), torch.float32)
+                gradients.append(DrawnGradients(values, drawn.whole, drawn.weight))
+            gradients[index].values[rows] = drawn.values.cpu()
+    return gradients
+
+
 def pass_back(
     stream: HiddenStream,
     module: nn.Module,
     block: int,
-    given: Tensor,
+    entering_states: Tensor,
     gradients: Sequence[Tensor],
-    paths: Iterable[str],
-) -> Iterator[Passed]:
-    """Turn gradients at the states that leave a block into those at the states that enter it.
+    paths: Iterable[str] = (),
+) -> Iterator[BackwardBatch]:
+    """Turn gradients at the states that leave a block into those at the states that enter it, in place.
 
     Args:
         stream: of the samples.
         module: the block; hooks are left on it.
-        block: its index.
-        given: states that enter it, (N, T, hidden).
-        gradients: at the states that leave it, (N, T, hidden) float32 each; turned in place.
+        block: number of the block.
+        entering_states: (N, T, hidden).
+        gradients: at the states that leave the block, (N, T, hidden) float32 each.
         paths: of linear modules in the block that are watched.
 
     Yields:
@@ -90,9 +102,9 @@ def pass_back(
         inputs.clear()
         outputs.clear()  # not every expert sees something of every batch
         with torch.enable_grad():
-            entering = given[rows].to(stream.factory.device).requires_grad_(True)
+            entering = entering_states[rows].to(stream.factory.device).requires_grad_(True)
             leaving = stream.run(module, block, entering)
-        held = {path: output.detach() for path, output in outputs.items()}
+        detached = {path: output.detach() for path, output in outputs.items()}
         for index, gradient in enumerate(gradients):
             entered, *others = torch.autograd.grad(
                 leaving,
@@ -100,6 +112,7 @@ def pass_back(
                 gradient[rows].to(leaving),
                 retain_graph=index < len(gradients) - 1,
             )
-            yield Passed(index, len(entering), inputs, held, dict(zip(outputs, others, strict=True)))
+            at_outputs = dict(zip(outputs, others, strict=True))
+            yield BackwardBatch(index, len(entering), inputs, detached, at_outputs)
             # Last: the gradient at an output that is added to the stream is this very tensor.
             gradient[rows] = entered.float().cpu()

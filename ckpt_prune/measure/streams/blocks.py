@@ -1,4 +1,4 @@
-"""Transformer blocks as transformers modules, holding just the tensors they are given."""
+"""Transformer blocks as modules of transformers, built from just the tensors they are given."""
 
 import re
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ class BlockFactory:
         model: the dense model.
         device: where the blocks run.
         dtype: floating-point type the blocks compute in.
-        skeleton: the model on the meta device, where it is not the stock one of the config. Its config takes the place
+        skeleton: the model on the meta device, if it is not the stock one of the config. Its config takes the place
             of the model's: a model that is built settles in it which attention runs.
     """
 
@@ -46,8 +46,8 @@ class BlockFactory:
         if skeleton is None:
             self.skeleton = build_skeleton(model.config, model.family.architecture)
         else:
-            own: Any = skeleton.config
-            self.skeleton, model = skeleton, model.with_config(own)
+            config: Any = skeleton.config
+            self.skeleton, model = skeleton, model.with_config(config)
         self.model, self.device, self.dtype = model, device, dtype
         self.family, self.config = model.family, model.config
         self.names = Names(self.skeleton)
@@ -60,95 +60,83 @@ class BlockFactory:
 
     @property
     def returns_tuple(self) -> bool:
-        """Whether a block returns its hidden states as the first of several things."""
+        """True if a block returns its hidden states as the first of several values."""
         return returns_tuple(self.family, type(self._layers[0]))
 
-    def block(self, index: int, tensors: Mapping[str, Tensor], *, dtype: torch.dtype | None = None) -> nn.Module:
-        """Block `index` with the given on-disk tensors as its parameters.
+    def build_block(self, index: int, tensors: Mapping[str, Tensor], *, dtype: torch.dtype | None = None) -> nn.Module:
+        """Build block `index` with the given on-disk tensors as its parameters, in `dtype` or the factory's.
 
-        Widths are read off the tensors, biases are there where a bias tensor is.
-
-        Args:
-            index: of the block.
-            tensors: by on-disk name.
-            dtype: of the parameters; the factory's by default.
+        Widths are those of the tensors. A module has a bias if there is a tensor for it.
         """
-        # Blocks of what was pruned already may differ in width.
+        # Blocks of a model that was pruned already may differ in width.
         model = self.model.with_config(modeling_pruned.layer_config(self.config, index))
         layer_config = model.narrowed(model.widths_of(index, tensors)).config
         with shapes_alone():
             module = modeling_pruned.make_block(type(self._layers[index]), layer_config, self._facts, index)
-        _orient(module)
-        self._split(module, index, tensors)
+        _replace_transposed(module)
+        if self.family.experts is not None:
+            experts = {own[0] for name, own in self._experts.items() if self.family.tensor(index, name) in tensors}
+            if experts:
+                split_experts(module, self.family.experts, self.family.model_type, len(experts))
         self.fill(module, f"{self.family.layers}.{index}", tensors, dtype=dtype)
         self._give_buffers(module, layer_config, index)
         return module.eval()
 
-    def _split(self, block: nn.Module, index: int, tensors: Mapping[str, Tensor]) -> None:
-        """Give experts linear modules of their own."""
-        held = {own[0] for module, own in self._experts.items() if self.family.tensor(index, module) in tensors}
-        if held and self.family.experts is not None:
-            split_experts(block, self.family.experts, self.family.model_type, len(held))
-
-    def experts(self, block: nn.Module) -> SplitExperts | None:
-        """The experts of a block that it has built, or None where the block has none."""
+    def find_experts(self, block: nn.Module) -> SplitExperts | None:
+        """Return the experts of a block that was built here, or None if it has none."""
         return next((module for module in block.modules() if isinstance(module, SplitExperts)), None)
 
-    def expert_of(self, what: str) -> int | None:
-        """The expert of a space or linear module, or None where it is of the whole block."""
-        space = self.family.columns.get(what)
-        own = self._experts.get(what if space is None else space.consumer)
-        return None if own is None else own[0]
+    def find_expert(self, key: str) -> int | None:
+        """Return the number of the expert that a space or linear module belongs to, or None."""
+        space = self.family.columns.get(key)
+        expert = self._experts.get(key if space is None else space.consumer)
+        return None if expert is None else expert[0]
 
-    def of_any_expert(self, what: str) -> str:
-        """The same name for what is the same in every expert: a space, or a linear module; others keep theirs."""
-        if what in self.family.spaces:
-            return known_space(what)
-        return self._experts[what][1] if what in self._experts else what
+    def name_without_expert(self, key: str) -> str:
+        """Return the name that a space or linear module has in common with those of the other experts."""
+        if key in self.family.spaces:
+            return known_space(key)
+        return self._experts[key][1] if key in self._experts else key
 
     def _give_buffers(self, block: nn.Module, config: PreTrainedConfig, index: int) -> None:
         """Make the buffers of a block that no checkpoint stores; every block has the same."""
-        wanted = [name for name, buffer in block.named_buffers() if buffer.is_meta]
-        if wanted and not self._buffers:
+        lacking = [name for name, buffer in block.named_buffers() if buffer.is_meta]
+        if lacking and not self._buffers:
             with parameters_on_meta():
-                made = modeling_pruned.make_block(type(self._layers[index]), config, self._facts, index)
-            self._buffers = {name: buffer.to(self.device) for name, buffer in made.named_buffers()}
-        for path in wanted:
+                twin = modeling_pruned.make_block(type(self._layers[index]), config, self._facts, index)
+            self._buffers = {name: buffer.to(self.device) for name, buffer in twin.named_buffers()}
+        for path in lacking:
             owner, _, name = path.rpartition(".")
             block.get_submodule(owner).register_buffer(name, self._buffers[path], persistent=False)
 
     def module_path(self, index: int, module: str) -> str:
-        """Path inside a block of a linear module that the family names as it stands on disk."""
-        (path, *_) = self.parts(index, self.family.tensor(index, module))
+        """Return the path inside a block of a linear module that the family names as it stands on disk."""
+        (path, *_) = self.find_paths(index, self.family.tensor(index, module))
         return path.removesuffix(".weight")
 
-    def outputs(self, block: nn.Module, index: int, module: str) -> int:
-        """Outputs of a linear module of a block that it has built."""
+    def count_outputs(self, block: nn.Module, index: int, module: str) -> int:
+        """Count the outputs of a linear module of a block that was built here."""
         weight: Any = block.get_submodule(self.module_path(index, module)).weight
         return int(weight.shape[0])
 
-    def parts(self, index: int, disk: str) -> list[str]:
-        """Paths inside block `index` of the parameters that a tensor on disk holds: equal parts of its rows."""
-        return [name.removeprefix(f"{self.family.layers}.{index}.") for name in self.parameters(disk)]
+    def find_paths(self, index: int, disk: str) -> list[str]:
+        """Find the paths inside a block of the parameters that a tensor on disk holds, in equal parts of its rows."""
+        return [name.removeprefix(f"{self.family.layers}.{index}.") for name in self.find_parameters(disk)]
 
     def fill(
         self, module: nn.Module, path: str, tensors: Mapping[str, Tensor], *, dtype: torch.dtype | None = None
     ) -> None:
-        """Give a module on the meta device its parameters, cast and moved.
+        """Give a module on the meta device its parameters, moved and cast to `dtype` or the factory's.
 
-        Args:
-            module: at `path` of the model.
-            path: of the module.
-            tensors: by on-disk name; those outside the module are passed over.
-            dtype: of the parameters; the factory's by default.
+        The module is at `path` of the model. Tensors outside it are passed over.
 
         Raises:
             ValueError: a parameter is left without a tensor.
         """
         for disk, tensor in tensors.items():
-            held = () if is_stored_buffer(disk) else self.parameters(disk)
-            parts = tensor.chunk(len(held)) if len(held) > 1 else [tensor] * len(held)
-            for parameter, part in zip(held, parts, strict=True):
+            parameters = () if is_stored_buffer(disk) else self.find_parameters(disk)
+            parts = tensor.chunk(len(parameters)) if len(parameters) > 1 else [tensor] * len(parameters)
+            for parameter, part in zip(parameters, parts, strict=True):
                 if parameter.startswith(f"{path}."):
                     local, _, attribute = parameter.removeprefix(f"{path}.").rpartition(".")
                     owner = module.get_submodule(local)
@@ -157,32 +145,32 @@ class BlockFactory:
                         continue
                     value = nn.Parameter(part.to(self.device, dtype or self.dtype), requires_grad=False)
                     owner.register_parameter(attribute, value)
-        for name, parameter_ in module.named_parameters():
-            if parameter_.is_meta:
+        for name, value in module.named_parameters():
+            if value.is_meta:
                 raise ValueError(f"no tensor for {name}")
 
-    def parameters(self, disk: str) -> tuple[str, ...]:
-        """Names in the model of what a tensor on disk holds, also of a bias or pairs that the dense model has not.
+    def find_parameters(self, disk: str) -> tuple[str, ...]:
+        """Find the names in the model of what a tensor on disk holds, also of biases or pairs the dense model lacks.
 
-        Those of experts are of modules of their own (`calibration.experts`).
+        Those of experts are of modules of their own (`streams.experts`).
         """
-        place = self._of_block.fullmatch(disk) if self._experts else None
-        if place is not None and place[2] in self._experts and self.family.experts is not None:
-            expert, role = self._experts[place[2]]
-            return (f"{self.family.layers}.{place[1]}.{self.family.experts.module}.{expert}.{role}.{place[3]}",)
-        held = self.names.parameters(disk)
-        if not held and disk.endswith(f".{PAIRS}"):
+        match = self._of_block.fullmatch(disk) if self._experts else None
+        if match is not None and match[2] in self._experts and self.family.experts is not None:
+            expert, role = self._experts[match[2]]
+            return (f"{self.family.layers}.{match[1]}.{self.family.experts.module}.{expert}.{role}.{match[3]}",)
+        parameters = self.names.parameters(disk)
+        if not parameters and disk.endswith(f".{PAIRS}"):
             query = self.family.attention.query.rpartition(".")[2]
             (weight,) = self.names.parameters(f"{disk.removesuffix(PAIRS)}{query}.weight")
             return (f"{weight.removesuffix('.weight').rpartition('.')[0]}.{PAIRS}",)
-        if not held and disk.endswith(".bias"):
+        if not parameters and disk.endswith(".bias"):
             weights = self.names.parameters(f"{disk.removesuffix('.bias')}.weight")
             return tuple(f"{name.removesuffix('.weight')}.bias" for name in weights)
-        return held
+        return parameters
 
 
-def _orient(block: nn.Module) -> None:
-    """Put a plain linear, whose weight is (outputs, inputs), where a block on the meta device has its transpose."""
+def _replace_transposed(block: nn.Module) -> None:
+    """Put a plain linear, whose weight is (outputs, inputs), in place of each Conv1D, whose weight is transposed."""
     for path, module in list(block.named_modules()):
         if isinstance(module, Conv1D):
             owner, _, name = path.rpartition(".")

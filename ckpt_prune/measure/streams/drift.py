@@ -1,4 +1,4 @@
-"""Measuring the drift of a pruned model's residual stream, for the drift-correcting target.
+"""Measure the drift of a pruned model's residual stream, for the drift-correcting target.
 
 See compensation/README.md, section 4.
 """
@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ckpt_prune.architectures.spaces import SpaceName
-from ckpt_prune.measure.moments.inputs import Drift, Moments
-from ckpt_prune.measure.moments.kinds import Key, SpaceMoments
-from ckpt_prune.measure.moments.pooling import pooled
+from ckpt_prune.measure.moments.inputs import Drift
+from ckpt_prune.measure.moments.kinds import Key, SpaceMoments, pool_moments, select_input_moments
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 
 
@@ -28,58 +27,53 @@ def observe_drift(
     gram: Mapping[Key, bool],
     *,
     later: Collection[str] | None = None,
-    seen: Callable[[Tensor], Tensor] | None = None,
+    narrow: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[dict[Key, SpaceMoments], bool]:
-    """Moments of what is named in the pruned stream, a tuple over folds, with the drift of spaces with a consumer.
+    """Measure moments in the pruned stream, a tuple over folds, with the drift of spaces that have a consumer.
 
     The target of a consumer is y* = (dense residual stream after it) − (pruned residual stream before it), its own
-    bias aside; where the block multiplies its output by a layer scale s, (…) / s element by element. What is stored
-    is δ = y* − W x, where x and W are the input and the weight of the consumer in the block as `tensors` have it:
-    ([dense residual stream after] − [pruned residual stream after]) / s, the target of compensation/README.md,
-    section 4 (this project's). Where an element of s is zero nothing the consumer does is seen, and δ is zero. An
-    RMSNorm with gains g that the output passes on its way is such a scale, g over the root mean square of each token's
-    own output: the norm forgets that length, so y* keeps it. Queries and keys have no output of their own in the
-    stream: of them, and of linear modules that no space names, the moments are those of `HiddenStream.observe`.
+    bias aside. If the block multiplies its output by a layer scale s, the target is divided by s. Stored is
+    δ = y* − W x, with the input x and the weight W of the consumer in the block as `tensors` have it:
+    ([dense residual stream after] − [pruned residual stream after]) / s (compensation/README.md, section 4; this
+    project's). If an element of s is zero, nothing the consumer does is seen, and δ is zero. An RMSNorm with gains g
+    that the output passes is such a scale: g over the root mean square of each token's own output. The norm forgets
+    that length, so y* keeps it. Queries and keys have no output of their own in the stream; their moments, and those
+    of linear modules that no space names, are those of `HiddenStream.observe`.
 
-    Both blocks run batch by batch, one after the other; two blocks and two streams are held, and a third set of hidden
-    states is not. δ is made in float64. A block runs no further than what is asked for.
+    Both blocks run batch by batch, one after the other, and no further than is needed; two blocks and two streams are
+    held. δ is computed in float64.
 
     Args:
         dense: stream of the dense model at the input of the block, or at its output.
         pruned: stream of the pruned one, of the same samples and folds, at the input of the block.
-        index: the block.
-        dense_tensors: its on-disk tensors in the dense model; None where `dense` is past the block. Then only spaces
+        index: of the block.
+        dense_tensors: its on-disk tensors in the dense model; None if `dense` is past the block. Then only spaces
             after which the residual stream is the block's output can be asked for.
-        tensors: its on-disk tensors as they stand in the pruned one, of any widths; consumers that are asked for are
-            still whole.
+        tensors: its tensors in the pruned model, of any widths; consumers that are asked for are still whole.
         gram: spaces and linear modules to observe, and whether with the Gram.
-        later: what will be asked for next of this block. Where its output alone serves all of that, `dense` is let past
-            the block. None leaves `dense` where it is.
-        seen: what of the dense residual stream, (tokens, hidden) float64, the pruned one has room for, where that is
-            narrower.
+        later: spaces that will be asked for next of this block. If its output alone serves all of them, `dense` is let
+            past the block. None leaves `dense` at its input.
+        narrow: maps the dense residual stream, (tokens, hidden) float64, to what a narrower pruned one has room for.
 
     Returns:
         The moments, and whether `dense` is past the block.
-
-    Raises:
-        ValueError: the streams have different batches, or `dense` is past what is asked for.
     """
     if dense.batches != pruned.batches:
         raise ValueError("drift is measured between streams of the same samples in the same folds")
-    columns = pruned.factory.family.columns
-    spaces: dict[Key, SpaceName] = {key: space for key in gram for space in columns if space == key}
+    factory = pruned.factory
+    columns = factory.family.columns
+    spaces: list[Key] = [key for key in gram if key in columns]
     passed = dense_tensors is None
     if not spaces:
         return pruned.observe(index, tensors, gram), passed
-    wanted = list(spaces.values())
-    theirs = None if dense_tensors is None else Residual(dense, index, dense_tensors, wanted)
-    ours = Residual(pruned, index, tensors, wanted)
-    experts = pruned.factory.experts(ours.block)
-    observers = {key: pruned.observer(ours.block, index, key, own) for key, own in gram.items()}
-    ours.whole = any(key not in pruned.factory.family.spaces for key in gram)
+    theirs = None if dense_tensors is None else Residual(dense, index, dense_tensors, spaces)
+    ours = Residual(pruned, index, tensors, spaces)
+    experts = factory.find_experts(ours.block)
+    observers = {key: pruned.watch(ours.block, index, key, with_gram) for key, with_gram in gram.items()}
+    ours.whole = any(key not in factory.family.spaces for key in gram)
     if theirs is not None:
         theirs.whole = later is not None
-    drifts = {space: [ours.no_drift(space) for _ in range(pruned.folds)] for space in wanted}
+    drifts = {space: [ours.no_drift(space) for _ in range(pruned.folds)] for space in spaces}
     for position, (fold, rows) in enumerate(pruned.batches):
         for observer in observers.values():
             observer.fold = fold
@@ -89,44 +83,34 @@ def observe_drift(
         # Only a block that has run tells whether its norms come first.
         if position == 0 and theirs is not None:
             theirs.whole = passed = later is not None and all(theirs.ends(space) for space in columns if space in later)
-        elif position == 0 and not all(ours.ends(space) for space in wanted):
+        elif position == 0 and not all(ours.ends(space) for space in spaces):
             raise ValueError(f"the dense model's hidden states are past what is asked for of block {index}")
         for space, folds in drifts.items():
-            reached = _rows(dense.states[rows].to(dense.factory.device)) if theirs is None else theirs.after(space)
-            reached = reached if seen is None else seen(reached)
-            if (number := pruned.factory.expert_of(space)) is not None:
-                tokens = None if experts is None else experts.routed.get(number)
-                if experts is None or tokens is None:
-                    continue
+            number = factory.find_expert(space)
+            tokens = None if experts is None or number is None else experts.routed.get(number)
+            if number is not None and tokens is None:
+                continue
+            target = _rows(dense.states[rows].to(dense.factory.device)) if theirs is None else theirs.after(space)
+            target = target if narrow is None else narrow(target)
+            delta = ours.unscale(space, target - ours.after(space))
+            if experts is not None and tokens is not None:
                 # Experts that see a token share what there is to make up for.
-                delta = ours.unscaled(space, reached - ours.after(space))[tokens] / experts.most
-            else:
-                delta = ours.unscaled(space, reached - ours.after(space))
+                delta = delta[tokens] / experts.most
             folds[fold] = folds[fold].accumulate(delta, ours.inputs[columns[space].consumer])
         if theirs is not None and passed:
             dense.states[rows] = theirs.left.cpu()
-    found: dict[Key, SpaceMoments] = {}
-    for key, observer in observers.items():
-        moments: SpaceMoments = observer.moments()
-        if key in spaces:
-            own = drifts[spaces[key]]
-            moments = tuple(
-                replace(m, drift=drift.to("cpu"))
-                for m, drift in zip(moments, own, strict=True)
-                if isinstance(m, Moments)
-            )
-        found[key] = moments
-    found = pooled(pruned.group, found)
+    moments: dict[Key, SpaceMoments] = {key: observer.finish() for key, observer in observers.items()}
+    for space, folds in drifts.items():
+        pairs = zip(select_input_moments(moments[space]), folds, strict=True)
+        moments[space] = tuple(replace(fold, drift=drift.to("cpu")) for fold, drift in pairs)
+    moments = pool_moments(pruned.group, moments)
     if experts is not None:
-        found = pruned.completed(ours.block, index, experts, found, gram)
-        found = {key: _with_drift(ours, spaces[key], own) if key in spaces else own for key, own in found.items()}
-    return found, passed
-
-
-def _with_drift(residual: "Residual", space: SpaceName, moments: SpaceMoments) -> SpaceMoments:
-    """Moments of tokens that were shown to an expert that does not see them: nothing is to be made up for there."""
-    none = residual.no_drift(space).to("cpu")
-    return tuple(replace(each, drift=each.drift or none) for each in moments if isinstance(each, Moments))
+        moments = pruned.complete_experts(ours.block, index, experts, moments, gram)
+        for space in spaces:  # of tokens that were only shown to an expert: nothing is to be made up for there
+            none = ours.no_drift(space).to("cpu")
+            folds_ = select_input_moments(moments[space])
+            moments[space] = tuple(replace(fold, drift=fold.drift or none) for fold in folds_)
+    return moments, passed
 
 
 class _SeenError(Exception):
@@ -136,22 +120,16 @@ class _SeenError(Exception):
 class Residual:
     """One block of a stream, and the residual stream after those of its spaces that are asked for.
 
-    Args:
-        stream: at the input of the block.
-        index: of the block.
-        tensors: its on-disk tensors.
-        spaces: that end in a consumer.
-
     Attributes:
-        block: the module.
-        whole: whether the block runs to its end even where only attention is asked for.
+        block: built of the given tensors.
+        whole: whether the block runs to its end even if only attention is asked for.
         inputs: linear module → its input in the batch that ran last, (..., d_in).
-        outputs: the same of outputs, (..., d_out).
-        left: what the block made of that batch, if it ran to its end.
+        outputs: linear module → its output, (..., d_out).
+        left: the block's output for that batch, if it ran to its end.
     """
 
     def __init__(
-        self, stream: HiddenStream, index: int, tensors: Mapping[str, Tensor], spaces: list[SpaceName]
+        self, stream: HiddenStream, index: int, tensors: Mapping[str, Tensor], spaces: Collection[SpaceName]
     ) -> None:
         self._stream, self._index = stream, index
         family, factory = stream.factory.family, stream.factory
@@ -170,11 +148,11 @@ class Residual:
             for space, norm in norms.items()
         }
         self.whole = False
-        self._brief = all(self._attention(space) for space in spaces)
+        self._attention_alone = all(self._is_attention(space) for space in spaces)
         self.inputs: dict[str, Tensor] = {}
         self.outputs: dict[str, Tensor] = {}
         self._entered = self.left = torch.empty(0)
-        # What tells pre-norm and post-norm apart, and what the consumers asked for need.
+        # Queries tell pre-norm and post-norm apart; the rest is what the consumers asked for need.
         watched = {family.attention.query}
         for space in spaces:
             watched |= {self._columns[space].readers[0], self._columns[space].consumer}
@@ -187,10 +165,11 @@ class Residual:
         watching = weakref.ref(self)
 
         def see(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-            own = watching()
-            assert own is not None
-            own.inputs[name], own.outputs[name] = args[0], output
-            if own._brief and not own.whole and name == own._stream.factory.family.attention.output:
+            residual = watching()
+            assert residual is not None
+            residual.inputs[name], residual.outputs[name] = args[0], output
+            stops_early = residual._attention_alone and not residual.whole
+            if stops_early and name == residual._stream.factory.family.attention.output:
                 raise _SeenError
 
         path = self._stream.factory.module_path(self._index, name)
@@ -204,43 +183,43 @@ class Residual:
             self.left = self._stream.run(self.block, self._index, self._entered)
 
     @property
-    def _post_norm(self) -> bool:
-        """Whether norms stand after the additions: then queries are made of the very input of the block.
+    def _is_post_norm(self) -> bool:
+        """True if norms stand after the additions: then queries are made of the very input of the block.
 
-        They are, too, where the only norms stand before the additions.
+        They are, too, if the only norms stand before the additions.
         """
         if any(space.norm is not None for space in self._columns.values()):
             return False
         return torch.equal(self.inputs[self._stream.factory.family.attention.query], self._entered)
 
-    def _attention(self, space: SpaceName) -> bool:
+    def _is_attention(self, space: SpaceName) -> bool:
         return self._columns[space].consumer == self._stream.factory.family.attention.output
 
     def ends(self, space: SpaceName) -> bool:
-        """Whether the residual stream after a space's consumer is what the block gives."""
-        return not self._attention(space) and not self._post_norm
+        """Return True if the residual stream after a space's consumer is the block's output."""
+        return not self._is_attention(space) and not self._is_post_norm
 
     def after(self, space: SpaceName) -> Tensor:
-        """The residual stream after a space's consumer and before any norm of it, (tokens, hidden) float64."""
+        """Return the residual stream after a space's consumer and before any norm of it, (tokens, hidden) float64."""
         if self.ends(space):
             return _rows(self.left)
-        before = self._entered if self._attention(space) else self.inputs[self._columns[space].readers[0]]
-        return _rows(before) + self.added(space)
+        before = self._entered if self._is_attention(space) else self.inputs[self._columns[space].readers[0]]
+        return _rows(before) + self.addition(space)
 
-    def added(self, space: SpaceName) -> Tensor:
-        """What a space's consumer adds to the residual stream, (tokens, hidden) float64."""
+    def addition(self, space: SpaceName) -> Tensor:
+        """Return what a space's consumer adds to the residual stream, (tokens, hidden) float64."""
         output = self.outputs[self._columns[space].consumer]
-        added = _rows(self._norms[space](output) if space in self._norms else output)
-        return added * self._scales[space] if space in self._scales else added
+        addition = _rows(self._norms[space](output) if space in self._norms else output)
+        return addition * self._scales[space] if space in self._scales else addition
 
-    def unscaled(self, space: SpaceName, residual: Tensor) -> Tensor:
-        """What a space's consumer would have to give for a difference of the residual stream; 0 where its scale is."""
+    def unscale(self, space: SpaceName, residual: Tensor) -> Tensor:
+        """Return the output of a space's consumer that makes a difference of the residual stream; 0 if its scale is."""
         if space in self._gains:
             output = self.outputs[self._columns[space].consumer]
-            gain, own = self._gains[space], _rows(output)
+            gain, plain = self._gains[space], _rows(output)
             normed = torch.where(gain == 0, 0.0, _rows(self._norms[space](output)) / gain)
-            # Its length over that of what the norm makes of it, the same elements counted.
-            length = torch.where(gain == 0, 0.0, own).norm(dim=1, keepdim=True)
+            # The output's length over that of the norm's result, the same elements counted.
+            length = torch.where(gain == 0, 0.0, plain).norm(dim=1, keepdim=True)
             length = length / normed.norm(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
             return torch.where(gain == 0, 0.0, length * residual / gain)
         if space not in self._scales:
@@ -249,12 +228,12 @@ class Residual:
         return torch.where(scale == 0, 0.0, residual / scale)
 
     def no_drift(self, space: SpaceName) -> Drift:
-        """The drift of no token at a space's consumer."""
+        """Return the drift of no token at a space's consumer."""
         path = self._stream.factory.module_path(self._index, self._columns[space].consumer)
         outputs, width = self.block.get_parameter(f"{path}.weight").shape
         return Drift.zeros(outputs, width, self._stream.factory.device)
 
 
 def _rows(states: Tensor) -> Tensor:
-    """(..., d) as (tokens, d) float64: some blocks fold samples and tokens together before their mlp."""
+    # (..., d) as (tokens, d) float64: some blocks fold samples and tokens together before their mlp.
     return states.reshape(-1, states.shape[-1]).double()

@@ -1,4 +1,4 @@
-"""Hidden states of calibration windows, carried through a model one block at a time."""
+"""Hidden states of all samples, carried through a model one block at a time."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -12,14 +12,13 @@ from torch.nn import functional
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.checkpoint.digests import PROCESSOR
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.measure.moments.inputs import ACTIVE_THRESHOLD, Moments
-from ckpt_prune.measure.moments.kinds import Key, SpaceMoments
-from ckpt_prune.measure.moments.pooling import pooled
+from ckpt_prune.measure.moments.inputs import ACTIVE_THRESHOLD
+from ckpt_prune.measure.moments.kinds import Key, SpaceMoments, pool_moments, select_input_moments
 from ckpt_prune.measure.samples.samples import SampleRange, Samples, move_batch
 from ckpt_prune.measure.streams.blocks import BlockFactory
-from ckpt_prune.measure.streams.experts import SplitExperts, too_few
+from ckpt_prune.measure.streams.experts import SplitExperts, saw_too_few
 from ckpt_prune.measure.streams.modules import ReadTensors, load_module
-from ckpt_prune.measure.streams.observers import OBSERVERS, Inputs, Observer
+from ckpt_prune.measure.streams.observers import OBSERVERS, InputObserver, Observer, watch_inputs
 from ckpt_prune.measure.streams.readout import Readout
 from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
 from ckpt_prune.parallel.group import ALONE, Group
@@ -27,7 +26,7 @@ from ckpt_prune.parallel.group import ALONE, Group
 TOKENS_PER_BATCH = 4096
 """Tokens that go through a block together. Fixed, so that a resumed run repeats the same arithmetic."""
 ROWS = 128
-"""Tokens worked on at once, where a processor's cache is to hold what comes between."""
+"""Tokens worked on at once if intermediate results are to stay in a processor's cache."""
 
 
 class _LastBlockReachedError(Exception):
@@ -36,7 +35,7 @@ class _LastBlockReachedError(Exception):
 
 @contextmanager
 def refuse_data() -> Iterator[None]:
-    """Turn what a model's forward pass says against its input into a UserError."""
+    """Turn an error of a model's forward pass about its input into a UserError."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -50,7 +49,7 @@ def refuse_data() -> Iterator[None]:
 
 
 def _by_sample(states: Tensor, count: int, *, flat: bool) -> Tensor:
-    """States (count, T, hidden), also of blocks that read the tokens of all samples in one sequence."""
+    """Return states (count, T, hidden), also of blocks that read the tokens of all samples in one sequence."""
     return states.view(count, -1, *states.shape[1:]) if flat else states
 
 
@@ -70,11 +69,12 @@ class HiddenStream:
         tensors: on-disk names of the checkpoint.
         read: reads on-disk tensors by name.
         samples: N samples of T tokens.
-        folds: samples are cut into this many contiguous folds.
+        folds: number of contiguous folds of the samples.
         sizes: numbers of samples that `run` will be asked for at once.
         allocate: makes the tensor that holds the states.
-        group: processes that share the samples out among them. Moments are of all samples then, at the first process;
-            states, and what else is of single samples, are of this process's share.
+        group: processes that share the samples. Moments are of all samples then, at the first process; states, and
+            everything else of single samples, are of this process's share.
+        active_above: absolute value above which an input counts as active.
 
     Attributes:
         samples: those of this process.
@@ -100,16 +100,16 @@ class HiddenStream:
         group.check_enough(len(samples))
         self.factory, self.folds, self.group = factory, folds, group
         self._active_above = active_above
-        own = group.share(len(samples))
-        self.samples = samples if group.size == 1 else SampleRange(samples, own.start, own.stop)
-        self._all = len(samples)
+        share = group.share(len(samples))
+        self.samples = samples if group.size == 1 else SampleRange(samples, share.start, share.stop)
+        self._count = len(samples)
         self._tensors, self._read = list(tensors), read
         per_batch = max(1, TOKENS_PER_BATCH // samples.tokens)
         # No batch straddles two folds, so each fold's moments are sums over whole batches.
         self.batches: list[tuple[int, slice]] = [
-            (fold, slice(start - own.start, min(start + per_batch, run.stop, own.stop) - own.start))
+            (fold, slice(start - share.start, min(start + per_batch, run.stop, share.stop) - share.start))
             for fold, run in enumerate(split_folds(len(samples), folds))
-            for start in range(max(run.start, own.start), min(run.stop, own.stop), per_batch)
+            for start in range(max(run.start, share.start), min(run.stop, share.stop), per_batch)
         ]
         self._arguments: dict[int, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {}
         self._enter(set(sizes), allocate)
@@ -117,17 +117,13 @@ class HiddenStream:
     # no_grad and not inference_mode throughout: what is recorded here also goes through blocks that are being trained.
     @torch.no_grad()
     def _enter(self, sizes: set[int], allocate: Allocate) -> None:
+        """Run what comes before the blocks, and record what blocks are passed."""
         family, factory = self.factory.family, self.factory
         model = factory.skeleton
-        entry = [
-            module
-            for path in family.entry
-            if (module := load_module(factory, model, path, self._tensors, self._read)) is not None
-        ]
+        entry = [load_module(factory, model, path, self._tensors, self._read) for path in family.entry]
         layers: Any = model.get_submodule(family.layers)
         captured: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         states: list[Tensor] = []
-
         several = factory.returns_tuple
 
         def recorder(index: int) -> Callable[..., Any]:
@@ -143,10 +139,10 @@ class HiddenStream:
 
         for index, layer in enumerate(layers):
             layer.forward = recorder(index)
-        own = [rows for _, rows in self.batches]
-        lengths = {rows.stop - rows.start for rows in own}
+        batches = [rows for _, rows in self.batches]
+        lengths = {rows.stop - rows.start for rows in batches}
         more = (slice(0, size) for size in sorted(sizes - lengths) if size <= len(self.samples))
-        for position, rows in enumerate([*own, *more]):
+        for position, rows in enumerate([*batches, *more]):
             captured.clear()
             states.clear()
             batch = move_batch(self.samples.batch(rows), factory.device, factory.dtype)
@@ -155,28 +151,24 @@ class HiddenStream:
             with suppress(_LastBlockReachedError), refuse_data():
                 model(**batch, **options)
             # Samples are full, so what blocks are passed beside hidden states depends on the batch's shape alone.
-            self._arguments.setdefault(rows.stop - rows.start, list(captured))
+            count = rows.stop - rows.start
+            self._arguments.setdefault(count, list(captured))
+            entering = _by_sample(states[0], count, flat=family.flat)
             if position == 0:
-                shape = _by_sample(states[0], rows.stop - rows.start, flat=family.flat).shape[1:]
-                self.states = allocate((len(self.samples), *shape), states[0].dtype)
-            if position < len(own):
-                self.states[rows] = _by_sample(states[0], rows.stop - rows.start, flat=family.flat).cpu()
+                self.states = allocate((len(self.samples), *entering.shape[1:]), entering.dtype)
+            if position < len(batches):
+                self.states[rows] = entering.cpu()
         for layer in layers:
             del layer.forward
         # What comes before the blocks is not needed again.
         for module in entry:
-            module.to("meta")
+            if module is not None:
+                module.to("meta")
 
     def run(self, block: nn.Module, index: int, states: Tensor) -> Tensor:
-        """What block `index` makes of its input.
+        """Run block `index`, as `factory` builds it, of any widths, on states (B, T, hidden), on any device.
 
-        Args:
-            block: as `factory` builds it, of any widths.
-            index: of the block.
-            states: (B, T, hidden) of as many samples as a batch of the stream has, or as `sizes` says; on any device.
-
-        Returns:
-            (B, T, hidden), on the block's device.
+        B is the number of samples of a batch of the stream, or one of `sizes`. The result is on the block's device.
         """
         arguments, options = self._arguments[len(states)][index]
         flat = self.factory.family.flat
@@ -189,106 +181,83 @@ class HiddenStream:
     def observe(
         self, index: int, tensors: Mapping[str, Tensor], gram: Mapping[Key, bool], *, advance: bool = False
     ) -> dict[Key, SpaceMoments]:
-        """Moments of what is named, a tuple over folds.
+        """Measure moments of spaces and linear modules of a block with these tensors, a tuple over folds.
 
         The moments of a space are those of its consumer's input, or of queries and keys. Those of a linear module are
-        of its input.
-
-        Args:
-            index: the block.
-            tensors: its on-disk tensors, of any widths.
-            gram: spaces and linear modules to observe, and whether with the Gram (queries and keys: with that of
-                centred keys).
-            advance: also let the block's output become the next block's input.
+        of its input. `gram` says what to observe, and whether with the Gram (queries and keys: with that of centred
+        keys). If `advance`, the block's output becomes the next block's input.
         """
         block = self.factory.build_block(index, tensors)
-        experts = self.factory.experts(block)
+        experts = self.factory.find_experts(block)
         # Whether an expert has seen too few tokens is known once all have passed, and it is then shown others.
-        found = self._observe(block, index, gram, advance=advance and experts is None)
+        moments = self._observe(block, index, gram, advance=advance and experts is None)
         if experts is not None:
-            found = self.completed(block, index, experts, found, gram)
+            moments = self.complete_experts(block, index, experts, moments, gram)
             if advance:
                 self.pass_through(block, index, self.states, self.states)
-        return found
+        return moments
 
     def _observe(
         self, block: nn.Module, index: int, gram: Mapping[Key, bool], *, advance: bool
     ) -> dict[Key, SpaceMoments]:
-        observers = {key: self.observer(block, index, key, wanted) for key, wanted in gram.items()}
+        observers = {key: self.watch(block, index, key, with_gram) for key, with_gram in gram.items()}
         for fold, rows in self.batches:
             for observer in observers.values():
                 observer.fold = fold
             output = self.run(block, index, self.states[rows])
             if advance:
                 self.states[rows] = output.cpu()
-        return pooled(self.group, {key: observer.moments() for key, observer in observers.items()})
-
-    def _mass(self, experts: SplitExperts) -> list[float]:
-        """What the router has sent to every expert, in all processes."""
-        parts = self.group.gather(experts.mass)
-        return self.group.once(lambda: [sum(own) for own in zip(*(parts or []), strict=True)])
+        return pool_moments(self.group, {key: observer.finish() for key, observer in observers.items()})
 
     @torch.no_grad()
-    def completed(
+    def complete_experts(
         self,
         block: nn.Module,
         index: int,
         experts: SplitExperts,
-        found: Mapping[Key, SpaceMoments],
+        moments: Mapping[Key, SpaceMoments],
         gram: Mapping[Key, bool],
     ) -> dict[Key, SpaceMoments]:
-        """Moments of which those of experts that saw too few tokens are of all tokens of the layer.
+        """Replace moments of experts that saw too few tokens by those of all tokens of the layer.
 
-        Each of these tokens has the same weight, so that together they weigh what the router's did.
-
-        Args:
-            block: that they were taken of.
-            index: of the block.
-            experts: of the block.
-            found: moments, of which those of experts are of the tokens that the router sent there.
-            gram: as for `observe`.
+        Each of these tokens has the same weight, so that together they weigh what the router's did. `moments` were
+        measured on this block, as `observe` does with `gram`.
         """
-        inputs = {number: experts.inputs(number) for number in range(len(experts))}
         few: dict[Key, int] = {}
         complete: dict[Key, SpaceMoments] = {}
-        for key, folds in found.items():
-            number = self.factory.expert_of(key)
-            own = tuple(replace(each, routed=each.count) for each in folds if isinstance(each, Moments))
-            complete[key] = folds if number is None else own
-            if number is not None and too_few([each.count for each in own], inputs[number]):
+        for key, folds in moments.items():
+            number = self.factory.find_expert(key)
+            if number is None:
+                complete[key] = folds
+                continue
+            complete[key] = tuple(replace(fold, routed=fold.count) for fold in select_input_moments(folds))
+            counts = [fold.count for fold in select_input_moments(folds)]
+            if saw_too_few(counts, experts.count_inputs(number)):
                 few[key] = number
         few = self.group.once(lambda: few)
         if few:
-            tokens = self._all * self.samples.tokens
-            mass = self._mass(experts)
-            experts.show({number: ((mass[number] or 1.0) / tokens) ** 0.5 for number in few.values()})
+            tokens = self._count * self.samples.tokens
+            masses = self.group.gather(experts.mass)
+            mass = self.group.once(lambda: [sum(own) for own in zip(*(masses or []), strict=True)])
+            experts.shown = {number: ((mass[number] or 1.0) / tokens) ** 0.5 for number in few.values()}
             shown = self._observe(block, index, {key: gram[key] for key in few}, advance=False)
-            experts.show({})
+            experts.shown = {}
             for key, folds in shown.items():
-                routed = [each.routed for each in complete[key] if isinstance(each, Moments)]
-                again = (each for each in folds if isinstance(each, Moments))
-                complete[key] = tuple(replace(each, routed=seen) for each, seen in zip(again, routed, strict=True))
+                pairs = zip(select_input_moments(folds), select_input_moments(complete[key]), strict=True)
+                complete[key] = tuple(replace(fold, routed=before.routed) for fold, before in pairs)
         return complete
 
-    def observer(self, block: nn.Module, index: int, what: str, gram: bool) -> Observer:
-        """Watches a space or linear module of a block from now on, tokens counted to the fold it is told.
-
-        Args:
-            block: `index` of this model, of any widths.
-            index: of the block.
-            what: a space or a linear module (`observe`).
-            gram: whether with the Gram.
-        """
-        space = next((space for name, space in self.factory.family.spaces.items() if name == what), None)
-        runs = split_folds(self._all, self.folds)
+    def watch(self, block: nn.Module, index: int, key: str, gram: bool) -> Observer:
+        """Watch a space or linear module of a block from now on, as in `observe`."""
+        samples = [run.stop - run.start for run in split_folds(self._count, self.folds)]
+        space = self.factory.family.spaces.get(key)
         if space is None:
-            found: Observer = Inputs.of_module(self.factory, block, index, what, [gram] * len(runs))
+            observer: Observer = watch_inputs(self.factory, block, index, key, gram, samples)
         else:
-            sizes = [run.stop - run.start for run in runs]
-            found = OBSERVERS[space.ends](self.factory, block, index, space, gram, sizes)
-        if isinstance(found, Inputs):
-            found.active_above = self._active_above
-        return found
+            observer = OBSERVERS[space.ends](self.factory, block, index, space, gram, samples)
+        if isinstance(observer, InputObserver):
+            observer.active_above = self._active_above
+        return observer
 
     @torch.no_grad()
     def advance(self, index: int, tensors: Mapping[str, Tensor]) -> None:
@@ -296,31 +265,24 @@ class HiddenStream:
         self.pass_through(self.factory.build_block(index, tensors), index, self.states, self.states)
 
     @torch.no_grad()
-    def pass_through(self, block: nn.Module, index: int, given: Tensor, out: Tensor) -> None:
-        """Let states of this process's samples go through a block, batch by batch.
+    def pass_through(self, block: nn.Module, index: int, entering: Tensor, leaving: Tensor) -> None:
+        """Let states (N, T, hidden) of this process's samples go through a block.
 
-        Args:
-            block: as `factory` builds it, of any widths.
-            index: of the block.
-            given: what enters it, (N, T, hidden).
-            out: what takes its output, (N, T, hidden); it may be `given`.
+        `leaving` takes the block's output; it may be `entering`.
         """
         for _, rows in self.batches:
-            out[rows] = self.run(block, index, given[rows]).cpu()
+            leaving[rows] = self.run(block, index, entering[rows]).cpu()
 
     def readout(self) -> Readout:
-        """What makes the model's outputs of hidden states after the last block."""
+        """Return what makes the model's outputs of hidden states after the last block."""
         return Readout(self.factory, self._tensors, self._read)
 
     @torch.no_grad()
-    def nll(self, states: Iterable[Tensor] | None = None, rows: Tensor | None = None) -> float:
-        """Mean negative log likelihood in nats per scored token after the last block (evaluation/README.md, section 1).
+    def measure_nll(self, states: Iterable[Tensor] | None = None, rows: Tensor | None = None) -> float:
+        """Measure the mean negative log likelihood in nats per scored token (evaluation/README.md, section 1).
 
-        Only of a causal language model on windows of text.
-
-        Args:
-            states: what the last block made of the samples `rows`, (T, hidden) each; the stream's own by default.
-            rows: which samples, int64 (R,); all by default.
+        The model is a causal language model, and the samples are windows of text. `states`, by default the stream's
+        own, leave the last block, (T, hidden) for each of the samples `rows`, int64, by default all.
         """
         assert self.factory.family.causal
         readout = self.readout()
@@ -333,7 +295,7 @@ class HiddenStream:
             loss += functional.cross_entropy(logits[0, :-1].float(), targets, reduction="sum").double().item()
             tokens += len(targets)
         parts = self.group.gather((loss, tokens)) or []
-        return self.group.once(lambda: sum(own for own, _ in parts) / sum(own for _, own in parts))
+        return self.group.once(lambda: sum(loss for loss, _ in parts) / sum(tokens for _, tokens in parts))
 
 
 def open_stream(
@@ -345,15 +307,10 @@ def open_stream(
     skeleton: nn.Module | None = None,
     **options: Any,
 ) -> HiddenStream:
-    """Hidden states of samples at the first block of a model as its checkpoint has it.
+    """Open the stream of samples at the first block of a model as its checkpoint has it.
 
-    Args:
-        model: whose blocks run.
-        samples: what runs through them.
-        device: where blocks run.
-        compute_dtype: in which they run.
-        skeleton: the model on the meta device, where it is not the stock one of its config.
-        options: as `HiddenStream` takes them.
+    `skeleton` is the model on the meta device, if it is not the stock one of its config. `options` are those of
+    `HiddenStream`.
     """
     factory = BlockFactory(model, device=device, dtype=compute_dtype, skeleton=skeleton)
     return HiddenStream(factory, model.checkpoint.tensors, model.checkpoint.read, samples, **options)

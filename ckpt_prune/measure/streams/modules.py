@@ -1,4 +1,4 @@
-"""Building what stands outside the blocks: embeddings, norms, heads, and buffers that no checkpoint stores."""
+"""Modules outside the blocks: embeddings, norms, heads, and buffers that no checkpoint stores."""
 
 import inspect
 from collections.abc import Callable
@@ -16,40 +16,29 @@ ReadTensors = Callable[[list[str]], dict[str, Tensor]]
 def load_module(
     factory: BlockFactory, model: nn.Module, path: str, tensors: list[str], read: ReadTensors
 ) -> nn.Module | None:
-    """Give one module of a model its parameters and buffers.
+    """Give a module of a model its parameters and buffers, and return it; None if there is no such module.
 
-    Args:
-        factory: of the model's blocks.
-        model: on the meta device; changed in place.
-        path: of the module.
-        tensors: on-disk names of the checkpoint.
-        read: reads them.
-
-    Returns:
-        The module, or None where this model has no such module.
+    `model` is on the meta device, and changed in place. `tensors` are the on-disk names of the checkpoint.
     """
     owner, _, name = path.rpartition(".")
     module: nn.Module | None = getattr(model.get_submodule(owner), name, None)
     if module is None:
         return None
-    wanted = [n for n in tensors if any(p.startswith(f"{path}.") for p in factory.find_parameters(n))]
-    factory.fill(module, path, read(wanted))
+    inside = [disk for disk in tensors if any(p.startswith(f"{path}.") for p in factory.find_parameters(disk))]
+    factory.fill(module, path, read(inside))
     give_buffers(factory, model, lambda place: place == path or place.startswith(f"{path}."))
     return model.get_submodule(path)
 
 
-def give_buffers(factory: BlockFactory, model: nn.Module, wanted: Callable[[str], bool]) -> None:
-    """Make the buffers that no checkpoint stores: modules compute them themselves, off the meta device.
+def give_buffers(factory: BlockFactory, model: nn.Module, is_wanted: Callable[[str], bool]) -> None:
+    """Make the buffers that no checkpoint stores, of modules at the wanted paths. The model is changed in place.
 
-    Args:
-        factory: of the model's blocks.
-        model: changed in place.
-        wanted: whether the module at a path gets them.
+    Modules compute them themselves, off the meta device.
     """
     for path, module in list(model.named_modules()):
-        if not wanted(path) or not any(buffer.is_meta for buffer in module.buffers(recurse=False)):
+        if not is_wanted(path) or not any(buffer.is_meta for buffer in module.buffers(recurse=False)):
             continue
-        real = _made_again(factory, type(module), path)
+        real = _make_again(factory, type(module), path)
         if next(module.parameters(), None) is None:
             owner, _, name = path.rpartition(".")
             setattr(model.get_submodule(owner), name, real)
@@ -58,15 +47,15 @@ def give_buffers(factory: BlockFactory, model: nn.Module, wanted: Callable[[str]
                 module.register_buffer(name, values.to(factory.device), persistent=False)
 
 
-def _made_again(factory: BlockFactory, kind: type[nn.Module], path: str) -> nn.Module:
-    """A module whose buffers are real."""
+def _make_again(factory: BlockFactory, kind: type[nn.Module], path: str) -> nn.Module:
+    """Return a module whose buffers are real."""
     build: Any = kind
     if next(iter(inspect.signature(kind).parameters), None) == "config":
         with factory.device:
             made: nn.Module = build(factory.config)
             return made.eval()  # in training DINOv3's positions are drawn at random
     # Only the model knows what it is made of (an embedding that is scaled).
-    whole: Any = type(factory.skeleton)
+    model_class: Any = type(factory.skeleton)
     with parameters_on_meta():
-        found: nn.Module = whole(factory.config).get_submodule(path)
-        return found.eval()
+        module: nn.Module = model_class(factory.config).get_submodule(path)
+        return module.eval()

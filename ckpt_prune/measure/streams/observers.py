@@ -1,111 +1,71 @@
 """Hooks that accumulate the moments of a space or of a linear module while its block runs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ckpt_prune.architectures.spaces import Ends, RotarySpace
 from ckpt_prune.measure.moments.inputs import ACTIVE_THRESHOLD, Moments
+from ckpt_prune.measure.moments.kinds import SpaceMoments
 from ckpt_prune.measure.moments.logits import LogitMoments, choose_form
 from ckpt_prune.measure.moments.rotary import RotaryMoments
-from ckpt_prune.measure.moments.routing import Routing, RoutingMoments
+from ckpt_prune.measure.moments.routing import RoutingMoments
 from ckpt_prune.measure.streams.blocks import BlockFactory
+from ckpt_prune.measure.streams.experts import SplitExperts
 from ckpt_prune.modeling_pruned import of_pairs, turn
 
 
-class Inputs:
-    """Accumulates the input of one linear module.
+class Observer:
+    """Accumulates moments while a block runs, until `finish` is called.
 
     Args:
-        linear: the module.
         folds: moments to begin with, one for each fold.
 
     Attributes:
-        fold: which one the tokens that come next belong to.
-        active_above: absolute value above which an input counts as active.
+        fold: the fold that the tokens or samples that come next belong to.
     """
 
-    def __init__(self, linear: nn.Module, folds: list[Moments]) -> None:
-        self.fold, self._folds, self.active_above = 0, folds, ACTIVE_THRESHOLD
-        self._handle = linear.register_forward_pre_hook(self._see)
+    def __init__(self, folds: Sequence[Any]) -> None:
+        self.fold, self._folds = 0, list(folds)
+        self._handles: list[RemovableHandle] = []
 
-    @classmethod
-    def of_module(cls, factory: BlockFactory, block: nn.Module, index: int, module: str, grams: list[bool]) -> "Inputs":
-        """Watches a linear module that is named as it stands on disk; `grams` has an entry for each fold."""
-        linear: Any = block.get_submodule(factory.module_path(index, module))
-        width = int(linear.weight.shape[1])
-        return cls(linear, [Moments.zeros(width, gram=gram, device=factory.device) for gram in grams])
+    def finish(self) -> SpaceMoments:
+        """Stop looking, and return the moments of every fold, on CPU."""
+        for handle in self._handles:
+            handle.remove()
+        return tuple(moments.to("cpu") for moments in self._folds)
+
+
+class InputObserver(Observer):
+    """Accumulates the input of one linear module, active above an absolute value."""
+
+    active_above = ACTIVE_THRESHOLD
+
+    def __init__(self, linear: nn.Module, folds: list[Moments]) -> None:
+        super().__init__(folds)
+        self._handles.append(linear.register_forward_pre_hook(self._see))
 
     def _see(self, _module: nn.Module, args: tuple[Tensor, ...]) -> None:
         self._folds[self.fold] = self._folds[self.fold].accumulate(args[0], self.active_above)
 
-    def moments(self) -> tuple[Moments, ...]:
-        """What was seen, on CPU; stops looking."""
-        self._handle.remove()
-        return tuple(m.to("cpu") for m in self._folds)
 
+class RotaryTurner:
+    """Turns queries or keys of a block by position as the block itself does, with the tables it was passed last."""
 
-class Logits:
-    """Accumulates the outputs of the query and key projections, sample by sample.
-
-    Args:
-        query, key: the modules.
-        folds: moments to begin with, one for each fold.
-
-    Attributes:
-        fold: which one the samples that come next belong to.
-    """
-
-    def __init__(self, query: nn.Module, key: nn.Module, folds: list[LogitMoments]) -> None:
-        self.fold, self._folds = 0, folds
-        self._query: Tensor | None = None
-        self._key: Tensor | None = None
-        self._handles = [query.register_forward_hook(self._see_query), key.register_forward_hook(self._see_key)]
-
-    def _see_query(self, _module: nn.Module, _args: Any, output: Tensor) -> None:
-        self._query = output
-        self._pair()
-
-    def _see_key(self, _module: nn.Module, _args: Any, output: Tensor) -> None:
-        self._key = output
-        self._pair()
-
-    def _pair(self) -> None:
-        if self._query is None or self._key is None:
-            return
-        self._folds[self.fold] = self._folds[self.fold].accumulate(self._query, self._key)
-        self._query = self._key = None
-
-    def moments(self) -> tuple[LogitMoments, ...]:
-        """What was seen, on CPU; stops looking."""
-        for handle in self._handles:
-            handle.remove()
-        return tuple(m.to("cpu") for m in self._folds)
-
-
-class Turning:
-    """Turns queries or keys of a block by position as the block itself does, with the tables that it was passed last.
-
-    Args:
-        block: the module, of stock attention.
-        attention: its path in the block.
-        space: of rotary pairs.
-        pairs: of a head.
-    """
-
-    def __init__(self, block: nn.Module, attention: str, space: RotarySpace, pairs: int) -> None:
-        self._space, self._pairs = space, pairs
+    def __init__(self, factory: BlockFactory, block: nn.Module, index: int, space: RotarySpace) -> None:
+        self._space, self._pairs = space, space.count(factory.model.dimension)
         self._tables: tuple[Tensor, Tensor] | None = None
-        module = block.get_submodule(attention)
-        self.handle = module.register_forward_pre_hook(self._see, with_kwargs=True)
+        attention, _, _ = factory.module_path(index, space.measured).rpartition(".")
+        self.handle = block.get_submodule(attention).register_forward_pre_hook(self._see, with_kwargs=True)
 
     def _see(self, _module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
         self._tables = kwargs["position_embeddings"]
 
     def __call__(self, states: Tensor) -> Tensor:
-        """Queries or keys (B, T, heads 2 P), turned: (B, heads, T, 2, P)."""
+        """Turn queries or keys (B, T, heads 2 P): (B, heads, T, 2, P)."""
         assert self._tables is not None
         near = self._space.pairs == "neighbours"
         tables = (of_pairs(table, neighbours=self._space.angles == "neighbours") for table in self._tables)
@@ -115,88 +75,105 @@ class Turning:
         shape = turned.shape[:-1]
         return turned.view(*shape, self._pairs, 2).mT if near else turned.view(*shape, 2, self._pairs)
 
-    @classmethod
-    def of(cls, factory: BlockFactory, block: nn.Module, index: int, space: RotarySpace) -> "Turning":
-        """Of a block of a model."""
-        attention, _, _ = factory.module_path(index, space.measured).rpartition(".")
-        return cls(block, attention, space, space.count(factory.model.dimension))
 
-
-class Pairs:
-    """Accumulates the rotary pairs of queries and keys, sample by sample.
+class QueryKeyObserver(Observer):
+    """Accumulates the outputs of the query and key projections, sample by sample.
 
     Args:
         query, key: the modules.
-        turning: of the block.
         folds: moments to begin with, one for each fold.
-
-    Attributes:
-        fold: which one the samples that come next belong to.
+        turner: of the block, if moments are of rotary pairs.
     """
 
-    def __init__(self, query: nn.Module, key: nn.Module, turning: Turning, folds: list[RotaryMoments]) -> None:
-        self.fold, self._folds, self._turning = 0, folds, turning
-        self._seen: dict[str, Tensor] = {}
-        self._handles = [turning.handle]
-        for name, module in (("query", query), ("key", key)):
-            self._handles.append(module.register_forward_hook(lambda _m, _a, out, name=name: self._see(name, out)))
+    def __init__(
+        self, query: nn.Module, key: nn.Module, folds: Sequence[Any], turner: RotaryTurner | None = None
+    ) -> None:
+        super().__init__(folds)
+        self._turner = turner
+        self._outputs: dict[str, Tensor] = {}
+        self._handles.append(query.register_forward_hook(lambda _m, _a, output: self._see("query", output)))
+        self._handles.append(key.register_forward_hook(lambda _m, _a, output: self._see("key", output)))
+        if turner is not None:
+            self._handles.append(turner.handle)
 
     @torch.no_grad()
     def _see(self, name: str, output: Tensor) -> None:
-        self._seen[name] = self._turning(output)
-        if len(self._seen) == 2:
-            self._folds[self.fold] = self._folds[self.fold].accumulate(self._seen["query"], self._seen["key"])
-            self._seen.clear()
-
-    def moments(self) -> tuple[RotaryMoments, ...]:
-        """What was seen, on CPU; stops looking."""
-        for handle in self._handles:
-            handle.remove()
-        return tuple(m.to("cpu") for m in self._folds)
+        self._outputs[name] = output if self._turner is None else self._turner(output)
+        if len(self._outputs) == 2:
+            query, key = self._outputs.pop("query"), self._outputs.pop("key")
+            self._folds[self.fold] = self._folds[self.fold].accumulate(query, key)
 
 
-def _of_columns(
+class RoutingObserver(Observer):
+    """Accumulates what a block's router sends to its experts."""
+
+    def __init__(self, experts: SplitExperts, folds: list[RoutingMoments]) -> None:
+        super().__init__(folds)
+        self._handles += [expert.register_forward_hook(self._watch(number)) for number, expert in enumerate(experts)]
+
+    def _watch(self, number: int) -> Any:
+        def see(_module: nn.Module, args: tuple[Tensor, Tensor], output: Tensor) -> None:
+            self._folds[self.fold].accumulate(number, args[1].detach(), output.detach())
+
+        return see
+
+
+def watch_inputs(
+    factory: BlockFactory, block: nn.Module, index: int, module: str, gram: bool, samples: list[int]
+) -> InputObserver:
+    """Watch the input of a linear module that is named as it stands on disk."""
+    linear: Any = block.get_submodule(factory.module_path(index, module))
+    width = int(linear.weight.shape[1])
+    return InputObserver(linear, [Moments.zeros(width, gram=gram, device=factory.device) for _ in samples])
+
+
+def _watch_columns(
     factory: BlockFactory, block: nn.Module, index: int, space: Any, gram: bool, samples: list[int]
-) -> Inputs:
-    return Inputs.of_module(factory, block, index, space.consumer, [gram] * len(samples))
+) -> InputObserver:
+    return watch_inputs(factory, block, index, space.consumer, gram, samples)
 
 
-def _of_logits(
-    factory: BlockFactory, block: nn.Module, index: int, space: Any, centred: bool, samples: list[int]
-) -> Logits:
+def _find_readers(factory: BlockFactory, block: nn.Module, index: int, space: Any) -> tuple[Any, Any]:
     query, key = (block.get_submodule(factory.module_path(index, module)) for module in space.readers)
+    return query, key
+
+
+def _watch_logits(
+    factory: BlockFactory, block: nn.Module, index: int, space: Any, centred: bool, samples: list[int]
+) -> QueryKeyObserver:
+    query, key = _find_readers(factory, block, index, space)
     output: Any = block.get_submodule(factory.module_path(index, factory.family.attention.output))
     heads = int(output.weight.shape[1]) // factory.model.dimension("head_dim")
-    head_dim = int(query.weight.shape[0]) // heads  # type: ignore[index]
+    head_dim = int(query.weight.shape[0]) // heads
     forms = [choose_form(count, head_dim) for count in samples]
-    begin = [LogitMoments.zeros(heads, head_dim, form=form, centred=centred, device=factory.device) for form in forms]
-    return Logits(query, key, begin)
+    folds = [LogitMoments.zeros(heads, head_dim, form=form, centred=centred, device=factory.device) for form in forms]
+    return QueryKeyObserver(query, key, folds)
 
 
-def _of_pairs(factory: BlockFactory, block: nn.Module, index: int, space: Any, more: bool, samples: list[int]) -> Pairs:
-    query, key = (block.get_submodule(factory.module_path(index, module)) for module in space.readers)
+def _watch_pairs(
+    factory: BlockFactory, block: nn.Module, index: int, space: Any, _gram: bool, samples: list[int]
+) -> QueryKeyObserver:
+    query, key = _find_readers(factory, block, index, space)
     pairs = space.count(factory.model.dimension)
-    heads = int(query.weight.shape[0]) // (2 * pairs)  # type: ignore[index]
+    heads = int(query.weight.shape[0]) // (2 * pairs)
     folds = [RotaryMoments.zeros(heads, pairs, device=factory.device) for _ in samples]
-    return Pairs(query, key, Turning.of(factory, block, index, space), folds)
+    return QueryKeyObserver(query, key, folds, RotaryTurner(factory, block, index, space))
 
 
-def _of_experts(
-    factory: BlockFactory, block: nn.Module, index: int, space: Any, gram: bool, samples: list[int]
-) -> Routing:
-    experts = factory.experts(block)
+def _watch_router(
+    factory: BlockFactory, block: nn.Module, _index: int, _space: Any, _gram: bool, samples: list[int]
+) -> RoutingObserver:
+    experts = factory.find_experts(block)
     assert experts is not None
-    return Routing(experts, [RoutingMoments.zeros(len(experts), factory.device) for _ in samples])
+    return RoutingObserver(experts, [RoutingMoments.zeros(len(experts), factory.device) for _ in samples])
 
 
-Observer = Inputs | Logits | Pairs | Routing
-"""Watches a space or a linear module."""
 OBSERVERS: dict[Ends, Callable[..., Observer]] = {
-    "columns": _of_columns,
-    "logits": _of_logits,
-    "rotary": _of_pairs,
-    "experts": _of_experts,
-    "values": _of_columns,
+    "columns": _watch_columns,
+    "logits": _watch_logits,
+    "rotary": _watch_pairs,
+    "experts": _watch_router,
+    "values": _watch_columns,
 }
-"""What watches a space: called with factory, block, its index, the space, whether with a Gram
-(of logits: with one of centred keys), samples of each fold."""
+"""End of a space → what watches it from now on. Called with the factory, the block, its index, the space, whether with
+a Gram (of logits: with one of centred keys), and the samples of each fold."""

@@ -1,4 +1,4 @@
-"""What a model makes of the hidden states that leave its last block, and how far two such outputs are apart."""
+"""A model's outputs for given hidden states behind its last block, and how far two such outputs are apart."""
 
 import copy
 import math
@@ -18,12 +18,10 @@ from ckpt_prune.measure.streams.modules import ReadTensors, give_buffers
 
 CHUNK = 2**20
 """Logits that are compared at once: 4 MiB in each of a few float32 tensors, which stay in a cache."""
-
-
 READOUT_TOKENS = 512
 """Tokens whose outputs are held together: the vocabulary is what makes these large."""
 DRAWS = 8
-"""Draws of labels where a sample has one prediction: that of a text has hundreds, which are drawn apart."""
+"""Draws of labels if a sample has one prediction: a text has hundreds, which are drawn apart."""
 
 
 @dataclass(frozen=True)
@@ -41,16 +39,14 @@ class DrawnGradients:
     whole: bool
     weight: float
 
-    def moved(self, gradient: Tensor, error: Tensor) -> float:
-        """Σ over samples of (g·δ)², weighted: over all tokens of a sample where it has one prediction, else by token.
+    def measure_shift(self, gradient: Tensor, error: Tensor) -> float:
+        """Return Σ (g·δ)², weighted: over all tokens of a sample if it has one prediction, else token by token.
 
-        Args:
-            gradient: `values` of some samples, (B, T, hidden), where `error` is.
-            error: δ of the same samples.
+        Both `gradient` (some samples of `values`) and `error` (their δ) are (B, T, hidden) on one device.
         """
-        found = (gradient * error).sum(-1).double()
-        found = found.sum(-1) if self.whole else found
-        return self.weight * float(found.square().sum())
+        shift = (gradient * error).sum(-1).double()
+        shift = shift.sum(-1) if self.whole else shift
+        return self.weight * float(shift.square().sum())
 
 
 class Readout:
@@ -66,7 +62,7 @@ class Readout:
         read: reads on-disk tensors by name; asked for those outside the blocks only.
 
     Attributes:
-        logits: whether what the model is for is read from logits, or else from its last hidden states.
+        logits: whether the model's purpose is read from logits, or else from its last hidden states.
 
     Raises:
         ValueError: a parameter outside the blocks has no tensor.
@@ -77,97 +73,76 @@ class Readout:
         self.logits = factory.family.gives_logits
         layers: Any = factory.skeleton.get_submodule(factory.family.layers)
         # Blocks do not run here: what is inside them is not copied.
-        hollow = {id(layer): _hollow(layer) for layer in layers}
+        hollow = {id(layer): _hollow_out(layer) for layer in layers}
         self._model: Any = copy.deepcopy(factory.skeleton, dict(hollow)).to("meta")
         if factory.family.modality == "text":
             allow_several_texts(self._model)
-        self._binary = factory.family.binary
         self._states: Tensor | None = None
         self._fill(tensors, read)
-        give_buffers(factory, self._model, self._outside)
+        give_buffers(factory, self._model, self._is_outside)
         for index, layer in enumerate(hollow.values()):
             layer.forward = self._stand_in(last=index == len(layers) - 1)
 
-    def gradients(self, batch: Mapping[str, Tensor], states: Tensor, generator: torch.Generator) -> list["Drawn"]:
-        """Gradients, at the last block's states, of what labels drawn from the model's own predictions cost it.
+    def gradients(
+        self, batch: Mapping[str, Tensor], states: Tensor, generator: torch.Generator
+    ) -> list[DrawnGradients]:
+        """Return the gradients at the last states of what labels drawn from the model's own predictions cost it.
 
         With ℓ = Σ_s log p(ŷ_s) / √S over a sample's S predictions, ŷ_s drawn from p, an error δ of the states moves
         them by KL ≈ ½ E[(∂ℓ·δ)²], the mean over predictions (measure/README.md, section 5). Without a head
-        ℓ = √2 vᵀh / ‖h‖, v ~ N(0, I), which gives ‖δh‖² / ‖h‖² in place of KL.
-
-        Args:
-            batch: what the model is called with for B samples (`Samples.batch`), on any device.
-            states: (B, T, hidden), any floating dtype, on any device.
-            generator: of the draws, on CPU.
-
-        Returns:
-            For every output, in the model's order, one draw where a sample has many predictions, `DRAWS` where it has
-            one.
+        ℓ = √2 vᵀh / ‖h‖, v ~ N(0, I), which gives ‖δh‖² / ‖h‖² in place of KL. For every output, in the model's order,
+        there is one draw if a sample has many predictions, `DRAWS` if it has one; the generator is on CPU. `batch` and
+        `states` are as in `outputs`.
         """
-        entering = states.to(self.factory.device, self.factory.dtype).detach().requires_grad_(True)
-        with torch.enable_grad():
-            outputs = [self._classes(output) for output in self._outputs(batch, entering)]
-        found = []
+        entering, outputs = self._run_with_gradients(batch, states)
+        drawn = []
         for output in outputs:
-            seen, whole = output.detach(), self.logits and output[0].numel() == output.shape[-1]
-            draws = _of_labels(seen, whole, generator) if self.logits else iter([_of_features(seen, generator)])
-            for own in draws:
-                (values,) = torch.autograd.grad(output, entering, own, retain_graph=True)
-                found.append(DrawnGradients(values.float(), whole, 1 / DRAWS if whole else 1.0))
-        return found
+            values, whole = output.detach(), self.logits and output[0].numel() == output.shape[-1]
+            slopes = _draw_likelihoods(values, whole, generator) if self.logits else _draw_features(values, generator)
+            for slope in slopes:
+                (gradient,) = torch.autograd.grad(output, entering, slope, retain_graph=True)
+                drawn.append(DrawnGradients(gradient.float(), whole, 1 / DRAWS if whole else 1.0))
+        return drawn
 
     def loss_gradients(self, batch: Mapping[str, Tensor], states: Tensor) -> Tensor:
-        """Gradients, at the last block's states, of the loss of a causal language model's own text.
+        """Return the gradients of the loss of a causal language model's own text at the last states.
 
-        The loss of a sample is the mean over its predictions of −log p(next token).
-
-        Args:
-            batch: `input_ids` of B samples.
-            states: (B, T, hidden), any floating dtype, on any device.
-
-        Returns:
-            (B, T, hidden) float32.
+        The loss of a sample is the mean over its predictions of −log p(next token). `batch` holds `input_ids` of B
+        samples. States (B, T, hidden) have any floating dtype; the gradients are float32.
         """
-        entering = states.to(self.factory.device, self.factory.dtype).detach().requires_grad_(True)
-        with torch.enable_grad():
-            (logits,) = self._outputs(batch, entering)
+        entering, (logits,) = self._run_with_gradients(batch, states)
         tokens = batch["input_ids"].to(logits.device)
         share = -1 / (tokens.shape[1] - 1)
-        own = _of_log_p(logits.detach().flatten(0, 1), tokens.roll(-1, 1).flatten(), share).view_as(logits)
-        own[:, -1] = 0  # nothing comes after the last token
-        (values,) = torch.autograd.grad(logits, entering, own)
+        slope = _log_p_slope(logits.detach().flatten(0, 1), tokens.roll(-1, 1).flatten(), share).view_as(logits)
+        slope[:, -1] = 0  # nothing comes after the last token
+        (values,) = torch.autograd.grad(logits, entering, slope)
         return values.float()
 
     def divergence_gradients(self, batch: Mapping[str, Tensor], states: Tensor, reference: Sequence[Tensor]) -> Tensor:
-        """Gradients of `divergence` at the last block's states.
+        """Return the gradients of `divergence` at the last states, (B, T, hidden) float32, on CPU.
 
-        Args:
-            batch: what the model is called with for B samples (`Samples.batch`), on any device.
-            states: (B, T, hidden), any floating dtype, on any device.
-            reference: what another model makes of these samples, as `outputs` returns it.
-
-        Returns:
-            (B, T, hidden) float32, on CPU.
+        `reference` is another model's `outputs` for these samples; `batch` and `states` are as in `outputs`.
         """
+        entering, outputs = self._run_with_gradients(batch, states)
+        slope = _divergence_slope if self.logits else _relative_error_slope
+        pairs = zip(reference, outputs, strict=True)
+        slopes = [slope(self._with_classes(theirs), ours.detach()) for theirs, ours in pairs]
+        (values,) = torch.autograd.grad(outputs, entering, slopes)
+        return values.float().cpu()
+
+    def _run_with_gradients(self, batch: Mapping[str, Tensor], states: Tensor) -> tuple[Tensor, list[Tensor]]:
         entering = states.to(self.factory.device, self.factory.dtype).detach().requires_grad_(True)
         with torch.enable_grad():
-            outputs = [self._classes(output) for output in self._outputs(batch, entering)]
-        slope = _of_divergence if self.logits else _of_relative_error
-        own = [slope(self._classes(theirs), ours.detach()) for theirs, ours in zip(reference, outputs, strict=True)]
-        (values,) = torch.autograd.grad(outputs, entering, own)
-        return values.float().cpu()
+            return entering, [self._with_classes(output) for output in self._outputs(batch, entering)]
 
     @torch.no_grad()
     def outputs(self, batch: Mapping[str, Tensor], states: Tensor) -> list[Tensor]:
-        """What the model returns for some samples when its last block makes `states` of them.
+        """Return the model's outputs for some samples whose states behind the last block are `states`.
 
-        Args:
-            batch: what the model is called with for B samples (`Samples.batch`), on any device.
-            states: (B, T, hidden), any floating dtype, on any device.
-
-        Returns:
-            Every output whose name ends in "logits", in the model's order, (B, ..., classes); of a model without a
-            head its last hidden states alone, (B, T, hidden). In the factory's dtype, on its device.
+        `batch` is what the model is called with for B samples (`Samples.batch`), and `states` are (B, T, hidden), of
+        any floating dtype; both on any device. Returned are, in the factory's dtype and on its device, all outputs
+        whose name ends in "logits", (B, ..., classes), or of a model without a head its last hidden states alone,
+        (B, T, hidden).
         """
         return self._outputs(batch, states)
 
@@ -175,46 +150,42 @@ class Readout:
         factory = self.factory
         inputs = move_batch(batch, factory.device, factory.dtype)
         options = {"use_cache": False} if factory.family.modality == "text" else {}
-        given, flat = states.to(factory.device, factory.dtype), factory.family.flat
-        self._states = given.flatten(0, 1) if flat else given
-        found = (self._model if self.logits else base_of(self._model))(**inputs, **options)
+        leaving, flat = states.to(factory.device, factory.dtype), factory.family.flat
+        self._states = leaving.flatten(0, 1) if flat else leaving
+        result = (self._model if self.logits else base_of(self._model))(**inputs, **options)
         self._states = None
-        outputs = select_outputs(found, logits=self.logits)
-        return [each.view(len(states), -1, *each.shape[1:]) for each in outputs] if flat else outputs
+        outputs = select_outputs(result, logits=self.logits)
+        return [output.view(len(states), -1, *output.shape[1:]) for output in outputs] if flat else outputs
 
     def divergence(self, reference: Sequence[Tensor], outputs: Sequence[Tensor]) -> float:
-        """How far outputs are from those of the reference, summed over samples.
+        """Return how far outputs are from those of a reference, summed over samples.
 
         A sample counts with the mean over its positions of KL(reference ‖ outputs) in nats, added up over several
         logits; a head of one number (a reranker's, ELECTRA's discriminator's) tells two classes apart. Without a head
-        it counts with ‖h′ − h‖² / ‖h‖² of the last hidden states.
-
-        Args:
-            reference: as `outputs` returns them.
-            outputs: the same of other states of the same samples.
+        it counts with ‖h′ − h‖² / ‖h‖² of the last hidden states. Both arguments are as `outputs` returns them.
         """
         measure = kl_divergence if self.logits else relative_error
         pairs = zip(reference, outputs, strict=True)
-        return sum(measure(self._classes(theirs), self._classes(ours)) for theirs, ours in pairs)
+        return sum(measure(self._with_classes(theirs), self._with_classes(ours)) for theirs, ours in pairs)
 
-    def _classes(self, output: Tensor) -> Tensor:
-        """Logits with an axis of classes: where they are single numbers, each is how much likelier one of two is."""
-        if self.logits and self._binary:
+    def _with_classes(self, output: Tensor) -> Tensor:
+        """Return logits with an axis of classes: a single number says how much likelier one of two classes is."""
+        if self.logits and self.factory.family.binary:
             return as_two_classes(output)
         return as_two_classes(output.squeeze(-1)) if self.logits and output.shape[-1] == 1 else output
 
-    def _outside(self, name: str) -> bool:
-        """Whether a module or parameter of the model is outside its blocks."""
+    def _is_outside(self, name: str) -> bool:
+        """Return True if a module or parameter of the model is outside its blocks."""
         layers = self.factory.family.layers
         return name != layers and not name.startswith(f"{layers}.")
 
     def _fill(self, tensors: Iterable[str], read: ReadTensors) -> None:
         factory, model = self.factory, self._model
-        held = {name: factory.find_parameters(name) for name in tensors if not is_stored_buffer(name)}
-        held = {name: own for name, own in held.items() if own and self._outside(own[0])}
-        found = read(list(held))
-        for name, own in held.items():
-            for parameter, part in zip(own, found[name].chunk(len(own)), strict=True):
+        parameters = {name: factory.find_parameters(name) for name in tensors if not is_stored_buffer(name)}
+        parameters = {name: own for name, own in parameters.items() if own and self._is_outside(own[0])}
+        stored = read(list(parameters))
+        for name, own in parameters.items():
+            for parameter, part in zip(own, stored[name].chunk(len(own)), strict=True):
                 place, _, attribute = parameter.rpartition(".")
                 value = nn.Parameter(part.to(factory.device, factory.dtype), requires_grad=False)
                 model.get_submodule(place).register_parameter(attribute, value)
@@ -224,46 +195,37 @@ class Readout:
         if absent_pooler(model, missing):
             model.pooler = None
         for name, parameter in model.named_parameters():
-            if parameter.is_meta and self._outside(name):
+            if parameter.is_meta and self._is_outside(name):
                 raise ValueError(f"no tensor for {name}")
 
     def _stand_in(self, *, last: bool) -> Callable[..., Any]:
-        """What runs in place of a block's own forward."""
+        """Return what runs in place of a block's own forward."""
         several = self.factory.returns_tuple
         # The model holds this function: if that held this readout, both and the embedding would stay when they are done
         # with, until Python's collector comes by.
         reading = weakref.ref(self)
 
         def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-            own = reading()
-            assert own is not None
-            states = own._states if last else hidden_states
+            readout = reading()
+            assert readout is not None
+            states = readout._states if last else hidden_states
             return (states, None) if several else states
 
         return forward
 
 
-def select_outputs(found: Any, *, logits: bool) -> list[Tensor]:
-    """What counts of what a model of transformers returns.
-
-    Args:
-        found: as its forward pass returns it.
-        logits: every output whose name ends so, in the model's order, or else the last hidden states alone.
-    """
+def select_outputs(result: Any, *, logits: bool) -> list[Tensor]:
+    """Return every output of a transformers model whose name ends in "logits", or else the last hidden states alone."""
     if not logits:
-        return [found.last_hidden_state]
-    return [value for name, value in found.items() if name.endswith("logits")]
+        return [result.last_hidden_state]
+    return [value for name, value in result.items() if name.endswith("logits")]
 
 
 def allow_several_texts(model: Any, pad: int = -1) -> None:
-    """Let a model read several texts at once though its config names no padding token.
+    """Let a model read several texts at once even if its config, which is changed in place, names no padding token.
 
     A classifier of a causal family looks at the last token of a text that is not padding, and refuses several texts
-    where it does not know which tokens are.
-
-    Args:
-        model: of transformers; its config is changed in place.
-        pad: the padding token; -1 for texts without padding, which is no token.
+    if it does not know which tokens are. `pad` is the padding token; -1, which is no token, for texts without padding.
     """
     config = model.config.get_text_config()
     if getattr(config, "pad_token_id", pad) is None:
@@ -273,113 +235,108 @@ def allow_several_texts(model: Any, pad: int = -1) -> None:
 def measure_divergences(
     reference: Readout, states: Tensor, samples: Samples, others: Sequence[tuple[Readout, Tensor]]
 ) -> list[float]:
-    """Mean over samples of each one's divergence from the reference.
+    """Measure the other models' divergences from a reference, whose last block made `states`: the mean over samples.
 
-    Args:
-        reference: of the model that the others are held against.
-        states: that leave its last block, (N, T, hidden).
-        samples: that these are of.
-        others: the same of others.
+    `others` holds the readout and the states (N, T, hidden) of each.
     """
     sums = [0.0] * len(others)
     for rows in split_batches(samples, READOUT_TOKENS):
         batch = samples.batch(rows)
         expected = reference.outputs(batch, states[rows])
-        for index, (readout, own) in enumerate(others):
-            sums[index] += reference.divergence(expected, readout.outputs(batch, own[rows]))
-    return [each / len(samples) for each in sums]
+        for index, (readout, own_states) in enumerate(others):
+            sums[index] += reference.divergence(expected, readout.outputs(batch, own_states[rows]))
+    return [total / len(samples) for total in sums]
 
 
-def _hollow(layer: nn.Module) -> Any:
-    """A module without the modules, parameters and buffers that it has."""
+def _hollow_out(layer: nn.Module) -> Any:
+    """Return a module without the modules, parameters and buffers that it has."""
     shell = copy.copy(layer)
     shell._modules, shell._parameters, shell._buffers = {}, {}, {}
     return shell
 
 
 def as_two_classes(logits: Tensor) -> Tensor:
-    """The logits of two classes, (..., 2), of those that say how much likelier the second is, (...)."""
+    """Return the logits of two classes, (..., 2), from numbers (...) that say how much likelier the second is."""
     return torch.stack((torch.zeros_like(logits), logits), -1)
 
 
 def draw_labels(log_p: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Classes for each row of log-probabilities (S, classes), drawn by them, int64 (S, count)."""
+    """Draw `count` classes for each row of log-probabilities (S, classes): int64 (S, count)."""
     return torch.multinomial(log_p.exp().cpu(), count, replacement=True, generator=generator).to(log_p.device)
 
 
-def _of_labels(logits: Tensor, whole: bool, generator: torch.Generator) -> Iterator[Tensor]:
-    """For each draw the gradient at logits (B, ..., classes) of Σ log p(ŷ) / √S, S predictions of each sample.
+def _rows_of_chunk(classes: int) -> int:
+    return max(1, CHUNK // classes)
+
+
+def _draw_likelihoods(logits: Tensor, whole: bool, generator: torch.Generator) -> Iterator[Tensor]:
+    """Yield for each draw the gradient at logits (B, ..., classes) of Σ log p(ŷ) / √S, S predictions of each sample.
 
     One more tensor of that size is held, and pieces of `CHUNK` elements.
     """
     classes = logits.shape[-1]
     flat = logits.reshape(-1, classes)
-    rows = max(1, CHUNK // classes)
     # Row by row, so that it does not matter which samples are asked for together.
-    parts = [
+    labels = [
         draw_labels(functional.log_softmax(part.float(), -1), DRAWS if whole else 1, generator)
-        for part in torch.split(flat, rows)
+        for part in torch.split(flat, _rows_of_chunk(classes))
     ]
     share = math.sqrt(len(logits) / len(flat))
-    for drawn in torch.cat(parts).unbind(1):
-        yield _of_log_p(flat, drawn, share).view_as(logits)
+    for draw in torch.cat(labels).unbind(1):
+        yield _log_p_slope(flat, draw, share).view_as(logits)
 
 
-def _of_log_p(flat: Tensor, labels: Tensor, share: float) -> Tensor:
-    """The gradient at logits (S, classes) of `share` Σ_s log p(label s), labels int64 (S,)."""
-    rows = max(1, CHUNK // flat.shape[-1])
+def _log_p_slope(flat: Tensor, labels: Tensor, share: float) -> Tensor:
+    """Return the gradient at logits (S, classes) of `share` Σ_s log p(label s), labels int64 (S,)."""
+    rows = _rows_of_chunk(flat.shape[-1])
     gradient = torch.empty_like(flat)
     for start in range(0, len(flat), rows):
-        own = functional.softmax(flat[start : start + rows].float(), -1).neg_()
-        own[torch.arange(len(own), device=own.device), labels[start : start + rows]] += 1
-        gradient[start : start + rows] = own.mul_(share)
+        part = functional.softmax(flat[start : start + rows].float(), -1).neg_()
+        part[torch.arange(len(part), device=part.device), labels[start : start + rows]] += 1
+        gradient[start : start + rows] = part.mul_(share)
     return gradient
 
 
-def _of_divergence(reference: Tensor, logits: Tensor) -> Tensor:
-    """The gradient of `kl_divergence` at its logits, (B, ..., classes): (q − p) over the positions of a sample."""
+def _divergence_slope(reference: Tensor, logits: Tensor) -> Tensor:
+    """Return the gradient of `kl_divergence` at its logits, (B, ..., classes): (q − p) over a sample's positions."""
     classes = reference.shape[-1]
     p, q = reference.reshape(-1, classes), logits.reshape(-1, classes)
-    rows, share = max(1, CHUNK // classes), len(logits) / len(q)
+    rows, share = _rows_of_chunk(classes), len(logits) / len(q)
     gradient = torch.empty_like(q)
     for start in range(0, len(p), rows):
-        p_, q_ = (functional.softmax(each[start : start + rows].float(), -1) for each in (p, q))
+        p_, q_ = (functional.softmax(part[start : start + rows].float(), -1) for part in (p, q))
         gradient[start : start + rows] = q_.sub_(p_).mul_(share)
     return gradient.view_as(logits)
 
 
-def _of_relative_error(reference: Tensor, states: Tensor) -> Tensor:
-    """The gradient of `relative_error` at its states, (B, T, hidden): 2 (h′ − h) / ‖h‖²."""
+def _relative_error_slope(reference: Tensor, states: Tensor) -> Tensor:
+    """Return the gradient of `relative_error` at its states, (B, T, hidden): 2 (h′ − h) / ‖h‖²."""
     wide = reference.float().flatten(1)
     lost = states.float().flatten(1) - wide
     gradient: Tensor = 2 * lost / wide.square().sum(1, keepdim=True)
     return gradient.view(states.shape).to(states.dtype)
 
 
-def _of_features(states: Tensor, generator: torch.Generator) -> Tensor:
-    """The gradient of √2 Σ vᵀh / ‖h‖ over samples, ‖h‖ held fixed, at states (B, T, hidden)."""
+def _draw_features(states: Tensor, generator: torch.Generator) -> Iterator[Tensor]:
+    """Yield the gradient of √2 Σ vᵀh / ‖h‖ over samples, ‖h‖ held fixed, at states (B, T, hidden)."""
     wide = states.float().flatten(1)
     drawn = torch.randn(wide.shape, generator=generator).to(wide.device)
     gradient: Tensor = drawn / wide.norm(dim=1, keepdim=True) * math.sqrt(2)
-    return gradient.view(states.shape).to(states.dtype)
+    yield gradient.view(states.shape).to(states.dtype)
 
 
 def kl_divergence(reference: Tensor, logits: Tensor) -> float:
-    """Mean over a sample's positions of KL(reference ‖ model) in nats, summed over samples.
+    """Return the mean over a sample's positions of KL(reference ‖ model) in nats, summed over samples.
 
     Summed as Σ (q − p − p log(q / p)), whose terms are never negative, and which is KL since p and q add up to one.
-    Rounding of the logarithms only enters its terms squared, where it would swamp a small Σ p log(p / q). The
-    log-softmax is taken in float32, sums in float64.
-
-    Args:
-        reference: logits (B, ..., classes), any floating dtype.
-        logits: of the model, of the same shape.
+    Rounding of the logarithms only enters its terms squared; it would swamp a small Σ p log(p / q). The log-softmax is
+    taken in float32, sums in float64. Both logits are (B, ..., classes), of any floating dtype.
     """
     samples, classes = reference.shape[0], reference.shape[-1]
     p, q = reference.reshape(-1, classes), logits.reshape(-1, classes)
-    rows, total = max(1, CHUNK // classes), 0.0
+    rows, total = _rows_of_chunk(classes), 0.0
     for start in range(0, len(p), rows):
-        log_p, log_q = (functional.log_softmax(each[start : start + rows].float(), -1) for each in (p, q))
+        log_p, log_q = (functional.log_softmax(part[start : start + rows].float(), -1) for part in (p, q))
         ratio = log_q - log_p
         # The first form keeps its digits near 0, the second does not overflow.
         near, far = log_p.exp() * (ratio.expm1() - ratio), log_q.exp() - log_p.exp() * (1 + ratio)
@@ -388,12 +345,7 @@ def kl_divergence(reference: Tensor, logits: Tensor) -> float:
 
 
 def relative_error(reference: Tensor, states: Tensor) -> float:
-    """‖h′ − h‖² / ‖h‖² of each sample, summed over samples, in float64.
-
-    Args:
-        reference: h, (B, T, hidden), any floating dtype.
-        states: h′, of the same shape.
-    """
+    """Return ‖h′ − h‖² / ‖h‖² of each sample, summed over samples, in float64; h and h′ are (B, T, hidden)."""
     wide = reference.double().flatten(1)
     lost = (states.double().flatten(1) - wide).square().sum(1)
     return float((lost / wide.square().sum(1)).sum())

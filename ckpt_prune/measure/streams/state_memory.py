@@ -1,4 +1,4 @@
-"""Where hidden states are kept: in memory, or memory-mapped on disk above a stated size."""
+"""Tensors for hidden states: in memory, or memory-mapped on disk above a stated size."""
 
 import math
 import os
@@ -14,40 +14,36 @@ from ckpt_prune.checkpoint.staging import disk_failures
 from ckpt_prune.checkpoint.writer import check_free_space, reserve_space
 
 Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
-"""Shape and dtype to a tensor on CPU whose values are to be written."""
+"""Shape and dtype → a tensor on CPU whose values are to be written."""
 
 
 def allocate_in_memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor in memory."""
+    """Return a tensor in memory whose values are to be written."""
     return torch.empty(shape, dtype=dtype)
 
 
 class StateMemory:
-    """Hands out tensors in memory up to a size in all, then memory-mapped ones.
+    """Hands out tensors in memory up to a total size, then memory-mapped ones.
 
-    What a tensor in memory took is there again once nothing refers to its values, views included. Results do not
+    The room of a tensor in memory is free again once nothing refers to its values, views included. Results do not
     depend on where a tensor is.
 
     Args:
         limit: bytes in memory at most.
-        folder: where the files are, or beside it where it is not there (yet). Each is unlinked as soon as it is mapped,
+        folder: the files are there, or beside it if it does not exist (yet). Each is unlinked as soon as it is mapped,
             so that none is left however a run ends.
     """
 
     def __init__(self, limit: int, folder: Path) -> None:
-        self._left, self._folder = limit, folder
+        self._free, self._folder = limit, folder
 
     def __call__(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor on CPU whose values are to be written.
-
-        Raises:
-            UserError: the disk has no room for what does not fit in memory.
-        """
+        """Return a tensor on CPU whose values are to be written."""
         size = math.prod(shape) * dtype.itemsize
-        if size <= self._left:
-            self._left -= size
+        if size <= self._free:
+            self._free -= size
             tensor = allocate_in_memory(shape, dtype)
-            # Of the storage, which lives as long as any view of the tensor.
+            # The storage lives as long as any view of the tensor.
             weakref.finalize(tensor.untyped_storage(), self._give_back, size).atexit = False
             return tensor
         remedy = ", or take fewer samples, shorter windows or --compute-dtype bfloat16"
@@ -69,4 +65,4 @@ class StateMemory:
         return mapped.view(shape)
 
     def _give_back(self, size: int) -> None:
-        self._left += size
+        self._free += size

@@ -1,1 +1,1 @@
-"""depth."""
+"""The stage `depth`: whole blocks are dropped."""

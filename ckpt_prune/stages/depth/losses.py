@@ -1,6 +1,6 @@
 """The loss of a causal language model without one block or another (SLEB)."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 import torch
 
@@ -27,11 +27,10 @@ def measure_losses_without(
     allocate: Allocate = allocate_in_memory,
     part: str = "block",
 ) -> dict[int, float]:
-    """Mean negative log likelihood of a token, of the model without some blocks and without one more of others.
+    """Measure the mean negative log likelihood of a token without the blocks that are gone and one more that may go.
 
-    One walk over the blocks: where one that may go is reached, the states before it go on as a branch of their own,
-    through all that follow. Time: L²/2 runs of a block, and L readouts. Memory: a block, and hidden states of every
-    branch.
+    One walk over the blocks: before one that may go, the states go on as a branch of their own, through all blocks
+    that follow. Time: L²/2 runs of a block, and L readouts. Memory: a block, and hidden states of every branch.
 
     Args:
         model: the dense model.
@@ -41,7 +40,7 @@ def measure_losses_without(
         device: where blocks run.
         compute_dtype: in which they run.
         allocate: makes the tensors that hold hidden states.
-        part: what of them is left out: all, or attention or mlp.
+        part: what is left out of a block: all of it, or its attention or mlp.
     """
     stream = open_stream(model, samples, device=device, compute_dtype=compute_dtype, allocate=allocate)
     factory = stream.factory
@@ -50,20 +49,17 @@ def measure_losses_without(
         if block in gone and part == "block":
             continue
         tensors = model.read_block(block)
-        less = tensors if part == "block" else tensors | _zeros(tensors, outputs_of(model, block, part))
-        module = factory.build_block(block, less if block in gone else tensors)
-        without = None
+        outputs = () if part == "block" else outputs_of(model, block, part)
+        without_part = tensors | {name: torch.zeros_like(tensors[name]) for name in outputs}
+        module = factory.build_block(block, without_part if block in gone else tensors)
+        branch = None
         if block in allowed:
-            without = allocate(tuple(stream.states.shape), stream.states.dtype)
-            without.copy_(stream.states)
+            branch = allocate(tuple(stream.states.shape), stream.states.dtype)
+            branch.copy_(stream.states)
             if part != "block":
-                stream.pass_through(factory.build_block(block, less), block, without, without)
+                stream.pass_through(factory.build_block(block, without_part), block, branch, branch)
         for states in (*branches.values(), stream.states):
             stream.pass_through(module, block, states, states)
-        if without is not None:
-            branches[block] = without
+        if branch is not None:
+            branches[block] = branch
     return {block: stream.measure_nll(states) for block, states in branches.items()}
-
-
-def _zeros(tensors: Mapping[str, torch.Tensor], names: Collection[str]) -> dict[str, torch.Tensor]:
-    return {name: torch.zeros_like(tensors[name]) for name in names}

@@ -1,1 +1,1 @@
-"""hidden."""
+"""The stage `hidden`: the residual stream is narrowed."""

@@ -1,6 +1,6 @@
-"""Grams of the residual stream where sub-layers read it, in the dense model or in one whose stream is projected.
+"""Grams of the residual stream at the sub-layers that read it, in the dense model or with a projected stream.
 
-States are kept in the dense model's coordinates: where the stream is h in the dense model it is h P Pᵀ here, which is
+States are kept in the dense model's coordinates: if the stream is h in the dense model it is h P Pᵀ here, which is
 what the sliced model holds in the coordinates of P. So the stock blocks run, with the dense weights.
 """
 
@@ -13,22 +13,22 @@ from torch import Tensor, nn
 from ckpt_prune.architectures.sublayers import Sublayer
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.finite import all_finite
-from ckpt_prune.measure.moments.inputs import sums_of
+from ckpt_prune.measure.moments.inputs import sum_tokens
 from ckpt_prune.measure.moments.precision import Extent, needs_double
 from ckpt_prune.measure.streams.hidden_stream import ROWS, HiddenStream
 
 ChooseBasis = Callable[[int, Tensor], Tensor | None]
-"""Of a sub-layer of a block and the Gram of what it reads, (d, d) float64: the basis (d, k) that the stream is
-projected on there, or None to leave it as it is."""
+"""Sub-layer of a block, and the Gram of what it reads, (d, d) float64 → the basis (d, k) that the stream is projected
+on there, or None to leave it as it is."""
 
 
 class SlicedStream:
-    """Takes the states of a stream through blocks, projected wherever a sub-layer reads it.
+    """Takes the states of a stream through blocks, projected before every sub-layer.
 
     Args:
         stream: of the dense model, at its first block.
         sublayers: of every block.
-        normed: whether Grams are of what the norms make of the stream, before their gains, or of the stream itself.
+        normed: take Grams of the norms' outputs before their gains, and not of the stream itself.
         centred: whether norms subtract the mean over coordinates.
     """
 
@@ -37,58 +37,43 @@ class SlicedStream:
 
     @torch.no_grad()
     def block(self, index: int, tensors: Mapping[str, Tensor], choose: ChooseBasis) -> None:
-        """Take the states through a block.
+        """Take the states through a block; `choose` is asked once for every sub-layer, in order.
 
-        Time: two runs of the block where it has two sub-layers, and as many Grams. Memory: the block, one Gram, and
-        what is chosen.
-
-        Args:
-            index: of the block.
-            tensors: its own, by on-disk name.
-            choose: asked once for every sub-layer, in order.
+        Time: two runs of the block if it has two sub-layers, and as many Grams. Memory: the block, one Gram, and the
+        basis.
         """
         stream = self.stream
         block = stream.factory.build_block(index, tensors)
-        norms = [self._norm(block, index, own) for own in self.sublayers]
-        basis = choose(0, self._gram(norms[0], lambda rows: stream.states[rows]))
+        norms = [self._find_norm(block, index, sublayer) for sublayer in self.sublayers]
+        basis = choose(0, self._measure_gram(norms[0], lambda rows: stream.states[rows]))
         if basis is not None:
             for _, rows in stream.batches:
-                stream.states[rows] = _projected(stream.states[rows], basis)
+                stream.states[rows] = _project(stream.states[rows], basis)
         middle = None
         if len(self.sublayers) > 1:
-            middle = choose(1, self._gram(norms[1], lambda rows: self._read(block, index, norms[1], rows)))
+            gram = self._measure_gram(norms[1], lambda rows: self._read_input(block, index, norms[1], rows))
+            middle = choose(1, gram)
         self._pass(block, index, norms[-1], middle)
 
     @torch.no_grad()
     def skip(self, index: int, tensors: Mapping[str, Tensor], bases: Sequence[Tensor]) -> None:
-        """Take the states through a block whose bases are known.
-
-        Args:
-            index: of the block.
-            tensors: its own, by on-disk name.
-            bases: of its sub-layers.
-        """
+        """Take the states through a block whose sub-layers' bases are known."""
         stream = self.stream
         block = stream.factory.build_block(index, tensors)
         for _, rows in stream.batches:
-            stream.states[rows] = _projected(stream.states[rows], bases[0])
+            stream.states[rows] = _project(stream.states[rows], bases[0])
         middle = bases[1] if len(bases) > 1 else None
-        self._pass(block, index, self._norm(block, index, self.sublayers[-1]), middle)
+        self._pass(block, index, self._find_norm(block, index, self.sublayers[-1]), middle)
 
     def end(self, norm: nn.Module) -> Tensor:
-        """The Gram of what the final norm reads, (d, d) float64, behind the last block.
+        """Return the Gram of the final norm's input, (d, d) float64, behind the last block; `norm` has its epsilon."""
+        return self._measure_gram(norm, lambda rows: self.stream.states[rows])
 
-        Args:
-            norm: any with its epsilon.
-        """
-        return self._gram(norm, lambda rows: self.stream.states[rows])
+    def _find_norm(self, block: nn.Module, index: int, sublayer: Sublayer) -> nn.Module:
+        return block.get_submodule(self.stream.factory.module_path(index, sublayer.norms[0]))
 
-    def _norm(self, block: nn.Module, index: int, own: Sublayer) -> nn.Module:
-        path = self.stream.factory.module_path(index, own.norms[0])
-        return block.get_submodule(path)
-
-    def _gram(self, norm: Any, read: Callable[[slice], Tensor]) -> Tensor:
-        device, found = self.stream.factory.device, None
+    def _measure_gram(self, norm: Any, read: Callable[[slice], Tensor]) -> Tensor:
+        device, total = self.stream.factory.device, None
         eps = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
         for _, rows in self.stream.batches:
             states = read(rows).flatten(0, -2)
@@ -98,45 +83,44 @@ class SlicedStream:
                     signal = signal - signal.mean(-1, keepdim=True)
                 if self.normed:
                     signal = signal * torch.rsqrt(signal.square().mean(-1, keepdim=True) + eps)
-                extent = Extent.of(signal, len(signal), *sums_of(signal)[:2])
+                extent = Extent.measure(signal, len(signal), *sum_tokens(signal)[:2])
                 signal = signal.double() if needs_double(extent, extent) else signal
-                own = (signal.T @ signal).double()
-                found = own if found is None else found + own
-        assert found is not None
-        if not all_finite(found):
+                gram = (signal.T @ signal).double()
+                total = gram if total is None else total + gram
+        assert total is not None
+        if not all_finite(total):
             raise UserError(f"hidden states are not finite: the model overflows in {self.stream.factory.dtype}")
-        return found
+        return total
 
-    def _read(self, block: nn.Module, index: int, norm: nn.Module, rows: slice) -> Tensor:
-        """What a norm of the block reads."""
-        seen: list[Tensor] = []
-        handle = norm.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    def _read_input(self, block: nn.Module, index: int, norm: nn.Module, rows: slice) -> Tensor:
+        inputs: list[Tensor] = []
+        handle = norm.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
         self.stream.run(block, index, self.stream.states[rows])
         handle.remove()
-        return seen[0].reshape(-1, seen[0].shape[-1])
+        return inputs[0].reshape(-1, inputs[0].shape[-1])
 
     def _pass(self, block: nn.Module, index: int, norm: nn.Module, basis: Tensor | None) -> None:
-        """Let the block's output become the next block's input, projected on a basis where a norm reads the stream."""
-        stream, gone = self.stream, list[Tensor]()
+        """Let the block's output become the next block's input; what the norm reads is projected on a basis."""
+        stream, removed = self.stream, list[Tensor]()
 
         def project(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             assert basis is not None
-            held = _projected(args[0], basis)
-            gone.append(args[0] - held)
-            return held, *args[1:]
+            projected = _project(args[0], basis)
+            removed.append(args[0] - projected)
+            return projected, *args[1:]
 
         handle = None if basis is None else norm.register_forward_pre_hook(project)
         for _, rows in stream.batches:
             output = stream.run(block, index, stream.states[rows])
-            if gone:
+            if removed:
                 # The block has added to what its norm was passed before the projection.
-                output = output - gone.pop().reshape(output.shape)
+                output = output - removed.pop().reshape(output.shape)
             stream.states[rows] = output.cpu()
         if handle is not None:
             handle.remove()
 
 
-def _projected(states: Tensor, basis: Tensor) -> Tensor:
-    """H P Pᵀ in float32, in the dtype of the states and where they are."""
-    own = basis.to(states.device, torch.float32)
-    return (states.float() @ own @ own.T).to(states.dtype)
+def _project(states: Tensor, basis: Tensor) -> Tensor:
+    """Return H P Pᵀ, computed in float32, in the dtype of the states and on their device."""
+    p = basis.to(states.device, torch.float32)
+    return (states.float() @ p @ p.T).to(states.dtype)

@@ -15,8 +15,8 @@ from ckpt_prune.measure.moment_sources import CachedMoments, KnownMoments, Momen
 from ckpt_prune.measure.moments.inputs import sum_folds
 from ckpt_prune.measure.moments.kinds import SpaceMoments, select_input_moments
 from ckpt_prune.measure.samples.samples import SampleRange
-from ckpt_prune.measure.statistics.fisher import LIMITS, draw_end_gradients
-from ckpt_prune.measure.streams.backward import pass_back, states_at_ends
+from ckpt_prune.measure.statistics.fisher import LIMITS
+from ckpt_prune.measure.streams.backward import draw_end_gradients, pass_back, states_at_ends
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.measure.streams.readout import DrawnGradients
 from ckpt_prune.sparsity.allocation import (
