@@ -23,6 +23,7 @@ from ckpt_prune.common.progress import meter
 from ckpt_prune.containers.container import container_of
 from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.job.run import Announce
+from ckpt_prune.job.training_settings import LoraSettings, RecoverySettings
 from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.recovery.survivors import trained_tensors
 from ckpt_prune.recovery.training import Split
@@ -31,7 +32,6 @@ from ckpt_prune.report.reading import report_of
 from ckpt_prune.report.stages import Stages
 from ckpt_prune.runner.publish import publish, wanted_names
 from ckpt_prune.stages.recovery.reports import report_of_adapters
-from ckpt_prune.stages.recovery.stage import LoraSettings, RecoverySettings
 
 _WEIGHT = ".weight"
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from ckpt_prune.adapting.examples import Examples
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.job.training_settings import LoraSettings, RecoverySettings
 from ckpt_prune.recovery.training import Split, cut, part_size
-from ckpt_prune.stages.recovery.stage import LoraSettings, RecoverySettings
 
 _WARM_UP = 0.05
 """Share of the training over which the learning rate climbs."""

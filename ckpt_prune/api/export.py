@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Literal
 from ckpt_prune.api.types import AnyModel, AnyPath, Provider, Texts
 from ckpt_prune.common.graph_types import GraphType
 from ckpt_prune.common.progress import show_progress
+from ckpt_prune.job.graph_settings import AskedTask, GraphSettings
 from ckpt_prune.measure.samples.text_files import check_texts
 from ckpt_prune.options import ExportOptions, ProofOptions, SpreadOptions, checked
-from ckpt_prune.stages.export.stage import AskedTask, GraphSettings
 
 if TYPE_CHECKING:
     from ckpt_prune.exporting.writing import Exported

@@ -13,10 +13,10 @@ from ckpt_prune.checkpoint.staging import check_output, partial_of, refuse_overl
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import Notices, show_progress
 from ckpt_prune.job.names import Part
+from ckpt_prune.job.training_settings import LoraSettings, Method, RecoverySettings, Teacher
 from ckpt_prune.measure.samples.text_files import check_texts
 from ckpt_prune.options import RecoverOptions, checked, has_data
 from ckpt_prune.parallel.group import process_group
-from ckpt_prune.stages.recovery.stage import LoraSettings, Method, RecoverySettings, Teacher
 
 if TYPE_CHECKING:
     from ckpt_prune.report.model import Report

@@ -14,7 +14,7 @@ from ckpt_prune.common.graph_types import GraphType
 from ckpt_prune.exporting.folder import GraphWriter
 from ckpt_prune.exporting.manifest import Manifest, read_manifest
 from ckpt_prune.exporting.tasks import Task, chosen_task
-from ckpt_prune.stages.export.stage import GraphSettings
+from ckpt_prune.job.graph_settings import GraphSettings
 
 Say = Callable[[str], None]
 

@@ -15,7 +15,7 @@ from ckpt_prune.evaluation.whole_model import config_of, read_config
 from ckpt_prune.exporting.manifest import Manifest
 from ckpt_prune.exporting.tasks import chosen_task
 from ckpt_prune.exporting.tracing import image_size
-from ckpt_prune.stages.export.stage import TaskName
+from ckpt_prune.job.graph_settings import TaskName
 
 TOKENS, STEPS = 128, 16
 """Where none are asked for, and the context has room: tokens of a text, and tokens generated after it."""

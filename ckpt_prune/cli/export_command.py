@@ -15,8 +15,8 @@ from ckpt_prune.cli.options import (
     provider_option,
     trust_option,
 )
+from ckpt_prune.job.graph_settings import GraphSettings
 from ckpt_prune.options import DenseOptions, ProofOptions, SpreadOptions
-from ckpt_prune.stages.export.stage import GraphSettings
 
 
 @click.command("export")

@@ -20,8 +20,8 @@ from ckpt_prune.cli.options import (
     table,
     trust_option,
 )
+from ckpt_prune.job.training_settings import LoraSettings, RecoverySettings
 from ckpt_prune.options import ImageOptions, TrainingOptions
-from ckpt_prune.stages.recovery.stage import LoraSettings, RecoverySettings
 
 
 @click.command("recover")

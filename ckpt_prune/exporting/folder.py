@@ -31,9 +31,9 @@ from ckpt_prune.exporting.rounding import check_blocks, measuring_of, scheme_of
 from ckpt_prune.exporting.session import DATA, FILES
 from ckpt_prune.exporting.tasks import check_padding, chosen_task, without_head
 from ckpt_prune.exporting.tracing import example_of, image_size
+from ckpt_prune.job.graph_settings import GraphSettings
 from ckpt_prune.modeling_pruned import WEIGHTS_KEY
 from ckpt_prune.quantising.deciding import Decision, Measuring, decide, store
-from ckpt_prune.stages.export.stage import GraphSettings
 
 _MADE = (
     *FILES.values(),

@@ -17,8 +17,8 @@ from ckpt_prune.common.graph_types import GraphType
 from ckpt_prune.common.versions import versions
 from ckpt_prune.exporting.session import DATA, Provider
 from ckpt_prune.exporting.tasks import Task
+from ckpt_prune.job.graph_settings import TaskName
 from ckpt_prune.quantising.record import Quantised
-from ckpt_prune.stages.export.stage import TaskName
 
 R = TypeVar("R", bound=BaseModel)
 

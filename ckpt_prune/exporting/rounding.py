@@ -15,10 +15,10 @@ from ckpt_prune.exporting.outcome import ProofSamples
 from ckpt_prune.exporting.session import Provider, complete
 from ckpt_prune.exporting.tasks import PAST, PRESENT, Task
 from ckpt_prune.exporting.validation import MAX_LOSS
+from ckpt_prune.job.graph_settings import GraphSettings
 from ckpt_prune.quantising.deciding import Measuring, Scheme
 from ckpt_prune.quantising.probe import Feed
 from ckpt_prune.quantising.weights import split_gemms, weights_of
-from ckpt_prune.stages.export.stage import GraphSettings
 
 HARM_WINDOWS, HARM_TOKENS, HARM_IMAGES = 4, 64, 16
 """What the graph is run on once for each weight: more says little more of which weights are harmful."""

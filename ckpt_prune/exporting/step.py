@@ -14,8 +14,9 @@ from ckpt_prune.exporting.rounding import check_rounded
 from ckpt_prune.exporting.session import provider_for
 from ckpt_prune.exporting.tasks import check_padding, chosen_task
 from ckpt_prune.exporting.writing import Exported, write_graph
+from ckpt_prune.job.graph_settings import GraphSettings
 from ckpt_prune.options import CalibrationOptions, ImageOptions, ProofOptions
-from ckpt_prune.stages.export.stage import Export, GraphSettings
+from ckpt_prune.stages.export.stage import Export
 
 
 @dataclass(frozen=True)

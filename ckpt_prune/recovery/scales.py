@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.job.training_settings import RecoverySettings
 from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.measure.streams.readout import READOUT_TOKENS, Readout
 from ckpt_prune.recovery.survivors import trained_tensors
 from ckpt_prune.recovery.training import Split, cut, part_size
-from ckpt_prune.stages.recovery.stage import RecoverySettings
 
 RATE, RATE_OF_LOSS = 3e-3, 7.5e-3
 """Of Adam, for factors that are near one, whatever the size of the model: at most the first, and the second times the

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ckpt_prune.common.finite import all_finite
+from ckpt_prune.job.training_settings import RecoverySettings
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.parallel.group import ALONE, Group
 from ckpt_prune.recovery.survivors import survivors
-from ckpt_prune.stages.recovery.stage import RecoverySettings
 
 _NOTHING = 1e-10
 """Error, as a share of the target's energy, below which there is nothing to recover: float32 rounding."""

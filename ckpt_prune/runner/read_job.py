@@ -14,6 +14,7 @@ from ckpt_prune.containers.opening import Opening, open_model
 from ckpt_prune.job.job import Job, LiveSamples, RecoverySamples
 from ckpt_prune.job.plan import Plan, read_plan
 from ckpt_prune.job.recipe import Recipe
+from ckpt_prune.job.training_settings import Method
 from ckpt_prune.measure.samples.choose import choose_fresh_samples, choose_samples
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.measure.streams.state_memory import Allocate, StateMemory
@@ -25,7 +26,7 @@ from ckpt_prune.runner.checks import check_again, check_planned
 from ckpt_prune.runner.plan import check_plannable
 from ckpt_prune.runner.publish import wanted_names
 from ckpt_prune.runner.read_recipe import ChosenRecipe, runs_model
-from ckpt_prune.stages.recovery.stage import Method, Recovery
+from ckpt_prune.stages.recovery.stage import Recovery
 from ckpt_prune.stages.spaces.checks import check_spaces
 
 

@@ -14,6 +14,7 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.containers.container import Container, container_of
 from ckpt_prune.job.model_view import ModelView
 from ckpt_prune.job.run import Announce, say_nothing
+from ckpt_prune.job.training_settings import RecoverySettings
 from ckpt_prune.job.walk import walk
 from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.measure.streams.kept_blocks import KeptBlocks
@@ -30,7 +31,7 @@ from ckpt_prune.runner.pairs import at_same_depth, check_models, rotated_as
 from ckpt_prune.runner.publish import wanted_names
 from ckpt_prune.stages.recovery.reports import recovery_of, report_of_recovery
 from ckpt_prune.stages.recovery.run import RecoverStep, check_trainable
-from ckpt_prune.stages.recovery.stage import Recovery, RecoverySettings
+from ckpt_prune.stages.recovery.stage import Recovery
 
 _JOURNAL = 2
 """Form of the notes that a run leaves for the one that resumes it."""

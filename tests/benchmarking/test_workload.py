@@ -8,7 +8,7 @@ import torch
 
 from ckpt_prune.benchmarking.workload import Reads, Workload, choose_workloads, reads_of
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.stages.export.stage import TaskName
+from ckpt_prune.job.graph_settings import TaskName
 from tests import encoders, families
 
 

@@ -8,7 +8,7 @@ import torch
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.exporting.folder import GraphWriter
-from ckpt_prune.stages.export.stage import GraphSettings
+from ckpt_prune.job.graph_settings import GraphSettings
 from tests.exporting.exports import (
     Graph,
     Text,

@@ -8,9 +8,9 @@ import torch
 
 from ckpt_prune.architectures.model import Model as PrunedModel
 from ckpt_prune.job.job import RecoverySamples
+from ckpt_prune.job.training_settings import RecoverySettings
 from ckpt_prune.runner.recover import RecoveryJob, prepare_recovery, recover
 from ckpt_prune.runner.recover_scales import recover_by_scales
-from ckpt_prune.stages.recovery.stage import RecoverySettings
 from ckpt_prune.verification.verify import verify
 from tests.oracles.masked_model import Linear, Model, Target
 from tests.pairs import every, first_of_each

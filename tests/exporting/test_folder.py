@@ -25,7 +25,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.exporting import folder as export_folder
 from ckpt_prune.exporting.folder import GraphWriter, graphs_bytes
 from ckpt_prune.exporting.manifest import Manifest, read_manifest
-from ckpt_prune.stages.export.stage import GraphSettings
+from ckpt_prune.job.graph_settings import GraphSettings
 from tests.families import contents
 from tests.graphs import Exported, traced_before
 from tests.pairs import every

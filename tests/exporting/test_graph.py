@@ -19,7 +19,7 @@ from ckpt_prune.exporting import tracing
 from ckpt_prune.exporting.folder import GraphWriter
 from ckpt_prune.exporting.graph import _captured, build_graph
 from ckpt_prune.exporting.tasks import Task
-from ckpt_prune.stages.export.stage import GraphSettings
+from ckpt_prune.job.graph_settings import GraphSettings
 from tests.forked import forked, posix
 from tests.graphs import Exported, graph_of, undisturbed
 from tests.once import run_folder

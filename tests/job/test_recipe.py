@@ -3,10 +3,11 @@ import yaml
 
 from ckpt_prune.architectures.descriptions import load_family
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.job.training_settings import RecoverySettings
 from ckpt_prune.recipe.reading import json_schema, load_recipe
 from ckpt_prune.recipe.shipped import shipped_recipes
 from ckpt_prune.stages import FullRecipe
-from ckpt_prune.stages.recovery.stage import Recovery, RecoverySettings
+from ckpt_prune.stages.recovery.stage import Recovery
 from ckpt_prune.stages.rotation.stage import Rotation
 from tests.recipe.recipes import GOOD, refusal, write
 

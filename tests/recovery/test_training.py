@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
+from ckpt_prune.job.training_settings import RecoverySettings
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.recovery.training import Split, Trained, cut, part_size, train_block
-from ckpt_prune.stages.recovery.stage import RecoverySettings
 from tests.oracles import laco
 from tests.pairs import pairwise
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from ckpt_prune.architectures.family import Family
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.job.training_settings import RecoverySettings
 from ckpt_prune.measure.samples.samples import Samples, TokenWindows
 from ckpt_prune.measure.streams.blocks import BlockFactory
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
@@ -21,7 +22,6 @@ from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
 from ckpt_prune.recovery.recoverer import Recoverer
 from ckpt_prune.recovery.survivors import trained_tensors
 from ckpt_prune.recovery.training import Split
-from ckpt_prune.stages.recovery.stage import RecoverySettings
 from tests import encoders, families
 from tests.encoders import Pixels
 from tests.oracles import laco

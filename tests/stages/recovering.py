@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 import ckpt_prune
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.common.filenames import REPORT
+from ckpt_prune.job.training_settings import RecoverySettings
 from ckpt_prune.measure.samples.samples import Samples, TokenWindows
 from ckpt_prune.recovery.training import Split
 from ckpt_prune.runner.recover import PreparedRecovery, RecoveryJob, prepare_recovery
 from ckpt_prune.stages import FullRecipe
-from ckpt_prune.stages.recovery.stage import RecoverySettings
 from ckpt_prune.verification.verify import verify
 from tests import encoders, families
 from tests.reports import recover
