@@ -12,8 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from ckpt_prune.architectures.descriptions import known_families
-from ckpt_prune.job.recipe import json_schema
-from ckpt_prune.recipe.reading import load_recipe
+from ckpt_prune.recipe.reading import json_schema, load_recipe
 from ckpt_prune.recipe.shipped import shipped_recipes
 from tools.lowest import constraints
 

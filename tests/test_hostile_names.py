@@ -24,10 +24,10 @@ from ckpt_prune.exporting.manifest import GraphEntry, Manifest, Port
 from ckpt_prune.exporting.manifest import Source as GraphSource
 from ckpt_prune.hub.figures import MeasuredFigure, figures_table, to_model_index
 from ckpt_prune.hub.recipes import _card as recipe_card
+from ckpt_prune.job.front_matter import front_matter
+from ckpt_prune.job.report import Report, SourceCard
+from ckpt_prune.job.report_file import AnyPlan
 from ckpt_prune.report.card import model_card
-from ckpt_prune.report.metadata import front_matter
-from ckpt_prune.report.model import Report, SourceCard
-from ckpt_prune.report.reading import AnyPlan
 from ckpt_prune.reporting.comparison import comparison_page
 from ckpt_prune.reporting.document import read_document
 from ckpt_prune.reporting.page import page

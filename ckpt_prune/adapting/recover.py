@@ -22,14 +22,14 @@ from ckpt_prune.common.formatting import human_bytes
 from ckpt_prune.common.progress import meter
 from ckpt_prune.containers.container import container_of
 from ckpt_prune.evaluation.whole_model import load_model
+from ckpt_prune.job.report import Adapters, Report
+from ckpt_prune.job.report_file import report_of
 from ckpt_prune.job.run import Announce
+from ckpt_prune.job.timing import Stages
 from ckpt_prune.job.training_settings import LoraSettings, RecoverySettings
 from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.recovery.survivors import trained_tensors
 from ckpt_prune.recovery.training import Split
-from ckpt_prune.report.model import Adapters, Report
-from ckpt_prune.report.reading import report_of
-from ckpt_prune.report.stages import Stages
 from ckpt_prune.runner.publish import publish, wanted_names
 from ckpt_prune.stages.recovery.reports import report_of_adapters
 

@@ -89,11 +89,11 @@ def compare(
     from ckpt_prune.containers.opening import Opening, open_model
     from ckpt_prune.evaluation import block_comparison
     from ckpt_prune.job.model_view import ModelView
+    from ckpt_prune.job.report_file import report_of
     from ckpt_prune.measure.samples.choose import choose_samples
     from ckpt_prune.measure.samples.text import read_text
     from ckpt_prune.measure.streams.state_memory import StateMemory
     from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
-    from ckpt_prune.report.reading import report_of
     from ckpt_prune.reporting.comparison import comparison_page
     from ckpt_prune.runner.pairs import at_same_depth, check_models, check_same_reader, rotated_as
 

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from ckpt_prune.exporting.writing import Exported
     from ckpt_prune.job.plan import Plan
     from ckpt_prune.job.prepared import Prepared
+    from ckpt_prune.job.report import Report
     from ckpt_prune.measure.statistics.folder import Statistics
-    from ckpt_prune.report.model import Report
     from ckpt_prune.runner.read_recipe import ChosenRecipe
 
 
@@ -340,7 +340,7 @@ def _missing_graph(
     options: PruneOptions, chosen: "ChosenRecipe", model: "Model", say: Notices, written: Callable[[Pruned], None]
 ) -> Pruned | None:
     """Make the graph of an output that an interrupted run of this recipe on this model left before its export."""
-    from ckpt_prune.report.reading import report_of
+    from ckpt_prune.job.report_file import report_of
 
     recipe, out = chosen.recipe, options.output
     if not recipe.has("export") or (out / GRAPH_FOLDER).exists():

@@ -19,7 +19,7 @@ from ckpt_prune.options import RecoverOptions, checked, has_data
 from ckpt_prune.parallel.group import process_group
 
 if TYPE_CHECKING:
-    from ckpt_prune.report.model import Report
+    from ckpt_prune.job.report import Report
 
 MOST_SAMPLES = 2048
 """Samples where none are asked for, as in the paper, or all there are."""
@@ -166,11 +166,11 @@ def recover(
         return _by_lora(options, settings, lora, progress)
 
     from ckpt_prune.containers.opening import Opening, open_model
+    from ckpt_prune.job.report_file import report_of
     from ckpt_prune.measure.samples.choose import choose_fresh_samples, choose_samples
     from ckpt_prune.measure.samples.text import read_text
     from ckpt_prune.measure.streams.state_memory import StateMemory
     from ckpt_prune.parallel.devices import resolve_device
-    from ckpt_prune.report.reading import report_of
     from ckpt_prune.runner import recover as recovering
     from ckpt_prune.runner.pairs import at_same_depth, check_models, check_same_reader, refuse_factored
     from ckpt_prune.runner.publish import wanted_names

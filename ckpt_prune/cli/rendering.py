@@ -11,7 +11,8 @@ from ckpt_prune.common.formatting import human_bytes, human_count, plural
 from ckpt_prune.containers.choosing import ANY
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.records import Cost, DepthRecord, HiddenRecord, SiteRecord
-from ckpt_prune.recovery.record import RecoveredLayer
+from ckpt_prune.job.recovery_records import RecoveredLayer
+from ckpt_prune.job.report import Adapters, Report
 from ckpt_prune.report.adapters import loss_name, measured_on, trained_on
 from ckpt_prune.report.depth import depth_lines, named_all
 from ckpt_prune.report.figures import (
@@ -29,7 +30,6 @@ from ckpt_prune.report.figures import (
 )
 from ckpt_prune.report.hidden import dimensions_line, hidden_lines
 from ckpt_prune.report.latency import latency_line
-from ckpt_prune.report.model import Adapters, Report
 from ckpt_prune.report.tried import tried_table
 from ckpt_prune.runner.messages import asked_size_of
 from ckpt_prune.sparsity.patterns import mask_words

@@ -6,7 +6,7 @@ from ckpt_prune.common.filenames import QUANTISED_RECORD
 from ckpt_prune.common.formatting import human_bytes, plural
 from ckpt_prune.common.safe_text import as_code, as_markdown
 from ckpt_prune.compressing.record import Quantised
-from ckpt_prune.report.metadata import described_by_card, front_matter
+from ckpt_prune.job.front_matter import described_by_card, front_matter
 
 QUANTISED_FROM = "quantized"
 """How the Hub calls what such a model is to its base."""

@@ -34,11 +34,11 @@ from ckpt_prune.containers.checking import check_stored
 from ckpt_prune.containers.container import stored_container
 from ckpt_prune.containers.remote import remote_class
 from ckpt_prune.containers.side_files import carried, top_names
+from ckpt_prune.job.report import Source
+from ckpt_prune.job.report_file import report_of
+from ckpt_prune.job.source_card import CARD, source_card
 from ckpt_prune.measure.moments.inputs import Moments, sum_folds
 from ckpt_prune.measure.statistics.folder import Statistics
-from ckpt_prune.report.model import Source
-from ckpt_prune.report.reading import report_of
-from ckpt_prune.report.source_card import CARD, source_card
 from ckpt_prune.sparsity.damping import DAMP, MOST_DAMP
 from ckpt_prune.sparsity.inverse import factorise
 from ckpt_prune.sparsity.zeros import weights_by_module

@@ -12,7 +12,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import QUANTISED_RECORD
 from ckpt_prune.common.records import Count, Figure, FixedRecord
 from ckpt_prune.compressing.scheme import Format, Scheme
-from ckpt_prune.report.model import Source
+from ckpt_prune.job.report import Source
 
 QUANTISATION_KIND = FolderKind(
     QUANTISED_RECORD, "what `quantize` wrote", frozenset({"README.md"}), unfinished="dropped"

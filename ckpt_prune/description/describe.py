@@ -34,9 +34,9 @@ from ckpt_prune.job.cost import cost_of
 from ckpt_prune.job.job import Job
 from ckpt_prune.job.prepared import begin
 from ckpt_prune.job.recipe import Recipe
+from ckpt_prune.job.report_file import report_of
 from ckpt_prune.recipe.places import locate_recipe
 from ckpt_prune.recipe.reading import load_recipe
-from ckpt_prune.report.reading import report_of
 from ckpt_prune.runner.messages import coarse_lines, ignored_words, tied_words
 from ckpt_prune.sparsity.zeros import Sparsity, find_zeros, pattern_of_all, share_of_all, weights_by_module
 from ckpt_prune.stages.output import plan_output

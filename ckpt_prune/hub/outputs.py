@@ -17,10 +17,10 @@ from ckpt_prune.compressing.card import QUANTISED_FROM, quantised_metadata
 from ckpt_prune.compressing.record import QUANTISATION_KIND, read_quantised
 from ckpt_prune.hub.figures import figures_table, read_figures, to_model_index
 from ckpt_prune.hub.repository import Repository
+from ckpt_prune.job.front_matter import PRUNED, front_matter, metadata
+from ckpt_prune.job.report_file import report_of
+from ckpt_prune.job.source_card import CARD, split_card
 from ckpt_prune.options import PushOptions
-from ckpt_prune.report.metadata import PRUNED, front_matter, metadata
-from ckpt_prune.report.reading import report_of
-from ckpt_prune.report.source_card import CARD, split_card
 
 _PATH = '"PATH"'
 """Stands in a card for the folder; on the Hub it becomes the repository."""

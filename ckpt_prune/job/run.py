@@ -12,11 +12,11 @@ from ckpt_prune.checkpoint.staging import SCRATCH, Staging, disk_failures, parti
 from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.job.layout import with_rest
 from ckpt_prune.job.prepared import Prepared
+from ckpt_prune.job.report import Report
 from ckpt_prune.job.step import Step
 from ckpt_prune.job.store import BlockStore
+from ckpt_prune.job.timing import Stages
 from ckpt_prune.parallel.group import process_group
-from ckpt_prune.report.model import Report
-from ckpt_prune.report.stages import Stages
 
 Announce = Callable[[str], None]
 """Takes a line that the user should read."""

@@ -5,8 +5,8 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.sentence_modules import find_sentence_class
 from ckpt_prune.containers.container import Container
-from ckpt_prune.report.model import Source, StoredAs
-from ckpt_prune.report.source_card import source_card
+from ckpt_prune.job.report import Source, StoredAs
+from ckpt_prune.job.source_card import source_card
 
 
 def part_name(checkpoint: Checkpoint) -> str | None:

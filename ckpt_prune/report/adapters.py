@@ -1,7 +1,7 @@
 """What is said of a model that was recovered as a whole, by LoRA or by scales."""
 
 from ckpt_prune.common.formatting import plural
-from ckpt_prune.report.model import Adapters, Report
+from ckpt_prune.job.report import Adapters, Report
 
 
 def measured_on(adapters: Adapters) -> str:

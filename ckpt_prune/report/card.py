@@ -5,7 +5,9 @@ from pydantic import ValidationError
 from ckpt_prune.common.filenames import ROTATIONS
 from ckpt_prune.common.formatting import human_bytes, human_count, plural
 from ckpt_prune.common.safe_text import as_code, as_markdown
+from ckpt_prune.job.front_matter import front_matter, metadata, sentence_class_of
 from ckpt_prune.job.recipe import Recipe
+from ckpt_prune.job.report import Report
 from ckpt_prune.job.sizes import TargetSize
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.recipe.shipped import shipped_recipes
@@ -21,8 +23,6 @@ from ckpt_prune.report.figures import (
 )
 from ckpt_prune.report.hidden import dimensions_line, hidden_lines
 from ckpt_prune.report.latency import latency_line
-from ckpt_prune.report.metadata import front_matter, metadata, sentence_class_of
-from ckpt_prune.report.model import Report
 from ckpt_prune.report.tried import tried_table
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.spaces.ratio_gaps import is_far

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ckpt_prune.job.records import Cost, FactoredLinear, MaskedLinear, SiteRecord
-from ckpt_prune.recovery.record import RecoveredLayer
-from ckpt_prune.report.model import Learned, Mask, Perplexity, Recovery
+from ckpt_prune.job.recovery_records import RecoveredLayer
+from ckpt_prune.job.report import Learned, Mask, Perplexity, Recovery
 
 CostKey = Literal["parameters", "bytes", "flops", "cache"]
 _COSTS: tuple[CostKey, ...] = ("parameters", "bytes", "flops")

@@ -1,7 +1,7 @@
 """What an output takes beside what a table of the machine had foreseen, in words."""
 
 from ckpt_prune.job.latency import TRUSTED
-from ckpt_prune.report.model import Latency
+from ckpt_prune.job.report import Latency
 
 OFF = 0.05
 """Timings of one model differ by so much."""

@@ -3,8 +3,8 @@
 import math
 from collections.abc import Sequence
 
-from ckpt_prune.recovery.record import RecoveredLayer
-from ckpt_prune.report.model import Learned, StrengthSearch
+from ckpt_prune.job.recovery_records import RecoveredLayer
+from ckpt_prune.job.report import Learned, StrengthSearch
 from ckpt_prune.reporting.charts import Point, Series, Style
 from ckpt_prune.reporting.plots import Figure, shown
 

@@ -7,11 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_prune.job.records import Cost, DepthRecord, FactoredLinear, HiddenRecord, MaskedLinear, SiteRecord
-from ckpt_prune.recovery.record import RecoveredLayer
-from ckpt_prune.report.adapters import is_recovered, told_of
-from ckpt_prune.report.figures import RecoveryFigures, recovery_figures
-from ckpt_prune.report.latency import latency_line
-from ckpt_prune.report.model import (
+from ckpt_prune.job.recovery_records import RecoveredLayer
+from ckpt_prune.job.report import (
     Latency,
     Learned,
     Mask,
@@ -22,7 +19,10 @@ from ckpt_prune.report.model import (
     StrengthSearch,
     UsedRecipe,
 )
-from ckpt_prune.report.reading import AnyPlan, read_report_or_plan
+from ckpt_prune.job.report_file import AnyPlan, read_report_or_plan
+from ckpt_prune.report.adapters import is_recovered, told_of
+from ckpt_prune.report.figures import RecoveryFigures, recovery_figures
+from ckpt_prune.report.latency import latency_line
 
 _STORED = "stored as "
 """How a note on a container begins, which its label says already."""

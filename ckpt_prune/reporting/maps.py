@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from ckpt_prune.report.model import ImportanceMap, Learned
+from ckpt_prune.job.report import ImportanceMap, Learned
 from ckpt_prune.reporting.charts import HEIGHT, WIDTH, number
 from ckpt_prune.reporting.escaping import text
 from ckpt_prune.reporting.plots import shown

@@ -5,7 +5,8 @@ from importlib import resources
 
 from ckpt_prune.common.formatting import human_bytes, human_count
 from ckpt_prune.job.records import FactoredLinear, HeadErrors, MaskedLinear, SiteRecord
-from ckpt_prune.recovery.record import RecoveredLayer
+from ckpt_prune.job.recovery_records import RecoveredLayer
+from ckpt_prune.job.report import Learned, Perplexity, Stage
 from ckpt_prune.report.depth import depth_lines, named
 from ckpt_prune.report.figures import (
     cost_changes,
@@ -19,7 +20,6 @@ from ckpt_prune.report.figures import (
     verdict,
 )
 from ckpt_prune.report.hidden import dimensions_line, hidden_lines
-from ckpt_prune.report.model import Learned, Perplexity, Stage
 from ckpt_prune.report.tried import tried_table
 from ckpt_prune.reporting.charts import draw, swatch
 from ckpt_prune.reporting.curves import curves

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from ckpt_prune.common.records import Record
 from ckpt_prune.job.records import FactoredLinear, MaskedLinear, SiteRecord
-from ckpt_prune.recovery.record import RecoveredLayer
+from ckpt_prune.job.recovery_records import RecoveredLayer
+from ckpt_prune.job.report import Learned, Perplexity
 from ckpt_prune.report.figures import inputs_of, kind_of, relative_floor
-from ckpt_prune.report.model import Learned, Perplexity
 from ckpt_prune.reporting.charts import Point, Series, Style
 
 Pick = Callable[[Any], Sequence[tuple[str, float]]]

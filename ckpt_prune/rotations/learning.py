@@ -32,7 +32,6 @@ from ckpt_prune.rotations.importance import Side, Term, importance, sensitivity
 from ckpt_prune.rotations.maps import importance_map
 from ckpt_prune.rotations.rotated import BlockRotations
 from ckpt_prune.rotations.training import Learned, Training, learn, learn_shared
-from ckpt_prune.stages.rotation.stage import Rotation
 
 _SHARED = "residual"
 _KEPT_BYTES = 2**30
@@ -136,7 +135,7 @@ class Learner:
     """
 
     model: Model
-    recipe: Rotation
+    recipe: Any
     backbone: Backbone
     groups: int | None
     source: Callable[["Learner"], MomentSource]

@@ -8,9 +8,9 @@ from ckpt_prune.job.job import Job
 from ckpt_prune.job.plan import Plan
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.recipe import Recipe
+from ckpt_prune.job.report_file import report_of
 from ckpt_prune.job.stage import Stage
 from ckpt_prune.parallel.group import process_group
-from ckpt_prune.report.reading import report_of
 from ckpt_prune.rotations.rotated import CONFIG_KEY
 from ckpt_prune.rotations.sliced import SLICING_KEY
 from ckpt_prune.stages.spaces.checks import check_spaces

@@ -6,9 +6,9 @@ from ckpt_prune.common.filenames import ROTATIONS
 from ckpt_prune.containers.container import Container
 from ckpt_prune.job.layout import layout_of, with_rest
 from ckpt_prune.job.model_view import ModelView
+from ckpt_prune.job.report import Report
 from ckpt_prune.job.run import Run
 from ckpt_prune.job.store import BlockStore
-from ckpt_prune.report.model import Report
 from ckpt_prune.runner.publish import publish
 
 

@@ -16,12 +16,12 @@ from ckpt_prune.job.decisions import multiple_of, rounding_of
 from ckpt_prune.job.plan import Plan
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.recipe import Recipe
+from ckpt_prune.job.report_file import report_of
 from ckpt_prune.job.selection import units_kept
 from ckpt_prune.job.sizes import TargetSize, size_words
 from ckpt_prune.measure.samples.choose import DEFAULT_WINDOWS, MOST_IMAGES
 from ckpt_prune.parallel.devices import multiplies_bfloat16
 from ckpt_prune.recipe.shipped import DEFAULT_RECIPE, WIDER_CHOICE
-from ckpt_prune.report.reading import report_of
 from ckpt_prune.sparsity.patterns import mask_words
 from ckpt_prune.stages.depth.stage import Depth
 from ckpt_prune.stages.hidden.stage import Hidden

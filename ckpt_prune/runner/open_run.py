@@ -10,8 +10,8 @@ from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.folder_kinds import OUTPUT_KIND, FolderKind, WantedNames
 from ckpt_prune.checkpoint.staging import Staging, refuse_overlap
 from ckpt_prune.job.run import Announce, Run
+from ckpt_prune.job.timing import Stages
 from ckpt_prune.parallel.group import process_group
-from ckpt_prune.report.stages import Stages
 from ckpt_prune.runner.publish import publish_complete
 from ckpt_prune.runner.resuming import announce_resumed, finished
 

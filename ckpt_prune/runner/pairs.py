@@ -12,10 +12,10 @@ from ckpt_prune.containers.checking import check_source, check_stock, check_stor
 from ckpt_prune.containers.container import stored_container
 from ckpt_prune.containers.remote import RANKS_KEY
 from ckpt_prune.job.names import RotationKind
+from ckpt_prune.job.report import Report
 from ckpt_prune.measure.samples.image_processor import load_processor
 from ckpt_prune.measure.samples.text import load_tokenizer, tokenise_text
 from ckpt_prune.measure.streams.kept_blocks import KeptBlocks
-from ckpt_prune.report.model import Report
 from ckpt_prune.rotations.learning import RotationSizes, WrittenRotations
 from ckpt_prune.rotations.rotated import RotatedCheckpoint
 from ckpt_prune.rotations.sliced import SLICING_KEY

@@ -16,12 +16,12 @@ from ckpt_prune.containers.container import Container
 from ckpt_prune.containers.remote import REMOTE_MODULE
 from ckpt_prune.containers.side_files import carried, side_files, top_names
 from ckpt_prune.job.recipe import Recipe
+from ckpt_prune.job.report import Report
+from ckpt_prune.job.report_file import report_of
 from ckpt_prune.job.run import Announce, say_nothing
+from ckpt_prune.job.timing import Stages
 from ckpt_prune.modeling_pruned import REFUSAL, WEIGHTS_KEY
 from ckpt_prune.report.card import model_card
-from ckpt_prune.report.model import Report
-from ckpt_prune.report.reading import report_of
-from ckpt_prune.report.stages import Stages
 
 _CARD = "README.md"
 

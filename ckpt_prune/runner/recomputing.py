@@ -15,9 +15,9 @@ from ckpt_prune.common.formatting import plural
 from ckpt_prune.common.progress import track
 from ckpt_prune.job.job import Job
 from ckpt_prune.job.recipe import Recipe
+from ckpt_prune.job.report import Report
+from ckpt_prune.job.report_file import report_of
 from ckpt_prune.measure.statistics.folder import Statistics
-from ckpt_prune.report.model import Report
-from ckpt_prune.report.reading import report_of
 from ckpt_prune.runner.checks import stages_of
 from ckpt_prune.runner.run_job import preview_job
 from ckpt_prune.stages import FullRecipe

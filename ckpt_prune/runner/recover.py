@@ -13,6 +13,8 @@ from ckpt_prune._version import __version__
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.containers.container import Container, container_of
 from ckpt_prune.job.model_view import ModelView
+from ckpt_prune.job.report import Report
+from ckpt_prune.job.report_file import report_of
 from ckpt_prune.job.run import Announce, say_nothing
 from ckpt_prune.job.training_settings import RecoverySettings
 from ckpt_prune.job.walk import walk
@@ -22,8 +24,6 @@ from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.recovery.recoverer import Recoverer
 from ckpt_prune.recovery.training import Split
-from ckpt_prune.report.model import Report
-from ckpt_prune.report.reading import report_of
 from ckpt_prune.rotations.rotated import RotatedCheckpoint
 from ckpt_prune.runner.copy import open_copy, publish_copy, write_rest
 from ckpt_prune.runner.open_run import open_run

@@ -8,12 +8,12 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from ckpt_prune.checkpoint.folder_kinds import OUTPUT_KIND
+from ckpt_prune.job.report import Report
 from ckpt_prune.job.run import Announce
 from ckpt_prune.job.step import Step, Tensors
 from ckpt_prune.job.walk import walk
 from ckpt_prune.recovery.scales import Fitted, Side
 from ckpt_prune.recovery.training import Split
-from ckpt_prune.report.model import Report
 from ckpt_prune.runner.copy import open_copy, publish_copy, write_rest
 from ckpt_prune.runner.open_run import open_run
 from ckpt_prune.runner.publish import wanted_names

@@ -5,9 +5,9 @@ from pathlib import Path
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.staging import Staging, complete_swap, partial_of
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.job.report import Report
+from ckpt_prune.job.report_file import report_of
 from ckpt_prune.job.run import Announce
-from ckpt_prune.report.model import Report
-from ckpt_prune.report.reading import report_of
 
 
 def finished(out: Path, job: str, announce: Announce) -> Report | None:

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from ckpt_prune.job.job import Job
 from ckpt_prune.job.prepared import Prepared, begin
+from ckpt_prune.job.report import Report
 from ckpt_prune.job.run import Announce, Run, say_nothing
 from ckpt_prune.job.walk import Records, read_records, walk
 from ckpt_prune.parallel.group import process_group
-from ckpt_prune.report.model import Report
 from ckpt_prune.runner.checks import check_data, check_fit, check_together, check_training, stages_of
 from ckpt_prune.runner.open_run import open_run
 from ckpt_prune.runner.publish import publish, wanted_names

@@ -13,7 +13,7 @@ from ckpt_prune.job.job import Job
 from ckpt_prune.job.prepared import Prepared, Ranked, begin
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.records import Cost, DepthRecord, SiteRecord
-from ckpt_prune.report.model import Report
+from ckpt_prune.job.report import Report
 from ckpt_prune.runner.plan import make_plan, prepare_plan
 from ckpt_prune.stages.depth.preview import without
 from ckpt_prune.stages.depth.runs import least_runs

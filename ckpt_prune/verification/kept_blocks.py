@@ -10,7 +10,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import REPORT
 from ckpt_prune.common.formatting import plural
 from ckpt_prune.job.records import DepthRecord
-from ckpt_prune.report.model import Report
+from ckpt_prune.job.report import Report
 from ckpt_prune.verification.equality import find_difference
 
 

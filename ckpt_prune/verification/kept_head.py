@@ -10,9 +10,9 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.containers.container import stored_container
 from ckpt_prune.job.names import RotationKind
+from ckpt_prune.job.report import Report
 from ckpt_prune.measure.streams.blocks import BlockFactory
 from ckpt_prune.measure.streams.readout import Readout
-from ckpt_prune.report.model import Report
 from ckpt_prune.rotations.absorbing import residual_of, without_mean
 from ckpt_prune.rotations.learning import RotationSizes, WrittenRotations
 from ckpt_prune.rotations.rotated import RotatedCheckpoint, not_learned

@@ -12,7 +12,7 @@ from ckpt_prune.common.filenames import REPORT
 from ckpt_prune.common.formatting import plural
 from ckpt_prune.common.progress import track
 from ckpt_prune.job.records import SiteRecord
-from ckpt_prune.report.model import Report
+from ckpt_prune.job.report import Report
 from ckpt_prune.verification.equality import is_same
 from ckpt_prune.verification.kept_blocks import list_mapped_tensors
 from ckpt_prune.verification.masks import rewriting_method

@@ -20,7 +20,7 @@ from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.formatting import plural
 from ckpt_prune.common.progress import track
 from ckpt_prune.job.records import HiddenRecord, SiteRecord
-from ckpt_prune.report.model import Report
+from ckpt_prune.job.report import Report
 from ckpt_prune.rotations.absorbing import residual_of
 from ckpt_prune.rotations.sliced import SlicedCheckpoint
 from ckpt_prune.runner.recomputing import BLOCKS, away

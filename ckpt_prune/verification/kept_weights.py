@@ -12,7 +12,7 @@ from ckpt_prune.common.filenames import REPORT
 from ckpt_prune.common.formatting import plural
 from ckpt_prune.common.progress import track
 from ckpt_prune.job.records import FactoredLinear
-from ckpt_prune.report.model import Report
+from ckpt_prune.job.report import Report
 from ckpt_prune.verification.equality import check_outside_blocks, find_difference
 from ckpt_prune.verification.kept_blocks import check_kept_blocks
 from ckpt_prune.verification.kept_head import check_head

@@ -25,9 +25,9 @@ from ckpt_prune.containers.checking import check_shapes
 from ckpt_prune.containers.container import stored_container
 from ckpt_prune.containers.remote import REMOTE_MODULE, remote_class
 from ckpt_prune.evaluation.whole_model import stock_load_report
+from ckpt_prune.job.report import Report
+from ckpt_prune.job.report_file import report_of
 from ckpt_prune.modeling_pruned import WEIGHTS_KEY
-from ckpt_prune.report.model import Report
-from ckpt_prune.report.reading import report_of
 from ckpt_prune.verification.kept_blocks import read_dense_at_depth
 from ckpt_prune.verification.kept_head import check_head
 from ckpt_prune.verification.kept_weights import check_kept

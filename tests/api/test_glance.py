@@ -42,7 +42,7 @@ def test_what_is_made_of_checkpoints() -> None:
     assert repr(planned).startswith("Planned(plan=Plan(model_path='dense', recipe='rcpu', container='")
     assert repr(planned).endswith(", sites=4), path=PosixPath('plan.json'))")
     assert repr(pruned).startswith("Pruned(path='small', report=Report(source='dense', recipe='rcpu', container='")
-    assert repr(dry).startswith("Pruned(path='other', settled=Job(source='dense', recipe='rcpu', ")
+    assert repr(dry).startswith("Pruned(path='other', settled=Prepared(source='dense', recipe='rcpu', ")
     recovered = ckpt_prune.recover(pruned, dense="dense", **DATA, epochs=1, output="better", **QUIET)
     assert repr(recovered).startswith("Recovered(path=PosixPath('better'), report=Report(source='dense', ")
     for shown in (planned, pruned, dry, recovered):

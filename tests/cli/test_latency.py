@@ -11,8 +11,8 @@ from torch import nn
 
 from ckpt_prune.benchmarking import table
 from ckpt_prune.evaluation.whole_model import quiet_transformers
+from ckpt_prune.job.report import Latency
 from ckpt_prune.report.latency import latency_line
-from ckpt_prune.report.model import Latency
 from tests.cli.running import TEXT, ok, read_json, refused, run
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
 

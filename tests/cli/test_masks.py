@@ -579,8 +579,8 @@ NOT_MEANT = (
             "mine.yaml: a recipe has either spaces, which lose units, or a mask, which zeroes weights; "
             "for both, prune twice, the mask last",
         ),
-        (HEAD, "mine.yaml: nothing to do: spaces, depth, hidden, low_rank or a mask is missing"),
-        (HEAD + "spaces: {}\n", "mine.yaml: nothing to do: spaces, depth, hidden, low_rank or a mask is missing"),
+        (HEAD, "mine.yaml: nothing to do: say what goes (depth, hidden, spaces, mask, low_rank)"),
+        (HEAD + "spaces: {}\n", "mine.yaml: nothing to do: say what goes (depth, hidden, spaces, mask, low_rank)"),
         (
             HEAD + "spaces:\n  mlp: {score: rcpu}\nrotation: {kind: shared}\n",
             "mine.yaml: rotation comes before a mask: say mask (with ratio 0 nothing is zeroed)",

@@ -202,7 +202,7 @@ def test_each_value_is_named_before_it_is_pruned(place):
 
 
 def test_all_values_are_checked_before_the_first_is_pruned(place, monkeypatch):
-    monkeypatch.setattr("ckpt_prune.runner.run_job.run", lambda *_a, **_k: pytest.fail("pruned"))
+    monkeypatch.setattr("ckpt_prune.runner.run_job.run_job", lambda *_a, **_k: pytest.fail("pruned"))
     how = ("--recipe", "shortgpt", *TRAIN, *HELD_OUT, "--sweep", "depth.drop=1,9")
     assert "9" in refused("plan", "dense", *how)
 

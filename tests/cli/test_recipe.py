@@ -135,7 +135,7 @@ def test_schema():
     assert schema["additionalProperties"] is False
     assert "rotation" in schema["$defs"]["Compensation"]["properties"]["method"]["enum"]
     assert "lambda" in schema["$defs"]["Compensation"]["properties"]
-    recovery = schema["$defs"]["RecoveryRecipe"]
+    recovery = schema["$defs"]["Recovery"]
     assert list(recovery["properties"]) == [
         *["method", "epochs", "lr", "batch", "accumulate", "schedule", "only", "layers", "norms"],
         *["teacher", "held_out", "patience", "samples", "seed"],

@@ -8,7 +8,7 @@ import torch
 
 from ckpt_prune.common import phases
 from ckpt_prune.common.phases import phase, time_phases
-from ckpt_prune.report.stages import Stages
+from ckpt_prune.job.timing import Stages
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from ckpt_prune.common.yaml12 import Yaml12Loader
 from ckpt_prune.job.records import Cost
 from ckpt_prune.job.sizes import Size, TargetSize, cost_in, parse_size
-from ckpt_prune.recipe.yaml12 import Yaml12Loader
 
 NONE = "Value error, a target size has exactly one of params, bytes, flops and latency: {params: 5.0B}"
 COST = Cost(parameters=6_738_415_616, bytes=13_476_831_232, flops=28_000_000_000_001, tokens=2048)

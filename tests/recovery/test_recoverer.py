@@ -12,10 +12,10 @@ from tqdm import tqdm
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import Meter, meter
+from ckpt_prune.job.recovery_records import RecoveredLayer
 from ckpt_prune.job.training_settings import RecoverySettings
 from ckpt_prune.measure.streams.state_memory import StateMemory, allocate_in_memory
 from ckpt_prune.recovery import recoverer as module
-from ckpt_prune.recovery.record import RecoveredLayer
 from ckpt_prune.recovery.recoverer import Recoverer, check_same_start
 from tests.oracles import laco, similarity
 from tests.oracles.perplexity import perplexity

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from ckpt_prune.job.report import Report
 from ckpt_prune.report.card import model_card
-from ckpt_prune.report.model import Report
 from tests.reporting.examples import Json, elsewhere, kept, layer, learned, linear, masked, recovery, report, site
 
 DENSE = (

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_prune.job.report import Report
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.report.card import model_card
-from ckpt_prune.report.model import Report
 from tests.reporting.examples import report, site
 
 SHIPPED = "That is the shipped recipe of this name"

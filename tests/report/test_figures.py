@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from ckpt_prune.job.records import Cost, MaskedLinear, SiteRecord
-from ckpt_prune.recovery.record import RecoveredLayer
+from ckpt_prune.job.recovery_records import RecoveredLayer
+from ckpt_prune.job.report import Learned, Recovery
 from ckpt_prune.report.figures import (
     CostChange,
     Means,
@@ -25,7 +26,6 @@ from ckpt_prune.report.figures import (
     verdict,
     worse_on_held_out,
 )
-from ckpt_prune.report.model import Learned, Recovery
 from tests.reporting.examples import Json, bare, kept, layer, learned, linear, recovery, site
 
 

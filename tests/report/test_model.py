@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from ckpt_prune.common.records import Record
 from ckpt_prune.job.records import MaskedLinear, SiteRecord
-from ckpt_prune.report.model import Report, Stage
+from ckpt_prune.job.report import Report, Stage
 from tests.reporting.examples import (
     Json,
     elsewhere,

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ckpt_prune.common import memory
-from ckpt_prune.report import stages as module
-from ckpt_prune.report.stages import Stages
+from ckpt_prune.job import timing as module
+from ckpt_prune.job.timing import Stages
 
 
 def test_time_is_that_of_the_body(monkeypatch):

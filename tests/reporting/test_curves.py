@@ -2,8 +2,8 @@
 
 import pytest
 
-from ckpt_prune.recovery.record import RecoveredLayer
-from ckpt_prune.report.model import Learned, StrengthSearch
+from ckpt_prune.job.recovery_records import RecoveredLayer
+from ckpt_prune.job.report import Learned, StrengthSearch
 from ckpt_prune.reporting.curves import curves
 from ckpt_prune.rotations.learning import _thinned
 

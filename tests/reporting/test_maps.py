@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from ckpt_prune.report.model import Learned
+from ckpt_prune.job.report import Learned
 from ckpt_prune.reporting.document import read_document
 from ckpt_prune.reporting.maps import SHADES, SIDE, map_figures
 from ckpt_prune.reporting.page import page

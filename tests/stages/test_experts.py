@@ -18,9 +18,9 @@ import ckpt_prune
 from ckpt_prune.cli.rendering import warning_lines
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.records import SiteRecord
+from ckpt_prune.job.report_file import report_of
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.recipe.reading import load_recipe
-from ckpt_prune.report.reading import report_of
 from ckpt_prune.runner.plan import prepare_plan
 from ckpt_prune.scoring.expert_scores import EXPERT_SCORES
 from ckpt_prune.stages import FullRecipe

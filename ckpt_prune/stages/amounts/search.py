@@ -28,6 +28,7 @@ from ckpt_prune.job.decisions import Decision, Decisions
 from ckpt_prune.job.job import LiveSamples
 from ckpt_prune.job.prepared import Prepared, Ranked
 from ckpt_prune.job.records import Tried
+from ckpt_prune.job.timing import Stages
 from ckpt_prune.measure.moment_sources import CachedMoments, KnownMoments
 from ckpt_prune.measure.moments.inputs import sum_folds
 from ckpt_prune.measure.samples.samples import SampleRange, Samples
@@ -35,7 +36,6 @@ from ckpt_prune.measure.statistics.fisher import LIMITS
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream, open_stream, split_folds
 from ckpt_prune.measure.streams.readout import Readout, measure_divergences
-from ckpt_prune.report.stages import Stages
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.spaces.budget import total_error
 from ckpt_prune.stages.spaces.effects.site_variants import check_finite, trial_spaces

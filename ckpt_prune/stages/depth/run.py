@@ -24,10 +24,10 @@ from ckpt_prune.job.job import LiveSamples
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.records import DepthRecord, GapRecord
 from ckpt_prune.job.run import Run
+from ckpt_prune.job.timing import Stages
 from ckpt_prune.measure.samples.samples import SampleRange
 from ckpt_prune.measure.statistics.distances import SAMPLES, Distances, measure_distances
 from ckpt_prune.measure.statistics.fisher import LIMITS
-from ckpt_prune.report.stages import Stages
 from ckpt_prune.stages.amounts.blocks import DepthWeighing, ranked_at
 from ckpt_prune.stages.amounts.blocks_and_dimensions import AxesWeighing
 from ckpt_prune.stages.amounts.search import measured_whole

@@ -16,8 +16,8 @@ from ckpt_prune.common.progress import track
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.records import HiddenRecord
 from ckpt_prune.job.run import Run
+from ckpt_prune.job.timing import Stages
 from ckpt_prune.measure.moment_sources import CachedMoments
-from ckpt_prune.report.stages import Stages
 from ckpt_prune.rotations.absorbing import residual_of
 from ckpt_prune.rotations.moments import stream_gram
 from ckpt_prune.rotations.sliced import SlicedCheckpoint, tied_basis

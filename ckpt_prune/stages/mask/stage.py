@@ -222,7 +222,7 @@ class Mask(Stage):
 
     def report(self, prepared: "Prepared", records: Sequence[Any], run: "Run") -> dict[str, Any]:
         """Return what became of every linear module, and how the zeros are shared out."""
-        from ckpt_prune.report import model
+        from ckpt_prune.job import report as model
 
         mask = model.Mask(
             method=self.method,

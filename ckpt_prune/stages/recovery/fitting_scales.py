@@ -2,13 +2,13 @@
 
 from ckpt_prune.common.formatting import plural
 from ckpt_prune.common.progress import meter
+from ckpt_prune.job.report import Adapters
 from ckpt_prune.job.run import Announce
+from ckpt_prune.job.timing import Stages
 from ckpt_prune.job.training_settings import RecoverySettings
 from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.recovery.scales import Fitted, Side, fit_scales
 from ckpt_prune.recovery.training import Split
-from ckpt_prune.report.model import Adapters
-from ckpt_prune.report.stages import Stages
 
 
 def fitted_scales(

@@ -9,10 +9,10 @@ from ckpt_prune.common.records import Record
 from ckpt_prune.common.versions import versions
 from ckpt_prune.containers.container import Container
 from ckpt_prune.job.cost import cost_of
+from ckpt_prune.job.recovery_records import RecoveredLayer
+from ckpt_prune.job.report import Adapters, Earlier, Perplexity, Recovery, Report, UsedRecipe
 from ckpt_prune.job.source_facts import source_of, stored_as
-from ckpt_prune.recovery.record import RecoveredLayer
 from ckpt_prune.recovery.recoverer import Recoverer
-from ckpt_prune.report.model import Adapters, Earlier, Perplexity, Recovery, Report, UsedRecipe
 
 
 def report_of_recovery(

@@ -9,11 +9,11 @@ from torch import Tensor
 from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.common.progress import track
 from ckpt_prune.job.prepared import Prepared
+from ckpt_prune.job.report import Adapters
 from ckpt_prune.job.run import Run
 from ckpt_prune.job.store import BlockStore
 from ckpt_prune.recovery.scales import Side, scaled
 from ckpt_prune.recovery.training import Split
-from ckpt_prune.report.model import Adapters
 from ckpt_prune.stages.recovery.fitting_scales import fitted_scales
 from ckpt_prune.stages.recovery.stage import Recovery
 

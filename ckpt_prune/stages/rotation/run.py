@@ -12,12 +12,12 @@ from torch import Tensor
 from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import Meter, meter
+from ckpt_prune.job import report as model
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.run import Run
 from ckpt_prune.job.step import Step, Tensors
 from ckpt_prune.measure.moment_sources import CachedMoments, MomentSource, NoMoments, SequentialMoments
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
-from ckpt_prune.report import model
 from ckpt_prune.rotations.learning import Learner, WrittenRotations, unit_of
 from ckpt_prune.rotations.rotated import BlockRotations, RotatedCheckpoint, Rotations, check_rotatable, not_learned
 from ckpt_prune.stages.mask.stage import Mask

@@ -8,10 +8,10 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.phases import phase
 from ckpt_prune.job.decisions import planned
 from ckpt_prune.job.prepared import Prepared
+from ckpt_prune.job.report import StrengthSearch
 from ckpt_prune.job.run import Run
 from ckpt_prune.job.walk import walk
 from ckpt_prune.measure.moment_sources import SequentialMoments
-from ckpt_prune.report.model import StrengthSearch
 from ckpt_prune.stages.output import plan_output
 from ckpt_prune.stages.pruning import prune_step
 from ckpt_prune.stages.spaces.checks import check_enough_samples

@@ -5,8 +5,8 @@ from typing import Any
 
 from ckpt_prune.checkpoint.files import read_input
 from ckpt_prune.common.safe_text import escape_controls
-from ckpt_prune.recipe.yaml12 import read_yaml
-from ckpt_prune.report.model import SourceCard
+from ckpt_prune.common.yaml12 import read_yaml
+from ckpt_prune.job.report import SourceCard
 
 _MOST_BYTES = 2**20
 _MOST_ENTRIES = 200

@@ -8,7 +8,7 @@ import torch
 
 from ckpt_prune.common.memory import peak_bytes
 from ckpt_prune.common.phases import time_phases
-from ckpt_prune.report.model import Stage
+from ckpt_prune.job.report import Stage
 
 
 class Stages:

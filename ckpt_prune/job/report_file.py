@@ -11,7 +11,7 @@ from ckpt_prune.checkpoint.model_folder import suggest_folders
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import REPORT
 from ckpt_prune.job.records import PlanFile, SiteRecord
-from ckpt_prune.report.model import Report, UsedRecipe
+from ckpt_prune.job.report import Report, UsedRecipe
 
 AnyPlan = PlanFile[UsedRecipe, SiteRecord]
 """A plan of any version, to be shown."""

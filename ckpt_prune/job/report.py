@@ -21,7 +21,7 @@ from ckpt_prune.job.records import (
     Origin,
     SiteRecord,
 )
-from ckpt_prune.recovery.record import RecoveredLayer
+from ckpt_prune.job.recovery_records import RecoveredLayer
 
 UNKNOWN = "?"
 """Stands for a version in a file that does not say."""

@@ -6,7 +6,7 @@ import yaml
 
 from ckpt_prune.checkpoint.sentence_modules import MODULES
 from ckpt_prune.common.safe_text import escape_controls
-from ckpt_prune.report.model import Report, SourceCard
+from ckpt_prune.job.report import Report, SourceCard
 
 _PIPELINES = {
     "AutoModelForCausalLM": "text-generation",
