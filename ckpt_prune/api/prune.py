@@ -268,7 +268,9 @@ def _pruned(options: PruneOptions, progress: bool, written: Callable[[Pruned], N
                 return finished
         job = with_latencies(read_job(options, chosen, dense, say), say, trust=options.trust_remote_code)
         start = begin(job)
-        settled = preview_job(job) if options.dry_run or start.widths_known else check_job(job)
+        settled = preview_job(job) if options.dry_run else check_job(job)
+        if start.widths_known:
+            settled = preview_job(job)
         check_training(start)
         step = _graph_step(options, chosen, dense)
         if options.dry_run or settled.measures_first:

@@ -55,7 +55,8 @@ class Estimate:
     def line(self) -> str:
         """The estimate in words."""
         spent = "" if self.seconds is None else f"about {format_duration(self.seconds)}, "
-        return f"{spent}{human_bytes(self.peak_bytes)} of memory and {human_bytes(self.disk_bytes)} of disk"
+        size = f"{human_bytes(self.peak_bytes)} of memory and {human_bytes(self.disk_bytes)} of disk"
+        return size if self.seconds is None else f"{spent}{size}, where nothing else runs on this machine"
 
     @property
     def warning(self) -> str | None:
@@ -175,10 +176,14 @@ def _multiple(recipe: Recipe) -> float | None:
         return recipe.time
 
     def traits(each: Recipe) -> tuple[object, ...]:
-        return tuple(stage.key for stage in each.stages), each.allocation, each.target
+        return tuple(stage.key for stage in each.stages if stage.prunes), each.allocation, each.target
 
-    shipped = map(load_recipe, shipped_recipes())
-    return next((each.time for each in shipped if each.time and traits(each) == traits(recipe)), None)
+    shipped = [each for each in map(load_recipe, shipped_recipes()) if each.time is not None]
+    for count in (3, 2, 1):
+        for each in shipped:
+            if traits(each)[:count] == traits(recipe)[:count]:
+                return each.time
+    return None
 
 
 def _dtype(job: Job) -> torch.dtype:

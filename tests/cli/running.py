@@ -36,8 +36,8 @@ def ok(*args: str) -> str:
 def untimed(said: str) -> str:
     """What a dry run says, without the one line about what the run will take."""
     lines = said.splitlines(keepends=True)
-    assert sum(line.startswith("it takes about ") for line in lines) == 1, said
-    return "".join(line for line in lines if not line.startswith("it takes about "))
+    assert sum(line.startswith("it takes ") for line in lines) == 1, said
+    return "".join(line for line in lines if not line.startswith("it takes "))
 
 
 def refused(*args: str) -> str:

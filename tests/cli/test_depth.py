@@ -95,18 +95,6 @@ def test_a_dry_run_says_how_many_and_what_is_measured(here) -> None:
     ]
 
 
-@pytest.mark.parametrize("recipe", ["depth", "shortgpt", "sleb"])
-def test_what_it_takes_is_told_beforehand(here, recipe: str) -> None:
-    told = [
-        json.loads(ok("prune", "deep", "--recipe", recipe, "--ratio", share, *TEXT, "--dry-run", "--json", "-o", "out"))
-        for share in ("0.17", "0.5")
-    ]
-    few, many = (each["estimate"] for each in told)
-    assert set(few["stages"]) == {"depth", "rest"}
-    # Blocks that the loss chooses go one by one; any others are chosen at once.
-    assert (many["stages"]["depth"] > 1.2 * few["stages"]["depth"]) == (recipe == "sleb")
-
-
 def test_two_gaps_and_their_maps(here) -> None:
     """The second map is fitted behind the first, to the dense model's own stream."""
     said = ok(*LINEAR, "-o", "out").splitlines()
@@ -151,7 +139,7 @@ def test_a_run_that_has_chosen_by_loss_does_not_choose_again(here) -> None:
     ok(*job, "-o", "whole")
     interrupted(job, 1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ckpt_prune.stages.depth.run.losses_without", None)
+        patch.setattr("ckpt_prune.stages.depth.run.measure_losses_without", None)
         resumed(job)
 
 

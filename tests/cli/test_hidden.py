@@ -158,7 +158,6 @@ def test_a_dry_run_says_the_width_and_what_is_measured(here) -> None:
         "everything that needs no measuring is checked, nothing written",
     ]
     told = json.loads(ok(*PER_BLOCK, "--dry-run", "--json", "-o", "out"))
-    assert set(told["estimate"]["stages"]) == {"hidden", "rest"}
     ok(*PER_BLOCK, "-o", "out")
     assert told["after"] == read_json("out/ckpt_prune.json")["after"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.cli.running import ok, refused, run
+from tests.cli.running import ok, refused, run, untimed
 from tests.pairs import every
 
 from .test_masks import COSTS, LINEARS, PRUNE, TEXT
@@ -86,7 +86,7 @@ def test_statistics_share_out_by_outliers_as_text_does(here):
 
 
 def test_dry_run(here):
-    assert ok(*PRUNE, "wanda-owl", *TEXT, "--dry-run") == (
+    assert untimed(ok(*PRUNE, "wanda-owl", *TEXT, "--dry-run")) == (
         COSTS + "to be masked by wanda: 70.0% of all linear weights, shared out over blocks by owl\n"
         "everything checked, nothing written\n"
     )
@@ -132,7 +132,7 @@ def test_what_does_not_go(here, recipe, options, why):
 
 
 def test_a_resumed_run_shares_out_once(here, monkeypatch):
-    from ckpt_prune.runner import run_job as running
+    from ckpt_prune.stages.mask import run as running
     from ckpt_prune.stages.mask.masker import Masker
     from tests.interrupting import interrupt_at
 

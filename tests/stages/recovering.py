@@ -185,6 +185,7 @@ def assert_described(out: Path, pruned: Path, report: dict[str, Any], dense: Pat
             assert (out / name).read_bytes() == (pruned / name).read_bytes(), name
     checks = {check.name: check.passed for check in verify(out, dense)}
     assert checks.pop("sparsity") is not False
+    assert checks.pop("side files", None) is not False
     expected = ("tensors", "finite", "load", "digests", *(() if dense is None else ("kept units",)))
     assert checks == dict.fromkeys(expected, True)
 

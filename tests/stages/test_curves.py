@@ -320,7 +320,7 @@ def test_a_score_that_does_better_everywhere_ranks_the_whole_space(dense, tmp_pa
         tried.append(len(states))
         return [0.5, 0.7, 0.4, 0.45, 0.3, 0.9, 0.8]
 
-    monkeypatch.setattr("ckpt_prune.stages.spaces.effects.predicted.divergences", divergences)
+    monkeypatch.setattr("ckpt_prune.stages.spaces.effects.predicted.measure_divergences", divergences)
     statistics = calibrate(folder, tmp_path / "statistics", data_of("opt"), folds=2)
     # Two points of the heads; of the mlp the best of each site, three scores, and the second point.
     assert tried == [2 + 1 + len(CANDIDATES) + 1]

@@ -145,6 +145,7 @@ def test_logits_are_the_dense_ones(dense, turned, variant, kind):
 def test_verify_passes(turned, variant, kind):
     checks = {check.name: check.passed for check in verify(turned(variant, kind))}
     assert checks.pop("sparsity") is not False
+    assert checks.pop("side files", None) is not False
     assert checks == dict.fromkeys(("tensors", "finite", "load", "digests"), True)
 
 

@@ -104,7 +104,7 @@ def search_strength(prepared: Prepared) -> StrengthSearch:
         if not isinstance(step.source, SequentialMoments):
             step.carry(trial.live_stream(trial.view))
         walk(trial.view, {Spaces.key: step}, doing=f"trying lambda {strength:g}")
-        nll = step.carried.nll()
+        nll = step.carried.measure_nll()
         perplexities[strength] = math.exp(nll) if nll < _MOST_NLL else None
     finite = {strength: value for strength, value in perplexities.items() if value is not None}
     if not finite:
