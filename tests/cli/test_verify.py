@@ -92,14 +92,16 @@ def test_a_flipped_byte(place):
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
-def test_a_side_file_that_does_not_load(place, name):
+def test_a_side_file_with_a_byte_order_mark_is_refused(place, name):
     """`sharded` has no digests that would tell."""
     path = Path("sharded", name)
     path.write_bytes(BOM_UTF8 + path.read_bytes())
-    assert failures("sharded") == {
-        "side files": f"{path} is not a readable JSON object (it begins with a byte order mark: save it as UTF-8 "
-        "without one); download or restore the file"
-    }
+    assert refused("verify", "sharded") == (f"{path} is UTF-8 with a byte order mark: save it as UTF-8 without one")
+
+
+def test_a_tokenizer_that_does_not_load(place):
+    Path("sharded/tokenizer.json").write_text("{}")
+    assert list(failures("sharded")) == ["side files"]
 
 
 def test_a_tokenizer_with_code_of_its_own_is_not_loaded(place):
