@@ -168,7 +168,7 @@ class Learner:
     @property
     def turns_stream(self) -> bool:
         """Whether there is an R1."""
-        return self.recipe.kind != "values"
+        return bool(self.recipe.kind != "values")
 
     @property
     def preserved(self) -> Tensor | None:
