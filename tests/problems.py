@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.job.names import Backbone
-from ckpt_prune.rotations.importance import Side, Term, sensitivity
+from ckpt_prune.stages.rotation.importance import Side, Term, sensitivity
 
 BACKBONES: tuple[Backbone, ...] = ("magnitude", "wanda", "sparsegpt")
 DAMP = 0.01

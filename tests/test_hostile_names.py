@@ -16,8 +16,6 @@ from safetensors.torch import save_file
 from ckpt_prune.checkpoint.json_files import pretty_json
 from ckpt_prune.common.filenames import REPORT
 from ckpt_prune.common.safe_text import CONTROL_CHARACTERS, escape_controls
-from ckpt_prune.compressing.card import quantised_card
-from ckpt_prune.compressing.record import Quantised
 from ckpt_prune.evaluation.block_comparison import BlockComparison, Comparison, Similarity
 from ckpt_prune.exporting.card import graph_card
 from ckpt_prune.exporting.manifest import GraphEntry, Manifest, Port
@@ -31,6 +29,8 @@ from ckpt_prune.report.card import model_card
 from ckpt_prune.reporting.comparison import comparison_page
 from ckpt_prune.reporting.document import read_document
 from ckpt_prune.reporting.page import page
+from ckpt_prune.stages.quantize.card import make_card
+from ckpt_prune.stages.quantize.record import QuantizationRecord
 from tests.cli.running import refused, run
 from tests.evaluation.tiny import tiny_llama
 from tests.forked import posix
@@ -127,7 +127,7 @@ def quantised() -> str:
     versions = dict.fromkeys(("ckpt_prune", "compressed_tensors", "torch", "transformers"), EVIL)
     values = {"auto_class": "AutoModelForCausalLM", "format": "int8", "group_size": None, "before": 2, "after": 1}
     source = {"name": f"{EVIL}/{EVIL}", "fingerprint": "f", "card": card.model_dump()}
-    return quantised_card(Quantised.read(versions | values | {"source": source, "weights": [{"weight": EVIL}]}))
+    return make_card(QuantizationRecord.read(versions | values | {"source": source, "weights": [{"weight": EVIL}]}))
 
 
 def of_a_graph() -> str:

@@ -23,7 +23,7 @@ import torch
 
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
-from ckpt_prune.compensation.fit import Solution, error, from_moments
+from ckpt_prune.compensation.fit import Solution, fit_from_moments, squared_error
 from ckpt_prune.evaluation.perplexity import perplexity
 from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.job.job import Job, LiveSamples
@@ -280,9 +280,9 @@ def predicted(bench: Bench, args: argparse.Namespace) -> None:
                         own = written.read([bias])[bias].double()
                         shift = own - checkpoint.read([bias])[bias].double() if bias in checkpoint.tensors else own
                     kept = model.consumer_columns(site["space"], torch.tensor(site["kept"]))
-                    fit = from_moments(dense, moments, kept)
+                    fit = fit_from_moments(dense, moments, kept)
                     assert fit.target_energy is not None
-                    found = error(Solution(new, shift), fit) / fit.target_energy
+                    found = squared_error(Solution(new, shift), fit) / fit.target_energy
                     pairs.append((site["error_held_out"], site["error_compensated"], found))
             said, fitted, found_ = (torch.tensor(column).log() for column in zip(*pairs, strict=True))
             correlation = torch.corrcoef(torch.stack([said, found_]))[0, 1].item()

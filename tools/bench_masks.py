@@ -21,10 +21,10 @@ from ckpt_prune.evaluation.perplexity import perplexity
 from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.job.job import Job, LiveSamples
 from ckpt_prune.measure.samples.samples import TokenWindows
-from ckpt_prune.rotations import learning as rotations
 from ckpt_prune.runner.plan import prepare_plan
 from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.stages import FullRecipe
+from ckpt_prune.stages.rotation import learner as rotations
 from tools.bench_lines import add_line, by_key, lines_of
 from tools.bench_perplexity import SHARED, Subject, subjects, windows_of
 

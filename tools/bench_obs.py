@@ -18,7 +18,7 @@ import argparse
 import torch
 from torch import Tensor
 
-from ckpt_prune.scoring.obs import DAMP, removal
+from ckpt_prune.scoring.obs import DAMP, remove_greedily
 from tools.bench_rotation import timed
 
 TOKENS = 2
@@ -78,14 +78,14 @@ def main() -> None:
     )
     print("|---|---|---|---|---|---|---|---|---|---|")
     for device in arguments.devices:
-        removal(*layer(64, 256, device))  # first calls load kernels
+        remove_greedily(*layer(64, 256, device))  # first calls load kernels
         for d in arguments.widths:
             weight, gram = layer(min(d, arguments.outputs), d, device)
             held = 0
             if device.startswith("cuda"):
                 torch.cuda.reset_peak_memory_stats()
                 held = torch.cuda.memory_allocated()
-            found, seconds = timed(lambda: removal(weight, gram), device)  # noqa: B023
+            found, seconds = timed(lambda: remove_greedily(weight, gram), device)  # noqa: B023
             peak = "-"
             if device.startswith("cuda"):
                 peak = f"{(torch.cuda.max_memory_allocated() - held) / (8 * d * d):.1f}"

@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM
 from ckpt_prune.job.names import Backbone
 from ckpt_prune.job.names import RetractionName as MethodName
 from ckpt_prune.measure.samples.text import load_tokenizer, read_text, tokenise_text
-from ckpt_prune.rotations.importance import Side, Term, objective, sensitivity
-from ckpt_prune.rotations.orthogonal import METHODS, clipped, identity, rotator
-from ckpt_prune.rotations.training import Training
+from ckpt_prune.stages.rotation.descent import DescentSettings
+from ckpt_prune.stages.rotation.importance import Side, Term, objective, sensitivity
+from ckpt_prune.stages.rotation.orthogonal import RETRACTIONS, clip_slopes, identity, make_rotator
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
@@ -43,11 +43,11 @@ class Run:
     """One method on one problem, a step at a time, its own clock running only meanwhile."""
 
     def __init__(self, problem: Problem, method: MethodName, steps: int, device: str) -> None:
-        self.problem, self.method, self.training = problem, method, Training(steps=steps, method=method)
+        self.problem, self.method, self.training = problem, method, DescentSettings(steps=steps, method=method)
         self.device, self.seconds, self.entropies = device, [0.0], list[float]()
         shapes = [(problem.hidden, problem.hidden), problem.heads]
         self.rotators = [
-            None if shape is None else rotator(method, identity(shape, dtype=torch.float32).to(device))
+            None if shape is None else make_rotator(method, identity(shape, dtype=torch.float32).to(device))
             for shape in shapes
         ]
 
@@ -69,7 +69,7 @@ class Run:
         if not self.done:
             both = zip(self.rotators, here, strict=True)
             moved = [(r, q.grad) for r, q in both if r is not None and q is not None and q.grad is not None]
-            slopes = clipped([one.slope(gradient) for one, gradient in moved], self.training.clip)
+            slopes = clip_slopes([one.slope(gradient) for one, gradient in moved], self.training.clip)
             for (one, _), slope in zip(moved, slopes, strict=True):
                 one.step(slope, self.training.rate(len(self.entropies) - 1))
             if self.device.startswith("cuda"):
@@ -159,7 +159,7 @@ def bench(problem: Problem, targets: list[int], budgets: list[int], device: str)
         for t in problem.terms
     ]
     problem = Problem(problem.name, terms, problem.backbone, problem.hidden, problem.heads)
-    for method in METHODS:  # first calls load kernels
+    for method in RETRACTIONS:  # first calls load kernels
         Run(problem, method, 1, device).advance()
     paper = Run(problem, "qr", max(targets), device)
     ours = [Run(problem, "cayley", budget, device) for budget in budgets]

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckpt_prune.compensation.choice import choose
-from ckpt_prune.compensation.fit import blend_from_moments, error
+from ckpt_prune.compensation.choice import choose_form
+from ckpt_prune.compensation.fit import blend_from_moments, squared_error
 from ckpt_prune.compensation.methods import METHODS, absolute_strength
 from ckpt_prune.measure.moments.inputs import Moments
-from ckpt_prune.scoring.obs import removal
+from ckpt_prune.scoring.obs import remove_greedily
 from ckpt_prune.sparsity import masks, sparsegpt
 from ckpt_prune.sparsity.patterns import GroupPattern
 
@@ -74,7 +74,7 @@ def moments(outputs: int, inputs: int, device: str) -> dict[str, Any]:
 def obs(outputs: int, inputs: int, device: str, per_unit: int = 1) -> dict[str, Any]:
     """Order all units by optimal brain surgeon."""
     here = layer(outputs, inputs, device)
-    found = removal(here.weight, here.moments.gram, per_unit)
+    found = remove_greedily(here.weight, here.moments.gram, per_unit)
     return {"rising": bool((found.costs.diff() >= 0).all()), "damping": found.strength}
 
 
@@ -86,14 +86,14 @@ def refit(outputs: int, inputs: int, device: str, method: str) -> dict[str, Any]
     solution = METHODS[method].fit(weight, fit, absolute_strength(STRENGTH, "relative", fit))
     energy = fit.second_moments()[2]
     bare = METHODS["none"].fit(weight, fit, 0.0)
-    return {"error": error(solution, fit) / energy, "uncompensated": error(bare, fit) / energy}
+    return {"error": squared_error(solution, fit) / energy, "uncompensated": squared_error(bare, fit) / energy}
 
 
 def choice(outputs: int, inputs: int, device: str) -> dict[str, Any]:
     """Choose a method and its strength on folds."""
     here = layer(outputs, inputs, device)
     folds = [blend_from_moments(here.weight, fold, here.kept) for fold in here.folds]
-    found = choose(here.weight[:, here.kept].double(), folds, CANDIDATES, GRID)
+    found = choose_form(here.weight[:, here.kept].double(), folds, CANDIDATES, GRID)
     return {"chosen": found.best.method, "strength": found.best.strength, "error": found.best.error}
 
 
@@ -103,7 +103,7 @@ def mask(outputs: int, inputs: int, device: str, method: str) -> dict[str, Any]:
     if method == "wanda":
         keep = masks.keep_groups(masks.wanda(here.weight, here.moments), TWO_OF_FOUR)
     else:
-        keep = sparsegpt.prune(here.weight, here.moments.gram, pattern=TWO_OF_FOUR, ratio=0.5).keep
+        keep = sparsegpt.prune_weight(here.weight, here.moments.gram, pattern=TWO_OF_FOUR, ratio=0.5).keep
     return {"kept": float(keep.double().mean())}
 
 

@@ -8,8 +8,6 @@ from pathlib import Path
 import torch
 
 from ckpt_prune._version import __version__
-from ckpt_prune.adapting.examples import Examples
-from ckpt_prune.adapting.training import Adapted, adapt, rate_of, require_peft
 from ckpt_prune.architectures.fitting import loaded
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.checkpoint.checkpoint import CONFIG, Checkpoint
@@ -28,10 +26,12 @@ from ckpt_prune.job.run import Announce
 from ckpt_prune.job.timing import Stages
 from ckpt_prune.job.training_settings import LoraSettings, RecoverySettings
 from ckpt_prune.measure.samples.samples import Samples
-from ckpt_prune.recovery.survivors import trained_tensors
-from ckpt_prune.recovery.training import Split
 from ckpt_prune.runner.publish import publish, wanted_names
+from ckpt_prune.stages.recovery.block_training import SampleSplit
+from ckpt_prune.stages.recovery.lora import TrainedAdapters, lora_rate, require_peft, train_adapters
+from ckpt_prune.stages.recovery.lora_examples import LoraExamples
 from ckpt_prune.stages.recovery.reports import report_of_adapters
+from ckpt_prune.stages.recovery.trainable import trainable_tensors
 
 _WEIGHT = ".weight"
 
@@ -55,7 +55,7 @@ class LoraRequest:
     settings: RecoverySettings
     lora: LoraSettings
     samples: Samples
-    examples: Examples
+    examples: LoraExamples
     seed: int
     compute_dtype: torch.dtype
     device: torch.device
@@ -81,7 +81,7 @@ def modules_of(request: LoraRequest) -> dict[str, tuple[str, torch.dtype]]:
     known = container_of(model).names()
     found = {}
     for block in request.settings.blocks(model.blocks):
-        for name in trained_tensors(model.family, block, tensors, request.settings.only):
+        for name in trainable_tensors(model.family, block, tensors, request.settings.only):
             parameters = known.parameters(name) if name.endswith(_WEIGHT) and tensors[name].numel() else ()
             if len(parameters) == 1:
                 found[parameters[0].removesuffix(_WEIGHT)] = (name, tensors[name].dtype)
@@ -116,9 +116,9 @@ def recover_by_lora(request: LoraRequest, out: Path, *, overwrite: bool, announc
     stages = Stages(request.device)
     with stages.stage("loading"):
         model = load_model(pruned.path, device=request.device, dtype=request.compute_dtype)
-    rate = rate_of(request.settings, request.pruned.dimension("hidden"))
+    rate = lora_rate(request.settings, request.pruned.dimension("hidden"))
     with stages.stage("training"), meter(request.settings.epochs, "training adapters", unit="epoch") as epochs:
-        adapted = adapt(
+        adapted = train_adapters(
             model,
             {name: dtype for name, (_, dtype) in modules.items()},
             request.examples,
@@ -149,7 +149,7 @@ def _memory(request: LoraRequest, modules: dict[str, tuple[str, torch.dtype]]) -
 def _written(
     request: LoraRequest,
     own: Report | None,
-    adapted: Adapted,
+    adapted: TrainedAdapters,
     changed: dict[str, torch.Tensor],
     place: Staging,
     stages: Stages,
@@ -171,7 +171,7 @@ def _written(
         data=request.samples.fingerprint,
         samples=len(request.samples),
         window=request.samples.tokens if request.examples.classes is None else None,
-        measured=len(Split.of(len(request.samples), request.settings.held_out).measured),
+        measured=len(SampleSplit.of(len(request.samples), request.settings.held_out).measured),
         modules=len(changed),
         parameters=adapted.parameters,
         steps=adapted.steps,

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any
 from ckpt_prune.api.types import AnyModel, AnyPath
 from ckpt_prune.architectures.supported import check_supported
 from ckpt_prune.common.progress import show_progress
-from ckpt_prune.compressing.scheme import Format
 from ckpt_prune.measure.statistics.files import check_statistics
 from ckpt_prune.options import QuantizeOptions, checked
+from ckpt_prune.stages.quantize.scheme import Format
 
 if TYPE_CHECKING:
-    from ckpt_prune.compressing.record import Quantised
     from ckpt_prune.measure.statistics.folder import Statistics
 
 
@@ -64,9 +63,11 @@ def quantize(
     if options.statistics is not None:
         check_statistics(options.statistics)
 
-    from ckpt_prune.compressing.quantise import job_of, quantise
     from ckpt_prune.containers.opening import Opening, open_checkpoint
+    from ckpt_prune.stages.quantize.quantization import plan_quantization, write_quantized
 
     with show_progress(progress):
-        job = job_of(open_checkpoint(options.model, Opening()), options.format, options.group_size, options.statistics)
-        return QuantizedModel(options.output, quantise(job, options.output, overwrite=options.overwrite))
+        job = plan_quantization(
+            open_checkpoint(options.model, Opening()), options.format, options.group_size, options.statistics
+        )
+        return QuantizedModel(options.output, write_quantized(job, options.output, overwrite=options.overwrite))

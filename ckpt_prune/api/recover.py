@@ -267,15 +267,15 @@ def _refuse_adapters(given: LoraSettings) -> None:
 
 
 def _by_lora(options: RecoverOptions, settings: RecoverySettings, lora: LoraSettings, progress: bool) -> Recovered:
-    from ckpt_prune.adapting.examples import examples_of
     from ckpt_prune.adapting.recover import LoraRequest, recover_by_lora
-    from ckpt_prune.adapting.training import require_peft
     from ckpt_prune.containers.opening import Opening, open_model
     from ckpt_prune.measure.samples.choose import choose_samples
     from ckpt_prune.parallel.devices import resolve_device
     from ckpt_prune.runner.pairs import check_one_stream, refuse_factored
     from ckpt_prune.runner.publish import wanted_names
     from ckpt_prune.runner.read_job import training_dtype
+    from ckpt_prune.stages.recovery.lora import require_peft
+    from ckpt_prune.stages.recovery.lora_examples import make_examples
     from ckpt_prune.stages.recovery.run import check_trainable
 
     require_peft()
@@ -299,7 +299,7 @@ def _by_lora(options: RecoverOptions, settings: RecoverySettings, lora: LoraSett
             settings,
             lora,
             samples,
-            examples_of(ours, samples, options),
+            make_examples(ours, samples, options),
             seed=options.seed,
             compute_dtype=training_dtype(options, target),
             device=target,

@@ -65,17 +65,17 @@ def verify(
         raise UserError("--statistics needs --against MODEL: blocks are computed again from both")
     place = check_output_folder(Path(path_of(folder)))
 
-    from ckpt_prune.compressing.verify import verify_quantised
     from ckpt_prune.evaluation.device_map import spread
     from ckpt_prune.exporting.apart import sessions_apart
     from ckpt_prune.exporting.session import FILES
     from ckpt_prune.exporting.verify import verify_graph
+    from ckpt_prune.stages.quantize.verify_quantized import verify_quantized
     from ckpt_prune.verification import verify as checking
 
     with show_progress(progress), sessions_apart(), spread(spreading):
         dense = None if against is None else resolve_model(path_of(against))
         if (place / QUANTISED_RECORD).is_file():
-            return Verification(tuple(verify_quantised(place, dense)))
+            return Verification(tuple(verify_quantized(place, dense)))
         holds_graph = any((place / file).is_file() for file in FILES.values()) and not any(place.glob("*.safetensors"))
         if holds_graph or (place / GRAPH_RECORD).is_file():
             return Verification(tuple(verify_graph(place, dense)))

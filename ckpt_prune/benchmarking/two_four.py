@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.graph_types import GraphType
-from ckpt_prune.sparsity.zeros import sparsity_of
+from ckpt_prune.sparsity.zeros import count_zeros
 
 PATTERN = "2:4"
 CAPABILITY = (8, 0)
@@ -60,4 +60,4 @@ def _fits(shape: tuple[int, ...]) -> bool:
 
 
 def _holds(weight: Tensor) -> bool:
-    return sparsity_of("", weight).holds(PATTERN)
+    return count_zeros("", weight).holds(PATTERN)

@@ -152,7 +152,7 @@ def _print_dry(settled: Any) -> None:
     from ckpt_prune.common.formatting import plural
     from ckpt_prune.runner.estimate import estimate_job
     from ckpt_prune.runner.messages import messages, unmeasured_lines
-    from ckpt_prune.sparsity.patterns import mask_words
+    from ckpt_prune.sparsity.patterns import describe_mask
 
     for message in messages(settled):
         click.echo(message)
@@ -163,7 +163,7 @@ def _print_dry(settled: Any) -> None:
     elif mask is None:
         click.echo(kept_line(settled))
     else:
-        how = mask_words(mask.method, mask.pattern)
+        how = describe_mask(mask.method, mask.pattern)
         rotation = settled.recipe.rotation
         if rotation is not None:
             click.echo(

@@ -7,7 +7,7 @@ import click
 
 from ckpt_prune.api.quantize import quantize
 from ckpt_prune.cli.options import echo_json, json_option, model_argument, overwrite_option, table
-from ckpt_prune.compressing.scheme import BITS
+from ckpt_prune.stages.quantize.scheme import BITS
 
 
 @click.command("quantize")

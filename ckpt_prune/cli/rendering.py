@@ -32,7 +32,7 @@ from ckpt_prune.report.hidden import dimensions_line, hidden_lines
 from ckpt_prune.report.latency import latency_line
 from ckpt_prune.report.tried import tried_table
 from ckpt_prune.runner.messages import asked_size_of
-from ckpt_prune.sparsity.patterns import mask_words
+from ckpt_prune.sparsity.patterns import describe_mask
 from ckpt_prune.stages.depth.stage import Depth
 from ckpt_prune.stages.hidden.stage import Hidden
 
@@ -289,7 +289,7 @@ def mask_lines(report: Report) -> Iterable[str]:
         )
     if mask is None or report.mask is None:
         return
-    how = mask_words(report.mask.method, report.mask.pattern)
+    how = describe_mask(report.mask.method, report.mask.pattern)
     yield f"masked by {how}: {mask.share:.2%} zeros in {mask.linears} weights of {human_count(mask.size)}"
     shared = shares_line(report.mask)
     if shared is not None:

@@ -17,7 +17,7 @@ from operator import add
 
 from torch import Tensor
 
-from ckpt_prune.compensation.fit import Blend, Fit, Solution, error
+from ckpt_prune.compensation.fit import Blend, Fit, Solution, squared_error
 from ckpt_prune.compensation.held_out import HeldOut
 from ckpt_prune.compensation.methods import METHODS, Method, Units, absolute_strength
 
@@ -25,7 +25,7 @@ RESOLUTION = 1e-12
 """Relative errors that differ by less than this count as equal: the difference is rounding."""
 SMALLEST_SCALE = 1e-6
 """The scaled rotation is divided by its scale to get the plain one, unless the scale is smaller than this."""
-PLENTY = 8
+ENOUGH_FOR_TWO_FOLDS = 8
 """With so many training tokens for each kept input, two folds held out choose as well as all."""
 
 NEAR = 0.1
@@ -38,7 +38,7 @@ _Key = tuple[str, float | None, float]
 
 
 @dataclass(frozen=True)
-class Trial:
+class FormTrial:
     """One way to fit a projection, and its error on tokens that it was not fitted to.
 
     Attributes:
@@ -51,7 +51,7 @@ class Trial:
     method: str
     strength: float | None
     share: float
-    error: float
+    squared_error: float
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class RuledOut:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class FormChoice:
     """The trial with the least held-out error, and how clear the choice is.
 
     Attributes:
@@ -83,14 +83,14 @@ class Chosen:
         ruled_out: the other methods, in that order.
     """
 
-    best: Trial
+    best: FormTrial
     margin: float
     runner_up: str | None
-    trials: tuple[Trial, ...]
+    trials: tuple[FormTrial, ...]
     ruled_out: tuple[RuledOut, ...] = ()
 
 
-def choose(
+def choose_form(
     weight_kept: Tensor,
     folds: Sequence[Blend],
     methods: Sequence[str],
@@ -99,7 +99,7 @@ def choose(
     units: Units = "relative",
     *,
     total: Blend | None = None,
-) -> Chosen:
+) -> FormChoice:
     """The method, strength and share of the drift with the least held-out error, summed over folds.
 
     The error on a fold is that of a fit to all other folds. Every fit is scored by the target at α = 1, the dense
@@ -146,13 +146,13 @@ def choose(
     best = _least(found)
     others = [trial for trial in found if trial.method != best.method]
     # Where a method was ruled out its error is not known, but it is no less than this.
-    nearest = others + [Trial(each.method, None, 1.0, each.at_least) for each in ruled_out]
+    nearest = others + [FormTrial(each.method, None, 1.0, each.at_least) for each in ruled_out]
     if not nearest:
-        return Chosen(best, 0.0, None, tuple(found))
+        return FormChoice(best, 0.0, None, tuple(found))
     runner_up = _least(nearest)
     gap = runner_up.error - best.error
     margin = gap / max(best.error, RESOLUTION) if gap > RESOLUTION else 0.0
-    return Chosen(best, margin, runner_up.method, tuple(found), tuple(ruled_out))
+    return FormChoice(best, margin, runner_up.method, tuple(found), tuple(ruled_out))
 
 
 def _sum(folds: Sequence[Blend]) -> Blend:
@@ -166,7 +166,7 @@ def _too_few(used: int) -> str:
     return f"choosing on held-out tokens needs at least 2 folds with tokens, not {used}"
 
 
-def _least(trials: Sequence[Trial]) -> Trial:
+def _least(trials: Sequence[FormTrial]) -> FormTrial:
     """The trial with the least error. Of several equal ones it is the one that changes the weights least."""
     least = min(trial.error for trial in trials)
     order = list(METHODS)
@@ -176,7 +176,7 @@ def _least(trials: Sequence[Trial]) -> Trial:
     )
 
 
-def splits(folds: Sequence[Blend], total: Blend, kept: int) -> Iterator[tuple[Blend, Fit]]:
+def split_folds(folds: Sequence[Blend], total: Blend, kept: int) -> Iterator[tuple[Blend, Fit]]:
     """What is trained on and what is held out, at α = 1: every fold that has tokens, or two where tokens are plenty.
 
     The two are the first and the middle one. Folds are runs of one text: neighbours are most alike.
@@ -196,7 +196,7 @@ def splits(folds: Sequence[Blend], total: Blend, kept: int) -> Iterator[tuple[Bl
             raise ValueError("some folds have a drift and some have none: measure all of them to the same target")
         yield train, fold.at(1.0)
         training.append(train.fit.count)
-        if len(training) == 2 and min(training) >= PLENTY * kept:
+        if len(training) == 2 and min(training) >= ENOUGH_FOR_TWO_FOLDS * kept:
             return
 
 
@@ -211,7 +211,7 @@ class _Trials:
     shares: Sequence[float]
     units: Units
 
-    def run(self, methods: Sequence[Method]) -> tuple[list[Trial], list[RuledOut]]:
+    def run(self, methods: Sequence[Method]) -> tuple[list[FormTrial], list[RuledOut]]:
         """The best trial of each method, and the methods that need none, in the order given."""
         shares = (0.0,) if self.total.cross is None else self.shares
         dear = [method.name for method in methods if method.best_of_form]
@@ -220,13 +220,13 @@ class _Trials:
         compared = len(dear) < len(methods)
         bounding = dict(_fits(dear, self.weight_kept, self.total.at(1.0))) if compared else {}
         energy, fewest = 0.0, self.total.fit.count
-        for train, fold in splits(self.folds, self.total, self.weight_kept.shape[1]):
+        for train, fold in split_folds(self.folds, self.total, self.weight_kept.shape[1]):
             fewest = min(fewest, train.fit.count)
             energy += fold.second_moments()[2]
             for key, found in self._others([m for m in methods if not m.best_of_form], train, fold, shares):
                 sums[key] += found
             for name, solution in bounding.items():
-                bounds[name] += error(solution, fold)
+                bounds[name] += squared_error(solution, fold)
         unit = energy if energy > 0 else 1.0
         least = min(sums.values(), default=math.inf)
         ruled_out = {name for name, bound in bounds.items() if bound > least + RESOLUTION * unit}
@@ -234,7 +234,7 @@ class _Trials:
         few = fewest < FEW * self.weight_kept.shape[1]
         sums |= self._around(_share(sums, energy), left, shares, math.inf if few else least * (1 + NEAR))
         scale = 1 / energy if energy > 0 else 0.0
-        trials = [Trial(*key, found * scale) for key, found in sums.items()]
+        trials = [FormTrial(*key, found * scale) for key, found in sums.items()]
         return (
             [_least([t for t in trials if t.method == m.name]) for m in methods if m.name not in ruled_out],
             [RuledOut(m.name, bounds[m.name] * scale) for m in methods if m.name in ruled_out],
@@ -253,13 +253,13 @@ class _Trials:
             if method.ridge_towards is None and method.uses_strength:
                 for (value, strength), share in product(zip(self.grid, strengths, strict=True), shares):
                     solution = method.fit(self.weight_kept, train.at(share), strength)
-                    yield (method.name, value, share), error(solution, fold)
+                    yield (method.name, value, share), squared_error(solution, fold)
             elif method.name == "none":
-                yield ("none", None, shares[0]), error(Solution(self.weight_kept), fold)
+                yield ("none", None, shares[0]), squared_error(Solution(self.weight_kept), fold)
             elif not method.uses_strength:
                 for share in shares:
                     solution = method.fit(self.weight_kept, train.at(share), 0.0)
-                    yield (method.name, None, share), error(solution, fold)
+                    yield (method.name, None, share), squared_error(solution, fold)
 
     def _around(
         self, start: float | None, names: Sequence[str], shares: Sequence[float], limit: float
@@ -272,10 +272,10 @@ class _Trials:
         wanted = set(range(len(shares))) if start is None else {shares.index(start)}
         done: set[int] = set()
         while names and wanted - done:
-            for train, fold in splits(self.folds, self.total, self.weight_kept.shape[1]):
+            for train, fold in split_folds(self.folds, self.total, self.weight_kept.shape[1]):
                 for index in sorted(wanted - done):
                     for name, solution in _fits(names, self.weight_kept, train.at(shares[index])):
-                        sums[name, None, shares[index]] += error(solution, fold)
+                        sums[name, None, shares[index]] += squared_error(solution, fold)
             done |= wanted
             lowest = {name: min(done, key=lambda i: sums.get((name, None, shares[i]), math.inf)) for name in names}
             names = [name for name in names if sums[name, None, shares[lowest[name]]] <= limit]
@@ -286,7 +286,7 @@ class _Trials:
 
 def _share(sums: dict[_Key, float], energy: float) -> float | None:
     """The share at which the best ridge is best; None where there is none, or nothing to foretell."""
-    own = [Trial(*key, found) for key, found in sums.items() if METHODS[key[0]].ridge_towards]
+    own = [FormTrial(*key, found) for key, found in sums.items() if METHODS[key[0]].ridge_towards]
     return _least(own).share if own and energy > 0 else None
 
 

@@ -23,7 +23,7 @@ class Factors:
     error: float
 
 
-def rank_at(rows: int, columns: int, ratio: float) -> int:
+def rank_for_ratio(rows: int, columns: int, ratio: float) -> int:
     """The largest rank whose factors have at most a share 1 - ratio of a weight's parameters; at least 1.
 
     SVD-LLM's code takes ⌊d_out d_in (1 - ratio) / (d_out + d_in)⌋, which is that.
@@ -31,12 +31,12 @@ def rank_at(rows: int, columns: int, ratio: float) -> int:
     return max(1, int(rows * columns * (1 - ratio) / (rows + columns)))
 
 
-def saves(rows: int, columns: int, rank: int) -> bool:
+def saves_parameters(rows: int, columns: int, rank: int) -> bool:
     """Whether the factors have fewer parameters than the weight."""
     return rank * (rows + columns) < rows * columns
 
 
-def energies(weight: Tensor, gram: Tensor | None) -> Tensor:
+def direction_energies(weight: Tensor, gram: Tensor | None) -> Tensor:
     """What every direction of the output is worth: the squared singular values of W S, S Sᵀ = G, descending.
 
     The error of rank r is the sum of those from the r-th on (Wang et al. 2024, SVD-LLM, Theorem 3.2).
@@ -78,7 +78,7 @@ def factor(weight: Tensor, gram: Tensor | None, rank: int) -> Factors:
     return Factors(up, up.T @ weight, values[rank:].sum().item() / energy if energy else 0.0)
 
 
-def updated(weight: Tensor, gram: Tensor, down: Tensor) -> Factors:
+def refit_factors(weight: Tensor, gram: Tensor, down: Tensor) -> Factors:
     """The U that minimises Σ‖W x − U D x‖² for a D that stands: W G Dᵀ (D G Dᵀ)⁺.
 
     SVD-LLM's layer-wise closed-form update (Wang et al. 2024, as first published; step 2 of the released code), where D

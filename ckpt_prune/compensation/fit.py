@@ -188,7 +188,7 @@ class Solution:
     details: dict[str, float] = field(default_factory=dict)
 
 
-def from_moments(weight: Tensor, moments: Moments, kept: Tensor) -> Fit:
+def fit_from_moments(weight: Tensor, moments: Moments, kept: Tensor) -> Fit:
     """The fit whose target is the dense output y = W x and whose inputs are the kept ones of the same tokens.
 
     Args:
@@ -234,7 +234,7 @@ def blend_from_moments(weight: Tensor, moments: Moments, kept: Tensor) -> Blend:
         moments: of the full input x (d,), on the same device as `weight`. With a drift they must have a Gram.
         kept: kept input indices, (k,) int64.
     """
-    fit = from_moments(weight, moments, kept)
+    fit = fit_from_moments(weight, moments, kept)
     drift = moments.drift
     if drift is None:
         return Blend(fit)
@@ -252,7 +252,7 @@ def _chunks(indices: Tensor) -> Iterator[tuple[slice, Tensor]]:
         yield part, indices[part]
 
 
-def error(solution: Solution, fit: Fit) -> float:
+def squared_error(solution: Solution, fit: Fit) -> float:
     """Σ ‖y − Ŵ x − b‖² over the tokens of `fit`, from its sums alone; never negative.
 
     Raises:

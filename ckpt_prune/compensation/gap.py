@@ -8,8 +8,8 @@ from operator import add
 import torch
 from torch import Tensor
 
-from ckpt_prune.compensation.choice import choose
-from ckpt_prune.compensation.fit import Blend, Solution, blend_from_moments, error
+from ckpt_prune.compensation.choice import choose_form
+from ckpt_prune.compensation.fit import Blend, Solution, blend_from_moments, squared_error
 from ckpt_prune.compensation.methods import METHODS, absolute_strength
 from ckpt_prune.measure.moments.inputs import Moments
 
@@ -66,20 +66,22 @@ def fit_map(
     method, held_out = "affine" if biased else "ridge", None
     if strength is None:
         forms = ["none", "bias", "ridge", "affine"] if biased else ["none", "ridge"]
-        best = choose(identity, blends, forms, grid, (1.0,), total=whole).best
+        best = choose_form(identity, blends, forms, grid, (1.0,), total=whole).best
         method, strength, held_out = best.method, best.strength, best.error
     fit = whole.at(1.0)
     solution = _solved(method, strength, identity, whole)
     energy = fit.target_energy or 1.0
     if held_out is None and len(folds) > 1:
-        held_out = sum(error(_solved(method, strength, identity, whole - own), own.at(1.0)) for own in blends) / energy
+        held_out = (
+            sum(squared_error(_solved(method, strength, identity, whole - own), own.at(1.0)) for own in blends) / energy
+        )
     return GapMap(
         method,
         strength,
         solution.weight,
         solution.bias,
-        error(Solution(identity), fit) / energy,
-        error(solution, fit) / energy,
+        squared_error(Solution(identity), fit) / energy,
+        squared_error(solution, fit) / energy,
         held_out,
     )
 
@@ -90,7 +92,7 @@ def _solved(method: str, strength: float | None, identity: Tensor, blend: Blend)
     return METHODS[method].fit(identity, fit, absolute)
 
 
-def absorbed(solved: GapMap, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def absorb_map(solved: GapMap, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """T W and the bias that goes with it, in float64. The bias that was there is not mapped: y is without it.
 
     Args:

@@ -100,7 +100,9 @@ class HeadEquations:
         return heads * unknowns**3 <= EXACT_WIDTH**3
 
 
-def head_shift(calibration: HeadEquations, others: HeadEquations, floor: Tensor, strength: Tensor | None) -> Shift:
+def measure_head_shift(
+    calibration: HeadEquations, others: HeadEquations, floor: Tensor, strength: Tensor | None
+) -> Shift:
     """What is known of a site of attention logits on other samples than it was fitted on.
 
     Of the result `covariances` is Σ ‖G/N − G'/N'‖₂ / Σ ‖G/N‖₂ over heads, `means` Σ ‖h/N − h'/N'‖² / Σ ‖h/N‖², and

@@ -41,7 +41,7 @@ MAX_STEPS = 1000
 
 
 @dataclass(frozen=True)
-class Choice:
+class StrengthChoice:
     """The strength that is chosen, and the errors that it is chosen by.
 
     Attributes:
@@ -128,7 +128,7 @@ def logit_system(moments: LogitMoments, kept: Tensor) -> LogitSystem:
     return _system(moments, kept, _operator_form(moments.samples, kept.shape[1]))
 
 
-def whole_system(moments: LogitMoments) -> LogitSystem:
+def full_system(moments: LogitMoments) -> LogitSystem:
     """The system of keeping every dimension of each head: its operator is E ↦ Σ_b A_b E B_b."""
     every = torch.arange(moments.head_dim, device=moments.device)
     return logit_system(moments, every.expand(moments.heads, -1))
@@ -185,7 +185,7 @@ def _of_head(moments: LogitMoments, kept: Tensor) -> tuple[Tensor, Tensor, Tenso
     return rhs, query_gram, key_gram, energy(outside), energy(at)
 
 
-def absolute_strength(value: float, units: Units, mean: Tensor) -> Tensor:
+def absolute_logit_strength(value: float, units: Units, mean: Tensor) -> Tensor:
     """A strength on the scale of a system, for each head, (H,) float64.
 
     Args:
@@ -336,7 +336,9 @@ def diagnose_logit(system: LogitSystem) -> LogitDiagnostics:
     lost = system.dropped_energy.clamp_min(0)
     # The error of any M is an upper bound of the floor, and its excess is quadratic in the error of M. λ = 0 comes
     # nearest, unless the operator is singular and rounding stops it early.
-    tried = torch.stack([absolute_strength(value, "relative", system.diagonal_mean) for value in (0.0, NEAR_ZERO)], 1)
+    tried = torch.stack(
+        [absolute_logit_strength(value, "relative", system.diagonal_mean) for value in (0.0, NEAR_ZERO)], 1
+    )
     found = []
     for head, strengths in enumerate(tried):
         M, _, _ = _conjugate_gradients(system, head, strengths, CHOICE_TOLERANCE, MAX_STEPS)
@@ -346,7 +348,7 @@ def diagnose_logit(system: LogitSystem) -> LogitDiagnostics:
 
 def choose_strength(
     folds: Sequence[LogitMoments], kept: Tensor, grid: Sequence[float], units: Units = "relative"
-) -> Choice:
+) -> StrengthChoice:
     """The strength of `grid` with the least held-out logit error over `folds`, one for all heads.
 
     Args:
@@ -371,7 +373,7 @@ def choose_strength(
             systems[head] = [_system(fold.select_head(head), kept[head : head + 1], form) for fold in folds]
         own = systems[head]
         train = reduce(add, own[:held] + own[held + 1 :])
-        strengths = torch.cat([absolute_strength(value, units, train.diagonal_mean) for value in grid])
+        strengths = torch.cat([absolute_logit_strength(value, units, train.diagonal_mean) for value in grid])
         M, _, _ = _conjugate_gradients(train, 0, strengths, CHOICE_TOLERANCE, MAX_STEPS)
         return _errors(own[held], 0, M), own[held].energy.sum()
 
@@ -383,7 +385,7 @@ def least_held_out(
     heads: int,
     grid: Sequence[float],
     errors: Callable[[int, int], tuple[Tensor, Tensor]],
-) -> Choice:
+) -> StrengthChoice:
     """The strength of the least error over all heads and folds.
 
     Args:
@@ -403,4 +405,4 @@ def least_held_out(
     lost = torch.stack([own for own, _ in found]).sum(0)
     energy = sum(float(own) for _, own in found)
     shares = {value: float(each) / energy if energy > 0 else 0.0 for value, each in zip(grid, lost, strict=True)}
-    return Choice(min(shares, key=lambda value: (shares[value], -value)), shares)
+    return StrengthChoice(min(shares, key=lambda value: (shares[value], -value)), shares)

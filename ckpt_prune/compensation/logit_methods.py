@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.compensation import logit, low_rank
-from ckpt_prune.compensation.logit import Choice, LogitDiagnostics, LogitSystem
-from ckpt_prune.compensation.methods import Traits, Units
-from ckpt_prune.compensation.mixing import mixed, selection
+from ckpt_prune.compensation.logit import LogitDiagnostics, LogitSystem, StrengthChoice
+from ckpt_prune.compensation.methods import MethodFacts, Units
+from ckpt_prune.compensation.mixing import mix_dimensions, selection_matrix
 from ckpt_prune.measure.moments.logits import LogitMoments
 
 
@@ -34,7 +34,7 @@ class LogitFit:
 
 
 @dataclass(frozen=True)
-class LogitMethod(Traits):
+class LogitMethod(MethodFacts):
     """One way to narrow queries and keys. Kept dimensions are (H, d') int64, strengths zero or more.
 
     Attributes:
@@ -49,7 +49,7 @@ class LogitMethod(Traits):
     """
 
     fit: Callable[[LogitMoments, LogitSystem, Tensor, float, Units], LogitFit]
-    choose: Callable[[Sequence[LogitMoments], Tensor, Sequence[float], Units], Choice]
+    choose: Callable[[Sequence[LogitMoments], Tensor, Sequence[float], Units], StrengthChoice]
     diagnose: Callable[[LogitMoments, LogitSystem, LogitFit], LogitDiagnostics]
     width_errors: Callable[[LogitMoments], Tensor] | None = None
     unknowns: Callable[[int, int], tuple[int, int]] = lambda dims, kept: (kept, kept)
@@ -58,17 +58,17 @@ class LogitMethod(Traits):
 
 
 def _bare(moments: LogitMoments, system: LogitSystem, kept: Tensor, value: float, units: Units) -> LogitFit:
-    chosen = selection(kept, moments.head_dim)
+    chosen = selection_matrix(kept, moments.head_dim)
     return LogitFit(chosen, chosen, system.dropped_energy.clamp_min(0))
 
 
-def _no_choice(*_: object) -> Choice:
+def _no_choice(*_: object) -> StrengthChoice:
     raise ValueError("there is no strength to choose")
 
 
 def _logit(moments: LogitMoments, system: LogitSystem, kept: Tensor, value: float, units: Units) -> LogitFit:
-    solution = logit.solve_logit(system, logit.absolute_strength(value, units, system.diagonal_mean))
-    left, right = mixed(solution.M, kept, moments.head_dim)
+    solution = logit.solve_logit(system, logit.absolute_logit_strength(value, units, system.diagonal_mean))
+    left, right = mix_dimensions(solution.M, kept, moments.head_dim)
     return LogitFit(left, right, logit.logit_error(system, solution.M), float(solution.residual.max()))
 
 
@@ -133,7 +133,7 @@ LOGIT_METHODS: dict[str, LogitMethod] = {
 """Every compensation that a recipe may name for the dimensions of queries and keys."""
 
 
-def unfitted(kept: Tensor, dims: int) -> LogitFit:
+def fit_unmeasured(kept: Tensor, dims: int) -> LogitFit:
     """What is left of queries and keys of which nothing was measured."""
-    chosen = selection(kept, dims)
+    chosen = selection_matrix(kept, dims)
     return LogitFit(chosen, chosen, torch.zeros(len(kept), dtype=torch.float64, device=kept.device))

@@ -20,15 +20,15 @@ from torch import Tensor
 
 from ckpt_prune.compensation.logit import (
     NEAR_ZERO,
-    Choice,
     LogitDiagnostics,
     LogitSystem,
     Operator,
-    absolute_strength,
+    StrengthChoice,
+    absolute_logit_strength,
+    full_system,
     least_held_out,
-    whole_system,
 )
-from ckpt_prune.compensation.low_rank_search import Metric, Pair, from_svd, metric_of, searched
+from ckpt_prune.compensation.low_rank_search import LogitMetric, Pair, build_metric, search_factors, start_from_svd
 from ckpt_prune.compensation.methods import Units
 from ckpt_prune.measure.moments.inputs import sum_folds
 from ckpt_prune.measure.moments.logits import LogitMoments
@@ -56,12 +56,12 @@ class _Head:
     @classmethod
     def of(cls, moments: LogitMoments) -> "_Head":
         """Of the moments of one head."""
-        system = whole_system(moments)
+        system = full_system(moments)
         return cls(system, system.operator(0))
 
     def strength(self, value: float, units: Units) -> float:
         """A strength on the scale of the samples' sums."""
-        return float(absolute_strength(value, units, self.system.diagonal_mean))
+        return float(absolute_logit_strength(value, units, self.system.diagonal_mean))
 
     def error(self, left: Tensor, right: Tensor) -> Tensor:
         """Σ_b ‖Q_b (I − P Qᵀ) K_bᵀ‖², () float64, never negative."""
@@ -69,11 +69,11 @@ class _Head:
         return (rest * self.operator(rest[None])[0]).sum().clamp_min(0)
 
 
-def _metric(head: _Head, strength: float) -> Metric:
+def _metric(head: _Head, strength: float) -> LogitMetric:
     """The metric at an absolute strength."""
     system = head.system
     coarse = system.operator(0, torch.float32)
-    return metric_of(head.operator, coarse, system.query_gram[0], system.key_gram[0], strength)
+    return build_metric(head.operator, coarse, system.query_gram[0], system.key_gram[0], strength)
 
 
 def width_errors(moments: LogitMoments) -> Tensor:
@@ -137,11 +137,11 @@ def solve_low_rank(
     for index in range(moments.heads):
         head = _Head.of(moments.select_head(index))
         metric = _metric(head, head.strength(value, units))
-        tried = [searched(metric, from_svd(metric, size), tolerance, max_steps)]
+        tried = [search_factors(metric, start_from_svd(metric, size), tolerance, max_steps)]
         if other is not None:
             left, right = other[0][index], other[1][index]
             if head.error(left, right) < head.error(*tried[0]):
-                tried += [searched(metric, metric.inside(left, right), tolerance, max_steps), (left, right)]
+                tried += [search_factors(metric, metric.inside(left, right), tolerance, max_steps), (left, right)]
         errors = [head.error(*each) for each in tried]
         best = min(range(len(tried)), key=lambda at: float(errors[at]))
         found.append((*tried[best], errors[best]))
@@ -174,14 +174,14 @@ def diagnose_low_rank(moments: LogitMoments, system: LogitSystem, left: Tensor, 
     for index, pair in enumerate(zip(left, right, strict=True)):
         head = _Head.of(moments.select_head(index))
         metric = _metric(head, head.strength(NEAR_ZERO, "relative"))
-        found = searched(metric, metric.inside(*pair), CHOICE_TOLERANCE, MAX_STEPS)
+        found = search_factors(metric, metric.inside(*pair), CHOICE_TOLERANCE, MAX_STEPS)
         floors.append(torch.minimum(head.error(*found), head.error(*pair)))
     return LogitDiagnostics.of(lost, torch.minimum(torch.stack(floors), lost))
 
 
 def choose_low_rank(
     folds: Sequence[LogitMoments], kept: Tensor, grid: Sequence[float], units: Units = "relative"
-) -> Choice:
+) -> StrengthChoice:
     """The strength of `grid` with the least held-out logit error over `folds`, one for all heads.
 
     Args:
@@ -203,7 +203,8 @@ def choose_low_rank(
         train, scored = _Head.of(sum_folds([*parts[:held], *parts[held + 1 :]])), _Head.of(parts[held])
         metrics = [_metric(train, train.strength(value, units)) for value in grid]
         found = [
-            scored.error(*searched(metric, from_svd(metric, size), CHOICE_TOLERANCE, MAX_STEPS)) for metric in metrics
+            scored.error(*search_factors(metric, start_from_svd(metric, size), CHOICE_TOLERANCE, MAX_STEPS))
+            for metric in metrics
         ]
         return torch.stack(found), scored.system.energy.sum()
 

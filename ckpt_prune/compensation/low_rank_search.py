@@ -33,7 +33,7 @@ COARSE_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True)
-class Metric:
+class LogitMetric:
     """The objective of one head in coordinates that make the samples' mean the identity.
 
     Attributes:
@@ -59,7 +59,9 @@ class Metric:
         return self.left @ X, self.right @ Y
 
 
-def metric_of(operator: Operator, coarse: Operator, query_gram: Tensor, key_gram: Tensor, strength: float) -> Metric:
+def build_metric(
+    operator: Operator, coarse: Operator, query_gram: Tensor, key_gram: Tensor, strength: float
+) -> LogitMetric:
     """The metric of a head.
 
     Args:
@@ -81,7 +83,7 @@ def metric_of(operator: Operator, coarse: Operator, query_gram: Tensor, key_gram
         dense = left @ Z @ right
         return left @ (coarse(dense.float()).double() + strength * dense) @ right
 
-    return Metric(image, rounded, root @ other, left, right)
+    return LogitMetric(image, rounded, root @ other, left, right)
 
 
 def _roots(gram: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
@@ -93,7 +95,7 @@ def _roots(gram: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
     return (vectors * roots) @ vectors.T, (vectors / roots) @ vectors.T
 
 
-def from_svd(metric: Metric, size: int) -> Pair:
+def start_from_svd(metric: LogitMetric, size: int) -> Pair:
     """The start that the truncated SVD gives, in the metric's coordinates."""
     U, values, Vt = torch.linalg.svd(metric.target)
     root = values[:size].sqrt()
@@ -132,7 +134,7 @@ class _Step:
     product: float
 
 
-def searched(metric: Metric, start: Pair, tolerance: float, max_steps: int) -> Pair:
+def search_factors(metric: LogitMetric, start: Pair, tolerance: float, max_steps: int) -> Pair:
     """P and Q that a search ends with.
 
     Args:

@@ -17,7 +17,7 @@ Units = Literal["relative", "absolute"]
 
 
 @dataclass(frozen=True)
-class Traits:
+class MethodFacts:
     """What a recipe must know of a compensation.
 
     Attributes:
@@ -38,7 +38,7 @@ class Traits:
 
 
 @dataclass(frozen=True)
-class Method(Traits):
+class Method(MethodFacts):
     """One closed form of an output projection.
 
     Attributes:
@@ -171,9 +171,9 @@ METHODS: dict[str, Method] = {
 
 
 AUTO = "auto"
-CHOSEN = Traits(AUTO, "whichever is best on held-out folds, site by site", "this project", True, True, False)
+CHOSEN = MethodFacts(AUTO, "whichever is best on held-out folds, site by site", "this project", True, True, False)
 """Stands for a choice among `METHODS` (`compensation.choice`). The recipe says which, so whether any adds a bias."""
-COLUMN_METHODS: dict[str, Traits] = {**METHODS, AUTO: CHOSEN}
+COLUMN_METHODS: dict[str, MethodFacts] = {**METHODS, AUTO: CHOSEN}
 """Every compensation that a recipe may name for an output projection."""
 CANDIDATES = ("none", "bias", "rotation", "rotation-scale", "ridge", "affine")
 """What `auto` chooses among unless a recipe says otherwise. Those with a bias are for projections that have one."""

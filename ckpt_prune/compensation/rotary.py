@@ -20,15 +20,15 @@ from torch import Tensor
 
 from ckpt_prune.architectures.spaces import Pairing
 from ckpt_prune.compensation.least_squares import RELATIVE_CUTOFF
-from ckpt_prune.compensation.logit import Choice, LogitDiagnostics, absolute_strength, least_held_out
-from ckpt_prune.compensation.methods import Traits, Units
+from ckpt_prune.compensation.logit import LogitDiagnostics, StrengthChoice, absolute_logit_strength, least_held_out
+from ckpt_prune.compensation.methods import MethodFacts, Units
 from ckpt_prune.measure.moments.rotary import RotaryMoments
 
-ROTARY_METHODS: dict[str, Traits] = {
+ROTARY_METHODS: dict[str, MethodFacts] = {
     own.name: own
     for own in (
-        Traits("none", "keep the surviving rows of q and k as they are", "no compensation", False, False, False),
-        Traits(
+        MethodFacts("none", "keep the surviving rows of q and k as they are", "no compensation", False, False, False),
+        MethodFacts(
             "factors",
             "scale and turn each rotary pair that stays by a complex factor, absorbed into q",
             "this project",
@@ -132,7 +132,7 @@ def factor_errors(system: RotarySystem, factors: Tensor) -> Tensor:
 
 def choose_factors(
     folds: Sequence[RotaryMoments], kept: Tensor, grid: Sequence[float], units: Units = "relative"
-) -> Choice:
+) -> StrengthChoice:
     """The strength of `grid` with the least held-out logit error over `folds`, one for all heads.
 
     Args:
@@ -151,7 +151,7 @@ def choose_factors(
     def errors(_: int, held: int) -> tuple[Tensor, Tensor]:
         train = rotary_system(reduce(add, [*folds[:held], *folds[held + 1 :]]), kept)
         own = rotary_system(folds[held], kept)
-        fitted = (solve_factors(train, absolute_strength(value, units, train.diagonal_mean)) for value in grid)
+        fitted = (solve_factors(train, absolute_logit_strength(value, units, train.diagonal_mean)) for value in grid)
         return torch.stack([factor_errors(own, each).sum() for each in fitted]), own.energy.sum()
 
     return least_held_out(folds, 1, grid, errors)

@@ -58,7 +58,7 @@ class Shift:
         return 2 * self.floor + self.sampling + self.shifting
 
 
-def shift(
+def measure_shift(
     weight: Tensor, calibration: Moments, others: Moments, kept: Tensor, strength: float, *, spectra: bool = True
 ) -> Shift:
     """What is known of a projection on other tokens than it was fitted on.
@@ -110,7 +110,7 @@ def _covariance(moments: Moments) -> Tensor:
     return (moments.gram.double() / moments.count).sub_(moments.mean.outer(moments.mean))
 
 
-def freedom(method: Method, outputs: int, calibration: Moments, kept: Tensor, strength: float) -> float:
+def degrees_of_freedom(method: Method, outputs: int, calibration: Moments, kept: Tensor, strength: float) -> float:
     """Degrees of freedom of a compensation (RCPU, section 4.2): how many numbers of the result it is free to choose.
 
     Of ridge regression they are the effective ones, d_out tr(G (G + λ I)⁻¹) (Hastie et al. 2001), with G centred, and

@@ -13,14 +13,14 @@ from ckpt_prune.checkpoint.json_files import parse_json_object
 from ckpt_prune.checkpoint.model_folder import check_output_folder
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import GRAPH_FOLDER, GRAPH_RECORD, REPORT
-from ckpt_prune.compressing.card import QUANTISED_FROM, quantised_metadata
-from ckpt_prune.compressing.record import QUANTISATION_KIND, read_quantised
 from ckpt_prune.hub.figures import figures_table, read_figures, to_model_index
 from ckpt_prune.hub.repository import Repository
 from ckpt_prune.job.front_matter import PRUNED, front_matter, metadata
 from ckpt_prune.job.report_file import report_of
 from ckpt_prune.job.source_card import CARD, split_card
 from ckpt_prune.options import PushOptions
+from ckpt_prune.stages.quantize.card import QUANTISED_FROM, card_metadata
+from ckpt_prune.stages.quantize.record import QUANTISATION_KIND, read_record
 
 _PATH = '"PATH"'
 """Stands in a card for the folder; on the Hub it becomes the repository."""
@@ -138,7 +138,7 @@ def make_card(output: OutputFiles, repo: str, options: PushOptions) -> bytes:
 def _metadata(output: OutputFiles) -> tuple[dict[str, Any], str]:
     """Return the metadata that an output's card has by itself, and its relation to the base model."""
     if output.kind is QUANTISATION_KIND:
-        return quantised_metadata(read_quantised(output.folder)), QUANTISED_FROM
+        return card_metadata(read_record(output.folder)), QUANTISED_FROM
     report = report_of(output.folder)
     assert report is not None
     return metadata(report), PRUNED

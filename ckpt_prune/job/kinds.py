@@ -10,17 +10,17 @@ from typing import NoReturn
 
 from ckpt_prune.architectures.spaces import BESIDE, ENDS, Ends, SpaceName, known_space
 from ckpt_prune.compensation.logit_methods import LOGIT_METHODS
-from ckpt_prune.compensation.methods import COLUMN_METHODS, Traits
+from ckpt_prune.compensation.methods import COLUMN_METHODS, MethodFacts
 from ckpt_prune.compensation.rotary import ROTARY_METHODS
 from ckpt_prune.measure.moments.kinds import Collect
-from ckpt_prune.scoring.expert_scores import EXPERT_SCORES, ExpertScore
-from ckpt_prune.scoring.logit_scores import LOGIT_SCORES, LogitScore
-from ckpt_prune.scoring.rotary_scores import ROTARY_SCORES, RotaryScore
+from ckpt_prune.scoring.expert_scores import EXPERT_SCORES, Score
+from ckpt_prune.scoring.logit_scores import LOGIT_SCORES, Score
+from ckpt_prune.scoring.rotary_scores import ROTARY_SCORES, Score
 from ckpt_prune.scoring.scores import SCORES, Score
-from ckpt_prune.scoring.unit_scores import UNIT_SCORES, UnitScore
+from ckpt_prune.scoring.unit_scores import UNIT_SCORES, Score
 from ckpt_prune.scoring.value_scores import VALUE_SCORES
 
-AnyScore = Score | UnitScore | LogitScore | RotaryScore | ExpertScore
+AnyScore = Score | Score | Score | Score | Score
 
 CHOSEN = "auto"
 """Stands for the score that is chosen for each site."""
@@ -64,7 +64,7 @@ class Kind(ABC):
     """
 
     scores: Mapping[str, AnyScore]
-    methods: Mapping[str, Traits]
+    methods: Mapping[str, MethodFacts]
     unrankable: str | None = None
     stock: bool = True
     by_errors: bool = True
@@ -98,7 +98,7 @@ class Kind(ABC):
 class ColumnKind(Kind):
     """Spaces that end in the columns of a projection."""
 
-    scores: Mapping[str, AnyScore] = {**SCORES, **UNIT_SCORES, CHOSEN: UnitScore(_no_score)}
+    scores: Mapping[str, AnyScore] = {**SCORES, **UNIT_SCORES, CHOSEN: Score(_no_score)}
     methods = COLUMN_METHODS
 
     def gram_for(self, wish: Wish) -> str | None:
@@ -119,7 +119,7 @@ class ColumnKind(Kind):
     def needs_taylor(self, wish: Wish) -> bool:
         """Whether the score is what gradients of the loss have told of the unpruned model."""
         score = self.scores[wish.score]
-        return isinstance(score, UnitScore) and score.needs_taylor
+        return isinstance(score, Score) and score.needs_taylor
 
     def measures_more(self, wish: Wish) -> bool:
         """Grams, where something needs them."""
@@ -134,7 +134,7 @@ class LogitKind(Kind):
     """Spaces that end in the attention logits: the dimensions that q and k share."""
 
     scores: Mapping[str, AnyScore] = LOGIT_SCORES
-    methods: Mapping[str, Traits] = LOGIT_METHODS
+    methods: Mapping[str, MethodFacts] = LOGIT_METHODS
     unrankable = "q and k keep the same number of dimensions in every head and layer: allocation: uniform"
     stock = False
 
@@ -186,7 +186,7 @@ class ExpertKind(Kind):
     """Whole experts of a block."""
 
     scores: Mapping[str, AnyScore] = EXPERT_SCORES
-    methods: Mapping[str, Traits] = {name: COLUMN_METHODS[name] for name in ("none", "ridge")}
+    methods: Mapping[str, MethodFacts] = {name: COLUMN_METHODS[name] for name in ("none", "ridge")}
     unrankable = "every block keeps as many experts as the next: allocation: uniform"
     by_errors = False
 
@@ -227,7 +227,7 @@ KINDS: dict[Ends, Kind] = {
 _BESIDE = BesideKind()
 SCORE_NAMES: tuple[str, ...] = tuple(dict.fromkeys(name for kind in KINDS.values() for name in kind.scores))
 """Every score that some space has."""
-TRAITS: dict[str, Traits] = {name: traits for kind in KINDS.values() for name, traits in kind.methods.items()}
+TRAITS: dict[str, MethodFacts] = {name: traits for kind in KINDS.values() for name, traits in kind.methods.items()}
 """Every compensation that some space has. Kinds that share a name agree on its traits, wording aside."""
 
 FITS_LOGITS: tuple[str, ...] = tuple(name for name in LOGIT_METHODS if name != "none")

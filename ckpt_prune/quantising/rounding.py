@@ -13,7 +13,7 @@ from torch import Tensor
 from ckpt_prune.quantising.blocks import Array, Blocks, Grid, assembled, in_blocks, zeros_of
 from ckpt_prune.sparsity.damping import DAMP
 from ckpt_prune.sparsity.inverse import factorise
-from ckpt_prune.sparsity.visiting import fix_in_turn, visited
+from ckpt_prune.sparsity.visiting import fix_in_turn, visit_inputs
 
 
 def rounded(matrix: Array, gram: Tensor, grid: Grid, *, damp: float = DAMP) -> Blocks:
@@ -51,5 +51,5 @@ def rounded(matrix: Array, gram: Tensor, grid: Grid, *, damp: float = DAMP) -> B
         scales.append(found.scales[:, 0])
         zeros.append(stored[:, 0].astype(np.uint8))
 
-    visited(torch.tensor(matrix, dtype=torch.float64), factor, grid.block, visit)
+    visit_inputs(torch.tensor(matrix, dtype=torch.float64), factor, grid.block, visit)
     return assembled(grid, len(matrix), np.stack(codes, 1), np.stack(scales, 1), np.stack(zeros, 1))

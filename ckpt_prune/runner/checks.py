@@ -11,8 +11,8 @@ from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.report_file import report_of
 from ckpt_prune.job.stage import Stage
 from ckpt_prune.parallel.group import process_group
-from ckpt_prune.rotations.rotated import CONFIG_KEY
-from ckpt_prune.rotations.sliced import SLICING_KEY
+from ckpt_prune.stages.hidden.sliced_checkpoint import SLICING_KEY
+from ckpt_prune.stages.rotation.rotated_checkpoint import CONFIG_KEY
 from ckpt_prune.stages.spaces.checks import check_spaces
 
 

@@ -22,7 +22,7 @@ from ckpt_prune.job.sizes import TargetSize, size_words
 from ckpt_prune.measure.samples.choose import DEFAULT_WINDOWS, MOST_IMAGES
 from ckpt_prune.parallel.devices import multiplies_bfloat16
 from ckpt_prune.recipe.shipped import DEFAULT_RECIPE, WIDER_CHOICE
-from ckpt_prune.sparsity.patterns import mask_words
+from ckpt_prune.sparsity.patterns import describe_mask
 from ckpt_prune.stages.depth.stage import Depth
 from ckpt_prune.stages.hidden.stage import Hidden
 from ckpt_prune.stages.low_rank.stage import LowRank
@@ -85,7 +85,7 @@ def messages(prepared: Prepared) -> list[str]:
     found += filter(None, [tied_words(prepared.model)])
     made = report_of(prepared.model.checkpoint.path)
     if made is not None and made.mask is not None:
-        masked = mask_words(made.mask.method, made.mask.pattern)
+        masked = describe_mask(made.mask.method, made.mask.pattern)
         found.append(
             f"this model was masked before ({masked}): what is rewritten now loses those zeros, and another mask "
             "chooses anew; see `ckpt-prune inspect OUT --sparsity`"

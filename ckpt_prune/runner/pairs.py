@@ -16,9 +16,9 @@ from ckpt_prune.job.report import Report
 from ckpt_prune.measure.samples.image_processor import load_processor
 from ckpt_prune.measure.samples.text import load_tokenizer, tokenise_text
 from ckpt_prune.measure.streams.kept_blocks import KeptBlocks
-from ckpt_prune.rotations.learning import RotationSizes, WrittenRotations
-from ckpt_prune.rotations.rotated import RotatedCheckpoint
-from ckpt_prune.rotations.sliced import SLICING_KEY
+from ckpt_prune.stages.hidden.sliced_checkpoint import SLICING_KEY
+from ckpt_prune.stages.rotation.learner import RotationSizes, WrittenRotations
+from ckpt_prune.stages.rotation.rotated_checkpoint import RotatedCheckpoint
 
 
 def refuse_factored(pruned: Model) -> None:

@@ -22,16 +22,16 @@ from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.measure.streams.kept_blocks import KeptBlocks
 from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
 from ckpt_prune.parallel.group import process_group
-from ckpt_prune.recovery.recoverer import Recoverer
-from ckpt_prune.recovery.training import Split
-from ckpt_prune.rotations.rotated import RotatedCheckpoint
 from ckpt_prune.runner.copy import open_copy, publish_copy, write_rest
 from ckpt_prune.runner.open_run import open_run
 from ckpt_prune.runner.pairs import at_same_depth, check_models, rotated_as
 from ckpt_prune.runner.publish import wanted_names
+from ckpt_prune.stages.recovery.block_training import SampleSplit
+from ckpt_prune.stages.recovery.laco import Recoverer
 from ckpt_prune.stages.recovery.reports import recovery_of, report_of_recovery
 from ckpt_prune.stages.recovery.run import RecoverStep, check_trainable
 from ckpt_prune.stages.recovery.stage import Recovery
+from ckpt_prune.stages.rotation.rotated_checkpoint import RotatedCheckpoint
 
 _JOURNAL = 2
 """Form of the notes that a run leaves for the one that resumes it."""
@@ -114,7 +114,7 @@ class PreparedRecovery:
     def recoverer(self) -> Recoverer:
         """What recovers blocks, at the first one."""
         request = self.request
-        split = Split.of(len(request.samples), request.settings.held_out)
+        split = SampleSplit.of(len(request.samples), request.settings.held_out)
         how: dict[str, Any] = {"allocate": request.allocate, "group": process_group()}
         sizes = split.sizes(request.settings, process_group())
         pruned = self.pruned.stream(request.samples, request.compute_dtype, sizes=sizes, **how)

@@ -12,14 +12,14 @@ from ckpt_prune.job.report import Report
 from ckpt_prune.job.run import Announce
 from ckpt_prune.job.step import Step, Tensors
 from ckpt_prune.job.walk import walk
-from ckpt_prune.recovery.scales import Fitted, Side
-from ckpt_prune.recovery.training import Split
 from ckpt_prune.runner.copy import open_copy, publish_copy, write_rest
 from ckpt_prune.runner.open_run import open_run
 from ckpt_prune.runner.publish import wanted_names
 from ckpt_prune.runner.recover import PreparedRecovery
+from ckpt_prune.stages.recovery.block_training import SampleSplit
 from ckpt_prune.stages.recovery.fitting_scales import fitted_scales
 from ckpt_prune.stages.recovery.reports import report_of_adapters
+from ckpt_prune.stages.recovery.scales import FittedScales, ModelInBlocks
 from ckpt_prune.stages.recovery.stage import Recovery
 
 
@@ -28,7 +28,7 @@ class _ScaleStep(Step):
 
     record = BaseModel
 
-    def __init__(self, fitted: Fitted) -> None:
+    def __init__(self, fitted: FittedScales) -> None:
         self._fitted = fitted
 
     def act(self, block: int, tensors: Tensors) -> tuple[Tensors, list[BaseModel]]:
@@ -70,12 +70,12 @@ def recover_by_scales(settled: PreparedRecovery, out: Path, *, overwrite: bool, 
     ) as run:
         if settled.doubt is not None:
             announce(settled.doubt)
-        sizes = Split.of(len(job.samples), settings.held_out).sizes(settings)
+        sizes = SampleSplit.of(len(job.samples), settings.held_out).sizes(settings)
         ours = settled.pruned.stream(job.samples, job.compute_dtype, sizes=sizes, allocate=job.allocate)
         theirs = settled.dense.stream(job.samples, job.compute_dtype, allocate=job.allocate)
         fitted, adapters = fitted_scales(
-            Side(ours, job.pruned.read_block, job.pruned.blocks),
-            Side(theirs, settled.dense.block, job.pruned.blocks),
+            ModelInBlocks(ours, job.pruned.read_block, job.pruned.blocks),
+            ModelInBlocks(theirs, settled.dense.block, job.pruned.blocks),
             job.samples,
             settings,
             seed=job.seed,

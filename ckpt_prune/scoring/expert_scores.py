@@ -27,7 +27,7 @@ def reap(moments: RoutingMoments) -> Tensor:
 
 
 @dataclass(frozen=True)
-class ExpertScore:
+class Score:
     """The function of a score, and the statistics that it needs."""
 
     function: Callable[[RoutingMoments], Tensor]
@@ -35,8 +35,8 @@ class ExpertScore:
     needs_gram: bool = False
 
 
-EXPERT_SCORES: dict[str, ExpertScore] = {
-    "routed-energy": ExpertScore(routed_energy),
-    "frequency": ExpertScore(frequency),
-    "reap": ExpertScore(reap),
+EXPERT_SCORES: dict[str, Score] = {
+    "routed-energy": Score(routed_energy),
+    "frequency": Score(frequency),
+    "reap": Score(reap),
 }

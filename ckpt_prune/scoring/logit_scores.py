@@ -27,7 +27,7 @@ def magnitude(query: Tensor, key: Tensor, moments: LogitMoments | None, heads: i
 
 
 @dataclass(frozen=True)
-class LogitScore:
+class Score:
     """The function of a score, and the statistics that it needs."""
 
     function: Callable[[Tensor, Tensor, LogitMoments | None, int], Tensor]
@@ -35,7 +35,7 @@ class LogitScore:
     needs_gram: bool = False
 
 
-LOGIT_SCORES: dict[str, LogitScore] = {
-    "logit-energy": LogitScore(logit_energy),
-    "magnitude": LogitScore(magnitude, needs_moments=False),
+LOGIT_SCORES: dict[str, Score] = {
+    "logit-energy": Score(logit_energy),
+    "magnitude": Score(magnitude, needs_moments=False),
 }

@@ -71,7 +71,7 @@ class Removal:
         return torch.cat([self.costs.new_zeros(1), self.costs])
 
 
-def removal(weight: Tensor, gram: Tensor, per_unit: int = 1, *, damp: float = DAMP) -> Removal:
+def remove_greedily(weight: Tensor, gram: Tensor, per_unit: int = 1, *, damp: float = DAMP) -> Removal:
     """The order in which units of an input axis go by greedy removal, and the cost of every prefix of it.
 
     The work is about 2 d³ + d_out d² flops, nearly all in factorisations and matrix products. Memory beyond the

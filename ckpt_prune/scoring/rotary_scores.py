@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ckpt_prune.measure.moments.rotary import RotaryMoments
 from ckpt_prune.scoring.costs import DropOrder
-from ckpt_prune.scoring.obs import removal
+from ckpt_prune.scoring.obs import remove_greedily
 
 DAMP = 1e-4
 """Strength that pairs are ranked with, a share of the Gram's mean diagonal. There are far more pairs of tokens than
@@ -40,12 +40,15 @@ def surgeon(query: Tensor, key: Tensor, moments: RotaryMoments | None) -> Tensor
     if moments is None:
         raise ValueError("obs needs moments")
     return torch.stack(
-        [removal(*_together(own), per_unit=2 * len(own), damp=DAMP).scores for own in _groups(moments, len(key))]
+        [
+            remove_greedily(*_together(own), per_unit=2 * len(own), damp=DAMP).scores
+            for own in _groups(moments, len(key))
+        ]
     )
 
 
 @dataclass(frozen=True)
-class RotaryScore:
+class Score:
     """The function of a score, and the statistics that it needs."""
 
     function: Callable[[Tensor, Tensor, RotaryMoments | None], Tensor]
@@ -53,10 +56,10 @@ class RotaryScore:
     needs_gram: bool = False
 
 
-ROTARY_SCORES: dict[str, RotaryScore] = {
-    "obs": RotaryScore(surgeon),
-    "logit-energy": RotaryScore(pair_energy),
-    "magnitude": RotaryScore(magnitude, needs_moments=False),
+ROTARY_SCORES: dict[str, Score] = {
+    "obs": Score(surgeon),
+    "logit-energy": Score(pair_energy),
+    "magnitude": Score(magnitude, needs_moments=False),
 }
 
 

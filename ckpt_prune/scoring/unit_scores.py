@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.measure.moments.inputs import Moments, Taylor
-from ckpt_prune.scoring.obs import removal
+from ckpt_prune.scoring.obs import remove_greedily
 
 
 def obs(weight: Tensor, moments: Moments, per_unit: int, *, centred: bool) -> Tensor:
@@ -29,11 +29,11 @@ def obs(weight: Tensor, moments: Moments, per_unit: int, *, centred: bool) -> Te
         raise ValueError("score obs needs second moments: collect statistics with a Gram")
     gram = moments.gram
     if centred:
-        gram = without_mean(gram, moments)
-    return removal(weight, gram, per_unit).scores / moments.count
+        gram = centre_gram(gram, moments)
+    return remove_greedily(weight, gram, per_unit).scores / moments.count
 
 
-def without_mean(gram: Tensor, moments: Moments) -> Tensor:
+def centre_gram(gram: Tensor, moments: Moments) -> Tensor:
     """Σ (x − μ)(x − μ)ᵀ of a Gram Σ x xᵀ, (d, d) float64: what is left where a bias makes up for every mean."""
     return torch.addr(gram.double(), moments.mean, moments.mean, alpha=-moments.count)
 
@@ -55,7 +55,7 @@ def _taylor(moments: Moments) -> Taylor:
 
 
 @dataclass(frozen=True)
-class UnitScore:
+class Score:
     """The function of a score, and the statistics that it needs."""
 
     function: Callable[..., Tensor]
@@ -64,9 +64,9 @@ class UnitScore:
     needs_taylor: bool = False
 
 
-UNIT_SCORES: dict[str, UnitScore] = {
-    "obs": UnitScore(obs),
-    "taylor1": UnitScore(taylor1, needs_gram=False, needs_taylor=True),
-    "taylor2": UnitScore(taylor2, needs_gram=False, needs_taylor=True),
+UNIT_SCORES: dict[str, Score] = {
+    "obs": Score(obs),
+    "taylor1": Score(taylor1, needs_gram=False, needs_taylor=True),
+    "taylor2": Score(taylor2, needs_gram=False, needs_taylor=True),
 }
 """Scores by name. Each takes the arguments of `obs`."""

@@ -57,7 +57,7 @@ def hill_exponent(weight: Tensor) -> float:
     return 1 + len(tail) / fall if fall > 0 else float("inf")
 
 
-def by_outliers(outliers: Sequence[float], ratio: float, spread: float) -> list[float]:
+def ratios_by_outliers(outliers: Sequence[float], ratio: float, spread: float) -> list[float]:
     """OWL's ratios: the more outliers a block has, the less it loses (section 3.3, as its code has it).
 
     What is kept is 2λ (D − min D) / (max D − min D), moved so that its mean is 1 − ratio.
@@ -72,7 +72,7 @@ def by_outliers(outliers: Sequence[float], ratio: float, spread: float) -> list[
     return [ratio - each + mean for each in kept]
 
 
-def by_exponents(exponents: Sequence[float], sizes: Sequence[int], ratio: float, spread: float) -> list[float]:
+def ratios_by_exponents(exponents: Sequence[float], sizes: Sequence[int], ratio: float, spread: float) -> list[float]:
     """AlphaPruning's ratios: the lighter the tail of a block, the more it loses (eq. 4).
 
     Args:

@@ -28,7 +28,7 @@ from ckpt_prune.sparsity.damping import DAMP, MOST_DAMP
 from ckpt_prune.sparsity.inverse import factorise
 from ckpt_prune.sparsity.masks import check_width, keep_groups, keep_share
 from ckpt_prune.sparsity.patterns import GroupPattern
-from ckpt_prune.sparsity.visiting import visited
+from ckpt_prune.sparsity.visiting import visit_inputs
 
 BLOCK = 128
 """Inputs whose mask is chosen together where there is no pattern: the paper's B and B_s."""
@@ -37,7 +37,7 @@ STRIP = 16
 
 
 @dataclass(frozen=True)
-class Pruned:
+class PrunedWeight:
     """A weight after SparseGPT.
 
     Attributes:
@@ -54,7 +54,7 @@ class Pruned:
     dead: int
 
 
-def prune(
+def prune_weight(
     weight: Tensor,
     hessian: Tensor,
     *,
@@ -63,7 +63,7 @@ def prune(
     block: int = BLOCK,
     damp: float = DAMP,
     most_damp: float = MOST_DAMP,
-) -> Pruned:
+) -> PrunedWeight:
     """Drop a share of the weights, or all but N of every M, and update the others (SparseGPT, Algorithm 1).
 
     Memory beyond the arguments: two float64 matrices of H's size while factorising, one afterwards, and four of the
@@ -102,13 +102,13 @@ def prune(
         )
     dead = hessian.diagonal() == 0
     if pattern is None and ratio == 0:
-        return Pruned(weight.double().clone(), torch.ones_like(weight, dtype=torch.bool), damp, int(dead.sum()))
+        return PrunedWeight(weight.double().clone(), torch.ones_like(weight, dtype=torch.bool), damp, int(dead.sum()))
     factor, damp = factorise(hessian, dead, damp, most_damp)
     old = weight.T.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
     old[dead] = 0
     keep = torch.empty(old.shape, dtype=torch.bool, device=old.device)
-    new = visited(old, factor, block, lambda W, U, here: _visit(W, keep[here], U, pattern, ratio))
-    return Pruned(new.T.contiguous(), keep.T.contiguous(), damp, int(dead.sum()))
+    new = visit_inputs(old, factor, block, lambda W, U, here: _visit(W, keep[here], U, pattern, ratio))
+    return PrunedWeight(new.T.contiguous(), keep.T.contiguous(), damp, int(dead.sum()))
 
 
 def _visit(W: Tensor, keep: Tensor, U: Tensor, pattern: GroupPattern | None, ratio: float) -> None:

@@ -20,7 +20,7 @@ Visit = Callable[[Tensor, Tensor, slice], None]
 U, (b, b), and which inputs they are."""
 
 
-def visited(old: Tensor, factor: Tensor, run: int, visit: Visit) -> Tensor:
+def visit_inputs(old: Tensor, factor: Tensor, run: int, visit: Visit) -> Tensor:
     """A weight whose inputs have all been visited, (d_in, d_out) float64.
 
     Args:

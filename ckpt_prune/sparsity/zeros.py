@@ -53,7 +53,7 @@ class Sparsity:
         return self.pattern is not None and order.index(self.pattern) <= order.index(pattern) and fits
 
 
-def sparsity_of(name: str, tensor: Tensor) -> Sparsity:
+def count_zeros(name: str, tensor: Tensor) -> Sparsity:
     """Zeros of a tensor (any shape, any dtype, on CPU), in temporary memory of some 8 Mi elements."""
     groups = {of: 0 for _, of in PATTERNS.values() if tensor.ndim == 2 and tensor.shape[1] % of == 0}
     filled = 0
@@ -86,7 +86,7 @@ def find_zeros(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> It
         UserError: an unknown name, or a file that changed since it was opened.
     """
     for name in track(list(checkpoint.tensors if names is None else names), "counting zeros", unit="tensor"):
-        yield sparsity_of(name, checkpoint.read([name])[name])
+        yield count_zeros(name, checkpoint.read([name])[name])
 
 
 def pattern_of_all(found: Iterable[Sparsity]) -> str | None:

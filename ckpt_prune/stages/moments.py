@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.measure.moment_sources import CachedMoments, DriftMoments, MomentSource, NoMoments, SequentialMoments
-from ckpt_prune.rotations.moments import RotatedMoments
-from ckpt_prune.rotations.rotated import RotatedCheckpoint
+from ckpt_prune.stages.rotation.moments import RotatedMoments
+from ckpt_prune.stages.rotation.rotated_checkpoint import RotatedCheckpoint
 
 
 def open_moments(prepared: Prepared, grams: Mapping[str, bool] | None) -> MomentSource:

@@ -13,12 +13,12 @@ from ckpt_prune.job.decisions import Decisions
 from ckpt_prune.job.layout import Layout, layout_of, plan_layout
 from ckpt_prune.job.output import Output
 from ckpt_prune.job.prepared import Prepared
-from ckpt_prune.rotations.learning import RotationSizes
-from ckpt_prune.rotations.rotated import RotatedCheckpoint
-from ckpt_prune.rotations.sliced import SlicedCheckpoint
 from ckpt_prune.stages.hidden.narrow_stock import narrow_container
+from ckpt_prune.stages.hidden.sliced_checkpoint import SlicedCheckpoint
 from ckpt_prune.stages.low_rank.factorer import ranks_of
 from ckpt_prune.stages.low_rank.stage import LowRank
+from ckpt_prune.stages.rotation.learner import RotationSizes
+from ckpt_prune.stages.rotation.rotated_checkpoint import RotatedCheckpoint
 
 
 def plan_output(prepared: Prepared) -> Prepared:

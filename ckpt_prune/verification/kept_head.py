@@ -13,11 +13,11 @@ from ckpt_prune.job.names import RotationKind
 from ckpt_prune.job.report import Report
 from ckpt_prune.measure.streams.blocks import BlockFactory
 from ckpt_prune.measure.streams.readout import Readout
-from ckpt_prune.rotations.absorbing import residual_of, without_mean
-from ckpt_prune.rotations.learning import RotationSizes, WrittenRotations
-from ckpt_prune.rotations.rotated import RotatedCheckpoint, not_learned
-from ckpt_prune.rotations.slicing import scale_of
 from ckpt_prune.runner.recomputing import away
+from ckpt_prune.stages.hidden.bases import stream_scale
+from ckpt_prune.stages.rotation.absorbing import residual_of, subtract_mean
+from ckpt_prune.stages.rotation.learner import RotationSizes, WrittenRotations
+from ckpt_prune.stages.rotation.rotated_checkpoint import RotatedCheckpoint, not_learned
 from ckpt_prune.verification.equality import check_outside_blocks
 from ckpt_prune.verification.kept_stream import find_basis, tolerance
 
@@ -65,7 +65,7 @@ def _compare_logits(checkpoint: Checkpoint, model: Model, basis: Tensor, *, tied
     inputs, tokens = _make_inputs(model)
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(tokens, kept, generator=generator, dtype=torch.float64) @ basis.T
-    centred = without_mean(states.T).T if residual_of(model.family).norm == "layer" else states
+    centred = subtract_mean(states.T).T if residual_of(model.family).norm == "layer" else states
     on_disk = model.family.on_disk
     table, norm = f"{on_disk(model.family.embedding or '')}.weight", on_disk(residual_of(model.family).final)
 
@@ -82,7 +82,7 @@ def _compare_logits(checkpoint: Checkpoint, model: Model, basis: Tensor, *, tied
     output = Model.of(checkpoint)
     stored = output.checkpoint
     expected = Readout(_make_factory(model), model.checkpoint.tensors, read_projected).outputs(inputs, states[None])
-    narrow_states = scale_of(kept, width) * centred @ basis
+    narrow_states = stream_scale(kept, width) * centred @ basis
     logits = Readout(_make_factory(output), stored.tensors, stored.read).outputs(inputs, narrow_states[None])
     error = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(logits, expected, strict=True))
     detail = f"from the same states final norm and head make logits that are {error:.2g} of the largest away"

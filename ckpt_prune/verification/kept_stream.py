@@ -21,9 +21,9 @@ from ckpt_prune.common.formatting import plural
 from ckpt_prune.common.progress import track
 from ckpt_prune.job.records import HiddenRecord, SiteRecord
 from ckpt_prune.job.report import Report
-from ckpt_prune.rotations.absorbing import residual_of
-from ckpt_prune.rotations.sliced import SlicedCheckpoint
 from ckpt_prune.runner.recomputing import BLOCKS, away
+from ckpt_prune.stages.hidden.sliced_checkpoint import SlicedCheckpoint
+from ckpt_prune.stages.rotation.absorbing import residual_of
 from ckpt_prune.verification.kept_blocks import list_mapped_tensors
 
 _ROWS = 8192

@@ -13,8 +13,8 @@ from torch.nn import functional
 import ckpt_prune
 from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.evaluation.whole_model import quiet_transformers
-from ckpt_prune.recovery.training import Split
 from ckpt_prune.runner.messages import SECOND_ORDER
+from ckpt_prune.stages.recovery.block_training import SampleSplit
 from tests.cli.running import TEXT, edit_weights, interrupted, ok, read_json, refused, resumed, run, untimed
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
 from tests.families import stock
@@ -345,7 +345,7 @@ def test_what_is_left_is_recovered_to_the_dense_states_behind_the_gap(here) -> N
     report, before = (read_json(f"{folder}/ckpt_prune.json") for folder in ("whole", "short"))
     assert (report["depth"], report["source"]) == (before["depth"], before["source"])
     dense, pruned = stock(Path("deep")), stock(Path("short"))
-    held_out = windows()[Split.of(8, 0.1).measured]
+    held_out = windows()[SampleSplit.of(8, 0.1).measured]
     target, own = states(dense, held_out), states(pruned, held_out)
     for layer, end in zip(report["layers"], (2, 5, 6), strict=True):
         # The last block of what is left ends where the dense model does, the others where their gaps do.

@@ -18,7 +18,7 @@ from ckpt_prune.adapting import recover
 from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.measure.samples.image_processor import load_processor
 from ckpt_prune.measure.samples.text import choose_windows, load_tokenizer, read_text, tokenise_text
-from ckpt_prune.recovery.training import Split
+from ckpt_prune.stages.recovery.block_training import SampleSplit
 from tests.cli.running import TEXT, edit_weights, ok, refused, run
 from tests.cli.test_recover import changed, linears, report_of, tensors
 from tests.contract.models import CASES
@@ -31,7 +31,7 @@ def held_out_loss(folder: str) -> float:
     """Of a folder as anybody loads it, on the windows that are held out, token by token."""
     stream = tokenise_text(load_tokenizer(Path(folder)), read_text([Path("calib.txt")]), bos="auto")
     windows = choose_windows(stream, samples=32, window=16, seed=0, choose="random")
-    windows = windows[Split.of(len(windows), 0.1).measured]
+    windows = windows[SampleSplit.of(len(windows), 0.1).measured]
     with torch.no_grad():
         logits = ckpt_prune.load(folder, dtype=torch.float32)(windows).logits
     each = [cross_entropy(logits[w, t], windows[w, t + 1]) for w in range(len(windows)) for t in range(15)]
@@ -98,7 +98,7 @@ def test_without_held_out_samples_the_last_epoch_is_kept(place: Path):
 
 def test_seconds_end_it(place: Path, monkeypatch: pytest.MonkeyPatch):
     """By a clock that moves a second at each look: two for a step, one before it for its rate and one behind it."""
-    monkeypatch.setattr("ckpt_prune.adapting.training.time", SimpleNamespace(monotonic=count().__next__))
+    monkeypatch.setattr("ckpt_prune.stages.recovery.lora.time", SimpleNamespace(monotonic=count().__next__))
     found = json.loads(
         ok("recover", "pruned", *LORA[:-6], "--epochs", "100000", "--seconds", "6", "-o", "out", "--json")
     )

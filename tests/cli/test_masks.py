@@ -17,8 +17,8 @@ from ckpt_prune.common.progress import Meter
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.recipe.shipped import shipped_recipes
-from ckpt_prune.rotations.learning import Learner
 from ckpt_prune.sparsity import damping
+from ckpt_prune.stages.rotation.learner import Learner
 from tests import encoders, families
 from tests.cli.running import (
     TEXT,

@@ -12,15 +12,15 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ckpt_prune.compressing import quantise
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.measure.samples.text import load_tokenizer
+from ckpt_prune.stages.quantize import quantization as quantise
 from tests.cli.running import edit_weights, ok, read_json, refused, run
-from tests.compressing.test_rounding import bits_of
 from tests.contract.models import CASES
 from tests.evaluation.tiny import random_windows, tiny_llama, tiny_tokenizer
 from tests.hub_server import Hub
 from tests.once import once, run_folder
+from tests.stages.quantize.test_rounding import bits_of
 
 LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 

@@ -15,7 +15,7 @@ from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.measure.samples import choose as choosing
 from ckpt_prune.measure.samples.text import choose_windows, load_tokenizer, read_text, tokenise_text
-from ckpt_prune.recovery.training import Split
+from ckpt_prune.stages.recovery.block_training import SampleSplit
 from tests.cli.running import TEXT, ok, refused, run
 from tests.cli.test_recover import changed, linears, report_of, tensors
 from tests.images import write_images, write_vit
@@ -45,7 +45,7 @@ def told_divergence(folder: str, skip: int = 0, samples: int = 32) -> float:
     pruned_on = choose_windows(stream, samples=skip, window=16, seed=0, choose="random") if skip else windows[:0]
     windows = windows[~(windows[:, None] == pruned_on).all(-1).any(1)]
     assert len(windows) == samples
-    windows = windows[Split.of(len(windows), 0.1).measured]
+    windows = windows[SampleSplit.of(len(windows), 0.1).measured]
     with torch.no_grad():
         theirs, ours = (ckpt_prune.load(each, dtype=torch.float32)(windows).logits for each in ("dense", folder))
     return float(divergence([theirs.double()], [ours.double()], logits=True))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ckpt_prune.compensation.fit import Fit, from_moments
+from ckpt_prune.compensation.fit import Fit, fit_from_moments
 from ckpt_prune.measure.moments.inputs import Moments
 
 
@@ -40,7 +40,7 @@ class Site:
 
     @property
     def fit(self) -> Fit:
-        return from_moments(self.weight, self.moments, self.kept)
+        return fit_from_moments(self.weight, self.moments, self.kept)
 
 
 def fit_of(inputs: Tensor, targets: Tensor) -> Fit:

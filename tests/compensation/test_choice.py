@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ckpt_prune.compensation import choice as choice_module
-from ckpt_prune.compensation.choice import NEAR, RESOLUTION, Chosen, choose, splits
-from ckpt_prune.compensation.fit import Blend, error
+from ckpt_prune.compensation.choice import NEAR, RESOLUTION, FormChoice, choose_form, split_folds
+from ckpt_prune.compensation.fit import Blend, squared_error
 from ckpt_prune.compensation.methods import METHODS, absolute_strength
 from tests.oracles import choice as oracle
 
@@ -53,8 +53,8 @@ class Case:
         tokens = [oracle.Tokens(*(t.numpy() for t in part)) for part in parts]
         return oracle.least_error(method, self.site.weight_kept.numpy(), tokens)
 
-    def choose(self, methods: Sequence[str] = tuple(METHODS), **options: Sequence[float] | str) -> Chosen:
-        return choose(self.site.weight_kept, self.folds, methods, **{"grid": GRID, "shares": SHARES, **options})
+    def choose(self, methods: Sequence[str] = tuple(METHODS), **options: Sequence[float] | str) -> FormChoice:
+        return choose_form(self.site.weight_kept, self.folds, methods, **{"grid": GRID, "shares": SHARES, **options})
 
 
 def make_case(d_out: int, d_in: int, k: int, sizes: Sequence[int], seed: int = 0, noise: float = 0.5) -> Case:
@@ -165,17 +165,17 @@ def test_two_folds_are_held_out_where_tokens_are_plenty(sizes, two):
     for trial in chosen.trials:
         assert trial.error == pytest.approx(case.oracle(trial.method, trial.strength, 0.3), rel=1e-9)
     folds = case.folds
-    assert len(list(splits(folds, reduce(add, folds), 24))) == (2 if two else len(sizes))
+    assert len(list(split_folds(folds, reduce(add, folds), 24))) == (2 if two else len(sizes))
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_without_drift_there_is_one_target(name):
     case = make_case(6, 16, 11, (30, 41, 25))
-    chosen = choose(case.site.weight_kept, case.undrifted, [name], [0.1], [0.3, 1.0])
+    chosen = choose_form(case.site.weight_kept, case.undrifted, [name], [0.1], [0.3, 1.0])
     plain = replace(case, drift=torch.zeros_like(case.drift))
     assert chosen.best.share == 0.0
     assert chosen.best.error == pytest.approx(plain.oracle(name, 0.1, 0.0), rel=DIGITS[name])
-    assert choose(case.site.weight_kept, case.undrifted, [name], [0.1]) == chosen
+    assert choose_form(case.site.weight_kept, case.undrifted, [name], [0.1]) == chosen
 
 
 @pytest.mark.parametrize("name", ["ridge", "affine", "grail"])
@@ -212,7 +212,9 @@ def test_no_candidate_alone_does_better(seed, shape, sizes, noise, methods):
                 for fold in held:
                     train = total - fold
                     strength = absolute_strength(value, "relative", train.fit)
-                    found += error(METHODS[name].fit(case.site.weight_kept, train.at(share), strength), fold.at(1.0))
+                    found += squared_error(
+                        METHODS[name].fit(case.site.weight_kept, train.at(share), strength), fold.at(1.0)
+                    )
                 relative = found / energy
                 if name in ruled_out and share == 1.0:
                     assert ruled_out[name] <= relative * (1 + 1e-7) + 2 * RESOLUTION
@@ -240,7 +242,7 @@ def test_equals_go_to_the_method_that_changes_least(first):
     """Nothing is dropped and nothing has drifted, so all are exact, but for what λ takes away in GRAIL."""
     case = make_case(6, 9, 9, (30, 41, 25))
     later = [name for name in reversed(METHODS) if list(METHODS).index(name) >= list(METHODS).index(first)]
-    chosen = choose(case.site.weight_kept, case.undrifted, later, [0.0])
+    chosen = choose_form(case.site.weight_kept, case.undrifted, later, [0.0])
     assert (chosen.best.method, chosen.margin) == (first, 0.0)
     assert chosen.best.error < RESOLUTION
     assert (chosen.runner_up is None) == (first == "grail")
@@ -270,7 +272,7 @@ def test_the_margin_over_an_exact_fit_is_finite():
     tokens = case.site.tokens.clone()
     tokens[:, case.site.dropped] = tokens[:, case.site.kept].flip(1)
     exact = with_inputs(case, tokens)
-    chosen = choose(exact.site.weight_kept, exact.undrifted, ["bias", "ridge"], [0.0])
+    chosen = choose_form(exact.site.weight_kept, exact.undrifted, ["bias", "ridge"], [0.0])
     assert chosen.best.method == "ridge"
     assert chosen.best.error < RESOLUTION
     assert chosen.margin == (chosen.trials[0].error - chosen.best.error) / RESOLUTION
@@ -295,7 +297,7 @@ def test_folds_without_tokens_are_left_out():
     case = CASES["k>d_out"]
     nothing = replace(case, site=replace(case.site, tokens=case.site.tokens[:0]), drift=case.drift[:0], sizes=(0,))
     folds = [nothing.folds[0], *case.folds, nothing.folds[0]]
-    assert choose(case.site.weight_kept, folds, METHODS, GRID, SHARES) == case.choose()
+    assert choose_form(case.site.weight_kept, folds, METHODS, GRID, SHARES) == case.choose()
 
 
 def test_one_polar_factor_serves_both_rotations(monkeypatch):
@@ -329,8 +331,10 @@ def test_a_rotation_whose_scale_vanishes_is_fitted_itself():
     y = torch.ones(4, 2, dtype=torch.float64)
     weight = torch.eye(2, dtype=torch.float64)
     folds = [Blend(fit_of(x, y)), Blend(fit_of(x, y))]
-    alone, scaled = (choose(weight, folds, [name], []).best.error for name in ("rotation", "rotation-scale"))
-    found = {trial.method: trial.error for trial in choose(weight, folds, ["rotation", "rotation-scale"], []).trials}
+    alone, scaled = (choose_form(weight, folds, [name], []).best.error for name in ("rotation", "rotation-scale"))
+    found = {
+        trial.method: trial.error for trial in choose_form(weight, folds, ["rotation", "rotation-scale"], []).trials
+    }
     assert found == {"rotation": alone, "rotation-scale": scaled}
     assert (alone, scaled) == pytest.approx((1.5, 1.0))
 
@@ -360,14 +364,14 @@ def test_folds_are_refused():
     case = CASES["k>d_out"]
     folds, weight = case.folds, case.site.weight_kept
     with pytest.raises(ValueError, match="at least 2 folds with tokens, not 1"):
-        choose(weight, folds[:1], METHODS, GRID)
+        choose_form(weight, folds[:1], METHODS, GRID)
     with pytest.raises(ValueError, match="at least 2 folds with tokens, not 1"):
-        choose(weight, [folds[0], folds[1] - folds[1]], METHODS, GRID)
+        choose_form(weight, [folds[0], folds[1] - folds[1]], METHODS, GRID)
     with pytest.raises(ValueError, match="some have none"):
-        choose(weight, [folds[0], Blend(folds[1].fit)], METHODS, GRID)
+        choose_form(weight, [folds[0], Blend(folds[1].fit)], METHODS, GRID)
     bare = [Blend(replace(fold.fit, gram=None, cross=None, target_energy=None)) for fold in folds]
     with pytest.raises(ValueError, match="second moments"):
-        choose(weight, bare, ["none"], [])
+        choose_form(weight, bare, ["none"], [])
 
 
 def test_methods_without_a_strength_need_no_grid():

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ckpt_prune.compensation.choice import choose
-from ckpt_prune.compensation.fit import Blend, Fit, Solution, error
+from ckpt_prune.compensation.choice import choose_form
+from ckpt_prune.compensation.fit import Blend, Fit, Solution, squared_error
 from ckpt_prune.compensation.methods import METHODS, Method
 from tests.oracles import choice as oracle
 from tests.oracles.closed_forms import residual
@@ -92,24 +92,24 @@ def test_the_forms_are_what_their_oracles_say(form):
     tokens = [t.numpy() for t in (SITE.inputs, SITE.targets)]
     answer = of_tokens(SITE.weight_kept.numpy(), *tokens, 2.5)
     np.testing.assert_allclose(solution.weight.numpy(), answer[0], atol=1e-9)
-    assert error(solution, SITE.fit) == pytest.approx(residual(*tokens, answer), rel=1e-9)
+    assert squared_error(solution, SITE.fit) == pytest.approx(residual(*tokens, answer), rel=1e-9)
 
 
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("value", GRID)
 def test_a_strength_of_another_form_is_scored_by_its_own_fit(form, value, share):
-    (trial,) = choose(SITE.weight_kept, blends(), [form], [value], [share]).trials
+    (trial,) = choose_form(SITE.weight_kept, blends(), [form], [value], [share]).trials
     assert (trial.method, trial.strength, trial.share) == (form, value, share)
     assert trial.error == pytest.approx(brute(form, value, share), rel=1e-9)
 
 
 def test_absolute_strengths(form):
-    chosen = choose(SITE.weight_kept, blends(), [form], [7.0], [0.5], "absolute")
+    chosen = choose_form(SITE.weight_kept, blends(), [form], [7.0], [0.5], "absolute")
     assert chosen.best.error == pytest.approx(brute(form, 7.0, 0.5, relative=False), rel=1e-9)
 
 
 def test_among_all_methods_every_reported_error_is_that_of_refitting(form):
-    chosen = choose(SITE.weight_kept, blends(), list(METHODS), GRID, SHARES)
+    chosen = choose_form(SITE.weight_kept, blends(), list(METHODS), GRID, SHARES)
     ruled_out = [each.method for each in chosen.ruled_out]
     assert form not in ruled_out
     assert [trial.method for trial in chosen.trials] == [name for name in METHODS if name not in ruled_out]

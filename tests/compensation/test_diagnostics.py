@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from oracles import closed_forms
 
 from ckpt_prune.compensation.diagnostics import diagnose
-from ckpt_prune.compensation.fit import error
+from ckpt_prune.compensation.fit import squared_error
 from ckpt_prune.compensation.methods import METHODS
 
 from .sites import SHAPES, WIDE, Site, make_site
@@ -31,8 +31,10 @@ def test_equals_the_schur_complement(shape):
 def test_the_floor_is_where_affine_ends(seed):
     site = make_site(4, 9, 6, 60, seed)
     found, fit = diagnose(site.weight, site.moments, site.kept), site.fit
-    assert error(METHODS["none"].fit(site.weight_kept, fit, 0), fit) / fit.count == pytest.approx(found.uncompensated)
-    errors = [error(METHODS["affine"].fit(site.weight_kept, fit, s), fit) / fit.count for s in (1e3, 1.0, 1e-9)]
+    assert squared_error(METHODS["none"].fit(site.weight_kept, fit, 0), fit) / fit.count == pytest.approx(
+        found.uncompensated
+    )
+    errors = [squared_error(METHODS["affine"].fit(site.weight_kept, fit, s), fit) / fit.count for s in (1e3, 1.0, 1e-9)]
     assert errors[0] >= errors[1] >= found.floor * (1 - 1e-9)
     assert errors[2] == pytest.approx(found.floor, rel=1e-6)
 

@@ -4,7 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt_prune.compensation.factoring import energies, factor, rank_at, saves, updated
+from ckpt_prune.compensation.factoring import (
+    direction_energies,
+    factor,
+    rank_for_ratio,
+    refit_factors,
+    saves_parameters,
+)
 from tests.oracles import factors
 
 SHAPES = [(6, 9), (9, 6), (7, 7)]
@@ -63,7 +69,7 @@ def test_without_data_it_is_the_plain_decomposition(shape):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_energies_are_the_errors_of_every_rank(shape):
     W, X = drawn(*shape)
-    own = energies(torch.from_numpy(W), torch.from_numpy(X.T @ X))
+    own = direction_energies(torch.from_numpy(W), torch.from_numpy(X.T @ X))
     assert own.shape == (min(shape),)
     for rank in (1, 4):
         assert own[rank:].sum().item() == pytest.approx(error(W, factors.truncated(W, X, rank), X))
@@ -77,10 +83,10 @@ def test_nothing_comes_in():
 
 def test_ranks_are_the_published_ones():
     # SVD-LLM on LLaMA-7B at 20 %: q, k, v, o of 4096 x 4096 and the mlp of 11008 x 4096
-    assert (rank_at(4096, 4096, 0.2), rank_at(11008, 4096, 0.2)) == (1638, 2388)
-    assert rank_at(4, 4, 0.9) == 1
-    assert saves(4096, 4096, 2047)
-    assert not saves(4096, 4096, 2048)
+    assert (rank_for_ratio(4096, 4096, 0.2), rank_for_ratio(11008, 4096, 0.2)) == (1638, 2388)
+    assert rank_for_ratio(4, 4, 0.9) == 1
+    assert saves_parameters(4096, 4096, 2047)
+    assert not saves_parameters(4096, 4096, 2048)
 
 
 @pytest.mark.parametrize("tokens", [40, 3])
@@ -89,7 +95,7 @@ def test_the_update_is_least_squares_on_what_reaches_the_linear(shape, tokens):
     """Also where so few tokens come through that many U do as well."""
     (W, X), (_, other) = drawn(*shape), drawn(*shape, tokens=tokens, seed=1)
     first = factor(torch.from_numpy(W), torch.from_numpy(X.T @ X), 4)
-    found = updated(torch.from_numpy(W), torch.from_numpy(other.T @ other), first.down)
+    found = refit_factors(torch.from_numpy(W), torch.from_numpy(other.T @ other), first.down)
     expected = factors.updated(W, other, first.down.numpy())
     np.testing.assert_allclose(found.up.numpy(), expected, rtol=1e-5, atol=1e-6)
     lost = error(W, (found.up @ found.down).numpy(), other)
@@ -101,4 +107,4 @@ def test_on_the_tokens_it_was_found_with_the_update_changes_nothing():
     W, X = drawn(6, 9)
     gram = torch.from_numpy(X.T @ X)
     first = factor(torch.from_numpy(W), gram, 3)
-    torch.testing.assert_close(updated(torch.from_numpy(W), gram, first.down).up, first.up, rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(refit_factors(torch.from_numpy(W), gram, first.down).up, first.up, rtol=1e-7, atol=1e-9)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from oracles import closed_forms
 
 from ckpt_prune.compensation import fit as fit_module
-from ckpt_prune.compensation.fit import Fit, Solution, error, from_moments
+from ckpt_prune.compensation.fit import Fit, Solution, fit_from_moments, squared_error
 from ckpt_prune.measure.moments.inputs import Moments
 
 from .sites import SHAPES, WIDE, fit_of, make_site
@@ -34,14 +34,14 @@ def test_from_accumulated_moments_and_a_half_precision_weight():
     moments = Moments.zeros(16, gram=True)
     for part in site.tokens.split(64):
         moments = moments.accumulate(part)
-    fit = from_moments(site.weight.bfloat16(), moments, site.kept)
+    fit = fit_from_moments(site.weight.bfloat16(), moments, site.kept)
     assert fit.cross.dtype == fit.gram.dtype == torch.float64
     assert_same(fit, fit_of(site.inputs, site.targets), rtol=1e-5)
 
 
 def test_without_a_gram_only_vectors_are_known():
     site = make_site(*WIDE)
-    fit = from_moments(site.weight, dataclasses.replace(site.moments, gram=None), site.kept)
+    fit = fit_from_moments(site.weight, dataclasses.replace(site.moments, gram=None), site.kept)
     assert (fit.gram, fit.cross, fit.target_energy) == (None, None, None)
     torch.testing.assert_close(fit.target_mean, site.targets.mean(0))
     torch.testing.assert_close(fit.mean, site.inputs.mean(0))
@@ -49,7 +49,7 @@ def test_without_a_gram_only_vectors_are_known():
     with pytest.raises(ValueError, match="second moments"):
         fit.centred()
     with pytest.raises(ValueError, match="second moments"):
-        error(Solution(site.weight_kept), fit)
+        squared_error(Solution(site.weight_kept), fit)
 
 
 def test_sums_add_and_subtract():
@@ -82,11 +82,11 @@ def test_error_equals_the_measured_one(seed, k, with_bias):
     measured = closed_forms.residual(
         site.inputs.numpy(), site.targets.numpy(), (weight.numpy(), 0 if bias is None else bias.numpy())
     )
-    assert error(Solution(weight, bias), site.fit) == pytest.approx(measured, rel=1e-9)
+    assert squared_error(Solution(weight, bias), site.fit) == pytest.approx(measured, rel=1e-9)
 
 
 def test_error_is_never_negative():
     site = make_site(5, 9, 9, 30)
     for seed in range(20):
         noise = 1e-9 * torch.randn(5, 9, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-        assert 0 <= error(Solution(site.weight_kept + noise), site.fit) < 1e-6
+        assert 0 <= squared_error(Solution(site.weight_kept + noise), site.fit) < 1e-6

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ckpt_prune.compensation.gap import absorbed, fit_map
+from ckpt_prune.compensation.gap import absorb_map, fit_map
 from ckpt_prune.measure.moments.inputs import Drift, Moments
 from tests.oracles.gap import held_out, ridge_map
 
@@ -74,7 +74,7 @@ def test_what_a_map_is_absorbed_in() -> None:
     z, y = tokens(4)
     found = fit_map(moments(z, y), biased=True, strength=0.1)
     weight = torch.randn(6, 9, generator=torch.Generator().manual_seed(5))
-    mapped, added = absorbed(found, weight, torch.ones(6))
+    mapped, added = absorb_map(found, weight, torch.ones(6))
     assert torch.equal(mapped, found.weight @ weight.double())
     assert added is not None
     assert found.bias is not None

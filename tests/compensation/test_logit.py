@@ -13,14 +13,14 @@ from torch import Tensor
 
 from ckpt_prune.compensation import logit
 from ckpt_prune.compensation.logit import (
-    absolute_strength,
+    absolute_logit_strength,
     choose_strength,
     diagnose_logit,
     logit_error,
     logit_system,
     solve_logit,
 )
-from ckpt_prune.compensation.mixing import absorb, mixed, split_factors
+from ckpt_prune.compensation.mixing import absorb, mix_dimensions, split_factors
 from ckpt_prune.measure.moments.logits import LogitMoments
 from tests import pairs
 from tests.oracles import logits as oracle
@@ -128,7 +128,7 @@ def test_both_ways_of_holding_the_operator_are_met():
 def test_equals_the_dense_solve(shape, strength, form):
     a = attention(**shape)
     system = a.system(form)
-    strengths = absolute_strength(strength, "relative", system.diagonal_mean)
+    strengths = absolute_logit_strength(strength, "relative", system.diagonal_mean)
     solution = solve_logit(system, strengths)
     assert solution.residual.max() <= 1e-10
     for head, kept in enumerate(a.kept.tolist()):
@@ -149,7 +149,9 @@ def test_equals_the_dense_solve_for_any_shape(data):
     }
     a = attention(**shape)
     system = a.system(data.draw(st.sampled_from(FORMS)))
-    strengths = absolute_strength(data.draw(st.sampled_from([1e-3, 1e-1, 10.0])), "relative", system.diagonal_mean)
+    strengths = absolute_logit_strength(
+        data.draw(st.sampled_from([1e-3, 1e-1, 10.0])), "relative", system.diagonal_mean
+    )
     M = solve_logit(system, strengths).M
     for head, kept in enumerate(a.kept.tolist()):
         expected = oracle.solve(a.samples(head), kept, strengths[head].item())
@@ -162,7 +164,7 @@ def test_equals_regression_where_dimensions_differ_by_decades(spread, form):
     """The operator's condition number is about 10^(4 spread)."""
     a = attention(d=8, size=6, samples=100, spread=spread)
     system = a.system(form)
-    strengths = absolute_strength(1e-9, "relative", system.diagonal_mean)
+    strengths = absolute_logit_strength(1e-9, "relative", system.diagonal_mean)
     M = solve_logit(system, strengths).M
     for head, kept in enumerate(a.kept.tolist()):
         expected = oracle.regression(a.samples(head), kept, strengths[head].item())
@@ -176,7 +178,7 @@ def test_equals_regression_where_dimensions_differ_by_decades(spread, form):
 def test_measured_moments_give_the_same(samples, form):
     a = attention(samples=samples, tokens=30)
     system = logit_system(a.measured(form), a.kept)
-    strengths = absolute_strength(1e-2, "relative", system.diagonal_mean)
+    strengths = absolute_logit_strength(1e-2, "relative", system.diagonal_mean)
     M = solve_logit(system, strengths).M
     errors = logit_error(system, M)
     for head, kept in enumerate(a.kept.tolist()):
@@ -189,7 +191,7 @@ def test_measured_moments_give_the_same(samples, form):
 def test_the_two_forms_agree(form):
     a = attention(samples=50)
     one, other = a.system("per-sample"), a.system(form)
-    strengths = absolute_strength(1e-3, "relative", one.diagonal_mean)
+    strengths = absolute_logit_strength(1e-3, "relative", one.diagonal_mean)
     torch.testing.assert_close(solve_logit(one, strengths).M, solve_logit(other, strengths).M, rtol=1e-8, atol=1e-10)
 
 
@@ -226,7 +228,7 @@ def test_rounding_of_measured_moments_does_no_harm_there(samples, tokens, form):
     """In float32 a singular operator has small eigenvalues of either sign; the least strength hides them. Floor: 0."""
     a = attention(d=12, size=8, samples=samples, tokens=tokens)
     system = logit_system(a.measured(form), a.kept)
-    M = solve_logit(system, absolute_strength(logit.NEAR_ZERO, "relative", system.diagonal_mean)).M
+    M = solve_logit(system, absolute_logit_strength(logit.NEAR_ZERO, "relative", system.diagonal_mean)).M
     assert M.norm(dim=(1, 2)).max() < 10
     for head, kept in enumerate(a.kept.tolist()):
         lost = oracle.error(a.samples(head), kept, np.zeros((8, 8)))
@@ -304,7 +306,7 @@ def test_samples_that_are_alike_take_one_step():
     alike = Attention(a.queries.repeat(1, 7, 1, 1), a.keys.repeat(1, 7, 1, 1), a.kept)
     system = alike.system()
     for value in (0.0, 1e-3, 10.0):
-        solution = solve_logit(system, absolute_strength(value, "relative", system.diagonal_mean))
+        solution = solve_logit(system, absolute_logit_strength(value, "relative", system.diagonal_mean))
         assert solution.steps.tolist() == [1, 1]
         assert solution.residual.max() <= 1e-10
 
@@ -368,7 +370,7 @@ def test_the_floor_is_least_and_nothing_most(size, samples, tokens, exponent, se
     system = a.system(form)
     found = diagnose_logit(system)
     errors = logit_error(
-        system, solve_logit(system, absolute_strength(10.0**exponent, "relative", system.diagonal_mean)).M
+        system, solve_logit(system, absolute_logit_strength(10.0**exponent, "relative", system.diagonal_mean)).M
     )
     slack = 1e-9 * found.uncompensated
     assert (found.floor <= errors + slack).all()
@@ -403,7 +405,7 @@ def test_all_information_in_the_kept_dimensions(form):
     system = a.system(form)
     errors = []
     for value in (1e-2, 1e-4, 1e-8, 0.0):
-        M = solve_logit(system, absolute_strength(value, "relative", system.diagonal_mean)).M
+        M = solve_logit(system, absolute_logit_strength(value, "relative", system.diagonal_mean)).M
         errors.append(
             [oracle.error(a.samples(h), a.kept[h].tolist(), M[h].numpy()) / system.dropped_energy[h] for h in (0, 1)]
         )
@@ -413,7 +415,7 @@ def test_all_information_in_the_kept_dimensions(form):
     found = diagnose_logit(system)
     assert (found.rho2 > 1 - 1e-9).all()
     measured = logit_system(a.measured(form), a.kept)
-    M = solve_logit(measured, absolute_strength(1e-8, "relative", measured.diagonal_mean)).M
+    M = solve_logit(measured, absolute_logit_strength(1e-8, "relative", measured.diagonal_mean)).M
     assert (logit_error(measured, M) < 1e-5 * measured.dropped_energy).all()
     for head, kept in enumerate(a.kept.tolist()):
         assert oracle.error(a.samples(head), kept, M[head].numpy()) < 1e-7 * system.dropped_energy[head]
@@ -488,13 +490,13 @@ def test_strength_in_units():
     a = attention()
     system = a.system()
     means = [oracle.diagonal_mean(a.samples(head), kept) for head, kept in enumerate(a.kept.tolist())]
-    assert absolute_strength(0.25, "relative", system.diagonal_mean).tolist() == pytest.approx(
+    assert absolute_logit_strength(0.25, "relative", system.diagonal_mean).tolist() == pytest.approx(
         [0.25 * m for m in means]
     )
-    assert absolute_strength(0.25, "absolute", system.diagonal_mean).tolist() == [0.25, 0.25]
+    assert absolute_logit_strength(0.25, "absolute", system.diagonal_mean).tolist() == [0.25, 0.25]
     for bad in (-1.0, float("nan")):
         with pytest.raises(ValueError, match="zero or more"):
-            absolute_strength(bad, "absolute", system.diagonal_mean)
+            absolute_logit_strength(bad, "absolute", system.diagonal_mean)
 
 
 # ---- folding ---------------------------------------------------------------------------------------------------
@@ -527,7 +529,7 @@ def test_absorbed_projections_give_the_compensated_logits(size, biases, dtype):
     )
     kept = torch.stack([torch.randperm(d, generator=torch.Generator().manual_seed(h))[:size] for h in range(heads)])
     M = normal(heads, size, size, seed=5)
-    found = absorb(query, key, query_bias, key_bias, *mixed(M, kept, d))
+    found = absorb(query, key, query_bias, key_bias, *mix_dimensions(M, kept, d))
     assert [None if t is None else (tuple(t.shape), t.dtype) for t in found] == [
         ((heads * size, hidden), torch.float64),
         ((heads * size, hidden), torch.float64),
@@ -552,7 +554,7 @@ def test_with_nothing_dropped_the_absorbed_logits_are_the_old():
     a = attention(d=5, size=5)
     query, key, bias = normal(10, 7, seed=1), normal(10, 7, seed=2), normal(10, seed=3)
     M = solve_logit(a.system(), torch.zeros(2)).M
-    new_query, new_key, new_bias, none = absorb(query, key, bias, None, *mixed(M, a.kept, 5))
+    new_query, new_key, new_bias, none = absorb(query, key, bias, None, *mix_dimensions(M, a.kept, 5))
     assert none is None
     x = normal(6, 7, seed=4)
     for head in range(2):
@@ -572,8 +574,8 @@ def test_end_to_end_the_absorbed_logits_have_the_predicted_error():
     moments = LogitMoments.zeros(heads, d, form="per-sample").accumulate(q, k)
     kept = moments.logit_energy().topk(4, dim=1).indices.sort(dim=1).values
     system = logit_system(moments, kept)
-    M = solve_logit(system, absolute_strength(1e-3, "relative", system.diagonal_mean)).M
-    new = absorb(query, key, query_bias, key_bias, *mixed(M, kept, d))
+    M = solve_logit(system, absolute_logit_strength(1e-3, "relative", system.diagonal_mean)).M
+    new = absorb(query, key, query_bias, key_bias, *mix_dimensions(M, kept, d))
     narrow_q, narrow_k = x @ new[0].T + new[2], x @ new[1].T + new[3]
     predicted = logit_error(system, M)
     for head in range(heads):

@@ -109,7 +109,7 @@ def test_logits_of_that_rank_lose_nothing(form):
     a = Attention(queries, keys, torch.arange(3).expand(2, 3))
     moments = a.measured(form)
     found = solve_low_rank(moments, 3, 0.0)
-    energy = logit.whole_system(moments).energy
+    energy = logit.full_system(moments).energy
     assert float((found.errors / energy).max()) < 1e-9
     for head in range(2):
         lost = oracle.low_rank_error(a.samples(head), found.left[head].numpy(), found.right[head].numpy())
@@ -135,7 +135,7 @@ def test_errors_of_all_widths_are_those_before_the_search(form):
     assert curve.shape == (2, 7)
     assert bool((curve.diff() >= 0).all())
     assert curve[:, 0].tolist() == [0, 0]
-    torch.testing.assert_close(curve[:, 6], logit.whole_system(moments).energy, rtol=1e-5, atol=0)
+    torch.testing.assert_close(curve[:, 6], logit.full_system(moments).energy, rtol=1e-5, atol=0)
     for dropped in (1, 3, 5):
         started = solve_low_rank(moments, 6 - dropped, 0.0, max_steps=0).errors
         torch.testing.assert_close(curve[:, dropped], started, rtol=1e-6, atol=0)

@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ckpt_prune.compensation.low_rank_search import Metric, from_svd, searched
+from ckpt_prune.compensation.low_rank_search import LogitMetric, search_factors, start_from_svd
 
 
-def lopsided(d: int, spread: float) -> tuple[Metric, Tensor]:
+def lopsided(d: int, spread: float) -> tuple[LogitMetric, Tensor]:
     """A metric that is the identity and some of what is not, and the matrix (d², d²) of its operator."""
     g = torch.Generator().manual_seed(d)
     parts = torch.randn(2, 7, d, d, generator=g, dtype=torch.float64)
@@ -19,15 +19,15 @@ def lopsided(d: int, spread: float) -> tuple[Metric, Tensor]:
         return (matrix @ Z.reshape(len(Z), -1).T).T.reshape(Z.shape)
 
     one = torch.eye(d, dtype=torch.float64)
-    return Metric(image, image, one + torch.diag(torch.linspace(0, 3, d, dtype=torch.float64)), one, one), matrix
+    return LogitMetric(image, image, one + torch.diag(torch.linspace(0, 3, d, dtype=torch.float64)), one, one), matrix
 
 
-def value(metric: Metric, X: Tensor, Y: Tensor) -> float:
+def value(metric: LogitMetric, X: Tensor, Y: Tensor) -> float:
     rest = metric.target - X @ Y.T
     return float((rest * metric.image(rest[None])[0]).sum())
 
 
-def alternated(metric: Metric, matrix: Tensor, start: tuple[Tensor, Tensor]) -> float:
+def alternated(metric: LogitMetric, matrix: Tensor, start: tuple[Tensor, Tensor]) -> float:
     """What is left after many least squares in each factor by turns."""
     root = np.linalg.cholesky(matrix.numpy()).T
     X, Y = (each.numpy() for each in start)
@@ -48,8 +48,8 @@ def alternated(metric: Metric, matrix: Tensor, start: tuple[Tensor, Tensor]) -> 
 @pytest.mark.parametrize(("d", "size"), [(4, 2), (5, 1)])
 def test_it_ends_where_alternating_least_squares_do(d, size, spread):
     metric, matrix = lopsided(d, spread)
-    start = from_svd(metric, size)
-    ours = value(metric, *searched(metric, start, 1e-13, 1000))
+    start = start_from_svd(metric, size)
+    ours = value(metric, *search_factors(metric, start, 1e-13, 1000))
     assert ours < value(metric, *start)
     assert ours == pytest.approx(alternated(metric, matrix, start), rel=1e-7)
 
@@ -58,14 +58,14 @@ def test_what_the_coarse_products_are_off_by_does_not_show():
     metric, _ = lopsided(5, 0.3)
     g = torch.Generator().manual_seed(0)
     noise = 1e-3 * torch.randn(5, 5, generator=g, dtype=torch.float64)
-    off = Metric(metric.image, lambda Z: metric.image(Z) + noise @ Z, metric.target, metric.left, metric.right)
-    start = from_svd(metric, 2)
-    exact, through = (value(metric, *searched(each, start, 1e-12, 500)) for each in (metric, off))
+    off = LogitMetric(metric.image, lambda Z: metric.image(Z) + noise @ Z, metric.target, metric.left, metric.right)
+    start = start_from_svd(metric, 2)
+    exact, through = (value(metric, *search_factors(each, start, 1e-12, 500)) for each in (metric, off))
     assert through == pytest.approx(exact, rel=1e-9)
 
 
 def test_without_steps_it_is_the_start():
     metric, _ = lopsided(4, 0.3)
-    start = from_svd(metric, 2)
-    P, Q = searched(metric, start, 1e-9, 0)
+    start = start_from_svd(metric, 2)
+    P, Q = search_factors(metric, start, 1e-9, 0)
     torch.testing.assert_close(P @ Q.T, start[0] @ start[1].T)

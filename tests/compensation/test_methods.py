@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import closed_forms
 
-from ckpt_prune.compensation.fit import error, from_moments
+from ckpt_prune.compensation.fit import fit_from_moments, squared_error
 from ckpt_prune.compensation.least_squares import shrunk
 from ckpt_prune.compensation.methods import METHODS, absolute_strength
 
@@ -49,13 +49,15 @@ def test_equals_its_oracle(name, shape):
     assert (solution.bias is not None) == method.adds_bias
     if solution.bias is not None:
         close(solution.bias, bias)
-    assert error(solution, site.fit) == pytest.approx(closed_forms.residual(*arguments[1:], (weight, bias)), rel=1e-7)
+    assert squared_error(solution, site.fit) == pytest.approx(
+        closed_forms.residual(*arguments[1:], (weight, bias)), rel=1e-7
+    )
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_needs_a_gram_exactly_if_it_says_so(name):
     site, method = make_site(*WIDE), METHODS[name]
-    fit = from_moments(site.weight, dataclasses.replace(site.moments, gram=None), site.kept)
+    fit = fit_from_moments(site.weight, dataclasses.replace(site.moments, gram=None), site.kept)
     if method.needs_gram:
         with pytest.raises(ValueError, match="second moments"):
             method.fit(site.weight_kept, fit, 1.0)
@@ -149,7 +151,7 @@ def test_order_of_calibration_errors(seed, tokens):
     """Each method minimises the error over a set that holds the simpler one's answer."""
     site = make_site(4, 9, 7, tokens, seed)
     fit = site.fit
-    errors = {name: error(method.fit(site.weight_kept, fit, 1e-6), fit) for name, method in METHODS.items()}
+    errors = {name: squared_error(method.fit(site.weight_kept, fit, 1e-6), fit) for name, method in METHODS.items()}
     slack = 1e-7 * fit.target_energy
     assert errors["bias"] <= errors["none"] + slack
     assert errors["rotation"] <= errors["none"] + slack
@@ -165,7 +167,7 @@ def test_singular_gram_without_lambda_reaches_the_least_error(name):
     """Fewer tokens than inputs: the fit is exact, and what the tokens do not show stays as the method leaves it."""
     site = make_site(6, 16, 11, 5)
     solution = METHODS[name].fit(site.weight_kept, site.fit, 0.0)
-    assert error(solution, site.fit) < 1e-9 * site.fit.target_energy
+    assert squared_error(solution, site.fit) < 1e-9 * site.fit.target_energy
     start = torch.zeros_like(site.weight_kept) if name == "grail" else site.weight_kept
     inputs = site.inputs - site.inputs.mean(0) if name == "affine" else site.inputs
     unseen = torch.linalg.svd(inputs)[2][4 if name == "affine" else 5 :].T

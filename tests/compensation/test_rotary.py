@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_prune.compensation.logit import absolute_strength
+from ckpt_prune.compensation.logit import absolute_logit_strength
 from ckpt_prune.compensation.rotary import (
     absorb_factors,
     choose_factors,
@@ -77,7 +77,7 @@ def test_factors_are_least_squares_on_the_logits_and_never_worse_than_none(data:
     queries, keys = drawn(pairs, samples=2, seed=data.draw(st.integers(0, 99)))
     kept = [sorted(data.draw(st.permutations(range(pairs)))[:count]) for _ in range(GROUPS)]
     system = rotary_system(moments_of(queries, keys), torch.tensor(kept))
-    found = solve_factors(system, absolute_strength(value, "relative", system.diagonal_mean))
+    found = solve_factors(system, absolute_logit_strength(value, "relative", system.diagonal_mean))
     errors = factor_errors(system, found)
     assert bool((errors <= system.dropped_energy + 1e-9 * system.energy).all())
     for head, own in enumerate(parts_of(queries, keys)):
@@ -106,7 +106,7 @@ def test_pairs_that_are_zero_cost_nothing_and_change_nothing() -> None:
     keys[..., [0, 2]] = 0
     moments, kept = moments_of(queries, keys), torch.tensor([[1, 3]] * GROUPS)
     system = rotary_system(moments, kept)
-    factors = solve_factors(system, absolute_strength(0.0, "relative", system.diagonal_mean))
+    factors = solve_factors(system, absolute_logit_strength(0.0, "relative", system.diagonal_mean))
     assert float(system.dropped_energy.max()) == 0 == float(factors.abs().max())
     assert float(factor_errors(system, factors).max()) == 0
     # They go first, whichever score ranks.
@@ -202,9 +202,9 @@ def test_what_cannot_be_is_refused() -> None:
             rotary_system(moments, wrong)
     system = rotary_system(moments, torch.tensor([[0], [1]]))
     with pytest.raises(ValueError, match="lambda must be zero or more"):
-        absolute_strength(-1.0, "relative", system.diagonal_mean)
+        absolute_logit_strength(-1.0, "relative", system.diagonal_mean)
     assert torch.equal(
-        absolute_strength(3.0, "absolute", system.diagonal_mean), torch.full((HEADS,), 3.0, dtype=torch.float64)
+        absolute_logit_strength(3.0, "absolute", system.diagonal_mean), torch.full((HEADS,), 3.0, dtype=torch.float64)
     )
     for name in ("obs", "logit-energy"):
         with pytest.raises(ValueError, match="needs moments"):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from oracles import closed_forms
 
 from ckpt_prune.compensation import rotation as module
-from ckpt_prune.compensation.fit import error, from_moments
+from ckpt_prune.compensation.fit import fit_from_moments, squared_error
 from ckpt_prune.compensation.rotation import centred_rotation, polar, procrustes, rotation, scaled_rotation
 from ckpt_prune.measure.moments.inputs import Moments
 
@@ -128,7 +128,7 @@ def test_few_tokens_reach_the_least_error_and_turn_the_weights_least(shape):
     ours = rotation(site.weight_kept, site.fit)
     arguments = [t.numpy() for t in (site.weight_kept, site.inputs, site.targets)]
     paper = closed_forms.rotation(*arguments)
-    assert error(ours, site.fit) == pytest.approx(closed_forms.residual(*arguments[1:], paper), rel=1e-7)
+    assert squared_error(ours, site.fit) == pytest.approx(closed_forms.residual(*arguments[1:], paper), rel=1e-7)
     moved = (ours.weight - site.weight_kept).norm()
     assert moved < 0.9 * (torch.from_numpy(paper[0]) - site.weight_kept).norm()
 
@@ -177,7 +177,7 @@ def test_recovers_a_rotation_and_a_scale(seed, scale, k):
 def test_centred_rotation_with_a_scale_lowers_the_error():
     site = make_site(6, 16, 8, 200)
     plain, scaled = (centred_rotation(site.weight_kept, site.fit, scaled=s) for s in (False, True))
-    assert error(scaled, site.fit) < error(plain, site.fit)
+    assert squared_error(scaled, site.fit) < squared_error(plain, site.fit)
     for solution in (plain, scaled):
         torch.testing.assert_close(solution.weight @ site.inputs.mean(0) + solution.bias, site.targets.mean(0))
 
@@ -227,7 +227,7 @@ def test_what_float32_grams_do_not_tell_is_completed(shape, centred, mean):
     rounded = rounded.accumulate(tokens.float())
     assert rounded.gram.dtype == (torch.float64 if mean else torch.float32)
     form = centred_rotation if centred else rotation
-    truth, found = (form(weight[:, kept], from_moments(weight, each, kept)).weight for each in (exact, rounded))
+    truth, found = (form(weight[:, kept], fit_from_moments(weight, each, kept)).weight for each in (exact, rounded))
     others = torch.randn(2000, k, generator=g, dtype=torch.float64)
     off = others - others @ torch.linalg.pinv(directions[:, :k]) @ directions[:, :k]
     lost = [float((off @ (each - weight[:, kept]).T).square().sum()) for each in (truth, found)]

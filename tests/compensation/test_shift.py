@@ -5,13 +5,13 @@ import torch
 from oracles import shift as oracle
 
 from ckpt_prune.compensation import head_shift as heads
-from ckpt_prune.compensation.head_shift import HeadEquations, head_shift
+from ckpt_prune.compensation.head_shift import HeadEquations, measure_head_shift
 from ckpt_prune.compensation.logit import diagnose_logit, logit_system
 from ckpt_prune.compensation.low_rank import pair_errors
 from ckpt_prune.compensation.methods import METHODS
-from ckpt_prune.compensation.mixing import mixed
+from ckpt_prune.compensation.mixing import mix_dimensions
 from ckpt_prune.compensation.rotary import factor_freedom, rotary_system
-from ckpt_prune.compensation.shift import freedom, shift
+from ckpt_prune.compensation.shift import degrees_of_freedom, measure_shift
 
 from .sites import SHAPES, make_site
 from .test_logit import FORMS, attention
@@ -22,7 +22,7 @@ from .test_rotary import drawn, moments_of
 @pytest.mark.parametrize("strength", [0.0, 3.0])
 def test_equals_the_proposition_from_tokens(shape, strength):
     site, other = make_site(*shape), make_site(*shape, seed=7)
-    found = shift(site.weight, site.moments, other.moments, site.kept, strength)
+    found = measure_shift(site.weight, site.moments, other.moments, site.kept, strength)
     arrays = (site.weight.numpy(), site.tokens.numpy(), other.tokens.numpy())
     expected = oracle.terms(*arrays, site.kept.tolist(), strength)
     assert asdict(found) == pytest.approx(expected, rel=1e-6)
@@ -31,7 +31,7 @@ def test_equals_the_proposition_from_tokens(shape, strength):
 
 def test_on_its_own_tokens_nothing_is_shifted():
     site = make_site(4, 9, 6, 60)
-    found = shift(site.weight, site.moments, site.moments, site.kept, 0.0)
+    found = measure_shift(site.weight, site.moments, site.moments, site.kept, 0.0)
     assert (found.covariances, found.means, found.shifting) == (0, 0, 0)
     assert found.sampling is not None
     assert found.bound == 2 * found.floor + found.sampling
@@ -39,8 +39,8 @@ def test_on_its_own_tokens_nothing_is_shifted():
 
 def test_without_spectra_only_what_they_give_is_missing():
     site, other = make_site(4, 9, 6, 60), make_site(4, 9, 6, 60, seed=7)
-    known = shift(site.weight, site.moments, other.moments, site.kept, 1.0)
-    found = shift(site.weight, site.moments, other.moments, site.kept, 1.0, spectra=False)
+    known = measure_shift(site.weight, site.moments, other.moments, site.kept, 1.0)
+    found = measure_shift(site.weight, site.moments, other.moments, site.kept, 1.0, spectra=False)
     assert found == replace(known, covariances=None, smallest=None, sampling=None, shifting=None)
     assert found.bound is None
 
@@ -48,7 +48,7 @@ def test_without_spectra_only_what_they_give_is_missing():
 def test_a_singular_fit_has_no_bound():
     site = make_site(4, 9, 6, 60)
     site = replace(site, tokens=site.tokens.index_fill(1, site.kept[:1], 0.0))
-    found = shift(site.weight, site.moments, site.moments, site.kept, 0.0)
+    found = measure_shift(site.weight, site.moments, site.moments, site.kept, 0.0)
     assert (found.smallest, found.sampling, found.bound) == (pytest.approx(0, abs=1e-12), float("inf"), float("inf"))
 
 
@@ -57,7 +57,7 @@ def test_grams_are_needed():
     bare = replace(site.moments, gram=None)
     for pair in ((bare, site.moments), (site.moments, bare)):
         with pytest.raises(ValueError, match="Gram"):
-            shift(site.weight, *pair, site.kept, 0.0)
+            measure_shift(site.weight, *pair, site.kept, 0.0)
 
 
 @pytest.mark.parametrize("strength", [0.0, 3.0, 500.0])
@@ -68,7 +68,7 @@ def test_degrees_of_freedom(strength):
     plain, centred = (oracle.freedom(site.inputs.numpy(), 5, strength, each) for each in (False, True))
     expected |= {"ridge": plain, "affine": centred, "grail": plain}
     for method in METHODS.values():
-        found = freedom(method, 5, site.moments, site.kept, strength)
+        found = degrees_of_freedom(method, 5, site.moments, site.kept, strength)
         assert found == pytest.approx(expected[method.name], rel=1e-9)
     assert (plain, centred) == (15, 20) if strength == 0 else plain < 15
 
@@ -76,8 +76,8 @@ def test_degrees_of_freedom(strength):
 def test_a_new_method_is_counted_by_its_numbers():
     site = make_site(5, 9, 3, 60)
     lent = replace(METHODS["ridge"], name="new", ridge_towards=None)
-    assert freedom(lent, 5, site.moments, site.kept, 3.0) == 15
-    assert freedom(replace(lent, adds_bias=True), 5, site.moments, site.kept, 3.0) == 20
+    assert degrees_of_freedom(lent, 5, site.moments, site.kept, 3.0) == 15
+    assert degrees_of_freedom(replace(lent, adds_bias=True), 5, site.moments, site.kept, 3.0) == 20
 
 
 def test_degrees_of_freedom_of_factors():
@@ -98,23 +98,23 @@ def test_of_logits_it_equals_the_proposition_from_tokens(form, strength):
     systems = [logit_system(each, a.kept) for each in texts]
     own, others = (HeadEquations.of_logits(*each) for each in zip(texts, systems, strict=True))
     values = torch.tensor([strength, 2 * strength], dtype=torch.float64)
-    found = head_shift(own, others, diagnose_logit(systems[1]).floor, values)
+    found = measure_head_shift(own, others, diagnose_logit(systems[1]).floor, values)
     samples = [[each.samples(head) for head in range(2)] for each in (a, b)]
     expected = oracle.head_terms(*samples, a.kept.tolist(), values.tolist())
     assert asdict(found) == pytest.approx(expected, rel=1e-6)
     unbounded = replace(found, smallest=None, sampling=None, shifting=None)
-    assert head_shift(own, others, diagnose_logit(systems[1]).floor, None) == unbounded
+    assert measure_head_shift(own, others, diagnose_logit(systems[1]).floor, None) == unbounded
 
 
 def test_too_many_unknowns_leave_eigenvalues_out(monkeypatch):
     moments = moments_of(*drawn(3))
     equations = HeadEquations.of_pairs(moments, rotary_system(moments, torch.tensor([[0, 2], [1, 2]])))
     zeros = torch.zeros(moments.heads, dtype=torch.float64)
-    known = head_shift(equations, equations, zeros, zeros)
+    known = measure_head_shift(equations, equations, zeros, zeros)
     assert (known.covariances, known.means, known.shifting) == (0, 0, 0)
     assert known.sampling is not None
     monkeypatch.setattr(heads, "EXACT_WIDTH", 6)
-    found = head_shift(equations, equations, zeros, zeros)
+    found = measure_head_shift(equations, equations, zeros, zeros)
     assert found == replace(known, covariances=None, smallest=None, sampling=None, shifting=None)
 
 
@@ -124,7 +124,7 @@ def test_of_pairs_the_bound_speaks_of_two_unknowns_a_pair():
     kept = torch.tensor([[0, 2], [1, 2]])
     texts = moments_of(queries, keys), moments_of(2 * queries, keys)
     own, others = (HeadEquations.of_pairs(each, rotary_system(each, kept)) for each in texts)
-    found = head_shift(own, others, torch.zeros(4), torch.full((4,), 1e9, dtype=torch.float64))
+    found = measure_head_shift(own, others, torch.zeros(4), torch.full((4,), 1e9, dtype=torch.float64))
     assert (found.covariances, found.means) == (pytest.approx(3), pytest.approx(9))
     radius = sum(float(each.diagonal().max()) for each in texts[0].gram) / 3
     spread = 4 * torch.tensor(4 / 0.05).log() / 3 / (1e9 / 3) ** 2
@@ -135,6 +135,6 @@ def test_of_pairs_the_bound_speaks_of_two_unknowns_a_pair():
 def test_errors_of_mixed_dimensions_are_those_of_explicit_logits(form):
     a, b = attention(samples=8, tokens=5), attention(samples=8, tokens=5, seed=3)
     M = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    found = pair_errors(b.moments(form), *mixed(M, a.kept, 6))
+    found = pair_errors(b.moments(form), *mix_dimensions(M, a.kept, 6))
     expected = [oracle.logits.error(b.samples(h), a.kept[h].tolist(), M[h].numpy()) for h in range(2)]
     assert found.tolist() == pytest.approx(expected, rel=1e-6)

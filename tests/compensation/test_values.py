@@ -8,7 +8,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ckpt_prune.compensation.values import ROUNDING, Turn, by_direction, by_head, principal
+from ckpt_prune.compensation.values import ROUNDING, ValueBasis, by_direction, by_head, principal_values
 from ckpt_prune.measure.moments.inputs import Moments
 from tests.oracles import values
 
@@ -24,9 +24,9 @@ def drawn(seed: int, groups: int, each: int, size: int, outputs: int, tokens: in
     return generator.standard_normal((outputs, width)), mixed * np.exp(generator.standard_normal(width))
 
 
-def turn_of(W, X, groups: int, size: int) -> Turn:
+def turn_of(W, X, groups: int, size: int) -> ValueBasis:
     W, X = torch.from_numpy(W), torch.from_numpy(X)
-    return principal(W, X.T @ X, groups, size)
+    return principal_values(W, X.T @ X, groups, size)
 
 
 def heads_of(W, X, groups: int, size: int):

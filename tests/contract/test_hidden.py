@@ -19,15 +19,15 @@ from ckpt_prune.job.prepared import begin
 from ckpt_prune.measure.moment_sources import CachedMoments
 from ckpt_prune.measure.moments.inputs import Moments, sum_folds
 from ckpt_prune.measure.streams.hidden_stream import open_stream
-from ckpt_prune.rotations.absorbing import residual_of
-from ckpt_prune.rotations.moments import stream_gram
-from ckpt_prune.rotations.slicing import keeping_ones, scale_of
 from ckpt_prune.runner.plan import prepare_plan
 from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.stages import FullRecipe
+from ckpt_prune.stages.hidden.bases import directions_keeping_ones, stream_scale
 from ckpt_prune.stages.hidden.preview import hidden_record, jointly_narrowed, view_of
 from ckpt_prune.stages.hidden.slicing import SlicedStream
 from ckpt_prune.stages.moments import open_moments
+from ckpt_prune.stages.rotation.absorbing import residual_of
+from ckpt_prune.stages.rotation.moments import stream_gram
 from ckpt_prune.verification.verify import verify
 from tests.oracles.slicing import Projected
 from tests.pairs import chosen
@@ -166,7 +166,7 @@ def test_drift_beside_a_narrower_stream_is_from_the_dense_one(dense: Dense, case
     model, kept = request.model, request.model.dimension("hidden") - 4
     own = torch.randn(model.dimension("hidden"), 3 * kept, dtype=torch.float64)
     layer = residual_of(model.family).norm == "layer"
-    basis = keeping_ones(own @ own.T, kept)[0] if layer else torch.linalg.qr(own[:, :kept])[0]
+    basis = directions_keeping_ones(own @ own.T, kept)[0] if layer else torch.linalg.qr(own[:, :kept])[0]
     view = view_of(request, kept, lambda _block: (basis, basis))
     narrow = jointly_narrowed(request, hidden_record(request, kept), view)
     source = open_moments(narrow, {"heads": True})
@@ -182,7 +182,7 @@ def test_drift_beside_a_narrower_stream_is_from_the_dense_one(dense: Dense, case
     ids = case.samples().batch(slice(len(case.samples())))["input_ids"]
     seen = [_behind_attention(each.double().eval(), model, ids) for each in (plain(case.model()), short)]
     wide = seen[0] - seen[0].mean(-1, keepdim=True) if layer else seen[0]
-    delta = (scale_of(kept, model.dimension("hidden")) * wide @ basis - seen[1]).flatten(0, 1)
+    delta = (stream_scale(kept, model.dimension("hidden")) * wide @ basis - seen[1]).flatten(0, 1)
     assert drift.energy == pytest.approx(float(delta.square().sum()), rel=1e-4)
     assert torch.allclose(drift.sum, delta.sum(0), atol=1e-4 * float(delta.abs().sum()))
 

@@ -110,7 +110,7 @@ class Shim:
         io.open = builtins.open = opened  # type: ignore[assignment]
         os.fsync, os.posix_fallocate = synced, claimed  # type: ignore[assignment]
         shutil._USE_CP_SENDFILE = False  # type: ignore[attr-defined]
-        for name in ("ckpt_prune.measure.statistics.folder", "ckpt_prune.rotations.learning"):
+        for name in ("ckpt_prune.measure.statistics.folder", "ckpt_prune.stages.rotation.learner"):
             importlib.import_module(name).save_file = saved  # type: ignore[attr-defined]
         sys.addaudithook(self._audit)
 

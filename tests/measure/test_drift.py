@@ -14,7 +14,7 @@ from ckpt_prune.measure.streams.drift import observe_drift
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from tests.oracles import drift, laco
 from tests.pairs import every
-from tests.recovery.twins import BLOCKS, Twins, written_once
+from tests.stages.recovery.twins import BLOCKS, Twins, written_once
 
 FOLDS = 2
 VARIANTS = {

@@ -9,7 +9,7 @@ from ckpt_prune.measure.streams.state_memory import StateMemory
 from tests.oracles import laco
 from tests.oracles.perplexity import perplexity
 from tests.pairs import every
-from tests.recovery.twins import BLOCKS, SAMPLES, settings, written_once
+from tests.stages.recovery.twins import BLOCKS, SAMPLES, settings, written_once
 
 EXACT = {"rtol": 1e-6, "atol": 1e-7}
 VARIANTS = ["llama-biases", "mistral", "qwen3", "opt", "opt-350m-like", "bert-mlm", "vit", "deit", "dinov2-swiglu"]

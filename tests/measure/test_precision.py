@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.compensation.diagnostics import diagnose
-from ckpt_prune.compensation.fit import error, from_moments
+from ckpt_prune.compensation.fit import fit_from_moments, squared_error
 from ckpt_prune.compensation.methods import METHODS
 from ckpt_prune.measure.moments.inputs import Drift, Moments, sum_folds
 from ckpt_prune.measure.moments.logits import LogitMoments
@@ -63,9 +63,9 @@ def test_errors_and_fits_are_those_of_exact_sums(case: dict[str, Any]) -> None:
     assert found.floor == pytest.approx(expected.floor, rel=1e-3)
     assert found.rho2 == pytest.approx(expected.rho2, rel=1e-3)
     np.testing.assert_allclose(ours.variance, theirs.variance, rtol=1e-4)
-    fit, truth = from_moments(weight, ours, kept), from_moments(weight, theirs, kept)
+    fit, truth = fit_from_moments(weight, ours, kept), fit_from_moments(weight, theirs, kept)
     for name in ("least-squares", "rotation-scale", "centred-rotation", "affine"):
-        lost = [error(METHODS[name].fit(weight[:, kept], each, 1.0), truth) for each in (fit, truth)]
+        lost = [squared_error(METHODS[name].fit(weight[:, kept], each, 1.0), truth) for each in (fit, truth)]
         assert lost[0] <= lost[1] * 1.001, name
 
 

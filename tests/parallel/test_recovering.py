@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 
 from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.measure.samples.samples import TokenWindows
-from ckpt_prune.recovery.training import Split, within
 from ckpt_prune.runner.recover import recover
+from ckpt_prune.stages.recovery.block_training import SampleSplit, rows_within
 from tests import families
 from tests.interrupting import interrupt_at
 from tests.parallel.threads import in_threads
@@ -90,8 +90,8 @@ def test_a_recipe_that_recovers(tmp_path, method):
 
 
 def test_shares_of_samples_cover_every_batch_once():
-    split = Split.of(10, 0.3)
+    split = SampleSplit.of(10, 0.3)
     assert split.samples == 10
     shares = [slice(10 * rank // 3, 10 * (rank + 1) // 3) for rank in range(3)]
     rows = torch.tensor([7, 0, 3, 9])
-    assert [within(rows, share).tolist() for share in shares] == [[0], [0], [1, 3]]
+    assert [rows_within(rows, share).tolist() for share in shares] == [[0], [0], [1, 3]]

@@ -5,7 +5,7 @@ import pytest
 from ckpt_prune.job.recovery_records import RecoveredLayer
 from ckpt_prune.job.report import Learned, StrengthSearch
 from ckpt_prune.reporting.curves import curves
-from ckpt_prune.rotations.learning import _thinned
+from ckpt_prune.stages.rotation.learner import _thin_out
 
 
 def learned(block: int, *entropies: float, before: float = 10.0) -> Learned:
@@ -60,7 +60,7 @@ def test_nothing_to_draw(search):
 
 @pytest.mark.parametrize("count", [0, 1, 2, 51, 52, 2001])
 def test_a_curve_is_thinned_to_its_ends_and_what_fits(count):
-    found = _thinned([float(step) for step in range(count)])
+    found = _thin_out([float(step) for step in range(count)])
     assert len(found) <= 52
     assert [step for step, _ in found] == [value for _, value in found]
     assert not count or (found[0][0], found[-1][0]) == (0, count - 1)

@@ -6,7 +6,7 @@ from oracles import obs as oracle
 from torch import Tensor
 
 from ckpt_prune.scoring.costs import DropOrder
-from ckpt_prune.scoring.obs import removal
+from ckpt_prune.scoring.obs import remove_greedily
 from ckpt_prune.sparsity.damping import LEAST_DAMP, SingularHessianError
 
 from .test_obs import layer
@@ -56,7 +56,7 @@ def test_a_metric_is_that_of_a_turned_weight(seed, rank, damp):
 @settings(max_examples=20, deadline=None)
 def test_in_the_order_of_greedy_removal_they_are_its_own(seed, per_unit):
     weight, gram = layer(4, 12, seed=seed)
-    greedy = removal(weight, gram, per_unit, damp=0.01)
+    greedy = remove_greedily(weight, gram, per_unit, damp=0.01)
     found = costs_in_order(weight, gram, greedy.order, per_unit, damp=0.01)
     torch.testing.assert_close(found, greedy.curve, rtol=1e-9, atol=1e-9)
     assert bool((found.diff() >= 0).all())

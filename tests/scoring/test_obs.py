@@ -5,11 +5,11 @@ from hypothesis import strategies as st
 from oracles import obs as oracle
 from torch import Tensor
 
-from ckpt_prune.compensation.fit import Fit, error
+from ckpt_prune.compensation.fit import Fit, squared_error
 from ckpt_prune.compensation.least_squares import ridge
 from ckpt_prune.job.selection import select
 from ckpt_prune.scoring import obs
-from ckpt_prune.scoring.obs import Removal, removal
+from ckpt_prune.scoring.obs import Removal, remove_greedily
 from ckpt_prune.sparsity.damping import LEAST_DAMP, SingularHessianError
 
 
@@ -50,7 +50,7 @@ def assert_greedy(found: Removal, weight: Tensor, gram: Tensor, per_unit: int, r
 def test_every_step_is_the_cheapest_removal_after_refitting(monkeypatch, d, per_unit, panel, rows, d_out, damp):
     small_blocks(monkeypatch, panel, rows)
     weight, gram = layer(d_out, d, seed=d + d_out)
-    found = removal(weight, gram, per_unit, damp=damp)
+    found = remove_greedily(weight, gram, per_unit, damp=damp)
     assert found.strength == pytest.approx(damp * float(gram.diagonal().mean()), rel=1e-12)
     assert_greedy(found, weight, gram, per_unit)
 
@@ -58,7 +58,7 @@ def test_every_step_is_the_cheapest_removal_after_refitting(monkeypatch, d, per_
 def test_panels_and_rows_of_the_default_size():
     """More than one panel, against the textbook update of the whole inverse and the weight."""
     weight, gram = layer(6, 300)
-    found = removal(weight, gram)
+    found = remove_greedily(weight, gram)
     damped = gram + found.strength * torch.eye(300, dtype=torch.float64)
     order, costs = oracle.unblocked(weight, torch.linalg.inv(damped))
     assert found.order.tolist() == order
@@ -71,7 +71,7 @@ def test_separate_inputs_are_ranked_by_their_energy(per_unit):
     d = 8
     weight, dense = layer(3, d, seed=4)
     gram = torch.block_diag(*(dense[j : j + per_unit, j : j + per_unit] for j in range(0, d, per_unit)))
-    found = removal(weight, gram, per_unit, damp=0)
+    found = remove_greedily(weight, gram, per_unit, damp=0)
     energy = ((weight @ gram) * weight).sum(0).view(-1, per_unit).sum(1)
     assert found.order.tolist() == energy.argsort().tolist()
     torch.testing.assert_close(found.costs, energy.sort().values.cumsum(0), rtol=1e-12, atol=0)
@@ -84,7 +84,7 @@ def test_separate_inputs_are_ranked_by_their_energy(per_unit):
 def test_weakly_correlated_inputs_go_as_in_the_best_of_all_subsets(d, per_unit, seed):
     weight, dense = layer(4, d, seed)
     gram = dense.diagonal().diag() + 0.1 * (dense - dense.diagonal().diag())
-    found = removal(weight, gram, per_unit)
+    found = remove_greedily(weight, gram, per_unit)
     best = torch.tensor(oracle.best_subsets(weight, gram, found.strength, per_unit), dtype=torch.float64)
     torch.testing.assert_close(found.costs, best, rtol=1e-10, atol=0)
 
@@ -94,7 +94,7 @@ def test_weakly_correlated_inputs_go_as_in_the_best_of_all_subsets(d, per_unit, 
 def test_the_curve_is_refitting_from_scratch_at_a_condition_of_a_million(monkeypatch, per_unit, damp):
     small_blocks(monkeypatch, 7, 16)
     weight, gram = layer(5, 40, seed=1)[0], ill_conditioned(40, 1e6)
-    found = removal(weight, gram, per_unit, damp=damp)
+    found = remove_greedily(weight, gram, per_unit, damp=damp)
     assert found.strength == pytest.approx(damp * float(gram.diagonal().mean()), rel=1e-12)
     assert_greedy(found, weight, gram, per_unit, rtol=1e-8)
     expected = [
@@ -106,7 +106,7 @@ def test_the_curve_is_refitting_from_scratch_at_a_condition_of_a_million(monkeyp
 
 def test_the_last_of_the_curve_is_the_whole_output():
     weight, gram = layer(5, 12)
-    found = removal(weight, gram, damp=0)
+    found = remove_greedily(weight, gram, damp=0)
     assert float(found.curve[-1]) == pytest.approx(float(((weight @ gram) * weight).sum()), rel=1e-12)
 
 
@@ -115,7 +115,7 @@ def test_of_two_equal_inputs_one_goes_first_and_the_other_stays():
     weight, gram = layer(5, 6)
     copy = [0, 1, 2, 3, 4, 5, 2]
     weight, gram = 10 * weight[:, copy], gram[copy][:, copy]
-    found = removal(weight, gram, damp=1e-6)
+    found = remove_greedily(weight, gram, damp=1e-6)
     assert found.order[0] in (2, 6)
     others = set(found.order[1:3].tolist())
     assert not others & {2, 6}
@@ -138,10 +138,10 @@ def test_identities(seed, units, per_unit, d_out, panel):
     columns = (shuffle[:, None] * per_unit + torch.arange(per_unit)).flatten()
     with pytest.MonkeyPatch.context() as patch:
         small_blocks(patch, panel, 4)
-        found = removal(weight, gram, per_unit)
-        turned = removal(turn @ weight, gram, per_unit)
-        shuffled = removal(weight[:, columns], gram[columns][:, columns], per_unit)
-        scaled = removal(2 * weight, 4 * gram, per_unit)
+        found = remove_greedily(weight, gram, per_unit)
+        turned = remove_greedily(turn @ weight, gram, per_unit)
+        shuffled = remove_greedily(weight[:, columns], gram[columns][:, columns], per_unit)
+        scaled = remove_greedily(2 * weight, 4 * gram, per_unit)
     assert sorted(found.order.tolist()) == list(range(units))
     assert (found.curve.diff() >= 0).all()
     assert found.curve.shape == (units + 1,)
@@ -160,7 +160,7 @@ def test_identities(seed, units, per_unit, d_out, panel):
 def test_costs_are_what_ridge_leaves(per_unit):
     """J = the error of ridge on the kept columns, its penalty, and λ times the energy of the dropped weights."""
     weight, gram = layer(5, 12)
-    found = removal(weight, gram, per_unit, damp=0.2)
+    found = remove_greedily(weight, gram, per_unit, damp=0.2)
     dropped_columns = (found.order[:, None] * per_unit + torch.arange(per_unit)).view(-1, per_unit)
     for k in range(12 // per_unit):
         dropped = dropped_columns[:k].flatten()
@@ -175,7 +175,7 @@ def test_costs_are_what_ridge_leaves(per_unit):
         )
         fold = ridge(weight[:, kept], fit, found.strength)
         moved = float((fold.weight - weight[:, kept]).square().sum() + weight[:, dropped].square().sum())
-        objective = error(fold, fit) + found.strength * moved
+        objective = squared_error(fold, fit) + found.strength * moved
         assert float(found.curve[k]) == pytest.approx(objective, rel=1e-9, abs=1e-9)
 
 
@@ -183,7 +183,7 @@ def test_scores_of_units_that_cost_nothing_tie_harmlessly():
     """Whichever of the free units select() drops, what is left costs what the curve says."""
     weight, gram = layer(4, 9)
     weight[:, [1, 4, 7]] = 0
-    found = removal(weight, gram)
+    found = remove_greedily(weight, gram)
     assert found.order[:3].tolist() == [1, 4, 7]
     assert found.costs[:3].tolist() == [0, 0, 0]
     for keep in range(1, 10):
@@ -195,14 +195,14 @@ def test_scores_of_units_that_cost_nothing_tie_harmlessly():
 @pytest.mark.parametrize("per_unit", [1, 2])
 def test_all_zero_weights_go_in_order_and_cost_nothing(monkeypatch, per_unit):
     small_blocks(monkeypatch, 3, 4)
-    found = removal(torch.zeros(4, 12), layer(4, 12)[1], per_unit)
+    found = remove_greedily(torch.zeros(4, 12), layer(4, 12)[1], per_unit)
     assert found.order.tolist() == list(range(12 // per_unit))
     assert not found.costs.any()
 
 
 def test_one_unit():
     weight, gram = layer(4, 6)
-    found = removal(weight, gram, 6, damp=0)
+    found = remove_greedily(weight, gram, 6, damp=0)
     assert found.order.tolist() == [0]
     assert found.costs.tolist() == [pytest.approx(float(((weight @ gram) * weight).sum()))]
     assert found.curve.tolist() == [0, found.costs[0]]
@@ -215,11 +215,11 @@ def test_inputs_always_zero(per_unit):
     for dead in (2, 3):
         gram[dead] = gram[:, dead] = 0
     mean = float(gram.diagonal().mean())
-    found = removal(weight, gram, per_unit, damp=0.01)
+    found = remove_greedily(weight, gram, per_unit, damp=0.01)
     assert found.strength == pytest.approx(0.01 * mean)
     assert_greedy(found, weight, gram, per_unit)
     assert set(found.order[: 2 // per_unit].tolist()) == {2 // per_unit, 3 // per_unit}
-    found = removal(weight, gram, per_unit, damp=0)
+    found = remove_greedily(weight, gram, per_unit, damp=0)
     assert found.strength == pytest.approx(LEAST_DAMP * mean)
     assert_greedy(found, weight, gram, per_unit, rtol=1e-8)
 
@@ -227,7 +227,7 @@ def test_inputs_always_zero(per_unit):
 def test_fewer_tokens_than_inputs_without_damping():
     x = torch.randn(5, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     weight = layer(3, 12)[0]
-    found = removal(weight, x.T @ x, damp=0)
+    found = remove_greedily(weight, x.T @ x, damp=0)
     assert found.strength == pytest.approx(LEAST_DAMP * float(x.square().sum() / 12))
     assert_greedy(found, weight, x.T @ x, 1, rtol=1e-8)
 
@@ -235,7 +235,7 @@ def test_fewer_tokens_than_inputs_without_damping():
 def test_no_token_at_all():
     """Nothing but the penalty is left: weights go by their size."""
     weight = layer(3, 6)[0]
-    found = removal(weight, torch.zeros(6, 6), damp=0.5)
+    found = remove_greedily(weight, torch.zeros(6, 6), damp=0.5)
     assert found.strength == 0.5
     torch.testing.assert_close(found.costs, 0.5 * weight.square().sum(0).sort().values.cumsum(0))
 
@@ -256,7 +256,7 @@ def test_a_pass_that_rounding_spoils_is_done_again_with_more_damping(monkeypatch
         return found
 
     monkeypatch.setattr(obs, "_inverse", spoiled)
-    found = removal(weight, gram, per_unit, damp=1e-3)
+    found = remove_greedily(weight, gram, per_unit, damp=1e-3)
     assert shares == [1e-3, 1e-2]
     assert found.strength == pytest.approx(1e-2 * float(gram.diagonal().mean()))
     assert_greedy(found, weight, gram, per_unit)
@@ -265,7 +265,7 @@ def test_a_pass_that_rounding_spoils_is_done_again_with_more_damping(monkeypatch
 def test_what_is_no_gram_is_refused():
     gram = torch.diag(torch.tensor([1.0, 1.0, -5.0]))
     with pytest.raises(SingularHessianError, match="calibrate again"):
-        removal(torch.ones(2, 3), gram)
+        remove_greedily(torch.ones(2, 3), gram)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -273,12 +273,12 @@ def test_dtypes_and_arguments_left_alone(dtype):
     weight, gram = layer(4, 16)
     weight, gram = weight.to(dtype), gram.to(torch.float64 if dtype == torch.float64 else torch.float32)
     before = weight.clone(), gram.clone()
-    found = removal(weight, gram, 2)
+    found = remove_greedily(weight, gram, 2)
     assert torch.equal(weight, before[0])
     assert torch.equal(gram, before[1])
     assert (found.order.dtype, found.costs.dtype) == (torch.int64, torch.float64)
     assert (found.scores.dtype, found.curve.dtype) == (torch.float64, torch.float64)
-    wide = removal(weight.double(), gram.double(), 2)
+    wide = remove_greedily(weight.double(), gram.double(), 2)
     assert torch.equal(found.order, wide.order)
     assert torch.equal(found.costs, wide.costs)
 
@@ -287,8 +287,8 @@ def test_arguments_of_other_strides():
     weight, gram = layer(4, 16)
     wider = torch.zeros(16, 32, dtype=torch.float64)
     wider[:, ::2] = gram
-    found = removal(weight.T.contiguous().T, wider[:, ::2])
-    assert torch.equal(found.order, removal(weight, gram).order)
+    found = remove_greedily(weight.T.contiguous().T, wider[:, ::2])
+    assert torch.equal(found.order, remove_greedily(weight, gram).order)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -297,7 +297,7 @@ def test_infinities_and_nan_are_refused(which, value):
     arguments = [each.float() for each in layer(3, 4)]
     arguments[which][1, 2] = value
     with pytest.raises(ValueError, match=("the weight", "the Gram")[which] + " holds infinities or NaN"):
-        removal(*arguments)
+        remove_greedily(*arguments)
 
 
 @pytest.mark.parametrize(
@@ -315,13 +315,13 @@ def test_infinities_and_nan_are_refused(which, value):
 )
 def test_what_does_not_fit_is_refused(weight, gram, per_unit, damp, message):
     with pytest.raises(ValueError, match=message):
-        removal(torch.ones(weight), torch.ones(gram), per_unit, damp=damp)
+        remove_greedily(torch.ones(weight), torch.ones(gram), per_unit, damp=damp)
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_costs_never_fall_where_what_is_left_of_a_weight_is_rounding(seed):
     """Equal inputs with opposite weights: with one of a pair gone, the other is refitted to almost nothing."""
     weight, gram = layer(3, 10, seed)
-    found = removal(torch.cat([weight, -weight], 1), gram.repeat(2, 2), damp=1e-8)
+    found = remove_greedily(torch.cat([weight, -weight], 1), gram.repeat(2, 2), damp=1e-8)
     assert (found.curve.diff() >= 0).all()
     assert found.curve[-1] < 1e-5 * ((weight @ gram) * weight).sum()

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.sparsity.allocation import (
     BINS,
-    by_exponents,
-    by_outliers,
     check_ratios,
     hill_exponent,
     outlier_ratio,
+    ratios_by_exponents,
+    ratios_by_outliers,
     whole_groups,
 )
 from ckpt_prune.sparsity.patterns import GroupPattern
@@ -60,7 +60,7 @@ def test_exponents_where_there_is_no_tail():
 @settings(deadline=None, max_examples=25)
 @given(values=SEVERAL, ratio=st.floats(0.3, 0.7), spread=st.floats(0.01, 0.1))
 def test_outliers_share_out_the_ratio(values, ratio, spread):
-    found = by_outliers(values, ratio, spread)
+    found = ratios_by_outliers(values, ratio, spread)
     assert found == pytest.approx(oracle.owl(values, ratio, spread))
     assert np.mean(found) == pytest.approx(ratio)
     assert max(found) - min(found) == pytest.approx(2 * spread)
@@ -72,7 +72,7 @@ def test_outliers_share_out_the_ratio(values, ratio, spread):
 @given(values=SEVERAL, ratio=st.floats(0.3, 0.7), spread=st.floats(0.01, 0.3), data=st.data())
 def test_exponents_share_out_the_ratio(values, ratio, spread, data):
     sizes = data.draw(st.lists(st.integers(1, 99), min_size=len(values), max_size=len(values)))
-    found = by_exponents(values, sizes, ratio, spread)
+    found = ratios_by_exponents(values, sizes, ratio, spread)
     assert found == pytest.approx(oracle.alpha(values, sizes, ratio, spread))
     assert np.dot(found, sizes) == pytest.approx(ratio * sum(sizes))
     assert max(found) / min(found) == pytest.approx((1 + spread) / (1 - spread))
@@ -80,8 +80,8 @@ def test_exponents_share_out_the_ratio(values, ratio, spread, data):
 
 
 def test_blocks_that_are_alike_get_the_same():
-    assert by_outliers([2.0, 2.0], 0.5, 0.08) == pytest.approx([0.5, 0.5])
-    assert by_exponents([3.0, 3.0], [1, 4], 0.5, 0.3) == pytest.approx([0.5, 0.5])
+    assert ratios_by_outliers([2.0, 2.0], 0.5, 0.08) == pytest.approx([0.5, 0.5])
+    assert ratios_by_exponents([3.0, 3.0], [1, 4], 0.5, 0.3) == pytest.approx([0.5, 0.5])
 
 
 @pytest.mark.parametrize(("ratios", "block"), [([0.5, 1.02], 1), ([-0.01, 0.9], 0)])

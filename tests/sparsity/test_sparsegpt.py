@@ -8,7 +8,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.sparsity.damping import LEAST_DAMP, SingularHessianError
 from ckpt_prune.sparsity.masks import zeros_of
 from ckpt_prune.sparsity.patterns import GroupPattern
-from ckpt_prune.sparsity.sparsegpt import Pruned, prune, relative_error
+from ckpt_prune.sparsity.sparsegpt import PrunedWeight, prune_weight, relative_error
 
 PATTERNS = [(2, 4), (4, 8), (1, 4), (3, 4), (1, 2)]
 
@@ -27,7 +27,7 @@ def damped(H: torch.Tensor, damp: float) -> torch.Tensor:
     return H + damp * H.diagonal().mean() * torch.eye(len(H), dtype=H.dtype)
 
 
-def assert_is(found: Pruned, weight: torch.Tensor, keep: torch.Tensor) -> None:
+def assert_is(found: PrunedWeight, weight: torch.Tensor, keep: torch.Tensor) -> None:
     assert torch.equal(found.keep, keep)
     assert (found.weight[~keep] == 0).all()
     torch.testing.assert_close(found.weight, weight, rtol=1e-8, atol=1e-8)
@@ -38,7 +38,7 @@ def assert_is(found: Pruned, weight: torch.Tensor, keep: torch.Tensor) -> None:
 def test_unstructured_is_the_textbook_surgeon(width, block, ratio):
     weight, H = layer(5, width, seed=width)
     expected = oracle.sparsegpt(weight, damped(H, 0.01), block=block, count=lambda n: zeros_of(n, ratio))
-    found = prune(weight, H, pattern=None, ratio=ratio, block=block)
+    found = prune_weight(weight, H, pattern=None, ratio=ratio, block=block)
     assert_is(found, *expected)
     assert found.damp == 0.01
     assert found.dead == 0
@@ -51,7 +51,7 @@ def test_unstructured_is_the_textbook_surgeon(width, block, ratio):
 def test_groups_are_the_textbook_surgeon(kept, of, block):
     weight, H = layer(6, 40, seed=of)
     expected = oracle.sparsegpt(weight, damped(H, 0.05), block=of, groups=(kept, of))
-    found = prune(weight, H, pattern=GroupPattern(kept, of), ratio=0.0, block=block, damp=0.05)
+    found = prune_weight(weight, H, pattern=GroupPattern(kept, of), ratio=0.0, block=block, damp=0.05)
     assert_is(found, *expected)
     assert (found.keep.view(6, -1, of).sum(2) == kept).all()
 
@@ -59,7 +59,7 @@ def test_groups_are_the_textbook_surgeon(kept, of, block):
 def test_without_damping():
     weight, H = layer(5, 24)
     expected = oracle.sparsegpt(weight, H, block=8, count=lambda n: n // 2)
-    found = prune(weight, H, pattern=None, ratio=0.5, block=8, damp=0)
+    found = prune_weight(weight, H, pattern=None, ratio=0.5, block=8, damp=0)
     assert_is(found, *expected)
     assert found.damp == 0
 
@@ -68,9 +68,9 @@ def test_without_damping():
 def test_strips_and_blocks_of_the_default_size(pattern):
     """More than one of each, against one block of the whole width or (unstructured) the oracle."""
     weight, H = layer(3, 272)
-    found = prune(weight, H, pattern=pattern, ratio=0.5)
+    found = prune_weight(weight, H, pattern=pattern, ratio=0.5)
     if pattern:
-        whole = prune(weight, H, pattern=pattern, ratio=0.5, block=272)
+        whole = prune_weight(weight, H, pattern=pattern, ratio=0.5, block=272)
         assert_is(found, whole.weight, whole.keep)
     else:
         assert_is(found, *oracle.sparsegpt(weight, damped(H, 0.01), block=128, count=lambda n: n // 2))
@@ -80,8 +80,8 @@ def test_arguments_are_left_alone():
     weight, H = layer(4, 16)
     H[3] = H[:, 3] = 0
     before = weight.clone(), H.clone()
-    prune(weight, H, pattern=None, ratio=0.5, block=4)
-    prune(weight, H, pattern=None, ratio=0.0).weight.zero_()
+    prune_weight(weight, H, pattern=None, ratio=0.5, block=4)
+    prune_weight(weight, H, pattern=None, ratio=0.0).weight.zero_()
     assert torch.equal(weight, before[0])
     assert torch.equal(H, before[1])
 
@@ -90,8 +90,8 @@ def test_arguments_are_left_alone():
 def test_other_dtypes_are_computed_in_float64(dtype):
     weight, H = layer(4, 16)
     weight, H = weight.to(dtype), H.float()
-    found = prune(weight, H, pattern=None, ratio=0.5)
-    wide = prune(weight.double(), H.double(), pattern=None, ratio=0.5)
+    found = prune_weight(weight, H, pattern=None, ratio=0.5)
+    wide = prune_weight(weight.double(), H.double(), pattern=None, ratio=0.5)
     assert found.weight.dtype == torch.float64
     assert_is(found, wide.weight, wide.keep)
 
@@ -99,7 +99,7 @@ def test_other_dtypes_are_computed_in_float64(dtype):
 def test_a_ratio_of_zero_changes_nothing():
     weight, H = layer(4, 16)
     weight[0, 0], H[2], H[:, 2] = -0.0, 0, 0
-    found = prune(weight, H, pattern=None, ratio=0.0)
+    found = prune_weight(weight, H, pattern=None, ratio=0.0)
     assert torch.equal(found.weight.view(torch.int64), weight.view(torch.int64))
     assert found.keep.all()
     assert found.dead == 1
@@ -113,7 +113,7 @@ def test_dead_inputs_go_first_and_trouble_nobody(kept, of):
     dead[[1, 8, 9, 10, 11, 12, 23]] = True
     H[dead] = H[:, dead] = 0
     pattern = None if of is None else GroupPattern(kept, of)
-    found = prune(weight, H, pattern=pattern, ratio=0.5, block=8, damp=0.1)
+    found = prune_weight(weight, H, pattern=pattern, ratio=0.5, block=8, damp=0.1)
     assert found.dead == 7
     assert (found.weight[:, dead] == 0).all()
 
@@ -135,7 +135,7 @@ def test_dead_inputs_go_first_and_trouble_nobody(kept, of):
 
 def test_inputs_that_are_all_dead():
     weight, _ = layer(3, 8)
-    found = prune(weight, torch.zeros(8, 8), pattern=GroupPattern(2, 4), ratio=0.0, damp=0)
+    found = prune_weight(weight, torch.zeros(8, 8), pattern=GroupPattern(2, 4), ratio=0.0, damp=0)
     assert found.dead == 8
     assert found.damp == 0
     assert (found.weight == 0).all()
@@ -149,14 +149,14 @@ def test_products_of_a_dead_input_are_rounding():
     H[2, 2] = 0
     clean = H.clone()
     clean[2] = clean[:, 2] = 0
-    found, expected = (prune(weight, matrix, pattern=None, ratio=0.5) for matrix in (H, clean))
+    found, expected = (prune_weight(weight, matrix, pattern=None, ratio=0.5) for matrix in (H, clean))
     assert torch.equal(found.weight, expected.weight)
 
 
 def test_scores_that_tie_are_settled_row_by_row():
-    found = prune(torch.ones(3, 4), torch.eye(4), pattern=None, ratio=0.5)
+    found = prune_weight(torch.ones(3, 4), torch.eye(4), pattern=None, ratio=0.5)
     assert found.keep.tolist() == [[True] * 4, [True, True, False, False], [False] * 4]
-    found = prune(torch.ones(3, 4), torch.eye(4), pattern=GroupPattern(1, 2), ratio=0.0)
+    found = prune_weight(torch.ones(3, 4), torch.eye(4), pattern=GroupPattern(1, 2), ratio=0.0)
     assert found.keep.tolist() == [[True, False, True, False]] * 3
 
 
@@ -166,7 +166,7 @@ def test_the_scale_of_the_hessian_does_not_matter(seed, exponent, grouped):
     weight, H = layer(4, 24, seed)
     H[5] = H[:, 5] = 0
     pattern = GroupPattern(2, 4) if grouped else None
-    found, scaled = (prune(weight, c * H, pattern=pattern, ratio=0.5, block=8) for c in (1.0, 10**exponent))
+    found, scaled = (prune_weight(weight, c * H, pattern=pattern, ratio=0.5, block=8) for c in (1.0, 10**exponent))
     assert_is(scaled, found.weight, found.keep)
     assert scaled.damp == found.damp
 
@@ -179,7 +179,7 @@ def test_no_update_of_the_inputs_after_it_makes_up_better_for_one_weight(seed, o
     Where several go he is greedy, and without an update the error can by chance be lower.
     """
     weight, H = layer(4, of, seed)
-    found = prune(weight, H, pattern=GroupPattern(of - 1, of), ratio=0.0, damp=damp)
+    found = prune_weight(weight, H, pattern=GroupPattern(of - 1, of), ratio=0.0, damp=damp)
     metric = damped(H, damp)
     updated = relative_error(weight, found.weight, metric)
     assert 0 < updated <= relative_error(weight, weight * found.keep, metric) * (1 + 1e-9)
@@ -195,15 +195,15 @@ def test_no_update_of_the_inputs_after_it_makes_up_better_for_one_weight(seed, o
 def test_the_update_lowers_the_error_of_a_layer(pattern, seed):
     """Against the same mask without it."""
     weight, H = layer(40, 48, seed)
-    found = prune(weight, H, pattern=pattern, ratio=0.5, block=16)
+    found = prune_weight(weight, H, pattern=pattern, ratio=0.5, block=16)
     assert relative_error(weight, found.weight, H) < 0.8 * relative_error(weight, weight * found.keep, H)
 
 
 def test_a_singular_hessian_is_damped_until_it_is_not():
     weight, H = layer(4, 16, tokens=5)
-    found = prune(weight, H, pattern=None, ratio=0.5, damp=0)
+    found = prune_weight(weight, H, pattern=None, ratio=0.5, damp=0)
     assert found.damp == LEAST_DAMP
-    expected = prune(weight, H, pattern=None, ratio=0.5, damp=LEAST_DAMP)
+    expected = prune_weight(weight, H, pattern=None, ratio=0.5, damp=LEAST_DAMP)
     assert torch.equal(found.weight, expected.weight)
 
 
@@ -217,7 +217,7 @@ def with_lowest(value: float) -> torch.Tensor:
 @pytest.mark.parametrize(("lowest", "damp", "used"), [(-0.05, 0.01, 0.1), (-0.5, 0.01, 1.0), (-0.5, 0.2, 0.7)])
 def test_damping_rises_tenfold(lowest, damp, used):
     weight, _ = layer(4, 8)
-    found = prune(weight, with_lowest(lowest), pattern=GroupPattern(2, 4), ratio=0.0, damp=damp, most_damp=used)
+    found = prune_weight(weight, with_lowest(lowest), pattern=GroupPattern(2, 4), ratio=0.0, damp=damp, most_damp=used)
     assert found.damp == pytest.approx(used)
     expected = oracle.sparsegpt(weight, damped(with_lowest(lowest), used), block=4, groups=(2, 4))
     assert_is(found, *expected)
@@ -235,7 +235,7 @@ def test_damping_rises_tenfold(lowest, damp, used):
 def test_damping_stops_at_the_bound(lowest, damp, most, listed):
     weight, _ = layer(4, 8)
     with pytest.raises(SingularHessianError) as caught:
-        prune(weight, with_lowest(lowest), pattern=None, ratio=0.5, damp=damp, most_damp=most)
+        prune_weight(weight, with_lowest(lowest), pattern=None, ratio=0.5, damp=damp, most_damp=most)
     assert isinstance(caught.value, UserError)
     assert str(caught.value) == (
         f"the Hessian is singular with damping {listed} of its mean diagonal: use more calibration samples"
@@ -251,13 +251,13 @@ def test_a_pivot_of_rounding_is_a_singular_hessian(scale):
         rows = torch.cat([torch.eye(31, dtype=torch.float64), mix[None]])
         singular = rows @ H[:31, :31] @ rows.T * scale
         with pytest.raises(SingularHessianError, match=r"with damping 0 of"):
-            prune(weight, singular, pattern=None, ratio=0.5, damp=0, most_damp=0)
+            prune_weight(weight, singular, pattern=None, ratio=0.5, damp=0, most_damp=0)
 
 
 def test_a_negated_gram_is_no_gram():
     weight, H = layer(4, 8)
     with pytest.raises(SingularHessianError):
-        prune(weight, -H, pattern=None, ratio=0.5)
+        prune_weight(weight, -H, pattern=None, ratio=0.5)
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
@@ -265,24 +265,24 @@ def test_a_hessian_that_is_not_finite_is_refused(value):
     weight, H = layer(4, 8)
     H[2, 5] = value
     with pytest.raises(UserError, match="holds infinities or NaN: calibrate again") as caught:
-        prune(weight, H, pattern=None, ratio=0.5)
+        prune_weight(weight, H, pattern=None, ratio=0.5)
     assert not isinstance(caught.value, SingularHessianError)
 
 
 def test_shapes_and_settings_that_do_not_fit_are_refused():
     weight, H = layer(4, 10)
     with pytest.raises(ValueError, match="pattern 2:4 needs a width divisible by 4, and 10 is not"):
-        prune(weight, H, pattern=GroupPattern(2, 4), ratio=0.0)
+        prune_weight(weight, H, pattern=GroupPattern(2, 4), ratio=0.0)
     with pytest.raises(ValueError, match="does not fit a weight of 10 inputs"):
-        prune(weight, H[:9, :9], pattern=None, ratio=0.5)
+        prune_weight(weight, H[:9, :9], pattern=None, ratio=0.5)
     for wrong in ({"block": 0}, {"damp": -0.1}, {"damp": float("nan")}):
         with pytest.raises(ValueError, match="block must be at least 1 and damp at least 0"):
-            prune(weight, H, pattern=None, ratio=0.5, **wrong)
+            prune_weight(weight, H, pattern=None, ratio=0.5, **wrong)
     with pytest.raises(ValueError, match="lies between 0 and 1"):
-        prune(weight, H, pattern=None, ratio=1.5)
+        prune_weight(weight, H, pattern=None, ratio=1.5)
     weight[1, 1] = float("nan")
     with pytest.raises(ValueError, match="not a number"):
-        prune(weight, H, pattern=None, ratio=0.5)
+        prune_weight(weight, H, pattern=None, ratio=0.5)
 
 
 def test_relative_error_is_that_of_the_outputs():
@@ -306,5 +306,5 @@ def test_relative_error_of_nothing():
 @pytest.mark.parametrize("pattern", [None, GroupPattern(2, 4)])
 def test_a_gpu_gives_the_same_result(pattern):
     weight, H = layer(40, 320)
-    here, there = (prune(weight.to(d), H.to(d), pattern=pattern, ratio=0.5) for d in ("cpu", "cuda"))
-    assert_is(Pruned(there.weight.cpu(), there.keep.cpu(), there.damp, there.dead), here.weight, here.keep)
+    here, there = (prune_weight(weight.to(d), H.to(d), pattern=pattern, ratio=0.5) for d in ("cpu", "cuda"))
+    assert_is(PrunedWeight(there.weight.cpu(), there.keep.cpu(), there.damp, there.dead), here.weight, here.keep)

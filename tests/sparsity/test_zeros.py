@@ -14,11 +14,11 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.sparsity import zeros as module
 from ckpt_prune.sparsity.zeros import (
     Sparsity,
+    count_zeros,
     crowded_groups,
     find_zeros,
     pattern_of_all,
     share_of_all,
-    sparsity_of,
     weights_by_module,
 )
 from tests.checkpoint.folders import example_tensors, save_sharded, save_single
@@ -65,7 +65,7 @@ def test_zeros_and_pattern_are_what_counting_finds(rows, step):
     """In slices of any size."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_SLICE_ELEMENTS", step)
-        found = sparsity_of("w", torch.tensor(rows))
+        found = count_zeros("w", torch.tensor(rows))
     assert found.zeros == sum(value == 0 for row in rows for value in row)
     assert found.pattern == pattern_by_hand(rows)
     assert found.share == found.zeros / (len(rows) * len(rows[0]))
@@ -98,18 +98,18 @@ def test_crowded_groups_are_what_counting_finds(rows, kept, of, step):
     ],
 )
 def test_patterns(rows, pattern):
-    assert sparsity_of("w", torch.tensor(rows, dtype=torch.float32)).pattern == pattern
+    assert count_zeros("w", torch.tensor(rows, dtype=torch.float32)).pattern == pattern
 
 
 def test_a_later_slice_breaks_what_the_first_held(monkeypatch):
     monkeypatch.setattr(module, "_SLICE_ELEMENTS", 1)
     rows = [[1.0, 0, 0, 0, 0, 0, 1, 1], [1.0, 1, 1, 0, 0, 0, 0, 1], [1.0, 1, 1, 1, 1, 0, 0, 0]]
-    assert [sparsity_of("w", torch.tensor(rows[:count])).pattern for count in (1, 2, 3)] == ["2:4", "4:8", None]
+    assert [count_zeros("w", torch.tensor(rows[:count])).pattern for count in (1, 2, 3)] == ["2:4", "4:8", None]
 
 
 @pytest.mark.parametrize("shape", [(), (8,), (2, 4, 8), (0, 8), (3, 0)])
 def test_only_matrices_with_zeros_have_a_pattern(shape):
-    found = sparsity_of("w", torch.zeros(shape))
+    found = count_zeros("w", torch.zeros(shape))
     assert (found.pattern, found.zeros) == (None, torch.zeros(shape).numel())
     assert found.share == (1.0 if torch.zeros(shape).numel() else 0.0)
 
@@ -120,12 +120,12 @@ def test_every_dtype(code):
     stored = torch.zeros(4, 8, dtype=torch.uint8)
     stored[:, ::4] = 1
     tensor = stored.view(torch.bool) if code == "BOOL" else stored.to(torch.int64).to(DTYPES[code])
-    assert sparsity_of("w", tensor) == Sparsity("w", (4, 8), 24, "1:4")
+    assert count_zeros("w", tensor) == Sparsity("w", (4, 8), 24, "1:4")
 
 
 def test_what_is_a_zero():
     odd = torch.tensor([[0.0, -0.0, float("nan"), 1e-45]])
-    assert sparsity_of("w", odd) == Sparsity("w", (1, 4), 2, "2:4")
+    assert count_zeros("w", odd) == Sparsity("w", (1, 4), 2, "2:4")
 
 
 @pytest.mark.parametrize("shape", [(4,), (1, 6), (2, 2, 4)])

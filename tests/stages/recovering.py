@@ -15,9 +15,9 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.common.filenames import REPORT
 from ckpt_prune.job.training_settings import RecoverySettings
 from ckpt_prune.measure.samples.samples import Samples, TokenWindows
-from ckpt_prune.recovery.training import Split
 from ckpt_prune.runner.recover import PreparedRecovery, RecoveryJob, prepare_recovery
 from ckpt_prune.stages import FullRecipe
+from ckpt_prune.stages.recovery.block_training import SampleSplit
 from ckpt_prune.verification.verify import verify
 from tests import encoders, families
 from tests.reports import recover
@@ -27,7 +27,7 @@ SAMPLES = 6
 BATCH = 2
 QUICK: dict[str, Any] = {"epochs": 2, "lr": 0.001, "batch": BATCH, "held_out": 0.34}
 """Enough to change something; two of six samples are held out."""
-HELD_OUT = Split.of(SAMPLES, QUICK["held_out"]).measured.tolist()
+HELD_OUT = SampleSplit.of(SAMPLES, QUICK["held_out"]).measured.tolist()
 
 RECOVERY_KEYS = {"dense", "on_the_fly", "settings", "data", "perplexity_after"}
 SETTINGS_KEYS = {

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 import ckpt_prune
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.compensation.choice import choose
+from ckpt_prune.compensation.choice import choose_form
 from ckpt_prune.compensation.fit import Blend, Fit
 from ckpt_prune.job.job import Job, LiveSamples
 from ckpt_prune.measure.samples.samples import Samples
@@ -90,7 +90,7 @@ def test_what_is_chosen_is_best_on_folds_of_the_dense_models_tokens(dense, varia
         )
         assert site.kept == sorted(order[-len(site.kept) :])
         blends = [Blend(fit_of(X[:, kept], X @ W.T)) for X in in_folds(seen[path], folds)]
-        expected = choose(torch.from_numpy(W[:, kept]), blends, METHODS[variant], FULL_GRID)
+        expected = choose_form(torch.from_numpy(W[:, kept]), blends, METHODS[variant], FULL_GRID)
         best = expected.best
         assert (site.method, site.strength, site.share) == (best.method, best.strength, None)
         assert site.runner_up == expected.runner_up
@@ -230,7 +230,7 @@ def test_a_bias_is_a_candidate_where_there_is_one_or_on_request(dense, variant, 
 
     def watching(weight: Any, folds: Any, names: list[str], *more: Any, **known: Any) -> Any:
         tried.append(names)
-        return choose(weight, folds, names, *more, **known)
+        return choose_form(weight, folds, names, *more, **known)
 
     monkeypatch.setattr(sites, "choose", watching)
     recipe = wanted({"method": "auto", **compensation})

@@ -18,9 +18,9 @@ from ckpt_prune.job.job import RecoverySamples
 from ckpt_prune.measure.samples.samples import TokenWindows
 from ckpt_prune.measure.streams.state_memory import StateMemory
 from ckpt_prune.recipe.reading import load_recipe
-from ckpt_prune.recovery import recoverer
 from ckpt_prune.runner.recover import PreparedRecovery
 from ckpt_prune.stages import FullRecipe
+from ckpt_prune.stages.recovery import laco as recoverer
 from tests import encoders, families
 from tests.families import BLOCKS, contents, prune, windows
 from tests.interrupting import interrupt_at

@@ -26,13 +26,13 @@ from ckpt_prune.common.filenames import ROTATIONS
 from ckpt_prune.measure.moments.inputs import sum_folds
 from ckpt_prune.measure.samples.samples import TokenWindows
 from ckpt_prune.modeling_pruned import PlainNorm
-from ckpt_prune.rotations import learning as rotations
-from ckpt_prune.rotations.rotated import check_rotatable
-from ckpt_prune.rotations.training import Learned
 from ckpt_prune.runner.run_job import preview_job
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.mask.masker import Masker
 from ckpt_prune.stages.moments import open_moments
+from ckpt_prune.stages.rotation import learner as rotations
+from ckpt_prune.stages.rotation.descent import LearnedRotations
+from ckpt_prune.stages.rotation.rotated_checkpoint import check_rotatable
 from ckpt_prune.stages.rotation.run import learner_of
 from ckpt_prune.verification.verify import verify
 from tests import encoders, families
@@ -84,13 +84,15 @@ def random_rotations(patch: pytest.MonkeyPatch, seed: int = 3) -> None:
         rest = torch.linalg.qr(basis)[0][:, 1:]
         return torch.outer(preserve, preserve) + rest @ orthogonal(hidden - 1, hidden - 1) @ rest.T
 
-    def learn(_terms: Any, _backbone: Any, *, hidden: Any, kv_heads: int, head_dim: int, **rest: Any) -> Learned:
+    def learn(
+        _terms: Any, _backbone: Any, *, hidden: Any, kv_heads: int, head_dim: int, **rest: Any
+    ) -> LearnedRotations:
         heads = orthogonal(kv_heads, head_dim, head_dim)
-        return Learned(stream(hidden, rest["preserve"]), heads, 2.0, 1.0, 3, [])
+        return LearnedRotations(stream(hidden, rest["preserve"]), heads, 2.0, 1.0, 3, [])
 
-    def learn_shared(blocks: int, _terms_of: Any, _backbone: Any, **sizes: Any) -> Learned:
+    def learn_shared(blocks: int, _terms_of: Any, _backbone: Any, **sizes: Any) -> LearnedRotations:
         heads = orthogonal(blocks, sizes["kv_heads"], sizes["head_dim"], sizes["head_dim"])
-        return Learned(stream(sizes["hidden"], sizes["preserve"]), heads, 2.0, 1.0, 3, [])
+        return LearnedRotations(stream(sizes["hidden"], sizes["preserve"]), heads, 2.0, 1.0, 3, [])
 
     patch.setattr(rotations, "learn", learn)
     patch.setattr(rotations, "learn_shared", learn_shared)

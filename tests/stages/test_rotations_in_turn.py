@@ -9,11 +9,11 @@ from torch import Tensor
 
 import ckpt_prune
 from ckpt_prune.common.filenames import ROTATIONS
-from ckpt_prune.rotations import learning
-from ckpt_prune.rotations.importance import Term
-from ckpt_prune.rotations.training import Learned
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.mask.masker import Masker
+from ckpt_prune.stages.rotation import learner as learning
+from ckpt_prune.stages.rotation.descent import LearnedRotations
+from ckpt_prune.stages.rotation.importance import Term
 from tests import encoders, families
 from tests.families import BLOCKS, prune
 from tests.pairs import crossed
@@ -43,7 +43,7 @@ def test_inputs_are_those_behind_the_masked_blocks(dense, tmp_path, monkeypatch,
     random_rotations(monkeypatch)
     by_hand, seen = learning.learn, []
 
-    def watched(terms: list[Term], *rest: Any, **options: Any) -> Learned:
+    def watched(terms: list[Term], *rest: Any, **options: Any) -> LearnedRotations:
         seen.append({term.name: term.inputs for term in terms})
         return by_hand(terms, *rest, **options)
 

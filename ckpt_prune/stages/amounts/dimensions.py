@@ -10,9 +10,9 @@ from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.records import HiddenRecord, TriedHidden
 from ckpt_prune.measure.statistics.folder import Statistics
-from ckpt_prune.rotations.sliced import SlicedCheckpoint
 from ckpt_prune.stages.amounts.search import CountWeighing, Trial
 from ckpt_prune.stages.hidden.preview import hidden_record, jointly_narrowed, possible_widths, view_of
+from ckpt_prune.stages.hidden.sliced_checkpoint import SlicedCheckpoint
 
 Measure = Callable[[Prepared], Tensor]
 """A request with samples → the Gram of what all norms make of the stream, (d, d) float64."""

@@ -19,7 +19,7 @@ from ckpt_prune.checkpoint.staging import disk_failures
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.finite import all_finite
 from ckpt_prune.common.progress import track
-from ckpt_prune.compensation.gap import GapMap, absorbed, fit_map
+from ckpt_prune.compensation.gap import GapMap, absorb_map, fit_map
 from ckpt_prune.job.job import LiveSamples
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.records import DepthRecord, GapRecord
@@ -337,7 +337,7 @@ def _map_of(prepared: Prepared, stream: Any, waiting: _Waiting) -> tuple[GapMap,
         return solved, {}
     new: dict[str, Tensor] = {}
     for name in names:
-        new[name], added = absorbed(solved, waiting.tensors[name].to(prepared.device), waiting.tensors.get(bias))
+        new[name], added = absorb_map(solved, waiting.tensors[name].to(prepared.device), waiting.tensors.get(bias))
         new |= {} if added is None else {bias: added}
     cast = {each: tensor.cpu().to(waiting.tensors[each].dtype).contiguous() for each, tensor in new.items()}
     for each, tensor in cast.items():

@@ -12,8 +12,8 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.containers.choosing import NothingFitsError, choose_container
 from ckpt_prune.containers.container import Container
 from ckpt_prune.job.layout import Layout, plan_layout
-from ckpt_prune.rotations.narrow import NarrowCheckpoint
-from ckpt_prune.rotations.sliced import SlicedCheckpoint
+from ckpt_prune.stages.hidden.narrow_checkpoint import NarrowCheckpoint
+from ckpt_prune.stages.hidden.sliced_checkpoint import SlicedCheckpoint
 
 OWN_CODE = "say --set hidden.kind=per-block, which needs remote code"
 

@@ -11,12 +11,12 @@ from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.records import Cost, HiddenRecord
 from ckpt_prune.job.sizes import cost_in, size_words
 from ckpt_prune.measure.statistics.folder import Statistics
-from ckpt_prune.rotations.absorbing import residual_of
-from ckpt_prune.rotations.sliced import Bases, SlicedCheckpoint, check_sliceable, not_measured
 from ckpt_prune.stages.depth.preview import shortest
 from ckpt_prune.stages.hidden.narrow_stock import embedding_scale, narrow_container, narrow_model
+from ckpt_prune.stages.hidden.sliced_checkpoint import Bases, SlicedCheckpoint, check_sliceable, not_measured
 from ckpt_prune.stages.hidden.stage import Hidden
 from ckpt_prune.stages.output import sliced_output
+from ckpt_prune.stages.rotation.absorbing import residual_of
 from ckpt_prune.stages.spaces.size_search import at_own_size, check_reachable, dense_size, limit_of, time_in_stream
 
 

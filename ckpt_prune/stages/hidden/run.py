@@ -18,12 +18,9 @@ from ckpt_prune.job.records import HiddenRecord
 from ckpt_prune.job.run import Run
 from ckpt_prune.job.timing import Stages
 from ckpt_prune.measure.moment_sources import CachedMoments
-from ckpt_prune.rotations.absorbing import residual_of
-from ckpt_prune.rotations.moments import stream_gram
-from ckpt_prune.rotations.sliced import SlicedCheckpoint, tied_basis
-from ckpt_prune.rotations.slicing import keeping_ones, principal
 from ckpt_prune.stages.amounts.dimensions import HiddenWeighing
 from ckpt_prune.stages.amounts.search import measured_whole
+from ckpt_prune.stages.hidden.bases import directions_keeping_ones, principal_directions
 from ckpt_prune.stages.hidden.preview import (
     hidden_of,
     hidden_record,
@@ -33,7 +30,10 @@ from ckpt_prune.stages.hidden.preview import (
     view_of,
     wanted_width,
 )
+from ckpt_prune.stages.hidden.sliced_checkpoint import SlicedCheckpoint, tied_basis
 from ckpt_prune.stages.hidden.slicing import SlicedStream
+from ckpt_prune.stages.rotation.absorbing import residual_of
+from ckpt_prune.stages.rotation.moments import stream_gram
 
 HIDDEN = "hidden"
 """Unit of the journal: how many dimensions stay, where spaces lose units besides."""
@@ -148,7 +148,7 @@ def _by_block(prepared: Prepared, view: SlicedCheckpoint, bases: WrittenBases, j
             own: list[float] = []
 
             def choose(_place: int, gram: Tensor, found: list[Tensor] = found, own: list[float] = own) -> Tensor | None:
-                basis, share = principal(gram.to(prepared.device), view.kept, centred=centred)
+                basis, share = principal_directions(gram.to(prepared.device), view.kept, centred=centred)
                 basis = basis.float().double()  # as it is read again
                 found.append(basis)
                 own.append(share)
@@ -196,5 +196,7 @@ def shared_gram(prepared: Prepared) -> Tensor:
 def shared_basis(view: SlicedCheckpoint, gram: Tensor) -> tuple[Tensor, float]:
     """One basis of a view's dimensions for all that reads the stream, and the share of the energy in it."""
     centred = residual_of(view.family).norm == "layer"
-    basis, share = keeping_ones(gram, view.kept) if centred else principal(gram, view.kept, centred=False)
+    basis, share = (
+        directions_keeping_ones(gram, view.kept) if centred else principal_directions(gram, view.kept, centred=False)
+    )
     return tied_basis(view.model, basis) if view.keeps_tie else basis, share

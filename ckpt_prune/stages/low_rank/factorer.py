@@ -13,7 +13,7 @@ from ckpt_prune.architectures.family import Family
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.phases import phase
 from ckpt_prune.common.progress import track
-from ckpt_prune.compensation.factoring import energies, factor, updated
+from ckpt_prune.compensation.factoring import direction_energies, factor, refit_factors
 from ckpt_prune.containers.container import Ranks
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.records import FactoredLinear
@@ -95,7 +95,7 @@ class Factorer:
         rank = self.ranks[block][module]
         found = factor(weight, gram, rank)
         if self.dense is not None and reaches is not None:
-            found = updated(weight, reaches, found.down)
+            found = refit_factors(weight, reaches, found.down)
         down, up = (each.to(tensor.dtype).cpu() for each in (found.down, found.up))
         away = torch.linalg.norm(up.double() @ down.double() - tensor.double()) / torch.linalg.norm(weight).cpu()
         rows, columns = weight.shape
@@ -152,7 +152,7 @@ def _measured(prepared: Prepared, linears: Mapping[tuple[int, str], Thin]) -> It
             weight = tensors[model.family.tensor(block, module)].to(prepared.device, torch.float64)
             gram = _gram(found.get(first_of[module]), prepared.device)
             thin = linears[block, module]
-            yield (block, module), Thin(thin.rows, thin.columns, energies(weight, gram).tolist())
+            yield (block, module), Thin(thin.rows, thin.columns, direction_energies(weight, gram).tolist())
 
 
 def _gram(folds: SpaceMoments | None, device: torch.device) -> Tensor | None:

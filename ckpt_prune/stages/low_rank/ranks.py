@@ -5,7 +5,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ckpt_prune.compensation.factoring import rank_at, saves
+from ckpt_prune.compensation.factoring import rank_for_ratio, saves_parameters
 
 L = TypeVar("L", bound=Hashable)
 
@@ -28,7 +28,7 @@ class Thin:
 def rounded(linear: Thin, rank: int, multiple_of: int) -> int | None:
     """A rank rounded up to a multiple; None where its factors would save nothing, so that the linear stays."""
     up = -(-rank // multiple_of) * multiple_of
-    return up if saves(linear.rows, linear.columns, up) else None
+    return up if saves_parameters(linear.rows, linear.columns, up) else None
 
 
 def uniform_ranks(linears: Mapping[L, Thin], ratio: float, multiple_of: int = 1) -> dict[L, int]:
@@ -37,7 +37,9 @@ def uniform_ranks(linears: Mapping[L, Thin], ratio: float, multiple_of: int = 1)
     Returns:
         Ranks of those that become two.
     """
-    ranks = {each: rounded(own, rank_at(own.rows, own.columns, ratio), multiple_of) for each, own in linears.items()}
+    ranks = {
+        each: rounded(own, rank_for_ratio(own.rows, own.columns, ratio), multiple_of) for each, own in linears.items()
+    }
     return {each: rank for each, rank in ranks.items() if rank is not None}
 
 
@@ -51,7 +53,7 @@ def ranks_by_energy(linears: Mapping[L, Thin], ratio: float, multiple_of: int = 
     Returns:
         Ranks of those that become two; at least 1.
     """
-    room = sum(rank_at(own.rows, own.columns, ratio) * (own.rows + own.columns) for own in linears.values())
+    room = sum(rank_for_ratio(own.rows, own.columns, ratio) * (own.rows + own.columns) for own in linears.values())
     keys = list(linears)
     taken = dict.fromkeys(keys, 1)
     room -= sum(own.rows + own.columns for own in linears.values())
@@ -62,7 +64,7 @@ def ranks_by_energy(linears: Mapping[L, Thin], ratio: float, multiple_of: int = 
         """The next direction of a linear, where there is one that saves."""
         own = linears[keys[index]]
         rank = taken[keys[index]]
-        if rank < len(own.energies) and saves(own.rows, own.columns, rank):
+        if rank < len(own.energies) and saves_parameters(own.rows, own.columns, rank):
             heapq.heappush(queue, (-own.energies[rank] / whole[index] / (own.rows + own.columns), index))
 
     for index in range(len(keys)):
@@ -72,7 +74,7 @@ def ranks_by_energy(linears: Mapping[L, Thin], ratio: float, multiple_of: int = 
         own = linears[keys[index]]
         rank = taken[keys[index]] + 1
         cost = own.rows + own.columns
-        if not saves(own.rows, own.columns, rank):  # from here on the weight itself is smaller
+        if not saves_parameters(own.rows, own.columns, rank):  # from here on the weight itself is smaller
             cost = own.rows * own.columns - (rank - 1) * cost
         if cost <= room:
             room -= cost

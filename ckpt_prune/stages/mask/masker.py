@@ -106,7 +106,7 @@ class Masker:
                 raise ValueError("sparsegpt needs a Gram")
             try:
                 with phase("compensation"):  # it chooses column by column, after what the ones before have cost
-                    found = sparsegpt.prune(
+                    found = sparsegpt.prune_weight(
                         weight,
                         moments.gram,
                         pattern=self.groups,

@@ -20,11 +20,11 @@ from ckpt_prune.measure.streams.backward import draw_end_gradients, pass_back, s
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.measure.streams.readout import DrawnGradients
 from ckpt_prune.sparsity.allocation import (
-    by_exponents,
-    by_outliers,
     check_ratios,
     hill_exponent,
     outlier_ratio,
+    ratios_by_exponents,
+    ratios_by_outliers,
     whole_groups,
 )
 from ckpt_prune.sparsity.masks import wanda
@@ -49,10 +49,10 @@ def shared_out(prepared: Prepared, mask: Mask) -> MaskShares:
     ratio = prepared.recipe.ratio if mask.groups is None else mask.groups.ratio
     if mask.allocation == "owl":
         figures = _outliers(prepared, mask)
-        ratios = by_outliers(figures, ratio, mask.chosen_spread)
+        ratios = ratios_by_outliers(figures, ratio, mask.chosen_spread)
     else:
         figures = _exponents(model)
-        ratios = by_exponents(figures, sizes, ratio, mask.chosen_spread)
+        ratios = ratios_by_exponents(figures, sizes, ratio, mask.chosen_spread)
     if not all(torch.isfinite(torch.tensor(figures))):
         raise UserError(f"mask.allocation {mask.allocation}: a block's weights or inputs tell no finite figure")
     # Blocks that come before those with spaces have no zeros, and no figure.

@@ -7,13 +7,13 @@ from ckpt_prune.job.run import Announce
 from ckpt_prune.job.timing import Stages
 from ckpt_prune.job.training_settings import RecoverySettings
 from ckpt_prune.measure.samples.samples import Samples
-from ckpt_prune.recovery.scales import Fitted, Side, fit_scales
-from ckpt_prune.recovery.training import Split
+from ckpt_prune.stages.recovery.block_training import SampleSplit
+from ckpt_prune.stages.recovery.scales import FittedScales, ModelInBlocks, fit_scales
 
 
 def fitted_scales(
-    pruned: Side,
-    dense: Side,
+    pruned: ModelInBlocks,
+    dense: ModelInBlocks,
     samples: Samples,
     settings: RecoverySettings,
     *,
@@ -22,7 +22,7 @@ def fitted_scales(
     seen: bool | None,
     stages: Stages,
     announce: Announce,
-) -> tuple[Fitted, Adapters]:
+) -> tuple[FittedScales, Adapters]:
     """Scales of a pruned model, and their record.
 
     Args:
@@ -39,7 +39,7 @@ def fitted_scales(
     Raises:
         UserError: there is nothing to fit.
     """
-    split = Split.of(len(samples), settings.held_out)
+    split = SampleSplit.of(len(samples), settings.held_out)
     what = f"windows of {samples.tokens} tokens" if text else "samples"
     held = f"{len(split.measured)} of them held out" if settings.held_out else "none held out"
     rate = "" if settings.lr is None else f" at lr {settings.lr:g}"

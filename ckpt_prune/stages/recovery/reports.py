@@ -12,7 +12,7 @@ from ckpt_prune.job.cost import cost_of
 from ckpt_prune.job.recovery_records import RecoveredLayer
 from ckpt_prune.job.report import Adapters, Earlier, Perplexity, Recovery, Report, UsedRecipe
 from ckpt_prune.job.source_facts import source_of, stored_as
-from ckpt_prune.recovery.recoverer import Recoverer
+from ckpt_prune.stages.recovery.laco import Recoverer
 
 
 def report_of_recovery(

@@ -12,9 +12,9 @@ from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.report import Adapters
 from ckpt_prune.job.run import Run
 from ckpt_prune.job.store import BlockStore
-from ckpt_prune.recovery.scales import Side, scaled
-from ckpt_prune.recovery.training import Split
+from ckpt_prune.stages.recovery.block_training import SampleSplit
 from ckpt_prune.stages.recovery.fitting_scales import fitted_scales
+from ckpt_prune.stages.recovery.scales import ModelInBlocks, apply_scales
 from ckpt_prune.stages.recovery.stage import Recovery
 
 SCALES, SCALED = "scales", "scaled"
@@ -47,7 +47,7 @@ def rescaled(recovery: Recovery, prepared: Prepared, run: Run) -> Adapters:
         for block in track(todo if scales else [], "scaling"):
             prefix = model.family.block.format(block=block)
             names = [name for name in scales if name.startswith(prefix)]
-            writer.rewrite(f"{SCALED} {block}", names, lambda tensors: scaled(tensors, scales))
+            writer.rewrite(f"{SCALED} {block}", names, lambda tensors: apply_scales(tensors, scales))
     return record
 
 
@@ -55,14 +55,16 @@ def _fit(recovery: Recovery, prepared: Prepared, run: Run, store: BlockStore, wr
     training, model, dense = prepared.training, prepared.model, prepared.source_view
     assert training is not None
     samples, dtype = training.samples, training.compute_dtype
-    sizes = Split.of(len(samples), recovery.held_out).sizes(recovery)
+    sizes = SampleSplit.of(len(samples), recovery.held_out).sizes(recovery)
 
     def read(block: int) -> Mapping[str, Tensor]:
         return store.read(model, block)[0]
 
     fitted, record = fitted_scales(
-        Side(prepared.view.stream(samples, dtype, sizes=sizes, allocate=training.allocate), read, model.blocks),
-        Side(dense.stream(samples, dtype, allocate=training.allocate), dense.block, dense.model.blocks),
+        ModelInBlocks(
+            prepared.view.stream(samples, dtype, sizes=sizes, allocate=training.allocate), read, model.blocks
+        ),
+        ModelInBlocks(dense.stream(samples, dtype, allocate=training.allocate), dense.block, dense.model.blocks),
         samples,
         recovery,
         seed=recovery.seed,

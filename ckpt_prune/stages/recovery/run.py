@@ -14,8 +14,8 @@ from ckpt_prune.job.recovery_records import RecoveredLayer
 from ckpt_prune.job.run import Run
 from ckpt_prune.job.step import Step, Tensors
 from ckpt_prune.parallel.group import process_group
-from ckpt_prune.recovery.recoverer import Recoverer
-from ckpt_prune.recovery.training import Split
+from ckpt_prune.stages.recovery.block_training import SampleSplit
+from ckpt_prune.stages.recovery.laco import Recoverer
 from ckpt_prune.stages.recovery.reports import recovery_of
 from ckpt_prune.stages.recovery.rescaling import rescaled
 from ckpt_prune.stages.recovery.stage import Recovery
@@ -94,7 +94,7 @@ def recover_step(recovery: Recovery, prepared: Prepared, run: Run) -> RecoverSte
         return None
     training, view = prepared.training, prepared.view
     assert training is not None
-    split = Split.of(len(training.samples), recovery.held_out)
+    split = SampleSplit.of(len(training.samples), recovery.held_out)
     how: dict[str, Any] = {"allocate": training.allocate, "group": process_group()}
     dense = view.stream(training.samples, training.compute_dtype, **how)
     pruned = view.stream(training.samples, training.compute_dtype, sizes=split.sizes(recovery, process_group()), **how)

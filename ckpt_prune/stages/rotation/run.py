@@ -18,9 +18,15 @@ from ckpt_prune.job.run import Run
 from ckpt_prune.job.step import Step, Tensors
 from ckpt_prune.measure.moment_sources import CachedMoments, MomentSource, NoMoments, SequentialMoments
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
-from ckpt_prune.rotations.learning import Learner, WrittenRotations, unit_of
-from ckpt_prune.rotations.rotated import BlockRotations, RotatedCheckpoint, Rotations, check_rotatable, not_learned
 from ckpt_prune.stages.mask.stage import Mask
+from ckpt_prune.stages.rotation.learner import Learner, WrittenRotations, journal_entry
+from ckpt_prune.stages.rotation.rotated_checkpoint import (
+    BlockRotations,
+    RotatedCheckpoint,
+    Rotations,
+    check_rotatable,
+    not_learned,
+)
 from ckpt_prune.stages.rotation.stage import Rotation
 
 
@@ -125,7 +131,7 @@ class InTurn:
 
     def __call__(self, block: int) -> BlockRotations:
         """R1 and R2 of a block, float64."""
-        if unit_of(block) not in self._writer.done:
+        if journal_entry(block) not in self._writer.done:
             self._learn(block)
             self._advance.to((block + 1) * self._learner.recipe.steps)
         return self._written(block)
@@ -140,7 +146,7 @@ class InTurn:
     @property
     def learned(self) -> list[dict[str, Any]]:
         """What was learned, as `Learner.run` gives it."""
-        return [self._writer.notes[unit_of(block)] for block in range(self._learner.sizes.blocks)]
+        return [self._writer.notes[journal_entry(block)] for block in range(self._learner.sizes.blocks)]
 
     def _learn(self, block: int) -> None:
         learner = self._learner

@@ -17,7 +17,7 @@ from ckpt_prune.job.latency import Latencies
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.sizes import SizeKind, TargetSize, cost_in, size_words
-from ckpt_prune.rotations.sliced import SlicedCheckpoint
+from ckpt_prune.stages.hidden.sliced_checkpoint import SlicedCheckpoint
 from ckpt_prune.stages.output import output_at
 from ckpt_prune.stages.spaces.budget import Crossing
 from ckpt_prune.stages.spaces.rankings import ranked

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.phases import phase
-from ckpt_prune.compensation.choice import choose
+from ckpt_prune.compensation.choice import choose_form
 from ckpt_prune.compensation.diagnostics import diagnose
-from ckpt_prune.compensation.fit import Blend, Fit, Solution, blend_from_moments, error
-from ckpt_prune.compensation.logit import absolute_strength as logit_strength
+from ckpt_prune.compensation.fit import Blend, Fit, Solution, blend_from_moments, squared_error
+from ckpt_prune.compensation.logit import absolute_logit_strength as logit_strength
 from ckpt_prune.compensation.methods import METHODS, absolute_strength
-from ckpt_prune.compensation.shift import freedom, shift
+from ckpt_prune.compensation.shift import degrees_of_freedom, measure_shift
 from ckpt_prune.compensation.spectrum import EXACT_WIDTH, spectrum
 from ckpt_prune.job.decisions import Decision
 from ckpt_prune.job.plan import SitePlan
@@ -28,7 +28,7 @@ from ckpt_prune.measure.moments.kinds import SpaceMoments, select_input_moments
 from ckpt_prune.measure.statistics.fisher import Fisher
 from ckpt_prune.scoring.costs import DropOrder
 from ckpt_prune.scoring.scores import SCORES
-from ckpt_prune.scoring.unit_scores import UNIT_SCORES, without_mean
+from ckpt_prune.scoring.unit_scores import UNIT_SCORES, centre_gram
 from ckpt_prune.stages.spaces.solvers.base import NO_FOLDS, SolvedSite, Solver
 
 _TRIAL_STRENGTH = 0.01
@@ -96,7 +96,7 @@ class ColumnSolver(Solver):
         weight = tensors[self.model.tensor(block, self.description.consumer)].to(self.device)
         if moments.gram is None:
             raise UserError("errors of every width need Grams: calibrate with --collect moments,gram")
-        gram = without_mean(moments.gram, moments) if self.centred(block, tensors) else moments.gram
+        gram = centre_gram(moments.gram, moments) if self.centred(block, tensors) else moments.gram
         copies = self.model.copies(self.space)
         order = scores.view(copies, -1).argsort(dim=-1, stable=True)
         order += torch.arange(copies, device=order.device)[:, None] * order.shape[1]
@@ -153,8 +153,8 @@ class ColumnSolver(Solver):
         scale = calibration.square[columns].mean()
         strength = float(logit_strength(plan.strength or 0.0, own.lambda_units, scale))
         spectra = calibration.width <= EXACT_WIDTH
-        found = shift(weight.to(self.device), calibration, test, columns, strength, spectra=spectra)
-        free = freedom(METHODS[plan.method], len(weight), calibration, columns, strength)
+        found = measure_shift(weight.to(self.device), calibration, test, columns, strength, spectra=spectra)
+        free = degrees_of_freedom(METHODS[plan.method], len(weight), calibration, columns, strength)
         return self._shift(found, lost, free, calibration.count)
 
     def columns_of(self, units: Tensor) -> Tensor:
@@ -223,8 +223,8 @@ class ColumnSolver(Solver):
         fit, target = blend.at(plan.share or 0.0), blend.at(1.0)
         fold = METHODS[plan.method].fit(weight_kept, fit, self._absolute(plan, own, fit))
         if target.target_energy:
-            plan.error_uncompensated = error(Solution(weight_kept), target) / target.target_energy
-            plan.error_compensated = error(fold, target) / target.target_energy
+            plan.error_uncompensated = squared_error(Solution(weight_kept), target) / target.target_energy
+            plan.error_compensated = squared_error(fold, target) / target.target_energy
         if self.diagnostics and whole.gram is not None:
             self._describe(plan, weight, whole, columns)
             if len(folds) > 1 and plan.method == "none":
@@ -248,7 +248,7 @@ class ColumnSolver(Solver):
     ) -> None:
         """Enter into the plan what is best on held-out folds."""
         shares = own.drift_shares
-        chosen = choose(weight_kept, folds, methods, own.grid, shares, own.lambda_units, total=total)
+        chosen = choose_form(weight_kept, folds, methods, own.grid, shares, own.lambda_units, total=total)
         plan.method, plan.strength, plan.share = chosen.best.method, chosen.best.strength, chosen.best.share
         plan.error_held_out = chosen.best.error
         plan.runner_up, plan.margin = chosen.runner_up, chosen.margin if chosen.runner_up else None
@@ -276,7 +276,7 @@ class ColumnSolver(Solver):
         for each in folds:
             train = (total - each).at(plan.share or 0.0)
             trained = METHODS[plan.method].fit(weight_kept, train, self._absolute(plan, own, train))
-            found += error(trained, each.at(1.0))
+            found += squared_error(trained, each.at(1.0))
         return found
 
     @staticmethod

@@ -11,8 +11,8 @@ from torch import Tensor
 from ckpt_prune.architectures.spaces import SpaceName, expert_of
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.phases import phase
-from ckpt_prune.compensation.choice import choose
-from ckpt_prune.compensation.fit import Solution, blend_from_moments, error
+from ckpt_prune.compensation.choice import choose_form
+from ckpt_prune.compensation.fit import Solution, blend_from_moments, squared_error
 from ckpt_prune.compensation.methods import METHODS, absolute_strength
 from ckpt_prune.job.decisions import Decision
 from ckpt_prune.job.selection import select_in_heads
@@ -89,14 +89,19 @@ class ExpertSolver(Solver):
             blend, share, strength = reduce(add, blends), own.drift_shares[0], own.strength
             if own.by_folds:
                 grid, shares = own.grid, own.drift_shares
-                best = choose(weight.double(), blends, [own.method], grid, shares, own.lambda_units, total=blend).best
+                best = choose_form(
+                    weight.double(), blends, [own.method], grid, shares, own.lambda_units, total=blend
+                ).best
                 share, strength = best.share, own.strength if best.strength is None else best.strength
             fit, target = blend.at(share), blend.at(1.0)
             solution = METHODS[own.method].fit(weight.double(), fit, absolute_strength(strength, own.lambda_units, fit))
             found[name] = solution.weight.cpu()
             strengths.add(strength)
             energy += target.second_moments()[2]
-            before, after = before + error(Solution(weight.double()), target), after + error(solution, target)
+            before, after = (
+                before + squared_error(Solution(weight.double()), target),
+                after + squared_error(solution, target),
+            )
         return found, {
             "method": own.method,
             "strength": strengths.pop() if len(strengths) == 1 else None,

@@ -6,14 +6,14 @@ from typing import Protocol
 from torch import Tensor
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.compensation.logit import Choice, LogitDiagnostics
+from ckpt_prune.compensation.logit import LogitDiagnostics, StrengthChoice
 from ckpt_prune.job.plan import SitePlan
 from ckpt_prune.job.records import HeadErrors
 from ckpt_prune.job.space import Compensation
 from ckpt_prune.measure.statistics.fisher import Fisher
 from ckpt_prune.stages.spaces.solvers.base import NO_FOLDS
 
-Choose = Callable[[Sequence[float]], Choice]
+Choose = Callable[[Sequence[float]], StrengthChoice]
 """The best of a grid of strengths on held-out folds."""
 
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ckpt_prune.common.phases import phase
 from ckpt_prune.compensation import logit
-from ckpt_prune.compensation.head_shift import HeadEquations, head_shift
-from ckpt_prune.compensation.logit_methods import LOGIT_METHODS, LogitFit, LogitMethod, unfitted
+from ckpt_prune.compensation.head_shift import HeadEquations, measure_head_shift
+from ckpt_prune.compensation.logit_methods import LOGIT_METHODS, LogitFit, LogitMethod, fit_unmeasured
 from ckpt_prune.compensation.low_rank import pair_errors
 from ckpt_prune.compensation.mixing import absorb
 from ckpt_prune.job.decisions import Decision
@@ -149,7 +149,7 @@ class LogitSolver(Solver):
             return plan, None
         dimensions = in_heads(kept, heads, head_dim).to(self.device)
         plan.method = self.method.name
-        fit = unfitted(dimensions, head_dim)
+        fit = fit_unmeasured(dimensions, head_dim)
         if whole is not None:
             fit = self._fit(plan, dimensions, [self._fitted(each) for each in folds], decision.plan)
         values = [tensors[name].to(self.device) if name in tensors else None for name in biases]
@@ -174,11 +174,11 @@ class LogitSolver(Solver):
         system, theirs = (logit.logit_system(each, kept) for each in (whole, test))
         fit = method.fit(whole, system, kept, plan.strength or 0.0, own.lambda_units)
         lost = pair_errors(test, fit.left, fit.right)
-        found = head_shift(
+        found = measure_head_shift(
             HeadEquations.of_logits(whole, system),
             HeadEquations.of_logits(test, theirs),
             method.diagnose(test, theirs, fit).floor,
-            logit.absolute_strength(plan.strength or 0.0, own.lambda_units, system.diagonal_mean)
+            logit.absolute_logit_strength(plan.strength or 0.0, own.lambda_units, system.diagonal_mean)
             if method.bounded
             else None,
         )
@@ -192,7 +192,7 @@ class LogitSolver(Solver):
         own, method, whole = self.own.compensation, self.method, sum_folds(folds)
         system = logit.logit_system(whole, dimensions)
 
-        def choose(grid: Sequence[float]) -> logit.Choice:
+        def choose(grid: Sequence[float]) -> logit.StrengthChoice:
             return method.choose(folds, dimensions, grid, own.lambda_units)
 
         held_out = settle_strength(plan, own, settled, len(folds), choose) if method.uses_strength else None

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ckpt_prune.architectures.family import KINDS
 from ckpt_prune.common.phases import phase
-from ckpt_prune.compensation.head_shift import HeadEquations, head_shift
-from ckpt_prune.compensation.logit import Choice, absolute_strength
+from ckpt_prune.compensation.head_shift import HeadEquations, measure_head_shift
+from ckpt_prune.compensation.logit import StrengthChoice, absolute_logit_strength
 from ckpt_prune.compensation.rotary import (
     absorb_factors,
     choose_factors,
@@ -140,11 +140,11 @@ class RotarySolver(Solver):
         copies = self.model.copies(self.space)
         kept = in_heads(torch.tensor(plan.kept), copies, self.model.units(self.space)).to(self.device)
         system, theirs = (rotary_system(each, kept) for each in (whole, test))
-        strength = absolute_strength(plan.strength or 0.0, units, system.diagonal_mean)
+        strength = absolute_logit_strength(plan.strength or 0.0, units, system.diagonal_mean)
         lost = theirs.dropped_energy
         if plan.method != "none":
             lost = factor_errors(theirs, solve_factors(system, strength))
-        found = head_shift(
+        found = measure_head_shift(
             HeadEquations.of_pairs(whole, system),
             HeadEquations.of_pairs(test, theirs),
             diagnose_factors(theirs, lost).floor,
@@ -162,12 +162,12 @@ class RotarySolver(Solver):
         factors: Tensor | None = None
         errors, held_out = system.dropped_energy, None
 
-        def choose(grid: Sequence[float]) -> Choice:
+        def choose(grid: Sequence[float]) -> StrengthChoice:
             return choose_factors(folds, kept, grid, own.lambda_units)
 
         if plan.method != "none":
             held_out = settle_strength(plan, own, settled, len(folds), choose)
-            strength = absolute_strength(plan.strength or 0.0, own.lambda_units, system.diagonal_mean)
+            strength = absolute_logit_strength(plan.strength or 0.0, own.lambda_units, system.diagonal_mean)
             factors = solve_factors(system, strength)
             errors = factor_errors(system, factors)
         enter_errors(plan, system, errors)

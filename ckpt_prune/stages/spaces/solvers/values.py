@@ -10,7 +10,7 @@ from torch import Tensor
 from ckpt_prune.architectures.family import KINDS
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.phases import phase
-from ckpt_prune.compensation.values import Turn, by_direction, by_head, principal
+from ckpt_prune.compensation.values import ValueBasis, by_direction, by_head, principal_values
 from ckpt_prune.job.decisions import Decision
 from ckpt_prune.job.plan import SitePlan
 from ckpt_prune.job.records import SiteShift
@@ -18,7 +18,7 @@ from ckpt_prune.measure.moments.inputs import Moments, sum_folds
 from ckpt_prune.measure.moments.kinds import SpaceMoments, select_input_moments
 from ckpt_prune.measure.statistics.fisher import Fisher
 from ckpt_prune.scoring.costs import DropOrder
-from ckpt_prune.scoring.unit_scores import without_mean
+from ckpt_prune.scoring.unit_scores import centre_gram
 from ckpt_prune.stages.spaces.solvers.base import SolvedSite
 from ckpt_prune.stages.spaces.solvers.columns import ColumnSolver
 
@@ -33,7 +33,7 @@ class _Turned:
         folds: moments of its input, turned.
     """
 
-    turn: Turn
+    turn: ValueBasis
     tensors: Mapping[str, Tensor]
     folds: tuple[Moments, ...]
 
@@ -129,14 +129,14 @@ class ValueSolver(ColumnSolver):
         return _Turned(turn, turned, tuple(each.change_basis(turn.inputs) for each in folds))
 
     @phase("ranking")
-    def _turn(self, block: int, tensors: Mapping[str, Tensor], folds: tuple[Moments, ...]) -> Turn:
+    def _turn(self, block: int, tensors: Mapping[str, Tensor], folds: tuple[Moments, ...]) -> ValueBasis:
         """The basis, by the Gram of all folds; where the consumer may get a bias, that makes up for every mean."""
         whole = sum_folds(folds)
         if whole.gram is None:
             raise UserError("score principal needs Grams: calibrate with --collect moments,gram")
-        gram = without_mean(whole.gram, whole) if self.centred(block, tensors) else whole.gram
+        gram = centre_gram(whole.gram, whole) if self.centred(block, tensors) else whole.gram
         weight = tensors[self.model.tensor(block, self.description.consumer)].to(gram.device)
-        return principal(weight, gram, self.model.copies(self.space), self.model.units(self.space))
+        return principal_values(weight, gram, self.model.copies(self.space), self.model.units(self.space))
 
     @staticmethod
     def _describe(plan: SitePlan, weight: Tensor, moments: Moments, kept: Tensor) -> None:

@@ -1,0 +1,98 @@
+"""`ckpt_prune_quantised.json`: what a quantised checkpoint was made from, and how."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from ckpt_prune.checkpoint.files import read_input
+from ckpt_prune.checkpoint.folder_kinds import FolderKind
+from ckpt_prune.checkpoint.json_files import parse_json_object
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.filenames import QUANTISED_RECORD
+from ckpt_prune.common.records import Count, Figure, FixedRecord
+from ckpt_prune.job.report import Source
+from ckpt_prune.stages.quantize.scheme import Format, PackingScheme
+
+QUANTISATION_KIND = FolderKind(
+    QUANTISED_RECORD, "what `quantize` wrote", frozenset({"README.md"}), unfinished="dropped"
+)
+
+
+class RoundedWeight(FixedRecord):
+    """One weight: its name on disk, and what rounding changed: Σ(ŵ − w)² / Σw²."""
+
+    weight: str
+    error: Figure = None
+
+
+class QuantizationRecord(FixedRecord):
+    """What the file holds.
+
+    Attributes:
+        version: of its format.
+        ckpt_prune, compressed_tensors, torch, transformers: versions of what wrote it.
+        source: the checkpoint that was quantised.
+        auto_class: of transformers, that loads both.
+        format: int8 or int4.
+        group_size: columns that share a scale; None for whole rows.
+        before, after: bytes of tensors.
+        rounding: nearest, or gptq.
+        statistics: digest of those that gptq rounded by; None of nearest.
+        weights: that were quantised.
+        report: `ckpt_prune.json` of the source, where it has one.
+        files: file → sha256.
+        side_files: names of what was written beside them.
+    """
+
+    version: Literal[1] = 1
+    ckpt_prune: str
+    compressed_tensors: str
+    torch: str
+    transformers: str
+    source: Source
+    auto_class: Annotated[str, Field(pattern=r"^\w+$")]
+    format: Format
+    group_size: Annotated[int, Field(ge=1)] | None
+    before: Count
+    after: Count
+    rounding: Literal["nearest", "gptq"] = "nearest"
+    statistics: str | None = None
+    weights: list[RoundedWeight]
+    report: dict[str, Any] | None = None
+    files: dict[str, str] = Field(default_factory=dict)
+    side_files: list[str] = Field(default_factory=list)
+
+    def __repr_args__(self) -> list[tuple[str | None, Any]]:
+        """What is worth a glance."""
+        return [
+            ("source", self.source.name),
+            ("format", self.format),
+            ("group_size", self.group_size),
+            ("rounding", self.rounding),
+            ("before", self.before),
+            ("after", self.after),
+            ("weights", len(self.weights)),
+        ]
+
+    @property
+    def scheme(self) -> PackingScheme:
+        """How its weights are stored."""
+        return PackingScheme(self.format, self.group_size)
+
+
+def read_record(folder: Path) -> QuantizationRecord:
+    """The record of a quantised checkpoint.
+
+    Raises:
+        UserError: it is not there, or damaged.
+    """
+    path = folder / QUANTISED_RECORD
+    try:
+        return QuantizationRecord.read(parse_json_object(read_input(path)))
+    except OSError as error:
+        raise UserError(
+            f"{folder} has no {QUANTISED_RECORD}: give a folder that `ckpt-prune quantize` wrote"
+        ) from error
+    except ValueError as error:
+        raise UserError(f"{path} is damaged: quantise again") from error

@@ -1,0 +1,89 @@
+"""How weights are stored in few bits: how many, and how many columns share a scale."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ckpt_prune.common.errors import UserError
+
+Format = Literal["int8", "int4"]
+BITS: dict[str, int] = {"int8": 8, "int4": 4}
+GROUPS = (128, 64, 32)
+"""Columns that may share a scale: those that kernels for such weights take, largest first."""
+CHANNEL = "channel"
+LIBRARY = "compressed-tensors is not installed; `pip install ckpt-prune[quantize]`"
+
+
+@dataclass(frozen=True)
+class PackingScheme:
+    """Whole numbers of some bits, symmetric about zero, with a scale for each row or each run of columns in it.
+
+    Attributes:
+        format: int8 or int4.
+        group_size: columns that share a scale; None for whole rows.
+    """
+
+    format: Format
+    group_size: int | None
+
+    @property
+    def bits(self) -> int:
+        """Bits of a weight."""
+        return BITS[self.format]
+
+    @property
+    def words(self) -> str:
+        """In words."""
+        shared = "row" if self.group_size is None else f"group of {self.group_size} columns"
+        return f"{self.format}, one scale per {shared}"
+
+    def scales(self, columns: int) -> int:
+        """Scales of a row."""
+        return 1 if self.group_size is None else columns // self.group_size
+
+    def packed(self, columns: int) -> int:
+        """32-bit words of a row."""
+        return -(-columns * self.bits // 32)
+
+    def arguments(self) -> dict[str, Any]:
+        """What compressed-tensors calls it."""
+        shared: dict[str, Any] = {"strategy": "channel"}
+        if self.group_size is not None:
+            shared = {"strategy": "group", "group_size": self.group_size}
+        return {"num_bits": self.bits, "type": "int", "symmetric": True, "dynamic": False} | shared
+
+
+def choose_scheme(kind: Format, asked: str | None, columns: dict[str, int]) -> PackingScheme:
+    """The scheme of a model.
+
+    Args:
+        kind: int8 or int4.
+        asked: a size of groups, `channel` for whole rows, or None: rows for int8, the largest size that divides every
+            weight for int4.
+        columns: weight → its columns.
+
+    Raises:
+        UserError: a size that no kernel takes, or that does not divide a weight's columns.
+    """
+    if asked == CHANNEL or (asked is None and kind == "int8"):
+        return PackingScheme(kind, None)
+    fitting = [size for size in GROUPS if all(width % size == 0 for width in columns.values())]
+    others = f"{', '.join(map(str, fitting))} or {CHANNEL}" if fitting else CHANNEL
+    if asked is None:
+        if not fitting:
+            narrow = next(name for name, width in columns.items() if width % GROUPS[-1])
+            raise UserError(
+                f"{narrow} has {columns[narrow]} columns, which no group of {', '.join(map(str, GROUPS))} divides: say "
+                f"--group-size {CHANNEL}, or prune in multiples (--set spaces.mlp.multiple_of={GROUPS[-1]})"
+            )
+        return PackingScheme(kind, fitting[0])
+    size = int(asked) if asked.isascii() and asked.isdigit() and len(asked) < 6 else 0
+    if size not in GROUPS:
+        raise UserError(
+            f"--group-size {asked}: kernels take groups of {', '.join(map(str, GROUPS))}, or whole rows ({CHANNEL})"
+        )
+    if size not in fitting:
+        odd = next(name for name, width in columns.items() if width % size)
+        raise UserError(
+            f"--group-size {size} does not divide the {columns[odd]} columns of {odd}: all are divided by {others}"
+        )
+    return PackingScheme(kind, size)

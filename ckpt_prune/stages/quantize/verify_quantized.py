@@ -1,0 +1,127 @@
+"""Proving that a quantised checkpoint is whole, and that it is its source, rounded."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ckpt_prune.architectures.fitting import fitted
+from ckpt_prune.checkpoint.checkpoint import Checkpoint, read_tensors
+from ckpt_prune.checkpoint.digests import find_changed_files
+from ckpt_prune.checkpoint.shard import TensorInfo, read_header
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.finite import all_finite
+from ckpt_prune.common.progress import track
+from ckpt_prune.evaluation.whole_model import stock_load_report
+from ckpt_prune.stages.quantize.packing import PACKED, SCALE, SHAPE, packed_shapes, require_library, unpack_codes
+from ckpt_prune.stages.quantize.record import QuantizationRecord, read_record
+from ckpt_prune.stages.quantize.rounding import codes_of, scales_of
+from ckpt_prune.verification.verify import Check, run_check, run_side_file_check
+
+
+def verify_quantized(folder: Path, against: Path | None = None) -> list[Check]:
+    """Check a folder that `quantize` wrote, and with `against` every weight against its source's.
+
+    Loads the WHOLE model once, with stock transformers.
+
+    Raises:
+        UserError: the folder has no record, or a damaged one, or `against` is not what it was made from.
+    """
+    record = read_record(folder)
+    source = None if against is None else _source(folder, record, against)
+    files = [name for name in record.files if name.endswith(".safetensors")]
+    tensors: dict[str, TensorInfo] = {}
+
+    def headers() -> tuple[bool, str]:
+        for file in files:
+            tensors.update(read_header(folder / file).tensors)
+        return _shapes(record, tensors)
+
+    checks = [
+        run_check("tensors", headers),
+        run_check("finite", lambda: _finite(folder, tensors)),
+        run_check("load", lambda: _load(folder)),
+        run_check("digests", lambda: _digests(folder, record)),
+        *run_side_file_check(folder),
+    ]
+    if source is not None:
+        checks.append(run_check("rounded weights", lambda: _rounded(folder, record, tensors, source)))
+    return checks
+
+
+def _source(folder: Path, record: QuantizationRecord, against: Path) -> Checkpoint:
+    source = Checkpoint.open(against)
+    if source.fingerprint != record.source.fingerprint:
+        raise UserError(f"{folder} was not made from {source.path}: its record names {record.source.name}")
+    return source
+
+
+def _shapes(record: QuantizationRecord, tensors: dict[str, TensorInfo]) -> tuple[bool, str]:
+    for each in record.weights:
+        module = each.weight.removesuffix(".weight")
+        if f"{module}.{PACKED}" not in tensors or f"{module}.{SCALE}" not in tensors:
+            return False, f"{module} lacks {PACKED} or {SCALE}"
+        rows, words = tensors[f"{module}.{PACKED}"].shape
+        scales = tensors[f"{module}.{SCALE}"]
+        columns = scales.shape[-1] * (record.group_size or 0) or words * 32 // record.scheme.bits
+        wanted = packed_shapes(module, (rows, columns), record.scheme, scales.dtype)
+        for name, (dtype, shape) in wanted.items():
+            info = tensors.get(name)
+            if info is None or (info.dtype, info.shape) != (dtype, shape):
+                return False, f"{name} is not {dtype} {list(shape)}"
+    return True, f"{len(record.weights)} weights are stored as {record.scheme.words}"
+
+
+def _finite(folder: Path, tensors: dict[str, TensorInfo]) -> tuple[bool, str]:
+    floats = [info for info in tensors.values() if info.dtype.is_floating_point]
+    for info in track(floats, "checking for NaN and Inf", unit="tensor"):
+        if not all_finite(read_tensors(folder, [info])[info.name]):
+            return False, f"{info.name} has NaN or Inf"
+    return True, "no NaN, no Inf"
+
+
+def _load(folder: Path) -> tuple[bool, str]:
+    require_library()
+    found = stock_load_report(folder)
+    return found.clean, found.fault or "by stock transformers: no key missing, unexpected or mismatched"
+
+
+def _digests(folder: Path, record: QuantizationRecord) -> tuple[bool, str]:
+    gone, changed = find_changed_files(folder, record.files)
+    if gone is not None:
+        return False, f"{gone} is gone"
+    if changed:
+        return False, f"{changed[0]} changed since it was written"
+    return True, f"{len(record.files)} file(s) as written"
+
+
+def _rounded(
+    folder: Path, record: QuantizationRecord, tensors: dict[str, TensorInfo], source: Checkpoint
+) -> tuple[bool, str]:
+    """Every weight is its source's, rounded to nearest under the scales that are stored; others are the source's."""
+    source, _ = fitted(source)
+    weights = {each.weight for each in record.weights}
+    for name in track(list(source.tensors), "comparing", unit="tensor"):
+        theirs = source.read([name])[name]
+        if name not in weights:
+            if name not in tensors or not torch.equal(_read(folder, tensors, name), theirs):
+                return False, f"{name} is not the source's"
+            continue
+        module = name.removesuffix(".weight")
+        if theirs.shape[1] % (record.group_size or 1):
+            return False, f"{name} has {theirs.shape[1]} columns, which no groups of {record.group_size} make up"
+        codes = unpack_codes(_read(folder, tensors, f"{module}.{PACKED}"), theirs.shape[1], record.scheme)
+        scales = _read(folder, tensors, f"{module}.{SCALE}")
+        shape = _read(folder, tensors, f"{module}.{SHAPE}").tolist()
+        if record.rounding == "gptq":
+            if shape != list(theirs.shape) or not torch.equal(scales, scales_of(theirs, record.scheme, scales.dtype)):
+                return False, f"{name} has scales that are not its source's"
+        elif shape != list(theirs.shape) or not torch.equal(codes, codes_of(theirs, scales, record.scheme)):
+            return False, f"{name} is not the source's, rounded to nearest"
+    how = "rounded to nearest" if record.rounding == "nearest" else "by their scales; how GPTQ rounded is not compared"
+    others = len(source.tensors) - len(weights)
+    return True, f"{len(weights)} weights are the source's, {how}; {others} tensors are its own, bit for bit"
+
+
+def _read(folder: Path, tensors: dict[str, TensorInfo], name: str) -> Tensor:
+    return read_tensors(folder, [tensors[name]])[name]

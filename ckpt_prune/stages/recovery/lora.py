@@ -1,0 +1,182 @@
+"""Training adapters on a whole model, judged as they will be stored: merged, rounded, zeros where they were."""
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.job.training_settings import LoraSettings, RecoverySettings
+from ckpt_prune.stages.recovery.block_training import SampleSplit, cut, part_size
+from ckpt_prune.stages.recovery.lora_examples import LoraExamples
+
+_WARM_UP = 0.05
+"""Share of the training over which the learning rate climbs."""
+_MOST_NORM = 1.0
+"""Gradients are clipped to this norm, as transformers' Trainer does by default."""
+_RATE, _HIDDEN, _MOST_RATE = 1e-4, 4096, 1e-3
+"""The usual learning rate, the hidden size it is usual at, and the largest that is taken on small models."""
+_ADAPTER = "default"
+
+
+@dataclass(frozen=True)
+class TrainedAdapters:
+    """What training came to.
+
+    Attributes:
+        weights: module → its weight as it is to be stored; empty where nothing was gained.
+        loss_before, loss_after: on held-out samples, nats; equal where nothing was gained.
+        steps: of the optimiser.
+        epochs: passes over the training samples.
+        seconds: of training, held-out losses included.
+        parameters: that were trained.
+        rate: the highest learning rate.
+    """
+
+    weights: dict[str, Tensor]
+    loss_before: float
+    loss_after: float
+    steps: int
+    epochs: float
+    seconds: float
+    parameters: int
+    rate: float
+
+
+def require_peft() -> Any:
+    """Peft.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise UserError("peft is not installed; `pip install ckpt-prune[lora]`") from error
+    return peft
+
+
+def lora_rate(settings: RecoverySettings, hidden: int) -> float:
+    """The learning rate: the one asked for, else the usual one, more on smaller models."""
+    return settings.lr if settings.lr is not None else min(_MOST_RATE, _RATE * _HIDDEN / hidden)
+
+
+def train_adapters(
+    model: Any,
+    dtypes: Mapping[str, torch.dtype],
+    examples: LoraExamples,
+    settings: RecoverySettings,
+    lora: LoraSettings,
+    *,
+    rate: float,
+    seed: int,
+    told: Callable[[int, float], None],
+) -> TrainedAdapters:
+    """Train adapters beside linear modules, and merge those of the epoch that was best on held-out samples.
+
+    Args:
+        model: in float32 or bfloat16, on its device. It is changed.
+        dtypes: module that gets an adapter → the type that its weight is stored in.
+        examples: trained on, but for a held-out share.
+        settings: of training; those of single blocks do not count.
+        lora: of the adapters.
+        rate: the highest learning rate.
+        seed: of the adapters and the order of samples.
+        told: after every epoch its number and the held-out loss.
+    """
+    peft = require_peft()
+    stored = {name: model.get_submodule(name).weight.detach().to(dtype, copy=True) for name, dtype in dtypes.items()}
+    split = SampleSplit.of(len(examples), settings.held_out)
+    size = part_size(settings)
+    config = peft.LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(dtypes))
+    with torch.random.fork_rng(), warnings.catch_warnings(action="ignore"):
+        torch.manual_seed(seed)
+        adapted = peft.get_peft_model(model, config)
+        trained = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
+        adapters = {name: adapted.base_model.model.get_submodule(name) for name in dtypes}
+        before = _loss(adapted, examples, split.measured, size)
+        best, kept, waited = before, dict[str, Tensor](), 0
+        start, steps, seen = time.monotonic(), 0, 0
+        per_epoch = len(cut(split.train, settings.batch))
+        optimizer = torch.optim.AdamW(trained, lr=rate)
+
+        def over() -> float:
+            """Share of the training that is done."""
+            timed = 0.0 if lora.seconds is None else (time.monotonic() - start) / lora.seconds
+            return max(timed, steps / (per_epoch * settings.epochs))
+
+        for epoch, order in enumerate(_orders(len(split.train), seed), 1):
+            adapted.train()
+            for rows in cut(split.train[order], settings.batch):
+                for part in cut(rows, size):
+                    loss: Any = examples.loss(adapted, part) * (len(part) / len(rows))
+                    loss.backward()
+                nn.utils.clip_grad_norm_(trained, _MOST_NORM)
+                for group in optimizer.param_groups:
+                    group["lr"] = rate * _share(over(), settings.schedule)
+                optimizer.step()
+                optimizer.zero_grad()
+                steps, seen = steps + 1, seen + len(rows)
+                if over() >= 1:
+                    break
+            adapted.eval()
+            with _as_stored(adapted, adapters, stored) as merged:
+                found = _loss(adapted, examples, split.measured, size)
+                # Where nothing is held out, nothing is chosen: the last epoch's, unless it diverged.
+                better = found < best if settings.held_out else math.isfinite(found)
+                waited = 0 if better else waited + 1
+                if better:
+                    best, kept = found, {name: weight.clone() for name, weight in merged.items()}
+            told(epoch, found)
+            if over() >= 1 or waited >= settings.patience:
+                break
+    count = sum(parameter.numel() for parameter in trained)
+    seconds = time.monotonic() - start
+    return TrainedAdapters(kept, before, best, steps, seen / len(split.train), seconds, count, rate)
+
+
+def _orders(count: int, seed: int) -> Iterator[Tensor]:
+    """Orders of so many samples, without end."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield torch.randperm(count, generator=generator)
+
+
+def _share(done: float, schedule: str) -> float:
+    """Learning rate as a share of the highest: up in a line, then down in a cosine, or constant."""
+    if done < _WARM_UP:
+        return max(done, 1e-3) / _WARM_UP
+    if schedule == "constant":
+        return 1.0
+    return (1 + math.cos(math.pi * min(1.0, (done - _WARM_UP) / (1 - _WARM_UP)))) / 2
+
+
+@torch.no_grad()
+def _loss(model: Any, examples: LoraExamples, rows: Tensor, size: int) -> float:
+    """Mean loss of these samples."""
+    model.eval()
+    return sum(examples.loss(model, part).item() * len(part) for part in cut(rows, size)) / len(rows)
+
+
+@contextmanager
+@torch.no_grad()
+def _as_stored(model: Any, adapters: Mapping[str, Any], stored: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """The model as its weights would be stored now: adapters merged, rounded, what was zero zero. Then as before."""
+    merged = {}
+    for name, layer in adapters.items():
+        own = stored[name]
+        weight = own.to(layer.base_layer.weight.dtype) + layer.get_delta_weight(_ADAPTER)
+        merged[name] = torch.where(own == 0, 0, weight).to(own.dtype)
+        layer.base_layer.weight.copy_(merged[name])
+    try:
+        with model.disable_adapter():
+            yield merged
+    finally:
+        for name, layer in adapters.items():
+            layer.base_layer.weight.copy_(stored[name])

@@ -1,0 +1,123 @@
+"""How alike two sets of hidden states are: mean squared error and linear CKA (LaCo, appendix B)."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from ckpt_prune.common.finite import all_finite
+
+_PAIRS = ((0, 0), (1, 1), (0, 1))
+"""Which side meets which in the Grams: ours with ours, theirs with theirs, ours with theirs."""
+
+
+class StateSimilarity:
+    """Mean squared error and linear CKA between two models' hidden states of the same tokens, summed batch by batch.
+
+    Between batches it holds three (d, d) float64 matrices, on the device of the first batch, for any number of tokens.
+    """
+
+    def __init__(self) -> None:
+        self._tokens = 0
+        self._width = 0
+        self._squared_error = 0.0
+        self._is_finite = True
+        # Of ours and of theirs. Sums and Grams are of tokens less the shift, in units of the largest of these so far.
+        self._shifts: list[Tensor] = []
+        self._units = [0.0, 0.0]
+        self._sums: list[Tensor] = []
+        self._grams: list[Tensor] = []
+
+    def add(self, ours: Tensor, theirs: Tensor) -> None:
+        """Count a batch in.
+
+        Args:
+            ours: hidden states (..., d), any floating dtype; all leading axes are tokens.
+            theirs: of the other model on the same tokens, of the same shape and on the same device.
+
+        Raises:
+            ValueError: the shapes differ, or d is not that of the batches before.
+        """
+        if ours.shape != theirs.shape:
+            raise ValueError(
+                f"hidden states of shapes {tuple(ours.shape)} and {tuple(theirs.shape)} cannot be compared"
+            )
+        if self._tokens and ours.shape[-1] != self._width:
+            raise ValueError(f"hidden states of width {ours.shape[-1]} after batches of width {self._width}")
+        if not ours.numel():
+            return
+        sides = [side.detach().reshape(-1, side.shape[-1]).double() for side in (ours, theirs)]
+        self._tokens += len(sides[0])
+        self._width = ours.shape[-1]
+        self._squared_error += float((sides[0] - sides[1]).square_().sum())
+        self._is_finite = self._is_finite and all(map(all_finite, sides))
+        if self._is_finite:
+            is_double = torch.promote_types(ours.dtype, theirs.dtype) == torch.float64
+            self._add_moments(sides, torch.float64 if is_double else torch.float32)
+
+    def _add_moments(self, sides: list[Tensor], product_dtype: torch.dtype) -> None:
+        """Add finite tokens (n, d) float64 of both sides; the matrix products are taken in `product_dtype`."""
+        # CKA knows no scale; of a quarter, the difference of any two doubles is finite.
+        sides = [side / 4 for side in sides]
+        if not self._grams:
+            self._shifts = [_mean(side) for side in sides]
+            self._sums = [torch.zeros_like(shift) for shift in self._shifts]
+            self._grams = [self._shifts[0].new_zeros(self._width, self._width) for _ in _PAIRS]
+        growth = [1.0, 1.0]
+        for i, side in enumerate(sides):
+            side -= self._shifts[i]
+            unit = max(self._units[i], float(side.abs().max()))
+            if unit:
+                # Squares of large or small float32 values leave its range; in units of the largest they do not.
+                side /= unit
+                growth[i] = self._units[i] / unit
+                self._units[i] = unit
+            self._sums[i].mul_(growth[i]).add_(side.sum(0))
+        # A batch is multiplied about its own mean: far from the first batch, float32 would lose what varies within it.
+        means = [side.mean(0) for side in sides]
+        narrow = [(side - mean).to(product_dtype) for side, mean in zip(sides, means, strict=True)]
+        for gram, (i, j) in zip(self._grams, _PAIRS, strict=True):
+            gram.mul_(growth[i] * growth[j]).add_(narrow[i].T @ narrow[j])
+            gram.addr_(means[i], means[j], alpha=len(sides[0]))
+
+    @property
+    def mse(self) -> float:
+        """Mean over elements of (ours − theirs)²; inf or nan where a hidden state was not finite.
+
+        Raises:
+            ValueError: no token was added.
+        """
+        self._require_tokens()
+        return self._squared_error / (self._tokens * self._width)
+
+    @property
+    def cka(self) -> float:
+        """Linear CKA, ‖YᵀX‖² / (‖XᵀX‖ ‖YᵀY‖) of features centred over tokens (Kornblith et al. 2019).
+
+        Returns:
+            In [0, 1]: 1 where neither side varies over the tokens (CKA does not see an offset between them), 0 where
+            just one of them does not. Nan where a hidden state was not finite.
+
+        Raises:
+            ValueError: no token was added.
+        """
+        self._require_tokens()
+        if not self._is_finite:
+            return math.nan
+        if not all(self._units):
+            return 0.0 if any(self._units) else 1.0
+        xx, yy, xy = (
+            float(torch.linalg.matrix_norm(torch.addr(gram, self._sums[i], self._sums[j], alpha=-1 / self._tokens)))
+            for gram, (i, j) in zip(self._grams, _PAIRS, strict=True)
+        )
+        return min(xy * xy / (xx * yy), 1.0)
+
+    def _require_tokens(self) -> None:
+        if not self._tokens:
+            raise ValueError("no hidden states were added, so there is nothing to compare")
+
+
+def _mean(tokens: Tensor) -> Tensor:
+    """Mean token (d,) of (n, d): exactly the token where all are equal, so that a constant stream is seen to be one."""
+    first = tokens[0]
+    return first + ((tokens - first) / len(tokens)).sum(0)

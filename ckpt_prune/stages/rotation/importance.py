@@ -1,0 +1,291 @@
+"""Importance of rotated weights and its entropy: what rotations are learned to lower (DenoiseRotator section 3).
+
+A linear layer y = W x between a residual stream turned by R1 and heads turned by R2 keeps its meaning as
+
+    W' = Lᵀ W R,   x' = Rᵀ x,   H' = Rᵀ H R,   H = Σ x xᵀ,
+
+L and R being R1, one R2 per KV head, or nothing. The importance of its weights (appendix A, tables 5-7) is then
+
+    magnitude (W')²,   Wanda (W')² · diag(Rᵀ H R),   SparseGPT (W')² / diag(Rᵀ H⁻¹ R).
+
+What is invariant, in exact arithmetic (appendix B has an approximate argument; checked in tests/sparsity):
+
+- under L, the total of every column, for all three: the divisor or factor of a column is not touched;
+- under R, the total of every row, for magnitude;
+- ‖W X‖² = tr(W H Wᵀ), under both: what appendix B argues with. It is not Σ importance, which leaves out the
+  products of two weights: OBD's second-order term of removing them all at once is not the sum of removing each.
+
+Under R the totals of Wanda and SparseGPT are NOT invariant, against the paper's section 3.3.2: for W = (1, 0) and
+H = diag(1, 0), turned by 45°, W' = (±1, ±1)/√2 and diag(H') = (½, ½), so Wanda's total goes from 1 to ½. Entropy
+normalises each group, and so does not see its total: learning does not need the invariance.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.finite import all_finite
+from ckpt_prune.job.names import Backbone
+from ckpt_prune.sparsity.damping import DAMP, SingularHessianError, damped_cholesky, live_mean
+
+Side = Literal["residual", "heads"]
+
+_STRIP = 1024
+"""Columns of an inverse that are made together where its diagonal is all that is wanted."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """One linear layer as the rotations see it.
+
+    Attributes:
+        name: of its weight, for messages.
+        weight: W (d_out, d_in), floating, with the gains of the norm before it absorbed.
+        inputs: None for magnitude. Wanda: H (d_in, d_in) where `right` is rotated, else its diagonal (d_in,) will do.
+            SparseGPT: the inverse of the damped Hessian (d_in, d_in), or the inverse's diagonal. Up to scale: the
+            entropy does not see it. `sensitivity` makes it.
+        left: what turns the rows: the residual stream, or KV heads of head_dim rows each.
+        right: what turns the columns: the residual stream, or query heads of head_dim columns each.
+    """
+
+    name: str
+    weight: Tensor
+    inputs: Tensor | None
+    left: Side | None
+    right: Side | None
+
+
+def sensitivity(
+    gram: Tensor, backbone: Backbone, full: bool, damp: float = DAMP, *, name: str = "a linear layer"
+) -> Tensor | None:
+    """What `Term.inputs` holds for a backbone, from the Gram H = Σ x xᵀ, scaled by H's mean diagonal entry m.
+
+    Wanda: H / m. SparseGPT: (H / m + damp I)⁻¹. The damping is added before inverting, as SparseGPT's own is;
+    DenoiseRotator's released code adds it to the inverse, whose diagonal it drowns, so that its importance degenerates
+    to magnitude. An input that is always zero keeps only the damping: its weights count next to nothing.
+
+    Args:
+        gram: (d_in, d_in), floating.
+        backbone: whose importance.
+        full: the whole matrix, for inputs that are rotated; else its diagonal.
+        damp: share of the mean diagonal added to the diagonal, and more where that leaves the Hessian singular
+            (`damping.damped_cholesky`). SparseGPT only.
+        name: of the layer, for the message.
+
+    Returns:
+        (d_in, d_in) or (d_in,) float64; None for magnitude.
+
+    Raises:
+        UserError: the Gram is not finite, or singular even with the most damping.
+        ValueError: damp is negative or not finite.
+    """
+    if not 0 <= damp < float("inf"):
+        raise ValueError(f"damping must be zero or more, not {damp}")
+    if backbone == "magnitude":
+        return None
+    if not all_finite(gram):
+        raise UserError(f"{name}: the Gram of its inputs is not finite; calibrate in float32 or on other data")
+    hessian = gram.to(torch.float64, copy=True).div_(live_mean(gram))
+    if backbone == "wanda":
+        return hessian if full else hessian.diagonal().clone()
+    try:
+        factor, _ = damped_cholesky(hessian, damp)
+    except SingularHessianError as error:
+        raise UserError(f"{name}: {error}") from error
+    if full:
+        inverse: Tensor = torch.cholesky_inverse(factor)
+        return inverse
+    return torch.cat([_inverse_diagonal(factor, start) for start in range(0, len(factor), _STRIP)])
+
+
+def _inverse_diagonal(factor: Tensor, start: int) -> Tensor:
+    """Some entries of the diagonal of (L Lᵀ)⁻¹: the squared columns of L⁻¹, a few at a time."""
+    count = min(_STRIP, len(factor) - start)
+    columns = torch.zeros(len(factor), count, dtype=factor.dtype, device=factor.device)
+    columns[start : start + count].fill_diagonal_(1)
+    root: Tensor = torch.linalg.solve_triangular(factor, columns, upper=False)
+    return root.square().sum(0)
+
+
+def rotate_weight(
+    weight: Tensor, left: Side | None, right: Side | None, residual: Tensor | None, heads: Tensor | None
+) -> Tensor:
+    """Lᵀ W R, with the sides turned for which a rotation is given.
+
+    Args:
+        weight: W (d_out, d_in); heads are runs of head_dim rows (left) or columns (right).
+        left: "residual": R1ᵀ W; "heads": R2ᵀ on each KV head's rows.
+        right: "residual": W R1; "heads": each query head's columns by the R2 of its KV head. How many query heads
+            share one is read off the width, which need not be d_model.
+        residual: R1 (d, d) of the weight's dtype and device, or None to leave that side be.
+        heads: R2 of each KV head (kv, head_dim, head_dim), or None.
+
+    Returns:
+        (d_out, d_in) of the weight's dtype; `weight` itself where nothing turns.
+
+    Raises:
+        ValueError: a side's width does not fit its rotation.
+    """
+    if left == "residual" and residual is not None:
+        _fits(weight.shape[0], residual.shape[-1], exact=True)
+        weight = residual.mT @ weight
+    elif left == "heads" and heads is not None:
+        count, size, _ = heads.shape
+        _fits(weight.shape[0], count * size, exact=True)
+        weight = (heads.mT @ weight.view(count, size, -1)).view(weight.shape)
+    if right == "residual" and residual is not None:
+        _fits(weight.shape[1], residual.shape[-1], exact=True)
+        weight = weight @ residual
+    elif right == "heads" and heads is not None:
+        _fits(weight.shape[1], heads.shape[0] * heads.shape[1], exact=False)
+        by_head = weight.view(len(weight), heads.shape[0], -1, heads.shape[1])
+        weight = torch.einsum("okgi,kij->okgj", by_head, heads).reshape(weight.shape)
+    return weight
+
+
+def _fits(width: int, of_rotation: int, *, exact: bool) -> None:
+    if width % of_rotation or (exact and width != of_rotation):
+        raise ValueError(f"a width of {width} does not fit a rotation of {of_rotation}")
+
+
+def _rotated_diagonal(inputs: Tensor, right: Side | None, residual: Tensor | None, heads: Tensor | None) -> Tensor:
+    """diag(Rᵀ `inputs` R), (d_in,): of a diagonal where nothing turns."""
+    turns = (right == "residual" and residual is not None) or (right == "heads" and heads is not None)
+    if not turns:
+        return inputs if inputs.dim() == 1 else inputs.diagonal()
+    if inputs.dim() != 2:
+        raise ValueError("inputs that are rotated need their whole matrix, not its diagonal")
+    if right == "residual":
+        assert residual is not None
+        return ((inputs @ residual) * residual).sum(0)
+    assert heads is not None
+    count, size, _ = heads.shape
+    _fits(len(inputs), count * size, exact=False)
+    # Only the blocks of a head with itself reach the diagonal: (kv, group, head_dim, head_dim).
+    queries = len(inputs) // size
+    blocks = inputs.view(queries, size, queries, size).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+    blocks = blocks.reshape(count, -1, size, size)
+    return ((blocks @ heads[:, None]) * heads[:, None]).sum(2).flatten()
+
+
+def importance(term: Term, backbone: Backbone, residual: Tensor | None, heads: Tensor | None) -> Tensor:
+    """Importance of the rotated weights of one linear layer (DenoiseRotator tables 5-7), up to scale.
+
+    Args:
+        term: the layer.
+        backbone: whose importance.
+        residual: R1 (d, d), or None for no rotation.
+        heads: R2 (kv, head_dim, head_dim), or None.
+
+    Returns:
+        (d_out, d_in) of the weight's dtype, not negative.
+
+    Raises:
+        ValueError: sides do not fit, or the term lacks the inputs the backbone needs.
+    """
+    squares = rotate_weight(term.weight, term.left, term.right, residual, heads).square()
+    if backbone == "magnitude":
+        return squares
+    if term.inputs is None:
+        raise ValueError(f"{term.name}: {backbone} needs the inputs' moments")
+    diagonal = _rotated_diagonal(term.inputs, term.right, residual, heads)
+    return squares * diagonal if backbone == "wanda" else squares / diagonal
+
+
+def entropy(importance: Tensor, dim: int) -> Tensor:
+    """Σ over groups of −Σ p ln p, in nats, p the importance over its group's total (DenoiseRotator eq. 5-6).
+
+    0 ln 0 is 0, a group without importance counts 0, and gradients are finite at both.
+
+    Args:
+        importance: (d_out, d_in), not negative.
+        dim: along which a group lies: 1 for rows, 0 for columns.
+
+    Returns:
+        A scalar.
+    """
+    found: Tensor = _Entropy.apply(importance, dim)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Entropy(torch.autograd.Function):
+    """Its gradient in closed form, ∂/∂s = −(ln p + H) / Σ s: autograd's own takes twice the passes over the weights."""
+
+    @staticmethod
+    def forward(ctx: "torch.autograd.function.FunctionCtx", importance: Tensor, dim: int) -> Tensor:
+        total = importance.sum(dim, keepdim=True)
+        scale = torch.where(total > 0, total, 1.0).reciprocal_()
+        p = importance * scale
+        # A log from the smallest normal number up: zero times it is zero, and so is its product with ∂s/∂w = 2w.
+        logs = p.clamp_min(torch.finfo(p.dtype).tiny).log_()
+        of_groups = torch.linalg.vecdot(p, logs, dim=dim).neg_().unsqueeze(dim)
+        ctx.save_for_backward(logs, of_groups, scale)
+        # In bfloat16 the sum over groups would not see what a step changes.
+        total_entropy: Tensor = of_groups.sum(dtype=torch.promote_types(of_groups.dtype, torch.float32))
+        return total_entropy
+
+    @staticmethod
+    def backward(ctx: "torch.autograd.function.FunctionCtx", grad: Tensor) -> tuple[Tensor, None]:
+        logs, of_groups, scale = ctx.saved_tensors  # type: ignore[attr-defined]
+        return (logs + of_groups).mul_(scale.mul(-grad)), None
+
+
+def entropy_within_groups(importance: Tensor, groups: int) -> Tensor:
+    """Σ over rows of the entropy that is left inside groups of M weights once it is known which group (ours).
+
+    A mask N:M chooses inside every M consecutive weights of a row, so only the entropy there says how little is lost.
+    By the chain rule the entropy of a row is that of its groups' totals and Σ_g P_g H_g, with H_g the entropy inside
+    group g and P_g the group's share of the row. The second part is what is returned: a group counts by what it weighs.
+
+    Args:
+        importance: (d_out, d_in), not negative.
+        groups: M, which divides d_in.
+
+    Returns:
+        A scalar, nats.
+    """
+    totals = importance.reshape(len(importance), -1, groups).sum(2)
+    return entropy(importance, 1) - entropy(totals, 1)
+
+
+def objective(
+    terms: Sequence[Term],
+    backbone: Backbone,
+    residual: Tensor | None,
+    heads: Tensor | None,
+    *,
+    groups: int | None = None,
+) -> Tensor:
+    """Loss of one block: entropies over rows where the right side is rotated, over columns where the left is (eq. 9).
+
+    Where both are, both count (section 3.3.2). A side whose rotation is None is not rotated; terms without any rotated
+    side count nothing.
+
+    Args:
+        terms: the block's linear layers, of the rotations' dtype and device.
+        backbone: whose importance.
+        residual: R1 (d, d), or None.
+        heads: R2 (kv, head_dim, head_dim), or None.
+        groups: M of an N:M pattern: every term with a rotated side then counts `within_groups` in their place,
+            whichever side turns.
+
+    Returns:
+        A scalar, nats; zero, without a gradient, where no side is rotated.
+
+    Raises:
+        ValueError: as `importance` does.
+    """
+    given = {"residual": residual is not None, "heads": heads is not None}
+    losses = []
+    for term in terms:
+        dims = [dim for dim, side in ((0, term.left), (1, term.right)) if side is not None and given[side]]
+        if dims:
+            values = importance(term, backbone, residual, heads)
+            losses += (
+                [entropy(values, dim) for dim in dims] if groups is None else [entropy_within_groups(values, groups)]
+            )
+    return torch.stack(losses).sum() if losses else torch.zeros(())

@@ -1,0 +1,229 @@
+"""A checkpoint seen through rotations: other tensors, the same function, absorbed as they are read."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ckpt_prune.architectures.family import KINDS
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.architectures.skeleton import is_stored_buffer
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.job.layout import Added
+from ckpt_prune.job.names import RotationKind
+from ckpt_prune.stages.rotation.absorbed_checkpoint import AbsorbedCheckpoint
+from ckpt_prune.stages.rotation.absorbing import fuse_norms, residual_of, rotate_block, unit_gains
+
+BlockRotations = tuple[Tensor | None, Tensor]
+"""R1 (d, d), None where the residual stream is not rotated, and R2 of every KV head (kv, head_dim, head_dim)."""
+
+Rotations = Callable[[int], BlockRotations]
+"""The rotations of any block."""
+
+
+def not_learned(_block: int) -> BlockRotations:
+    """Stands for rotations where only names and shapes are asked for.
+
+    Raises:
+        ValueError: always.
+    """
+    raise ValueError("the rotations are not learned yet")
+
+
+ENTRY, EXIT = "entry_rotation", "exit_rotation"
+"""Modules that turn the residual stream before and after a block, in `modeling_pruned`."""
+CONFIG_KEY = "ckpt_prune_rotations"
+
+
+def check_rotatable(model: Model, kind: RotationKind) -> None:
+    """Refuse to rotate a model whose residual stream is not plain pre-norm.
+
+    Raises:
+        UserError: with the reason.
+    """
+    family, config = model.family, model.config
+    turns_values = family.has_causal and not family.attention.latent
+    what = f"{family.model_type} cannot be rotated"
+    if kind == "values":
+        if not family.has_causal:
+            raise UserError(f"{what}: which of its modules make values is described for causal language models only")
+        if family.attention.latent:
+            raise UserError(f"{what}: values of all its heads are made of one latent vector of a token")
+    elif family.unrotatable is not None or family.residual is None:
+        remedy = "; rotation kind values leaves the stream as it is" if turns_values else ""
+        raise UserError(f"{what}: {family.unrotatable or 'its residual stream is not described'}{remedy}")
+    elif family.head is None or not family.gives_logits:
+        remedy = "; rotation kind values leaves the stream as it is" if turns_values else ""
+        raise UserError(
+            f"{what} without a vocabulary head ({family.architecture}): what reads its output would have to turn "
+            f"too{remedy}"
+        )
+    for refusal in family.residual.refused if family.residual is not None else []:
+        concerned = refusal.kind == kind or (refusal.kind is None and kind != "values")
+        if concerned and refusal.holds(config, model.dimension):
+            raise UserError(f"{what}{' per layer' if refusal.kind == 'per-layer' else ''}: {refusal.why}")
+
+
+@dataclass(frozen=True)
+class RotatedCheckpoint(AbsorbedCheckpoint):
+    """What `Checkpoint` is to a job, under rotations.
+
+    Args:
+        model: the dense model.
+        kind: per-layer: every block has its own R1, and modules between blocks turn the stream; shared: one R1 that is
+            absorbed by what makes the stream and what reads it last, the head untied; values: R2 alone.
+        rotations: of a block.
+        device: where tensors absorb them.
+    """
+
+    model: Model
+    kind: RotationKind
+    rotations: Rotations
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    room: ClassVar[str] = (
+        "it does not fit its dtype {dtype}: start from a bfloat16 or float32 copy of the model, or choose rotation "
+        "kind values"
+    )
+
+    # ---- shapes, before any rotation is known ----------------------------------------------------------------
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks."""
+        return self.model.blocks
+
+    @cached_property
+    def tied(self) -> bool:
+        """Whether the source's head is its embedding."""
+        return self.model.tied
+
+    @cached_property
+    def absorbs_ends(self) -> bool:
+        """Whether R1 of the first and last block goes into embedding and head.
+
+        A tied head would have to be untied, which costs more than two matrices of the stream's width, and the bias of
+        a final LayerNorm has no place in a head.
+        """
+        if self.kind == "shared":
+            return True
+        return self.kind == "per-layer" and not self.tied and residual_of(self.family).norm == "rms"
+
+    @cached_property
+    def turns(self) -> dict[str, list[int]]:
+        """Blocks before (entry) and after (exit) which a module turns the stream."""
+        if self.kind != "per-layer":
+            return {}
+        if self.absorbs_ends:
+            inner = list(range(1, self.blocks))
+            return {"entry": inner, "exit": []} if inner else {}
+        return {"entry": list(range(self.blocks)), "exit": [self.blocks - 1]}
+
+    @cached_property
+    def added(self) -> Added:
+        """Tensors that the source has not, or not of that shape: name → whose file and dtype they share, and shape."""
+        found: Added = {name: (name, (1,)) for name in self._gainless}
+        hidden = self.model.dimension("hidden")
+        if self.kind == "shared" and self._head not in self.source.tensors:
+            found[self._head] = (self._table, self.source.tensors[self._table].shape)
+        for side, module in (("entry", ENTRY), ("exit", EXIT)):
+            for block in self.turns.get(side, []):
+                found[self.family.tensor(block, module)] = (self._value(block), (hidden, hidden))
+        return found
+
+    @cached_property
+    def _gainless(self) -> list[str]:
+        """Norms of the blocks that the stream is turned for: one number stands for their gains, or for their biases.
+
+        No stock class takes that shape. One that did would pass over the modules that turn the stream.
+        """
+        blocks = sorted({block for blocks in self.turns.values() for block in blocks})
+        norms = residual_of(self.family).reads if blocks else {}
+        names = [self.family.tensor(block, norm, kind) for block in blocks for norm in norms for kind in KINDS]
+        return [name for name in names if name in self.source.tensors]
+
+    @cached_property
+    def added_biases(self) -> frozenset[str]:
+        """Linear modules of a block that get a bias from a norm's, and have none."""
+        return frozenset() if self.kind == "values" else super().added_biases
+
+    def config_values(self, values: dict[str, Any]) -> dict[str, Any]:
+        """The output's config.json with what the rotations change in it."""
+        if self.kind == "shared":
+            return values | {"tie_word_embeddings": False}
+        return values | {CONFIG_KEY: self.turns} if self.turns else values
+
+    # ---- tensors ---------------------------------------------------------------------------------------------
+
+    def block(self, index: int) -> dict[str, Tensor]:
+        """The tensors of block `index`, rotations absorbed in float64, in the dtype of the source."""
+        tensors = {name: tensor.to(self.device) for name, tensor in self.model.read_block(index).items()}
+        residual, heads = self.on_device(index)
+        if residual is not None:
+            tensors = fuse_norms(self.family, index, tensors)
+        tensors = rotate_block(self.family, index, tensors, residual, heads)
+        # The norms that one number is left of add nothing to it.
+        tensors |= {n: torch.full_like(tensors[n][:1], n.endswith(".weight")) for n in self._gainless if n in tensors}
+        if index in self.turns.get("entry", []):
+            assert residual is not None
+            tensors[self.family.tensor(index, ENTRY)] = self._entry(index, residual)
+        if index in self.turns.get("exit", []):
+            assert residual is not None
+            tensors[self.family.tensor(index, EXIT)] = residual
+        return self._stored(index, tensors)
+
+    def on_device(self, index: int) -> BlockRotations:
+        """A block's rotations where tensors absorb them."""
+        residual, heads = self.rotations(index)
+        return residual.to(self.device) if residual is not None else None, heads.to(self.device)
+
+    def norms(self, index: int) -> dict[str, Tensor]:
+        """Gains and biases of a dense block's norms, before they are absorbed."""
+        norms = residual_of(self.family).reads
+        names = [self.family.tensor(index, norm, kind) for norm in norms for kind in KINDS]
+        return self.source.read(name for name in names if name in self.source.tensors)
+
+    def _entry(self, index: int, residual: Tensor) -> Tensor:
+        """Weight of the module before a block with this R1: from the basis of the block before it into its own."""
+        if index > 0:
+            return residual.T @ self._residual(index - 1)
+        if residual_of(self.family).norm == "layer":
+            # The embedding absorbs nothing here, and its mean has to go.
+            return residual.T - residual.T.mean(1, keepdim=True)
+        return residual.T.clone()
+
+    def _outside(self, name: str) -> Tensor:
+        if is_stored_buffer(name) or not self.absorbs_ends:
+            return self.source.read([name])[name]
+        if name == self._head:
+            return self._read_last(self._residual(self.blocks - 1))
+        if name in self.starts:
+            return self._started(name, self._residual(0))
+        if self._final.get(name) == "weight":
+            return unit_gains(self.family, self.source.read([name])[name])
+        if self._final.get(name) == "bias":
+            return self._final_shift(self._residual(self.blocks - 1))
+        return self.source.read([name])[name]
+
+    def _residual(self, index: int) -> Tensor:
+        """R1 of a block. Each is asked for where it is needed: the last one may not be learned yet."""
+        residual, _ = self.on_device(index)
+        assert residual is not None
+        return residual
+
+    def check_final_norm(self) -> None:
+        """Refuse a final norm that the head cannot absorb.
+
+        Raises:
+            UserError: it has a bias where its gain is zero.
+        """
+        if not self.absorbs_ends:
+            return
+        gain, shift = self._gain, self._of_final("bias")
+        if gain is not None and shift is not None and bool(((gain == 0) & (shift != 0)).any()):
+            raise UserError(
+                "the final norm has a bias where its gain is zero, which no rotated head can repeat: "
+                "rotation kind values or per-layer leaves it alone"
+            )

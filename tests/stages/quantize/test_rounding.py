@@ -1,0 +1,126 @@
+"""Rounding against a slow textbook version in float64."""
+
+import numpy as np
+import pytest
+import torch
+
+from ckpt_prune.sparsity.inverse import factorise
+from ckpt_prune.stages.quantize.gptq import gptq_codes
+from ckpt_prune.stages.quantize.packing import pack_weight, unpack_codes
+from ckpt_prune.stages.quantize.rounding import SHRINKS, codes_of, scales_of, weights_of
+from ckpt_prune.stages.quantize.scheme import PackingScheme
+
+
+def slow(weight: np.ndarray, bits: int, group: int) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and scales, one group after the other: every shrink tried, the nearest whole number taken."""
+    low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+    codes, scales = np.zeros_like(weight), np.zeros((len(weight), weight.shape[1] // group))
+    for row in range(len(weight)):
+        for g in range(scales.shape[1]):
+            own = weight[row, g * group : (g + 1) * group]
+            tried = []
+            for shrink in SHRINKS:
+                scale = float(np.float32(np.abs(own).max() * shrink / ((2**bits - 1) / 2)))
+                nearest = np.clip(np.round(own / scale), low, high)
+                tried.append((float(((nearest * scale - own) ** 2).sum()), scale, nearest))
+            _, scales[row, g], codes[row, g * group : (g + 1) * group] = min(tried, key=lambda each: each[0])
+    return codes, scales
+
+
+@pytest.mark.parametrize(("format", "bits"), [("int8", 8), ("int4", 4)])
+@pytest.mark.parametrize("group", [32, None])
+def test_rounding_is_the_textbook_one(format, bits, group):
+    weight = torch.randn(5, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    scheme = PackingScheme(format, group)
+    scales = scales_of(weight, scheme, torch.float32)
+    codes = codes_of(weight, scales, scheme)
+    theirs, theirs_scales = slow(weight.numpy(), bits, group or 64)
+    np.testing.assert_allclose(scales.double().numpy(), theirs_scales, rtol=1e-6)
+    assert (codes.double().numpy() == theirs).all()
+    expected = theirs * np.repeat(theirs_scales, group or 64, axis=1)
+    np.testing.assert_allclose(weights_of(codes, scales, scheme).numpy(), expected, rtol=1e-6)
+
+
+def test_a_range_that_is_cut_off_changes_a_weight_less():
+    weight = torch.randn(8, 128, generator=torch.Generator().manual_seed(0))
+    scheme = PackingScheme("int4", 128)
+
+    def change(shrinks):
+        scales = scales_of(weight, scheme, torch.float32, shrinks)
+        return float((weights_of(codes_of(weight, scales, scheme), scales, scheme) - weight).square().sum())
+
+    assert change(SHRINKS) < change((1.0,))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_zeros_stay_zeros_and_extremes_stay_finite(dtype):
+    weight = torch.zeros(3, 32, dtype=dtype)
+    weight[1, ::2] = torch.finfo(dtype).max / 2
+    weight[2, 5] = torch.finfo(dtype).smallest_normal
+    scheme = PackingScheme("int4", 32)
+    scales = scales_of(weight, scheme, dtype)
+    found = weights_of(codes_of(weight, scales, scheme), scales, scheme)
+    assert scales.isfinite().all()
+    assert (scales > 0).all()
+    assert ((found == 0) | (weight != 0)).all()
+    torch.testing.assert_close(found[1, ::2], weight[1, ::2].double(), rtol=0.1, atol=0.0)
+
+
+def bits_of(words: np.ndarray, bits: int, columns: int) -> np.ndarray:
+    """Codes of rows of 32-bit words, bit by bit: the lowest first, zero at half of the range."""
+    stream = (words.astype(np.int64)[:, :, None] >> np.arange(32)) & 1
+    fields = stream.reshape(len(words), -1)[:, : columns * bits].reshape(len(words), columns, bits)
+    return (fields << np.arange(bits)).sum(axis=-1) - 2 ** (bits - 1)
+
+
+@pytest.mark.parametrize(("format", "bits"), [("int8", 8), ("int4", 4)])
+@pytest.mark.parametrize("columns", [64, 22])
+def test_words_hold_the_codes_bit_by_bit(monkeypatch, format, bits, columns):
+    weight = torch.randn(7, columns, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    scheme = PackingScheme(format, None)
+    made, change = pack_weight("m", weight, scheme)
+    scales = made["m.weight_scale"]
+    codes = codes_of(weight, scales, scheme)
+    assert (bits_of(made["m.weight_packed"].numpy(), bits, columns) == codes.numpy()).all()
+    assert torch.equal(unpack_codes(made["m.weight_packed"], columns, scheme), codes)
+    assert made["m.weight_shape"].tolist() == [7, columns]
+    assert change == pytest.approx(float((weights_of(codes, scales, scheme) - weight.double()).square().sum()))
+    # A few rows at a time come to the same.
+    monkeypatch.setattr("ckpt_prune.stages.quantize.packing._MOST_AT_ONCE", 2 * columns)
+    again, _ = pack_weight("m", weight, scheme)
+    assert all(torch.equal(again[name], made[name]) for name in made)
+    assert torch.equal(unpack_codes(made["m.weight_packed"], columns, scheme), codes)
+
+
+def slow_gptq(weight: np.ndarray, gram: np.ndarray, scales: np.ndarray, bits: int) -> np.ndarray:
+    """GPTQ as its paper states it: after every column the inverse is taken anew, of the inputs that are left."""
+    low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+    damped = gram / np.diag(gram).mean() + 0.01 * np.eye(len(gram))
+    moved, codes, size = weight.copy(), np.zeros_like(weight), weight.shape[1] // scales.shape[1]
+    for j in range(weight.shape[1]):
+        inverse = np.linalg.inv(damped[j:, j:])
+        scale = scales[:, j // size]
+        codes[:, j] = np.clip(np.round(moved[:, j] / scale), low, high)
+        codes[weight[:, j] == 0, j] = 0
+        moved[:, j:] -= ((moved[:, j] - codes[:, j] * scale) / inverse[0, 0])[:, None] * inverse[0]
+    return codes
+
+
+@pytest.mark.parametrize("group", [32, None])
+def test_gptq_is_the_textbook_one_and_keeps_outputs(group):
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(600, 160, generator=generator, dtype=torch.float64) @ torch.randn(
+        160, 160, generator=generator, dtype=torch.float64
+    )
+    weight = torch.randn(6, 160, generator=generator, dtype=torch.float64)
+    weight[:, ::5] = 0
+    gram, scheme = inputs.T @ inputs, PackingScheme("int4", group)
+    scales = scales_of(weight, scheme, torch.float64)
+    codes = gptq_codes(weight, factorise(gram, gram.diagonal() == 0, 0.01, 1.0)[0], scales, scheme)
+    assert (codes.double().numpy() == slow_gptq(weight.numpy(), gram.numpy(), scales.numpy(), 4)).all()
+    assert (codes[weight == 0] == 0).all()
+
+    def lost(found):
+        return float((inputs @ (weights_of(found, scales, scheme) - weight).T).square().sum())
+
+    assert lost(codes) < 0.8 * lost(codes_of(weight, scales, scheme))

@@ -1,0 +1,623 @@
+"""Training one block, against whole models in float64 (`oracles.laco`)."""
+
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from torch import Tensor
+
+from ckpt_prune.job.training_settings import RecoverySettings
+from ckpt_prune.measure.streams.hidden_stream import HiddenStream
+from ckpt_prune.stages.recovery.block_training import SampleSplit, TrainedBlock, cut, part_size, train_block
+from tests.oracles import laco
+from tests.pairs import pairwise
+
+from .twins import SAMPLES, Twins, Weights, settings
+
+BLOCK = 1
+AGREE = {"rtol": 1e-7, "atol": 1e-8}
+
+
+@dataclass
+class Site:
+    """Block 1 of a pruned model, with what trains it.
+
+    Attributes:
+        tensors: the pruned block.
+        names: those that are trained.
+        stream: at the block's input.
+        targets: what the dense block makes of the dense stream.
+    """
+
+    twins: Twins
+    tensors: Weights
+    names: list[str]
+    stream: HiddenStream
+    targets: Tensor
+    split: SampleSplit
+    chosen: RecoverySettings
+
+    def train(self, **changes: object) -> TrainedBlock:
+        options = {"rate": self.chosen.rate(16), "seed": 0} | changes
+        return train_block(
+            self.stream, BLOCK, self.tensors, self.names, self.targets, self.split, self.chosen, **options
+        )
+
+    def error(self, tensors: Mapping[str, Tensor]) -> float:
+        """Relative squared error on samples held out, one at a time, with the block built anew."""
+        block = self.stream.factory.build_block(BLOCK, tensors)
+        with torch.no_grad():
+            found = torch.cat([self.stream.run(block, BLOCK, self.stream.states[row, None]) for row in self.held_out])
+        target = self.targets[self.split.measured].double()
+        return float((found.double() - target).square().sum() / target.square().sum())
+
+    @property
+    def held_out(self) -> list[int]:
+        return self.split.measured.tolist()
+
+
+def site(
+    twins: Twins,
+    chosen: RecoverySettings,
+    *,
+    pruned: Weights | None = None,
+    dense: Weights | None = None,
+    dtype: torch.dtype = torch.float64,
+    stored: torch.dtype | None = None,
+) -> Site:
+    """With `stored`, what is trained is stored in another type than blocks compute in."""
+    dense = twins.disk(dtype=dtype) if dense is None else dense
+    pruned = twins.disk(twins.pruned(), dtype) if pruned is None else pruned
+    split = SampleSplit.of(SAMPLES, chosen.held_out)
+    theirs = twins.stream(dense, dtype=dtype)
+    ours = twins.stream(pruned, dtype=dtype, sizes=split.sizes(chosen) | {1})
+    for block in range(BLOCK):
+        theirs.advance(block, twins.block(block, dense))
+        ours.advance(block, twins.block(block, pruned))
+    theirs.advance(BLOCK, twins.block(BLOCK, dense))
+    tensors, names = twins.block(BLOCK, pruned), twins.names(BLOCK, chosen)
+    tensors |= {name: tensors[name].to(stored or tensors[name].dtype) for name in names}
+    return Site(twins, tensors, names, ours, theirs.states, split, chosen)
+
+
+def oracle(at: Site, seed: int = 0) -> tuple[laco.Path, Callable[[Weights], float]]:
+    """The oracle's way from the same weights, and its error on samples held out."""
+    dense, pruned = at.twins.dense(), at.twins.pruned()
+    laco.put(pruned, BLOCK, {name: tensor.double() for name, tensor in at.tensors.items()})
+    chosen = at.chosen
+    rule = laco.Rule(chosen.epochs, chosen.rate(16), chosen.batch, chosen.schedule == "cosine", seed)
+    path = laco.train(dense, pruned, BLOCK, at.names, at.twins.data, at.split.train.tolist(), rule)
+
+    def error(weights: Weights) -> float:
+        laco.put(pruned, BLOCK, weights)
+        return laco.error(dense, pruned, BLOCK, at.twins.data, at.held_out)
+
+    return path, error
+
+
+def assert_kept(found: TrainedBlock, at: Site, expected: Weights) -> None:
+    """What was trained has these values, all else is untouched, and something was trained."""
+    assert found.tensors.keys() == at.tensors.keys()
+    for name, tensor in at.tensors.items():
+        assert found.tensors[name].dtype == tensor.dtype
+        if name in at.names:
+            assert not torch.equal(found.tensors[name], tensor), name
+            torch.testing.assert_close(found.tensors[name], expected[name], **AGREE, msg=lambda m, n=name: f"{n}: {m}")
+        else:
+            assert torch.equal(found.tensors[name], tensor), name
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view({8: torch.int64, 4: torch.int32, 2: torch.int16}[tensor.element_size()])
+
+
+def assert_same_bits(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert tensor.dtype == theirs[name].dtype
+        assert torch.equal(bits(tensor), bits(theirs[name])), name
+
+
+# ---- the algorithm ---------------------------------------------------------------------------------------------------
+
+CASES = {
+    "llama": {},
+    "llama, constant rate": {"schedule": "constant"},
+    "llama, in parts": {"accumulate": 2},
+    "llama, in parts of one": {"batch": 4, "accumulate": 9},
+    "llama, one batch": {"batch": 50, "epochs": 4},
+    "llama-biases, mlp": {"only": "mlp"},
+    "llama-biases, attention": {"only": "attention"},
+    "qwen3, grouped queries, norms of heads": {},
+    "seed_oss-biases-mha, all": {"schedule": "constant", "accumulate": 2},
+    "opt, layer norms": {},
+    "llama-biases, with norms": {"norms": True},
+    "opt, the last epoch": {"held_out": 0, "schedule": "constant", "lr": 0.05, "epochs": 4, "norms": True},
+    "opt-350m-like, norms behind": {"lr": 0.003},
+    "dinov2-swiglu-classifier, two modules in one tensor": {},
+    "vit, images": {"batch": 2},
+    "bert-mlm, in parts": {"accumulate": 3},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_are_those_of_algorithm_1(twins, case):
+    at = site(twins(case.partition(",")[0]), settings(**CASES[case]))
+    path, error = oracle(at)
+    errors = [error(weights) for weights in path.weights]
+    told: list[tuple[int, float]] = []
+    found = at.train(progress=lambda epoch, loss: told.append((epoch, loss)))
+    best = errors.index(min(errors)) if at.chosen.held_out else at.chosen.epochs
+    assert best > 0
+    assert (found.epochs, found.best_epoch, found.diverged) == (at.chosen.epochs, best, False)
+    assert_kept(found, at, path.weights[best])
+    assert [epoch for epoch, _ in told] == list(range(1, at.chosen.epochs + 1))
+    assert [loss for _, loss in told] == pytest.approx(path.losses, rel=1e-6)
+    assert at.chosen.held_out or errors.index(min(errors)) < best  # whether it is better or not
+
+
+def test_what_is_trained_of_either_half(twins):
+    mlp, attention, both = (
+        set(site(twins("llama-biases"), settings(only=only)).names) for only in ("mlp", "attention", None)
+    )
+    assert mlp | attention == both
+    assert not mlp & attention
+    assert {name.split(".")[3] for name in mlp} == {"mlp"}
+    assert {name.split(".")[3] for name in attention} == {"self_attn"}
+
+
+def test_a_batch_in_parts_is_one_step_of_the_whole_batch(twins):
+    """Also where the last part is shorter; the sums differ in their last digits alone."""
+    whole = site(twins("opt"), settings(batch=5)).train()
+    parts = site(twins("opt"), settings(batch=5, accumulate=3)).train()
+    for name, tensor in whole.tensors.items():
+        torch.testing.assert_close(tensor, parts.tensors[name], rtol=1e-9, atol=1e-11)
+
+
+def test_a_narrow_block_is_trained_as_one_with_its_units_masked(twins):
+    """Structured pruning: dropped MLP columns and a dropped KV group, against zeros in the whole model."""
+    pair = twins("llama-biases")  # 2 groups of 2 heads of 6
+    pruned, gone, columns = pair.pruned(), [0, 5, 21], slice(0, 12)
+    masked = laco.taken(pruned, BLOCK)
+    prefix = pruned.prefix.format(BLOCK)
+    kept = {
+        "mlp": torch.tensor([unit for unit in range(22) if unit not in gone]),
+        "query": torch.arange(12, 24),
+        "key": torch.arange(6, 12),
+    }
+    rows = {"mlp.gate_proj": "mlp", "mlp.up_proj": "mlp", "self_attn.q_proj": "query"}
+    rows |= dict.fromkeys(("self_attn.k_proj", "self_attn.v_proj"), "key")
+    narrow = {}
+    for name, tensor in masked.items():
+        module, kind = name.removeprefix(prefix).rsplit(".", 1)
+        narrow[name] = tensor
+        if module in rows:
+            tensor[torch.tensor([i for i in range(len(tensor)) if i not in kept[rows[module]]])] = 0
+            narrow[name] = tensor[kept[rows[module]]]
+        elif kind == "weight":
+            dropped = gone if module == "mlp.down_proj" else columns
+            tensor[:, dropped] = 0
+            narrow[name] = tensor[:, kept["mlp" if module == "mlp.down_proj" else "query"]]
+    at = site(pair, settings())
+    at.tensors = at.tensors | narrow
+    whole_one = site(pair, settings())
+    whole_one.tensors = whole_one.tensors | masked
+    path, error = oracle(whole_one)
+    errors = [error(weights) for weights in path.weights]
+    found = at.train()
+    assert found.best_epoch == errors.index(min(errors)) > 0
+    assert len(found.curve) == found.epochs + 1
+    assert found.curve.index(min(found.curve)) == found.best_epoch
+    for name in narrow:
+        module, kind = name.removeprefix(prefix).rsplit(".", 1)
+        expected = path.weights[found.best_epoch][name]
+        if module in rows:
+            expected = expected[kept[rows[module]]]
+        elif kind == "weight":
+            expected = expected[:, kept["mlp" if module == "mlp.down_proj" else "query"]]
+        torch.testing.assert_close(found.tensors[name], expected, **AGREE)
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_seed_another_order(twins):
+    first, again, other = (site(twins("llama"), settings()).train(seed=seed) for seed in (3, 3, 4))
+    assert first.best_epoch == again.best_epoch > 0
+    assert_same_bits(first.tensors, again.tensors)
+    assert any(not torch.equal(first.tensors[name], other.tensors[name]) for name in first.tensors)
+    path, error = oracle(site(twins("llama"), settings()), seed=4)
+    errors = [error(weights) for weights in path.weights]
+    assert_kept(other, site(twins("llama"), settings()), path.weights[errors.index(min(errors))])
+
+
+@pytest.mark.parametrize("seed", [0, 2**63 - 1])
+def test_every_seed_that_settings_allow_trains(twins, seed):
+    assert site(twins("llama"), settings(epochs=1)).train(seed=seed).epochs == 1
+
+
+# ---- which epoch is kept ---------------------------------------------------------------------------------------------
+
+
+def test_the_epoch_is_kept_that_is_best_once_rounded(twins):
+    """Stored in bfloat16, a late epoch of small steps is not the best one, though of the masters it is."""
+    chosen = settings(epochs=10, lr=1e-3)
+    at = site(twins("llama"), chosen, stored=torch.bfloat16)
+    path, error = oracle(at)
+    exact = [error(weights) for weights in path.weights]
+    rounded = [error({n: t.bfloat16().double() for n, t in weights.items()}) for weights in path.weights]
+    best = rounded.index(min(rounded))
+    assert best not in (0, exact.index(min(exact))), "the two choices must differ for this to say something"
+    found = at.train()
+    assert found.best_epoch == best
+    for name in at.names:
+        assert torch.equal(found.tensors[name], path.weights[best][name].bfloat16()), name
+
+
+@pytest.mark.parametrize("patience", [1, 2, 3])
+def test_training_stops_when_the_error_has_not_fallen_for_so_many_epochs(twins, patience):
+    at = site(twins("opt"), settings(epochs=12, lr=0.06, schedule="constant", patience=patience))
+    path, error = oracle(at)
+    errors = [error(weights) for weights in path.weights]
+    lowest = stop = next(e for e in range(1, 13) if errors[e] < errors[0])
+    while stop - lowest < patience:
+        stop += 1
+        lowest = stop if errors[stop] < errors[lowest] else lowest
+    assert stop < 12
+    found = at.train()
+    assert (found.epochs, found.best_epoch, found.diverged) == (stop, lowest, False)
+
+
+def test_patience_is_not_lost_while_a_high_rate_lies_above_the_start(twins):
+    """The error doubles in the first epoch and falls ever after, in the end below the start."""
+    at = site(twins("opt"), settings(epochs=10, lr=0.35, patience=1))
+    path, error = oracle(at)
+    errors = [error(weights) for weights in path.weights]
+    assert errors[1:] == sorted(errors[1:], reverse=True)
+    assert errors[10] < errors[0] < errors[4]
+    found = at.train()
+    assert (found.epochs, found.best_epoch, found.diverged) == (10, 10, False)
+
+
+@pytest.fixture
+def once(monkeypatch):
+    """One attempt, at the rate that is given."""
+    monkeypatch.setattr("ckpt_prune.stages.recovery.block_training._ATTEMPTS", 1)
+
+
+def test_a_training_that_gains_nothing_gives_the_old_tensors(twins, once):
+    at = site(twins("llama"), settings(patience=2, epochs=9, lr=0.2, schedule="constant"))
+    path, error = oracle(at)
+    errors = [error(weights) for weights in path.weights]
+    assert errors[0] < errors[1] < min(errors[2:])
+    found = at.train()
+    assert (found.epochs, found.best_epoch, found.rate, found.diverged) == (3, 0, None, False)
+    assert_same_bits(found.tensors, at.tensors)
+
+
+def test_a_training_that_gains_nothing_is_tried_again_at_a_quarter_of_the_rate(twins):
+    at = site(twins("llama"), settings(patience=2, epochs=3, lr=0.2, schedule="constant"))
+    slower = at.train(rate=0.05)
+    assert slower.rate == 0.05
+    found = at.train(rate=0.2)
+    assert found.rate == 0.05
+    assert found.best_epoch == slower.best_epoch
+    assert found.epochs == 3 + slower.epochs
+    assert_same_bits(found.tensors, slower.tensors)
+    assert at.train(rate=0.8).rate == 0.05  # and at a sixteenth
+
+
+def test_divergence_at_the_first_rate_is_told_of_what_a_slower_one_recovered(twins):
+    at = site(twins("llama"), settings(epochs=2), dtype=torch.float32)
+    rate = 1e-3
+    while not (found := at.train(rate=rate)).diverged:
+        rate *= 2
+    assert found.rate == rate / 4
+    assert found.best_epoch > 0
+
+
+RATES = st.one_of(
+    st.floats(1e-12, 1e-3), st.floats(1e-3, 1.0), st.floats(1.0, 1e30), st.sampled_from([5e-324, 1e6, math.inf])
+)
+
+
+@pytest.fixture(scope="module")
+def sites(twins):
+    """Ready for training, as it leaves them."""
+    made: dict[tuple[str, torch.dtype], Site] = {}
+
+    def of(variant: str, stored: torch.dtype, computed: torch.dtype = torch.float32) -> Site:
+        if (variant, stored) not in made:
+            made[variant, stored] = site(twins(variant), settings(epochs=2), dtype=computed, stored=stored)
+        return made[variant, stored]
+
+    return of
+
+
+@hypothesis_settings(max_examples=25, deadline=None)
+@given(
+    rate=RATES,
+    variant=st.sampled_from(["llama", "opt"]),
+    stored=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    schedule=st.sampled_from(["cosine", "constant"]),
+    seed=st.integers(0, 9),
+)
+def test_the_error_on_samples_held_out_never_grows(sites, rate, variant, stored, schedule, seed):
+    """Whatever the rate; what comes out is finite and has the zeros it had."""
+    at: Site = sites(variant, stored)
+    at.chosen = settings(epochs=2, schedule=schedule)
+    before = at.error(at.tensors)
+    found = at.train(rate=rate, seed=seed)
+    for name, tensor in found.tensors.items():
+        assert tensor.isfinite().all(), name
+        if name.endswith(".weight"):
+            assert not tensor[at.tensors[name] == 0].any(), name
+    if found.best_epoch:
+        assert at.error(found.tensors) < before * (1 + 1e-5)
+    else:
+        assert_same_bits(found.tensors, at.tensors)
+
+
+@pytest.mark.parametrize("rate", [1e3, 1e30, math.inf])
+@pytest.mark.parametrize("variant", ["llama", "opt"])
+def test_a_training_that_gets_lost_is_stopped_and_the_old_weights_are_kept(twins, variant, rate):
+    at = site(twins(variant), settings(epochs=9), dtype=torch.float32)
+    found = at.train(rate=rate)
+    assert (found.epochs, found.best_epoch, found.diverged) == (3, 0, True)
+    assert_same_bits(found.tensors, at.tensors)
+
+
+@pytest.mark.parametrize("rate", [0, -1e-3, math.nan, math.inf])
+def test_rates_that_are_none_are_refused(rate):
+    with pytest.raises(ValidationError, match="lr"):
+        settings(lr=rate)
+
+
+@pytest.mark.parametrize("rows", ["train", "measured"])
+def test_a_loss_that_stops_being_finite_keeps_the_best_epoch_so_far(twins, rows):
+    """In the training loss, found at the next epoch's first step, or in the held-out error of this one."""
+    at = site(twins("llama"), settings(epochs=6))
+    path, error = oracle(at)
+    assert error(path.weights[1]) > error(path.weights[2])
+
+    def poison(epoch: int, loss: float) -> None:
+        if epoch == (2 if rows == "train" else 3):
+            at.stream.states[getattr(at.split, rows)] = math.nan
+
+    found = at.train(progress=poison)
+    assert (found.epochs, found.best_epoch, found.diverged) == (3, 2, True)
+    assert_kept(found, at, path.weights[2])
+
+
+@pytest.mark.parametrize(("growth", "diverged"), [(9.9, False), (10.1, True)])
+def test_an_error_that_grew_tenfold_is_divergence(twins, once, growth, diverged):
+    """Targets are set to (1 + b) times what the block makes: the squared error goes with b²."""
+    at = site(twins("opt"), settings(epochs=1))
+    block = at.stream.factory.build_block(BLOCK, at.tensors)
+    with torch.no_grad():
+        made = torch.cat([at.stream.run(block, BLOCK, at.stream.states[row, None]) for row in range(SAMPLES)])
+    at.targets = made * 1.1
+
+    def move(epoch: int, loss: float) -> None:
+        at.targets[at.split.measured] = made[at.split.measured] * (1 + 0.1 * math.sqrt(growth))
+
+    found = at.train(rate=1e-12, progress=move)
+    assert (found.epochs, found.best_epoch, found.diverged) == (1, 0, diverged)
+    assert_same_bits(found.tensors, at.tensors)
+
+
+def test_an_error_that_is_not_finite_at_the_start_is_left_alone(twins):
+    at = site(twins("llama"), settings())
+    at.stream.states[at.split.measured] = math.nan
+    found = at.train()
+    assert (found.epochs, found.best_epoch) == (0, 0)
+    assert_same_bits(found.tensors, at.tensors)
+
+
+def test_float16_weights_beyond_its_range_are_not_written(twins, once):
+    """A bias far below zero rounds to −inf, which a ReLU makes a plain zero: the error is finite, and much lower."""
+    at = site(twins("opt"), settings(epochs=1, batch=99), dtype=torch.float32, stored=torch.float16)
+    weight, bias = (f"model.decoder.layers.{BLOCK}.fc1.{kind}" for kind in ("weight", "bias"))
+    at.tensors[weight][:] = 0
+    at.tensors[bias][:] = 0
+    at.tensors[bias][3] = 60000  # the one unit that is left, far too large: the only way is down
+    at.names = [bias]
+    gentle, wild = at.train(rate=1e4), at.train(rate=2e5)
+    assert gentle.best_epoch == 1
+    assert gentle.tensors[bias][3] == pytest.approx(50000, rel=1e-3)
+    assert (wild.best_epoch, wild.diverged) == (0, True)
+    assert_same_bits(wild.tensors, at.tensors)
+
+
+# ---- nothing to do ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("variant", "computed", "stored"),
+    pairwise(["llama", "opt", "vit"], [torch.float64, torch.float32, torch.bfloat16], [torch.float32, torch.bfloat16]),
+)
+def test_an_unpruned_block_is_left_alone(twins, variant, computed, stored):
+    """Also where blocks run in bfloat16: both streams have the same roundings."""
+    dense = twins(variant).disk(dtype=stored)
+    at = site(twins(variant), settings(lr=1e-4), pruned=dense, dense=dense, dtype=computed)
+    found = at.train()
+    assert (found.epochs, found.best_epoch, found.diverged) == (0, 0, False)
+    assert_same_bits(found.tensors, twins(variant).block(BLOCK, dense))
+
+
+def test_nothing_to_train_is_left_alone(twins):
+    at = site(twins("llama"), settings())
+    at.names = []
+    found = at.train()
+    assert found.epochs == 0
+    assert_same_bits(found.tensors, at.tensors)
+
+
+# ---- zeros -----------------------------------------------------------------------------------------------------------
+
+
+def test_zeros_stay_zeros_with_their_signs(twins):
+    at = site(twins("llama-biases"), settings(), dtype=torch.float32)
+    for name in at.names:
+        if name.endswith(".weight"):
+            zeros = (at.tensors[name] == 0).nonzero()[::2]
+            at.tensors[name][zeros[:, 0], zeros[:, 1]] = -0.0
+    found = at.train()
+    assert found.best_epoch > 0
+    for name in at.names:
+        if name.endswith(".weight"):
+            gone = at.tensors[name] == 0
+            assert gone.any()
+            assert not gone.all()
+            assert torch.equal(bits(found.tensors[name])[gone], bits(at.tensors[name])[gone]), name
+            assert (found.tensors[name] != at.tensors[name])[~gone].float().mean() > 0.99
+
+
+def test_gradients_that_overflow_at_zeros_change_nothing_elsewhere(twins):
+    """An MLP unit whose column is zero: however large it gets, it is not seen, but the column's gradient is NaN."""
+    gate, up, down = (f"model.layers.{BLOCK}.mlp.{name}_proj.weight" for name in ("gate", "up", "down"))
+    found = {}
+    for scale in (1.0, 1e36):
+        at = site(twins("llama"), settings(), dtype=torch.float32)
+        at.tensors[down][:, 3] = 0
+        at.tensors[up][3] = torch.linspace(1, 2, 16) * scale
+        at.targets *= 1e-6
+        block = at.stream.factory.build_block(BLOCK, at.tensors)
+        weight = block.get_parameter("mlp.down_proj.weight").requires_grad_()
+        rows = at.split.train[:3]
+        loss = (at.stream.run(block, BLOCK, at.stream.states[rows]) - at.targets[rows]).square().sum()
+        (gradient,) = torch.autograd.grad(loss / at.targets.square().sum(), weight)
+        assert bool(gradient[:, 3].isfinite().all()) == (scale == 1)
+        assert gradient[:, :3].isfinite().all()
+        found[scale] = at.train()
+        assert found[scale].best_epoch > 0
+        assert not found[scale].tensors[down][:, 3].any()
+    for name in found[1.0].tensors:
+        ours, theirs = (found[scale].tensors[name] for scale in found)
+        others = [row for row in range(len(ours)) if name not in (gate, up) or row != 3]
+        assert torch.equal(ours[others], theirs[others]), name
+
+
+def test_empty_bias_slots_are_filled_but_not_those_of_dropped_rows(twins):
+    at = site(twins("llama-biases"), settings(), dtype=torch.float32)
+    biases = [name for name in at.names if name.endswith(".bias")]
+    assert len(biases) == 7
+    for name in biases:
+        at.tensors[name][:] = 0
+        at.tensors[name][2] = 0.25
+        at.tensors[name.replace(".bias", ".weight")][[1, 2]] = 0
+    # No output depends on a key's bias but through the query, so that a constant added to all keys cancels.
+    still = next(name for name in biases if "k_proj" in name)
+    found = at.train()
+    assert found.best_epoch > 0
+    for name in biases:
+        moved = found.tensors[name] != at.tensors[name]
+        assert not moved[1], name
+        if name != still:
+            assert moved[[0, *range(2, len(moved))]].all(), name
+        assert not found.tensors[name.replace(".bias", ".weight")][[1, 2]].any(), name
+
+
+# ---- what is given stays as it is ------------------------------------------------------------------------------------
+
+FLOATS = [torch.float32, torch.float64, torch.bfloat16]
+
+
+@pytest.mark.parametrize(("computed", "stored", "rate"), pairwise(FLOATS, FLOATS, [0.01, math.inf]))
+def test_nothing_that_is_given_is_written_to(twins, stored, computed, rate):
+    at = site(twins("llama-biases"), settings(), dtype=computed, stored=stored)
+    tensors = {name: tensor.clone() for name, tensor in at.tensors.items()}
+    streams = at.stream.states.clone(), at.targets.clone()
+    found = at.train(rate=rate)
+    assert (found.best_epoch > 0) == (rate == 0.01)
+    assert_same_bits(at.tensors, tensors)
+    assert torch.equal(at.stream.states, streams[0])
+    assert torch.equal(at.targets, streams[1])
+    own = {tensor.untyped_storage().data_ptr() for tensor in at.tensors.values()}
+    for name, tensor in found.tensors.items():
+        assert tensor.dtype == (stored if name in at.names else computed)
+        assert not tensor.requires_grad
+        assert tensor.device.type == "cpu"
+        if found.best_epoch and name in at.names:
+            assert tensor.untyped_storage().data_ptr() not in own
+
+
+def test_narrow_computation_has_wide_masters(twins):
+    """In bfloat16 a step of 1e-4 on a weight of 1 would round away; of float32 masters ten of them add up."""
+    at = site(twins("llama"), settings(epochs=10, lr=1e-4, schedule="constant"), dtype=torch.bfloat16)
+    at.tensors = {name: tensor.float() for name, tensor in at.tensors.items()}
+    found = at.train()
+    assert found.best_epoch > 0
+    for name in at.names:
+        step = (found.tensors[name] - at.tensors[name])[at.tensors[name] != 0].abs()
+        assert (step > 0).float().mean() > 0.99
+        assert step.max() < 0.05
+
+
+# ---- samples ---------------------------------------------------------------------------------------------------------
+
+
+@hypothesis_settings(deadline=None)
+@given(samples=st.integers(2, 3000), share=st.floats(1e-6, 1 - 1e-6))
+def test_a_split_holds_out_some_evenly_and_trains_on_the_others(samples, share):
+    split = SampleSplit.of(samples, share)
+    train, held_out = split.train.tolist(), split.measured.tolist()
+    assert sorted(train + held_out) == list(range(samples))
+    assert train == sorted(train)
+    assert held_out == sorted(held_out)
+    assert train
+    assert held_out
+    assert len(held_out) == 1 or len(train) == 1 or abs(len(held_out) - samples * share) <= 0.5
+    # Any run from the start has its share, to within one sample.
+    counts = itertools.accumulate(int(i in set(held_out)) for i in range(samples)) if samples < 300 else ()
+    for seen, count in enumerate(counts, 1):
+        assert abs(count - seen * len(held_out) / samples) <= 1
+
+
+def test_splits_worked_out_by_hand():
+    assert SampleSplit.of(10, 0.1).measured.tolist() == [5]
+    assert SampleSplit.of(10, 0.2).measured.tolist() == [2, 7]
+    assert SampleSplit.of(2, 0.999).train.tolist() == [0]
+    assert SampleSplit.of(20, 0).measured.tolist() == [5, 15]
+    assert SampleSplit.of(20, 0).train.tolist() == list(range(20))
+    assert SampleSplit.of(3, 0.001).measured.tolist() == [1]
+
+
+@pytest.mark.parametrize("samples", [0, 1])
+def test_too_few_samples_to_split(samples):
+    with pytest.raises(ValueError, match="split"):
+        SampleSplit.of(samples, 0.5)
+
+
+@given(rows=st.integers(0, 40), size=st.integers(1, 50))
+def test_cutting_keeps_all_rows_in_order(rows, size):
+    parts = cut(torch.arange(rows), size)
+    assert [row for part in parts for row in part.tolist()] == list(range(rows))
+    assert all(len(part) == size for part in parts[:-1])
+    assert all(0 < len(part) <= size for part in parts)
+
+
+@hypothesis_settings(max_examples=20, deadline=None)
+@given(batch=st.integers(1, 12), accumulate=st.integers(1, 12), held_out=st.floats(0.01, 0.99))
+def test_sizes_are_the_numbers_of_samples_that_are_run_at_once(twins, batch, accumulate, held_out):
+    chosen = settings(epochs=2, batch=batch, accumulate=accumulate, held_out=held_out)
+    split = SampleSplit.of(SAMPLES, held_out)
+    pair = twins("opt")
+    tensors = pair.disk(pair.pruned())
+    stream = pair.stream(tensors, sizes=split.sizes(chosen))
+    dense = pair.stream(pair.disk())
+    dense.advance(0, pair.block(0, pair.disk()))
+    seen, run = [], stream.run
+    stream.run = lambda block, index, states: seen.append(len(states)) or run(block, index, states)  # type: ignore[method-assign]
+    found = train_block(
+        stream, 0, pair.block(0, tensors), pair.names(0, chosen), dense.states, split, chosen, rate=1e-4, seed=0
+    )
+    assert found.epochs == 2
+    assert set(seen) == split.sizes(chosen)
+    assert max(seen) <= part_size(chosen) <= batch
+    assert math.ceil(batch / part_size(chosen)) <= accumulate
+    assert all(isinstance(size, int) for size in seen)

@@ -1,0 +1,402 @@
+"""Walking two models side by side, against whole models in float64."""
+
+import io
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+from tqdm import tqdm
+
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.progress import Meter, meter
+from ckpt_prune.job.recovery_records import RecoveredLayer
+from ckpt_prune.job.training_settings import RecoverySettings
+from ckpt_prune.measure.streams.state_memory import StateMemory, allocate_in_memory
+from ckpt_prune.stages.recovery import laco as module
+from ckpt_prune.stages.recovery.laco import Recoverer, check_same_start
+from tests.oracles import laco, similarity
+from tests.oracles.perplexity import perplexity
+
+from .twins import BLOCKS, SAMPLES, WINDOW, Twins, Weights, settings
+
+AGREE = {"rtol": 1e-6, "atol": 1e-8}
+HELD_OUT = [2, 6]
+TRAIN = [0, 1, 3, 4, 5, 7, 8]
+
+
+def go(
+    twins: Twins, walk: Recoverer, pruned: Weights, bar: Meter | None = None, *, done: int = 0
+) -> tuple[list[Weights], list[RecoveredLayer]]:
+    """Through all blocks but those that are done."""
+    found = []
+    with meter(walk.epochs, "recovering") as silent:
+        for index in range(done, BLOCKS):
+            given = twins.block(index, pruned)
+            found.append(walk.block(index, given, bar or silent))
+            walk.follow(index, given)
+            walk.advance(index, found[-1][0])
+    return [tensors for tensors, _ in found], [layer for _, layer in found]
+
+
+def recovered(twins: Twins, **changes: object) -> tuple[Recoverer, list[Weights], list[RecoveredLayer]]:
+    """The masked twin, in float64."""
+    after = changes.pop("after", ())
+    dense, pruned = twins.disk(), twins.disk(twins.pruned())
+    walk = twins.recoverer(dense, pruned, settings(**changes), after=after)
+    return walk, *go(twins, walk, pruned)
+
+
+def figures(ours: Tensor, theirs: Tensor) -> tuple[float, float]:
+    """Mean squared error and linear CKA over all tokens."""
+    X, Y = (states.detach().double().flatten(0, 1).numpy() for states in (ours, theirs))
+    return similarity.mse(X, Y), similarity.cka(X, Y)
+
+
+def same_layers(ours: list[RecoveredLayer], theirs: list[RecoveredLayer]) -> bool:
+    return [layer.model_dump() for layer in ours] == [layer.model_dump() for layer in theirs]
+
+
+# ---- the walk --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes"),
+    [
+        ("llama-biases", {}),
+        ("opt", {"accumulate": 2, "schedule": "constant"}),
+        ("qwen3", {"only": "mlp"}),
+        ("vit", {"only": "attention", "batch": 4}),
+        ("llama-biases", {"norms": True, "teacher": "pruned"}),
+        ("opt", {"held_out": 0, "schedule": "constant"}),
+    ],
+)
+def test_a_walk_is_algorithm_1(twins, variant, changes):
+    """Weights of every block, and what is said of it: mean squared error and CKA of the real models' hidden states."""
+    pair = twins(variant)
+    walk, found, layers = recovered(pair, **changes)
+    chosen = walk.settings
+    split = (TRAIN, HELD_OUT) if chosen.held_out else (sorted([*TRAIN, *HELD_OUT]), [4])
+    assert (walk.split.train.tolist(), walk.split.measured.tolist()) == split
+    dense, pruned, whole = pair.dense(), pair.pruned(), pair.pruned()
+    rule = laco.Rule(chosen.epochs, chosen.rate(16), chosen.batch, chosen.schedule == "cosine")
+    rule = replace(rule, last=not chosen.held_out, of_pruned=chosen.teacher == "pruned")
+    expected = laco.laco(dense, whole, lambda block: pair.names(block, chosen), pair.data, split, rule)
+    for block, weights in enumerate(expected):
+        for name in weights:
+            torch.testing.assert_close(found[block][name], weights[name], **AGREE, msg=lambda m, n=name: f"{n}: {m}")
+    started = pair.pruned()
+    for block, layer in enumerate(layers):
+        target = laco.states(dense, block, pair.data, split[1])
+        # Behind recovered blocks: those before this one have their new weights by now.
+        start = figures(laco.states(started, block, pair.data, split[1]), target)
+        before = figures(laco.states(pruned, block, pair.data, split[1]), target)
+        after = figures(laco.states(whole, block, pair.data, split[1]), target)
+        laco.put(started, block, expected[block])
+        assert layer.block == block
+        assert (layer.mse_before, layer.cka_before) == pytest.approx(before, rel=1e-5)
+        assert layer.mse_start == pytest.approx(start[0], rel=1e-5)
+        assert (layer.mse_after, layer.cka_after) == pytest.approx(after, rel=1e-5)
+        # What the dense block makes of the pruned stream may be farther from the dense stream.
+        assert layer.mse_after < layer.mse_start or rule.of_pruned
+        assert (layer.epochs, layer.recovered, layer.diverged) == (chosen.epochs, True, False)
+        assert 0 < layer.best_epoch <= layer.epochs
+    assert layers[0].mse_before == layers[0].mse_start
+    assert layers[1].mse_before != layers[1].mse_start
+
+
+def test_figures_of_many_tokens_are_of_the_first_samples_held_out(twins, monkeypatch):
+    monkeypatch.setattr(module, "_COMPARED_TOKENS", WINDOW)  # one of two
+    pair = twins("llama")
+    _, _, layers = recovered(pair, batch=1)
+    dense, pruned = pair.dense(), pair.pruned()
+    for block, layer in enumerate(layers):
+        first = [laco.states(model, block, pair.data, HELD_OUT[:1]) for model in (pruned, dense)]
+        assert (layer.mse_before, layer.cka_before) == pytest.approx(figures(*first), rel=1e-5)
+
+
+def test_one_sample_is_compared_however_long_it_is(twins, monkeypatch):
+    monkeypatch.setattr(module, "_COMPARED_TOKENS", 1)
+    _, _, layers = recovered(twins("llama"))
+    assert all(layer.mse_before > layer.mse_after > 0 for layer in layers)
+
+
+@pytest.mark.parametrize("done", [1, 2, 3])
+def test_going_past_what_is_done_changes_nothing_that_follows(twins, done):
+    pair, options = twins("llama-biases"), {"after": (1, 2)}
+    walk, tensors, layers = recovered(pair, **options)
+    dense, pruned = pair.disk(), pair.disk(pair.pruned())
+    again = pair.recoverer(dense, pruned, settings(), **options)
+    for block in range(done):
+        again.follow(block, pair.block(block, pruned))
+        again.advance(block, tensors[block])
+    rest, told = go(pair, again, pruned, done=done)
+    for found, expected in zip(rest, tensors[done:], strict=True):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert same_layers(told, layers[done:])
+    assert again.perplexities() == walk.perplexities()
+
+
+def test_two_walks_give_the_same_bits_and_another_seed_gives_others(twins):
+    pair = twins("llama")
+    dense, pruned = pair.disk(), pair.disk(pair.pruned())
+    found = [
+        go(pair, pair.recoverer(dense, pruned, settings(), seed=seed, dtype=torch.float32), pruned)
+        for seed in (0, 0, 1)
+    ]
+    for first, again, other in zip(*(tensors for tensors, _ in found), strict=True):
+        assert all(torch.equal(first[name], again[name]) for name in first)
+        assert any(not torch.equal(first[name], other[name]) for name in first)
+    assert same_layers(found[0][1], found[1][1])
+
+
+def test_states_on_disk_change_nothing(twins, tmp_path):
+    pair, options = twins("llama-biases"), {"after": (1,)}
+    dense, pruned = pair.disk(), pair.disk(pair.pruned())
+    walks = [
+        pair.recoverer(dense, pruned, settings(), allocate=allocate, **options)
+        for allocate in (allocate_in_memory, StateMemory(0, tmp_path))
+    ]
+    (tensors, layers), (mapped, mapped_layers) = (go(pair, walk, pruned) for walk in walks)
+    for ours, theirs in zip(tensors, mapped, strict=True):
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert same_layers(layers, mapped_layers)
+    assert walks[0].perplexities() == walks[1].perplexities()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "constant"])
+def test_tensors_that_are_given_are_never_written_to(twins, schedule):
+    """In the dtype of computation and of masters, where a tensor could be a parameter itself."""
+    pair = twins("llama-biases")
+    dense, pruned = pair.disk(dtype=torch.float32), pair.disk(pair.pruned(), torch.float32)
+    kept = [{name: tensor.clone() for name, tensor in tensors.items()} for tensors in (dense, pruned)]
+    walk = pair.recoverer(dense, pruned, settings(schedule=schedule), dtype=torch.float32)
+    _, layers = go(pair, walk, pruned)
+    assert all(layer.recovered for layer in layers)
+    for given, before in zip((dense, pruned), kept, strict=True):
+        assert all(torch.equal(given[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_recovering_an_unpruned_model_changes_nothing(twins, dtype):
+    pair = twins("llama-gqa-tied")
+    dense = pair.disk(dtype=torch.float32)
+    tensors, layers = go(pair, pair.recoverer(dense, dense, settings(lr=1e-4), dtype=dtype), dense)
+    for block, found in enumerate(tensors):
+        assert all(torch.equal(found[name], tensor) for name, tensor in pair.block(block, dense).items())
+    for layer in layers:
+        assert (layer.mse_before, layer.mse_start, layer.mse_after) == (0, 0, 0)
+        assert (layer.cka_before, layer.cka_after) == pytest.approx((1, 1))
+        assert (layer.epochs, layer.recovered, layer.diverged) == (0, False, False)
+
+
+def test_a_rate_that_leads_astray_leaves_the_model_as_it_was_pruned(twins):
+    pair = twins("opt")
+    walk, tensors, layers = recovered(pair, lr=1000)
+    pruned = pair.disk(pair.pruned())
+    for block, found in enumerate(tensors):
+        assert all(torch.equal(found[name], tensor) for name, tensor in pair.block(block, pruned).items())
+    for layer in layers:
+        assert layer.diverged
+        assert (layer.epochs, layer.best_epoch, layer.rate, layer.recovered) == (3, 0, None, False)
+        assert layer.mse_before == pytest.approx(layer.mse_start)
+        assert layer.mse_start == pytest.approx(layer.mse_after)
+    (none, everything) = walk.perplexities()
+    assert none["perplexity"] == pytest.approx(everything["perplexity"])
+
+
+@pytest.mark.parametrize(("layers", "wanted"), [("1:2", {1}), ("1:", {1, 2}), (":1", {0}), ("0:3", {0, 1, 2})])
+def test_other_blocks_stay_as_they_are(twins, layers, wanted):
+    pair = twins("llama")
+    walk, tensors, records = recovered(pair, layers=layers)
+    pruned = pair.disk(pair.pruned())
+    assert set(walk.wanted) == wanted
+    assert walk.epochs == 3 * len(wanted)
+    for block, (found, layer) in enumerate(zip(tensors, records, strict=True)):
+        before = pair.block(block, pruned)
+        assert (layer.recovered, layer.epochs) == ((True, 3) if block in wanted else (False, 0))
+        changed = {name for name in before if not torch.equal(found[name], before[name])}
+        assert changed == (set(pair.names(block, settings())) if block in wanted else set())
+        if block not in wanted:
+            assert layer.mse_start == pytest.approx(layer.mse_after, rel=1e-12)
+
+
+# ---- perplexity ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", ["llama-gqa-tied", "opt"])
+def test_perplexity_is_that_of_models_with_the_first_blocks_recovered(twins, variant):
+    """On windows held out, by a float64 oracle that is given one prefix at a time."""
+    pair = twins(variant)
+    walk, tensors, _ = recovered(pair, after=range(BLOCKS + 1), lr=0.03)
+    hybrid, expected = pair.pruned(), []
+    windows = pair.data.batch(slice(SAMPLES))["input_ids"][HELD_OUT]
+    for blocks in range(BLOCKS + 1):
+        if blocks:
+            laco.put(hybrid, blocks - 1, tensors[blocks - 1])
+        expected.append(perplexity(hybrid.model, windows))
+    found = walk.perplexities()
+    assert [entry["blocks"] for entry in found] == [0, 1, 2, 3]
+    assert [entry["perplexity"] for entry in found] == pytest.approx(expected, rel=1e-5)
+    assert len(set(expected)) == BLOCKS + 1
+
+
+@pytest.mark.parametrize(("after", "blocks"), [((), [0, 3]), ((2,), [0, 2, 3]), ((0, 3), [0, 3])])
+def test_perplexity_of_none_and_of_all_is_always_told(twins, after, blocks):
+    pair = twins("llama")
+    walk, _, _ = recovered(pair, after=after)
+    every, _, _ = recovered(pair, after=(1, 2))
+    found = walk.perplexities()
+    assert found == [entry for entry in every.perplexities() if entry["blocks"] in blocks]
+    assert [entry["blocks"] for entry in found] == blocks
+
+
+def test_a_perplexity_beyond_all_floats_is_none(twins, monkeypatch):
+    walk, _, _ = recovered(twins("llama"))
+    monkeypatch.setattr(walk.pruned, "measure_nll", lambda states, rows: 709.9)
+    assert [entry["perplexity"] for entry in walk.perplexities()] == [None, None]
+    monkeypatch.setattr(walk.pruned, "measure_nll", lambda states, rows: math.nan)
+    assert [entry["perplexity"] for entry in walk.perplexities()] == [None, None]
+
+
+@pytest.mark.parametrize("variant", ["vit", "bert-mlm", "opt-model"])
+def test_models_that_are_no_causal_language_models_have_no_perplexity(twins, variant):
+    walk, _, layers = recovered(twins(variant), after=(1,))
+    assert all(layer.recovered for layer in layers)
+    assert walk.perplexities() is None
+
+
+# ---- progress --------------------------------------------------------------------------------------------------------
+
+
+def test_the_bar_counts_epochs_of_wanted_blocks_and_says_where_it_is(twins):
+    """Blocks that stop early, or need nothing, count in full."""
+    pair = twins("opt")
+    dense, pruned = pair.disk(), pair.disk(pair.pruned())
+    pruned |= pair.block(1, dense)  # and yet not idle: the states that reach it are others
+    chosen = settings(layers="1:3", epochs=4, lr=1000)
+    walk = pair.recoverer(dense, pruned, chosen)
+    said, seen = [], []
+    with tqdm(total=walk.epochs, file=io.StringIO()) as shown:
+        bar = Meter(shown)
+        bar.say = lambda text: (said.append(text), seen.append(shown.n))  # type: ignore[method-assign]
+        go(pair, walk, pruned, bar)
+        assert shown.n == shown.total == 8
+    assert [text.partition(" loss ")[0] for text in said] == [
+        *("block 1", *["block 1 epoch 1/4"] * 3, "block 2", *["block 2 epoch 1/4"] * 3)  # at three rates
+    ]
+    assert seen == [0, 1, 1, 1, 4, 5, 5, 5]
+    assert all(math.isfinite(float(text.partition(" loss ")[2])) for text in said if "loss" in text)
+    assert [walk.epochs_until(block) for block in range(BLOCKS)] == [0, 4, 8]
+
+
+# ---- two models that belong together ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def start() -> Tensor:
+    return torch.randn(11, 5, 16, generator=torch.Generator().manual_seed(2))
+
+
+def test_models_that_start_alike_are_accepted(start):
+    check_same_start(start, start.clone())
+    check_same_start(start, start + 0.2 * torch.randn(start.shape, generator=torch.Generator().manual_seed(3)))
+    check_same_start(start, start * 1.29)
+    check_same_start(torch.zeros(2, 3, 4), torch.zeros(2, 3, 4))
+
+
+@pytest.mark.parametrize(
+    ("change", "figure"),
+    [
+        (lambda x: x * 1.31, "0.31"),
+        (lambda x: -x, "2.00"),
+        (lambda x: x @ torch.linalg.qr(torch.randn(16, 16, generator=torch.Generator().manual_seed(4)))[0], "1.4"),
+        (lambda x: torch.randn(x.shape, generator=torch.Generator().manual_seed(5)), "1.4"),
+        (lambda x: x * torch.nan, "nan"),
+        (lambda x: torch.cat([x[:10], x[10:] * 100]), "relative difference"),
+    ],
+    ids=["beyond fine-tuning", "negated", "rotated", "unrelated", "nan", "in the last batch alone"],
+)
+def test_models_that_start_otherwise_are_refused(start, change, figure):
+    with pytest.raises(UserError, match="not made from this dense one") as error:
+        check_same_start(start, change(start))
+    assert figure in str(error.value)
+
+
+def test_models_that_make_other_tokens_are_refused(start):
+    with pytest.raises(UserError, match="5 and 4 tokens"):
+        check_same_start(start, start[:, :4])
+
+
+@pytest.mark.parametrize("other", ["unrelated", "rotated"])
+def test_a_walk_does_not_begin_with_models_of_different_starts(twins, other):
+    pair = twins("llama")
+    dense = pair.disk()
+    table = "model.embed_tokens.weight"
+    if other == "rotated":
+        basis = torch.linalg.qr(torch.randn(16, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64))[0]
+        pruned = dense | {table: dense[table] @ basis}
+    else:
+        pruned = dense | {table: dense[table].roll(7, 0)}
+    with pytest.raises(UserError, match="different hidden states"):
+        pair.recoverer(dense, pruned, settings())
+
+
+def test_a_dense_model_fine_tuned_since_is_accepted(twins):
+    pair = twins("llama")
+    generator = torch.Generator().manual_seed(0)
+    dense = {
+        name: tensor + 0.02 * torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
+        for name, tensor in pair.disk().items()
+    }
+    pruned = pair.disk(pair.pruned())
+    _, layers = go(pair, pair.recoverer(dense, pruned, settings()), pruned)
+    assert all(layer.mse_after < layer.mse_start for layer in layers)
+
+
+# ---- settings --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        (None, [0, 1, 2, 3]),
+        (":", [0, 1, 2, 3]),
+        ("0:4", [0, 1, 2, 3]),
+        ("1:3", [1, 2]),
+        (" 3 : ", [3]),
+        (":1", [0]),
+    ],
+)
+def test_blocks_that_are_recovered(layers, expected):
+    assert list(RecoverySettings(layers=layers).blocks(4)) == expected
+
+
+@pytest.mark.parametrize("layers", ["3:1", "2:2", ":0", "4:", "0:5", "9:12"])
+def test_ranges_without_blocks_or_beyond_the_last_are_refused(layers):
+    with pytest.raises(UserError, match="blocks 0 to 3"):
+        RecoverySettings(layers=layers).blocks(4)
+
+
+@pytest.mark.parametrize("layers", ["", "2", "a:b", "1:2:3", "-1:2", "1,2", "²:"])
+def test_what_is_no_range_is_refused(layers):
+    with pytest.raises(ValidationError, match="not a range of blocks"):
+        RecoverySettings(layers=layers)
+
+
+def test_the_rate_is_the_papers_at_its_width_and_more_at_smaller_ones():
+    assert RecoverySettings().rate(4096) == 5e-5
+    assert RecoverySettings().rate(1024) == pytest.approx(2e-4)
+    assert RecoverySettings().rate(8192) == pytest.approx(2.5e-5)
+    assert RecoverySettings(lr=0.25).rate(16) == 0.25
+
+
+def test_the_rate_of_a_walk_is_of_its_hidden_size(twins):
+    pair = twins("opt")
+    dense = pair.disk()
+    walk = pair.recoverer(dense, dense, settings(lr=None))
+    assert walk.rate == pytest.approx(5e-5 * 256)

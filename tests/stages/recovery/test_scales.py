@@ -1,0 +1,202 @@
+"""Scales fitted to a dense model's predictions, against whole models in float64 (`oracles.scales`)."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from ckpt_prune.stages.recovery import scales as module
+from ckpt_prune.stages.recovery.block_training import SampleSplit
+from ckpt_prune.stages.recovery.scales import FittedScales, ModelInBlocks, apply_scales, fit_scales
+from tests.encoders import Pixels
+from tests.oracles import scales as oracle
+
+from .twins import BLOCKS, SAMPLES, Twins, Weights, settings, written_once
+
+VARIANTS = ["llama-gqa-tied", "qwen3-biases-mha", "opt", "bert-pretraining", "bert-model", "deit-teacher", "vit-model"]
+HEADLESS = ("bert-model", "vit-model")
+
+
+@pytest.fixture(scope="module")
+def twins_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Twins]:
+    return written_once(tmp_path_factory)
+
+
+@dataclass
+class Pair:
+    """A dense model and a masked one."""
+
+    twins: Twins
+    dense: Weights
+    pruned: Weights
+
+    @classmethod
+    def of(cls, twins: Twins) -> "Pair":
+        return cls(twins, twins.disk(), twins.disk(twins.pruned()))
+
+    def fit(self, **changes: object) -> FittedScales:
+        chosen = settings(**{"lr": 0.02, "epochs": 4} | changes)
+        split = SampleSplit.of(SAMPLES, chosen.held_out)
+        ours = self.twins.stream(self.pruned, sizes=split.sizes(chosen))
+        theirs = self.twins.stream(self.dense)
+        sides = (
+            ModelInBlocks(stream, lambda block, own=own: self.twins.block(block, own), BLOCKS)
+            for stream, own in ((ours, self.pruned), (theirs, self.dense))
+        )
+        return fit_scales(next(sides), next(sides), self.twins.data, split, chosen, seed=0)
+
+    def outputs(self, fitted: FittedScales | None, rows: Tensor, weights: Weights) -> list[Tensor]:
+        """Of a whole model in float64 with these weights, scaled."""
+        own = weights if fitted is None else weights | apply_scales(weights, fitted.scales)
+        stream = self.twins.stream(own)
+        for block in range(BLOCKS):
+            stream.advance(block, self.twins.block(block, own))
+        found = [
+            stream.readout().outputs(self.twins.data.batch(slice(row, row + 1)), stream.states[row, None])
+            for row in rows.tolist()
+        ]
+        return [torch.cat(each) for each in zip(*found, strict=True)]
+
+    def divergence(self, fitted: FittedScales | None, rows: Tensor) -> float:
+        theirs, ours = self.outputs(None, rows, self.dense), self.outputs(fitted, rows, self.pruned)
+        return float(oracle.divergence(theirs, ours, logits=self.twins.variant not in HEADLESS))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradients_are_those_of_the_whole_model(twins_of, variant, monkeypatch):
+    """Of the first batch, with scales that are not one."""
+    pair = Pair.of(twins_of(variant))
+    twins, rows = pair.twins, torch.tensor([4, 0, 7])
+    generator = torch.Generator().manual_seed(3)
+    found: dict[str, tuple[Tensor, Tensor]] = {}
+    values: dict[str, tuple[Tensor, Tensor]] = {}
+    begin, gradients = module._Task.begin, module._Task.gradients
+
+    def begun(task):
+        begin(task)
+        for pairs in task.scales.values():
+            for side in pairs:
+                with torch.no_grad():
+                    side.add_(0.2 * torch.randn(side.shape, generator=generator))
+
+    def first(task, _rows):
+        gradients(task, rows)
+        if not found:
+            found.update({name: (o.grad.clone(), i.grad.clone()) for name, (o, i) in task.scales.items()})
+            values.update({name: (o.detach().double(), i.detach().double()) for name, (o, i) in task.scales.items()})
+
+    monkeypatch.setattr(module._Task, "begin", begun)
+    monkeypatch.setattr(module._Task, "gradients", first)
+    pair.fit(epochs=1)
+    model, pruned = twins.dense().model, twins.pruned().model
+    factory = twins.stream(pair.dense).factory
+    pairs = {}
+    for name, (o, i) in values.items():
+        held = factory.find_parameters(name)
+        for parameter, part in zip(held, o.chunk(len(held)), strict=True):
+            pairs[parameter] = (part.requires_grad_(), i.requires_grad_())
+    batch = {k: v.double() if v.is_floating_point() else v for k, v in whole_batch(twins, rows).items()}
+    with torch.no_grad():
+        theirs = oracle.outputs(model, batch, {})
+    loss = oracle.divergence(theirs, oracle.outputs(pruned, batch, pairs), logits=variant not in HEADLESS)
+    for name, (_, i) in values.items():
+        expected = torch.autograd.grad(
+            loss, [*(pairs[p][0] for p in factory.find_parameters(name)), i], retain_graph=True
+        )
+        torch.testing.assert_close(found[name][0].double(), torch.cat(expected[:-1]), rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(found[name][1].double(), expected[-1], rtol=1e-4, atol=1e-7)
+        assert float(found[name][0].abs().max()) > 1e-6, name
+
+
+def whole_batch(twins: Twins, rows: Tensor) -> dict[str, Tensor]:
+    data = twins.data
+    every = data.batch(slice(0, len(data)))
+    assert isinstance(data, Pixels) or "input_ids" in every
+    return {name: values[rows] for name, values in every.items()}
+
+
+@pytest.mark.parametrize("variant", ["llama-gqa-tied", "bert-model", "deit-teacher"])
+def test_what_is_told_is_the_divergence_of_the_scaled_model(twins_of, variant):
+    pair = Pair.of(twins_of(variant))
+    fitted = pair.fit()
+    measured = SampleSplit.of(SAMPLES, 0.2).measured
+    assert fitted.before == pytest.approx(pair.divergence(None, measured), rel=1e-5)
+    assert fitted.after == pytest.approx(pair.divergence(fitted, measured), rel=1e-5)
+    assert fitted.after < 0.99 * fitted.before
+    assert (fitted.steps, fitted.epochs, fitted.rate) == (4 * 3, 4, 0.02)
+    assert fitted.parameters == sum(sum(pair.pruned[name].shape) for name in fitted.scales)
+
+
+def test_names_shapes_dtypes_and_zeros_stay(twins_of):
+    pair = Pair.of(twins_of("llama-gqa-tied"))
+    fitted = pair.fit(epochs=1, held_out=0)
+    stored = {name: tensor.bfloat16() for name, tensor in pair.twins.block(1, pair.pruned).items()}
+    new = fitted.applied(stored)
+    assert new.keys() == stored.keys()
+    for name, tensor in stored.items():
+        assert (new[name].shape, new[name].dtype) == (tensor.shape, torch.bfloat16)
+        assert torch.equal(new[name] == 0, tensor == 0)
+        assert torch.equal(new[name], tensor) == (name not in fitted.scales)
+    linears = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    assert {name.split(".")[-2] for name in fitted.scales} == set(linears)
+
+
+def test_parts_of_a_batch_add_up(twins_of):
+    pair = Pair.of(twins_of("llama-gqa-tied"))
+    whole, parts = pair.fit(), pair.fit(accumulate=3)
+    assert parts.after == pytest.approx(whole.after, rel=1e-4)
+    for name, sides in whole.scales.items():
+        for one, other in zip(sides, parts.scales[name], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
+def test_the_same_again_and_other_orders(twins_of):
+    pair = Pair.of(twins_of("opt"))
+    one, two = pair.fit(), pair.fit()
+    assert replace(one, scales={}, seconds=0) == replace(two, scales={}, seconds=0)
+    assert one.scales.keys() == two.scales.keys()
+    for name, sides in one.scales.items():
+        assert all(map(torch.equal, sides, two.scales[name])), name
+
+
+def test_some_modules_of_some_blocks(twins_of):
+    pair = Pair.of(twins_of("llama-gqa-tied"))
+    fitted = pair.fit(only="mlp", layers="1:2", held_out=0)
+    assert sorted(fitted.scales) == [
+        f"model.layers.1.mlp.{name}.weight" for name in ("down_proj", "gate_proj", "up_proj")
+    ]
+
+
+def test_where_nothing_is_gained_there_are_no_scales(twins_of):
+    pair = Pair.of(twins_of("llama-gqa-tied"))
+    same = replace(pair, pruned=pair.dense).fit()
+    assert (same.scales, same.before, same.after) == ({}, 0.0, 0.0)
+    lost = Pair.of(twins_of("opt")).fit(lr=1e4, patience=1)
+    assert (lost.scales, lost.after, lost.epochs) == ({}, lost.before, 1)
+
+
+def test_without_held_out_samples_the_last_epoch_stays(twins_of):
+    pair = Pair.of(twins_of("llama-gqa-tied"))
+    fitted = pair.fit(held_out=0, lr=0.3, epochs=2)
+    assert fitted.scales
+    assert math.isfinite(fitted.after)
+    assert fitted.after != fitted.before
+
+
+def test_the_rate_is_less_where_less_is_lost(twins_of):
+    assert [module.default_rate(lost) for lost in (4.0, 0.16, 0.04, 0.0, math.inf)] == pytest.approx(
+        [3e-3, 3e-3, 1.5e-3, 0.0, 3e-3]
+    )
+    fitted = Pair.of(twins_of("llama-gqa-tied")).fit(lr=None)
+    assert fitted.rate == module.default_rate(fitted.before) > 0
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"), [("cosine", [0.5, 0.9619, 0.8536, 0.6913]), ("constant", [0.5, 1, 1, 1])]
+)
+def test_the_rate_climbs_and_falls(schedule, expected):
+    assert [module._share(step, 8, schedule) for step in range(4)] == pytest.approx(expected, abs=1e-4)
+    assert module._share(0, 1, schedule) == 1

@@ -1,0 +1,251 @@
+import math
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import similarity as oracle
+
+from ckpt_prune.stages.recovery.similarity import StateSimilarity
+
+# What the Grams' products allow: of float32 values, in float32.
+TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-6, torch.float16: 2e-6, torch.bfloat16: 2e-6}
+SEEDS = st.integers(0, 2**16)
+
+
+def pair(tokens: int, width: int, *, seed: int = 0, noise: float = 0.5) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states (tokens, width) float64 of features of unlike size, and the same mixed a little and disturbed."""
+    generator = torch.Generator().manual_seed(seed)
+    x, disturbance = torch.randn(2, tokens, width, generator=generator, dtype=torch.float64)
+    x *= torch.linspace(0.3, 3, width, dtype=torch.float64)
+    return x, x + 0.4 * x.roll(1, 1) + noise * disturbance
+
+
+def similarity(ours: torch.Tensor, theirs: torch.Tensor, cuts: tuple[int, ...] = ()) -> StateSimilarity:
+    """Of the tokens cut into batches before the given indices; some may be empty."""
+    found = StateSimilarity()
+    for x, y in zip(ours.tensor_split(cuts), theirs.tensor_split(cuts), strict=True):
+        found.add(x, y)
+    return found
+
+
+def orthogonal(width: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.linalg.qr(torch.randn(width, width, generator=generator, dtype=torch.float64))[0]
+
+
+def cuts_of(tokens: int) -> st.SearchStrategy[tuple[int, ...]]:
+    return st.lists(st.integers(0, tokens), max_size=5).map(lambda cuts: tuple(sorted(cuts)))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("tokens", "width"), [(40, 7), (5, 12), (2, 3), (30, 1)])
+def test_both_figures_are_those_of_the_definitions(dtype, tokens, width):
+    x, y = (side.to(dtype) for side in pair(tokens, width))
+    found = similarity(x, y, (tokens // 3,))
+    X, Y = x.double().numpy(), y.double().numpy()
+    assert found.mse == pytest.approx(oracle.mse(X, Y), rel=1e-12)
+    assert found.cka == pytest.approx(oracle.cka(X, Y), rel=TOLERANCE[dtype])
+
+
+def test_figures_worked_out_by_hand():
+    # Centred, (±1, 0), (0, ±1) against (±1, 0), (0, 0) twice: XᵀX is 2 I; YᵀX and YᵀY are 2 in one entry and else 0.
+    x = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0]])
+    y = torch.tensor([[6.0, 5.0], [4.0, 5.0], [5.0, 5.0], [5.0, 5.0]])
+    found = similarity(x, y, (1, 3))
+    assert found.mse == (8 * 25 + 2) / 8
+    assert found.cka == pytest.approx(4 / (math.sqrt(8) * 2), rel=1e-6)
+
+
+def test_all_leading_axes_are_tokens():
+    x, y = pair(24, 5)
+    shaped, flat = similarity(x.view(2, 3, 4, 5), y.view(2, 3, 4, 5)), similarity(x, y)
+    assert (shaped.mse, shaped.cka) == (flat.mse, flat.cka)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=SEEDS, cuts=cuts_of(30), offset=st.sampled_from([0.0, 1e3, 1e6]))
+def test_any_batches_give_the_same(seed, cuts, offset):
+    x, y = pair(30, 6, seed=seed)
+    x[:, 2] += offset
+    whole, split = similarity(x, y), similarity(x, y, cuts)
+    assert split.mse == pytest.approx(whole.mse, rel=1e-12)
+    assert split.cka == pytest.approx(whole.cka, rel=1e-8)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=SEEDS, turned=st.sampled_from([0, 1]), exponent=st.floats(-30, 30), offset=st.floats(-100, 100))
+def test_cka_sees_no_rotation_no_scale_and_no_offset(seed, turned, exponent, offset):
+    sides = list(pair(30, 6, seed=seed))
+    before = similarity(*sides, (10,)).cka
+    sides[turned] = 10**exponent * (sides[turned] @ orthogonal(6, seed + 1) + offset)
+    assert similarity(*sides, (10,)).cka == pytest.approx(before, rel=1e-9)
+
+
+def test_cka_sees_a_scale_that_differs_between_features():
+    x, _ = pair(30, 6)
+    stretched = x * torch.tensor([1, 1, 1, 30, 1, 1])
+    assert similarity(x, stretched).cka < 0.9
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("first", [1, 64])
+def test_massive_activations_cancel_no_digits(dtype, first):
+    """A few features lie a thousand times further from zero than the tokens from each other."""
+    x, y = pair(256, 8)
+    offset = torch.zeros(8, dtype=torch.float64)
+    offset[1], offset[5] = 4096, -2048
+    x, y = (x + offset).to(dtype), (y + offset).to(dtype)
+    found = similarity(x, y, (first, 100, 200))
+    # Taken off in float64, so what is left is exact; the oracle never meets the offset.
+    X, Y = (x.double() - offset).numpy(), (y.double() - offset).numpy()
+    assert found.mse == pytest.approx(oracle.mse(X, Y), rel=1e-12)
+    assert found.cka == pytest.approx(oracle.cka(X, Y), rel=2e-6)
+
+
+def test_a_first_batch_unlike_the_rest_cancels_no_digits():
+    """One token far away, as the first of a sequence can be, and the shift is far from all that follow."""
+    x, y = (side.float() for side in pair(600, 4))
+    x[0] -= 1e4
+    y[0, 1] += 1e4
+    found = similarity(x, y, (1, 200, 400))
+    assert found.cka == pytest.approx(oracle.cka(x.double().numpy(), y.double().numpy()), rel=1e-8)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_equal_hidden_states_are_alike(dtype):
+    x = (pair(30, 6)[0] + 7).to(dtype)
+    found = similarity(x, x.clone(), (11, 12))
+    assert found.mse == 0.0
+    assert found.cka == pytest.approx(1.0, abs=TOLERANCE[dtype])
+    assert found.cka <= 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_rounding_does_not_lift_cka_above_one(dtype):
+    """Of a scaled copy the ratio rounds to either side of 1: over 20 of them, to above for some."""
+    for seed in range(20):
+        x = pair(30, 6, seed=seed)[0].to(dtype)
+        cka = similarity(x, 0.3 * x, (11,)).cka
+        assert cka <= 1.0
+        assert cka == pytest.approx(1.0, abs=TOLERANCE[dtype])
+
+
+def test_figures_may_be_read_between_batches():
+    x, y = pair(30, 6)
+    found = similarity(x[:10], y[:10])
+    first = (found.mse, found.cka)
+    assert (found.mse, found.cka) == first == (similarity(x[:10], y[:10]).mse, similarity(x[:10], y[:10]).cka)
+    found.add(x[10:], y[10:])
+    assert found.cka == pytest.approx(oracle.cka(x.numpy(), y.numpy()), rel=1e-11)
+
+
+def test_tokens_are_left_as_they_are():
+    x, y = pair(30, 6)
+    x.requires_grad_()
+    copies = x.detach().clone(), y.clone()
+    similarity(x, y, (11,))
+    assert torch.equal(x, copies[0])
+    assert torch.equal(y, copies[1])
+
+
+@pytest.mark.parametrize("value", [0.1, 1000.1, 3e30])
+@pytest.mark.parametrize("cuts", [(), (1, 7)])
+def test_a_constant_stream(value, cuts):
+    varying = pair(30, 6)[0]
+    # Of a double like 0.1 the plain mean of 30 is not the double itself.
+    constant = torch.full((30, 6), value, dtype=torch.float64)
+    assert similarity(constant, constant, cuts).cka == 1.0
+    assert similarity(constant, constant, cuts).mse == 0.0
+    assert similarity(constant, 2 * constant, cuts).cka == 1.0
+    assert similarity(constant, varying, cuts).cka == 0.0
+    assert similarity(varying, constant, cuts).cka == 0.0
+
+
+def test_one_token_does_not_vary():
+    found = similarity(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 5.0]))
+    assert (found.mse, found.cka) == (4.5, 1.0)
+
+
+def test_a_stream_constant_only_within_each_batch_does_vary():
+    x = torch.tensor([[1.0], [1.0], [4.0], [4.0], [2.0], [2.0]])
+    y = torch.tensor([[3.0], [3.0], [9.0], [9.0], [5.0], [5.0]])
+    assert similarity(x, y, (2, 4)).cka == pytest.approx(1.0, abs=1e-12)
+    assert similarity(x, -x * x, (2, 4)).cka == pytest.approx(oracle.cka(x.numpy(), (-x * x).numpy()), rel=1e-6)
+
+
+FINITE = {
+    "float32": st.floats(width=32, allow_nan=False, allow_infinity=False),
+    "float64": st.floats(allow_nan=False, allow_infinity=False)
+    | st.sampled_from([sys.float_info.max, -sys.float_info.max, 5e-324]),
+}
+
+
+@settings(max_examples=50, deadline=None)
+@given(data=st.data(), dtype=st.sampled_from(["float32", "float64"]), cuts=cuts_of(4))
+def test_finite_input_never_gives_nan(data, dtype, cuts):
+    values = data.draw(st.lists(FINITE[dtype], min_size=16, max_size=16))
+    x, y = torch.tensor(values, dtype=getattr(torch, dtype)).view(2, 4, 2)
+    found = similarity(x, y, cuts)
+    assert 0.0 <= found.cka <= 1.0
+    assert found.mse >= 0.0
+
+
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.float32, 1e35), (torch.float32, 1e-35), (torch.float64, 1e300)])
+@pytest.mark.parametrize("cuts", [(), (3, 20)])
+def test_hidden_states_whose_squares_are_out_of_range(dtype, scale, cuts):
+    x, y = pair(30, 6)
+    expected = oracle.cka(x.numpy(), y.numpy())
+    assert similarity((scale * x).to(dtype), y.to(dtype), cuts).cka == pytest.approx(expected, rel=TOLERANCE[dtype])
+
+
+def test_the_largest_doubles():
+    x = torch.tensor([[1.0], [-1.0], [1.0]], dtype=torch.float64) * sys.float_info.max
+    found = similarity(x, -x, (2,))
+    assert (found.mse, found.cka) == (math.inf, pytest.approx(1.0, abs=1e-12))
+
+
+@pytest.mark.parametrize("size", [1e30, 1e-30])
+def test_batches_of_very_different_size(size):
+    x, y = (side.float() for side in pair(30, 6))
+    x[10:20] *= size
+    expected = oracle.cka(x.double().numpy(), y.double().numpy())
+    assert similarity(x, y, (10, 20)).cka == pytest.approx(expected, rel=2e-6)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("token", [0, 12])
+def test_hidden_states_that_are_not_finite(bad, side, token):
+    sides = pair(30, 6)
+    sides[side][token, 3] = bad
+    found = similarity(*sides, (10, 20))
+    assert math.isnan(found.cka)
+    assert not math.isfinite(found.mse)
+
+
+def test_a_constant_stream_does_not_hide_what_is_not_finite():
+    x, y = torch.ones(4, 3), torch.full((4, 3), math.inf)
+    assert math.isnan(similarity(x, y).cka)
+    assert math.isnan(similarity(y, y).cka)
+
+
+@pytest.mark.parametrize("batches", [0, 1])
+def test_nothing_added_is_refused(batches):
+    found = StateSimilarity()
+    for _ in range(batches):
+        found.add(torch.empty(0, 4), torch.empty(0, 4))
+    with pytest.raises(ValueError, match="no hidden states were added"):
+        _ = found.mse
+    with pytest.raises(ValueError, match="no hidden states were added"):
+        _ = found.cka
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    found = similarity(torch.ones(2, 1), torch.ones(2, 1))
+    with pytest.raises(ValueError, match=r"shapes \(2, 3\) and \(3, 3\)"):
+        found.add(torch.ones(2, 3), torch.ones(3, 3))
+    with pytest.raises(ValueError, match="width 3 after batches of width 1"):
+        found.add(torch.ones(2, 3), torch.ones(2, 3))
+    assert found.mse == 0.0

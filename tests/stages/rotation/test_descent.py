@@ -1,0 +1,315 @@
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpt_prune.stages.rotation import descent as module
+from ckpt_prune.stages.rotation.descent import DescentSettings, learn_rotations, learn_shared_rotation
+from ckpt_prune.stages.rotation.importance import Term, objective
+from ckpt_prune.stages.rotation.orthogonal import RETRACTIONS, near_identity
+from tests.problems import BACKBONES, make_block, orthogonal
+
+WHOLE = {"hidden": 10, "kv_heads": 2, "head_dim": 3}
+R1_ONLY = {"hidden": 10, "kv_heads": None, "head_dim": None}
+R2_ONLY = {"hidden": None, "kv_heads": 2, "head_dim": 3}
+
+
+def quick(steps=15, **rest) -> DescentSettings:
+    return DescentSettings(steps=steps, **rest)
+
+
+def defect(q) -> float:
+    return float((q.mT @ q - torch.eye(q.shape[-1], dtype=q.dtype)).abs().amax())
+
+
+def planted(d=24, seed=0) -> list[Term]:
+    """Sparse weights seen through a random rotation: turned back, a tenth of each row is left."""
+    g = torch.Generator().manual_seed(seed)
+    turn = orthogonal(d, d, seed=seed)
+    sparse = torch.randn(4 * d, d, generator=g).double() * (torch.rand(4 * d, d, generator=g) < 0.1)
+    sparse[:, 0] += 0.1
+    return [Term("w", sparse @ turn.T, None, None, "residual")], turn
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    seed=st.integers(0, 10**6),
+    backbone=st.sampled_from(BACKBONES),
+    method=st.sampled_from(sorted(RETRACTIONS)),
+    rate=st.sampled_from([None, 1e-3, 3.0]),
+    jitter=st.sampled_from([0.0, 0.3]),
+    sizes=st.sampled_from([WHOLE, R1_ONLY, R2_ONLY]),
+)
+def test_never_worse_than_no_rotation_and_says_what_it_returns(seed, backbone, method, rate, jitter, sizes):
+    terms = make_block(seed).terms(backbone)
+    training = quick(8, method=method, learning_rate=rate, jitter=jitter, seed=seed)
+    learned = learn_rotations(terms, backbone, **sizes, training=training, device="cpu")
+    assert learned.entropy_after <= learned.entropy_before
+    identities = (
+        (None if learned.residual is None else torch.eye(10).double()),
+        (None if learned.heads is None else torch.eye(3).double().expand(2, 3, 3)),
+    )
+    assert learned.entropy_before == pytest.approx(float(objective(terms, backbone, *identities)), rel=1e-12)
+    assert learned.entropy_after == pytest.approx(
+        float(objective(terms, backbone, learned.residual, learned.heads)), rel=1e-12
+    )
+    # The best of what was met, or the identity.
+    assert learned.entropy_after == pytest.approx(min(*learned.curve, learned.entropy_before), rel=1e-4)
+    for rotation, asked, shape in ((learned.residual, "hidden", (10, 10)), (learned.heads, "kv_heads", (2, 3, 3))):
+        assert (rotation is None) == (sizes[asked] is None)
+        if rotation is not None:
+            assert rotation.shape == shape
+            assert rotation.dtype == torch.float64
+            assert defect(rotation) < 1e-12
+
+
+@pytest.mark.parametrize("method", RETRACTIONS)
+@pytest.mark.parametrize("backbone", BACKBONES)
+def test_lowers_the_entropy(backbone, method):
+    terms = make_block().terms(backbone)
+    seen = []
+    learned = learn_rotations(
+        terms, backbone, **WHOLE, training=quick(40, method=method), device="cpu", progress=lambda *at: seen.append(at)
+    )
+    assert learned.entropy_after < 0.95 * learned.entropy_before
+    assert learned.steps == 40
+    assert seen == list(enumerate(learned.curve))
+    assert learned.curve[0] == pytest.approx(learned.entropy_before, rel=1e-5)
+    assert min(learned.curve) == pytest.approx(learned.entropy_after, rel=1e-5)
+    other = learn_rotations(terms, backbone, **R2_ONLY, training=quick(40, method=method), device="cpu")
+    assert other.entropy_before < learned.entropy_before
+    assert other.entropy_after < other.entropy_before
+
+
+def test_finds_a_planted_rotation_and_both_methods_agree():
+    terms, turn = planted()
+    sizes = {"hidden": 24, "kv_heads": None, "head_dim": None}
+    planted_entropy = float(objective(terms, "magnitude", turn, None))
+    found = {
+        method: learn_rotations(
+            terms, "magnitude", **sizes, training=DescentSettings(steps, method, rate, patience=10**6), device="cpu"
+        )
+        for method, steps, rate in (("cayley", 300, None), ("qr", 1000, None))
+    }
+    before = found["qr"].entropy_before
+    assert planted_entropy < 0.6 * before
+    for learned in found.values():
+        assert learned.entropy_after < 1.05 * planted_entropy
+    assert found["cayley"].entropy_after < 1.02 * found["qr"].entropy_after
+
+
+@pytest.mark.parametrize("method", RETRACTIONS)
+def test_preserves_a_direction_exactly(method):
+    u = torch.ones(10)
+    terms = make_block().terms("wanda")
+    learned = learn_rotations(
+        terms, "wanda", **WHOLE, training=quick(method=method, jitter=0.1), device="cpu", preserve=u
+    )
+    assert learned.entropy_after < learned.entropy_before
+    assert float((learned.residual @ u.double() - 1).abs().amax()) < 1e-13
+    assert defect(learned.residual) < 1e-13
+
+
+def test_the_same_again_and_another_seed():
+    terms = make_block().terms("wanda")
+
+    def run(**changes):
+        return learn_rotations(terms, "wanda", **WHOLE, training=quick(**changes), device="cpu")
+
+    plain = run()
+    assert torch.equal(plain.residual, run().residual)
+    assert torch.equal(plain.residual, run(seed=1).residual)
+    jittered = run(jitter=0.05)
+    assert torch.equal(jittered.residual, run(jitter=0.05).residual)
+    assert not torch.equal(jittered.residual, run(jitter=0.05, seed=1).residual)
+    assert not torch.equal(jittered.residual, plain.residual)
+
+
+def test_jitter_leaves_a_start_without_a_gradient():
+    """All weights are as important: the entropy is at its maximum, and would be zero turned by the matrix itself."""
+    pair = torch.tensor([[1.0, 1.0], [1.0, -1.0]]).double()
+    terms = [Term("w", torch.kron(pair, pair), None, None, "residual")]
+    sizes = {"hidden": 4, "kv_heads": None, "head_dim": None}
+    stuck = learn_rotations(terms, "magnitude", **sizes, training=quick(60), device="cpu", dtype=torch.float64)
+    free = learn_rotations(
+        terms, "magnitude", **sizes, training=quick(60, jitter=0.05), device="cpu", dtype=torch.float64
+    )
+    assert torch.equal(stuck.residual, torch.eye(4).double())
+    assert free.entropy_after < 0.5 * stuck.entropy_after
+
+
+def test_no_steps_is_no_rotation():
+    terms = make_block().terms("wanda")
+    learned = learn_rotations(terms, "wanda", **WHOLE, training=DescentSettings(steps=0), device="cpu")
+    assert torch.equal(learned.residual, torch.eye(10).double())
+    assert torch.equal(learned.heads, torch.eye(3).double().expand(2, 3, 3))
+    assert learned.steps == 0
+    assert len(learned.curve) == 1
+
+
+def test_stops_early():
+    terms = make_block().terms("wanda")
+    one = learn_rotations(
+        terms, "wanda", **WHOLE, training=DescentSettings(steps=200, patience=5, tolerance=0.9), device="cpu"
+    )
+    assert one.steps == 5
+    long = learn_rotations(
+        terms, "wanda", **WHOLE, training=DescentSettings(steps=300, patience=20, tolerance=1e-4), device="cpu"
+    )
+    assert 20 < long.steps < 300
+    best_before = min(long.curve[: long.steps - 20 + 1])
+    assert best_before - min(long.curve) <= 1e-4 * min(long.curve)
+
+
+def test_a_loss_that_is_not_finite_stops_training(monkeypatch):
+    terms = make_block().terms("wanda")
+    calls = []
+
+    def breaks(*arguments, **options):
+        calls.append(1)
+        return objective(*arguments, **options) * (float("nan") if len(calls) > 4 * len(terms) else 1)
+
+    monkeypatch.setattr(module, "objective", breaks)
+    monkeypatch.setattr(module._Loss, "__call__", _only_training(module._Loss.__call__, calls))
+    learned = learn_rotations(terms, "wanda", **WHOLE, training=quick(), device="cpu")
+    assert learned.steps == 4
+    assert learned.curve[4] != learned.curve[4]
+    assert learned.entropy_after == pytest.approx(min(learned.curve[:4]), rel=1e-5)
+    assert learned.entropy_after < learned.entropy_before
+
+
+def _only_training(call, calls):
+    """Measuring in float64 is left whole."""
+
+    def wrapped(self, *args, **kwargs):
+        before = list(calls)
+        if self.dtype == torch.float64:
+            calls.clear()
+        found = call(self, *args, **kwargs)
+        if self.dtype == torch.float64:
+            calls[:] = before
+        return found
+
+    return wrapped
+
+
+def test_weights_that_are_not_finite_give_the_identity():
+    terms = [replace(term, weight=term.weight * float("inf")) for term in make_block().terms("wanda")]
+    learned = learn_rotations(terms, "wanda", **WHOLE, training=quick(), device="cpu")
+    assert torch.equal(learned.residual, torch.eye(10).double())
+    assert learned.steps == 0
+
+
+def test_nothing_to_learn():
+    terms = make_block().terms("wanda")
+    with pytest.raises(ValueError, match="neither"):
+        learn_rotations(terms, "wanda", hidden=None, kv_heads=None, head_dim=None, training=quick(), device="cpu")
+    with pytest.raises(ValueError, match="how many and their size"):
+        learn_rotations(terms, "wanda", hidden=10, kv_heads=2, head_dim=None, training=quick(), device="cpu")
+    with pytest.raises(ValueError, match="steps"):
+        DescentSettings(steps=-1)
+    with pytest.raises(ValueError, match="patience"):
+        DescentSettings(patience=0)
+
+
+@pytest.mark.parametrize("method", RETRACTIONS)
+def test_one_rotation_for_all_blocks(method):
+    blocks = [make_block(seed) for seed in range(3)]
+    learned = learn_shared_rotation(
+        3, lambda i: blocks[i].terms("wanda"), "wanda", **WHOLE, training=quick(40, method=method), device="cpu"
+    )
+    assert learned.residual.shape == (10, 10)
+    assert learned.heads.shape == (3, 2, 3, 3)
+    assert not torch.equal(learned.heads[0], learned.heads[1])
+    total = sum(
+        float(objective(block.terms("wanda"), "wanda", learned.residual, heads))
+        for block, heads in zip(blocks, learned.heads, strict=True)
+    )
+    assert learned.entropy_after == pytest.approx(total, rel=1e-12)
+    assert learned.entropy_after < 0.97 * learned.entropy_before
+
+
+def test_shared_gradient_is_that_of_the_whole_sum():
+    """The same block twice, in one and in two: one R1 sees the same loss, twice."""
+    block = make_block()
+    one = learn_rotations(
+        block.terms("wanda"), "wanda", **R1_ONLY, training=quick(clip=None), device="cpu", dtype=torch.float64
+    )
+    two = learn_shared_rotation(
+        2,
+        lambda _: block.terms("wanda"),
+        "wanda",
+        **R1_ONLY,
+        training=quick(clip=None),
+        device="cpu",
+        dtype=torch.float64,
+    )
+    assert two.entropy_after == pytest.approx(2 * one.entropy_after)
+    torch.testing.assert_close(one.residual, two.residual, atol=1e-6, rtol=0)
+
+
+def test_shared_holds_one_block_at_a_time():
+    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    most = 0
+
+    def terms_of(index):
+        nonlocal most
+        terms = make_block(index).terms("wanda")
+        alive.update(term.weight for term in terms)
+        most = max(most, len(alive))
+        return terms
+
+    learn_shared_rotation(4, terms_of, "wanda", **WHOLE, training=quick(2), device="cpu")
+    # Of the block before, the last term of the loop may still be there.
+    assert most <= len(make_block().weights) + 1
+
+
+def test_rates():
+    assert [DescentSettings(steps=4, method="qr").rate(step) for step in range(4)] == [0.01] * 4
+    cayley = [DescentSettings(steps=4, learning_rate=1.0).rate(step) for step in range(4)]
+    assert cayley == pytest.approx([1.0, 0.8535534, 0.5, 0.1464466])
+
+
+def test_terms_are_left_as_they_are():
+    terms = make_block().terms("sparsegpt")
+    copies = [term.weight.clone() for term in terms]
+    learn_rotations(terms, "sparsegpt", **WHOLE, training=quick(3), device="cpu")
+    assert all(torch.equal(term.weight, copy) for term, copy in zip(terms, copies, strict=True))
+    assert near_identity((3, 3), 0.0, torch.Generator()).equal(torch.eye(3).double())
+
+
+@pytest.mark.parametrize("method", sorted(RETRACTIONS))
+def test_bfloat16_learns_and_is_orthogonal_in_float64(method):
+    """What is optimised stays wide, so that rotations are as orthogonal as in float32."""
+    terms, _ = planted()
+    found = [
+        learn_rotations(
+            terms,
+            "magnitude",
+            hidden=24,
+            kv_heads=None,
+            head_dim=None,
+            training=quick(60, method=method),
+            device="cpu",
+            dtype=dtype,
+        )
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    assert defect(found[1].residual) < 1e-12
+    gained = [each.entropy_before - each.entropy_after for each in found]
+    assert gained[1] > 0.9 * gained[0] > 0
+
+
+def test_groups_are_concentrated_where_they_are_asked_for():
+    terms, _ = planted()
+    sizes = {"hidden": 24, "kv_heads": None, "head_dim": None}
+    lines, groups = (
+        learn_rotations(terms, "magnitude", **sizes, training=quick(60), device="cpu", groups=each)
+        for each in (None, 4)
+    )
+    loss = [float(objective(terms, "magnitude", each.residual, None, groups=4)) for each in (lines, groups)]
+    assert groups.entropy_after == pytest.approx(loss[1], rel=1e-12)
+    assert loss[1] < loss[0]

@@ -1,0 +1,153 @@
+import pytest
+import torch
+from torch import Tensor
+
+from ckpt_prune.stages.rotation.orthogonal import (
+    RETRACTIONS,
+    clip_slopes,
+    identity,
+    make_rotator,
+    near_identity,
+    orthonormalise,
+)
+from tests.problems import orthogonal
+
+
+def defect(q: Tensor) -> float:
+    """‖QᵀQ − I‖, the largest of a batch."""
+    return float((q.mT @ q - torch.eye(q.shape[-1], dtype=q.dtype)).norm(dim=(-2, -1)).amax())
+
+
+def descend(found, target: Tensor, steps: int, rate: float) -> None:
+    """Towards the orthogonal matrix nearest a target: L = −tr(Qᵀ T)."""
+    for step in range(steps):
+        found.step(found.slope(-target), rate * (1 - step / steps))
+
+
+@pytest.mark.parametrize("batch", [(), (3,), (2, 3)])
+@pytest.mark.parametrize("method", RETRACTIONS)
+def test_starts_where_it_is_told_and_goes_to_the_minimum(method, batch):
+    start = orthogonal(*batch, 4, 4, seed=1)
+    start[..., 0] *= start.det().sign()[..., None]
+    target = start @ torch.linalg.matrix_exp(torch.randn(4, 4, dtype=torch.float64).triu(1).sub_(0).mul(0.5))
+    target = torch.linalg.qr(target)[0] * torch.linalg.qr(target)[1].diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
+    target[..., 0] *= (target.det() * start.det()).sign()[..., None]
+    found = make_rotator(method, start)
+    torch.testing.assert_close(found.rotation(), start)
+    descend(found, target, 300, 0.1)
+    assert defect(found.rotation()) < 1e-8
+    torch.testing.assert_close(found.rotation(), target, atol=1e-2, rtol=0)
+
+
+@pytest.mark.parametrize("method", RETRACTIONS)
+def test_a_step_is_down_whatever_the_clip(method):
+    start, target = orthogonal(6, 6, seed=3), orthogonal(6, 6, seed=4)
+    ends = []
+    for clip in (None, 1.0, 1e-3):
+        found = make_rotator(method, start)
+        found.step(*clip_slopes([found.slope(-target)], clip), 1e-3)
+        assert float((found.rotation() * target).sum()) > float((start * target).sum())
+        ends.append(found.rotation())
+    # Adam does not see the scale of a first gradient; its epsilon does, a little.
+    torch.testing.assert_close(ends[0], ends[2], atol=1e-5, rtol=0)
+
+
+def test_the_first_step_turns_every_pair_of_axes_by_the_rate():
+    found = make_rotator("cayley", identity((5, 5), dtype=torch.float64))
+    found.step(found.slope(orthogonal(5, 5, seed=6)), 1e-3)
+    angles = (found.rotation() - found.rotation().T)[*torch.triu_indices(5, 5, 1)].abs() / 2
+    torch.testing.assert_close(angles, torch.full((10,), 1e-3).double(), rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("method", RETRACTIONS)
+def test_clip_bounds_what_one_large_gradient_weighs(method):
+    """After a huge gradient, unclipped Adam all but stands still; clipped, it follows the next ones."""
+    target = orthogonal(5, 5, seed=5)
+    moved = {}
+    for clip in (None, 1.0):
+        found = make_rotator(method, identity((5, 5), dtype=torch.float64))
+        found.step(*clip_slopes([found.slope(-1e6 * orthogonal(5, 5, seed=6))], clip), 0.0)
+        for _ in range(30):
+            found.step(*clip_slopes([found.slope(-target)], clip), 1e-3)
+        moved[clip] = float((found.rotation() * target).sum() - target.trace())
+    assert moved[1.0] > 0.01
+    assert abs(moved[None]) < abs(moved[1.0])
+
+
+def test_several_slopes_are_clipped_together():
+    slopes = [torch.full((2, 2), 3.0), torch.full((1, 4, 4), -1.0).double()]  # norms 6 and 4
+    short = clip_slopes(slopes, 1.0)
+    for one, other in zip(short, slopes, strict=True):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(one, other / 52**0.5)
+    for clip in (None, 8.0):
+        assert all(torch.equal(one, other) for one, other in zip(clip_slopes(slopes, clip), slopes, strict=True))
+    assert torch.equal(*clip_slopes([torch.zeros(2, 2)], 1.0), torch.zeros(2, 2))
+
+
+@pytest.mark.parametrize("method", RETRACTIONS)
+@pytest.mark.parametrize("shape", [(24, 24), (3, 8, 8)])
+def test_stays_orthogonal_in_float32_for_2000_steps(method, shape):
+    found = make_rotator(method, identity(shape, dtype=torch.float32))
+    g = torch.Generator().manual_seed(0)
+    for _ in range(2000):
+        found.step(found.slope(torch.randn(shape, generator=g)), 0.05)
+    assert found.rotation().dtype == torch.float32
+    assert float((found.rotation() - identity(shape, dtype=torch.float32)).norm()) > 0.1
+    assert defect(found.rotation()) < 1e-5
+
+
+@pytest.mark.parametrize("method", RETRACTIONS)
+@pytest.mark.parametrize(
+    "direction", [torch.ones(9), torch.eye(9)[0], -3 * torch.eye(9)[0], torch.arange(-4.0, 5.0)], ids=str
+)
+def test_preserves_a_direction(method, direction):
+    u = direction.double()
+    found = make_rotator(method, identity((9, 9), dtype=torch.float32), preserve=direction)
+    torch.testing.assert_close(found.rotation(), torch.eye(9))
+    g = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        found.step(found.slope(torch.randn(9, 9, generator=g)), 0.05)
+    q = found.rotation()
+    assert float((q - torch.eye(9)).norm()) > 0.1
+    torch.testing.assert_close(q @ direction, direction, atol=1e-5, rtol=0)
+    exact = orthonormalise(q, direction)
+    torch.testing.assert_close(exact @ u, u, atol=1e-14, rtol=1e-14)
+    assert defect(exact) < 1e-13
+    torch.testing.assert_close(exact, q.double(), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("method", RETRACTIONS)
+def test_preserving_still_reaches_the_minimum_of_the_complement(method):
+    u = torch.arange(1.0, 7.0).double()
+    target = near_identity((6, 6), 0.3, torch.Generator().manual_seed(0), preserve=u)
+    found = make_rotator(method, identity((6, 6), dtype=torch.float64), preserve=u)
+    descend(found, target, 300, 0.05)
+    torch.testing.assert_close(found.rotation(), target, atol=1e-3, rtol=0)
+
+
+def test_a_direction_must_be_one():
+    with pytest.raises(ValueError, match="zero"):
+        make_rotator("cayley", torch.eye(3), preserve=torch.zeros(3))
+
+
+@pytest.mark.parametrize("shape", [(7, 7), (2, 3, 3)])
+def test_orthonormalised_is_the_nearest(shape):
+    q = orthogonal(*shape, seed=7)
+    nearby = (q + 1e-3 * torch.randn(shape, generator=torch.Generator().manual_seed(0))).float()
+    found = orthonormalise(nearby)
+    u, _, v = torch.linalg.svd(nearby.double())
+    torch.testing.assert_close(found, u @ v, atol=1e-12, rtol=0)
+    assert found.dtype == torch.float64
+    assert defect(found) < 1e-13
+
+
+def test_near_identity():
+    u = torch.ones(30).double()
+    one, again, other = (near_identity((30, 30), 1e-2, torch.Generator().manual_seed(s), preserve=u) for s in (0, 0, 1))
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)
+    torch.testing.assert_close(one @ u, u)
+    assert defect(one) < 1e-12
+    angles = near_identity((5, 30, 30), 1e-2, torch.Generator().manual_seed(0)) - torch.eye(30)
+    assert 0.8e-2 < float(angles.square().mean().sqrt()) < 1.2e-2
