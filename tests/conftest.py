@@ -33,9 +33,9 @@ QUICK = (
     "compensation/test_*.py",
     "containers/test_containers.py",
     "planning/test_[brs]*.py",  # budgets, recipes, selection, sizes
-    "recovery/test_similarity.py",
+    "stages/recovery/test_similarity.py",
     "reporting/test_*.py",
-    "rotations/test_[ai]*.py",  # absorbing, importance
+    "stages/rotation/test_[ai]*.py",  # absorbing, importance
     "scoring/test_*.py",
     "sparsity/test_*.py",
     "test_do*.py",  # documents; devices run whole commands twice

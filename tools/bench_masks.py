@@ -101,8 +101,10 @@ def run_subject(subject: Subject, args: argparse.Namespace, done: set[str]) -> N
                         print(f"{key}: {error}", flush=True)
                         continue
                     with (
-                        mock.patch.object(rotations, "learn", Remembered(rotations.learn, one)),
-                        mock.patch.object(rotations, "learn_shared", Remembered(rotations.learn_shared, all_)),
+                        mock.patch.object(rotations, "learn_rotations", Remembered(rotations.learn_rotations, one)),
+                        mock.patch.object(
+                            rotations, "learn_shared_rotation", Remembered(rotations.learn_shared_rotation, all_)
+                        ),
                     ):
                         report = run_job(settled, Path(scratch) / "out", overwrite=True).report.data()
                     note: dict[str, Any] = {"method": method, "pattern": pattern, "rotation": kind}

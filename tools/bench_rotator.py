@@ -21,9 +21,10 @@ from transformers import AutoModelForCausalLM
 from ckpt_prune.job.names import Backbone
 from ckpt_prune.job.names import RetractionName as MethodName
 from ckpt_prune.measure.samples.text import load_tokenizer, read_text, tokenise_text
-from ckpt_prune.stages.rotation.descent import DescentSettings
+from ckpt_prune.stages.rotation.descent import CLIP, learning_rate
 from ckpt_prune.stages.rotation.importance import Side, Term, objective, sensitivity
 from ckpt_prune.stages.rotation.orthogonal import RETRACTIONS, clip_slopes, identity, make_rotator
+from ckpt_prune.stages.rotation.stage import Rotation
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
@@ -43,7 +44,11 @@ class Run:
     """One method on one problem, a step at a time, its own clock running only meanwhile."""
 
     def __init__(self, problem: Problem, method: MethodName, steps: int, device: str) -> None:
-        self.problem, self.method, self.training = problem, method, DescentSettings(steps=steps, method=method)
+        self.problem, self.method, self.training = (
+            problem,
+            method,
+            Rotation(kind="per-layer", steps=steps, retraction=method),
+        )
         self.device, self.seconds, self.entropies = device, [0.0], list[float]()
         shapes = [(problem.hidden, problem.hidden), problem.heads]
         self.rotators = [
@@ -69,9 +74,9 @@ class Run:
         if not self.done:
             both = zip(self.rotators, here, strict=True)
             moved = [(r, q.grad) for r, q in both if r is not None and q is not None and q.grad is not None]
-            slopes = clip_slopes([one.slope(gradient) for one, gradient in moved], self.training.clip)
+            slopes = clip_slopes([one.slope(gradient) for one, gradient in moved], CLIP)
             for (one, _), slope in zip(moved, slopes, strict=True):
-                one.step(slope, self.training.rate(len(self.entropies) - 1))
+                one.step(slope, learning_rate(self.training, len(self.entropies) - 1))
             if self.device.startswith("cuda"):
                 torch.cuda.synchronize()
             self.seconds.append(self.seconds[-1] + time.perf_counter() - start)

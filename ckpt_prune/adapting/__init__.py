@@ -1,1 +1,1 @@
-"""LoRA after pruning: adapters trained by peft on the model as a whole, merged into its weights."""
+"""Recover by LoRA: the runner. It waits for the one runner of all jobs (runner/)."""

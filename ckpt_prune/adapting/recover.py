@@ -1,4 +1,4 @@
-"""Recovering a pruned checkpoint by LoRA: trained whole, merged, written as any output."""
+"""Recover a pruned checkpoint by LoRA: trained whole, merged, written as any output."""
 
 import hashlib
 import json
@@ -38,17 +38,12 @@ _WEIGHT = ".weight"
 
 @dataclass(frozen=True)
 class LoraRequest:
-    """One pruned model and what its adapters are trained on.
+    """One pruned model and the samples for its adapters.
 
     Attributes:
-        pruned: what is recovered.
-        settings: of training.
-        lora: of the adapters.
-        samples: to train on.
-        examples: the same, with their loss.
+        examples: the samples with their loss.
         seed: of the adapters and the order of samples.
-        compute_dtype: that the model is held and run in.
-        device: where.
+        compute_dtype: in which the model is held and run.
     """
 
     pruned: Model
@@ -71,43 +66,32 @@ class LoraRequest:
 
 
 def modules_of(request: LoraRequest) -> dict[str, tuple[str, torch.dtype]]:
-    """Linear module of the loaded model → the tensor on disk that its weight is, and that tensor's type.
+    """Map linear modules of the loaded model to the tensor on disk that is their weight, and its type.
 
-    Raises:
-        UserError: transformers holds none of them as a tensor of its own.
+    Refuses a model of which transformers holds none as a tensor of its own.
     """
     model, raw = request.pruned, Checkpoint.open(request.pruned.checkpoint.path)
     tensors = {name: torch.empty(info.shape, dtype=info.dtype, device="meta") for name, info in raw.tensors.items()}
-    known = container_of(model).names()
-    found = {}
+    names = container_of(model).names()
+    modules = {}
     for block in request.settings.blocks(model.blocks):
         for name in trainable_tensors(model.family, block, tensors, request.settings.only):
-            parameters = known.parameters(name) if name.endswith(_WEIGHT) and tensors[name].numel() else ()
+            parameters = names.parameters(name) if name.endswith(_WEIGHT) and tensors[name].numel() else ()
             if len(parameters) == 1:
-                found[parameters[0].removesuffix(_WEIGHT)] = (name, tensors[name].dtype)
-    if not found:
+                modules[parameters[0].removesuffix(_WEIGHT)] = (name, tensors[name].dtype)
+    if not modules:
         raise UserError(f"{raw.path}: transformers holds its linear modules as others, which peft gives no adapters")
-    return found
+    return modules
 
 
 def recover_by_lora(request: LoraRequest, out: Path, *, overwrite: bool, announce: Announce) -> Report:
     """Train adapters on the whole model and write it with them merged. Shapes, dtypes, names and zeros stay.
 
-    Args:
-        request: what to do.
-        out: the folder to write.
-        overwrite: replace an existing output.
-        announce: told what is held in memory, and whether anything was gained.
-
-    Returns:
-        The report, as in the output's ckpt_prune.json.
-
-    Raises:
-        UserError: bad input; nothing is left behind.
+    Returns the report, as in the output's ckpt_prune.json. Nothing is left behind after an error.
     """
     require_peft()
     pruned = request.pruned.checkpoint
-    own, modules = report_of(pruned.path), modules_of(request)
+    report, modules = report_of(pruned.path), modules_of(request)
     # No run goes on with what another one has trained.
     kind = replace(OUTPUT_KIND, unfinished="asked")
     place = Staging(out, job=request.digest, overwrite=overwrite, kind=kind, wants=wanted_names(pruned))
@@ -126,29 +110,29 @@ def recover_by_lora(request: LoraRequest, out: Path, *, overwrite: bool, announc
             request.lora,
             rate=rate,
             seed=request.seed,
-            told=lambda epoch, loss: epochs.step(epoch, loss),
+            progress=lambda epoch, loss: epochs.step(epoch, loss),
         )
     del model
     if not adapted.weights:
         announce("no epoch was better on the held-out samples: the weights stay as they are")
     changed = {modules[name][0]: weight.cpu() for name, weight in adapted.weights.items()}
-    return _written(request, own, adapted, changed, place, stages, announce)
+    return _write(request, report, adapted, changed, place, stages, announce)
 
 
 def _memory(request: LoraRequest, modules: dict[str, tuple[str, torch.dtype]]) -> str:
     tensors = request.pruned.checkpoint.tensors
-    whole = sum(info.numel for info in tensors.values()) * request.compute_dtype.itemsize
+    model_bytes = sum(info.numel for info in tensors.values()) * request.compute_dtype.itemsize
     kept = sum(tensors[name].numel * dtype.itemsize for name, dtype in modules.values() if name in tensors)
     return (
-        f"LoRA holds the whole model, {human_bytes(whole + 2 * kept)} with its weights as they were and become, "
+        f"LoRA holds the whole model, {human_bytes(model_bytes + 2 * kept)} with its weights as they were and become, "
         f"and the activations of a batch of {request.settings.batch} (--accumulate for parts of it); --method laco "
         "holds one block"
     )
 
 
-def _written(
+def _write(
     request: LoraRequest,
-    own: Report | None,
+    source_report: Report | None,
     adapted: TrainedAdapters,
     changed: dict[str, torch.Tensor],
     place: Staging,
@@ -162,7 +146,7 @@ def _written(
     layout: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {name: {} for name in source.files}
     for name, info in source.tensors.items():
         layout[info.file][name] = (info.dtype, info.shape)
-    told = Adapters(
+    record = Adapters(
         rank=request.lora.rank,
         alpha=request.lora.alpha,
         lr=adapted.rate,
@@ -189,5 +173,5 @@ def _written(
         asides = [ROTATIONS] if (source.path / ROTATIONS).is_file() else []
         for name in asides:
             writer.copy(source.path / name)
-        report = report_of_adapters(own, request.pruned, container, told)
+        report = report_of_adapters(source_report, request.pruned, container, record)
         return publish(writer, report, container, request.pruned.checkpoint, [*layout, *asides], stages, announce)

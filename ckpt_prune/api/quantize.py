@@ -13,6 +13,7 @@ from ckpt_prune.stages.quantize.scheme import Format
 
 if TYPE_CHECKING:
     from ckpt_prune.measure.statistics.folder import Statistics
+    from ckpt_prune.stages.quantize.record import QuantizationRecord
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class QuantizedModel:
     """
 
     path: Path
-    record: "Quantised"
+    record: "QuantizationRecord"
 
     def data(self) -> dict[str, Any]:
         """As `--json` prints it."""

@@ -1,4 +1,4 @@
-"""What dropping some inputs of a projection costs, and how much of that the kept inputs can make up (CORP C.1)."""
+"""Cost of dropping some inputs of a projection, and how much of it the kept inputs can make up (CORP C.1)."""
 
 import math
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ckpt_prune.compensation.fit import dropped_indices
 from ckpt_prune.compensation.least_squares import solve
 from ckpt_prune.compensation.spectrum import EXACT_WIDTH
 from ckpt_prune.measure.moments.inputs import Moments
@@ -31,27 +32,19 @@ class SiteDiagnostics:
 
 
 def diagnose(weight: Tensor, moments: Moments, kept: Tensor, *, exact: int = EXACT_WIDTH) -> SiteDiagnostics:
-    """`SiteDiagnostics` of keeping the inputs `kept`.
+    """Return the `SiteDiagnostics` of keeping the inputs `kept`.
 
     Args:
         weight: W, (d_out, d), any floating dtype.
         moments: of the full input (d,), with a Gram, on the same device.
         kept: kept input indices, (k,) int64.
-        exact: kept inputs up to which a singular covariance is taken apart: 9 k³ flops, minutes at a width of 8192.
-            With more of them it is damped by what rounding has added to the eigenvalues of such a Gram, at least
-            `SLIGHT`, and the floor comes out a little too high.
-
-    Returns:
-        The diagnostics. rho2 is 1 and the floor 0 where nothing is dropped, or where what is dropped never varies.
-
-    Raises:
-        ValueError: `moments` has no Gram.
+        exact: largest number of kept inputs at which a singular covariance is decomposed: 9 k³ flops, minutes at a
+            width of 8192. Above it, the covariance is damped by what rounding has added to the eigenvalues of such a
+            Gram, at least `SLIGHT`, and the floor comes out a little too high.
     """
     if moments.gram is None:
         raise ValueError("diagnostics need second moments: collect statistics with a Gram")
-    is_dropped = torch.ones(moments.width, dtype=torch.bool, device=kept.device)
-    is_dropped[kept] = False
-    dropped = is_dropped.nonzero().squeeze(1)
+    dropped = dropped_indices(moments.width, kept)
     mean = moments.mean
     lost = weight[:, dropped].double()
     offset = lost @ mean[dropped]
@@ -69,18 +62,17 @@ def diagnose(weight: Tensor, moments: Moments, kept: Tensor, *, exact: int = EXA
     shared = covariance_with(kept)
     # The kept inputs predict W_D Σ_DK Σ_KK⁺ Σ_KD W_Dᵀ. The pseudo-inverse serves where Σ_KK is singular.
     rounding = torch.finfo(moments.gram.dtype).eps
-    predicted = _predicted(covariance, shared, exact, rounding) if kept.numel() else 0.0
+    predicted = _predict(covariance, shared, exact, rounding) if kept.numel() else 0.0
     floor = min(max(spread - predicted, 0.0), spread)
     return SiteDiagnostics(uncompensated, floor, 1.0 - floor / spread)
 
 
-def _predicted(covariance: Tensor, shared: Tensor, exact: int, rounding: float) -> float:
-    """tr(S Σ⁻¹ Sᵀ), or nearly so; the covariance is overwritten.
+def _predict(covariance: Tensor, shared: Tensor, exact: int, rounding: float) -> float:
+    """Return tr(S Σ⁻¹ Sᵀ), or nearly so; the covariance is overwritten.
 
     Args:
         covariance: Σ, (k, k) float64, of entries rounded by `rounding` of what they are, or less.
         shared: S, (d_out, k) float64.
-        exact: see `diagnose`.
         rounding: by random errors of that size a matrix gains eigenvalues of √k times it.
     """
     mean = covariance.diagonal().mean()

@@ -1,4 +1,4 @@
-"""What a closed form is given of one output projection, what it returns, and the error of that.
+"""Sums that a closed form is fitted to, its solution, and the error of a solution.
 
 See compensation/README.md, section 1.
 """
@@ -27,7 +27,7 @@ class Fit:
         count: N, tokens seen.
         sum: Σ x, (k,).
         target_sum: Σ y, (d_out,).
-        gram: Σ x xᵀ, (k, k), or None where only the vectors are known.
+        gram: Σ x xᵀ, (k, k), or None if only the vectors are known.
         cross: Σ y xᵀ, (d_out, k), or None.
         target_energy: Σ ‖y‖², or None.
         rounding: of the second moments' entries, as a share of √(Σ x_i² Σ x_j²): that of the type they were summed in.
@@ -42,25 +42,23 @@ class Fit:
     rounding: float = torch.finfo(torch.float64).eps
 
     def __add__(self, other: "Fit") -> "Fit":
-        """The fit of all tokens of both. It has second moments where both have them."""
         return self._combine(other, 1)
 
     def __sub__(self, other: "Fit") -> "Fit":
-        """The fit of these tokens without those of `other`, which must be among them."""
         return self._combine(other, -1)
 
     def _combine(self, other: "Fit", sign: int) -> "Fit":
         def tensors(a: Tensor | None, b: Tensor | None) -> Tensor | None:
             return None if a is None or b is None else torch.add(a, b, alpha=sign)
 
-        known = self.target_energy is not None and other.target_energy is not None
+        has_energy = self.target_energy is not None and other.target_energy is not None
         return Fit(
             self.count + sign * other.count,
             torch.add(self.sum, other.sum, alpha=sign),
             torch.add(self.target_sum, other.target_sum, alpha=sign),
             tensors(self.gram, other.gram),
             tensors(self.cross, other.cross),
-            (self.target_energy or 0.0) + sign * (other.target_energy or 0.0) if known else None,
+            (self.target_energy or 0.0) + sign * (other.target_energy or 0.0) if has_energy else None,
             max(self.rounding, other.rounding),
         )
 
@@ -75,21 +73,13 @@ class Fit:
         return self.target_sum / self.count
 
     def second_moments(self) -> tuple[Tensor, Tensor, float]:
-        """`gram`, `cross` and `target_energy`, none of them None.
-
-        Raises:
-            ValueError: this fit was made from vectors alone.
-        """
+        """Return `gram`, `cross` and `target_energy`; refuse a fit that was made from vectors alone."""
         if self.gram is None or self.cross is None or self.target_energy is None:
             raise ValueError("this needs second moments, and the fit has none: collect statistics with a Gram")
         return self.gram, self.cross, self.target_energy
 
-    def shifted(self, origin: Tensor, target_origin: Tensor) -> "Fit":
-        """The fit of the same tokens measured from other origins: x − `origin` (k,), y − `target_origin` (d_out,).
-
-        Raises:
-            ValueError: this fit has no second moments.
-        """
+    def shift_origin(self, origin: Tensor, target_origin: Tensor) -> "Fit":
+        """Measure the same tokens from other origins: x − `origin` (k,), y − `target_origin` (d_out,)."""
         gram, cross, energy = self.second_moments()
         moved, target_moved = self.sum - self.count * origin, self.target_sum - self.count * target_origin
         moved_gram = gram - torch.outer(self.sum, origin) - torch.outer(origin, moved)
@@ -107,13 +97,9 @@ class Fit:
             self.rounding * math.sqrt(grown),
         )
 
-    def centred(self) -> "Fit":
-        """The fit measured from its own means: `gram` is G − N μ μᵀ, `cross` is C − N μ_y μᵀ, both sums are zero.
-
-        Raises:
-            ValueError: this fit has no second moments.
-        """
-        return self.shifted(self.mean, self.target_mean)
+    def centre(self) -> "Fit":
+        """Measure from the tokens' own means: `gram` is G − N μ μᵀ, `cross` C − N μ_y μᵀ, both sums are zero."""
+        return self.shift_origin(self.mean, self.target_mean)
 
 
 @dataclass(frozen=True)
@@ -123,7 +109,7 @@ class Blend:
     See compensation/README.md, section 4.
 
     Attributes:
-        fit: the fit to W x.
+        fit: to W x.
         cross: Σ δ x_Kᵀ, (d_out, k) float64. None without drift: then every target is W x.
         sum: Σ δ, (d_out,) float64, or None.
         energy: Σ ‖δ‖².
@@ -137,11 +123,9 @@ class Blend:
     along: float = 0.0
 
     def __add__(self, other: "Blend") -> "Blend":
-        """The blend of all tokens of both."""
         return self._combine(other, 1)
 
     def __sub__(self, other: "Blend") -> "Blend":
-        """The blend of these tokens without those of `other`, which must be among them."""
         return self._combine(other, -1)
 
     def _combine(self, other: "Blend", sign: int) -> "Blend":
@@ -157,11 +141,7 @@ class Blend:
         )
 
     def at(self, share: float) -> Fit:
-        """The fit to W x + `share` δ.
-
-        Args:
-            share: α, 0 for the sequential target, 1 for the dense model's own residual stream.
-        """
+        """Return the fit to W x + `share` δ: 0 is the sequential target, 1 the dense model's own residual stream."""
         if share == 0 or self.cross is None or self.sum is None:
             return self.fit
         _, cross, energy = self.fit.second_moments()
@@ -175,11 +155,11 @@ class Blend:
 
 @dataclass(frozen=True)
 class Solution:
-    """What replaces a pruned projection.
+    """Weight and bias that replace those of a pruned projection.
 
     Attributes:
         weight: Ŵ, (d_out, k) float64.
-        bias: (d_out,) float64, to ADD to the projection's own bias; None where the method leaves the bias alone.
+        bias: (d_out,) float64, to ADD to the projection's own bias; None if the method leaves the bias alone.
         details: figures worth a line in a report, such as "scale" or "strength" (absolute, on the scale of Gram sums).
     """
 
@@ -188,16 +168,23 @@ class Solution:
     details: dict[str, float] = field(default_factory=dict)
 
 
+def keep_weights(weight_kept: Tensor, fit: Fit) -> Solution:
+    """Return W_K as it is."""
+    return Solution(weight_kept)
+
+
+def restore_mean(weight_kept: Tensor, fit: Fit) -> Solution:
+    """Return W_K and the bias that restores the mean output, μ_y − W_K μ_K (FLAP, VBP)."""
+    return Solution(weight_kept, fit.target_mean - weight_kept @ fit.mean)
+
+
 def fit_from_moments(weight: Tensor, moments: Moments, kept: Tensor) -> Fit:
-    """The fit whose target is the dense output y = W x and whose inputs are the kept ones of the same tokens.
+    """Fit the dense output y = W x on the kept inputs of the same tokens; without second moments if there is no Gram.
 
     Args:
         weight: W, (d_out, d), any floating dtype.
         moments: of the full input x (d,), on the same device as `weight`.
         kept: kept input indices, (k,) int64.
-
-    Returns:
-        A fit whose second moments are None where `moments` has no Gram.
     """
     wide = weight.double()
     total, target_sum = moments.sum[kept], wide @ moments.sum
@@ -207,8 +194,6 @@ def fit_from_moments(weight: Tensor, moments: Moments, kept: Tensor) -> Fit:
     gram = torch.empty(k, k, dtype=torch.float64, device=wide.device)
     cross = torch.empty(wide.shape[0], k, dtype=torch.float64, device=wide.device)
     energy = 0.0
-    is_dropped = torch.ones(width, dtype=torch.bool, device=wide.device)
-    is_dropped[kept] = False
     # tr(W G Wᵀ) needs W G for every column, and C for the kept ones alone. One pass over the rows of the symmetric G
     # gives both, and never makes a float64 copy of all of G.
     for part, rows in _chunks(kept):
@@ -216,7 +201,7 @@ def fit_from_moments(weight: Tensor, moments: Moments, kept: Tensor) -> Fit:
         gram[part] = block[:, kept]
         cross[:, part] = wide @ block.T
         energy += float((cross[:, part] * wide[:, rows]).sum())
-    for _, rows in _chunks(is_dropped.nonzero().squeeze(1)):
+    for _, rows in _chunks(dropped_indices(width, kept)):
         block = moments.gram[rows].double()
         energy += float(((wide @ block.T) * wide[:, rows]).sum())
     # Rounding of float32 tokens themselves adds its square to sums of any type.
@@ -225,9 +210,7 @@ def fit_from_moments(weight: Tensor, moments: Moments, kept: Tensor) -> Fit:
 
 
 def blend_from_moments(weight: Tensor, moments: Moments, kept: Tensor) -> Blend:
-    """The blend of every target from W x to the drift-correcting one, of the kept inputs.
-
-    Without `moments.drift` the only target is W x, and the blend is `from_moments` alone.
+    """Blend every target from W x to the drift-correcting one, on the kept inputs; W x alone if there is no drift.
 
     Args:
         weight: W, (d_out, d), any floating dtype.
@@ -239,25 +222,27 @@ def blend_from_moments(weight: Tensor, moments: Moments, kept: Tensor) -> Blend:
     if drift is None:
         return Blend(fit)
     along = sum(
-        float((own.double() * rows.double()).sum())
-        for own, rows in zip(torch.split(drift.cross, CHUNK), torch.split(weight, CHUNK), strict=True)
+        float((cross_rows.double() * weight_rows.double()).sum())
+        for cross_rows, weight_rows in zip(torch.split(drift.cross, CHUNK), torch.split(weight, CHUNK), strict=True)
     )
     return Blend(fit, drift.cross[:, kept].double(), drift.sum, drift.energy, along)
 
 
+def dropped_indices(width: int, kept: Tensor) -> Tensor:
+    """Return the indices below `width` that are not kept, ascending, int64."""
+    is_dropped = torch.ones(width, dtype=torch.bool, device=kept.device)
+    is_dropped[kept] = False
+    return is_dropped.nonzero().squeeze(1)
+
+
 def _chunks(indices: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Positions and values of `indices`, `CHUNK` at a time."""
     for start in range(0, indices.numel(), CHUNK):
         part = slice(start, start + CHUNK)
         yield part, indices[part]
 
 
 def squared_error(solution: Solution, fit: Fit) -> float:
-    """Σ ‖y − Ŵ x − b‖² over the tokens of `fit`, from its sums alone; never negative.
-
-    Raises:
-        ValueError: `fit` has no second moments.
-    """
+    """Return Σ ‖y − Ŵ x − b‖² over the tokens of `fit`, from its sums alone; never negative."""
     gram, cross, energy = fit.second_moments()
     weight = solution.weight
     value = energy + float(((weight @ gram - 2 * cross) * weight).sum())

@@ -1,4 +1,4 @@
-"""How far the logits of one text are from those of another, and what bounds the error there (CORP, Proposition C.2.3).
+"""Distance between the logits of two texts, and the bound on the error that follows (CORP, Proposition C.2.3).
 
 With G and h of the equations that the compensation of a head solves (CORP eq. 78-79) over N calibration samples, and G'
 and h' over N' others, the error of the fit on a sample of the others is at most, up to constants that the paper leaves
@@ -29,11 +29,11 @@ from ckpt_prune.measure.moments.rotary import RotaryMoments
 
 @dataclass(frozen=True)
 class HeadEquations:
-    """What the compensation of H heads solves, summed over samples, float64.
+    """Equations that the compensation of H heads solves, summed over samples, float64.
 
     Attributes:
         samples: N.
-        normal: of a head, its G, (n, n).
+        normal: head → its G, (n, n).
         rhs: h of every head, (H, n).
         dropped_energy: the error without compensation, (H,).
         energy: of the whole logits, (H,).
@@ -51,19 +51,14 @@ class HeadEquations:
 
     @classmethod
     def of_logits(cls, moments: LogitMoments, system: LogitSystem) -> "HeadEquations":
-        """Of CORP's M.
-
-        Args:
-            moments: of queries and keys.
-            system: of the same at the kept dimensions.
-        """
+        """Take the equations of CORP's M from moments of q and k, and their system at the kept dimensions."""
         size = system.kept.head_dim
         every = torch.eye(size**2, dtype=torch.float64, device=system.rhs.device).view(-1, size, size)
         diagonal = packed_positions(moments.head_dim, moments.device).diagonal()
         if moments.fourth is not None:
             products = moments.fourth[:, diagonal][:, :, diagonal].double()
         else:
-            queries, keys = (each[..., diagonal].double() for each in moments.grams())
+            queries, keys = (gram[..., diagonal].double() for gram in moments.grams())
             products = queries.mT @ keys
         return cls(
             moments.samples,
@@ -77,12 +72,7 @@ class HeadEquations:
 
     @classmethod
     def of_pairs(cls, moments: RotaryMoments, system: RotarySystem) -> "HeadEquations":
-        """Of the factors of rotary pairs.
-
-        Args:
-            moments: of the pairs.
-            system: of the same at the pairs that stay.
-        """
+        """Take the equations of the factors of rotary pairs from moments, and their system at the pairs that stay."""
         return cls(
             moments.samples,
             system.normal.__getitem__,
@@ -103,47 +93,47 @@ class HeadEquations:
 def measure_head_shift(
     calibration: HeadEquations, others: HeadEquations, floor: Tensor, strength: Tensor | None
 ) -> Shift:
-    """What is known of a site of attention logits on other samples than it was fitted on.
+    """Measure how a site of attention logits does on other samples than it was fitted on.
 
-    Of the result `covariances` is Σ ‖G/N − G'/N'‖₂ / Σ ‖G/N‖₂ over heads, `means` Σ ‖h/N − h'/N'‖² / Σ ‖h/N‖², and
-    `smallest` the least σ of any head, as a share of the mean diagonal entry of its G/N. Eigenvalues are left out where
+    In the result, `covariances` is Σ ‖G/N − G'/N'‖₂ / Σ ‖G/N‖₂ over heads, and `means` Σ ‖h/N − h'/N'‖² / Σ ‖h/N‖².
+    `smallest` is the least σ of any head, as a share of the mean diagonal entry of its G/N. Eigenvalues are left out if
     heads are not `narrow`.
 
     Args:
-        calibration: equations of the samples it was fitted on.
-        others: the same of the other samples.
+        calibration: of the samples it was fitted on.
+        others: of the other samples.
         floor: Σ J'* over these, of every head, (H,).
-        strength: λ of every head, (H,), absolute, on the scale of sums over samples; None where no bound is known,
-            because what was fitted does not solve these equations.
+        strength: λ of every head, (H,), absolute, on the scale of sums over samples; None if no bound is known, because
+            the fit does not solve these equations.
     """
     count = others.samples
     right = calibration.rhs / calibration.samples
     apart = (right - others.rhs / count).square().sum(1)
     size = float(right.square().sum())
-    told = Shift(
+    measured = Shift(
         uncompensated=float(others.dropped_energy.sum()) / count,
         floor=float(floor.sum()) / count,
         energy=float(others.energy.sum()) / count,
         means=float(apart.sum()) / size if size > 0 else math.inf,
     )
     if not calibration.narrow:
-        return told
+        return measured
     gap = norm = sampling = 0.0
     shares = []
     unknowns = right.shape[1]
     for head in range(len(right)):
-        own = calibration.normal(head) / calibration.samples
-        values = torch.linalg.eigvalsh(own)
+        normal = calibration.normal(head) / calibration.samples
+        values = torch.linalg.eigvalsh(normal)
         norm += float(values[-1])
-        gap += float(torch.linalg.eigvalsh(own - others.normal(head) / count).abs().max())
+        gap += float(torch.linalg.eigvalsh(normal - others.normal(head) / count).abs().max())
         if strength is None:
             continue
         least = float(values[0].clamp_min(0) + strength[head] / calibration.samples)
-        diagonal = float(own.diagonal().mean())
+        diagonal = float(normal.diagonal().mean())
         shares.append(least / diagonal if diagonal > 0 else 0.0)
         spread = unknowns * math.log(calibration.dimensions / DELTA) / calibration.samples
         sampling += float(calibration.radius[head]) * spread / least**2 if least > 0 else math.inf
-    told = replace(told, covariances=gap / norm if norm > 0 else math.inf)
+    measured = replace(measured, covariances=gap / norm if norm > 0 else math.inf)
     if strength is None:
-        return told
-    return replace(told, smallest=min(shares), sampling=sampling, shifting=gap + float(apart.sum()))
+        return measured
+    return replace(measured, smallest=min(shares), sampling=sampling, shifting=gap + float(apart.sum()))

@@ -19,7 +19,7 @@ LEAST = 1e-6
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What scores every strength and share on one fold: sums in the eigenbasis of the training tokens' Gram.
+    """Score of every strength and share on one fold: sums in the eigenbasis of the training tokens' Gram.
 
     The training tokens are those of all other folds. Decomposing their Gram is nearly all of the work. It depends
     neither on λ, nor on the share α of the drift, nor on where the weights shrink to. All tensors are float64, and k
@@ -38,8 +38,8 @@ class HeldOut:
         count: tokens of the fold.
         drift_mean: mean of δ over the training tokens, (d_out,). The mean restored at α = 1 is that much more than the
             one restored at α = 0. Zero without drift or without a bias.
-        lacking: z, (k,), where the training Gram is V (diag(v) − z zᵀ) Vᵀ: the basis is that of inputs measured from
-            zero. None where it is the eigenbasis.
+        lacking: z, (k,): the training Gram is V (diag(v) − z zᵀ) Vᵀ, because the basis is that of inputs measured from
+            zero. None if it is the eigenbasis.
     """
 
     values: Tensor
@@ -62,9 +62,6 @@ class HeldOut:
             train: blend of the training tokens, with second moments.
             fold: fit of other tokens. Its target is at α = 1 where `train` has drift.
             centred: whether a bias is fitted, by matching the training means.
-
-        Raises:
-            ValueError: either has no second moments.
         """
         seen, drift, drift_mean = train.fit, train.cross, torch.zeros_like(train.fit.target_sum)
         if centred:
@@ -73,7 +70,7 @@ class HeldOut:
                 drift = torch.addr(drift, train.sum, mean, alpha=-1)
                 drift_mean = train.sum / seen.count
                 target_mean = target_mean + drift_mean
-            seen, fold = seen.centred(), fold.shifted(mean, target_mean)
+            seen, fold = seen.centre(), fold.shift_origin(mean, target_mean)
         gram, cross, _ = seen.second_moments()
         fold_gram, fold_cross, energy = fold.second_moments()
         values, vectors = torch.linalg.eigh(gram)
@@ -92,14 +89,14 @@ class HeldOut:
             drift_mean,
         )
 
-    def centred(self, train: Blend) -> "HeldOut":
-        """As `of` gives it with `centred`, in the basis of this one, which was made without it: nothing is decomposed.
+    def with_bias(self, train: Blend) -> "HeldOut":
+        """Return the scores of fits with a bias, as `of` with `centred`, without another decomposition.
 
         Measured from the training mean μ of N tokens, their Gram lacks N μ μᵀ. Its inverse differs by the product of
         two vectors (Sherman and Morrison), which takes O(k² + d_out k) for each strength.
 
         Args:
-            train: the one that this was made with.
+            train: the blend that this was made with, without `centred`.
         """
         seen, count = train.fit, train.fit.count
         mean, target_mean = seen.mean @ self.vectors, seen.target_mean
@@ -110,7 +107,7 @@ class HeldOut:
             drift_mean = train.sum / count
         # Moments of turned inputs are moments like any.
         turned = Fit(self.count, self.sum, self.target_sum, self.gram, self.cross, self.energy)
-        fold = turned.shifted(mean, target_mean + drift_mean)
+        fold = turned.shift_origin(mean, target_mean + drift_mean)
         gram, cross, energy = fold.second_moments()
         return replace(
             self,
@@ -124,14 +121,14 @@ class HeldOut:
             lacking=mean * math.sqrt(count),
         )
 
-    def bears(self, strengths: Sequence[float]) -> bool:
-        """Whether `centred` loses no digits that matter under these strengths: none is next to nothing."""
+    def can_add_bias(self, strengths: Sequence[float]) -> bool:
+        """Whether `with_bias` loses no digits that matter under these strengths: none is next to nothing."""
         return min(strengths, default=0.0) > LEAST * float(self.values.mean())
 
     def errors(self, base: Tensor | None, strengths: Sequence[float], shares: Sequence[float]) -> Tensor:
-        """Σ ‖y − Ŵ x − b‖² over the fold, for every strength and share.
+        """Return Σ ‖y − Ŵ x − b‖² over the fold, for every strength and share.
 
-        Ŵ(λ, α) is what `least_squares.shrunk` gives for the training tokens, and b is the bias that fits it.
+        Ŵ(λ, α) is what `least_squares.shrink` gives for the training tokens, and b is the bias that fits it.
 
         Args:
             base: where the weights shrink to as λ grows, (d_out, k) float64; None for zero.
@@ -164,8 +161,8 @@ class HeldOut:
             slope = (pull * residual).sum(0) @ scales
             tilt = (pull.T @ gap * self.sum) @ scales
             if rank_one is not None:
-                slope += rank_one.product(i, residual @ rank_one.beside)
-                tilt += rank_one.product(i, torch.outer(gap, self.sum @ rank_one.beside))
+                slope += rank_one.product(i, residual @ rank_one.u)
+                tilt += rank_one.product(i, torch.outer(gap, self.sum @ rank_one.u))
             total -= 2 * torch.outer(slope, share**i) + 2 * torch.outer(tilt, lack * share**i)
             for j, other in enumerate(pulls[: i + 1]):
                 curve = (pull.T @ other).mul_(self.gram)
@@ -178,17 +175,19 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class _RankOne:
-    """What (diag(v + λ) − z zᵀ)⁻¹ is beside R = diag(v + λ)⁻¹: r u uᵀ with u = R z and r = 1 / (1 − z·u), for every λ.
+    """Difference r u uᵀ of (diag(v + λ) − z zᵀ)⁻¹ and R = diag(v + λ)⁻¹, for every λ.
+
+    u = R z and r = 1 / (1 − z·u).
 
     Attributes:
-        beside: u, (k, strengths).
+        u: u, (k, strengths).
         rate: r, (strengths,).
         along: P u of every pull P: each (d_out, strengths).
         across: P R Q u, with Q the fold's Gram.
         height: u·Q u, (strengths,).
     """
 
-    beside: Tensor
+    u: Tensor
     rate: Tensor
     along: tuple[Tensor, ...]
     across: tuple[Tensor, ...]
@@ -196,22 +195,22 @@ class _RankOne:
 
     @classmethod
     def of(cls, lacking: Tensor, scales: Tensor, gram: Tensor, pulls: Sequence[Tensor]) -> "_RankOne":
-        """Of z, 1 / (v + λ) as columns, Q and the pulls."""
-        beside = scales * lacking[:, None]
-        seen = gram @ beside
+        """Make it from z, 1 / (v + λ) as columns, Q and the pulls."""
+        u = scales * lacking[:, None]
+        seen = gram @ u
         return cls(
-            beside,
-            1 / (1 - lacking @ beside),
-            tuple(pull @ beside for pull in pulls),
+            u,
+            1 / (1 - lacking @ u),
+            tuple(pull @ u for pull in pulls),
             tuple(pull @ (scales * seen) for pull in pulls),
-            (beside * seen).sum(0),
+            (u * seen).sum(0),
         )
 
     def product(self, index: int, other: Tensor) -> Tensor:
-        """The sum r Σ (P u) ∘ `other`, (strengths,)."""
+        """Return r Σ (P u) ∘ `other`, (strengths,)."""
         return self.rate * (self.along[index] * other).sum(0)
 
     def square(self, i: int, j: int) -> Tensor:
-        """What tr(P_i H Q H P_jᵀ) has beside tr(P_i R Q R P_jᵀ), H being the inverse: (strengths,)."""
+        """Return tr(P_i H Q H P_jᵀ) − tr(P_i R Q R P_jᵀ), H being the whole inverse: (strengths,)."""
         crossed = self.along[i] * self.across[j] + self.across[i] * self.along[j]
         return self.rate * (crossed.sum(0) + self.rate * self.height * (self.along[i] * self.along[j]).sum(0))

@@ -15,16 +15,11 @@ RELATIVE_CUTOFF = 1e-12
 
 
 def solve(matrix: Tensor, right: Tensor) -> Tensor:
-    """`right` times the inverse of a symmetric positive semi-definite `matrix`, or times the pseudo-inverse of it.
-
-    The pseudo-inverse is taken where `matrix` is singular.
+    """Return `right` times the inverse of a symmetric positive semi-definite `matrix`, or times its pseudo-inverse.
 
     Args:
         matrix: (n, n) float64; only one triangle need be exact.
         right: (m, n) float64.
-
-    Returns:
-        (m, n) float64.
     """
     factor, failed = torch.linalg.cholesky_ex(matrix)
     pivots = factor.diagonal().square()
@@ -38,37 +33,23 @@ def solve(matrix: Tensor, right: Tensor) -> Tensor:
 
 
 def reciprocals(values: Tensor) -> Tensor:
-    """Eigenvalues of the pseudo-inverse of a positive semi-definite matrix, (n,), from its own.
-
-    They are 1 / `values`, and 0 where a value is below `RELATIVE_CUTOFF` of the largest.
-    """
+    """Return eigenvalues of the pseudo-inverse, (n,): 1 / `values`, and 0 below `RELATIVE_CUTOFF` of the largest."""
     used = values > RELATIVE_CUTOFF * values.abs().amax()
     return torch.where(used, 1 / torch.where(used, values, 1.0), 0.0)
 
 
 def least_squares(weight_kept: Tensor, fit: Fit) -> Solution:
-    """T W_K with T = C W_Kᵀ (W_K G W_Kᵀ)^†, the linear map of the pruned output nearest the target (RCPU v1 eq. 3-4).
-
-    Args:
-        weight_kept: W_K, (d_out, k) float64.
-        fit: with second moments.
-
-    Raises:
-        ValueError: `fit` has no second moments.
-    """
+    """Map the pruned output linearly to the target: T W_K with T = C W_Kᵀ (W_K G W_Kᵀ)^† (RCPU v1 eq. 3-4)."""
     gram, cross, _ = fit.second_moments()
     output_gram = weight_kept @ gram @ weight_kept.T
     return Solution(solve(output_gram, cross @ weight_kept.T) @ weight_kept)
 
 
-def shrunk(base: Tensor, fit: Fit, strength: float) -> Tensor:
-    """Argmin over Ŵ of Σ ‖y − Ŵ x‖² + λ ‖Ŵ − base‖², as base + (C − base G)(G + λ I)⁻¹; (d_out, k).
+def shrink(base: Tensor, fit: Fit, strength: float) -> Tensor:
+    """Minimise Σ ‖y − Ŵ x‖² + λ ‖Ŵ − base‖² over Ŵ, as base + (C − base G)(G + λ I)⁻¹; (d_out, k).
 
     This equals (C + λ base)(G + λ I)⁻¹. Written as a correction it leaves `base` alone wherever the tokens say nothing,
     also at λ = 0 with a singular G, and it loses no digits at a large λ.
-
-    Raises:
-        ValueError: `fit` has no second moments.
     """
     gram, cross, _ = fit.second_moments()
     penalised = gram.clone()
@@ -77,31 +58,20 @@ def shrunk(base: Tensor, fit: Fit, strength: float) -> Tensor:
 
 
 def ridge(weight_kept: Tensor, fit: Fit, strength: float) -> Solution:
-    """(C + λ W_K)(G + λ I)⁻¹, which tends to W_K as λ grows (RCPU eq. 4).
-
-    Raises:
-        ValueError: `fit` has no second moments.
-    """
-    return Solution(shrunk(weight_kept, fit, strength), details={"strength": strength})
+    """Return (C + λ W_K)(G + λ I)⁻¹, which tends to W_K as λ grows (RCPU eq. 4)."""
+    return Solution(shrink(weight_kept, fit, strength), details={"strength": strength})
 
 
 def affine(weight_kept: Tensor, fit: Fit, strength: float) -> Solution:
-    """Ridge on centred moments and the bias that matches the means, μ_y − Ŵ μ_K (CORP eq. 7-9).
+    """Fit ridge on centred moments and the bias that matches the means, μ_y − Ŵ μ_K (CORP eq. 7-9).
 
     CORP writes Ŵ = W_K + W_D Σ_DK (Σ_KK + λ I)⁻¹, which is algebraically the same. Its λ is per token in
     eq. 9, and beside a sum over tokens in its eq. 8 and 21-25: the two differ by the number of tokens.
-
-    Raises:
-        ValueError: `fit` has no second moments.
     """
-    weight = shrunk(weight_kept, fit.centred(), strength)
+    weight = shrink(weight_kept, fit.centre(), strength)
     return Solution(weight, fit.target_mean - weight @ fit.mean, {"strength": strength})
 
 
 def grail(weight_kept: Tensor, fit: Fit, strength: float) -> Solution:
-    """C (G + λ I)⁻¹, which tends to zero as λ grows (GRAIL).
-
-    Raises:
-        ValueError: `fit` has no second moments.
-    """
-    return Solution(shrunk(torch.zeros_like(weight_kept), fit, strength), details={"strength": strength})
+    """Return C (G + λ I)⁻¹, which tends to zero as λ grows (GRAIL)."""
+    return Solution(shrink(torch.zeros_like(weight_kept), fit, strength), details={"strength": strength})

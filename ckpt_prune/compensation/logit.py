@@ -1,16 +1,11 @@
-"""Logit compensation: kept dimensions of queries and keys make up for the dropped ones.
+"""Logit compensation: kept dimensions of queries and keys make up for the dropped ones (CORP eq. 14-16).
 
-See compensation/README.md, section 7.
+With S the kept and P the dropped dimensions of a head, A_b = Q_bᵀQ_b and B_b = K_bᵀK_b of sample b, M solves
 
-Let S be the kept and P the dropped dimensions of a head. Its logits are Q_S K_Sᵀ + Q_P K_Pᵀ. The M that brings
-Q_S M K_Sᵀ nearest to the lost Q_P K_Pᵀ over all samples b solves
+    Σ_b A_b[S,S] M B_b[S,S] + λ M = Σ_b A_b[S,P] B_b[P,S].
 
-    Σ_b A_b[S,S] M B_b[S,S] + λ M = Σ_b A_b[S,P] B_b[P,S],
-
-with A_b = Q_bᵀQ_b and B_b = K_bᵀK_b (CORP eq. 14-15). The two projections absorb I + M (eq. 16).
-
-CORP solves the d'² equations densely, which is d'⁶ work. This module solves them by conjugate gradients. Strengths are
-absolute in `solve_logit`: λ is added to sums over samples. `absolute_strength` converts a relative one.
+The two projections absorb I + M (compensation/README.md, section 7). CORP solves the d'² equations densely, which is
+d'⁶ work; here conjugate gradients do. λ is added to sums over samples, except in `absolute_logit_strength`.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,8 +16,10 @@ from operator import add
 import torch
 from torch import Tensor
 
+from ckpt_prune.compensation.fit import dropped_indices
 from ckpt_prune.compensation.least_squares import RELATIVE_CUTOFF
 from ckpt_prune.compensation.methods import Units
+from ckpt_prune.compensation.mixing import mix_dimensions, selection_matrix
 from ckpt_prune.measure.moments.logits import LogitForm, LogitMoments, packed_positions
 
 Operator = Callable[[Tensor], Tensor]
@@ -42,7 +39,7 @@ MAX_STEPS = 1000
 
 @dataclass(frozen=True)
 class StrengthChoice:
-    """The strength that is chosen, and the errors that it is chosen by.
+    """The best strength on held-out folds, and the errors that it was chosen by.
 
     Attributes:
         value: in the units of the grid. Of equal errors the larger strength wins: it changes the weights less.
@@ -81,12 +78,7 @@ class LogitSystem:
         return self.query_gram.diagonal(dim1=1, dim2=2).sum(1) / self.kept.head_dim**2
 
     def operator(self, head: int, dtype: torch.dtype = torch.float64) -> Operator:
-        """The operator of one head, laid out for many products. It holds memory of its own while it lives.
-
-        Args:
-            head: which.
-            dtype: of what it takes and returns, and of its products.
-        """
+        """Lay out the operator of one head for many products in `dtype`. It holds memory of its own while it lives."""
         size = self.kept.head_dim
         at = packed_positions(size, self.rhs.device)
         if self.kept.fourth is not None:
@@ -100,11 +92,10 @@ class LogitSystem:
         return lambda M: torch.stack([(queries @ one).view(size, -1) @ keys for one in M])
 
     def apply(self, M: Tensor) -> Tensor:
-        """Σ_b A_b[S,S] M B_b[S,S] for M (H, d', d') float64, head by head."""
+        """Return Σ_b A_b[S,S] M B_b[S,S] for M (H, d', d') float64, head by head."""
         return torch.cat([self.operator(head)(M[head : head + 1]) for head in range(self.kept.heads)])
 
     def __add__(self, other: "LogitSystem") -> "LogitSystem":
-        """The normal equations over the samples of both."""
         return LogitSystem(
             self.kept + other.kept,
             self.rhs + other.rhs,
@@ -116,26 +107,22 @@ class LogitSystem:
 
 
 def logit_system(moments: LogitMoments, kept: Tensor) -> LogitSystem:
-    """The normal equations of keeping the dimensions `kept` of each head.
+    """Build the normal equations of keeping the dimensions `kept` of each head.
 
     Args:
         moments: of the layer's queries and keys, in either form.
         kept: (H, d') int64, distinct, 1 <= d' <= d, on the moments' device.
-
-    Raises:
-        ValueError: `kept` is not (heads, d') with d' from 1 to the head's size.
     """
     return _system(moments, kept, _operator_form(moments.samples, kept.shape[1]))
 
 
 def full_system(moments: LogitMoments) -> LogitSystem:
-    """The system of keeping every dimension of each head: its operator is E ↦ Σ_b A_b E B_b."""
+    """Build the system of keeping every dimension of each head: its operator is E ↦ Σ_b A_b E B_b."""
     every = torch.arange(moments.head_dim, device=moments.device)
     return logit_system(moments, every.expand(moments.heads, -1))
 
 
 def _operator_form(samples: int, size: int) -> LogitForm:
-    """How the operator is held where the moments are per sample: with cheap products, in a size that fits."""
     return "fourth-order" if size <= DENSE_LIMIT and samples >= DENSE_FROM * size else "per-sample"
 
 
@@ -151,11 +138,9 @@ def _system(moments: LogitMoments, kept: Tensor, form: LogitForm) -> LogitSystem
 
 
 def _of_head(moments: LogitMoments, kept: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The attributes of a `LogitSystem` other than `kept`, for one head, in their order."""
+    """Return the attributes of a `LogitSystem` other than `kept`, for one head, in their order."""
     at = packed_positions(moments.head_dim, kept.device)
-    is_dropped = torch.ones(moments.head_dim, dtype=torch.bool, device=kept.device)
-    is_dropped[kept] = False
-    dropped = is_dropped.nonzero().squeeze(1)
+    dropped = dropped_indices(moments.head_dim, kept)
     inside, across, outside = at[kept][:, kept], at[kept][:, dropped], at[dropped][:, dropped]
     diagonal = inside.diagonal()
     size = kept.shape[0]
@@ -171,9 +156,9 @@ def _of_head(moments: LogitMoments, kept: Tensor) -> tuple[Tensor, Tensor, Tenso
             return fourth[pairs, pairs].double().sum()
     else:
         queries, keys = (packed[0] for packed in moments.grams())
-        left = queries[:, across].double().transpose(0, 1).reshape(size, -1)
-        right = keys[:, across.T].double().reshape(-1, size)
-        rhs = left @ right
+        query_columns = queries[:, across].double().transpose(0, 1).reshape(size, -1)
+        key_rows = keys[:, across.T].double().reshape(-1, size)
+        rhs = query_columns @ key_rows
         query_gram = (keys[:, diagonal].double().sum(1) @ queries.double())[inside]
         key_gram = (queries[:, diagonal].double().sum(1) @ keys.double())[inside]
 
@@ -186,16 +171,7 @@ def _of_head(moments: LogitMoments, kept: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 
 def absolute_logit_strength(value: float, units: Units, mean: Tensor) -> Tensor:
-    """A strength on the scale of a system, for each head, (H,) float64.
-
-    Args:
-        value: an absolute strength is on that scale already; a relative one is times `mean`.
-        units: which of them it is.
-        mean: the system's `diagonal_mean`, (H,).
-
-    Raises:
-        ValueError: the strength is negative or not a number.
-    """
+    """Return a strength on the scale of a system, (H,) float64: a relative one is multiplied by `mean`."""
     if not value >= 0:
         raise ValueError(f"lambda must be zero or more, not {value}")
     return value * (mean if units == "relative" else torch.ones_like(mean))
@@ -203,7 +179,7 @@ def absolute_logit_strength(value: float, units: Units, mean: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LogitSolution:
-    """What conjugate gradients have reached for each head.
+    """Result of conjugate gradients for each head.
 
     Attributes:
         M: (H, d', d') float64.
@@ -220,7 +196,7 @@ class LogitSolution:
 def solve_logit(
     system: LogitSystem, strength: Tensor, *, tolerance: float = 1e-10, max_steps: int = MAX_STEPS
 ) -> LogitSolution:
-    """M of each head: Σ_b A_b[S,S] M B_b[S,S] + λ M = Σ_b A_b[S,P] B_b[P,S] (CORP eq. 15).
+    """Solve Σ_b A_b[S,S] M B_b[S,S] + λ M = Σ_b A_b[S,P] B_b[P,S] for the M of each head (CORP eq. 15).
 
     Conjugate gradients start from M = 0. The preconditioner is one Kronecker product, Â ⊗ B̂ + λ with
     Â = Σ_b A_b tr B_b and B̂ = Σ_b B_b tr A_b over Σ_b tr A_b tr B_b. It has the operator's trace, and is inverted in
@@ -234,10 +210,9 @@ def solve_logit(
     moments leaves its quadratic form without positive curvature. Its M is then never worse than M = 0.
 
     Args:
-        system: the equations.
         strength: of each head, (H,), zero or more, absolute.
         tolerance: a head is done at this `LogitSolution.residual`.
-        max_steps: a head is given up after so many steps, where it stands. Its residual tells.
+        max_steps: a head is given up after so many steps, with the M it has; its residual tells.
     """
     heads = [
         _conjugate_gradients(system, head, strength[head : head + 1].double(), tolerance, max_steps)
@@ -249,14 +224,14 @@ def solve_logit(
 def _conjugate_gradients(
     system: LogitSystem, head: int, strengths: Tensor, tolerance: float, max_steps: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """M (g, d', d'), steps (g,) and residuals (g,) of one head. Each of the g strengths stops on its own."""
+    """Return M (g, d', d'), steps (g,) and residuals (g,) of one head. Each of the g strengths stops on its own."""
     operator, precondition = system.operator(head), _preconditioner(system, head, strengths)
     shift = strengths[:, None, None]
-    rest = system.rhs[head].expand(len(strengths), -1, -1).clone()
-    M = torch.zeros_like(rest)
-    steps = torch.zeros(len(strengths), dtype=torch.int64, device=rest.device)
-    direction = precondition(rest)
-    square = start = _inner(rest, direction)
+    residual = system.rhs[head].expand(len(strengths), -1, -1).clone()
+    M = torch.zeros_like(residual)
+    steps = torch.zeros(len(strengths), dtype=torch.int64, device=residual.device)
+    direction = precondition(residual)
+    square = start = _inner(residual, direction)
     running = square > 0
     for _ in range(max_steps):
         if not bool(running.any()):
@@ -269,12 +244,12 @@ def _conjugate_gradients(
         steps += running
         length = torch.where(running, square / torch.where(running, curvature, 1.0), 0.0)[:, None, None]
         M += length * direction
-        rest -= length * image
-        turned = precondition(rest)
-        left = torch.where(running, _inner(rest, turned).clamp_min(0), square)
-        bend = torch.where(running, left / torch.where(running, square, 1.0), 0.0)[:, None, None]
+        residual -= length * image
+        turned = precondition(residual)
+        next_square = torch.where(running, _inner(residual, turned).clamp_min(0), square)
+        bend = torch.where(running, next_square / torch.where(running, square, 1.0), 0.0)[:, None, None]
         direction = turned + bend * direction
-        square = left
+        square = next_square
         running = running & (square > tolerance**2 * start)
     return M, steps, torch.where(start > 0, square / torch.where(start > 0, start, 1.0), 0.0).sqrt()
 
@@ -284,7 +259,7 @@ def _inner(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _preconditioner(system: LogitSystem, head: int, strengths: Tensor) -> Operator:
-    """(Â ⊗ B̂ + λ)⁺ of one head, for each of g strengths. It is zero where both Â ⊗ B̂ and λ are."""
+    """Return (Â ⊗ B̂ + λ)⁺ of one head, for each of g strengths. It is zero where both Â ⊗ B̂ and λ are."""
     (a, U), (b, V) = (torch.linalg.eigh(gram[head]) for gram in (system.query_gram, system.key_gram))
     a, b = (torch.where(values > RELATIVE_CUTOFF * values[-1], values, 0.0) for values in (a, b))
     trace = system.query_gram[head].trace()
@@ -294,24 +269,22 @@ def _preconditioner(system: LogitSystem, head: int, strengths: Tensor) -> Operat
 
 
 def logit_error(system: LogitSystem, M: Tensor) -> Tensor:
-    """Σ_b ‖Q_P K_Pᵀ − Q_S M K_Sᵀ‖² of each head, (H,) float64, never negative.
+    """Return Σ_b ‖Q_P K_Pᵀ − Q_S M K_Sᵀ‖² of each head, (H,) float64, never negative.
 
-    Args:
-        system: of the samples to measure on. M may have been fitted to others.
-        M: (H, d', d') float64.
+    `system` is of the samples to measure on; M (H, d', d') may have been fitted to others.
     """
     return torch.cat([_errors(system, head, M[head : head + 1]) for head in range(system.kept.heads)])
 
 
 def _errors(system: LogitSystem, head: int, M: Tensor) -> Tensor:
-    """`logit_error` of one head, (g,), for g matrices M (g, d', d')."""
+    """Return `logit_error` of one head, (g,), for g matrices M (g, d', d')."""
     gain = 2 * _inner(M, system.rhs[head]) - _inner(M, system.operator(head)(M))
     return (system.dropped_energy[head] - gain).clamp_min(0)
 
 
 @dataclass(frozen=True)
 class LogitDiagnostics:
-    """What dropping dimensions costs each head's logits, and how much of that the kept ones can make up (CORP C.2).
+    """Logit error of dropping dimensions, and how much of it the kept ones can make up, head by head (CORP C.2).
 
     Attributes:
         uncompensated: Σ_b ‖Q_P K_Pᵀ‖², (H,) float64.
@@ -325,43 +298,79 @@ class LogitDiagnostics:
 
     @classmethod
     def of(cls, uncompensated: Tensor, floor: Tensor) -> "LogitDiagnostics":
-        """With the ρ² that follows."""
+        """Compute ρ² from the two errors."""
         some = uncompensated > 0
         rho2 = 1 - torch.where(some, floor / torch.where(some, uncompensated, 1.0), 0.0)
         return cls(uncompensated, floor, rho2)
 
 
 def diagnose_logit(system: LogitSystem) -> LogitDiagnostics:
-    """The diagnostics of a system."""
-    lost = system.dropped_energy.clamp_min(0)
+    """Return the diagnostics of a system."""
+    uncompensated = system.dropped_energy.clamp_min(0)
     # The error of any M is an upper bound of the floor, and its excess is quadratic in the error of M. λ = 0 comes
     # nearest, unless the operator is singular and rounding stops it early.
-    tried = torch.stack(
+    strengths_of_heads = torch.stack(
         [absolute_logit_strength(value, "relative", system.diagonal_mean) for value in (0.0, NEAR_ZERO)], 1
     )
-    found = []
-    for head, strengths in enumerate(tried):
+    floors = []
+    for head, strengths in enumerate(strengths_of_heads):
         M, _, _ = _conjugate_gradients(system, head, strengths, CHOICE_TOLERANCE, MAX_STEPS)
-        found.append(_errors(system, head, M).amin())
-    return LogitDiagnostics.of(lost, torch.minimum(torch.stack(found), lost))
+        floors.append(_errors(system, head, M).amin())
+    return LogitDiagnostics.of(uncompensated, torch.minimum(torch.stack(floors), uncompensated))
+
+
+@dataclass(frozen=True)
+class LogitFit:
+    """Factors of the narrow queries and keys of a layer: q' = Pᵀq and k' = Qᵀk, head by head.
+
+    Attributes:
+        left: P, (H, d, d') float64.
+        right: Q, likewise.
+        errors: Σ_b ‖Q_b (I − P Qᵀ) K_bᵀ‖² on what it was fitted to, (H,) float64.
+        residual: of the equations that were solved, relative; None if there are none.
+    """
+
+    left: Tensor
+    right: Tensor
+    errors: Tensor
+    residual: float | None = None
+
+
+def fit_unmeasured(kept: Tensor, dims: int) -> LogitFit:
+    """Keep dimensions as they are if nothing was measured; errors are zero."""
+    chosen = selection_matrix(kept, dims)
+    return LogitFit(chosen, chosen, chosen.new_zeros(len(kept)))
+
+
+def keep_dimensions(moments: LogitMoments, system: LogitSystem, kept: Tensor, value: float, units: Units) -> LogitFit:
+    """Keep rows of q and k as they are."""
+    chosen = selection_matrix(kept, moments.head_dim)
+    return LogitFit(chosen, chosen, system.dropped_energy.clamp_min(0))
+
+
+def refit_logits(moments: LogitMoments, system: LogitSystem, kept: Tensor, value: float, units: Units) -> LogitFit:
+    """Solve for M and absorb it into q and k (CORP eq. 14-16)."""
+    solution = solve_logit(system, absolute_logit_strength(value, units, system.diagonal_mean))
+    left, right = mix_dimensions(solution.M, kept, moments.head_dim)
+    return LogitFit(left, right, logit_error(system, solution.M), float(solution.residual.max()))
+
+
+def diagnose_fit(moments: LogitMoments, system: LogitSystem, fit: LogitFit) -> LogitDiagnostics:
+    """Return the diagnostics of the system; they are the same for every fit of kept dimensions."""
+    return diagnose_logit(system)
 
 
 def choose_strength(
     folds: Sequence[LogitMoments], kept: Tensor, grid: Sequence[float], units: Units = "relative"
 ) -> StrengthChoice:
-    """The strength of `grid` with the least held-out logit error over `folds`, one for all heads.
+    """Choose the strength of `grid` with the least held-out logit error over `folds`, one for all heads.
+
+    The errors of the choice are Σ held-out ‖Q_P K_Pᵀ − Q_S M K_Sᵀ‖² / Σ ‖Q Kᵀ‖².
 
     Args:
         folds: moments of disjoint samples.
         kept: (H, d') int64.
-        grid: strengths to try, none negative.
         units: of the grid. Relative strengths are relative to the training folds' system, head by head.
-
-    Returns:
-        The choice; its errors are Σ held-out ‖Q_P K_Pᵀ − Q_S M K_Sᵀ‖² / Σ ‖Q Kᵀ‖².
-
-    Raises:
-        ValueError: fewer than two folds, an empty grid, or a negative strength.
     """
     form = _operator_form(sum(fold.samples for fold in folds), kept.shape[1])
     # One head at a time: the summed systems of all heads and all folds would not fit beside a large layer.
@@ -371,11 +380,11 @@ def choose_strength(
         if head not in systems:
             systems.clear()
             systems[head] = [_system(fold.select_head(head), kept[head : head + 1], form) for fold in folds]
-        own = systems[head]
-        train = reduce(add, own[:held] + own[held + 1 :])
+        fold_systems = systems[head]
+        train = reduce(add, fold_systems[:held] + fold_systems[held + 1 :])
         strengths = torch.cat([absolute_logit_strength(value, units, train.diagonal_mean) for value in grid])
         M, _, _ = _conjugate_gradients(train, 0, strengths, CHOICE_TOLERANCE, MAX_STEPS)
-        return _errors(own[held], 0, M), own[held].energy.sum()
+        return _errors(fold_systems[held], 0, M), fold_systems[held].energy.sum()
 
     return least_held_out(folds, kept.shape[0], grid, errors)
 
@@ -386,23 +395,21 @@ def least_held_out(
     grid: Sequence[float],
     errors: Callable[[int, int], tuple[Tensor, Tensor]],
 ) -> StrengthChoice:
-    """The strength of the least error over all heads and folds.
+    """Choose the strength of the least error over all heads and folds.
 
     Args:
         folds: moments of disjoint samples.
-        heads: how many.
-        grid: strengths to try.
-        errors: of a head and the fold that is held out: held-out errors of all strengths (g,), and the fold's energy.
-
-    Raises:
-        ValueError: fewer than two folds, or an empty grid.
+        errors: head and number of the held-out fold → held-out errors of all strengths (g,), and the fold's energy.
     """
     if len(folds) < 2:
         raise ValueError(f"choosing lambda on held-out samples needs at least 2 folds, not {len(folds)}")
     if not grid:
         raise ValueError("choosing lambda needs at least one value to try")
-    found = [errors(head, held) for head in range(heads) for held in range(len(folds))]
-    lost = torch.stack([own for own, _ in found]).sum(0)
-    energy = sum(float(own) for _, own in found)
-    shares = {value: float(each) / energy if energy > 0 else 0.0 for value, each in zip(grid, lost, strict=True)}
+    held_out = [errors(head, held) for head in range(heads) for held in range(len(folds))]
+    errors_by_strength = torch.stack([errors_of_head for errors_of_head, _ in held_out]).sum(0)
+    energy = sum(float(fold_energy) for _, fold_energy in held_out)
+    shares = {
+        value: float(error_of_strength) / energy if energy > 0 else 0.0
+        for value, error_of_strength in zip(grid, errors_by_strength, strict=True)
+    }
     return StrengthChoice(min(shares, key=lambda value: (shares[value], -value)), shares)

@@ -1,11 +1,9 @@
-"""The search for two narrow factors whose product is nearest to a matrix in a metric that is nearly the identity.
+"""Search for two narrow factors whose product is nearest to a matrix, in a metric that is nearly the identity.
 
+With factors X and Y (d, d') and a positive operator M on (d, d) matrices the objective is ⟨E, M E⟩, E = T − X Yᵀ. A
+step of limited-memory BFGS (Nocedal and Wright, Numerical Optimization, algorithm 7.5) needs one product with M. It
+starts from the inverse Hessian that there would be if M were the identity and the other factor fixed.
 See compensation/README.md, section 8.
-
-With factors X and Y (d, d') and a positive operator M on (d, d) matrices the objective is ⟨E, M E⟩, E = T − X Yᵀ. Its
-gradient needs one product with M, and so does a step of limited-memory BFGS (Nocedal and Wright, Numerical
-Optimization, algorithm 7.5), which starts from what the inverse Hessian would be were M the identity and the other
-factor fixed. Conjugate gradients with the exact length of a step need two products, and as many steps.
 """
 
 from collections import deque
@@ -38,10 +36,10 @@ class LogitMetric:
 
     Attributes:
         image: Z → the metric's image of Z, both in these coordinates, (g, d, d) float64 each.
-        coarse: the same with products in float32.
-        target: I in these coordinates, what X Yᵀ is to come near.
-        left: of a P in these coordinates its own, (d, d).
-        right: likewise of Q.
+        coarse: `image` with products in float32.
+        target: I in these coordinates, which X Yᵀ is to come near.
+        left: maps P in these coordinates to P, (d, d).
+        right: maps Q, likewise.
     """
 
     image: Operator
@@ -51,25 +49,24 @@ class LogitMetric:
     right: Tensor
 
     def inside(self, left: Tensor, right: Tensor) -> Pair:
-        """P and Q in these coordinates."""
+        """Return P and Q in these coordinates."""
         return torch.linalg.solve(self.left, left), torch.linalg.solve(self.right, right)
 
     def outside(self, X: Tensor, Y: Tensor) -> Pair:
-        """P and Q of factors in these coordinates."""
+        """Return the P and Q that factors in these coordinates stand for."""
         return self.left @ X, self.right @ Y
 
 
 def build_metric(
     operator: Operator, coarse: Operator, query_gram: Tensor, key_gram: Tensor, strength: float
 ) -> LogitMetric:
-    """The metric of a head.
+    """Build the metric of a head.
 
     Args:
         operator: E (g, d, d) → Σ_b A_b E B_b, as many.
-        coarse: the same in float32.
+        coarse: `operator` in float32.
         query_gram: Σ_b A_b tr B_b, (d, d) float64.
         key_gram: Σ_b B_b tr A_b, likewise, of the same trace.
-        strength: absolute.
     """
     scale = query_gram.trace().sqrt()
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
@@ -79,15 +76,15 @@ def build_metric(
         dense = left @ Z @ right
         return left @ (operator(dense) + strength * dense) @ right
 
-    def rounded(Z: Tensor) -> Tensor:
+    def coarse_image(Z: Tensor) -> Tensor:
         dense = left @ Z @ right
         return left @ (coarse(dense.float()).double() + strength * dense) @ right
 
-    return LogitMetric(image, rounded, root @ other, left, right)
+    return LogitMetric(image, coarse_image, root @ other, left, right)
 
 
 def _roots(gram: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
-    """The square root of a Gram with a ridge, and its inverse."""
+    """Return the square root of a Gram with a ridge, and its inverse."""
     values, vectors = torch.linalg.eigh(gram)
     values = values.clamp_min(0)
     values = values + ridge + (ROUNDING * values.mean()).clamp_min(torch.finfo(values.dtype).tiny ** 0.5)
@@ -96,7 +93,7 @@ def _roots(gram: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
 
 
 def start_from_svd(metric: LogitMetric, size: int) -> Pair:
-    """The start that the truncated SVD gives, in the metric's coordinates."""
+    """Return the factors that the truncated SVD gives, in the metric's coordinates."""
     U, values, Vt = torch.linalg.svd(metric.target)
     root = values[:size].sqrt()
     return U[:, :size] * root, Vt[:size].T * root
@@ -104,7 +101,7 @@ def start_from_svd(metric: LogitMetric, size: int) -> Pair:
 
 @dataclass(frozen=True)
 class _Point:
-    """Where the search is.
+    """A point of the search.
 
     Attributes:
         factors: X and Y, (2, d, d').
@@ -118,16 +115,16 @@ class _Point:
 
     @classmethod
     def at(cls, factors: Tensor, target: Tensor, image: Operator) -> "_Point":
-        """One product with the metric."""
+        """Evaluate the objective and its gradient by one product with the metric."""
         X, Y = factors
-        rest = target - X @ Y.T
-        force = image(rest[None])[0]
-        return cls(factors, _product(rest, force), -torch.stack([force @ Y, force.T @ X]))
+        missing = target - X @ Y.T
+        force = image(missing[None])[0]
+        return cls(factors, _product(missing, force), -torch.stack([force @ Y, force.T @ X]))
 
 
 @dataclass(frozen=True)
 class _Step:
-    """One step of the past, and what it changed of the gradient, (2, d, d') each; `product` is that of the two."""
+    """One past step, and how it changed the gradient, (2, d, d') each; `product` is that of the two."""
 
     moved: Tensor
     changed: Tensor
@@ -135,13 +132,11 @@ class _Step:
 
 
 def search_factors(metric: LogitMetric, start: Pair, tolerance: float, max_steps: int) -> Pair:
-    """P and Q that a search ends with.
+    """Search for the P and Q of least error.
 
     Args:
-        metric: of the head.
         start: in the metric's coordinates.
         tolerance: the search ends when a step lowers the objective by less than this share.
-        max_steps: at most.
     """
     nothing = ROUNDING**2 * _product(metric.target, metric.image(metric.target[None])[0])
     image, least = metric.coarse, max(tolerance, COARSE_TOLERANCE)
@@ -150,7 +145,7 @@ def search_factors(metric: LogitMetric, start: Pair, tolerance: float, max_steps
     for _ in range(max_steps):
         if not here.value > nothing:
             break
-        way = -_turned(here, past)
+        way = -_precondition(here, past)
         # Each factor's step is right were the other fixed: of the first, half is near the best of both.
         ahead = _ahead(here, way, 1.0 if past else 0.5, metric.target, image)
         fall = 0.0 if ahead is None else here.value - ahead.value
@@ -170,11 +165,11 @@ def search_factors(metric: LogitMetric, start: Pair, tolerance: float, max_steps
             past.clear()
         else:
             break
-    return metric.outside(*_balanced(*here.factors))
+    return metric.outside(*_balance(*here.factors))
 
 
-def _turned(here: _Point, past: deque[_Step]) -> Tensor:
-    """The gradient times the inverse of the Hessian that past steps tell of, by two loops over them."""
+def _precondition(here: _Point, past: deque[_Step]) -> Tensor:
+    """Multiply the gradient by the inverse Hessian that past steps approximate, by two loops over them."""
     scaled = _scaling(here.factors)
     turned, shares = here.uphill.clone(), []
     for step in reversed(past):
@@ -191,7 +186,7 @@ def _turned(here: _Point, past: deque[_Step]) -> Tensor:
 
 
 def _scaling(factors: Tensor) -> Callable[[Tensor], Tensor]:
-    """G (2, d, d') → that of X times the inverse Gram of Y, and that of Y times the inverse Gram of X."""
+    """Return G (2, d, d') → that of X times the inverse Gram of Y, and that of Y times the inverse Gram of X."""
     grams = (factors.mT @ factors).flip(0)
     diagonals = grams.diagonal(dim1=1, dim2=2)
     diagonals += ROUNDING**2 * diagonals.mean(1, keepdim=True) + torch.finfo(grams.dtype).tiny
@@ -200,23 +195,23 @@ def _scaling(factors: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def _ahead(here: _Point, way: Tensor, length: float, target: Tensor, image: Operator) -> _Point | None:
-    """The first point along a way that is low enough, of lengths that shrink; None where there is none."""
+    """Return the first point along a direction that is low enough, of shrinking lengths; None if there is none."""
     slope = 2 * _product(here.uphill, way)
     if not slope < 0:
         return None
     for _ in range(MAX_TRIALS):
-        found = _Point.at(here.factors + length * way, target, image)
-        if found.value <= here.value + ENOUGH * length * slope:
-            return found
+        point = _Point.at(here.factors + length * way, target, image)
+        if point.value <= here.value + ENOUGH * length * slope:
+            return point
         # The least of the parabola through both values and the slope, unless that is next to an end.
-        bend = found.value - here.value - length * slope
+        bend = point.value - here.value - length * slope
         best = -slope * length**2 / (2 * bend) if bend > 0 else 0.0
         length = min(max(best, 0.1 * length), 0.5 * length)
     return None
 
 
-def _balanced(X: Tensor, Y: Tensor) -> Pair:
-    """Factors of the same product whose columns are orthogonal and as long in one as in the other."""
+def _balance(X: Tensor, Y: Tensor) -> Pair:
+    """Return factors of the same product whose columns are orthogonal and as long in one as in the other."""
     (left, upper), (right, lower) = torch.linalg.qr(X), torch.linalg.qr(Y)
     U, values, Vt = torch.linalg.svd(upper @ lower.T)
     root = values.sqrt()

@@ -1,27 +1,29 @@
-"""Every way to make an output projection make up for its dropped inputs, by name.
+"""Every way to make an output projection make up for its dropped inputs, by name. Methods are listed without torch.
 
-See compensation/README.md, section 2.
+See compensation/README.md, section 2. A new method is one closed form and one entry of `METHODS`.
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, Literal
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-from ckpt_prune.compensation import least_squares as ls
-from ckpt_prune.compensation import rotation as rot
-from ckpt_prune.compensation.fit import Fit, Solution
+    from ckpt_prune.compensation.fit import Fit, Solution
 
 Units = Literal["relative", "absolute"]
 
 
 @dataclass(frozen=True)
 class MethodFacts:
-    """What a recipe must know of a compensation.
+    """Facts about a compensation that a recipe needs.
 
     Attributes:
-        name: as written in a recipe.
+        name: in recipes.
         summary: one line for a listing.
         source: paper and equation.
         needs_gram: whether it needs the Gram of a consumer's input.
@@ -32,164 +34,162 @@ class MethodFacts:
     name: str
     summary: str
     source: str
-    needs_gram: bool
-    uses_strength: bool
-    adds_bias: bool
+    needs_gram: bool = False
+    uses_strength: bool = False
+    adds_bias: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Method(MethodFacts):
     """One closed form of an output projection.
 
     Attributes:
-        fit: W_K (d_out, k) float64, the fit and the absolute strength → the solution. Methods without a strength
-            ignore it.
-        ridge_towards: where the weight is ridge regression towards W_K or towards zero (`least_squares.shrunk`), on
-            centred moments and with the bias that matches the means where it adds one. The choice on folds then scores
-            every strength from one decomposition. None for any other form, with a strength or without: it is scored by
-            its own fit, strength by strength.
-        best_of_form: whether, without a strength, it is dear to fit and nothing of its form has a smaller error on the
-            tokens it is fitted to. Then that error tells the choice on folds whether it can win at all.
+        form: W_K (d_out, k) float64, the fit and, if it uses one, the absolute strength → the solution.
+        ridge_towards: set if the weight is ridge regression towards W_K or towards zero (`least_squares.shrink`), on
+            centred moments and with the bias that matches the means if it adds one. Then the choice on folds scores
+            every strength from one decomposition. Any other form is fitted for every strength.
+        best_of_form: whether, without a strength, it is expensive to fit and nothing of its form has a smaller error on
+            the tokens it is fitted to. Then that error tells the choice on folds whether it can win at all.
         freedom: outputs d_out and kept inputs k → how many numbers of the result it is free to choose (RCPU, section
-            4.2). None for a form that chooses every weight, and the bias where it adds one (`shift.freedom`).
+            4.2). None for a form that chooses every weight, and the bias if it adds one (`shift.degrees_of_freedom`).
     """
 
-    fit: Callable[[Tensor, Fit, float], Solution]
+    form: Callable[..., Solution]
     ridge_towards: Literal["kept", "zero"] | None = None
     best_of_form: bool = False
     freedom: Callable[[int, int], int] | None = None
 
+    def fit(self, weight_kept: Tensor, fit: Fit, strength: float) -> Solution:
+        """Solve for a projection; methods without a strength ignore it."""
+        return self.form(weight_kept, fit, strength) if self.uses_strength else self.form(weight_kept, fit)
 
-def _turns(outputs: int) -> int:
-    """Numbers that say how a rotation of so many outputs turns: one for each pair of axes."""
+
+def imported_when_called(name: str) -> Callable[..., Any]:
+    """Return a function of this room, `module:function`, that is imported when it is called."""
+    return lambda *arguments: resolve_name(f"ckpt_prune.compensation.{name}")(*arguments)
+
+
+def _angles(outputs: int) -> int:
     return outputs * (outputs - 1) // 2
-
-
-def _none(weight_kept: Tensor, fit: Fit, strength: float) -> Solution:
-    return Solution(weight_kept)
-
-
-def _bias(weight_kept: Tensor, fit: Fit, strength: float) -> Solution:
-    return Solution(weight_kept, fit.target_mean - weight_kept @ fit.mean)
-
-
-def _plain(form: Callable[[Tensor, Fit], Solution]) -> Callable[[Tensor, Fit, float], Solution]:
-    """Gives a form without a strength the signature of those that have one."""
-    return lambda weight_kept, fit, strength: form(weight_kept, fit)
 
 
 METHODS: dict[str, Method] = {
     method.name: method
     for method in (
         Method(
-            "none",
-            "keep the surviving weights as they are",
-            "no compensation",
-            False,
-            False,
-            False,
-            _none,
+            name="none",
+            summary="keep the surviving weights as they are",
+            source="no compensation",
+            form=imported_when_called("fit:keep_weights"),
             freedom=lambda outputs, kept: 0,
         ),
         Method(
-            "bias",
-            "restore the mean output",
-            "FLAP; VBP",
-            False,
-            False,
-            True,
-            _bias,
+            name="bias",
+            summary="restore the mean output",
+            source="FLAP; VBP",
+            adds_bias=True,
+            form=imported_when_called("fit:restore_mean"),
             freedom=lambda outputs, kept: outputs,
         ),
         Method(
-            "rotation",
-            "rotate the output",
-            "RCPU eq. 5-7",
-            True,
-            False,
-            False,
-            _plain(rot.rotation),
+            name="rotation",
+            summary="rotate the output",
+            source="RCPU eq. 5-7",
+            needs_gram=True,
+            form=imported_when_called("rotation:rotation"),
             best_of_form=True,
-            freedom=lambda outputs, kept: _turns(outputs),
+            freedom=lambda outputs, kept: _angles(outputs),
         ),
         Method(
-            "rotation-scale",
-            "rotate and scale the output",
-            "RCPU eq. 8-9",
-            True,
-            False,
-            False,
-            _plain(rot.scaled_rotation),
+            name="rotation-scale",
+            summary="rotate and scale the output",
+            source="RCPU eq. 8-9",
+            needs_gram=True,
+            form=imported_when_called("rotation:scaled_rotation"),
             best_of_form=True,
-            freedom=lambda outputs, kept: _turns(outputs) + 1,
+            freedom=lambda outputs, kept: _angles(outputs) + 1,
         ),
         Method(
-            "centred-rotation",
-            "rotate the output about its mean, and restore the mean",
-            "this project, from RCPU eq. 5-7",
-            True,
-            False,
-            True,
-            _plain(rot.centred_rotation),
+            name="centred-rotation",
+            summary="rotate the output about its mean, and restore the mean",
+            source="this project, from RCPU eq. 5-7",
+            needs_gram=True,
+            adds_bias=True,
+            form=imported_when_called("rotation:centred_rotation"),
             best_of_form=True,
-            freedom=lambda outputs, kept: _turns(outputs) + outputs,
+            freedom=lambda outputs, kept: _angles(outputs) + outputs,
         ),
         Method(
-            "least-squares",
-            "map the pruned output linearly onto the dense one",
-            "RCPU v1 eq. 3-4",
-            True,
-            False,
-            False,
-            _plain(ls.least_squares),
+            name="least-squares",
+            summary="map the pruned output linearly onto the dense one",
+            source="RCPU v1 eq. 3-4",
+            needs_gram=True,
+            form=imported_when_called("least_squares:least_squares"),
             best_of_form=True,
             freedom=lambda outputs, kept: outputs**2,
         ),
         Method(
-            "ridge",
-            "refit the weights, shrunk towards the surviving ones",
-            "RCPU eq. 4",
-            True,
-            True,
-            False,
-            ls.ridge,
-            "kept",
+            name="ridge",
+            summary="refit the weights, shrunk towards the surviving ones",
+            source="RCPU eq. 4",
+            needs_gram=True,
+            uses_strength=True,
+            form=imported_when_called("least_squares:ridge"),
+            ridge_towards="kept",
         ),
         Method(
-            "affine",
-            "refit weights and bias, shrunk towards the surviving weights",
-            "CORP eq. 7-9",
-            True,
-            True,
-            True,
-            ls.affine,
-            "kept",
+            name="affine",
+            summary="refit weights and bias, shrunk towards the surviving weights",
+            source="CORP eq. 7-9",
+            needs_gram=True,
+            uses_strength=True,
+            adds_bias=True,
+            form=imported_when_called("least_squares:affine"),
+            ridge_towards="kept",
         ),
-        Method("grail", "refit the weights, shrunk towards zero", "GRAIL", True, True, False, ls.grail, "zero"),
+        Method(
+            name="grail",
+            summary="refit the weights, shrunk towards zero",
+            source="GRAIL",
+            needs_gram=True,
+            uses_strength=True,
+            form=imported_when_called("least_squares:grail"),
+            ridge_towards="zero",
+        ),
     )
 }
-
+"""In the order of how much they change the weights, the least first: of equal errors the first wins."""
 
 AUTO = "auto"
 CHOSEN = MethodFacts(AUTO, "whichever is best on held-out folds, site by site", "this project", True, True, False)
 """Stands for a choice among `METHODS` (`compensation.choice`). The recipe says which, so whether any adds a bias."""
 COLUMN_METHODS: dict[str, MethodFacts] = {**METHODS, AUTO: CHOSEN}
 """Every compensation that a recipe may name for an output projection."""
+ROTARY_METHODS: dict[str, MethodFacts] = {
+    method.name: method
+    for method in (
+        MethodFacts("none", "keep the surviving rows of q and k as they are", "no compensation"),
+        MethodFacts(
+            "factors",
+            "scale and turn each rotary pair that stays by a complex factor, absorbed into q",
+            "this project",
+            uses_strength=True,
+        ),
+    )
+}
+"""Every compensation that a recipe may name for rotary pairs (`compensation.rotary`)."""
 CANDIDATES = ("none", "bias", "rotation", "rotation-scale", "ridge", "affine")
 """What `auto` chooses among unless a recipe says otherwise. Those with a bias are for projections that have one."""
 GRID = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
-"""Relative strengths that are tried where a recipe does not list its own."""
+"""Relative strengths that are tried if a recipe does not list its own."""
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Shares of the drift that are tried where a recipe does not list its own."""
+"""Shares of the drift that are tried if a recipe does not list its own."""
 
 
 def absolute_strength(value: float, units: Units, fit: Fit) -> float:
-    """A strength on the scale of Gram sums. An absolute one is so already; a relative one is times mean(diag(G_KK)).
+    """Return a strength on the scale of Gram sums: a relative one is multiplied by mean(diag(G_KK)).
 
     Papers use absolute strengths on Grams of different scales. A relative one means the same for every layer and N.
-
-    Raises:
-        ValueError: the strength is negative or not a number, or is relative and `fit` has no second moments.
     """
     if not value >= 0:
         raise ValueError(f"lambda must be zero or more, not {value}")

@@ -1,16 +1,9 @@
 """The compensation rotation (RCPU eq. 5-9), and the polar factor it needs, without a singular value decomposition.
 
-The paper takes Q = U Vᵀ of svd(C W_Kᵀ), (d_out, d_out). This module departs from it in three points:
-
-- Q is found as the polar factor by QDWH (Nakatsukasa, Bai and Gygi 2010, the Cholesky form of their eq. 5.5). That
-  takes matrix products and Cholesky factors only. The result equals the paper's up to rounding, which grows with the
-  condition number of C W_Kᵀ: about 1e-7 at 1e5, 1e-6 at 1e9.
-- Where k < d_out only Q on the range of W_K matters, and the factor of a (d_out, k) matrix is computed. The result
-  equals the paper's, too.
-- Where C W_Kᵀ is rank-deficient (few tokens), U Vᵀ is not unique. A decomposition's arbitrary choice would scramble
-  the weights for inputs that calibration never saw. There Q is completed by the rotation nearest the identity.
-  Singular values that rounding of the moments may have made count as zero: with Grams in float32 some 1e-7 of the
-  largest.
+The paper takes Q = U Vᵀ of svd(C W_Kᵀ), (d_out, d_out). Here it is the polar factor by QDWH (Nakatsukasa, Bai and Gygi
+2010, the Cholesky form of their eq. 5.5): the same up to rounding, about 1e-7 at a condition number of 1e5 and 1e-6 at
+1e9. Singular values that rounding of the moments may have made count as zero, and Q is completed there by the rotation
+nearest the identity (compensation/README.md, section 6).
 """
 
 import math
@@ -41,32 +34,31 @@ ORTHOGONAL = 1e-8
 def polar(
     matrix: Tensor, *, rank: int | None = None, nearest: Callable[[], Tensor] | None = None, noise: float = 0.0
 ) -> Tensor:
-    """The factor Q of matrix = Q H, H symmetric positive semi-definite: the orthonormal matrix nearest to it.
+    """Return the orthonormal matrix nearest to `matrix`: the Q of matrix = Q H, H positive semi-definite.
+
+    It is (m, n) float64.
 
     Args:
         matrix: (m, n) float64 with m >= n.
         rank: an upper bound of its rank, where known: a sum over N tokens has rank N at most. Singular values beyond
             it are noise.
-        nearest: gives an (m, n) float64 matrix with orthonormal columns; None for the first columns of the identity.
-            Where `matrix` is singular Q is not unique, and the Q nearest to this matrix is taken.
+        nearest: gives an (m, n) float64 matrix with orthonormal columns; None for the first columns of the identity. If
+            `matrix` is singular Q is not unique, and the Q nearest to this matrix is taken.
         noise: singular values up to this one are rounding of the data that the matrix was made of.
-
-    Returns:
-        (m, n) float64 with orthonormal columns.
     """
     m, n = matrix.shape
     if n and (rank is None or rank >= n):
-        found = _iterate(matrix, noise)
-        if found is not None:
-            return found
+        iterated = _iterate(matrix, noise)
+        if iterated is not None:
+            return iterated
     target = torch.eye(m, n, dtype=matrix.dtype, device=matrix.device) if nearest is None else nearest()
     return _by_decomposition(matrix, n if rank is None else rank, target, noise)
 
 
 def _iterate(matrix: Tensor, noise: float) -> Tensor | None:
-    """Polar factor of a tall (m, n) float64 matrix of full rank; None where it is too near singular to converge.
+    """Iterate to the polar factor of a tall (m, n) float64 matrix.
 
-    None, too, where its least singular value is no more than `noise`.
+    None if it is too near singular to converge, or its least singular value is no more than `noise`.
     """
     largest = _largest_singular_value(matrix)
     if not 0 < largest < math.inf:
@@ -106,26 +98,29 @@ def _float32_pays(x: Tensor) -> bool:
 
 
 def _gram(x: Tensor) -> Tensor:
-    """xᵀx (n, n) of x (m, n)."""
+    """Return xᵀx (n, n) of x (m, n)."""
     gram = x.new_zeros(x.shape[1], x.shape[1])
     add_gram(gram, x)
     return gram
 
 
 def _times_lower(left: Tensor, lower: Tensor) -> Tensor:
-    """`left` (m, n) times a lower triangular (n, n), its zeros skipped."""
+    """Multiply `left` (m, n) by a lower triangular (n, n), skipping its zeros."""
     parts = (left[:, strip.start :] @ lower[strip.start :, strip] for strip in cut_strips(lower.shape[0]))
     return torch.cat(list(parts), 1)
 
 
 def _times_upper(left: Tensor, lower: Tensor) -> Tensor:
-    """`left` (m, n) times the transpose of a lower triangular (n, n), its zeros skipped."""
+    """Multiply `left` (m, n) by the transpose of a lower triangular (n, n), skipping its zeros."""
     parts = (left[:, : strip.stop] @ lower[strip, : strip.stop].T for strip in cut_strips(lower.shape[0]))
     return torch.cat(list(parts), 1)
 
 
 def _largest_singular_value(matrix: Tensor) -> float:
-    """The largest singular value of (m, n), by power iteration. QDWH bears an estimate that is slightly too small."""
+    """Estimate the largest singular value of (m, n), by power iteration.
+
+    QDWH bears an estimate that is slightly too small.
+    """
     vector = matrix.T @ matrix.sum(1)
     for _ in range(6):
         vector = matrix.T @ (matrix @ (vector / vector.norm().clamp_min(torch.finfo(vector.dtype).tiny)))
@@ -133,9 +128,9 @@ def _largest_singular_value(matrix: Tensor) -> float:
 
 
 def _smallest_singular_value(gram: Tensor) -> float:
-    """The smallest singular value of x, from xᵀx (n, n), by inverse iteration.
+    """Estimate the smallest singular value of x from xᵀx (n, n), by inverse iteration.
 
-    The estimate is a little below the truth, and 0 where the Gram is singular.
+    The estimate is a little below the truth, and 0 if the Gram is singular.
     """
     factor, failed = torch.linalg.cholesky_ex(gram)
     if int(failed):
@@ -150,7 +145,10 @@ def _smallest_singular_value(gram: Tensor) -> float:
 
 
 def _weights(low: float) -> tuple[float, float, float]:
-    """The best a, b, c of the QDWH step x (a + b x²) / (1 + c x²) for singular values in [`low`, 1] (its eq. 3.5)."""
+    """Return the best a, b, c of the QDWH step x (a + b x²) / (1 + c x²).
+
+    Singular values lie in [`low`, 1] (its eq. 3.5).
+    """
     squared = low * low
     d = (4 * (1 - squared) / (squared * squared)) ** (1 / 3)
     a = math.sqrt(1 + d) + 0.5 * math.sqrt(8 - 4 * d + 8 * (2 - squared) / (squared * math.sqrt(1 + d)))
@@ -159,7 +157,7 @@ def _weights(low: float) -> tuple[float, float, float]:
 
 
 def _polish(x: Tensor) -> Tensor | None:
-    """The orthonormal matrix near a nearly orthonormal x (m, n): Newton-Schulz of order three, in float64."""
+    """Return the orthonormal matrix near a nearly orthonormal x (m, n): Newton-Schulz of order three, in float64."""
     root_n = math.sqrt(x.shape[1])
     for _ in range(4):
         defect = _gram(x)
@@ -179,28 +177,20 @@ def _polish(x: Tensor) -> Tensor | None:
 
 
 def _by_decomposition(matrix: Tensor, rank: int, nearest: Tensor, noise: float) -> Tensor:
-    """Polar factor of a tall (m, n) matrix by SVD, completed on its null space by the map nearest `nearest`."""
+    """Take the polar factor of a tall (m, n) matrix by SVD; on its null space, take the map nearest `nearest`."""
     left, values, right = torch.linalg.svd(matrix, full_matrices=True)
     used = min(rank, int((values > max(noise, SINGULAR * float(values.amax()))).sum())) if values.numel() else 0
-    known = left[:, :used] @ right[:used]
+    determined = left[:, :used] @ right[:used]
     left, right = left[:, used:], right[used:]
     u, _, v = torch.linalg.svd(left.T @ nearest @ right.T, full_matrices=False)
-    completed: Tensor = known + left @ u @ v @ right
+    completed: Tensor = determined + left @ u @ v @ right
     return completed
 
 
 def procrustes(fit: Fit, weight_kept: Tensor) -> tuple[Tensor, float]:
-    """Q W_K for the orthogonal Q minimising Σ ‖y − Q W_K x‖², and tr S, the sum of singular values of C W_Kᵀ.
+    """Return Q W_K for the orthogonal Q that minimises Σ ‖y − Q W_K x‖², and tr S.
 
-    Args:
-        fit: with second moments.
-        weight_kept: W_K, (d_out, k) float64.
-
-    Returns:
-        Q W_K (d_out, k) float64, and tr S = tr(Qᵀ C W_Kᵀ).
-
-    Raises:
-        ValueError: `fit` has no second moments.
+    Q W_K and W_K are (d_out, k) float64. S are the singular values of C W_Kᵀ, so that tr S = tr(Qᵀ C W_Kᵀ).
     """
     _, cross, _ = fit.second_moments()
     d_out, k = weight_kept.shape
@@ -216,7 +206,7 @@ def procrustes(fit: Fit, weight_kept: Tensor) -> tuple[Tensor, float]:
 
 
 def _noise(fit: Fit, factor: Tensor) -> float:
-    """The largest singular value that rounding of the moments may give C times `factor` (k, n).
+    """Bound the largest singular value that rounding of the moments may give C times `factor` (k, n).
 
     An entry of C is off by `fit.rounding` of the root of both energies, each by chance.
     """
@@ -226,7 +216,7 @@ def _noise(fit: Fit, factor: Tensor) -> float:
 
 
 def _triangle(tall: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
-    """Lower triangular L (n, n) with tall = P Lᵀ, and a function that gives P (m, n), whose columns are orthonormal."""
+    """Return lower triangular L (n, n) with tall = P Lᵀ, and a function that gives the orthonormal P (m, n)."""
     factor, failed = torch.linalg.cholesky_ex(_gram(tall))
     pivots = factor.diagonal()
     # Cholesky of tallᵀ tall is many times faster than Householder's, and as good while `tall` is well conditioned.
@@ -237,20 +227,12 @@ def _triangle(tall: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
 
 
 def rotation(weight_kept: Tensor, fit: Fit) -> Solution:
-    """Q W_K, the rotation of the pruned output nearest the target (RCPU eq. 5-7).
-
-    Raises:
-        ValueError: `fit` has no second moments.
-    """
+    """Return Q W_K, the rotation of the pruned output nearest the target (RCPU eq. 5-7)."""
     return Solution(procrustes(fit, weight_kept)[0])
 
 
 def scaled_rotation(weight_kept: Tensor, fit: Fit) -> Solution:
-    """S Q W_K with s = tr S / tr(W_K G W_Kᵀ), the best scale for that rotation (RCPU eq. 8-9).
-
-    Raises:
-        ValueError: `fit` has no second moments.
-    """
+    """Return s Q W_K with s = tr S / tr(W_K G W_Kᵀ), the best scale for that rotation (RCPU eq. 8-9)."""
     gram, _, _ = fit.second_moments()
     rotated, trace = procrustes(fit, weight_kept)
     energy = float(((weight_kept @ gram) * weight_kept).sum())
@@ -258,16 +240,7 @@ def scaled_rotation(weight_kept: Tensor, fit: Fit) -> Solution:
     return Solution(rotated * scale, details={"scale": scale})
 
 
-def centred_rotation(weight_kept: Tensor, fit: Fit, *, scaled: bool = False) -> Solution:
-    """A rotation fitted on centred moments, and the bias that matches the means: μ_y − Ŵ μ_K (this project's own).
-
-    Args:
-        weight_kept: W_K, (d_out, k) float64.
-        fit: with second moments.
-        scaled: also fit the scale.
-
-    Raises:
-        ValueError: `fit` has no second moments.
-    """
-    found = (scaled_rotation if scaled else rotation)(weight_kept, fit.centred())
-    return Solution(found.weight, fit.target_mean - found.weight @ fit.mean, found.details)
+def centred_rotation(weight_kept: Tensor, fit: Fit) -> Solution:
+    """Fit a rotation on centred moments, and the bias that matches the means, μ_y − Ŵ μ_K (this project)."""
+    weight, _ = procrustes(fit.centre(), weight_kept)
+    return Solution(weight, fit.target_mean - weight @ fit.mean)

@@ -1,4 +1,4 @@
-"""How far the inputs of one text are from those of another, and what bounds the error there (CORP, Proposition C.1.3).
+"""Distance between the inputs of two texts, and the bound on the error that follows (CORP, Proposition C.1.3).
 
 With Σ, μ of the calibration tokens and Σ', μ' of others, W_P the columns that go and S the inputs that stay, the error
 of an affine fit on the others is at most, up to constants that the paper leaves open,
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.compensation.diagnostics import diagnose
+from ckpt_prune.compensation.fit import dropped_indices
 from ckpt_prune.compensation.least_squares import solve
 from ckpt_prune.compensation.methods import Method
 from ckpt_prune.measure.moments.inputs import Moments
@@ -26,19 +27,19 @@ DELTA = 0.05
 
 @dataclass(frozen=True)
 class Shift:
-    """One site whose units were chosen and fitted on some tokens, on others.
+    """Errors of one site on other tokens than its units were chosen and fitted on.
 
     Errors are per token in squared units of a projection's output, or per sample in squared logits (`head_shift`).
 
     Attributes:
         uncompensated: error on the others of dropping and doing nothing.
         floor: J'*, the least error there that any weights and bias on the kept inputs can reach.
-        energy: E'‖W x‖², what relative errors are shares of.
-        covariances: ‖Σ − Σ'‖₂ / ‖Σ‖₂. None, as what follows from it, where spectra are not asked for.
+        energy: E'‖W x‖²: relative errors are shares of it.
+        covariances: ‖Σ − Σ'‖₂ / ‖Σ‖₂. None, as everything below, if spectra are not computed.
         means: ‖μ − μ'‖² / E‖x‖².
         smallest: σ, the least eigenvalue of Σ_SS + λ, as a share of the mean diagonal entry of Σ_SS.
-        sampling: the bound's second term; infinite where σ is 0. None where no bound is known.
-        shifting: its third term.
+        sampling: the bound's second term; infinite if σ is 0. None if no bound is known.
+        shifting: the third term of the bound, of how far inputs are apart.
     """
 
     uncompensated: float
@@ -52,7 +53,7 @@ class Shift:
 
     @property
     def bound(self) -> float | None:
-        """All three terms."""
+        """The sum of all three terms."""
         if self.sampling is None or self.shifting is None:
             return None
         return 2 * self.floor + self.sampling + self.shifting
@@ -61,63 +62,59 @@ class Shift:
 def measure_shift(
     weight: Tensor, calibration: Moments, others: Moments, kept: Tensor, strength: float, *, spectra: bool = True
 ) -> Shift:
-    """What is known of a projection on other tokens than it was fitted on.
+    """Measure how a projection does on other tokens than it was fitted on.
 
     Args:
         weight: W, (d_out, d), any floating dtype.
         calibration: of its input (d,), with a Gram, on the same device.
-        others: the same of the other tokens.
+        others: of the other tokens.
         kept: inputs that stay, (k,) int64, k >= 1.
         strength: λ, absolute, on the scale of the calibration's Gram sums.
-        spectra: whether to look for eigenvalues, which takes d³.
-
-    Raises:
-        ValueError: one of the moments has no Gram.
+        spectra: whether to compute eigenvalues, which takes d³.
     """
-    found = diagnose(weight, others, kept)
+    diagnostics = diagnose(weight, others, kept)
     if calibration.gram is None or others.gram is None:
         raise ValueError("how far inputs are apart needs second moments: collect statistics with a Gram")
-    w, apart = weight.double(), float((calibration.mean - others.mean).square().sum())
+    wide, mean_distance = weight.double(), float((calibration.mean - others.mean).square().sum())
     square = float(calibration.energy.sum())
-    told = Shift(
-        uncompensated=found.uncompensated,
-        floor=found.floor,
-        energy=float((w @ others.gram.double() * w).sum()) / others.count,
-        means=apart / square if square > 0 else math.inf,
+    measured = Shift(
+        uncompensated=diagnostics.uncompensated,
+        floor=diagnostics.floor,
+        energy=float((wide @ others.gram.double() * wide).sum()) / others.count,
+        means=mean_distance / square if square > 0 else math.inf,
     )
     if not spectra:
-        return told
-    own, theirs = (_covariance(each) for each in (calibration, others))
-    gone = torch.ones(calibration.width, dtype=torch.bool, device=kept.device)
-    gone[kept] = False
-    lost = float(w[:, gone].square().sum())
-    diagonal = float(own.diagonal()[kept].mean())
-    least = float(torch.linalg.eigvalsh(own[kept][:, kept])[0].clamp_min(0)) + strength / calibration.count
-    gap, norm = float(torch.linalg.eigvalsh(own - theirs).abs().max()), float(torch.linalg.eigvalsh(own)[-1])
+        return measured
+    covariance, other_covariance = (_covariance(moments) for moments in (calibration, others))
+    dropped_energy = float(wide[:, dropped_indices(calibration.width, kept)].square().sum())
+    diagonal = float(covariance.diagonal()[kept].mean())
+    least = float(torch.linalg.eigvalsh(covariance[kept][:, kept])[0].clamp_min(0)) + strength / calibration.count
+    gap, norm = (
+        float(torch.linalg.eigvalsh(covariance - other_covariance).abs().max()),
+        float(torch.linalg.eigvalsh(covariance)[-1]),
+    )
     spread = square**2 * len(kept) * math.log(len(kept) / DELTA) / calibration.count
     return replace(
-        told,
+        measured,
         covariances=gap / norm if norm > 0 else math.inf,
         smallest=least / diagonal if diagonal > 0 else 0.0,
-        sampling=lost * spread / least**2 if least > 0 else math.inf,
-        shifting=lost * (gap + apart),
+        sampling=dropped_energy * spread / least**2 if least > 0 else math.inf,
+        shifting=dropped_energy * (gap + mean_distance),
     )
 
 
 def _covariance(moments: Moments) -> Tensor:
-    """Σ, (d, d) float64."""
     assert moments.gram is not None
     return (moments.gram.double() / moments.count).sub_(moments.mean.outer(moments.mean))
 
 
 def degrees_of_freedom(method: Method, outputs: int, calibration: Moments, kept: Tensor, strength: float) -> float:
-    """Degrees of freedom of a compensation (RCPU, section 4.2): how many numbers of the result it is free to choose.
+    """Count the numbers of the result that a compensation is free to choose (RCPU, section 4.2).
 
-    Of ridge regression they are the effective ones, d_out tr(G (G + λ I)⁻¹) (Hastie et al. 2001), with G centred, and
-    the d_out numbers of the bias beside them, where it adds one. All other forms are counted by their numbers.
+    For ridge regression they are the effective ones, d_out tr(G (G + λ I)⁻¹) (Hastie et al. 2001), with G centred and
+    the d_out numbers of the bias added if there is one. All other forms are counted by their numbers.
 
     Args:
-        method: the compensation.
         outputs: of the projection, d_out.
         calibration: moments that it is fitted to, of the projection's input (d,).
         kept: inputs that stay, (k,) int64, on the same device.

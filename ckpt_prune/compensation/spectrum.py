@@ -1,4 +1,4 @@
-"""How many directions the inputs of a projection really use (CORP Table 9)."""
+"""Number of directions that the inputs of a projection really use (CORP Table 9)."""
 
 import math
 from dataclasses import dataclass
@@ -21,13 +21,12 @@ ITERATIONS = 3
 
 @dataclass(frozen=True)
 class Spectrum:
-    """Figures of the centred covariance Σ of d inputs.
+    """Figures of the centred covariance Σ of d inputs. Ranks are 0 if nothing varies.
 
     Attributes:
-        effective_rank: exp(−Σ pᵢ log pᵢ) of the eigenvalues as shares p of their sum (Roy and Vetterli, 2007), in
-            [1, d]; 0 where nothing varies.
-        k95: the least number of leading eigenvalues that hold 95 % of the sum of all, in [1, d]; 0 where nothing
-            varies.
+        effective_rank: exp(−Σ pᵢ log pᵢ) of the eigenvalues as shares p of their sum (Roy and Vetterli, 2007), in [1,
+            d].
+        k95: the least number of leading eigenvalues that hold 95 % of the sum of all, in [1, d].
         active: mean over inputs of the share of tokens on which an input is active, in [0, 1].
     """
 
@@ -37,7 +36,7 @@ class Spectrum:
 
 
 def spectrum(moments: Moments, *, exact: int = EXACT_WIDTH, sketch: int = SKETCH) -> Spectrum:
-    """`Spectrum` of the inputs of one projection.
+    """Return the `Spectrum` of the inputs of one projection.
 
     CORP's Table 9 names "effective rank" without a definition and "activation sparsity" without a threshold. Here the
     effective rank is Roy and Vetterli's. Sparsity would be 1 − active, with the threshold of the statistics. The
@@ -48,13 +47,10 @@ def spectrum(moments: Moments, *, exact: int = EXACT_WIDTH, sketch: int = SKETCH
 
     Args:
         moments: of the full input (d,), with a Gram. The work is O(d³) in float64, on the Gram's device.
-        exact: inputs up to which it is that. Of more the largest eigenvalues are found by `leading`, in O(d² sketch),
-            and what the others have together, by the trace, counts as alike in all of them: the effective rank is then
-            a little too large, and k95 exact where it is less than `sketch`.
-        sketch: how many.
-
-    Raises:
-        ValueError: `moments` has no Gram, or no tokens.
+        exact: largest number of inputs at which all eigenvalues are found. Above it the largest ones are found by
+            `leading`, in O(d² sketch), and the rest of the trace is shared out evenly: the effective rank is then a
+            little too large, and k95 exact if it is less than `sketch`.
+        sketch: how many eigenvalues `leading` finds.
     """
     if moments.gram is None:
         raise ValueError("a spectrum needs second moments: collect statistics with a Gram")
@@ -69,8 +65,8 @@ def spectrum(moments: Moments, *, exact: int = EXACT_WIDTH, sketch: int = SKETCH
     if len(scatter) > exact:
         values = leading(scatter, sketch)
         others = len(scatter) - len(values)
-        rest = (float(scatter.trace()) - float(values.sum())) / others
-        values = torch.cat([values, values.new_full((others,), max(0.0, rest))])
+        mean_of_others = (float(scatter.trace()) - float(values.sum())) / others
+        values = torch.cat([values, values.new_full((others,), max(0.0, mean_of_others))])
     else:
         values = torch.linalg.eigvalsh(scatter).flip(0).clamp_min_(0)
     shares = values / values.sum()
@@ -80,17 +76,10 @@ def spectrum(moments: Moments, *, exact: int = EXACT_WIDTH, sketch: int = SKETCH
 
 
 def leading(matrix: Tensor, count: int) -> Tensor:
-    """The largest eigenvalues of a positive semidefinite matrix, by randomised subspace iteration.
+    """Return the largest eigenvalues of a positive semidefinite matrix, by randomised subspace iteration.
 
-    Halko, Martinsson and Tropp 2011, Algorithms 4.4 and 5.3, with a fixed seed. They are Ritz values: none is above the
-    true one.
-
-    Args:
-        matrix: (d, d) float64.
-        count: at most d.
-
-    Returns:
-        (count,) float64, descending, none negative.
+    (count,) float64, descending, none negative, of a matrix (d, d) float64. Halko, Martinsson and Tropp 2011,
+    Algorithms 4.4 and 5.3, with a fixed seed. They are Ritz values: none is above the true one.
     """
     size = len(matrix)
     wide = min(size, count + max(10, count // 4))  # more directions than are asked for: the last ones come out worst

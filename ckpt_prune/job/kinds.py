@@ -10,17 +10,14 @@ from typing import NoReturn
 
 from ckpt_prune.architectures.spaces import BESIDE, ENDS, Ends, SpaceName, known_space
 from ckpt_prune.compensation.logit_methods import LOGIT_METHODS
-from ckpt_prune.compensation.methods import COLUMN_METHODS, MethodFacts
-from ckpt_prune.compensation.rotary import ROTARY_METHODS
+from ckpt_prune.compensation.methods import COLUMN_METHODS, ROTARY_METHODS, MethodFacts
 from ckpt_prune.measure.moments.kinds import Collect
-from ckpt_prune.scoring.expert_scores import EXPERT_SCORES, Score
-from ckpt_prune.scoring.logit_scores import LOGIT_SCORES, Score
-from ckpt_prune.scoring.rotary_scores import ROTARY_SCORES, Score
+from ckpt_prune.scoring.expert_scores import EXPERT_SCORES
+from ckpt_prune.scoring.logit_scores import LOGIT_SCORES
+from ckpt_prune.scoring.rotary_scores import ROTARY_SCORES
 from ckpt_prune.scoring.scores import SCORES, Score
-from ckpt_prune.scoring.unit_scores import UNIT_SCORES, Score
+from ckpt_prune.scoring.unit_scores import UNIT_SCORES
 from ckpt_prune.scoring.value_scores import VALUE_SCORES
-
-AnyScore = Score | Score | Score | Score | Score
 
 CHOSEN = "auto"
 """Stands for the score that is chosen for each site."""
@@ -63,7 +60,7 @@ class Kind(ABC):
         candidates: scores that sites are tried out with.
     """
 
-    scores: Mapping[str, AnyScore]
+    scores: Mapping[str, Score]
     methods: Mapping[str, MethodFacts]
     unrankable: str | None = None
     stock: bool = True
@@ -98,7 +95,7 @@ class Kind(ABC):
 class ColumnKind(Kind):
     """Spaces that end in the columns of a projection."""
 
-    scores: Mapping[str, AnyScore] = {**SCORES, **UNIT_SCORES, CHOSEN: Score(_no_score)}
+    scores: Mapping[str, Score] = {**SCORES, **UNIT_SCORES, CHOSEN: Score(_no_score, needs_gram=True)}
     methods = COLUMN_METHODS
 
     def gram_for(self, wish: Wish) -> str | None:
@@ -118,8 +115,7 @@ class ColumnKind(Kind):
 
     def needs_taylor(self, wish: Wish) -> bool:
         """Whether the score is what gradients of the loss have told of the unpruned model."""
-        score = self.scores[wish.score]
-        return isinstance(score, Score) and score.needs_taylor
+        return self.scores[wish.score].needs_taylor
 
     def measures_more(self, wish: Wish) -> bool:
         """Grams, where something needs them."""
@@ -133,7 +129,7 @@ class ColumnKind(Kind):
 class LogitKind(Kind):
     """Spaces that end in the attention logits: the dimensions that q and k share."""
 
-    scores: Mapping[str, AnyScore] = LOGIT_SCORES
+    scores: Mapping[str, Score] = LOGIT_SCORES
     methods: Mapping[str, MethodFacts] = LOGIT_METHODS
     unrankable = "q and k keep the same number of dimensions in every head and layer: allocation: uniform"
     stock = False
@@ -159,7 +155,7 @@ class LogitKind(Kind):
 class RotaryKind(LogitKind):
     """Rotary pairs of queries and keys."""
 
-    scores: Mapping[str, AnyScore] = ROTARY_SCORES
+    scores: Mapping[str, Score] = ROTARY_SCORES
     methods = ROTARY_METHODS
     unrankable = "every KV head keeps as many rotary pairs as the next: allocation: uniform or least-error"
 
@@ -176,16 +172,14 @@ class BesideKind(ColumnKind):
     """Columns that stand side by side in runs, as many kept in each: query heads in KV groups."""
 
     # Gradients of the loss are gathered for whole KV groups.
-    scores: Mapping[str, AnyScore] = {
-        name: score for name, score in ColumnKind.scores.items() if not getattr(score, "needs_taylor", False)
-    }
+    scores: Mapping[str, Score] = {name: score for name, score in ColumnKind.scores.items() if not score.needs_taylor}
     unrankable = "every KV group keeps as many query heads as the next: allocation: uniform or least-error"
 
 
 class ExpertKind(Kind):
     """Whole experts of a block."""
 
-    scores: Mapping[str, AnyScore] = EXPERT_SCORES
+    scores: Mapping[str, Score] = EXPERT_SCORES
     methods: Mapping[str, MethodFacts] = {name: COLUMN_METHODS[name] for name in ("none", "ridge")}
     unrankable = "every block keeps as many experts as the next: allocation: uniform"
     by_errors = False
@@ -210,7 +204,7 @@ class ExpertKind(Kind):
 class ValueKind(ColumnKind):
     """Directions of values, as many in every KV head."""
 
-    scores: Mapping[str, AnyScore] = VALUE_SCORES
+    scores: Mapping[str, Score] = VALUE_SCORES
     unrankable = "every KV head keeps as many value directions as the next: allocation: uniform or least-error"
     stock = False
     candidates = tuple(VALUE_SCORES)

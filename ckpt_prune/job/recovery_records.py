@@ -1,4 +1,4 @@
-"""What recovery did to one block, for reports."""
+"""Record of the recovery of one block, for reports."""
 
 import math
 from typing import Annotated, Any
@@ -17,23 +17,22 @@ _Finite = Annotated[Figure, BeforeValidator(_finite)]
 
 
 class RecoveredLayer(FixedRecord):
-    """What recovery did to one block, on held-out samples, against the dense model's hidden states after it.
+    """Recovery of one block, on held-out samples, against the dense model's hidden states after it.
 
     Figures are None where hidden states are not finite.
 
     Attributes:
-        block: its index.
         mse_before, cka_before: of the blocks as they were pruned, one after the other, none recovered. That is the
-            pruned model itself, except where pruning looks at the recovered blocks before (on the fly, sequential).
+            pruned model itself, unless pruning looks at the recovered blocks before (on the fly, sequential).
         mse_start: of the block as it was pruned, behind recovered blocks.
         mse_after, cka_after: of the block as it is written, behind recovered blocks.
-        epochs: how many were run, at all rates.
-        best_epoch: whose weights were kept; 0: the old ones.
-        rate: the learning rate they were trained at; None for the old ones.
-        diverged: whether training got lost, at some rate.
+        epochs: run at all rates.
+        best_epoch: its weights were kept; 0: the old ones.
+        rate: the learning rate of the kept weights; None for the old ones.
+        diverged: whether training diverged, at some rate.
         recovered: whether the block has new weights.
         curve: held-out error at the start and after every epoch at the last rate, as a share of the energy of the dense
-            hidden states. Empty, and left out of JSON, where nothing was trained and in files of before.
+            hidden states. Empty, and left out of JSON, if nothing was trained, and in files of earlier versions.
     """
 
     block: Block

@@ -19,7 +19,7 @@ from ckpt_prune.runner.recover import PreparedRecovery
 from ckpt_prune.stages.recovery.block_training import SampleSplit
 from ckpt_prune.stages.recovery.fitting_scales import fitted_scales
 from ckpt_prune.stages.recovery.reports import report_of_adapters
-from ckpt_prune.stages.recovery.scales import FittedScales, ModelInBlocks
+from ckpt_prune.stages.recovery.scales import FittedScales, ModelInBlocks, apply_scales
 from ckpt_prune.stages.recovery.stage import Recovery
 
 
@@ -33,7 +33,7 @@ class _ScaleStep(Step):
 
     def act(self, block: int, tensors: Tensors) -> tuple[Tensors, list[BaseModel]]:
         """Scale one block."""
-        return self._fitted.applied(tensors), []
+        return apply_scales(tensors, self._fitted.scales), []
 
 
 def recover_by_scales(settled: PreparedRecovery, out: Path, *, overwrite: bool, announce: Announce) -> Report:

@@ -1,15 +1,8 @@
-"""What dropping the first units of any order costs once all that stay are refitted: one factorisation for every width.
+"""Cost of dropping the first units of any order, all others refitted: one factorisation for every width.
 
-With G = Σ x xᵀ, the Gram of a projection's inputs, dropping the columns D of its weight W costs
-
-    J(D) = tr(W_D S_D W_Dᵀ),    S_D = A_DD − A_DK A_KK⁻¹ A_KD,    A = G + λI,
-
-which is the objective of ridge towards W_K at its optimum (`scoring.obs`). S_D is the Schur complement of what stays.
-Let columns be sorted so that those that go first come last, and A = L Lᵀ. Then the complement of the last k columns is
-L_D L_Dᵀ, L_D being the last k rows and columns of L, for every k at once. So J of the last k columns is the sum of
-‖(W L)_:j‖² over them (this project). Where errors e of the output count as eᵀ F e, it is that of (W L)_:j instead;
-what stays is refitted all the same, for a metric on the outputs does not change the refit. The refit itself is
-W_K + W_D L_DK L_KK⁻¹, from the same factor.
+Let the columns be sorted so that those dropped first come last, and G + λI = L Lᵀ. Dropping the last k columns costs
+J = Σ ‖(W L)_:j‖² over them (this project; scoring/README.md, section 5). If errors e of the output count as eᵀ F e, the
+norm is that of F; the refit, W_K + W_D L_DK L_KK⁻¹, does not depend on F.
 """
 
 from dataclasses import dataclass
@@ -22,7 +15,7 @@ from ckpt_prune.sparsity.damping import DAMP, damped_cholesky
 
 @dataclass(frozen=True)
 class DropOrder:
-    """A projection whose inputs go in some order, unit by unit.
+    """A projection whose inputs are dropped in some order, unit by unit.
 
     Attributes:
         columns: of the weight, those that stay longest first, (d,) int64.
@@ -30,7 +23,7 @@ class DropOrder:
         weight: W in that order, (d_out, d) float64.
         factor: L, lower, of the damped Gram in units of `scale`, (d, d) float64.
         scale: mean of the Gram's diagonal.
-        basis: where the inputs are these products of others, (d, d) float64: what is lost is told of those; else None.
+        basis: (d, d) float64 if the inputs are this matrix times others: `lost` is then in terms of those; else None.
     """
 
     columns: Tensor
@@ -42,16 +35,16 @@ class DropOrder:
 
     @classmethod
     def of(cls, weight: Tensor, gram: Tensor, order: Tensor, per_unit: int = 1, *, damp: float = DAMP) -> "DropOrder":
-        """Factorise.
+        """Factorise the Gram of a projection for an order.
 
         The work is d³ / 3 flops, memory two (d, d) float64 matrices beside the arguments.
 
         Args:
             weight: W, (d_out, d), any floating dtype.
             gram: G, (d, d), any floating dtype, symmetric, on the same device.
-            order: units in the order in which they go, (n,) int64.
+            order: units in the order in which they are dropped, (n,) int64.
             per_unit: adjacent columns that make a unit, d / n.
-            damp: λ as a share of mean(diag(G)); raised as in `sparsity.damping` where that is not enough.
+            damp: λ as a share of mean(diag(G)); raised as in `sparsity.damping` if it is not enough.
 
         Raises:
             SingularHessianError: no damping is enough, since G is not positive semi-definite.
@@ -63,16 +56,14 @@ class DropOrder:
         return cls(columns, per_unit, weight[:, columns].double(), factor, scale)
 
     def costs(self, metric: Tensor | None = None) -> Tensor:
-        """J with the first k units dropped, k = 0 … n.
+        """Return J with the first k units dropped, k = 0 … n, (n + 1,) float64, on the scale of Gram sums.
+
+        It never decreases, and includes λ (‖Ŵ_K − W_K‖² + ‖W_D‖²), in the metric.
 
         The work is d_out d² flops, and d_out² d with a metric.
 
         Args:
             metric: F, (d_out, d_out), symmetric and positive semi-definite; None for the identity.
-
-        Returns:
-            (n + 1,) float64, never decreasing, on the scale of Gram sums. They include λ (‖Ŵ_K − W_K‖² + ‖W_D‖²), in
-            the metric.
         """
         turned = self.weight @ self.factor
         seen = turned if metric is None else metric.double() @ turned
@@ -82,19 +73,15 @@ class DropOrder:
         return torch.cat([added.new_zeros(1), added.cumsum(0)])
 
     def lost(self, count: int) -> Tensor:
-        """W − Ŵ with the first `count` units dropped and the others refitted: what an output loses is this times x.
+        """Return W − Ŵ with the first `count` units dropped and the others refitted, (d_out, d) float64.
 
-        Args:
-            count: from 0 to n.
-
-        Returns:
-            (d_out, d) float64, columns as in W.
+        Its columns are those of W, and the output loses it times x.
         """
         kept = len(self.columns) - count * self.per_unit
-        gone = self.weight[:, kept:]
+        dropped = self.weight[:, kept:]
         moved = torch.linalg.solve_triangular(
-            self.factor[:kept, :kept], gone @ self.factor[kept:, :kept], upper=False, left=False
+            self.factor[:kept, :kept], dropped @ self.factor[kept:, :kept], upper=False, left=False
         )
-        found = torch.empty_like(self.weight)
-        found[:, self.columns] = torch.cat([-moved, gone], 1)
-        return found if self.basis is None else found @ self.basis
+        difference = torch.empty_like(self.weight)
+        difference[:, self.columns] = torch.cat([-moved, dropped], 1)
+        return difference if self.basis is None else difference @ self.basis

@@ -1,14 +1,18 @@
 """Scores of the experts of a block: higher = keep. Pure functions (scoring/README.md, section 7).
 
-Each takes the moments of the experts, (E,) each, and returns (E,) float64.
+Each takes the moments of the experts, (E,) each, and returns (E,) float64. Scores are listed without torch.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
 
-from ckpt_prune.measure.moments.routing import RoutingMoments
+from ckpt_prune.scoring.scores import Score
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ckpt_prune.measure.moments.routing import RoutingMoments
 
 
 def routed_energy(moments: RoutingMoments) -> Tensor:
@@ -24,15 +28,6 @@ def frequency(moments: RoutingMoments) -> Tensor:
 def reap(moments: RoutingMoments) -> Tensor:
     """Mean of w_t ‖y_t‖ over the tokens that the router sends to the expert; 0 where there are none."""
     return moments.norm / moments.tokens.clamp_min(1)
-
-
-@dataclass(frozen=True)
-class Score:
-    """The function of a score, and the statistics that it needs."""
-
-    function: Callable[[RoutingMoments], Tensor]
-    needs_moments: bool = True
-    needs_gram: bool = False
 
 
 EXPERT_SCORES: dict[str, Score] = {

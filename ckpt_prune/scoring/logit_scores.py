@@ -1,16 +1,19 @@
-"""Scores of the dimensions inside a head that q and k share: higher = keep. Pure functions.
-
-See scoring/README.md, section 4.
+"""Scores of the dimensions inside a head that q and k share: higher = keep (scoring/README.md, section 4).
 
 Each takes the query and key weights (H d, hidden), the moments of queries and keys, and H, and returns (H, d) float64.
+Scores are listed without torch.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
 
-from ckpt_prune.measure.moments.logits import LogitMoments
+from ckpt_prune.scoring.scores import Score
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ckpt_prune.measure.moments.logits import LogitMoments
 
 
 def logit_energy(query: Tensor, key: Tensor, moments: LogitMoments | None, heads: int) -> Tensor:
@@ -24,15 +27,6 @@ def magnitude(query: Tensor, key: Tensor, moments: LogitMoments | None, heads: i
     """‖W_Q,j‖₂ ‖W_K,j‖₂. It needs no moments."""
     norms = [weight.double().square().sum(1).sqrt().view(heads, -1) for weight in (query, key)]
     return norms[0] * norms[1]
-
-
-@dataclass(frozen=True)
-class Score:
-    """The function of a score, and the statistics that it needs."""
-
-    function: Callable[[Tensor, Tensor, LogitMoments | None, int], Tensor]
-    needs_moments: bool = True
-    needs_gram: bool = False
 
 
 LOGIT_SCORES: dict[str, Score] = {

@@ -1,26 +1,16 @@
-"""Structured optimal brain surgeon: the order in which to drop inputs of a projection when the others are refitted.
+"""Structured optimal brain surgeon: drops inputs of a projection in the order of least cost, the others refitted.
 
-Hassibi and Stork 1993 (NeurIPS 5) drop one weight at a time: the one whose loss is least once the others have moved to
-make up for it. Here a whole column of the weight W (d_out, d) goes, or a block of columns. With G = Σ x xᵀ, the Gram of
-the inputs, the cost of dropping the columns D is
-
-    J(D) = min over Ŵ with Ŵ_D = 0 of tr((W − Ŵ)(G + λI)(W − Ŵ)ᵀ) = tr(W_D ([(G + λI)⁻¹]_DD)⁻¹ W_Dᵀ),
-
-which is the objective of ridge towards W_K at its optimum. It is the sum of the output error, λ ‖Ŵ_K − W_K‖² and
-λ ‖W_D‖², which no refit changes. Units go greedily. Let Ŵ be the weight refitted so far, and H the inverse of G + λI
-over the units that are left. Then dropping unit B costs tr(Ŵ_B (H_BB)⁻¹ Ŵ_Bᵀ), which is ‖Ŵ_:j‖² / H_jj for a column.
-
-How it is computed here (this project). Costs need Ŵ only through A = ŴᵀŴ. So H and A, both (d, d), are all that is
-kept, whatever d_out. With L Lᵀ = H_BB, dropping B is a symmetric update of both,
+Dropping the columns D costs J(D) = tr(W_D ([(G + λI)⁻¹]_DD)⁻¹ W_Dᵀ), and units go greedily (Hassibi and Stork 1993;
+scoring/README.md, section 5). Costs need the refitted weight Ŵ only through A = ŴᵀŴ, so H, the inverse of G + λI over
+the units that are left, and A are all that is kept. With L Lᵀ = H_BB, dropping B is a symmetric update of both,
 
     H ← H − v vᵀ,   A ← A − v zᵀ − z vᵀ,   v = H_:B L⁻ᵀ,   z = A_:B L⁻ᵀ − ½ v (L⁻¹ A_BB L⁻ᵀ).
 
 v and z are kept in panels. At each step the panels update only the blocks on the diagonal and the columns about to go.
 A full panel is applied to the lower triangles by matrix products. The last unit takes the place of a dropped one.
 
-The relative error of a cost from rounding stays below about 2e-16 times the condition number of G + λI. That is
-measured against 50 digits; the first costs, which are the smallest, come nearest to it. With damping the condition
-number is at most (d + damp) / damp: 1.1e6 at a width of 11008 and the default.
+The relative error of a cost from rounding stays below about 2e-16 times the condition number of G + λI (measured
+against 50 digits), which is at most (d + damp) / damp: 1.1e6 at a width of 11008 and the default.
 """
 
 from collections.abc import Iterator
@@ -45,8 +35,8 @@ class Removal:
 
     Attributes:
         order: units in the order they are dropped, (n,) int64.
-        costs: J after dropping `order[: i + 1]`, (n,) float64, never decreasing. They are on the scale of Gram sums:
-            squared units of the output, summed over tokens. They include λ ‖Ŵ_K − W_K‖² and λ ‖W_D‖².
+        costs: J after dropping `order[: i + 1]`, (n,) float64, never decreasing, on the scale of Gram sums: squared
+            units of the output, summed over tokens. They include λ ‖Ŵ_K − W_K‖² and λ ‖W_D‖².
         strength: absolute, on the same scale.
     """
 
@@ -72,7 +62,7 @@ class Removal:
 
 
 def remove_greedily(weight: Tensor, gram: Tensor, per_unit: int = 1, *, damp: float = DAMP) -> Removal:
-    """The order in which units of an input axis go by greedy removal, and the cost of every prefix of it.
+    """Drop units of an input axis greedily: return their order, and the cost of every prefix of it.
 
     The work is about 2 d³ + d_out d² flops, nearly all in factorisations and matrix products. Memory beyond the
     arguments is two (d, d) float64 matrices at the peak on a CPU (2 GB at a width of 11008) and some panels. Solvers of
@@ -86,11 +76,8 @@ def remove_greedily(weight: Tensor, gram: Tensor, per_unit: int = 1, *, damp: fl
         weight: W, (d_out, d), any floating dtype, on the device of `gram`.
         gram: G = Σ x xᵀ or its centred form, (d, d), any floating dtype, symmetric.
         per_unit: adjacent columns that go together: those of a head, or of all heads of a KV group.
-        damp: strength as a share of mean(diag(G)) over all inputs, as in `compensation.methods`; as it stands where
-            that mean is zero.
-
-    Returns:
-        The order and its costs, on the device of `weight`. Of equal units the lower goes first.
+        damp: strength as a share of mean(diag(G)) over all inputs, as in `compensation.methods`; taken as it is if that
+            mean is zero.
 
     Raises:
         SingularHessianError: no damping is enough, since G is not positive semi-definite.
@@ -126,7 +113,7 @@ def _check(weight: Tensor, gram: Tensor, per_unit: int, damp: float) -> None:
 
 
 def _inverse(gram: Tensor, scale: float, share: float) -> Tensor:
-    """(G / `scale` + `share` I)⁻¹, (d, d) float64.
+    """Return (G / `scale` + `share` I)⁻¹, (d, d) float64; raises `SingularHessianError` if it is not positive definite.
 
     Raises:
         SingularHessianError: the matrix is not positive definite.
@@ -139,76 +126,70 @@ def _inverse(gram: Tensor, scale: float, share: float) -> Tensor:
 
 
 def _greedy(weight: Tensor, H: Tensor, per_unit: int) -> tuple[Tensor, Tensor]:
-    """Units in the order of greedy removal, (n,) int64, and what each adds to J, (n,) float64, never negative.
+    """Return units in the order of greedy removal, (n,) int64, and the cost each adds, (n,) float64, never negative.
 
-    Args:
-        weight: W, (d_out, d).
-        H: the inverse, (d, d) float64; overwritten.
-        per_unit: columns of a unit, b.
-
-    Raises:
-        SingularHessianError: rounding has left an inverse that is not positive definite.
+    W is (d_out, d); H is the inverse, (d, d) float64, and is overwritten. Raises `SingularHessianError` if rounding has
+    left it not positive definite.
     """
     b, d = per_unit, len(H)
     n, width = d // b, max(PANEL, b)
     A = torch.zeros_like(H)
     for part in torch.split(weight, ROWS):
         wide = part.double()
-        _add(A, wide, wide, 1)
+        _add_product(A, wide, wide, 1)
     h, a = _blocks(H, b), _blocks(A, b)
     V, Z = H.new_empty(width, d), H.new_empty(width, d)
     unit = torch.arange(n, device=H.device)
     order, added = torch.empty_like(unit), H.new_empty(n)
-    held = 0  # rows of V and Z in use
+    used = 0  # rows of V and Z in use
     for last in range(n - 1, -1, -1):
-        worth = _worth(h[: last + 1], a[: last + 1])
-        least = worth.min()
+        costs = _costs(h[: last + 1], a[: last + 1])
+        least = costs.min()
         # The lowest of equals, wherever the exchanges below have put it.
-        at = int(torch.where(worth <= least, unit[: last + 1], n).argmin())
+        at = int(torch.where(costs <= least, unit[: last + 1], n).argmin())
         if not float(least) > -float("inf"):
             raise SingularHessianError("the inverse of the Gram lost its positive definiteness to rounding")
         order[n - 1 - last], added[n - 1 - last] = unit[at], least.clamp_min(0)
         if last == 0:
             break
-        if held + b > width:
+        if used + b > width:
             stop = (last + 1) * b
-            v, z = V[:held, :stop], Z[:held, :stop]
-            _add(H[:stop, :stop], v, v, -1)
-            _add(A[:stop, :stop], v, z, -1)
-            _add(A[:stop, :stop], z, v, -1)
-            held = 0
-        _eliminate(H, A, h[at], a[at], V, Z, held, at, last + 1)
-        held += b
-        _fill(at, last, b, H, A, V[:held], Z[:held])
-        for each in (unit, h, a):
-            each[at] = each[last]
-        _update(h[:last], a[:last], V[held - b : held, : last * b], Z[held - b : held, : last * b])
+            v, z = V[:used, :stop], Z[:used, :stop]
+            _add_product(H[:stop, :stop], v, v, -1)
+            _add_product(A[:stop, :stop], v, z, -1)
+            _add_product(A[:stop, :stop], z, v, -1)
+            used = 0
+        _eliminate(H, A, h[at], a[at], V, Z, used, at, last + 1)
+        used += b
+        _fill(at, last, b, H, A, V[:used], Z[:used])
+        for rows in (unit, h, a):
+            rows[at] = rows[last]
+        _update(h[:last], a[:last], V[used - b : used, : last * b], Z[used - b : used, : last * b])
     return order, added
 
 
-def _eliminate(H: Tensor, A: Tensor, h: Tensor, a: Tensor, V: Tensor, Z: Tensor, held: int, at: int, live: int) -> None:
-    """Write v and z of the unit `at`, as rows, behind the `held` rows of V and Z. Their values at the unit are void.
+def _eliminate(H: Tensor, A: Tensor, h: Tensor, a: Tensor, V: Tensor, Z: Tensor, used: int, at: int, live: int) -> None:
+    """Write v and z of the unit `at`, as rows, after the `held` rows of V and Z. Their values at the unit are void.
 
     Args:
         H: lower triangle, without the updates in V.
         A: lower triangle, without the updates in V and Z.
         h: H_BB, (b, b), up to date.
         a: A_BB, (b, b), up to date.
-        V: (width, d).
-        Z: (width, d).
+        Z: (width, d), as V.
         held: rows of V and Z in use.
         at: position of the unit.
         live: number of units left, this one among them.
     """
     b = len(h)
-    own, stop = slice(at * b, (at + 1) * b), live * b
-    before_v, before_z = V[:held, :stop], Z[:held, :stop]
-    v, z = V[held : held + b, :stop], Z[held : held + b, :stop]
+    columns, stop = slice(at * b, (at + 1) * b), live * b
+    before_v, before_z = V[:used, :stop], Z[:used, :stop]
+    v, z = V[used : used + b, :stop], Z[used : used + b, :stop]
     for rows, matrix in ((v, H), (z, A)):
-        rows[:, : own.stop] = matrix[own, : own.stop]
-        rows[:, own.stop :] = matrix[own.stop : stop, own].T
-    v.addmm_(before_v[:, own].T, before_v, alpha=-1)
-    z.addmm_(before_z[:, own].T, before_v, alpha=-1).addmm_(before_v[:, own].T, before_z, alpha=-1)
+        rows[:, : columns.stop] = matrix[columns, : columns.stop]
+        rows[:, columns.stop :] = matrix[columns.stop : stop, columns].T
+    v.addmm_(before_v[:, columns].T, before_v, alpha=-1)
+    z.addmm_(before_z[:, columns].T, before_v, alpha=-1).addmm_(before_v[:, columns].T, before_z, alpha=-1)
     if b == 1:
         v.div_(h.sqrt())
         z.div_(h.sqrt()).sub_(v * (0.5 * a / h))
@@ -220,7 +201,7 @@ def _eliminate(H: Tensor, A: Tensor, h: Tensor, a: Tensor, V: Tensor, Z: Tensor,
 
 
 def _fill(at: int, last: int, b: int, H: Tensor, A: Tensor, V: Tensor, Z: Tensor) -> None:
-    """Put the last unit in the place of unit `at`, in both panels and in both lower triangles.
+    """Move the last unit to the place of unit `at`, in both panels and in both lower triangles.
 
     The blocks on the diagonal are left to the caller.
     """
@@ -247,24 +228,24 @@ def _update(h: Tensor, a: Tensor, v: Tensor, z: Tensor) -> None:
         a.baddbmm_(left, right.mT, alpha=-1).baddbmm_(right, left.mT, alpha=-1)
 
 
-def _worth(h: Tensor, a: Tensor) -> Tensor:
-    """tr(H_BB⁻¹ A_BB) of every unit, (k,), from (k, b, b) each; −∞ where H_BB is not positive definite."""
+def _costs(h: Tensor, a: Tensor) -> Tensor:
+    """Return tr(H_BB⁻¹ A_BB) of every unit, (k,), from (k, b, b) each; −∞ if H_BB is not positive definite."""
     if h.shape[1] == 1:
-        found, sound = a[:, 0, 0] / h[:, 0, 0], h[:, 0, 0] > 0
+        costs, is_definite = a[:, 0, 0] / h[:, 0, 0], h[:, 0, 0] > 0
     else:
         factor, failed = torch.linalg.cholesky_ex(h)
-        found, sound = torch.cholesky_solve(a, factor).diagonal(dim1=1, dim2=2).sum(1), failed == 0
-    return torch.where(sound, found, -float("inf"))
+        costs, is_definite = torch.cholesky_solve(a, factor).diagonal(dim1=1, dim2=2).sum(1), failed == 0
+    return torch.where(is_definite, costs, -float("inf"))
 
 
-def _add(matrix: Tensor, left: Tensor, right: Tensor, sign: int) -> None:
+def _add_product(matrix: Tensor, left: Tensor, right: Tensor, sign: int) -> None:
     """Add ± leftᵀ right, both (m, k), to the lower triangle of `matrix` (k, k). Some of the upper changes, too."""
     for part in _parts(len(matrix)):
         matrix[part, : part.stop].addmm_(left[:, part].T, right[:, : part.stop], alpha=sign)
 
 
 def _blocks(matrix: Tensor, b: int) -> Tensor:
-    """A copy of the (b, b) blocks on a matrix's diagonal, (n, b, b). Only the lower triangle of the matrix counts."""
+    """Copy the (b, b) blocks on a matrix's diagonal, (n, b, b). Only the lower triangle of the matrix counts."""
     n = len(matrix) // b
     lower = matrix.view(n, b, n, b).diagonal(dim1=0, dim2=2).permute(2, 0, 1).tril()
     return lower + lower.tril(-1).mT

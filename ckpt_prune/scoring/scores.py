@@ -1,21 +1,25 @@
 """Scores of input columns of an output projection: higher = keep (scoring/README.md, section 1). Pure functions.
 
 Each takes the consumer's weight (d_out, d_in) and the moments of its input (width d_in) and returns (d_in,) float64.
+Scores are listed without torch.
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-from ckpt_prune.measure.moments.inputs import Moments
+    from ckpt_prune.measure.moments.inputs import Moments
 
 
 def column_norms(weight: Tensor) -> Tensor:
-    """‖W_:j‖₂, (d_in,) float64, accumulated in row chunks so that no float64 copy of the whole weight is made."""
-    squares = torch.zeros(weight.shape[1], dtype=torch.float64, device=weight.device)
-    for rows in torch.split(weight, 1024):
+    """Return ‖W_:j‖₂, (d_in,) float64, summed in row chunks so that no float64 copy of the whole weight is made."""
+    squares = weight.new_zeros(weight.shape[1]).double()
+    for rows in weight.split(1024):  # type: ignore[no-untyped-call]
         squares += rows.double().square().sum(0)
     return squares.sqrt()
 
@@ -47,8 +51,8 @@ def wanda_sp(weight: Tensor, moments: Moments) -> Tensor:
 
 def wanda_sp_code(weight: Tensor, moments: Moments) -> Tensor:
     """mean_i |W_ij| ‖X_j‖₂, which the code released with FLAP computes for Wanda-sp."""
-    sums = torch.zeros(weight.shape[1], dtype=torch.float64, device=weight.device)
-    for rows in torch.split(weight, 1024):
+    sums = weight.new_zeros(weight.shape[1]).double()
+    for rows in weight.split(1024):  # type: ignore[no-untyped-call]
         sums += rows.double().abs().sum(0)
     return sums / len(weight) * moments.square.sqrt()
 
@@ -80,11 +84,17 @@ def corp(weight: Tensor, moments: Moments) -> Tensor:
 
 @dataclass(frozen=True)
 class Score:
-    """The function of a score, and the statistics that it needs."""
+    """A score and the statistics that it needs.
 
-    function: Callable[[Tensor, Moments], Tensor] | Callable[[Tensor, Moments | None], Tensor]
+    Attributes:
+        function: takes what the docstring of its module says, and returns the scores.
+        needs_taylor: whether statistics must hold gradients of the loss.
+    """
+
+    function: Callable[..., Tensor]
     needs_moments: bool = True
     needs_gram: bool = False
+    needs_taylor: bool = False
 
 
 SCORES: dict[str, Score] = {

@@ -1,13 +1,13 @@
-"""How directions of values are ranked (compensation/README.md, section 10)."""
+"""Ranking of the directions of values (compensation/README.md, section 10)."""
 
 from typing import NoReturn
 
-from ckpt_prune.scoring.unit_scores import Score
+from ckpt_prune.scoring.scores import Score
 
 
-def _by_the_turn(*_: object) -> NoReturn:
-    raise ValueError("what directions carry is found with them (compensation.values)")
+def _ranked_by_basis(*_: object) -> NoReturn:
+    raise ValueError("directions are ranked when they are found (compensation.values)")
 
 
-VALUE_SCORES: dict[str, Score] = {"principal": Score(_by_the_turn)}
-"""Scores by name. A direction and what it carries are one thing: there is no score without the basis."""
+VALUE_SCORES: dict[str, Score] = {"principal": Score(_ranked_by_basis, needs_gram=True)}
+"""A direction and its strength are one thing: there is no score without the basis."""

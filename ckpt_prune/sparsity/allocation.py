@@ -1,4 +1,4 @@
-"""How many zeros each block gets under one share of the whole model. Pure functions.
+"""Share of zeros of each block under one share of the whole model. Pure functions.
 
 See sparsity/README.md, section 6. A share of zeros is called a ratio. Blocks are listed in order.
 """
@@ -16,33 +16,25 @@ BINS = 100
 
 
 def outlier_ratio(scores: Sequence[Tensor], threshold: float) -> float:
-    """The share of a block's weights whose score is above `threshold` times the mean score (OWL, eq. 2).
+    """Return the share of a block's weights whose score is above `threshold` times the mean score (OWL, eq. 2).
 
-    Args:
-        scores: |W_ij| ‖X_j‖₂ of every linear module of the block, any floating dtype, not negative.
-        threshold: OWL's M.
+    `scores` are |W_ij| ‖X_j‖₂ of every linear module of the block, any floating dtype; `threshold` is OWL's M.
     """
-    count = sum(each.numel() for each in scores)
-    mean = float(sum(each.double().sum() for each in scores)) / count
-    return sum(int((each > threshold * mean).sum()) for each in scores) / count
+    count = sum(score.numel() for score in scores)
+    mean = float(sum(score.double().sum() for score in scores)) / count
+    return sum(int((score > threshold * mean).sum()) for score in scores) / count
 
 
 def hill_exponent(weight: Tensor) -> float:
-    """PL_Alpha_Hill: the power-law exponent of a weight's spectrum (AlphaPruning, eq. 3).
+    """Return PL_Alpha_Hill, the power-law exponent of a weight's spectrum (AlphaPruning, eq. 3).
 
-    With λ_1 ≤ … ≤ λ_n the eigenvalues of Wᵀ W (W W ᵀ where that is smaller) and λ_i the first one of the tail,
+    With λ_1 ≤ … ≤ λ_n the eigenvalues of Wᵀ W (or of W Wᵀ, if that is smaller) and λ_i the first of the tail,
 
         α = 1 + k / Σ_{j ≥ i} ln(λ_j / λ_i),   k = n − i + 1.
 
-    The tail begins at the peak of the spectrum's histogram over log₁₀ λ, as the paper says ("Fix-finger"). The released
-    code goes on from there to the beginning of least Kolmogorov-Smirnov distance, from next to no λ up to 1.5 times
-    the peak; that search is left out.
-
-    Args:
-        weight: (d_out, d_in), any floating dtype.
-
-    Returns:
-        Above 1; infinite where the tail is one value.
+    It is above 1, and infinite if the tail is one value. The tail begins at the peak of the spectrum's histogram over
+    log₁₀ λ, as the paper says ("Fix-finger"). The released code then searches for the beginning of least
+    Kolmogorov-Smirnov distance, from next to no λ up to 1.5 times the peak; that is left out.
     """
     eigenvalues = torch.linalg.svdvals(weight.double()).square().sort().values
     # A matrix of less than full rank has eigenvalues that are nothing but rounding.
@@ -58,7 +50,7 @@ def hill_exponent(weight: Tensor) -> float:
 
 
 def ratios_by_outliers(outliers: Sequence[float], ratio: float, spread: float) -> list[float]:
-    """OWL's ratios: the more outliers a block has, the less it loses (section 3.3, as its code has it).
+    """Share out zeros as OWL does: the more outliers a block has, the less it loses (section 3.3, as its code has it).
 
     What is kept is 2λ (D − min D) / (max D − min D), moved so that its mean is 1 − ratio.
 
@@ -69,11 +61,11 @@ def ratios_by_outliers(outliers: Sequence[float], ratio: float, spread: float) -
     """
     kept = _linear(outliers, 0.0, 2 * spread)
     mean = sum(kept) / len(kept)
-    return [ratio - each + mean for each in kept]
+    return [ratio - share + mean for share in kept]
 
 
 def ratios_by_exponents(exponents: Sequence[float], sizes: Sequence[int], ratio: float, spread: float) -> list[float]:
-    """AlphaPruning's ratios: the lighter the tail of a block, the more it loses (eq. 4).
+    """Share out zeros as AlphaPruning does: the lighter the tail of a block, the more it loses (eq. 4).
 
     Args:
         exponents: of every block, the mean over its weights.
@@ -87,7 +79,7 @@ def ratios_by_exponents(exponents: Sequence[float], sizes: Sequence[int], ratio:
 
 
 def _linear(values: Sequence[float], low: float, high: float) -> list[float]:
-    """Values moved and scaled to span `low` to `high`; all in the middle where they are the same."""
+    """Move and scale values to span `low` to `high`; all are in the middle if they are the same."""
     least, most = min(values), max(values)
     if most == least:
         return [(low + high) / 2] * len(values)
@@ -95,11 +87,7 @@ def _linear(values: Sequence[float], low: float, high: float) -> list[float]:
 
 
 def check_ratios(ratios: Sequence[float], name: str, spread: float) -> None:
-    """Refuse ratios that no mask can have.
-
-    Raises:
-        UserError: one is below 0 or not below 1.
-    """
+    """Refuse ratios below 0 or not below 1, which no mask can have."""
     for block, ratio in enumerate(ratios):
         if not 0 <= ratio < 1:
             raise UserError(
@@ -109,23 +97,20 @@ def check_ratios(ratios: Sequence[float], name: str, spread: float) -> None:
 
 
 def whole_groups(ratios: Sequence[float], pattern: GroupPattern) -> list[int]:
-    """N of each block's N:M, whose sum is that of the pattern in every block.
+    """Return N of each block's N:M, whose sum is that of the pattern in every block.
 
-    Each is its ratio's, rounded down, and those of the largest remainders get one more. (OWL's code rounds each to the
-    nearest, and its sum may miss the pattern's.) No block has fewer than 1, or more than M.
-
-    Args:
-        ratios: share of zeros of every block, whose mean is the pattern's.
-        pattern: N:M of the whole.
+    Each is its ratio's, rounded down, and the largest remainders get one more. (OWL's code rounds each to the nearest,
+    and its sum may miss the pattern's.) No block has fewer than 1, or more than M. The mean of `ratios` is the
+    pattern's.
     """
-    wanted = [min(max((1 - ratio) * pattern.of, 1.0), float(pattern.of)) for ratio in ratios]
-    kept = [int(each + 1e-9) for each in wanted]
-    left = pattern.kept * len(ratios) - sum(kept)
-    while left:
-        step = 1 if left > 0 else -1
-        open_to = [b for b, each in enumerate(kept) if 1 <= each + step <= pattern.of]
+    targets = [min(max((1 - ratio) * pattern.of, 1.0), float(pattern.of)) for ratio in ratios]
+    kept = [int(target + 1e-9) for target in targets]
+    missing = pattern.kept * len(ratios) - sum(kept)
+    while missing:
+        step = 1 if missing > 0 else -1
+        open_to = [b for b, count in enumerate(kept) if 1 <= count + step <= pattern.of]
         # Of equal remainders the first block; sorting is stable.
-        best = max(open_to, key=lambda block: step * (wanted[block] - kept[block]))
+        best = max(open_to, key=lambda block: step * (targets[block] - kept[block]))
         kept[best] += step
-        left -= step
+        missing -= step
     return kept

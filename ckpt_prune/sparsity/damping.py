@@ -1,11 +1,14 @@
-"""Factorising a Gram that calibration may have left singular."""
+"""Factorise a Gram that calibration may have left singular."""
+
+from __future__ import annotations
 
 from collections.abc import Iterator
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from ckpt_prune.common.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 DAMP = 0.01
 """SparseGPT's default damping, as a share of the mean diagonal."""
@@ -18,11 +21,11 @@ RESOLVED = 1e-10
 
 
 class SingularHessianError(UserError):
-    """No damping allowed makes a Hessian positive definite. The message names no layer: the caller knows it."""
+    """No damping allowed makes a Hessian positive definite. The caller adds the layer to the message."""
 
 
 def live_mean(hessian: Tensor) -> float:
-    """Mean of the diagonal over live inputs, those that some token had; 1 where there is none.
+    """Return the mean of the diagonal over live inputs, those that some token had; 1 if there is none.
 
     Absolute values are averaged: divided by a negative mean, a matrix that is no Gram could pass for one.
     """
@@ -32,7 +35,7 @@ def live_mean(hessian: Tensor) -> float:
 
 
 def damped_cholesky(matrix: Tensor, damp: float, most: float = MOST_DAMP) -> tuple[Tensor, float]:
-    """Lower Cholesky factor of H with the least damping on its diagonal that is enough, of those tried.
+    """Return the lower Cholesky factor of H, (d, d), with the least damping that is enough, and that damping.
 
     As long as the matrix is singular to the precision of the Grams, ten times more is tried, and at last `most` itself.
 
@@ -40,13 +43,9 @@ def damped_cholesky(matrix: Tensor, damp: float, most: float = MOST_DAMP) -> tup
         matrix: H (d, d) float64 in units of its mean diagonal. Its diagonal is overwritten.
         damp: the damping that is tried first; zero is allowed.
         most: the damping that is tried last, unless `damp` itself is more.
-
-    Returns:
-        The factor (d, d), and the damping it took.
-
-    Raises:
-        SingularHessianError: no damping allowed is enough.
     """
+    import torch  # recipes read the constants of this module without it
+
     diagonal = matrix.diagonal().clone()
     tried = []
     for share in dampings(damp, most):
@@ -62,7 +61,7 @@ def damped_cholesky(matrix: Tensor, damp: float, most: float = MOST_DAMP) -> tup
 
 
 def dampings(damp: float, most: float) -> Iterator[float]:
-    """`damp`, then ten times more again and again, and `most` last."""
+    """Yield `damp`, then ten times more again and again, and `most` last."""
     yield damp
     while damp < most:
         damp = min(10 * damp or LEAST_DAMP, most)

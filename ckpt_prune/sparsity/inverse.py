@@ -1,4 +1,4 @@
-"""The factor that the surgeon's updates are read from, of inputs visited from left to right (see `sparsegpt`)."""
+"""Factor of the inverse Gram, for inputs that are visited from left to right (see `sparsegpt`)."""
 
 from torch import Tensor
 
@@ -6,7 +6,7 @@ from ckpt_prune.sparsity.damping import damped_cholesky, live_mean
 
 
 def factorise(hessian: Tensor, dead: Tensor, damp: float, most_damp: float) -> tuple[Tensor, float]:
-    """Cholesky factor L (lower, float64) of H + damping with its inputs in reverse order, and the damping it took."""
+    """Return the lower Cholesky factor of H + damping, inputs in reverse order, float64, and the damping."""
     # In units of the mean diagonal, so that neither the scale of H nor the 1 of a dead input matters.
     matrix = hessian.flip(0, 1).double().div_(live_mean(hessian))
     dead = dead.flip(0)
@@ -18,6 +18,6 @@ def factorise(hessian: Tensor, dead: Tensor, damp: float, most_damp: float) -> t
 
 
 def part(factor: Tensor, rows: slice, columns: slice) -> Tensor:
-    """R[rows, columns] of H = R Rᵀ, from the factor of H with its inputs in reverse order."""
+    """Return R[rows, columns] of H = R Rᵀ, from the factor of H with its inputs in reverse order."""
     n = len(factor)
     return factor[n - rows.stop : n - rows.start, n - columns.stop : n - columns.start].flip(0, 1)

@@ -1,4 +1,4 @@
-"""Which weights stay: scores of single weights, and exact counts of them. Pure functions.
+"""Scores of single weights, and masks with exact counts. Pure functions.
 
 See sparsity/README.md, sections 1 and 2.
 
@@ -7,24 +7,18 @@ index stays, so that a mask depends neither on the device nor on the order in wh
 """
 
 from decimal import ROUND_FLOOR, Decimal
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ckpt_prune.measure.moments.inputs import Moments
-from ckpt_prune.sparsity.patterns import GroupPattern
-
-Compare = Literal["row", "matrix"]
+from ckpt_prune.sparsity.patterns import Compare, GroupPattern
 
 
 def zeros_of(total: int, ratio: float) -> int:
-    """The share `ratio` of `total` weights, rounded down to a whole number.
+    """Return the share `ratio` of `total` weights, rounded down to a whole number.
 
     The product is taken in decimal, as the ratio is written: 0.29 of 100 is 29, where binary floats would give 28.
-
-    Raises:
-        ValueError: `ratio` outside [0, 1].
     """
     if not 0 <= ratio <= 1:
         raise ValueError(f"a share of the weights lies between 0 and 1, not {ratio}")
@@ -32,23 +26,14 @@ def zeros_of(total: int, ratio: float) -> int:
 
 
 def magnitude(weight: Tensor) -> Tensor:
-    """|W|.
-
-    Args:
-        weight: (d_out, d_in), any floating dtype.
-    """
+    """Return |W| of a weight of any floating dtype."""
     return weight.double().abs()
 
 
 def wanda(weight: Tensor, moments: Moments) -> Tensor:
-    """|W_ij| ‖X_j‖₂, the score of Wanda (Sun et al. 2023, arXiv 2306.11695, eq. 1).
+    """Return |W_ij| ‖X_j‖₂, the score of Wanda (Sun et al. 2023, arXiv 2306.11695, eq. 1).
 
-    Args:
-        weight: (d_out, d_in), any floating dtype.
-        moments: of the layer's input, width d_in.
-
-    Raises:
-        ValueError: moments of another width.
+    `moments` are of the layer's input, width d_in.
     """
     if moments.width != weight.shape[1]:
         raise ValueError(f"moments of width {moments.width} do not fit a weight of {weight.shape[1]} inputs")
@@ -56,19 +41,10 @@ def wanda(weight: Tensor, moments: Moments) -> Tensor:
 
 
 def keep_share(scores: Tensor, ratio: float, compare: Compare) -> Tensor:
-    """The mask that drops a share `ratio` of the weights, the lowest scores first.
+    """Return the mask that drops a share `ratio` of the weights, the lowest scores first.
 
-    Args:
-        scores: (d_out, d_in) float64.
-        ratio: in [0, 1].
-        compare: "row": every row is ranked by itself, and loses `zeros_of(d_in, ratio)`. "matrix": one ranking of all
-            weights, which loses `zeros_of(d_out * d_in, ratio)`; indices count row by row.
-
-    Returns:
-        (d_out, d_in) bool, True = stays.
-
-    Raises:
-        ValueError: a ratio outside [0, 1], or a score that is not a number.
+    With compare "row" every row is ranked by itself, and loses `zeros_of(d_in, ratio)`. With "matrix" there is one
+    ranking of all weights, which loses `zeros_of(d_out * d_in, ratio)`; indices count row by row.
     """
     _refuse_nan(scores)
     rows = scores if compare == "row" else scores.reshape(1, -1)
@@ -85,18 +61,7 @@ def keep_share(scores: Tensor, ratio: float, compare: Compare) -> Tensor:
 
 
 def keep_groups(scores: Tensor, pattern: GroupPattern) -> Tensor:
-    """The mask that keeps the N highest scores in every group of M consecutive columns of a row.
-
-    Args:
-        scores: (d_out, d_in) float64.
-        pattern: N:M.
-
-    Returns:
-        (d_out, d_in) bool, True = stays: N in every group.
-
-    Raises:
-        ValueError: d_in is not divisible by M, or a score is not a number.
-    """
+    """Return the mask that keeps the N highest scores in every group of M consecutive columns of a row."""
     check_width(scores.shape[1], pattern)
     _refuse_nan(scores)
     groups = scores.reshape(scores.shape[0], -1, pattern.of)
@@ -105,17 +70,13 @@ def keep_groups(scores: Tensor, pattern: GroupPattern) -> Tensor:
 
 
 def check_width(width: int, pattern: GroupPattern) -> None:
-    """Refuse rows that cannot be divided into groups of M.
-
-    Raises:
-        ValueError: `width` is not divisible by M.
-    """
+    """Refuse rows that cannot be divided into groups of M."""
     if width % pattern.of:
         raise ValueError(f"pattern {pattern} needs a width divisible by {pattern.of}, and {width} is not")
 
 
 def _kth_lowest(rows: Tensor, k: int) -> Tensor:
-    """The k-th lowest value of every row of (r, n), 1 <= k <= n: (r, 1)."""
+    """Return the k-th lowest value of every row of (r, n), 1 <= k <= n: (r, 1)."""
     # Selecting is many times faster than sorting on a CPU, and slower on a GPU, where few rows leave it idle.
     if rows.is_cuda:
         return torch.sort(rows, dim=1).values[:, k - 1 : k]

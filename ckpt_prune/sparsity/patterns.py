@@ -2,7 +2,10 @@
 
 import re
 from dataclasses import dataclass
+from typing import Literal
 
+Compare = Literal["row", "matrix"]
+"""Which weights are ranked together."""
 UNSTRUCTURED = "unstructured"
 MOST = 32
 """Largest M. A wider group is hardly more than a share of the row."""
@@ -10,14 +13,7 @@ MOST = 32
 
 @dataclass(frozen=True)
 class GroupPattern:
-    """N:M: of every `of` consecutive weights of a row, `kept` stay. N is the number KEPT.
-
-    See sparsity/README.md, section 1.
-
-    Attributes:
-        kept: N.
-        of: M.
-    """
+    """N:M: of every `of` consecutive weights of a row, `kept` stay. N is the number KEPT."""
 
     kept: int
     of: int
@@ -27,27 +23,23 @@ class GroupPattern:
 
     @property
     def ratio(self) -> float:
-        """Share of weights that go."""
+        """Share of weights that are dropped."""
         return 1 - self.kept / self.of
 
     def keeping(self, ratio: float) -> "GroupPattern | None":
-        """The pattern of as wide groups that has this share of zeros; None where it has none."""
+        """Return the pattern of as wide groups that has this share of zeros; None if it has none."""
         kept = round((1 - ratio) * self.of)
         return None if kept == self.of else GroupPattern(kept, self.of)
 
 
 def parse_pattern(text: str) -> GroupPattern | None:
-    """The pattern of a recipe: None for unstructured.
-
-    Raises:
-        ValueError: neither "unstructured" nor N:M with 1 ≤ N < M ≤ 32.
-    """
+    """Read the pattern of a recipe: None for unstructured."""
     if text == UNSTRUCTURED:
         return None
-    found = re.fullmatch(r"(\d+):(\d+)", text)
-    if found is None:
+    match = re.fullmatch(r"(\d+):(\d+)", text)
+    if match is None:
         raise ValueError(f"pattern {text!r} is neither {UNSTRUCTURED} nor N:M, for example 2:4")
-    kept, of = int(found[1]), int(found[2])
+    kept, of = int(match[1]), int(match[2])
     if not 1 <= kept < of <= MOST:
         raise ValueError(
             f"pattern {text!r} cannot be meant: N:M keeps N of every M consecutive weights, with 1 <= N < M <= {MOST}"
@@ -55,6 +47,6 @@ def parse_pattern(text: str) -> GroupPattern | None:
     return GroupPattern(kept, of)
 
 
-def mask_words(method: str, pattern: str) -> str:
-    """A mask in a line: its method, and its pattern where it has one."""
+def describe_mask(method: str, pattern: str) -> str:
+    """Describe a mask in a line: its method, and its pattern if it has one."""
     return method if pattern == UNSTRUCTURED else f"{method} {pattern}"

@@ -1,20 +1,11 @@
 """SparseGPT: drop weights by the optimal brain surgeon, and let the other weights of the row make up for them.
 
-The method is Algorithm 1 of Frantar and Alistarh 2023, arXiv 2301.00774. Let H be the Gram of the inputs, and U the
-upper Cholesky factor of H⁻¹ = UᵀU. Inputs are visited from left to right. Where weight j of a row goes, the weights
-after it move by −(w_j / U_jj) U_j,later. That is the surgeon's update with H restricted to the inputs not yet visited,
-since U_jj² = [H_F⁻¹]_jj and U_jj U_j,: = [H_F⁻¹]_j,: for F = {j, …, d_in − 1}.
-
-How it is computed here: H = R Rᵀ with R = U⁻¹ upper triangular is one Cholesky factorisation of H, read from its last
-input to its first. Neither H⁻¹ nor U is ever formed. The paper's errors E, with E_j = (w_j − ŵ_j) / U_jj at the visit
-of j, obey E U = W − Ŵ. So the blocks before B move the weights of B by (W − Ŵ)_before R_before,B U_BB, where U_BB is
-the inverse of a small triangle, R_BB. The results are the paper's up to rounding.
-
-Departures from the released code:
-
-- mean(diag H) is over live inputs only. So neither the damping nor the result depends on H's scale.
-- A factorisation also fails where a pivot is nothing but rounding. The sign of such a pivot is chance, and Cholesky
-  notices negative ones only.
+The method is Algorithm 1 of Frantar and Alistarh 2023, arXiv 2301.00774 (sparsity/README.md, section 3). Its U, the
+upper Cholesky factor of H⁻¹ = UᵀU, is never formed: H = R Rᵀ with R = U⁻¹ upper triangular is one Cholesky
+factorisation of H, read from its last input to its first. The paper's errors E, with E_j = (w_j − ŵ_j) / U_jj, obey
+E U = W − Ŵ. So the column groups before B move the weights of B by (W − Ŵ)_before R_before,B U_BB, where U_BB is the
+inverse of a small triangle, R_BB. Departures from the released code are in section 4: mean(diag H) is over live inputs
+only, and a pivot that is nothing but rounding counts as a failure.
 """
 
 from dataclasses import dataclass
@@ -73,20 +64,11 @@ def prune_weight(
         weight: W, (d_out, d_in), any floating dtype.
         hessian: H, (d_in, d_in), any floating dtype: the Gram of the inputs times any positive factor.
         pattern: N:M, chosen group by group from weights already updated; None for unstructured.
-        ratio: share that goes where there is no pattern. Every block of columns loses exactly
-            `zeros_of(d_out * columns, ratio)`, in one ranking of all its rows. At 0 the weight is returned as it is.
-        block: inputs in a block, raised to a multiple of M where there is a pattern.
+        ratio: share that is dropped if there is no pattern. Every block of columns loses exactly `zeros_of(d_out *
+            columns, ratio)`, in one ranking of all its rows. At 0 the weight is returned as it is.
+        block: inputs in a block, raised to a multiple of M if there is a pattern.
         damp: share of the mean diagonal of H over live inputs that is added to the diagonal; zero is allowed.
-        most_damp: the most damping that is tried where the factorisation fails (`damping.damped_cholesky`).
-
-    Returns:
-        The weight and its mask.
-
-    Raises:
-        SingularHessianError: H cannot be factorised with a damping up to `most_damp`.
-        UserError: H holds infinities or NaN.
-        ValueError: shapes that do not fit, a width not divisible by M, a ratio outside [0, 1], a negative damping, a
-            block without columns, or a weight that is NaN.
+        most_damp: the most damping that is tried if the factorisation fails (`damping.damped_cholesky`).
     """
     d_in = weight.shape[1]
     if hessian.shape != (d_in, d_in):
@@ -118,8 +100,6 @@ def _visit(W: Tensor, keep: Tensor, U: Tensor, pattern: GroupPattern | None, rat
         W: weights of the block with its inputs as rows, (b, d_out) float64. The blocks before it have moved them.
         keep: (b, d_out) bool, written.
         U: (b, b) float64, the block's own part.
-        pattern: as in `prune`.
-        ratio: as in `prune`.
     """
     pivots = U.diagonal()[:, None]
     if pattern is None:
@@ -141,13 +121,7 @@ def _visit(W: Tensor, keep: Tensor, U: Tensor, pattern: GroupPattern | None, rat
 
 
 def relative_error(weight: Tensor, pruned: Tensor, gram: Tensor) -> float:
-    """tr((W − Ŵ) G (W − Ŵ)ᵀ) / tr(W G Wᵀ): the share of the output's energy that is lost; 0 where there is none.
-
-    Args:
-        weight: W, (d_out, d_in), any floating dtype.
-        pruned: Ŵ, the same shape.
-        gram: G, (d_in, d_in).
-    """
+    """Return tr((W − Ŵ) G (W − Ŵ)ᵀ) / tr(W G Wᵀ), the share of the output's energy that is lost; 0 if there is none."""
     gram = gram.double()
     lost = energy = 0.0
     for old, new in zip(torch.split(weight, 1024), torch.split(pruned, 1024), strict=True):

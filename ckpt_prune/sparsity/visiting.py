@@ -1,4 +1,4 @@
-"""Visiting the inputs of a weight from first to last, each change being made up for by the inputs after it.
+"""Visit the inputs of a weight from first to last, the inputs after each change making up for it.
 
 SparseGPT drops weights so, GPTQ rounds them (Frantar et al. 2022, arXiv 2210.17323; 2023, arXiv 2301.00774). With H the
 Gram of the inputs and H⁻¹ = UᵀU, U upper triangular, a change of input j by w_j − ŵ_j moves those after it by
@@ -21,13 +21,12 @@ U, (b, b), and which inputs they are."""
 
 
 def visit_inputs(old: Tensor, factor: Tensor, run: int, visit: Visit) -> Tensor:
-    """A weight whose inputs have all been visited, (d_in, d_out) float64.
+    """Visit all inputs of a weight, and return it, (d_in, d_out) float64.
 
     Args:
         old: the weight, (d_in, d_out) float64.
         factor: of H, as `inverse.factorise` gives it.
         run: inputs that are visited together.
-        visit: what is done with them.
     """
     new, change = old.clone(), torch.empty_like(old)
     for start in range(0, len(old), run):
@@ -41,15 +40,13 @@ def visit_inputs(old: Tensor, factor: Tensor, run: int, visit: Visit) -> Tensor:
     return new
 
 
-def fix_in_turn(W: Tensor, U: Tensor, fixed: Callable[[int, Tensor], Tensor]) -> None:
+def fix_in_turn(W: Tensor, U: Tensor, fix: Callable[[int, Tensor], Tensor]) -> None:
     """Give the inputs of a run their last values one after the other, in place.
 
-    Args:
-        W: (b, d_out).
-        U: (b, b).
-        fixed: what the weights (d_out,) of the j-th input become, as those before have moved them.
+    `fix` returns the values (d_out,) of the j-th input, given its weights as those before have moved them. W is (b,
+    d_out), and U (b, b).
     """
     for j in range(len(W)):
-        near = fixed(j, W[j])
-        W[j + 1 :].addr_(U[j, j + 1 :], (W[j] - near) / U[j, j], alpha=-1)
-        W[j] = near
+        final = fix(j, W[j])
+        W[j + 1 :].addr_(U[j, j + 1 :], (W[j] - final) / U[j, j], alpha=-1)
+        W[j] = final

@@ -1,4 +1,4 @@
-"""Zeros found in tensors, and the N:M patterns they hold."""
+"""Find zeros in tensors, and the N:M patterns they hold."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,9 +23,8 @@ class Sparsity:
 
     Attributes:
         name: on disk.
-        shape: of the tensor.
         zeros: elements that are zero, -0.0 among them.
-        pattern: the tightest of `PATTERNS` that a two-dimensional tensor holds; None where it holds none of them.
+        pattern: the tightest of `PATTERNS` that a two-dimensional tensor holds, or None.
     """
 
     name: str
@@ -40,7 +39,7 @@ class Sparsity:
 
     @property
     def share(self) -> float:
-        """Zeros among the elements; 0 for a tensor without any."""
+        """Share of zeros; 0 for a tensor without elements."""
         return self.zeros / self.numel if self.numel else 0.0
 
     def holds(self, pattern: str) -> bool:
@@ -54,7 +53,7 @@ class Sparsity:
 
 
 def count_zeros(name: str, tensor: Tensor) -> Sparsity:
-    """Zeros of a tensor (any shape, any dtype, on CPU), in temporary memory of some 8 Mi elements."""
+    """Count the zeros of a tensor (any shape, any dtype, on CPU), in temporary memory of some 8 Mi elements."""
     groups = {of: 0 for _, of in PATTERNS.values() if tensor.ndim == 2 and tensor.shape[1] % of == 0}
     filled = 0
     for nonzero in _nonzero(tensor):
@@ -62,65 +61,57 @@ def count_zeros(name: str, tensor: Tensor) -> Sparsity:
         for of, most in groups.items():
             # One slice that breaks a pattern is enough: the others need not be looked at.
             if most < of:
-                groups[of] = max(most, int(_kept_in_groups(nonzero, of).max()))
+                groups[of] = max(most, int(_count_in_groups(nonzero, of).max()))
     zeros = tensor.numel() - filled
-    held = (text for text, (kept, of) in PATTERNS.items() if of in groups and groups[of] <= kept)
-    return Sparsity(name, tuple(tensor.shape), zeros, next(held, None) if zeros else None)
+    patterns = (text for text, (kept, of) in PATTERNS.items() if of in groups and groups[of] <= kept)
+    return Sparsity(name, tuple(tensor.shape), zeros, next(patterns, None) if zeros else None)
 
 
 def crowded_groups(tensor: Tensor, kept: int, of: int) -> int:
-    """Groups of `of` consecutive elements of a row of `tensor` (rows, columns) with more than `kept` that are not zero.
-
-    Raises:
-        ValueError: the tensor has not two dimensions, or `of` does not divide its columns.
-    """
+    """Count groups of `of` consecutive elements of a row of `tensor` (rows, columns) with more than `kept` nonzero."""
     if tensor.ndim != 2 or tensor.shape[1] % of:
         raise ValueError(f"a tensor of shape {list(tensor.shape)} has no groups of {of} in its rows")
-    return sum(int((_kept_in_groups(nonzero, of) > kept).sum()) for nonzero in _nonzero(tensor))
+    return sum(int((_count_in_groups(nonzero, of) > kept).sum()) for nonzero in _nonzero(tensor))
 
 
 def find_zeros(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> Iterator[Sparsity]:
-    """Zeros of the named tensors, or of all; one tensor is in memory at a time.
-
-    Raises:
-        UserError: an unknown name, or a file that changed since it was opened.
-    """
+    """Yield zeros of the named tensors, or of all; one tensor is in memory at a time."""
     for name in track(list(checkpoint.tensors if names is None else names), "counting zeros", unit="tensor"):
         yield count_zeros(name, checkpoint.read([name])[name])
 
 
-def pattern_of_all(found: Iterable[Sparsity]) -> str | None:
-    """The tightest of `PATTERNS` that every tensor holds; None where there is none, or no tensor."""
-    tensors = list(found)
-    return next((text for text in PATTERNS if tensors and all(each.holds(text) for each in tensors)), None)
+def pattern_of_all(tensors: Iterable[Sparsity]) -> str | None:
+    """Return the tightest of `PATTERNS` that every tensor holds; None if there is none, or no tensor."""
+    tensors = list(tensors)
+    return next((text for text in PATTERNS if tensors and all(tensor.holds(text) for tensor in tensors)), None)
 
 
-def share_of_all(found: Iterable[Sparsity]) -> float:
-    """Zeros among the elements of all tensors."""
-    tensors = list(found)
-    return sum(each.zeros for each in tensors) / max(1, sum(each.numel for each in tensors))
+def share_of_all(tensors: Iterable[Sparsity]) -> float:
+    """Return the share of zeros among the elements of all tensors."""
+    tensors = list(tensors)
+    return sum(tensor.zeros for tensor in tensors) / max(1, sum(tensor.numel for tensor in tensors))
 
 
 def weights_by_module(names: Iterable[str], block: str, modules: Iterable[str]) -> Mapping[str, list[str]]:
-    """The weights of the blocks' linear modules, module by module.
+    """List the weights of the blocks' linear modules, module by module; leave out modules that no block has.
 
     Args:
         names: of tensors on disk. The weights of a module keep this order.
         block: beginning of the names of a block's tensors, with `{block}` for its index.
-        modules: paths within a block. Modules that no block has are left out.
+        modules: paths within a block.
     """
     before, after = (re.escape(part) for part in block.split("{block}"))
     either = "|".join(re.escape(module) for module in modules)
     weight = re.compile(rf"{before}\d+{after}({either})\.weight")
-    found: dict[str, list[str]] = {module: [] for module in modules}
+    weights: dict[str, list[str]] = {module: [] for module in modules}
     for name in names:
         if match := weight.fullmatch(name):
-            found[match[1]].append(name)
-    return {module: weights for module, weights in found.items() if weights}
+            weights[match[1]].append(name)
+    return {module: names for module, names in weights.items() if names}
 
 
 def _nonzero(tensor: Tensor) -> Iterator[Tensor]:
-    """Which elements are not zero, in slices of whole rows."""
+    """Yield which elements are not zero, in slices of whole rows."""
     if tensor.numel() == 0:
         return
     rows = tensor.reshape(1) if tensor.ndim == 0 else tensor
@@ -129,6 +120,6 @@ def _nonzero(tensor: Tensor) -> Iterator[Tensor]:
         yield rows[first : first + step] != 0
 
 
-def _kept_in_groups(nonzero: Tensor, of: int) -> Tensor:
-    """Number of true elements in each group of `of` consecutive ones, uint8, one-dimensional."""
+def _count_in_groups(nonzero: Tensor, of: int) -> Tensor:
+    """Count true elements in each group of `of` consecutive ones, uint8, one-dimensional."""
     return nonzero.reshape(-1, of).sum(dim=1, dtype=torch.uint8)

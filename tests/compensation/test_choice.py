@@ -5,14 +5,12 @@ from operator import add
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from ckpt_prune.compensation import choice as choice_module
 from ckpt_prune.compensation.choice import NEAR, RESOLUTION, FormChoice, choose_form, split_folds
-from ckpt_prune.compensation.fit import Blend, squared_error
-from ckpt_prune.compensation.methods import METHODS, absolute_strength
+from ckpt_prune.compensation.fit import Blend
+from ckpt_prune.compensation.methods import METHODS
 from tests.oracles import choice as oracle
 
 from .sites import Site, fit_of, make_site
@@ -178,63 +176,7 @@ def test_without_drift_there_is_one_target(name):
     assert choose_form(case.site.weight_kept, case.undrifted, [name], [0.1]) == chosen
 
 
-@pytest.mark.parametrize("name", ["ridge", "affine", "grail"])
-def test_absolute_strengths(name):
-    case = CASES["k>d_out"]
-    chosen = case.choose([name], grid=[7.0], shares=[0.3], units="absolute")
-    assert chosen.best.strength == 7.0
-    assert chosen.best.error == pytest.approx(case.oracle(name, 7.0, 0.3, relative=False), rel=1e-9)
-
-
-@given(
-    seed=st.integers(0, 2**16),
-    shape=st.sampled_from([(5, 9, 4), (4, 9, 7), (3, 6, 6), (4, 5, 1)]),
-    sizes=st.lists(st.integers(1, 12), min_size=2, max_size=4),
-    noise=st.floats(0, 3),
-    methods=st.lists(st.sampled_from(list(METHODS)), min_size=1, max_size=9, unique=True),
-)
-@settings(max_examples=20, deadline=None)
-def test_no_candidate_alone_does_better(seed, shape, sizes, noise, methods):
-    """Nor much better (2 % was seen, with 22 tokens) a form that is ruled out: below α = 1 its bound is no theorem."""
-    case = make_case(*shape, sizes, seed, noise)
-    chosen = case.choose(methods)
-    folds = case.folds
-    total, held = reduce(add, folds), [folds[i] for i in oracle.held_out(sizes, shape[2])]
-    energy = sum(fold.at(1.0).target_energy for fold in held)
-    ruled_out = {each.method: each.at_least for each in chosen.ruled_out}
-    for name in methods:
-        # A centred fit of one token is one of rounding errors.
-        if METHODS[name].adds_bias and sum(sizes) - max(sizes) == 1 and name != "bias":
-            continue
-        for share in SHARES:
-            for value in GRID[1:] if METHODS[name].uses_strength else [0.0]:
-                found = 0.0
-                for fold in held:
-                    train = total - fold
-                    strength = absolute_strength(value, "relative", train.fit)
-                    found += squared_error(
-                        METHODS[name].fit(case.site.weight_kept, train.at(share), strength), fold.at(1.0)
-                    )
-                relative = found / energy
-                if name in ruled_out and share == 1.0:
-                    assert ruled_out[name] <= relative * (1 + 1e-7) + 2 * RESOLUTION
-                slack = 0.05 if METHODS[name].best_of_form else 1e-7
-                assert chosen.best.error <= relative * (1 + slack) + 2 * RESOLUTION
-
-
 # ---- what is chosen -------------------------------------------------------------------------------------------
-
-
-def test_drift_is_corrected_where_it_can_be_foretold():
-    learned = make_case(4, 9, 7, (400, 400), noise=0.0)
-    noise = make_case(4, 9, 7, (6, 6), noise=3.0)
-    assert learned.choose(["ridge"], grid=[1e-3]).best.share == 1.0
-    assert noise.choose(["ridge"], grid=[1e-3]).best.share < 1.0
-
-
-def test_little_data_wants_a_rotation_and_much_data_a_refit():
-    few, many = (make_case(6, 24, 12, (n, n), noise=0.1).choose(["rotation", "grail"], grid=[1e-4]) for n in (7, 2000))
-    assert (few.best.method, many.best.method) == ("rotation", "grail")
 
 
 @pytest.mark.parametrize("first", METHODS)
@@ -278,11 +220,6 @@ def test_the_margin_over_an_exact_fit_is_finite():
     assert chosen.margin == (chosen.trials[0].error - chosen.best.error) / RESOLUTION
 
 
-def test_of_one_method_there_is_no_runner_up():
-    chosen = CASES["k>d_out"].choose(["affine"])
-    assert (chosen.margin, chosen.runner_up, chosen.trials) == (0.0, None, (chosen.best,))
-
-
 @pytest.mark.parametrize("names", [list(METHODS), ["grail", "rotation-scale"]])
 def test_a_target_without_energy_is_met(names):
     case = make_case(6, 14, 9, (20, 25, 18))
@@ -303,7 +240,7 @@ def test_folds_without_tokens_are_left_out():
 def test_one_polar_factor_serves_both_rotations(monkeypatch):
     case, calls = CASES["k>d_out"], []
     rotation = METHODS["rotation"]
-    counted = replace(rotation, fit=lambda *a: calls.append(1) or rotation.fit(*a))
+    counted = replace(rotation, form=lambda *a: calls.append(1) or rotation.form(*a))
     monkeypatch.setitem(choice_module.METHODS, "rotation", counted)
     alone = case.choose(["rotation"]).best
     assert len(calls) == len(case.sizes) * len(SHARES)
@@ -318,7 +255,7 @@ def test_polar_factors_are_found_only_where_a_rotation_may_win(monkeypatch, nois
     """One tells whether it may; if so, one for each fold at the ridge's share and at those beside it."""
     case, calls = make_case(6, 24, 12, (7, 7, 7), noise=noise) if wins else CASES["k>d_out"], []
     scaled = METHODS["rotation-scale"]
-    counted = replace(scaled, fit=lambda *a: calls.append(1) or scaled.fit(*a))
+    counted = replace(scaled, form=lambda *a: calls.append(1) or scaled.form(*a))
     monkeypatch.setitem(choice_module.METHODS, "rotation-scale", counted)
     chosen = case.choose(["rotation", "rotation-scale", "ridge"], shares=[0.0, 0.25, 0.5, 0.75, 1.0], grid=[1e-4, 1e-2])
     assert [trial.method for trial in chosen.trials] == (["rotation", "rotation-scale", "ridge"] if wins else ["ridge"])
@@ -372,7 +309,3 @@ def test_folds_are_refused():
     bare = [Blend(replace(fold.fit, gram=None, cross=None, target_energy=None)) for fold in folds]
     with pytest.raises(ValueError, match="second moments"):
         choose_form(weight, bare, ["none"], [])
-
-
-def test_methods_without_a_strength_need_no_grid():
-    assert CASES["k>d_out"].choose(["none", "rotation"], grid=[]).best.strength is None

@@ -48,8 +48,8 @@ def test_one_decomposition_serves_fits_with_a_bias(far: float, drift: bool, towa
     strengths = [value * mean for value in GRID]
     expected = HeldOut.of(train, fold, centred=True).errors(base, strengths, SHARES)
     plain = HeldOut.of(train, fold, centred=False)
-    assert plain.bears(strengths)
-    torch.testing.assert_close(plain.centred(train).errors(base, strengths, SHARES), expected, rtol=1e-8, atol=0)
+    assert plain.can_add_bias(strengths)
+    torch.testing.assert_close(plain.with_bias(train).errors(base, strengths, SHARES), expected, rtol=1e-8, atol=0)
 
 
 def test_it_is_decomposed_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 from itertools import pairwise
-from operator import add
 
 import numpy as np
 import pytest
@@ -20,7 +18,7 @@ from ckpt_prune.compensation.logit import (
     logit_system,
     solve_logit,
 )
-from ckpt_prune.compensation.mixing import absorb, mix_dimensions, split_factors
+from ckpt_prune.compensation.mixing import absorb, mix_dimensions
 from ckpt_prune.measure.moments.logits import LogitMoments
 from tests import pairs
 from tests.oracles import logits as oracle
@@ -117,11 +115,6 @@ def test_the_system_is_the_normal_equations(shape, form):
         assert lost == pytest.approx(nothing, rel=1e-12)
 
 
-def test_both_ways_of_holding_the_operator_are_met():
-    held = {logit_system(attention(**shape).moments(), attention(**shape).kept).kept.form for shape in SHAPES.values()}
-    assert held == set(FORMS)
-
-
 @forms
 @pytest.mark.parametrize("strength", [1e-4, 1e-1, 1e3])
 @shapes
@@ -133,29 +126,6 @@ def test_equals_the_dense_solve(shape, strength, form):
     assert solution.residual.max() <= 1e-10
     for head, kept in enumerate(a.kept.tolist()):
         assert relative(solution.M[head], oracle.solve(a.samples(head), kept, strengths[head].item())) < 1e-7
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.data())
-def test_equals_the_dense_solve_for_any_shape(data):
-    d = data.draw(st.integers(1, 6))
-    shape = {
-        "d": d,
-        "size": data.draw(st.integers(1, d)),
-        "samples": data.draw(st.integers(1, 40)),
-        "tokens": data.draw(st.integers(1, 8)),
-        "heads": data.draw(st.integers(1, 3)),
-        "seed": data.draw(st.integers(0, 1000)),
-    }
-    a = attention(**shape)
-    system = a.system(data.draw(st.sampled_from(FORMS)))
-    strengths = absolute_logit_strength(
-        data.draw(st.sampled_from([1e-3, 1e-1, 10.0])), "relative", system.diagonal_mean
-    )
-    M = solve_logit(system, strengths).M
-    for head, kept in enumerate(a.kept.tolist()):
-        expected = oracle.solve(a.samples(head), kept, strengths[head].item())
-        assert np.linalg.norm(M[head].numpy() - expected) <= 1e-7 * np.linalg.norm(expected)
 
 
 @forms
@@ -173,40 +143,6 @@ def test_equals_regression_where_dimensions_differ_by_decades(spread, form):
         assert oracle.error(a.samples(head), kept, M[head].numpy()) == pytest.approx(best, rel=1e-9)
 
 
-@forms
-@pytest.mark.parametrize("samples", [3, 60])
-def test_measured_moments_give_the_same(samples, form):
-    a = attention(samples=samples, tokens=30)
-    system = logit_system(a.measured(form), a.kept)
-    strengths = absolute_logit_strength(1e-2, "relative", system.diagonal_mean)
-    M = solve_logit(system, strengths).M
-    errors = logit_error(system, M)
-    for head, kept in enumerate(a.kept.tolist()):
-        expected = oracle.solve(a.samples(head), kept, strengths[head].item())
-        assert relative(M[head], expected) < 1e-5
-        assert errors[head].item() == pytest.approx(oracle.error(a.samples(head), kept, expected), rel=1e-5)
-
-
-@forms
-def test_the_two_forms_agree(form):
-    a = attention(samples=50)
-    one, other = a.system("per-sample"), a.system(form)
-    strengths = absolute_logit_strength(1e-3, "relative", one.diagonal_mean)
-    torch.testing.assert_close(solve_logit(one, strengths).M, solve_logit(other, strengths).M, rtol=1e-8, atol=1e-10)
-
-
-@pytest.mark.parametrize("samples", [5, 100])
-def test_systems_add(samples):
-    a = attention(samples=samples)
-    parts = [logit_system(a.part(at).moments(), a.kept) for at in (slice(0, 2), slice(2, None))]
-    whole, together = a.system(), reduce(add, parts)
-    M = torch.randn_like(whole.rhs)
-    assert together.kept.samples == samples
-    for name in ("rhs", "query_gram", "key_gram", "dropped_energy", "energy"):
-        torch.testing.assert_close(getattr(together, name), getattr(whole, name), rtol=1e-11, atol=1e-9)
-    torch.testing.assert_close(together.apply(M), whole.apply(M), rtol=1e-11, atol=1e-9)
-
-
 # ---- no strength, or no need of one ----------------------------------------------------------------------------
 
 
@@ -220,21 +156,6 @@ def test_strength_zero_on_a_singular_operator_gives_a_minimum(samples, tokens, f
         lost = oracle.error(a.samples(head), kept, np.zeros((5, 5)))
         found = oracle.error(a.samples(head), kept, solution.M[head].numpy())
         assert found == pytest.approx(oracle.floor(a.samples(head), kept), rel=1e-7, abs=1e-9 * lost)
-
-
-@forms
-@pytest.mark.parametrize(("samples", "tokens"), [(1, 3), (3, 2), (6, 2), (2, 4)])
-def test_rounding_of_measured_moments_does_no_harm_there(samples, tokens, form):
-    """In float32 a singular operator has small eigenvalues of either sign; the least strength hides them. Floor: 0."""
-    a = attention(d=12, size=8, samples=samples, tokens=tokens)
-    system = logit_system(a.measured(form), a.kept)
-    M = solve_logit(system, absolute_logit_strength(logit.NEAR_ZERO, "relative", system.diagonal_mean)).M
-    assert M.norm(dim=(1, 2)).max() < 10
-    for head, kept in enumerate(a.kept.tolist()):
-        lost = oracle.error(a.samples(head), kept, np.zeros((8, 8)))
-        assert oracle.floor(a.samples(head), kept) < 1e-12 * lost
-        assert oracle.error(a.samples(head), kept, M[head].numpy()) < 1e-7 * lost
-    assert (diagnose_logit(system).rho2 > 1 - 1e-5).all()
 
 
 @forms
@@ -257,14 +178,6 @@ def test_a_quadratic_without_a_minimum_is_not_followed():
     assert (solution.steps.tolist(), solution.residual.tolist()) == ([0, 0], [1, 1])
 
 
-def test_of_many_minima_the_one_of_least_weighted_norm():
-    a = attention(d=8, size=5, samples=2, tokens=3)
-    solution = solve_logit(a.system(), torch.zeros(2))
-    for head, kept in enumerate(a.kept.tolist()):
-        assert np.linalg.matrix_rank(oracle.kronecker(a.samples(head), kept)[0]) < 25
-        assert relative(solution.M[head], oracle.least_weighted(a.samples(head), kept)) < 1e-6
-
-
 def test_dimensions_that_are_always_zero_are_left_alone():
     """As where an earlier pruning padded a head with zeros."""
     a = attention(d=6, size=4)
@@ -276,28 +189,6 @@ def test_dimensions_that_are_always_zero_are_left_alone():
     for head, kept in enumerate(a.kept.tolist()):
         found = oracle.error(a.samples(head), kept, M[head].numpy())
         assert found == pytest.approx(oracle.floor(a.samples(head), kept), rel=1e-8)
-
-
-def test_a_head_without_anything_to_solve_leaves_the_others_alone():
-    a = attention(heads=3)
-    dropped = [j for j in range(6) if j not in a.kept[1].tolist()]
-    a.keys[1][..., dropped] = 0
-    solution = solve_logit(a.system(), torch.full((3,), 0.1))
-    assert not solution.M[1].any()
-    assert solution.steps.tolist()[1] == 0
-    assert solution.residual[1] == 0
-    alone = Attention(a.queries[[0, 2]], a.keys[[0, 2]], a.kept[[0, 2]])
-    assert torch.equal(solution.M[[0, 2]], solve_logit(alone.system(), torch.full((2,), 0.1)).M)
-
-
-def test_heads_of_zeros():
-    a = attention()
-    zero = Attention(torch.zeros_like(a.queries), a.keys, a.kept)
-    system = zero.system()
-    assert not solve_logit(system, torch.zeros(2)).M.any()
-    found = diagnose_logit(system)
-    assert found.floor.tolist() == [0, 0]
-    assert found.rho2.tolist() == [1, 1]
 
 
 def test_samples_that_are_alike_take_one_step():
@@ -322,24 +213,6 @@ def test_giving_up_is_told_and_never_worse_than_nothing():
         errors.append(logit_error(system, solution.M))
     for before, after in pairwise(errors):
         assert (after < before).all()
-
-
-@forms
-def test_moments_may_come_from_inference_mode(form):
-    a = attention()
-    with torch.inference_mode():
-        moments = a.measured(form)
-    system = logit_system(moments, a.kept)
-    expected = solve_logit(logit_system(a.measured(form), a.kept), torch.ones(2))
-    assert torch.equal(solve_logit(system, torch.ones(2)).M, expected.M)
-    assert choose_strength([moments, moments], a.kept, [1.0]).value == 1.0
-
-
-def test_solving_again_gives_the_same_bits():
-    a = attention(samples=100)
-    first, second = (solve_logit(a.system(), torch.full((2,), 0.5)) for _ in range(2))
-    assert torch.equal(first.M, second.M)
-    assert torch.equal(first.residual, second.residual)
 
 
 # ---- errors and diagnostics ------------------------------------------------------------------------------------
@@ -385,43 +258,6 @@ def test_the_floor_is_least_and_nothing_most(size, samples, tokens, exponent, se
 
 
 @forms
-def test_diagnostics_of_measured_moments(form):
-    a = attention(samples=40)
-    found = diagnose_logit(logit_system(a.measured(form), a.kept))
-    for head, kept in enumerate(a.kept.tolist()):
-        assert found.floor[head].item() == pytest.approx(oracle.floor(a.samples(head), kept), rel=1e-4)
-
-
-@forms
-def test_all_information_in_the_kept_dimensions(form):
-    """Q_P = Q_S X and K_P = K_S Y: then Q_P K_Pᵀ = Q_S X Yᵀ K_Sᵀ, and M = X Yᵀ loses nothing."""
-    a = attention(d=7, size=4, samples=40)
-    g = torch.Generator().manual_seed(2)
-    X, Y = (torch.randn(2, 4, 3, dtype=torch.float64, generator=g) for _ in range(2))
-    for head, kept in enumerate(a.kept.tolist()):
-        out = oracle.dropped(kept, 7)
-        a.queries[head][..., out] = a.queries[head][..., kept] @ X[head]
-        a.keys[head][..., out] = a.keys[head][..., kept] @ Y[head]
-    system = a.system(form)
-    errors = []
-    for value in (1e-2, 1e-4, 1e-8, 0.0):
-        M = solve_logit(system, absolute_logit_strength(value, "relative", system.diagonal_mean)).M
-        errors.append(
-            [oracle.error(a.samples(h), a.kept[h].tolist(), M[h].numpy()) / system.dropped_energy[h] for h in (0, 1)]
-        )
-    assert (np.diff(errors, axis=0) < 0).all()
-    assert max(errors[-1]) < 1e-15
-    torch.testing.assert_close(M, X @ Y.mT, rtol=1e-7, atol=1e-7)
-    found = diagnose_logit(system)
-    assert (found.rho2 > 1 - 1e-9).all()
-    measured = logit_system(a.measured(form), a.kept)
-    M = solve_logit(measured, absolute_logit_strength(1e-8, "relative", measured.diagonal_mean)).M
-    assert (logit_error(measured, M) < 1e-5 * measured.dropped_energy).all()
-    for head, kept in enumerate(a.kept.tolist()):
-        assert oracle.error(a.samples(head), kept, M[head].numpy()) < 1e-7 * system.dropped_energy[head]
-
-
-@forms
 def test_nothing_dropped(form):
     a = attention(d=5, size=5)
     system = a.system(form)
@@ -461,16 +297,6 @@ def test_chooses_what_refitting_chooses(form, samples, units):
         assert choose_strength(folds, a.kept, [value], units).errors[value] == pytest.approx(expected[value], rel=1e-6)
 
 
-def test_little_data_wants_more_strength():
-    few, many = (
-        choose_strength(
-            [part.moments() for part in in_folds(attention(samples=n, tokens=t), 3)[0]], attention().kept, GRID
-        )
-        for n, t in ((3, 2), (120, 20))
-    )
-    assert few.value > many.value
-
-
 @pytest.mark.parametrize(
     ("folds", "grid", "message"), [(1, GRID, "2 folds"), (3, [], "one value"), (3, [1.0, -1.0], "zero or more")]
 )
@@ -500,18 +326,6 @@ def test_strength_in_units():
 
 
 # ---- folding ---------------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=20, deadline=None)
-@given(st.integers(1, 3), st.integers(1, 5), st.integers(0, 1000))
-def test_factors_multiply_to_the_whole_and_share_it_evenly(heads, size, seed):
-    M = torch.randn(heads, size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    left, right = split_factors(M)
-    identity = torch.eye(size, dtype=torch.float64)
-    torch.testing.assert_close(left @ right.mT, identity + M, rtol=1e-10, atol=1e-10)
-    even = left.mT @ left
-    torch.testing.assert_close(even, right.mT @ right, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(even, torch.diag_embed(even.diagonal(dim1=1, dim2=2)), rtol=1e-9, atol=1e-9)
 
 
 def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -548,20 +362,6 @@ def test_absorbed_projections_give_the_compensated_logits(size, biases, dtype):
         expected = old_q[:, at] @ (torch.eye(size) + M[head]) @ old_k[:, at].T
         own = slice(head * size, (head + 1) * size)
         torch.testing.assert_close(new_q[:, own] @ new_k[:, own].T, expected, rtol=1e-9, atol=1e-9)
-
-
-def test_with_nothing_dropped_the_absorbed_logits_are_the_old():
-    a = attention(d=5, size=5)
-    query, key, bias = normal(10, 7, seed=1), normal(10, 7, seed=2), normal(10, seed=3)
-    M = solve_logit(a.system(), torch.zeros(2)).M
-    new_query, new_key, new_bias, none = absorb(query, key, bias, None, *mix_dimensions(M, a.kept, 5))
-    assert none is None
-    x = normal(6, 7, seed=4)
-    for head in range(2):
-        own = slice(head * 5, head * 5 + 5)
-        old = (x @ query[own].T + bias[own]) @ (x @ key[own].T).T
-        new = (x @ new_query[own].T + new_bias[own]) @ (x @ new_key[own].T).T
-        torch.testing.assert_close(new, old, rtol=1e-12, atol=1e-12)
 
 
 def test_end_to_end_the_absorbed_logits_have_the_predicted_error():

@@ -62,10 +62,3 @@ def test_what_the_coarse_products_are_off_by_does_not_show():
     start = start_from_svd(metric, 2)
     exact, through = (value(metric, *search_factors(each, start, 1e-12, 500)) for each in (metric, off))
     assert through == pytest.approx(exact, rel=1e-9)
-
-
-def test_without_steps_it_is_the_start():
-    metric, _ = lopsided(4, 0.3)
-    start = start_from_svd(metric, 2)
-    P, Q = search_factors(metric, start, 1e-9, 0)
-    torch.testing.assert_close(P @ Q.T, start[0] @ start[1].T)

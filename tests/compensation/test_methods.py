@@ -3,12 +3,10 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from oracles import closed_forms
 
 from ckpt_prune.compensation.fit import fit_from_moments, squared_error
-from ckpt_prune.compensation.least_squares import shrunk
+from ckpt_prune.compensation.least_squares import shrink
 from ckpt_prune.compensation.methods import METHODS, absolute_strength
 
 from .sites import SHAPES, TALL, WIDE, make_site
@@ -20,21 +18,6 @@ WITH_LAMBDA = ("ridge", "affine", "grail")
 def close(actual: torch.Tensor, expected: np.ndarray, rtol: float = 1e-8) -> None:
     expected = torch.from_numpy(np.ascontiguousarray(expected))
     assert (actual - expected).norm() <= rtol * expected.norm()
-
-
-def test_the_names():
-    assert list(METHODS) == [
-        "none",
-        "bias",
-        "rotation",
-        "rotation-scale",
-        "centred-rotation",
-        "least-squares",
-        "ridge",
-        "affine",
-        "grail",
-    ]
-    assert all(method.name == name for name, method in METHODS.items())
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -83,15 +66,11 @@ def test_what_says_that_it_is_a_ridge_is_one(name, strength):
     site, method = make_site(*WIDE), METHODS[name]
     assert method.ridge_towards == {"ridge": "kept", "affine": "kept", "grail": "zero"}[name]
     base = site.weight_kept if method.ridge_towards == "kept" else torch.zeros_like(site.weight_kept)
-    fit = site.fit.centred() if method.adds_bias else site.fit
+    fit = site.fit.centre() if method.adds_bias else site.fit
     solution = method.fit(site.weight_kept, site.fit, strength)
-    torch.testing.assert_close(solution.weight, shrunk(base, fit, strength))
+    torch.testing.assert_close(solution.weight, shrink(base, fit, strength))
     if method.adds_bias:
         torch.testing.assert_close(solution.bias, site.fit.target_mean - solution.weight @ site.fit.mean)
-
-
-def test_nothing_else_says_that_it_is_a_ridge():
-    assert tuple(name for name, method in METHODS.items() if method.ridge_towards) == WITH_LAMBDA
 
 
 @pytest.mark.parametrize("tokens", [200, 4], ids=["full rank", "few tokens"])
@@ -120,48 +99,6 @@ def test_affine_is_corp_as_printed(shape):
     close(solution.bias, bias)
 
 
-@settings(max_examples=20, deadline=None)
-@given(seed=st.integers(0, 2**16), strength=st.floats(1e-3, 1e4))
-def test_affine_is_ridge_on_centred_moments(seed, strength):
-    site = make_site(4, 7, 5, 40, seed)
-    affine = METHODS["affine"].fit(site.weight_kept, site.fit, strength)
-    ridge = METHODS["ridge"].fit(site.weight_kept, site.fit.centred(), strength)
-    torch.testing.assert_close(affine.weight, ridge.weight)
-    torch.testing.assert_close(affine.bias, (site.targets - site.inputs @ affine.weight.T).mean(0))
-
-
-@settings(max_examples=20, deadline=None)
-@given(seed=st.integers(0, 2**16))
-def test_limits_of_lambda(seed):
-    site = make_site(4, 7, 5, 40, seed)
-    gram = float(site.fit.gram.norm())
-    kept = site.weight_kept.numpy()
-    close(METHODS["ridge"].fit(site.weight_kept, site.fit, 1e9 * gram).weight, kept, 1e-7)
-    close(METHODS["affine"].fit(site.weight_kept, site.fit, 1e9 * gram).weight, kept, 1e-7)
-    grail = METHODS["grail"].fit(site.weight_kept, site.fit, 1e9 * gram).weight
-    assert grail.norm() < 1e-7 * site.weight_kept.norm()
-    least = closed_forms.least_squares(np.eye(5), site.inputs.numpy(), site.targets.numpy())[0]
-    for name in ("ridge", "grail"):
-        close(METHODS[name].fit(site.weight_kept, site.fit, 0.0).weight, least, 1e-6)
-
-
-@settings(max_examples=20, deadline=None)
-@given(seed=st.integers(0, 2**16), tokens=st.integers(2, 30))
-def test_order_of_calibration_errors(seed, tokens):
-    """Each method minimises the error over a set that holds the simpler one's answer."""
-    site = make_site(4, 9, 7, tokens, seed)
-    fit = site.fit
-    errors = {name: squared_error(method.fit(site.weight_kept, fit, 1e-6), fit) for name, method in METHODS.items()}
-    slack = 1e-7 * fit.target_energy
-    assert errors["bias"] <= errors["none"] + slack
-    assert errors["rotation"] <= errors["none"] + slack
-    assert errors["rotation-scale"] <= errors["rotation"] + slack
-    assert errors["least-squares"] <= errors["rotation-scale"] + slack
-    assert errors["centred-rotation"] <= errors["bias"] + slack
-    assert errors["affine"] <= errors["ridge"] + slack
-    assert errors["affine"] <= errors["centred-rotation"] + slack
-
-
 @pytest.mark.parametrize("name", WITH_LAMBDA)
 def test_singular_gram_without_lambda_reaches_the_least_error(name):
     """Fewer tokens than inputs: the fit is exact, and what the tokens do not show stays as the method leaves it."""
@@ -172,12 +109,6 @@ def test_singular_gram_without_lambda_reaches_the_least_error(name):
     inputs = site.inputs - site.inputs.mean(0) if name == "affine" else site.inputs
     unseen = torch.linalg.svd(inputs)[2][4 if name == "affine" else 5 :].T
     torch.testing.assert_close(solution.weight @ unseen, start @ unseen, rtol=1e-6, atol=1e-8)
-
-
-def test_affine_matches_the_mean_output():
-    site = make_site(*WIDE)
-    solution = METHODS["affine"].fit(site.weight_kept, site.fit, LAMBDA)
-    torch.testing.assert_close(solution.weight @ site.inputs.mean(0) + solution.bias, site.targets.mean(0))
 
 
 def test_details():

@@ -60,14 +60,6 @@ def test_moments_are_the_gram_of_what_pairs_give_the_logits() -> None:
         np.testing.assert_allclose(found.gram[head], z.T @ z, rtol=1e-5, atol=1e-5 * np.abs(z.T @ z).max())
 
 
-def test_moments_add() -> None:
-    queries, keys = drawn(3)
-    whole, first, rest = (moments_of(queries[at], keys[at]) for at in (slice(3), slice(1), slice(1, 3)))
-    torch.testing.assert_close((first + rest).gram, whole.gram)
-    torch.testing.assert_close((whole - first).gram, rest.gram, rtol=1e-6, atol=1e-3)
-    assert ((first + rest).samples, (whole - first).tokens) == (3, 2 * TOKENS)
-
-
 @settings(max_examples=25)
 @given(data=st.data())
 def test_factors_are_least_squares_on_the_logits_and_never_worse_than_none(data: st.DataObject) -> None:

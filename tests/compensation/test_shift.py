@@ -29,14 +29,6 @@ def test_equals_the_proposition_from_tokens(shape, strength):
     assert found.bound == pytest.approx(2 * expected["floor"] + expected["sampling"] + expected["shifting"], rel=1e-6)
 
 
-def test_on_its_own_tokens_nothing_is_shifted():
-    site = make_site(4, 9, 6, 60)
-    found = measure_shift(site.weight, site.moments, site.moments, site.kept, 0.0)
-    assert (found.covariances, found.means, found.shifting) == (0, 0, 0)
-    assert found.sampling is not None
-    assert found.bound == 2 * found.floor + found.sampling
-
-
 def test_without_spectra_only_what_they_give_is_missing():
     site, other = make_site(4, 9, 6, 60), make_site(4, 9, 6, 60, seed=7)
     known = measure_shift(site.weight, site.moments, other.moments, site.kept, 1.0)

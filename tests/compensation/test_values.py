@@ -9,7 +9,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ckpt_prune.compensation.values import ROUNDING, ValueBasis, by_direction, by_head, principal_values
-from ckpt_prune.measure.moments.inputs import Moments
 from tests.oracles import values
 
 ROUNDED = 1e-5
@@ -58,7 +57,7 @@ def test_with_all_directions_nothing_changes(seed, groups, each, size, outputs):
     turn, inputs = turn_of(W, X, groups, size), torch.from_numpy(X)
     turned = turn.inputs(inputs)
     np.testing.assert_allclose(
-        turn.turned(torch.from_numpy(W)) @ turned.T, W @ X.T, rtol=1e-6, atol=1e-6 * abs(W @ X.T).max()
+        turn.turn_columns(torch.from_numpy(W)) @ turned.T, W @ X.T, rtol=1e-6, atol=1e-6 * abs(W @ X.T).max()
     )
     torch.testing.assert_close(inputs @ turn.basis(X.shape[1]).T, turned)
     torch.testing.assert_close(turn.gram(inputs.T @ inputs), turned.T @ turned)
@@ -110,8 +109,10 @@ def test_values_and_columns_go_apart():
     W, X = drawn(0, groups, each, size, 5)
     turn = turn_of(W, X, groups, size)
     V, b = torch.randn(groups * size, 7, dtype=torch.float64), torch.randn(groups * size, dtype=torch.float64)
-    narrow, bias = turn.narrowed(V, keep), turn.narrowed(b, keep)
-    columns = turn.turned(torch.from_numpy(W))[:, [j for g in range(2) for j in range(g * 12, g * 12 + keep * each)]]
+    narrow, bias = turn.narrow_values(V, keep), turn.narrow_values(b, keep)
+    columns = turn.turn_columns(torch.from_numpy(W))[
+        :, [j for g in range(2) for j in range(g * 12, g * 12 + keep * each)]
+    ]
     read = by_head(columns, groups, keep)
     torch.testing.assert_close(by_direction(read, groups, keep), columns)
     hidden = torch.randn(7, dtype=torch.float64)
@@ -130,19 +131,3 @@ def test_values_that_are_always_zero_have_any_directions():
     turn = turn_of(W, X, 2, 3)
     assert all(bool(torch.isfinite(each).all()) for each in (turn.values, turn.columns))
     torch.testing.assert_close(turn.columns @ turn.values, torch.eye(3, dtype=torch.float64).expand(2, 3, 3))
-
-
-def test_moments_in_another_basis():
-    """What the closed forms need of them is that of the inputs there."""
-    W, X = drawn(3, 2, 2, 3, 4)
-    turn, x = turn_of(W, X, 2, 3), torch.from_numpy(X).float()
-    found = Moments.zeros(12, gram=True).accumulate(x).change_basis(turn.inputs)
-    expected = Moments.zeros(12, gram=True).accumulate(turn.inputs(x))
-    assert found.count == expected.count
-    torch.testing.assert_close(found.sum, expected.sum, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(found.square, expected.square, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(found.gram.float(), expected.gram, rtol=1e-3, atol=1e-3)
-    with pytest.raises(
-        ValueError, match=r"^inputs in another basis need second moments: collect statistics with a Gram$"
-    ):
-        Moments.zeros(12, gram=False).change_basis(turn.inputs)

@@ -67,22 +67,6 @@ def floor(samples: Samples, kept: Sequence[int]) -> float:
     return float(np.sum((targets - rows @ solution) ** 2))
 
 
-def least_weighted(samples: Samples, kept: Sequence[int]) -> Array:
-    """Of the best M the one with the least tr(Mᵀ Â M B̂), Â = Σ A_b tr B_b and B̂ = Σ B_b tr A_b, both regular."""
-    size = len(kept)
-    left, right = np.zeros((size, size)), np.zeros((size, size))
-    for Q, K in samples:
-        A, B = Q[:, kept].T @ Q[:, kept], K[:, kept].T @ K[:, kept]
-        left += A * np.trace(B)
-        right += B * np.trace(A)
-    # With X = Lᵀ M R for Â = L Lᵀ and B̂ = R Rᵀ that is the least ‖X‖, which least squares gives.
-    L, R = np.linalg.cholesky(left), np.linalg.cholesky(right)
-    rows, targets = designs(samples, kept)
-    change = np.kron(np.linalg.inv(L.T), np.linalg.inv(R.T))
-    X = np.linalg.lstsq(rows @ change, targets, rcond=1e-10)[0]
-    return (change @ X).reshape(size, size)
-
-
 def diagonal_mean(samples: Samples, kept: Sequence[int]) -> float:
     return float(np.mean(np.diag(kronecker(samples, kept)[0])))
 

@@ -1,7 +1,6 @@
 """The structured optimal brain surgeon from its definition: every candidate refitted from scratch, in float64."""
 
 from collections.abc import Sequence
-from itertools import combinations
 
 import torch
 from torch import Tensor
@@ -43,32 +42,4 @@ def greedy(W: Tensor, G: Tensor, strength: float, per_unit: int = 1) -> tuple[li
         unit, value = cheapest_next(W, G, strength, order, per_unit)
         order.append(unit)
         costs.append(value)
-    return order, costs
-
-
-def best_subsets(W: Tensor, G: Tensor, strength: float, per_unit: int = 1) -> list[float]:
-    """The least J of all ways to drop k units, k = 1 … n."""
-    n = len(G) // per_unit
-    return [
-        min(cost(W, G, strength, dropped, per_unit) for dropped in combinations(range(n), k)) for k in range(1, n + 1)
-    ]
-
-
-def unblocked(W: Tensor, H: Tensor) -> tuple[list[int], list[float]]:
-    """The textbook update of H = (G + λI)⁻¹ and of the weight itself after every single column, without panels."""
-    W, H = W.clone(), H.clone()
-    alive = torch.ones(len(H), dtype=torch.bool)
-    order, costs, total = [], [], 0.0
-    for _ in range(len(H)):
-        worth = torch.where(alive, W.square().sum(0) / H.diagonal(), torch.inf)
-        j = int(worth.argmin())
-        total += float(worth[j])
-        direction = H[j] / H[j, j]
-        W -= torch.outer(W[:, j].clone(), direction)
-        H -= torch.outer(H[:, j].clone(), direction)
-        alive[j] = False
-        W[:, j] = 0
-        H[j, j] = 1
-        order.append(j)
-        costs.append(total)
     return order, costs

@@ -23,10 +23,3 @@ def inputs_of(model: nn.Module, modules: Iterable[str], windows: Tensor) -> dict
     for handle in handles:
         handle.remove()
     return {name: torch.cat(rows).double().numpy() for name, rows in seen.items()}
-
-
-@torch.no_grad()
-def without_columns(model: nn.Module, dropped: dict[str, list[int]]) -> None:
-    """Zero the columns of linear modules that dropped inputs would meet: pruning by masking."""
-    for module, columns in dropped.items():
-        model.get_submodule(module).weight[:, columns] = 0

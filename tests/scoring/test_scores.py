@@ -25,10 +25,6 @@ def moments_of(x: np.ndarray) -> Moments:
     return Moments.zeros(x.shape[1], gram=False).accumulate(torch.from_numpy(x))
 
 
-def test_the_oracle_knows_every_score():
-    assert set(oracle.SCORES) == set(SCORES)
-
-
 @pytest.mark.parametrize("name", SCORES)
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), d_out=st.integers(1, 9), width=st.integers(2, 12), count=st.integers(1, 40))
@@ -45,14 +41,6 @@ def test_only_magnitude_needs_no_moments():
     assert {name for name, score in SCORES.items() if not score.needs_moments} == {"magnitude"}
     weight = torch.tensor([[3.0, 0.0], [4.0, 1.0]])
     assert SCORES["magnitude"].function(weight, None).tolist() == [5.0, 1.0]
-
-
-@pytest.mark.parametrize("name", ["variance", "rcpu", "rcpu-code", "flap"])
-def test_a_constant_input_is_worth_nothing_to_variance(name):
-    """Though far from zero, where differences of large sums could turn out negative."""
-    x = torch.full((1000, 1), 1e4 / 3)
-    found = SCORES[name].function(torch.ones(2, 1), Moments.zeros(1, gram=False).accumulate(x))
-    assert 0 <= found.item() < 1e-3
 
 
 @pytest.mark.parametrize("rows", [1, 1024, 1025, 2500])

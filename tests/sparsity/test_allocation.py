@@ -44,13 +44,6 @@ def test_exponents_equal_the_oracle(shape):
     assert hill_exponent(weight * 7) == pytest.approx(hill_exponent(weight), rel=1e-6)
 
 
-def test_exponents_of_a_power_law():
-    """Eigenvalues of density λ^−2.5 have the exponent 2.5; only the tail is looked at."""
-    quantiles = (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000
-    eigenvalues = (1 - quantiles) ** (-1 / 1.5)
-    assert hill_exponent(torch.diag(eigenvalues.sqrt()[::4])) == pytest.approx(2.5, rel=0.05)
-
-
 def test_exponents_where_there_is_no_tail():
     assert hill_exponent(torch.zeros(4, 4)) == hill_exponent(torch.eye(5)) == math.inf
     low_rank = normal(12, 3) @ normal(3, 12, seed=1)
@@ -77,11 +70,6 @@ def test_exponents_share_out_the_ratio(values, ratio, spread, data):
     assert np.dot(found, sizes) == pytest.approx(ratio * sum(sizes))
     assert max(found) / min(found) == pytest.approx((1 + spread) / (1 - spread))
     assert found[values.index(max(values))] == max(found)
-
-
-def test_blocks_that_are_alike_get_the_same():
-    assert ratios_by_outliers([2.0, 2.0], 0.5, 0.08) == pytest.approx([0.5, 0.5])
-    assert ratios_by_exponents([3.0, 3.0], [1, 4], 0.5, 0.3) == pytest.approx([0.5, 0.5])
 
 
 @pytest.mark.parametrize(("ratios", "block"), [([0.5, 1.02], 1), ([-0.01, 0.9], 0)])
@@ -148,3 +136,8 @@ def test_groups_of_the_least_divergence(values, kept):
     assert all(1 <= each <= 4 for each in found)
     total = sum(own[4 - n] for own, n in zip(values, found, strict=True))
     assert total == pytest.approx(oracle.least(values, kept), abs=1e-9)
+
+
+def test_blocks_that_are_alike_get_the_same():
+    assert ratios_by_outliers([2.0, 2.0], 0.5, 0.08) == pytest.approx([0.5, 0.5])
+    assert ratios_by_exponents([3.0, 3.0], [1, 4], 0.5, 0.3) == pytest.approx([0.5, 0.5])

@@ -24,11 +24,6 @@ def test_a_share_is_taken_as_it_is_written(total, thousandths):
     assert zeros_of(total, thousandths / 1000) == int(Fraction(thousandths, 1000) * total)
 
 
-def test_a_share_that_binary_floats_would_miss():
-    assert int(100 * 0.29) == 28
-    assert zeros_of(100, 0.29) == 29
-
-
 @pytest.mark.parametrize("ratio", [-0.1, 1.1, float("nan"), float("inf")])
 def test_a_share_beyond_all_is_refused(ratio):
     with pytest.raises(ValueError, match="lies between 0 and 1"):
@@ -110,14 +105,6 @@ def test_nothing_and_everything(compare):
     scores = normal(3, 5)
     assert keep_share(scores, 0.0, compare).all()
     assert not keep_share(scores, 1.0, compare).any()
-
-
-def test_scores_need_not_be_contiguous():
-    scores = normal(8, 6).T
-    for compare in ("row", "matrix"):
-        assert torch.equal(keep_share(scores, 0.5, compare), keep_share(scores.contiguous(), 0.5, compare))
-    pattern = GroupPattern(2, 4)
-    assert torch.equal(keep_groups(scores, pattern), keep_groups(scores.contiguous(), pattern))
 
 
 def test_a_width_that_groups_do_not_fill_is_refused():

@@ -18,10 +18,6 @@ def test_a_pattern_reads_back_as_written(of, data):
     assert pattern.ratio == pytest.approx((of - kept) / of)
 
 
-def test_n_is_the_number_kept():
-    assert parse_pattern("1:4").ratio == 0.75
-
-
 @pytest.mark.parametrize(
     "text", ["", "2", "2:", ":4", "2:4:8", "-2:4", "2.0:4", "2 : 4", "2:4\n", "a:b", "Unstructured"]
 )

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.shard import DTYPES
-from ckpt_prune.common.errors import UserError
 from ckpt_prune.sparsity import zeros as module
 from ckpt_prune.sparsity.zeros import (
     Sparsity,
@@ -77,34 +76,6 @@ def test_crowded_groups_are_what_counting_finds(rows, kept, of, step):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_SLICE_ELEMENTS", step)
         assert crowded_groups(torch.tensor(rows), kept, of) == groups_too_full(rows, kept, of)
-
-
-@pytest.mark.parametrize(
-    ("rows", "pattern"),
-    [
-        ([[1, 0, 0, 0]], "1:4"),
-        ([[1, 1, 0, 0]], "2:4"),
-        ([[1, 0, 0, 1, 0, 1, 1, 0]], "2:4"),
-        ([[1, 1, 1, 1, 0, 0, 0, 0]], "4:8"),
-        ([[1, 1, 1, 0, 0, 0, 0, 0]], "4:8"),
-        ([[1, 1, 1, 1, 1, 0, 0, 0]], None),
-        ([[0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0]], "2:4"),  # no groups of 8 in 12, and 4 in the middle are in two of 4
-        ([[1, 1, 1, 0]], None),
-        ([[0, 0, 0, 0]], "1:4"),
-        ([[1, 0, 0, 0], [1, 1, 0, 0]], "2:4"),
-        ([[0, 0], [1, 0]], None),  # groups do not cross rows
-        ([[1, 1, 1, 1]], None),
-        ([[0, 0, 0, 0, 0, 0]], None),
-    ],
-)
-def test_patterns(rows, pattern):
-    assert count_zeros("w", torch.tensor(rows, dtype=torch.float32)).pattern == pattern
-
-
-def test_a_later_slice_breaks_what_the_first_held(monkeypatch):
-    monkeypatch.setattr(module, "_SLICE_ELEMENTS", 1)
-    rows = [[1.0, 0, 0, 0, 0, 0, 1, 1], [1.0, 1, 1, 0, 0, 0, 0, 1], [1.0, 1, 1, 1, 1, 0, 0, 0]]
-    assert [count_zeros("w", torch.tensor(rows[:count])).pattern for count in (1, 2, 3)] == ["2:4", "4:8", None]
 
 
 @pytest.mark.parametrize("shape", [(), (8,), (2, 4, 8), (0, 8), (3, 0)])
@@ -197,13 +168,6 @@ def test_a_checkpoint(tmp_path, save):
     found = list(find_zeros(Checkpoint.open(save(tmp_path / "model", tensors))))
     assert {each.name: each for each in found} == {name: by_hand(name, tensor) for name, tensor in tensors.items()}
     assert [each.name for each in found if each.pattern] == ["sparse"]
-
-
-def test_some_of_a_checkpoint(tmp_path):
-    checkpoint = Checkpoint.open(save_single(tmp_path / "model", {"a": torch.eye(4), "b": torch.ones(2)}))
-    assert [each.name for each in find_zeros(checkpoint, ["b"])] == ["b"]
-    with pytest.raises(UserError, match="has no tensor 'c'"):
-        list(find_zeros(checkpoint, ["c"]))
 
 
 def test_one_tensor_is_in_memory_at_a_time(tmp_path, monkeypatch):

@@ -232,7 +232,7 @@ def test_a_bias_is_a_candidate_where_there_is_one_or_on_request(dense, variant, 
         tried.append(names)
         return choose_form(weight, folds, names, *more, **known)
 
-    monkeypatch.setattr(sites, "choose", watching)
+    monkeypatch.setattr(sites, "choose_form", watching)
     recipe = wanted({"method": "auto", **compensation})
     job = encoders.job_on(dense.folder(variant), recipe, dense.statistics(variant, 2))
     plan = make_plan(job)

@@ -31,7 +31,7 @@ from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.mask.masker import Masker
 from ckpt_prune.stages.moments import open_moments
 from ckpt_prune.stages.rotation import learner as rotations
-from ckpt_prune.stages.rotation.descent import LearnedRotations
+from ckpt_prune.stages.rotation.descent import LearnedRotations, RotationProblem
 from ckpt_prune.stages.rotation.rotated_checkpoint import check_rotatable
 from ckpt_prune.stages.rotation.run import learner_of
 from ckpt_prune.verification.verify import verify
@@ -84,18 +84,16 @@ def random_rotations(patch: pytest.MonkeyPatch, seed: int = 3) -> None:
         rest = torch.linalg.qr(basis)[0][:, 1:]
         return torch.outer(preserve, preserve) + rest @ orthogonal(hidden - 1, hidden - 1) @ rest.T
 
-    def learn(
-        _terms: Any, _backbone: Any, *, hidden: Any, kv_heads: int, head_dim: int, **rest: Any
-    ) -> LearnedRotations:
-        heads = orthogonal(kv_heads, head_dim, head_dim)
-        return LearnedRotations(stream(hidden, rest["preserve"]), heads, 2.0, 1.0, 3, [])
+    def learn(_terms: Any, problem: RotationProblem, *_: Any) -> LearnedRotations:
+        heads = orthogonal(*problem.shapes(1)[1][1:])
+        return LearnedRotations(stream(problem.hidden, problem.preserve), heads, 2.0, 1.0, 3, [])
 
-    def learn_shared(blocks: int, _terms_of: Any, _backbone: Any, **sizes: Any) -> LearnedRotations:
-        heads = orthogonal(blocks, sizes["kv_heads"], sizes["head_dim"], sizes["head_dim"])
-        return LearnedRotations(stream(sizes["hidden"], sizes["preserve"]), heads, 2.0, 1.0, 3, [])
+    def learn_shared(blocks: int, _terms_of: Any, problem: RotationProblem, *_: Any) -> LearnedRotations:
+        heads = orthogonal(*problem.shapes(blocks)[1])
+        return LearnedRotations(stream(problem.hidden, problem.preserve), heads, 2.0, 1.0, 3, [])
 
-    patch.setattr(rotations, "learn", learn)
-    patch.setattr(rotations, "learn_shared", learn_shared)
+    patch.setattr(rotations, "learn_rotations", learn)
+    patch.setattr(rotations, "learn_shared_rotation", learn_shared)
 
 
 def rotating(kind: str, mask: dict[str, Any] | None = None, **more: Any) -> FullRecipe:
@@ -676,13 +674,14 @@ def test_a_resumed_run_is_byte_identical(dense, tmp_path, monkeypatch, kind, pla
         if place == "masking":
             kill(patch, Masker, "block", 1)
         else:
-            kill(patch, rotations, "learn" if kind == "per-layer" else "learn_shared", 1 if kind == "per-layer" else 0)
+            per_layer = kind == "per-layer"
+            kill(patch, rotations, "learn_rotations" if per_layer else "learn_shared_rotation", int(per_layer))
         with pytest.raises(KeyboardInterrupt):
             prune(encoders.job_on(folder, recipe, None, data), tmp_path / "out")
     with monkeypatch.context() as patch:
         if place == "masking":
-            kill(patch, rotations, "learn", 0)
-            kill(patch, rotations, "learn_shared", 0)
+            kill(patch, rotations, "learn_rotations", 0)
+            kill(patch, rotations, "learn_shared_rotation", 0)
         prune(encoders.job_on(folder, recipe, None, data), tmp_path / "out", resume=True)
     assert families.contents(tmp_path / "out") == families.contents(tmp_path / "through")
 

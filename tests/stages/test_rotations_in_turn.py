@@ -41,13 +41,13 @@ def in_turn(kind: str = "per-layer", method: str = "wanda", **rotation: Any) -> 
 def test_inputs_are_those_behind_the_masked_blocks(dense, tmp_path, monkeypatch, variant, method):
     """Of every block: the dense block on what the output's blocks before it give, turned back."""
     random_rotations(monkeypatch)
-    by_hand, seen = learning.learn, []
+    by_hand, seen = learning.learn_rotations, []
 
     def watched(terms: list[Term], *rest: Any, **options: Any) -> LearnedRotations:
         seen.append({term.name: term.inputs for term in terms})
         return by_hand(terms, *rest, **options)
 
-    monkeypatch.setattr(learning, "learn", watched)
+    monkeypatch.setattr(learning, "learn_rotations", watched)
     recipe = in_turn(method=method, importance="wanda")
     report = masked(dense.folder(variant), tmp_path / "out", recipe, data_of(variant))
     assert report["calibration"]["target"] == "sequential"
@@ -111,7 +111,7 @@ def test_what_is_masked_before_shows(dense, tmp_path):
 def test_a_resumed_run_is_byte_identical(dense, tmp_path, monkeypatch, place):
     folder, data = dense.folder("opt"), data_of("opt")
     masked(folder, tmp_path / "through", in_turn(), data)
-    owner, name = (Masker, "block") if place == "masking" else (learning, "learn")
+    owner, name = (Masker, "block") if place == "masking" else (learning, "learn_rotations")
     with monkeypatch.context() as patch:
         kill(patch, owner, name, 1)
         with pytest.raises(KeyboardInterrupt):

@@ -1,1 +1,1 @@
-"""The stage `hidden`: the residual stream is narrowed."""
+"""Fewer dimensions of the residual stream (SliceGPT)."""

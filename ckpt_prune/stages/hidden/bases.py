@@ -1,4 +1,4 @@
-"""Bases of the residual stream, and absorbing a part of one: pure functions (README.md, section 7).
+"""Bases of the residual stream, and absorbing a part of one: pure functions (stages/hidden/README.md).
 
 A basis is a matrix P (d, k) with orthonormal columns. The stream h becomes z = c h P, with c = √(k / d): its mean
 square over k coordinates is then that of the projection of h over d, so that a stock RMSNorm of width k divides by what
@@ -15,20 +15,15 @@ from ckpt_prune.stages.rotation.orthogonal import complement_of_ones
 
 
 def stream_scale(kept: int, width: int) -> float:
-    """c: what the stream is multiplied by where `kept` of its `width` dimensions stay."""
+    """Return c, by which the stream is multiplied if `kept` of its `width` dimensions stay."""
     return sqrt(kept / width)
 
 
 def principal_directions(gram: Tensor, kept: int, *, centred: bool) -> tuple[Tensor, float]:
-    """The `kept` directions in which signals have most energy, descending.
+    """Return the `kept` directions of most energy, P (d, k) float64, and their share of the energy.
 
-    Args:
-        gram: Σ x xᵀ over tokens, (d, d) float64.
-        kept: k.
-        centred: whether signals have no mean over their coordinates: the direction of ones comes last then.
-
-    Returns:
-        P, (d, k) float64 with orthonormal columns, and the share of the energy that lies in them.
+    The columns of P are orthonormal. `gram` is Σ x xᵀ over tokens, (d, d) float64. `centred` says that signals have no
+    mean over their coordinates: the direction of ones then comes last.
     """
     inner = complement_of_ones(len(gram)).to(gram) if centred else None
     values, vectors = torch.linalg.eigh(gram if inner is None else inner.T @ gram @ inner)
@@ -36,21 +31,15 @@ def principal_directions(gram: Tensor, kept: int, *, centred: bool) -> tuple[Ten
     if inner is not None:
         ones = torch.full((len(gram), 1), len(gram) ** -0.5, dtype=gram.dtype, device=gram.device)
         vectors = torch.cat([inner @ vectors, ones], 1)
-    whole = float(values.sum())
-    return vectors[:, :kept].contiguous(), float(values[:kept].sum()) / whole if whole > 0 else 1.0
+    energy = float(values.sum())
+    return vectors[:, :kept].contiguous(), float(values[:kept].sum()) / energy if energy > 0 else 1.0
 
 
 def directions_keeping_ones(gram: Tensor, kept: int) -> tuple[Tensor, float]:
-    """The same for a stream that a stock LayerNorm reads: P 1 = √(d / k) 1, so that what has no mean keeps none.
+    """Return `principal_directions` for a stream that a stock LayerNorm reads: P 1 = √(d / k) 1.
 
-    One of the k dimensions is spent on the direction of ones.
-
-    Args:
-        gram: Σ x xᵀ of signals without a mean, (d, d) float64.
-        kept: k, at least 2.
-
-    Returns:
-        As of `principal`.
+    So what has no mean keeps none, and one of the k >= 2 dimensions is spent on the direction of ones. `gram` is of
+    signals without a mean.
     """
     first, share = principal_directions(gram, kept - 1, centred=True)
     outer = complement_of_ones(kept).to(gram)
@@ -59,28 +48,21 @@ def directions_keeping_ones(gram: Tensor, kept: int) -> tuple[Tensor, float]:
 
 
 def diagonalise_gains(basis: Tensor, gains: Tensor) -> tuple[Tensor, Tensor]:
-    """The basis of the same subspace in which a final norm's gains are gains again, as far as they stay inside it.
+    """Return the basis of the same subspace in which a final norm's gains are gains again, and these: P Q and γ.
 
     Pᵀ diag(g) P = Q diag(γ) Qᵀ: in the basis P Q the head reads diag(γ) of what it read diag(g) of, and a table that is
-    embedding and head at once stays one table. What is lost is how g mixes dropped directions into kept ones; with
-    nothing dropped that is nothing.
-
-    Args:
-        basis: P, (d, k) float64.
-        gains: g, (d,) float64.
-
-    Returns:
-        P Q, (d, k), and γ, (k,).
+    embedding and head at once stays one table. What is lost is how g mixes dropped directions into kept ones. P is (d,
+    k) float64, and g (d,).
     """
-    found, turn = torch.linalg.eigh(basis.T @ (gains[:, None] * basis))
-    return basis @ turn, found
+    kept_gains, turn = torch.linalg.eigh(basis.T @ (gains[:, None] * basis))
+    return basis @ turn, kept_gains
 
 
 def slice_reader(weight: Tensor, basis: Tensor, scale: float) -> Tensor:
-    """W P / c of a module that reads the normed stream."""
+    """Return W P / c for a module that reads the normed stream."""
     return weight.double() @ basis / scale
 
 
 def slice_writer(tensor: Tensor, basis: Tensor, scale: float) -> Tensor:
-    """C Pᵀ W of a weight, or c Pᵀ b of a bias, that adds to the stream."""
+    """Return c Pᵀ W for a weight, or c Pᵀ b for a bias, that adds to the stream."""
     return scale * (basis.T @ tensor.double())

@@ -1,4 +1,4 @@
-"""A checkpoint whose residual stream has lost dimensions, as if it lay on disk: what is pruned further reads it."""
+"""Checkpoint whose residual stream has lost dimensions, as if it lay on disk: it can be pruned further."""
 
 from collections.abc import Iterable, Set
 from dataclasses import dataclass, field, fields, replace
@@ -16,12 +16,9 @@ from ckpt_prune.stages.hidden.sliced_checkpoint import SlicedCheckpoint
 
 @dataclass(frozen=True, eq=False)
 class NarrowCheckpoint(Checkpoint):
-    """The dense checkpoint seen in one basis of fewer dimensions, absorbed whenever a tensor is read.
+    """A view of the dense checkpoint in one basis of fewer dimensions, absorbed whenever a tensor is read.
 
     The tensors of the block that was read last are held.
-
-    Attributes:
-        view: the dense model in that basis.
     """
 
     view: SlicedCheckpoint = field(kw_only=True)
@@ -29,15 +26,12 @@ class NarrowCheckpoint(Checkpoint):
 
     @classmethod
     def of(cls, view: SlicedCheckpoint, config: dict[str, Any], biases: Set[str]) -> "NarrowCheckpoint":
-        """The checkpoint that a view would be stored as.
+        """Make the checkpoint that a view would be stored as.
 
-        Args:
-            view: in one basis for all blocks.
-            config: its config.json.
-            biases: linear modules of a block that have a bias in it.
+        The view has one basis for all blocks; `biases` are the linear modules of a block that have a bias in it.
         """
         source, model = view.source, view.model
-        given = {own.name: getattr(source, own.name) for own in fields(Checkpoint)}
+        source_fields = {attribute.name: getattr(source, attribute.name) for attribute in fields(Checkpoint)}
         added = dict(view.added)
         for block in range(model.blocks):
             for module in sorted(biases):
@@ -46,39 +40,39 @@ class NarrowCheckpoint(Checkpoint):
                     rows = (added[weight][1] if weight in added else source.tensors[weight].shape)[0]
                     added[bias] = (weight, (rows,))
         tensors = source.tensors | {
-            name: _reshaped(source.tensors[beside], name, shape) for name, (beside, shape) in added.items()
+            name: _reshape(source.tensors[beside], name, shape) for name, (beside, shape) in added.items()
         }
-        return cls(**given | {"config": config, "tensors": tensors, "replaced": {}}, view=view)
+        return cls(**source_fields | {"config": config, "tensors": tensors, "replaced": {}}, view=view)
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """The named tensors with the basis absorbed, as of `Checkpoint`."""
+        """Read the named tensors with the basis absorbed."""
         names, model = list(names), self.view.model
-        found: dict[str, Tensor] = {}
+        in_blocks: dict[str, Tensor] = {}
         for block in range(model.blocks):
             prefix = model.family.block.format(block=block)
-            own = [name for name in names if name.startswith(prefix)]
-            if own:
-                held = self._block(block)
-                found |= {name: held[name].clone() for name in own}
-        return {name: found[name] if name in found else self.view.read([name])[name] for name in names}
+            own_names = [name for name in names if name.startswith(prefix)]
+            if own_names:
+                block_tensors = self._block(block)
+                in_blocks |= {name: block_tensors[name].clone() for name in own_names}
+        return {name: in_blocks[name] if name in in_blocks else self.view.read([name])[name] for name in names}
 
     @cached_property
     def fingerprint(self) -> str:
-        """The dense checkpoint's."""
+        """Fingerprint of the dense checkpoint."""
         return self.view.source.fingerprint
 
     def _block(self, block: int) -> dict[str, Tensor]:
         if block not in self._last:
-            held = self.view.block(block)
+            block_tensors = self.view.block(block)
             prefix = self.view.family.block.format(block=block)
-            empty = {n: info for n, info in self.tensors.items() if n.startswith(prefix) and n not in held}
+            empty = {n: info for n, info in self.tensors.items() if n.startswith(prefix) and n not in block_tensors}
             # Slots that the class opens beside those that something is absorbed into.
-            held |= {name: torch.zeros(info.shape, dtype=info.dtype) for name, info in empty.items()}
+            block_tensors |= {name: torch.zeros(info.shape, dtype=info.dtype) for name, info in empty.items()}
             self._last.clear()
-            self._last[block] = held
+            self._last[block] = block_tensors
         return self._last[block]
 
 
-def _reshaped(info: TensorInfo, name: str, shape: tuple[int, ...]) -> TensorInfo:
+def _reshape(info: TensorInfo, name: str, shape: tuple[int, ...]) -> TensorInfo:
     turned = info.transposed and len(shape) > 1
     return replace(info, name=name, shape=shape, nbytes=prod(shape) * info.dtype.itemsize, transposed=turned)

@@ -1,4 +1,4 @@
-"""A checkpoint seen in bases of its residual stream that have fewer dimensions, absorbed as its tensors are read."""
+"""Checkpoint in bases of its residual stream that have fewer dimensions, absorbed as its tensors are read."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -28,20 +28,12 @@ ENTRY = "entry_slice"
 
 
 def not_measured(_block: int) -> tuple[Tensor, ...]:
-    """Stands for bases where only names and shapes are asked for.
-
-    Raises:
-        ValueError: always.
-    """
+    """Stand in for bases if only names and shapes are needed."""
     raise ValueError("the bases are not measured yet")
 
 
 def check_sliceable(model: Model, kind: SlicingKind) -> None:
-    """Refuse to slice a model whose residual stream no basis passes through.
-
-    Raises:
-        UserError: with the reason.
-    """
+    """Refuse to slice a model whose residual stream no basis passes through, with the reason."""
     family, what = model.family, f"{model.family.model_type} keeps all dimensions of its residual stream"
     begins = family.residual is not None and bool(family.residual.projections or family.residual.tokens)
     if family.residual is None or (family.unrotatable is not None and not begins):
@@ -64,19 +56,17 @@ def check_sliceable(model: Model, kind: SlicingKind) -> None:
 
 @dataclass(frozen=True)
 class SlicedCheckpoint(AbsorbedCheckpoint):
-    """What `Checkpoint` is to a job whose residual stream has lost dimensions.
+    """Stands in for a `Checkpoint` in a job whose residual stream has lost dimensions.
 
     Args:
-        model: the dense model.
         kind: per-block: every sub-layer reads the stream in a basis of its own, and matrices on the skip connections
             take it from one to the next; embedding, final norm and head stay as they are. shared: one basis, absorbed
             by whatever reads and writes the stream.
         kept: k, dimensions that stay.
-        bases: of a block.
-        untied: of a shared one, whether a tied head becomes a table of its own.
+        bases: block → its bases.
+        untied: whether a tied head becomes a table of its own, if the basis is shared.
         embedding_scale: what the stock class of the output multiplies its embedding by, as a share of what the dense
             one does (gemma's follows from the width).
-        device: where tensors absorb bases.
     """
 
     model: Model
@@ -92,7 +82,7 @@ class SlicedCheckpoint(AbsorbedCheckpoint):
 
     @cached_property
     def sublayers(self) -> tuple[Sublayer, ...]:
-        """Of every block."""
+        """Sub-layers of every block."""
         return sublayers(self.model)
 
     @cached_property
@@ -102,7 +92,7 @@ class SlicedCheckpoint(AbsorbedCheckpoint):
 
     @property
     def scale(self) -> float:
-        """C."""
+        """C (`bases.stream_scale`)."""
         return stream_scale(self.kept, self.width)
 
     @property
@@ -117,55 +107,51 @@ class SlicedCheckpoint(AbsorbedCheckpoint):
 
     @cached_property
     def added(self) -> Added:
-        """Tensors of another shape than the source's, and those it has not (`rotated.Added`)."""
-        found: Added = {}
+        """Tensors that the source lacks, or has in another shape (`AbsorbedCheckpoint.added`)."""
+        added: Added = {}
         for block in range(self.model.blocks):
-            found |= self._of_block(block)
+            added |= self._of_block(block)
         if self.shared:
             for name, axis in self.starts.items():
                 shape = list(self.source.tensors[name].shape)
                 shape[axis] = self.kept
-                found[name] = (name, tuple(shape))
-            found |= {name: (name, (self.kept,)) for name in self._final}
+                added[name] = (name, tuple(shape))
+            added |= {name: (name, (self.kept,)) for name in self._final}
             if self._head in self.source.tensors or not self.keeps_tie:
-                found[self._head] = (self._table, (self.source.tensors[self._table].shape[0], self.kept))
-        return found
+                added[self._head] = (self._table, (self.source.tensors[self._table].shape[0], self.kept))
+        return added
 
     def _of_block(self, block: int) -> Added:
-        found: Added = {}
+        shapes: Added = {}
         last = block == self.model.blocks - 1
         tensors = self.source.tensors
 
-        def named(module: str) -> dict[str, tuple[int, ...]]:
+        def shapes_of(module: str) -> dict[str, tuple[int, ...]]:
             names = {self.family.tensor(block, module, kind) for kind in KINDS}
             return {name: tensors[name].shape for name in names if name in tensors}
 
-        for place, own in enumerate(self.sublayers):
-            ends = last and own is self.sublayers[-1] and not self.shared
-            out = self.width if ends else self.kept
-            for norm in own.norms:
-                found |= {name: (name, (self.kept if self.shared else 1,)) for name in named(norm)}
-            for module in own.reads:
-                found |= {n: (n, (s[0], self.kept)) for n, s in named(module).items() if len(s) == 2}
-            for module in own.writes:
-                found |= {n: (n, (out, *s[1:])) for n, s in named(module).items()}
+        for place, sublayer in enumerate(self.sublayers):
+            is_end = last and sublayer is self.sublayers[-1] and not self.shared
+            out = self.width if is_end else self.kept
+            for norm in sublayer.norms:
+                shapes |= {name: (name, (self.kept if self.shared else 1,)) for name in shapes_of(norm)}
+            for module in sublayer.reads:
+                shapes |= {n: (n, (s[0], self.kept)) for n, s in shapes_of(module).items() if len(s) == 2}
+            for module in sublayer.writes:
+                shapes |= {n: (n, (out, *s[1:])) for n, s in shapes_of(module).items()}
             if not self.shared:
-                found[self.family.tensor(block, SKIPS[place])] = (self._value(block), (out, self.kept))
+                shapes[self.family.tensor(block, SKIPS[place])] = (self._value(block), (out, self.kept))
         if block == 0 and not self.shared:
-            found[self.family.tensor(0, ENTRY)] = (self._value(0), (self.kept, self.width))
-        return found
+            shapes[self.family.tensor(0, ENTRY)] = (self._value(0), (self.kept, self.width))
+        return shapes
 
     def config_values(self, values: dict[str, Any]) -> dict[str, Any]:
-        """The output's config.json with what the bases change in it.
-
-        Args:
-            values: of a container of the width that blocks have.
-        """
+        """Return the output's config.json, made from that of a container of the new width."""
         if self.shared:
             return values if self.keeps_tie or not self.model.tied else values | {"tie_word_embeddings": False}
         paths = module_paths(self.family)
 
-        def lie(modules: Iterable[str]) -> list[str]:
+        def paths_of(modules: Iterable[str]) -> list[str]:
             return [path for module in modules for path in paths.get(module) or (module,)]
 
         consumers = self.family.consumers.values()
@@ -174,7 +160,12 @@ class SlicedCheckpoint(AbsorbedCheckpoint):
             width=self.kept,
             blocks=self.model.blocks,
             sublayers=[
-                {"norms": lie(own.norms), "reads": lie(own.reads), "writes": lie(own.writes)} for own in self.sublayers
+                {
+                    "norms": paths_of(sublayer.norms),
+                    "reads": paths_of(sublayer.reads),
+                    "writes": paths_of(sublayer.writes),
+                }
+                for sublayer in self.sublayers
             ],
             multiplier=next(iter(multipliers), None),
         )
@@ -185,8 +176,8 @@ class SlicedCheckpoint(AbsorbedCheckpoint):
         """Linear modules of a block that have a bias in the output."""
         return frozenset(m for m in self.model.family.linears if self.model.has(m, "bias")) | self.added_biases
 
-    def seen(self, states: Tensor) -> Tensor:
-        """What a stream in one basis has of the dense one, (tokens, d) float64: (tokens, k)."""
+    def project(self, states: Tensor) -> Tensor:
+        """Project the dense stream, (tokens, d) float64, into the shared basis: (tokens, k)."""
         basis = self.bases(0)[0].to(states)
         layer = residual_of(self.family).norm == "layer"
         return self.scale * ((subtract_mean(states.T).T if layer else states) @ basis)
@@ -194,53 +185,53 @@ class SlicedCheckpoint(AbsorbedCheckpoint):
     # ---- tensors ---------------------------------------------------------------------------------------------
 
     def block(self, index: int) -> dict[str, Tensor]:
-        """The tensors of block `index`, bases absorbed in float64, in the dtype of the source."""
+        """Return the tensors of block `index`, bases absorbed in float64, in the dtype of the source."""
         family = self.family
         tensors = {name: tensor.to(self.device) for name, tensor in self.model.read_block(index).items()}
-        found = fuse_norms(family, index, tensors)
-        own = [basis.to(self.device) for basis in self.bases(index)]
-        behind: Tensor | None = own[0]
+        sliced = fuse_norms(family, index, tensors)
+        bases = [basis.to(self.device) for basis in self.bases(index)]
+        next_basis: Tensor | None = bases[0]
         if not self.shared:
             last = index == self.model.blocks - 1
-            behind = None if last else self.bases(index + 1)[0].to(self.device)
+            next_basis = None if last else self.bases(index + 1)[0].to(self.device)
         for place, sublayer in enumerate(self.sublayers):
-            basis = own[place]
-            leaves = own[place + 1] if place + 1 < len(own) else behind
+            basis = bases[place]
+            writer_basis = bases[place + 1] if place + 1 < len(bases) else next_basis
             for norm in sublayer.norms:
-                found |= self._plain(index, norm, found)
+                sliced |= self._plain(index, norm, sliced)
             for module in sublayer.reads:
                 name = family.tensor(index, module)
-                found[name] = slice_reader(found[name], basis, self.scale)
+                sliced[name] = slice_reader(sliced[name], basis, self.scale)
             for module in sublayer.writes:
                 for name in (family.tensor(index, module, kind) for kind in KINDS):
-                    if name in found and leaves is not None:
-                        found[name] = slice_writer(found[name], leaves, self.scale)
+                    if name in sliced and writer_basis is not None:
+                        sliced[name] = slice_writer(sliced[name], writer_basis, self.scale)
             if not self.shared:
                 # The last block gives the stream back as it was: nothing is sliced behind it.
-                skip = basis / self.scale if leaves is None else leaves.T @ basis
-                found[family.tensor(index, SKIPS[place])] = skip
+                skip = basis / self.scale if writer_basis is None else writer_basis.T @ basis
+                sliced[family.tensor(index, SKIPS[place])] = skip
         if index == 0 and not self.shared:
-            entry = self.scale * own[0].T
+            entry = self.scale * bases[0].T
             layer = residual_of(family).norm == "layer"
-            found[family.tensor(0, ENTRY)] = entry - entry.mean(1, keepdim=True) if layer else entry
-        return self._stored(index, found)
+            sliced[family.tensor(0, ENTRY)] = entry - entry.mean(1, keepdim=True) if layer else entry
+        return self._to_stored(index, sliced)
 
     def _plain(self, block: int, norm: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A norm without gains: of the new width, or one number that stands for them in remote code."""
+        """Return a norm without gains: of the new width, or one number that stands for them in remote code."""
         names = {self.family.tensor(block, norm, kind): kind for kind in KINDS}
-        held = {name: kind for name, kind in names.items() if name in tensors}
+        stored = {name: kind for name, kind in names.items() if name in tensors}
         if self.shared:
-            return {name: tensors[name][: self.kept] for name in held}
-        return {name: torch.full_like(tensors[name][:1], kind == "weight") for name, kind in held.items()}
+            return {name: tensors[name][: self.kept] for name in stored}
+        return {name: torch.full_like(tensors[name][:1], kind == "weight") for name, kind in stored.items()}
 
     def _outside(self, name: str) -> Tensor:
         if not self.shared or not (name in self.starts or name in self._final or name == self._head):
             return self.source.read([name])[name]
         basis = self.bases(0)[0].to(self.device)
         if name in self.starts:
-            return self._started(name, basis * (self.scale / self.embedding_scale))
+            return self._absorb_start(name, basis * (self.scale / self.embedding_scale))
         if name == self._head:
-            return self._read_last(basis / self.scale)
+            return self._absorb_in_head(basis / self.scale)
         if self._final[name] == "bias":
             return self._final_shift(self.scale * basis)
         stored = self.source.read([name])[name]
@@ -249,16 +240,14 @@ class SlicedCheckpoint(AbsorbedCheckpoint):
         # A table that is embedding and head at once leaves the gains behind the norm.
         gain = self._gain
         inner = (basis * (basis if gain is None else gain[:, None] * basis)).sum(0)
-        own = inner * self.embedding_scale / self.scale**2 - self.family.norm_offset
-        return own.to(stored.dtype).cpu()
+        kept_gains = inner * self.embedding_scale / self.scale**2 - self.family.norm_offset
+        return kept_gains.to(stored.dtype).cpu()
 
 
 def tied_basis(model: Model, basis: Tensor) -> Tensor:
-    """A shared basis in which a tied table stays one (`slicing.diagonalising`).
+    """Return a shared basis P (d, k) float64 in which a tied table stays one (`bases.diagonalise_gains`).
 
-    Args:
-        model: the dense model, its norms RMSNorms.
-        basis: P, (d, k) float64.
+    The norms of the dense model are RMSNorms.
     """
     final = f"{model.family.on_disk(residual_of(model.family).final)}.weight"
     gain = (

@@ -16,8 +16,8 @@ class Thin:
 
     Attributes:
         rows, columns: of its weight.
-        energies: what every direction of its output is worth, descending (`factoring.energies`); empty where ranks are
-            not chosen by them.
+        energies: of every direction of its output, descending (`factoring.direction_energies`); empty if ranks are not
+            chosen by them.
     """
 
     rows: int
@@ -32,7 +32,7 @@ def rounded(linear: Thin, rank: int, multiple_of: int) -> int | None:
 
 
 def uniform_ranks(linears: Mapping[L, Thin], ratio: float, multiple_of: int = 1) -> dict[L, int]:
-    """The published ranks: the same share of every weight's parameters goes (`factoring.rank_at`).
+    """The published ranks: the same share of every weight's parameters goes (`factoring.rank_for_ratio`).
 
     Returns:
         Ranks of those that become two.

@@ -10,8 +10,7 @@ from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.stage import Stage
 from ckpt_prune.measure.moments.kinds import Collect
 from ckpt_prune.sparsity.damping import DAMP, MOST_DAMP
-from ckpt_prune.sparsity.masks import Compare
-from ckpt_prune.sparsity.patterns import UNSTRUCTURED, GroupPattern, parse_pattern
+from ckpt_prune.sparsity.patterns import UNSTRUCTURED, Compare, GroupPattern, parse_pattern
 
 if TYPE_CHECKING:
     from ckpt_prune.job.prepared import Prepared

@@ -1,4 +1,4 @@
-"""The model card of a quantised checkpoint."""
+"""Model card of a quantised checkpoint."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ QUANTISED_FROM = "quantized"
 
 
 def card_metadata(record: QuantizationRecord) -> dict[str, Any]:
-    """What its card tells the Hub."""
+    """Return the card's metadata for the Hub."""
     values: dict[str, Any] = {"library_name": "transformers"}
     if "/" in record.source.name:
         values |= {"base_model": record.source.name, "base_model_relation": QUANTISED_FROM}
@@ -22,8 +22,8 @@ def card_metadata(record: QuantizationRecord) -> dict[str, Any]:
 
 
 def make_card(record: QuantizationRecord) -> str:
-    """README.md of a quantised checkpoint, from its record."""
-    errors = [each.error for each in record.weights if each.error is not None]
+    """Make README.md of a quantised checkpoint from its record."""
+    errors = [weight.error for weight in record.weights if weight.error is not None]
     mean = f" Rounding changed a weight by {sum(errors) / len(errors):.2%} of its energy on average." if errors else ""
     share = record.after / record.before
     rounded = "to nearest" if record.rounding == "nearest" else "by GPTQ"

@@ -1,4 +1,4 @@
-"""GPTQ: what rounding one column changes is made up for by the columns after it (Frantar et al. 2022, Algorithm 1).
+"""GPTQ: the columns after each rounded one make up for it (Frantar et al. 2022, Algorithm 1).
 
 It is SparseGPT with rounding in place of dropping, and is computed alike (`sparsity/visiting.py`).
 """
@@ -15,7 +15,7 @@ _BLOCK = 128
 
 
 def gptq_codes(weight: Tensor, factor: Tensor, scales: Tensor, scheme: PackingScheme) -> Tensor:
-    """Whole numbers under given scales that keep a weight's outputs, (rows, columns) int8; zeros stay zeros.
+    """Round a weight under given scales so that its outputs change least: (rows, columns) int8; zeros stay zeros.
 
     Memory beyond the arguments: three float64 matrices of the weight's size.
 
@@ -23,7 +23,6 @@ def gptq_codes(weight: Tensor, factor: Tensor, scales: Tensor, scheme: PackingSc
         weight: (rows, columns).
         factor: of H, as `sparsity.inverse.factorise` gives it, (columns, columns) float64.
         scales: of every group, as `scales_of` gives them, (rows, groups).
-        scheme: how the weight is stored.
     """
     old = weight.T.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
     steps, size = scales.T.double(), weight.shape[1] // scales.shape[1]

@@ -1,4 +1,4 @@
-"""The tensors of a weight of few bits, as compressed-tensors has them: by its own library."""
+"""Tensors of a weight of few bits, made by compressed-tensors' own library."""
 
 from typing import Any
 
@@ -14,15 +14,9 @@ PACKED, SCALE, SHAPE = "weight_packed", "weight_scale", "weight_shape"
 _MOST_AT_ONCE = 2**22
 """Weights that are rounded at once: packing takes some forty bytes for each."""
 
-Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
-
 
 def require_library() -> Any:
-    """compressed-tensors.
-
-    Raises:
-        UserError: it is not installed.
-    """
+    """Import compressed-tensors, or say how to install it."""
     try:
         import compressed_tensors
     except ImportError as error:
@@ -30,28 +24,18 @@ def require_library() -> Any:
     return compressed_tensors
 
 
-def quantisation_config(scheme: PackingScheme, ignored: list[str]) -> dict[str, Any]:
-    """`quantization_config` of a config.json.
-
-    Args:
-        scheme: of all weights.
-        ignored: linear modules that stay as they are.
-    """
-    values: dict[str, Any] = _config(scheme, ignored).model_dump(mode="json", exclude_none=True)
-    return values
-
-
 def packed_skeleton(model: nn.Module, scheme: PackingScheme, ignored: list[str]) -> None:
     """Give a model on the meta device packed weights, in place, as transformers does before it loads any."""
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import apply_quantization_config
 
-    config = _config(scheme, ignored)
+    config = packing_config(scheme, ignored)
     apply_quantization_config(model, config, run_compressed=False)
     ModelCompressor(quantization_config=config).compress_model(model=model)
 
 
-def _config(scheme: PackingScheme, ignored: list[str]) -> Any:
+def packing_config(scheme: PackingScheme, ignored: list[str]) -> Any:
+    """Return the library's `QuantizationConfig`; `ignored` are the linear modules that stay as they are."""
     require_library()
     from compressed_tensors.quantization import QuantizationConfig
 
@@ -63,18 +47,16 @@ def _config(scheme: PackingScheme, ignored: list[str]) -> Any:
     )
 
 
-def packed_shapes(module: str, shape: tuple[int, int], scheme: PackingScheme, dtype: torch.dtype) -> Shapes:
-    """Names, types and shapes of what stands for `module.weight`.
+def packed_shapes(
+    module: str, shape: tuple[int, int], scheme: PackingScheme, dtype: torch.dtype
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Return names, types and shapes of the tensors that replace `module.weight` (rows, columns).
 
-    Args:
-        module: its name.
-        shape: rows and columns of the weight.
-        scheme: how it is stored.
-        dtype: of the scales: the model's.
+    `dtype` is that of the scales: the model's.
     """
     rows, columns = shape
     return {
-        f"{module}.{PACKED}": (torch.int32, (rows, scheme.packed(columns))),
+        f"{module}.{PACKED}": (torch.int32, (rows, scheme.words_per_row(columns))),
         f"{module}.{SCALE}": (dtype, (rows, scheme.scales(columns))),
         f"{module}.{SHAPE}": (torch.int64, (2,)),
     }
@@ -83,13 +65,9 @@ def packed_shapes(module: str, shape: tuple[int, int], scheme: PackingScheme, dt
 def pack_weight(
     module: str, weight: Tensor, scheme: PackingScheme, factor: Tensor | None = None
 ) -> tuple[dict[str, Tensor], float]:
-    """What stands for a weight, and the sum of squared differences that rounding makes.
+    """Return the tensors that replace a weight (rows, columns), and the sum of squared differences from rounding.
 
-    Args:
-        module: its name.
-        weight: (rows, columns), in the model's type.
-        scheme: how it is stored.
-        factor: of the Gram of its inputs (`inverse.factorise`), for GPTQ; None rounds to nearest.
+    `factor` is of the Gram of its inputs (`inverse.factorise`), for GPTQ; None rounds to nearest.
     """
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
@@ -108,7 +86,7 @@ def pack_weight(
 
 
 def unpack_codes(packed_words: Tensor, columns: int, scheme: PackingScheme) -> Tensor:
-    """The codes that words hold, (rows, columns) int8."""
+    """Return the codes that words hold, (rows, columns) int8."""
     from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 
     rows = max(1, _MOST_AT_ONCE // columns)

@@ -1,6 +1,5 @@
-"""Writing a checkpoint with weights of few bits, one tensor at a time."""
+"""Write a checkpoint with weights of few bits, one tensor at a time."""
 
-import re
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import redirect_stderr
@@ -43,7 +42,7 @@ from ckpt_prune.stages.quantize.packing import (
     pack_weight,
     packed_shapes,
     packed_skeleton,
-    quantisation_config,
+    packing_config,
     require_library,
 )
 from ckpt_prune.stages.quantize.record import QUANTISATION_KIND, QuantizationRecord, RoundedWeight
@@ -55,14 +54,11 @@ _COLLECT = "calibrate with --collect moments,gram,linears"
 
 @dataclass(frozen=True)
 class Quantization:
-    """What is to be quantised.
+    """Weights of a checkpoint that are quantised, and how.
 
     Attributes:
-        checkpoint: the source.
-        family: its.
-        weights: names of the weights, in the order of the files.
+        weights: names, in the order of the files.
         ignored: names of the other linear modules.
-        scheme: how the weights are stored.
         hessians: to round by (GPTQ), or None.
     """
 
@@ -89,59 +85,47 @@ class Quantization:
 
 
 class Hessians:
-    """What GPTQ rounds weights by: of the Grams of their inputs, each held until the last weight that it is for.
+    """Factors that GPTQ rounds weights by, each held until its last weight is rounded.
 
-    Args:
-        model: whose.
-        weights: that are rounded, once each.
-        statistics: of it.
+    They are of the Grams of the weights' inputs, from statistics of the model; every weight is rounded once.
     """
 
     def __init__(self, model: Model, weights: Iterable[str], statistics: Statistics) -> None:
-        before, after = (re.escape(part) for part in model.family.block.split("{block}"))
-        self._name = re.compile(rf"{before}(\d+){after}(.+)\.weight")
-        self._model, self._statistics = model, statistics
-        self._first = {module: first for first, modules in model.family.inputs.items() for module in modules}
-        self._left = Counter(self._moments(weight) for weight in weights)
-        self._held: dict[tuple[int, str], Tensor] = {}
+        self._statistics = statistics
+        self._moments = {
+            model.tensor(block, module): (block, model.moments_name(block, first))
+            for block in range(model.blocks)
+            for first, modules in model.family.inputs.items()
+            for module in modules
+        }
+        self._uses_left = Counter(self._moments[weight] for weight in weights)
+        self._factors: dict[tuple[int, str], Tensor] = {}
 
     @property
     def digest(self) -> str:
-        """Of the statistics."""
+        """Digest of the statistics."""
         return self._statistics.index.digest
 
     def factor(self, weight: str) -> Tensor:
-        """The factor of the damped Gram of a weight's inputs (`factorise`).
-
-        Raises:
-            UserError: the statistics have no Gram of them.
-        """
-        own = block, name = self._moments(weight)
-        if own not in self._held:
+        """Return the factor of the damped Gram of a weight's inputs (`factorise`); refuse statistics without one."""
+        key = block, name = self._moments[weight]
+        if key not in self._factors:
             folds = self._statistics.read_moments(block, {name}).get(name)
-            whole = sum_folds(folds) if folds else None
-            if not isinstance(whole, Moments) or whole.gram is None:
+            moments = sum_folds(folds) if folds else None
+            if not isinstance(moments, Moments) or moments.gram is None:
                 raise UserError(f"{self._statistics.folder} has no Gram of the inputs of {weight}: {_COLLECT}")
-            self._held[own] = factorise(whole.gram, whole.gram.diagonal() == 0, DAMP, MOST_DAMP)[0]
-        self._left[own] -= 1
-        return self._held[own] if self._left[own] else self._held.pop(own)
-
-    def _moments(self, weight: str) -> tuple[int, str]:
-        """The block of a weight, and what the moments of its inputs are called there."""
-        found = self._name.fullmatch(weight)
-        assert found is not None
-        block, module = int(found[1]), found[2]
-        return block, self._model.moments_name(block, self._first.get(module, module))
+            self._factors[key] = factorise(moments.gram, moments.gram.diagonal() == 0, DAMP, MOST_DAMP)[0]
+        self._uses_left[key] -= 1
+        return self._factors[key] if self._uses_left[key] else self._factors.pop(key)
 
 
 def plan_quantization(
     checkpoint: Checkpoint, kind: Format, group_size: str | None, statistics: Path | None = None
 ) -> Quantization:
-    """What is to be done with a checkpoint: the linear modules of its blocks are quantised, everything else stays.
+    """Choose the weights to quantise, those of linear modules of the blocks, and refuse what cannot be loaded later.
 
-    Raises:
-        UserError: the library is missing, groups do not divide a weight, or the model is none whose linear modules
-            transformers would find under the names that the files have.
+    Refused are a missing library, groups that do not divide a weight, and a model whose linear modules transformers
+    would not find under the names in its files.
     """
     require_library()
     if remote_class(checkpoint.config, checkpoint.path) is not None:
@@ -156,36 +140,36 @@ def plan_quantization(
         raise UserError(
             f"{checkpoint.path} is a {family.model_type}, whose Conv1D modules transformers does not quantise"
         )
-    known = stored_container(checkpoint).names()
-    check_stored(checkpoint, known)
+    parameter_names = stored_container(checkpoint).names()
+    check_stored(checkpoint, parameter_names)
     weights = [
         name
         for names in weights_by_module(checkpoint.tensors, family.block, family.linears).values()
         for name in names
         if checkpoint.tensors[name].numel
     ]
-    _check_names(weights, known, checkpoint)
+    _check_names(weights, parameter_names, checkpoint)
     ordered = tuple(name for name in checkpoint.tensors if name in set(weights))
     scheme = choose_scheme(kind, group_size, {name: checkpoint.tensors[name].shape[1] for name in ordered})
     modules = {name.removesuffix(_WEIGHT) for name in ordered}
-    linears = [name for name, module in known.model.named_modules() if isinstance(module, nn.Linear)]
+    linears = [name for name, module in parameter_names.model.named_modules() if isinstance(module, nn.Linear)]
     ignored = tuple(name for name in linears if name not in modules)
     _check_loads(stored_container(checkpoint).skeleton(), scheme, ignored, checkpoint)
-    by = None if statistics is None else _hessians(checkpoint, ordered, statistics)
-    return Quantization(checkpoint, family, ordered, ignored, scheme, by)
+    hessians = None if statistics is None else _hessians(checkpoint, ordered, statistics)
+    return Quantization(checkpoint, family, ordered, ignored, scheme, hessians)
 
 
 def _hessians(checkpoint: Checkpoint, weights: Iterable[str], folder: Path) -> Hessians:
-    """Those of statistics of this very model."""
-    found, model = Statistics(folder), Model.of(checkpoint)
-    found.check_model(model)
-    if not {"gram", "linears"} <= set(found.index.collect):
+    """Open statistics of this very model."""
+    statistics, model = Statistics(folder), Model.of(checkpoint)
+    statistics.check_model(model)
+    if not {"gram", "linears"} <= set(statistics.index.collect):
         raise UserError(f"{folder} has no Grams of the inputs of all linear weights: {_COLLECT}")
-    return Hessians(model, weights, found)
+    return Hessians(model, weights, statistics)
 
 
 def _check_loads(model: Any, scheme: PackingScheme, ignored: tuple[str, ...], checkpoint: Checkpoint) -> None:
-    """Refuse a class that reaches for weights while it is loaded, where it has only packed ones: on the meta device."""
+    """Refuse a class that reads weights while it is loaded, if it has only packed ones: on the meta device."""
     try:
         with redirect_stderr(StringIO()):
             packed_skeleton(model, scheme, list(ignored))
@@ -197,11 +181,11 @@ def _check_loads(model: Any, scheme: PackingScheme, ignored: tuple[str, ...], ch
         ) from error
 
 
-def _check_names(weights: list[str], known: Names, checkpoint: Checkpoint) -> None:
+def _check_names(weights: list[str], names: Names, checkpoint: Checkpoint) -> None:
     """Refuse weights that transformers would not find: it looks for the linear modules of its own model by name."""
-    modules = dict(known.model.named_modules())
+    modules = dict(names.model.named_modules())
     for name in weights:
-        if known.parameters(name) != (name,) or type(modules.get(name.removesuffix(_WEIGHT))) is not nn.Linear:
+        if names.parameters(name) != (name,) or type(modules.get(name.removesuffix(_WEIGHT))) is not nn.Linear:
             raise UserError(
                 f"{checkpoint.path}: transformers holds {name} under another name, or not as a linear module, and "
                 "would not find it quantised"
@@ -211,11 +195,7 @@ def _check_names(weights: list[str], known: Names, checkpoint: Checkpoint) -> No
 
 
 def write_quantized(job: Quantization, out: Path, *, overwrite: bool = False) -> QuantizationRecord:
-    """Write a quantised checkpoint. At most one tensor is in memory, and what its rounding takes.
-
-    Raises:
-        UserError: OUT may not be written, or the disk refuses.
-    """
+    """Write a quantised checkpoint. One tensor is in memory at a time, and what its rounding takes."""
     checkpoint = job.checkpoint
     kept = carried(checkpoint)
     wants = top_names(kept) | WEIGHT_NAMES | dict.fromkeys([*checkpoint.files, CONFIG, QUANTISED_RECORD, CARD])
@@ -232,14 +212,14 @@ def write_quantized(job: Quantization, out: Path, *, overwrite: bool = False) ->
                 writer.write(name, tensor)
                 continue
             factor = None if job.hessians is None else job.hessians.factor(name)
-            made, change = pack_weight(name.removesuffix(_WEIGHT), tensor, job.scheme, factor)
+            packed, change = pack_weight(name.removesuffix(_WEIGHT), tensor, job.scheme, factor)
             energy = float(tensor.double().square().sum())
             rounded.append(RoundedWeight(weight=name, error=change / energy if energy else 0.0))
-            for each, value in made.items():
-                writer.write(each, value)
+            for packed_name, value in packed.items():
+                writer.write(packed_name, value)
         writer.commit("tensors")
-        config = checkpoint.config | {QUANTISATION_KEY: quantisation_config(job.scheme, list(job.ignored))}
-        writer.write_json(CONFIG, config)
+        packing = packing_config(job.scheme, list(job.ignored)).model_dump(mode="json", exclude_none=True)
+        writer.write_json(CONFIG, checkpoint.config | {QUANTISATION_KEY: packing})
         for name, path in kept.items():
             writer.copy(path, name)
         digests = sha256_files(writer.folder, dict.fromkeys([*checkpoint.files, CONFIG, *sorted(kept)]))

@@ -1,4 +1,4 @@
-"""`ckpt_prune_quantised.json`: what a quantised checkpoint was made from, and how."""
+"""Record of a quantised checkpoint, in `ckpt_prune_quantised.json`: its source and how it was made."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,29 +20,25 @@ QUANTISATION_KIND = FolderKind(
 
 
 class RoundedWeight(FixedRecord):
-    """One weight: its name on disk, and what rounding changed: Σ(ŵ − w)² / Σw²."""
+    """One weight: its name on disk, and the change by rounding, Σ(ŵ − w)² / Σw²."""
 
     weight: str
     error: Figure = None
 
 
 class QuantizationRecord(FixedRecord):
-    """What the file holds.
+    """Content of the file.
 
     Attributes:
-        version: of its format.
+        version: of the file's format.
         ckpt_prune, compressed_tensors, torch, transformers: versions of what wrote it.
-        source: the checkpoint that was quantised.
-        auto_class: of transformers, that loads both.
-        format: int8 or int4.
+        auto_class: of transformers; it loads both checkpoints.
         group_size: columns that share a scale; None for whole rows.
         before, after: bytes of tensors.
-        rounding: nearest, or gptq.
-        statistics: digest of those that gptq rounded by; None of nearest.
-        weights: that were quantised.
-        report: `ckpt_prune.json` of the source, where it has one.
+        statistics: digest of those that gptq rounded by; None for nearest.
+        report: `ckpt_prune.json` of the source, if it has one.
         files: file → sha256.
-        side_files: names of what was written beside them.
+        side_files: names of other files written.
     """
 
     version: Literal[1] = 1
@@ -64,7 +60,7 @@ class QuantizationRecord(FixedRecord):
     side_files: list[str] = Field(default_factory=list)
 
     def __repr_args__(self) -> list[tuple[str | None, Any]]:
-        """What is worth a glance."""
+        """Show the main fields."""
         return [
             ("source", self.source.name),
             ("format", self.format),
@@ -77,16 +73,12 @@ class QuantizationRecord(FixedRecord):
 
     @property
     def scheme(self) -> PackingScheme:
-        """How its weights are stored."""
+        """Storage of the weights."""
         return PackingScheme(self.format, self.group_size)
 
 
 def read_record(folder: Path) -> QuantizationRecord:
-    """The record of a quantised checkpoint.
-
-    Raises:
-        UserError: it is not there, or damaged.
-    """
+    """Read the record of a quantised checkpoint; refuse one that is missing or damaged."""
     path = folder / QUANTISED_RECORD
     try:
         return QuantizationRecord.read(parse_json_object(read_input(path)))

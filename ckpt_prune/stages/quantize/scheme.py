@@ -1,4 +1,4 @@
-"""How weights are stored in few bits: how many, and how many columns share a scale."""
+"""Storage of weights in few bits: how many, and how many columns share a scale."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,7 +18,6 @@ class PackingScheme:
     """Whole numbers of some bits, symmetric about zero, with a scale for each row or each run of columns in it.
 
     Attributes:
-        format: int8 or int4.
         group_size: columns that share a scale; None for whole rows.
     """
 
@@ -32,20 +31,20 @@ class PackingScheme:
 
     @property
     def words(self) -> str:
-        """In words."""
+        """Description in words."""
         shared = "row" if self.group_size is None else f"group of {self.group_size} columns"
         return f"{self.format}, one scale per {shared}"
 
     def scales(self, columns: int) -> int:
-        """Scales of a row."""
+        """Return how many scales a row has."""
         return 1 if self.group_size is None else columns // self.group_size
 
-    def packed(self, columns: int) -> int:
-        """32-bit words of a row."""
+    def words_per_row(self, columns: int) -> int:
+        """Return how many 32-bit words a row takes."""
         return -(-columns * self.bits // 32)
 
     def arguments(self) -> dict[str, Any]:
-        """What compressed-tensors calls it."""
+        """Return the arguments of compressed-tensors for it."""
         shared: dict[str, Any] = {"strategy": "channel"}
         if self.group_size is not None:
             shared = {"strategy": "group", "group_size": self.group_size}
@@ -53,16 +52,14 @@ class PackingScheme:
 
 
 def choose_scheme(kind: Format, asked: str | None, columns: dict[str, int]) -> PackingScheme:
-    """The scheme of a model.
+    """Choose the scheme of a model.
+
+    Refuses a size that no kernel takes, or that does not divide a weight's columns.
 
     Args:
-        kind: int8 or int4.
         asked: a size of groups, `channel` for whole rows, or None: rows for int8, the largest size that divides every
             weight for int4.
-        columns: weight → its columns.
-
-    Raises:
-        UserError: a size that no kernel takes, or that does not divide a weight's columns.
+        columns: weight → its number of columns.
     """
     if asked == CHANNEL or (asked is None and kind == "int8"):
         return PackingScheme(kind, None)

@@ -1,4 +1,4 @@
-"""Proving that a quantised checkpoint is whole, and that it is its source, rounded."""
+"""Prove that a quantised checkpoint is whole, and that it is its source, rounded."""
 
 from pathlib import Path
 
@@ -22,10 +22,7 @@ from ckpt_prune.verification.verify import Check, run_check, run_side_file_check
 def verify_quantized(folder: Path, against: Path | None = None) -> list[Check]:
     """Check a folder that `quantize` wrote, and with `against` every weight against its source's.
 
-    Loads the WHOLE model once, with stock transformers.
-
-    Raises:
-        UserError: the folder has no record, or a damaged one, or `against` is not what it was made from.
+    It loads the WHOLE model once, with stock transformers.
     """
     record = read_record(folder)
     source = None if against is None else _source(folder, record, against)
@@ -35,17 +32,17 @@ def verify_quantized(folder: Path, against: Path | None = None) -> list[Check]:
     def headers() -> tuple[bool, str]:
         for file in files:
             tensors.update(read_header(folder / file).tensors)
-        return _shapes(record, tensors)
+        return _check_shapes(record, tensors)
 
     checks = [
         run_check("tensors", headers),
-        run_check("finite", lambda: _finite(folder, tensors)),
-        run_check("load", lambda: _load(folder)),
-        run_check("digests", lambda: _digests(folder, record)),
+        run_check("finite", lambda: _check_finite(folder, tensors)),
+        run_check("load", lambda: _check_load(folder)),
+        run_check("digests", lambda: _check_digests(folder, record)),
         *run_side_file_check(folder),
     ]
     if source is not None:
-        checks.append(run_check("rounded weights", lambda: _rounded(folder, record, tensors, source)))
+        checks.append(run_check("rounded weights", lambda: _compare_weights(folder, record, tensors, source)))
     return checks
 
 
@@ -56,23 +53,23 @@ def _source(folder: Path, record: QuantizationRecord, against: Path) -> Checkpoi
     return source
 
 
-def _shapes(record: QuantizationRecord, tensors: dict[str, TensorInfo]) -> tuple[bool, str]:
-    for each in record.weights:
-        module = each.weight.removesuffix(".weight")
+def _check_shapes(record: QuantizationRecord, tensors: dict[str, TensorInfo]) -> tuple[bool, str]:
+    for rounded in record.weights:
+        module = rounded.weight.removesuffix(".weight")
         if f"{module}.{PACKED}" not in tensors or f"{module}.{SCALE}" not in tensors:
             return False, f"{module} lacks {PACKED} or {SCALE}"
         rows, words = tensors[f"{module}.{PACKED}"].shape
         scales = tensors[f"{module}.{SCALE}"]
         columns = scales.shape[-1] * (record.group_size or 0) or words * 32 // record.scheme.bits
-        wanted = packed_shapes(module, (rows, columns), record.scheme, scales.dtype)
-        for name, (dtype, shape) in wanted.items():
+        expected = packed_shapes(module, (rows, columns), record.scheme, scales.dtype)
+        for name, (dtype, shape) in expected.items():
             info = tensors.get(name)
             if info is None or (info.dtype, info.shape) != (dtype, shape):
                 return False, f"{name} is not {dtype} {list(shape)}"
     return True, f"{len(record.weights)} weights are stored as {record.scheme.words}"
 
 
-def _finite(folder: Path, tensors: dict[str, TensorInfo]) -> tuple[bool, str]:
+def _check_finite(folder: Path, tensors: dict[str, TensorInfo]) -> tuple[bool, str]:
     floats = [info for info in tensors.values() if info.dtype.is_floating_point]
     for info in track(floats, "checking for NaN and Inf", unit="tensor"):
         if not all_finite(read_tensors(folder, [info])[info.name]):
@@ -80,13 +77,13 @@ def _finite(folder: Path, tensors: dict[str, TensorInfo]) -> tuple[bool, str]:
     return True, "no NaN, no Inf"
 
 
-def _load(folder: Path) -> tuple[bool, str]:
+def _check_load(folder: Path) -> tuple[bool, str]:
     require_library()
-    found = stock_load_report(folder)
-    return found.clean, found.fault or "by stock transformers: no key missing, unexpected or mismatched"
+    report = stock_load_report(folder)
+    return report.clean, report.fault or "by stock transformers: no key missing, unexpected or mismatched"
 
 
-def _digests(folder: Path, record: QuantizationRecord) -> tuple[bool, str]:
+def _check_digests(folder: Path, record: QuantizationRecord) -> tuple[bool, str]:
     gone, changed = find_changed_files(folder, record.files)
     if gone is not None:
         return False, f"{gone} is gone"
@@ -95,12 +92,12 @@ def _digests(folder: Path, record: QuantizationRecord) -> tuple[bool, str]:
     return True, f"{len(record.files)} file(s) as written"
 
 
-def _rounded(
+def _compare_weights(
     folder: Path, record: QuantizationRecord, tensors: dict[str, TensorInfo], source: Checkpoint
 ) -> tuple[bool, str]:
-    """Every weight is its source's, rounded to nearest under the scales that are stored; others are the source's."""
+    """Check that quantised weights are the source's, rounded under the stored scales, and all others equal."""
     source, _ = fitted(source)
-    weights = {each.weight for each in record.weights}
+    weights = {rounded.weight for rounded in record.weights}
     for name in track(list(source.tensors), "comparing", unit="tensor"):
         theirs = source.read([name])[name]
         if name not in weights:

@@ -1,1 +1,1 @@
-"""recovery."""
+"""Training after pruning: LaCo block by block, scales of weights, LoRA."""

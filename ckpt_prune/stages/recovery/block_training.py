@@ -1,4 +1,4 @@
-"""Training one pruned block to do what the dense one does (LaCo eq. 9; recovery/README.md, section 1)."""
+"""Train one pruned block to do what the dense one does (LaCo eq. 9; stages/recovery/README.md, section 1)."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -29,23 +29,19 @@ Progress = Callable[[int, float], None]
 
 @dataclass(frozen=True)
 class SampleSplit:
-    """Samples that are trained on and samples that errors are told of.
+    """Samples to train on and samples to measure errors on.
 
     Attributes:
         train: indices, int64, ascending.
-        measured: the same; none that is trained on, unless nothing is held out.
+        measured: the same; none of them is trained on, unless nothing is held out.
     """
 
     train: Tensor
     measured: Tensor
 
     @classmethod
-    def of(cls, samples: int, share: float) -> "Split":
-        """Hold out a share, spread evenly over the samples: at least one and not all; or, for a share of 0, nothing.
-
-        Raises:
-            ValueError: fewer than two samples.
-        """
+    def of(cls, samples: int, share: float) -> "SampleSplit":
+        """Hold out a share, spread evenly over the samples: at least one and not all; or, for a share of 0, nothing."""
         if samples < 2:
             raise ValueError("one sample cannot be split")
         count = min(max(1, round(samples * (share or _MEASURED))), samples - 1)
@@ -56,12 +52,12 @@ class SampleSplit:
 
     @property
     def samples(self) -> int:
-        """How many there are in all."""
+        """Number of samples in all."""
         # Where none are held out, some are in both.
         return len({*self.train.tolist(), *self.measured.tolist()})
 
     def sizes(self, settings: RecoverySettings, group: Group = ALONE) -> set[int]:
-        """Numbers of samples that go through a block at once."""
+        """Return the numbers of samples that go through a block at once."""
         size = part_size(settings)
         if group.size > 1:  # of a batch, any number may be of one process
             return set(range(1, size + 1))
@@ -70,30 +66,30 @@ class SampleSplit:
 
 
 def cut(rows: Tensor, size: int) -> list[Tensor]:
-    """Runs of `size` rows, the last one perhaps shorter."""
+    """Cut rows into runs of `size`, the last one perhaps shorter."""
     return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
 def rows_within(rows: Tensor, share: slice) -> Tensor:
-    """Those of some rows that are in a run of them, counted from its start."""
-    own: Tensor = rows[(rows >= share.start) & (rows < share.stop)].sub(share.start)
-    return own
+    """Return the rows that are in a share of all rows, counted from its start."""
+    inside: Tensor = rows[(rows >= share.start) & (rows < share.stop)].sub(share.start)
+    return inside
 
 
 def part_size(settings: RecoverySettings) -> int:
-    """Samples that go through a block at once."""
+    """Return how many samples go through a block at once."""
     return math.ceil(settings.batch / settings.accumulate)
 
 
 @dataclass(frozen=True)
 class TrainedBlock:
-    """What training made of a block.
+    """A block after training.
 
     Attributes:
-        tensors: the block's tensors by on-disk name, in their dtypes; where nothing was gained, the given ones.
-        epochs: how many were run, at all rates.
-        best_epoch: the one whose weights were kept; 0: the old ones.
-        rate: the learning rate they were trained at; None for the old ones.
+        tensors: by on-disk name, in their dtypes; the given ones if nothing was gained.
+        epochs: run at all rates.
+        best_epoch: its weights were kept; 0: the old ones.
+        rate: the learning rate of the kept weights; None for the old ones.
         diverged: whether, at some rate, the loss stopped being finite or the error grew tenfold.
         curve: error on measured samples at the start and after every epoch at the last rate, as a share of the targets'
             energy.
@@ -122,27 +118,22 @@ def train_block(
 ) -> TrainedBlock:
     """Minimise ‖Y − φ(H'; θ')‖² over the weights that are not zero, from the weights the block has.
 
-    Masters and moments of Adam are float32; where the stream computes in a narrower type, so does the block, by
-    autocast.
+    Masters and moments of Adam are float32; if the stream computes in a narrower type, so does the block, by autocast.
     After every epoch the weights, rounded to the dtype they are stored in, are tried on held-out samples. Those of the
-    best epoch are kept, and the old ones where none is better, so the held-out error never grows. A block in which no
-    epoch was better is trained again at a quarter of the rate, and once more at a sixteenth: what has lost little wants
-    small steps. Where no samples are held out, the weights of the last epoch are kept, and there is one attempt.
+    best epoch are kept, and the old ones if none is better, so the held-out error never grows. A block in which no
+    epoch was better is trained again at a quarter of the rate, and once more at a sixteenth: a block that has lost
+    little needs small steps. If no samples are held out, the weights of the last epoch are kept, and there is one
+    attempt.
 
     Args:
-        stream: the pruned model's, at this block's input H'.
-        index: of the block.
-        tensors: the pruned block, by on-disk name.
-        names: those of them that are trained.
-        targets: Y, what the dense block makes of the dense model's stream, (N, T, hidden).
-        split: samples to train on and samples to choose by.
-        settings: of the optimiser.
-        rate: learning rate.
+        stream: of the pruned model, at this block's input H'.
+        tensors: of the pruned block, by on-disk name.
+        names: of the tensors that are trained.
+        targets: Y, the output of the dense block on the dense model's stream, (N, T, hidden).
         seed: of the order of samples, together with the index.
-        progress: told of each epoch.
     """
     energies = [_energy(stream, split, targets, rows) for rows in (split.train, split.measured)]
-    task = _Task(stream, index, dict(tensors), names, targets, split, settings, seed, progress, *energies)
+    task = _Attempt(stream, index, dict(tensors), names, targets, split, settings, seed, progress, *energies)
     start = task.error(task.block())
     if not math.isfinite(start) or start <= _NOTHING or not names:
         return TrainedBlock(task.given)
@@ -158,12 +149,12 @@ def train_block(
 
 
 @dataclass(frozen=True)
-class _Task:
+class _Attempt:
     """One block to be trained (`train_block`).
 
     Attributes:
-        energy: mean ‖Y‖² of a sample that is trained on.
-        measured_energy: of one that is measured on.
+        energy: mean ‖Y‖² of a training sample.
+        measured_energy: mean ‖Y‖² of a measured sample.
     """
 
     stream: HiddenStream
@@ -178,17 +169,17 @@ class _Task:
     energy: float
     measured_energy: float
 
-    def _mine(self, rows: Tensor) -> Tensor:
-        """Those of some samples that this process has, as it counts them."""
+    def _of_this_process(self, rows: Tensor) -> Tensor:
+        """Return those of some samples that this process has, numbered as it counts them."""
         return rows_within(rows, self.stream.group.share(self.split.samples))
 
     def block(self) -> "_Block":
-        """The block as it was given."""
+        """Make the block as it was given."""
         return _Block(self.stream, self.index, self.given, self.names)
 
     def error(self, block: "_Block") -> float:
-        """Σ‖Y − φ(H')‖² / Σ‖Y‖² over the measured samples, with weights as they would be stored."""
-        parts = cut(self._mine(self.split.measured), part_size(self.settings))
+        """Return Σ‖Y − φ(H')‖² / Σ‖Y‖² over the measured samples, with weights as they would be stored."""
+        parts = cut(self._of_this_process(self.split.measured), part_size(self.settings))
         return block.error(self.targets, parts, self.measured_energy * len(self.split.measured))
 
     def train(self, rate: float, start: float) -> TrainedBlock:
@@ -204,7 +195,7 @@ class _Task:
             for rows in cut(self.split.train[torch.randperm(len(self.split.train), generator=order)], settings.batch):
                 if settings.schedule == "cosine":
                     optimiser.param_groups[0]["lr"] = rate * (1 + math.cos(math.pi * step / steps)) / 2
-                parts = cut(self._mine(rows), part_size(settings))
+                parts = cut(self._of_this_process(rows), part_size(settings))
                 losses.append(block.step(optimiser, self.targets, parts, self.energy * len(rows)))
                 step += 1
                 if not math.isfinite(losses[-1]):
@@ -216,7 +207,7 @@ class _Task:
             if diverged:
                 break
             if error < best or not settings.held_out:
-                best, best_epoch, kept = error, epoch, block.stored()
+                best, best_epoch, kept = error, epoch, block.to_stored()
             # Not against the start: a high rate may lie above it for epochs, and get below when the cosine brings it
             # down.
             if error < lowest:
@@ -227,14 +218,7 @@ class _Task:
 
 
 class _Block:
-    """A block in training.
-
-    Args:
-        stream: runs it.
-        index: of the block.
-        tensors: it starts from, by on-disk name.
-        names: those of them that are trained.
-    """
+    """A block in training: `names` are those of its tensors that are trained."""
 
     def __init__(self, stream: HiddenStream, index: int, tensors: dict[str, Tensor], names: list[str]) -> None:
         self._stream, self._index, self._tensors = stream, index, tensors
@@ -259,43 +243,46 @@ class _Block:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """All that are trained."""
+        """All trained parameters."""
         return [parameter for parts in self._parts.values() for parameter in parts]
 
     def step(self, optimiser: torch.optim.Optimizer, targets: Tensor, parts: list[Tensor], scale: float) -> float:
-        """One step of the optimiser on the samples of `parts`; the squared error over `scale` before it."""
+        """Take one step of the optimiser on the samples of `parts`; return the squared error over `scale` before it."""
         optimiser.zero_grad()
         total = 0.0
         for rows in parts:
             loss = self._squared_error(targets, rows) / scale
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.item()
-        total = self._pooled(total)
+        total = self._pool(total)
         if math.isfinite(total):
             optimiser.step()
         return total
 
-    def _pooled(self, loss: float) -> float:
-        """The loss of all processes, whose gradients become those of all."""
+    def _pool(self, loss: float) -> float:
+        """Return the loss of all processes, and give all of them the sum of their gradients."""
         group = self._stream.group
         if group.size > 1:
             for parameter in self.parameters:
-                own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                parameter.grad = group.add_for_all(own)
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad = group.add_for_all(gradient)
         return group.total(loss)
 
     @torch.no_grad()
     def error(self, targets: Tensor, parts: list[Tensor], scale: float) -> float:
-        """Squared error over `scale` on the samples of `parts`, weights as they would be stored; not always finite."""
-        with self._rounded():
+        """Return the squared error over `scale` on the samples of `parts`, with weights as they would be stored.
+
+        It is not always finite.
+        """
+        with self._round_parameters():
             # What overflowed in its stored dtype may hide behind a ReLU, where the error is finite.
             if not all(map(all_finite, self.parameters)):
                 return math.nan
-            own = sum(float(self._squared_error(targets, rows)) for rows in parts)
-            return self._stream.group.total(own) / scale
+            error = sum(float(self._squared_error(targets, rows)) for rows in parts)
+            return self._stream.group.total(error) / scale
 
-    def stored(self) -> dict[str, Tensor]:
-        """The block's tensors as they are now, in the dtypes they came in, on CPU."""
+    def to_stored(self) -> dict[str, Tensor]:
+        """Return the block's tensors as they are now, in the dtypes they came in, on CPU."""
         new = {
             name: torch.cat([p.detach() for p in parts]).to("cpu", self._tensors[name].dtype, copy=True)
             for name, parts in self._parts.items()
@@ -310,8 +297,8 @@ class _Block:
         return (output.to(self._dtype) - targets[rows].to(factory.device, self._dtype)).square().sum()
 
     @contextmanager
-    def _rounded(self) -> Iterator[None]:
-        """The parameters as their stored dtype holds them."""
+    def _round_parameters(self) -> Iterator[None]:
+        """Hold the parameters as their stored dtype does, for a while."""
         dtypes = [self._tensors[name].dtype for name, parts in self._parts.items() for _ in parts]
         rounded = [(p, dtype) for p, dtype in zip(self.parameters, dtypes, strict=True) if dtype != p.dtype]
         masters = [p.detach().clone() for p, _ in rounded]
@@ -325,23 +312,18 @@ class _Block:
 
 
 class _Masked:
-    """Keeps a gradient where weights survive.
-
-    Args:
-        fixed: where they do not, bool of the gradient's shape.
-    """
+    """Zeroes a gradient at weights that are fixed, bool of its shape."""
 
     def __init__(self, fixed: Tensor) -> None:
         self._fixed = fixed
 
     def __call__(self, gradient: Tensor) -> Tensor:
-        """The gradient with zeros there, also where it is not finite."""
         return gradient.masked_fill(self._fixed, 0)
 
 
 def _energy(stream: HiddenStream, split: SampleSplit, targets: Tensor, rows: Tensor) -> float:
-    """Mean over the samples `rows` of ‖Y‖²."""
+    """Return the mean of ‖Y‖² over the samples `rows`."""
     parts = cut(rows_within(rows, stream.group.share(split.samples)), 8)
-    own = sum(float(targets[part].float().square().sum(dtype=torch.float64)) for part in parts)
-    total = stream.group.total(own)
+    energy = sum(float(targets[part].float().square().sum(dtype=torch.float64)) for part in parts)
+    total = stream.group.total(energy)
     return total / len(rows) if total > 0 else 1.0

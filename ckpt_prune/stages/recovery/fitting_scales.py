@@ -49,7 +49,7 @@ def fitted_scales(
     )
     with stages.stage("scales"), meter(settings.epochs, "fitting scales", unit="epoch") as epochs:
         fitted = fit_scales(
-            pruned, dense, samples, split, settings, seed=seed, told=lambda epoch, loss: epochs.step(epoch, loss)
+            pruned, dense, samples, split, settings, seed=seed, progress=lambda epoch, loss: epochs.step(epoch, loss)
         )
     if not fitted.scales and not fitted.before:
         announce(

@@ -1,4 +1,4 @@
-"""Walking a dense and a pruned model side by side, one block of each at a time (LaCo, Algorithm 1)."""
+"""Recover a pruned model beside its dense one, one block of each at a time (LaCo, Algorithm 1)."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -38,17 +38,11 @@ class Recoverer:
     The dense stream goes one block ahead of the pruned one: what leaves the dense block is what is trained for.
 
     Args:
-        dense: the dense model's hidden states, in the basis of the pruned one's.
+        dense: hidden states of the dense model, in the basis of the pruned one's.
         read_dense: reads the dense model's tensors of a block, by on-disk name.
-        pruned: the pruned model's, on the same samples, with `Split.sizes` among its own.
-        split: of the samples.
-        settings: of training.
-        seed: of the order of samples.
-        after: numbers of blocks k, for the perplexity of the model of which the first k blocks are recovered.
-        allocate: makes the tensors that hold what models with fewer blocks recovered make of measured samples.
-
-    Raises:
-        UserError: the two models start from different hidden states.
+        pruned: hidden states of the pruned model, on the same samples, with `SampleSplit.sizes` among its own.
+        after: numbers of blocks k: the perplexity of the model with its first k blocks recovered is measured.
+        allocate: makes the tensors for the hidden states of models with fewer blocks recovered.
     """
 
     dense: HiddenStream
@@ -74,7 +68,7 @@ class Recoverer:
         return factory.model.blocks
 
     @cached_property
-    def wanted(self) -> range:
+    def recovered_blocks(self) -> range:
         """Blocks that are recovered."""
         return self.settings.blocks(self.blocks)
 
@@ -86,48 +80,45 @@ class Recoverer:
 
     @property
     def summary(self) -> str:
-        """What is about to be done, in a line."""
+        """One line about the work that is coming."""
         samples, held_out = self.pruned.samples, len(self.split.measured) if self.settings.held_out else 0
         image = self.pruned.factory.family.modality == "image"
         what = "images" if image else f"windows of {samples.tokens} tokens"
         return (
-            f"recovering {len(self.wanted)} of {self.blocks} blocks on {self.split.samples} {what}, "
+            f"recovering {len(self.recovered_blocks)} of {self.blocks} blocks on {self.split.samples} {what}, "
             f"{held_out} of them held out, up to {self.settings.epochs} epochs at lr {self.rate:.3g}"
         )
 
     @property
     def epochs(self) -> int:
         """Epochs of all blocks, at most."""
-        return len(self.wanted) * self.settings.epochs
+        return len(self.recovered_blocks) * self.settings.epochs
 
     def epochs_until(self, index: int) -> int:
-        """Epochs of the blocks up to `index`, that one included."""
-        return sum(block <= index for block in self.wanted) * self.settings.epochs
+        """Count the epochs of the blocks up to `index`, that one included."""
+        return sum(block <= index for block in self.recovered_blocks) * self.settings.epochs
 
     def block(self, index: int, pruned: Mapping[str, Tensor], meter: Meter) -> tuple[dict[str, Tensor], RecoveredLayer]:
-        """Recover one block. No stream moves.
+        """Recover one block; no stream moves. Return its tensors as they are to be written, and the record.
 
         Args:
             index: of the block, each in turn.
             pruned: its tensors as they were pruned, by on-disk name.
             meter: over the epochs of all wanted blocks.
-
-        Returns:
-            The block's tensors as they are to be written, and the record.
         """
         as_pruned = self.pruned.factory.build_block(index, pruned)
-        start, cka_start = self._likeness(partial(self._through, as_pruned, index))
-        before, cka_before = self._likeness(partial(self._without_recovery, as_pruned, index))
+        start, cka_start = self._likeness(partial(self._run_pruned, as_pruned, index))
+        before, cka_before = self._likeness(partial(self._run_unrecovered, as_pruned, index))
         # Training has a block of its own.
         del as_pruned
         trained = TrainedBlock(dict(pruned))
-        if index in self.wanted:
+        if index in self.recovered_blocks:
             trained = self._train(index, pruned, self._targets(index), meter)
             meter.to(self.epochs_until(index))
         after, cka_after = start, cka_start
         if trained.best_epoch > 0:
             block = self.pruned.factory.build_block(index, trained.tensors)
-            after, cka_after = self._likeness(partial(self._through, block, index))
+            after, cka_after = self._likeness(partial(self._run_pruned, block, index))
         return trained.tensors, RecoveredLayer(
             block=index,
             mse_before=before,
@@ -144,7 +135,7 @@ class Recoverer:
         )
 
     def follow(self, index: int, pruned: Mapping[str, Tensor]) -> None:
-        """Let the models with fewer blocks recovered go through a block as it was pruned; `advance` comes next."""
+        """Move the models with fewer blocks recovered through a block as it was pruned; `advance` comes next."""
         as_pruned = self.pruned.factory.build_block(index, pruned)
         for states in self._branches.values():
             for start in range(0, len(states), self._part):
@@ -152,7 +143,7 @@ class Recoverer:
                 part.copy_(self._run(as_pruned, index, part))
 
     def advance(self, index: int, written: Mapping[str, Tensor]) -> None:
-        """Let the pruned model go through a block as it was written, and the dense one through the next."""
+        """Move the pruned model through a block as it was written, and the dense one through the next."""
         self.pruned.advance(index, written)
         if index + 1 in self.after and index + 1 < self.blocks:
             self._branch(index + 1)
@@ -160,32 +151,32 @@ class Recoverer:
             self.dense.advance(index + 1, self.read_dense(index + 1))
 
     def perplexities(self) -> list[dict[str, float | None]] | None:
-        """After the last block: perplexity on measured windows with the first k blocks recovered, ascending k.
+        """Return perplexities on measured windows with the first k blocks recovered, after the last block.
 
-        Numbers of blocks are none, all, and those asked for. A perplexity too large for a float is None, and so is
-        everything for a model that is no causal language model.
+        k is none, all, and the numbers asked for, ascending. A perplexity too large for a float is None. The result is
+        None for a model that is no causal language model.
         """
         if not self.pruned.factory.family.causal:
             return None
-        found: list[dict[str, float | None]] = []
+        perplexities: list[dict[str, float | None]] = []
         for blocks in [*sorted(self._branches), self.blocks]:
             rows = self._own_measured
             nll = self.pruned.measure_nll(self._branches.get(blocks, (self.pruned.states[row] for row in rows)), rows)
             # JSON has no infinity.
-            found.append({"blocks": blocks, "perplexity": math.exp(nll) if nll < 700 else None})
-        return found
+            perplexities.append({"blocks": blocks, "perplexity": math.exp(nll) if nll < 700 else None})
+        return perplexities
 
     def _targets(self, index: int) -> Tensor:
-        """What the dense block makes of the dense model's stream, or of the pruned one's, which is at its input."""
+        """Run the dense block on the dense model's stream, or on the pruned one's, which is at its input."""
         if self.settings.teacher == "dense":
             return self.dense.states
         block = self.dense.factory.build_block(index, self.read_dense(index))
-        self.dense.pass_through(block, index, self.pruned.states, self._of_pruned)
-        return self._of_pruned
+        self.dense.pass_through(block, index, self.pruned.states, self._dense_output)
+        return self._dense_output
 
     @cached_property
-    def _of_pruned(self) -> Tensor:
-        """Room for what dense blocks make of the pruned model's stream."""
+    def _dense_output(self) -> Tensor:
+        """Memory for the outputs of dense blocks on the pruned model's stream."""
         return self.allocate(tuple(self.pruned.states.shape), self.pruned.states.dtype)
 
     def _train(self, index: int, pruned: Mapping[str, Tensor], targets: Tensor, meter: Meter) -> TrainedBlock:
@@ -212,7 +203,7 @@ class Recoverer:
         )
 
     def _branch(self, blocks: int) -> None:
-        """From here on, follow what the model makes of measured samples with no more than `blocks` recovered."""
+        """From here on, follow the states of measured samples in the model with no more than `blocks` recovered."""
         rows, states = self._own_measured, self.pruned.states
         self._branches[blocks] = self.allocate((len(rows), *states.shape[1:]), states.dtype)
         for number, row in enumerate(rows.tolist()):
@@ -224,20 +215,18 @@ class Recoverer:
 
     @cached_property
     def _share(self) -> slice:
-        """The samples of this process."""
         return self.pruned.group.share(self.split.samples)
 
     @cached_property
     def _own_measured(self) -> Tensor:
-        """Measured samples of this process, as it counts them."""
+        """Measured samples of this process, numbered as it counts them."""
         return rows_within(self.split.measured, self._share)
 
-    def _through(self, block: nn.Module, index: int, rows: slice) -> Tensor:
-        """What a block makes of the states of some of this process's measured samples, on CPU."""
+    def _run_pruned(self, block: nn.Module, index: int, rows: slice) -> Tensor:
+        """Run a block on the states of some of this process's measured samples; the result is on CPU."""
         return self._run(block, index, self.pruned.states[self._own_measured[rows]])
 
-    def _without_recovery(self, block: nn.Module, index: int, rows: slice) -> Tensor:
-        """What a block makes of the same samples' states in the model of which nothing is recovered, on CPU."""
+    def _run_unrecovered(self, block: nn.Module, index: int, rows: slice) -> Tensor:
         return self._run(block, index, self._branches[0][rows])
 
     @torch.no_grad()
@@ -245,10 +234,9 @@ class Recoverer:
         return self.pruned.run(block, index, states).cpu() if len(states) else states
 
     def _likeness(self, ours: Callable[[slice], Tensor]) -> tuple[float, float]:
-        """Mean squared error and linear CKA of measured samples' states against the dense ones.
+        """Compare measured samples' states with the dense ones: mean squared error and linear CKA.
 
-        Args:
-            ours: states of a run of this process's measured samples.
+        `ours` returns the states of a run of this process's measured samples.
         """
         device, group, similarity, tokens = self.pruned.factory.device, self.pruned.group, StateSimilarity(), 0
         # How many of them are other processes', before this one's.
@@ -256,7 +244,9 @@ class Recoverer:
         for start in range(0, len(self.split.measured), self._part):
             first, last = (min(max(at - before, 0), len(self._own_measured)) for at in (start, start + self._part))
             rows = slice(first, last)
-            mine, theirs = (group.join(e, 0) for e in (ours(rows), self.dense.states[self._own_measured[rows]]))
+            mine, theirs = (
+                group.join(states, 0) for states in (ours(rows), self.dense.states[self._own_measured[rows]])
+            )
             if group.first:
                 similarity.add(mine.to(device), theirs.to(device))
             tokens += len(self.split.measured[start : start + self._part]) * mine.shape[1]
@@ -268,12 +258,7 @@ class Recoverer:
 def check_same_start(dense: Tensor, pruned: Tensor) -> None:
     """Refuse two models that make different hidden states of the same samples before their first block.
 
-    Args:
-        dense: (N, T, hidden).
-        pruned: the same of the other model.
-
-    Raises:
-        UserError: the shapes differ, or the difference is beyond what fine-tuned embeddings explain.
+    The states are (N, T, hidden).
     """
     if dense.shape != pruned.shape:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Training adapters on a whole model, judged as they will be stored: merged, rounded, zeros where they were."""
+"""Train adapters on a whole model, judged as they will be stored: merged, rounded, zeros where they were."""
 
 import math
 import time
@@ -27,16 +27,15 @@ _ADAPTER = "default"
 
 @dataclass(frozen=True)
 class TrainedAdapters:
-    """What training came to.
+    """Result of training.
 
     Attributes:
-        weights: module → its weight as it is to be stored; empty where nothing was gained.
-        loss_before, loss_after: on held-out samples, nats; equal where nothing was gained.
-        steps: of the optimiser.
+        weights: module → its weight as it is to be stored; empty if nothing was gained.
+        loss_before, loss_after: on held-out samples, nats; equal if nothing was gained.
         epochs: passes over the training samples.
         seconds: of training, held-out losses included.
-        parameters: that were trained.
-        rate: the highest learning rate.
+        parameters: how many were trained.
+        rate: the highest one.
     """
 
     weights: dict[str, Tensor]
@@ -50,11 +49,7 @@ class TrainedAdapters:
 
 
 def require_peft() -> Any:
-    """Peft.
-
-    Raises:
-        UserError: it is not installed.
-    """
+    """Import peft, or say how to install it."""
     try:
         import peft
     except ImportError as error:
@@ -63,7 +58,7 @@ def require_peft() -> Any:
 
 
 def lora_rate(settings: RecoverySettings, hidden: int) -> float:
-    """The learning rate: the one asked for, else the usual one, more on smaller models."""
+    """Return the learning rate: the one asked for, else the usual one, more on smaller models."""
     return settings.lr if settings.lr is not None else min(_MOST_RATE, _RATE * _HIDDEN / hidden)
 
 
@@ -76,19 +71,18 @@ def train_adapters(
     *,
     rate: float,
     seed: int,
-    told: Callable[[int, float], None],
+    progress: Callable[[int, float], None],
 ) -> TrainedAdapters:
     """Train adapters beside linear modules, and merge those of the epoch that was best on held-out samples.
 
     Args:
         model: in float32 or bfloat16, on its device. It is changed.
-        dtypes: module that gets an adapter → the type that its weight is stored in.
-        examples: trained on, but for a held-out share.
+        dtypes: module that gets an adapter → dtype of its stored weight.
+        examples: a share of them is held out.
         settings: of training; those of single blocks do not count.
-        lora: of the adapters.
-        rate: the highest learning rate.
+        rate: the highest one.
         seed: of the adapters and the order of samples.
-        told: after every epoch its number and the held-out loss.
+        progress: after every epoch its number and the held-out loss.
     """
     peft = require_peft()
     stored = {name: model.get_submodule(name).weight.detach().to(dtype, copy=True) for name, dtype in dtypes.items()}
@@ -127,13 +121,13 @@ def train_adapters(
                     break
             adapted.eval()
             with _as_stored(adapted, adapters, stored) as merged:
-                found = _loss(adapted, examples, split.measured, size)
+                loss_now = _loss(adapted, examples, split.measured, size)
                 # Where nothing is held out, nothing is chosen: the last epoch's, unless it diverged.
-                better = found < best if settings.held_out else math.isfinite(found)
+                better = loss_now < best if settings.held_out else math.isfinite(loss_now)
                 waited = 0 if better else waited + 1
                 if better:
-                    best, kept = found, {name: weight.clone() for name, weight in merged.items()}
-            told(epoch, found)
+                    best, kept = loss_now, {name: weight.clone() for name, weight in merged.items()}
+            progress(epoch, loss_now)
             if over() >= 1 or waited >= settings.patience:
                 break
     count = sum(parameter.numel() for parameter in trained)
@@ -142,14 +136,14 @@ def train_adapters(
 
 
 def _orders(count: int, seed: int) -> Iterator[Tensor]:
-    """Orders of so many samples, without end."""
+    """Yield orders of so many samples, without end."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         yield torch.randperm(count, generator=generator)
 
 
 def _share(done: float, schedule: str) -> float:
-    """Learning rate as a share of the highest: up in a line, then down in a cosine, or constant."""
+    """Return the learning rate as a share of the highest: up in a line, then down in a cosine, or constant."""
     if done < _WARM_UP:
         return max(done, 1e-3) / _WARM_UP
     if schedule == "constant":
@@ -159,7 +153,7 @@ def _share(done: float, schedule: str) -> float:
 
 @torch.no_grad()
 def _loss(model: Any, examples: LoraExamples, rows: Tensor, size: int) -> float:
-    """Mean loss of these samples."""
+    """Return the mean loss of these samples."""
     model.eval()
     return sum(examples.loss(model, part).item() * len(part) for part in cut(rows, size)) / len(rows)
 
@@ -167,12 +161,12 @@ def _loss(model: Any, examples: LoraExamples, rows: Tensor, size: int) -> float:
 @contextmanager
 @torch.no_grad()
 def _as_stored(model: Any, adapters: Mapping[str, Any], stored: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """The model as its weights would be stored now: adapters merged, rounded, what was zero zero. Then as before."""
+    """Give the model the weights that would be stored now: adapters merged, rounded, zeros kept. Then restore it."""
     merged = {}
     for name, layer in adapters.items():
-        own = stored[name]
-        weight = own.to(layer.base_layer.weight.dtype) + layer.get_delta_weight(_ADAPTER)
-        merged[name] = torch.where(own == 0, 0, weight).to(own.dtype)
+        old = stored[name]
+        weight = old.to(layer.base_layer.weight.dtype) + layer.get_delta_weight(_ADAPTER)
+        merged[name] = torch.where(old == 0, 0, weight).to(old.dtype)
         layer.base_layer.weight.copy_(merged[name])
     try:
         with model.disable_adapter():

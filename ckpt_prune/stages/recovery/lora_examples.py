@@ -1,4 +1,4 @@
-"""What adapters are trained on: windows of tokens, each the target of those before it, or images with their classes."""
+"""Examples to train adapters on: windows of tokens, each the target of those before it, or images with classes."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ class LoraExamples:
 
     Attributes:
         inputs: what the model is called with, all samples at once: `input_ids` (N, T) or `pixel_values` (N, C, H, W).
-        classes: of images, (N,) int64; None of text.
+        classes: of images, (N,) int64; None for text.
     """
 
     inputs: dict[str, Tensor]
@@ -32,7 +32,7 @@ class LoraExamples:
         return len(next(iter(self.inputs.values())))
 
     def loss(self, model: Any, rows: Tensor) -> Tensor:
-        """Mean cross entropy of these samples, in nats."""
+        """Return the mean cross entropy of these samples, in nats."""
         batch = {name: values[rows].to(model.device) for name, values in self.inputs.items()}
         if self.classes is not None:
             return cross_entropy(model(**batch).logits.float(), self.classes[rows].to(model.device))
@@ -41,15 +41,9 @@ class LoraExamples:
 
 
 def make_examples(model: Model, samples: Samples, images: ImageOptions) -> LoraExamples:
-    """Samples as adapters are trained on them.
+    """Add a loss to samples, which `choose_samples` gives without classes; `images` says where images are from.
 
-    Args:
-        model: that is recovered.
-        samples: as `choose_samples` gives them, without classes.
-        images: where they are from, if they are images.
-
-    Raises:
-        UserError: the model is neither a causal language model nor an image classifier, or the images have no classes.
+    Refuses a model that is neither a causal language model nor an image classifier, and images without classes.
     """
     purpose, folder = model.family.purpose, model.checkpoint.path
     if purpose not in ("text-generation", "image-classification"):
@@ -61,8 +55,8 @@ def make_examples(model: Model, samples: Samples, images: ImageOptions) -> LoraE
         return LoraExamples(samples.batch(slice(None)))
     assert images.images is not None
     names = {int(index): str(name) for index, name in (getattr(model.config, "id2label", None) or {}).items()}
-    found = find_images(images.images, labels=images.labels, split="calib", id2label=names)
-    if found.labels is None:
+    files = find_images(images.images, labels=images.labels, split="calib", id2label=names)
+    if files.labels is None:
         raise UserError("--method lora needs the images' classes: give --labels FILE or a sub-folder per class")
-    known = dict(zip(found.paths, found.labels, strict=True))
-    return LoraExamples(samples.batch(slice(None)), torch.tensor([known[path] for path in samples.paths]))
+    class_of = dict(zip(files.paths, files.labels, strict=True))
+    return LoraExamples(samples.batch(slice(None)), torch.tensor([class_of[path] for path in samples.paths]))

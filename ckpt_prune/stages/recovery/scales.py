@@ -1,7 +1,7 @@
-"""Scales of what linear modules read and write, fitted so that a pruned model predicts what the dense one does.
+"""Fit scales of what linear modules read and write, so that a pruned model predicts what the dense one does.
 
-See recovery/README.md, section 5. IA³ (Liu et al. 2022) trains such vectors beside frozen weights, on labels; here they
-are fitted to the dense model's predictions and multiplied into the weights.
+See stages/recovery/README.md, section 5. IA³ (Liu et al. 2022) trains such vectors beside frozen weights, on labels;
+here they are fitted to the dense model's predictions and multiplied into the weights.
 """
 
 import math
@@ -37,8 +37,7 @@ class ModelInBlocks:
 
     Attributes:
         stream: at its first block; its own states stay there.
-        read: of its blocks.
-        blocks: how many.
+        read: reads a block's tensors.
     """
 
     stream: HiddenStream
@@ -48,17 +47,16 @@ class ModelInBlocks:
 
 @dataclass(frozen=True)
 class FittedScales:
-    """What fitting came to.
+    """Result of fitting.
 
     Attributes:
         scales: on-disk name of a weight → factors of its outputs (d_out,) and inputs (d_in,), float32, of the epoch
-            that was best on held-out samples; empty where none was.
-        before, after: mean divergence from the dense model on held-out samples; equal where nothing was gained.
-        steps: of the optimiser.
+            that was best on held-out samples; empty if none was.
+        before, after: mean divergence from the dense model on held-out samples; equal if nothing was gained.
         epochs: passes over the training samples.
         seconds: of fitting, held-out samples included.
-        parameters: that were fitted.
-        rate: the highest learning rate.
+        parameters: how many were fitted.
+        rate: the highest one.
     """
 
     scales: dict[str, tuple[Tensor, Tensor]]
@@ -70,16 +68,12 @@ class FittedScales:
     parameters: int
     rate: float
 
-    def applied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A block's tensors with their scales, in the dtypes they came in."""
-        return apply_scales(tensors, self.scales)
-
 
 def apply_scales(tensors: Mapping[str, Tensor], scales: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-    """diag(o) W diag(i) of every weight (d_out, d_in) that has scales, in its dtype; others as they are."""
+    """Return diag(o) W diag(i) of every weight (d_out, d_in) that has scales, in its dtype; others as they are."""
     new = dict(tensors)
     for name in new.keys() & scales.keys():
-        outputs, inputs = (each.detach().to(new[name].device) for each in scales[name])
+        outputs, inputs = (scale.detach().to(new[name].device) for scale in scales[name])
         new[name] = (new[name].float() * outputs[:, None] * inputs).to(new[name].dtype)
     return new
 
@@ -92,7 +86,7 @@ def fit_scales(
     settings: RecoverySettings,
     *,
     seed: int,
-    told: Callable[[int, float], None] = lambda _epoch, _loss: None,
+    progress: Callable[[int, float], None] = lambda _epoch, _loss: None,
 ) -> FittedScales:
     """Minimise the divergence of the pruned model's predictions from the dense one's over scales, by Adam.
 
@@ -102,21 +96,16 @@ def fit_scales(
     the dense model's last.
 
     Args:
-        pruned: what is fitted.
-        dense: what it was made from. Its stream ends behind its last block.
-        samples: that both streams are of.
+        dense: the model that it was made from. Its stream ends behind its last block.
+        samples: of both streams.
         split: samples to fit on and samples to choose the epoch by.
         settings: epochs, batch, accumulate, schedule, patience, `lr`, `only` and `layers`.
-        seed: of the order of samples.
-        told: after every epoch its number and the divergence on held-out samples.
-
-    Raises:
-        UserError: there is nothing to fit.
+        progress: after every epoch its number and the divergence on held-out samples.
     """
     start = time.monotonic()
     for block in range(dense.blocks):
         dense.stream.advance(block, dense.read(block))
-    task = _Task(pruned, samples, dense.stream.states, dense.stream.readout(), pruned.stream.readout(), settings)
+    task = _ScaleFit(pruned, samples, dense.stream.states, dense.stream.readout(), pruned.stream.readout(), settings)
     task.begin()
     trained = task.parameters
     if not trained:
@@ -133,32 +122,35 @@ def fit_scales(
             task.gradients(rows)
             optimiser.step()
             step += 1
-        found = task.divergence(split.measured)
-        told(epoch, found)
+        divergence = task.divergence(split.measured)
+        progress(epoch, divergence)
         # Where nothing is held out, nothing is chosen: the last epoch's, unless it is worse than none.
-        better = found < (best if settings.held_out else before)
+        better = divergence < (best if settings.held_out else before)
         waited = 0 if better else waited + 1
         if better:
-            best, kept = found, {name: (o.detach().clone(), i.detach().clone()) for name, (o, i) in task.scales.items()}
-        if waited >= settings.patience or not math.isfinite(found):
+            best, kept = (
+                divergence,
+                {name: (o.detach().clone(), i.detach().clone()) for name, (o, i) in task.scales.items()},
+            )
+        if waited >= settings.patience or not math.isfinite(divergence):
             break
     count = sum(parameter.numel() for parameter in trained)
     return FittedScales(kept, before, best, step, epoch, time.monotonic() - start, count, rate)
 
 
 def default_rate(divergence: float) -> float:
-    """The highest learning rate where none is asked for, by what a model has lost."""
+    """Return the highest learning rate, if none is asked for, from the divergence before."""
     return min(RATE, RATE_OF_LOSS * math.sqrt(max(divergence, 0.0))) if math.isfinite(divergence) else RATE
 
 
 def _share(step: int, steps: int, schedule: str) -> float:
-    """Learning rate as a share of the highest: up over a few steps, then down in a cosine, or constant."""
+    """Return the learning rate as a share of the highest: up over a few steps, then down in a cosine, or constant."""
     climb = min(1.0, (step + 1) / max(1, min(4, steps // 4)))
     return climb if schedule == "constant" else climb * (1 + math.cos(math.pi * step / steps)) / 2
 
 
 @dataclass
-class _Task:
+class _ScaleFit:
     """One pruned model whose scales are fitted.
 
     Attributes:
@@ -174,7 +166,7 @@ class _Task:
     settings: RecoverySettings
 
     def begin(self) -> None:
-        """Scales of one, for every linear module that is fitted."""
+        """Set scales to one, for every linear module that is fitted."""
         family, device = self.pruned.stream.factory.family, self.pruned.stream.factory.device
         self.scales: dict[str, tuple[Tensor, Tensor]] = {}
         for block in self.settings.blocks(self.pruned.blocks):
@@ -186,16 +178,16 @@ class _Task:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """All that are fitted."""
+        """All scales."""
         return [side for pair in self.scales.values() for side in pair]
 
     @torch.no_grad()
     def divergence(self, rows: Tensor) -> float:
-        """Mean divergence over samples."""
+        """Return the mean divergence over samples."""
         total = 0.0
         for part in cut(rows, part_size(self.settings)):
             (*_, end) = self._forward(part)
-            total += sum(self.readout.divergence(*found) for found in self._outputs(part, end))
+            total += sum(self.readout.divergence(*outputs) for outputs in self._outputs(part, end))
         return total / len(rows)
 
     def gradients(self, rows: Tensor) -> None:
@@ -209,7 +201,7 @@ class _Task:
                 gradient = self._back(block, states.pop(), gradient)
 
     def _forward(self, rows: Tensor) -> Iterator[Tensor]:
-        """States that enter the first block and that leave every block, (B, T, hidden) each, on CPU."""
+        """Yield the states that enter the first block and that leave every block, (B, T, hidden) each, on CPU."""
         stream = self.pruned.stream
         states = stream.states[rows]
         yield states
@@ -220,42 +212,45 @@ class _Task:
                 yield states
 
     def _outputs(self, rows: Tensor, end: Tensor) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-        """What the dense and the pruned model predict of some samples at a time."""
         for batch, states, targets in self._batches(rows, end):
             yield self.expected.outputs(batch, targets), self.readout.outputs(batch, states)
 
     def _batches(self, rows: Tensor, end: Tensor) -> Iterator[tuple[dict[str, Tensor], Tensor, Tensor]]:
-        """Few samples at a time: what the model is called with, the pruned model's states and the dense one's."""
         for part in cut(torch.arange(len(rows)), max(1, READOUT_TOKENS // self.samples.tokens)):
             numbers = rows[part]
             single = [self.samples.batch(slice(number, number + 1)) for number in numbers.tolist()]
-            batch = {name: torch.cat([each[name] for each in single]) for name in single[0]}
+            batch = {name: torch.cat([sample[name] for sample in single]) for name in single[0]}
             yield batch, end[part], self.targets[numbers]
 
     def _at_the_end(self, rows: Tensor, end: Tensor, count: int) -> Tensor:
-        """The gradient at states behind the last block of the mean over `count` samples, (B, T, hidden) float32."""
-        found = [
+        """Return the gradient at states behind the last block, (B, T, hidden) float32.
+
+        It is that of the mean over `count` samples.
+        """
+        gradients = [
             self.readout.divergence_gradients(batch, states, self.expected.outputs(batch, targets))
             for batch, states, targets in self._batches(rows, end)
         ]
-        return torch.cat(found).div_(count)
+        return torch.cat(gradients).div_(count)
 
     def _back(self, block: int, given: Tensor, gradient: Tensor) -> Tensor:
-        """Add to the gradients of a block's scales; the gradient at what enters it."""
+        """Add to the gradients of a block's scales, and return the gradient at what enters it."""
         stream, factory = self.pruned.stream, self.pruned.stream.factory
         tensors = self.pruned.read(block)
         module = factory.build_block(block, apply_scales(tensors, self.scales)).requires_grad_(False)
-        own = [name for name in tensors if name in self.scales]
-        weights = {name: [module.get_parameter(path) for path in factory.find_paths(block, name)] for name in own}
+        scaled_names = [name for name in tensors if name in self.scales]
+        weights = {
+            name: [module.get_parameter(path) for path in factory.find_paths(block, name)] for name in scaled_names
+        }
         flat = [part.requires_grad_() for parts in weights.values() for part in parts]
         with torch.enable_grad():
             entering = given.to(factory.device).requires_grad_(True)
             leaving = stream.run(module, block, entering)
-        entered, *found = torch.autograd.grad(
+        entered, *slopes = torch.autograd.grad(
             leaving, [entering, *flat], gradient.to(leaving), allow_unused=True, materialize_grads=True
         )
         for name, parts in weights.items():
-            slope = torch.cat([found.pop(0) for _ in parts]).float() * tensors[name].to(factory.device).float()
+            slope = torch.cat([slopes.pop(0) for _ in parts]).float() * tensors[name].to(factory.device).float()
             outputs, inputs = self.scales[name]
             assert outputs.grad is not None
             assert inputs.grad is not None

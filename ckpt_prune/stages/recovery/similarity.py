@@ -1,4 +1,4 @@
-"""How alike two sets of hidden states are: mean squared error and linear CKA (LaCo, appendix B)."""
+"""Similarity of two sets of hidden states: mean squared error and linear CKA (LaCo, appendix B)."""
 
 import math
 
@@ -29,14 +29,10 @@ class StateSimilarity:
         self._grams: list[Tensor] = []
 
     def add(self, ours: Tensor, theirs: Tensor) -> None:
-        """Count a batch in.
+        """Add a batch.
 
-        Args:
-            ours: hidden states (..., d), any floating dtype; all leading axes are tokens.
-            theirs: of the other model on the same tokens, of the same shape and on the same device.
-
-        Raises:
-            ValueError: the shapes differ, or d is not that of the batches before.
+        Hidden states are (..., d), any floating dtype, all leading axes being tokens; both sides have the same shape
+        and device.
         """
         if ours.shape != theirs.shape:
             raise ValueError(
@@ -82,24 +78,16 @@ class StateSimilarity:
 
     @property
     def mse(self) -> float:
-        """Mean over elements of (ours − theirs)²; inf or nan where a hidden state was not finite.
-
-        Raises:
-            ValueError: no token was added.
-        """
+        """Mean over elements of (ours − theirs)²; inf or nan if a hidden state was not finite."""
         self._require_tokens()
         return self._squared_error / (self._tokens * self._width)
 
     @property
     def cka(self) -> float:
-        """Linear CKA, ‖YᵀX‖² / (‖XᵀX‖ ‖YᵀY‖) of features centred over tokens (Kornblith et al. 2019).
+        """Linear CKA, ‖YᵀX‖² / (‖XᵀX‖ ‖YᵀY‖) of features centred over tokens (Kornblith et al. 2019), in [0, 1].
 
-        Returns:
-            In [0, 1]: 1 where neither side varies over the tokens (CKA does not see an offset between them), 0 where
-            just one of them does not. Nan where a hidden state was not finite.
-
-        Raises:
-            ValueError: no token was added.
+        It is 1 if neither side varies over the tokens (CKA does not see an offset between them), 0 if just one does
+        not, and nan if a hidden state was not finite.
         """
         self._require_tokens()
         if not self._is_finite:
@@ -118,6 +106,6 @@ class StateSimilarity:
 
 
 def _mean(tokens: Tensor) -> Tensor:
-    """Mean token (d,) of (n, d): exactly the token where all are equal, so that a constant stream is seen to be one."""
+    """Return the mean token (d,) of (n, d): exactly the token if all are equal, so that constants stay constant."""
     first = tokens[0]
     return first + ((tokens - first) / len(tokens)).sum(0)

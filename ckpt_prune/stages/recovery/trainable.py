@@ -1,4 +1,4 @@
-"""Which weights of a pruned block may change: those that are not zero."""
+"""Weights of a pruned block that may change: those of its linear modules that are not zero."""
 
 from collections.abc import Mapping
 
@@ -14,39 +14,32 @@ from ckpt_prune.stages.rotation.rotated_checkpoint import ENTRY, EXIT
 def trainable_tensors(
     family: Family, block: int, tensors: Mapping[str, Tensor], only: Part | None = None, *, norms: bool = False
 ) -> list[str]:
-    """On-disk names of a block's weights and biases that are trained: those of its linear modules.
+    """List the on-disk names of a block's weights and biases that are trained: those of its linear modules.
 
     Modules that turn the residual stream are no target of pruning and stay, as do norms unless they are asked for.
 
     Args:
-        family: the model's description.
-        block: its index.
-        tensors: its tensors by on-disk name.
         only: its mlp or its attention alone.
-        norms: also what a block has beside its linear modules: norms, layer scales.
+        norms: train what a block has beside its linear modules, too: norms, layer scales.
     """
     names = [family.tensor(block, module, kind) for module in family.linears_of(only) for kind in KINDS]
-    found = [name for name in names if name in tensors]
+    trained = [name for name in names if name in tensors]
     if norms:
         prefix = family.block.format(block=block)
-        known = {family.tensor(block, module, kind) for module in family.linears for kind in KINDS}
+        linear = {family.tensor(block, module, kind) for module in family.linears for kind in KINDS}
         fixed = (f"{prefix}{ENTRY}", f"{prefix}{EXIT}")
-        rest = [name for name in tensors if name.startswith(prefix) and name not in known]
+        others = [name for name in tensors if name.startswith(prefix) and name not in linear]
         # What is no floating point number tells of the block's shape.
-        rest = [name for name in rest if tensors[name].is_floating_point() and not name.startswith(fixed)]
-        found += sorted(name for name in rest if not is_stored_buffer(name))
-    return found
+        others = [name for name in others if tensors[name].is_floating_point() and not name.startswith(fixed)]
+        trained += sorted(name for name in others if not is_stored_buffer(name))
+    return trained
 
 
 def surviving_weights(tensors: Mapping[str, Tensor], name: str) -> Tensor:
-    """Which elements of a tensor are free to change, bool of its shape (LaCo eq. 9, the support of the mask).
+    """Return which elements of a tensor are free to change, bool of its shape (LaCo eq. 9, the support of the mask).
 
-    In a weight these are the elements that are not zero. In a bias they are all but the zeros of rows whose
-    whole weight is zero: there a padded container holds a dropped unit. A norm is free: its zeros are values like any.
-
-    Args:
-        tensors: of the block, by on-disk name.
-        name: of one of them.
+    In a weight these are the elements that are not zero. In a bias they are all but the zeros of rows whose whole
+    weight is zero: there a padded container holds a dropped unit. A norm is free: its zeros are values like any.
     """
     tensor = tensors[name]
     weight = tensors.get(f"{name.rpartition('.')[0]}.weight", tensor)

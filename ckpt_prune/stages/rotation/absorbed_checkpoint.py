@@ -1,4 +1,4 @@
-"""What rotated and sliced checkpoints share: a dense model whose tensors absorb matrices as they are read."""
+"""Base of rotated and sliced checkpoints: a dense model whose tensors absorb matrices as they are read."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -21,11 +21,9 @@ _ROWS = 8192
 
 
 class AbsorbedCheckpoint(ABC):
-    """What `Checkpoint` is to a job whose residual stream lies in other bases.
+    """Stands in for a `Checkpoint` in a job whose residual stream lies in other bases.
 
-    Args:
-        model: the dense model.
-        device: where tensors absorb matrices.
+    Tensors of `model` absorb matrices on `device`.
     """
 
     model: Model
@@ -46,32 +44,30 @@ class AbsorbedCheckpoint(ABC):
     @property
     @abstractmethod
     def added(self) -> Added:
-        """Tensors that the source has not, or not of that shape."""
+        """Tensors that the source lacks, or has in another shape."""
 
     @abstractmethod
     def _outside(self, name: str) -> Tensor:
-        """A tensor outside the blocks, in its dtype."""
+        """Return a tensor outside the blocks, in its dtype."""
 
     def names(self) -> list[str]:
-        """On-disk names of all tensors."""
+        """List the on-disk names of all tensors."""
         return list(dict.fromkeys([*self.source.tensors, *self.added]))
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Tensors outside the blocks, in their dtype.
-
-        Raises:
-            UserError: its dtype does not hold one.
-        """
+        """Read tensors outside the blocks; refuse one that its dtype cannot hold."""
         return {name: self._fitting(name, self._outside(name)) for name in names}
 
     @cached_property
     def added_biases(self) -> frozenset[str]:
-        """Linear modules of a block that get a bias from a norm's, and have none."""
-        found = set()
+        """Linear modules of a block that have no bias and get one from a norm."""
+        biased_modules = set()
         for norm, modules in residual_of(self.family).reads.items():
             if self.family.tensor(0, norm, "bias") in self.source.tensors:
-                found |= {m for m in modules if self.family.tensor(0, m, "bias") not in self.source.tensors}
-        return frozenset(found)
+                biased_modules |= {
+                    module for module in modules if self.family.tensor(0, module, "bias") not in self.source.tensors
+                }
+        return frozenset(biased_modules)
 
     # ---- embedding, final norm and head --------------------------------------------------------------------------
 
@@ -81,65 +77,64 @@ class AbsorbedCheckpoint(ABC):
 
     @cached_property
     def _table(self) -> str:
-        """What the head's weight is read from: a tied one is the embedding."""
+        """Name of the head's weight: that of the embedding if the two are tied."""
         if self._head in self.source.tensors:
             return self._head
         return f"{self.family.on_disk(self.family.embedding or '')}.weight"
 
     @cached_property
     def starts(self) -> dict[str, int]:
-        """What makes the stream → the axis of its dimensions."""
+        """Tensors at the start of the stream → the axis of its dimensions."""
         described, on_disk = residual_of(self.family), self.family.on_disk
-        found = {f"{on_disk(path)}.weight": -1 for path in described.starts}
-        found |= {f"{on_disk(path)}.{kind}": 0 for path in described.projections for kind in KINDS}
-        found |= {on_disk(name): -1 for name in described.tokens}
-        return {name: axis for name, axis in found.items() if name in self.source.tensors}
+        axes = {f"{on_disk(path)}.weight": -1 for path in described.starts}
+        axes |= {f"{on_disk(path)}.{kind}": 0 for path in described.projections for kind in KINDS}
+        axes |= {on_disk(name): -1 for name in described.tokens}
+        return {name: axis for name, axis in axes.items() if name in self.source.tensors}
 
     @cached_property
     def _final(self) -> dict[str, str]:
-        """The final norm's tensors → their kind."""
+        """Tensors of the final norm → their kind."""
         final = self.family.on_disk(residual_of(self.family).final)
         return {f"{final}.{kind}": kind for kind in KINDS if f"{final}.{kind}" in self.source.tensors}
 
-    def _of_final(self, kind: str) -> Tensor | None:
-        name = next((name for name, own in self._final.items() if own == kind), None)
+    def _final_tensor(self, kind: str) -> Tensor | None:
+        name = next((name for name, own_kind in self._final.items() if own_kind == kind), None)
         return None if name is None else self.source.read([name])[name].to(self.device)
 
     @property
     def _gain(self) -> Tensor | None:
-        return norm_gains(self.family, self._of_final("weight"))
+        return norm_gains(self.family, self._final_tensor("weight"))
 
     def _final_shift(self, matrix: Tensor) -> Tensor:
-        """The final norm's bias, before its gains and a matrix (d, k) that both stand in the head; in its dtype."""
-        stored, gain = self._of_final("bias"), self._gain
+        """Return the final norm's bias, in its dtype, for a head that absorbs its gains and a matrix (d, k)."""
+        stored, gain = self._final_tensor("bias"), self._gain
         assert stored is not None
         shift = stored.double()
         wide = shift if gain is None else torch.where(gain == 0, 0.0, shift / gain)
         return (wide @ matrix).to(stored.dtype).cpu()
 
-    def _started(self, name: str, matrix: Tensor) -> Tensor:
-        """What makes the stream, times a matrix (d, k); a LayerNorm's mean is subtracted here."""
+    def _absorb_start(self, name: str, matrix: Tensor) -> Tensor:
+        """Multiply a tensor at the start of the stream by a matrix (d, k), after subtracting a LayerNorm's mean."""
         layer, axis = residual_of(self.family).norm == "layer", self.starts[name]
-        given = self.source.read([name])[name].movedim(axis, -1)
-        table = given.reshape(-1, given.shape[-1])
-        made = _in_rows(table, self.device, lambda part: (subtract_mean(part.T).T if layer else part) @ matrix)
-        return made.view(*given.shape[:-1], -1).movedim(-1, axis).contiguous()
+        stored = self.source.read([name])[name].movedim(axis, -1)
+        table = stored.reshape(-1, stored.shape[-1])
+        absorbed = _in_rows(table, self.device, lambda part: (subtract_mean(part.T).T if layer else part) @ matrix)
+        return absorbed.view(*stored.shape[:-1], -1).movedim(-1, axis).contiguous()
 
-    def _read_last(self, matrix: Tensor) -> Tensor:
-        """The head's weight with the final norm's gains, times a matrix (d, k)."""
+    def _absorb_in_head(self, matrix: Tensor) -> Tensor:
+        """Return the head's weight with the final norm's gains, times a matrix (d, k)."""
         gain, table = self._gain, self.source.read([self._table])[self._table]
         return _in_rows(table, self.device, lambda part: (part if gain is None else part * gain) @ matrix)
 
     # ---- storing -------------------------------------------------------------------------------------------------
 
     def _value(self, block: int) -> str:
-        """The tensor of a block that shares its file and dtype with those that the source has not."""
         return self.family.tensor(block, self.family.attention.value)
 
-    def _stored(self, block: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A block's tensors in the dtype of the source, on CPU."""
-        known, beside = self.source.tensors, self._value(block)
-        dtypes = {name: known[name if name in known else beside].dtype for name in tensors}
+    def _to_stored(self, block: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Convert a block's tensors to the dtype of the source, on CPU."""
+        source_tensors, like = self.source.tensors, self._value(block)
+        dtypes = {name: source_tensors[name if name in source_tensors else like].dtype for name in tensors}
         return {name: self._fitting(name, tensor.to(dtypes[name]).cpu()) for name, tensor in tensors.items()}
 
     def _fitting(self, name: str, tensor: Tensor) -> Tensor:
@@ -149,6 +144,6 @@ class AbsorbedCheckpoint(ABC):
 
 
 def _in_rows(table: Tensor, device: torch.device, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """A table (rows, d) changed row by row in float64, a few rows at a time, in its own dtype and on CPU."""
+    """Change a table (rows, d) in float64, a few rows at a time; return it in its own dtype on CPU."""
     runs = (table[start : start + _ROWS] for start in range(0, table.shape[0], _ROWS))
     return torch.cat([change(run.to(device).double()).to(table.dtype).cpu() for run in runs])

@@ -1,4 +1,4 @@
-"""Absorbing norms and rotations in a block's tensors: another parametrisation of the same function.
+"""Absorb norms and rotations in a block's tensors: another parametrisation of the same function.
 
 Rows of activations are multiplied from the right: where the residual stream h becomes h R, a module that reads it gets
 W R and one that adds to it Rᵀ W. An RMSNorm commutes with any rotation once its gains stand in the modules it feeds
@@ -22,108 +22,91 @@ from ckpt_prune.stages.rotation.importance import Side, rotate_weight
 
 
 def rotated_sides(family: Family, module: str, *, residual: bool) -> tuple[Side | None, Side | None]:
-    """Which rotation acts on the left (rows) and on the right (columns) of a linear module's weight.
+    """Return which rotation acts on the rows and which on the columns of a linear module's weight.
 
-    Args:
-        family: with a description of its residual stream, where that is rotated.
-        module: a linear module of a block.
-        residual: whether the residual stream is rotated, beside the values.
+    `residual` says whether the residual stream is rotated, not only the values.
     """
-    left: Side | None = None
-    right: Side | None = None
+    row_side: Side | None = None
+    column_side: Side | None = None
     if residual and module in residual_of(family).writes:
-        left = "residual"
+        row_side = "residual"
     if residual and any(module in fed for fed in residual_of(family).reads.values()):
-        right = "residual"
+        column_side = "residual"
     if module == family.attention.value:
-        left = "heads"
+        row_side = "heads"
     if module == family.attention.output:
-        right = "heads"
-    return left, right
+        column_side = "heads"
+    return row_side, column_side
 
 
 def residual_of(family: Family) -> Residual:
-    """The description of a family's residual stream.
-
-    Raises:
-        ValueError: it has none; recipes are checked before.
-    """
+    """Return the description of a family's residual stream; recipes are checked before for one."""
     if family.residual is None:
         raise ValueError(f"{family.model_type} has no description of its residual stream")
     return family.residual
 
 
 def norm_gains(family: Family, weight: Tensor | None) -> Tensor | None:
-    """What a norm with this weight multiplies by, float64; None for ones."""
+    """Return the factors of a norm with this weight, float64; None for ones."""
     return None if weight is None else weight.double() + family.norm_offset
 
 
 def unit_gains(family: Family, weight: Tensor) -> Tensor:
-    """The weight of a norm that multiplies by nothing."""
+    """Return the weight of a norm that multiplies by one."""
     return torch.full_like(weight, 1 - family.norm_offset)
 
 
 def reading_norm(family: Family, module: str) -> str | None:
-    """The norm of a block that feeds a linear module; None where none does."""
+    """Return the norm of a block that feeds a linear module; None if none does."""
     return next((norm for norm, fed in residual_of(family).reads.items() if module in fed), None)
 
 
 def subtract_mean(tensor: Tensor) -> Tensor:
-    """A tensor minus its mean over the first axis: what adds to the stream no longer adds to its mean."""
+    """Subtract the mean over the first axis: the result adds nothing to the mean of the stream."""
     return tensor - tensor.mean(0, keepdim=True)
 
 
 def fuse_norms(family: Family, block: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A block whose norms have no gains and no biases of their own, and which adds nothing to the stream's mean.
+    """Absorb gains and biases of a block's norms, so that it adds nothing to the stream's mean.
 
-    Args:
-        family: with a description of its residual stream.
-        block: index.
-        tensors: of the block, by on-disk name.
-
-    Returns:
-        All its tensors, those that changed in float64; a bias is added where a norm's has to go somewhere.
+    All tensors of the block are returned, by on-disk name, those that changed in float64. A bias is added if a norm's
+    has to go somewhere.
     """
     described = residual_of(family)
-    found = dict(tensors)
+    fused = dict(tensors)
     for norm, modules in described.reads.items():
-        stored, shift = (found.get(family.tensor(block, norm, kind)) for kind in KINDS)
+        stored, shift = (fused.get(family.tensor(block, norm, kind)) for kind in KINDS)
         gain = norm_gains(family, stored)
         for module in modules:
             name, bias = family.tensor(block, module), family.tensor(block, module, "bias")
-            weight = found[name].double()
+            weight = fused[name].double()
             if shift is not None:
-                found[bias] = weight @ shift.double() + (found[bias].double() if bias in found else 0)
-            found[name] = weight if gain is None else weight * gain
+                fused[bias] = weight @ shift.double() + (fused[bias].double() if bias in fused else 0)
+            fused[name] = weight if gain is None else weight * gain
         if stored is not None:
-            found[family.tensor(block, norm)] = unit_gains(family, stored)
+            fused[family.tensor(block, norm)] = unit_gains(family, stored)
         if shift is not None:
-            found[family.tensor(block, norm, "bias")] = torch.zeros_like(shift)
+            fused[family.tensor(block, norm, "bias")] = torch.zeros_like(shift)
     if described.norm == "layer":
         for module in described.writes:
             for kind in KINDS:
                 name = family.tensor(block, module, kind)
-                if name in found:
-                    found[name] = subtract_mean(found[name].double())
-    return found
+                if name in fused:
+                    fused[name] = subtract_mean(fused[name].double())
+    return fused
 
 
 def rotate_block(
     family: Family, block: int, tensors: Mapping[str, Tensor], residual: Tensor | None, heads: Tensor | None
 ) -> dict[str, Tensor]:
-    """A block's tensors under its rotations.
+    """Rotate a block's tensors; return all of them, those that changed in float64.
 
     Args:
-        family: with a description of its residual stream, where that is rotated.
-        block: index.
-        tensors: of the block, its norms fused where the residual stream is rotated.
+        tensors: of the block, its norms fused if the residual stream is rotated.
         residual: R1, (d, d) float64 orthogonal, or None.
         heads: R2 of every KV head, (kv, head_dim, head_dim) float64 orthogonal, or None.
-
-    Returns:
-        All its tensors, those that changed in float64.
     """
-    found = dict(tensors)
+    rotated = dict(tensors)
     for module in family.linears:
         left, right = rotated_sides(family, module, residual=residual is not None)
         if heads is None:
@@ -131,32 +114,25 @@ def rotate_block(
         if left is None and right is None:
             continue
         name, bias = family.tensor(block, module), family.tensor(block, module, "bias")
-        apart = left == "heads" and family.attention.values is not None
-        found[name] = rotate_weight(found[name].double(), None if apart else left, right, residual, heads)
-        if left is not None and bias in found:
-            found[bias] = rotate_weight(found[bias].double()[:, None], None if apart else left, None, residual, heads)[
-                :, 0
-            ]
-        if apart:
+        values_apart = left == "heads" and family.attention.values is not None
+        rotated[name] = rotate_weight(rotated[name].double(), None if values_apart else left, right, residual, heads)
+        if left is not None and bias in rotated:
+            rotated[bias] = rotate_weight(
+                rotated[bias].double()[:, None], None if values_apart else left, None, residual, heads
+            )[:, 0]
+        if values_apart:
             assert heads is not None
-            lines = value_lines(family, block, found, len(heads)).to(heads.device)
-            for own in (name, bias):
-                if own in found:
-                    values = found[own].double().index_select(0, lines).view(len(lines), -1)
-                    values = rotate_weight(values, left, None, residual, heads).view(-1, *found[own].shape[1:])
-                    found[own] = found[own].double().index_copy(0, lines, values)
-    return found
+            lines = value_lines(family, block, rotated, len(heads)).to(heads.device)
+            for stored in (name, bias):
+                if stored in rotated:
+                    values = rotated[stored].double().index_select(0, lines).view(len(lines), -1)
+                    values = rotate_weight(values, left, None, residual, heads).view(-1, *rotated[stored].shape[1:])
+                    rotated[stored] = rotated[stored].double().index_copy(0, lines, values)
+    return rotated
 
 
 def value_lines(family: Family, block: int, tensors: Mapping[str, Tensor], kv_heads: int) -> Tensor:
-    """Rows of the values among those of the module that makes them, int64, one KV head after the other.
-
-    Args:
-        family: whose `attention.values` says where they lie.
-        block: index.
-        tensors: of the dense block.
-        kv_heads: how many KV heads there are.
-    """
+    """Return rows of the values among those of the module that makes them, int64, one KV head after the other."""
     values = family.attention.values
     assert values is not None
     rows = tensors[family.tensor(block, family.attention.value)].shape[0]
@@ -169,17 +145,15 @@ def value_lines(family: Family, block: int, tensors: Mapping[str, Tensor], kv_he
 
 
 def undo_gains(moments: Moments, gain: Tensor | None, shift: Tensor | None) -> Moments:
-    """Moments of a norm's output before its gains and biases: of x̂ where x = g x̂ + b was measured.
+    """Return moments of a norm's output before its gains and biases: of x̂ if x = g x̂ + b was measured.
 
-    An input whose gain is zero was never seen: its moments are zero.
+    An input whose gain is zero was never seen: its moments are zero. Count, sum, square and Gram are float64; absolute
+    values and activity are unknown, NaN.
 
     Args:
         moments: of x, with a Gram.
         gain: g, (d,), or None for ones.
         shift: b, (d,), or None for zeros.
-
-    Returns:
-        Count, sum, square and Gram of x̂, float64; absolute values and activity are unknown, NaN.
     """
     if moments.gram is None:
         raise ValueError("moments without a Gram")
@@ -196,14 +170,9 @@ def undo_gains(moments: Moments, gain: Tensor | None, shift: Tensor | None) -> M
 
 
 def undo_norm(family: Family, block: int, module: str, tensors: Mapping[str, Tensor], moments: Moments) -> Moments:
-    """Moments of a linear module's input before the gains and biases of the norm that feeds it, where one does.
+    """Return moments of a linear module's input before the gains and biases of the norm that feeds it, if one does.
 
-    Args:
-        family: with a description of its residual stream.
-        block: index.
-        module: a linear module.
-        tensors: of the dense block, at least its norms.
-        moments: of the module's input; with a Gram, where a norm feeds it.
+    `tensors` are of the dense block, at least its norms; `moments` need a Gram if a norm feeds the module.
     """
     norm = reading_norm(family, module)
     if norm is None:
@@ -213,16 +182,9 @@ def undo_norm(family: Family, block: int, module: str, tensors: Mapping[str, Ten
 
 
 def rotate_moments(moments: Moments, right: Side | None, residual: Tensor | None, heads: Tensor | None) -> Moments:
-    """Moments of a linear's input under the rotation on the right of its weight.
+    """Return moments of a linear's input, with a Gram, under the rotation on the right of its weight.
 
-    Args:
-        moments: of its input before, with a Gram.
-        right: which rotation.
-        residual: R1.
-        heads: R2 of every KV head.
-
-    Returns:
-        Count, sum, square and Gram, float64; absolute values and activity are unknown, NaN.
+    Count, sum, square and Gram are float64; absolute values and activity are unknown, NaN.
     """
     if moments.gram is None:
         raise ValueError("moments without a Gram")

@@ -62,26 +62,18 @@ class Term:
 def sensitivity(
     gram: Tensor, backbone: Backbone, full: bool, damp: float = DAMP, *, name: str = "a linear layer"
 ) -> Tensor | None:
-    """What `Term.inputs` holds for a backbone, from the Gram H = Σ x xᵀ, scaled by H's mean diagonal entry m.
+    """Return `Term.inputs` for a backbone, from the Gram H = Σ x xᵀ, scaled by H's mean diagonal entry m.
 
-    Wanda: H / m. SparseGPT: (H / m + damp I)⁻¹. The damping is added before inverting, as SparseGPT's own is;
-    DenoiseRotator's released code adds it to the inverse, whose diagonal it drowns, so that its importance degenerates
-    to magnitude. An input that is always zero keeps only the damping: its weights count next to nothing.
+    Wanda: H / m. SparseGPT: (H / m + damp I)⁻¹. Magnitude: None. The result is float64. The damping is added before
+    inverting, as SparseGPT's own is; DenoiseRotator's released code adds it to the inverse, whose diagonal it drowns,
+    so that its importance degenerates to magnitude. An input that is always zero keeps only the damping: its weights
+    count next to nothing.
 
     Args:
-        gram: (d_in, d_in), floating.
-        backbone: whose importance.
-        full: the whole matrix, for inputs that are rotated; else its diagonal.
-        damp: share of the mean diagonal added to the diagonal, and more where that leaves the Hessian singular
+        full: whether the whole matrix is needed, for inputs that are rotated; else its diagonal.
+        damp: share of the mean diagonal added to the diagonal, and more if that leaves the Hessian singular
             (`damping.damped_cholesky`). SparseGPT only.
         name: of the layer, for the message.
-
-    Returns:
-        (d_in, d_in) or (d_in,) float64; None for magnitude.
-
-    Raises:
-        UserError: the Gram is not finite, or singular even with the most damping.
-        ValueError: damp is negative or not finite.
     """
     if not 0 <= damp < float("inf"):
         raise ValueError(f"damping must be zero or more, not {damp}")
@@ -103,7 +95,7 @@ def sensitivity(
 
 
 def _inverse_diagonal(factor: Tensor, start: int) -> Tensor:
-    """Some entries of the diagonal of (L Lᵀ)⁻¹: the squared columns of L⁻¹, a few at a time."""
+    """Return some entries of the diagonal of (L Lᵀ)⁻¹: the squared columns of L⁻¹, a few at a time."""
     count = min(_STRIP, len(factor) - start)
     columns = torch.zeros(len(factor), count, dtype=factor.dtype, device=factor.device)
     columns[start : start + count].fill_diagonal_(1)
@@ -114,7 +106,9 @@ def _inverse_diagonal(factor: Tensor, start: int) -> Tensor:
 def rotate_weight(
     weight: Tensor, left: Side | None, right: Side | None, residual: Tensor | None, heads: Tensor | None
 ) -> Tensor:
-    """Lᵀ W R, with the sides turned for which a rotation is given.
+    """Return Lᵀ W R; a side without a rotation is left alone.
+
+    The result is `weight` itself if nothing turns.
 
     Args:
         weight: W (d_out, d_in); heads are runs of head_dim rows (left) or columns (right).
@@ -123,12 +117,6 @@ def rotate_weight(
             share one is read off the width, which need not be d_model.
         residual: R1 (d, d) of the weight's dtype and device, or None to leave that side be.
         heads: R2 of each KV head (kv, head_dim, head_dim), or None.
-
-    Returns:
-        (d_out, d_in) of the weight's dtype; `weight` itself where nothing turns.
-
-    Raises:
-        ValueError: a side's width does not fit its rotation.
     """
     if left == "residual" and residual is not None:
         _fits(weight.shape[0], residual.shape[-1], exact=True)
@@ -153,7 +141,7 @@ def _fits(width: int, of_rotation: int, *, exact: bool) -> None:
 
 
 def _rotated_diagonal(inputs: Tensor, right: Side | None, residual: Tensor | None, heads: Tensor | None) -> Tensor:
-    """diag(Rᵀ `inputs` R), (d_in,): of a diagonal where nothing turns."""
+    """Return diag(Rᵀ `inputs` R), (d_in,): of a diagonal if nothing turns."""
     turns = (right == "residual" and residual is not None) or (right == "heads" and heads is not None)
     if not turns:
         return inputs if inputs.dim() == 1 else inputs.diagonal()
@@ -173,19 +161,9 @@ def _rotated_diagonal(inputs: Tensor, right: Side | None, residual: Tensor | Non
 
 
 def importance(term: Term, backbone: Backbone, residual: Tensor | None, heads: Tensor | None) -> Tensor:
-    """Importance of the rotated weights of one linear layer (DenoiseRotator tables 5-7), up to scale.
+    """Return the importance of the rotated weights of one linear layer (DenoiseRotator tables 5-7), up to scale.
 
-    Args:
-        term: the layer.
-        backbone: whose importance.
-        residual: R1 (d, d), or None for no rotation.
-        heads: R2 (kv, head_dim, head_dim), or None.
-
-    Returns:
-        (d_out, d_in) of the weight's dtype, not negative.
-
-    Raises:
-        ValueError: sides do not fit, or the term lacks the inputs the backbone needs.
+    It is (d_out, d_in) of the weight's dtype, not negative. R1 is (d, d), and R2 (kv, head_dim, head_dim).
     """
     squares = rotate_weight(term.weight, term.left, term.right, residual, heads).square()
     if backbone == "magnitude":
@@ -197,19 +175,13 @@ def importance(term: Term, backbone: Backbone, residual: Tensor | None, heads: T
 
 
 def entropy(importance: Tensor, dim: int) -> Tensor:
-    """Σ over groups of −Σ p ln p, in nats, p the importance over its group's total (DenoiseRotator eq. 5-6).
+    """Return Σ over groups of −Σ p ln p, in nats, p the importance over its group's total (DenoiseRotator eq. 5-6).
 
-    0 ln 0 is 0, a group without importance counts 0, and gradients are finite at both.
-
-    Args:
-        importance: (d_out, d_in), not negative.
-        dim: along which a group lies: 1 for rows, 0 for columns.
-
-    Returns:
-        A scalar.
+    0 ln 0 is 0, a group without importance counts 0, and gradients are finite at both. Groups lie along `dim` of
+    (d_out, d_in): 1 for rows, 0 for columns.
     """
-    found: Tensor = _Entropy.apply(importance, dim)  # type: ignore[no-untyped-call]
-    return found
+    nats: Tensor = _Entropy.apply(importance, dim)  # type: ignore[no-untyped-call]
+    return nats
 
 
 class _Entropy(torch.autograd.Function):
@@ -235,18 +207,11 @@ class _Entropy(torch.autograd.Function):
 
 
 def entropy_within_groups(importance: Tensor, groups: int) -> Tensor:
-    """Σ over rows of the entropy that is left inside groups of M weights once it is known which group (ours).
+    """Return Σ over rows of the entropy inside groups of M weights, once it is known which group (this project).
 
     A mask N:M chooses inside every M consecutive weights of a row, so only the entropy there says how little is lost.
     By the chain rule the entropy of a row is that of its groups' totals and Σ_g P_g H_g, with H_g the entropy inside
-    group g and P_g the group's share of the row. The second part is what is returned: a group counts by what it weighs.
-
-    Args:
-        importance: (d_out, d_in), not negative.
-        groups: M, which divides d_in.
-
-    Returns:
-        A scalar, nats.
+    group g and P_g the group's share of the row. The second part is returned, in nats: a group counts by its weight.
     """
     totals = importance.reshape(len(importance), -1, groups).sum(2)
     return entropy(importance, 1) - entropy(totals, 1)
@@ -260,24 +225,17 @@ def objective(
     *,
     groups: int | None = None,
 ) -> Tensor:
-    """Loss of one block: entropies over rows where the right side is rotated, over columns where the left is (eq. 9).
+    """Return the loss of one block: the entropies of its rotated sides (eq. 9).
 
-    Where both are, both count (section 3.3.2). A side whose rotation is None is not rotated; terms without any rotated
-    side count nothing.
+    They are over rows if the right side is rotated, over columns if the left is, and both if both are (section 3.3.2).
+    A side whose rotation is None is not rotated. The result is in nats; it is zero, without a gradient, if no side is
+    rotated.
 
     Args:
         terms: the block's linear layers, of the rotations' dtype and device.
-        backbone: whose importance.
         residual: R1 (d, d), or None.
         heads: R2 (kv, head_dim, head_dim), or None.
-        groups: M of an N:M pattern: every term with a rotated side then counts `within_groups` in their place,
-            whichever side turns.
-
-    Returns:
-        A scalar, nats; zero, without a gradient, where no side is rotated.
-
-    Raises:
-        ValueError: as `importance` does.
+        groups: M of an N:M pattern: every term with a rotated side then counts `entropy_within_groups` instead.
     """
     given = {"residual": residual is not None, "heads": heads is not None}
     losses = []

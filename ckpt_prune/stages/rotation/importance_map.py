@@ -1,4 +1,4 @@
-"""Where the importance of a weight lies, in few numbers: what a map of it is drawn from (DenoiseRotator, Figure 2)."""
+"""Map of where the importance of a weight lies, in few numbers (DenoiseRotator, Figure 2)."""
 
 from typing import Any
 
@@ -11,12 +11,10 @@ LARGEST = 0.01
 """Share of the weights whose share of the importance is told."""
 
 
-def coarse(values: Tensor, cells: int = CELLS) -> list[list[float]]:
-    """Means over cells of a matrix, as shares of the mean over all of it, to four significant digits.
+def cell_means(values: Tensor, cells: int = CELLS) -> list[list[float]]:
+    """Return means over cells of a matrix, as shares of the mean over all of it, to four significant digits.
 
-    Args:
-        values: (rows, columns), not negative.
-        cells: along each side, at most; cells differ by one row or column at most.
+    There are at most `cells` along each side, which differ by one row or column at most.
     """
     wide = values.double()
     for dim in (0, 1):
@@ -26,12 +24,10 @@ def coarse(values: Tensor, cells: int = CELLS) -> list[list[float]]:
     return [[float(f"{value / mean:.4g}") if mean > 0 else 0.0 for value in row] for row in wide.tolist()]
 
 
-def held_by_largest(values: Tensor, share: float = LARGEST) -> float:
-    """Which share of a matrix' sum its largest entries hold; 0 where that is zero.
+def share_of_largest(values: Tensor, share: float = LARGEST) -> float:
+    """Return which share of the sum of a matrix its largest entries hold; 0 if the sum is zero.
 
-    Args:
-        values: not negative.
-        share: of all entries, at least one.
+    `share` is of all entries; at least one is taken.
     """
     flat = values.double().flatten()
     most = flat.topk(max(1, round(share * flat.numel()))).values.sum()
@@ -40,20 +36,14 @@ def held_by_largest(values: Tensor, share: float = LARGEST) -> float:
 
 
 def importance_map(name: str, before: Tensor, after: Tensor) -> dict[str, Any]:
-    """What a report says of a weight's importance, as `report.model.ImportanceMap` has it.
-
-    Args:
-        name: of the weight.
-        before: importance without rotation, (rows, columns).
-        after: the same of the rotated weight.
-    """
+    """Return what the report's `ImportanceMap` holds, from importance (rows, columns) before and after rotation."""
     rows, columns = before.shape
     return {
         "weight": name,
         "rows": rows,
         "columns": columns,
-        "before": coarse(before),
-        "after": coarse(after),
-        "largest_before": held_by_largest(before),
-        "largest_after": held_by_largest(after),
+        "before": cell_means(before),
+        "after": cell_means(after),
+        "largest_before": share_of_largest(before),
+        "largest_after": share_of_largest(after),
     }

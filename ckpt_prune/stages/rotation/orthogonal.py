@@ -1,4 +1,4 @@
-"""Orthogonal matrices as something to descend on: two ways to follow a gradient without leaving them.
+"""Orthogonal matrices that follow a gradient: two ways to descend without leaving them.
 
 - "qr" (DenoiseRotator appendix C): A is unconstrained, Q of A = Q R with the signs that make R's diagonal positive
   (without them Q is not continuous in A) is the rotation, and Adam works on A.
@@ -30,30 +30,20 @@ class Rotator(Protocol):
     """Orthogonal matrices (..., n, n) that follow gradients."""
 
     def rotation(self) -> Tensor:
-        """Where it stands, (..., n, n), without a gradient; not to be written to."""
+        """Return the current matrices, (..., n, n), without a gradient; not to be written to."""
 
     def slope(self, gradient: Tensor) -> Tensor:
-        """The gradient of what it moves by itself.
+        """Turn dL/dQ (..., n, n) into the gradient of the rotator's own parameters.
 
-        Args:
-            gradient: dL/dQ where it stands, (..., n, n), of all entries as if they were free.
+        dL/dQ is of all entries as if they were free.
         """
 
     def step(self, slope: Tensor, rate: float) -> None:
-        """Go one step down from where it stands.
-
-        Args:
-            slope: as `slope` gives it, clipped or not.
-            rate: learning rate of this step.
-        """
+        """Go one step down `slope`, clipped or not, at a learning rate."""
 
 
 class QRRotator:
-    """Adam on A, the rotation being Q of its QR decomposition.
-
-    Args:
-        start: orthogonal, (..., n, n).
-    """
+    """Adam on A, the rotation being Q of its QR decomposition. It starts from an orthogonal (..., n, n)."""
 
     def __init__(self, start: Tensor) -> None:
         self._a = start.detach().clone().requires_grad_()
@@ -71,11 +61,11 @@ class QRRotator:
         return found
 
     def slope(self, gradient: Tensor) -> Tensor:
-        """That of A."""
+        """Return the gradient of A."""
         self.rotation()
         assert self._q is not None
-        (found,) = torch.autograd.grad(self._q, self._a, gradient)
-        return found
+        (slope,) = torch.autograd.grad(self._q, self._a, gradient)
+        return slope
 
     def step(self, slope: Tensor, rate: float) -> None:
         """See `Rotator`."""
@@ -88,8 +78,7 @@ class QRRotator:
 class CayleyRotator:
     """Riemannian Adam in the moving frame, with the Cayley transform for a retraction.
 
-    Args:
-        start: orthogonal, (..., n, n).
+    It starts from an orthogonal (..., n, n).
     """
 
     def __init__(self, start: Tensor) -> None:
@@ -103,7 +92,7 @@ class CayleyRotator:
 
     @torch.no_grad()
     def slope(self, gradient: Tensor) -> Tensor:
-        """Ω."""
+        """Return Ω."""
         turned: Tensor = self._q.mT @ gradient
         return turned - turned.mT
 
@@ -126,11 +115,9 @@ class CayleyRotator:
 
 
 def clip_slopes(slopes: Sequence[Tensor], clip: float | None) -> list[Tensor]:
-    """Slopes of several rotators, no longer than `clip` together (DenoiseRotator's released code); None: as they are.
+    """Shorten slopes of several rotators so that together they are no longer than `clip`, unless it is None.
 
-    Args:
-        slopes: of one device.
-        clip: largest norm of all entries.
+    DenoiseRotator's released code does.
     """
     if clip is None:
         return list(slopes)
@@ -140,7 +127,7 @@ def clip_slopes(slopes: Sequence[Tensor], clip: float | None) -> list[Tensor]:
 
 
 def _newton_schulz(q: Tensor) -> Tensor:
-    """One step towards the nearest orthogonal matrix: squares the distance of q (..., n, n) to it, if below one."""
+    """Go one step towards the nearest orthogonal matrix: it squares the distance of q (..., n, n), if below one."""
     nearer: Tensor = 1.5 * q - 0.5 * q @ (q.mT @ q)
     return nearer
 
@@ -150,8 +137,8 @@ class Retraction:
     """A way to follow gradients among orthogonal matrices.
 
     Attributes:
-        build: from a start (..., n, n).
-        learning_rate: what works where none is asked for.
+        build: starts from (..., n, n).
+        learning_rate: used if a recipe says none.
         decays: whether the rate goes down to zero over the steps, as half a cosine; else it is constant.
     """
 
@@ -171,25 +158,21 @@ class Preserving:
     """Rotations with R u = u: those of the complement of u, by another rotator.
 
     A Householder reflection P brings u to an axis; R = P diag(1, R̃) P with R̃ (n − 1, n − 1) orthogonal. LayerNorm
-    models need it with u = 1/√n: their mean subtraction commutes with such rotations only.
-
-    Args:
-        start: orthogonal (n, n), preserving u.
-        preserve: u, (n,), of any length but zero.
-        build: what turns the complement.
+    models need it with u = 1/√n: their mean subtraction commutes with such rotations only. The start (n, n) preserves u
+    (n,), which is not zero.
     """
 
     def __init__(self, start: Tensor, preserve: Tensor, build: Callable[[Tensor], Rotator]) -> None:
         self._normal = _householder(preserve.to(start))
-        self._inner = build(_reflected(start, self._normal)[1:, 1:].contiguous())
+        self._inner = build(_reflect(start, self._normal)[1:, 1:].contiguous())
 
     def rotation(self) -> Tensor:
         """See `Rotator`."""
-        return _reflected(_with_axis(self._inner.rotation()), self._normal)
+        return _reflect(_with_axis(self._inner.rotation()), self._normal)
 
     def slope(self, gradient: Tensor) -> Tensor:
-        """That of what turns the complement."""
-        return self._inner.slope(_reflected(gradient, self._normal)[1:, 1:].contiguous())
+        """Return the gradient of the complement's rotator."""
+        return self._inner.slope(_reflect(gradient, self._normal)[1:, 1:].contiguous())
 
     def step(self, slope: Tensor, rate: float) -> None:
         """See `Rotator`."""
@@ -197,7 +180,7 @@ class Preserving:
 
 
 def _householder(u: Tensor) -> Tensor:
-    """Unit normal (n,) of the mirror that brings u (n,) to the first axis, up to sign."""
+    """Return the unit normal (n,) of the mirror that brings u (n,) to the first axis, up to sign."""
     length = torch.linalg.vector_norm(u)
     if not bool(length > 0):
         raise ValueError("the direction to preserve is zero")
@@ -209,50 +192,43 @@ def _householder(u: Tensor) -> Tensor:
 
 
 def complement_of_ones(n: int) -> Tensor:
-    """Orthonormal columns, (n, n − 1) float64, that span all vectors of mean zero."""
+    """Return orthonormal columns, (n, n − 1) float64, that span all vectors of mean zero."""
     normal = _householder(torch.ones(n, dtype=torch.float64))
     mirror = torch.eye(n, dtype=torch.float64) - 2 * torch.outer(normal, normal)
     return mirror[:, 1:].contiguous()
 
 
-def _reflected(matrix: Tensor, normal: Tensor) -> Tensor:
-    """P M P with P = I − 2 n nᵀ, for products of order n²."""
+def _reflect(matrix: Tensor, normal: Tensor) -> Tensor:
+    """Return P M P with P = I − 2 n nᵀ, in products of order n²."""
     matrix = matrix - 2 * torch.outer(normal, normal @ matrix)
     return matrix - 2 * torch.outer(matrix @ normal, normal)
 
 
 def _with_axis(inner: Tensor) -> Tensor:
-    """diag(1, `inner`)."""
-    whole = inner.new_zeros(len(inner) + 1, len(inner) + 1)
-    whole[0, 0] = 1
-    whole[1:, 1:] = inner
-    return whole
+    extended = inner.new_zeros(len(inner) + 1, len(inner) + 1)
+    extended[0, 0] = 1
+    extended[1:, 1:] = inner
+    return extended
 
 
 def make_rotator(method: RetractionName, start: Tensor, *, preserve: Tensor | None = None) -> Rotator:
-    """A rotator at a start.
+    """Make a rotator of `RETRACTIONS` at an orthogonal start (..., n, n); its device and dtype are the rotator's.
 
-    Args:
-        method: a key of `METHODS`.
-        start: orthogonal, (..., n, n), floating; its device and dtype are the rotator's.
-        preserve: a direction u (n,) to leave where it is; `start` is then (n, n) and preserves it.
-
-    Raises:
-        ValueError: u is zero.
+    If `preserve` is given, a direction u (n,) stays where it is; `start` is then (n, n) and preserves it.
     """
     build = RETRACTIONS[method].build
     return build(start) if preserve is None else Preserving(start, preserve, build)
 
 
 def identity(shape: tuple[int, ...], *, dtype: torch.dtype) -> Tensor:
-    """Identities (..., n, n) on CPU, each written out."""
+    """Return identities (..., n, n) on CPU, each written out."""
     return torch.eye(shape[-1], dtype=dtype).expand(shape).clone()
 
 
 def near_identity(
     shape: tuple[int, ...], size: float, generator: torch.Generator, *, preserve: Tensor | None = None
 ) -> Tensor:
-    """Random rotations (..., n, n), float64 on CPU, that turn every pair of axes by about `size` radians.
+    """Return random rotations (..., n, n), float64 on CPU, that turn every pair of axes by about `size` radians.
 
     Args:
         shape: (..., n, n).
@@ -265,18 +241,15 @@ def near_identity(
     eye = torch.eye(n, dtype=torch.float64)
     half = (x - x.mT) / 2
     turned: Tensor = torch.linalg.solve(eye - half, eye + half)
-    return turned if preserve is None else _reflected(_with_axis(turned), _householder(preserve.cpu().double()))
+    return turned if preserve is None else _reflect(_with_axis(turned), _householder(preserve.cpu().double()))
 
 
 def orthonormalise(rotation: Tensor, preserve: Tensor | None = None) -> Tensor:
-    """The orthogonal matrix next to a nearly orthogonal one, to rounding of float64.
+    """Return the orthogonal matrix nearest to a nearly orthogonal one, (..., n, n) float64 on CPU.
 
     Args:
         rotation: (..., n, n), any floating dtype, ‖QᵀQ − I‖ well below one.
         preserve: a direction u (n,) that `rotation` (n, n) nearly preserves and the result does.
-
-    Returns:
-        (..., n, n) float64 on CPU.
     """
     q = rotation.detach().to("cpu", torch.float64)
     if preserve is None:
@@ -284,4 +257,4 @@ def orthonormalise(rotation: Tensor, preserve: Tensor | None = None) -> Tensor:
             q = _newton_schulz(q)
         return q
     normal = _householder(preserve.detach().to("cpu", torch.float64))
-    return _reflected(_with_axis(orthonormalise(_reflected(q, normal)[1:, 1:])), normal)
+    return _reflect(_with_axis(orthonormalise(_reflect(q, normal)[1:, 1:])), normal)

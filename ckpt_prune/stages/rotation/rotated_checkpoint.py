@@ -1,4 +1,4 @@
-"""A checkpoint seen through rotations: other tensors, the same function, absorbed as they are read."""
+"""Checkpoint under rotations: other tensors, the same function, absorbed as they are read."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,11 +25,7 @@ Rotations = Callable[[int], BlockRotations]
 
 
 def not_learned(_block: int) -> BlockRotations:
-    """Stands for rotations where only names and shapes are asked for.
-
-    Raises:
-        ValueError: always.
-    """
+    """Stand in for rotations if only names and shapes are needed."""
     raise ValueError("the rotations are not learned yet")
 
 
@@ -39,11 +35,7 @@ CONFIG_KEY = "ckpt_prune_rotations"
 
 
 def check_rotatable(model: Model, kind: RotationKind) -> None:
-    """Refuse to rotate a model whose residual stream is not plain pre-norm.
-
-    Raises:
-        UserError: with the reason.
-    """
+    """Refuse to rotate a model whose residual stream is not plain pre-norm, with the reason."""
     family, config = model.family, model.config
     turns_values = family.has_causal and not family.attention.latent
     what = f"{family.model_type} cannot be rotated"
@@ -69,14 +61,13 @@ def check_rotatable(model: Model, kind: RotationKind) -> None:
 
 @dataclass(frozen=True)
 class RotatedCheckpoint(AbsorbedCheckpoint):
-    """What `Checkpoint` is to a job, under rotations.
+    """Stands in for a `Checkpoint` in a job with rotations.
 
     Args:
-        model: the dense model.
         kind: per-layer: every block has its own R1, and modules between blocks turn the stream; shared: one R1 that is
             absorbed by what makes the stream and what reads it last, the head untied; values: R2 alone.
         rotations: of a block.
-        device: where tensors absorb them.
+        device: tensors absorb rotations there.
     """
 
     model: Model
@@ -123,21 +114,21 @@ class RotatedCheckpoint(AbsorbedCheckpoint):
 
     @cached_property
     def added(self) -> Added:
-        """Tensors that the source has not, or not of that shape: name → whose file and dtype they share, and shape."""
-        found: Added = {name: (name, (1,)) for name in self._gainless}
+        """Tensors that the source lacks, or has in another shape (`AbsorbedCheckpoint.added`)."""
+        added: Added = {name: (name, (1,)) for name in self._gainless}
         hidden = self.model.dimension("hidden")
         if self.kind == "shared" and self._head not in self.source.tensors:
-            found[self._head] = (self._table, self.source.tensors[self._table].shape)
+            added[self._head] = (self._table, self.source.tensors[self._table].shape)
         for side, module in (("entry", ENTRY), ("exit", EXIT)):
             for block in self.turns.get(side, []):
-                found[self.family.tensor(block, module)] = (self._value(block), (hidden, hidden))
-        return found
+                added[self.family.tensor(block, module)] = (self._value(block), (hidden, hidden))
+        return added
 
     @cached_property
     def _gainless(self) -> list[str]:
         """Norms of the blocks that the stream is turned for: one number stands for their gains, or for their biases.
 
-        No stock class takes that shape. One that did would pass over the modules that turn the stream.
+        No stock class takes that shape. One that did would ignore the modules that turn the stream.
         """
         blocks = sorted({block for blocks in self.turns.values() for block in blocks})
         norms = residual_of(self.family).reads if blocks else {}
@@ -146,11 +137,11 @@ class RotatedCheckpoint(AbsorbedCheckpoint):
 
     @cached_property
     def added_biases(self) -> frozenset[str]:
-        """Linear modules of a block that get a bias from a norm's, and have none."""
+        """Linear modules of a block that have no bias and get one from a norm."""
         return frozenset() if self.kind == "values" else super().added_biases
 
     def config_values(self, values: dict[str, Any]) -> dict[str, Any]:
-        """The output's config.json with what the rotations change in it."""
+        """Return the output's config.json with the changes that rotations need."""
         if self.kind == "shared":
             return values | {"tie_word_embeddings": False}
         return values | {CONFIG_KEY: self.turns} if self.turns else values
@@ -158,7 +149,7 @@ class RotatedCheckpoint(AbsorbedCheckpoint):
     # ---- tensors ---------------------------------------------------------------------------------------------
 
     def block(self, index: int) -> dict[str, Tensor]:
-        """The tensors of block `index`, rotations absorbed in float64, in the dtype of the source."""
+        """Return the tensors of block `index`, rotations absorbed in float64, in the dtype of the source."""
         tensors = {name: tensor.to(self.device) for name, tensor in self.model.read_block(index).items()}
         residual, heads = self.on_device(index)
         if residual is not None:
@@ -172,21 +163,21 @@ class RotatedCheckpoint(AbsorbedCheckpoint):
         if index in self.turns.get("exit", []):
             assert residual is not None
             tensors[self.family.tensor(index, EXIT)] = residual
-        return self._stored(index, tensors)
+        return self._to_stored(index, tensors)
 
     def on_device(self, index: int) -> BlockRotations:
-        """A block's rotations where tensors absorb them."""
+        """Return a block's rotations on the device where tensors absorb them."""
         residual, heads = self.rotations(index)
         return residual.to(self.device) if residual is not None else None, heads.to(self.device)
 
     def norms(self, index: int) -> dict[str, Tensor]:
-        """Gains and biases of a dense block's norms, before they are absorbed."""
+        """Read gains and biases of a dense block's norms, before they are absorbed."""
         norms = residual_of(self.family).reads
         names = [self.family.tensor(index, norm, kind) for norm in norms for kind in KINDS]
         return self.source.read(name for name in names if name in self.source.tensors)
 
     def _entry(self, index: int, residual: Tensor) -> Tensor:
-        """Weight of the module before a block with this R1: from the basis of the block before it into its own."""
+        """Return the matrix from the basis of the block before into that of a block with this R1."""
         if index > 0:
             return residual.T @ self._residual(index - 1)
         if residual_of(self.family).norm == "layer":
@@ -198,9 +189,9 @@ class RotatedCheckpoint(AbsorbedCheckpoint):
         if is_stored_buffer(name) or not self.absorbs_ends:
             return self.source.read([name])[name]
         if name == self._head:
-            return self._read_last(self._residual(self.blocks - 1))
+            return self._absorb_in_head(self._residual(self.blocks - 1))
         if name in self.starts:
-            return self._started(name, self._residual(0))
+            return self._absorb_start(name, self._residual(0))
         if self._final.get(name) == "weight":
             return unit_gains(self.family, self.source.read([name])[name])
         if self._final.get(name) == "bias":
@@ -208,20 +199,16 @@ class RotatedCheckpoint(AbsorbedCheckpoint):
         return self.source.read([name])[name]
 
     def _residual(self, index: int) -> Tensor:
-        """R1 of a block. Each is asked for where it is needed: the last one may not be learned yet."""
+        """Return R1 of a block. Each is asked for when it is needed: the last one may not be learned yet."""
         residual, _ = self.on_device(index)
         assert residual is not None
         return residual
 
     def check_final_norm(self) -> None:
-        """Refuse a final norm that the head cannot absorb.
-
-        Raises:
-            UserError: it has a bias where its gain is zero.
-        """
+        """Refuse a final norm that the head cannot absorb: one with a bias where its gain is zero."""
         if not self.absorbs_ends:
             return
-        gain, shift = self._gain, self._of_final("bias")
+        gain, shift = self._gain, self._final_tensor("bias")
         if gain is not None and shift is not None and bool(((gain == 0) & (shift != 0)).any()):
             raise UserError(
                 "the final norm has a bias where its gain is zero, which no rotated head can repeat: "

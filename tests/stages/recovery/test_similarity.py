@@ -58,12 +58,6 @@ def test_figures_worked_out_by_hand():
     assert found.cka == pytest.approx(4 / (math.sqrt(8) * 2), rel=1e-6)
 
 
-def test_all_leading_axes_are_tokens():
-    x, y = pair(24, 5)
-    shaped, flat = similarity(x.view(2, 3, 4, 5), y.view(2, 3, 4, 5)), similarity(x, y)
-    assert (shaped.mse, shaped.cka) == (flat.mse, flat.cka)
-
-
 @settings(max_examples=25, deadline=None)
 @given(seed=SEEDS, cuts=cuts_of(30), offset=st.sampled_from([0.0, 1e3, 1e6]))
 def test_any_batches_give_the_same(seed, cuts, offset):
@@ -83,12 +77,6 @@ def test_cka_sees_no_rotation_no_scale_and_no_offset(seed, turned, exponent, off
     assert similarity(*sides, (10,)).cka == pytest.approx(before, rel=1e-9)
 
 
-def test_cka_sees_a_scale_that_differs_between_features():
-    x, _ = pair(30, 6)
-    stretched = x * torch.tensor([1, 1, 1, 30, 1, 1])
-    assert similarity(x, stretched).cka < 0.9
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("first", [1, 64])
 def test_massive_activations_cancel_no_digits(dtype, first):
@@ -104,24 +92,6 @@ def test_massive_activations_cancel_no_digits(dtype, first):
     assert found.cka == pytest.approx(oracle.cka(X, Y), rel=2e-6)
 
 
-def test_a_first_batch_unlike_the_rest_cancels_no_digits():
-    """One token far away, as the first of a sequence can be, and the shift is far from all that follow."""
-    x, y = (side.float() for side in pair(600, 4))
-    x[0] -= 1e4
-    y[0, 1] += 1e4
-    found = similarity(x, y, (1, 200, 400))
-    assert found.cka == pytest.approx(oracle.cka(x.double().numpy(), y.double().numpy()), rel=1e-8)
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE)
-def test_equal_hidden_states_are_alike(dtype):
-    x = (pair(30, 6)[0] + 7).to(dtype)
-    found = similarity(x, x.clone(), (11, 12))
-    assert found.mse == 0.0
-    assert found.cka == pytest.approx(1.0, abs=TOLERANCE[dtype])
-    assert found.cka <= 1.0
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_rounding_does_not_lift_cka_above_one(dtype):
     """Of a scaled copy the ratio rounds to either side of 1: over 20 of them, to above for some."""
@@ -130,24 +100,6 @@ def test_rounding_does_not_lift_cka_above_one(dtype):
         cka = similarity(x, 0.3 * x, (11,)).cka
         assert cka <= 1.0
         assert cka == pytest.approx(1.0, abs=TOLERANCE[dtype])
-
-
-def test_figures_may_be_read_between_batches():
-    x, y = pair(30, 6)
-    found = similarity(x[:10], y[:10])
-    first = (found.mse, found.cka)
-    assert (found.mse, found.cka) == first == (similarity(x[:10], y[:10]).mse, similarity(x[:10], y[:10]).cka)
-    found.add(x[10:], y[10:])
-    assert found.cka == pytest.approx(oracle.cka(x.numpy(), y.numpy()), rel=1e-11)
-
-
-def test_tokens_are_left_as_they_are():
-    x, y = pair(30, 6)
-    x.requires_grad_()
-    copies = x.detach().clone(), y.clone()
-    similarity(x, y, (11,))
-    assert torch.equal(x, copies[0])
-    assert torch.equal(y, copies[1])
 
 
 @pytest.mark.parametrize("value", [0.1, 1000.1, 3e30])
@@ -161,18 +113,6 @@ def test_a_constant_stream(value, cuts):
     assert similarity(constant, 2 * constant, cuts).cka == 1.0
     assert similarity(constant, varying, cuts).cka == 0.0
     assert similarity(varying, constant, cuts).cka == 0.0
-
-
-def test_one_token_does_not_vary():
-    found = similarity(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 5.0]))
-    assert (found.mse, found.cka) == (4.5, 1.0)
-
-
-def test_a_stream_constant_only_within_each_batch_does_vary():
-    x = torch.tensor([[1.0], [1.0], [4.0], [4.0], [2.0], [2.0]])
-    y = torch.tensor([[3.0], [3.0], [9.0], [9.0], [5.0], [5.0]])
-    assert similarity(x, y, (2, 4)).cka == pytest.approx(1.0, abs=1e-12)
-    assert similarity(x, -x * x, (2, 4)).cka == pytest.approx(oracle.cka(x.numpy(), (-x * x).numpy()), rel=1e-6)
 
 
 FINITE = {
@@ -206,14 +146,6 @@ def test_the_largest_doubles():
     assert (found.mse, found.cka) == (math.inf, pytest.approx(1.0, abs=1e-12))
 
 
-@pytest.mark.parametrize("size", [1e30, 1e-30])
-def test_batches_of_very_different_size(size):
-    x, y = (side.float() for side in pair(30, 6))
-    x[10:20] *= size
-    expected = oracle.cka(x.double().numpy(), y.double().numpy())
-    assert similarity(x, y, (10, 20)).cka == pytest.approx(expected, rel=2e-6)
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("side", [0, 1])
 @pytest.mark.parametrize("token", [0, 12])
@@ -223,12 +155,6 @@ def test_hidden_states_that_are_not_finite(bad, side, token):
     found = similarity(*sides, (10, 20))
     assert math.isnan(found.cka)
     assert not math.isfinite(found.mse)
-
-
-def test_a_constant_stream_does_not_hide_what_is_not_finite():
-    x, y = torch.ones(4, 3), torch.full((4, 3), math.inf)
-    assert math.isnan(similarity(x, y).cka)
-    assert math.isnan(similarity(y, y).cka)
 
 
 @pytest.mark.parametrize("batches", [0, 1])

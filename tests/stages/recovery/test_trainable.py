@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ckpt_prune.stages.recovery.trainable import surviving_weights, trainable_tensors
 from tests.encoders import VARIANTS as ENCODERS
@@ -62,20 +60,3 @@ def test_elements_that_are_free_worked_out_by_hand():
     ]
     # A dropped unit of a padded container; an empty slot; what a unit without inputs is left with; an empty slot.
     assert surviving_weights(tensors, "a.bias").tolist() == [False, True, True, True]
-
-
-@given(
-    rows=st.integers(1, 6),
-    columns=st.integers(1, 4),
-    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.float64]),
-    data=st.data(),
-)
-def test_elements_that_are_free_are_those_of_the_definition(rows, columns, dtype, data):
-    values = st.sampled_from([0.0, 0.0, -0.0, 1.0, -0.25, 1e-7])
-    flat = data.draw(st.lists(values, min_size=rows * (columns + 1), max_size=rows * (columns + 1)))
-    tensor = torch.tensor(flat, dtype=dtype).view(rows, columns + 1)
-    tensors = {"x.weight": tensor[:, :-1], "x.bias": tensor[:, -1]}
-    for name in tensors:
-        free = surviving_weights(tensors, name)
-        assert free.dtype == torch.bool
-        assert torch.equal(free, laco.free(tensors, name).bool())

@@ -7,18 +7,34 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_prune.stages.rotation import descent as module
-from ckpt_prune.stages.rotation.descent import DescentSettings, learn_rotations, learn_shared_rotation
+from ckpt_prune.stages.rotation.descent import (
+    LearnedRotations,
+    RotationProblem,
+    learn_rotations,
+    learn_shared_rotation,
+    learning_rate,
+)
 from ckpt_prune.stages.rotation.importance import Term, objective
-from ckpt_prune.stages.rotation.orthogonal import RETRACTIONS, near_identity
+from ckpt_prune.stages.rotation.orthogonal import RETRACTIONS
+from ckpt_prune.stages.rotation.stage import Rotation
 from tests.problems import BACKBONES, make_block, orthogonal
 
 WHOLE = {"hidden": 10, "kv_heads": 2, "head_dim": 3}
 R1_ONLY = {"hidden": 10, "kv_heads": None, "head_dim": None}
 R2_ONLY = {"hidden": None, "kv_heads": 2, "head_dim": 3}
+PLANTED = {"hidden": 24, "kv_heads": None, "head_dim": None}
 
 
-def quick(steps=15, **rest) -> DescentSettings:
-    return DescentSettings(steps=steps, **rest)
+def quick(steps=15, **rest) -> Rotation:
+    return Rotation(kind="per-layer", steps=steps, **rest)
+
+
+def problem(backbone: str, sizes: dict, **rest) -> RotationProblem:
+    return RotationProblem(backbone, **sizes, device=torch.device("cpu"), **rest)
+
+
+def learn(terms, backbone="wanda", sizes=WHOLE, settings=None, progress=None, **rest) -> LearnedRotations:
+    return learn_rotations(terms, problem(backbone, sizes, **rest), settings or quick(), progress)
 
 
 def defect(q) -> float:
@@ -45,8 +61,7 @@ def planted(d=24, seed=0) -> list[Term]:
 )
 def test_never_worse_than_no_rotation_and_says_what_it_returns(seed, backbone, method, rate, jitter, sizes):
     terms = make_block(seed).terms(backbone)
-    training = quick(8, method=method, learning_rate=rate, jitter=jitter, seed=seed)
-    learned = learn_rotations(terms, backbone, **sizes, training=training, device="cpu")
+    learned = learn(terms, backbone, sizes, quick(8, retraction=method, learning_rate=rate, jitter=jitter, seed=seed))
     assert learned.entropy_after <= learned.entropy_before
     identities = (
         (None if learned.residual is None else torch.eye(10).double()),
@@ -71,27 +86,22 @@ def test_never_worse_than_no_rotation_and_says_what_it_returns(seed, backbone, m
 def test_lowers_the_entropy(backbone, method):
     terms = make_block().terms(backbone)
     seen = []
-    learned = learn_rotations(
-        terms, backbone, **WHOLE, training=quick(40, method=method), device="cpu", progress=lambda *at: seen.append(at)
-    )
+    learned = learn(terms, backbone, WHOLE, quick(40, retraction=method), lambda *at: seen.append(at))
     assert learned.entropy_after < 0.95 * learned.entropy_before
     assert learned.steps == 40
     assert seen == list(enumerate(learned.curve))
     assert learned.curve[0] == pytest.approx(learned.entropy_before, rel=1e-5)
     assert min(learned.curve) == pytest.approx(learned.entropy_after, rel=1e-5)
-    other = learn_rotations(terms, backbone, **R2_ONLY, training=quick(40, method=method), device="cpu")
+    other = learn(terms, backbone, R2_ONLY, quick(40, retraction=method))
     assert other.entropy_before < learned.entropy_before
     assert other.entropy_after < other.entropy_before
 
 
 def test_finds_a_planted_rotation_and_both_methods_agree():
     terms, turn = planted()
-    sizes = {"hidden": 24, "kv_heads": None, "head_dim": None}
     planted_entropy = float(objective(terms, "magnitude", turn, None))
     found = {
-        method: learn_rotations(
-            terms, "magnitude", **sizes, training=DescentSettings(steps, method, rate, patience=10**6), device="cpu"
-        )
+        method: learn(terms, "magnitude", PLANTED, quick(steps, retraction=method, learning_rate=rate, patience=10**6))
         for method, steps, rate in (("cayley", 300, None), ("qr", 1000, None))
     }
     before = found["qr"].entropy_before
@@ -105,9 +115,7 @@ def test_finds_a_planted_rotation_and_both_methods_agree():
 def test_preserves_a_direction_exactly(method):
     u = torch.ones(10)
     terms = make_block().terms("wanda")
-    learned = learn_rotations(
-        terms, "wanda", **WHOLE, training=quick(method=method, jitter=0.1), device="cpu", preserve=u
-    )
+    learned = learn(terms, settings=quick(retraction=method, jitter=0.1), preserve=u)
     assert learned.entropy_after < learned.entropy_before
     assert float((learned.residual @ u.double() - 1).abs().amax()) < 1e-13
     assert defect(learned.residual) < 1e-13
@@ -117,7 +125,7 @@ def test_the_same_again_and_another_seed():
     terms = make_block().terms("wanda")
 
     def run(**changes):
-        return learn_rotations(terms, "wanda", **WHOLE, training=quick(**changes), device="cpu")
+        return learn(terms, settings=quick(**changes))
 
     plain = run()
     assert torch.equal(plain.residual, run().residual)
@@ -133,17 +141,15 @@ def test_jitter_leaves_a_start_without_a_gradient():
     pair = torch.tensor([[1.0, 1.0], [1.0, -1.0]]).double()
     terms = [Term("w", torch.kron(pair, pair), None, None, "residual")]
     sizes = {"hidden": 4, "kv_heads": None, "head_dim": None}
-    stuck = learn_rotations(terms, "magnitude", **sizes, training=quick(60), device="cpu", dtype=torch.float64)
-    free = learn_rotations(
-        terms, "magnitude", **sizes, training=quick(60, jitter=0.05), device="cpu", dtype=torch.float64
-    )
+    stuck = learn(terms, "magnitude", sizes, quick(60), dtype=torch.float64)
+    free = learn(terms, "magnitude", sizes, quick(60, jitter=0.05), dtype=torch.float64)
     assert torch.equal(stuck.residual, torch.eye(4).double())
     assert free.entropy_after < 0.5 * stuck.entropy_after
 
 
 def test_no_steps_is_no_rotation():
     terms = make_block().terms("wanda")
-    learned = learn_rotations(terms, "wanda", **WHOLE, training=DescentSettings(steps=0), device="cpu")
+    learned = learn(terms, settings=quick(0))
     assert torch.equal(learned.residual, torch.eye(10).double())
     assert torch.equal(learned.heads, torch.eye(3).double().expand(2, 3, 3))
     assert learned.steps == 0
@@ -152,13 +158,9 @@ def test_no_steps_is_no_rotation():
 
 def test_stops_early():
     terms = make_block().terms("wanda")
-    one = learn_rotations(
-        terms, "wanda", **WHOLE, training=DescentSettings(steps=200, patience=5, tolerance=0.9), device="cpu"
-    )
+    one = learn(terms, settings=quick(200, patience=5, tolerance=0.9))
     assert one.steps == 5
-    long = learn_rotations(
-        terms, "wanda", **WHOLE, training=DescentSettings(steps=300, patience=20, tolerance=1e-4), device="cpu"
-    )
+    long = learn(terms, settings=quick(300, patience=20, tolerance=1e-4))
     assert 20 < long.steps < 300
     best_before = min(long.curve[: long.steps - 20 + 1])
     assert best_before - min(long.curve) <= 1e-4 * min(long.curve)
@@ -174,7 +176,7 @@ def test_a_loss_that_is_not_finite_stops_training(monkeypatch):
 
     monkeypatch.setattr(module, "objective", breaks)
     monkeypatch.setattr(module._Loss, "__call__", _only_training(module._Loss.__call__, calls))
-    learned = learn_rotations(terms, "wanda", **WHOLE, training=quick(), device="cpu")
+    learned = learn(terms)
     assert learned.steps == 4
     assert learned.curve[4] != learned.curve[4]
     assert learned.entropy_after == pytest.approx(min(learned.curve[:4]), rel=1e-5)
@@ -198,28 +200,23 @@ def _only_training(call, calls):
 
 def test_weights_that_are_not_finite_give_the_identity():
     terms = [replace(term, weight=term.weight * float("inf")) for term in make_block().terms("wanda")]
-    learned = learn_rotations(terms, "wanda", **WHOLE, training=quick(), device="cpu")
+    learned = learn(terms)
     assert torch.equal(learned.residual, torch.eye(10).double())
     assert learned.steps == 0
 
 
-def test_nothing_to_learn():
-    terms = make_block().terms("wanda")
+def test_what_cannot_be_learned_is_refused():
     with pytest.raises(ValueError, match="neither"):
-        learn_rotations(terms, "wanda", hidden=None, kv_heads=None, head_dim=None, training=quick(), device="cpu")
+        problem("wanda", {"hidden": None, "kv_heads": None, "head_dim": None})
     with pytest.raises(ValueError, match="how many and their size"):
-        learn_rotations(terms, "wanda", hidden=10, kv_heads=2, head_dim=None, training=quick(), device="cpu")
-    with pytest.raises(ValueError, match="steps"):
-        DescentSettings(steps=-1)
-    with pytest.raises(ValueError, match="patience"):
-        DescentSettings(patience=0)
+        problem("wanda", {"hidden": 10, "kv_heads": 2, "head_dim": None})
 
 
 @pytest.mark.parametrize("method", RETRACTIONS)
 def test_one_rotation_for_all_blocks(method):
     blocks = [make_block(seed) for seed in range(3)]
     learned = learn_shared_rotation(
-        3, lambda i: blocks[i].terms("wanda"), "wanda", **WHOLE, training=quick(40, method=method), device="cpu"
+        3, lambda i: blocks[i].terms("wanda"), problem("wanda", WHOLE), quick(40, retraction=method)
     )
     assert learned.residual.shape == (10, 10)
     assert learned.heads.shape == (3, 2, 3, 3)
@@ -232,21 +229,13 @@ def test_one_rotation_for_all_blocks(method):
     assert learned.entropy_after < 0.97 * learned.entropy_before
 
 
-def test_shared_gradient_is_that_of_the_whole_sum():
+def test_shared_gradient_is_that_of_the_whole_sum(monkeypatch):
     """The same block twice, in one and in two: one R1 sees the same loss, twice."""
     block = make_block()
-    one = learn_rotations(
-        block.terms("wanda"), "wanda", **R1_ONLY, training=quick(clip=None), device="cpu", dtype=torch.float64
-    )
-    two = learn_shared_rotation(
-        2,
-        lambda _: block.terms("wanda"),
-        "wanda",
-        **R1_ONLY,
-        training=quick(clip=None),
-        device="cpu",
-        dtype=torch.float64,
-    )
+    monkeypatch.setattr(module, "CLIP", None)
+    asked = problem("wanda", R1_ONLY, dtype=torch.float64)
+    one = learn_rotations(block.terms("wanda"), asked, quick())
+    two = learn_shared_rotation(2, lambda _: block.terms("wanda"), asked, quick())
     assert two.entropy_after == pytest.approx(2 * one.entropy_after)
     torch.testing.assert_close(one.residual, two.residual, atol=1e-6, rtol=0)
 
@@ -262,23 +251,15 @@ def test_shared_holds_one_block_at_a_time():
         most = max(most, len(alive))
         return terms
 
-    learn_shared_rotation(4, terms_of, "wanda", **WHOLE, training=quick(2), device="cpu")
+    learn_shared_rotation(4, terms_of, problem("wanda", WHOLE), quick(2))
     # Of the block before, the last term of the loop may still be there.
     assert most <= len(make_block().weights) + 1
 
 
 def test_rates():
-    assert [DescentSettings(steps=4, method="qr").rate(step) for step in range(4)] == [0.01] * 4
-    cayley = [DescentSettings(steps=4, learning_rate=1.0).rate(step) for step in range(4)]
+    assert [learning_rate(quick(4, retraction="qr"), step) for step in range(4)] == [0.01] * 4
+    cayley = [learning_rate(quick(4, learning_rate=1.0), step) for step in range(4)]
     assert cayley == pytest.approx([1.0, 0.8535534, 0.5, 0.1464466])
-
-
-def test_terms_are_left_as_they_are():
-    terms = make_block().terms("sparsegpt")
-    copies = [term.weight.clone() for term in terms]
-    learn_rotations(terms, "sparsegpt", **WHOLE, training=quick(3), device="cpu")
-    assert all(torch.equal(term.weight, copy) for term, copy in zip(terms, copies, strict=True))
-    assert near_identity((3, 3), 0.0, torch.Generator()).equal(torch.eye(3).double())
 
 
 @pytest.mark.parametrize("method", sorted(RETRACTIONS))
@@ -286,16 +267,7 @@ def test_bfloat16_learns_and_is_orthogonal_in_float64(method):
     """What is optimised stays wide, so that rotations are as orthogonal as in float32."""
     terms, _ = planted()
     found = [
-        learn_rotations(
-            terms,
-            "magnitude",
-            hidden=24,
-            kv_heads=None,
-            head_dim=None,
-            training=quick(60, method=method),
-            device="cpu",
-            dtype=dtype,
-        )
+        learn(terms, "magnitude", PLANTED, quick(60, retraction=method), dtype=dtype)
         for dtype in (torch.float32, torch.bfloat16)
     ]
     assert defect(found[1].residual) < 1e-12
@@ -305,11 +277,7 @@ def test_bfloat16_learns_and_is_orthogonal_in_float64(method):
 
 def test_groups_are_concentrated_where_they_are_asked_for():
     terms, _ = planted()
-    sizes = {"hidden": 24, "kv_heads": None, "head_dim": None}
-    lines, groups = (
-        learn_rotations(terms, "magnitude", **sizes, training=quick(60), device="cpu", groups=each)
-        for each in (None, 4)
-    )
+    lines, groups = (learn(terms, "magnitude", PLANTED, quick(60), groups=each) for each in (None, 4))
     loss = [float(objective(terms, "magnitude", each.residual, None, groups=4)) for each in (lines, groups)]
     assert groups.entropy_after == pytest.approx(loss[1], rel=1e-12)
     assert loss[1] < loss[0]

@@ -56,7 +56,7 @@ class ColumnSolver(Solver):
         score = SCORES[name]
         if score.needs_moments and moments is None:
             raise ValueError(f"score {name} needs moments")
-        return score.function(weight, moments)  # type: ignore[arg-type]
+        return score.function(weight, moments)
 
     def scores(
         self, block: int, tensors: Mapping[str, Tensor], folds: SpaceMoments, score: str | None = None

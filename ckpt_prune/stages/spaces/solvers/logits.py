@@ -9,7 +9,8 @@ from torch import Tensor
 from ckpt_prune.common.phases import phase
 from ckpt_prune.compensation import logit
 from ckpt_prune.compensation.head_shift import HeadEquations, measure_head_shift
-from ckpt_prune.compensation.logit_methods import LOGIT_METHODS, LogitFit, LogitMethod, fit_unmeasured
+from ckpt_prune.compensation.logit import LogitFit, fit_unmeasured
+from ckpt_prune.compensation.logit_methods import LOGIT_METHODS, LogitMethod
 from ckpt_prune.compensation.low_rank import pair_errors
 from ckpt_prune.compensation.mixing import absorb
 from ckpt_prune.job.decisions import Decision

@@ -79,7 +79,7 @@ class ValueSolver(ColumnSolver):
         for module in self.description.readers:
             for name in (self.model.tensor(block, module, kind) for kind in KINDS):
                 if name in tensors:
-                    new[name] = at.turn.narrowed(tensors[name].to(self.device), keep).cpu()
+                    new[name] = at.turn.narrow_values(tensors[name].to(self.device), keep).cpu()
         return plan, new
 
     def divergence(
@@ -125,7 +125,7 @@ class ValueSolver(ColumnSolver):
 
     def _turned(self, block: int, tensors: Mapping[str, Tensor], folds: tuple[Moments, ...]) -> _Turned:
         turn, name = self._turn(block, tensors, folds), self.model.tensor(block, self.description.consumer)
-        turned = {**tensors, name: turn.turned(tensors[name].to(turn.values.device))}
+        turned = {**tensors, name: turn.turn_columns(tensors[name].to(turn.values.device))}
         return _Turned(turn, turned, tuple(each.change_basis(turn.inputs) for each in folds))
 
     @phase("ranking")

@@ -1,1 +1,0 @@
-"""Recovering pruned models: LaCo."""

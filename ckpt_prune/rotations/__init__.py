@@ -1,1 +1,0 @@
-"""Importance rotations: learning them and absorbing them into tensors."""
