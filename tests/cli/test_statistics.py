@@ -45,7 +45,7 @@ def test_a_dry_run_says_what_would_be_measured_and_writes_nothing(place):
     said = json.loads(ok(*DRY, "--json"))
     assert listing() == before
     estimate = said.pop("estimate")
-    assert set(estimate["stages"]) == {"measuring", "gradients", "effects"}
+    assert estimate["seconds"] > 0
     assert said == {
         "written": False,
         "modality": "text",
