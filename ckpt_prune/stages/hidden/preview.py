@@ -218,7 +218,7 @@ def jointly_narrowed(prepared: Prepared, record: HiddenRecord, view: SlicedCheck
         return left
     sliced = view or view_of(prepared, record.kept)
     model, note = narrow_model(sliced)
-    return replace(left, model=model, note=note, wide=prepared.model, narrow=sliced.seen)
+    return replace(left, model=model, note=note, wide=prepared.model, narrow=sliced.project)
 
 
 def hidden_record(prepared: Prepared, kept: int, energy: Sequence[float] = ()) -> HiddenRecord:
