@@ -55,10 +55,7 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
 
 
 def room(module: str) -> str:
-    parts = module.split(".")
-    if parts[1:2] == ["stages"] and len(parts) > 2:
-        return ".".join(parts[1:3])  # a stage's folder is a room of its own
-    return parts[1] if len(parts) > 2 or (PACKAGE / parts[-1]).is_dir() else module
+    return module.split(".")[1] if module.count(".") > 1 or (PACKAGE / module.split(".")[-1]).is_dir() else module
 
 
 def test_no_module_imports_itself_by_way_of_others():

@@ -24,7 +24,7 @@ from ckpt_prune.job.kinds import CANDIDATES, CHOSEN, Wish, kind_of
 from ckpt_prune.job.names import Goal
 from ckpt_prune.job.sizes import TargetSize
 from ckpt_prune.job.space import SpaceRecipe
-from ckpt_prune.measure.moments.kinds import Collect
+from ckpt_prune.measure.statistics.files import Collect
 
 
 class StageKeys(Strict):

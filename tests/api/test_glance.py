@@ -56,7 +56,9 @@ def test_what_is_made_of_checkpoints() -> None:
     for held in (pruned.report, pruned.settled, planned.plan):
         assert len(str(held)) < LINE
     quantised = ckpt_prune.quantize(pruned, output="int8", format="int8", **QUIET)
-    assert repr(quantised).startswith("QuantizedModel(path=PosixPath('int8'), record=Quantised(source='small', ")
+    assert repr(quantised).startswith(
+        "QuantizedModel(path=PosixPath('int8'), record=QuantizationRecord(source='small', "
+    )
     assert len(repr(quantised)) < LINE
 
 

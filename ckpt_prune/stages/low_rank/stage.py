@@ -8,7 +8,7 @@ from pydantic import Field
 from ckpt_prune.job.names import Part
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.stage import Stage
-from ckpt_prune.measure.moments.kinds import Collect
+from ckpt_prune.measure.statistics.files import Collect
 
 if TYPE_CHECKING:
     from ckpt_prune.job.prepared import Prepared

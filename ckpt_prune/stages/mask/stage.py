@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 from ckpt_prune.job.names import Backbone
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.stage import Stage
-from ckpt_prune.measure.moments.kinds import Collect
+from ckpt_prune.measure.statistics.files import Collect
 from ckpt_prune.sparsity.damping import DAMP, MOST_DAMP
 from ckpt_prune.sparsity.patterns import UNSTRUCTURED, Compare, GroupPattern, parse_pattern
 

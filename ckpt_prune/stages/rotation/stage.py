@@ -10,7 +10,7 @@ from ckpt_prune.job.fields import OneOf
 from ckpt_prune.job.names import Backbone, RotationKind
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.stage import Stage
-from ckpt_prune.measure.moments.kinds import Collect
+from ckpt_prune.measure.statistics.files import Collect
 from ckpt_prune.sparsity.damping import DAMP, MOST_DAMP
 from ckpt_prune.stages.mask.stage import Mask
 

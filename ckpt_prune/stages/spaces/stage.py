@@ -10,7 +10,7 @@ from ckpt_prune.architectures.spaces import COUPLED, ENDS, known_space
 from ckpt_prune.job.kinds import CHOSEN, kind_of
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.stage import Stage
-from ckpt_prune.measure.moments.kinds import Collect
+from ckpt_prune.measure.statistics.files import Collect
 
 if TYPE_CHECKING:
     from ckpt_prune.job.prepared import Prepared
