@@ -69,8 +69,8 @@ def verify(
     from ckpt_prune.exporting.apart import sessions_apart
     from ckpt_prune.exporting.session import FILES
     from ckpt_prune.exporting.verify import verify_graph
-    from ckpt_prune.stages.quantize.verify_quantized import verify_quantized
     from ckpt_prune.verification import verify as checking
+    from ckpt_prune.verification.verify_quantized import verify_quantized
 
     with show_progress(progress), sessions_apart(), spread(spreading):
         dense = None if against is None else resolve_model(path_of(against))
