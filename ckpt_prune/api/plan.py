@@ -47,12 +47,11 @@ class Planned:
         return [line for line in (*size_lines(self.settled), wider_choice(self.settled)) if line]
 
     @property
-    def takes(self) -> str | None:
-        """What a prune by the plan will take on this machine, in words; None where that is not foreseen."""
+    def takes(self) -> str:
+        """What a prune by the plan will take on this machine, in words."""
         from ckpt_prune.runner.estimate import estimate_plan
 
-        told = estimate_plan(self.settled.job, self.plan)
-        return None if told is None else f"pruning by it takes {told.line}"
+        return f"pruning by it takes {estimate_plan(self.settled.job, self.plan).line}"
 
     def data(self) -> dict[str, Any]:
         """As `--json` prints it."""

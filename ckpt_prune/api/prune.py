@@ -252,7 +252,6 @@ def _pruned(options: PruneOptions, progress: bool, written: Callable[[Pruned], N
         chosen = read_recipe(options)
 
     from ckpt_prune.containers.opening import Opening, open_model
-    from ckpt_prune.job.prepared import begin
     from ckpt_prune.runner.checks import check_training
     from ckpt_prune.runner.estimate import estimate_job
     from ckpt_prune.runner.read_job import read_job
@@ -267,10 +266,9 @@ def _pruned(options: PruneOptions, progress: bool, written: Callable[[Pruned], N
             if finished is not None:
                 return finished
         job = with_latencies(read_job(options, chosen, dense, say), say, trust=options.trust_remote_code)
-        start = begin(job)
-        settled = preview_job(job) if options.dry_run else check_job(job)
-        if start.widths_known:
-            settled = preview_job(job)
+        start = check_job(job, needs_data=not options.dry_run)
+        preview = preview_job(job, start) if options.dry_run or start.widths_known else None
+        settled = preview or start
         check_training(start)
         step = _graph_step(options, chosen, dense)
         if options.dry_run or settled.measures_first:
@@ -280,11 +278,11 @@ def _pruned(options: PruneOptions, progress: bool, written: Callable[[Pruned], N
         if options.dry_run:
             return Pruned(out, settled, None, None, tuple(say.lines))
         if not options.resume:
-            warning = process_group().alone(lambda: estimate_job(job).warning)
+            warning = process_group().alone(lambda: estimate_job(preview or preview_job(job, start)).warning)
             if warning is not None:
                 say(warning)
         with resumable(out, say):
-            done = run_job(job, out, resume=options.resume, overwrite=options.overwrite, announce=say)
+            done = run_job(job, out, start=settled, resume=options.resume, overwrite=options.overwrite, announce=say)
         report = timed(done.report, job, out, say, trust=options.trust_remote_code)
         pruned = Pruned(out, None if done.finished else done.prepared, report, None, tuple(say.lines))
         written(pruned)
@@ -376,7 +374,6 @@ def _dry_data(settled: "Prepared | None") -> dict[str, Any]:
     from ckpt_prune.runner.messages import messages, unmeasured_lines
 
     assert settled is not None
-    told = estimate_job(settled.job)
     return {
         "recipe": settled.recipe.model_dump(mode="json", by_alias=True),
         "container": {
@@ -390,5 +387,5 @@ def _dry_data(settled: "Prepared | None") -> dict[str, Any]:
         "before": settled.before.model_dump(),
         "after": settled.output.cost.model_dump(),
         "messages": [*messages(settled), *unmeasured_lines(settled)],
-        "estimate": None if told is None else told.data(),
+        "estimate": estimate_job(settled).data(),
     }

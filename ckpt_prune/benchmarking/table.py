@@ -1,4 +1,4 @@
-"""What a block of a model and a unit of its spaces take on this machine, for sizes in time (`job.latency`).
+"""A table of the time that a block and a unit of its spaces take on this machine, for `--target-latency`.
 
 Models of a few of its blocks, with weights that are drawn, are timed in turns in PyTorch: as many blocks as fit into
 `MOST_BYTES`, half as many, and as many with half the units of each space; where dimensions of the residual stream may

@@ -13,7 +13,7 @@ MODULES = "modules.json"
 TRANSFORMER_SETTINGS = "sentence_bert_config.json"
 SENTENCE_SETTINGS = "config_sentence_transformers.json"
 WEIGHTS = "model.safetensors"
-"""Of a module, in its own folder."""
+"""Name of the file with the weights of a module, in the folder of that module."""
 _PICKLE = "pytorch_model.bin"
 
 ModulesUse = Literal["sentence-similarity", "text-ranking"]

@@ -164,9 +164,8 @@ def command(sweep: str | None, recipes: tuple[str, ...], as_json: bool, **given:
         _swept(sweep, as_json, given | measured)
         return
     made = plan(**given)
-    takes = made.takes
     if as_json:
-        for said in filter(None, (*made.messages, takes)):
+        for said in (*made.messages, made.takes):
             click.echo(escape_controls(said), err=True)
         click.echo(made.plan.to_json(), nl=False)
         return
@@ -175,8 +174,7 @@ def command(sweep: str | None, recipes: tuple[str, ...], as_json: bool, **given:
         _print_shifts(made.plan.sites, made.shifting.left)
         if made.shifting.same:
             click.echo("both statistics were measured on the same samples: nothing is held against others")
-    if takes is not None:
-        click.echo(f"\n{takes}")
+    click.echo(f"\n{made.takes}")
     if made.path is not None:
         click.echo(f"\nplan written to {made.path}")
 

@@ -189,7 +189,5 @@ def _print_dry(settled: Any) -> None:
     unmeasured = list(unmeasured_lines(settled))
     for line in unmeasured:
         click.echo(line)
-    told = estimate_job(settled.job)
-    if told is not None:
-        click.echo(f"it takes {told.line}")
+    click.echo(f"it takes {estimate_job(settled).line}")
     click.echo(f"everything {'that needs no measuring is ' if unmeasured else ''}checked, nothing written")

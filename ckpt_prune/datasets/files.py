@@ -17,7 +17,7 @@ from ckpt_prune.common.text_encoding import decode_text, parse_json_rows
 
 DATA_VARIABLE = "CKPT_PRUNE_DATA"
 _MOST_BYTES = 2**29
-"""Of a file on the Hub; the first part of C4's train split has 319 MB."""
+"""Size of the largest file that is read from the Hub; the first part of C4's train split has 319 MB."""
 _LONGEST_LINE = 2**24
 
 

@@ -46,7 +46,7 @@ class LiveSamples:
 
 @dataclass(frozen=True)
 class RecoverySamples:
-    """What blocks are trained on by a recipe with recovery.
+    """Samples that blocks are trained on, for a recipe with recovery.
 
     Attributes:
         samples: windows of text, or images.
@@ -65,7 +65,7 @@ class RecoverySamples:
 
 @dataclass(frozen=True)
 class Job:
-    """What is wanted of a model.
+    """A model, what to do with it, and the data for that.
 
     Attributes:
         model: the dense model.
@@ -95,13 +95,13 @@ class Job:
 
     @property
     def samples(self) -> Samples | None:
-        """What the model is run on, to measure it or to train its blocks; None if it is not run."""
+        """Return the samples to run the model on, to measure it or to train its blocks; None if it is not run."""
         given = self.live or self.training
         return None if given is None else given.samples
 
     @cached_property
     def stored(self) -> Container | None:
-        """What the model is stored as, if that carries code of its own."""
+        """Return the container of the model, if it carries code of its own."""
         return container_of(self.model) if self.model.own_code else None
 
     @property

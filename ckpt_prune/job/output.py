@@ -1,4 +1,4 @@
-"""What an output will be: container, files and cost. All of it is known before the first tensor is made."""
+"""The plan of an output: its container, files and cost. All of it is known before the first tensor is made."""
 
 from dataclasses import dataclass, field
 

@@ -30,7 +30,7 @@ from ckpt_prune.parallel.group import process_group
 
 @dataclass(frozen=True)
 class Ranked:
-    """What the dense model's statistics say about a site.
+    """Scores and errors of the units of a site, by the dense model's statistics.
 
     Attributes:
         score: that its units are ranked by.
@@ -54,6 +54,7 @@ class Prepared:
         recipe: what is left to do.
         statistics: of `model`, or None.
         live: samples to measure it on, or None.
+        start: the job before blocks or dimensions went; None while the model is the job's own.
         plan: decisions that were made before, or None.
         ranked: site → its units by every score that may rank them, if they were ranked already.
         unsized: the recipe as it was before its size was turned into ratios.
@@ -77,6 +78,7 @@ class Prepared:
     recipe: Recipe
     statistics: Statistics | None = None
     live: LiveSamples | None = None
+    start: "Prepared | None" = None
     plan: Plan | None = None
     ranked: Mapping[Site, Sequence[Ranked]] | None = None
     unsized: Recipe | None = None
@@ -116,20 +118,16 @@ class Prepared:
 
     @property
     def whole(self) -> "Prepared":
-        """The job before any stage has worked: the model with all its blocks and dimensions."""
-        return begin(self.job)
+        """The job on the model with all its blocks and dimensions. Its recipe is the one for the record.
 
-    @property
-    def used_recipe(self) -> Recipe:
-        """The recipe for the record: with ratios in place of its size, and the strength that was chosen.
-
-        If blocks or dimensions are gone, it is the one that was given: what is left to do says nothing of them.
+        That recipe has ratios in place of a size, and the strength that was chosen. If blocks or dimensions are gone,
+        it is the one that was given: what is left to do says nothing of them.
         """
-        return self.recipe if self.depth is None and self.hidden is None else self.whole.recipe
+        return self.start or self
 
     @property
     def device(self) -> torch.device:
-        """Where blocks run and closed forms are solved."""
+        """Return the device that blocks run on and closed forms are solved on."""
         return self.job.device
 
     @property
@@ -139,22 +137,22 @@ class Prepared:
 
     @property
     def training(self) -> RecoverySamples | None:
-        """Samples for a recipe with recovery."""
+        """Return the samples for a recipe with recovery."""
         return self.job.training
 
     @property
     def origin(self) -> Origin | None:
-        """Where the recipe was fetched from."""
+        """Return the place that the recipe was fetched from."""
         return self.job.origin
 
     @property
     def latencies(self) -> Latencies | None:
-        """Latencies of this machine, if the recipe's size is one."""
+        """Return latencies of this machine, if the recipe's size is one."""
         return self.job.latencies
 
     @property
     def stored(self) -> Container | None:
-        """What the model is stored as, if that carries code of its own."""
+        """Return the container of the model, if it carries code of its own."""
         return self.job.stored
 
     # ---- what is measured ------------------------------------------------------------------------------------
@@ -230,7 +228,7 @@ class Prepared:
 
     @property
     def spaced_widths(self) -> list[dict[Any, int]]:
-        """The same of the blocks that have spaces alone (`Model.spaced`)."""
+        """Return the units kept per space, of only those blocks that have spaces (`Model.spaced`)."""
         return self.widths[self.model.spaced.start :]
 
     @property
@@ -272,4 +270,4 @@ class Prepared:
 
 def begin(job: Job) -> Prepared:
     """Return the state in which a job starts."""
-    return Prepared(job, job.model, job.recipe, job.statistics, job.live, job.plan)
+    return Prepared(job, job.model, job.recipe, job.statistics, job.live, plan=job.plan)

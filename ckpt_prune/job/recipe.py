@@ -241,7 +241,7 @@ class Recipe(Strict):
 
     @field_serializer("spaces", mode="wrap", when_used="json")
     def _write_spaces(self, spaces: dict[str, SpaceRecipe], handler: SerializerFunctionWrapHandler) -> Any:
-        """Write once what is said of every expert."""
+        """Write the spaces, with one entry for all experts."""
         return handler({known_space(name): own for name, own in spaces.items()})
 
     # ---- stages ----------------------------------------------------------------------------------------------

@@ -7,10 +7,13 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.staging import SCRATCH, Staging, disk_failures, partial_of
 from ckpt_prune.checkpoint.writer import CheckpointWriter
-from ckpt_prune.job.layout import with_rest
+from ckpt_prune.job.layout import Layout, layout_of, with_rest
+from ckpt_prune.job.model_view import ModelView
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.report import Report
 from ckpt_prune.job.step import Step
@@ -53,7 +56,7 @@ class Run:
 
     @property
     def journal(self) -> Journal | None:
-        """What is done; None in a process that does not write."""
+        """Return the record of finished work; None in a process that does not write."""
         return None if self.staging is None else self.staging.journal
 
     @property
@@ -88,20 +91,36 @@ class Run:
 
     def open_store(self, prepared: Prepared) -> BlockStore:
         """Lay out the files of the output in the staging folder."""
-        output, checkpoint = prepared.output, prepared.model.checkpoint
-        writer = None
-        if self.staging is not None:
-            layout, names = with_rest(checkpoint, output.layout)
-            writer = CheckpointWriter(
-                self.staging,
-                layout | output.aside,
-                sharded=checkpoint.sharded,
-                aside=output.aside.keys(),
-                transposed=checkpoint.transposed,
-                names=names,
-                stacks=checkpoint.stacks,
-            )
+        output = prepared.output
         padded = output.container.padded
         widths = [{space: count for space, count in kept.items() if space not in padded} for kept in prepared.widths]
+        writer = self._open_writer(prepared.model.checkpoint, output.layout, output.aside)
         self.store = BlockStore(writer, output.layout, widths if prepared.recipe.spaces else None)
         return self.store
+
+    def open_copy(self, model: Model) -> BlockStore:
+        """Lay out the files of a copy of a model in the staging folder: the checkpoint's own."""
+        layout = layout_of(model)
+        self.store = BlockStore(self._open_writer(model.checkpoint, layout, {}), layout)
+        return self.store
+
+    def write_rest(self, view: ModelView) -> None:
+        """Write the tensors outside the blocks."""
+        assert self.store is not None
+        with self.stages.stage("rest"):
+            self.store.write_rest(view)
+            self.store.write_outside(view.model.checkpoint)
+
+    def _open_writer(self, checkpoint: Checkpoint, layout: Layout, aside: Layout) -> CheckpointWriter | None:
+        if self.staging is None:
+            return None
+        whole, names = with_rest(checkpoint, layout)
+        return CheckpointWriter(
+            self.staging,
+            whole | aside,
+            sharded=checkpoint.sharded,
+            aside=aside.keys(),
+            transposed=checkpoint.transposed,
+            names=names,
+            stacks=checkpoint.stacks,
+        )

@@ -18,6 +18,7 @@ from ckpt_prune.common.memory import resident_bytes
 from ckpt_prune.job.job import Job
 from ckpt_prune.job.model_view import ModelView
 from ckpt_prune.job.plan import Plan
+from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.measure.moments.kinds import Collect
 from ckpt_prune.measure.samples.choose import DEFAULT_WINDOWS
@@ -82,20 +83,22 @@ class BlockTimes:
     solve: float
 
 
-def estimate_job(job: Job) -> Estimate:
-    """Return what a prune will take. If there is nothing to measure on, the default number of windows stands for it."""
-    prepared = preview_job(job)
-    recipe, model, plan = job.recipe, job.model, job.plan
+def estimate_job(preview: Prepared) -> Estimate:
+    """Return what a prune will take, by what `preview_job` tells of its output.
+
+    If there is nothing to measure on, the default number of windows stands for it.
+    """
+    job = preview.job
+    recipe, model = job.recipe, job.model
     samples = DEFAULT_WINDOWS if job.samples is None else len(job.samples)
     tokens = model.tokens if job.samples is None else job.samples.tokens
-    measured = 0
-    if recipe.needs_moments and job.statistics is None:
+    live, measured = recipe.needs_moments and job.statistics is None, 0
+    if live:
         folds = job.live.folds if job.live is not None else 4 if recipe.needs_folds else 1
         measured = count_statistics_bytes(model, collect=recipe.collect, folds=folds, samples=samples)
-    live = recipe.needs_moments and job.statistics is None
     seconds = None
     multiple = _multiple(recipe)
-    if multiple is not None and plan is None and not recipe.has("export"):
+    if multiple is not None and job.plan is None and not recipe.has("export"):
         times = time_block(model, job.device, _dtype(job), job.samples)
         if times is not None:
             run = 2 * times.run * samples if live else times.run
@@ -103,13 +106,13 @@ def estimate_job(job: Job) -> Estimate:
     return Estimate(
         seconds,
         _peak(model, samples if live else 0, tokens, _dtype(job)),
-        prepared.output.cost.bytes + (measured if prepared.measures_first else 0),
+        preview.output.cost.bytes + (measured if preview.measures_first else 0),
     )
 
 
 def estimate_plan(job: Job, plan: Plan) -> Estimate:
     """Return what a prune by a plan of a job will take: what a solve by statistics does."""
-    estimate = estimate_job(replace(job, plan=plan))
+    estimate = estimate_job(preview_job(replace(job, plan=plan)))
     times = None if job.statistics is None else time_block(job.model, job.device, _dtype(job), None)
     return estimate if times is None else replace(estimate, seconds=job.model.blocks * (times.run + times.solve))
 

@@ -81,8 +81,8 @@ def make_plan(prepared: Prepared, shifting: Shifting | None = None) -> Plan:
     return Plan(
         model=whole.model.checkpoint.fingerprint,
         model_path=model.checkpoint.name,
-        recipe=prepared.used_recipe,
-        recipe_digest=prepared.used_recipe.digest,
+        recipe=whole.recipe,
+        recipe_digest=whole.recipe.digest,
         origin=whole.origin,
         statistics=statistics,
         container=container.model_type if container.remote_class is None else "remote",

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import Path
 
+from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.part import composite_config
 from ckpt_prune.checkpoint.checkpoint import CONFIG, Checkpoint
 from ckpt_prune.checkpoint.digests import sha256_files
@@ -18,7 +19,7 @@ from ckpt_prune.containers.side_files import carried, side_files, top_names
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.report import Report
 from ckpt_prune.job.report_file import report_of
-from ckpt_prune.job.run import Announce, say_nothing
+from ckpt_prune.job.run import Announce, Run, say_nothing
 from ckpt_prune.job.timing import Stages
 from ckpt_prune.modeling_pruned import REFUSAL, WEIGHTS_KEY
 from ckpt_prune.report.card import model_card
@@ -74,6 +75,25 @@ def publish(
     writer.write_text(_CARD, model_card(whole))
     _announce_stale(writer.out, writer.finish(), announce)
     return whole
+
+
+def publish_copy(run: Run, model: Model, container: Container, report: Report) -> Report:
+    """Put a copy of a model in its place, with its rotations if it has any.
+
+    Args:
+        run: that has written its tensors (`Run.open_copy`).
+        model: that was copied.
+        container: what it is stored as.
+        report: of the copy, without digests and stages.
+    """
+    checkpoint, store = model.checkpoint, run.store
+    assert store is not None
+    assert store.writer is not None
+    asides = [ROTATIONS] if (checkpoint.path / ROTATIONS).is_file() else []
+    for name in asides:
+        store.writer.copy(checkpoint.path / name)
+    names = [*store.layout, *asides]
+    return publish(store.writer, report, container, checkpoint, names, run.stages, run.announce)
 
 
 def replace_record(out: Path, report: Report) -> None:

@@ -22,10 +22,9 @@ from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.measure.streams.kept_blocks import KeptBlocks
 from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
 from ckpt_prune.parallel.group import process_group
-from ckpt_prune.runner.copy import open_copy, publish_copy, write_rest
 from ckpt_prune.runner.open_run import open_run
 from ckpt_prune.runner.pairs import at_same_depth, check_models, rotated_as
-from ckpt_prune.runner.publish import wanted_names
+from ckpt_prune.runner.publish import publish_copy, wanted_names
 from ckpt_prune.stages.recovery.block_training import SampleSplit
 from ckpt_prune.stages.recovery.laco import Recoverer
 from ckpt_prune.stages.recovery.reports import recovery_of, report_of_recovery
@@ -211,14 +210,14 @@ def recover(
     ) as run:
         if run.report is not None:
             return run.report
-        store = open_copy(run, request.pruned)
+        store = run.open_copy(request.pruned)
         with run.stages.stage("hidden states"):
             step = RecoverStep(settled.recoverer())
         for line in filter(None, [settled.doubt, step.recoverer.summary]):
             announce(line)
         with run.stages.stage("blocks"):
             layers = walk(settled.dense, {Recovery.key: step}, store, read=request.pruned.read_block)[Recovery.key]
-        write_rest(run, settled.pruned)
+        run.write_rest(settled.pruned)
         recovery = recovery_of(step.recoverer, dense, on_the_fly=False)
 
         def finish() -> Report:

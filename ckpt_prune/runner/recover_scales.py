@@ -12,9 +12,8 @@ from ckpt_prune.job.report import Report
 from ckpt_prune.job.run import Announce
 from ckpt_prune.job.step import Step, Tensors
 from ckpt_prune.job.walk import walk
-from ckpt_prune.runner.copy import open_copy, publish_copy, write_rest
 from ckpt_prune.runner.open_run import open_run
-from ckpt_prune.runner.publish import wanted_names
+from ckpt_prune.runner.publish import publish_copy, wanted_names
 from ckpt_prune.runner.recover import PreparedRecovery
 from ckpt_prune.stages.recovery.block_training import SampleSplit
 from ckpt_prune.stages.recovery.fitting_scales import fitted_scales
@@ -84,9 +83,9 @@ def recover_by_scales(settled: PreparedRecovery, out: Path, *, overwrite: bool, 
             stages=run.stages,
             announce=announce,
         )
-        store = open_copy(run, job.pruned)
+        store = run.open_copy(job.pruned)
         with run.stages.stage("blocks"):
             walk(settled.pruned, {Recovery.key: _ScaleStep(fitted)}, store, read=job.pruned.read_block, doing="writing")
-        write_rest(run, settled.pruned)
+        run.write_rest(settled.pruned)
         report = report_of_adapters(settled.report, job.pruned, settled.container, adapters)
         return publish_copy(run, job.pruned, settled.container, report)

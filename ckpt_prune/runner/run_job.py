@@ -48,20 +48,30 @@ def check_job(job: Job, *, needs_data: bool = True) -> Prepared:
     return start
 
 
-def preview_job(job: Job) -> Prepared:
+def preview_job(job: Job, start: Prepared | None = None) -> Prepared:
     """Return what is known of the output before anything is measured. What measuring will decide gets a stand-in.
+
+    Args:
+        job: what is wanted.
+        start: what `check_job` has returned; by default the job is checked here.
 
     Raises:
         UserError: with the first thing that does not fit together.
     """
-    prepared = check_job(job, needs_data=False)
+    prepared = start or check_job(job, needs_data=False)
     for stage in stages_of(prepared.recipe):
         prepared = stage.preview(prepared)
     return plan_output(prepared)
 
 
 def run_job(
-    job: Job, out: Path, *, resume: bool = False, overwrite: bool = False, announce: Announce = say_nothing
+    job: Job,
+    out: Path,
+    *,
+    start: Prepared | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    announce: Announce = say_nothing,
 ) -> Done:
     """Run a job, or continue it, into a folder that stock transformers loads.
 
@@ -71,6 +81,8 @@ def run_job(
     Args:
         job: what is wanted.
         out: the folder to write.
+        start: what `check_job` has returned, or `preview_job` if it has decided all widths; by default the job is
+            checked here.
         resume: continue an interrupted run of the same job.
         overwrite: replace an existing output, or start an interrupted run afresh.
         announce: says a line to the user.
@@ -79,7 +91,7 @@ def run_job(
         UserError: bad input; nothing is left behind.
     """
     # 1. Refuse what cannot work, before anything is measured.
-    start = check_job(job)
+    start = start or check_job(job)
     check_training(start)
     check_together(job)
     source = job.model.checkpoint
@@ -138,9 +150,7 @@ def write_blocks(prepared: Prepared, run: Run) -> Records:
             records = read_records(prepared.model, run.steps, store)
         else:
             records = walk(prepared.view, run.steps, store)
-    with run.stages.stage("rest"):
-        store.write_rest(prepared.view)
-        store.write_outside(prepared.model.checkpoint)
+    run.write_rest(prepared.view)
     return records
 
 

@@ -258,6 +258,7 @@ def at_depth(prepared: Prepared, record: DepthRecord, model: Model | None = None
         short = shortened(prepared.model, record.kept)
     return replace(
         prepared,
+        start=prepared.whole,
         model=short,
         recipe=_left_to_do(at_own_size(prepared).recipe if depth_of(prepared).auto else prepared.recipe),
         statistics=None,

@@ -22,7 +22,7 @@ from ckpt_prune.common.progress import track
 from ckpt_prune.compensation.gap import GapMap, absorb_map, fit_map
 from ckpt_prune.job.job import LiveSamples
 from ckpt_prune.job.prepared import Prepared
-from ckpt_prune.job.records import DepthRecord, GapRecord
+from ckpt_prune.job.records import DepthRecord, GapRecord, HiddenRecord
 from ckpt_prune.job.run import Run
 from ckpt_prune.job.timing import Stages
 from ckpt_prune.measure.samples.samples import SampleRange
@@ -55,14 +55,13 @@ def drop_blocks(prepared: Prepared, run: Run) -> Prepared:
     with disk_failures(folder):
         folder.mkdir(exist_ok=True)
     weighing = _weighing(prepared, folder, journal, stages) if depth_of(prepared).auto else None
-    if DEPTH in journal.units:
-        record = DepthRecord.model_validate(journal.notes[DEPTH])
-    else:
+
+    def choose() -> DepthRecord:
         with stages.stage("depth"):
-            record = chosen_depth(prepared, journal) if weighing is None else _weighed(weighing, journal)
-            record = _made_up_for(prepared, record, folder / _MAPS)
-            with disk_failures(folder):
-                journal.record(DEPTH, note=record.model_dump(mode="json"))
+            record = chosen_depth(prepared, journal) if weighing is None else _weighed(weighing, run)
+            return _made_up_for(prepared, record, folder / _MAPS)
+
+    record = run.remember(DEPTH, DepthRecord, choose)
     short = at_depth(prepared, record, _left(prepared.model, record, folder / _MAPS))
     if weighing is not None:
         # The widths are those that were tried. If all of the model stays, so do the statistics of it.
@@ -86,14 +85,12 @@ def _weighing(prepared: Prepared, folder: Path, journal: Journal, stages: Stages
         return AxesWeighing(prepared, statistics, chosen_depth, shorten, shared_gram, shared_basis, journal)
 
 
-def _weighed(weighing: DepthWeighing | AxesWeighing, journal: Journal) -> DepthRecord:
+def _weighed(weighing: DepthWeighing | AxesWeighing, run: Run) -> DepthRecord:
     """Which blocks go; how many dimensions of the stream stay, where that was weighed with it, is kept for later."""
     if isinstance(weighing, DepthWeighing):
         return weighing.record()
     record, hidden = weighing.records()
-    if HIDDEN not in journal.units:
-        with disk_failures(journal.folder):
-            journal.record(HIDDEN, note=hidden.model_dump(mode="json"))
+    run.remember(HIDDEN, HiddenRecord, lambda: hidden)
     return record
 
 

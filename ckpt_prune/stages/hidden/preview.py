@@ -198,10 +198,10 @@ def narrowed(prepared: Prepared, bases: Bases, energy: Sequence[float]) -> Prepa
     record = hidden_record(prepared, kept, energy)
     if prepared.recipe.spaces:
         return jointly_narrowed(prepared, record, None if kept == width else view_of(prepared, kept, bases))
-    recipe = _left_to_do(prepared.recipe)
+    left = replace(prepared, start=prepared.whole, recipe=_left_to_do(prepared.recipe), hidden=record)
     if prepared.recipe.size is not None and kept == width:
-        return replace(prepared, recipe=recipe, hidden=record)
-    return replace(prepared, recipe=recipe, hidden=record, basis=view_of(prepared, kept, bases))
+        return left
+    return replace(left, basis=view_of(prepared, kept, bases))
 
 
 def jointly_narrowed(prepared: Prepared, record: HiddenRecord, view: SlicedCheckpoint | None = None) -> Prepared:
@@ -213,7 +213,7 @@ def jointly_narrowed(prepared: Prepared, record: HiddenRecord, view: SlicedCheck
         view: the model in the basis that was measured; by default names and shapes alone.
     """
     own = at_own_size(prepared) if hidden_of(prepared).auto else prepared
-    left = replace(prepared, recipe=_left_to_do(own.recipe), statistics=None, hidden=record)
+    left = replace(prepared, start=prepared.whole, recipe=_left_to_do(own.recipe), statistics=None, hidden=record)
     if record.kept == record.dimensions:
         return left
     sliced = view or view_of(prepared, record.kept)

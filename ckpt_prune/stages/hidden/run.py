@@ -16,7 +16,6 @@ from ckpt_prune.common.progress import track
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.records import HiddenRecord
 from ckpt_prune.job.run import Run
-from ckpt_prune.job.timing import Stages
 from ckpt_prune.measure.moment_sources import CachedMoments
 from ckpt_prune.stages.amounts.dimensions import HiddenWeighing
 from ckpt_prune.stages.amounts.search import measured_whole
@@ -76,9 +75,9 @@ class WrittenBases:
 
 def narrow_stream(prepared: Prepared, run: Run) -> Prepared:
     """Return the state in which the recipe's dimensions of the stream are gone: later stages see other bases."""
-    journal, folder, stages = run.own_journal, run.scratch, run.stages
     if prepared.recipe.spaces:
-        return _jointly(prepared, folder, journal, stages)
+        return _jointly(prepared, run)
+    journal, folder, stages = run.own_journal, run.scratch, run.stages
     view = unmeasured(prepared).basis
     if not isinstance(view, SlicedCheckpoint):
         return unmeasured(prepared)
@@ -90,8 +89,9 @@ def narrow_stream(prepared: Prepared, run: Run) -> Prepared:
     return narrowed(prepared, bases, energy)
 
 
-def _jointly(prepared: Prepared, folder: Path, journal: Journal, stages: Stages) -> Prepared:
+def _jointly(prepared: Prepared, run: Run) -> Prepared:
     """The job on a model with a narrower stream, of which spaces then lose units."""
+    journal, folder, stages = run.own_journal, run.scratch, run.stages
     with disk_failures(folder):
         folder.mkdir(exist_ok=True)
     weighing = None
@@ -100,14 +100,12 @@ def _jointly(prepared: Prepared, folder: Path, journal: Journal, stages: Stages)
         statistics = measured_whole(prepared, folder / "whole", journal, stages)
         with stages.stage("ranking"):
             weighing = HiddenWeighing(prepared, statistics, shared_gram, shared_basis, journal)
-    if HIDDEN in journal.units:
-        record = HiddenRecord.model_validate(journal.notes[HIDDEN])
-    else:
+
+    def choose() -> HiddenRecord:
         with stages.stage("hidden"):
-            record = hidden_record(prepared, wanted_width(prepared)) if weighing is None else weighing.record()
-        with disk_failures(folder):
-            journal.record(HIDDEN, note=record.model_dump(mode="json"))
-    view = None
+            return hidden_record(prepared, wanted_width(prepared)) if weighing is None else weighing.record()
+
+    record, view = run.remember(HIDDEN, HiddenRecord, choose), None
     if record.kept < record.dimensions:
         bare = view_of(prepared, record.kept)
         bases = WrittenBases(folder / "bases", True, len(bare.sublayers))

@@ -1,19 +1,12 @@
-"""The work of the stage `low_rank`: choose ranks, and factor blocks."""
-
-from contextlib import nullcontext
-from dataclasses import replace
+"""The work of the stage `low_rank`: check models, and factor blocks."""
 
 from ckpt_prune.architectures.family import DATA_OPTIONS
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.common.phases import phase
 from ckpt_prune.job.prepared import Prepared
-from ckpt_prune.job.run import Run
 from ckpt_prune.measure.moment_sources import CachedMoments
 from ckpt_prune.stages.linears import check_collected
 from ckpt_prune.stages.low_rank.factorer import Factorer
 from ckpt_prune.stages.low_rank.stage import LowRank
-from ckpt_prune.stages.output import plan_output
-from ckpt_prune.stages.spaces.measure_dense import measure_dense
 
 
 def check_low_rank(low_rank: LowRank, prepared: Prepared) -> None:
@@ -35,22 +28,6 @@ def check_low_rank(low_rank: LowRank, prepared: Prepared) -> None:
         )
     if prepared.statistics is not None:
         check_collected(prepared, prepared.statistics)
-
-
-def preview_ranks(low_rank: LowRank, prepared: Prepared) -> Prepared:
-    """Decide the ranks; the same share of every weight stands for ranks that measuring finds."""
-    if prepared.widths_known:
-        return plan_output(prepared)
-    alike = plan_output(replace(prepared, recipe=prepared.recipe.at_one_ratio))
-    return replace(prepared, decided=alike.decided, planned=alike.planned, foreseen=True)
-
-
-def measure_and_choose(low_rank: LowRank, prepared: Prepared, run: Run) -> Prepared:
-    """Measure the dense model if that is needed, and decide the ranks."""
-    known = prepared.widths_known
-    measured = measure_dense(prepared, run)
-    with nullcontext() if known else run.stages.stage("ranking"), phase("ranking"):
-        return plan_output(measured)
 
 
 def factorer_of(low_rank: LowRank, prepared: Prepared) -> Factorer:

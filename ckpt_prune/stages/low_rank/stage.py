@@ -106,15 +106,17 @@ class LowRank(Stage):
 
     def preview(self, prepared: "Prepared") -> "Prepared":
         """Decide the ranks; the same share of every weight stands for ranks that measuring finds."""
-        from ckpt_prune.stages.low_rank.run import preview_ranks
+        from ckpt_prune.stages.output import plan_output
+        from ckpt_prune.stages.spaces.measure_dense import preview_choice
 
-        return preview_ranks(self, prepared)
+        return preview_choice(prepared, plan_output)
 
     def run(self, prepared: "Prepared", run: "Run") -> "Prepared":
         """Measure the dense model if that is needed, and decide the ranks."""
-        from ckpt_prune.stages.low_rank.run import measure_and_choose
+        from ckpt_prune.stages.output import plan_output
+        from ckpt_prune.stages.spaces.measure_dense import measure_and_choose
 
-        return measure_and_choose(self, prepared, run)
+        return measure_and_choose(prepared, run, plan_output)
 
     def pruner(self, prepared: "Prepared") -> "BlockPruner":
         """Return what factors the linear modules of a block."""

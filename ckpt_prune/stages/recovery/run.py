@@ -67,7 +67,7 @@ def check_recovery(recovery: Recovery, prepared: Prepared) -> None:
         check_trainable(len(prepared.training.samples))
 
 
-def check_training(recovery: Recovery, prepared: Prepared) -> None:
+def check_training(prepared: Prepared) -> None:
     """Refuse to run without samples to train on.
 
     Raises:
@@ -88,7 +88,7 @@ def check_trainable(samples: int) -> None:
         raise UserError(f"recovery needs samples to train on and others to hold out: give at least 2, not {samples}")
 
 
-def recover_step(recovery: Recovery, prepared: Prepared, run: Run) -> RecoverStep | None:
+def recover_step(recovery: Recovery, prepared: Prepared) -> RecoverStep | None:
     """Return what trains each block after it is pruned; None if all are recovered at the end."""
     if recovery.at_the_end:
         return None

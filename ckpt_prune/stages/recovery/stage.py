@@ -69,13 +69,13 @@ class Recovery(RecoverySettings, Stage):
         """Refuse to run without samples to train on."""
         from ckpt_prune.stages.recovery.run import check_training
 
-        check_training(self, prepared)
+        check_training(prepared)
 
     def step(self, prepared: "Prepared", run: "Run") -> "Step | None":
         """Return what trains a block right after it is pruned (LaCo)."""
         from ckpt_prune.stages.recovery.run import recover_step
 
-        return recover_step(self, prepared, run)
+        return recover_step(self, prepared)
 
     def rewrites_blocks(self, run: "Run") -> bool:
         """Return True if an interrupted run has begun to scale the blocks."""

@@ -37,6 +37,7 @@ from ckpt_prune.stages.rotation.descent import (
 from ckpt_prune.stages.rotation.importance import Side, Term, importance, sensitivity
 from ckpt_prune.stages.rotation.importance_map import importance_map
 from ckpt_prune.stages.rotation.rotated_checkpoint import BlockRotations
+from ckpt_prune.stages.rotation.stage import Rotation
 
 _SHARED = "residual"
 _KEPT_BYTES = 2**30
@@ -125,7 +126,7 @@ class Learner:
     """
 
     model: Model
-    recipe: Any
+    recipe: Rotation
     backbone: Backbone
     groups: int | None
     source: Callable[["Learner"], MomentSource]
@@ -144,7 +145,7 @@ class Learner:
     @property
     def turns_stream(self) -> bool:
         """Whether there is an R1."""
-        return bool(self.recipe.kind != "values")
+        return self.recipe.kind != "values"
 
     @property
     def problem(self) -> RotationProblem:

@@ -1,5 +1,7 @@
 """Statistics for a request that is given data and needs them: measured first, in the staging folder of the run."""
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +20,8 @@ from ckpt_prune.stages.spaces.effects.measured import measure_effects, measured_
 
 STATISTICS, EFFECTS = "statistics", "effects"
 """Units of the journal: moments, and effects, of the whole model."""
+Choose = Callable[[Prepared], Prepared]
+"""Returns the state with what goes decided, by statistics or without."""
 
 
 def measure_dense(prepared: Prepared, run: Run) -> Prepared:
@@ -30,6 +34,24 @@ def measure_dense(prepared: Prepared, run: Run) -> Prepared:
         return prepared
     with run.stages.stage("measuring"), phase("calibration"):
         return replace(prepared, statistics=measure_first(prepared, prepared.live, run.scratch, run.journal))
+
+
+def measure_and_choose(prepared: Prepared, run: Run, choose: Choose) -> Prepared:
+    """Measure the dense model if the recipe needs it, then decide what goes."""
+    known = prepared.widths_known
+    measured = measure_dense(prepared, run)
+    with nullcontext() if known else run.stages.stage("ranking"), phase("ranking"):
+        return choose(measured)
+
+
+def preview_choice(prepared: Prepared, choose: Choose) -> Prepared:
+    """Decide what goes before the model is measured; one ratio everywhere stands for what measuring would find."""
+    if prepared.widths_known:
+        return choose(prepared)
+    alike = choose(replace(prepared, recipe=prepared.recipe.at_one_ratio))
+    # Widths of spaces may decide the container; ranks never do.
+    known = not prepared.recipe.spaces
+    return replace(prepared, decided=alike.decided, planned=alike.planned, foreseen=True, shape_known=known)
 
 
 def measure_first(prepared: Prepared, live: LiveSamples, folder: Path, journal: Journal | None) -> Statistics:

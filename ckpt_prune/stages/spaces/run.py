@@ -1,11 +1,9 @@
-"""The work of the stage `spaces`: measure, choose how many units stay, and prune blocks."""
+"""The work of the stage `spaces`: choose how many units stay, and prune blocks."""
 
 import math
-from contextlib import nullcontext
 from dataclasses import replace
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.common.phases import phase
 from ckpt_prune.job.decisions import planned
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.report import StrengthSearch
@@ -15,7 +13,6 @@ from ckpt_prune.measure.moment_sources import SequentialMoments
 from ckpt_prune.stages.output import plan_output
 from ckpt_prune.stages.pruning import prune_step
 from ckpt_prune.stages.spaces.checks import check_enough_samples
-from ckpt_prune.stages.spaces.measure_dense import measure_dense
 from ckpt_prune.stages.spaces.pruner import Pruner
 from ckpt_prune.stages.spaces.size_search import at_size
 from ckpt_prune.stages.spaces.stage import Spaces
@@ -31,6 +28,8 @@ def choose_widths(prepared: Prepared) -> Prepared:
     Raises:
         UserError: a size that no widths reach, or an output that no container can hold.
     """
+    if prepared.decided is not None:
+        return plan_output(prepared)
     ranking = ranking_of(prepared)
     sized = at_size(prepared, ranking)
     if sized is not prepared:
@@ -39,22 +38,6 @@ def choose_widths(prepared: Prepared) -> Prepared:
         return sized
     decisions = planned(sized.model, sized.plan) if sized.plan is not None else decide(sized, ranking)
     return plan_output(replace(sized, decided=decisions, planned=None))
-
-
-def preview_widths(prepared: Prepared) -> Prepared:
-    """Decide how many units stay; the widths of one ratio everywhere stand for those that measuring finds."""
-    if prepared.widths_known:
-        return choose_widths(prepared)
-    alike = choose_widths(replace(prepared, recipe=prepared.recipe.at_one_ratio))
-    return replace(prepared, decided=alike.decided, planned=alike.planned, foreseen=True, shape_known=False)
-
-
-def measure_and_choose(prepared: Prepared, run: Run) -> Prepared:
-    """Measure the dense model if that is needed, and decide how many units stay."""
-    known = prepared.widths_known
-    measured = measure_dense(prepared, run)
-    with nullcontext() if known else run.stages.stage("ranking"), phase("ranking"):
-        return choose_widths(measured)
 
 
 def pruner_of(prepared: Prepared) -> Pruner:

@@ -175,15 +175,17 @@ class Spaces(Stage):
 
     def preview(self, prepared: "Prepared") -> "Prepared":
         """Decide how many units stay; one ratio everywhere stands for widths that measuring finds."""
-        from ckpt_prune.stages.spaces.run import preview_widths
+        from ckpt_prune.stages.spaces.measure_dense import preview_choice
+        from ckpt_prune.stages.spaces.run import choose_widths
 
-        return preview_widths(prepared)
+        return preview_choice(prepared, choose_widths)
 
     def run(self, prepared: "Prepared", run: "Run") -> "Prepared":
         """Measure the dense model if that is needed, and decide how many units stay."""
-        from ckpt_prune.stages.spaces.run import measure_and_choose
+        from ckpt_prune.stages.spaces.measure_dense import measure_and_choose
+        from ckpt_prune.stages.spaces.run import choose_widths
 
-        return measure_and_choose(prepared, run)
+        return measure_and_choose(prepared, run, choose_widths)
 
     def before_blocks(self, prepared: "Prepared", run: "Run") -> "Prepared":
         """Choose the strength of fits by the perplexity of the pruned model, if the recipe says so."""
