@@ -1,4 +1,4 @@
-"""Imports go one way: no circles between modules or between rooms, lazy and type-checking imports included.
+"""Imports go one way, and lead to what there is: no circles between modules or rooms, lazy imports included.
 
 The methods of a stage import what works on tensors, which knows the stage's class: those imports alone are no circle.
 """
@@ -73,3 +73,41 @@ def test_no_room_imports_itself_by_way_of_others():
 
 def test_a_circle_is_found():
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+
+
+def names_of(path: Path) -> set[str]:
+    """Names that a module defines or imports anywhere."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+    return found
+
+
+def missing(script: str) -> list[str]:
+    """Pieces of this package that a script imports and that are not there."""
+    known = modules()
+    found = []
+    for node in ast.walk(ast.parse(script)):
+        if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith(f"{PACKAGE.name}."):
+            continue
+        path = known.get(str(node.module))
+        there = set() if path is None else names_of(path)
+        wanted = [alias.name for alias in node.names if f"{node.module}.{alias.name}" not in known]
+        found += [f"{node.module}.{name}" for name in wanted if name not in there]
+    return found
+
+
+def test_tools_import_what_there_is():
+    tools = sorted((PACKAGE.parent / "tools").glob("*.py"))
+    assert tools
+    assert {path.name: gone for path in tools if (gone := missing(path.read_text(encoding="utf-8")))} == {}
+
+
+def test_what_is_not_there_is_found():
+    script = "from ckpt_prune.job.job import Job, Nothing\nfrom ckpt_prune.nowhere import some\nimport ckpt_prune"
+    assert missing(script) == ["ckpt_prune.job.job.Nothing", "ckpt_prune.nowhere.some"]

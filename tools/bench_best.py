@@ -191,7 +191,7 @@ class Entrants:
             **self.bench.score(out),
             "parameters": report["after"]["parameters"],
             "seconds": round(seconds, 2),
-            "widths": [dict(w) for w in done.settled.widths],
+            "widths": [dict(w) for w in done.prepared.widths],
             "chosen": [
                 [s["block"], s["space"], s["method"], s["strength"], s["share"], s["error_held_out"]]
                 for s in report["sites"]
@@ -272,7 +272,7 @@ def predicted(bench: Bench, args: argparse.Namespace) -> None:
                         continue
                     name = site["consumer"]
                     bias = name.removesuffix("weight") + "bias"
-                    (moments,) = fresh.block(site["block"], {name})[name]
+                    (moments,) = fresh.read_moments(site["block"], {name})[name]
                     assert isinstance(moments, Moments)
                     dense, new = checkpoint.read([name])[name], written.read([name])[name].double()
                     shift = None

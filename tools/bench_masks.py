@@ -21,8 +21,7 @@ from ckpt_prune.evaluation.perplexity import perplexity
 from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.job.job import Job, LiveSamples
 from ckpt_prune.measure.samples.samples import TokenWindows
-from ckpt_prune.runner.plan import prepare_plan
-from ckpt_prune.runner.run_job import run_job
+from ckpt_prune.runner.run_job import check_job, run_job
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.rotation import learner as rotations
 from tools.bench_lines import add_line, by_key, lines_of
@@ -96,7 +95,8 @@ def run_subject(subject: Subject, args: argparse.Namespace, done: set[str]) -> N
                     one, all_ = learned.setdefault((method, kind), ([], []))
                     start = time.monotonic()
                     try:
-                        settled = prepare_plan(Job(model, recipe, live=live, device=device))
+                        job = Job(model, recipe, live=live, device=device)
+                        checked = check_job(job)
                     except UserError as error:
                         print(f"{key}: {error}", flush=True)
                         continue
@@ -106,7 +106,7 @@ def run_subject(subject: Subject, args: argparse.Namespace, done: set[str]) -> N
                             rotations, "learn_shared_rotation", Remembered(rotations.learn_shared_rotation, all_)
                         ),
                     ):
-                        report = run_job(settled, Path(scratch) / "out", overwrite=True).report.data()
+                        report = run_job(job, Path(scratch) / "out", start=checked, overwrite=True).report.data()
                     note: dict[str, Any] = {"method": method, "pattern": pattern, "rotation": kind}
                     note["seconds"] = round(time.monotonic() - start, 1)
                     if report["rotation"]:

@@ -13,10 +13,11 @@ import time
 from pathlib import Path
 
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.containers.opening import Opening, open_model
 from ckpt_prune.options import PruneOptions
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.recipe.shipped import shipped_recipes
-from ckpt_prune.runner.read_job import prune_request, read_asked
+from ckpt_prune.runner.read_job import read_job
 from ckpt_prune.runner.read_recipe import read_recipe
 from ckpt_prune.runner.run_job import run_job
 
@@ -31,7 +32,8 @@ def seconds(recipe: str, where: dict[str, object], samples: int) -> float:
     with tempfile.TemporaryDirectory() as folder:
         start = time.process_time()
         options = PruneOptions(recipe=recipe, samples=samples, output=Path(folder) / "out", device="cpu", **where)
-        run_job(prune_request(read_asked(read_recipe(options), print)), options.output)
+        chosen, model = read_recipe(options), open_model(options.model, Opening.of(options))
+        run_job(read_job(options, chosen, model, print), options.output)
         return time.process_time() - start
 
 
