@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeV
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from ckpt_prune.architectures.composite import PartName
 from ckpt_prune.checkpoint.files import check_place
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.graph_types import GraphType
 from ckpt_prune.common.ratios import Ratio, check_ratio
 from ckpt_prune.common.text_encoding import TEXT_FILE
 from ckpt_prune.datasets.texts import NamedText, Split, parse_text_name
+
+PartName = Literal["text", "vision", "encoder", "decoder"]
+"""Parts of a composite model that commands can name."""
 
 
 def _several(value: Any) -> Any:
@@ -254,7 +256,7 @@ class OpeningOptions(TrustOptions):
 
     family: Path | None = Field(
         None,
-        description="Description of the model's family, a JSON file as in ckpt_prune/architectures/families, where "
+        description="Description of the model's family, a JSON file as in ckpt_prune/model/families, where "
         "this version has none; `ckpt-prune inspect MODEL` drafts it. Outputs carry it along.",
     )
     part: PartName | None = Field(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # which start as many seconds earlier.
 ROOT = Path(__file__).resolve().parents[1]
 QUICK = (
-    "architectures/test_families.py",
+    "model/test_families.py",
     "measure/test_[imt]*.py",  # images, moments, text
     "measure/test_logits.py",
     "measure/test_statistics.py",
@@ -31,8 +31,8 @@ QUICK = (
     "cli/test_plan.py",
     "cli/test_recipe.py",
     "compensation/test_*.py",
-    "containers/test_containers.py",
-    "planning/test_[brs]*.py",  # budgets, recipes, selection, sizes
+    "model/containers/test_containers.py",
+    "job/test_[rs]*.py",  # budgets, recipes, selection, sizes
     "stages/recovery/test_similarity.py",
     "reporting/test_*.py",
     "stages/rotation/test_[ai]*.py",  # absorbing, importance
@@ -40,25 +40,25 @@ QUICK = (
     "sparsity/test_*.py",
     "test_do*.py",  # documents; devices run whole commands twice
     "test_[gilmp]*.py",
-    "transform/test_families.py",
+    "stages/test_families.py",
 )
 """What `--quick` runs: formulas, formats and messages, and every language model pruned once; it traces no graph."""
 
 FIRST = (
-    "exporting/test_card.py",  # makes most graphs, so that nobody waits for one later
-    "transform/test_recovery.py",
+    "onnx_graphs/test_card.py",  # makes most graphs, so that nobody waits for one later
+    "stages/test_recovery.py",
     "contract/test_graphs.py",
-    "transform/test_qk.py",
+    "stages/test_qk.py",
     "cli/test_prune_export.py",
-    "transform/test_recovery_runs.py",
-    "transform/test_encoders.py",
+    "stages/test_recovery_runs.py",
+    "stages/test_encoders.py",
     "cli/test_recover.py",
-    "exporting/test_families.py",
+    "onnx_graphs/test_families.py",
     "cli/test_masks.py",
-    "transform/test_families.py",
-    "transform/test_rotations.py",
-    "transform/test_budgets.py",
-    "transform/test_resuming.py",
+    "stages/test_families.py",
+    "stages/test_rotations.py",
+    "stages/test_budgets.py",
+    "stages/test_resuming.py",
 )
 """The dearest files: what is begun last should be short, as one worker may wait for the other then."""
 
@@ -169,12 +169,12 @@ def not_compared_whole(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def graphs_run_here(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A process for each graph that a command runs takes a third of a second: tests/exporting/test_apart.py has some.
+    """A process for each graph that a command runs takes a third of a second: tests/onnx_graphs/test_apart.py has some.
 
     With `--thorough` every command starts them, as for users. A graph may take a day: one that would end is never
     stopped because the machine is busy.
     """
-    from ckpt_prune.exporting import apart
+    from ckpt_prune.onnx import apart
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(apart, "SECONDS", 86400.0)
@@ -189,7 +189,7 @@ def skeletons_kept() -> Iterator[None]:
 
     A file goes through all families for one promise, then through all again for the next.
     """
-    from ckpt_prune.architectures import skeleton
+    from ckpt_prune.model import skeleton
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(skeleton, "_stock_names", cache(skeleton._stock_names.__wrapped__))

@@ -13,16 +13,16 @@ import transformers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from ckpt_prune.architectures.descriptions import load_family
-from ckpt_prune.architectures.family import Family
-from ckpt_prune.architectures.hypothetical import checkpoint_of_config
-from ckpt_prune.architectures.model import Model
 from ckpt_prune.job.job import Job, LiveSamples
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.measure.moments.kinds import Collect
 from ckpt_prune.measure.samples.samples import TokenWindows
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.measure.statistics.measurement import measure_statistics
+from ckpt_prune.model.descriptions import load_family
+from ckpt_prune.model.family import Family
+from ckpt_prune.model.hypothetical import checkpoint_of_config
+from ckpt_prune.model.model import Model
 from ckpt_prune.runner.plan import prepare_plan
 from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.stages import FullRecipe

@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ckpt_prune.architectures.model import Model
 from ckpt_prune.job.job import Job, LiveSamples, RecoverySamples
 from ckpt_prune.job.training_settings import RecoverySettings
 from ckpt_prune.measure.samples.samples import Samples, TokenWindows
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.measure.statistics.measurement import measure_statistics
+from ckpt_prune.model.model import Model
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.runner.recover import RecoveryJob, prepare_recovery, recover
 from ckpt_prune.runner.run_job import run_job

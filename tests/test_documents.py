@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
-from ckpt_prune.architectures.descriptions import known_families
+from ckpt_prune.model.descriptions import known_families
 from ckpt_prune.recipe.reading import json_schema, load_recipe
 from ckpt_prune.recipe.shipped import shipped_recipes
 from tools.lowest import constraints

@@ -17,14 +17,14 @@ from ckpt_prune.checkpoint.json_files import pretty_json
 from ckpt_prune.common.filenames import REPORT
 from ckpt_prune.common.safe_text import CONTROL_CHARACTERS, escape_controls
 from ckpt_prune.evaluation.block_comparison import BlockComparison, Comparison, Similarity
-from ckpt_prune.exporting.card import graph_card
-from ckpt_prune.exporting.manifest import GraphEntry, Manifest, Port
-from ckpt_prune.exporting.manifest import Source as GraphSource
 from ckpt_prune.hub.figures import MeasuredFigure, figures_table, to_model_index
 from ckpt_prune.hub.recipes import _card as recipe_card
 from ckpt_prune.job.front_matter import front_matter
 from ckpt_prune.job.report import Report, SourceCard
 from ckpt_prune.job.report_file import AnyPlan
+from ckpt_prune.onnx.card import graph_card
+from ckpt_prune.onnx.manifest import GraphEntry, Manifest, Port
+from ckpt_prune.onnx.manifest import Source as GraphSource
 from ckpt_prune.report.card import model_card
 from ckpt_prune.reporting.comparison import comparison_page
 from ckpt_prune.reporting.document import read_document

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from ckpt_prune.architectures.model import Model
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.compensation.fit import Solution, fit_from_moments, squared_error
 from ckpt_prune.evaluation.perplexity import perplexity
@@ -32,6 +31,7 @@ from ckpt_prune.measure.samples.image_files import ImageFiles, choose_images, fi
 from ckpt_prune.measure.samples.samples import Samples, TokenWindows
 from ckpt_prune.measure.statistics.folder import Statistics, record_effects
 from ckpt_prune.measure.statistics.measurement import list_collected_by_default, measure_statistics
+from ckpt_prune.model.model import Model
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.stages.spaces.effects.gradients import add_gradients

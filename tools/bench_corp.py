@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 
-from ckpt_prune.architectures.model import Model
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.evaluation.perplexity import perplexity
 from ckpt_prune.evaluation.whole_model import load_model
@@ -32,6 +31,7 @@ from ckpt_prune.measure.samples.text import (
 )
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.measure.statistics.measurement import list_collected_by_default, measure_statistics
+from ckpt_prune.model.model import Model
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.runner.plan import prepare_plan
 from ckpt_prune.stages import FullRecipe

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import ckpt_prune
-from ckpt_prune.architectures.model import Model
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import REPORT
 from ckpt_prune.job.cost import cost_of
+from ckpt_prune.model.model import Model
 from ckpt_prune.stages.depth.preview import without
 from tools.bench_lines import add_line, by_key
 from tools.bench_perplexity import SHARED, subjects

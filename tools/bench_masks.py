@@ -15,12 +15,12 @@ from unittest import mock
 
 import torch
 
-from ckpt_prune.architectures.model import Model
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.perplexity import perplexity
 from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.job.job import Job, LiveSamples
 from ckpt_prune.measure.samples.samples import TokenWindows
+from ckpt_prune.model.model import Model
 from ckpt_prune.runner.run_job import check_job, run_job
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.rotation import learner as rotations

@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ckpt_prune.architectures.model import Model
 from ckpt_prune.demo import corpus
 from ckpt_prune.demo.run import model_folder
 from ckpt_prune.evaluation.perplexity import perplexity
@@ -30,6 +29,7 @@ from ckpt_prune.measure.samples.text import (
     tokenise_text,
 )
 from ckpt_prune.measure.statistics.measurement import measure_statistics
+from ckpt_prune.model.model import Model
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.recipe.shipped import shipped_recipes
 from ckpt_prune.runner.run_job import run_job

@@ -17,7 +17,7 @@ from ckpt_prune.benchmarking.messages import Seat
 from ckpt_prune.benchmarking.run import take_turns
 from ckpt_prune.benchmarking.runners import OnnxRunner
 from ckpt_prune.benchmarking.workload import choose_workloads, reads_of
-from ckpt_prune.exporting.manifest import read_manifest
+from ckpt_prune.onnx.manifest import read_manifest
 from tools.bench_export import Model, cell, checkpoint, ckpt_prune, models, record
 from tools.bench_lines import by_key, lines_of
 from tools.bench_perplexity import SHARED

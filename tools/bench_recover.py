@@ -20,10 +20,10 @@ from typing import Any
 
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ckpt_prune.architectures.skeleton import quiet_transformers
 from ckpt_prune.checkpoint.json_files import read_json_object
 from ckpt_prune.common.filenames import REPORT
 from ckpt_prune.demo import corpus
+from ckpt_prune.model.skeleton import quiet_transformers
 from tools.bench_command import command
 from tools.bench_lines import add_line, lines_of
 from tools.bench_masks import models

@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig
 
-from ckpt_prune.architectures.skeleton import build_skeleton
 from ckpt_prune.checkpoint.staging import Staging
 from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.common.progress import track
 from ckpt_prune.demo.run import model_folder
+from ckpt_prune.model.skeleton import build_skeleton
 
 SHARD_BYTES = 4 * 2**30
 

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.containers.opening import Opening, open_model
+from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.options import PruneOptions
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.recipe.shipped import shipped_recipes

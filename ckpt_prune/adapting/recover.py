@@ -8,8 +8,6 @@ from pathlib import Path
 import torch
 
 from ckpt_prune._version import __version__
-from ckpt_prune.architectures.fitting import loaded
-from ckpt_prune.architectures.model import Model
 from ckpt_prune.checkpoint.checkpoint import CONFIG, Checkpoint
 from ckpt_prune.checkpoint.folder_kinds import OUTPUT_KIND
 from ckpt_prune.checkpoint.staging import Staging
@@ -18,7 +16,6 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import ROTATIONS
 from ckpt_prune.common.formatting import human_bytes
 from ckpt_prune.common.progress import meter
-from ckpt_prune.containers.container import container_of
 from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.job.report import Adapters, Report
 from ckpt_prune.job.report_file import report_of
@@ -26,6 +23,9 @@ from ckpt_prune.job.run import Announce
 from ckpt_prune.job.timing import Stages
 from ckpt_prune.job.training_settings import LoraSettings, RecoverySettings
 from ckpt_prune.measure.samples.samples import Samples
+from ckpt_prune.model.containers.container import container_of
+from ckpt_prune.model.fitting import loaded
+from ckpt_prune.model.model import Model
 from ckpt_prune.runner.publish import publish, wanted_names
 from ckpt_prune.stages.recovery.block_training import SampleSplit
 from ckpt_prune.stages.recovery.lora import TrainedAdapters, lora_rate, require_peft, train_adapters

@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_prune.api.types import AnyModel, AnyPath, Bos, Choose, ComputeDtype, Texts
-from ckpt_prune.architectures.composite import PartName
-from ckpt_prune.architectures.supported import check_supported
 from ckpt_prune.checkpoint.staging import Staging
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import Notices, show_progress
 from ckpt_prune.measure.samples.text_files import check_texts
 from ckpt_prune.measure.statistics.files import STATISTICS
-from ckpt_prune.options import CalibrateOptions, checked, has_data
+from ckpt_prune.model.supported import check_supported
+from ckpt_prune.options import CalibrateOptions, PartName, checked, has_data
 from ckpt_prune.parallel.group import process_group
 
 if TYPE_CHECKING:
@@ -146,9 +145,6 @@ def calibrate(
 
     from ckpt_prune.checkpoint.staging import refuse_inside, refuse_overlap
     from ckpt_prune.common.formatting import human_bytes
-    from ckpt_prune.containers.checking import check_source
-    from ckpt_prune.containers.container import container_of
-    from ckpt_prune.containers.opening import Opening, open_model
     from ckpt_prune.measure.samples.choose import choose_samples
     from ckpt_prune.measure.samples.shards import take_shard
     from ckpt_prune.measure.statistics.folder import record_effects
@@ -158,6 +154,9 @@ def calibrate(
         list_collected_by_default,
         measure_statistics,
     )
+    from ckpt_prune.model.containers.checking import check_source
+    from ckpt_prune.model.containers.container import container_of
+    from ckpt_prune.model.containers.opening import Opening, open_model
     from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
     from ckpt_prune.runner.checks import check_one_basis
     from ckpt_prune.runner.estimate import estimate_calibration

@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_prune.api.types import AnyModel, AnyPath, Bos, Choose, ComputeDtype, Texts
-from ckpt_prune.architectures.composite import PartName
-from ckpt_prune.architectures.supported import check_supported
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import Notices, show_progress
 from ckpt_prune.measure.samples.text_files import check_texts
-from ckpt_prune.options import CompareOptions, checked, has_data
+from ckpt_prune.model.supported import check_supported
+from ckpt_prune.options import CompareOptions, PartName, checked, has_data
 
 if TYPE_CHECKING:
     from ckpt_prune.evaluation.block_comparison import Comparison
@@ -85,14 +84,14 @@ def compare(
         check_page(options.plot, options.overwrite)
 
     from ckpt_prune.checkpoint.staging import write_atomically
-    from ckpt_prune.containers.container import container_of
-    from ckpt_prune.containers.opening import Opening, open_model
     from ckpt_prune.evaluation import block_comparison
     from ckpt_prune.job.model_view import ModelView
     from ckpt_prune.job.report_file import report_of
     from ckpt_prune.measure.samples.choose import choose_samples
     from ckpt_prune.measure.samples.text import read_text
     from ckpt_prune.measure.streams.state_memory import StateMemory
+    from ckpt_prune.model.containers.container import container_of
+    from ckpt_prune.model.containers.opening import Opening, open_model
     from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
     from ckpt_prune.reporting.comparison import comparison_page
     from ckpt_prune.runner.pairs import at_same_depth, check_models, check_same_reader, rotated_as

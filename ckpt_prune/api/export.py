@@ -11,7 +11,7 @@ from ckpt_prune.measure.samples.text_files import check_texts
 from ckpt_prune.options import ExportOptions, ProofOptions, SpreadOptions, checked
 
 if TYPE_CHECKING:
-    from ckpt_prune.exporting.writing import Exported
+    from ckpt_prune.onnx.writing import Exported
 
 
 def export(
@@ -97,14 +97,14 @@ def export(
     check_texts(proving.text)
 
     from ckpt_prune.checkpoint.staging import refuse_inside
-    from ckpt_prune.containers.opening import Opening, open_checkpoint
     from ckpt_prune.evaluation.device_map import spread
-    from ckpt_prune.exporting.folder import GraphWriter
-    from ckpt_prune.exporting.proof_data import proof_samples
-    from ckpt_prune.exporting.rounding import check_rounded
-    from ckpt_prune.exporting.session import provider_for
-    from ckpt_prune.exporting.validation import dense_of
-    from ckpt_prune.exporting.writing import write_graph
+    from ckpt_prune.model.containers.opening import Opening, open_checkpoint
+    from ckpt_prune.onnx.folder import GraphWriter
+    from ckpt_prune.onnx.proof_data import proof_samples
+    from ckpt_prune.onnx.rounding import check_rounded
+    from ckpt_prune.onnx.session import provider_for
+    from ckpt_prune.onnx.validation import dense_of
+    from ckpt_prune.onnx.writing import write_graph
 
     trust = options.trust_remote_code
     with show_progress(progress), spread(spreading):

@@ -5,13 +5,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_prune.api.types import AnyModel, AnyPath
-from ckpt_prune.architectures.composite import PartName
-from ckpt_prune.architectures.descriptions import is_known
-from ckpt_prune.architectures.supported import check_kind, check_supported
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import show_progress
 from ckpt_prune.common.ratios import parse_ratio, suggest_percentage
-from ckpt_prune.options import InspectOptions, checked
+from ckpt_prune.model.descriptions import is_known
+from ckpt_prune.model.supported import check_kind, check_supported
+from ckpt_prune.options import InspectOptions, PartName, checked
 from ckpt_prune.recipe.places import check_recipe
 
 if TYPE_CHECKING:
@@ -51,10 +50,10 @@ def inspect(
         check_recipe(options.recipe)
     check_supported(options.model, options.family, options.part, unknown=True)
 
-    from ckpt_prune.architectures.hypothetical import checkpoint_of_config, config_of_folder, is_config_only
-    from ckpt_prune.architectures.part import part_of
-    from ckpt_prune.containers.opening import Opening, described_as, open_checkpoint
     from ckpt_prune.description.describe import describe, describe_unknown
+    from ckpt_prune.model.containers.opening import Opening, described_as, open_checkpoint
+    from ckpt_prune.model.hypothetical import checkpoint_of_config, config_of_folder, is_config_only
+    from ckpt_prune.model.part import part_of
 
     with show_progress(progress):
         folder = Path(options.model)

@@ -7,8 +7,8 @@ from transformers import PreTrainedModel
 
 from ckpt_prune.checkpoint.json_files import read_json_object
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.containers.remote import remote_class
 from ckpt_prune.evaluation.whole_model import load_model
+from ckpt_prune.model.containers.remote import remote_class
 
 
 def load(

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_prune.api.latency import with_latencies
 from ckpt_prune.api.types import AnyModel, AnyPath
-from ckpt_prune.architectures.composite import PartName
-from ckpt_prune.architectures.supported import check_supported
 from ckpt_prune.common.progress import Notices, show_progress
 from ckpt_prune.job.sizes import asked_size
 from ckpt_prune.measure.statistics.files import check_statistics
-from ckpt_prune.options import PlanOptions, checked
+from ckpt_prune.model.supported import check_supported
+from ckpt_prune.options import PartName, PlanOptions, checked
 
 if TYPE_CHECKING:
     from ckpt_prune.job.plan import Plan
@@ -101,7 +100,7 @@ class ComparedPlan:
 
 def compared_plan(planned: Planned) -> ComparedPlan:
     """The row of a plan."""
-    from ckpt_prune.architectures.spaces import first_of_experts
+    from ckpt_prune.model.spaces import first_of_experts
     from ckpt_prune.report.figures import held_out_errors, space_errors
 
     made = planned.plan

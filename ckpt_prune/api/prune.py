@@ -11,8 +11,6 @@ from ckpt_prune.api.push import Pushed
 from ckpt_prune.api.push import push as push_output
 from ckpt_prune.api.resuming import resumable
 from ckpt_prune.api.types import AnyModel, AnyPath, Bos, Choose, ComputeDtype, Texts
-from ckpt_prune.architectures.composite import PartName
-from ckpt_prune.architectures.supported import check_supported
 from ckpt_prune.checkpoint.staging import check_output
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import GRAPH_FOLDER
@@ -21,19 +19,20 @@ from ckpt_prune.common.short_repr import short_repr
 from ckpt_prune.job.sizes import asked_size
 from ckpt_prune.measure.samples.text_files import check_texts
 from ckpt_prune.measure.statistics.files import check_statistics
-from ckpt_prune.options import PruneOptions, checked, has_data
+from ckpt_prune.model.supported import check_supported
+from ckpt_prune.options import PartName, PruneOptions, checked, has_data
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.recipe.places import check_recipe
 
 if TYPE_CHECKING:
     from ckpt_prune.api.plan import Planned
-    from ckpt_prune.architectures.model import Model
-    from ckpt_prune.exporting.step import GraphStep
-    from ckpt_prune.exporting.writing import Exported
     from ckpt_prune.job.plan import Plan
     from ckpt_prune.job.prepared import Prepared
     from ckpt_prune.job.report import Report
     from ckpt_prune.measure.statistics.folder import Statistics
+    from ckpt_prune.model.model import Model
+    from ckpt_prune.onnx.step import GraphStep
+    from ckpt_prune.onnx.writing import Exported
     from ckpt_prune.runner.read_recipe import ChosenRecipe
 
 
@@ -251,7 +250,7 @@ def _pruned(options: PruneOptions, progress: bool, written: Callable[[Pruned], N
     with show_progress(progress):
         chosen = read_recipe(options)
 
-    from ckpt_prune.containers.opening import Opening, open_model
+    from ckpt_prune.model.containers.opening import Opening, open_model
     from ckpt_prune.runner.checks import check_training
     from ckpt_prune.runner.estimate import estimate_job
     from ckpt_prune.runner.read_job import read_job
@@ -324,7 +323,7 @@ def _graph_step(options: PruneOptions, chosen: "ChosenRecipe", model: "Model") -
     export = chosen.recipe.get(Export)
     if export is None:
         return None
-    from ckpt_prune.exporting.step import GraphStep  # a second of imports
+    from ckpt_prune.onnx.step import GraphStep  # a second of imports
 
     return GraphStep.of(export, model.checkpoint, options, options, trust=options.trust_remote_code)
 

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_prune.api.types import AnyModel, AnyPath
-from ckpt_prune.architectures.supported import check_supported
 from ckpt_prune.common.progress import show_progress
 from ckpt_prune.measure.statistics.files import check_statistics
+from ckpt_prune.model.supported import check_supported
 from ckpt_prune.options import QuantizeOptions, checked
 from ckpt_prune.stages.quantize.scheme import Format
 
@@ -64,7 +64,7 @@ def quantize(
     if options.statistics is not None:
         check_statistics(options.statistics)
 
-    from ckpt_prune.containers.opening import Opening, open_checkpoint
+    from ckpt_prune.model.containers.opening import Opening, open_checkpoint
     from ckpt_prune.stages.quantize.quantization import plan_quantization, write_quantized
 
     with show_progress(progress):

@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt_prune.api.resuming import resumable
 from ckpt_prune.api.types import AnyModel, AnyPath, Bos, Choose, ComputeDtype, Texts
-from ckpt_prune.architectures.composite import PartName
-from ckpt_prune.architectures.supported import check_supported
 from ckpt_prune.checkpoint.staging import check_output, partial_of, refuse_overlap
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import Notices, show_progress
 from ckpt_prune.job.names import Part
 from ckpt_prune.job.training_settings import LoraSettings, Method, RecoverySettings, Teacher
 from ckpt_prune.measure.samples.text_files import check_texts
-from ckpt_prune.options import RecoverOptions, checked, has_data
+from ckpt_prune.model.supported import check_supported
+from ckpt_prune.options import PartName, RecoverOptions, checked, has_data
 from ckpt_prune.parallel.group import process_group
 
 if TYPE_CHECKING:
@@ -165,11 +164,11 @@ def recover(
     if settings.method == "lora":
         return _by_lora(options, settings, lora, progress)
 
-    from ckpt_prune.containers.opening import Opening, open_model
     from ckpt_prune.job.report_file import report_of
     from ckpt_prune.measure.samples.choose import choose_fresh_samples, choose_samples
     from ckpt_prune.measure.samples.text import read_text
     from ckpt_prune.measure.streams.state_memory import StateMemory
+    from ckpt_prune.model.containers.opening import Opening, open_model
     from ckpt_prune.parallel.devices import resolve_device
     from ckpt_prune.runner import recover as recovering
     from ckpt_prune.runner.pairs import at_same_depth, check_models, check_same_reader, refuse_factored
@@ -268,8 +267,8 @@ def _refuse_adapters(given: LoraSettings) -> None:
 
 def _by_lora(options: RecoverOptions, settings: RecoverySettings, lora: LoraSettings, progress: bool) -> Recovered:
     from ckpt_prune.adapting.recover import LoraRequest, recover_by_lora
-    from ckpt_prune.containers.opening import Opening, open_model
     from ckpt_prune.measure.samples.choose import choose_samples
+    from ckpt_prune.model.containers.opening import Opening, open_model
     from ckpt_prune.parallel.devices import resolve_device
     from ckpt_prune.runner.pairs import check_one_stream, refuse_factored
     from ckpt_prune.runner.publish import wanted_names

@@ -10,18 +10,17 @@ from typing import TYPE_CHECKING, Any
 from ckpt_prune.api.sweep_measuring import Measuring, Scores
 from ckpt_prune.api.sweep_values import OF_DATA, RATIO, asked_values, words
 from ckpt_prune.api.types import AnyModel, AnyPath, Texts
-from ckpt_prune.architectures.composite import PartName
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import show_progress
 from ckpt_prune.common.short_repr import short_repr
-from ckpt_prune.options import PlanOptions, checked
+from ckpt_prune.options import PartName, PlanOptions, checked
 
 if TYPE_CHECKING:
-    from ckpt_prune.architectures.spaces import SpaceName
     from ckpt_prune.job.job import Job
     from ckpt_prune.job.recipe import Recipe
     from ckpt_prune.job.records import Cost
     from ckpt_prune.measure.statistics.folder import Statistics
+    from ckpt_prune.model.spaces import SpaceName
     from ckpt_prune.runner.sweep import DepthPoint, Point
 
 
@@ -228,9 +227,9 @@ def _plans(
     given: dict[str, Any],
 ) -> Sweep:
     """Points that are predicted from statistics."""
-    from ckpt_prune.architectures.spaces import first_of_experts
     from ckpt_prune.job.cost import cost_of
     from ckpt_prune.job.prepared import begin
+    from ckpt_prune.model.spaces import first_of_experts
     from ckpt_prune.runner.messages import cache_line
     from ckpt_prune.runner.read_job import read_plan_job
     from ckpt_prune.runner.read_recipe import recipe_of
@@ -271,7 +270,7 @@ def _with_scores(found: Sweep, measuring: Measuring) -> Sweep:
 
 def _outputs(key: str, values: Sequence[float | str], measuring: Measuring) -> Sweep:
     """Points of what no plan says, or of samples of their own: what was written."""
-    from ckpt_prune.architectures.spaces import first_of_experts
+    from ckpt_prune.model.spaces import first_of_experts
     from ckpt_prune.runner.messages import cache_line
     from ckpt_prune.runner.sweep import point_of_output
 

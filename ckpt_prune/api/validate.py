@@ -13,7 +13,7 @@ from ckpt_prune.measure.samples.text_files import check_texts
 from ckpt_prune.options import SpreadOptions, ValidateOptions, checked, path_of
 
 if TYPE_CHECKING:
-    from ckpt_prune.exporting.outcome import Validations
+    from ckpt_prune.onnx.outcome import Validations
 
 
 def validate(
@@ -76,11 +76,11 @@ def validate(
     check_texts(options.text)
 
     from ckpt_prune.evaluation.device_map import spread
-    from ckpt_prune.exporting import metric_only as only
-    from ckpt_prune.exporting import validation
-    from ckpt_prune.exporting.apart import sessions_apart
-    from ckpt_prune.exporting.manifest import read_manifest
-    from ckpt_prune.exporting.proof_data import proof_samples
+    from ckpt_prune.onnx import metric_only as only
+    from ckpt_prune.onnx import validation
+    from ckpt_prune.onnx.apart import sessions_apart
+    from ckpt_prune.onnx.manifest import read_manifest
+    from ckpt_prune.onnx.proof_data import proof_samples
 
     trust = trust_remote_code
     with show_progress(progress), sessions_apart(), spread(spreading):
@@ -113,7 +113,7 @@ def validate(
 
 def _other_data(place: Path, options: ValidateOptions) -> str | None:
     """That a folder was last compared on data that is not given now; None where it is, or where none was."""
-    from ckpt_prune.exporting.outcome import read_validation
+    from ckpt_prune.onnx.outcome import read_validation
 
     if options.text or options.images is not None:
         return None

@@ -66,9 +66,9 @@ def verify(
     place = check_output_folder(Path(path_of(folder)))
 
     from ckpt_prune.evaluation.device_map import spread
-    from ckpt_prune.exporting.apart import sessions_apart
-    from ckpt_prune.exporting.session import FILES
-    from ckpt_prune.exporting.verify import verify_graph
+    from ckpt_prune.onnx.apart import sessions_apart
+    from ckpt_prune.onnx.session import FILES
+    from ckpt_prune.onnx.verify import verify_graph
     from ckpt_prune.verification import verify as checking
     from ckpt_prune.verification.verify_quantized import verify_quantized
 

@@ -4,13 +4,13 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt_prune.architectures.context import reserved_positions
-from ckpt_prune.architectures.model import Model
 from ckpt_prune.benchmarking.messages import Phase
 from ckpt_prune.benchmarking.workload import Workload
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.cost import cost_of
+from ckpt_prune.model.context import reserved_positions
+from ckpt_prune.model.model import Model
 
 
 @dataclass(frozen=True)

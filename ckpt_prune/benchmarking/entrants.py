@@ -11,10 +11,10 @@ from ckpt_prune.checkpoint.model_folder import resolve_model
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import GRAPH_FOLDER, GRAPH_RECORD
 from ckpt_prune.common.graph_types import GraphType
-from ckpt_prune.exporting.folder import GraphWriter
-from ckpt_prune.exporting.manifest import Manifest, read_manifest
-from ckpt_prune.exporting.tasks import Task, chosen_task
 from ckpt_prune.job.graph_settings import GraphSettings
+from ckpt_prune.onnx.folder import GraphWriter
+from ckpt_prune.onnx.manifest import Manifest, read_manifest
+from ckpt_prune.onnx.tasks import Task, chosen_task
 
 Say = Callable[[str], None]
 

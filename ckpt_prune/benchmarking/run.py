@@ -23,9 +23,9 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import EXPORT_ERROR
 from ckpt_prune.common.graph_types import GraphType
 from ckpt_prune.common.progress import meter
-from ckpt_prune.exporting.folder import graph_bytes
-from ckpt_prune.exporting.manifest import runtime_versions
-from ckpt_prune.exporting.session import FILES
+from ckpt_prune.onnx.folder import graph_bytes
+from ckpt_prune.onnx.manifest import runtime_versions
+from ckpt_prune.onnx.session import FILES
 from ckpt_prune.options import SpreadOptions
 
 REST = 0.05

@@ -13,11 +13,11 @@ from ckpt_prune.benchmarking.two_four import pack
 from ckpt_prune.benchmarking.workload import Workload
 from ckpt_prune.evaluation.device_map import spread
 from ckpt_prune.evaluation.whole_model import load_model
-from ckpt_prune.exporting.session import FILES, OnnxModel, Provider, complete, next_cache
-from ckpt_prune.exporting.tasks import PRESENT
-from ckpt_prune.exporting.tracing import returned_cache
 from ckpt_prune.measure.streams.readout import allow_several_texts
 from ckpt_prune.modeling_pruned import cache_argument
+from ckpt_prune.onnx.session import FILES, OnnxModel, Provider, complete, next_cache
+from ckpt_prune.onnx.tasks import PRESENT
+from ckpt_prune.onnx.tracing import returned_cache
 
 
 class Runner(Protocol):

@@ -20,21 +20,21 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import nn
 
 from ckpt_prune._version import __version__
-from ckpt_prune.architectures.depth import shortened
-from ckpt_prune.architectures.model import Model
-from ckpt_prune.architectures.skeleton import parse_config, without_weights
-from ckpt_prune.architectures.spaces import SpaceName, known_space
 from ckpt_prune.benchmarking.run import processor_name, take_turns
 from ckpt_prune.benchmarking.runners import TorchTimer, timer_of
 from ckpt_prune.benchmarking.workload import STEPS, Workload, choose_workloads, reads_of
 from ckpt_prune.checkpoint.staging import write_atomically
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import meter
-from ckpt_prune.containers.choosing import ANY, REMOTE, choose_container
-from ckpt_prune.containers.remote import remote_model_class, with_block_facts
 from ckpt_prune.job.cost import cost_of
 from ckpt_prune.job.latency import TRUSTED, Latencies, StreamTime
 from ckpt_prune.job.sizes import Timed
+from ckpt_prune.model.containers.choosing import ANY, REMOTE, choose_container
+from ckpt_prune.model.containers.remote import remote_model_class, with_block_facts
+from ckpt_prune.model.depth import shortened
+from ckpt_prune.model.model import Model
+from ckpt_prune.model.skeleton import parse_config, without_weights
+from ckpt_prune.model.spaces import SpaceName, known_space
 
 MOST_BYTES = 2**30
 """Of the weights of one of the models that are timed."""

@@ -8,14 +8,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ckpt_prune.architectures.context import context_length
 from ckpt_prune.benchmarking.messages import Phase
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.whole_model import config_of, read_config
-from ckpt_prune.exporting.manifest import Manifest
-from ckpt_prune.exporting.tasks import chosen_task
-from ckpt_prune.exporting.tracing import image_size
 from ckpt_prune.job.graph_settings import TaskName
+from ckpt_prune.model.context import context_length
+from ckpt_prune.onnx.manifest import Manifest
+from ckpt_prune.onnx.tasks import chosen_task
+from ckpt_prune.onnx.tracing import image_size
 
 TOKENS, STEPS = 128, 16
 """Where none are asked for, and the context has room: tokens of a text, and tokens generated after it."""

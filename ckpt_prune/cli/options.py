@@ -11,10 +11,9 @@ import click
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from ckpt_prune.architectures.composite import PartName
 from ckpt_prune.checkpoint.model_folder import find_local_folder
 from ckpt_prune.common.ratios import Ratio, check_ratio, parse_percentage, parse_ratio
-from ckpt_prune.options import Folder, OpeningOptions
+from ckpt_prune.options import Folder, OpeningOptions, PartName
 from ckpt_prune.recipe.places import check_recipe
 from ckpt_prune.recipe.shipped import DEFAULT_RECIPE
 

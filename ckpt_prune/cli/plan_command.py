@@ -9,7 +9,6 @@ import click
 from ckpt_prune.api.plan import compared_plan, plan
 from ckpt_prune.api.sweep import Sweep
 from ckpt_prune.api.sweep import sweep as plan_at
-from ckpt_prune.architectures.spaces import space_of
 from ckpt_prune.cli.options import (
     RECIPE_HELP,
     checked_recipe,
@@ -29,6 +28,7 @@ from ckpt_prune.cli.options import (
 )
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.safe_text import escape_controls
+from ckpt_prune.model.spaces import space_of
 from ckpt_prune.options import PlanOptions, checked
 from ckpt_prune.recipe.shipped import DEFAULT_RECIPE
 

@@ -4,10 +4,10 @@ import math
 
 from ckpt_prune.cli.options import table
 from ckpt_prune.common.formatting import format_distinctly, human_bytes, plural
-from ckpt_prune.exporting.metrics import Metric
-from ckpt_prune.exporting.outcome import Case, Continuation, Validation, Validations
-from ckpt_prune.exporting.writing import Exported
-from ckpt_prune.quantising.record import Quantised
+from ckpt_prune.onnx.metrics import Metric
+from ckpt_prune.onnx.outcome import Case, Continuation, Validation, Validations
+from ckpt_prune.onnx.quantization.record import Quantised
+from ckpt_prune.onnx.writing import Exported
 
 
 def exported_lines(exported: Exported) -> list[str]:

@@ -3,16 +3,16 @@
 from collections.abc import Iterable, Sequence
 from statistics import fmean
 
-from ckpt_prune.architectures.model import Model
-from ckpt_prune.architectures.parts import GROUPED
-from ckpt_prune.architectures.spaces import ENDS, first_of_experts, known_space, space_of
 from ckpt_prune.cli.options import table
 from ckpt_prune.common.formatting import human_bytes, human_count, plural
-from ckpt_prune.containers.choosing import ANY
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.records import Cost, DepthRecord, HiddenRecord, SiteRecord
 from ckpt_prune.job.recovery_records import RecoveredLayer
 from ckpt_prune.job.report import Adapters, Report
+from ckpt_prune.model.containers.choosing import ANY
+from ckpt_prune.model.model import Model
+from ckpt_prune.model.parts import GROUPED
+from ckpt_prune.model.spaces import ENDS, first_of_experts, known_space, space_of
 from ckpt_prune.report.adapters import loss_name, measured_on, trained_on
 from ckpt_prune.report.depth import depth_lines, named_all
 from ckpt_prune.report.figures import (

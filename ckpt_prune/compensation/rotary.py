@@ -12,11 +12,11 @@ from operator import add
 import torch
 from torch import Tensor
 
-from ckpt_prune.architectures.spaces import Pairing
 from ckpt_prune.compensation.least_squares import RELATIVE_CUTOFF
 from ckpt_prune.compensation.logit import LogitDiagnostics, StrengthChoice, absolute_logit_strength, least_held_out
 from ckpt_prune.compensation.methods import Units
 from ckpt_prune.measure.moments.rotary import RotaryMoments
+from ckpt_prune.model.spaces import Pairing
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ckpt_prune.architectures.skeleton import stock_names
-from ckpt_prune.architectures.supported import is_timm
 from ckpt_prune.checkpoint.checkpoint import CONFIG, SINGLE, Checkpoint
 from ckpt_prune.checkpoint.digests import PROCESSOR
 from ckpt_prune.checkpoint.folder_kinds import FolderKind
@@ -16,11 +14,13 @@ from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import CONVERSION_RECORD
 from ckpt_prune.common.progress import track
-from ckpt_prune.containers.checking import check_shapes
-from ckpt_prune.containers.side_files import carried, top_names
 from ckpt_prune.conversion.mae import plain_of_mae
 from ckpt_prune.conversion.plain import Plain
 from ckpt_prune.conversion.timm import plain_of_timm
+from ckpt_prune.model.containers.checking import check_shapes
+from ckpt_prune.model.containers.side_files import carried, top_names
+from ckpt_prune.model.skeleton import stock_names
+from ckpt_prune.model.supported import is_timm
 
 CONVERSION = FolderKind(CONVERSION_RECORD, "what `convert` wrote", unfinished="dropped")
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from ckpt_prune.architectures.model import Model
 from ckpt_prune.checkpoint.files import check_place
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.demo import corpus
@@ -17,6 +16,7 @@ from ckpt_prune.job.cost import cost_of
 from ckpt_prune.job.job import Job, LiveSamples
 from ckpt_prune.measure.samples.samples import TokenWindows
 from ckpt_prune.measure.samples.text import choose_windows, cut_windows, load_tokenizer, tokenise_text
+from ckpt_prune.model.model import Model
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.verification.verify import verify

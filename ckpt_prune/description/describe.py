@@ -4,18 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ckpt_prune.architectures.depth import check_shortened, shortened
-from ckpt_prune.architectures.fitting import fitted
-from ckpt_prune.architectures.likeness import likeness
-from ckpt_prune.architectures.model import Model
-from ckpt_prune.architectures.spaces import first_of_experts, known_space
-from ckpt_prune.architectures.supported import family_of
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import plural
-from ckpt_prune.containers.checking import check_source, check_stock
-from ckpt_prune.containers.choosing import choose_container
-from ckpt_prune.containers.remote import remote_class
 from ckpt_prune.description.model import (
     BlockDescription,
     Description,
@@ -35,6 +26,15 @@ from ckpt_prune.job.job import Job
 from ckpt_prune.job.prepared import begin
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.report_file import report_of
+from ckpt_prune.model.containers.checking import check_source, check_stock
+from ckpt_prune.model.containers.choosing import choose_container
+from ckpt_prune.model.containers.remote import remote_class
+from ckpt_prune.model.depth import check_shortened, shortened
+from ckpt_prune.model.fitting import fitted
+from ckpt_prune.model.likeness import likeness
+from ckpt_prune.model.model import Model
+from ckpt_prune.model.spaces import first_of_experts, known_space
+from ckpt_prune.model.supported import family_of
 from ckpt_prune.recipe.places import locate_recipe
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.runner.messages import coarse_lines, ignored_words, tied_words

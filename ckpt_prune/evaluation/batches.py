@@ -5,12 +5,12 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ckpt_prune.architectures.context import context_length
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.finite import all_finite
 from ckpt_prune.common.progress import track
 from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.measure.samples.text import check_vocabulary
+from ckpt_prune.model.context import context_length
 
 LOGIT_BYTES = 512 * 2**20
 """A batch keeps the logits of one model, counted as float32, below this; one window may still exceed it."""

@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ckpt_prune.architectures.context import context_length
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import track
 from ckpt_prune.evaluation.batches import count_windows, group_by_length
 from ckpt_prune.evaluation.choice_items import Item
 from ckpt_prune.evaluation.display import Figures
 from ckpt_prune.measure.samples.text import Bos, check_vocabulary, tokenise_text
+from ckpt_prune.model.context import context_length
 
 
 @dataclass(frozen=True)

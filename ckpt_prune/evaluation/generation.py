@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ckpt_prune.architectures.context import context_length
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import track
 from ckpt_prune.measure.samples.text import check_vocabulary, tokenise_text
+from ckpt_prune.model.context import context_length
 
 RUN = 4
 """Length of the runs of tokens that are looked for twice."""

@@ -10,13 +10,13 @@ from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
 
-from ckpt_prune.architectures.descriptions import described, is_known
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import track
 from ckpt_prune.evaluation.batches import check_finite
 from ckpt_prune.evaluation.display import Figures
 from ckpt_prune.evaluation.whole_model import auto_class, first_line
 from ckpt_prune.measure.samples.images import ImageSamples
+from ckpt_prune.model.descriptions import described, is_known
 
 BATCH_PIXELS = 32 * 224 * 224
 """A batch has no more pixels than this; one image may still exceed it."""

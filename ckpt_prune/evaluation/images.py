@@ -6,9 +6,6 @@ from pathlib import Path
 
 from transformers import BaseImageProcessor, PreTrainedModel
 
-from ckpt_prune.architectures.model import image_tokens
-from ckpt_prune.architectures.skeleton import parse_config
-from ckpt_prune.architectures.supported import family_of
 from ckpt_prune.checkpoint.json_files import read_json_object
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.features import compare_features
@@ -30,6 +27,9 @@ from ckpt_prune.measure.samples.image_files import (
 )
 from ckpt_prune.measure.samples.image_processor import load_processor
 from ckpt_prune.measure.samples.images import ImageSamples
+from ckpt_prune.model.model import image_tokens
+from ckpt_prune.model.skeleton import parse_config
+from ckpt_prune.model.supported import family_of
 from ckpt_prune.options import EvaluationOptions
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ckpt_prune.architectures.context import context_length
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import track
 from ckpt_prune.datasets.files import read_rows
@@ -23,6 +22,7 @@ from ckpt_prune.evaluation.results import LabelComparison, LabelResult, LabelSco
 from ckpt_prune.evaluation.whole_model import purpose_of_folder, read_config
 from ckpt_prune.measure.samples.text import check_vocabulary, load_tokenizer
 from ckpt_prune.measure.streams.readout import allow_several_texts, kl_divergence
+from ckpt_prune.model.context import context_length
 
 PURPOSE = "text-classification"
 _UNLIMITED = 10**6

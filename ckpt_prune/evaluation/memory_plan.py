@@ -7,11 +7,11 @@ from typing import Any
 import torch
 import transformers
 
-from ckpt_prune.architectures.skeleton import parse_config, shapes_alone
-from ckpt_prune.containers.remote import remote_class, remote_model_class, with_block_facts
 from ckpt_prune.evaluation.device_map import Device, DeviceMap, no_room
 from ckpt_prune.evaluation.results import DeviceShare, MemoryPlan, MemoryPlans
 from ckpt_prune.evaluation.whole_model import loading_class, read_config
+from ckpt_prune.model.containers.remote import remote_class, remote_model_class, with_block_facts
+from ckpt_prune.model.skeleton import parse_config, shapes_alone
 
 
 def memory_plans(folders: Sequence[Path], places: DeviceMap, dtype: torch.dtype | str) -> MemoryPlans:

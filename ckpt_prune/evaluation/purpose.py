@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from ckpt_prune.architectures.purposes import WITHOUT_HEAD, Purpose
 from ckpt_prune.checkpoint.digests import tokenizer_fingerprint
 from ckpt_prune.checkpoint.journal import refuse_unfinished
 from ckpt_prune.checkpoint.json_files import read_json_object
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation import image_classes
 from ckpt_prune.evaluation.whole_model import purpose_of_folder
+from ckpt_prune.model.purposes import WITHOUT_HEAD, Purpose
 
 LABELLED = ("text-classification", "token-classification", "question-answering", "text-ranking")
 """Purposes whose figures would need labels: such models are compared with another one."""

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ckpt_prune.architectures.context import context_length
 from ckpt_prune.checkpoint.checkpoint import read_tensors
 from ckpt_prune.checkpoint.json_files import read_json_object
 from ckpt_prune.checkpoint.sentence_modules import (
@@ -32,6 +31,7 @@ from ckpt_prune.evaluation.display import Figures
 from ckpt_prune.evaluation.heads import FEWEST_TEXTS
 from ckpt_prune.evaluation.metrics import rank_correlation
 from ckpt_prune.measure.samples.text import check_vocabulary
+from ckpt_prune.model.context import context_length
 
 _CHUNK = 1024
 """Texts whose similarities with all others are held at once."""

@@ -5,7 +5,6 @@ from pathlib import Path
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ckpt_prune.architectures.purposes import WITHOUT_HEAD
 from ckpt_prune.checkpoint.sentence_modules import MODULES, read_modules, read_ranked_tokens
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.batches import check_windows
@@ -34,6 +33,7 @@ from ckpt_prune.measure.samples.text import (
     read_text,
     tokenise_text,
 )
+from ckpt_prune.model.purposes import WITHOUT_HEAD
 from ckpt_prune.options import EvaluationOptions
 
 TextResult = PerplexityResult | MaskedResult | ComparisonResult

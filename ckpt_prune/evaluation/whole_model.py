@@ -13,12 +13,20 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
-from ckpt_prune.architectures.composite import known_composites, load_composite
-from ckpt_prune.architectures.descriptions import described, is_known
-from ckpt_prune.architectures.family import REMOTE_PREFIX
-from ckpt_prune.architectures.parts import GROUPED
-from ckpt_prune.architectures.purposes import Purpose, purpose_of_class
-from ckpt_prune.architectures.skeleton import (
+from ckpt_prune.checkpoint.checkpoint import Checkpoint, check_config, check_index
+from ckpt_prune.checkpoint.files import read_input
+from ckpt_prune.checkpoint.json_files import parse_json_object
+from ckpt_prune.checkpoint.quantised import is_packed, is_plain_fp8, refuse_quantised
+from ckpt_prune.checkpoint.sentence_modules import find_sentence_use
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.evaluation.device_map import DeviceMap, current_device_map
+from ckpt_prune.model.composite import known_composites, load_composite
+from ckpt_prune.model.containers.remote import remote_class, remote_model_class, with_block_facts
+from ckpt_prune.model.descriptions import described, is_known
+from ckpt_prune.model.family import REMOTE_PREFIX
+from ckpt_prune.model.parts import GROUPED
+from ckpt_prune.model.purposes import Purpose, purpose_of_class
+from ckpt_prune.model.skeleton import (
     absent_pooler,
     base_of,
     is_stored_buffer,
@@ -26,14 +34,6 @@ from ckpt_prune.architectures.skeleton import (
     quiet_transformers,
     shapes_alone,
 )
-from ckpt_prune.checkpoint.checkpoint import Checkpoint, check_config, check_index
-from ckpt_prune.checkpoint.files import read_input
-from ckpt_prune.checkpoint.json_files import parse_json_object
-from ckpt_prune.checkpoint.quantised import is_packed, is_plain_fp8, refuse_quantised
-from ckpt_prune.checkpoint.sentence_modules import find_sentence_use
-from ckpt_prune.common.errors import UserError
-from ckpt_prune.containers.remote import remote_class, remote_model_class, with_block_facts
-from ckpt_prune.evaluation.device_map import DeviceMap, current_device_map
 
 
 @dataclass(frozen=True)

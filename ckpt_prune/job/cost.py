@@ -4,10 +4,10 @@ from math import prod
 
 import torch
 
-from ckpt_prune.architectures.factors import factor_names
-from ckpt_prune.architectures.model import Model, Shapes, patches
-from ckpt_prune.architectures.skeleton import is_parameter, stock_names
 from ckpt_prune.job.records import Cost
+from ckpt_prune.model.factors import factor_names
+from ckpt_prune.model.model import Model, Shapes, patches
+from ckpt_prune.model.skeleton import is_parameter, stock_names
 
 
 def cost_of(model: Model, shapes: Shapes | None = None) -> Cost:

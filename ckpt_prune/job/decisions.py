@@ -7,12 +7,12 @@ from math import lcm
 import torch
 from torch import Tensor
 
-from ckpt_prune.architectures.model import Model
-from ckpt_prune.architectures.sites import Site
-from ckpt_prune.architectures.spaces import Rounding, SpaceName
 from ckpt_prune.job.plan import Plan, SitePlan
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.selection import units_kept
+from ckpt_prune.model.model import Model
+from ckpt_prune.model.sites import Site
+from ckpt_prune.model.spaces import Rounding, SpaceName
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
-from ckpt_prune.architectures.spaces import BESIDE, ENDS, Ends, SpaceName, known_space
 from ckpt_prune.compensation.logit_methods import LOGIT_METHODS
 from ckpt_prune.compensation.methods import COLUMN_METHODS, ROTARY_METHODS, MethodFacts
 from ckpt_prune.measure.statistics.files import Collect
+from ckpt_prune.model.spaces import BESIDE, ENDS, Ends, SpaceName, known_space
 from ckpt_prune.scoring.expert_scores import EXPERT_SCORES
 from ckpt_prune.scoring.logit_scores import LOGIT_SCORES
 from ckpt_prune.scoring.rotary_scores import ROTARY_SCORES

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from ckpt_prune.architectures.spaces import SpaceName, known_space
+from ckpt_prune.model.spaces import SpaceName, known_space
 
 Units = Callable[[SpaceName], int]
 """A space → its units in a dense block."""

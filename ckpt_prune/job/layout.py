@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping
 
-from ckpt_prune.architectures.factors import factor_names
-from ckpt_prune.architectures.model import Model, Shape
-from ckpt_prune.architectures.part import composite_config, composite_names
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.shard import stack_shapes
-from ckpt_prune.containers.checking import check_shapes
-from ckpt_prune.containers.container import Container, Ranks, Widths
+from ckpt_prune.model.containers.checking import check_shapes
+from ckpt_prune.model.containers.container import Container, Ranks, Widths
+from ckpt_prune.model.factors import factor_names
+from ckpt_prune.model.model import Model, Shape
+from ckpt_prune.model.part import composite_config, composite_names
 
 Layout = dict[str, dict[str, Shape]]
 """File → tensor → dtype and shape."""

@@ -7,14 +7,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ckpt_prune.architectures.factors import multiplied
-from ckpt_prune.architectures.family import Family
-from ckpt_prune.architectures.model import Model
-from ckpt_prune.containers.container import Container
 from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.measure.streams.blocks import BlockFactory
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.measure.streams.kept_blocks import KeptBlocks, KeptBlockStream
+from ckpt_prune.model.containers.container import Container
+from ckpt_prune.model.factors import multiplied
+from ckpt_prune.model.family import Family
+from ckpt_prune.model.model import Model
 
 
 class Basis(Protocol):

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from ckpt_prune.containers.container import Container, Ranks
 from ckpt_prune.job.layout import Layout
 from ckpt_prune.job.records import Cost
+from ckpt_prune.model.containers.container import Container, Ranks
 
 
 @dataclass(frozen=True)

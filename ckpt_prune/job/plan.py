@@ -7,13 +7,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ckpt_prune.architectures.sites import Site
-from ckpt_prune.architectures.spaces import SpaceName, space_of
 from ckpt_prune.checkpoint.files import read_input
 from ckpt_prune.checkpoint.json_files import parse_json_object
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.recipe import AnyRecipe
 from ckpt_prune.job.records import PlanFile, SiteRecord
+from ckpt_prune.model.sites import Site
+from ckpt_prune.model.spaces import SpaceName, space_of
 
 
 class SitePlan(SiteRecord):

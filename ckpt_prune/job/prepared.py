@@ -7,13 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckpt_prune.architectures.model import Model
-from ckpt_prune.architectures.sites import Site
-from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.short_repr import short_repr
-from ckpt_prune.containers.choosing import ANY, whole_spaces
-from ckpt_prune.containers.container import Container
 from ckpt_prune.job.cost import cost_of
 from ckpt_prune.job.decisions import Decisions
 from ckpt_prune.job.job import Job, LiveSamples, RecoverySamples
@@ -25,6 +20,11 @@ from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.records import Cost, DepthRecord, HiddenRecord, MaskShares, Origin
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
+from ckpt_prune.model.containers.choosing import ANY, whole_spaces
+from ckpt_prune.model.containers.container import Container
+from ckpt_prune.model.model import Model
+from ckpt_prune.model.sites import Site
+from ckpt_prune.model.spaces import SpaceName
 from ckpt_prune.parallel.group import process_group
 
 

@@ -15,8 +15,6 @@ from pydantic import (
     model_validator,
 )
 
-from ckpt_prune.architectures.family import Family
-from ckpt_prune.architectures.spaces import SpaceName, known_space
 from ckpt_prune.common.ratios import Ratio
 from ckpt_prune.job.block_range import blocks_of, checked_range
 from ckpt_prune.job.fields import Strict
@@ -25,6 +23,8 @@ from ckpt_prune.job.names import Goal
 from ckpt_prune.job.sizes import TargetSize
 from ckpt_prune.job.space import SpaceRecipe
 from ckpt_prune.measure.statistics.files import Collect
+from ckpt_prune.model.family import Family
+from ckpt_prune.model.spaces import SpaceName, known_space
 
 
 class StageKeys(Strict):

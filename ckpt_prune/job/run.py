@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from ckpt_prune.architectures.model import Model
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.staging import SCRATCH, Staging, disk_failures, partial_of
@@ -19,6 +18,7 @@ from ckpt_prune.job.report import Report
 from ckpt_prune.job.step import Step
 from ckpt_prune.job.store import BlockStore
 from ckpt_prune.job.timing import Stages
+from ckpt_prune.model.model import Model
 from ckpt_prune.parallel.group import process_group
 
 Announce = Callable[[str], None]

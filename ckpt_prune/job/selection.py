@@ -9,9 +9,9 @@ from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_UP, Decimal
 import torch
 from torch import Tensor
 
-from ckpt_prune.architectures.sites import Site
-from ckpt_prune.architectures.spaces import Rounding, SpaceName
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.model.sites import Site
+from ckpt_prune.model.spaces import Rounding, SpaceName
 
 _ROUNDING = {"floor": ROUND_FLOOR, "ceil": ROUND_CEILING, "nearest": ROUND_HALF_UP}
 

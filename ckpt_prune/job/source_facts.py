@@ -1,12 +1,12 @@
 """What a report says of the source and of how the output is stored."""
 
-from ckpt_prune.architectures.composite import load_composite
-from ckpt_prune.architectures.model import Model
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.sentence_modules import find_sentence_class
-from ckpt_prune.containers.container import Container
 from ckpt_prune.job.report import Source, StoredAs
 from ckpt_prune.job.source_card import source_card
+from ckpt_prune.model.composite import load_composite
+from ckpt_prune.model.containers.container import Container
+from ckpt_prune.model.model import Model
 
 
 def part_name(checkpoint: Checkpoint) -> str | None:

@@ -7,10 +7,10 @@ from typing import ClassVar, Protocol
 from pydantic import BaseModel
 from torch import Tensor
 
-from ckpt_prune.architectures.factors import multiplied
 from ckpt_prune.common.phases import phase
 from ckpt_prune.measure.moment_sources import MomentSource, SequentialMoments
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
+from ckpt_prune.model.factors import multiplied
 
 Tensors = Mapping[str, Tensor]
 """On-disk name → tensor of a block."""

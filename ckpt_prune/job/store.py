@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import Tensor
 
-from ckpt_prune.architectures.model import BlockWidths, Model
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.job.layout import OUTER, Layout
 from ckpt_prune.job.model_view import ModelView
 from ckpt_prune.job.step import Tensors
+from ckpt_prune.model.model import BlockWidths, Model
 from ckpt_prune.parallel.group import process_group
 
 REST, OUTSIDE = "rest", "outer"

@@ -12,11 +12,11 @@ from typing import Any
 from pydantic import BaseModel
 from torch import Tensor
 
-from ckpt_prune.architectures.model import Model
 from ckpt_prune.common.progress import track
 from ckpt_prune.job.model_view import ModelView
 from ckpt_prune.job.step import Step, Tensors
 from ckpt_prune.job.store import BlockStore
+from ckpt_prune.model.model import Model
 from ckpt_prune.parallel.group import ALONE, process_group, working_in
 
 Records = dict[str, list[Any]]

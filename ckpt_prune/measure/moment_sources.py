@@ -9,11 +9,11 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ckpt_prune.architectures.model import Model
 from ckpt_prune.measure.moments.kinds import Key, SpaceMoments, select_input_moments
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.measure.streams.drift import observe_drift
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
+from ckpt_prune.model.model import Model
 
 
 class MomentSource(Protocol):

@@ -9,12 +9,12 @@ from typing import Any, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from ckpt_prune.architectures.spaces import SPACES
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.ratios import suggest_percentage
 from ckpt_prune.common.yaml12 import read_yaml
 from ckpt_prune.job.kinds import TRAITS
 from ckpt_prune.job.recipe import Recipe
+from ckpt_prune.model.spaces import SPACES
 from ckpt_prune.recipe.places import RecipeFile, locate_recipe
 from ckpt_prune.recipe.shipped import recipe_text
 from ckpt_prune.sparsity.patterns import UNSTRUCTURED

@@ -1,15 +1,15 @@
 """What has to fit together before a job writes its first byte. Every stage checks its own part, this the rest."""
 
-from ckpt_prune.architectures.family import DATA_OPTIONS
-from ckpt_prune.architectures.model import Model
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.containers.checking import check_source, check_stock
 from ckpt_prune.job.job import Job
 from ckpt_prune.job.plan import Plan
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.report_file import report_of
 from ckpt_prune.job.stage import Stage
+from ckpt_prune.model.containers.checking import check_source, check_stock
+from ckpt_prune.model.family import DATA_OPTIONS
+from ckpt_prune.model.model import Model
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.stages.hidden.sliced_checkpoint import SLICING_KEY
 from ckpt_prune.stages.rotation.rotated_checkpoint import CONFIG_KEY

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from ckpt_prune.architectures.model import Model
 from ckpt_prune.common.formatting import format_duration, human_bytes
 from ckpt_prune.common.memory import resident_bytes
 from ckpt_prune.job.job import Job
@@ -24,6 +23,7 @@ from ckpt_prune.measure.moments.kinds import Collect
 from ckpt_prune.measure.samples.choose import DEFAULT_WINDOWS
 from ckpt_prune.measure.samples.samples import SampleRange, Samples, TokenWindows
 from ckpt_prune.measure.statistics.measurement import count_statistics_bytes
+from ckpt_prune.model.model import Model
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.recipe.shipped import shipped_recipes
 from ckpt_prune.runner.run_job import preview_job

@@ -6,12 +6,8 @@ from functools import partial
 from itertools import chain
 from math import exp
 
-from ckpt_prune.architectures.composite import load_composite
-from ckpt_prune.architectures.model import Model
-from ckpt_prune.architectures.spaces import SpaceName, first_of_experts
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import human_bytes, human_count, plural
-from ckpt_prune.containers.choosing import whole_spaces
 from ckpt_prune.job.decisions import multiple_of, rounding_of
 from ckpt_prune.job.plan import Plan
 from ckpt_prune.job.prepared import Prepared
@@ -20,6 +16,10 @@ from ckpt_prune.job.report_file import report_of
 from ckpt_prune.job.selection import units_kept
 from ckpt_prune.job.sizes import TargetSize, size_words
 from ckpt_prune.measure.samples.choose import DEFAULT_WINDOWS, MOST_IMAGES
+from ckpt_prune.model.composite import load_composite
+from ckpt_prune.model.containers.choosing import whole_spaces
+from ckpt_prune.model.model import Model
+from ckpt_prune.model.spaces import SpaceName, first_of_experts
 from ckpt_prune.parallel.devices import multiplies_bfloat16
 from ckpt_prune.recipe.shipped import DEFAULT_RECIPE, WIDER_CHOICE
 from ckpt_prune.sparsity.patterns import describe_mask

@@ -4,18 +4,18 @@ from typing import get_args
 
 import torch
 
-from ckpt_prune.architectures.depth import shortened
-from ckpt_prune.architectures.model import Model
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import REPORT
-from ckpt_prune.containers.checking import check_source, check_stock, check_stored
-from ckpt_prune.containers.container import stored_container
-from ckpt_prune.containers.remote import RANKS_KEY
 from ckpt_prune.job.names import RotationKind
 from ckpt_prune.job.report import Report
 from ckpt_prune.measure.samples.image_processor import load_processor
 from ckpt_prune.measure.samples.text import load_tokenizer, tokenise_text
 from ckpt_prune.measure.streams.kept_blocks import KeptBlocks
+from ckpt_prune.model.containers.checking import check_source, check_stock, check_stored
+from ckpt_prune.model.containers.container import stored_container
+from ckpt_prune.model.containers.remote import RANKS_KEY
+from ckpt_prune.model.depth import shortened
+from ckpt_prune.model.model import Model
 from ckpt_prune.stages.hidden.sliced_checkpoint import SLICING_KEY
 from ckpt_prune.stages.rotation.learner import RotationSizes, WrittenRotations
 from ckpt_prune.stages.rotation.rotated_checkpoint import RotatedCheckpoint

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ckpt_prune.architectures.sites import Site
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import track
 from ckpt_prune.job.job import Job
@@ -11,6 +10,7 @@ from ckpt_prune.job.plan import Plan, SitePlan
 from ckpt_prune.job.prepared import Prepared, Ranked, begin
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.records import StatisticsReference
+from ckpt_prune.model.sites import Site
 from ckpt_prune.runner.checks import check_data, check_fit
 from ckpt_prune.runner.shifts import Shifting
 from ckpt_prune.stages.depth.run import drop_planned_blocks

@@ -4,8 +4,6 @@ from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import Path
 
-from ckpt_prune.architectures.model import Model
-from ckpt_prune.architectures.part import composite_config
 from ckpt_prune.checkpoint.checkpoint import CONFIG, Checkpoint
 from ckpt_prune.checkpoint.digests import sha256_files
 from ckpt_prune.checkpoint.folder_kinds import WEIGHT_NAMES, WantedNames
@@ -13,14 +11,16 @@ from ckpt_prune.checkpoint.json_files import pretty_json
 from ckpt_prune.checkpoint.staging import Staging, write_atomically
 from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.common.filenames import GRAPH_FOLDER, GRAPH_RECORD, REPORT, ROTATIONS
-from ckpt_prune.containers.container import Container
-from ckpt_prune.containers.remote import REMOTE_MODULE
-from ckpt_prune.containers.side_files import carried, side_files, top_names
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.report import Report
 from ckpt_prune.job.report_file import report_of
 from ckpt_prune.job.run import Announce, Run, say_nothing
 from ckpt_prune.job.timing import Stages
+from ckpt_prune.model.containers.container import Container
+from ckpt_prune.model.containers.remote import REMOTE_MODULE
+from ckpt_prune.model.containers.side_files import carried, side_files, top_names
+from ckpt_prune.model.model import Model
+from ckpt_prune.model.part import composite_config
 from ckpt_prune.modeling_pruned import REFUSAL, WEIGHTS_KEY
 from ckpt_prune.report.card import model_card
 

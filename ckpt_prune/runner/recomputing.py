@@ -7,7 +7,6 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from ckpt_prune.architectures.model import Model
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import REPORT
@@ -18,6 +17,7 @@ from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.report import Report
 from ckpt_prune.job.report_file import report_of
 from ckpt_prune.measure.statistics.folder import Statistics
+from ckpt_prune.model.model import Model
 from ckpt_prune.runner.checks import stages_of
 from ckpt_prune.runner.run_job import preview_job
 from ckpt_prune.stages import FullRecipe

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 
 from ckpt_prune._version import __version__
-from ckpt_prune.architectures.model import Model
-from ckpt_prune.containers.container import Container, container_of
 from ckpt_prune.job.model_view import ModelView
 from ckpt_prune.job.report import Report
 from ckpt_prune.job.report_file import report_of
@@ -21,6 +19,8 @@ from ckpt_prune.job.walk import walk
 from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.measure.streams.kept_blocks import KeptBlocks
 from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
+from ckpt_prune.model.containers.container import Container, container_of
+from ckpt_prune.model.model import Model
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.runner.open_run import open_run
 from ckpt_prune.runner.pairs import at_same_depth, check_models, rotated_as

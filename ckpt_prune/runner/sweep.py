@@ -4,16 +4,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from ckpt_prune.architectures.depth import movable
-from ckpt_prune.architectures.model import Model
-from ckpt_prune.architectures.sites import Site
-from ckpt_prune.architectures.spaces import SpaceName, first_of_experts
 from ckpt_prune.job.cost import cost_of
 from ckpt_prune.job.job import Job
 from ckpt_prune.job.prepared import Prepared, Ranked, begin
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.records import Cost, DepthRecord, SiteRecord
 from ckpt_prune.job.report import Report
+from ckpt_prune.model.depth import movable
+from ckpt_prune.model.model import Model
+from ckpt_prune.model.sites import Site
+from ckpt_prune.model.spaces import SpaceName, first_of_experts
 from ckpt_prune.runner.plan import make_plan, prepare_plan
 from ckpt_prune.stages.depth.preview import without
 from ckpt_prune.stages.depth.runs import least_runs

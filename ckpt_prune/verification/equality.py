@@ -5,9 +5,9 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from ckpt_prune.architectures.model import Model
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.progress import track
+from ckpt_prune.model.model import Model
 
 
 def is_same(ours: Tensor, theirs: Tensor, *, or_zero: bool = False) -> bool:

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckpt_prune.architectures.model import Model
-from ckpt_prune.architectures.skeleton import base_of
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.finite import all_finite
 from ckpt_prune.common.formatting import human_bytes
@@ -21,6 +19,8 @@ from ckpt_prune.evaluation.whole_model import load_model, read_config
 from ckpt_prune.measure.samples.samples import SampleRange, Samples, TokenWindows, move_batch
 from ckpt_prune.measure.streams.hidden_stream import open_stream, refuse_data
 from ckpt_prune.measure.streams.readout import select_outputs
+from ckpt_prune.model.model import Model
+from ckpt_prune.model.skeleton import base_of
 from ckpt_prune.parallel.group import process_group
 
 TOKENS = 64

@@ -3,14 +3,14 @@
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
-from ckpt_prune.architectures.depth import outputs_of, shortened
-from ckpt_prune.architectures.model import Model
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import REPORT
 from ckpt_prune.common.formatting import plural
 from ckpt_prune.job.records import DepthRecord
 from ckpt_prune.job.report import Report
+from ckpt_prune.model.depth import outputs_of, shortened
+from ckpt_prune.model.model import Model
 from ckpt_prune.verification.equality import find_difference
 
 

@@ -5,14 +5,14 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from ckpt_prune.architectures.fitting import fitted
-from ckpt_prune.architectures.model import Model
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
-from ckpt_prune.containers.container import stored_container
 from ckpt_prune.job.names import RotationKind
 from ckpt_prune.job.report import Report
 from ckpt_prune.measure.streams.blocks import BlockFactory
 from ckpt_prune.measure.streams.readout import Readout
+from ckpt_prune.model.containers.container import stored_container
+from ckpt_prune.model.fitting import fitted
+from ckpt_prune.model.model import Model
 from ckpt_prune.runner.recomputing import away
 from ckpt_prune.stages.hidden.bases import stream_scale
 from ckpt_prune.stages.rotation.absorbing import residual_of, subtract_mean

@@ -3,9 +3,6 @@
 import torch
 from torch import Tensor
 
-from ckpt_prune.architectures.cuts import found_among, touched
-from ckpt_prune.architectures.model import Model
-from ckpt_prune.architectures.spaces import SpaceName, space_of
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import REPORT
@@ -13,6 +10,9 @@ from ckpt_prune.common.formatting import plural
 from ckpt_prune.common.progress import track
 from ckpt_prune.job.records import SiteRecord
 from ckpt_prune.job.report import Report
+from ckpt_prune.model.cuts import found_among, touched
+from ckpt_prune.model.model import Model
+from ckpt_prune.model.spaces import SpaceName, space_of
 from ckpt_prune.verification.equality import is_same
 from ckpt_prune.verification.kept_blocks import list_mapped_tensors
 from ckpt_prune.verification.masks import rewriting_method

@@ -12,15 +12,15 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from ckpt_prune.architectures.cuts import touched
-from ckpt_prune.architectures.family import KINDS
-from ckpt_prune.architectures.model import Model
-from ckpt_prune.architectures.spaces import space_of
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.formatting import plural
 from ckpt_prune.common.progress import track
 from ckpt_prune.job.records import HiddenRecord, SiteRecord
 from ckpt_prune.job.report import Report
+from ckpt_prune.model.cuts import touched
+from ckpt_prune.model.family import KINDS
+from ckpt_prune.model.model import Model
+from ckpt_prune.model.spaces import space_of
 from ckpt_prune.runner.recomputing import BLOCKS, away
 from ckpt_prune.stages.hidden.sliced_checkpoint import SlicedCheckpoint
 from ckpt_prune.stages.rotation.absorbing import residual_of

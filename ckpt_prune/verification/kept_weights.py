@@ -2,17 +2,17 @@
 
 import torch
 
-from ckpt_prune.architectures.factors import factor_names
-from ckpt_prune.architectures.family import KINDS
-from ckpt_prune.architectures.fitting import fitted
-from ckpt_prune.architectures.model import Model
-from ckpt_prune.architectures.skeleton import parse_config
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.filenames import REPORT
 from ckpt_prune.common.formatting import plural
 from ckpt_prune.common.progress import track
 from ckpt_prune.job.records import FactoredLinear
 from ckpt_prune.job.report import Report
+from ckpt_prune.model.factors import factor_names
+from ckpt_prune.model.family import KINDS
+from ckpt_prune.model.fitting import fitted
+from ckpt_prune.model.model import Model
+from ckpt_prune.model.skeleton import parse_config
 from ckpt_prune.verification.equality import check_outside_blocks, find_difference
 from ckpt_prune.verification.kept_blocks import check_kept_blocks
 from ckpt_prune.verification.kept_head import check_head

@@ -6,10 +6,10 @@ from pathlib import Path
 from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from ckpt_prune.architectures.skeleton import quiet_transformers
 from ckpt_prune.checkpoint.json_files import read_json_object
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.measure.samples.text import load_tokenizer
+from ckpt_prune.model.skeleton import quiet_transformers
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", TOKENIZER_CONFIG)

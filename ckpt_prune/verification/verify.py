@@ -9,11 +9,6 @@ from typing import Any
 import torch
 
 from ckpt_prune._version import __version__
-from ckpt_prune.architectures.composite import known_composites, load_composite
-from ckpt_prune.architectures.descriptions import OUTSIDE_KEY, described_by
-from ckpt_prune.architectures.fitting import fitting_family
-from ckpt_prune.architectures.part import composite_names, part_of
-from ckpt_prune.architectures.supported import with_description
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.digests import find_changed_files
 from ckpt_prune.checkpoint.journal import refuse_unfinished
@@ -21,12 +16,17 @@ from ckpt_prune.checkpoint.json_files import parse_json_object
 from ckpt_prune.common.errors import UserError, refuse_unreadable
 from ckpt_prune.common.filenames import REPORT
 from ckpt_prune.common.progress import track
-from ckpt_prune.containers.checking import check_shapes
-from ckpt_prune.containers.container import stored_container
-from ckpt_prune.containers.remote import REMOTE_MODULE, remote_class
 from ckpt_prune.evaluation.whole_model import stock_load_report
 from ckpt_prune.job.report import Report
 from ckpt_prune.job.report_file import report_of
+from ckpt_prune.model.composite import known_composites, load_composite
+from ckpt_prune.model.containers.checking import check_shapes
+from ckpt_prune.model.containers.container import stored_container
+from ckpt_prune.model.containers.remote import REMOTE_MODULE, remote_class
+from ckpt_prune.model.descriptions import OUTSIDE_KEY, described_by
+from ckpt_prune.model.fitting import fitting_family
+from ckpt_prune.model.part import composite_names, part_of
+from ckpt_prune.model.supported import with_description
 from ckpt_prune.modeling_pruned import WEIGHTS_KEY
 from ckpt_prune.verification.kept_blocks import read_dense_at_depth
 from ckpt_prune.verification.kept_head import check_head

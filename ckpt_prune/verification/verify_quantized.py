@@ -5,7 +5,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ckpt_prune.architectures.fitting import fitted
 from ckpt_prune.checkpoint.checkpoint import Checkpoint, read_tensors
 from ckpt_prune.checkpoint.digests import find_changed_files
 from ckpt_prune.checkpoint.shard import TensorInfo, read_header
@@ -13,6 +12,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.finite import all_finite
 from ckpt_prune.common.progress import track
 from ckpt_prune.evaluation.whole_model import stock_load_report
+from ckpt_prune.model.fitting import fitted
 from ckpt_prune.stages.quantize.packing import PACKED, SCALE, SHAPE, packed_shapes, require_library, unpack_codes
 from ckpt_prune.stages.quantize.record import QuantizationRecord, read_record
 from ckpt_prune.stages.quantize.rounding import codes_of, scales_of

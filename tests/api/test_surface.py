@@ -166,7 +166,7 @@ def test_values_that_mean_nothing_are_named(place, verb, given, message):
     ],
 )
 def test_a_text_that_is_not_there_is_told_before_anything_is_loaded(place, monkeypatch, words):
-    monkeypatch.setattr("ckpt_prune.containers.opening.open_model", lambda *_a, **_k: pytest.fail("loaded"))
+    monkeypatch.setattr("ckpt_prune.model.containers.opening.open_model", lambda *_a, **_k: pytest.fail("loaded"))
     monkeypatch.setattr("ckpt_prune.checkpoint.model_folder.resolve_model", lambda *_a, **_k: pytest.fail("loaded"))
     assert refused(*words, "--text", "calib.txt", "--text", "clib.txt") == "clib.txt: no such text file"
 

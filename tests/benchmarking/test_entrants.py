@@ -9,7 +9,7 @@ from ckpt_prune.benchmarking import entrants
 from ckpt_prune.benchmarking.entrants import GraphWish, open_entrant, with_graph
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import GRAPH_RECORD
-from ckpt_prune.exporting.folder import GraphWriter
+from ckpt_prune.onnx.folder import GraphWriter
 from tests.cli.running import edit_weights
 
 VARIANT = "llama-gqa-tied"

@@ -11,7 +11,7 @@ from ckpt_prune.benchmarking.runners import OnnxRunner, TorchRunner
 from ckpt_prune.benchmarking.workload import Workload
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.evaluation.whole_model import load_model
-from ckpt_prune.exporting.session import OnnxModel, Session
+from ckpt_prune.onnx.session import OnnxModel, Session
 from tests.encoders import IMAGE
 
 GENERATION = Workload("text", batch=2, tokens=6, steps=4, generates=True, cached=True, vocabulary=30, image=(0, 0, 0))

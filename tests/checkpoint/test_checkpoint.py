@@ -13,8 +13,8 @@ from torch import Tensor
 from ckpt_prune.checkpoint import shard
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.containers.side_files import carried, side_files
 from ckpt_prune.evaluation.whole_model import load_reported
+from ckpt_prune.model.containers.side_files import carried, side_files
 
 from .folders import CONFIG, example_tensors, same, save_sharded, save_single, write_index
 

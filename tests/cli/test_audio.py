@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import WhisperFeatureExtractor
 
-from ckpt_prune.architectures.skeleton import quiet_transformers
 from ckpt_prune.measure.samples.audio import read_wave
+from ckpt_prune.model.skeleton import quiet_transformers
 from tests.cli.running import ok, refused
 from tests.contract.test_parts import FRAMES, MELS, PartCase
 

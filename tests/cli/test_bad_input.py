@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_prune.architectures.descriptions import known_families
 from ckpt_prune.common.text_encoding import ENCODINGS, TEXT_FILE
+from ckpt_prune.model.descriptions import known_families
 from ckpt_prune.parallel.devices import resolve_device
 from tests.cli.running import TEXT, edit_weights, misused, ok, poison, read_json, refused, set_config
 from tests.evaluation.tiny import tiny_tokenizer
@@ -220,7 +220,7 @@ def test_a_mixture_of_experts(place, command, model_type):
     assert refusal(command, "dense") == (
         "this checkpoint is a mixture of experts (num_local_experts in config.json), which is not supported; "
         f"known families: {', '.join(known_families())}; "
-        "a description goes in ckpt_prune/architectures/families/"
+        "a description goes in ckpt_prune/model/families/"
     )
 
 

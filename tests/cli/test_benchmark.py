@@ -20,7 +20,7 @@ from ckpt_prune.benchmarking.run import Settings
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import GRAPH_RECORD
-from ckpt_prune.exporting.manifest import Manifest, Source
+from ckpt_prune.onnx.manifest import Manifest, Source
 from tests.benchmarking import targets
 from tests.cli.running import edit_weights, misused, ok, refused, run
 from tests.graphs import exports, traced_before
@@ -213,7 +213,7 @@ def imported_once(monkeypatch) -> None:
 
 
 def test_dense_against_pruned_in_both_runtimes(place, imported_once, scratch, monkeypatch, tmp_path_factory):
-    """One graph is there already, the other is made: `tests/exporting` has what is in it."""
+    """One graph is there already, the other is made: `tests/onnx_graphs` has what is in it."""
     model, graph = exports(tmp_path_factory)("llama-gqa-tied")
     traced_before(monkeypatch, graph)
     shutil.rmtree("dense")

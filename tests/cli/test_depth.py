@@ -44,8 +44,8 @@ def here(place: Path) -> Path:
 
 def windows() -> Tensor:
     """What the commands here calibrate on."""
-    from ckpt_prune.architectures.model import Model
     from ckpt_prune.measure.samples.choose import choose_samples
+    from ckpt_prune.model.model import Model
     from ckpt_prune.options import PruneOptions
 
     options = PruneOptions.model_validate(

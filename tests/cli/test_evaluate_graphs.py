@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.running import ok, refused
-from tests.exporting.exports import made
+from tests.onnx_graphs.exports import made
 
 TEXT = ("--text", "text.txt", "--window", "16", "--samples", "4")
 

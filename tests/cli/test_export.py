@@ -10,11 +10,11 @@ import torch
 from click.testing import CliRunner
 
 from ckpt_prune.cli.main import main
-from ckpt_prune.exporting import folder as export_folder
+from ckpt_prune.onnx import folder as export_folder
 from tests.cli.running import edit_weights, listing, misused, ok, poison, read_json, refused, run, set_config
-from tests.exporting.exports import made
 from tests.graphs import traced_before, undisturbed
 from tests.images import write_image
+from tests.onnx_graphs.exports import made
 
 TYPES = "'fp32', 'fp16', 'int8', 'int4', 'q4f16'"
 VISION, DECODER = "deit-teacher", "llama-gqa-tied"

@@ -9,8 +9,8 @@ import torch
 from transformers import ArceeConfig, ArceeForCausalLM
 
 import ckpt_prune
-from ckpt_prune.architectures.descriptions import OUTSIDE_KEY
-from ckpt_prune.architectures.skeleton import quiet_transformers
+from ckpt_prune.model.descriptions import OUTSIDE_KEY
+from ckpt_prune.model.skeleton import quiet_transformers
 from tests.cli.running import TEXT, interrupted, ok, read_json, refused, resumed, set_config
 from tests.evaluation.tiny import VOCAB, tiny_tokenizer
 

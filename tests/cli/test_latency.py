@@ -229,7 +229,7 @@ def test_times_that_noise_has_made_absurd_are_kept_in_bounds() -> None:
 
 
 def test_a_variant_has_the_shape_that_is_timed(here) -> None:
-    from ckpt_prune.architectures.model import Model
+    from ckpt_prune.model.model import Model
 
     model = Model.open("deep")
     found: nn.Module = table.built(model, table.Variant(2, {"mlp": 12, "heads": 1}))

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 import ckpt_prune
-from ckpt_prune.architectures.model import Model
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.job.cost import cost_of
 from ckpt_prune.measure.statistics.folder import Statistics
+from ckpt_prune.model.model import Model
 from tests import encoders
 from tests.cli.running import TEXT, ok, read_json, refused
 from tests.images import write_images, write_vit

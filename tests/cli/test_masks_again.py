@@ -10,11 +10,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import ckpt_prune
-from ckpt_prune.architectures.model import Model
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
-from ckpt_prune.containers.container import stored_container
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.measure.samples.choose import choose_samples
+from ckpt_prune.model.containers.container import stored_container
+from ckpt_prune.model.model import Model
 from ckpt_prune.options import CalibrateOptions
 from tests import encoders
 from tests.cli.running import TEXT, interrupted, ok, read_json, refused, resumed, run

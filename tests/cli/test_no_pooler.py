@@ -8,9 +8,9 @@ import torch
 from transformers import AutoModel
 
 import ckpt_prune
-from ckpt_prune.architectures.model import Model
 from ckpt_prune.measure.streams.blocks import BlockFactory
 from ckpt_prune.measure.streams.readout import Readout
+from ckpt_prune.model.model import Model
 from tests import graphs
 from tests.cli.running import edit_weights, ok, refused
 from tests.encoders import edit_files, make, no_pooler, samples

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from transformers import LlavaForConditionalGeneration, Qwen2_5_VLForConditionalGeneration
 
 import ckpt_prune
-from ckpt_prune.architectures import part
-from ckpt_prune.architectures.skeleton import quiet_transformers
+from ckpt_prune.model import part
+from ckpt_prune.model.skeleton import quiet_transformers
 from tests.cli.running import TEXT, edit_weights, interrupted, misused, ok, read_json, refused, resumed, run, set_config
 from tests.contract.test_parts import PartCase
 from tests.evaluation.tiny import tiny_tokenizer

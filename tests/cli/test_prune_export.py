@@ -14,7 +14,7 @@ from ckpt_prune.checkpoint import writer as writing
 from ckpt_prune.checkpoint.staging import Staging
 from ckpt_prune.cli.main import main
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.exporting import folder as export_folder
+from ckpt_prune.onnx import folder as export_folder
 from tests.cli.conftest import EXPORT, PRUNE
 from tests.cli.running import TEXT, edit_weights, listing, ok, poison, read_json, refused, run
 from tests.cli.test_prune import COSTS

@@ -16,7 +16,7 @@ from torch.nn import functional
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 import ckpt_prune
-from ckpt_prune.exporting.tasks import Task, chosen_task
+from ckpt_prune.onnx.tasks import Task, chosen_task
 from tests.cli.running import ok, refused
 from tests.evaluation.tiny import BOS, EOS, VOCAB, tiny_tokenizer
 

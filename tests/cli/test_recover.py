@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file
 
 import ckpt_prune
-from ckpt_prune.architectures.model import Model
-from ckpt_prune.architectures.skeleton import parse_config
 from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.whole_model import quiet_transformers
+from ckpt_prune.model.model import Model
+from ckpt_prune.model.skeleton import parse_config
 from ckpt_prune.runner.read_job import asked_after
 from tests import encoders, families
 from tests.cli.running import (

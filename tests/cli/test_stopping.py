@@ -11,10 +11,10 @@ import click
 import pytest
 from pydantic import BaseModel, model_serializer
 
-from ckpt_prune.architectures import skeleton
 from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.cli.main import main
 from ckpt_prune.cli.stopping import Stopped, exit_code, stoppable
+from ckpt_prune.model import skeleton
 from tests.cli.running import TEXT, resumed, run
 from tests.forked import forked, posix
 
@@ -86,7 +86,7 @@ def stopped_and_masked(*_given, **_options):
 
 
 @pytest.mark.parametrize(
-    "place_of_it", ["ckpt_prune.architectures.skeleton.stock_class", "ckpt_prune.description.describe.describe"]
+    "place_of_it", ["ckpt_prune.model.skeleton.stock_class", "ckpt_prune.description.describe.describe"]
 )
 def test_ctrl_c_that_a_library_makes_an_error_of_its_own(place, monkeypatch, place_of_it):
     """Where its errors are taken for the input's, and where nobody expects any."""

@@ -13,8 +13,8 @@ from click.testing import Result
 from onnx import numpy_helper
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.exporting.proof_data import proof_samples
-from ckpt_prune.exporting.tasks import Task
+from ckpt_prune.onnx.proof_data import proof_samples
+from ckpt_prune.onnx.tasks import Task
 from ckpt_prune.options import ProofOptions
 from tests.cli.running import misused, ok, read_json, refused, run
 from tests.encoders import IMAGE

@@ -12,13 +12,13 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from ckpt_prune.architectures.descriptions import known_families, load_family, variants_of
-from ckpt_prune.architectures.family import Family
-from ckpt_prune.architectures.skeleton import Names, build_skeleton
-from ckpt_prune.architectures.spaces import known_space
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.measure.samples.samples import Samples, TokenWindows
+from ckpt_prune.model.descriptions import known_families, load_family, variants_of
+from ckpt_prune.model.family import Family
+from ckpt_prune.model.skeleton import Names, build_skeleton
+from ckpt_prune.model.spaces import known_space
 from tests.encoders import Pixels, randomise
 from tests.evaluation.tiny import BOS, EOS, VOCAB, random_windows, tiny_tokenizer
 from tests.images import write_processor

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ckpt_prune.architectures.blocks import module_paths
-from ckpt_prune.architectures.family import Family
+from ckpt_prune.model.blocks import module_paths
+from ckpt_prune.model.family import Family
 
 
 class OpenExpert(nn.Module):

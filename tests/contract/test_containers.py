@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from ckpt_prune.architectures.depth import check_shortened, shortened_config
-from ckpt_prune.architectures.hypothetical import checkpoint_of_config
-from ckpt_prune.architectures.model import Model
-from ckpt_prune.architectures.skeleton import RefusedConfigError, parse_config
-from ckpt_prune.architectures.spaces import known_space
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.containers.choosing import choose_container, whole_spaces
 from ckpt_prune.job.layout import plan_layout
+from ckpt_prune.model.containers.choosing import choose_container, whole_spaces
+from ckpt_prune.model.depth import check_shortened, shortened_config
+from ckpt_prune.model.hypothetical import checkpoint_of_config
+from ckpt_prune.model.model import Model
+from ckpt_prune.model.skeleton import RefusedConfigError, parse_config
+from ckpt_prune.model.spaces import known_space
 
 from .models import LED, Case, first_cases
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 import ckpt_prune
-from ckpt_prune.architectures.depth import PER_BLOCK
-from ckpt_prune.architectures.spaces import ConsumerSpace
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.measure.samples.samples import Samples
+from ckpt_prune.model.depth import PER_BLOCK
+from ckpt_prune.model.spaces import ConsumerSpace
 from ckpt_prune.runner.plan import prepare_plan
 from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.stages import FullRecipe

@@ -8,13 +8,13 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ckpt_prune import modeling_pruned
-from ckpt_prune.architectures.blocks import module_paths
-from ckpt_prune.architectures.model import Model, Shape
-from ckpt_prune.architectures.skeleton import Names, build_skeleton, parse_config
-from ckpt_prune.architectures.spaces import first_of_experts, known_space
 from ckpt_prune.checkpoint.shard import stack_shapes as stacked_up
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.containers.checking import check_source
+from ckpt_prune.model.blocks import module_paths
+from ckpt_prune.model.containers.checking import check_source
+from ckpt_prune.model.model import Model, Shape
+from ckpt_prune.model.skeleton import Names, build_skeleton, parse_config
+from ckpt_prune.model.spaces import first_of_experts, known_space
 from tests.pairs import chosen
 
 from .dense import Dense

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
-from ckpt_prune.exporting.folder import GraphWriter
 from ckpt_prune.job.graph_settings import GraphSettings
-from tests.exporting.exports import (
+from ckpt_prune.onnx.folder import GraphWriter
+from tests.graphs import undisturbed
+from tests.onnx_graphs.exports import (
     Graph,
     Text,
     assert_near,
@@ -19,7 +20,6 @@ from tests.exporting.exports import (
     expected_of,
     in_pytorch,
 )
-from tests.graphs import undisturbed
 from tests.pairs import chosen
 
 from .dense import Dense, spaces_recipe
@@ -30,17 +30,17 @@ EXACT = 1e-5
 
 
 ELSEWHERE = {"llama", "mistral", "opt", "vit"}
-"""Graphs of theirs are held in `tests/exporting`, of stock blocks and of outputs, in float32."""
+"""Graphs of theirs are held in `tests/onnx_graphs`, of stock blocks and of outputs, in float32."""
 WAYS = {"qwen3": {"opset": 23}, "seed_oss": {"optimize": "cpu"}}
-"""Ways to export, dealt to families; `tests/exporting` has the others."""
+"""Ways to export, dealt to families; `tests/onnx_graphs` has the others."""
 PAIRED = "seed_oss"
 """A family that loses rotary pairs, too."""
 SHALLOW = [
     replace(case, blocks=1) for case in unlike_cases() if case.variant is None and case.model_type not in ELSEWHERE
 ]
-"""Tracing is slow, and what holds for one block next to another is held in `tests/exporting`."""
+"""Tracing is slow, and what holds for one block next to another is held in `tests/onnx_graphs`."""
 TRACED = {"gemma3_text", "qwen3_moe", "seed_oss"}
-"""Families whose blocks have, with those of `tests/exporting` (BERT's too), whatever a graph can be wrong in; the
+"""Families whose blocks have, with those of `tests/onnx_graphs` (BERT's too), whatever a graph can be wrong in; the
 others with `--thorough`."""
 
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 import ckpt_prune
-from ckpt_prune.architectures.model import Model
-from ckpt_prune.architectures.skeleton import parse_config
-from ckpt_prune.architectures.sublayers import sublayers
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.prepared import begin
 from ckpt_prune.measure.moment_sources import CachedMoments
 from ckpt_prune.measure.moments.inputs import Moments, sum_folds
 from ckpt_prune.measure.streams.hidden_stream import open_stream
+from ckpt_prune.model.model import Model
+from ckpt_prune.model.skeleton import parse_config
+from ckpt_prune.model.sublayers import sublayers
 from ckpt_prune.runner.plan import prepare_plan
 from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.stages import FullRecipe

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import ckpt_prune
-from ckpt_prune.architectures.blocks import module_paths
-from ckpt_prune.architectures.factors import factor_names
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.model.blocks import module_paths
+from ckpt_prune.model.factors import factor_names
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.verification.verify import verify
 from tests.oracles import factors

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_prune.architectures.model import Model as PrunedModel
 from ckpt_prune.job.job import RecoverySamples
 from ckpt_prune.job.training_settings import RecoverySettings
+from ckpt_prune.model.model import Model as PrunedModel
 from ckpt_prune.runner.recover import RecoveryJob, prepare_recovery, recover
 from ckpt_prune.runner.recover_scales import recover_by_scales
 from ckpt_prune.verification.verify import verify

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 import ckpt_prune
-from ckpt_prune.architectures.blocks import module_paths
-from ckpt_prune.architectures.composite import load_composite
-from ckpt_prune.architectures.skeleton import quiet_transformers
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.containers.opening import Opening, open_model
 from ckpt_prune.job.job import Job
 from ckpt_prune.measure.samples.samples import Samples, TokenWindows
 from ckpt_prune.measure.statistics.measurement import list_collected_by_default, measure_statistics
+from ckpt_prune.model.blocks import module_paths
+from ckpt_prune.model.composite import load_composite
+from ckpt_prune.model.containers.opening import Opening, open_model
+from ckpt_prune.model.skeleton import quiet_transformers
 from ckpt_prune.runner.plan import prepare_plan
 from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.stages import FullRecipe

@@ -3,11 +3,11 @@
 import pytest
 
 import ckpt_prune
-from ckpt_prune.architectures.spaces import first_of_experts, space_of
 from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.compensation.logit_methods import LOGIT_METHODS
 from ckpt_prune.compensation.methods import METHODS
+from ckpt_prune.model.spaces import first_of_experts, space_of
 from ckpt_prune.runner.plan import prepare_plan
 from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.stages import FullRecipe

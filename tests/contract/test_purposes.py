@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING
 
 import ckpt_prune
-from ckpt_prune.architectures.descriptions import known_families, load_family
+from ckpt_prune.model.descriptions import known_families, load_family
 from ckpt_prune.verification.verify import verify
 from tests.pairs import first_of_each
 

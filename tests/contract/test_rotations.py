@@ -6,9 +6,9 @@ from typing import get_args
 import pytest
 
 import ckpt_prune
-from ckpt_prune.architectures.skeleton import build_skeleton
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.names import RotationKind
+from ckpt_prune.model.skeleton import build_skeleton
 from tests.pairs import chosen, dealt
 from tests.stages.test_rotations import random_rotations, rotating
 

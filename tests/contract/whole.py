@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ckpt_prune.architectures.spaces import ConsumerSpace, expert_of, known_space
 from ckpt_prune.compensation.methods import METHODS
 from ckpt_prune.measure.samples.samples import Samples
+from ckpt_prune.model.spaces import ConsumerSpace, expert_of, known_space
 from tests.encoders import STRENGTH, STRENGTHLESS, WITH_STRENGTH
 from tests.oracles import logits, rotary, scores, values
 

@@ -7,9 +7,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import ckpt_prune
-from ckpt_prune.architectures.model import Model
 from ckpt_prune.job.cost import cost_of
 from ckpt_prune.job.decisions import Decisions
+from ckpt_prune.model.model import Model
 from ckpt_prune.recipe.reading import load_recipe
 from tests.cli.running import ok
 from tests.contract.models import Case

@@ -4,10 +4,10 @@ from typing import get_args
 
 import pytest
 
-from ckpt_prune.architectures.spaces import BESIDE, ENDS, SPACES, Ends
 from ckpt_prune.compensation.logit_methods import LOGIT_METHODS
 from ckpt_prune.compensation.methods import COLUMN_METHODS, ROTARY_METHODS
 from ckpt_prune.job.kinds import KINDS, SCORE_NAMES, TRAITS, Wish, kind_of
+from ckpt_prune.model.spaces import BESIDE, ENDS, SPACES, Ends
 
 WISHES = {
     ends: [

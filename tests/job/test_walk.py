@@ -9,7 +9,6 @@ import pytest
 import torch
 from pydantic import BaseModel
 
-from ckpt_prune.architectures.model import Model
 from ckpt_prune.checkpoint.staging import Staging
 from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.job.layout import Layout, layout_of
@@ -17,6 +16,7 @@ from ckpt_prune.job.model_view import ModelView
 from ckpt_prune.job.step import Step, Tensors
 from ckpt_prune.job.store import BlockStore
 from ckpt_prune.job.walk import walk
+from ckpt_prune.model.model import Model
 from tests.families import BLOCKS, contents, make
 from tests.interrupting import interrupt_at
 

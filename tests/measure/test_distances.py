@@ -5,12 +5,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ckpt_prune.architectures.model import Model
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.measure.samples.samples import TokenWindows
 from ckpt_prune.measure.statistics.distances import measure_distances
 from ckpt_prune.measure.statistics.index import StreamDistances, _mean_stream
 from ckpt_prune.measure.streams.readout import DrawnGradients
+from ckpt_prune.model.model import Model
 from tests.evaluation.tiny import random_windows, tiny_llama
 from tests.families import stock
 

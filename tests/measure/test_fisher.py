@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ckpt_prune.architectures.model import Model
-from ckpt_prune.architectures.skeleton import Names
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.measure.samples.samples import SampleRange, Samples
@@ -17,6 +15,8 @@ from ckpt_prune.measure.statistics import fisher as module
 from ckpt_prune.measure.statistics.fisher import Fisher, measure_fisher
 from ckpt_prune.measure.streams import backward, readout
 from ckpt_prune.measure.streams.state_memory import StateMemory
+from ckpt_prune.model.model import Model
+from ckpt_prune.model.skeleton import Names
 from tests import encoders, families
 from tests.families import BLOCKS
 from tests.oracles import effects as oracle

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt_prune.architectures.model import Model
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.measure.moment_sources import CachedMoments
 from ckpt_prune.measure.moments.inputs import Moments
@@ -16,6 +15,7 @@ from ckpt_prune.measure.statistics.files import INDEX
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.measure.statistics.measurement import add_statistics, check_addable, count_statistics_bytes
 from ckpt_prune.measure.streams.hidden_stream import split_folds
+from ckpt_prune.model.model import Model
 from tests import families
 from tests.encoders import calibrate
 from tests.families import BLOCKS

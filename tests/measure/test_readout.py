@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
-from ckpt_prune.architectures.model import Model
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.measure.streams import readout as module
 from ckpt_prune.measure.streams.blocks import BlockFactory
 from ckpt_prune.measure.streams.readout import Readout, kl_divergence, relative_error
+from ckpt_prune.model.model import Model
 from tests import encoders, families
 from tests.encoders import BLOCKS, HIDDEN
 from tests.oracles import effects as oracle

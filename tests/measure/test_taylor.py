@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from ckpt_prune.architectures.model import Model
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.measure.moment_sources import CachedMoments
 from ckpt_prune.measure.moments.inputs import Taylor
@@ -17,6 +16,7 @@ from ckpt_prune.measure.statistics.measurement import (
     list_collected_by_default,
 )
 from ckpt_prune.measure.streams.state_memory import StateMemory
+from ckpt_prune.model.model import Model
 from tests import families
 from tests.families import BLOCKS, windows
 from tests.oracles import taylor as oracle

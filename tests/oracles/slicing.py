@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ckpt_prune.architectures.blocks import module_paths
-from ckpt_prune.architectures.sublayers import Sublayer
 from ckpt_prune.measure.samples.samples import Samples
+from ckpt_prune.model.blocks import module_paths
+from ckpt_prune.model.sublayers import Sublayer
 
 Array = NDArray[np.float64]
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_prune.architectures.model import Model
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.measure.samples.samples import TokenWindows
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.measure.statistics.measurement import measure_statistics
+from ckpt_prune.model.model import Model
 from ckpt_prune.stages.spaces.effects.gradients import add_gradients
 from ckpt_prune.stages.spaces.effects.measured import measure_effects
 from tests import families

@@ -2,10 +2,10 @@
 
 import pytest
 
-from ckpt_prune.architectures.descriptions import known_families, load_family, variants_of
 from ckpt_prune.job.records import MaskedLinear, SiteRecord
 from ckpt_prune.job.recovery_records import RecoveredLayer
 from ckpt_prune.job.report import Learned, Perplexity
+from ckpt_prune.model.descriptions import known_families, load_family, variants_of
 from ckpt_prune.report.figures import kind_of
 from ckpt_prune.reporting.plots import KINDS, PLOTS, Figure, Line, Plot, Style, figure, figures, outcome, shown
 

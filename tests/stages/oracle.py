@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ckpt_prune.architectures.descriptions import load_family
+from ckpt_prune.model.descriptions import load_family
 from tests.families import BLOCKS, stock
 from tests.oracles import closed_forms, scores
 from tests.oracles.streams import inputs_of

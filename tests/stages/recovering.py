@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import ckpt_prune
-from ckpt_prune.architectures.model import Model
 from ckpt_prune.common.filenames import REPORT
 from ckpt_prune.job.training_settings import RecoverySettings
 from ckpt_prune.measure.samples.samples import Samples, TokenWindows
+from ckpt_prune.model.model import Model
 from ckpt_prune.runner.recover import PreparedRecovery, RecoveryJob, prepare_recovery
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.recovery.block_training import SampleSplit

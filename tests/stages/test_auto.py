@@ -10,12 +10,12 @@ import torch
 from numpy.typing import NDArray
 
 import ckpt_prune
-from ckpt_prune.architectures.model import Model
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.compensation.choice import choose_form
 from ckpt_prune.compensation.fit import Blend, Fit
 from ckpt_prune.job.job import Job, LiveSamples
 from ckpt_prune.measure.samples.samples import Samples
+from ckpt_prune.model.model import Model
 from ckpt_prune.runner.plan import make_plan, prepare_plan
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.spaces.solvers import columns as sites

@@ -12,7 +12,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_prune.architectures.sites import Site
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.compensation.logit import logit_system
 from ckpt_prune.job.cost import cost_of
@@ -20,6 +19,7 @@ from ckpt_prune.job.prepared import Prepared, begin
 from ckpt_prune.job.sizes import cost_in
 from ckpt_prune.measure.moments.inputs import sum_folds
 from ckpt_prune.measure.statistics.folder import Statistics, record_effects
+from ckpt_prune.model.sites import Site
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.runner.plan import make_plan, prepare_plan
 from ckpt_prune.stages import FullRecipe

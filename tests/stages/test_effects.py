@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ckpt_prune.architectures.family import Family
-from ckpt_prune.architectures.model import Model
-from ckpt_prune.architectures.skeleton import Names
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.measure.statistics.folder import Statistics, record_effects
 from ckpt_prune.measure.streams.readout import Readout
 from ckpt_prune.measure.streams.state_memory import StateMemory
+from ckpt_prune.model.family import Family
+from ckpt_prune.model.model import Model
+from ckpt_prune.model.skeleton import Names
 from ckpt_prune.stages.spaces.effects.measured import measure_effects
 from ckpt_prune.stages.spaces.effects.site_variants import dropped_counts
 from tests import encoders, families

@@ -11,13 +11,13 @@ import torch
 from transformers import DynamicCache
 
 import ckpt_prune
-from ckpt_prune.architectures.model import Model
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.measure.moments.logits import LogitMoments
 from ckpt_prune.measure.streams import hidden_stream as streams
 from ckpt_prune.measure.streams.blocks import BlockFactory
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
+from ckpt_prune.model.model import Model
 from ckpt_prune.modeling_pruned import cache_argument
 from ckpt_prune.recipe.reading import load_recipe
 from tests import families

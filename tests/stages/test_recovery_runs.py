@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_prune.architectures.model import Model
 from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import REPORT
 from ckpt_prune.job.job import RecoverySamples
 from ckpt_prune.measure.samples.samples import TokenWindows
 from ckpt_prune.measure.streams.state_memory import StateMemory
+from ckpt_prune.model.model import Model
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.runner.recover import PreparedRecovery
 from ckpt_prune.stages import FullRecipe

@@ -19,12 +19,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import ckpt_prune
-from ckpt_prune.architectures.model import Model
-from ckpt_prune.architectures.skeleton import parse_config
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import ROTATIONS
 from ckpt_prune.measure.moments.inputs import sum_folds
 from ckpt_prune.measure.samples.samples import TokenWindows
+from ckpt_prune.model.model import Model
+from ckpt_prune.model.skeleton import parse_config
 from ckpt_prune.modeling_pruned import PlainNorm
 from ckpt_prune.runner.run_job import preview_job
 from ckpt_prune.stages import FullRecipe

@@ -7,13 +7,13 @@ import pytest
 import torch
 from transformers import AutoConfig, MistralForCausalLM, PreTrainedModel
 
-from ckpt_prune.architectures.model import Model
 from ckpt_prune.measure.moment_sources import SequentialMoments
 from ckpt_prune.measure.moments.inputs import Moments, sum_folds
 from ckpt_prune.measure.samples.samples import TokenWindows
 from ckpt_prune.measure.streams import hidden_stream as streams
 from ckpt_prune.measure.streams.blocks import BlockFactory
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
+from ckpt_prune.model.model import Model
 from tests.families import BLOCKS, SIZES, VARIANTS, calibrate, job_on, one_group, prune, recipe, stock, windows
 from tests.oracles import perplexity
 from tests.oracles.streams import inputs_of

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from ckpt_prune.architectures.family import Family
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.measure.samples.samples import Samples, TokenWindows
 from ckpt_prune.measure.statistics.folder import Statistics
+from ckpt_prune.model.family import Family
 from ckpt_prune.stages import FullRecipe
 from tests import encoders, families
 from tests.contract.open_experts import unstacked

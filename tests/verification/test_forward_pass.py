@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaModel
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.containers.opening import Opening, open_model
 from ckpt_prune.measure.samples.samples import Samples, TokenWindows
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
+from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.verification import forward_pass
 from ckpt_prune.verification.forward_pass import BOUNDS, check_forward
 from tests import encoders, families

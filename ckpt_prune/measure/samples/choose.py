@@ -4,8 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_prune.architectures.context import context_length
-from ckpt_prune.architectures.model import Model
 from ckpt_prune.common.errors import NoneLeftError, UserError
 from ckpt_prune.measure.samples.audio import AudioSamples, find_audio
 from ckpt_prune.measure.samples.image_files import ImageFiles, choose_images, find_images
@@ -21,6 +19,8 @@ from ckpt_prune.measure.samples.text import (
     read_text,
     tokenise_text,
 )
+from ckpt_prune.model.context import context_length
+from ckpt_prune.model.model import Model
 from ckpt_prune.options import ImageOptions, SampleOptions
 
 DEFAULT_WINDOWS, MOST_IMAGES = 128, 4000

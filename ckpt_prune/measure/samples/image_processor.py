@@ -8,11 +8,11 @@ import transformers
 from transformers import IMAGE_PROCESSOR_MAPPING, AutoImageProcessor, PreTrainedConfig
 from transformers.utils import is_torchvision_available
 
-from ckpt_prune.architectures.skeleton import parse_config
 from ckpt_prune.checkpoint.digests import PROCESSOR, PROCESSOR_OF_ALL
 from ckpt_prune.checkpoint.json_files import read_json_object
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.measure.samples.image_files import describe_error
+from ckpt_prune.model.skeleton import parse_config
 
 _SIZES = ("size", "crop_size", "pad_size")
 _AREAS = ("longest_edge", "max_pixels")

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ckpt_prune.architectures.model import Model
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.finite import all_finite
 from ckpt_prune.common.progress import track
@@ -16,6 +15,7 @@ from ckpt_prune.measure.streams.backward import draw_end_gradients, pass_back, s
 from ckpt_prune.measure.streams.hidden_stream import ROWS, HiddenStream, open_stream
 from ckpt_prune.measure.streams.readout import DrawnGradients
 from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
+from ckpt_prune.model.model import Model
 
 SAMPLES = 16
 """Samples that are enough to compare runs of blocks by cosines: all are compared on the same ones. Gradients take time:

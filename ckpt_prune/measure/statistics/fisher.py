@@ -16,9 +16,6 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ckpt_prune.architectures.family import Modality
-from ckpt_prune.architectures.model import Model
-from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.finite import all_finite
 from ckpt_prune.common.progress import track
@@ -31,6 +28,9 @@ from ckpt_prune.measure.streams.hidden_stream import HiddenStream, open_stream
 from ckpt_prune.measure.streams.observers import RotaryTurner
 from ckpt_prune.measure.streams.readout import DrawnGradients
 from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
+from ckpt_prune.model.family import Modality
+from ckpt_prune.model.model import Model
+from ckpt_prune.model.spaces import SpaceName
 
 LIMITS: dict[Modality, int] = {"text": 8, "image": 32, "audio": 8}
 """Samples that are enough: sites are compared on the same ones, so that few tell them apart. An image is one

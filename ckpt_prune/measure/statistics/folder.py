@@ -21,8 +21,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ckpt_prune.architectures.model import Model
-from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.checkpoint.digests import sha256_files
 from ckpt_prune.checkpoint.staging import disk_failures, write_atomically
 from ckpt_prune.common.errors import UserError
@@ -37,6 +35,8 @@ from ckpt_prune.measure.statistics.distances import Distances
 from ckpt_prune.measure.statistics.files import INDEX, Collect, check_statistics
 from ckpt_prune.measure.statistics.fisher import Fisher
 from ckpt_prune.measure.statistics.index import StatisticsIndex
+from ckpt_prune.model.model import Model
+from ckpt_prune.model.spaces import SpaceName
 
 _ROUTING = tuple(field.name for field in fields(RoutingMoments))
 _LOGITS = ("queries", "keys", "fourth", "centred")

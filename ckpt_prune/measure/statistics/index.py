@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
-from ckpt_prune.architectures.family import Modality
-from ckpt_prune.architectures.model import Width
 from ckpt_prune.measure.moments.inputs import ACTIVE_THRESHOLD
 from ckpt_prune.measure.samples.shards import join_fingerprints
 from ckpt_prune.measure.statistics.files import Collect
+from ckpt_prune.model.family import Modality
+from ckpt_prune.model.model import Width
 
 Effect = tuple[Annotated[int, Field(ge=1)], Annotated[float, Field(ge=0, allow_inf_nan=False)]]
 """Units dropped of one site (of q and k dimensions of every head), and how far that moves the model's output."""

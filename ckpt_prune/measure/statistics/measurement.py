@@ -11,7 +11,6 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
-from ckpt_prune.architectures.model import Model
 from ckpt_prune.checkpoint.digests import READER_FILES
 from ckpt_prune.checkpoint.files import sync
 from ckpt_prune.checkpoint.journal import Journal
@@ -39,6 +38,7 @@ from ckpt_prune.measure.statistics.index import StatisticsIndex, add_index
 from ckpt_prune.measure.statistics.taylor import measure_taylor
 from ckpt_prune.measure.streams.hidden_stream import open_stream, split_folds
 from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
+from ckpt_prune.model.model import Model
 from ckpt_prune.parallel.group import process_group
 
 

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ckpt_prune.architectures.model import Model
-from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.finite import all_finite
 from ckpt_prune.common.progress import track
@@ -26,6 +24,8 @@ from ckpt_prune.measure.streams.backward import pass_back, states_at_ends
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream, open_stream
 from ckpt_prune.measure.streams.readout import READOUT_TOKENS
 from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
+from ckpt_prune.model.model import Model
+from ckpt_prune.model.spaces import SpaceName
 from ckpt_prune.parallel.group import ALONE, Group
 
 

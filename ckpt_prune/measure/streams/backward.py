@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ckpt_prune.architectures.model import Model
 from ckpt_prune.common.progress import track
 from ckpt_prune.measure.samples.samples import Samples, split_batches
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.measure.streams.readout import READOUT_TOKENS, DrawnGradients, Readout
 from ckpt_prune.measure.streams.state_memory import Allocate
+from ckpt_prune.model.model import Model
 
 _SEED = 0
 """Of the labels that are drawn from the model's own predictions."""

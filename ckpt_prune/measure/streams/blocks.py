@@ -10,9 +10,10 @@ from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from ckpt_prune import modeling_pruned
-from ckpt_prune.architectures.blocks import block_facts, returns_tuple
-from ckpt_prune.architectures.model import Model
-from ckpt_prune.architectures.skeleton import (
+from ckpt_prune.measure.streams.experts import SplitExperts, split_experts
+from ckpt_prune.model.blocks import block_facts, returns_tuple
+from ckpt_prune.model.model import Model
+from ckpt_prune.model.skeleton import (
     PAIRS,
     Names,
     build_skeleton,
@@ -20,8 +21,7 @@ from ckpt_prune.architectures.skeleton import (
     parameters_on_meta,
     shapes_alone,
 )
-from ckpt_prune.architectures.spaces import known_space
-from ckpt_prune.measure.streams.experts import SplitExperts, split_experts
+from ckpt_prune.model.spaces import known_space
 
 
 class BlockFactory:

@@ -11,10 +11,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.measure.moments.inputs import Drift
 from ckpt_prune.measure.moments.kinds import Key, SpaceMoments, pool_moments, select_input_moments
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
+from ckpt_prune.model.spaces import SpaceName
 
 
 @torch.no_grad()

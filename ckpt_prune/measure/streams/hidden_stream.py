@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ckpt_prune.architectures.model import Model
 from ckpt_prune.checkpoint.digests import PROCESSOR
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.measure.moments.inputs import ACTIVE_THRESHOLD
@@ -21,6 +20,7 @@ from ckpt_prune.measure.streams.modules import ReadTensors, load_module
 from ckpt_prune.measure.streams.observers import OBSERVERS, InputObserver, Observer, watch_inputs
 from ckpt_prune.measure.streams.readout import Readout
 from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
+from ckpt_prune.model.model import Model
 from ckpt_prune.parallel.group import ALONE, Group
 
 TOKENS_PER_BATCH = 4096

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ckpt_prune.architectures.model import Model
 from ckpt_prune.measure.streams.blocks import BlockFactory
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
+from ckpt_prune.model.model import Model
 
 
 @dataclass(frozen=True)

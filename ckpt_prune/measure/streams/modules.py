@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ckpt_prune.architectures.skeleton import parameters_on_meta
 from ckpt_prune.measure.streams.blocks import BlockFactory
+from ckpt_prune.model.skeleton import parameters_on_meta
 
 ReadTensors = Callable[[list[str]], dict[str, Tensor]]
 """Reads on-disk tensors by name."""

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ckpt_prune.architectures.spaces import Ends, RotarySpace
 from ckpt_prune.measure.moments.inputs import ACTIVE_THRESHOLD, Moments
 from ckpt_prune.measure.moments.kinds import SpaceMoments
 from ckpt_prune.measure.moments.logits import LogitMoments, choose_form
@@ -15,6 +14,7 @@ from ckpt_prune.measure.moments.rotary import RotaryMoments
 from ckpt_prune.measure.moments.routing import RoutingMoments
 from ckpt_prune.measure.streams.blocks import BlockFactory
 from ckpt_prune.measure.streams.experts import SplitExperts
+from ckpt_prune.model.spaces import Ends, RotarySpace
 from ckpt_prune.modeling_pruned import of_pairs, turn
 
 

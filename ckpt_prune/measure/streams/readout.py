@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ckpt_prune.architectures.skeleton import absent_pooler, base_of, is_stored_buffer
 from ckpt_prune.measure.samples.samples import Samples, move_batch, split_batches
 from ckpt_prune.measure.streams.blocks import BlockFactory
 from ckpt_prune.measure.streams.modules import ReadTensors, give_buffers
+from ckpt_prune.model.skeleton import absent_pooler, base_of, is_stored_buffer
 
 CHUNK = 2**20
 """Logits that are compared at once: 4 MiB in each of a few float32 tensors, which stay in a cache."""

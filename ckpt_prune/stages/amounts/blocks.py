@@ -3,12 +3,12 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from ckpt_prune.architectures.model import Model
-from ckpt_prune.architectures.sites import Site
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.job.prepared import Prepared, Ranked
 from ckpt_prune.job.records import DepthRecord, TriedDepth
 from ckpt_prune.measure.statistics.folder import Statistics
+from ckpt_prune.model.model import Model
+from ckpt_prune.model.sites import Site
 from ckpt_prune.stages.amounts.search import CountWeighing, Trial
 from ckpt_prune.stages.depth.preview import at_depth, depth_of, wanted_depth
 

@@ -17,8 +17,6 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from ckpt_prune.architectures.model import Model
-from ckpt_prune.architectures.sites import Site
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.staging import disk_failures
 from ckpt_prune.common.errors import DiskError, UserError, find_unreadable_file
@@ -36,6 +34,8 @@ from ckpt_prune.measure.statistics.fisher import LIMITS
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream, open_stream, split_folds
 from ckpt_prune.measure.streams.readout import Readout, measure_divergences
+from ckpt_prune.model.model import Model
+from ckpt_prune.model.sites import Site
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.spaces.budget import total_error
 from ckpt_prune.stages.spaces.effects.site_variants import check_finite, trial_spaces

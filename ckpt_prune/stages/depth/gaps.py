@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ckpt_prune.architectures.family import Family
-from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.measure.moments.inputs import Drift, Moments
 from ckpt_prune.measure.streams.drift import Residual
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
+from ckpt_prune.model.family import Family
+from ckpt_prune.model.spaces import SpaceName
 
 
 def find_map_spaces(family: Family) -> list[SpaceName]:

@@ -4,12 +4,12 @@ from collections.abc import Collection
 
 import torch
 
-from ckpt_prune.architectures.depth import outputs_of
-from ckpt_prune.architectures.model import Model
 from ckpt_prune.common.progress import track
 from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.measure.streams.hidden_stream import open_stream
 from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
+from ckpt_prune.model.depth import outputs_of
+from ckpt_prune.model.model import Model
 
 LOSS_TOKENS = 2048
 """Tokens that losses are compared on: every block is run for every other one."""

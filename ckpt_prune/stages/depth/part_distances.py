@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ckpt_prune.architectures.model import Model
-from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.common.progress import track
 from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.measure.statistics.distances import Distances, Matrix
@@ -18,6 +16,8 @@ from ckpt_prune.measure.streams.backward import draw_end_gradients, pass_back, s
 from ckpt_prune.measure.streams.drift import Residual
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream, open_stream
 from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
+from ckpt_prune.model.model import Model
+from ckpt_prune.model.spaces import SpaceName
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ckpt_prune.architectures.depth import check_shortened, movable, shortened
-from ckpt_prune.architectures.family import DATA_OPTIONS
-from ckpt_prune.architectures.model import Model
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import plural
 from ckpt_prune.job.plan import Plan
@@ -13,6 +10,9 @@ from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.records import DepthRecord, GapRecord
 from ckpt_prune.job.sizes import size_words
+from ckpt_prune.model.depth import check_shortened, movable, shortened
+from ckpt_prune.model.family import DATA_OPTIONS
+from ckpt_prune.model.model import Model
 from ckpt_prune.stages.depth.gaps import find_map_spaces
 from ckpt_prune.stages.depth.runs import runs_of
 from ckpt_prune.stages.depth.stage import Depth

@@ -9,9 +9,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ckpt_prune.architectures.depth import check_shortened, outputs_of, shortened
-from ckpt_prune.architectures.model import Model
-from ckpt_prune.architectures.spaces import Kind
 from ckpt_prune.checkpoint.files import sync
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.shard import read_header
@@ -28,6 +25,9 @@ from ckpt_prune.job.timing import Stages
 from ckpt_prune.measure.samples.samples import SampleRange
 from ckpt_prune.measure.statistics.distances import SAMPLES, Distances, measure_distances
 from ckpt_prune.measure.statistics.fisher import LIMITS
+from ckpt_prune.model.depth import check_shortened, outputs_of, shortened
+from ckpt_prune.model.model import Model
+from ckpt_prune.model.spaces import Kind
 from ckpt_prune.stages.amounts.blocks import DepthWeighing, ranked_at
 from ckpt_prune.stages.amounts.blocks_and_dimensions import AxesWeighing
 from ckpt_prune.stages.amounts.search import measured_whole

@@ -4,14 +4,14 @@ import copy
 from dataclasses import replace
 from typing import Any
 
-from ckpt_prune.architectures.depth import facts_of
-from ckpt_prune.architectures.fitting import fitting_family
-from ckpt_prune.architectures.model import Model
-from ckpt_prune.architectures.skeleton import as_said, build_skeleton, parse_config
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.containers.choosing import NothingFitsError, choose_container
-from ckpt_prune.containers.container import Container
 from ckpt_prune.job.layout import Layout, plan_layout
+from ckpt_prune.model.containers.choosing import NothingFitsError, choose_container
+from ckpt_prune.model.containers.container import Container
+from ckpt_prune.model.depth import facts_of
+from ckpt_prune.model.fitting import fitting_family
+from ckpt_prune.model.model import Model
+from ckpt_prune.model.skeleton import as_said, build_skeleton, parse_config
 from ckpt_prune.stages.hidden.narrow_checkpoint import NarrowCheckpoint
 from ckpt_prune.stages.hidden.sliced_checkpoint import SlicedCheckpoint
 

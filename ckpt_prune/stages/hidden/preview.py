@@ -3,14 +3,14 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ckpt_prune.architectures.family import DATA_OPTIONS
-from ckpt_prune.architectures.model import Model
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.records import Cost, HiddenRecord
 from ckpt_prune.job.sizes import cost_in, size_words
 from ckpt_prune.measure.statistics.folder import Statistics
+from ckpt_prune.model.family import DATA_OPTIONS
+from ckpt_prune.model.model import Model
 from ckpt_prune.stages.depth.preview import shortest
 from ckpt_prune.stages.hidden.narrow_stock import embedding_scale, narrow_container, narrow_model
 from ckpt_prune.stages.hidden.sliced_checkpoint import Bases, SlicedCheckpoint, check_sliceable, not_measured

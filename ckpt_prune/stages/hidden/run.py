@@ -6,7 +6,6 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ckpt_prune.architectures.sublayers import sublayers
 from ckpt_prune.checkpoint.checkpoint import read_tensors
 from ckpt_prune.checkpoint.files import sync
 from ckpt_prune.checkpoint.journal import Journal
@@ -17,6 +16,7 @@ from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.records import HiddenRecord
 from ckpt_prune.job.run import Run
 from ckpt_prune.measure.moment_sources import CachedMoments
+from ckpt_prune.model.sublayers import sublayers
 from ckpt_prune.stages.amounts.dimensions import HiddenWeighing
 from ckpt_prune.stages.amounts.search import measured_whole
 from ckpt_prune.stages.hidden.bases import directions_keeping_ones, principal_directions

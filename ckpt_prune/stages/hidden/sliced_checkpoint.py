@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ckpt_prune.architectures.blocks import module_paths
-from ckpt_prune.architectures.family import KINDS
-from ckpt_prune.architectures.model import Model
-from ckpt_prune.architectures.sublayers import Sublayer, sublayers
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.layout import Added
 from ckpt_prune.job.names import SlicingKind
+from ckpt_prune.model.blocks import module_paths
+from ckpt_prune.model.family import KINDS
+from ckpt_prune.model.model import Model
+from ckpt_prune.model.sublayers import Sublayer, sublayers
 from ckpt_prune.modeling_pruned import SKIPS, Slicing
 from ckpt_prune.stages.hidden.bases import diagonalise_gains, slice_reader, slice_writer, stream_scale
 from ckpt_prune.stages.rotation.absorbed_checkpoint import AbsorbedCheckpoint

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ckpt_prune.architectures.sublayers import Sublayer
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.finite import all_finite
 from ckpt_prune.measure.moments.inputs import sum_tokens
 from ckpt_prune.measure.moments.precision import Extent, needs_double
 from ckpt_prune.measure.streams.hidden_stream import ROWS, HiddenStream
+from ckpt_prune.model.sublayers import Sublayer
 
 ChooseBasis = Callable[[int, Tensor], Tensor | None]
 """Sub-layer of a block, and the Gram of what it reads, (d, d) float64 → the basis (d, k) that the stream is projected

@@ -7,19 +7,19 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ckpt_prune.architectures.blocks import module_paths
-from ckpt_prune.architectures.factors import factor_names
-from ckpt_prune.architectures.family import Family
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.phases import phase
 from ckpt_prune.common.progress import track
 from ckpt_prune.compensation.factoring import direction_energies, factor, refit_factors
-from ckpt_prune.containers.container import Ranks
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.records import FactoredLinear
 from ckpt_prune.measure.moment_sources import CachedMoments, MomentSource
 from ckpt_prune.measure.moments.inputs import sum_folds
 from ckpt_prune.measure.moments.kinds import SpaceMoments, select_input_moments
+from ckpt_prune.model.blocks import module_paths
+from ckpt_prune.model.containers.container import Ranks
+from ckpt_prune.model.factors import factor_names
+from ckpt_prune.model.family import Family
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.stages.low_rank.ranks import Thin, ranks_by_energy, uniform_ranks
 from ckpt_prune.stages.low_rank.stage import LowRank

@@ -8,7 +8,6 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from ckpt_prune.architectures.model import Model
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.phases import phase
 from ckpt_prune.job.model_view import fill_biases
@@ -16,6 +15,7 @@ from ckpt_prune.job.records import MaskedLinear
 from ckpt_prune.measure.moment_sources import MomentSource
 from ckpt_prune.measure.moments.inputs import Moments, sum_folds
 from ckpt_prune.measure.moments.kinds import select_input_moments
+from ckpt_prune.model.model import Model
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.sparsity import sparsegpt
 from ckpt_prune.sparsity.masks import keep_groups, keep_share, magnitude, wanda

@@ -2,13 +2,13 @@
 
 from dataclasses import replace
 
-from ckpt_prune.architectures.family import DATA_OPTIONS
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.records import MaskShares
 from ckpt_prune.job.run import Run
 from ckpt_prune.job.step import PruneStep
 from ckpt_prune.measure.moment_sources import SequentialMoments
+from ckpt_prune.model.family import DATA_OPTIONS
 from ckpt_prune.stages.linears import check_collected
 from ckpt_prune.stages.mask.masker import Masker, check_widths
 from ckpt_prune.stages.mask.shares import shared_out

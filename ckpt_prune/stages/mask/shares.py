@@ -6,7 +6,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ckpt_prune.architectures.model import Model
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import track
 from ckpt_prune.job.prepared import Prepared
@@ -19,6 +18,7 @@ from ckpt_prune.measure.statistics.fisher import LIMITS
 from ckpt_prune.measure.streams.backward import draw_end_gradients, pass_back, states_at_ends
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.measure.streams.readout import DrawnGradients
+from ckpt_prune.model.model import Model
 from ckpt_prune.sparsity.allocation import (
     check_ratios,
     hill_exponent,

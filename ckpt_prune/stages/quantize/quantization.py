@@ -11,10 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ckpt_prune.architectures.family import Family
-from ckpt_prune.architectures.fitting import fitted
-from ckpt_prune.architectures.model import Model
-from ckpt_prune.architectures.skeleton import Names
 from ckpt_prune.checkpoint.checkpoint import CONFIG, Checkpoint
 from ckpt_prune.checkpoint.digests import sha256_files
 from ckpt_prune.checkpoint.folder_kinds import WEIGHT_NAMES
@@ -25,15 +21,19 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import QUANTISED_RECORD
 from ckpt_prune.common.progress import track
 from ckpt_prune.common.versions import versions
-from ckpt_prune.containers.checking import check_stored
-from ckpt_prune.containers.container import stored_container
-from ckpt_prune.containers.remote import remote_class
-from ckpt_prune.containers.side_files import carried, top_names
 from ckpt_prune.job.report import Source
 from ckpt_prune.job.report_file import report_of
 from ckpt_prune.job.source_card import CARD, source_card
 from ckpt_prune.measure.moments.inputs import Moments, sum_folds
 from ckpt_prune.measure.statistics.folder import Statistics
+from ckpt_prune.model.containers.checking import check_stored
+from ckpt_prune.model.containers.container import stored_container
+from ckpt_prune.model.containers.remote import remote_class
+from ckpt_prune.model.containers.side_files import carried, top_names
+from ckpt_prune.model.family import Family
+from ckpt_prune.model.fitting import fitted
+from ckpt_prune.model.model import Model
+from ckpt_prune.model.skeleton import Names
 from ckpt_prune.sparsity.damping import DAMP, MOST_DAMP
 from ckpt_prune.sparsity.inverse import factorise
 from ckpt_prune.sparsity.zeros import weights_by_module

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from ckpt_prune.architectures.model import Model
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.measure.samples.image_files import find_images
 from ckpt_prune.measure.samples.images import ImageSamples
 from ckpt_prune.measure.samples.samples import Samples
+from ckpt_prune.model.model import Model
 from ckpt_prune.options import ImageOptions
 
 

@@ -2,16 +2,16 @@
 
 from collections.abc import Sequence
 
-from ckpt_prune.architectures.model import Model
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.filenames import PRUNED_ELSEWHERE
 from ckpt_prune.common.records import Record
 from ckpt_prune.common.versions import versions
-from ckpt_prune.containers.container import Container
 from ckpt_prune.job.cost import cost_of
 from ckpt_prune.job.recovery_records import RecoveredLayer
 from ckpt_prune.job.report import Adapters, Earlier, Perplexity, Recovery, Report, UsedRecipe
 from ckpt_prune.job.source_facts import source_of, stored_as
+from ckpt_prune.model.containers.container import Container
+from ckpt_prune.model.model import Model
 from ckpt_prune.stages.recovery.laco import Recoverer
 
 

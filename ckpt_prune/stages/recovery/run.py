@@ -6,13 +6,13 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from ckpt_prune.architectures.family import DATA_OPTIONS
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import Meter, meter
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.recovery_records import RecoveredLayer
 from ckpt_prune.job.run import Run
 from ckpt_prune.job.step import Step, Tensors
+from ckpt_prune.model.family import DATA_OPTIONS
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.stages.recovery.block_training import SampleSplit
 from ckpt_prune.stages.recovery.laco import Recoverer

@@ -8,12 +8,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ckpt_prune.architectures.family import KINDS, Family
-from ckpt_prune.architectures.model import Model
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.finite import all_finite
 from ckpt_prune.job.layout import Added
+from ckpt_prune.model.family import KINDS, Family
+from ckpt_prune.model.model import Model
 from ckpt_prune.stages.rotation.absorbing import norm_gains, residual_of, subtract_mean
 
 _ROWS = 8192

@@ -15,9 +15,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ckpt_prune.architectures.family import KINDS, Family
-from ckpt_prune.architectures.parts import Residual
 from ckpt_prune.measure.moments.inputs import Moments
+from ckpt_prune.model.family import KINDS, Family
+from ckpt_prune.model.parts import Residual
 from ckpt_prune.stages.rotation.importance import Side, rotate_weight
 
 

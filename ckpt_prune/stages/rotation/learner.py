@@ -13,8 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ckpt_prune.architectures.family import Family
-from ckpt_prune.architectures.model import Model, Shape
 from ckpt_prune.checkpoint.checkpoint import read_tensors
 from ckpt_prune.checkpoint.shard import read_header
 from ckpt_prune.checkpoint.staging import disk_failures
@@ -27,6 +25,8 @@ from ckpt_prune.measure.moment_sources import MomentSource
 from ckpt_prune.measure.moments.inputs import sum_folds
 from ckpt_prune.measure.moments.kinds import SpaceMoments, select_input_moments
 from ckpt_prune.measure.streams.modules import ReadTensors
+from ckpt_prune.model.family import Family
+from ckpt_prune.model.model import Model, Shape
 from ckpt_prune.stages.rotation.absorbing import fuse_norms, residual_of, rotated_sides, undo_norm, value_lines
 from ckpt_prune.stages.rotation.descent import (
     LearnedRotations,

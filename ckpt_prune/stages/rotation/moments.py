@@ -4,12 +4,12 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from ckpt_prune.architectures.family import KINDS
-from ckpt_prune.architectures.model import Model
-from ckpt_prune.architectures.sublayers import sublayers
 from ckpt_prune.measure.moment_sources import MomentSource, NoMoments
 from ckpt_prune.measure.moments.inputs import sum_folds
 from ckpt_prune.measure.moments.kinds import Key, SpaceMoments, select_input_moments
+from ckpt_prune.model.family import KINDS
+from ckpt_prune.model.model import Model
+from ckpt_prune.model.sublayers import sublayers
 from ckpt_prune.stages.rotation.absorbing import residual_of, rotate_moments, rotated_sides, undo_norm
 from ckpt_prune.stages.rotation.rotated_checkpoint import RotatedCheckpoint
 

@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ckpt_prune.architectures.family import KINDS
-from ckpt_prune.architectures.model import Model
-from ckpt_prune.architectures.skeleton import is_stored_buffer
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.layout import Added
 from ckpt_prune.job.names import RotationKind
+from ckpt_prune.model.family import KINDS
+from ckpt_prune.model.model import Model
+from ckpt_prune.model.skeleton import is_stored_buffer
 from ckpt_prune.stages.rotation.absorbed_checkpoint import AbsorbedCheckpoint
 from ckpt_prune.stages.rotation.absorbing import fuse_norms, residual_of, rotate_block, unit_gains
 

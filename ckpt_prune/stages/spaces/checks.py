@@ -2,9 +2,6 @@
 
 from collections import Counter
 
-from ckpt_prune.architectures.family import Family
-from ckpt_prune.architectures.sites import Site
-from ckpt_prune.architectures.spaces import BESIDE, ENDS, first_of_experts
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.compensation.methods import AUTO
 from ckpt_prune.job.decisions import keep_count
@@ -14,6 +11,9 @@ from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.measure.moments.kinds import Collect
 from ckpt_prune.measure.statistics.folder import Statistics
+from ckpt_prune.model.family import Family
+from ckpt_prune.model.sites import Site
+from ckpt_prune.model.spaces import BESIDE, ENDS, first_of_experts
 from ckpt_prune.stages.spaces.size_search import check_reachable
 from ckpt_prune.stages.spaces.solvers import solver_of
 from ckpt_prune.stages.spaces.widths import check_effects

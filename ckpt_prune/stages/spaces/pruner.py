@@ -8,10 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ckpt_prune.architectures.cuts import found_among, touched
-from ckpt_prune.architectures.model import Model
-from ckpt_prune.architectures.sites import Site
-from ckpt_prune.architectures.spaces import SpaceName, dim_of
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.finite import all_finite
 from ckpt_prune.common.phases import phase
@@ -21,6 +17,10 @@ from ckpt_prune.job.plan import SitePlan
 from ckpt_prune.measure.moment_sources import MomentSource
 from ckpt_prune.measure.moments.inputs import Moments
 from ckpt_prune.measure.moments.kinds import SpaceMoments
+from ckpt_prune.model.cuts import found_among, touched
+from ckpt_prune.model.model import Model
+from ckpt_prune.model.sites import Site
+from ckpt_prune.model.spaces import SpaceName, dim_of
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.stages.spaces.solvers import solver_of
 from ckpt_prune.stages.spaces.solvers.base import SolvedSite, Solver

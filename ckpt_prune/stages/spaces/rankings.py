@@ -6,15 +6,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ckpt_prune.architectures.model import Model
-from ckpt_prune.architectures.sites import Site
-from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.common.progress import track
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.selection import select_ranked, standardise
 from ckpt_prune.measure.moment_sources import MomentSource
 from ckpt_prune.measure.moments.inputs import sum_folds
 from ckpt_prune.measure.moments.kinds import select_input_moments
+from ckpt_prune.model.model import Model
+from ckpt_prune.model.sites import Site
+from ckpt_prune.model.spaces import SpaceName
 from ckpt_prune.stages.spaces.solvers.columns import ColumnSolver
 
 

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from ckpt_prune.architectures.spaces import Rounding
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.selection import units_kept
+from ckpt_prune.model.spaces import Rounding
 
 FAR = 0.1
 """A share that is reached counts as another than the one asked for when it differs by more than this part of that."""

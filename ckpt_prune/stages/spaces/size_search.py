@@ -7,16 +7,16 @@ from itertools import combinations
 
 from torch import Tensor
 
-from ckpt_prune.architectures.sites import Site
-from ckpt_prune.architectures.spaces import COUPLED, SpaceName, known_space
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.containers.container import Widths
 from ckpt_prune.job.cost import cost_of
 from ckpt_prune.job.decisions import Decisions, keep_count, kept_units, multiple_of, rounding_of
 from ckpt_prune.job.latency import Latencies
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.sizes import SizeKind, TargetSize, cost_in, size_words
+from ckpt_prune.model.containers.container import Widths
+from ckpt_prune.model.sites import Site
+from ckpt_prune.model.spaces import COUPLED, SpaceName, known_space
 from ckpt_prune.stages.hidden.sliced_checkpoint import SlicedCheckpoint
 from ckpt_prune.stages.output import output_at
 from ckpt_prune.stages.spaces.budget import Crossing

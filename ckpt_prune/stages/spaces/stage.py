@@ -6,11 +6,11 @@ Its keys stand at the top of a recipe (`job.recipe`).
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ckpt_prune.architectures.spaces import COUPLED, ENDS, known_space
 from ckpt_prune.job.kinds import CHOSEN, kind_of
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.stage import Stage
 from ckpt_prune.measure.statistics.files import Collect
+from ckpt_prune.model.spaces import COUPLED, ENDS, known_space
 
 if TYPE_CHECKING:
     from ckpt_prune.job.prepared import Prepared

@@ -7,8 +7,6 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ckpt_prune.architectures.sites import Site
-from ckpt_prune.architectures.spaces import SpaceName, known_space
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import track
 from ckpt_prune.job.decisions import Decision, Decisions, Losses, kept_units, multiple_of
@@ -17,6 +15,8 @@ from ckpt_prune.job.prepared import Prepared, Ranked
 from ckpt_prune.job.sizes import SizeKind
 from ckpt_prune.measure.moment_sources import CachedMoments, MomentSource, NoMoments
 from ckpt_prune.measure.statistics.folder import Statistics
+from ckpt_prune.model.sites import Site
+from ckpt_prune.model.spaces import SpaceName, known_space
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.stages.spaces.budget import BudgetError, Crossing, Curve, least_error, merged, total_error
 from ckpt_prune.stages.spaces.rankings import ranked, standardised_scores

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from ckpt_prune.architectures.descriptions import load_family
 from ckpt_prune.measure.moments.inputs import Moments
+from ckpt_prune.model.descriptions import load_family
 from ckpt_prune.stages.rotation.absorbing import (
     fuse_norms,
     residual_of,

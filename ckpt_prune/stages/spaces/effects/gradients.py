@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckpt_prune.architectures.model import Model
-from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.job.kinds import kind_of
 from ckpt_prune.measure.samples.samples import SampleRange, Samples
 from ckpt_prune.measure.statistics.distances import EndDistances
@@ -24,6 +22,8 @@ from ckpt_prune.measure.statistics.folder import Statistics, name_file, record_f
 from ckpt_prune.measure.streams.hidden_stream import split_folds
 from ckpt_prune.measure.streams.readout import DrawnGradients
 from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
+from ckpt_prune.model.model import Model
+from ckpt_prune.model.spaces import SpaceName
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.stages.spaces.effects.measured import SHALLOW
 from ckpt_prune.stages.spaces.effects.predicted import Predicted, measure_spaces

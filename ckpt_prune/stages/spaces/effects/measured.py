@@ -6,8 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckpt_prune.architectures.model import Model
-from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.staging import disk_failures
 from ckpt_prune.common.progress import track
@@ -17,6 +15,8 @@ from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.measure.streams.hidden_stream import open_stream
 from ckpt_prune.measure.streams.readout import measure_divergences
 from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
+from ckpt_prune.model.model import Model
+from ckpt_prune.model.spaces import SpaceName
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.stages.spaces.effects.site_variants import (
     POINTS,

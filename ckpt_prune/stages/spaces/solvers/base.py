@@ -9,9 +9,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ckpt_prune.architectures.family import KINDS
-from ckpt_prune.architectures.model import Model
-from ckpt_prune.architectures.spaces import SpaceName, expert_of, known_space
 from ckpt_prune.compensation.shift import Shift
 from ckpt_prune.job.decisions import Decision
 from ckpt_prune.job.plan import SitePlan
@@ -20,6 +17,9 @@ from ckpt_prune.job.records import SiteShift
 from ckpt_prune.job.space import SpaceRecipe
 from ckpt_prune.measure.moments.kinds import SpaceMoments
 from ckpt_prune.measure.statistics.fisher import Fisher
+from ckpt_prune.model.family import KINDS
+from ckpt_prune.model.model import Model
+from ckpt_prune.model.spaces import SpaceName, expert_of, known_space
 
 NO_FOLDS = "a choice on held-out folds needs statistics with at least two: calibrate with --folds 4"
 

@@ -8,7 +8,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ckpt_prune.architectures.spaces import SpaceName, expert_of
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.phases import phase
 from ckpt_prune.compensation.choice import choose_form
@@ -20,6 +19,7 @@ from ckpt_prune.measure.moments.inputs import Moments, sum_folds
 from ckpt_prune.measure.moments.kinds import SpaceMoments
 from ckpt_prune.measure.moments.routing import RoutingMoments
 from ckpt_prune.measure.statistics.fisher import Fisher
+from ckpt_prune.model.spaces import SpaceName, expert_of
 from ckpt_prune.scoring.expert_scores import EXPERT_SCORES
 from ckpt_prune.stages.spaces.solvers.base import NO_FOLDS, SolvedSite, Solver
 

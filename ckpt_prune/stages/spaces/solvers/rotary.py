@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckpt_prune.architectures.family import KINDS
 from ckpt_prune.common.phases import phase
 from ckpt_prune.compensation.head_shift import HeadEquations, measure_head_shift
 from ckpt_prune.compensation.logit import StrengthChoice, absolute_logit_strength
@@ -28,6 +27,7 @@ from ckpt_prune.measure.moments.inputs import sum_folds
 from ckpt_prune.measure.moments.kinds import SpaceMoments
 from ckpt_prune.measure.moments.rotary import RotaryMoments
 from ckpt_prune.measure.statistics.fisher import Fisher
+from ckpt_prune.model.family import KINDS
 from ckpt_prune.scoring.rotary_scores import ROTARY_SCORES, bare_errors, refitted_errors
 from ckpt_prune.stages.spaces.solvers.base import SolvedSite, Solver
 from ckpt_prune.stages.spaces.solvers.head_errors import (

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckpt_prune.architectures.family import KINDS
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.phases import phase
 from ckpt_prune.compensation.values import ValueBasis, by_direction, by_head, principal_values
@@ -17,6 +16,7 @@ from ckpt_prune.job.records import SiteShift
 from ckpt_prune.measure.moments.inputs import Moments, sum_folds
 from ckpt_prune.measure.moments.kinds import SpaceMoments, select_input_moments
 from ckpt_prune.measure.statistics.fisher import Fisher
+from ckpt_prune.model.family import KINDS
 from ckpt_prune.scoring.costs import DropOrder
 from ckpt_prune.scoring.unit_scores import centre_gram
 from ckpt_prune.stages.spaces.solvers.base import SolvedSite

@@ -1,0 +1,97 @@
+"""Whether a checkpoint's tensors are those that its config asks for: names, shapes and dtypes on the meta device."""
+
+from collections.abc import Mapping
+from weakref import WeakSet
+
+import torch
+
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.model.containers.container import stored_container
+from ckpt_prune.model.model import Model
+from ckpt_prune.model.skeleton import (
+    Names,
+    absent_pooler,
+    is_parameter,
+    is_stored_buffer,
+    stock_names,
+)
+
+_CHECKED: "WeakSet[Model]" = WeakSet()
+"""Models that passed: commands check before they read data, and settling a request checks whatever it is given."""
+
+
+def check_source(model: Model) -> None:
+    """Check every tensor's name and shape against the config, on the meta device.
+
+    Raises:
+        UserError: a tensor is missing, unknown, of another shape than the config says, or not floating point.
+    """
+    if model in _CHECKED:
+        return
+    config, own = model.checkpoint.config, model.own_code
+    known = stored_container(model.checkpoint).names() if own else stock_names(config, model.family.architecture)
+    check_stored(model.checkpoint, known)
+    _CHECKED.add(model)
+
+
+def check_stock(model: Model, what: str) -> None:
+    """Refuse an output of this tool that carries code of its own.
+
+    Args:
+        model: what is given.
+        what: cannot be done with it, and why, for the message.
+
+    Raises:
+        UserError: it is one.
+    """
+    if model.own_code:
+        raise UserError(
+            f"{model.checkpoint.path} was pruned into a shape that no stock class has (remote code): {what}; start "
+            "from the dense model"
+        )
+
+
+def check_stored(checkpoint: Checkpoint, known: Names) -> None:
+    """Check every tensor's name, shape and dtype against a model.
+
+    Args:
+        checkpoint: what is stored.
+        known: of the model that it is to be.
+
+    Raises:
+        UserError: a tensor is missing, unknown, of another shape, or not floating point.
+    """
+    tensors = checkpoint.stored
+    check_shapes({name: info.stored_shape for name, info in tensors.items()}, known, f"{checkpoint.path}")
+    for name, info in tensors.items():
+        if not is_parameter(name):
+            continue
+        if info.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            raise UserError(f"{name} is {info.dtype}: only bfloat16, float16 and float32 checkpoints can be pruned")
+
+
+def check_shapes(actual: Mapping[str, tuple[int, ...]], known: Names, where: str) -> None:
+    """Compare names and shapes with what a config asks for.
+
+    Args:
+        actual: name → shape in its file.
+        known: of the config's model. Tensors that it ignores may be there.
+        where: begins every message.
+
+    Raises:
+        UserError: a tensor is missing, has no place, or has another shape.
+    """
+    names = sorted(name for name in actual if not is_stored_buffer(name))
+    expected = {name: known.shape(name) for name in names}
+    missing = known.missing(names)
+    absent = known.tied | absent_pooler(known.model, missing)
+    missing = [name for name in missing if name not in absent]
+    unknown = [name for name, shape in expected.items() if shape is None and not known.ignores(name)]
+    if missing:
+        raise UserError(f"{where} lacks tensor {missing[0]} ({len(missing)} missing), which its config.json asks for")
+    if unknown:
+        raise UserError(f"{where} has tensor {unknown[0]} ({len(unknown)} such), which config.json has no place for")
+    for name, shape in expected.items():
+        if shape is not None and tuple(actual[name]) != shape:
+            raise UserError(f"{where}: {name} has shape {list(actual[name])}, config.json says {list(shape)}")

@@ -1,0 +1,101 @@
+"""A container: the `model_type` and config that an output is stored under."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig
+
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.model.containers.remote import RANKS_KEY, remote_class, remote_model_class, with_block_facts
+from ckpt_prune.model.fitting import fitting_family
+from ckpt_prune.model.model import Model
+from ckpt_prune.model.skeleton import Names, build_skeleton, parse_config, shapes_alone, stock_names
+from ckpt_prune.model.spaces import SpaceName
+from ckpt_prune.model.supported import family_of
+
+Widths = Sequence[Mapping[SpaceName, int]]
+"""Units kept per block and space."""
+
+
+Ranks = Sequence[Mapping[str, int]]
+"""Of each block, linear modules that two thin ones stand in for → their rank."""
+
+
+@dataclass(frozen=True)
+class Container:
+    """What an output is stored as.
+
+    Attributes:
+        model_type: its `model_type`.
+        config: its config.json.
+        remote_class: name of the class in `modeling_pruned` where stock transformers has none that fits.
+        biases: linear modules of a block that have a bias tensor in the output; those that gain none from a fold hold
+            zeros because the config key that opens the slot opens theirs too.
+        note: a line for the user where the container is not the source's own.
+        architecture: the stock class it loads with, or that its remote class stands for.
+        padded: spaces held at their dense width, with zeros for what was dropped.
+    """
+
+    model_type: str
+    config: dict[str, Any]
+    remote_class: str | None = None
+    biases: frozenset[str] = field(default_factory=frozenset)
+    note: str | None = None
+    architecture: str = ""
+    padded: frozenset[SpaceName] = frozenset()
+
+    @property
+    def unfactored(self) -> "Container":
+        """The same with one linear in the place of two: what runs where factors are read as their product."""
+        if RANKS_KEY not in self.config:
+            return self
+        config = {key: value for key, value in self.config.items() if key != RANKS_KEY}
+        if "per_layer_config" in config:
+            own = config["per_layer_config"].items()
+            config["per_layer_config"] = {
+                index: {key: value for key, value in values.items() if key != RANKS_KEY} for index, values in own
+            }
+        return replace(self, config=config)
+
+    def skeleton(self) -> nn.Module:
+        """The container's model on the meta device."""
+        config = parse_config(self.config)
+        if self.remote_class is None:
+            return build_skeleton(config, self._stock_class)
+        return remote_skeleton(config, self.remote_class)
+
+    def names(self) -> Names:
+        """What its model saves and loads."""
+        return stock_names(self.config, self._stock_class) if self.remote_class is None else Names(self.skeleton())
+
+    @property
+    def _stock_class(self) -> str:
+        return self.architecture or family_of(self.config).architecture
+
+
+def stored_container(checkpoint: Checkpoint) -> Container:
+    """What a checkpoint is stored as: an output of this tool, or any other of a known family.
+
+    Raises:
+        UserError: it asks for remote code that is not this tool's, or its family is not known.
+    """
+    remote = remote_class(checkpoint.config, checkpoint.path)
+    architecture = "" if remote else fitting_family(checkpoint).architecture
+    return Container(checkpoint.config["model_type"], checkpoint.config, remote, architecture=architecture)
+
+
+def container_of(model: Model) -> Container:
+    """What a model's checkpoint is stored as, with the linear modules that have a bias in it."""
+    biases = frozenset(module for module in model.family.linears if model.has(module, "bias"))
+    return replace(stored_container(model.checkpoint), biases=biases)
+
+
+def remote_skeleton(config: PreTrainedConfig, remote_class: str) -> nn.Module:
+    """A model of `modeling_pruned` on the meta device."""
+    with shapes_alone():
+        made: Any = remote_model_class(remote_class)(with_block_facts(config, remote_class))
+    made.tie_weights()
+    model: nn.Module = made.eval()
+    return model

@@ -1,0 +1,93 @@
+"""Opening a model that is to be measured or pruned."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.checkpoint.json_files import parse_json_object
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.model.containers.checking import check_stored
+from ckpt_prune.model.containers.remote import remote_class
+from ckpt_prune.model.descriptions import described, described_by
+from ckpt_prune.model.model import Model
+from ckpt_prune.model.part import composite_names, part_of
+from ckpt_prune.model.proving import prove
+from ckpt_prune.model.supported import with_description
+from ckpt_prune.options import OpeningOptions
+
+
+@dataclass(frozen=True)
+class Opening:
+    """How a model is opened.
+
+    Attributes:
+        trust: accept one that asks for code of its own; the code is not run.
+        family: file of a description from outside the package.
+        part: of a composite that is asked for.
+    """
+
+    trust: bool = False
+    family: Path | None = None
+    part: str | None = None
+
+    @classmethod
+    def of(cls, options: OpeningOptions) -> "Opening":
+        """As a command's options say."""
+        return cls(options.trust_remote_code, options.family, options.part)
+
+
+def open_checkpoint(model: str, how: Opening | None = None) -> Checkpoint:
+    """Open a checkpoint to be measured or pruned.
+
+    Args:
+        model: a folder or a Hub id.
+        how: as a command's options say.
+
+    Raises:
+        UserError: not a checkpoint, it asks for remote code and is not trusted, or a given description is not true.
+    """
+    how = how or Opening()
+    checkpoint = Checkpoint.open(model)
+    checkpoint = replace(checkpoint, config=described_as(checkpoint.config, how.family))
+    try:
+        remote_class(checkpoint.config, checkpoint.path)
+    except UserError as error:
+        if not how.trust:
+            raise UserError(f"{error}; where you have read and trust it, say --trust-remote-code") from error
+        config = {key: value for key, value in checkpoint.config.items() if key != "auto_map"}
+        checkpoint = replace(checkpoint, config=config)
+    if how.part is None:
+        return checkpoint
+    check_stored(checkpoint, composite_names(checkpoint.config))
+    return part_of(checkpoint, how.part)
+
+
+def open_model(model: str, how: Opening | None = None) -> Model:
+    """Open a checkpoint to be measured or pruned, with its family and config.
+
+    Raises:
+        UserError: also where the family is not known.
+    """
+    return Model.of(open_checkpoint(model, how))
+
+
+def described_as(config: dict[str, Any], family: Path | None) -> dict[str, Any]:
+    """A config.json with a description from outside the package, where it is of that family.
+
+    Args:
+        config: of a checkpoint.
+        family: the description's file, or None.
+
+    Raises:
+        UserError: the file is no description, or what it says is not so in transformers' own class.
+    """
+    if family is None:
+        return config
+    found = with_description(config, parse_json_object(described_by(family).encode()))
+    if found is not config:
+        try:
+            prove(described(found), found)
+        except UserError as error:
+            raise UserError(f"--family {family}: {error}") from error
+    return found

@@ -1,0 +1,64 @@
+"""Remote code: what this tool writes, and what of it a config asks for."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ckpt_prune import modeling_pruned
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.model.blocks import block_facts
+from ckpt_prune.model.descriptions import described, is_known
+from ckpt_prune.model.family import REMOTE_PREFIX
+
+REMOTE_MODULE = "modeling_pruned"
+"""Name, without suffix, of the file of remote code that an output carries."""
+RANKS_KEY = "ckpt_prune_ranks"
+"""Config key of the ranks of linear modules that two thin ones stand in for."""
+BLOCKS_KEY = "ckpt_prune_blocks"
+"""Config key of the family's facts about its blocks that remote code needs."""
+
+
+def remote_class(config: dict[str, Any], folder: Path) -> str | None:
+    """The class of `modeling_pruned` that a config.json's `auto_map` asks for; None where it asks for no code.
+
+    An embedder that stores a head asks for two: its own, which `architectures` names, and its base model.
+
+    Raises:
+        UserError: it asks for code that is not this tool's.
+    """
+    auto_map = config.get("auto_map")
+    if not auto_map:
+        return None
+    targets = {str(target) for target in auto_map.values()} if isinstance(auto_map, dict) else set()
+    ours = {f"{REMOTE_MODULE}.{name}" for name in _ours(config)}
+    named = {f"{REMOTE_MODULE}.{name}" for name in config.get("architectures") or []}
+    if targets and targets <= ours and (len(targets) == 1 or targets & named):
+        return min(targets & named or targets).removeprefix(f"{REMOTE_MODULE}.")
+    raise UserError(f"{folder} asks for remote code that is not this tool's (auto_map in config.json): it is not run")
+
+
+def _ours(config: dict[str, Any]) -> set[str]:
+    """Classes of remote code that this tool writes for a config's family."""
+    if not is_known(config):
+        return set()
+    return {f"{REMOTE_PREFIX}{name}" for name in described(config).classes}
+
+
+def remote_model_class(name: str) -> type[PreTrainedModel]:
+    """A class of `modeling_pruned` by the name that `remote_class` found."""
+    found: type[PreTrainedModel] = getattr(modeling_pruned, name)
+    return found
+
+
+def with_block_facts(config: PreTrainedConfig, remote_class: str) -> PreTrainedConfig:
+    """The config of an output with remote code, with the facts that those of earlier versions had in their code.
+
+    Args:
+        config: changed in place.
+        remote_class: the name of its class.
+    """
+    if getattr(config, BLOCKS_KEY, None) is None:
+        family = described(config.to_dict()).of(remote_class.removeprefix(REMOTE_PREFIX))
+        setattr(config, BLOCKS_KEY, block_facts(family, lambda name: family.dimension(config, name)))
+    return config

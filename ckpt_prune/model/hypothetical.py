@@ -1,0 +1,54 @@
+"""A checkpoint that is only a config: every tensor known by name, shape and dtype, none of them there."""
+
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckpt_prune.checkpoint.checkpoint import CONFIG, SINGLE, Checkpoint, check_config
+from ckpt_prune.checkpoint.json_files import read_json_object
+from ckpt_prune.checkpoint.quantised import drop_quantisation
+from ckpt_prune.checkpoint.shard import TensorInfo
+from ckpt_prune.model.composite import known_composites
+from ckpt_prune.model.part import composite_names
+from ckpt_prune.model.skeleton import stock_names
+from ckpt_prune.model.supported import family_of
+
+
+def is_config_only(folder: Path) -> bool:
+    """Whether a folder has a config.json and no file of weights."""
+    if not (folder / CONFIG).is_file():
+        return False
+    return not any(path.suffix in {".safetensors", ".bin", ".pt", ".pth"} for path in folder.iterdir())
+
+
+def config_of_folder(folder: Path) -> dict[str, Any]:
+    """The config.json of a folder, of the model with plain weights.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    return drop_quantisation(check_config(folder / CONFIG, read_json_object(folder / CONFIG)))
+
+
+def checkpoint_of_config(folder: Path, config: dict[str, Any] | None = None) -> Checkpoint:
+    """The checkpoint a config describes, of a family or of a composite, for counting; it cannot be read.
+
+    Args:
+        folder: with the config.json.
+        config: what stands in it, where something is to be added to that.
+
+    Raises:
+        UserError: the config cannot be read, or is of no known family.
+    """
+    config = config_of_folder(folder) if config is None else config
+    whole = config.get("model_type") in known_composites()
+    known = composite_names(config) if whole else stock_names(config, family_of(config).architecture)
+    dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"))
+    tensors = {
+        name: TensorInfo(name, dtype, shape, SINGLE, nbytes=prod(shape) * dtype.itemsize, offset=0)
+        for name, shape in known.shapes.items()
+        if name not in known.tied
+    }
+    return Checkpoint(path=folder, config=config, tensors=tensors, files=(SINGLE,), sharded=False, metadata={})

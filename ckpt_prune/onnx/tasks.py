@@ -1,0 +1,84 @@
+"""What a graph is for: its inputs and outputs follow from it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.evaluation.image_classes import is_vision
+from ckpt_prune.evaluation.whole_model import auto_class, purpose_of, reads_causally
+from ckpt_prune.job.graph_settings import AskedTask, TaskName
+from ckpt_prune.model.purposes import Purpose
+from ckpt_prune.model.skeleton import base_of, parse_config
+
+PAST, PRESENT = "past_key_values.", "present."
+"""Keys and values of earlier tokens go in as `past_key_values.i.key` and `.value`, and come out as `present.i.…`."""
+
+
+_TASKS: dict[Purpose, TaskName] = {"sentence-similarity": "feature-extraction", "text-ranking": "text-generation"}
+"""Purpose → the task of its graph, where that has another name."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a graph is for."""
+
+    name: TaskName
+    modality: Literal["text", "image"]
+    """What it reads."""
+    cached: bool
+    """Whether keys and values of earlier tokens go in and out."""
+
+
+def chosen_task(
+    config: dict[str, Any], *, folder: Path | None = None, task: AskedTask = "auto", cache: bool | None = None
+) -> Task:
+    """The task of an export.
+
+    Args:
+        config: config.json of the checkpoint.
+        folder: of the checkpoint; without it config.json alone says what it is for.
+        task: what is asked for; auto is what the checkpoint is for.
+        cache: keys and values of earlier tokens as inputs and outputs; None where text is generated.
+
+    Raises:
+        UserError: a head that the checkpoint does not have, or a cache where nothing is generated.
+    """
+    purpose = purpose_of(config, folder)
+    if purpose is None or purpose == "image-text-to-text":
+        known = ", ".join(get_args(TaskName))
+        raise UserError(f"a model of class {auto_class(config)} cannot be exported: there are graphs for {known}")
+    # Rerankers by logits read a pair of texts once: there is nothing to keep.
+    cache = False if purpose == "text-ranking" and cache is None else cache
+    own = _TASKS.get(purpose) or cast(TaskName, purpose)
+    if task not in ("auto", own, "feature-extraction"):
+        more = "" if own == "feature-extraction" else " or feature-extraction"
+        why = f"is for {purpose}, not for" if purpose in _TASKS else "has no head for"
+        raise UserError(f"this model {why} {task}: it can be exported for {own}{more}")
+    name = own if task == "auto" else task
+    if cache and name != "text-generation":
+        raise UserError(f"a graph for {name} has no keys and values to keep: leave out --cache")
+    return Task(name, "image" if is_vision(config) else "text", name == "text-generation" and cache is not False)
+
+
+def check_padding(config: dict[str, Any], task: Task) -> None:
+    """Refuse a graph of a classifier whose class would not know the last token of a text among several.
+
+    Args:
+        config: config.json of the checkpoint.
+        task: of the graph.
+
+    Raises:
+        UserError: its family is of causal language models, and config.json names no padding token.
+    """
+    classifies = task.name == "text-classification" and reads_causally(config)
+    if classifies and parse_config(config).pad_token_id is None:
+        raise UserError(
+            "config.json has no pad_token_id, by which the class knows the last token of a text, so a graph could not "
+            "read several texts at once: write the number of the tokenizer's padding token there"
+        )
+
+
+def without_head(model: Any, task: Task) -> Any:
+    """The module that does the task: the model, or its base where the task is feature-extraction."""
+    return model if task.name != "feature-extraction" else base_of(model)

@@ -1,0 +1,329 @@
+"""Families: dimensions, what a file inherits, refusals, skeletons. `tests/contract` has what holds of every family."""
+
+import json
+import shutil
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, LlamaConfig
+
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.model import descriptions
+from ckpt_prune.model.blocks import returns_tuple
+from ckpt_prune.model.descriptions import known_families, load_family, variants_of
+from ckpt_prune.model.hypothetical import checkpoint_of_config, is_config_only
+from ckpt_prune.model.settings import unknown_settings
+from ckpt_prune.model.skeleton import (
+    Names,
+    build_skeleton,
+    parameter_count,
+    parse_config,
+    ties_of,
+)
+from ckpt_prune.model.supported import family_of
+from tests.families import SIZES, VARIANTS, make, model_of, stock
+
+KNOWN = ", ".join(known_families())
+FAMILIES = sorted({variant.model_type for variant in VARIANTS.values()})
+UNEQUAL = SIZES | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6}
+"""Every dimension differs from every other, so that no two can be mistaken."""
+
+
+def config_of(model_type, **changes):
+    return AutoConfig.for_model(model_type, **{**UNEQUAL, **changes})
+
+
+def shapes_of(config) -> dict[str, tuple[int, ...]]:
+    return Names(build_skeleton(config, load_family(config.model_type).architecture)).shapes
+
+
+# ---- dimensions ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("raw", "head_dim", "group"),
+    [
+        ({"head_dim": 6}, 6, 2),
+        ({"head_dim": None}, 4, 2),
+        ({}, 4, 2),
+        ({"num_key_value_heads": None}, 4, 1),
+        ({"num_attention_heads": 2, "num_key_value_heads": 2}, 8, 1),
+    ],
+)
+def test_head_dim_and_groups_have_fallbacks(raw, head_dim, group):
+    class Config:
+        hidden_size, num_attention_heads, num_key_value_heads = 16, 4, 2
+
+    config = Config()
+    for key, value in raw.items():
+        setattr(config, key, value)
+    family = load_family("llama")
+    assert (family.dimension(config, "head_dim"), family.dimension(config, "group")) == (head_dim, group)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_head_dim_is_the_stock_models_where_the_config_is_silent(name):
+    values = {key: value for key, value in SIZES.items() if key != "head_dim"}
+    config = AutoConfig.for_model(name, **values)
+    family = load_family(name)
+    rows = shapes_of(config)[family.tensor(0, "self_attn.k_proj")][0]
+    assert family.dimension(config, "head_dim") == rows // 2
+
+
+def test_a_missing_dimension_is_named():
+    class Config:
+        hidden_size = 16
+
+    with pytest.raises(UserError) as caught:
+        load_family("qwen2").dimension(Config(), "kv_heads")
+    message = "config.json of type qwen2 lacks num_key_value_heads or num_attention_heads"
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "windowed"),
+    [
+        ("llama", {}, False),
+        ("mistral", {"sliding_window": None}, False),
+        ("mistral", {"sliding_window": 8}, True),
+        ("qwen2", {"use_sliding_window": False, "sliding_window": 8}, False),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 8}, True),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 8}, True),
+        ("seed_oss", {}, False),
+    ],
+)
+def test_whether_attention_is_windowed(name, changes, windowed):
+    assert model_of({"model_type": name, **UNEQUAL, **changes}).uses_sliding_window is windowed
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------
+
+
+def refusal(config) -> str:
+    with pytest.raises(UserError) as caught:
+        family_of(config)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("model_type", ["rwkv", "Llama", "", "../llama"])
+def test_an_unknown_family(model_type):
+    assert refusal({"model_type": model_type}) == (
+        f"model_type {model_type!r} is not a family this version knows: `ckpt-prune inspect` says which one it is "
+        f"like, --family takes a description of it; known are {KNOWN}"
+    )
+
+
+NAFLEX = (
+    "it reads patches that are cut out beforehand, as many of each image as fit (NaFlex), with their mask and shape, "
+    "and images are calibrated in one size"
+)
+STAGES = (
+    "its stages differ in hidden size, and blocks of one model have one here; vit, deit, beit, dinov2 and dinov3_vit "
+    "can be pruned"
+)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "why"),
+    [
+        ("siglip2_vision_model", f"{NAFLEX}; SigLIP 2 of one size is a siglip_vision_model"),
+        ("siglip2", f"{NAFLEX}; SigLIP 2 of one size is a siglip"),
+        ("swin", STAGES),
+        ("swinv2", STAGES),
+        (
+            "vit_mae",
+            "it leaves out patches at random; `ckpt-prune convert MODEL -o OUT` writes its encoder as a vit, which "
+            "reads all of them",
+        ),
+    ],
+)
+def test_a_family_that_spaces_do_not_hold_for(model_type, why):
+    assert refusal({"model_type": model_type}) == f"{model_type} is not supported: {why}"
+
+
+@pytest.mark.parametrize("wrapped", [{}, {"model_type": "timm_wrapper"}])
+def test_a_folder_of_timm(wrapped):
+    config = {"architecture": "vit_tiny_patch16_224", "num_classes": 10, **wrapped}
+    assert refusal(config) == (
+        "this is timm's vit_tiny_patch16_224: `ckpt-prune convert MODEL -o OUT` writes it as a vit or deit of "
+        "transformers where one computes the same"
+    )
+
+
+@pytest.mark.parametrize("config", [{}, {"model_type": None}, {"model_type": 3}])
+def test_no_model_type(config):
+    assert refusal(config) == "config.json has no model_type, so the family of this checkpoint is unknown"
+
+
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size"])
+@pytest.mark.parametrize("model_type", ["jamba", "llama"])
+def test_experts(model_type, key):
+    assert refusal({"model_type": model_type, key: 8}) == (
+        f"this checkpoint is a mixture of experts ({key} in config.json), which is not supported; "
+        f"known families: {KNOWN}; a description goes in ckpt_prune/model/families/"
+    )
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "llama4", "llama4_text"])
+def test_a_mixture_that_is_refused_by_name(model_type):
+    reasons = json.loads((Path(descriptions.__file__).parent / "unsupported.json").read_text())
+    assert refusal({"model_type": model_type, "num_local_experts": 8}) == (
+        f"{model_type} is not supported: {reasons[model_type]}"
+    )
+    assert reasons.keys().isdisjoint(known_families())
+
+
+def test_no_experts_is_no_mixture():
+    assert family_of({"model_type": "llama", "num_experts": 0, "num_local_experts": None}) == load_family("llama")
+
+
+# ---- inheritance -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def families(tmp_path, monkeypatch):
+    """A folder with a parent, and whatever is written to it."""
+    for cached in (known_families, load_family, variants_of):
+        monkeypatch.setattr(descriptions, cached.__name__, cached.__wrapped__)
+    monkeypatch.setattr(descriptions, "_folder", lambda: tmp_path)
+    source = Path(descriptions.__file__).parent / "families"
+    for name in ("llama", "vit"):
+        shutil.copy(source / f"{name}.json", tmp_path)
+
+    def write(parent, **own):
+        values = {"extends": parent, "model_type": "child"} | own
+        (tmp_path / "child.json").write_text(json.dumps(values))
+        return descriptions.load_family("child")
+
+    return write
+
+
+FACTS = ["spaces", "rope", "bias_slots", "residual", "stand_ins"]
+
+
+def test_what_changes_the_function_is_not_inherited_silently(families):
+    with pytest.raises(UserError) as caught:
+        families("llama", inherits=["spaces", "rope", "bias_slots"], stand_ins=[])
+    assert str(caught.value) == (
+        "child.json extends llama and does not say whether residual is the same: compare the two modeling files of "
+        'transformers, then write "inherits": ["spaces", "rope", "bias_slots", "residual"], or state those that differ'
+    )
+    with pytest.raises(UserError, match="does not say whether spaces, bias_slots, residual, unrotatable are the same"):
+        families("vit")
+
+
+def test_facts_are_inherited_by_name(families):
+    assert families("llama", inherits=FACTS) == families(
+        "llama", inherits=FACTS[:-1], stand_ins=["mistral", "seed_oss"]
+    )
+    assert families("llama", inherits=FACTS).residual == load_family("llama").residual
+    assert families("llama", inherits=[f for f in FACTS if f != "residual"], residual=None).residual is None
+
+
+@pytest.mark.parametrize(
+    ("inherits", "own"), [("layers", {}), ("unrotatable", {}), ("residual", {"residual": None}), ("nothing", {})]
+)
+def test_only_facts_that_a_file_takes_over_are_inherited_by_name(families, inherits, own):
+    with pytest.raises(UserError, match=rf'child.json has {inherits} in "inherits", where only keys stand that its'):
+        families("llama", inherits=[*(f for f in FACTS if f not in own), inherits], **own)
+
+
+# ---- skeletons -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_skeleton_has_every_shape_and_no_memory(tmp_path, variant):
+    folder = make(tmp_path / "model", variant)
+    checkpoint = Checkpoint.open(folder)
+    skeleton = build_skeleton(parse_config(checkpoint.config), VARIANTS[variant].family.architecture)
+    assert {parameter.device.type for parameter in skeleton.parameters()} == {"meta"}
+    expected, tied = Names(skeleton).shapes, {Names(skeleton).saved_as(name) for name in ties_of(skeleton)}
+    assert tied == ({"lm_head.weight"} if variant in ("llama-gqa-tied", "qwen2") else set())
+    assert {name: info.shape for name, info in checkpoint.tensors.items()} == {
+        name: shape for name, shape in expected.items() if name not in tied
+    }
+    assert parameter_count(skeleton) == stock(folder).num_parameters()
+
+
+def test_a_config_alone_is_a_checkpoint_for_counting(tmp_path):
+    folder = make(tmp_path / "model", "qwen2")
+    assert not is_config_only(folder)
+    (tmp_path / "config").mkdir()
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config" / "config.json").write_text(json.dumps(config | {"dtype": "float16"}))
+    assert is_config_only(tmp_path / "config")
+    assert not is_config_only(tmp_path)
+    real, counted = Checkpoint.open(folder), checkpoint_of_config(tmp_path / "config")
+    assert {n: i.shape for n, i in real.tensors.items()} == {n: i.shape for n, i in counted.tensors.items()}
+    assert all(info.nbytes == 2 * prod(info.shape) for info in counted.tensors.values())
+
+
+def test_a_config_that_transformers_refuses(tmp_path):
+    with pytest.raises(UserError, match=r"^transformers refuses this config.json: "):
+        parse_config({"model_type": "llama", "hidden_size": "wide"})
+
+
+# ---- settings that no description names -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", known_families())
+def test_every_key_of_a_config_class_is_accounted_for(model_type):
+    """A new transformers that adds one fails here: does it change the function, or may `settings` name it?"""
+    known = load_family(model_type)
+    assert known.settings is not None
+    config, variants = AutoConfig.for_model(model_type), variants_of(model_type)
+    found = [set(unknown_settings(load_family(model_type, each).named_keys, config)) for each in (None, *variants)]
+    refused = {"add_cross_attention"} & set(vars(config)) - known.named_keys
+    assert set.intersection(*found) - set(variants) == refused
+
+
+def test_a_setting_that_no_description_knows_is_refused_by_name():
+    class Later(LlamaConfig):
+        norm_placement: str = "before"
+
+    load_family("llama").check_config(Later())
+    with pytest.raises(UserError) as caught:
+        load_family("llama").check_config(Later(norm_placement="after"))
+    assert str(caught.value) == (
+        'llama with norm_placement "after" in config.json is not supported: the description of llama does not say what '
+        "that changes"
+    )
+    unguarded = load_family("llama").model_copy(update={"settings": None})
+    unguarded.check_config(Later(norm_placement="after"))
+
+
+@pytest.mark.parametrize("key", ["is_decoder", "add_cross_attention"])
+def test_a_bert_that_is_a_decoder(key):
+    config = AutoConfig.for_model("bert", **{key: True})
+    with pytest.raises(UserError, match=f"^bert with {key} true in config.json is not supported"):
+        load_family("bert").check_config(config)
+
+
+def test_keys_that_no_stock_class_reads_change_nothing():
+    load_family("llama").check_config(AutoConfig.for_model("llama", of_another_library="x"))
+
+
+def in_several(self, hidden_states) -> tuple[torch.Tensor, None]:
+    return hidden_states, None
+
+
+def unsaid(self, hidden_states):
+    return hidden_states, None
+
+
+def alone(self, hidden_states) -> torch.Tensor:
+    return hidden_states
+
+
+@pytest.mark.parametrize(("forward", "expected"), [(in_several, True), (unsaid, True), (alone, False)])
+def test_a_class_that_says_it_returns_a_tensor_returns_no_tuple(forward, expected):
+    """GPT-J's blocks returned several things until transformers 5.24."""
+    stock = type("Block", (nn.Module,), {"forward": forward})
+    derived = type("Block", (stock,), {"forward": unsaid})  # as remote code derives one
+    assert returns_tuple(load_family("gptj"), stock) is expected
+    assert returns_tuple(load_family("gptj"), derived) is expected
+    assert not returns_tuple(load_family("llama"), stock)

@@ -1,0 +1,309 @@
+"""A model's dimensions, shapes and names, against the checkpoints and stock classes that they speak of."""
+
+from functools import cache
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from ckpt_prune.checkpoint.digests import processor_fingerprint, tokenizer_fingerprint
+from ckpt_prune.model.cuts import touched
+from ckpt_prune.model.model import Model
+from ckpt_prune.model.skeleton import Names, build_skeleton, parse_config
+from tests import encoders, families
+from tests.families import BLOCKS, model_of
+
+RAW = {
+    "llama": {"model_type": "llama", **families.SIZES},
+    "mistral": {"model_type": "mistral", **families.SIZES, "head_dim": 6, "sliding_window": None},
+    "qwen2-tied": {"model_type": "qwen2", **families.SIZES, "tie_word_embeddings": True},
+    "llama-biases": {"model_type": "llama", **families.SIZES, "attention_bias": True, "mlp_bias": True, "head_dim": 6},
+    "vit": {"model_type": "vit", **encoders.SIZES["vit"]},
+    "dinov2": {"model_type": "dinov2", **encoders.SIZES["dinov2"]},
+    "dinov2-swiglu": {"model_type": "dinov2", **encoders.SIZES["dinov2"], "use_swiglu_ffn": True},
+    "opt": {"model_type": "opt", **encoders.SIZES["opt"]},
+    "bert": {"model_type": "bert", **encoders.SIZES["bert"]},
+}
+WIDTHS = {
+    "llama": {"rotary": 2, "queries": 2, "heads": 2, "values": 4, "mlp": 22},
+    "mistral": {"rotary": 3, "queries": 2, "heads": 2, "values": 6, "mlp": 22},
+    "qwen2-tied": {"rotary": 2, "queries": 2, "heads": 2, "values": 4, "mlp": 22},
+    "llama-biases": {"rotary": 3, "queries": 2, "heads": 2, "values": 6, "mlp": 22},
+    "vit": {"qk": 4, "heads": 4, "values": 4, "mlp": 22},
+    "dinov2": {"qk": 4, "heads": 4, "values": 4, "mlp": 64},
+    "dinov2-swiglu": {"qk": 4, "heads": 4, "values": 4, "mlp": 48},
+    "opt": {"qk": 4, "heads": 4, "values": 4, "mlp": 22},
+    "bert": {"qk": 4, "heads": 4, "values": 4, "mlp": 22},
+}
+COLUMNS = {
+    "llama": {"queries": 4, "heads": 8},
+    "mistral": {"queries": 6, "heads": 12},
+    "qwen2-tied": {"queries": 4, "heads": 8},
+    "llama-biases": {"queries": 6, "heads": 12},
+}
+"""Of the consumer, per unit: two heads of four or six, or one of them; elsewhere one head of four."""
+
+
+@cache
+def model(name: str) -> Model:
+    return model_of(RAW[name])
+
+
+# ---- dimensions ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_dimensions(name):
+    found = model(name)
+    assert found.blocks == found.dimension("layers") == BLOCKS
+    assert {s: found.units(s) for s in found.family.spaces} == WIDTHS[name]
+    values = 2 if "queries" in WIDTHS[name] else 4
+    copies = {s: {"qk": 4, "rotary": 2, "queries": 2, "values": values}.get(s, 1) for s in WIDTHS[name]}
+    assert {s: found.copies(s) for s in WIDTHS[name]} == copies
+    assert {s: found.site_units(s) for s in WIDTHS[name]} == {s: n * copies[s] for s, n in WIDTHS[name].items()}
+    columns = {"qk": 1, "rotary": 1, "heads": 4, "values": 4 // values, "mlp": 1} | COLUMNS.get(name, {})
+    assert {s: found.unit_columns(s) for s in WIDTHS[name]} == {s: columns[s] for s in WIDTHS[name]}
+
+
+def test_config_values_are_of_the_spaces_given():
+    assert model("llama").config_values({"heads": 1}) == {"num_attention_heads": 2, "num_key_value_heads": 1}
+    assert model("llama").config_values({"heads": 2, "mlp": 7}) == {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 7,
+    }
+    # One of two query heads in each of two groups, or in the one that stays.
+    assert model("llama").config_values({"queries": 1}) == {"num_attention_heads": 2}
+    assert model("llama").config_values({"queries": 1, "heads": 1}) == {
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+    }
+    assert model("vit").config_values({"qk": 3}) == {"qk_head_dim": 3}
+    assert model("vit").config_values({}) == {}
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_tokens_of_a_sample(name):
+    """The context of a text model; of the others 3 by 3 patches and the class token."""
+    assert model(name).tokens == (10 if name in ("vit", "dinov2", "dinov2-swiglu") else 32)
+
+
+def test_tokens_of_an_image():
+    assert model("vit").image_tokens((12, 12)) == 10
+    assert model("vit").image_tokens((8, 20)) == 11
+    deit = model_of({"model_type": "deit", **encoders.SIZES["deit"]})
+    assert deit.image_tokens((8, 20)) == 12
+
+
+def test_another_config_of_the_same_tensors():
+    found = model("llama")
+    other = found.with_config(parse_config(RAW["llama"] | {"intermediate_size": 7}))
+    assert (other.units("mlp"), found.units("mlp")) == (7, 22)
+    assert other.checkpoint is found.checkpoint
+    assert other.family is found.family
+
+
+# ---- tensors ---------------------------------------------------------------------------------------------------
+
+
+def test_shapes_are_those_on_disk(tmp_path):
+    folder = families.make(tmp_path / "m", "qwen3", dtype=torch.float16)
+    on_disk = {n: (t.dtype, tuple(t.shape)) for n, t in load_file(folder / "model.safetensors").items()}
+    found = Model.open(folder)
+    assert found.shapes == found.tensors == on_disk
+    assert found.dtype == torch.float16
+
+
+def test_tensors_leave_out_stored_buffers(tmp_path):
+    found = Model.open(encoders.make(tmp_path / "m", "bert-old-names"))
+    assert found.shapes.keys() - found.tensors.keys() == {"bert.embeddings.position_ids"}
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_every_tensor_is_in_a_block_or_outside(name):
+    found = model(name)
+    listed = [*(n for block in range(BLOCKS) for n in found.block_names(block)), *found.outside()]
+    assert sorted(listed) == sorted(found.shapes)
+    assert len(found.block_names(0)) == len(found.block_names(BLOCKS - 1)) > 0
+    for module in found.family.linears:
+        assert found.tensor(1, module) in found.block_names(1)
+        assert found.has(module)
+        assert found.has(module, "bias") == (found.tensor(0, module, "bias") in found.shapes)
+
+
+def test_the_tenth_block_is_not_the_first():
+    found = model_of(RAW["llama"] | {"num_hidden_layers": 11})
+    assert len(found.block_names(1)) == len(found.block_names(10)) == 9
+    assert len(found.outside()) == 3
+
+
+def test_a_block_is_read(tmp_path):
+    folder = families.make(tmp_path / "m", "llama-biases")
+    stored = load_file(folder / "model.safetensors")
+    found = Model.open(folder).read_block(2)
+    assert found.keys() == {name for name in stored if name.startswith("model.layers.2.")}
+    assert all(torch.equal(tensor, stored[name]) for name, tensor in found.items())
+
+
+def test_what_turns_data_into_input(tmp_path):
+    text, image = families.make(tmp_path / "text"), encoders.make(tmp_path / "image", "vit")
+    assert Model.open(text).reader_fingerprint == tokenizer_fingerprint(text) is not None
+    assert Model.open(image).reader_fingerprint == processor_fingerprint(image) is not None
+
+
+def test_a_head_that_is_the_embedding():
+    assert model("qwen2-tied").tied
+    assert not model("llama").tied
+
+
+# ---- widths ----------------------------------------------------------------------------------------------------
+
+
+def choices(name: str) -> st.SearchStrategy[dict[str, torch.Tensor]]:
+    """Space → units that stay of a few spaces, as many in each copy and any of them."""
+    found = model(name)
+
+    @st.composite
+    def drawn(draw: st.DrawFn) -> dict[str, torch.Tensor]:
+        kept = {}
+        for space in draw(st.sets(st.sampled_from(sorted(WIDTHS[name])))):
+            units = found.units(space)
+            count = draw(st.integers(1, units))
+            own = st.permutations(range(units)).map(lambda order, n=count: sorted(order[:n]))
+            runs = [copy * units + unit for copy in range(found.copies(space)) for unit in draw(own)]
+            kept[space] = torch.tensor(runs)
+        return kept
+
+    return drawn()
+
+
+def counts(found: Model, kept: dict[str, torch.Tensor]) -> dict[str, int]:
+    return {space: len(units) // found.copies(space) for space, units in kept.items()}
+
+
+def shapes_of_choice(found: Model, block: int, kept: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    """A block's tensors, cut on the meta device."""
+    tensors = {n: torch.empty(found.shapes[n][1], device="meta") for n in found.block_names(block)}
+    for module, kind, dim, lines in touched(found.stays(kept)):
+        name = found.tensor(block, module, kind)
+        if name in tensors:
+            tensors[name] = tensors[name].index_select(dim, lines.to("meta"))
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("name", RAW)
+@settings(max_examples=10)  # of each of nine models
+@given(data=st.data())
+def test_any_choice_of_as_many_units_has_the_same_shapes(name, data):
+    """Each block with units of its own; what stands outside the blocks stays."""
+    found = model(name)
+    kept = [data.draw(choices(name)) for _ in range(BLOCKS)]
+    shapes = found.shapes_at([counts(found, own) for own in kept])
+    for block, own in enumerate(kept):
+        assert {n: shapes[n][1] for n in found.block_names(block)} == shapes_of_choice(found, block, own)
+        # Which pairs stay is said of every KV head that does.
+        said, pairs = shapes.pop(found.pairs_name(block), None), found.pairs_kept(own)
+        fewer = "rotary" in own and len(own["rotary"]) < found.site_units("rotary")
+        assert (said is not None) == fewer
+        assert said is None or (pairs is not None and said == (torch.int16, tuple(pairs.shape)))
+    assert {n: shapes[n] for n in found.outside()} == {n: found.shapes[n] for n in found.outside()}
+    assert {n: dtype for n, (dtype, _) in shapes.items()} == {n: dtype for n, (dtype, _) in found.shapes.items()}
+
+
+@pytest.mark.parametrize("name", RAW)
+@settings(max_examples=10)  # of each of nine models
+@given(data=st.data())
+def test_widths_are_read_off_tensors(name, data):
+    found, kept = model(name), data.draw(choices(name))
+    block = data.draw(st.integers(0, BLOCKS - 1))
+    tensors = {n: torch.empty(s, device="meta") for n, s in shapes_of_choice(found, block, kept).items()}
+    widths = counts(found, kept)
+    if "values" in widths:  # half of the heads have as many lines as heads half as wide: the tensors come with a note
+        tensors = found.noting(block, tensors, widths)
+    assert found.widths_of(block, tensors) == WIDTHS[name] | widths
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_a_config_says_how_wide_values_are(name):
+    """That of an output: its tensors come without a note."""
+    found = model(name)
+    kept = {"heads": found.family.spaces["heads"].first(1, found.dimension)}
+    kept["values"] = found.family.spaces["values"].first(2, found.dimension)
+    tensors = {n: torch.empty(s, device="meta") for n, s in shapes_of_choice(found, 0, kept).items()}
+    assert found.narrowed({"values": 2}).widths_of(0, tensors) == WIDTHS[name] | {"heads": 1, "values": 2}
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_whole_widths_are_the_checkpoints_own_shapes(name):
+    found = model(name)
+    assert found.shapes_at([{s: found.units(s) for s in found.family.spaces}] * BLOCKS) == found.shapes
+    assert found.shapes_at([{}] * BLOCKS) == found.shapes
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("mlp", [1, 7, 22])
+@pytest.mark.parametrize("name", ["mistral", "qwen2-tied", "llama-biases"])
+def test_shapes_are_those_of_the_stock_class_at_that_config(name, heads, mlp):
+    found, widths = model(name), {"heads": heads, "mlp": mlp}
+    raw = RAW[name] | {"head_dim": found.dimension("head_dim")} | found.config_values(widths)
+    expected = Names(build_skeleton(parse_config(raw), found.family.architecture)).shapes
+    shapes = {n: shape for n, (_, shape) in found.shapes_at([widths] * BLOCKS).items()}
+    assert shapes == {n: shape for n, shape in expected.items() if n in shapes}
+    assert expected.keys() - shapes.keys() == ({"lm_head.weight"} if found.tied else set())
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_weights_of_a_unit_are_those_that_go_with_it(name):
+    """One unit less of every copy, in one block, without biases."""
+    found = model(name)
+
+    def weights(widths: dict[str, int]) -> int:
+        shapes = found.shapes_at([widths])
+        return sum(prod(shape) for tensor, (_, shape) in shapes.items() if tensor.endswith(".weight"))
+
+    for space, units in WIDTHS[name].items():
+        gone = weights({}) - weights({space: units - 1})
+        assert gone == found.copies(space) * found.unit_weights(space) > 0
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_line_numbers_are_all_rows_or_columns(name):
+    found = model(name)
+    for module in found.family.linears:
+        shape = found.shapes[found.tensor(0, module)][1]
+        for dim in (0, 1):
+            assert found.line_numbers(module, dim).tolist() == list(range(shape[dim]))
+
+
+# ---- statistics ------------------------------------------------------------------------------------------------
+
+
+def test_names_of_moments():
+    """A space under the module it is measured at; linears that are no consumer with a suffix, queries among them."""
+    found, prefix = model("opt"), "model.decoder.layers.2."
+    spaces = {"qk": "self_attn.q_proj", "heads": "self_attn.out_proj", "mlp": "fc2"}
+    for space, module in spaces.items():
+        assert found.moments_name(2, space) == f"{prefix}{module}.weight"
+    for consumer in ("self_attn.out_proj", "fc2"):
+        assert found.moments_name(2, consumer) == f"{prefix}{consumer}.weight"
+    for linear in ("self_attn.q_proj", "fc1"):
+        assert found.moments_name(2, linear) == f"{prefix}{linear}.weight/input"
+
+
+def test_widths_of_what_statistics_hold():
+    found, prefix = model("opt"), "model.decoder.layers.{block}."
+    assert found.consumer_widths == {f"{prefix}self_attn.out_proj.weight": 16, f"{prefix}fc2.weight": 22}
+    assert found.linear_widths == {f"{prefix}self_attn.q_proj.weight/input": 16, f"{prefix}fc1.weight/input": 16}
+    assert found.query_heads == {f"{prefix}self_attn.q_proj.weight": (4, 4)}
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_widths_of_consumers_and_linears_are_their_columns(name):
+    found = model(name)
+    for listed in (found.consumer_widths, found.linear_widths):
+        for pattern, width in listed.items():
+            assert found.shapes[pattern.format(block=1).removesuffix("/input")][1][1] == width
+    assert bool(found.query_heads) == ("qk" in WIDTHS[name])

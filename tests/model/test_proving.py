@@ -1,0 +1,149 @@
+"""What a description says is held against transformers' own class: no description of this package is refused."""
+
+import json
+from typing import Any
+
+import pytest
+
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.model.descriptions import OUTSIDE_KEY, described, family_from, load_family
+from ckpt_prune.model.proving import prove
+from tests.contract.models import ALIKE, CASES, Case, first_cases
+
+
+@pytest.mark.parametrize("case", [case for case in first_cases() if case.model_type not in ALIKE], ids=str)
+def test_what_this_package_says_is_so(case: Case) -> None:
+    prove(case.family, json.loads(case.config.to_json_string(use_diff=False)) | {"architectures": [case.architecture]})
+
+
+LLAMA = next(case for case in CASES if case.model_type == "llama")
+CONFIG = json.loads(LLAMA.config.to_json_string(use_diff=False))
+SPACES = {
+    name: space.model_dump(exclude_defaults=True) | {"config": space.config}
+    for name, space in load_family("llama").spaces.items()
+}
+WHOLE: dict[str, Any] = {
+    "extends": "llama",
+    "inherits": ["spaces", "rope", "bias_slots", "residual", "stand_ins"],
+    "model_type": "llama",
+}
+
+
+def described_as(**own: Any) -> dict[str, Any]:
+    inherits = [key for key in WHOLE["inherits"] if key not in own]
+    return WHOLE | {"inherits": inherits} | own
+
+
+def with_mlp(changes: dict[str, Any], **own: Any) -> dict[str, Any]:
+    return described_as(spaces=SPACES | {"mlp": SPACES["mlp"] | changes}, **own)
+
+
+RESIDUAL = load_family("llama").residual.model_dump()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        (
+            described_as(architectures={"LlamaForNothing": {"auto": "AutoModelForCausalLM"}}),
+            "architectures: this transformers has no class LlamaForNothing",
+        ),
+        (
+            described_as(architectures={"LlamaForCausalLM": {"auto": "AutoLlama"}}),
+            "architectures: transformers has no AutoLlama",
+        ),
+        (
+            described_as(architectures={"LlamaForCausalLM": {"auto": "AutoModelForCausalLM", "head": "head"}}),
+            "architectures.LlamaForCausalLM.head: it has no head.weight",
+        ),
+        (described_as(layers="model.blocks"), "layers: LlamaForCausalLM has no list model.blocks of 2 blocks"),
+        (described_as(embedding="model.wte"), "embedding: LlamaForCausalLM has no module model.wte"),
+        (described_as(entry=["model.wte"]), "entry: LlamaForCausalLM has none of model.wte"),
+        (
+            described_as(dimensions=load_family("llama").dimensions | {"mlp": ["ffn_dim"]}),
+            "dimensions.mlp: config.json has no number under ffn_dim",
+        ),
+        (
+            described_as(block="model.block.{block}."),
+            "block: LlamaForCausalLM has no tensor that begins with model.block.0.",
+        ),
+        (
+            with_mlp({"rows": [{"module": "mlp.up_proj"}]}),
+            "residual: reads and writes together are not the modules of the spaces: mlp.gate_proj",
+        ),
+        (
+            with_mlp({"rows": [{"module": "mlp.up_proj"}]}, residual=None),
+            "spaces: no space names model.layers.0.mlp.gate_proj.weight, which LlamaForCausalLM has",
+        ),
+        (
+            with_mlp({"columns": {"module": "mlp.down"}}, residual=None),
+            "spaces: LlamaForCausalLM has no model.layers.0.mlp.down.weight (mlp.down); its blocks have "
+            "mlp.down_proj, mlp.gate_proj, mlp.up_proj, self_attn.k_proj, self_attn.o_proj, self_attn.q_proj, "
+            "self_attn.v_proj",
+        ),
+        (
+            with_mlp({"config": {"num_mlp": []}}),
+            "spaces.mlp.config: config.json has no number under num_mlp",
+        ),
+        (
+            with_mlp({"config": {"intermediate_size": ["head_dim"]}}),
+            "spaces.mlp: with 21 of 22 units model.layers.0.mlp.gate_proj.weight has shape [168, 16] in "
+            "LlamaForCausalLM, by the description [21, 16]",
+        ),
+        (described_as(bias_slots={}), "bias_slots: self_attn.q_proj of LlamaForCausalLM has a bias"),
+        (
+            described_as(bias_slots={"mlp.up_proj": "up_bias"}),
+            "bias_slots: LlamaConfig has no key up_bias",
+        ),
+        (
+            described_as(bias_slots=load_family("llama").bias_slots | {"mlp.up_proj": "attention_bias"}),
+            "bias_slots: mlp.up_proj of LlamaForCausalLM has none with attention_bias true, mlp_bias false",
+        ),
+        (
+            described_as(residual=RESIDUAL | {"final": "model.ln"}),
+            "residual.final: LlamaForCausalLM has no module model.ln",
+        ),
+        (
+            described_as(residual=RESIDUAL | {"reads": {"ln": ["mlp.up_proj"]}}),
+            "residual.reads: blocks of LlamaForCausalLM have no module ln",
+        ),
+        (described_as(stand_ins=["arcee"]), "stand_ins: arcee is none of beit, bert, "),
+    ],
+)
+def test_what_is_not_so_is_named(own: dict[str, Any], message: str) -> None:
+    config = CONFIG | {"attention_bias": "q_proj of LlamaForCausalLM" in message, "mlp_bias": "up_proj of" in message}
+    with pytest.raises(UserError) as error:
+        prove(family_from(json.dumps(own)), config)
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({}, "the description of a family has no model_type"),
+        ({"model_type": 3}, "the description of a family has no model_type"),
+        ({"model_type": "new", "extends": "../llama"}, "new.json extends '../llama', which is none of beit, bert, "),
+        ({"model_type": "new", "inherits": "rope"}, 'new.json has "inherits": "rope", where a list of keys stands'),
+        ({"model_type": "new"}, "new.json: architectures: an object of classes of transformers, one at least"),
+        (
+            {"model_type": "new", "extends": "llama", "inherits": ["spaces"]},
+            "new.json extends llama and does not say whether rope, bias_slots, residual, stand_ins are the same: ",
+        ),
+        (described_as(model_type="new", block=None), "new.json: block: input should be a valid string"),
+        (described_as(model_type="new", blocks="x"), "new.json: blocks: extra inputs are not permitted"),
+    ],
+)
+def test_what_is_no_description(own: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as error:
+        family_from(json.dumps(own))
+    assert str(error.value).startswith(message)
+
+
+def test_a_config_that_carries_another_familys_description() -> None:
+    with pytest.raises(UserError, match=r"^config\.json of type other carries a description of llama "):
+        described({"model_type": "other", OUTSIDE_KEY: WHOLE})
+
+
+def test_spaces_are_in_the_order_of_computation_however_a_config_was_sorted() -> None:
+    sorted_keys = json.loads(json.dumps(described_as(spaces=SPACES), sort_keys=True))
+    assert list(family_from(json.dumps(sorted_keys)).spaces) == list(load_family("llama").spaces)

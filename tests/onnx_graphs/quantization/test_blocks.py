@@ -1,0 +1,85 @@
+"""Blocks hold what onnxruntime's operators read from them."""
+
+import logging
+import subprocess
+import sys
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import helper
+
+from ckpt_prune.onnx.quantization.blocks import SIZES, Grid, assembled, codes_of, in_blocks, matrix_of, zeros_of
+
+RNG = np.random.default_rng(0)
+
+
+def products(blocks, columns: int) -> np.ndarray:
+    """What MatMulNBits makes of the unit vectors: the matrix that it reads."""
+    names = ["x", "packed", "scales", *([] if blocks.zeros is None else ["zeros"])]
+    arrays = {"packed": blocks.packed, "scales": blocks.scales, "zeros": blocks.zeros}
+    node = helper.make_node(
+        "MatMulNBits",
+        names,
+        ["y"],
+        domain="com.microsoft",
+        K=blocks.rows,
+        N=columns,
+        bits=blocks.grid.bits,
+        block_size=blocks.grid.block,
+    )
+    one, other = (
+        helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["rows", width])
+        for name, width in (("x", blocks.rows), ("y", columns))
+    )
+    weights = [onnx.numpy_helper.from_array(arrays[name], name) for name in names[1:]]
+    domains = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(
+        helper.make_graph([node], "graph", [one], [other], weights), opset_imports=domains, ir_version=10
+    )
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    return session.run(None, {"x": np.eye(blocks.rows, dtype=np.float32)})[0]
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("rows", "block"), [(64, 32), (50, 16), (20, 128)])
+def test_the_matrix_in_them_is_what_onnxruntime_multiplies_with(rows, block, bits, symmetric):
+    matrix = RNG.standard_normal((rows, 21), dtype=np.float32)
+    blocks = in_blocks(matrix, Grid(bits, block, symmetric))
+    assert np.allclose(matrix_of(blocks), products(blocks, 21), atol=1e-6)
+    step = blocks.scales.max()
+    assert np.abs(matrix_of(blocks) - matrix).max() <= step * (1.01 if symmetric else 0.51)
+    assert blocks.nbytes == sum(each.nbytes for each in (blocks.packed, blocks.scales)) + (
+        0 if blocks.zeros is None else blocks.zeros.nbytes
+    )
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_they_are_put_together_from_their_numbers(bits, symmetric):
+    """Three blocks: in 4 bits their zeros fill a byte and a half."""
+    blocks = in_blocks(RNG.standard_normal((48, 6), dtype=np.float32), Grid(bits, 16, symmetric))
+    again = assembled(blocks.grid, blocks.rows, codes_of(blocks), blocks.scales, zeros_of(blocks).astype(np.uint8))
+    assert np.array_equal(matrix_of(again), matrix_of(blocks))
+    assert np.array_equal(again.packed, blocks.packed)
+
+
+def test_sizes_are_those_that_onnxruntime_has():
+    for size in SIZES:
+        matrix = RNG.standard_normal((size, 3), dtype=np.float32)
+        blocks = in_blocks(matrix, Grid(4, size, False))
+        assert np.allclose(matrix_of(blocks), products(blocks, 3), atol=1e-6)
+
+
+def test_logging_is_left_alone():
+    """Importing onnxruntime's quantiser gives the root logger a handler that prints on stderr."""
+    code = (
+        "import logging, numpy as np; from ckpt_prune.onnx.quantization.blocks import Grid, in_blocks; "
+        "in_blocks(np.ones((16, 4), np.float32), Grid(4, 16, False)); "
+        "assert not logging.getLogger().handlers; assert logging.getLogger().level == logging.WARNING"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert logging.getLogger().level == logging.WARNING

@@ -1,0 +1,203 @@
+"""A small graph of every use of a weight: what is stored computes what was measured."""
+
+from dataclasses import replace
+
+import numpy as np
+import onnx
+import onnx_ir
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from ckpt_prune.onnx.quantization.deciding import Measuring, Scheme, decide, store
+from ckpt_prune.onnx.quantization.grams import grams_of
+from ckpt_prune.onnx.quantization.weights import split_gemms, weights_of
+
+WIDTH, VOCABULARY = 40, 48
+RNG = np.random.default_rng(2)
+
+
+def graph() -> onnx_ir.Model:
+    """An embedding tied to a head, a product, a Gemm either way round, and a weight that is added too."""
+    arrays = {
+        "table": RNG.standard_normal((VOCABULARY, WIDTH), dtype=np.float32),
+        "w": RNG.standard_normal((WIDTH, WIDTH), dtype=np.float32) / 6,
+        "g": RNG.standard_normal((WIDTH, WIDTH), dtype=np.float32) / 6,
+        "h": RNG.standard_normal((WIDTH, WIDTH), dtype=np.float32) / 6,
+        "b": RNG.standard_normal(WIDTH, dtype=np.float32),
+        "both": RNG.standard_normal((WIDTH, WIDTH), dtype=np.float32) / 6,
+        "small": RNG.standard_normal((WIDTH, 2), dtype=np.float32),
+        "flat": np.array([-1, WIDTH]),
+    }
+    nodes = [
+        helper.make_node("Gather", ["table", "ids"], ["x3"], "look"),
+        helper.make_node("Reshape", ["x3", "flat"], ["x"], "flatten"),
+        helper.make_node("MatMul", ["x", "w"], ["y0"], "product"),
+        helper.make_node("Tanh", ["y0"], ["y"], "tanh"),
+        helper.make_node("Gemm", ["y", "g", "b"], ["z0"], "gemm"),
+        helper.make_node("Gemm", ["z0", "h"], ["z1"], "turned", transB=1),
+        helper.make_node("MatMul", ["z1", "both"], ["z2"], "shared"),
+        helper.make_node("ReduceSum", ["both"], ["sum"], "sums"),
+        helper.make_node("Add", ["z2", "sum"], ["z"], "added"),
+        helper.make_node("MatMul", ["z", "small"], ["tiny"], "narrow"),
+        helper.make_node("Transpose", ["table"], ["head"], "turn", perm=[1, 0]),
+        helper.make_node("MatMul", ["z", "head"], ["logits"], "read"),
+    ]
+    made = helper.make_graph(
+        nodes,
+        "graph",
+        [helper.make_tensor_value_info("ids", TensorProto.INT64, ["batch", "tokens"])],
+        [
+            helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["positions", VOCABULARY]),
+            helper.make_tensor_value_info("tiny", TensorProto.FLOAT, ["positions", 2]),
+        ],
+        [numpy_helper.from_array(array, name) for name, array in arrays.items()],
+    )
+    model = helper.make_model(made, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    return onnx_ir.from_proto(onnx.shape_inference.infer_shapes(model))
+
+
+MODEL = graph()
+FEEDS = [{"ids": RNG.integers(0, VOCABULARY, (4, 12))} for _ in range(3)]
+MEASURING = Measuring(FEEDS[:1], FEEDS, ("logits",), classes=True, what="random tokens")
+NAMES = {"table", "w", "g", "h"}
+
+
+def scheme(kind="blocks", bits=4, allowed=100.0, rounding="nearest") -> Scheme:
+    return Scheme(kind, bits, 16, symmetric=False, accuracy=0, rounding=rounding, allowed=allowed)
+
+
+def run(model: onnx_ir.Model, feed: dict = FEEDS[0]) -> np.ndarray:
+    data = onnx_ir.to_proto(model).SerializeToString()
+    session = onnxruntime.InferenceSession(data, providers=["CPUExecutionProvider"])
+    return session.run(["logits"], feed)[0]
+
+
+def divergence(model: onnx_ir.Model, feed: dict = FEEDS[0]) -> float:
+    """KL of the logits from those of the graph as it was, by the definition."""
+    logs = []
+    for logits in (run(MODEL, feed).astype(np.float64), run(model, feed).astype(np.float64)):
+        shifted = logits - logits.max(1, keepdims=True)
+        logs.append(shifted - np.log(np.exp(shifted).sum(1, keepdims=True)))
+    return float((np.exp(logs[0]) * (logs[0] - logs[1])).sum(1).mean())
+
+
+def operators(model: onnx_ir.Model) -> list[str]:
+    return sorted(node.op_type for node in model.graph)
+
+
+def test_weights_are_those_that_nothing_else_is_done_with():
+    copy = MODEL.clone()
+    split_gemms(copy.graph)
+    found = {weight.name: weight for weight in weights_of(copy.graph)}
+    assert set(found) == NAMES  # `both` is summed too, `small` is not worth it
+    assert found["table"].shape == (WIDTH, VOCABULARY)
+    assert len(found["table"].lookups) == len(found["table"].products) == 1
+    assert (found["g"].table, found["h"].table) == (False, True)
+
+
+def test_gemms_are_split_without_a_difference():
+    copy = MODEL.clone()
+    split_gemms(copy.graph)
+    assert "Gemm" not in operators(copy)
+    assert np.allclose(run(copy), run(MODEL), atol=1e-5)
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "gptq"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_what_was_measured_is_what_is_stored(tmp_path, bits, rounding):
+    decision = decide(MODEL, scheme(bits=bits, rounding=rounding), MEASURING, tmp_path)
+    stored = store(MODEL, decision, MEASURING, tmp_path)
+    assert decision.record.weights == {f"{bits}-bit blocks": 4}
+    assert decision.record.padded == 4  # 40 is no multiple of 16
+    assert divergence(stored) == pytest.approx(decision.choice.together, rel=1e-3, abs=1e-7)
+    assert operators(stored).count("MatMulNBits") == 4
+    assert operators(stored).count("GatherBlockQuantized") == 1
+    # The embedding and its head share what is stored.
+    assert [name for name in stored.graph.initializers if name.startswith("table")] != []
+    assert sum(name.startswith("table_Q") and "_" not in name[8:] for name in stored.graph.initializers) == 1
+    onnx.checker.check_model(onnx_ir.to_proto(stored))
+
+
+def test_the_graph_that_is_given_is_left_alone(tmp_path):
+    before = operators(MODEL)
+    store(MODEL, decide(MODEL, scheme(), MEASURING, tmp_path), MEASURING, tmp_path)
+    assert operators(MODEL) == before
+    assert set(MODEL.graph.initializers) >= NAMES
+
+
+def test_the_most_harmful_stay_in_eight_bits(tmp_path):
+    free = decide(MODEL, scheme(), MEASURING, tmp_path).choice.together
+    decision = decide(MODEL, scheme(allowed=free / 3), MEASURING, tmp_path)
+    record = decision.record
+    assert record.kept
+    assert record.weights["8-bit blocks"] == len(record.kept)
+    assert record.loss <= free / 3
+    stored = store(MODEL, decision, MEASURING, tmp_path)
+    assert divergence(stored) == pytest.approx(record.loss, rel=1e-3)
+    by_byte = [each.harm / np.prod(np.shape(MODEL.graph.initializers[each.name].const_value)) for each in record.kept]
+    assert by_byte == sorted(by_byte, reverse=True)
+
+
+def test_sets_are_measured_on_more_than_single_weights_are(tmp_path):
+    more = replace(MEASURING, checked=FEEDS[1:])
+    free = decide(MODEL, scheme(), more, tmp_path)
+    apart = np.mean([divergence(store(MODEL, free, more, tmp_path), feed) for feed in FEEDS[1:]])
+    assert free.choice.together == pytest.approx(apart, rel=1e-3)
+    decision = decide(MODEL, scheme(allowed=apart / 3), more, tmp_path)
+    same = decide(MODEL, scheme(allowed=apart / 3), MEASURING, tmp_path)
+    assert decision.record.kept
+    assert decision.choice.alone == pytest.approx(same.choice.alone)  # on the short feeds either way
+
+
+def test_grams_are_sums_of_products_of_inputs(tmp_path):
+    found = grams_of(MODEL, FEEDS, tmp_path)
+    table = MODEL.graph.initializers["table"].const_value.numpy()
+    x = np.concatenate([table[feed["ids"].flatten()] for feed in FEEDS])
+    assert np.allclose(found.of("w").numpy(), x.T @ x, rtol=1e-4, atol=1e-3)
+    assert found.of("table") is None  # its rows are looked up too
+
+
+@pytest.mark.parametrize("kind", ["blocks", "dynamic", "static"])
+def test_nothing_is_written_but_in_the_folder_that_is_given(tmp_path, monkeypatch, kind):
+    """Graphs lay in the system's temporary folder, where those of a killed run stayed."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "absent"))
+    (tmp_path / "scratch").mkdir()
+    own = scheme(kind, 4 if kind == "blocks" else 8, rounding="gptq" if kind == "blocks" else "nearest")
+    store(MODEL, decide(MODEL, own, MEASURING, tmp_path / "scratch"), MEASURING, tmp_path / "scratch")
+    assert [each.name for each in tmp_path.rglob("*")] == ["scratch"]
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_inputs_in_eight_bits(tmp_path, kind):
+    same = Measuring(FEEDS[:1], FEEDS[:1], ("logits",), classes=True, what="random tokens")
+    decision = decide(MODEL, scheme(kind, 8), same, tmp_path)
+    assert decision.record.weights == {"8-bit blocks": 1, "int8": 3}
+    stored = store(MODEL, decision, same, tmp_path)
+    there = operators(stored)
+    assert there.count("MatMulInteger" if kind == "dynamic" else "QuantizeLinear") == 3
+    codes = [v.const_value.numpy() for name, v in stored.graph.initializers.items() if name.endswith("_quantized")]
+    assert {(int(each.min()), int(each.max())) for each in codes if each.dtype == np.int8} == {(-64, 64)}
+    # Ranges of whole tensors, once for all or as they come, of the same tokens: what was measured, but for rounding,
+    # which a few of these positions amplify.
+    assert decision.choice.together / 3 < divergence(stored) < 3 * decision.choice.together
+
+
+def test_products_that_lose_too_much_with_their_inputs_keep_them(tmp_path):
+    decision = decide(MODEL, scheme("dynamic", 8, allowed=0.0), MEASURING, tmp_path)
+    assert decision.record.weights == {"8-bit blocks": 4}
+    assert "MatMulInteger" not in operators(store(MODEL, decision, MEASURING, tmp_path))
+
+
+def test_where_inputs_are_rounded_as_they_come_less_of_the_allowance_is_used(tmp_path):
+    lost = decide(MODEL, scheme("dynamic", 8), MEASURING, tmp_path).choice.together
+    allowed = lost / 0.7  # between the shares of it
+    assert decide(MODEL, scheme("dynamic", 8, allowed=allowed), MEASURING, tmp_path).choice.more
+    lost = decide(MODEL, scheme(), MEASURING, tmp_path).choice.together
+    assert not decide(MODEL, scheme(allowed=lost / 0.7), MEASURING, tmp_path).choice.more
+
+
+def test_without_anything_to_measure_on_all_are_stored_alike(tmp_path):
+    decision = decide(MODEL, scheme(rounding="gptq"), None, tmp_path)
+    assert (decision.record.weights, decision.record.loss) == ({"4-bit blocks": 4}, None)
+    assert decision.record.measured_on == "nothing: all weights are rounded alike"

@@ -1,0 +1,55 @@
+"""GPTQ against its paper's own loop, and against rounding to the nearest."""
+
+import numpy as np
+import pytest
+import torch
+
+from ckpt_prune.onnx.quantization.blocks import Grid, codes_of, in_blocks, matrix_of, zeros_of
+from ckpt_prune.onnx.quantization.rounding import rounded
+from tests.oracles.gptq import round_row
+
+RNG = np.random.default_rng(1)
+
+
+def inputs(rows: int, tokens: int = 400) -> np.ndarray:
+    """Correlated, as real ones are."""
+    return RNG.standard_normal((tokens, rows)) @ (RNG.standard_normal((rows, rows)) * 0.3 + np.eye(rows))
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_one_block_is_rounded_as_in_the_paper(symmetric):
+    x, grid = inputs(32), Grid(4, 32, symmetric)
+    matrix = RNG.standard_normal((32, 5)).astype(np.float32)
+    blocks = rounded(matrix, torch.from_numpy(x.T @ x), grid, damp=0.01)
+    known = in_blocks(matrix, grid)  # in the first block weights have not moved yet: scales are those of the nearest
+    assert np.array_equal(blocks.scales, known.scales)
+    for column in range(5):
+        scale = np.full(32, known.scales[column, 0], np.float64)
+        zero = np.full(32, zeros_of(known)[column, 0], np.float64)
+        expected = round_row(matrix[:, column].astype(np.float64), x.T @ x, scale, zero, 15, 0.01)
+        assert np.array_equal(codes_of(blocks)[column, 0], expected)
+
+
+@pytest.mark.parametrize("rows", [64, 72])
+def test_outputs_are_nearer_than_those_of_the_nearest(rows):
+    """Also where the last block is not full."""
+    x, grid = inputs(rows), Grid(4, 32, symmetric=False)
+    matrix = RNG.standard_normal((rows, 24)).astype(np.float32)
+    ours, nearest = (
+        np.square(x @ (matrix_of(blocks) - matrix)).sum()
+        for blocks in (rounded(matrix, torch.from_numpy(x.T @ x), grid), in_blocks(matrix, grid))
+    )
+    assert ours < 0.8 * nearest
+
+
+def test_inputs_that_are_never_there_are_rounded_to_the_nearest():
+    x, grid = inputs(32), Grid(4, 32, symmetric=False)
+    x[:, 7] = 0
+    matrix = RNG.standard_normal((32, 4)).astype(np.float32)
+    blocks = rounded(matrix, torch.from_numpy(x.T @ x), grid)
+    assert np.array_equal(matrix_of(blocks)[7], matrix_of(in_blocks(matrix, grid))[7])
+
+
+def test_zeros_stay_zeros():
+    blocks = rounded(np.zeros((32, 3), np.float32), torch.eye(32), Grid(4, 16, symmetric=False))
+    assert not matrix_of(blocks).any()

@@ -1,0 +1,163 @@
+"""Opening a graph and calling it like a model: what is left out is filled in as the model itself would."""
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.onnx.session import OnnxModel, complete, open_session
+from tests.graphs import Exported
+
+from .exports import Text, in_pytorch, made, pixels
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory) -> Exported:
+    return made(tmp_path_factory)
+
+
+def near(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    return float((ours - theirs).abs().max()) <= 1e-5 * float(theirs.abs().max())
+
+
+@torch.inference_mode()
+def test_called_like_the_model_with_a_cache_left_out(exported):
+    model, folder = exported("llama-gqa-tied")
+    graph, module = OnnxModel(folder), in_pytorch(model)
+    assert (graph.cached, graph.device, graph.dtype) == (True, torch.device("cpu"), torch.float32)
+    assert graph.eval() is graph
+    assert graph.config.model_type == "llama"
+    text = Text.random(2, 7, side="left")
+    ids, mask = torch.from_numpy(text.ids), torch.from_numpy(text.mask)
+    assert near(graph(input_ids=ids).logits, module(input_ids=ids).logits)
+    found = graph(input_ids=ids, attention_mask=mask, labels=ids, use_cache=False)
+    expected = module(input_ids=ids, attention_mask=mask, position_ids=torch.from_numpy(text.positions)).logits
+    assert near(found.logits[mask == 1], expected[mask == 1])
+    assert list(found) == list(graph.outputs)
+    assert found["present.1.key"].shape == (2, 2, 7, 4)
+
+
+@torch.inference_mode()
+def test_called_like_an_encoder_and_like_a_model_of_images(exported):
+    model, folder = exported("bert-mlm")
+    graph, ids = OnnxModel(folder), torch.from_numpy(Text.random(2, 7).ids)
+    assert not graph.cached
+    assert graph.empty_cache(3) == {}
+    assert near(graph(input_ids=ids).logits, in_pytorch(model)(input_ids=ids).logits)
+    kinds = (torch.arange(7)[None] > 3).long().repeat(2, 1)
+    expected = in_pytorch(model)(input_ids=ids, token_type_ids=kinds).logits
+    assert near(graph(input_ids=ids, token_type_ids=kinds).logits, expected)
+    assert not near(graph(input_ids=ids).logits, expected)
+    model, folder = exported("dinov2-model")
+    images = torch.from_numpy(pixels(3))
+    found = OnnxModel(folder)(pixel_values=images)
+    assert near(found.last_hidden_state, in_pytorch(model)(pixel_values=images).last_hidden_state)
+
+
+def test_half_precision_goes_in_and_out(exported):
+    graph = OnnxModel(exported("opt", dtype="fp16")[1], "model_fp16.onnx")
+    assert graph.dtype == torch.float16
+    assert {cache.dtype for cache in graph.empty_cache(2).values()} == {torch.float16}
+    assert graph(input_ids=torch.tensor([[3, 4]])).logits.dtype == torch.float16
+
+
+def test_no_cache_has_the_sizes_of_each_layer(exported):
+    found = OnnxModel(exported("narrow-opt")[1]).empty_cache(5) | {
+        f"uneven {name}": value for name, value in OnnxModel(exported("uneven-llama")[1]).empty_cache(5).items()
+    }
+    assert {name: tuple(value.shape) for name, value in found.items()} == {
+        **{f"past_key_values.0.{what}": (5, 3, 0, width) for what, width in (("key", 2), ("value", 4))},
+        **{
+            f"uneven past_key_values.{layer}.{what}": (5, heads, 0, 4)
+            for layer, heads in enumerate((2, 1))
+            for what in ("key", "value")
+        },
+    }
+
+
+def test_what_is_filled_in():
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    ids = torch.tensor([[7, 8], [9, 6]])
+    found = complete({"input_ids": ids, "attention_mask": mask})
+    assert found["position_ids"].tolist() == [[1, 2], [3, 4]]
+    assert found["token_type_ids"].tolist() == [[0, 0], [0, 0]]
+    assert found["attention_mask"] is mask
+    assert found["input_ids"] is ids
+    alone = complete({"input_ids": ids})
+    assert alone["attention_mask"].tolist() == [[1, 1], [1, 1]]
+    assert alone["position_ids"].tolist() == [[0, 1], [0, 1]]
+    own = torch.tensor([[5, 6], [5, 6]])
+    assert complete({"input_ids": ids, "position_ids": own})["position_ids"] is own
+    # Padding before a text has the first position, not one before it.
+    whole = complete({"input_ids": torch.zeros_like(mask), "attention_mask": mask})
+    assert whole["position_ids"].tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 3, 4]]
+
+
+def test_cuda_that_cannot_be_loaded(exported, capfd):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    found = open_session(exported("dinov2-model")[1] / "model.onnx", provider="cuda")
+    assert (found.provider, found.inner.get_providers()) == ("cpu", ["CPUExecutionProvider"])
+    assert found.note == (
+        "CUDA was asked for and onnxruntime cannot load it here (no GPU, or not the CUDA libraries it was built for): "
+        "it runs on the CPU"
+    )
+    # That one line says it; onnxruntime's own are held back.
+    assert capfd.readouterr() == ("", "")
+    assert open_session(exported("dinov2-model")[1] / "model.onnx").note is None
+
+
+def test_as_many_threads_as_torch_uses(exported, monkeypatch):
+    seen = []
+    original = onnxruntime.InferenceSession
+
+    def watched(path, options, **rest):
+        seen.append(options.intra_op_num_threads)
+        return original(path, options, **rest)
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", watched)
+    path = exported("dinov2-model")[1] / "model.onnx"
+    open_session(path)
+    open_session(path, threads=2)
+    assert seen == [torch.get_num_threads(), 2]
+
+
+@pytest.mark.parametrize("content", [b"", b"no graph", b"\x08\x0a" * 40])
+def test_a_file_that_is_no_graph(tmp_path, content):
+    (tmp_path / "model.onnx").write_bytes(content)
+    with pytest.raises(UserError) as error:
+        open_session(tmp_path / "model.onnx")
+    said = str(error.value)
+    assert said.startswith(f"{tmp_path / 'model.onnx'}: onnxruntime cannot load it: ")
+    assert "\n" not in said
+
+
+def test_a_graph_that_is_not_there(tmp_path):
+    with pytest.raises(UserError) as error:
+        open_session(tmp_path / "model.onnx")
+    assert str(error.value).startswith(f"{tmp_path / 'model.onnx'}: onnxruntime cannot load it: ")
+
+
+def test_inputs_that_the_graph_cannot_take(exported):
+    graph = OnnxModel(exported("llama-gqa-tied")[1])
+    with pytest.raises(UserError) as error:
+        graph.run(complete({"input_ids": torch.tensor([[99]])}) | graph.empty_cache(1))
+    said = str(error.value)
+    assert said.startswith(
+        "onnxruntime cannot run the graph on attention_mask [1, 1], position_ids [1, 1], input_ids [1, 1], "
+    )
+    assert "\n" not in said
+    image = OnnxModel(exported("dinov2-model")[1])
+    with pytest.raises(UserError, match=r"^onnxruntime cannot run the graph on pixel_values \[1, 3, 8, 8\]: "):
+        image.run({"pixel_values": torch.zeros(1, 3, 8, 8)})
+
+
+def test_outputs_are_those_of_the_graph_in_its_order(exported):
+    folder = exported("bert-model")[1]
+    names = [value.name for value in onnx.load(folder / "model.onnx").graph.output]
+    graph = OnnxModel(folder)
+    found = graph.run(complete({"input_ids": torch.tensor([[3, 4]]), "pixel_values": torch.zeros(1)}))
+    assert list(found) == names == list(graph.outputs)
+    assert np.isfinite(found[names[0]].numpy()).all()

@@ -1,0 +1,888 @@
+"""A right graph passes, by figures that other code finds too; every kind of wrong one fails, and says where."""
+
+import hashlib
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import numpy_helper
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils.generic import ModelOutput
+
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.evaluation.whole_model import load_model
+from ckpt_prune.measure.samples.image_files import find_images
+from ckpt_prune.measure.samples.image_processor import load_processor
+from ckpt_prune.measure.samples.images import ImageSamples
+from ckpt_prune.onnx import validation
+from ckpt_prune.onnx.cases import chunk_cases, prompts, text_cases
+from ckpt_prune.onnx.integrity import check_files, check_interface, present_files
+from ckpt_prune.onnx.manifest import Manifest, read_manifest
+from ckpt_prune.onnx.metrics import Allowance, Metric, image_metric
+from ckpt_prune.onnx.outcome import Case, ProofSamples, Validation, read_validation
+from ckpt_prune.onnx.reference import Reference
+from ckpt_prune.onnx.session import OnnxModel, complete
+from ckpt_prune.onnx.tasks import Task
+from tests import encoders, families
+from tests.evaluation.tiny import VOCAB, random_windows, tiny_tokenizer
+from tests.graphs import LAYERS, Exported
+from tests.images import write_csv, write_image, write_processor
+from tests.oracles.perplexity import perplexity
+from tests.pairs import every
+
+DECODER, ENCODER = "llama-gqa-tied", "bert-mlm"
+GENERATION = Task("text-generation", "text", cached=True)
+WINDOWS = random_windows(6, 32, seed=11)
+TEXT = ProofSamples(WINDOWS, description={"what": "random tokens", "seed": 11})
+NOISE = ProofSamples(description={"what": "noise", "seed": 4})
+
+
+def validate(graph: Path, model: Path, samples: ProofSamples, **settings: Any) -> Validation:
+    """What comes out of the only graph of a folder."""
+    found = validation.validate(graph, model, samples, **settings)
+    (only,) = found.graphs
+    assert found.passed is only.passed
+    return only
+
+
+def checks(found: Validation) -> dict[str, bool | None]:
+    return {check.name: check.passed for check in found.checks}
+
+
+def detail(found: Validation, name: str) -> str:
+    return next(check.detail for check in found.checks if check.name == name)
+
+
+def failed(found: Validation) -> list[Case]:
+    return [case for case in found.cases if not case.passed]
+
+
+def shape(case: Case) -> tuple[str, int, int | None, str, str]:
+    return case.output, case.batch, case.tokens, case.padding, case.cache
+
+
+@pytest.fixture
+def copy(exported: Exported, tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
+    """A model and a copy of its graph that may be changed."""
+
+    def make(variant: str, **settings: Any) -> tuple[Path, Path]:
+        model, graph = exported(variant, **settings)
+        shutil.copytree(graph, tmp_path / "graph")
+        return model, tmp_path / "graph"
+
+    return make
+
+
+# ---- right graphs --------------------------------------------------------------------------------------------------
+
+
+def test_a_decoder_with_a_cache_is_proved_in_one_pass_in_chunks_and_step_by_step(exported: Exported) -> None:
+    model, graph = exported(DECODER)
+    found = validate(graph, model, TEXT)
+    assert found.passed
+    assert checks(found) == dict.fromkeys(
+        ["files", "checker", "interface", "load", "outputs", "generation", "metric"], True
+    )
+    assert [shape(case) for case in found.cases] == [
+        ("logits", 1, 1, "none", "none"),
+        ("logits", 1, 16, "none", "none"),
+        ("logits", 2, 7, "right", "none"),
+        ("logits", 3, 24, "left", "none"),
+        ("logits", 1, 32, "none", "none"),
+        ("logits", 1, 24, "none", "chunks"),
+        ("present.*", 1, 24, "none", "chunks"),
+        ("logits", 2, 6, "none", "chunks"),
+        ("present.*", 2, 6, "none", "chunks"),
+        ("logits", 3, 24, "left", "chunks"),
+        ("present.*", 3, 24, "left", "chunks"),
+        ("logits", 1, 24, "none", "steps"),
+        ("logits", 2, 24, "left", "steps"),
+    ]
+    assert all(case.agreement == 1.0 for case in found.cases if case.output == "logits")
+    # Computed by other kernels in another order: a difference of exactly nothing would be one graph held to itself.
+    assert all(0 < case.max_abs < 1e-4 and case.largest > 0.1 for case in found.cases)
+    assert found.against.name == DECODER
+    assert found.against.fingerprint == read_manifest(graph).source.fingerprint
+    assert {"model.onnx", "config.json", "tokenizer.json"} <= set(found.files)
+    assert found.files == {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in graph.iterdir()
+        if path.name not in ("README.md", "ckpt_prune_onnx.json")
+    }
+    assert not any(case.segments for case in found.cases)  # a llama knows of none
+    assert found.data == TEXT.description
+    assert (found.provider, found.note, found.dtype, found.tolerance) == ("cpu", None, "fp32", 1e-4)
+    assert found.versions["onnxruntime"]
+
+
+def test_the_perplexity_of_both_is_that_of_the_textbook(exported: Exported) -> None:
+    model, graph = exported(DECODER)
+    (metric,) = validate(graph, model, TEXT).metrics
+    expected = perplexity(families.stock(model), WINDOWS)
+    assert metric.name == "perplexity"
+    assert metric.of == "6 windows of 32 tokens"
+    assert metric.pytorch == pytest.approx(expected, rel=1e-5)
+    assert metric.onnxruntime == pytest.approx(expected, rel=1e-5)
+    assert metric.onnxruntime != metric.pytorch or metric.difference == 0
+    assert metric.difference < metric.tolerance == pytest.approx(1e-5)
+
+
+def test_an_encoder_is_padded_on_the_right_and_asked_for_masked_tokens(copy: Callable[..., tuple[Path, Path]]) -> None:
+    model, graph = copy(ENCODER, embedded=0)
+    found = validate(graph, model, TEXT)
+    assert found.passed
+    assert [shape(case)[1:4] for case in found.cases] == [
+        (1, 1, "none"),
+        (1, 16, "none"),
+        (2, 7, "right"),
+        (3, 24, "right"),
+        (1, 32, "none"),
+    ]
+    assert [case.segments for case in found.cases] == [False, False, True, True, False]
+    assert {"config.json", "model.onnx", "model.onnx_data"} <= set(found.files)
+    assert checks(found)["metric"] is None
+    assert detail(found, "metric") == "its tokenizer has no mask token, so nothing can be masked"
+    tokenizer = tiny_tokenizer()
+    tokenizer.mask_token = "<unk>"
+    tokenizer.save_pretrained(graph)
+    (metric,) = validate(graph, model, TEXT).metrics
+    assert metric.name == "masked perplexity"
+    assert metric.of.endswith(" masked tokens in 6 windows of 32 tokens")
+    assert metric.passed
+    assert metric.onnxruntime == pytest.approx(metric.pytorch, rel=1e-5)
+
+
+def test_every_output_of_images_is_compared_and_top_1_is_counted(exported: Exported, tmp_path: Path) -> None:
+    model, graph = exported("deit-teacher")
+    found = validate(graph, model, NOISE)
+    assert found.passed
+    names = ("logits", "cls_logits", "distillation_logits")
+    assert [shape(case) for case in found.cases] == [(n, b, None, "none", "none") for b in (1, 2, 5) for n in names]
+    assert detail(found, "metric") == "not measured on noise: give --images"
+    assert found.metrics == []
+
+    images = _images(model, tmp_path / "photos", labelled=True)
+    (metric,) = validate(graph, model, ProofSamples(images=images)).metrics
+    stock = encoders.stock(model, "deit-teacher")
+    with torch.inference_mode():
+        right = stock(**images.batch(slice(None))).logits.argmax(-1) == images.labels
+    assert (metric.name, metric.of) == ("top-1", "9 images")
+    assert metric.onnxruntime == metric.pytorch == right.double().mean().item()
+    assert metric.passed
+    plain = ProofSamples(images=_images(model, tmp_path / "plain", labelled=False))
+    (metric,) = validate(graph, model, plain).metrics
+    assert (metric.name, metric.onnxruntime, metric.pytorch) == ("agreement", 1.0, None)
+
+
+def _images(model: Path, folder: Path, *, labelled: bool) -> ImageSamples:
+    for index in range(9):
+        write_image(folder / f"{index}.png", index, size=(20, 16))
+    if labelled:
+        write_csv(folder / "labels.csv", "file,label", *(f"{index}.png,{index % 7}" for index in range(9)))
+    classes = {index: str(index) for index in range(7)}
+    files = find_images(folder, split="eval", id2label=classes if labelled else None)
+    return ImageSamples(files, load_processor(model), tokens=lambda _: 10)
+
+
+def test_features_are_compared_with_those_of_the_base_model(exported: Exported) -> None:
+    model, graph = exported("bert-model")
+    found = validate(graph, model, TEXT)
+    assert found.passed
+    assert {case.output for case in found.cases} == {"last_hidden_state", "pooler_output"}
+    assert all(case.agreement is None for case in found.cases)
+    (metric,) = found.metrics
+    assert metric.name == "cosine"
+    assert metric.onnxruntime == pytest.approx(1.0, abs=1e-6)
+
+
+@pytest.mark.parametrize(("variant", "samples"), every(2, [("opt", TEXT), ("vit", NOISE)]))
+def test_half_precision_passes_its_own_tolerance_and_not_that_of_single(
+    exported: Exported, variant: str, samples: ProofSamples
+) -> None:
+    model, graph = exported(variant, dtype="fp16")
+    found = validate(graph, model, samples)
+    assert found.passed
+    assert (found.dtype, found.tolerance) == ("fp16", 2e-2)
+    shares = [case.max_abs / case.largest for case in found.cases]
+    assert max(shares) < 1e-2  # room for deeper models
+    strict = validate(graph, model, samples, tolerance=1e-4)
+    assert not strict.passed
+    assert len(failed(strict)) == len(found.cases)
+    for case in failed(strict):
+        assert case.where is not None
+        assert abs(case.where.onnxruntime - case.where.pytorch) == pytest.approx(case.max_abs, rel=1e-3)
+
+
+def test_no_figure_is_lost_between_writing_and_reading(exported: Exported, tmp_path: Path) -> None:
+    model, graph = exported("deit-teacher")
+    found = validation.validate(graph, model, NOISE, tolerance=1e-12)
+    found.write(tmp_path)
+    assert read_validation(tmp_path) == found
+    text = (tmp_path / "validation.json").read_text()
+    assert json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))["passed"] is False
+    (tmp_path / "validation.json").write_text(text[:-200])
+    with pytest.raises(UserError, match="is damaged: validate again"):
+        read_validation(tmp_path)
+
+
+# ---- the share of images in another class --------------------------------------------------------------------------
+
+
+class Rows:
+    """A classifier, and images for it: image i, whose pixel is i, has the logits of row i."""
+
+    device, dtype, labels, size = torch.device("cpu"), torch.float64, None, (1, 1, 1)
+    config = None
+
+    def __init__(self, rows: list[list[float]]) -> None:
+        self.rows = torch.tensor(rows, dtype=torch.float64)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def eval(self) -> "Rows":
+        return self
+
+    def batch(self, rows: slice) -> dict[str, Tensor]:
+        return {"pixel_values": torch.arange(len(self.rows))[rows].view(-1, 1, 1, 1)}
+
+    def __call__(self, pixel_values: Tensor) -> Any:
+        return ModelOutput(logits=self.rows[pixel_values.flatten().long()])
+
+
+def top_1(ours: list[list[float]], theirs: list[list[float]], tolerance: float) -> Metric:
+    graph: Any = Rows(ours)
+    reference: Any = SimpleNamespace(model=Rows(theirs))
+    found = image_metric(graph, reference, "image-classification", graph, Allowance(tolerance))
+    assert isinstance(found, Metric)
+    return found
+
+
+@st.composite
+def two_of_logits(draw: st.DrawFn) -> tuple[list[list[float]], list[list[float]]]:
+    images, classes = draw(st.integers(1, 5)), draw(st.integers(1, 4))
+    rows = st.lists(st.lists(st.integers(-8, 8), min_size=classes, max_size=classes), min_size=images, max_size=images)
+    return draw(rows), draw(rows)
+
+
+@settings(deadline=None)
+@given(two_of_logits(), st.sampled_from([0.0, 1 / 16, 1 / 8, 1 / 2]))
+def test_an_image_may_change_its_class_only_where_pytorch_itself_has_the_two_near(
+    pair: tuple[list[list[float]], list[list[float]]], tolerance: float
+) -> None:
+    ours, theirs = pair
+    largest = max(abs(value) for row in theirs for value in row)
+    flips = [(a.index(max(a)), b.index(max(b)), b) for a, b in zip(ours, theirs, strict=True)]
+    flips = [(mine, other, row) for mine, other, row in flips if mine != other]
+    found = top_1(ours, theirs, tolerance)
+    assert found.difference == pytest.approx(len(flips) / len(ours))
+    assert found.passed == all(row[other] - row[mine] <= 2 * tolerance * largest for mine, other, row in flips)
+
+
+def test_an_image_that_is_near_does_not_excuse_another() -> None:
+    near, far = [1.0, 0.99], [10.0, 1.0]
+    assert top_1([near[::-1], far], [near, far], 1e-3).passed
+    found = top_1([near, far[::-1]], [near, far], 1e-3)
+    assert (found.passed, found.difference, found.tolerance) == (False, 0.5, 0.0)
+    # Nor a class that is near one that is not.
+    assert not top_1([[1.0, 0.99, 2.0]], [[1.0, 0.99, -5.0]], 1e-2).passed
+
+
+def test_one_is_counted_as_one() -> None:
+    assert top_1([[1.0, 2.0]], [[1.0, 2.0]], 1e-3).of == "1 image"
+    assert top_1([[1.0, 2.0]] * 2, [[1.0, 2.0]] * 2, 1e-3).of == "2 images"
+
+
+# ---- what both are run on ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [2, 5, 16, 24, 100])
+def test_cases_are_of_the_text_and_padded_where_they_say(window: int) -> None:
+    windows = torch.arange(1, 3 * window + 1).view(3, window)
+    cases = [
+        *text_cases(windows, pad=0, left=True),
+        *chunk_cases(windows, pad=0),
+        *prompts(windows, pad=0, context=window),
+    ]
+    for case in cases:
+        assert case.ids.shape == case.keep.shape
+        assert bool((case.ids[~case.keep] == 0).all())
+        assert bool((case.ids[case.keep] != 0).all())
+        assert bool(case.keep[0].all())
+        assert bool(case.keep.any(1).all())
+        assert bool(case.keep.all()) == (case.padding == "none")
+        for ids, kept in zip(case.ids, case.keep, strict=True):
+            there = ids[kept]
+            assert bool((there.diff() == 1).all())  # neighbours in the text
+            edge = kept if case.padding == "right" else kept.flip(0)
+            assert bool((edge.int().diff() <= 0).all())  # padding on one side only
+        if case.chunks:
+            assert sum(case.chunks) == case.ids.shape[1]
+            assert len(case.chunks) > 1
+            assert bool(case.keep[:, : case.chunks[0]].any(1).all())  # no text starts later
+        assert case.segments is None
+    for case in text_cases(windows, pad=0, left=True, segments=True):
+        assert (case.segments is None) == (len(case.ids) == 1)
+        for kinds, kept in zip(case.segments if case.segments is not None else [], case.keep, strict=False):
+            count = int(kept.sum())
+            assert kinds[kept].tolist() == [0] * (count - count // 2) + [1] * (count // 2)
+            assert not kinds[~kept].any()
+    sizes = [(tuple(case.ids.shape), case.padding) for case in text_cases(windows, pad=0, left=True)]
+    assert len(set(sizes)) == len(sizes)
+    assert ((1, window), "none") in sizes
+    assert any(padding == "left" for _, padding in sizes)
+
+
+def _reference(model: Path) -> Reference:
+    inputs = {"input_ids", "attention_mask", "position_ids"}
+    return Reference(load_model(model, device="cpu", dtype=torch.float32), GENERATION, inputs)
+
+
+def test_the_reference_reads_a_padded_text_as_if_it_stood_alone(exported: Exported) -> None:
+    model, _ = exported(DECODER)
+    reference, stock = _reference(model), families.stock(model)
+    (case,) = (each for each in text_cases(WINDOWS, pad=0, left=True) if each.padding == "left")
+    logits = reference.run(complete({"input_ids": case.ids, "attention_mask": case.keep.long()}))["logits"]
+    for row, kept in enumerate(case.keep):
+        alone = families.logits(stock, case.ids[row, kept][None])[0]
+        torch.testing.assert_close(logits[row, kept], alone, rtol=1e-4, atol=1e-4)
+
+
+def test_the_reference_generates_what_the_stock_model_does(exported: Exported) -> None:
+    model, _ = exported(DECODER)
+    for case in prompts(WINDOWS, pad=0, context=32):
+        mask = case.keep.long()
+        fed = [feed["input_ids"] for feed, _ in _reference(model).generate(case.ids, mask, 9)]
+        options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        expected = families.stock(model).generate(case.ids, attention_mask=mask, **options)
+        assert torch.cat(fed, 1).tolist() == expected.tolist()
+
+
+# ---- wrong graphs --------------------------------------------------------------------------------------------------
+
+
+def edit_weight(graph: Path, name: str, change: Callable[[np.ndarray], None], *, honest: bool) -> None:
+    """Change a weight inside model.onnx; an honest forger brings the record up to date."""
+    path = graph / "model.onnx"
+    proto = onnx.load(path)
+    (found,) = [each for each in proto.graph.initializer if each.name == name]
+    values = numpy_helper.to_array(found).copy()
+    change(values)
+    found.CopyFrom(numpy_helper.from_array(values, name))
+    onnx.save(proto, path)
+    if honest:
+        record = json.loads((graph / "ckpt_prune_onnx.json").read_text())
+        record["graphs"][0]["tensors"][name] = hashlib.sha256(values.tobytes()).hexdigest()
+        record["files"]["model.onnx"] = hashlib.sha256(path.read_bytes()).hexdigest()
+        (graph / "ckpt_prune_onnx.json").write_text(json.dumps(record))
+
+
+BIAS = "cls.predictions.decoder.bias"
+
+
+def test_a_changed_byte_is_found_and_its_weight_named(copy: Callable[..., tuple[Path, Path]]) -> None:
+    model, graph = copy(ENCODER, embedded=0)
+    data = bytearray((graph / "model.onnx_data").read_bytes())
+    info = next(
+        each
+        for each in onnx.load(graph / "model.onnx", load_external_data=False).graph.initializer
+        if each.name == "bert.embeddings.position_embeddings.weight"
+    )
+    place = {entry.key: entry.value for entry in info.external_data}
+    data[int(place.get("offset", 0)) + 5] ^= 1  # in the mantissa's middle: too small to see in any output
+    (graph / "model.onnx_data").write_bytes(data)
+    found = validate(graph, model, TEXT)
+    assert not found.passed
+    assert checks(found)["files"] is False
+    assert detail(found, "files") == (
+        f"model.onnx_data changed since it was written: 1 of {len(read_manifest(graph).tensors)} weights differ or "
+        "cannot be read: bert.embeddings.position_embeddings.weight"
+    )
+    assert checks(found)["load"] is True
+    assert found.files["model.onnx_data"] == hashlib.sha256(data).hexdigest()
+
+
+def test_a_weight_changed_with_its_digests_shows_in_the_outputs_and_where(
+    copy: Callable[..., tuple[Path, Path]],
+) -> None:
+    model, graph = copy(ENCODER)
+
+    def change(values: np.ndarray) -> None:
+        values[17] += 0.5
+
+    edit_weight(graph, BIAS, change, honest=True)
+    found = validate(graph, model, TEXT)
+    assert {name for name, passed in checks(found).items() if passed is False} == {"outputs"}
+    assert len(failed(found)) == len(found.cases) == 5
+    for case in failed(found):
+        assert case.where is not None
+        assert case.where.unit == 17
+        assert case.where.onnxruntime - case.where.pytorch == pytest.approx(0.5, abs=1e-5)
+        assert case.max_abs == pytest.approx(0.5, abs=1e-5)
+        assert case.mean_abs == pytest.approx(0.5 / VOCAB, rel=1e-3)
+    assert detail(found, "outputs") == "5 of 5 outputs are outside the tolerance of 0.0001"
+
+
+def test_a_shift_too_small_for_the_largest_difference_fails_the_mean(copy: Callable[..., tuple[Path, Path]]) -> None:
+    """Every logit moves by half of what one may: no single element tells, their mean does."""
+    model, graph = copy(ENCODER)
+    largest = min(case.largest for case in validate(graph, model, TEXT).cases)
+
+    def change(values: np.ndarray) -> None:
+        values += 0.5e-4 * largest
+
+    edit_weight(graph, BIAS, change, honest=True)
+    found = validate(graph, model, TEXT)
+    assert checks(found)["outputs"] is False
+    assert any(case.max_abs < 1e-4 * case.largest for case in failed(found))
+
+
+def test_what_is_not_a_number_is_said_to_be_none(copy: Callable[..., tuple[Path, Path]]) -> None:
+    model, graph = copy(ENCODER)
+
+    def change(values: np.ndarray) -> None:
+        values[3] = np.nan
+
+    edit_weight(graph, BIAS, change, honest=False)
+    found = validate(graph, model, TEXT)
+    assert f"weights differ or cannot be read: {BIAS}" in detail(found, "files")
+    assert all(case.note == "onnxruntime's output is nan there" for case in failed(found))
+    assert all(case.where.unit == 3 and case.where.onnxruntime is None for case in failed(found))
+    assert all(case.max_abs is None and case.mean_rel is None for case in failed(found))
+    assert len(failed(found)) == 5
+    assert json.loads(found.model_dump_json(), parse_constant=lambda name: pytest.fail(name))
+
+
+def test_a_model_that_is_no_number_itself_is_not_blamed_on_the_graph(
+    exported: Exported, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, graph = exported(ENCODER)
+
+    def damaged(*args: Any, **options: Any) -> PreTrainedModel:
+        loaded = load_model(*args, **options)
+        with torch.no_grad():
+            loaded.get_parameter("cls.predictions.bias")[5] = math.nan
+        return loaded
+
+    monkeypatch.setattr(validation, "load_model", damaged)
+    found = validate(graph, model, TEXT)
+    assert {case.note for case in found.cases} == {
+        "PyTorch's own output is no finite number there: the model is damaged, or overflows in float32"
+    }
+
+
+@pytest.mark.parametrize("keep", [0.0, 0.5, 0.999])
+@pytest.mark.parametrize("file", ["model.onnx", "model.onnx_data"])
+def test_a_truncated_file_fails_and_nothing_is_run(
+    copy: Callable[..., tuple[Path, Path]], file: str, keep: float
+) -> None:
+    model, graph = copy(ENCODER, embedded=0)
+    data = (graph / file).read_bytes()
+    (graph / file).write_bytes(data[: int(keep * len(data))])
+    found = validate(graph, model, TEXT)
+    assert not found.passed
+    assert checks(found)["files"] is False
+    assert checks(found)["load"] is False
+    assert detail(found, "files").startswith(f"{file} changed since it was written: ")
+    if file == "model.onnx_data":
+        assert "weights differ or cannot be read" in detail(found, "files")
+    elif keep:
+        assert "cannot be read" in detail(found, "files")
+        assert checks(found)["checker"] is False
+    assert checks(found)["outputs"] is None
+    assert found.cases == found.metrics == []
+    assert detail(found, "outputs") == detail(found, "metric") == "not run: it does not load"
+
+
+def test_a_missing_file_is_named(copy: Callable[..., tuple[Path, Path]]) -> None:
+    model, graph = copy(ENCODER, embedded=0)
+    (graph / "model.onnx_data").unlink()
+    found = validate(graph, model, TEXT)
+    assert detail(found, "files") == "model.onnx_data is gone"
+    assert "model.onnx" in found.files
+    assert "model.onnx_data" not in found.files
+    assert checks(found)["load"] is False
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json"])
+def test_a_changed_file_beside_the_graph_is_named_and_nothing_said_of_weights(
+    copy: Callable[..., tuple[Path, Path]], name: str
+) -> None:
+    model, graph = copy(ENCODER)
+    with (graph / name).open("a") as file:
+        file.write(" ")
+    found = validate(graph, model, TEXT)
+    assert {check for check, passed in checks(found).items() if passed is False} == {"files"}
+    assert detail(found, "files") == f"{name} changed since it was written"
+    edit_weight(graph, BIAS, lambda values: values.__iadd__(1), honest=False)
+    manifest = read_manifest(graph)
+    assert check_files(graph, manifest, present_files(graph, manifest)) == (
+        False,
+        f"{name} changed since it was written; model.onnx changed since it was written: 1 of "
+        f"{len(read_manifest(graph).tensors)} weights differ or cannot be read: {BIAS}",
+    )
+
+
+def test_a_changed_node_is_told_from_a_changed_weight(copy: Callable[..., tuple[Path, Path]]) -> None:
+    model, graph = copy(ENCODER)
+    proto = onnx.load(graph / "model.onnx")
+    node = next(node for node in proto.graph.node if node.op_type == "Softmax")
+    node.op_type = "LogSoftmax"
+    onnx.save(proto, graph / "model.onnx")
+    found = validate(graph, model, TEXT)
+    weights = len(read_manifest(graph).tensors)
+    assert detail(found, "files") == f"model.onnx changed since it was written: not in its {weights} weights"
+    assert checks(found)["checker"] is True
+    assert checks(found)["outputs"] is False
+
+
+def test_what_onnx_does_not_know_fails_the_checker(copy: Callable[..., tuple[Path, Path]]) -> None:
+    model, graph = copy(ENCODER)
+    proto = onnx.load(graph / "model.onnx")
+    next(node for node in proto.graph.node if node.op_type == "Softmax").op_type = "Softmaximum"
+    onnx.save(proto, graph / "model.onnx")
+    found = validate(graph, model, TEXT)
+    assert "No Op registered for Softmaximum" in detail(found, "checker")
+    assert checks(found)["load"] is False
+
+
+Feed = dict[str, Tensor]
+
+
+def _no_mask(feed: Feed, found: Feed) -> tuple[Feed, Feed]:
+    return feed | {"attention_mask": torch.ones_like(feed["attention_mask"])}, found
+
+
+def _own_positions(feed: Feed, found: Feed) -> tuple[Feed, Feed]:
+    total, new = feed["attention_mask"].shape[1], feed["input_ids"].shape[1]
+    return feed | {"position_ids": torch.arange(total - new, total).expand_as(feed["input_ids"])}, found
+
+
+def _layers_mixed_up(feed: Feed, found: Feed) -> tuple[Feed, Feed]:
+    mixed = {"present.0.key": found["present.1.key"], "present.1.key": found["present.0.key"]} if found else {}
+    return feed, found | mixed
+
+
+def _positions_from_zero(feed: Feed, found: Feed) -> tuple[Feed, Feed]:
+    return feed | {"position_ids": torch.arange(feed["input_ids"].shape[1]).expand_as(feed["input_ids"])}, found
+
+
+FAULTS: dict[str, tuple[Any, Callable[[Case], bool]]] = {
+    "the mask is not looked at": (_no_mask, lambda case: case.padding == "left"),
+    "positions count padding": (_own_positions, lambda case: case.padding == "left" and case.tokens > 1),
+    "the cache's layers are mixed up": (_layers_mixed_up, lambda case: case.cache != "none"),
+    "positions start at zero in every call": (
+        _positions_from_zero,
+        lambda case: case.cache != "none" or case.padding == "left",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_way_to_be_wrong_shows_in_the_cases_made_for_it_and_in_no_other(
+    exported: Exported, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """A llama's rotary positions are relative: counting padding along moves no logit, but keys in the cache."""
+    model, graph = exported(DECODER)
+    wrong, expected = FAULTS[fault]
+    run = OnnxModel.run
+
+    def broken(self: OnnxModel, feed: Feed) -> Feed:
+        return wrong(feed, run(self, wrong(feed, {})[0]))[1]
+
+    monkeypatch.setattr(OnnxModel, "run", broken)
+    found = validate(graph, model, TEXT)
+    assert not found.passed
+    assert failed(found)
+    assert all(expected(case) for case in failed(found)), [shape(case) for case in failed(found)]
+    if fault != "positions count padding":
+        steps = [case for case in found.cases if case.cache == "steps" and expected(case)]
+        assert steps
+        assert not any(case.passed for case in steps)
+        assert checks(found)["generation"] is False
+    else:
+        assert {case.output for case in failed(found)} <= {f"present.{i}.key" for i in range(LAYERS)}
+
+
+def test_segments_that_are_not_looked_at_show_in_batches(exported: Exported, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, graph = exported(ENCODER)
+    run = OnnxModel.run
+
+    def broken(self: OnnxModel, feed: Feed) -> Feed:
+        return run(self, feed | {"token_type_ids": torch.zeros_like(feed["input_ids"])})
+
+    monkeypatch.setattr(OnnxModel, "run", broken)
+    found = validate(graph, model, TEXT)
+    assert [case.passed for case in found.cases] == [True, True, False, False, True]
+    assert [case.passed for case in found.cases] == [not case.segments for case in found.cases]
+
+
+def test_a_graph_that_fails_on_some_inputs_fails_those_cases(
+    exported: Exported, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, graph = exported(ENCODER)
+    run = OnnxModel.run
+
+    def broken(self: OnnxModel, feed: Feed) -> Feed:
+        if len(feed["input_ids"]) == 3:
+            raise UserError("onnxruntime cannot run the graph on three")
+        return run(self, feed)
+
+    monkeypatch.setattr(OnnxModel, "run", broken)
+    found = validate(graph, model, TEXT)
+    (case,) = failed(found)
+    assert (case.batch, case.note, case.max_abs) == (3, "onnxruntime cannot run the graph on three", None)
+
+
+@pytest.mark.parametrize(("row", "token"), [(0, 3), (1, 23), (2, 12)])
+def test_the_worst_place_is_counted_with_its_padding(
+    exported: Exported, monkeypatch: pytest.MonkeyPatch, row: int, token: int
+) -> None:
+    model, graph = exported(DECODER)
+    run = OnnxModel.run
+
+    def broken(self: OnnxModel, feed: Feed) -> Feed:
+        found = run(self, feed)
+        if feed["input_ids"].shape == (3, 24):
+            found["logits"][row, token, 5] += 3
+            found["logits"][2, 2, 5] += 30  # on padding, of which nothing is said
+        return found
+
+    monkeypatch.setattr(OnnxModel, "run", broken)
+    (case,) = failed(validate(graph, model, TEXT))
+    assert (case.padding, case.cache) == ("left", "none")
+    assert case.where is not None
+    assert (case.where.batch, case.where.token, case.where.unit) == (row, token, 5)
+    assert case.max_abs == pytest.approx(3, abs=1e-5)
+
+
+def test_another_shape_is_a_failed_case(exported: Exported, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, graph = exported(ENCODER)
+    run = OnnxModel.run
+    monkeypatch.setattr(OnnxModel, "run", lambda self, feed: {k: v[:, :1] for k, v in run(self, feed).items()})
+    notes = [case.note for case in validate(graph, model, TEXT).cases]
+    assert notes[0] is None
+    assert notes[1] == "[1, 1, 40] in onnxruntime, [1, 16, 40] in PyTorch"
+
+
+def test_a_perplexity_that_is_off_fails_though_every_output_is_right(
+    exported: Exported, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, graph = exported(DECODER)
+    call = OnnxModel.__call__
+
+    def sharper(self: OnnxModel, **inputs: Any) -> Any:
+        output = call(self, **inputs)
+        output["logits"] = output.logits * 1.001
+        return output
+
+    monkeypatch.setattr(OnnxModel, "__call__", sharper)
+    found = validate(graph, model, TEXT)
+    assert {name for name, passed in checks(found).items() if passed is False} == {"metric"}
+    assert not found.metrics[0].passed
+
+
+# ---- inputs and outputs --------------------------------------------------------------------------------------------
+
+
+def _interface(manifest: Manifest, graph: Path, **changes: Any) -> tuple[bool, str]:
+    sizes = [(2, 2), (3, 3)]
+    known: dict[str, Any] = {
+        "outputs": {"logits": [(*size, VOCAB) for size in sizes]},
+        "cache": {
+            f"present.{i}.{kind}": [(b, 2, t, 4) for b, t in sizes] for i in range(2) for kind in ("key", "value")
+        },
+        "image": None,
+    }
+    return check_interface(graph, manifest, **{**known, **changes})
+
+
+def test_inputs_and_outputs_are_the_models(exported: Exported) -> None:
+    _, graph = exported(DECODER)
+    manifest = read_manifest(graph)
+    assert _interface(manifest, graph) == (
+        True,
+        "7 inputs and 5 outputs as the model has them, keys and values of 2 layers",
+    )
+    found = _interface(manifest, graph, outputs={"logits": [(2, 2, VOCAB + 1), (3, 3, VOCAB + 1)]})
+    assert found == (False, f"axis 2 of logits is {VOCAB}, PyTorch has {VOCAB + 1}")
+    wide = {f"present.{i}.{kind}": [(2, 2, 2, 6), (3, 2, 3, 6)] for i in range(2) for kind in ("key", "value")}
+    assert _interface(manifest, graph, cache=wide) == (
+        False,
+        "axis 3 of past_key_values.0.key is 4, the model has 6; and 7 more",
+    )
+    deep = wide | {f"present.2.{kind}": [(2, 2, 2, 4), (3, 2, 3, 4)] for kind in ("key", "value")}
+    passed, said = _interface(manifest, graph, cache=deep)
+    assert not passed
+    assert said.startswith("keys and values of 2 layers are an input, the model has 3 layers")
+    passed, said = _interface(manifest, graph, outputs={"scores": [(2, 2, VOCAB), (3, 3, VOCAB)]})
+    assert said == "scores, which the model returns, is no output; and 1 more"
+    assert not passed
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_fixed_axis_is_refused_also_where_the_record_agrees(
+    copy: Callable[..., tuple[Path, Path]], axis: int
+) -> None:
+    model, graph = copy(ENCODER)
+    path = graph / "model.onnx"
+    proto = onnx.load(path)
+    for value in (*proto.graph.input, *proto.graph.output):
+        value.type.tensor_type.shape.dim[axis].Clear()
+        value.type.tensor_type.shape.dim[axis].dim_value = 2
+    onnx.save(proto, path)
+    found = validate(graph, model, TEXT)
+    assert "its record says" in detail(found, "interface")
+    record = json.loads((graph / "ckpt_prune_onnx.json").read_text())
+    for port in (*record["graphs"][0]["inputs"], *record["graphs"][0]["outputs"]):
+        port["shape"][axis] = 2
+    (graph / "ckpt_prune_onnx.json").write_text(json.dumps(record))
+    found = validate(graph, model, TEXT)
+    assert detail(found, "interface").startswith(f"axis {axis} of input_ids should have any size and has 2")
+    assert checks(found)["outputs"] is None
+    assert detail(found, "outputs") == "not run: inputs or outputs are not the model's"
+
+
+def test_other_names_than_the_record_has_are_refused(copy: Callable[..., tuple[Path, Path]]) -> None:
+    model, graph = copy(ENCODER)
+    record = json.loads((graph / "ckpt_prune_onnx.json").read_text())
+    record["graphs"][0]["outputs"][0]["name"] = "scores"
+    (graph / "ckpt_prune_onnx.json").write_text(json.dumps(record))
+    found = validate(graph, model, TEXT)
+    assert detail(found, "interface").startswith("the graph's outputs are logits, its record says scores")
+    assert checks(found)["load"] is False
+
+
+CONSTANT = {
+    "attention_mask": [("Equal", "same"), ("Cast", "attention_mask")],
+    "token_type_ids": [("Sub", "token_type_ids")],
+}
+"""Nodes that make an input of ones, or of zeros, out of input_ids."""
+
+
+def without_input(graph: Path, name: str) -> None:
+    """Put a constant in the place of an input, honestly recorded."""
+    path = graph / "model.onnx"
+    proto = onnx.load(path)
+    for index, (operator, made) in reversed(list(enumerate(CONSTANT[name]))):
+        reads = ["input_ids"] * 2 if index == 0 else ["same"]
+        to = {"to": onnx.TensorProto.INT64} if operator == "Cast" else {}
+        proto.graph.node.insert(0, onnx.helper.make_node(operator, reads, [made], **to))
+    proto.graph.input.remove(next(each for each in proto.graph.input if each.name == name))
+    onnx.save(proto, path)
+    record = json.loads((graph / "ckpt_prune_onnx.json").read_text())
+    record["graphs"][0]["inputs"] = [port for port in record["graphs"][0]["inputs"] if port["name"] != name]
+    record["files"]["model.onnx"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    (graph / "ckpt_prune_onnx.json").write_text(json.dumps(record))
+
+
+@pytest.mark.parametrize("name", CONSTANT)
+def test_an_input_that_the_model_reads_must_be_there(copy: Callable[..., tuple[Path, Path]], name: str) -> None:
+    model, graph = copy(ENCODER)
+    without_input(graph, name)
+    found = validate(graph, model, TEXT)
+    assert detail(found, "interface") == f"{name}, which the model's outputs depend on, is no input"
+    assert {check for check, passed in checks(found).items() if passed is False} == {"interface"}
+
+
+def test_an_input_that_the_model_ignores_may_be_gone(
+    copy: Callable[..., tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, graph = copy(ENCODER)
+    without_input(graph, "token_type_ids")
+
+    def deaf(*args: Any, **options: Any) -> PreTrainedModel:
+        loaded = load_model(*args, **options)
+        with torch.no_grad():
+            kinds = loaded.get_parameter("bert.embeddings.token_type_embeddings.weight")
+            kinds[1] = kinds[0]
+        return loaded
+
+    monkeypatch.setattr(validation, "load_model", deaf)
+    found = validate(graph, model, TEXT)
+    assert found.passed
+    assert detail(found, "interface") == "2 inputs and 1 outputs as the model has them"
+
+
+@pytest.mark.parametrize(
+    ("variant", "task", "needs"),
+    [
+        (DECODER, GENERATION, ["input_ids", "attention_mask", "position_ids"]),
+        (ENCODER, Task("fill-mask", "text", cached=False), ["input_ids", "attention_mask", "token_type_ids"]),
+        ("deit-teacher", Task("image-classification", "image", cached=False), ["pixel_values"]),
+    ],
+)
+def test_models_depend_on_what_they_are_traced_with(
+    exported: Exported, variant: str, task: Task, needs: list[str]
+) -> None:
+    model, _ = exported(variant)
+    reference = Reference(load_model(model, device="cpu", dtype=torch.float32), task, set())
+    assert reference.needs == needs
+    assert all(reference.heeds(name) for name in needs)
+
+
+def test_segments_of_which_there_is_one_kind_are_not_read(exported: Exported) -> None:
+    model, _ = exported(ENCODER)
+    loaded = load_model(model, device="cpu", dtype=torch.float32)
+    loaded.config.type_vocab_size = 1
+    reference = Reference(loaded, Task("fill-mask", "text", cached=False), set())
+    assert reference.segments == 1
+    assert not reference.heeds("token_type_ids")
+
+
+# ---- bad arguments -------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_compared_is_refused(exported: Exported, tmp_path: Path) -> None:
+    model, graph = exported(ENCODER)
+    other, vision = exported("deit-teacher")
+    with pytest.raises(UserError, match="was not written by `ckpt-prune export`"):
+        validate(model, model, TEXT)
+    with pytest.raises(UserError, match=f"was not made from .*: its record names {ENCODER}"):
+        validate(graph, other, TEXT)
+    with pytest.raises(UserError, match="reads image: it cannot be compared on the other"):
+        validate(vision, other, TEXT)
+    with pytest.raises(UserError, match="longer than the model's context of 32"):
+        validate(graph, model, ProofSamples(random_windows(2, 33)))
+    with pytest.raises(UserError, match=f"outside the model's vocabulary of {VOCAB}"):
+        validate(graph, model, ProofSamples(torch.full((2, 8), VOCAB)))
+
+
+def test_images_of_another_size_are_refused(exported: Exported, tmp_path: Path) -> None:
+    model, graph = exported("deit-teacher")
+    write_processor(tmp_path / "odd", size={"height": 16, "width": 12})
+    shutil.copy(model / "config.json", tmp_path / "odd")
+    images = _images(tmp_path / "odd", tmp_path / "photos", labelled=False)
+    with pytest.raises(UserError, match="the images are 3 x 16 x 12 after preprocessing, the model reads 3 x 12 x 12"):
+        validate(graph, model, ProofSamples(images=images))
+
+
+def test_a_text_shorter_than_the_cases_is_used_whole_and_nothing_twice(exported: Exported) -> None:
+    model, graph = exported(DECODER)
+    found = validate(graph, model, ProofSamples(random_windows(1, 5)))
+    assert found.passed
+    assert [shape(case) for case in found.cases] == [
+        ("logits", 1, 1, "none", "none"),
+        ("logits", 1, 5, "none", "none"),
+        ("logits", 2, 5, "right", "none"),
+        ("logits", 3, 5, "left", "none"),
+        ("logits", 1, 5, "none", "chunks"),
+        ("present.*", 1, 5, "none", "chunks"),
+        ("logits", 2, 5, "none", "chunks"),
+        ("present.*", 2, 5, "none", "chunks"),
+        ("logits", 3, 5, "left", "chunks"),
+        ("present.*", 3, 5, "left", "chunks"),
+        ("logits", 1, 21, "none", "steps"),
+        ("logits", 2, 21, "left", "steps"),
+    ]

@@ -1,0 +1,259 @@
+"""A whole export passes without its model; every kind of damage fails, and says what is damaged."""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+from onnx import numpy_helper
+
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.onnx.outcome import ProofSamples
+from ckpt_prune.onnx.validation import validate
+from ckpt_prune.onnx.verify import verify_graph
+
+from .exports import made
+
+NAMES = ["files", "checker", "finite", "load", "validation"]
+WEIGHT = "layernorm.weight"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> tuple[Path, Path]:
+    """A model and its graph with external data, compared with it."""
+    model, graph = made(tmp_path_factory)("bert-mlm", embedded=0)
+    folder = tmp_path_factory.mktemp("whole") / "graph"
+    shutil.copytree(graph, folder)
+    validate(folder, model, ProofSamples()).write(folder)
+    return model, folder
+
+
+@pytest.fixture
+def model(whole) -> Path:
+    return whole[0]
+
+
+@pytest.fixture
+def folder(whole, tmp_path) -> Path:
+    shutil.copytree(whole[1], tmp_path / "graph")
+    return tmp_path / "graph"
+
+
+STALE = "validation.json is not about these files: run `ckpt-prune validate`"
+
+
+def failures(folder: Path, source: Path | None = None) -> dict[str, str]:
+    """Check → what is said of it, for those that fail."""
+    checks = verify_graph(folder, source)
+    assert [check.name for check in checks] == [*NAMES, *(["source"] if source else [])]
+    return {check.name: check.detail for check in checks if check.passed is False}
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    values = json.loads(path.read_text())
+    change(values)
+    path.write_text(json.dumps(values))
+
+
+def acknowledge(folder: Path, *, validated: bool = False) -> None:
+    """Fix the record up for what the files are now, as one would who hides a change."""
+    kept = {"README.md", "ckpt_prune_onnx.json", "validation.json"}
+    digests = {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir() if path.name not in kept
+    }
+    graph = onnx.load(folder / "model.onnx").graph
+    tensors = {w.name: hashlib.sha256(numpy_helper.to_array(w).tobytes()).hexdigest() for w in graph.initializer}
+    edit(
+        folder / "ckpt_prune_onnx.json",
+        lambda record: (record.update(files=digests), record["graphs"][0].update(tensors=tensors)),
+    )
+    if validated:
+        edit(folder / "validation.json", lambda record: record["graphs"][0].update(files=digests))
+
+
+def place(folder: Path, name: str) -> tuple[int, int]:
+    """Offset and length of a weight in the external data."""
+    graph = onnx.load(folder / "model.onnx", load_external_data=False).graph
+    (weight,) = [each for each in graph.initializer if each.name == name]
+    where = {entry.key: entry.value for entry in weight.external_data}
+    return int(where.get("offset", 0)), int(where["length"])
+
+
+def some_weight(folder: Path) -> str:
+    graph = onnx.load(folder / "model.onnx", load_external_data=False).graph
+    return next(w.name for w in graph.initializer if w.external_data and ".layer.0." in w.name and len(w.dims) == 2)
+
+
+def overwrite(path: Path, offset: int, data: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(data)
+
+
+def test_whole(folder, model):
+    checks = verify_graph(folder, model)
+    assert {check.name: check.passed for check in checks} == dict.fromkeys([*NAMES, "source"], True)
+    details = {check.name: check.detail for check in checks}
+    count = len(onnx.load(folder / "model.onnx").graph.initializer)
+    cases = len(json.loads((folder / "validation.json").read_text())["graphs"][0]["cases"])
+    assert details == {
+        "files": "5 files as written",
+        "checker": "onnx.checker, opset 20",
+        "finite": f"no NaN, no Inf in {count} tensors",
+        "load": "onnxruntime loads it: 3 inputs, 1 outputs",
+        "validation": f"compared with PyTorch on {cases} inputs, on cpu: within the tolerance",
+        "source": f"exported from {model}",
+    }
+    assert [check.name for check in verify_graph(folder)] == NAMES
+
+
+def test_a_byte_of_a_weight(folder):
+    name = some_weight(folder)
+    offset, _ = place(folder, name)
+    before = (folder / "model.onnx_data").read_bytes()[offset]
+    overwrite(folder / "model.onnx_data", offset, bytes([before ^ 1]))
+    total = len(json.loads((folder / "ckpt_prune_onnx.json").read_text())["graphs"][0]["tensors"])
+    assert failures(folder) == {
+        "files": f"model.onnx_data changed since it was written: 1 of {total} weights differ or cannot be read: {name}",
+        "validation": STALE,
+    }
+
+
+def test_a_byte_of_the_graph(folder):
+    """Where it is no weight: the name that made it."""
+    data = (folder / "model.onnx").read_bytes()
+    (folder / "model.onnx").write_bytes(data.replace(b"ckpt_prune", b"ckpt_prunE", 1))
+    total = len(json.loads((folder / "ckpt_prune_onnx.json").read_text())["graphs"][0]["tensors"])
+    assert failures(folder) == {
+        "files": f"model.onnx changed since it was written: not in its {total} weights",
+        "validation": STALE,
+    }
+
+
+def test_names_in_a_damaged_graph_are_not_printed(folder, capfd):
+    """onnx_ir warns of a name that nothing makes, as it stands there; the fuzzer found a NUL on the terminal."""
+    graph = onnx.load(folder / "model.onnx", load_external_data=False)
+    graph.graph.node[-1].input[0] = "v\x1b[2J"
+    onnx.save(graph, folder / "model.onnx")
+    assert {"files", "checker", "load"} <= set(failures(folder))
+    assert capfd.readouterr().err == ""
+
+
+def test_data_cut_off(folder):
+    os.truncate(folder / "model.onnx_data", (folder / "model.onnx_data").stat().st_size // 2)
+    found = failures(folder)
+    assert set(found) == {"files", "finite", "load", "validation"}
+    assert found["files"].startswith("model.onnx_data changed since it was written: ")
+    assert "weights differ or cannot be read: " in found["files"]
+    assert found["finite"].startswith("model.onnx cannot be read: ")
+    assert found["load"].startswith(f"{folder / 'model.onnx'}: onnxruntime cannot load it: ")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
+def test_a_graph_cut_off(folder, share):
+    os.truncate(folder / "model.onnx", int(share * (folder / "model.onnx").stat().st_size))
+    found = failures(folder)
+    assert {"files", "load"} <= set(found)
+    assert found["files"].startswith("model.onnx changed since it was written: ")
+    assert all("\n" not in detail for detail in found.values())
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "model.onnx_data", "config.json"])
+def test_a_file_that_is_gone(folder, name):
+    (folder / name).unlink()
+    found = failures(folder)
+    assert found["files"] == f"{name} is gone"
+    assert ("load" in found) is (name != "config.json")
+
+
+def test_another_config(folder):
+    edit(folder / "config.json", lambda config: config.update(vocab_size=41))
+    assert failures(folder) == {"files": "config.json changed since it was written", "validation": STALE}
+
+
+@pytest.mark.parametrize("value", [b"\x00\x00\xc0\x7f", b"\x00\x00\x80\xff"], ids=["nan", "inf"])
+@pytest.mark.parametrize("validated", [False, True])
+def test_a_number_that_is_none(folder, value, validated):
+    """However the records were fixed up for it."""
+    name = some_weight(folder)
+    overwrite(folder / "model.onnx_data", place(folder, name)[0] + 8, value)
+    acknowledge(folder, validated=validated)
+    assert failures(folder) == {"finite": f"{name} has NaN or Inf"} | ({} if validated else {"validation": STALE})
+
+
+# ---- what was compared ---------------------------------------------------------------------------------------------
+
+
+def test_not_compared(folder):
+    (folder / "validation.json").unlink()
+    checks = {check.name: check for check in verify_graph(folder)}
+    assert checks["validation"].passed is None
+    assert checks["validation"].detail == (
+        "no validation.json: not compared with PyTorch, `ckpt-prune validate` does it"
+    )
+    assert failures(folder) == {}
+
+
+def test_compared_and_found_wrong(folder):
+    edit(folder / "validation.json", lambda record: record["graphs"][0].update(passed=False))
+    assert failures(folder) == {
+        "validation": "validation.json says that the graph does not compute what the model does"
+    }
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "model.onnx_data", "config.json"])
+def test_compared_when_it_was_another_graph(folder, name):
+    edit(folder / "validation.json", lambda record: record["graphs"][0]["files"].update({name: "0" * 64}))
+    assert failures(folder) == {"validation": STALE}
+
+
+def test_compared_when_it_was_of_another_model(folder):
+    edit(folder / "validation.json", lambda record: record["graphs"][0]["against"].update(fingerprint="0" * 64))
+    assert failures(folder) == {"validation": STALE}
+
+
+@pytest.mark.parametrize("names", [["model.onnx_data"], ["model.onnx", "model.onnx_data", "config.json"]])
+def test_compared_without_some_files(folder, names):
+    edit(folder / "validation.json", lambda record: [record["graphs"][0]["files"].pop(name) for name in names])
+    assert set(failures(folder)) == {"validation"}
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}"])
+def test_a_damaged_record_of_the_comparison(folder, text):
+    (folder / "validation.json").write_text(text)
+    assert failures(folder) == {"validation": f"{folder / 'validation.json'} is damaged: validate again"}
+
+
+# ---- what it is of -------------------------------------------------------------------------------------------------
+
+
+def test_of_another_model(folder, model, tmp_path):
+    shutil.copytree(model, tmp_path / "other")
+    weights = bytearray((tmp_path / "other" / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (tmp_path / "other" / "model.safetensors").write_bytes(weights)
+    assert failures(folder, tmp_path / "other") == {
+        "source": f"it was exported from another model than {tmp_path / 'other'}: its record names bert-mlm"
+    }
+
+
+def test_against_what_is_no_model(folder, tmp_path):
+    (tmp_path / "empty").mkdir()
+    found = failures(folder, tmp_path / "empty")
+    assert set(found) == {"source"}
+    assert found["source"].startswith(f"{tmp_path / 'empty'} has no config.json")
+
+
+def test_what_is_no_export(tmp_path, folder):
+    with pytest.raises(UserError) as error:
+        verify_graph(tmp_path)
+    assert str(error.value) == f"{tmp_path} has no ckpt_prune_onnx.json: it was not written by `ckpt-prune export`"
+    (folder / "ckpt_prune_onnx.json").write_text("{}")
+    with pytest.raises(UserError) as error:
+        verify_graph(folder)
+    assert str(error.value) == f"{folder / 'ckpt_prune_onnx.json'} is damaged: export again"
