@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 from ckpt_prune.job.job import Job, LiveSamples
-from ckpt_prune.job.kinds import FITS_LOGITS
 from ckpt_prune.job.prepared import Prepared
+from ckpt_prune.job.space_kinds import FITS_LOGITS
 from ckpt_prune.measure.moments.kinds import Collect
 from ckpt_prune.measure.samples.samples import Samples, TokenWindows
 from ckpt_prune.measure.statistics.folder import Statistics

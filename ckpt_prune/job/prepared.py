@@ -29,7 +29,7 @@ from ckpt_prune.parallel.group import process_group
 
 
 @dataclass(frozen=True)
-class Ranked:
+class RankedUnits:
     """Scores and errors of the units of a site, by the dense model's statistics.
 
     Attributes:
@@ -80,7 +80,7 @@ class Prepared:
     live: LiveSamples | None = None
     start: "Prepared | None" = None
     plan: Plan | None = None
-    ranked: Mapping[Site, Sequence[Ranked]] | None = None
+    ranked: Mapping[Site, Sequence[RankedUnits]] | None = None
     unsized: Recipe | None = None
     larger: int | None = None
     depth: DepthRecord | None = None

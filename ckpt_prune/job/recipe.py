@@ -18,10 +18,10 @@ from pydantic import (
 from ckpt_prune.common.ratios import Ratio
 from ckpt_prune.job.block_range import blocks_of, checked_range
 from ckpt_prune.job.fields import Strict
-from ckpt_prune.job.kinds import CANDIDATES, CHOSEN, Wish, kind_of
 from ckpt_prune.job.names import Goal
 from ckpt_prune.job.sizes import TargetSize
-from ckpt_prune.job.space import SpaceRecipe
+from ckpt_prune.job.space_kinds import CANDIDATES, CHOSEN, SpaceSettings, kind_of
+from ckpt_prune.job.space_recipe import SpaceRecipe
 from ckpt_prune.measure.statistics.files import Collect
 from ckpt_prune.model.family import Family
 from ckpt_prune.model.spaces import SpaceName, known_space
@@ -442,23 +442,25 @@ class Recipe(Strict):
             del own["ratio"]
         return json.dumps({key: value for key, value in values.items() if key not in ("ratio", "size")})
 
-    def wish(self, space: SpaceName) -> Wish:
+    def settings_of(self, space: SpaceName) -> SpaceSettings:
         """What the recipe says about a space, in the form that its kind is asked in."""
         own = self.spaces[space]
         fitted = own.compensation
-        return Wish(own.score, fitted.method, self.target, self.allocation == "least-error", bool(fitted.centre_keys))
+        return SpaceSettings(
+            own.score, fitted.method, self.target, self.allocation == "least-error", bool(fitted.centre_keys)
+        )
 
     def needs_gram(self, space: SpaceName) -> bool:
         """Whether the space's score or compensation, or the target, needs the Gram of a consumer's input."""
         return self.gram_for(space) is not None
 
     def measures_more(self, space: SpaceName) -> bool:
-        """Whether live moments of the space must hold more than the least (`kinds.Kind.measures_more`)."""
-        return kind_of(space).measures_more(self.wish(space))
+        """Whether live moments of the space must hold more than the least (`space_kinds.SpaceKind.measures_more`)."""
+        return kind_of(space).measures_more(self.settings_of(space))
 
     def gram_for(self, space: SpaceName) -> str | None:
         """What needs the Gram of the space's consumer, in words for a message; None where nothing does."""
-        return kind_of(space).gram_for(self.wish(space))
+        return kind_of(space).gram_for(self.settings_of(space))
 
     @property
     def perplexity_grid(self) -> list[float] | None:

@@ -12,8 +12,8 @@ from pydantic import BaseModel, ValidationError
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.ratios import suggest_percentage
 from ckpt_prune.common.yaml12 import read_yaml
-from ckpt_prune.job.kinds import TRAITS
 from ckpt_prune.job.recipe import Recipe
+from ckpt_prune.job.space_kinds import TRAITS
 from ckpt_prune.model.spaces import SPACES
 from ckpt_prune.recipe.places import RecipeFile, locate_recipe
 from ckpt_prune.recipe.shipped import recipe_text

@@ -7,7 +7,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import track
 from ckpt_prune.job.job import Job
 from ckpt_prune.job.plan import Plan, SitePlan
-from ckpt_prune.job.prepared import Prepared, Ranked, begin
+from ckpt_prune.job.prepared import Prepared, RankedUnits, begin
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.records import StatisticsReference
 from ckpt_prune.model.sites import Site
@@ -22,7 +22,7 @@ from ckpt_prune.stages.spaces.solvers import solver_of
 from ckpt_prune.stages.spaces.stage import Spaces
 
 
-def prepare_plan(job: Job, ranked: Mapping[Site, Sequence[Ranked]] | None = None) -> Prepared:
+def prepare_plan(job: Job, ranked: Mapping[Site, Sequence[RankedUnits]] | None = None) -> Prepared:
     """Decide which blocks and how many units stay, from statistics alone.
 
     Args:

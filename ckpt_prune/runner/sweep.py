@@ -6,7 +6,7 @@ from statistics import fmean
 
 from ckpt_prune.job.cost import cost_of
 from ckpt_prune.job.job import Job
-from ckpt_prune.job.prepared import Prepared, Ranked, begin
+from ckpt_prune.job.prepared import Prepared, RankedUnits, begin
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.records import Cost, DepthRecord, SiteRecord
 from ckpt_prune.job.report import Report
@@ -106,7 +106,7 @@ def points_at(job: Job, ratios: Sequence[float]) -> list[Point]:
     return [point_of(ratio, replace(job, recipe=recipe.with_ratio(ratio)), ranked) for ratio in ratios]
 
 
-def point_of(value: float | str, job: Job, ranked: Mapping[Site, Sequence[Ranked]] | None = None) -> Point:
+def point_of(value: float | str, job: Job, ranked: Mapping[Site, Sequence[RankedUnits]] | None = None) -> Point:
     """Plan a job at a value that its recipe has.
 
     Raises:

@@ -9,7 +9,7 @@ import torch
 
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.evaluation.whole_model import quiet_transformers
-from ckpt_prune.stages.amounts.search import counts_beside, tried_counts
+from ckpt_prune.stages.joint_counts.search import counts_beside, tried_counts
 from tests.cli.joint_axes import divergence
 from tests.cli.running import TEXT, ok, read_json, refused, resumed, run, same_files, untimed
 from tests.cli.test_depth import windows

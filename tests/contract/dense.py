@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ckpt_prune.job.job import Job, LiveSamples, RecoverySamples
-from ckpt_prune.job.kinds import TRAITS
+from ckpt_prune.job.space_kinds import TRAITS
 from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.measure.statistics.measurement import list_collected_by_default, measure_statistics

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ckpt_prune.job.kinds import CANDIDATES
+from ckpt_prune.job.space_kinds import CANDIDATES
 from ckpt_prune.measure.moments.inputs import Moments
 from ckpt_prune.measure.samples.samples import SampleRange
 from ckpt_prune.measure.statistics.folder import record_effects

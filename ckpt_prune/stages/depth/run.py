@@ -28,15 +28,15 @@ from ckpt_prune.measure.statistics.fisher import LIMITS
 from ckpt_prune.model.depth import check_shortened, outputs_of, shortened
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import Kind
-from ckpt_prune.stages.amounts.blocks import DepthWeighing, ranked_at
-from ckpt_prune.stages.amounts.blocks_and_dimensions import AxesWeighing
-from ckpt_prune.stages.amounts.search import measured_whole
 from ckpt_prune.stages.depth.gaps import find_map_spaces, observe_gap
 from ckpt_prune.stages.depth.losses import LOSS_TOKENS, measure_losses_without
 from ckpt_prune.stages.depth.part_distances import measure_part_distances
 from ckpt_prune.stages.depth.preview import Wanted, at_depth, depth_of, depth_record, wanted_depth
 from ckpt_prune.stages.depth.runs import least_blocks, least_runs
 from ckpt_prune.stages.hidden.run import HIDDEN, shared_basis, shared_gram
+from ckpt_prune.stages.joint_counts.blocks import BlockCountSearch, ranked_at
+from ckpt_prune.stages.joint_counts.pairs import PairSearch
+from ckpt_prune.stages.joint_counts.search import measure_unpruned
 
 DEPTH = "depth"
 """Unit of the journal: which blocks go, and the maps in their place."""
@@ -65,14 +65,14 @@ def drop_blocks(prepared: Prepared, run: Run) -> Prepared:
     short = at_depth(prepared, record, _left(prepared.model, record, folder / _MAPS))
     if weighing is not None:
         # The widths are those that were tried. If all of the model stays, so do the statistics of it.
-        known = None if record.gaps or isinstance(weighing, AxesWeighing) else weighing.statistics
+        known = None if record.gaps or isinstance(weighing, PairSearch) else weighing.statistics
         short = replace(short, ranked=ranked_at(weighing.ranking, record), statistics=known)
     return short
 
 
-def _weighing(prepared: Prepared, folder: Path, journal: Journal, stages: Stages) -> DepthWeighing | AxesWeighing:
+def _weighing(prepared: Prepared, folder: Path, journal: Journal, stages: Stages) -> BlockCountSearch | PairSearch:
     """What numbers of blocks are held against each other by: the unpruned model is measured, where it was not."""
-    statistics = measured_whole(prepared, folder / "whole", journal, stages)
+    statistics = measure_unpruned(prepared, folder / "whole", journal, stages)
 
     def shorten(few: Prepared, record: DepthRecord) -> tuple[DepthRecord, Model]:
         file = folder / f"without-{record.blocks - len(record.kept)}.safetensors"
@@ -81,13 +81,13 @@ def _weighing(prepared: Prepared, folder: Path, journal: Journal, stages: Stages
 
     with stages.stage("ranking"):
         if not prepared.recipe.has("hidden"):
-            return DepthWeighing(prepared, statistics, chosen_depth, shorten, journal)
-        return AxesWeighing(prepared, statistics, chosen_depth, shorten, shared_gram, shared_basis, journal)
+            return BlockCountSearch(prepared, statistics, chosen_depth, shorten, journal)
+        return PairSearch(prepared, statistics, chosen_depth, shorten, shared_gram, shared_basis, journal)
 
 
-def _weighed(weighing: DepthWeighing | AxesWeighing, run: Run) -> DepthRecord:
+def _weighed(weighing: BlockCountSearch | PairSearch, run: Run) -> DepthRecord:
     """Which blocks go; how many dimensions of the stream stay, where that was weighed with it, is kept for later."""
-    if isinstance(weighing, DepthWeighing):
+    if isinstance(weighing, BlockCountSearch):
         return weighing.record()
     record, hidden = weighing.records()
     run.remember(HIDDEN, HiddenRecord, lambda: hidden)

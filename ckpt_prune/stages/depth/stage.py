@@ -261,7 +261,7 @@ class Depth(Stage):
 
     def preview(self, prepared: "Prepared") -> "Prepared":
         """Drop as many blocks as will go: the last ones stand for those that measuring chooses."""
-        from ckpt_prune.stages.amounts.stand_in import drop_any_blocks
+        from ckpt_prune.stages.joint_counts.placeholders import drop_any_blocks
 
         return drop_any_blocks(prepared)
 

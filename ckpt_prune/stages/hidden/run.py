@@ -17,8 +17,6 @@ from ckpt_prune.job.records import HiddenRecord
 from ckpt_prune.job.run import Run
 from ckpt_prune.measure.moment_sources import CachedMoments
 from ckpt_prune.model.sublayers import sublayers
-from ckpt_prune.stages.amounts.dimensions import HiddenWeighing
-from ckpt_prune.stages.amounts.search import measured_whole
 from ckpt_prune.stages.hidden.bases import directions_keeping_ones, principal_directions
 from ckpt_prune.stages.hidden.preview import (
     hidden_of,
@@ -31,6 +29,8 @@ from ckpt_prune.stages.hidden.preview import (
 )
 from ckpt_prune.stages.hidden.sliced_checkpoint import SlicedCheckpoint, tied_basis
 from ckpt_prune.stages.hidden.slicing import SlicedStream
+from ckpt_prune.stages.joint_counts.dimensions import DimensionCountSearch
+from ckpt_prune.stages.joint_counts.search import measure_unpruned
 from ckpt_prune.stages.rotation.absorbing import residual_of
 from ckpt_prune.stages.rotation.moments import stream_gram
 
@@ -97,9 +97,9 @@ def _jointly(prepared: Prepared, run: Run) -> Prepared:
     weighing = None
     # Where they were weighed with whole blocks, the sites are ranked and the number is known.
     if hidden_of(prepared).auto and prepared.ranked is None:
-        statistics = measured_whole(prepared, folder / "whole", journal, stages)
+        statistics = measure_unpruned(prepared, folder / "whole", journal, stages)
         with stages.stage("ranking"):
-            weighing = HiddenWeighing(prepared, statistics, shared_gram, shared_basis, journal)
+            weighing = DimensionCountSearch(prepared, statistics, shared_gram, shared_basis, journal)
 
     def choose() -> HiddenRecord:
         with stages.stage("hidden"):

@@ -147,7 +147,7 @@ class Hidden(Stage):
 
     def preview(self, prepared: "Prepared") -> "Prepared":
         """Narrow the stream to as many dimensions as will stay, in a basis that is not measured."""
-        from ckpt_prune.stages.amounts.stand_in import narrow_unmeasured
+        from ckpt_prune.stages.joint_counts.placeholders import narrow_unmeasured
 
         return narrow_unmeasured(prepared)
 

@@ -5,10 +5,10 @@ from collections import Counter
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.compensation.methods import AUTO
 from ckpt_prune.job.decisions import keep_count
-from ckpt_prune.job.kinds import kind_of
 from ckpt_prune.job.plan import Plan
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.recipe import Recipe
+from ckpt_prune.job.space_kinds import kind_of
 from ckpt_prune.measure.moments.kinds import Collect
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.model.family import Family

@@ -6,8 +6,8 @@ Its keys stand at the top of a recipe (`job.recipe`).
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ckpt_prune.job.kinds import CHOSEN, kind_of
 from ckpt_prune.job.recipe import Recipe
+from ckpt_prune.job.space_kinds import CHOSEN, kind_of
 from ckpt_prune.job.stage import Stage
 from ckpt_prune.measure.statistics.files import Collect
 from ckpt_prune.model.spaces import COUPLED, ENDS, known_space
@@ -41,7 +41,7 @@ class Spaces(Stage):
                 raise ValueError(
                     f"spaces.{space}: method {own.compensation.method} is not for this space; allowed here: {allowed}"
                 )
-            if kind.needs_taylor(recipe.wish(space)) and recipe.target != "dense":
+            if kind.needs_taylor(recipe.settings_of(space)) and recipe.target != "dense":
                 raise ValueError(
                     f"spaces.{space}: score {own.score} is measured on the unpruned model, with a pass back through "
                     "all of it: say target: dense"
@@ -116,7 +116,7 @@ class Spaces(Stage):
         """Return True if a score, a compensation or the allocation needs statistics."""
         if recipe.allocation == "least-error":
             return True
-        return any(kind_of(space).needs_moments(recipe.wish(space)) for space in recipe.spaces)
+        return any(kind_of(space).needs_moments(recipe.settings_of(space)) for space in recipe.spaces)
 
     def needs_folds(self, recipe: Recipe) -> bool:
         """Return True if a compensation is chosen on held-out folds."""
@@ -126,7 +126,7 @@ class Spaces(Stage):
         """Return what scores, compensations and the allocation are computed from."""
         needed: set[Collect] = {"fisher"} if recipe.weighed_by_effect else set()
         for space in recipe.spaces:
-            needed |= kind_of(space).collects(recipe.wish(space))
+            needed |= kind_of(space).collects(recipe.settings_of(space))
         return needed
 
     def needs_samples(self, recipe: Recipe) -> bool:

@@ -10,9 +10,9 @@ from torch import Tensor
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import track
 from ckpt_prune.job.decisions import Decision, Decisions, Losses, kept_units, multiple_of
-from ckpt_prune.job.kinds import CANDIDATES, CHOSEN, kind_of
-from ckpt_prune.job.prepared import Prepared, Ranked
+from ckpt_prune.job.prepared import Prepared, RankedUnits
 from ckpt_prune.job.sizes import SizeKind
+from ckpt_prune.job.space_kinds import CANDIDATES, CHOSEN, kind_of
 from ckpt_prune.measure.moment_sources import CachedMoments, MomentSource, NoMoments
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.model.sites import Site
@@ -81,7 +81,7 @@ def _dense_cache(prepared: Prepared) -> MomentSource:
     return CachedMoments(prepared.statistics, prepared.model)
 
 
-def dense_ranking(prepared: Prepared) -> dict[Site, list[Ranked]]:
+def dense_ranking(prepared: Prepared) -> dict[Site, list[RankedUnits]]:
     """Every site's units in the dense model, by each score that may rank them.
 
     With the errors of its widths where these are found by them: in units of the model's own output where the recipe
@@ -92,8 +92,8 @@ def dense_ranking(prepared: Prepared) -> dict[Site, list[Ranked]]:
     solvers = {space: solver_of(model, recipe, space, prepared.device) for space in recipe.spaces}
     source = CachedMoments(statistics, model)
 
-    def rank(block: int) -> dict[Site, list[Ranked]]:
-        found: dict[Site, list[Ranked]] = {}
+    def rank(block: int) -> dict[Site, list[RankedUnits]]:
+        found: dict[Site, list[RankedUnits]] = {}
         moments = source.moments(block, {}, list(solvers))
         metric = statistics.read_fisher(block) if recipe.weighed_by_effect else {}
         for space, solver in solvers.items():
@@ -108,7 +108,7 @@ def dense_ranking(prepared: Prepared) -> dict[Site, list[Ranked]]:
                     counts = [count for count, _ in effects]
                     predicted = solver.tried_errors(block, tensors, own, counts, errors, metric[name])
                     errors = scaled(errors, effects, predicted)
-                ranked.append(Ranked(score, scores.cpu(), errors))
+                ranked.append(RankedUnits(score, scores.cpu(), errors))
         return found
 
     group = process_group()
@@ -127,8 +127,8 @@ def _scores(statistics: Statistics, space: SpaceName, score: str) -> tuple[str, 
 
 
 def _together(
-    ranking: Mapping[Site, Sequence[Ranked]], spaces: Mapping[str, Sequence[tuple[int, float]]]
-) -> dict[Site, list[Ranked]]:
+    ranking: Mapping[Site, Sequence[RankedUnits]], spaces: Mapping[str, Sequence[tuple[int, float]]]
+) -> dict[Site, list[RankedUnits]]:
     """Errors scaled to what is measured of all sites of a space together, where it is known."""
     factors: dict[str, list[tuple[int, float]]] = {}
     for space, points in spaces.items():
@@ -223,14 +223,14 @@ def _least_error(prepared: Prepared) -> Decisions:
     raise UserError(taken_up(prepared))
 
 
-def _decision(prepared: Prepared, keep: int, own: Sequence[Ranked]) -> Decision:
+def _decision(prepared: Prepared, keep: int, own: Sequence[RankedUnits]) -> Decision:
     """So many units, by the score that is best at that width."""
     best = min(own, key=lambda each: float(_errors(each)[-1 - keep]))
     again = prepared.sequential and keep < len(_errors(best)) - 1
     return Decision(keep, scores=None if again else best.scores, score=best.score)
 
 
-def curves_of(prepared: Prepared, ranking: Mapping[Site, Sequence[Ranked]], kind: SizeKind) -> dict[Site, Curve]:
+def curves_of(prepared: Prepared, ranking: Mapping[Site, Sequence[RankedUnits]], kind: SizeKind) -> dict[Site, Curve]:
     """What every site loses with its units, by the best score at every width, and what a unit costs."""
     costs = unit_costs(prepared, kind)
     curves: dict[Site, Curve] = {}
@@ -242,7 +242,7 @@ def curves_of(prepared: Prepared, ranking: Mapping[Site, Sequence[Ranked]], kind
     return curves
 
 
-def _errors(ranked: Ranked) -> Tensor:
+def _errors(ranked: RankedUnits) -> Tensor:
     assert ranked.errors is not None
     return ranked.errors
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckpt_prune.job.kinds import kind_of
+from ckpt_prune.job.space_kinds import kind_of
 from ckpt_prune.measure.samples.samples import SampleRange, Samples
 from ckpt_prune.measure.statistics.distances import EndDistances
 from ckpt_prune.measure.statistics.fisher import LIMITS, Fisher, measure_fisher

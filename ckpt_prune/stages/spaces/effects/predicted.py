@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from ckpt_prune.common.progress import track
-from ckpt_prune.job.kinds import CANDIDATES, kind_of
+from ckpt_prune.job.space_kinds import CANDIDATES, kind_of
 from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.measure.streams.hidden_stream import open_stream
 from ckpt_prune.measure.streams.readout import measure_divergences

@@ -99,7 +99,7 @@ class Variants:
             own = [count for count in self.counts[space] if next(number) in which]
             if not own:
                 continue
-            # Ranked once for all counts.
+            # RankedUnits once for all counts.
             scores = solver_of(self.model, recipe, space, self.device).scores(block, tensors, moments[space])
             for count in own:
                 decision = Decision(self.model.units(space) - count, scores=scores)

@@ -14,7 +14,7 @@ from ckpt_prune.job.decisions import Decision
 from ckpt_prune.job.plan import SitePlan
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.records import SiteShift
-from ckpt_prune.job.space import SpaceRecipe
+from ckpt_prune.job.space_recipe import SpaceRecipe
 from ckpt_prune.measure.moments.kinds import SpaceMoments
 from ckpt_prune.measure.statistics.fisher import Fisher
 from ckpt_prune.model.family import KINDS

@@ -22,7 +22,7 @@ from ckpt_prune.job.decisions import Decision
 from ckpt_prune.job.plan import SitePlan
 from ckpt_prune.job.records import SiteShift
 from ckpt_prune.job.selection import select, select_in_heads, unit_scores
-from ckpt_prune.job.space import Compensation
+from ckpt_prune.job.space_recipe import Compensation
 from ckpt_prune.measure.moments.inputs import Moments, sum_folds
 from ckpt_prune.measure.moments.kinds import SpaceMoments, select_input_moments
 from ckpt_prune.measure.statistics.fisher import Fisher

@@ -9,7 +9,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.compensation.logit import LogitDiagnostics, StrengthChoice
 from ckpt_prune.job.plan import SitePlan
 from ckpt_prune.job.records import HeadErrors
-from ckpt_prune.job.space import Compensation
+from ckpt_prune.job.space_recipe import Compensation
 from ckpt_prune.measure.statistics.fisher import Fisher
 from ckpt_prune.stages.spaces.solvers.base import NO_FOLDS
 

@@ -6,12 +6,12 @@ import pytest
 
 from ckpt_prune.compensation.logit_methods import LOGIT_METHODS
 from ckpt_prune.compensation.methods import COLUMN_METHODS, ROTARY_METHODS
-from ckpt_prune.job.kinds import KINDS, SCORE_NAMES, TRAITS, Wish, kind_of
+from ckpt_prune.job.space_kinds import KINDS, SCORE_NAMES, TRAITS, SpaceSettings, kind_of
 from ckpt_prune.model.spaces import BESIDE, ENDS, SPACES, Ends
 
 WISHES = {
     ends: [
-        Wish(score, method, target, by_error)
+        SpaceSettings(score, method, target, by_error)
         for score in kind.scores
         for method in kind.methods
         for target in ("dense", "sequential", "drift")
@@ -64,7 +64,7 @@ def test_what_a_kind_needs_follows_from_its_score_compensation_and_target(ends):
 
 def test_what_needs_a_gram_is_named_compensation_first():
     columns = KINDS["columns"]
-    assert columns.gram_for(Wish("obs", "ridge", "drift", False)) == "compensation ridge"
-    assert columns.gram_for(Wish("obs", "bias", "drift", False)) == "score obs"
-    assert columns.gram_for(Wish("flap", "bias", "drift", False)) == "target drift"
-    assert columns.gram_for(Wish("flap", "bias", "sequential", False)) is None
+    assert columns.gram_for(SpaceSettings("obs", "ridge", "drift", False)) == "compensation ridge"
+    assert columns.gram_for(SpaceSettings("obs", "bias", "drift", False)) == "score obs"
+    assert columns.gram_for(SpaceSettings("flap", "bias", "drift", False)) == "target drift"
+    assert columns.gram_for(SpaceSettings("flap", "bias", "sequential", False)) is None

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from ckpt_prune.common.ratios import Ratio
 from ckpt_prune.compensation.methods import AUTO, CANDIDATES, GRID, METHODS, SHARES
 from ckpt_prune.job.fields import OneOf, Strict
-from ckpt_prune.job.kinds import FITS_LOGITS, SCORE_NAMES, TRAITS
+from ckpt_prune.job.space_kinds import FITS_LOGITS, SCORE_NAMES, TRAITS
 from ckpt_prune.model.spaces import Rounding
 
 ScoreName = Annotated[str, OneOf("score", SCORE_NAMES)]

@@ -30,7 +30,7 @@ def _no_score(*_: object) -> NoReturn:
 
 
 @dataclass(frozen=True)
-class Wish:
+class SpaceSettings:
     """What a recipe says about one space.
 
     Attributes:
@@ -48,7 +48,7 @@ class Wish:
     centred: bool = False
 
 
-class Kind(ABC):
+class SpaceKind(ABC):
     """What spaces of one kind have in common for recipes.
 
     Attributes:
@@ -67,24 +67,24 @@ class Kind(ABC):
     by_errors: bool = True
     candidates: tuple[str, ...] = CANDIDATES
 
-    def needs_moments(self, wish: Wish) -> bool:
+    def needs_moments(self, wish: SpaceSettings) -> bool:
         """Whether the score or the compensation needs statistics."""
         return self.scores[wish.score].needs_moments or wish.method != "none"
 
     @abstractmethod
-    def gram_for(self, wish: Wish) -> str | None:
+    def gram_for(self, wish: SpaceSettings) -> str | None:
         """What needs the Gram of the consumer's input, in words for a message; None where nothing does."""
 
     @abstractmethod
-    def collects(self, wish: Wish) -> set[Collect]:
+    def collects(self, wish: SpaceSettings) -> set[Collect]:
         """What statistics must hold for this space, beside the vectors of consumers' inputs."""
 
-    def needs_taylor(self, wish: Wish) -> bool:
+    def needs_taylor(self, wish: SpaceSettings) -> bool:
         """Whether the score is what gradients of the loss have told of the unpruned model."""
         return False
 
     @abstractmethod
-    def measures_more(self, wish: Wish) -> bool:
+    def measures_more(self, wish: SpaceSettings) -> bool:
         """Whether moments that are measured live must hold more than the least: Grams, or Grams of centred keys."""
 
     @abstractmethod
@@ -92,13 +92,13 @@ class Kind(ABC):
         """Whether a score is a sum over columns, which FLAP's rankings compare."""
 
 
-class ColumnKind(Kind):
+class ColumnKind(SpaceKind):
     """Spaces that end in the columns of a projection."""
 
     scores: Mapping[str, Score] = {**SCORES, **UNIT_SCORES, CHOSEN: Score(_no_score, needs_gram=True)}
     methods = COLUMN_METHODS
 
-    def gram_for(self, wish: Wish) -> str | None:
+    def gram_for(self, wish: SpaceSettings) -> str | None:
         """The compensation, the score, the allocation or the target, the first that needs a Gram."""
         if self.methods[wish.method].needs_gram:
             return f"compensation {wish.method}"
@@ -108,16 +108,16 @@ class ColumnKind(Kind):
             return "allocation least-error"
         return f"target {wish.target}" if wish.target == "drift" else None
 
-    def collects(self, wish: Wish) -> set[Collect]:
+    def collects(self, wish: SpaceSettings) -> set[Collect]:
         """The Gram of the consumer's input, where something needs it, and what gradients tell of units."""
         found: set[Collect] = set() if self.gram_for(wish) is None else {"gram"}
         return found | {"taylor"} if self.needs_taylor(wish) else found
 
-    def needs_taylor(self, wish: Wish) -> bool:
+    def needs_taylor(self, wish: SpaceSettings) -> bool:
         """Whether the score is what gradients of the loss have told of the unpruned model."""
         return self.scores[wish.score].needs_taylor
 
-    def measures_more(self, wish: Wish) -> bool:
+    def measures_more(self, wish: SpaceSettings) -> bool:
         """Grams, where something needs them."""
         return self.gram_for(wish) is not None
 
@@ -126,7 +126,7 @@ class ColumnKind(Kind):
         return score in SCORES
 
 
-class LogitKind(Kind):
+class LogitKind(SpaceKind):
     """Spaces that end in the attention logits: the dimensions that q and k share."""
 
     scores: Mapping[str, Score] = LOGIT_SCORES
@@ -134,16 +134,16 @@ class LogitKind(Kind):
     unrankable = "q and k keep the same number of dimensions in every head and layer: allocation: uniform"
     stock = False
 
-    def gram_for(self, wish: Wish) -> str | None:
+    def gram_for(self, wish: SpaceSettings) -> str | None:
         """Nothing: the space has no consumer."""
         return None
 
-    def collects(self, wish: Wish) -> set[Collect]:
+    def collects(self, wish: SpaceSettings) -> set[Collect]:
         """Moments of queries and keys, for the score, the compensation or the error of every width."""
         found: set[Collect] = {"logits"} if self.needs_moments(wish) or wish.by_error else set()
         return found | {"centred"} if wish.centred else found
 
-    def measures_more(self, wish: Wish) -> bool:
+    def measures_more(self, wish: SpaceSettings) -> bool:
         """Grams of centred keys, where logits are fitted with these."""
         return wish.centred
 
@@ -159,11 +159,11 @@ class RotaryKind(LogitKind):
     methods = ROTARY_METHODS
     unrankable = "every KV head keeps as many rotary pairs as the next: allocation: uniform or least-error"
 
-    def collects(self, wish: Wish) -> set[Collect]:
+    def collects(self, wish: SpaceSettings) -> set[Collect]:
         """Moments of rotary pairs, for the score, the compensation or the error of every width."""
         return {"rotary"} if self.needs_moments(wish) or wish.by_error else set()
 
-    def measures_more(self, wish: Wish) -> bool:
+    def measures_more(self, wish: SpaceSettings) -> bool:
         """Never."""
         return False
 
@@ -176,7 +176,7 @@ class BesideKind(ColumnKind):
     unrankable = "every KV group keeps as many query heads as the next: allocation: uniform or least-error"
 
 
-class ExpertKind(Kind):
+class ExpertKind(SpaceKind):
     """Whole experts of a block."""
 
     scores: Mapping[str, Score] = EXPERT_SCORES
@@ -184,15 +184,15 @@ class ExpertKind(Kind):
     unrankable = "every block keeps as many experts as the next: allocation: uniform"
     by_errors = False
 
-    def gram_for(self, wish: Wish) -> str | None:
+    def gram_for(self, wish: SpaceSettings) -> str | None:
         """Nothing."""
         return None
 
-    def collects(self, wish: Wish) -> set[Collect]:
+    def collects(self, wish: SpaceSettings) -> set[Collect]:
         """Nothing beside what is always collected."""
         return set()
 
-    def measures_more(self, wish: Wish) -> bool:
+    def measures_more(self, wish: SpaceSettings) -> bool:
         """Nothing."""
         return False
 
@@ -210,7 +210,7 @@ class ValueKind(ColumnKind):
     candidates = tuple(VALUE_SCORES)
 
 
-KINDS: dict[Ends, Kind] = {
+KINDS: dict[Ends, SpaceKind] = {
     "columns": ColumnKind(),
     "logits": LogitKind(),
     "rotary": RotaryKind(),
@@ -228,7 +228,7 @@ FITS_LOGITS: tuple[str, ...] = tuple(name for name in LOGIT_METHODS if name != "
 """Compensations that are fitted to attention logits."""
 
 
-def kind_of(space: SpaceName) -> Kind:
+def kind_of(space: SpaceName) -> SpaceKind:
     """The kind of a space."""
     known = known_space(space)
     return _BESIDE if known in BESIDE and ENDS[known] == "columns" else KINDS[ENDS[known]]

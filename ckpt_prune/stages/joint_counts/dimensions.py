@@ -10,9 +10,9 @@ from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.records import HiddenRecord, TriedHidden
 from ckpt_prune.measure.statistics.folder import Statistics
-from ckpt_prune.stages.amounts.search import CountWeighing, Trial
 from ckpt_prune.stages.hidden.preview import hidden_record, jointly_narrowed, possible_widths, view_of
 from ckpt_prune.stages.hidden.sliced_checkpoint import SlicedCheckpoint
+from ckpt_prune.stages.joint_counts.search import SingleCountSearch, Trial
 
 Measure = Callable[[Prepared], Tensor]
 """A request with samples → the Gram of what all norms make of the stream, (d, d) float64."""
@@ -20,7 +20,7 @@ Find = Callable[[SlicedCheckpoint, Tensor], tuple[Tensor, float]]
 """A view of so many dimensions and that Gram → its basis, and the share of the energy that lies in it."""
 
 
-class HiddenWeighing(CountWeighing):
+class DimensionCountSearch(SingleCountSearch):
     """Numbers of dimensions held against each other.
 
     Args:

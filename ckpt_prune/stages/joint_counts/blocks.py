@@ -4,13 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from ckpt_prune.checkpoint.journal import Journal
-from ckpt_prune.job.prepared import Prepared, Ranked
+from ckpt_prune.job.prepared import Prepared, RankedUnits
 from ckpt_prune.job.records import DepthRecord, TriedDepth
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.sites import Site
-from ckpt_prune.stages.amounts.search import CountWeighing, Trial
 from ckpt_prune.stages.depth.preview import at_depth, depth_of, wanted_depth
+from ckpt_prune.stages.joint_counts.search import SingleCountSearch, Trial
 
 Shorten = Callable[[Prepared, DepthRecord], tuple[DepthRecord, Model]]
 """A request and which blocks go → the record of what makes up for them, and the model that is left."""
@@ -18,7 +18,7 @@ Choose = Callable[[Prepared], DepthRecord]
 """A request with a number of blocks to drop → which ones."""
 
 
-class DepthWeighing(CountWeighing):
+class BlockCountSearch(SingleCountSearch):
     """Numbers of blocks held against each other.
 
     Args:
@@ -82,7 +82,7 @@ def blocks_chosen(prepared: Prepared, statistics: Statistics, choose: Choose, co
     return choose(replace(prepared, recipe=recipe.model_copy(update={"depth": fixed}), statistics=statistics))
 
 
-def ranked_at(ranking: Mapping[Site, Sequence[Ranked]], record: DepthRecord) -> dict[Site, Sequence[Ranked]]:
+def ranked_at(ranking: Mapping[Site, Sequence[RankedUnits]], record: DepthRecord) -> dict[Site, Sequence[RankedUnits]]:
     """What is known of the sites of the blocks that stay, by their new numbers."""
     places = {old: new for new, old in enumerate(record.kept)}
     return {site._replace(block=places[site.block]): own for site, own in ranking.items() if site.block in places}

@@ -24,7 +24,7 @@ from ckpt_prune.common.phases import phase
 from ckpt_prune.common.progress import track
 from ckpt_prune.job.decisions import Decision, Decisions
 from ckpt_prune.job.job import LiveSamples
-from ckpt_prune.job.prepared import Prepared, Ranked
+from ckpt_prune.job.prepared import Prepared, RankedUnits
 from ckpt_prune.job.records import Tried
 from ckpt_prune.job.timing import Stages
 from ckpt_prune.measure.moment_sources import CachedMoments, KnownMoments
@@ -86,7 +86,7 @@ class Trial:
     own_ends: bool = False
 
 
-class Weighing(ABC, Generic[Amount]):
+class CountSearch(ABC, Generic[Amount]):
     """Amounts of an axis, or of several, held against each other.
 
     Args:
@@ -243,7 +243,7 @@ class Weighing(ABC, Generic[Amount]):
         return pruner.block(block, tensors, KnownMoments(moments))[0]
 
 
-class CountWeighing(Weighing[int]):
+class SingleCountSearch(CountSearch[int]):
     """Amounts of one axis held against each other."""
 
     @property
@@ -268,7 +268,7 @@ class CountWeighing(Weighing[int]):
         return min(told, key=lambda count: (told[count], count), default=None)
 
 
-def measured_whole(prepared: Prepared, folder: Path, journal: Journal, stages: Stages) -> Statistics:
+def measure_unpruned(prepared: Prepared, folder: Path, journal: Journal, stages: Stages) -> Statistics:
     """Statistics of the unpruned model that amounts are held against each other by: measured, where they were not.
 
     Args:
@@ -290,7 +290,7 @@ def measured_whole(prepared: Prepared, folder: Path, journal: Journal, stages: S
     return statistics
 
 
-def ranking_of(prepared: Prepared, statistics: Statistics) -> Mapping[Site, Sequence[Ranked]]:
+def ranking_of(prepared: Prepared, statistics: Statistics) -> Mapping[Site, Sequence[RankedUnits]]:
     """Every site's units in the dense model, and what fewer of them lose, for a recipe with spaces."""
     return dense_ranking(replace(prepared, recipe=prepared.recipe.spaces_alone, statistics=statistics))
 
