@@ -19,9 +19,9 @@ from ckpt_prune.measure.moments.kinds import Collect
 from ckpt_prune.measure.samples.samples import TokenWindows
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.measure.statistics.measurement import measure_statistics
+from ckpt_prune.model.config_only import checkpoint_of_config
 from ckpt_prune.model.descriptions import load_family
 from ckpt_prune.model.family import Family
-from ckpt_prune.model.hypothetical import checkpoint_of_config
 from ckpt_prune.model.model import Model
 from ckpt_prune.runner.plan import prepare_plan
 from ckpt_prune.runner.run_job import run_job

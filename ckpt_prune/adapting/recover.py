@@ -24,7 +24,7 @@ from ckpt_prune.job.timing import Stages
 from ckpt_prune.job.training_settings import LoraSettings, RecoverySettings
 from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.model.containers.container import container_of
-from ckpt_prune.model.fitting import loaded
+from ckpt_prune.model.matching import apply_family_ties
 from ckpt_prune.model.model import Model
 from ckpt_prune.runner.publish import publish, wanted_names
 from ckpt_prune.stages.recovery.block_training import SampleSplit
@@ -140,7 +140,7 @@ def _write(
     announce: Announce,
 ) -> Report:
     """Write the source's tensors, and those that changed in their place."""
-    source = loaded(Checkpoint.open(request.pruned.checkpoint.path), request.pruned.family)
+    source = apply_family_ties(Checkpoint.open(request.pruned.checkpoint.path), request.pruned.family)
     # Else what was trained would be written beside what another process has put there since.
     request.pruned.checkpoint.check_unchanged([*source.files, CONFIG])
     layout: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {name: {} for name in source.files}

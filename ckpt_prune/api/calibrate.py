@@ -171,7 +171,7 @@ def calibrate(
         source = open_model(options.model, Opening.of(options))
         checkpoint, described = source.checkpoint, source.family
         known = list_collectable(source)
-        again = source.own_code
+        again = source.has_remote_code
         inside = [space for space in described.columns if space not in described.consumers and not again]
         usual = [*list_collected_by_default(source), *([EFFECTS] if measured_singly(source) else [])]
         effects = [] if described.experts is not None or again else [EFFECTS]

@@ -8,13 +8,13 @@ from ckpt_prune.api.types import AnyModel, AnyPath
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import show_progress
 from ckpt_prune.common.ratios import parse_ratio, suggest_percentage
-from ckpt_prune.model.descriptions import is_known
-from ckpt_prune.model.supported import check_kind, check_supported
+from ckpt_prune.model.descriptions import has_description
+from ckpt_prune.model.supported import check_model_type, check_supported
 from ckpt_prune.options import InspectOptions, PartName, checked
 from ckpt_prune.recipe.places import check_recipe
 
 if TYPE_CHECKING:
-    from ckpt_prune.description.model import Description
+    from ckpt_prune.inspection.answer import Description
 
 
 def inspect(
@@ -50,10 +50,10 @@ def inspect(
         check_recipe(options.recipe)
     check_supported(options.model, options.family, options.part, unknown=True)
 
-    from ckpt_prune.description.describe import describe, describe_unknown
-    from ckpt_prune.model.containers.opening import Opening, described_as, open_checkpoint
-    from ckpt_prune.model.hypothetical import checkpoint_of_config, config_of_folder, is_config_only
-    from ckpt_prune.model.part import part_of
+    from ckpt_prune.inspection.describe import describe, describe_unknown
+    from ckpt_prune.model.composites import extract_part
+    from ckpt_prune.model.config_only import checkpoint_of_config, config_of_folder, is_config_only
+    from ckpt_prune.model.containers.opening import Opening, apply_description, open_checkpoint
 
     with show_progress(progress):
         folder = Path(options.model)
@@ -63,17 +63,17 @@ def inspect(
                 f"{folder} has a config.json and no weights: --sparsity counts zeros in weights; leave it out"
             )
         if config_only:
-            config = described_as(config_of_folder(folder), options.family)
-            if options.part is None and not is_known(config):
-                check_kind(config)
+            config = apply_description(config_of_folder(folder), options.family)
+            if options.part is None and not has_description(config):
+                check_model_type(config)
                 return describe_unknown(folder, config)
             checkpoint = checkpoint_of_config(folder, config)
             if options.part is not None:
-                checkpoint = part_of(checkpoint, options.part)
+                checkpoint = extract_part(checkpoint, options.part)
         else:
             checkpoint = open_checkpoint(options.model, Opening(trust=True, family=options.family, part=options.part))
-            if not is_known(checkpoint.config):
-                check_kind(checkpoint.config)
+            if not has_description(checkpoint.config):
+                check_model_type(checkpoint.config)
                 return describe_unknown(checkpoint.path, checkpoint.config)
         return describe(
             checkpoint, weights=not config_only, recipe=options.recipe, ratios=wanted, sparsity=options.sparsity

@@ -100,7 +100,7 @@ class ComparedPlan:
 
 def compared_plan(planned: Planned) -> ComparedPlan:
     """The row of a plan."""
-    from ckpt_prune.model.spaces import first_of_experts
+    from ckpt_prune.model.spaces import first_expert_spaces
     from ckpt_prune.report.figures import held_out_errors, space_errors
 
     made = planned.plan
@@ -111,8 +111,8 @@ def compared_plan(planned: Planned) -> ComparedPlan:
         made.before,
         made.after,
         "remote code" if made.container == "remote" else made.container,
-        {space: errors.get(space) for space in first_of_experts(made.recipe.spaces)},
-        {space: held_out.get(space) for space in first_of_experts(made.recipe.spaces)},
+        {space: errors.get(space) for space in first_expert_spaces(made.recipe.spaces)},
+        {space: held_out.get(space) for space in first_expert_spaces(made.recipe.spaces)},
         made.divergence,
         planned.messages,
     )

@@ -229,7 +229,7 @@ def _plans(
     """Points that are predicted from statistics."""
     from ckpt_prune.job.cost import cost_of
     from ckpt_prune.job.prepared import begin
-    from ckpt_prune.model.spaces import first_of_experts
+    from ckpt_prune.model.spaces import first_expert_spaces
     from ckpt_prune.runner.messages import cache_line
     from ckpt_prune.runner.read_job import read_plan_job
     from ckpt_prune.runner.read_recipe import recipe_of
@@ -255,7 +255,7 @@ def _plans(
         job.model.checkpoint.check_finite()
         points = [point_of(value, each) for value, each in zip(values, jobs, strict=True)]
     start = begin(job)
-    spaces = tuple(first_of_experts(start.recipe.spaces))
+    spaces = tuple(first_expert_spaces(start.recipe.spaces))
     notes = tuple(filter(None, [cache_line(start)]))
     name, before = start.recipe.name, cost_of(job.model)
     return Sweep(name, spaces, before, tuple(points), key, notes=notes, depth=tuple(blocks))
@@ -270,7 +270,7 @@ def _with_scores(found: Sweep, measuring: Measuring) -> Sweep:
 
 def _outputs(key: str, values: Sequence[float | str], measuring: Measuring) -> Sweep:
     """Points of what no plan says, or of samples of their own: what was written."""
-    from ckpt_prune.model.spaces import first_of_experts
+    from ckpt_prune.model.spaces import first_expert_spaces
     from ckpt_prune.runner.messages import cache_line
     from ckpt_prune.runner.sweep import point_of_output
 
@@ -282,7 +282,7 @@ def _outputs(key: str, values: Sequence[float | str], measuring: Measuring) -> S
         points.append(_scored(point_of_output(value, pruned.settled, pruned.report), own))
         settled, scores = pruned.settled, own
     recipe = settled.recipe
-    spaces = tuple(first_of_experts(recipe.spaces))
+    spaces = tuple(first_expert_spaces(recipe.spaces))
     notes = tuple(filter(None, [cache_line(settled)]))
     return Sweep(recipe.name, spaces, settled.before, tuple(points), key, scores.told, scores.metric, notes)
 

@@ -31,10 +31,10 @@ from ckpt_prune.job.latency import TRUSTED, Latencies, StreamTime
 from ckpt_prune.job.sizes import Timed
 from ckpt_prune.model.containers.choosing import ANY, REMOTE, choose_container
 from ckpt_prune.model.containers.remote import remote_model_class, with_block_facts
-from ckpt_prune.model.depth import shortened
+from ckpt_prune.model.depth import shorten_model
 from ckpt_prune.model.model import Model
-from ckpt_prune.model.skeleton import parse_config, without_weights
-from ckpt_prune.model.spaces import SpaceName, known_space
+from ckpt_prune.model.skeleton import parse_config, skip_initialisation
+from ckpt_prune.model.spaces import SpaceName, recipe_space
 
 MOST_BYTES = 2**30
 """Of the weights of one of the models that are timed."""
@@ -200,8 +200,8 @@ def _measured(
 ) -> Table:
     blocks = _blocks(model)
     few = max(1, blocks // 2)
-    known = list(dict.fromkeys(map(known_space, spaces)))
-    alike = {name: [space for space in spaces if known_space(space) == name] for name in known}
+    known = list(dict.fromkeys(map(recipe_space, spaces)))
+    alike = {name: [space for space in spaces if recipe_space(space) == name] for name in known}
     halves = {name: {space: max(1, model.units(space) // 2) for space in own} for name, own in alike.items()}
     every = {space: kept for own in halves.values() for space, kept in own.items()}
     variants = [Variant(blocks, {}), Variant(few, {}), *(Variant(blocks, own) for own in halves.values())]
@@ -259,14 +259,14 @@ def _within(units: dict[str, float], block: float, counts: dict[str, int]) -> di
 def _blocks(model: Model) -> int:
     """How many blocks are timed: all, or as many as fit; two at the least where there are two."""
     whole = 4 * cost_of(model).parameters
-    one = whole - 4 * cost_of(shortened(model, range(1, model.blocks))).parameters if model.blocks > 1 else whole
+    one = whole - 4 * cost_of(shorten_model(model, range(1, model.blocks))).parameters if model.blocks > 1 else whole
     fit = int((MOST_BYTES - (whole - model.blocks * one)) // max(one, 1))
     return max(min(2, model.blocks), min(model.blocks, fit))
 
 
 def built(model: Model, variant: Variant, half: HalfStream | None = None) -> nn.Module:
     """A model of a variant's shape on the CPU, in float32, its weights drawn."""
-    short = shortened(model, range(variant.blocks))
+    short = shorten_model(model, range(variant.blocks))
     if variant.narrow and half is not None:
         short = half.of(short)
     widths = [variant.kept] * variant.blocks
@@ -276,7 +276,7 @@ def built(model: Model, variant: Variant, half: HalfStream | None = None) -> nn.
     except UserError:
         container = choose_container(short, widths, biases, requested=REMOTE)
     config = parse_config(container.config)
-    with without_weights():
+    with skip_initialisation():
         if container.remote_class is not None:
             made: Any = remote_model_class(container.remote_class)(with_block_facts(config, container.remote_class))
         else:

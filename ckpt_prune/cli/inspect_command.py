@@ -17,7 +17,7 @@ from ckpt_prune.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from ckpt_prune.description.model import (
+    from ckpt_prune.inspection.answer import (
         ModelDescription,
         RemoteDescription,
         SparsityDescription,
@@ -66,7 +66,7 @@ def command(as_json: bool, **given: Any) -> None:
         echo_json(found.data())
         return
 
-    from ckpt_prune.description.model import RemoteDescription, UnknownDescription
+    from ckpt_prune.inspection.answer import RemoteDescription, UnknownDescription
 
     if isinstance(found, RemoteDescription):
         _print_remote(found)

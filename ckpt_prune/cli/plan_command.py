@@ -28,7 +28,7 @@ from ckpt_prune.cli.options import (
 )
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.safe_text import escape_controls
-from ckpt_prune.model.spaces import space_of
+from ckpt_prune.model.spaces import expert_space
 from ckpt_prune.options import PlanOptions, checked
 from ckpt_prune.recipe.shipped import DEFAULT_RECIPE
 
@@ -187,7 +187,7 @@ def _print_shifts(sites: "Sequence[SitePlan]", left: Sequence[str]) -> None:
 
     rows = [
         [
-            *(str(site.block), space_of(site.space, site.expert), f"{len(site.kept)}/{site.units}"),
+            *(str(site.block), expert_space(site.space, site.expert), f"{len(site.kept)}/{site.units}"),
             *(figure(value) for value in (site.error_compensated, shift.test, shift.uncompensated, shift.floor)),
             figure(shift.covariances, ".3f"),
             figure(shift.freedom, ".0f"),
@@ -297,7 +297,7 @@ def _print_plan(settled: Any, plan: Any) -> None:
         rows.append(
             [
                 str(site.block),
-                space_of(site.space, site.expert),
+                expert_space(site.space, site.expert),
                 f"{len(site.kept)}/{site.units}",
                 site.method + strength,
                 *("-" if f is None else f"{f:.4f}" for f in figures),

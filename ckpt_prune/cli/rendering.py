@@ -10,9 +10,9 @@ from ckpt_prune.job.records import Cost, DepthRecord, HiddenRecord, SiteRecord
 from ckpt_prune.job.recovery_records import RecoveredLayer
 from ckpt_prune.job.report import Adapters, Report
 from ckpt_prune.model.containers.choosing import ANY
+from ckpt_prune.model.family_keys import GROUPED
 from ckpt_prune.model.model import Model
-from ckpt_prune.model.parts import GROUPED
-from ckpt_prune.model.spaces import ENDS, first_of_experts, known_space, space_of
+from ckpt_prune.model.spaces import ENDS, expert_space, first_expert_spaces, recipe_space
 from ckpt_prune.report.adapters import loss_name, measured_on, trained_on
 from ckpt_prune.report.depth import depth_lines, named_all
 from ckpt_prune.report.figures import (
@@ -91,7 +91,7 @@ def _kept_units(settled: Prepared) -> str:
     if asked is not None and all(width[space] == model.units(space) for width in widths for space in width):
         return f"nothing is dropped: the model is within {asked.words} as it is"
     kept = []
-    for name, space in first_of_experts(recipe.spaces).items():
+    for name, space in first_expert_spaces(recipe.spaces).items():
         counts = sorted({width[space] for width in widths})
         span = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
         told = f" (ratio {1 - fmean(width[space] for width in widths) / model.units(space):.3g})"
@@ -129,7 +129,7 @@ def _foreseen_line(settled: Prepared) -> str:
     """What one ratio everywhere keeps, where widths of about that size are found by measuring."""
     asked, recipe = settled.recipe.size, settled.recipe
     widths = settled.widths[-1]
-    spaces = first_of_experts(widths).items()
+    spaces = first_expert_spaces(widths).items()
     kept = ", ".join(f"{name} {widths[space]}/{settled.model.units(space)}" for name, space in spaces)
     size = f"ratio {recipe.ratio:g}" if asked is None else asked.words
     return (
@@ -203,7 +203,7 @@ def cost_rows(before: Cost, after: Cost) -> list[list[str]]:
 
 def plan_legend(model: Model, sites: Sequence[SiteRecord], *, language: bool) -> Iterable[str]:
     """What the columns of a plan say: a line for each that holds a figure somewhere; `language` as in `error_lines`."""
-    known = first_of_experts(model.family.spaces)
+    known = first_expert_spaces(model.family.spaces)
     named = {site.space: model.family.spaces[known[site.space]].unit for site in sites if site.space in known}
     units = ", ".join(f"{space}: {unit}s" for space, unit in named.items())
     yield f"kept: units that stay, of those there are ({units})"
@@ -234,7 +234,7 @@ def error_lines(sites: Sequence[SiteRecord], *, language: bool) -> Iterable[str]
     """
     found = space_errors(sites)
     for errors in found:
-        what = "logits" if ENDS[known_space(errors.space)] in ("logits", "rotary") else "outputs"
+        what = "logits" if ENDS[recipe_space(errors.space)] in ("logits", "rotary") else "outputs"
         yield (
             f"{errors.space}: mean error of the {what} on the calibration samples {errors.uncompensated:.4f} bare, "
             f"{errors.compensated:.4f} compensated{DRIFT if errors.drift else ''}"
@@ -270,7 +270,7 @@ def warning_lines(sites: Sequence[SiteRecord]) -> Iterable[str]:
         )
     for space, error in held_out_errors(sites).items():
         yield f"{space}: mean error on held-out folds, compensated, {error:.4f}"
-    worse = [f"{space_of(site.space, site.expert)} of block {site.block}" for site in worse_on_held_out(sites)]
+    worse = [f"{expert_space(site.space, site.expert)} of block {site.block}" for site in worse_on_held_out(sites)]
     if worse:
         named = ", ".join(worse[:5]) + (f" and {len(worse) - 5} more" if len(worse) > 5 else "")
         yield f"compensation does not help on held-out samples at {named}: use more samples or a larger lambda"

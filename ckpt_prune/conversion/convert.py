@@ -18,7 +18,7 @@ from ckpt_prune.conversion.mae import plain_of_mae
 from ckpt_prune.conversion.plain import Plain
 from ckpt_prune.conversion.timm import plain_of_timm
 from ckpt_prune.model.containers.checking import check_shapes
-from ckpt_prune.model.containers.side_files import carried, top_names
+from ckpt_prune.model.containers.side_files import carried_files, top_names
 from ckpt_prune.model.skeleton import stock_names
 from ckpt_prune.model.supported import is_timm
 
@@ -60,7 +60,7 @@ def convert_checkpoint(checkpoint: Checkpoint, out: Path, *, overwrite: bool = F
     dtypes = {name: checkpoint.tensors[made.sources[0]].dtype for name, made in plain.tensors.items()}
     layout = {SINGLE: {name: (dtypes[name], made.shape) for name, made in plain.tensors.items()}}
     replaced = set() if plain.processor is None else {PROCESSOR}
-    kept = {name: path for name, path in carried(checkpoint).items() if name not in replaced}
+    kept = {name: path for name, path in carried_files(checkpoint).items() if name not in replaced}
     names = {SINGLE, CONFIG, CONVERSION_RECORD} | ({PROCESSOR} if plain.processor else set())
     wants = top_names(kept) | dict.fromkeys(names)
     with Staging(out, job="", overwrite=overwrite, kind=CONVERSION, wants=wants) as staging:
@@ -74,7 +74,7 @@ def convert_checkpoint(checkpoint: Checkpoint, out: Path, *, overwrite: bool = F
             writer.write_json(PROCESSOR, plain.processor)
         for name, path in kept.items():
             writer.copy(path, name)
-        carried(checkpoint)  # raises where one changed while it was copied
+        carried_files(checkpoint)  # raises where one changed while it was copied
         with (writer.folder / SINGLE).open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         record = {"source": checkpoint.name, "files": {SINGLE: digest}, "notes": list(plain.notes)}

@@ -16,7 +16,7 @@ from ckpt_prune.evaluation.batches import check_finite
 from ckpt_prune.evaluation.display import Figures
 from ckpt_prune.evaluation.whole_model import auto_class, first_line
 from ckpt_prune.measure.samples.images import ImageSamples
-from ckpt_prune.model.descriptions import described, is_known
+from ckpt_prune.model.descriptions import family_for_config, has_description
 
 BATCH_PIXELS = 32 * 224 * 224
 """A batch has no more pixels than this; one image may still exceed it."""
@@ -56,8 +56,8 @@ class ClassifierComparison:
 
 def is_vision(config: dict[str, Any]) -> bool:
     """Return whether a config.json is of a model that reads images alone; in doubt it is not."""
-    if is_known(config):
-        return described(config).modality == "image"
+    if has_description(config):
+        return family_for_config(config).modality == "image"
     architectures = _architectures(config)
     if any("ImageClassification" in name for name in architectures):
         return True
@@ -68,7 +68,7 @@ def is_vision(config: dict[str, Any]) -> bool:
 
 def is_classifier(config: dict[str, Any]) -> bool:
     """Return whether a config.json is of an image classifier: by its class, or its model type if it names no class."""
-    if is_known(config):
+    if has_description(config):
         return auto_class(config) == "AutoModelForImageClassification"
     architectures = _architectures(config)
     return any("ImageClassification" in name for name in architectures) or (not architectures and is_vision(config))

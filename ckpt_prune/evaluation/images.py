@@ -29,7 +29,7 @@ from ckpt_prune.measure.samples.image_processor import load_processor
 from ckpt_prune.measure.samples.images import ImageSamples
 from ckpt_prune.model.model import image_tokens
 from ckpt_prune.model.skeleton import parse_config
-from ckpt_prune.model.supported import family_of
+from ckpt_prune.model.supported import declared_family
 from ckpt_prune.options import EvaluationOptions
 
 
@@ -169,7 +169,7 @@ def _choose_samples(
 
     def count_tokens(size: tuple[int, int]) -> int:
         """Return the tokens of an image; called only for base models, whose family is known."""
-        return image_tokens(family_of(config), parse_config(config), size)
+        return image_tokens(declared_family(config), parse_config(config), size)
 
     return ImageSamples(files, processor, tokens=count_tokens, max_corrupt=options.max_corrupt)
 

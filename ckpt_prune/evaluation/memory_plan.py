@@ -11,7 +11,7 @@ from ckpt_prune.evaluation.device_map import Device, DeviceMap, no_room
 from ckpt_prune.evaluation.results import DeviceShare, MemoryPlan, MemoryPlans
 from ckpt_prune.evaluation.whole_model import loading_class, read_config
 from ckpt_prune.model.containers.remote import remote_class, remote_model_class, with_block_facts
-from ckpt_prune.model.skeleton import parse_config, shapes_alone
+from ckpt_prune.model.skeleton import on_meta_device, parse_config
 
 
 def memory_plans(folders: Sequence[Path], places: DeviceMap, dtype: torch.dtype | str) -> MemoryPlans:
@@ -53,7 +53,7 @@ def _build_without_memory(folder: Path) -> Any:
     raw = read_config(folder)
     remote, config = remote_class(raw, folder), parse_config(raw)
     model: Any
-    with shapes_alone():
+    with on_meta_device():
         if remote is not None:
             model = remote_model_class(remote)(with_block_facts(config, remote))
         else:

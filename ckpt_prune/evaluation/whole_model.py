@@ -20,19 +20,19 @@ from ckpt_prune.checkpoint.quantised import is_packed, is_plain_fp8, refuse_quan
 from ckpt_prune.checkpoint.sentence_modules import find_sentence_use
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.device_map import DeviceMap, current_device_map
-from ckpt_prune.model.composite import known_composites, load_composite
+from ckpt_prune.model.composites import known_composites, load_composite
 from ckpt_prune.model.containers.remote import remote_class, remote_model_class, with_block_facts
-from ckpt_prune.model.descriptions import described, is_known
+from ckpt_prune.model.descriptions import family_for_config, has_description
 from ckpt_prune.model.family import REMOTE_PREFIX
-from ckpt_prune.model.parts import GROUPED
+from ckpt_prune.model.family_keys import GROUPED
 from ckpt_prune.model.purposes import Purpose, purpose_of_class
 from ckpt_prune.model.skeleton import (
-    absent_pooler,
-    base_of,
+    base_model_of,
     is_stored_buffer,
+    missing_pooler,
+    on_meta_device,
     parse_config,
     quiet_transformers,
-    shapes_alone,
 )
 
 
@@ -103,7 +103,7 @@ def load_model(
             f"run `ckpt-prune verify {folder}` for all of them"
         )
     if auto is None and find_sentence_use(folder) == "sentence-similarity":
-        model = base_of(model)
+        model = base_model_of(model)
     return model if places is not None else model.to(device)
 
 
@@ -180,7 +180,7 @@ def load_reported(
         except Exception as error:  # transformers raises anything here, from OSError to safetensors' own type
             by = "transformers" if foreign or ours else "stock transformers"
             raise UserError(f"{folder}: {by} cannot load it: {first_line(error)}") from error
-    pooler = absent_pooler(model, info["missing_keys"])
+    pooler = missing_pooler(model, info["missing_keys"])
     if pooler:  # transformers has filled it with random numbers
         model.pooler = None
     mismatched = (f"{name}: {tuple(stored)}, {tuple(asked)}" for name, stored, asked in info["mismatched_keys"])
@@ -198,7 +198,7 @@ def _convert_fp8(loader: Any, folder: Path) -> tuple[Any, dict[str, Any]]:
     checkpoint = Checkpoint.open(folder)
     config = parse_config(checkpoint.config)
     if hasattr(loader, "from_config"):  # an Auto class cannot load what is in memory
-        with shapes_alone():
+        with on_meta_device():
             loader = type(loader.from_config(config))
     return loader, {"config": config, "state_dict": checkpoint.read(checkpoint.tensors)}
 
@@ -268,9 +268,9 @@ def auto_class(config: dict[str, Any]) -> str:
     if config.get("model_type") in known_composites():
         composite = load_composite(config["model_type"])
         return composite.auto if name in ("", composite.architecture) else _guess_auto_class(name)
-    if not is_known(config):
+    if not has_description(config):
         return _guess_auto_class(name)
-    family = described(config)
+    family = family_for_config(config)
     if name and not family.has_class(name):
         return _guess_auto_class(name)
     return family.of(name or family.architecture).auto_class
@@ -289,14 +289,18 @@ def purpose_of_folder(folder: Path) -> Purpose | None:
 def purpose_of(config: dict[str, Any], folder: Path | None = None) -> Purpose | None:
     """Return what a model is for, by config.json and modules.json; None if this package has no use for it."""
     name = _architecture(config)
-    binary = is_known(config) and name in described(config).architectures and described(config).of(name).binary
+    binary = (
+        has_description(config)
+        and name in family_for_config(config).architectures
+        and family_for_config(config).of(name).binary
+    )
     used_for = None if folder is None else find_sentence_use(folder)
     return purpose_of_class(auto_class(config), binary=binary, used_for=used_for)
 
 
 def reads_causally(config: dict[str, Any]) -> bool:
     """Return whether a config.json is of a family of causal language models, whatever its class is for."""
-    return is_known(config) and described(config).has_causal
+    return has_description(config) and family_for_config(config).has_causal
 
 
 def _architecture(config: dict[str, Any]) -> str:

@@ -6,11 +6,11 @@ import torch
 
 from ckpt_prune.job.records import Cost
 from ckpt_prune.model.factors import factor_names
-from ckpt_prune.model.model import Model, Shapes, patches
+from ckpt_prune.model.model import Model, TensorSpecs, patches
 from ckpt_prune.model.skeleton import is_parameter, stock_names
 
 
-def cost_of(model: Model, shapes: Shapes | None = None) -> Cost:
+def cost_of(model: Model, shapes: TensorSpecs | None = None) -> Cost:
     """The cost of a model, or of one that its family and config describe and whose tensors have other shapes.
 
     Args:
@@ -53,7 +53,7 @@ def cost_of(model: Model, shapes: Shapes | None = None) -> Cost:
     return Cost(parameters=parameters, bytes=size, flops=flops, tokens=tokens, cache=cache if family.causal else None)
 
 
-def _whole(shapes: Shapes, weight: str) -> tuple[torch.dtype, tuple[int, ...]]:
+def _whole(shapes: TensorSpecs, weight: str) -> tuple[torch.dtype, tuple[int, ...]]:
     """Dtype and shape of a linear's weight, also where it is the product of two."""
     if weight in shapes:
         return shapes[weight]

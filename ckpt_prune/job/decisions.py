@@ -11,8 +11,7 @@ from ckpt_prune.job.plan import Plan, SitePlan
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.selection import units_kept
 from ckpt_prune.model.model import Model
-from ckpt_prune.model.sites import Site
-from ckpt_prune.model.spaces import Rounding, SpaceName
+from ckpt_prune.model.spaces import Rounding, Site, SpaceName
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,11 @@ class Decisions:
     def widths(self, model: Model) -> list[dict[SpaceName, int]]:
         """Units kept per block and space."""
         return [
-            {space: self.of(model, Site(block, space)).keep for space in self.recipe.spaces if block in model.spaced}
+            {
+                space: self.of(model, Site(block, space)).keep
+                for space in self.recipe.spaces
+                if block in model.spaced_blocks
+            }
             for block in range(model.blocks)
         ]
 

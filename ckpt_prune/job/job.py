@@ -102,7 +102,7 @@ class Job:
     @cached_property
     def stored(self) -> Container | None:
         """Return the container of the model, if it carries code of its own."""
-        return container_of(self.model) if self.model.own_code else None
+        return container_of(self.model) if self.model.has_remote_code else None
 
     @property
     def digest(self) -> str:

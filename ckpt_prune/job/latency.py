@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from ckpt_prune.model.spaces import SpaceName, known_space
+from ckpt_prune.model.spaces import SpaceName, recipe_space
 
 Units = Callable[[SpaceName], int]
 """A space → its units in a dense block."""
@@ -81,6 +81,6 @@ class Latencies:
         for own in widths:
             alike: dict[str, list[int]] = {}
             for space, kept in own.items():
-                alike.setdefault(known_space(space), []).append(units(space) - kept)
+                alike.setdefault(recipe_space(space), []).append(units(space) - kept)
             gone += sum(self.units[space] * sum(lost) / len(lost) for space, lost in alike.items() if any(lost))
         return round(self.rest + self.block * len(widths) - gone)

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.shard import stack_shapes
+from ckpt_prune.model.composites import composite_names, merge_part_config
 from ckpt_prune.model.containers.checking import check_shapes
 from ckpt_prune.model.containers.container import Container, Ranks, Widths
 from ckpt_prune.model.factors import factor_names
-from ckpt_prune.model.model import Model, Shape
-from ckpt_prune.model.part import composite_config, composite_names
+from ckpt_prune.model.model import Model, TensorSpec
 
-Layout = dict[str, dict[str, Shape]]
+Layout = dict[str, dict[str, TensorSpec]]
 """File → tensor → dtype and shape."""
 Added = dict[str, tuple[str, tuple[int, ...]]]
 """Tensor that the source lacks, or has in another shape → the tensor whose file and dtype it shares, and its shape."""
@@ -70,7 +70,7 @@ def _check_whole(checkpoint: Checkpoint, container: Container, stored: Mapping[s
         return
     rest = {name: info.stored_shape for name, info in within.rest.items()}
     inside = {within.on_disk(name): shape for name, shape in stored.items()}
-    check_shapes(rest | inside, composite_names(composite_config(checkpoint, container.config)), "the output")
+    check_shapes(rest | inside, composite_names(merge_part_config(checkpoint, container.config)), "the output")
 
 
 OUTER = "/"

@@ -12,7 +12,7 @@ from ckpt_prune.measure.streams.blocks import BlockFactory
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.measure.streams.kept_blocks import KeptBlocks, KeptBlockStream
 from ckpt_prune.model.containers.container import Container
-from ckpt_prune.model.factors import multiplied
+from ckpt_prune.model.factors import multiply_factors
 from ckpt_prune.model.family import Family
 from ckpt_prune.model.model import Model
 
@@ -55,7 +55,7 @@ class ModelView:
     def block(self, block: int) -> dict[str, Tensor]:
         """Return a block's tensors by on-disk name."""
         if self.basis is None:
-            return dict(multiplied(self.model.read_block(block)))
+            return dict(multiply_factors(self.model.read_block(block)))
         assert self.container is not None
         tensors = self.basis.block(block)
         # Blocks in another basis are built as the output's are, which may have biases that nothing is absorbed into.

@@ -12,8 +12,7 @@ from ckpt_prune.checkpoint.json_files import parse_json_object
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.recipe import AnyRecipe
 from ckpt_prune.job.records import PlanFile, SiteRecord
-from ckpt_prune.model.sites import Site
-from ckpt_prune.model.spaces import SpaceName, space_of
+from ckpt_prune.model.spaces import Site, SpaceName, expert_space
 
 
 class SitePlan(SiteRecord):
@@ -30,7 +29,7 @@ class SitePlan(SiteRecord):
     @property
     def site(self) -> Site:
         """The site that this is the plan of."""
-        return Site(self.block, space_of(self.space, self.expert))
+        return Site(self.block, expert_space(self.space, self.expert))
 
 
 # Scores stand beside the units that they chose.

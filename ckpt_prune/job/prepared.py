@@ -20,11 +20,10 @@ from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.records import Cost, DepthRecord, HiddenRecord, MaskShares, Origin
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
-from ckpt_prune.model.containers.choosing import ANY, whole_spaces
+from ckpt_prune.model.containers.choosing import ANY, unprunable_spaces
 from ckpt_prune.model.containers.container import Container
 from ckpt_prune.model.model import Model
-from ckpt_prune.model.sites import Site
-from ckpt_prune.model.spaces import SpaceName
+from ckpt_prune.model.spaces import Site, SpaceName
 from ckpt_prune.parallel.group import process_group
 
 
@@ -99,9 +98,9 @@ class Prepared:
     def __post_init__(self) -> None:
         """Keep of the recipe's spaces those that this model has and may prune."""
         recipe = self.recipe.at(self.model.family)
-        if recipe.shares_stock and not self.model.own_code:
+        if recipe.shares_stock and not self.model.has_remote_code:
             insisted = {name for name, own in recipe.spaces.items() if own.ratio is not None}
-            left = recipe.without(whole_spaces(self.model).keys() - insisted)
+            left = recipe.without(unprunable_spaces(self.model).keys() - insisted)
             if left is not recipe:
                 object.__setattr__(self, "left_whole", tuple(recipe.spaces.keys() - left.spaces.keys()))
                 recipe = left
@@ -228,8 +227,8 @@ class Prepared:
 
     @property
     def spaced_widths(self) -> list[dict[Any, int]]:
-        """Return the units kept per space, of only those blocks that have spaces (`Model.spaced`)."""
-        return self.widths[self.model.spaced.start :]
+        """Return the units kept per space, of only those blocks that have spaces (`Model.spaced_blocks`)."""
+        return self.widths[self.model.spaced_blocks.start :]
 
     @property
     def container_known(self) -> bool:

@@ -24,7 +24,7 @@ from ckpt_prune.job.space_kinds import CANDIDATES, CHOSEN, SpaceSettings, kind_o
 from ckpt_prune.job.space_recipe import SpaceRecipe
 from ckpt_prune.measure.statistics.files import Collect
 from ckpt_prune.model.family import Family
-from ckpt_prune.model.spaces import SpaceName, known_space
+from ckpt_prune.model.spaces import SpaceName, recipe_space
 
 
 class StageKeys(Strict):
@@ -242,7 +242,7 @@ class Recipe(Strict):
     @field_serializer("spaces", mode="wrap", when_used="json")
     def _write_spaces(self, spaces: dict[str, SpaceRecipe], handler: SerializerFunctionWrapHandler) -> Any:
         """Write the spaces, with one entry for all experts."""
-        return handler({known_space(name): own for name, own in spaces.items()})
+        return handler({recipe_space(name): own for name, own in spaces.items()})
 
     # ---- stages ----------------------------------------------------------------------------------------------
 
@@ -345,11 +345,11 @@ class Recipe(Strict):
         sequential: what the stream lacks, divided by gains near zero, becomes outputs so large that the norm takes it
         from all others (compensation/README.md, section 4).
         """
-        columns = [own for name, own in family.columns.items() if known_space(name) in self.spaces]
+        columns = [own for name, own in family.columns.items() if recipe_space(name) in self.spaces]
         if self.target == "drift" and any(each.norm is not None for each in columns):
             return self.model_copy(update={"target": "sequential"}).at(family)
-        able = {known_space(name) for name, own in family.spaces.items() if own.whole is None}
-        lacking = {name for name, own in self.spaces.items() if own.optional and known_space(name) not in able}
+        able = {recipe_space(name) for name, own in family.spaces.items() if own.whole is None}
+        lacking = {name for name, own in self.spaces.items() if own.optional and recipe_space(name) not in able}
         if lacking:
             left = {name: own for name, own in self.spaces.items() if name not in lacking}
             return self.model_copy(update={"spaces": left}).at(family)
@@ -358,16 +358,16 @@ class Recipe(Strict):
         if self.allocation == "least-error" and takes and len(takes) < len(self.spaces):
             return self.model_copy(update={"spaces": takes}).at(family)
         # One config key says their width: what is said of the first is said of the others.
-        alike = {known_space(name): own for name, own in family.spaces.items() if own.units in family.together}
+        alike = {recipe_space(name): own for name, own in family.spaces.items() if own.units in family.together}
         told = next((self.spaces[name] for name in alike if name in self.spaces), None)
-        if told is not None and not alike.keys() <= {known_space(name) for name in self.spaces}:
+        if told is not None and not alike.keys() <= {recipe_space(name) for name in self.spaces}:
             more = {name: told for name in alike if name not in self.spaces}
             return self.model_copy(update={"spaces": self.spaces | more}).at(family)
-        here = [name for name in family.spaces if known_space(name) in self.spaces and name not in self.spaces]
+        here = [name for name in family.spaces if recipe_space(name) in self.spaces and name not in self.spaces]
         if not here:
             return self
-        kept = {name: own for name, own in self.spaces.items() if name not in {known_space(each) for each in here}}
-        spaces = kept | {name: self.spaces[known_space(name)] for name in here}
+        kept = {name: own for name, own in self.spaces.items() if name not in {recipe_space(each) for each in here}}
+        spaces = kept | {name: self.spaces[recipe_space(name)] for name in here}
         return self.model_copy(update={"spaces": spaces})
 
     def without(self, spaces: Set[str]) -> Self:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.model.sites import Site
-from ckpt_prune.model.spaces import Rounding, SpaceName
+from ckpt_prune.model.spaces import Rounding, Site, SpaceName
 
 _ROUNDING = {"floor": ROUND_FLOOR, "ceil": ROUND_CEILING, "nearest": ROUND_HALF_UP}
 

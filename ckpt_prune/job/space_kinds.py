@@ -11,7 +11,7 @@ from typing import NoReturn
 from ckpt_prune.compensation.logit_methods import LOGIT_METHODS
 from ckpt_prune.compensation.methods import COLUMN_METHODS, ROTARY_METHODS, MethodFacts
 from ckpt_prune.measure.statistics.files import Collect
-from ckpt_prune.model.spaces import BESIDE, ENDS, Ends, SpaceName, known_space
+from ckpt_prune.model.spaces import BESIDE, ENDS, Ends, SpaceName, recipe_space
 from ckpt_prune.scoring.expert_scores import EXPERT_SCORES
 from ckpt_prune.scoring.logit_scores import LOGIT_SCORES
 from ckpt_prune.scoring.rotary_scores import ROTARY_SCORES
@@ -230,5 +230,5 @@ FITS_LOGITS: tuple[str, ...] = tuple(name for name in LOGIT_METHODS if name != "
 
 def kind_of(space: SpaceName) -> SpaceKind:
     """The kind of a space."""
-    known = known_space(space)
+    known = recipe_space(space)
     return _BESIDE if known in BESIDE and ENDS[known] == "columns" else KINDS[ENDS[known]]

@@ -10,7 +10,7 @@ from torch import Tensor
 from ckpt_prune.common.phases import phase
 from ckpt_prune.measure.moment_sources import MomentSource, SequentialMoments
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
-from ckpt_prune.model.factors import multiplied
+from ckpt_prune.model.factors import multiply_factors
 
 Tensors = Mapping[str, Tensor]
 """On-disk name → tensor of a block."""
@@ -107,6 +107,6 @@ class PruneStep(Step):
     def advance(self, block: int, tensors: Tensors) -> None:
         """Let moments and hidden states move on."""
         with phase("calibration"):
-            self.source.advance(block, multiplied(tensors))
+            self.source.advance(block, multiply_factors(tensors))
         if self._carried is not None:
             self._carried.advance(block, tensors)

@@ -44,7 +44,7 @@ class BlockStore:
         assert self.writer is not None
         tensors = self.writer.read(self.names(model, block))
         if self.widths is not None:
-            tensors = model.noting(block, tensors, self.widths[block])
+            tensors = model.note_widths(block, tensors, self.widths[block])
         return tensors, self.notes(block)
 
     def notes(self, block: int) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from ckpt_prune.model.descriptions import family_from, load_family
+from ckpt_prune.model.descriptions import load_family, parse_family
 from ckpt_prune.model.family import Family
 from ckpt_prune.model.skeleton import Names, build_skeleton
 from ckpt_prune.model.spaces import ConsumerSpace, Dimension, product
@@ -29,7 +29,7 @@ def _module_paths(
     model_type: str, variant: str | None, architecture: str, outside: str | None
 ) -> MappingProxyType[str, tuple[str, ...]]:
     # Names do not depend on sizes: one block of the config's defaults has them all.
-    whole = load_family(model_type, variant) if outside is None else family_from(outside, variant)
+    whole = load_family(model_type, variant) if outside is None else parse_family(outside, variant)
     family = whole.of(architecture)
     config = AutoConfig.for_model(model_type, **({variant: True} if variant else {}))
     setattr(config, family.dimensions["layers"][0], 1)
@@ -81,7 +81,7 @@ def block_facts(family: Family, dimension: Dimension) -> Blocks:
             width["attributes"] = {path: product(each, dimension) for path, each in space.attributes.items()}
         widths[next(iter(space.config))] = width
     found = Blocks(layers=family.layers, attention=where if family.logits else None, widths=widths)
-    for turned in family.turned.values():
+    for turned in family.rotary_spaces.values():
         near, tables = (lie == "neighbours" for lie in (turned.pairs, turned.angles))
         found["rotary"] = where, RotaryFacts(pairs=turned.count(dimension), neighbours=near, tables=tables)
     if any(space.ends == "values" for space in family.spaces.values()) and not family.logits:

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.model.family import Family
-from ckpt_prune.model.spaces import Axis, Dimension, Incidence, Kind, SpaceName, dim_of
+from ckpt_prune.model.spaces import Axis, Dimension, Incidence, Kind, SpaceName, axis_dim
 
-Kept = Mapping[SpaceName, Tensor]
+KeptUnits = Mapping[SpaceName, Tensor]
 """Space → units of its site that stay, ascending int64."""
-Stays = dict[tuple[str, int], tuple[Axis, Tensor]]
+RemainingLines = dict[tuple[str, int], tuple[Axis, Tensor]]
 """(linear module or table, dimension) → which axis that is, and the dense model's lines that stay, ascending."""
 
 Sizes = Mapping[str, tuple[int, ...]]
 """Name → shape."""
 
 
-def stays(family: Family, dimension: Dimension, kept: Kept, sizes: Sizes) -> Stays:
+def remaining_lines(family: Family, dimension: Dimension, kept: KeptUnits, sizes: Sizes) -> RemainingLines:
     """What stays of every linear module of a block that loses units of some space.
 
     Args:
@@ -40,21 +40,21 @@ def stays(family: Family, dimension: Dimension, kept: Kept, sizes: Sizes) -> Sta
         tables: list[tuple[Axis, Incidence]] = [("table", table) for table in space.tables]
         for axis, incidence in [*space.incidences, *tables]:
             size = sizes[incidence.module]
-            place = (incidence.module, len(size) - 1 if axis == "table" else dim_of(axis))
+            place = (incidence.module, len(size) - 1 if axis == "table" else axis_dim(axis))
             if place not in masks:
                 masks[place] = axis, torch.ones(size[place[1]], dtype=torch.bool)
             masks[place][1][incidence.lines(dropped, count, dimension)] = False
     return {place: (axis, mask.nonzero().flatten()) for place, (axis, mask) in masks.items()}
 
 
-def found_among(lines: Tensor, others: Tensor) -> Tensor:
+def positions_among(lines: Tensor, others: Tensor) -> Tensor:
     """Places of ascending lines among ascending others that have all of them."""
     return torch.searchsorted(others, lines)
 
 
-def touched(stays: Stays) -> Iterable[tuple[str, Kind, int, Tensor]]:
+def list_cuts(remaining: RemainingLines) -> Iterable[tuple[str, Kind, int, Tensor]]:
     """Every tensor that loses lines: module, kind, dimension and the dense lines that stay. A bias has its rows."""
-    for (module, dim), (axis, lines) in stays.items():
+    for (module, dim), (axis, lines) in remaining.items():
         yield module, "itself" if axis == "table" else "weight", dim, lines
         if axis == "rows":
             yield module, "bias", 0, lines

@@ -12,7 +12,7 @@ from torch import nn
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.family import KINDS
 from ckpt_prune.model.model import Model
-from ckpt_prune.model.skeleton import RefusedConfigError, as_said, parse_config, stock_names
+from ckpt_prune.model.skeleton import RefusedConfigError, parse_config, stock_names, stored_key
 
 PER_BLOCK = ("layer_types", "no_rope_layers", "mlp_layer_types")
 """Config keys that list a value for every block, in every class that has them."""
@@ -24,7 +24,7 @@ config class, which takes the last."""
 _SIMPLE = (bool, int, float, str, type(None), tuple)
 
 
-def outputs_of(model: Model, block: int, part: str) -> list[str]:
+def output_tensors(model: Model, block: int, part: str) -> list[str]:
     """On-disk names of the tensors by which a part of a block gives to the stream; as zeros they give nothing.
 
     Args:
@@ -37,7 +37,7 @@ def outputs_of(model: Model, block: int, part: str) -> list[str]:
     return [name for name in names if name in model.checkpoint.tensors]
 
 
-def shortened(model: Model, kept: Sequence[int]) -> Model:
+def shorten_model(model: Model, kept: Sequence[int]) -> Model:
     """The model of the blocks that stay, numbered anew. Nothing is read or checked (`check_shortened`).
 
     Args:
@@ -55,11 +55,11 @@ def shortened(model: Model, kept: Sequence[int]) -> Model:
             names[name] = name
         elif int(match[1]) in places:
             names[name] = f"{family.block.format(block=places[int(match[1])])}{name[match.end() :]}"
-    values = shortened_config(model, kept)
+    values = shorten_config(model, kept)
     return replace(model, checkpoint=checkpoint.select(names, values), config=parse_config(values))
 
 
-def shortened_config(model: Model, kept: Sequence[int]) -> dict[str, Any]:
+def shorten_config(model: Model, kept: Sequence[int]) -> dict[str, Any]:
     """The config.json of the blocks that stay.
 
     Args:
@@ -75,7 +75,7 @@ def shortened_config(model: Model, kept: Sequence[int]) -> dict[str, Any]:
         if isinstance(own, list) and len(own) == model.blocks:
             changes[key] = [own[block] for block in kept]
     kept_keys = {key: value for key, value in values.items() if key not in _STAGES}
-    return kept_keys | {as_said(key, values, config): value for key, value in changes.items()}
+    return kept_keys | {stored_key(key, values, config): value for key, value in changes.items()}
 
 
 def check_shortened(model: Model, kept: Sequence[int]) -> None:
@@ -108,7 +108,7 @@ def check_shortened(model: Model, kept: Sequence[int]) -> None:
         )
 
 
-def movable(model: Model, kept: Sequence[int]) -> bool:
+def can_shorten(model: Model, kept: Sequence[int]) -> bool:
     """Whether the class builds the blocks that stay as they were."""
     try:
         return next(_differences(model, kept), None) is None
@@ -119,9 +119,9 @@ def movable(model: Model, kept: Sequence[int]) -> bool:
 def _differences(model: Model, kept: Sequence[int]) -> Iterator[tuple[int, int, str, str]]:
     """Blocks that stay and would be built otherwise: new number, old number, what was and what would be."""
     dense = _layers(model, model.checkpoint.config)
-    short = _layers(model, shortened_config(model, kept))
+    short = _layers(model, shorten_config(model, kept))
     for new, old in enumerate(kept):
-        before, after = facts_of(dense[old]), facts_of(short[new])
+        before, after = module_facts(dense[old]), module_facts(short[new])
         for place in {**before, **after}:
             was, would = before.get(place), after.get(place)
             numbers = (was, would) == (old, new) and not isinstance(was, bool)  # a block's own number
@@ -133,7 +133,7 @@ def _layers(model: Model, config: dict[str, Any]) -> Any:
     return stock_names(config, model.family.architecture).model.get_submodule(model.family.layers)
 
 
-def facts_of(whole: nn.Module) -> dict[str, Any]:
+def module_facts(whole: nn.Module) -> dict[str, Any]:
     """What modules were built with, by path: their classes, plain attributes and the shapes of their parameters."""
     found: dict[str, Any] = {}
     for path, module in whole.named_modules():

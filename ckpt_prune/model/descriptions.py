@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from ckpt_prune.checkpoint.json_files import parse_json_object, read_json_object
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.family import Family
-from ckpt_prune.model.spaces import ENDS, rotary_space
+from ckpt_prune.model.spaces import ENDS, make_rotary_space
 
 OUTSIDE_KEY = "ckpt_prune_family"
 """Config key of a description from outside the package, as its file has it: outputs carry it to whoever opens them."""
@@ -47,7 +47,7 @@ def refuse_unsupported(model_type: str) -> None:
         raise UserError(f"{model_type} is not supported: {why}")
 
 
-OF_THE_FUNCTION = (
+FUNCTION_KEYS = (
     "transposed",
     "spaces",
     "absent",
@@ -65,7 +65,7 @@ OF_THE_FUNCTION = (
 )
 """Keys that say what function a model computes. A wrong name or size is noticed when a model is read; one of these that
 is wrong changes what is computed without a word, so a file that extends another states or inherits each by name."""
-OF_THEIR_OWN = ("rotary", "unpaired", "settings")
+UNINHERITED_KEYS = ("rotary", "unpaired", "settings")
 """Keys of the same kind that a file lacks unless it states or inherits them."""
 
 
@@ -73,7 +73,7 @@ def _description(model_type: str) -> dict[str, Any]:
     return _inherited(model_type, json.loads((_folder() / f"{model_type}.json").read_text(encoding="utf-8")))
 
 
-def keys_of(model_type: str) -> frozenset[str]:
+def description_keys(model_type: str) -> frozenset[str]:
     """Keys that the description of a known family has, its own or taken over."""
     return frozenset(_description(model_type))
 
@@ -84,7 +84,7 @@ def _inherited(model_type: str, own: dict[str, Any]) -> dict[str, Any]:
     if parent is None and not inherits:
         return own
     whole = {} if parent is None else _description(parent)
-    whole = {key: value for key, value in whole.items() if key not in OF_THEIR_OWN or key in inherits}
+    whole = {key: value for key, value in whole.items() if key not in UNINHERITED_KEYS or key in inherits}
     _check_inheritance(model_type, parent, whole, own, inherits)
     return whole | own
 
@@ -100,12 +100,12 @@ def _family(values: dict[str, Any], variant: str | None, **more: Any) -> Family:
     )
     if family.rotary is None:
         return family
-    own = rotary_space(family.attention.query, family.attention.key, family.rotary.pairs, family.rotary.tables)
+    own = make_rotary_space(family.attention.query, family.attention.key, family.rotary.pairs, family.rotary.tables)
     return family.model_copy(update={"spaces": {"rotary": own, **family.spaces}})
 
 
 @cache
-def family_from(outside: str, variant: str | None = None) -> Family:
+def parse_family(outside: str, variant: str | None = None) -> Family:
     """The family of a description from outside the package, the first class named.
 
     Args:
@@ -140,7 +140,7 @@ def family_from(outside: str, variant: str | None = None) -> Family:
         raise UserError(f"{name}.json: {place}: {first['msg'][0].lower()}{first['msg'][1:]}") from error
 
 
-def described_by(path: str | Path) -> str:
+def read_description(path: str | Path) -> str:
     """JSON of a description in a file, once it is known to be one.
 
     Raises:
@@ -148,7 +148,7 @@ def described_by(path: str | Path) -> str:
     """
     own = read_json_object(Path(path))
     try:
-        family = family_from(json.dumps(own))
+        family = parse_family(json.dumps(own))
     except UserError as error:
         raise UserError(f"--family {path}: {error}") from error
     if family.model_type in known_families():
@@ -167,14 +167,14 @@ def _check_inheritance(
     Raises:
         UserError: it does, or it names something that it does not take over.
     """
-    open_ = [key for key in OF_THE_FUNCTION if key in whole and key not in own and key not in inherits]
+    open_ = [key for key in FUNCTION_KEYS if key in whole and key not in own and key not in inherits]
     if open_:
         raise UserError(
             f"{model_type}.json extends {parent} and does not say whether {', '.join(open_)} "
             f"{'is' if len(open_) == 1 else 'are'} the same: compare the two modeling files of transformers, then "
             f'write "inherits": {json.dumps([*inherits, *open_])}, or state those that differ'
         )
-    known = (*OF_THE_FUNCTION, *OF_THEIR_OWN)
+    known = (*FUNCTION_KEYS, *UNINHERITED_KEYS)
     wrong = [key for key in inherits if key in own or key not in known or key not in whole]
     if wrong:
         raise UserError(
@@ -210,22 +210,22 @@ def variants_of(model_type: str) -> tuple[str, ...]:
     return tuple(_description(model_type).get("variants", {})) if model_type in known_families() else ()
 
 
-def described(config: dict[str, Any]) -> Family:
+def family_for_config(config: dict[str, Any]) -> Family:
     """The description of a config's family as it stands in its file, with the variant that the config chooses."""
     model_type, outside = config["model_type"], config.get(OUTSIDE_KEY)
     if outside is None:
         return load_family(model_type, next((key for key in variants_of(model_type) if config.get(key)), None))
     text = json.dumps(outside)
-    plain = family_from(text)
+    plain = parse_family(text)
     if plain.model_type != model_type:
         raise UserError(
             f"config.json of type {model_type} carries a description of {plain.model_type} ({OUTSIDE_KEY}): "
             "download it again"
         )
     variants = _inherited(model_type, parse_json_object(text.encode())).get("variants", {})
-    return family_from(text, next((key for key in variants if config.get(key)), None))
+    return parse_family(text, next((key for key in variants if config.get(key)), None))
 
 
-def is_known(config: Mapping[str, Any]) -> bool:
+def has_description(config: Mapping[str, Any]) -> bool:
     """Whether there is a description of a config's family, in this package or in the config."""
     return config.get("model_type") in known_families() or config.get(OUTSIDE_KEY) is not None

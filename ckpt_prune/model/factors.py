@@ -17,7 +17,7 @@ def factor_names(weight: str) -> tuple[str, str]:
     return f"{module}{_DOWN}", f"{module}{_UP}"
 
 
-def multiplied(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def multiply_factors(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Tensors with the product in place of every pair of factors, in float32: what blocks of the dense shape run with.
 
     Args:

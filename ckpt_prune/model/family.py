@@ -10,22 +10,22 @@ from pydantic import Field
 
 from ckpt_prune.checkpoint.sentence_modules import ModulesUse
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.model.parts import Architecture, Attention, Experts, Multiple, Refusal, Residual, Rotary
+from ckpt_prune.model.family_keys import Architecture, Attention, Experts, Multiple, Refusal, Residual, Rotary
 from ckpt_prune.model.purposes import WITHOUT_HEAD, Purpose, purpose_of_class, stock_classes
 from ckpt_prune.model.settings import check_settings
 from ckpt_prune.model.spaces import (
     AnySpace,
     ConsumerSpace,
-    Description,
     ExpertSpace,
     Kind,
     LogitSpace,
     RotarySpace,
     SpaceName,
+    StrictModel,
     ValueSpace,
     expert_of,
+    expert_space,
     product,
-    space_of,
 )
 
 Modality = Literal["text", "image", "audio"]
@@ -40,7 +40,7 @@ REMOTE_PREFIX = "Pruned"
 """Of a class of this tool's remote code, before the stock class it stands for."""
 
 
-class Family(Description):
+class Family(StrictModel):
     """One architecture.
 
     Attributes:
@@ -244,12 +244,12 @@ class Family(Description):
         return {name: space for name, space in self.spaces.items() if isinstance(space, LogitSpace)}
 
     @property
-    def turned(self) -> dict[SpaceName, RotarySpace]:
+    def rotary_spaces(self) -> dict[SpaceName, RotarySpace]:
         """The space of rotary pairs, where the family has one."""
         return {name: space for name, space in self.spaces.items() if isinstance(space, RotarySpace)}
 
     @property
-    def routers(self) -> dict[SpaceName, ExpertSpace]:
+    def expert_spaces(self) -> dict[SpaceName, ExpertSpace]:
         """The spaces of whole experts."""
         return {name: space for name, space in self.spaces.items() if isinstance(space, ExpertSpace)}
 
@@ -382,7 +382,7 @@ class Family(Description):
                 spaces |= {} if name in single else {name: space}
             elif self.experts is not None:
                 count = self.dimension(config, self.experts.count)
-                spaces |= {space_of(name, expert): space.of_expert(expert) for expert in range(count)}
+                spaces |= {expert_space(name, expert): space.of_expert(expert) for expert in range(count)}
         return self.model_copy(update={"spaces": spaces})
 
     def of(self, architecture: str) -> "Family":

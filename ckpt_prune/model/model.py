@@ -16,16 +16,16 @@ from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.digests import processor_fingerprint, tokenizer_fingerprint
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.context import context_length
-from ckpt_prune.model.cuts import Kept, Stays, stays, touched
+from ckpt_prune.model.cuts import KeptUnits, RemainingLines, list_cuts, remaining_lines
 from ckpt_prune.model.family import Family
-from ckpt_prune.model.fitting import fitting_family, oriented
-from ckpt_prune.model.parts import GROUPED
+from ckpt_prune.model.family_keys import GROUPED
+from ckpt_prune.model.matching import match_family, orient_checkpoint
 from ckpt_prune.model.skeleton import PAIRS, is_stored_buffer, parse_config, stock_class
-from ckpt_prune.model.spaces import Axis, Kind, SpaceName, dim_of
+from ckpt_prune.model.spaces import Axis, Kind, SpaceName, axis_dim
 from ckpt_prune.modeling_pruned import layer_config
 
-Shape = tuple[torch.dtype, tuple[int, ...]]
-Shapes = Mapping[str, Shape]
+TensorSpec = tuple[torch.dtype, tuple[int, ...]]
+TensorSpecs = Mapping[str, TensorSpec]
 """Name of a tensor on disk → dtype and shape."""
 Width = int | list[int]
 """Columns of a module: of all blocks, or of each where they differ."""
@@ -58,13 +58,13 @@ class Model:
             UserError: its family is not known, its config has a setting that the family's description does not hold
                 for, or transformers refuses it.
         """
-        family, config = fitting_family(checkpoint), parse_config(checkpoint.config)
+        family, config = match_family(checkpoint), parse_config(checkpoint.config)
         family.check_config(config)
-        seen = oriented(checkpoint, family)
+        seen = orient_checkpoint(checkpoint, family)
         if seen.stated:
             config = parse_config(seen.config)
         found = cls(seen, family.with_config(config), config)
-        if not found.spaced:
+        if not found.spaced_blocks:
             raise UserError(
                 f"{family.model_type} with {family.leading} {getattr(config, family.leading or '')} in config.json is "
                 "not supported: none of its blocks has experts"
@@ -95,7 +95,7 @@ class Model:
 
     @cached_property
     def _counted(self) -> PreTrainedConfig:
-        return layer_config(self.config, 0) if self.own_code else self.config
+        return layer_config(self.config, 0) if self.has_remote_code else self.config
 
     @property
     def blocks(self) -> int:
@@ -103,18 +103,18 @@ class Model:
         return self.dimension("layers")
 
     @property
-    def spaced(self) -> range:
+    def spaced_blocks(self) -> range:
         """Blocks that have the spaces of the family: all but those that come before them (`Family.leading`)."""
         leading = self.family.leading
         return range(0 if leading is None else int(getattr(self.config, leading) or 0), self.blocks)
 
     def inputs(self, block: int) -> dict[str, tuple[str, ...]]:
         """`Family.inputs` of a block: nothing of one that comes before those with spaces."""
-        return self.family.inputs if block in self.spaced else {}
+        return self.family.inputs if block in self.spaced_blocks else {}
 
     def weights(self, block: int) -> list[str]:
         """On-disk weights of a block's linear modules that spaces lie on."""
-        return [self.tensor(block, module) for module in self.family.linears] if block in self.spaced else []
+        return [self.tensor(block, module) for module in self.family.linears] if block in self.spaced_blocks else []
 
     def units(self, space: SpaceName) -> int:
         """Units of a space that a width counts; of q and k, those of one head."""
@@ -145,11 +145,11 @@ class Model:
         if own.ends == "experts" and family.experts is not None:
             return family.experts.grouping(self.config)[0]
         of_experts = own.experts or any(
-            each.experts and self.are_one(name, space) for name, each in family.spaces.items()
+            each.experts and self.share_width_key(name, space) for name, each in family.spaces.items()
         )
         return GROUPED if of_experts and self.units(space) % GROUPED == 0 else 1
 
-    def are_one(self, space: SpaceName, other: SpaceName) -> bool:
+    def share_width_key(self, space: SpaceName, other: SpaceName) -> bool:
         """Whether one key of the config says how wide both spaces are."""
         units = self.family.spaces[space].units
         return units in self.family.together and units == self.family.spaces[other].units
@@ -173,7 +173,7 @@ class Model:
             for key, factors in self.family.spaces[space].config.items()
         }
 
-    def narrowed(self, widths: BlockWidths) -> "Model":
+    def with_widths(self, widths: BlockWidths) -> "Model":
         """This model under a config of so many units of each space; its tensors stay those of the dense model."""
         config = copy.copy(self.config)
         if not isinstance(getattr(type(config), "head_dim", None), property):
@@ -203,7 +203,7 @@ class Model:
         inside = {(axis, i.module): name for name, space in values.items() for axis, i in space.incidences}
 
         def lines(axis: Axis, module: str) -> int:
-            size = int(tensors[self.tensor(block, module)].shape[dim_of(axis)])
+            size = int(tensors[self.tensor(block, module)].shape[axis_dim(axis)])
             name = inside.get((axis, module))
             return size if name is None else size // found[name] * self.units(name)
 
@@ -226,7 +226,7 @@ class Model:
         """Under which a block's tensors may tell their widths."""
         return f"{self.family.block.format(block=block)}widths"
 
-    def noting(self, block: int, tensors: Mapping[str, Tensor], widths: BlockWidths) -> dict[str, Tensor]:
+    def note_widths(self, block: int, tensors: Mapping[str, Tensor], widths: BlockWidths) -> dict[str, Tensor]:
         """A block's tensors with what they do not tell by their shapes: half of the heads, or heads half as wide.
 
         Args:
@@ -267,7 +267,7 @@ class Model:
 
     def has(self, module: str, kind: Literal["weight", "bias"] = "weight") -> bool:
         """Whether blocks have such a tensor."""
-        return self.tensor(self.spaced.start, module, kind) in self.checkpoint.tensors
+        return self.tensor(self.spaced_blocks.start, module, kind) in self.checkpoint.tensors
 
     @cached_property
     def _expert_weights(self) -> dict[str, int]:
@@ -293,12 +293,12 @@ class Model:
         return [name for name in self.checkpoint.tensors if not name.startswith(prefixes)]
 
     @property
-    def shapes(self) -> dict[str, Shape]:
+    def shapes(self) -> dict[str, TensorSpec]:
         """Name → dtype and shape of every tensor."""
         return {name: (info.dtype, info.shape) for name, info in self.checkpoint.tensors.items()}
 
     @property
-    def tensors(self) -> dict[str, Shape]:
+    def tensors(self) -> dict[str, TensorSpec]:
         """The same without buffers that models compute themselves."""
         return {name: shape for name, shape in self.shapes.items() if not is_stored_buffer(name)}
 
@@ -309,7 +309,7 @@ class Model:
         return bool(can and getattr(self.config, "tie_word_embeddings", False))
 
     @property
-    def own_code(self) -> bool:
+    def has_remote_code(self) -> bool:
         """Whether it is an output whose blocks no stock class has: they may differ, and its config asks for code."""
         return bool(self.checkpoint.config.get("auto_map"))
 
@@ -326,35 +326,35 @@ class Model:
 
     # ---- what stays -------------------------------------------------------------------------------------------
 
-    def stays(self, kept: Kept) -> Stays:
+    def remaining_lines(self, kept: KeptUnits) -> RemainingLines:
         """What stays of a block's linear modules where these units do (`cuts.stays`)."""
-        modules = [*self.family.linears, *(space.measured for space in self.family.routers.values())]
+        modules = [*self.family.linears, *(space.measured for space in self.family.expert_spaces.values())]
         sizes = {module: self._shape(module) for module in modules}
         sizes |= {each.module: self._shape(each.module) for s in self.family.spaces.values() for each in s.tables}
-        return stays(self.family, self.dimension, kept, sizes)
+        return remaining_lines(self.family, self.dimension, kept, sizes)
 
-    def shapes_at(self, widths: Sequence[BlockWidths]) -> dict[str, Shape]:
+    def shapes_at(self, widths: Sequence[BlockWidths]) -> dict[str, TensorSpec]:
         """Name → dtype and shape of every tensor where blocks keep so many units, before any bias is added.
 
         Args:
             widths: of every block; a space that is left out stays whole.
         """
         shapes = self.shapes
-        known: dict[tuple[tuple[SpaceName, int], ...], Stays] = {}
+        known: dict[tuple[tuple[SpaceName, int], ...], RemainingLines] = {}
         for block, own in enumerate(widths):
             key = tuple(own.items())
             if key not in known:
-                known[key] = self.stays({s: self.family.spaces[s].first(n, self.dimension) for s, n in key})
-            for module, kind, dim, lines in touched(known[key]):
+                known[key] = self.remaining_lines({s: self.family.spaces[s].first(n, self.dimension) for s, n in key})
+            for module, kind, dim, lines in list_cuts(known[key]):
                 name = self.tensor(block, module, kind)
                 if name in shapes:
                     dtype, shape = shapes[name]
                     shapes[name] = dtype, (*shape[:dim], len(lines), *shape[dim + 1 :])
-            for space, described in self.family.turned.items():
+            for space, described in self.family.rotary_spaces.items():
                 if own.get(space, self.units(space)) < self.units(space):
                     heads = next((n for s, n in own.items() if self.family.spaces[s].units == described.per), None)
                     shapes[self.pairs_name(block)] = torch.int16, (own[space] * (heads or self.copies(space)),)
-            for space in self.family.routers.keys() & own.keys():
+            for space in self.family.expert_spaces.keys() & own.keys():
                 gone = (m for m, (expert, _) in self.family.expert_modules.items() if expert >= own[space])
                 for module in gone:
                     shapes.pop(self.tensor(block, module), None)
@@ -365,7 +365,7 @@ class Model:
         owner = self.family.attention.query.rpartition(".")[0]
         return f"{self.family.block.format(block=block)}{owner}.{PAIRS}"
 
-    def pairs_kept(self, kept: Kept) -> Tensor | None:
+    def kept_pairs(self, kept: KeptUnits) -> Tensor | None:
         """What that tensor holds: the pairs of the first KV head that stays, then those of the next.
 
         Args:
@@ -374,7 +374,7 @@ class Model:
         Returns:
             int16; None where no pair is gone.
         """
-        for name, space in self.family.turned.items():
+        for name, space in self.family.rotary_spaces.items():
             if name in kept:
                 own, count = kept[name], space.count(self.dimension)
                 for other, units in kept.items():
@@ -383,7 +383,7 @@ class Model:
                 return (own % count).to(torch.int16)
         return None
 
-    def moved_experts(self, block: int, kept: Kept, rewritten: Set[str] = frozenset()) -> dict[str, str]:
+    def map_experts(self, block: int, kept: KeptUnits, rewritten: Set[str] = frozenset()) -> dict[str, str]:
         """Weights of the experts that stay where others of a block go: new name on disk → the dense model's.
 
         Args:
@@ -391,7 +391,7 @@ class Model:
             kept: units that stay, of every space that is pruned.
             rewritten: linear modules of an expert that are left out.
         """
-        stay = next((kept[space].tolist() for space in self.family.routers if space in kept), [])
+        stay = next((kept[space].tolist() for space in self.family.expert_spaces if space in kept), [])
         roles = [] if self.family.experts is None else [m for m in self.family.experts.roles if m not in rewritten]
         return {
             self.tensor(block, each.format(expert=number)): self.tensor(block, each.format(expert=expert))
@@ -399,7 +399,7 @@ class Model:
             for number, expert in enumerate(stay)
         }
 
-    def without_experts(self, block: int, tensors: Mapping[str, Tensor], kept: Kept) -> dict[str, Tensor]:
+    def drop_experts(self, block: int, tensors: Mapping[str, Tensor], kept: KeptUnits) -> dict[str, Tensor]:
         """A block's tensors without those of experts that go; the others are numbered anew.
 
         Args:
@@ -407,7 +407,7 @@ class Model:
             tensors: by on-disk name.
             kept: units that stay, of every space that is pruned.
         """
-        moved = self.moved_experts(block, kept)
+        moved = self.map_experts(block, kept)
         if not moved:
             return dict(tensors)
         own = {self.tensor(block, module) for module in self.family.expert_modules}
@@ -420,7 +420,7 @@ class Model:
 
     def _shape(self, module: str) -> tuple[int, ...]:
         """Of a linear module's dense weight, or of a table."""
-        tensors, first = self.checkpoint.tensors, self.spaced.start
+        tensors, first = self.checkpoint.tensors, self.spaced_blocks.start
         name = self.tensor(first, module)
         return tensors[name if name in tensors else self.tensor(first, module, "itself")].shape
 
@@ -428,7 +428,7 @@ class Model:
         """Weights, without biases, that go with one unit of a space."""
         found = 0
         for axis, incidence in self.family.spaces[space].incidences:
-            found += incidence.per_unit(self.dimension) * self._shape(incidence.module)[1 - dim_of(axis)]
+            found += incidence.per_unit(self.dimension) * self._shape(incidence.module)[1 - axis_dim(axis)]
         tables = self.family.spaces[space].tables
         return found + sum(table.per_unit(self.dimension) * prod(self._shape(table.module)[:-1]) for table in tables)
 
@@ -458,9 +458,9 @@ class Model:
         found: dict[str, Width] = {}
         for name, space in self.family.consumers.items():
             width: Width = self.units(name) * self.unit_columns(name)
-            if self.own_code:
-                names = (self.tensor(block, space.consumer) for block in self.spaced)
-                own = [0] * self.spaced.start + [self.checkpoint.tensors[each].shape[1] for each in names]
+            if self.has_remote_code:
+                names = (self.tensor(block, space.consumer) for block in self.spaced_blocks)
+                own = [0] * self.spaced_blocks.start + [self.checkpoint.tensors[each].shape[1] for each in names]
                 width = own[-1] if len(set(own) - {0}) == 1 else own
             found[f"{self.family.block}{space.consumer}.weight"] = width
         return found
@@ -477,7 +477,7 @@ class Model:
     @property
     def router_experts(self) -> dict[str, int]:
         """Router's on-disk weight, with `{block}` for the block → experts."""
-        routers = self.family.routers.items()
+        routers = self.family.expert_spaces.items()
         return {f"{self.family.block}{space.measured}.weight": self.units(name) for name, space in routers}
 
     @property
@@ -494,7 +494,7 @@ class Model:
         """Query's on-disk weight, with `{block}` for the block → query heads and pairs of each, where pairs can go."""
         return {
             f"{self.family.block}{space.measured}.weight": (self.dimension("query_heads"), space.count(self.dimension))
-            for space in self.family.turned.values()
+            for space in self.family.rotary_spaces.values()
         }
 
 

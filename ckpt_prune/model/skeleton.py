@@ -87,7 +87,7 @@ def build_skeleton(config: PreTrainedConfig, architecture: str) -> nn.Module:
         RefusedConfigError: transformers cannot build it from this config.
     """
     try:
-        with shapes_alone(), warnings.catch_warnings(action="ignore"):
+        with on_meta_device(), warnings.catch_warnings(action="ignore"):
             made: Any = stock_class(architecture, config)(config)
     except Exception as error:  # whatever a wrong value runs into first
         raise _refused(error) from error
@@ -96,7 +96,7 @@ def build_skeleton(config: PreTrainedConfig, architecture: str) -> nn.Module:
     return model
 
 
-def base_of(model: Any) -> Any:
+def base_model_of(model: Any) -> Any:
     """The base model inside a model of transformers, or the model itself where it has no head."""
     base = MODEL_MAPPING.get(type(model.config), None)
     # A base model may call a module of its own by the name that classes with a head give the base model.
@@ -118,7 +118,7 @@ def quiet_transformers() -> Iterator[None]:
 
 
 @contextmanager
-def shapes_alone() -> Iterator[None]:
+def on_meta_device() -> Iterator[None]:
     """Modules that are built in this context are on the meta device.
 
     No random numbers are drawn for them: without any memory to write them to, that is most of the time all the same.
@@ -128,7 +128,7 @@ def shapes_alone() -> Iterator[None]:
 
 
 @contextmanager
-def without_weights() -> Iterator[None]:
+def skip_initialisation() -> Iterator[None]:
     """Models that are built in this context have parameters that nothing is written to, and real buffers."""
     with no_init_weights(), warnings.catch_warnings(action="ignore"):
         yield
@@ -176,7 +176,7 @@ class Names:
         self._prefix: str = model.base_model_prefix  # type: ignore[assignment]
         saved = revert_weight_conversion(model, dict(self._parameters)) if conversions else self._parameters
         self.shapes: dict[str, Shape] = {name: tuple(tensor.shape) for name, tensor in saved.items()}
-        self.ties = ties_of(model)
+        self.ties = find_ties(model)
         self.tied = frozenset(self.saved_as(name) for name in self.ties)
 
     def parameters(self, disk: str) -> tuple[str, ...]:
@@ -283,7 +283,7 @@ PAIRS = "rotary_pairs"
 """Tensor of an attention that lacks rotary pairs: those that every KV head keeps, one head after the other."""
 
 
-def as_said(key: str, values: Mapping[str, Any], config: PreTrainedConfig) -> str:
+def stored_key(key: str, values: Mapping[str, Any], config: PreTrainedConfig) -> str:
     """The name that a config.json has for a key of its class, where the class knows it by several."""
     names = getattr(config, "attribute_map", {})
     alike = [name for name in {*names, *names.values()} if names.get(name, name) == names.get(key, key)]
@@ -295,12 +295,12 @@ def is_parameter(name: str) -> bool:
     return not is_stored_buffer(name) and name.rpartition(".")[2] != PAIRS
 
 
-def ties_of(model: nn.Module) -> dict[str, str]:
+def find_ties(model: nn.Module) -> dict[str, str]:
     """Parameter → the one whose tensor it is, where config and class tie them."""
     return dict(getattr(model, "all_tied_weights_keys", {}))
 
 
-def absent_pooler(model: nn.Module, missing: Iterable[str]) -> frozenset[str]:
+def missing_pooler(model: nn.Module, missing: Iterable[str]) -> frozenset[str]:
     """Parameters of a base model's pooler that a checkpoint may lack: all or none.
 
     Most embedding models are saved from a class built with `add_pooling_layer=False`, which their config.json does
@@ -322,5 +322,5 @@ def absent_pooler(model: nn.Module, missing: Iterable[str]) -> frozenset[str]:
 
 def parameter_count(model: nn.Module) -> int:
     """Parameters, a tied tensor counted once."""
-    tied = ties_of(model)
+    tied = find_ties(model)
     return sum(t.numel() for name, t in model.state_dict().items() if name not in tied and is_parameter(name))

@@ -7,7 +7,7 @@ has and in what order. `cuts` derives shapes, cutting and padding from that.
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from math import prod
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
@@ -20,12 +20,12 @@ KnownSpace = Literal["qk", "rotary", "queries", "heads", "values", "mlp", "share
 SPACES: tuple[str, ...] = get_args(KnownSpace)
 
 
-def space_of(name: str, expert: int | None) -> str:
+def expert_space(name: str, expert: int | None) -> str:
     """The name of a space of one expert."""
     return name if expert is None else f"{name}.{expert}"
 
 
-def known_space(name: str) -> str:
+def recipe_space(name: str) -> str:
     """What recipes call a space: without the number of its expert."""
     return name.partition(".")[0]
 
@@ -36,11 +36,11 @@ def expert_of(name: str) -> int | None:
     return int(number) if number else None
 
 
-def first_of_experts(names: Iterable[str]) -> dict[str, str]:
+def first_expert_spaces(names: Iterable[str]) -> dict[str, str]:
     """What recipes call spaces → the first of them that is called so: one expert's are as wide as the next one's."""
     found: dict[str, str] = {}
     for name in names:
-        found.setdefault(known_space(name), name)
+        found.setdefault(recipe_space(name), name)
     return found
 
 
@@ -58,6 +58,15 @@ class _Known:
 
 SpaceName = Annotated[str, _Known()]
 """A space of a block. Where a block has experts, each has spaces of its own, `mlp.0`, `mlp.1`; recipes say `mlp`."""
+
+
+class Site(NamedTuple):
+    """One space of one block: where units are kept or dropped."""
+
+    block: int
+    space: SpaceName
+
+
 Ends = Literal["columns", "logits", "rotary", "values", "experts"]
 """What a space ends in: the columns of a linear module as they are, the attention logits, those of queries and keys
 that are turned by position (RoPE), the columns under the values of KV heads, in a basis of their own, or whole
@@ -98,18 +107,18 @@ COUPLED: tuple[tuple[str, str], ...] = (
 inside units of the second. Values turn what they lie on, and go when the others have gone."""
 
 
-def dim_of(axis: Axis) -> int:
+def axis_dim(axis: Axis) -> int:
     """Which dimension of a weight (outputs, inputs) the axis is."""
     return int(axis != "rows")
 
 
-class Description(BaseModel):
+class StrictModel(BaseModel):
     """Data of a family's file: unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Incidence(Description):
+class Incidence(StrictModel):
     """Where the units of a space lie on one axis of one linear module of a block.
 
     The axis is `after` lines of something else, then `copies` runs of units, then whatever follows. In a run, units
@@ -164,7 +173,7 @@ class Incidence(Description):
         return self.copies * product(self.times, dimension) * product(self.each, dimension)
 
 
-class Space(Description):
+class Space(StrictModel):
     """An axis that several tensors of a block share, counted in units that are kept or dropped whole.
 
     Attributes:
@@ -365,7 +374,7 @@ class RotarySpace(ReaderSpace):
         return [] if method == "none" else [self.measured]
 
 
-def rotary_space(query: str, key: str, pairs: Pairing, angles: Pairing) -> RotarySpace:
+def make_rotary_space(query: str, key: str, pairs: Pairing, angles: Pairing) -> RotarySpace:
     """The rotary pairs of a family whose queries and keys are whole modules of their own.
 
     Args:

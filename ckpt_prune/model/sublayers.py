@@ -20,7 +20,7 @@ class Sublayer:
     writes: tuple[str, ...]
 
 
-def sublayers(model: Model) -> tuple[Sublayer, ...]:
+def list_sublayers(model: Model) -> tuple[Sublayer, ...]:
     """The sub-layers of every block, in order: two, or one where attention and mlp read the same stream.
 
     Args:

@@ -7,14 +7,14 @@ from typing import Any
 from ckpt_prune.checkpoint.json_files import parse_json_object, read_json_object
 from ckpt_prune.checkpoint.quantised import refuse_quantised
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.model.composite import known_composites, load_composite
+from ckpt_prune.model.composites import known_composites, load_composite
 from ckpt_prune.model.descriptions import (
     OUTSIDE_KEY,
-    described,
-    described_by,
-    is_known,
+    family_for_config,
+    has_description,
     known_families,
     load_family,
+    read_description,
     refuse_unsupported,
 )
 from ckpt_prune.model.family import REMOTE_PREFIX, Family
@@ -28,14 +28,14 @@ def is_timm(config: Mapping[str, Any]) -> bool:
     return named and config.get("model_type", "timm_wrapper") == "timm_wrapper"
 
 
-def family_of(config: dict[str, Any]) -> Family:
+def declared_family(config: dict[str, Any]) -> Family:
     """The family of a checkpoint's config.json.
 
     Raises:
         UserError: no `model_type`, a mixture of experts, or an unknown family.
     """
-    check_kind(config)
-    family = described(config)
+    check_model_type(config)
+    family = family_for_config(config)
     declared = next(iter(config.get("architectures") or []), "")
     declared = declared.removeprefix(REMOTE_PREFIX)
     return family.of(declared if family.has_class(declared) else family.architecture)
@@ -58,7 +58,7 @@ def check_supported(
     Raises:
         UserError: as `family_of`, `described_by` and `Composite.part`.
     """
-    outside = None if family is None else parse_json_object(described_by(family).encode())
+    outside = None if family is None else parse_json_object(read_description(family).encode())
     try:
         config = read_json_object(Path(model) / "config.json")
     except (OSError, UserError):
@@ -71,20 +71,20 @@ def check_supported(
         return
     if "auto_map" in config:
         return
-    config = config if outside is None else with_description(config, outside)
-    check_kind(config)
-    if is_known(config) or not unknown:
-        described(config)
+    config = config if outside is None else attach_description(config, outside)
+    check_model_type(config)
+    if has_description(config) or not unknown:
+        family_for_config(config)
 
 
-def with_description(config: dict[str, Any], outside: Mapping[str, Any]) -> dict[str, Any]:
+def attach_description(config: dict[str, Any], outside: Mapping[str, Any]) -> dict[str, Any]:
     """A config.json that carries a description, where it is of that model_type and has none of its own."""
     if config.get("model_type") != outside["model_type"] or OUTSIDE_KEY in config:
         return config
     return config | {OUTSIDE_KEY: outside}
 
 
-def check_kind(config: Mapping[str, Any]) -> None:
+def check_model_type(config: Mapping[str, Any]) -> None:
     """Refuse a config of a model that no description can be of.
 
     Raises:

@@ -22,7 +22,7 @@ from ckpt_prune.common.graph_types import ROUNDED_TYPES, GraphType
 from ckpt_prune.common.progress import meter
 from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.job.graph_settings import GraphSettings
-from ckpt_prune.model.containers.side_files import carried, side_files, top_names
+from ckpt_prune.model.containers.side_files import carried_files, find_side_files, top_names
 from ckpt_prune.modeling_pruned import WEIGHTS_KEY
 from ckpt_prune.onnx.card import graph_card
 from ckpt_prune.onnx.genai import genai_config
@@ -90,7 +90,7 @@ class GraphWriter:
             job="export",
             overwrite=overwrite,
             kind=EXPORT_KIND,
-            wants=top_names(side_files(source.path)) | dict.fromkeys(_MADE),
+            wants=top_names(find_side_files(source.path)) | dict.fromkeys(_MADE),
         )
 
     def write(
@@ -188,10 +188,10 @@ class GraphWriter:
         proved: bool,
     ) -> Manifest:
         source, settings, task = self.source, self._settings, self.task
-        for name, path in carried(source).items():
+        for name, path in carried_files(source).items():
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(path.read_bytes())
-        carried(source)  # raises where one changed while it was copied
+        carried_files(source)  # raises where one changed while it was copied
         # The code it names does not travel: the graph needs none.
         config = {key: value for key, value in source.config.items() if key not in ("auto_map", WEIGHTS_KEY)}
         (folder / CONFIG).write_text(pretty_json(config), encoding="utf-8")

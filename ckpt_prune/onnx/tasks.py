@@ -9,7 +9,7 @@ from ckpt_prune.evaluation.image_classes import is_vision
 from ckpt_prune.evaluation.whole_model import auto_class, purpose_of, reads_causally
 from ckpt_prune.job.graph_settings import AskedTask, TaskName
 from ckpt_prune.model.purposes import Purpose
-from ckpt_prune.model.skeleton import base_of, parse_config
+from ckpt_prune.model.skeleton import base_model_of, parse_config
 
 PAST, PRESENT = "past_key_values.", "present."
 """Keys and values of earlier tokens go in as `past_key_values.i.key` and `.value`, and come out as `present.i.…`."""
@@ -81,4 +81,4 @@ def check_padding(config: dict[str, Any], task: Task) -> None:
 
 def without_head(model: Any, task: Task) -> Any:
     """The module that does the task: the model, or its base where the task is feature-extraction."""
-    return model if task.name != "feature-extraction" else base_of(model)
+    return model if task.name != "feature-extraction" else base_model_of(model)

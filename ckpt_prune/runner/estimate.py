@@ -157,7 +157,7 @@ def time_block(model: Model, device: torch.device, dtype: torch.dtype, samples: 
     if samples is None and family.modality != "text":
         return None
     one: Samples = TokenWindows(torch.zeros(1, model.tokens, dtype=torch.long)) if samples is None else samples
-    view, block = ModelView(model, device), model.spaced.start
+    view, block = ModelView(model, device), model.spaced_blocks.start
     stream, tensors = view.stream(SampleRange(one, 0, 1), dtype), view.block(block)
     grams = dict.fromkeys(family.inputs, True)
     stream.observe(block, tensors, grams)  # once to warm up
@@ -196,7 +196,7 @@ def _dtype(job: Job) -> torch.dtype:
 
 def _peak(model: Model, samples: int, tokens: int, dtype: torch.dtype) -> int:
     """Return bytes of memory: a block twice, hidden states of all samples, and five Grams of the widest input."""
-    names = model.weights(model.spaced.start)
+    names = model.weights(model.spaced_blocks.start)
     block = sum(model.checkpoint.tensors[name].nbytes for name in names)
     widest = max(model.checkpoint.tensors[name].shape[-1] for name in names)
     states = samples * tokens * model.dimension("hidden") * dtype.itemsize

@@ -16,10 +16,10 @@ from ckpt_prune.job.report_file import report_of
 from ckpt_prune.job.selection import units_kept
 from ckpt_prune.job.sizes import TargetSize, size_words
 from ckpt_prune.measure.samples.choose import DEFAULT_WINDOWS, MOST_IMAGES
-from ckpt_prune.model.composite import load_composite
-from ckpt_prune.model.containers.choosing import whole_spaces
+from ckpt_prune.model.composites import load_composite
+from ckpt_prune.model.containers.choosing import unprunable_spaces
 from ckpt_prune.model.model import Model
-from ckpt_prune.model.spaces import SpaceName, first_of_experts
+from ckpt_prune.model.spaces import SpaceName, first_expert_spaces
 from ckpt_prune.parallel.devices import multiplies_bfloat16
 from ckpt_prune.recipe.shipped import DEFAULT_RECIPE, WIDER_CHOICE
 from ckpt_prune.sparsity.patterns import describe_mask
@@ -62,7 +62,7 @@ def messages(prepared: Prepared) -> list[str]:
     cached = cache_line(prepared)
     if cached is not None:
         found.append(cached)
-    first, family = prepared.model.spaced.start, prepared.model.family
+    first, family = prepared.model.spaced_blocks.start, prepared.model.family
     if recipe.has("mask") and first:
         found.append(
             f"the mask leaves {plural(first, 'block')} before the others as they are ({family.leading} in "
@@ -74,7 +74,7 @@ def messages(prepared: Prepared) -> list[str]:
             f"this machine has no instructions for products of bfloat16, in which recipe {recipe.name} learns its "
             "rotations, and emulates them: --set rotation.compute_dtype=float32 is faster here"
         )
-    refused = whole_spaces(prepared.model)
+    refused = unprunable_spaces(prepared.model)
     found += [refused[space] for space in prepared.left_whole if space in refused]
     if prepared.output.container.note:
         found.append(prepared.output.container.note)
@@ -197,7 +197,7 @@ def coarse_lines(model: Model, recipe: Recipe) -> Iterable[str]:
     if recipe.has("mask") or recipe.allocation != "uniform":
         return
     recipe = recipe.at(model.family)
-    for name, space in first_of_experts(recipe.spaces).items():
+    for name, space in first_expert_spaces(recipe.spaces).items():
         units, multiple = model.units(space), multiple_of(model, recipe, space)
         found = gap(units, recipe.ratio_of(space), rounding_of(model, recipe, space), multiple)
         if found is None:

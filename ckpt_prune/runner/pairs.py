@@ -14,7 +14,7 @@ from ckpt_prune.measure.streams.kept_blocks import KeptBlocks
 from ckpt_prune.model.containers.checking import check_source, check_stock, check_stored
 from ckpt_prune.model.containers.container import stored_container
 from ckpt_prune.model.containers.remote import RANKS_KEY
-from ckpt_prune.model.depth import shortened
+from ckpt_prune.model.depth import shorten_model
 from ckpt_prune.model.model import Model
 from ckpt_prune.stages.hidden.sliced_checkpoint import SLICING_KEY
 from ckpt_prune.stages.rotation.learner import RotationSizes, WrittenRotations
@@ -73,7 +73,7 @@ def at_same_depth(pruned: Model, dense: Model, report: Report | None) -> tuple[M
         return dense, None
     if depth.kept != sorted(set(depth.kept)) or depth.kept[-1] >= dense.blocks:
         raise UserError(f"{pruned.checkpoint.path / REPORT} keeps blocks that the dense model has not: prune again")
-    return shortened(dense, depth.kept), KeptBlocks(dense, depth.kept)
+    return shorten_model(dense, depth.kept), KeptBlocks(dense, depth.kept)
 
 
 def check_one_stream(pruned: Model, why: str) -> None:

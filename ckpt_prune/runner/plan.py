@@ -10,7 +10,7 @@ from ckpt_prune.job.plan import Plan, SitePlan
 from ckpt_prune.job.prepared import Prepared, RankedUnits, begin
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.records import StatisticsReference
-from ckpt_prune.model.sites import Site
+from ckpt_prune.model.spaces import Site
 from ckpt_prune.runner.checks import check_data, check_fit
 from ckpt_prune.runner.shifts import Shifting
 from ckpt_prune.stages.depth.run import drop_planned_blocks
@@ -59,7 +59,7 @@ def make_plan(prepared: Prepared, shifting: Shifting | None = None) -> Plan:
     engine = pruner_of(prepared)
     source = open_moments(prepared, Spaces().grams(prepared) if recipe.spaces else None)
     sites: list[SitePlan] = []
-    for block in track(model.spaced, "planning", total=len(model.spaced)):
+    for block in track(model.spaced_blocks, "planning", total=len(model.spaced_blocks)):
         known = prepared.statistics
         metric = known.read_fisher(block) if known is not None and known.index.fisher else {}
         read = {name: tensor for solver in solvers for name, tensor in solver.read(block).items()}

@@ -16,11 +16,11 @@ from ckpt_prune.job.report import Report
 from ckpt_prune.job.report_file import report_of
 from ckpt_prune.job.run import Announce, Run, say_nothing
 from ckpt_prune.job.timing import Stages
+from ckpt_prune.model.composites import merge_part_config
 from ckpt_prune.model.containers.container import Container
 from ckpt_prune.model.containers.remote import REMOTE_MODULE
-from ckpt_prune.model.containers.side_files import carried, side_files, top_names
+from ckpt_prune.model.containers.side_files import carried_files, find_side_files, top_names
 from ckpt_prune.model.model import Model
-from ckpt_prune.model.part import composite_config
 from ckpt_prune.modeling_pruned import REFUSAL, WEIGHTS_KEY
 from ckpt_prune.report.card import model_card
 
@@ -51,18 +51,18 @@ def publish(
         The report, as in the output's ckpt_prune.json.
     """
     with stages.stage("publishing"):
-        config = container.config if source.within is None else composite_config(source, container.config)
+        config = container.config if source.within is None else merge_part_config(source, container.config)
         if container.remote_class is not None:
             config = config | {WEIGHTS_KEY: REFUSAL}
         writer.write_json(CONFIG, config)
         if container.remote_class is not None:
             code = files("ckpt_prune") / f"{REMOTE_MODULE}.py"
             writer.write_text(f"{REMOTE_MODULE}.py", code.read_text(encoding="utf-8"))
-        for name, path in carried(source).items():
+        for name, path in carried_files(source).items():
             writer.copy(path, name)
         writer.write_index()
         digests = sha256_files(writer.folder, dict.fromkeys([*names, CONFIG, *sorted(writer.side_names)]))
-        carried(source)  # raises where one changed while it was copied
+        carried_files(source)  # raises where one changed while it was copied
     whole = report.model_copy(
         update={
             "stages": stages.records,
@@ -142,4 +142,4 @@ def wanted_names(source: Checkpoint, recipe: Recipe | None = None) -> WantedName
         made.add(ROTATIONS)
     if recipe is not None and recipe.has("export"):
         made.add(GRAPH_FOLDER)
-    return top_names(side_files(source.path)) | WEIGHT_NAMES | dict.fromkeys(made)
+    return top_names(find_side_files(source.path)) | WEIGHT_NAMES | dict.fromkeys(made)

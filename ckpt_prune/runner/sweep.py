@@ -10,10 +10,9 @@ from ckpt_prune.job.prepared import Prepared, RankedUnits, begin
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.records import Cost, DepthRecord, SiteRecord
 from ckpt_prune.job.report import Report
-from ckpt_prune.model.depth import movable
+from ckpt_prune.model.depth import can_shorten
 from ckpt_prune.model.model import Model
-from ckpt_prune.model.sites import Site
-from ckpt_prune.model.spaces import SpaceName, first_of_experts
+from ckpt_prune.model.spaces import Site, SpaceName, first_expert_spaces
 from ckpt_prune.runner.plan import make_plan, prepare_plan
 from ckpt_prune.stages.depth.preview import without
 from ckpt_prune.stages.depth.runs import least_runs
@@ -79,12 +78,12 @@ def depth_points_at(job: Job, ratios: Sequence[float]) -> list[DepthPoint]:
     known = None if statistics is None else statistics.index.stream
     if known is None or known.divergence is None or model.blocks < 2 or model.checkpoint.within is not None:
         return []
-    allowed = [block for block in range(model.blocks) if block or movable(model, range(1, model.blocks))]
+    allowed = [block for block in range(model.blocks) if block or can_shorten(model, range(1, model.blocks))]
     found: list[DepthPoint] = []
     for ratio in ratios:
         count = round(ratio * model.blocks)
         gone = least_runs(known.divergence, count, 1, allowed) if 0 < count < model.blocks else None
-        if gone is not None and movable(model, [block for block in range(model.blocks) if block not in gone]):
+        if gone is not None and can_shorten(model, [block for block in range(model.blocks) if block not in gone]):
             after = cost_of(without(model, gone))
             found.append(DepthPoint(ratio, count, after, known.divergence[gone[0]][gone[-1] + 1]))
     return found
@@ -136,7 +135,7 @@ def _blocks(depth: DepthRecord | None) -> int | None:
 
 
 def _point(value: float | str, model: Model, recipe: Recipe, all_sites: Sequence[SiteRecord], after: Cost) -> Point:
-    first = first_of_experts(recipe.spaces)
+    first = first_expert_spaces(recipe.spaces)
     spaces = {space: [site for site in all_sites if site.space == space] for space in first}
     kept = {s: [len(site.kept) // model.copies(first[s]) for site in sites] for s, sites in spaces.items()}
     widths = {space: (min(counts), max(counts)) for space, counts in kept.items()}

@@ -20,7 +20,7 @@ from ckpt_prune.measure.samples.samples import SampleRange, Samples, TokenWindow
 from ckpt_prune.measure.streams.hidden_stream import open_stream, refuse_data
 from ckpt_prune.measure.streams.readout import select_outputs
 from ckpt_prune.model.model import Model
-from ckpt_prune.model.skeleton import base_of
+from ckpt_prune.model.skeleton import base_model_of
 from ckpt_prune.parallel.group import process_group
 
 TOKENS = 64
@@ -110,7 +110,7 @@ def _run_whole(model: Model, sample: Samples, dtype: torch.dtype) -> list[Tensor
     if family.modality == "text":
         inputs["use_cache"] = False
     with refuse_data():
-        outputs = (whole if family.gives_logits else base_of(whole))(**inputs, return_dict=True)
+        outputs = (whole if family.gives_logits else base_model_of(whole))(**inputs, return_dict=True)
     return [*states, *select_outputs(outputs, logits=family.gives_logits)]
 
 

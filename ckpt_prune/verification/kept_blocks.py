@@ -9,7 +9,7 @@ from ckpt_prune.common.filenames import REPORT
 from ckpt_prune.common.formatting import plural
 from ckpt_prune.job.records import DepthRecord
 from ckpt_prune.job.report import Report
-from ckpt_prune.model.depth import outputs_of, shortened
+from ckpt_prune.model.depth import output_tensors, shorten_model
 from ckpt_prune.model.model import Model
 from ckpt_prune.verification.equality import find_difference
 
@@ -23,7 +23,7 @@ def read_dense_at_depth(dense: Checkpoint, report: Report) -> Checkpoint:
     kept = depth.kept
     if depth.blocks != model.blocks or not kept or kept != sorted(set(kept)) or kept[-1] >= model.blocks:
         raise UserError(f"{REPORT} keeps blocks that the dense model has not")
-    return shortened(model, kept).checkpoint if depth.part == "block" else model.checkpoint
+    return shorten_model(model, kept).checkpoint if depth.part == "block" else model.checkpoint
 
 
 def list_mapped_tensors(depth: DepthRecord | None, names: Iterable[str]) -> set[str]:
@@ -41,7 +41,7 @@ def check_kept_blocks(checkpoint: Checkpoint, dense: Checkpoint, depth: DepthRec
     zeroed = []
     if depth.part != "block":
         model = Model.of(dense)
-        zeroed = [name for gap in depth.gaps for name in outputs_of(model, gap.first, depth.part)]
+        zeroed = [name for gap in depth.gaps for name in output_tensors(model, gap.first, depth.part)]
     for name in zeroed:
         if bool(checkpoint.read([name])[name].any()):
             return False, f"{name} is not zero, though the {depth.part} of its block is gone"

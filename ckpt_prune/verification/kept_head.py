@@ -11,7 +11,7 @@ from ckpt_prune.job.report import Report
 from ckpt_prune.measure.streams.blocks import BlockFactory
 from ckpt_prune.measure.streams.readout import Readout
 from ckpt_prune.model.containers.container import stored_container
-from ckpt_prune.model.fitting import fitted
+from ckpt_prune.model.matching import match_checkpoint
 from ckpt_prune.model.model import Model
 from ckpt_prune.runner.recomputing import away
 from ckpt_prune.stages.hidden.bases import stream_scale
@@ -48,11 +48,11 @@ def check_head(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tup
         return _compare_logits(checkpoint, model, basis, tied=False)
     hidden = report.hidden
     if hidden is not None and hidden.energy and hidden.kind == "shared":
-        stream = find_basis(fitted(checkpoint)[0], model, hidden)
+        stream = find_basis(match_checkpoint(checkpoint)[0], model, hidden)
         if isinstance(stream, str):
             return None, f"not compared: {stream}"
         return _compare_logits(checkpoint, model, stream.directions, tied=bool(hidden.tied))
-    return check_outside_blocks(fitted(checkpoint)[0], model)
+    return check_outside_blocks(match_checkpoint(checkpoint)[0], model)
 
 
 def _compare_logits(checkpoint: Checkpoint, model: Model, basis: Tensor, *, tied: bool) -> tuple[bool, str]:
@@ -96,7 +96,7 @@ def _find_coarsest_dtype(model: Model) -> torch.dtype:
 
 
 def _make_factory(model: Model) -> BlockFactory:
-    skeleton = stored_container(model.checkpoint).skeleton() if model.own_code else None
+    skeleton = stored_container(model.checkpoint).skeleton() if model.has_remote_code else None
     return BlockFactory(model, device=torch.device("cpu"), dtype=torch.float32, skeleton=skeleton)
 
 

@@ -10,9 +10,9 @@ from ckpt_prune.common.formatting import plural
 from ckpt_prune.common.progress import track
 from ckpt_prune.job.records import SiteRecord
 from ckpt_prune.job.report import Report
-from ckpt_prune.model.cuts import found_among, touched
+from ckpt_prune.model.cuts import list_cuts, positions_among
 from ckpt_prune.model.model import Model
-from ckpt_prune.model.spaces import SpaceName, space_of
+from ckpt_prune.model.spaces import SpaceName, expert_space
 from ckpt_prune.verification.equality import is_same
 from ckpt_prune.verification.kept_blocks import list_mapped_tensors
 from ckpt_prune.verification.masks import rewriting_method
@@ -31,7 +31,7 @@ def check_kept_rows(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -
         refitted = {
             module
             for space, site in sites.items()
-            if space in model.family.routers and model.family.experts is not None
+            if space in model.family.expert_spaces and model.family.experts is not None
             for module in model.family.experts.rewritten(site.method)
         }
         if fault := _find_fault(checkpoint, model, report, block, sites, refitted):
@@ -59,7 +59,7 @@ def _read_sites(model: Model, report: Report, block: int) -> Sites:
     for site in report.sites:
         if site.block != block:
             continue
-        space = space_of(site.space, site.expert)
+        space = expert_space(site.space, site.expert)
         if space not in model.family.spaces:
             raise UserError(f"{REPORT} keeps units of {space}, which the dense model has not")
         units = model.site_units(space)
@@ -75,11 +75,11 @@ def _find_fault(
     """Say which tensor of a block is the first that does not hold the dense one's rows; None if all do."""
     kept = {space: torch.tensor(site.kept, dtype=torch.int64) for space, site in sites.items()}
     stored = {space: units for space, units in kept.items() if space not in report.container.padded}
-    narrow = model.stays(stored)
+    narrow = model.remaining_lines(stored)
     rewritten = {m for space, site in sites.items() for m in model.family.spaces[space].rewritten(site.method)}
     masked = {linear.weight for linear in report.linears}
     skipped = list_mapped_tensors(report.depth, checkpoint.tensors) | (masked if rewriting_method(report) else set())
-    for module, kind, dim, lines in touched(model.stays(kept)):
+    for module, kind, dim, lines in list_cuts(model.remaining_lines(kept)):
         name = model.tensor(block, module, kind)
         if module in rewritten or name in skipped or name not in model.checkpoint.tensors:
             continue
@@ -88,11 +88,11 @@ def _find_fault(
         dense_rows = model.checkpoint.read([name])[name].index_select(dim, lines)
         if rows is None or not is_same(rows, dense_rows, or_zero=name in masked):
             return f"{name} does not hold the dense model's rows of the kept units"
-    pairs = model.pairs_kept({space: units for space, units in stored.items() if len(units) < sites[space].units})
+    pairs = model.kept_pairs({space: units for space, units in stored.items() if len(units) < sites[space].units})
     name = model.pairs_name(block)
     if pairs is not None and not torch.equal(checkpoint.read([name])[name], pairs):
         return f"{name} does not name the rotary pairs that are kept"
-    for name, before in model.moved_experts(block, kept, refitted).items():
+    for name, before in model.map_experts(block, kept, refitted).items():
         if not is_same(checkpoint.read([name])[name], model.checkpoint.read([before])[before]):
             return f"{name} is not the dense model's {before}"
     return None
@@ -101,4 +101,4 @@ def _find_fault(
 def _read_lines(checkpoint: Checkpoint, name: str, dim: int, held: Tensor, lines: Tensor) -> Tensor | None:
     """Read those of the lines `held` that are `lines`; None if the tensor has not as many as it should hold."""
     tensor = checkpoint.read([name])[name]
-    return tensor.index_select(dim, found_among(lines, held)) if tensor.shape[dim] == len(held) else None
+    return tensor.index_select(dim, positions_among(lines, held)) if tensor.shape[dim] == len(held) else None

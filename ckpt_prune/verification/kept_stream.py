@@ -17,10 +17,10 @@ from ckpt_prune.common.formatting import plural
 from ckpt_prune.common.progress import track
 from ckpt_prune.job.records import HiddenRecord, SiteRecord
 from ckpt_prune.job.report import Report
-from ckpt_prune.model.cuts import touched
+from ckpt_prune.model.cuts import list_cuts
 from ckpt_prune.model.family import KINDS
 from ckpt_prune.model.model import Model
-from ckpt_prune.model.spaces import space_of
+from ckpt_prune.model.spaces import expert_space
 from ckpt_prune.runner.recomputing import BLOCKS, away
 from ckpt_prune.stages.hidden.sliced_checkpoint import SlicedCheckpoint
 from ckpt_prune.stages.rotation.absorbing import residual_of
@@ -138,10 +138,10 @@ def _recompute(view: SlicedCheckpoint, report: Report, blocks: list[int]) -> Ite
         yield name, view.read([name])[name]
     for block in track(blocks, "comparing", unit="block"):
         tensors = view.block(block)
-        sites = {space_of(site.space, site.expert): site for site in report.sites if site.block == block}
+        sites = {expert_space(site.space, site.expert): site for site in report.sites if site.block == block}
         rewritten = _list_rewritten(model, report, block, sites) | list_mapped_tensors(report.depth, tensors)
         kept = {space: torch.tensor(site.kept, dtype=torch.int64) for space, site in sites.items()}
-        for module, kind, dim, lines in touched(model.stays(kept)):
+        for module, kind, dim, lines in list_cuts(model.remaining_lines(kept)):
             name = model.tensor(block, module, kind)
             if name in tensors:
                 tensors[name] = tensors[name].index_select(dim, lines)

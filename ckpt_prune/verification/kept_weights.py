@@ -10,7 +10,7 @@ from ckpt_prune.job.records import FactoredLinear
 from ckpt_prune.job.report import Report
 from ckpt_prune.model.factors import factor_names
 from ckpt_prune.model.family import KINDS
-from ckpt_prune.model.fitting import fitted
+from ckpt_prune.model.matching import match_checkpoint
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.skeleton import parse_config
 from ckpt_prune.verification.equality import check_outside_blocks, find_difference
@@ -31,7 +31,7 @@ def check_kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tup
     """
     if report.rotation is not None:
         return None, "the weights are rotated: they are not compared with the dense model's"
-    passed, detail = _check_blocks(fitted(checkpoint)[0], dense, report)
+    passed, detail = _check_blocks(match_checkpoint(checkpoint)[0], dense, report)
     if passed is False or report.hidden is not None:
         return passed, detail
     head_passed, head_detail = check_head(checkpoint, dense, report)
@@ -61,7 +61,7 @@ def _check_blocks(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> 
 
 def _check_untrained(checkpoint: Checkpoint, dense: Checkpoint, *, norms_trained: bool) -> tuple[bool, str]:
     """Compare what recovery does not train: what is outside linear modules, or outside blocks if it trains norms."""
-    dense, family = fitted(dense)
+    dense, family = match_checkpoint(dense)
     blocks = range(family.dimension(parse_config(dense.config), "layers"))
     trained = {family.tensor(block, module, kind) for block in blocks for module in family.linears for kind in KINDS}
     prefixes = tuple(family.block.format(block=block) for block in blocks) if norms_trained else ()
@@ -76,7 +76,7 @@ def _check_untrained(checkpoint: Checkpoint, dense: Checkpoint, *, norms_trained
 
 def _check_masked(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tuple[bool, str]:
     """Compare masked weights, unless their method rewrites them, and all others."""
-    dense, _ = fitted(dense)
+    dense, _ = match_checkpoint(dense)
     masked, method = {linear.weight for linear in report.linears}, rewriting_method(report)
     compared = [name for name in checkpoint.tensors if method is None or name not in masked]
     if difference := find_difference(checkpoint, dense, compared, masked):
@@ -90,7 +90,7 @@ def _check_masked(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> 
 
 def _check_factors(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tuple[bool, str]:
     """Compare products of factors with the dense weights, and all other tensors."""
-    dense, _ = fitted(dense)
+    dense, _ = match_checkpoint(dense)
     factors = {name for linear in report.factored for name in factor_names(linear.weight)}
     others = [name for name in checkpoint.tensors if name not in factors]
     if difference := find_difference(checkpoint, dense, others):

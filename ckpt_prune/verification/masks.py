@@ -8,7 +8,7 @@ from ckpt_prune.common.progress import track
 from ckpt_prune.job.records import MaskedLinear
 from ckpt_prune.job.report import Report
 from ckpt_prune.model.family import Family
-from ckpt_prune.model.fitting import fitted
+from ckpt_prune.model.matching import match_checkpoint
 from ckpt_prune.sparsity.patterns import GroupPattern, parse_pattern
 from ckpt_prune.sparsity.zeros import crowded_groups, find_zeros, pattern_of_all, share_of_all, weights_by_module
 
@@ -33,7 +33,7 @@ def group_pattern(report: Report) -> GroupPattern | None:
 
 def check_masks(checkpoint: Checkpoint, report: Report | None) -> tuple[bool | None, str]:
     """Count zeros in every masked weight, and look for groups that keep too many weights."""
-    checkpoint, family = fitted(checkpoint)
+    checkpoint, family = match_checkpoint(checkpoint)
     if report is None or report.mask is None or not report.linears:
         return None, f"no mask recorded; {_describe_zeros(checkpoint, family)}"
     faults: list[str] = []

@@ -19,14 +19,13 @@ from ckpt_prune.common.progress import track
 from ckpt_prune.evaluation.whole_model import stock_load_report
 from ckpt_prune.job.report import Report
 from ckpt_prune.job.report_file import report_of
-from ckpt_prune.model.composite import known_composites, load_composite
+from ckpt_prune.model.composites import composite_names, extract_part, known_composites, load_composite
 from ckpt_prune.model.containers.checking import check_shapes
 from ckpt_prune.model.containers.container import stored_container
 from ckpt_prune.model.containers.remote import REMOTE_MODULE, remote_class
-from ckpt_prune.model.descriptions import OUTSIDE_KEY, described_by
-from ckpt_prune.model.fitting import fitting_family
-from ckpt_prune.model.part import composite_names, part_of
-from ckpt_prune.model.supported import with_description
+from ckpt_prune.model.descriptions import OUTSIDE_KEY, read_description
+from ckpt_prune.model.matching import match_family
+from ckpt_prune.model.supported import attach_description
 from ckpt_prune.modeling_pruned import WEIGHTS_KEY
 from ckpt_prune.verification.kept_blocks import read_dense_at_depth
 from ckpt_prune.verification.kept_head import check_head
@@ -69,9 +68,9 @@ def verify(folder: Path, against: Path | None = None, family: Path | None = None
     report = _read_report(folder)
     description = checkpoint.config.get(OUTSIDE_KEY)
     if family is not None:
-        description = parse_json_object(described_by(family).encode())
+        description = parse_json_object(read_description(family).encode())
     dense = None if against is None else _open_dense(folder, report, against, description)
-    part = checkpoint if report is None or report.part is None else part_of(checkpoint, report.part)
+    part = checkpoint if report is None or report.part is None else extract_part(checkpoint, report.part)
     checks = [
         run_check("tensors", lambda: _check_tensors(checkpoint)),
         run_check("finite", lambda: _check_finite(checkpoint)),
@@ -127,11 +126,11 @@ def _open_dense(
 ) -> Checkpoint:
     dense = Checkpoint.open(against)
     if description is not None:
-        dense = replace(dense, config=with_description(dense.config, description))
+        dense = replace(dense, config=attach_description(dense.config, description))
     if report is None:
         raise UserError(f"{folder} has no {REPORT}: it cannot be compared with the model it was made from")
     if report.part is not None:
-        dense = part_of(dense, report.part)
+        dense = extract_part(dense, report.part)
     if report.source.fingerprint != dense.fingerprint:
         raise UserError(f"{folder} was not made from {dense.path}: its report names {report.source.name}")
     return dense
@@ -160,7 +159,7 @@ def _check_load(checkpoint: Checkpoint) -> tuple[bool, str]:
         composite = load_composite(checkpoint.config["model_type"])
         auto, architecture = composite.auto, composite.architecture
     else:
-        family = fitting_family(checkpoint)
+        family = match_family(checkpoint)
         auto, architecture = family.auto_class, family.architecture
     loaded = stock_load_report(checkpoint.path, auto)
     if not loaded.clean:

@@ -12,7 +12,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.finite import all_finite
 from ckpt_prune.common.progress import track
 from ckpt_prune.evaluation.whole_model import stock_load_report
-from ckpt_prune.model.fitting import fitted
+from ckpt_prune.model.matching import match_checkpoint
 from ckpt_prune.stages.quantize.packing import PACKED, SCALE, SHAPE, packed_shapes, require_library, unpack_codes
 from ckpt_prune.stages.quantize.record import QuantizationRecord, read_record
 from ckpt_prune.stages.quantize.rounding import codes_of, scales_of
@@ -96,7 +96,7 @@ def _compare_weights(
     folder: Path, record: QuantizationRecord, tensors: dict[str, TensorInfo], source: Checkpoint
 ) -> tuple[bool, str]:
     """Check that quantised weights are the source's, rounded under the stored scales, and all others equal."""
-    source, _ = fitted(source)
+    source, _ = match_checkpoint(source)
     weights = {rounded.weight for rounded in record.weights}
     for name in track(list(source.tensors), "comparing", unit="tensor"):
         theirs = source.read([name])[name]

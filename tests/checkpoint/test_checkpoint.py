@@ -14,7 +14,7 @@ from ckpt_prune.checkpoint import shard
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.whole_model import load_reported
-from ckpt_prune.model.containers.side_files import carried, side_files
+from ckpt_prune.model.containers.side_files import carried_files, find_side_files
 
 from .folders import CONFIG, example_tensors, same, save_sharded, save_single, write_index
 
@@ -295,7 +295,7 @@ def test_side_files(single: Path) -> None:
         (single / name).write_text("x")
     (single / "folder").mkdir()
     (single / "tokenizer_config.json").symlink_to("tokenizer.json")
-    assert list(side_files(single)) == sorted([*kept, "tokenizer_config.json"])
+    assert list(find_side_files(single)) == sorted([*kept, "tokenizer_config.json"])
 
 
 def test_side_files_that_are_links_lead_into_the_folder_or_the_hubs_blobs(tmp_path: Path, single: Path) -> None:
@@ -303,7 +303,7 @@ def test_side_files_that_are_links_lead_into_the_folder_or_the_hubs_blobs(tmp_pa
     link = single / "notes.txt"
     link.symlink_to("../secret")
     with pytest.raises(UserError) as error:
-        side_files(single)
+        find_side_files(single)
     assert str(error.value) == (
         f"{link} is a link out of its folder, and what it leads to would be in the output; put the file itself there, "
         "or remove the link"
@@ -313,22 +313,22 @@ def test_side_files_that_are_links_lead_into_the_folder_or_the_hubs_blobs(tmp_pa
     (tmp_path / "models--a--b/blobs/123").write_text("{}")
     snapshot.mkdir(parents=True)
     (snapshot / "tokenizer.json").symlink_to("../../blobs/123")
-    assert side_files(snapshot) == {"tokenizer.json": snapshot / "tokenizer.json"}
+    assert find_side_files(snapshot) == {"tokenizer.json": snapshot / "tokenizer.json"}
     (snapshot / "vocab.json").symlink_to("../../../secret")
     with pytest.raises(UserError, match=r"vocab\.json is a link out of its folder"):
-        side_files(snapshot)
+        find_side_files(snapshot)
 
 
 def test_side_files_that_change_meanwhile(single: Path) -> None:
     (single / "tokenizer.json").write_text("{}")
     checkpoint = Checkpoint.open(single)
     (single / "notes.txt").write_text("appeared")
-    assert carried(checkpoint) == {"tokenizer.json": single / "tokenizer.json"}
+    assert carried_files(checkpoint) == {"tokenizer.json": single / "tokenizer.json"}
     for change in ((single / "tokenizer.json").unlink, lambda: (single / "config.json").write_text("{} ")):
         checkpoint = Checkpoint.open(single)
         change()
         with pytest.raises(UserError, match=r"\.json changed since it was opened; run again"):
-            carried(checkpoint)
+            carried_files(checkpoint)
 
 
 class TestCheckFinite:

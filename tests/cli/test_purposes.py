@@ -307,7 +307,7 @@ def test_a_class_that_is_not_taken_is_named(here: Path, model: str, named: str, 
     write("dense", f"{model}Model", named=named)
     tensors = load_file("dense/model.safetensors")
     save_file(tensors | {"score.weight": torch.ones(1, 16)}, "dense/model.safetensors", {"format": "pt"})
-    said = f"config.json names {named}, which is none of the classes of {model.lower()} that can be taken: {classes}"
+    said = f"config.json names {named}, which is not a known class of {model.lower()}; known are {classes}"
     for command in (("inspect", "dense"), ("prune", "dense", *RIDGE, "-o", "out")):
         assert refused(*command).startswith(f"dense: {said}")
 

@@ -13,7 +13,7 @@ from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.job.job import Job
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.model.model import Model
-from ckpt_prune.model.sites import Site
+from ckpt_prune.model.spaces import Site
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.stages.spaces.widths import dense_ranking
 from tests.cli.running import TEXT, interrupted, ok, read_json, refused, resumed, run

@@ -86,7 +86,7 @@ def stopped_and_masked(*_given, **_options):
 
 
 @pytest.mark.parametrize(
-    "place_of_it", ["ckpt_prune.model.skeleton.stock_class", "ckpt_prune.description.describe.describe"]
+    "place_of_it", ["ckpt_prune.model.skeleton.stock_class", "ckpt_prune.inspection.describe.describe"]
 )
 def test_ctrl_c_that_a_library_makes_an_error_of_its_own(place, monkeypatch, place_of_it):
     """Where its errors are taken for the input's, and where nobody expects any."""
@@ -104,7 +104,7 @@ def test_ctrl_c_while_pydantic_writes_json(place, monkeypatch):
         def stopped(self) -> dict[str, int]:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("ckpt_prune.description.describe.describe", lambda *_, **__: Record().model_dump())
+    monkeypatch.setattr("ckpt_prune.inspection.describe.describe", lambda *_, **__: Record().model_dump())
     result = run("inspect", "dense")
     assert (result.exit_code, result.stdout, result.stderr) == (130, "", "Interrupted.\n")
 

@@ -45,7 +45,7 @@ class Dense:
         if case not in self._statistics:
             model, out = self.model(case), self.root / f"{case}.statistics"
             options: dict[str, Any] = {"device": torch.device("cpu"), "compute_dtype": torch.float32}
-            collect = (*list_collected_by_default(model), *(("rotary",) if model.family.turned else ()))
+            collect = (*list_collected_by_default(model), *(("rotary",) if model.family.rotary_spaces else ()))
             self._statistics[case] = measure_statistics(
                 model, case.samples(), out, seed=0, folds=2, collect=collect, **options
             )

@@ -18,7 +18,7 @@ from ckpt_prune.measure.samples.samples import Samples, TokenWindows
 from ckpt_prune.model.descriptions import known_families, load_family, variants_of
 from ckpt_prune.model.family import Family
 from ckpt_prune.model.skeleton import Names, build_skeleton
-from ckpt_prune.model.spaces import known_space
+from ckpt_prune.model.spaces import recipe_space
 from tests.encoders import Pixels, randomise
 from tests.evaluation.tiny import BOS, EOS, VOCAB, random_windows, tiny_tokenizer
 from tests.images import write_processor
@@ -158,7 +158,7 @@ class Case:
         return self.family.dimension(self.config, "kv_heads")
 
     @property
-    def spaced(self) -> range:
+    def spaced_blocks(self) -> range:
         """Blocks with the spaces."""
         leading = self.family.leading
         return range(0 if leading is None else getattr(self.config, leading), self.blocks)
@@ -184,7 +184,7 @@ class Case:
         held = [
             name for name, space in spaces.items() if space.whole is None and space.ends not in ("rotary", "experts")
         ]
-        return {known: self.ratio(known) for known in map(known_space, held)}
+        return {known: self.ratio(known) for known in map(recipe_space, held)}
 
     def ratio(self, space: str) -> float:
         """A head or KV group goes, half of its queries, and of other units a quarter or a half."""

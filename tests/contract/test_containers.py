@@ -8,12 +8,12 @@ import pytest
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.layout import plan_layout
-from ckpt_prune.model.containers.choosing import choose_container, whole_spaces
-from ckpt_prune.model.depth import check_shortened, shortened_config
-from ckpt_prune.model.hypothetical import checkpoint_of_config
+from ckpt_prune.model.config_only import checkpoint_of_config
+from ckpt_prune.model.containers.choosing import choose_container, unprunable_spaces
+from ckpt_prune.model.depth import check_shortened, shorten_config
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.skeleton import RefusedConfigError, parse_config
-from ckpt_prune.model.spaces import known_space
+from ckpt_prune.model.spaces import recipe_space
 
 from .models import LED, Case, first_cases
 
@@ -29,13 +29,15 @@ def test_what_is_planned_is_what_the_class_takes(case: Case, tmp_path: Path) -> 
     model = model_of(case, tmp_path)
     biases = {module for module in model.family.linears if model.has(module, "bias")}
     able = [name for name, space in model.family.spaces.items() if space.whole is None]
-    assert whole_spaces(model) == {}
-    for known in dict.fromkeys(map(known_space, able)):
-        alike = [name for name in able if known_space(name) == known]
+    assert unprunable_spaces(model) == {}
+    for known in dict.fromkeys(map(recipe_space, able)):
+        alike = [name for name in able if recipe_space(name) == known]
         if model.units(alike[0]) < 2:
             continue
         for kept in {1, model.units(alike[0]) - 1}:
-            widths = [dict.fromkeys(alike, kept) if block in model.spaced else {} for block in range(model.blocks)]
+            widths = [
+                dict.fromkeys(alike, kept) if block in model.spaced_blocks else {} for block in range(model.blocks)
+            ]
             for container in ("auto", "any", "padded"):
                 try:
                     made = choose_container(model, widths, biases, requested=container)
@@ -51,4 +53,4 @@ def test_what_is_planned_is_what_the_class_takes(case: Case, tmp_path: Path) -> 
     except UserError:
         pass
     else:
-        parse_config(shortened_config(model, [0]))
+        parse_config(shorten_config(model, [0]))

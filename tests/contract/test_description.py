@@ -12,9 +12,9 @@ from ckpt_prune.checkpoint.shard import stack_shapes as stacked_up
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.blocks import module_paths
 from ckpt_prune.model.containers.checking import check_source
-from ckpt_prune.model.model import Model, Shape
+from ckpt_prune.model.model import Model, TensorSpec
 from ckpt_prune.model.skeleton import Names, build_skeleton, parse_config
-from ckpt_prune.model.spaces import first_of_experts, known_space
+from ckpt_prune.model.spaces import first_expert_spaces, recipe_space
 from tests.pairs import chosen
 
 from .dense import Dense
@@ -125,7 +125,7 @@ def test_biases_are_where_their_slots_are_open(case: Case) -> None:
 def test_config_keys_change_the_shapes_of_their_space_and_nothing_else(dense: Dense, case: Case) -> None:
     """What is derived from a space's incidences is what the stock class has under the new config, where it has one."""
     model = dense.model(case)
-    for known, name in first_of_experts(case.family.spaces).items():
+    for known, name in first_expert_spaces(case.family.spaces).items():
         space = case.family.spaces[name]
         if (space.fixed or space.whole) is not None or space.units in case.family.multiples:
             continue
@@ -133,13 +133,13 @@ def test_config_keys_change_the_shapes_of_their_space_and_nothing_else(dense: De
             found = shapes_of(case, **model.config_values({name: kept}))
             alike = [known, *(each for each in case.family.spaces if space.units in case.family.together)]
             alike = [each for each in alike if each == known or case.family.spaces[each].units == space.units]
-            widths = {each: kept for each in case.family.spaces if known_space(each) in map(known_space, alike)}
+            widths = {each: kept for each in case.family.spaces if recipe_space(each) in map(recipe_space, alike)}
             wanted = derived(model, [widths] * BLOCKS)
             wanted = stacked_up(wanted, model.checkpoint.stacks)
             assert {disk: found[disk] for disk in wanted} == {disk: shape for disk, (_, shape) in wanted.items()}
 
 
-def derived(model: Model, widths: list[dict[str, int]]) -> dict[str, Shape]:
+def derived(model: Model, widths: list[dict[str, int]]) -> dict[str, TensorSpec]:
     """Shapes as the model has them where blocks keep so many units."""
     return {name: shape for name, shape in model.shapes_at(widths).items() if name in model.tensors}  # type: ignore[arg-type]
 

@@ -18,7 +18,7 @@ from ckpt_prune.measure.moments.inputs import Moments, sum_folds
 from ckpt_prune.measure.streams.hidden_stream import open_stream
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.skeleton import parse_config
-from ckpt_prune.model.sublayers import sublayers
+from ckpt_prune.model.sublayers import list_sublayers
 from ckpt_prune.runner.plan import prepare_plan
 from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.stages import FullRecipe
@@ -99,7 +99,7 @@ def test_equals_the_dense_model_whose_stream_is_projected_by_hand(
     report = run_job(dense.request(case, hidden_recipe(kind, 0.4), data), out).report
     assert report.hidden is not None
     model = Model.open(dense.folder(case))
-    own = Projected(plain(case.model()).double(), case, sublayers(model), report.hidden.kept)
+    own = Projected(plain(case.model()).double(), case, list_sublayers(model), report.hidden.kept)
     own.by_block(data) if kind == "per-block" else own.shared(data)
     other = case.samples(4, seed=9)
     assert_same_outputs(outputs(ckpt_prune.load(out), other), outputs(own.model, other), COMPUTED)
@@ -141,7 +141,7 @@ def test_statistics_tell_what_norms_give(dense: Dense, case: Case) -> None:
     found = stream_gram(model, CachedMoments(dense.statistics(case), model))
     stream = open_stream(model, case.samples(), device=torch.device("cpu"), compute_dtype=torch.float32)
     live, grams = (
-        SlicedStream(stream, sublayers(model), normed=True, centred=residual_of(model.family).norm == "layer"),
+        SlicedStream(stream, list_sublayers(model), normed=True, centred=residual_of(model.family).norm == "layer"),
         list[torch.Tensor](),
     )
     for block in range(model.blocks):

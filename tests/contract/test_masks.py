@@ -42,7 +42,9 @@ def whole(case: Case) -> Model:
     )
     model = plain(case.model())
     open_up(model, case.family)
-    return Model(model, inputs, case.family.layers, case.family.block.replace("{block}", "{}"), case.spaced.start)
+    return Model(
+        model, inputs, case.family.layers, case.family.block.replace("{block}", "{}"), case.spaced_blocks.start
+    )
 
 
 def stands_for(cell: tuple[Case, str, Target]) -> tuple[str, str]:

@@ -19,7 +19,7 @@ from ckpt_prune.job.job import Job
 from ckpt_prune.measure.samples.samples import Samples, TokenWindows
 from ckpt_prune.measure.statistics.measurement import list_collected_by_default, measure_statistics
 from ckpt_prune.model.blocks import module_paths
-from ckpt_prune.model.composite import load_composite
+from ckpt_prune.model.composites import load_composite
 from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.model.skeleton import quiet_transformers
 from ckpt_prune.runner.plan import prepare_plan
@@ -245,7 +245,9 @@ class InComposite(Whole):
         self.model: Any = self.whole if self._outer[1] else self.whole.get_submodule(self._outer[0])
         self._paths = module_paths(part.family)
         ratio = dict(case.ratios).__getitem__
-        self.case: Any = SimpleNamespace(units=part.units, spaced=part.spaced, ratio=ratio, config=part.config)
+        self.case: Any = SimpleNamespace(
+            units=part.units, spaced_blocks=part.spaced_blocks, ratio=ratio, config=part.config
+        )
 
     def path(self, block: int, module: str) -> str:
         inner = super().path(block, module)

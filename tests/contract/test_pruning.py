@@ -7,7 +7,7 @@ from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.compensation.logit_methods import LOGIT_METHODS
 from ckpt_prune.compensation.methods import METHODS
-from ckpt_prune.model.spaces import first_of_experts, space_of
+from ckpt_prune.model.spaces import expert_space, first_expert_spaces
 from ckpt_prune.runner.plan import prepare_plan
 from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.stages import FullRecipe
@@ -99,7 +99,7 @@ def test_equals_a_whole_model_pruned_by_hand(
     data = case.samples()
     report = dense.prune(case, wanted, tmp_path / "out", None if target == "dense" else data)
     whole = Whole(case).prune(data, methods, target)
-    kept = {(site["block"], space_of(site["space"], site.get("expert"))): site["kept"] for site in report["sites"]}
+    kept = {(site["block"], expert_space(site["space"], site.get("expert"))): site["kept"] for site in report["sites"]}
     assert kept == whole.kept
     other = case.samples(6, seed=9)
     assert_same_outputs(outputs(ckpt_prune.load(tmp_path / "out"), other), outputs(whole.model, other), COMPUTED)
@@ -128,7 +128,7 @@ def test_a_space_of_which_none_can_go_is_refused(dense: Dense, case: Case) -> No
     described = ckpt_prune.inspect(str(dense.folder(case))).spaces
     assert whole == {name for name, space in described.items() if "none" in space.containers.values()}
     for name in whole:
-        spaces = {space: DEFAULTS[space] for space in first_of_experts(case.family.spaces) if space != "experts"}
+        spaces = {space: DEFAULTS[space] for space in first_expert_spaces(case.family.spaces) if space != "experts"}
         recipe = FullRecipe.model_validate({"version": 1, "name": "test", "spaces": spaces})
         with pytest.raises(UserError) as caught:
             prepare_plan(dense.request(case, recipe))

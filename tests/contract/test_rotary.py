@@ -23,8 +23,8 @@ from .models import Case, first_cases
 from .test_pruning import COMPUTED, KEPT
 from .whole import TARGETS, Target, Whole, assert_same_outputs, outputs, wide
 
-PAIRED = [case for case in first_cases() if case.family.turned]
-WHOLE_ROPE = {case.model_type: case for case in first_cases() if case.family.rope and not case.family.turned}
+PAIRED = [case for case in first_cases() if case.family.rotary_spaces]
+WHOLE_ROPE = {case.model_type: case for case in first_cases() if case.family.rope and not case.family.rotary_spaces}
 
 
 def runs() -> list[tuple[Case, dict[str, str], Target]]:

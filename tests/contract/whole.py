@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ckpt_prune.compensation.methods import METHODS
 from ckpt_prune.measure.samples.samples import Samples
-from ckpt_prune.model.spaces import ConsumerSpace, expert_of, known_space
+from ckpt_prune.model.spaces import ConsumerSpace, expert_of, recipe_space
 from tests.encoders import STRENGTH, STRENGTHLESS, WITH_STRENGTH
 from tests.oracles import logits, rotary, scores, values
 
@@ -100,11 +100,11 @@ class Whole:
 
     def prune(self, data: Samples, methods: Mapping[str, str], target: Target = "dense") -> "Whole":
         """Prune every space that a method is named for, by the case's ratios, in the order of computation."""
-        spaces = [name for name in self.family.spaces if known_space(name) in methods]
-        sites = [(block, space) for block in self.case.spaced for space in spaces]
+        spaces = [name for name in self.family.spaces if recipe_space(name) in methods]
+        sites = [(block, space) for block in self.case.spaced_blocks for space in spaces]
         stages = {
             "dense": [sites],
-            "by block": [[(block, space) for space in spaces] for block in self.case.spaced],
+            "by block": [[(block, space) for space in spaces] for block in self.case.spaced_blocks],
             "by site": [[site] for site in sites],
         }
         for stage in stages[target]:
@@ -123,11 +123,11 @@ class Whole:
                         "rotary": self._rotary,
                         "values": self._values,
                     }[ends]
-                    prune(block, space, found, methods[known_space(space)])
+                    prune(block, space, found, methods[recipe_space(space)])
         return self
 
     def _gone(self, space: str, units: int) -> int:
-        exact = units * self.case.ratio(known_space(space))
+        exact = units * self.case.ratio(recipe_space(space))
         return int(np.ceil(exact) if self.family.spaces[space].rounding == "ceil" else np.floor(exact))
 
     def _columns(self, block: int, space: str, found: Mapping[str, Array], method: str) -> None:
@@ -234,7 +234,7 @@ class Whole:
 
     def _rotary(self, block: int, space: str, found: Mapping[str, Array], method: str) -> None:
         """Pairs that go are zeros in queries and keys, which the stock class turns as it turns the others."""
-        described = self.family.turned[space]  # type: ignore[index]
+        described = self.family.rotary_spaces[space]  # type: ignore[index]
         layout = described.pairs
         paths = [self.path(block, module) for module in described.solved_from]
         query, key = (self.model.get_submodule(path) for path in paths)

@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import ckpt_prune
 from ckpt_prune.job.cost import cost_of
 from ckpt_prune.job.job import Job
-from ckpt_prune.model.hypothetical import checkpoint_of_config
+from ckpt_prune.model.config_only import checkpoint_of_config
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.skeleton import Names, build_skeleton, parse_config
 from ckpt_prune.modeling_pruned import cache_argument

@@ -3,7 +3,7 @@
 import json
 
 from ckpt_prune.job.plan import SitePlan
-from ckpt_prune.model.sites import Site
+from ckpt_prune.model.spaces import Site
 
 VALUES = {
     **{"block": 1, "space": "mlp", "consumer": "down.weight", "units": 2, "kept": [0], "scores": [2.0, 1.0]},

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.selection import select, select_ranked, standardise, unit_scores, units_kept
-from ckpt_prune.model.sites import Site
+from ckpt_prune.model.spaces import Site
 
 
 @pytest.mark.parametrize(("ratio", "heads", "columns"), [(0.1, 29, 9907), (0.2, 26, 8806), (0.3, 23, 7705)])

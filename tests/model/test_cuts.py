@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ckpt_prune.model.cuts import found_among, stays, touched
+from ckpt_prune.model.cuts import list_cuts, positions_among, remaining_lines
 from ckpt_prune.model.descriptions import load_family
 from ckpt_prune.model.spaces import ColumnSpace, Incidence, LogitSpace
 
@@ -92,7 +92,7 @@ def cut(weight: Tensor, dim: int, found, module: str) -> Tensor:
 @given(kept=kept_units)
 def test_cutting_is_cutting_by_index_lists(kept):
     """Heads and dimensions of heads cross on q and k: a row stays where both keep it."""
-    found, expected = stays(family_of(APART), dimension, tensors(kept), SIZES), by_hand(kept)
+    found, expected = remaining_lines(family_of(APART), dimension, tensors(kept), SIZES), by_hand(kept)
     for module, (rows, columns) in SIZES.items():
         weight = torch.arange(rows * columns).view(rows, columns)
         dim = 1 if module in ("o", "out") else 0
@@ -105,7 +105,7 @@ def test_cutting_is_cutting_by_index_lists(kept):
 @given(kept=kept_units)
 def test_fused_tensors_keep_the_same(kept):
     """The tensor that stays of a fused one is what stays of its parts, side by side."""
-    found, expected = stays(family_of(FUSED), dimension, tensors(kept), FUSED_SIZES), by_hand(kept)
+    found, expected = remaining_lines(family_of(FUSED), dimension, tensors(kept), FUSED_SIZES), by_hand(kept)
     parts = [part * ROWS + row for part, name in enumerate("qkv") for row in expected[name]]
     lines = {"qkv": parts, "in": expected["in"], "o": expected["o"], "out": expected["out"]}
     for module, (rows, columns) in FUSED_SIZES.items():
@@ -119,7 +119,7 @@ def test_fused_tensors_keep_the_same(kept):
 
 @given(kept=kept_units)
 def test_only_modules_of_pruned_spaces_are_there(kept):
-    found = stays(family_of(APART), dimension, tensors(kept), SIZES)
+    found = remaining_lines(family_of(APART), dimension, tensors(kept), SIZES)
     assert {module for module, _ in found} == {module for space in kept for module in APART[space].modules}
     for (module, dim), (axis, lines) in found.items():
         assert axis == ("columns" if module in ("o", "out") else "rows")
@@ -135,27 +135,27 @@ def test_a_tensor_that_is_cut_already_is_cut_further(kept, more):
     both = {
         s: kept.get(s, set(range(n))) & more.get(s, set(range(n))) for s, n in (("qk", 6), ("heads", 3), ("mlp", 5))
     }
-    first, last = (stays(family, dimension, tensors(chosen), SIZES) for chosen in (kept, both))
+    first, last = (remaining_lines(family, dimension, tensors(chosen), SIZES) for chosen in (kept, both))
     for (module, dim), (_, lines) in last.items():
         weight = torch.arange(SIZES[module][0] * SIZES[module][1]).view(SIZES[module])
         present = first[module, dim][1] if (module, dim) in first else torch.arange(SIZES[module][dim])
         once = cut(weight, dim, first, module)
-        assert torch.equal(once.index_select(dim, found_among(lines, present)), cut(weight, dim, last, module))
+        assert torch.equal(once.index_select(dim, positions_among(lines, present)), cut(weight, dim, last, module))
 
 
 @given(others=st.sets(st.integers(0, 50)), data=st.data())
 def test_places_among_others(others, data):
     taken = data.draw(st.sets(st.sampled_from(sorted(others)))) if others else set()
     lines, all_ = (torch.tensor(sorted(chosen), dtype=torch.int64) for chosen in (taken, others))
-    assert found_among(lines, all_).tolist() == [sorted(others).index(line) for line in sorted(taken)]
+    assert positions_among(lines, all_).tolist() == [sorted(others).index(line) for line in sorted(taken)]
 
 
 @pytest.mark.parametrize(("spaces", "sizes"), [(APART, SIZES), (FUSED, FUSED_SIZES)])
 def test_a_bias_has_the_rows_of_its_weight(spaces, sizes):
     """What loses columns keeps its bias."""
     kept = tensors({"qk": {0, 3}, "heads": {0, 1}, "mlp": {1}})
-    found = stays(family_of(spaces), dimension, kept, sizes)
-    listed = {(module, kind): (dim, lines) for module, kind, dim, lines in touched(found)}
+    found = remaining_lines(family_of(spaces), dimension, kept, sizes)
+    listed = {(module, kind): (dim, lines) for module, kind, dim, lines in list_cuts(found)}
     consumers = {"o", "out"}
     assert listed.keys() == {
         (module, kind)
@@ -169,9 +169,9 @@ def test_a_bias_has_the_rows_of_its_weight(spaces, sizes):
 
 def test_whole_spaces():
     """A space that keeps all of its units is listed, with every line."""
-    found = stays(family_of(APART), dimension, tensors({"mlp": set(range(MLP))}), SIZES)
+    found = remaining_lines(family_of(APART), dimension, tensors({"mlp": set(range(MLP))}), SIZES)
     assert {place: lines.tolist() for place, (_, lines) in found.items()} == {
         ("in", 0): list(range(2 * MLP)),
         ("out", 1): list(range(MLP)),
     }
-    assert stays(family_of(APART), dimension, {}, SIZES) == {}
+    assert remaining_lines(family_of(APART), dimension, {}, SIZES) == {}

@@ -9,10 +9,10 @@ from safetensors.torch import load_file
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.containers.checking import check_source
-from ckpt_prune.model.fitting import fitting_family
+from ckpt_prune.model.matching import match_family
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.skeleton import Names, build_skeleton, parse_config
-from ckpt_prune.model.supported import family_of
+from ckpt_prune.model.supported import declared_family
 from tests.encoders import BLOCKS, HIDDEN, VARIANTS, edit_files, make, stock
 from tests.pairs import every
 
@@ -61,7 +61,7 @@ def test_the_class_that_holds_every_tensor_is_found(folders, variant):
 def test_the_description_names_the_tensors_of_every_space(folders, variant):
     """Every linear module of a block belongs to a space, and no other tensor of two dimensions is in a block."""
     checkpoint, chosen = Checkpoint.open(folders[variant]), VARIANTS[variant]
-    family = fitting_family(checkpoint)
+    family = match_family(checkpoint)
     for block in range(BLOCKS):
         prefix = chosen.disk["block"].format(block)
         weights = {
@@ -90,7 +90,7 @@ def test_units_and_columns(folders, variant):
 def test_names_round_trip(folders, variant):
     """Disk → model → disk, and values: each tensor on disk is the model's parameters, one after the other."""
     checkpoint = Checkpoint.open(folders[variant])
-    family = fitting_family(checkpoint)
+    family = match_family(checkpoint)
     names = Names(build_skeleton(parse_config(checkpoint.config), family.architecture))
     values = stock(folders[variant], variant).state_dict()
     stored = load_file(folders[variant] / "model.safetensors")
@@ -163,10 +163,10 @@ def test_position_indices_are_no_weights(tmp_path):
 
 def test_what_config_names_is_taken_where_it_fits(folders):
     """A masked-LM checkpoint is one, although BertForPreTraining has a place for all of its tensors too."""
-    assert fitting_family(Checkpoint.open(folders["bert-mlm"])).architecture == "BertForMaskedLM"
-    declared = family_of(Checkpoint.open(folders["bert-pretraining"]).config)
+    assert match_family(Checkpoint.open(folders["bert-mlm"])).architecture == "BertForMaskedLM"
+    declared = declared_family(Checkpoint.open(folders["bert-pretraining"]).config)
     assert declared.architecture == "BertForMaskedLM"
-    assert fitting_family(Checkpoint.open(folders["bert-pretraining"])).auto_class == "AutoModelForPreTraining"
+    assert match_family(Checkpoint.open(folders["bert-pretraining"])).auto_class == "AutoModelForPreTraining"
 
 
 def test_a_config_without_architectures(tmp_path):

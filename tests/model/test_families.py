@@ -14,17 +14,17 @@ from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.model import descriptions
 from ckpt_prune.model.blocks import returns_tuple
+from ckpt_prune.model.config_only import checkpoint_of_config, is_config_only
 from ckpt_prune.model.descriptions import known_families, load_family, variants_of
-from ckpt_prune.model.hypothetical import checkpoint_of_config, is_config_only
 from ckpt_prune.model.settings import unknown_settings
 from ckpt_prune.model.skeleton import (
     Names,
     build_skeleton,
+    find_ties,
     parameter_count,
     parse_config,
-    ties_of,
 )
-from ckpt_prune.model.supported import family_of
+from ckpt_prune.model.supported import declared_family
 from tests.families import SIZES, VARIANTS, make, model_of, stock
 
 KNOWN = ", ".join(known_families())
@@ -105,7 +105,7 @@ def test_whether_attention_is_windowed(name, changes, windowed):
 
 def refusal(config) -> str:
     with pytest.raises(UserError) as caught:
-        family_of(config)
+        declared_family(config)
     return str(caught.value)
 
 
@@ -178,7 +178,7 @@ def test_a_mixture_that_is_refused_by_name(model_type):
 
 
 def test_no_experts_is_no_mixture():
-    assert family_of({"model_type": "llama", "num_experts": 0, "num_local_experts": None}) == load_family("llama")
+    assert declared_family({"model_type": "llama", "num_experts": 0, "num_local_experts": None}) == load_family("llama")
 
 
 # ---- inheritance -----------------------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ def test_a_skeleton_has_every_shape_and_no_memory(tmp_path, variant):
     checkpoint = Checkpoint.open(folder)
     skeleton = build_skeleton(parse_config(checkpoint.config), VARIANTS[variant].family.architecture)
     assert {parameter.device.type for parameter in skeleton.parameters()} == {"meta"}
-    expected, tied = Names(skeleton).shapes, {Names(skeleton).saved_as(name) for name in ties_of(skeleton)}
+    expected, tied = Names(skeleton).shapes, {Names(skeleton).saved_as(name) for name in find_ties(skeleton)}
     assert tied == ({"lm_head.weight"} if variant in ("llama-gqa-tied", "qwen2") else set())
     assert {name: info.shape for name, info in checkpoint.tensors.items()} == {
         name: shape for name, shape in expected.items() if name not in tied

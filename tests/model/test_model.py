@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from ckpt_prune.checkpoint.digests import processor_fingerprint, tokenizer_fingerprint
-from ckpt_prune.model.cuts import touched
+from ckpt_prune.model.cuts import list_cuts
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.skeleton import Names, build_skeleton, parse_config
 from tests import encoders, families
@@ -187,7 +187,7 @@ def counts(found: Model, kept: dict[str, torch.Tensor]) -> dict[str, int]:
 def shapes_of_choice(found: Model, block: int, kept: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
     """A block's tensors, cut on the meta device."""
     tensors = {n: torch.empty(found.shapes[n][1], device="meta") for n in found.block_names(block)}
-    for module, kind, dim, lines in touched(found.stays(kept)):
+    for module, kind, dim, lines in list_cuts(found.remaining_lines(kept)):
         name = found.tensor(block, module, kind)
         if name in tensors:
             tensors[name] = tensors[name].index_select(dim, lines.to("meta"))
@@ -205,7 +205,7 @@ def test_any_choice_of_as_many_units_has_the_same_shapes(name, data):
     for block, own in enumerate(kept):
         assert {n: shapes[n][1] for n in found.block_names(block)} == shapes_of_choice(found, block, own)
         # Which pairs stay is said of every KV head that does.
-        said, pairs = shapes.pop(found.pairs_name(block), None), found.pairs_kept(own)
+        said, pairs = shapes.pop(found.pairs_name(block), None), found.kept_pairs(own)
         fewer = "rotary" in own and len(own["rotary"]) < found.site_units("rotary")
         assert (said is not None) == fewer
         assert said is None or (pairs is not None and said == (torch.int16, tuple(pairs.shape)))
@@ -222,7 +222,7 @@ def test_widths_are_read_off_tensors(name, data):
     tensors = {n: torch.empty(s, device="meta") for n, s in shapes_of_choice(found, block, kept).items()}
     widths = counts(found, kept)
     if "values" in widths:  # half of the heads have as many lines as heads half as wide: the tensors come with a note
-        tensors = found.noting(block, tensors, widths)
+        tensors = found.note_widths(block, tensors, widths)
     assert found.widths_of(block, tensors) == WIDTHS[name] | widths
 
 
@@ -233,7 +233,7 @@ def test_a_config_says_how_wide_values_are(name):
     kept = {"heads": found.family.spaces["heads"].first(1, found.dimension)}
     kept["values"] = found.family.spaces["values"].first(2, found.dimension)
     tensors = {n: torch.empty(s, device="meta") for n, s in shapes_of_choice(found, 0, kept).items()}
-    assert found.narrowed({"values": 2}).widths_of(0, tensors) == WIDTHS[name] | {"heads": 1, "values": 2}
+    assert found.with_widths({"values": 2}).widths_of(0, tensors) == WIDTHS[name] | {"heads": 1, "values": 2}
 
 
 @pytest.mark.parametrize("name", RAW)

@@ -6,14 +6,16 @@ from typing import Any
 import pytest
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.model.descriptions import OUTSIDE_KEY, described, family_from, load_family
-from ckpt_prune.model.proving import prove
+from ckpt_prune.model.description_checks import check_description
+from ckpt_prune.model.descriptions import OUTSIDE_KEY, family_for_config, load_family, parse_family
 from tests.contract.models import ALIKE, CASES, Case, first_cases
 
 
 @pytest.mark.parametrize("case", [case for case in first_cases() if case.model_type not in ALIKE], ids=str)
 def test_what_this_package_says_is_so(case: Case) -> None:
-    prove(case.family, json.loads(case.config.to_json_string(use_diff=False)) | {"architectures": [case.architecture]})
+    check_description(
+        case.family, json.loads(case.config.to_json_string(use_diff=False)) | {"architectures": [case.architecture]}
+    )
 
 
 LLAMA = next(case for case in CASES if case.model_type == "llama")
@@ -113,7 +115,7 @@ RESIDUAL = load_family("llama").residual.model_dump()  # type: ignore[union-attr
 def test_what_is_not_so_is_named(own: dict[str, Any], message: str) -> None:
     config = CONFIG | {"attention_bias": "q_proj of LlamaForCausalLM" in message, "mlp_bias": "up_proj of" in message}
     with pytest.raises(UserError) as error:
-        prove(family_from(json.dumps(own)), config)
+        check_description(parse_family(json.dumps(own)), config)
     assert str(error.value).startswith(message)
 
 
@@ -135,15 +137,15 @@ def test_what_is_not_so_is_named(own: dict[str, Any], message: str) -> None:
 )
 def test_what_is_no_description(own: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError) as error:
-        family_from(json.dumps(own))
+        parse_family(json.dumps(own))
     assert str(error.value).startswith(message)
 
 
 def test_a_config_that_carries_another_familys_description() -> None:
     with pytest.raises(UserError, match=r"^config\.json of type other carries a description of llama "):
-        described({"model_type": "other", OUTSIDE_KEY: WHOLE})
+        family_for_config({"model_type": "other", OUTSIDE_KEY: WHOLE})
 
 
 def test_spaces_are_in_the_order_of_computation_however_a_config_was_sorted() -> None:
     sorted_keys = json.loads(json.dumps(described_as(spaces=SPACES), sort_keys=True))
-    assert list(family_from(json.dumps(sorted_keys)).spaces) == list(load_family("llama").spaces)
+    assert list(parse_family(json.dumps(sorted_keys)).spaces) == list(load_family("llama").spaces)

@@ -16,10 +16,9 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.cost import cost_of
 from ckpt_prune.job.names import RotationKind
 from ckpt_prune.model.blocks import module_paths
-from ckpt_prune.model.composite import load_composite
+from ckpt_prune.model.composites import extract_part, load_composite
+from ckpt_prune.model.config_only import checkpoint_of_config
 from ckpt_prune.model.descriptions import known_families
-from ckpt_prune.model.hypothetical import checkpoint_of_config
-from ckpt_prune.model.part import part_of
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.verification.verify import verify
 from tests.contract.dense import Dense, spaces_recipe
@@ -54,7 +53,7 @@ def test_a_published_composite_has_as_many_parameters_as_its_page_counts(name: s
     assert sum(info.numel for info in whole.tensors.values()) == parameters
     for part in load_composite(config["model_type"]).parts:
         described = ckpt_prune.inspect(str(tmp_path), part=part)
-        inside = part_of(whole, part).within
+        inside = extract_part(whole, part).within
         assert inside is not None
         rest = sum(info.numel for info in inside.rest.values())
         assert described.parameters == parameters - rest

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_prune.model.descriptions import known_families, load_family, variants_of
-from ckpt_prune.model.spaces import BESIDE, COUPLED, ENDS, ColumnSpace, Incidence, LogitSpace, rotary_space
+from ckpt_prune.model.spaces import BESIDE, COUPLED, ENDS, ColumnSpace, Incidence, LogitSpace, make_rotary_space
 
 SIZES = {"head_dim": 3, "group": 2, "heads": 4, "mlp": 5}
 FAMILIES = [(name, variant) for name in known_families() for variant in (None, *variants_of(name))]
@@ -149,7 +149,7 @@ def test_a_module_with_two_incidences_is_named_once():
     ],
 )
 def test_a_rotary_pair_lies_on_its_key_and_on_every_query_that_shares_it(pairs, query, key):
-    space = rotary_space("q", "k", pairs, pairs)
+    space = make_rotary_space("q", "k", pairs, pairs)
     sizes = {"pairs": 3, "group": 2, "kv_heads": 2}
     assert (space.count(sizes.__getitem__), space.site_units(sizes.__getitem__)) == (3, 6)
     found = [each.lines(torch.tensor([2, 3]), 6, sizes.__getitem__).sort().values.tolist() for each in space.rows]

@@ -19,7 +19,7 @@ from ckpt_prune.job.prepared import Prepared, begin
 from ckpt_prune.job.sizes import cost_in
 from ckpt_prune.measure.moments.inputs import sum_folds
 from ckpt_prune.measure.statistics.folder import Statistics, record_effects
-from ckpt_prune.model.sites import Site
+from ckpt_prune.model.spaces import Site
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.runner.plan import make_plan, prepare_plan
 from ckpt_prune.stages import FullRecipe

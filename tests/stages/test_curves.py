@@ -14,7 +14,7 @@ from ckpt_prune.measure.samples.samples import SampleRange
 from ckpt_prune.measure.statistics.folder import record_effects
 from ckpt_prune.measure.streams import readout
 from ckpt_prune.model.model import Model
-from ckpt_prune.model.sites import Site
+from ckpt_prune.model.spaces import Site
 from ckpt_prune.runner.messages import predicted_line
 from ckpt_prune.runner.plan import make_plan
 from ckpt_prune.stages import FullRecipe

@@ -5,7 +5,7 @@ import torch
 from ckpt_prune.job.decisions import Decision, Decisions
 from ckpt_prune.measure.moment_sources import NoMoments
 from ckpt_prune.model.model import Model
-from ckpt_prune.model.sites import Site
+from ckpt_prune.model.spaces import Site
 from ckpt_prune.stages.spaces.pruner import Pruner
 from tests.families import recipe
 

@@ -34,10 +34,10 @@ def test_zeros_are_shared_out_over_the_others(dense: Dense, allocation: str, tmp
     report = dense.prune(LED, recipe(allocation=allocation), tmp_path / "out")
     first, *others = report["mask"]["shares"]["ratios"]
     assert first == 0
-    assert {linear["block"] for linear in report["linears"]} == set(LED.spaced)
+    assert {linear["block"] for linear in report["linears"]} == set(LED.spaced_blocks)
     sizes = [
         sum(each["rows"] * each["columns"] for each in report["linears"] if each["block"] == block)
-        for block in LED.spaced
+        for block in LED.spaced_blocks
     ]
     mean = sum(ratio * size for ratio, size in zip(others, sizes, strict=True)) / sum(sizes)
     assert mean == pytest.approx(0.5, abs=1e-5)

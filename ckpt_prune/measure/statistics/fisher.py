@@ -111,7 +111,7 @@ def measure_fisher(
         ends.see(stream, states, end, gradients)
     for block in track(range(blocks - 1, -1, -1), "gradients", total=blocks):
         tensors = model.read_block(block)
-        block_watcher = watcher if block in model.spaced else None
+        block_watcher = watcher if block in model.spaced_blocks else None
         if block_watcher is not None:
             block_watcher.begin(block, tensors)
         module = stream.factory.build_block(block, tensors).requires_grad_(False)
@@ -140,7 +140,7 @@ def _pass_block(
     """Pass gradients back through a block, and return `Fisher.sums` of its sites, on CPU."""
     family, factory = stream.factory.family, stream.factory
     values = [drawn.values for drawn in gradients]
-    if block not in factory.model.spaced:
+    if block not in factory.model.spaced_blocks:
         for _ in pass_back(stream, module, block, entering_states, values):
             pass
         return {}
@@ -152,8 +152,10 @@ def _pass_block(
     }
     readers = {space: own.readers for space, own in family.logits.items()}
     # Keys meet queries turned by position; turning changes no length of a gradient.
-    turners = {space: RotaryTurner(factory, module, block, own) for space, own in family.turned.items() if rotary}
-    readers |= {space: family.turned[space].readers for space in turners}
+    turners = {
+        space: RotaryTurner(factory, module, block, own) for space, own in family.rotary_spaces.items() if rotary
+    }
+    readers |= {space: family.rotary_spaces[space].readers for space in turners}
     names = {*consumers.values(), *(reader for pair in readers.values() for reader in pair)}
     paths = {name: factory.module_path(block, name) for name in names}
     sums: dict[SpaceName, Tensor] = {}

@@ -50,14 +50,14 @@ def _open_staging(out: Path, blocks: int, collect: Sequence[str], *, overwrite: 
 def list_collectable(model: Model) -> tuple[Collect, ...]:
     """List all that can be collected for a model."""
     family = model.family
-    if model.own_code:
+    if model.has_remote_code:
         # It can only be masked: nothing else is done to it again.
         return ("moments", "gram", "linears")
     # Importances of units add up weights' gradients sample by sample, and experts see no whole samples.
     lacking = {
         "logits": not family.logits,
         "centred": not family.logits,
-        "rotary": not family.turned,
+        "rotary": not family.rotary_spaces,
         "taylor": not family.causal or family.experts is not None,
     }
     return tuple(kind for kind in get_args(Collect) if not lacking.get(kind))
@@ -89,12 +89,12 @@ def count_statistics_bytes(model: Model, *, collect: Sequence[Collect], folds: i
     per_block += sum(8 * folds * heads * packed_width(2 * count) for heads, count in pairs)
     if "fisher" in collect:
         for space in model.family.consumers.values():
-            outputs = model.tensors[model.tensor(model.spaced.start, space.consumer)][1][0]
+            outputs = model.tensors[model.tensor(model.spaced_blocks.start, space.consumer)][1][0]
             per_block += 2 * outputs * (outputs + 1)
         per_block += sum(4 * heads for heads, _ in (*model.query_heads.values(), *pairs))
     if "taylor" in collect:
         per_block += sum(2 * 8 * model.units(space) for space in model.family.consumers)
-    return per_block * len(model.spaced)
+    return per_block * len(model.spaced_blocks)
 
 
 def check_measurable(
@@ -175,11 +175,11 @@ def measure_into(
     run: dict[str, Any] = {"device": device, "compute_dtype": compute_dtype, "allocate": allocate, "group": group}
     stream = open_stream(model, samples, skeleton=skeleton, folds=folds, active_above=active_above, **run)
     gram: dict[str, bool] = dict.fromkeys(family.consumers, "gram" in collect)
-    gram |= dict.fromkeys(family.routers, False)
+    gram |= dict.fromkeys(family.expert_spaces, False)
     if "logits" in collect:
         gram |= dict.fromkeys(family.logits, "centred" in collect)
     if "rotary" in collect:
-        gram |= dict.fromkeys(family.turned, False)
+        gram |= dict.fromkeys(family.rotary_spaces, False)
     if "linears" in collect:
         gram |= dict.fromkeys(family.producer_inputs, "gram" in collect)
     done: dict[str, str] = group.once(lambda: {} if journal is None else journal.notes)
@@ -204,7 +204,9 @@ def measure_into(
             stream.advance(block, model.read_block(block))
             files[name_file("block", block)] = done[_entry(block)]
             continue
-        observed = stream.observe(block, model.read_block(block), gram if block in model.spaced else {}, advance=True)
+        observed = stream.observe(
+            block, model.read_block(block), gram if block in model.spaced_blocks else {}, advance=True
+        )
         named = {model.moments_name(block, key): moments for key, moments in observed.items()}
         group.on_first(partial(write, block, named))
     if "taylor" in collect:
@@ -227,7 +229,7 @@ def measure_into(
         collect=[kind for kind in collect if kind != "fisher"],
         compute_dtype=str(compute_dtype).removeprefix("torch."),
         blocks=blocks,
-        leading=model.spaced.start,
+        leading=model.spaced_blocks.start,
         consumers=model.consumer_widths,
         queries=model.query_heads,
         turned=model.turned_heads if "rotary" in collect else {},

@@ -18,10 +18,10 @@ from ckpt_prune.model.skeleton import (
     Names,
     build_skeleton,
     is_stored_buffer,
+    on_meta_device,
     parameters_on_meta,
-    shapes_alone,
 )
-from ckpt_prune.model.spaces import known_space
+from ckpt_prune.model.spaces import recipe_space
 
 
 class BlockFactory:
@@ -70,8 +70,8 @@ class BlockFactory:
         """
         # Blocks of a model that was pruned already may differ in width.
         model = self.model.with_config(modeling_pruned.layer_config(self.config, index))
-        layer_config = model.narrowed(model.widths_of(index, tensors)).config
-        with shapes_alone():
+        layer_config = model.with_widths(model.widths_of(index, tensors)).config
+        with on_meta_device():
             module = modeling_pruned.make_block(type(self._layers[index]), layer_config, self._facts, index)
         _replace_transposed(module)
         if self.family.experts is not None:
@@ -95,7 +95,7 @@ class BlockFactory:
     def name_without_expert(self, key: str) -> str:
         """Return the name that a space or linear module has in common with those of the other experts."""
         if key in self.family.spaces:
-            return known_space(key)
+            return recipe_space(key)
         return self._experts[key][1] if key in self._experts else key
 
     def _give_buffers(self, block: nn.Module, config: PreTrainedConfig, index: int) -> None:

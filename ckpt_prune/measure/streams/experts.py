@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.model.parts import DOWN, GATE, UP, Experts
+from ckpt_prune.model.family_keys import DOWN, GATE, UP, Experts
 
 FEW = 8
 """An expert has seen too few tokens if there are fewer than one for so many inputs of its last linear module."""

@@ -14,7 +14,7 @@ from torch.nn import functional
 from ckpt_prune.measure.samples.samples import Samples, move_batch, split_batches
 from ckpt_prune.measure.streams.blocks import BlockFactory
 from ckpt_prune.measure.streams.modules import ReadTensors, give_buffers
-from ckpt_prune.model.skeleton import absent_pooler, base_of, is_stored_buffer
+from ckpt_prune.model.skeleton import base_model_of, is_stored_buffer, missing_pooler
 
 CHUNK = 2**20
 """Logits that are compared at once: 4 MiB in each of a few float32 tensors, which stay in a cache."""
@@ -152,7 +152,7 @@ class Readout:
         options = {"use_cache": False} if factory.family.modality == "text" else {}
         leaving, flat = states.to(factory.device, factory.dtype), factory.family.flat
         self._states = leaving.flatten(0, 1) if flat else leaving
-        result = (self._model if self.logits else base_of(self._model))(**inputs, **options)
+        result = (self._model if self.logits else base_model_of(self._model))(**inputs, **options)
         self._states = None
         outputs = select_outputs(result, logits=self.logits)
         return [output.view(len(states), -1, *output.shape[1:]) for output in outputs] if flat else outputs
@@ -192,7 +192,7 @@ class Readout:
         # As stock loading ties them: a head that is stored under either name, or under both and differs, is respected.
         missing = {name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.is_meta}
         model.tie_weights(missing_keys=missing, recompute_mapping=False)
-        if absent_pooler(model, missing):
+        if missing_pooler(model, missing):
             model.pooler = None
         for name, parameter in model.named_parameters():
             if parameter.is_meta and self._is_outside(name):

@@ -11,9 +11,9 @@ from ckpt_prune.model.containers.container import stored_container
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.skeleton import (
     Names,
-    absent_pooler,
     is_parameter,
     is_stored_buffer,
+    missing_pooler,
     stock_names,
 )
 
@@ -29,7 +29,7 @@ def check_source(model: Model) -> None:
     """
     if model in _CHECKED:
         return
-    config, own = model.checkpoint.config, model.own_code
+    config, own = model.checkpoint.config, model.has_remote_code
     known = stored_container(model.checkpoint).names() if own else stock_names(config, model.family.architecture)
     check_stored(model.checkpoint, known)
     _CHECKED.add(model)
@@ -45,7 +45,7 @@ def check_stock(model: Model, what: str) -> None:
     Raises:
         UserError: it is one.
     """
-    if model.own_code:
+    if model.has_remote_code:
         raise UserError(
             f"{model.checkpoint.path} was pruned into a shape that no stock class has (remote code): {what}; start "
             "from the dense model"
@@ -85,7 +85,7 @@ def check_shapes(actual: Mapping[str, tuple[int, ...]], known: Names, where: str
     names = sorted(name for name in actual if not is_stored_buffer(name))
     expected = {name: known.shape(name) for name in names}
     missing = known.missing(names)
-    absent = known.tied | absent_pooler(known.model, missing)
+    absent = known.tied | missing_pooler(known.model, missing)
     missing = [name for name in missing if name not in absent]
     unknown = [name for name, shape in expected.items() if shape is None and not known.ignores(name)]
     if missing:

@@ -20,10 +20,10 @@ from ckpt_prune.model.containers.container import Container, Ranks, Widths
 from ckpt_prune.model.containers.remote import BLOCKS_KEY, RANKS_KEY, REMOTE_MODULE
 from ckpt_prune.model.descriptions import load_family
 from ckpt_prune.model.family import REMOTE_PREFIX, Family
+from ckpt_prune.model.family_keys import Experts
 from ckpt_prune.model.model import Model
-from ckpt_prune.model.parts import Experts
-from ckpt_prune.model.skeleton import RefusedConfigError, as_said, parse_config, quiet_transformers
-from ckpt_prune.model.spaces import SpaceName, first_of_experts, known_space
+from ckpt_prune.model.skeleton import RefusedConfigError, parse_config, quiet_transformers, stored_key
+from ckpt_prune.model.spaces import SpaceName, first_expert_spaces, recipe_space
 
 REMOTE, PADDED, ANY = "remote", "padded", "any"
 
@@ -37,7 +37,7 @@ def stock_multiple(model: Model, dimension: str, width: int) -> int | None:
     return None
 
 
-def stockless(model: Model, widths: Widths, candidate: Family | None = None) -> dict[SpaceName, str]:
+def spaces_without_stock_class(model: Model, widths: Widths, candidate: Family | None = None) -> dict[SpaceName, str]:
     """Spaces whose new width the stock class of a family, by default the model's own, cannot have, and why."""
     found: dict[SpaceName, str] = {}
     family = candidate or model.family
@@ -56,7 +56,7 @@ def stockless(model: Model, widths: Widths, candidate: Family | None = None) -> 
     return found
 
 
-def whole_spaces(model: Model) -> dict[SpaceName, str]:
+def unprunable_spaces(model: Model) -> dict[SpaceName, str]:
     """Spaces of which no unit can go in any stock class, and why: by rules that no description has.
 
     The config classes are asked, once for a model.
@@ -66,13 +66,13 @@ def whole_spaces(model: Model) -> dict[SpaceName, str]:
         described = model.family.spaces
         for names in _apart(model, [name for name in described if described[name].whole is None]):
             units = model.units(names[0])
-            if units > 1 and not stockless(model, [dict.fromkeys(names, units - 1)]):
+            if units > 1 and not spaces_without_stock_class(model, [dict.fromkeys(names, units - 1)]):
                 refusals = (_rule(model, dict.fromkeys(names, count)) for count in range(units - 1, 0, -1))
                 reason = next(refusals)
                 if reason is not None and None not in refusals:
                     rope: Any = getattr(model.config, "rope_parameters", None) or {}
                     kind = f" with {rope['rope_type']}" if rope.get("rope_type", "default") != "default" else ""
-                    keeps = f"this {model.family.model_type}{kind} keeps all its {known_space(names[0])}: {reason}"
+                    keeps = f"this {model.family.model_type}{kind} keeps all its {recipe_space(names[0])}: {reason}"
                     _WHOLE[model] |= dict.fromkeys(names, keeps)
     return _WHOLE[model]
 
@@ -85,7 +85,7 @@ def _apart(model: Model, spaces: Iterable[SpaceName]) -> list[list[SpaceName]]:
     described, groups = model.family.spaces, dict[str, list[SpaceName]]()
     for name in spaces:
         units = described[name].units
-        groups.setdefault(units if units in model.family.together else known_space(name), []).append(name)
+        groups.setdefault(units if units in model.family.together else recipe_space(name), []).append(name)
     return list(groups.values())
 
 
@@ -141,7 +141,7 @@ def _obstacle(
     """Why a family cannot hold the output, or None."""
     source = model.family
     if not remote_code:
-        reasons = stockless(model, widths, candidate)
+        reasons = spaces_without_stock_class(model, widths, candidate)
         if reasons:
             return "; ".join(reasons.values())
     hidden = model.dimension("hidden")
@@ -220,11 +220,11 @@ def choose_container(
         UserError: nothing fits; the message says why each candidate does not, and what to do.
     """
     family = model.family
-    given, widths = widths, widths[model.spaced.start :]
+    given, widths = widths, widths[model.spaced_blocks.start :]
     for own in widths:
         _check_alike(model, own)
-        for name, first in first_of_experts(own).items():
-            if len({count for space, count in own.items() if known_space(space) == name}) > 1:
+        for name, first in first_expert_spaces(own).items():
+            if len({count for space, count in own.items() if recipe_space(space) == name}) > 1:
                 raise UserError(
                     f"experts of a block would differ in {name}, where every class has them of one width: say "
                     "allocation: uniform or least-error"
@@ -233,7 +233,7 @@ def choose_container(
                 raise UserError(
                     f"experts of a {family.model_type} have no biases: choose a compensation of {name} without one"
                 )
-        stay = next((own[space] for space in family.routers if space in own), None)
+        stay = next((own[space] for space in family.expert_spaces if space in own), None)
         chosen = 0 if family.experts is None else int(getattr(model.config, family.experts.chosen))
         if stay is not None and family.experts is not None and stay < chosen:
             raise UserError(
@@ -257,7 +257,7 @@ def choose_container(
         raise UserError(f"container {requested} cannot hold blocks of different widths: only remote can")
     padded: frozenset[SpaceName] = frozenset()
     if requested == PADDED:
-        padded = frozenset(stockless(model, widths))
+        padded = frozenset(spaces_without_stock_class(model, widths))
         for names in _apart(model, [name for name in widths[0] if name not in padded]):
             if _rule(model, {name: widths[0][name] for name in names}) is not None:
                 padded |= set(names)
@@ -291,14 +291,14 @@ def choose_container(
                 reason = _refusal(made, model)
                 if reason is None:
                     return _with_padding(made, padded)
-                whole = [s for s in whole_spaces(model) if widths[0].get(s, model.units(s)) < model.units(s)]
-                reason = whole_spaces(model)[whole[0]] if whole and candidate is family else reason
+                whole = [s for s in unprunable_spaces(model) if widths[0].get(s, model.units(s)) < model.units(s)]
+                reason = unprunable_spaces(model)[whole[0]] if whole and candidate is family else reason
             if not lacking_slots:
                 reasons.append(reason)
     advice = "Choose a compensation without a bias, another ratio, or container: remote for remote code"
     if remote:
         advice = "Choose another ratio, or a recipe that takes as much from every block"
-    lacking = [*stockless(model, widths), *whole]
+    lacking = [*spaces_without_stock_class(model, widths), *whole]
     if lacking and not remote:
         advice = (
             "Say container: remote to accept self-contained remote code, or container: padded to fill up with zeros, "
@@ -309,7 +309,7 @@ def choose_container(
             if multiple is not None and not multiple.gated:
                 hidden = model.dimension("hidden")
                 advice += f"; --set spaces.{name}.multiple_of={hidden} rounds the {name} up to a stock width"
-        for name in dict.fromkeys(map(known_space, whole)):
+        for name in dict.fromkeys(map(recipe_space, whole)):
             advice += f"; --set spaces.{name}.ratio=0 leaves all {name} in place, and the source is fine as it is"
     raise NothingFitsError(reasons, advice)
 
@@ -338,7 +338,7 @@ def _check_alike(model: Model, units: Mapping[SpaceName, int]) -> None:
     """
     family = model.family
     by_key: dict[str, dict[SpaceName, int]] = {}
-    for name, first in first_of_experts(family.spaces).items():
+    for name, first in first_expert_spaces(family.spaces).items():
         space = family.spaces[first]
         for key in space.config if space.units in family.together else ():
             by_key.setdefault(key, {})[name] = units.get(first, model.units(first))
@@ -403,9 +403,9 @@ def _build(
     multiples = {name: model.units(name) for name, each in family.spaces.items() if each.units in family.multiples}
     said = (multiples if remote else {}) | dict(widths[0])
     changes = model.config_values(said) if own_keys else _stock_values(model, widths[0])
-    values |= {as_said(key, values, model.config): value for key, value in changes.items()}
+    values |= {stored_key(key, values, model.config): value for key, value in changes.items()}
     if family.ahead is not None and model.checkpoint.ignored:
-        ahead = as_said(family.ahead, values, model.config)
+        ahead = stored_key(family.ahead, values, model.config)
         if ahead in values:
             values[ahead] = 0
     whole = [family.spaces[name] for name in widths[0] if family.attention.output in family.spaces[name].modules]
@@ -438,7 +438,7 @@ def _build(
         dense = {key: getattr(model.config, key) for key in numbers if key in first}
         first |= dense
         values |= dense
-    for index, units in enumerate(widths, model.spaced.start):
+    for index, units in enumerate(widths, model.spaced_blocks.start):
         own: dict[str, Any] = {k: v for k, v in model.config_values(units).items() if v != first[k]}
         if ranks and ranks[index] != ranks[0]:
             own[RANKS_KEY] = _ranks(candidate, ranks[index])

@@ -9,11 +9,11 @@ from transformers import PreTrainedConfig
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.model.containers.remote import RANKS_KEY, remote_class, remote_model_class, with_block_facts
-from ckpt_prune.model.fitting import fitting_family
+from ckpt_prune.model.matching import match_family
 from ckpt_prune.model.model import Model
-from ckpt_prune.model.skeleton import Names, build_skeleton, parse_config, shapes_alone, stock_names
+from ckpt_prune.model.skeleton import Names, build_skeleton, on_meta_device, parse_config, stock_names
 from ckpt_prune.model.spaces import SpaceName
-from ckpt_prune.model.supported import family_of
+from ckpt_prune.model.supported import declared_family
 
 Widths = Sequence[Mapping[SpaceName, int]]
 """Units kept per block and space."""
@@ -72,7 +72,7 @@ class Container:
 
     @property
     def _stock_class(self) -> str:
-        return self.architecture or family_of(self.config).architecture
+        return self.architecture or declared_family(self.config).architecture
 
 
 def stored_container(checkpoint: Checkpoint) -> Container:
@@ -82,7 +82,7 @@ def stored_container(checkpoint: Checkpoint) -> Container:
         UserError: it asks for remote code that is not this tool's, or its family is not known.
     """
     remote = remote_class(checkpoint.config, checkpoint.path)
-    architecture = "" if remote else fitting_family(checkpoint).architecture
+    architecture = "" if remote else match_family(checkpoint).architecture
     return Container(checkpoint.config["model_type"], checkpoint.config, remote, architecture=architecture)
 
 
@@ -94,7 +94,7 @@ def container_of(model: Model) -> Container:
 
 def remote_skeleton(config: PreTrainedConfig, remote_class: str) -> nn.Module:
     """A model of `modeling_pruned` on the meta device."""
-    with shapes_alone():
+    with on_meta_device():
         made: Any = remote_model_class(remote_class)(with_block_facts(config, remote_class))
     made.tie_weights()
     model: nn.Module = made.eval()

@@ -7,13 +7,13 @@ from typing import Any
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.json_files import parse_json_object
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.model.composites import composite_names, extract_part
 from ckpt_prune.model.containers.checking import check_stored
 from ckpt_prune.model.containers.remote import remote_class
-from ckpt_prune.model.descriptions import described, described_by
+from ckpt_prune.model.description_checks import check_description
+from ckpt_prune.model.descriptions import family_for_config, read_description
 from ckpt_prune.model.model import Model
-from ckpt_prune.model.part import composite_names, part_of
-from ckpt_prune.model.proving import prove
-from ckpt_prune.model.supported import with_description
+from ckpt_prune.model.supported import attach_description
 from ckpt_prune.options import OpeningOptions
 
 
@@ -49,7 +49,7 @@ def open_checkpoint(model: str, how: Opening | None = None) -> Checkpoint:
     """
     how = how or Opening()
     checkpoint = Checkpoint.open(model)
-    checkpoint = replace(checkpoint, config=described_as(checkpoint.config, how.family))
+    checkpoint = replace(checkpoint, config=apply_description(checkpoint.config, how.family))
     try:
         remote_class(checkpoint.config, checkpoint.path)
     except UserError as error:
@@ -60,7 +60,7 @@ def open_checkpoint(model: str, how: Opening | None = None) -> Checkpoint:
     if how.part is None:
         return checkpoint
     check_stored(checkpoint, composite_names(checkpoint.config))
-    return part_of(checkpoint, how.part)
+    return extract_part(checkpoint, how.part)
 
 
 def open_model(model: str, how: Opening | None = None) -> Model:
@@ -72,7 +72,7 @@ def open_model(model: str, how: Opening | None = None) -> Model:
     return Model.of(open_checkpoint(model, how))
 
 
-def described_as(config: dict[str, Any], family: Path | None) -> dict[str, Any]:
+def apply_description(config: dict[str, Any], family: Path | None) -> dict[str, Any]:
     """A config.json with a description from outside the package, where it is of that family.
 
     Args:
@@ -84,10 +84,10 @@ def described_as(config: dict[str, Any], family: Path | None) -> dict[str, Any]:
     """
     if family is None:
         return config
-    found = with_description(config, parse_json_object(described_by(family).encode()))
+    found = attach_description(config, parse_json_object(read_description(family).encode()))
     if found is not config:
         try:
-            prove(described(found), found)
+            check_description(family_for_config(found), found)
         except UserError as error:
             raise UserError(f"--family {family}: {error}") from error
     return found

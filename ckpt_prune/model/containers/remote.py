@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ckpt_prune import modeling_pruned
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.blocks import block_facts
-from ckpt_prune.model.descriptions import described, is_known
+from ckpt_prune.model.descriptions import family_for_config, has_description
 from ckpt_prune.model.family import REMOTE_PREFIX
 
 REMOTE_MODULE = "modeling_pruned"
@@ -40,9 +40,9 @@ def remote_class(config: dict[str, Any], folder: Path) -> str | None:
 
 def _ours(config: dict[str, Any]) -> set[str]:
     """Classes of remote code that this tool writes for a config's family."""
-    if not is_known(config):
+    if not has_description(config):
         return set()
-    return {f"{REMOTE_PREFIX}{name}" for name in described(config).classes}
+    return {f"{REMOTE_PREFIX}{name}" for name in family_for_config(config).classes}
 
 
 def remote_model_class(name: str) -> type[PreTrainedModel]:
@@ -59,6 +59,6 @@ def with_block_facts(config: PreTrainedConfig, remote_class: str) -> PreTrainedC
         remote_class: the name of its class.
     """
     if getattr(config, BLOCKS_KEY, None) is None:
-        family = described(config.to_dict()).of(remote_class.removeprefix(REMOTE_PREFIX))
+        family = family_for_config(config.to_dict()).of(remote_class.removeprefix(REMOTE_PREFIX))
         setattr(config, BLOCKS_KEY, block_facts(family, lambda name: family.dimension(config, name)))
     return config

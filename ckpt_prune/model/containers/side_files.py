@@ -24,7 +24,7 @@ _OF_A_GRAPH = {GENAI, GRAPH_RECORD, VALIDATION}
 """Where both a checkpoint and its graph are in one folder."""
 
 
-def side_files(folder: Path) -> dict[str, Path]:
+def find_side_files(folder: Path) -> dict[str, Path]:
     """Files that travel unchanged with a copy, by name: tokenizer, image processor, generation config, licence.
 
     Top-level regular files, sorted, without weights of any format, code, hidden files and what copies write anew; and
@@ -48,7 +48,7 @@ def top_names(files: Mapping[str, Path]) -> dict[str, Path | None]:
     return {name.partition("/")[0]: None if "/" in name else path for name, path in files.items()}
 
 
-def carried(checkpoint: Checkpoint) -> dict[str, Path]:
+def carried_files(checkpoint: Checkpoint) -> dict[str, Path]:
     """The side files of a checkpoint, once it is known that they and its config are what they were when it was opened.
 
     Raises:
@@ -56,7 +56,7 @@ def carried(checkpoint: Checkpoint) -> dict[str, Path]:
     """
     then = [checkpoint.path / name for name in checkpoint.stamps]
     checkpoint.check_unchanged([CONFIG, *(path.name for path in then if _is_side_file(path))])
-    found = side_files(checkpoint.path)
+    found = find_side_files(checkpoint.path)
     return {name: path for name, path in found.items() if "/" in name or name in checkpoint.stamps}
 
 

@@ -8,7 +8,7 @@ from ckpt_prune.common.progress import track
 from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.measure.streams.hidden_stream import open_stream
 from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
-from ckpt_prune.model.depth import outputs_of
+from ckpt_prune.model.depth import output_tensors
 from ckpt_prune.model.model import Model
 
 LOSS_TOKENS = 2048
@@ -49,7 +49,7 @@ def measure_losses_without(
         if block in gone and part == "block":
             continue
         tensors = model.read_block(block)
-        outputs = () if part == "block" else outputs_of(model, block, part)
+        outputs = () if part == "block" else output_tensors(model, block, part)
         without_part = tensors | {name: torch.zeros_like(tensors[name]) for name in outputs}
         module = factory.build_block(block, without_part if block in gone else tensors)
         branch = None

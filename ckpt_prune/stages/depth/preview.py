@@ -10,7 +10,7 @@ from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.records import DepthRecord, GapRecord
 from ckpt_prune.job.sizes import size_words
-from ckpt_prune.model.depth import check_shortened, movable, shortened
+from ckpt_prune.model.depth import can_shorten, check_shortened, shorten_model
 from ckpt_prune.model.family import DATA_OPTIONS
 from ckpt_prune.model.model import Model
 from ckpt_prune.stages.depth.gaps import find_map_spaces
@@ -93,7 +93,7 @@ def allowed_blocks(prepared: Prepared) -> list[int]:
     found = list(prepared.recipe.blocks(model.blocks))
     if depth_of(prepared).part != "block":
         return found
-    first_stays = depth_of(prepared).compensation.linear or not movable(model, range(1, model.blocks))
+    first_stays = depth_of(prepared).compensation.linear or not can_shorten(model, range(1, model.blocks))
     return [block for block in found if block or not first_stays]
 
 
@@ -131,7 +131,7 @@ def _most(prepared: Prepared, allowed: Sequence[int]) -> int:
 
 def without(model: Model, gone: Sequence[int]) -> Model:
     """A model without some of its blocks."""
-    return shortened(model, [block for block in range(model.blocks) if block not in set(gone)])
+    return shorten_model(model, [block for block in range(model.blocks) if block not in set(gone)])
 
 
 def check_depth(prepared: Prepared) -> None:
@@ -255,7 +255,7 @@ def at_depth(prepared: Prepared, record: DepthRecord, model: Model | None = None
     """
     short = prepared.model if model is None else model
     if model is None and record.part == "block":
-        short = shortened(prepared.model, record.kept)
+        short = shorten_model(prepared.model, record.kept)
     return replace(
         prepared,
         start=prepared.whole,

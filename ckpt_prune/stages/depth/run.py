@@ -25,7 +25,7 @@ from ckpt_prune.job.timing import Stages
 from ckpt_prune.measure.samples.samples import SampleRange
 from ckpt_prune.measure.statistics.distances import SAMPLES, Distances, measure_distances
 from ckpt_prune.measure.statistics.fisher import LIMITS
-from ckpt_prune.model.depth import check_shortened, outputs_of, shortened
+from ckpt_prune.model.depth import check_shortened, output_tensors, shorten_model
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import Kind
 from ckpt_prune.stages.depth.gaps import find_map_spaces, observe_gap
@@ -111,7 +111,7 @@ def _made_up_for(prepared: Prepared, record: DepthRecord, file: Path) -> DepthRe
 
 def _left(model: Model, record: DepthRecord, file: Path) -> Model:
     """What stays of a model, with the tensors of a file in place of its own where there is one."""
-    left = shortened(model, record.kept) if record.part == "block" else model
+    left = shorten_model(model, record.kept) if record.part == "block" else model
     if not file.is_file():
         return left
     maps = {name: replace(info, file=str(file)) for name, info in read_header(file).tensors.items()}
@@ -214,7 +214,7 @@ def _parts(prepared: Prepared, wanted: Wanted) -> tuple[list[int], Distances]:
 
 def _zeros(model: Model, record: DepthRecord) -> dict[str, Tensor]:
     """What stands in place of parts that are gone."""
-    names = [name for gap in record.gaps for name in outputs_of(model, gap.first, record.part)]
+    names = [name for gap in record.gaps for name in output_tensors(model, gap.first, record.part)]
     infos = model.checkpoint.tensors
     return {name: torch.zeros(infos[name].shape, dtype=infos[name].dtype) for name in names}
 

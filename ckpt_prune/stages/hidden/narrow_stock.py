@@ -8,10 +8,10 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.layout import Layout, plan_layout
 from ckpt_prune.model.containers.choosing import NothingFitsError, choose_container
 from ckpt_prune.model.containers.container import Container
-from ckpt_prune.model.depth import facts_of
-from ckpt_prune.model.fitting import fitting_family
+from ckpt_prune.model.depth import module_facts
+from ckpt_prune.model.matching import match_family
 from ckpt_prune.model.model import Model
-from ckpt_prune.model.skeleton import as_said, build_skeleton, parse_config
+from ckpt_prune.model.skeleton import build_skeleton, parse_config, stored_key
 from ckpt_prune.stages.hidden.narrow_checkpoint import NarrowCheckpoint
 from ckpt_prune.stages.hidden.sliced_checkpoint import SlicedCheckpoint
 
@@ -57,7 +57,7 @@ def narrow_model(view: SlicedCheckpoint) -> tuple[Model, str | None]:
     container, _ = narrow_container(view)
     checkpoint = NarrowCheckpoint.of(view, container.config, container.biases)
     config = parse_config(container.config)
-    return Model(checkpoint, fitting_family(checkpoint).with_config(config), config), container.note
+    return Model(checkpoint, match_family(checkpoint).with_config(config), config), container.note
 
 
 def _narrow(model: Model, kept: int) -> Model:
@@ -70,7 +70,7 @@ def _narrow(model: Model, kept: int) -> Model:
     for key, value in changes.items():
         if not isinstance(getattr(type(config), key, None), property):
             setattr(config, key, value)
-        values[as_said(key, values, model.config)] = value
+        values[stored_key(key, values, model.config)] = value
     return replace(model, checkpoint=replace(model.checkpoint, config=values), config=config)
 
 
@@ -105,10 +105,10 @@ def embedding_scale(model: Model, container: Container) -> float:
         UserError: the class derives something else from the width of its stream.
     """
     key, width = model.family.dimensions["hidden"][0], model.dimension("hidden")
-    wide = container.config | {as_said(key, container.config, model.config): width}
+    wide = container.config | {stored_key(key, container.config, model.config): width}
     kept = int(getattr(parse_config(container.config), key))
     made = [build_skeleton(parse_config(values), container.architecture) for values in (wide, container.config)]
-    before, after = (facts_of(each) for each in made)
+    before, after = (module_facts(each) for each in made)
     found = 1.0
     for place in before:
         was, would = before[place], after.get(place)

@@ -16,7 +16,7 @@ from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.records import HiddenRecord
 from ckpt_prune.job.run import Run
 from ckpt_prune.measure.moment_sources import CachedMoments
-from ckpt_prune.model.sublayers import sublayers
+from ckpt_prune.model.sublayers import list_sublayers
 from ckpt_prune.stages.hidden.bases import directions_keeping_ones, principal_directions
 from ckpt_prune.stages.hidden.preview import (
     hidden_of,
@@ -126,7 +126,7 @@ def _stream(prepared: Prepared) -> SlicedStream:
     assert live is not None
     stream = prepared.live_stream(prepared.plain_view)
     centred = residual_of(model.family).norm == "layer"
-    return SlicedStream(stream, sublayers(model), normed=hidden_of(prepared).signal == "normed", centred=centred)
+    return SlicedStream(stream, list_sublayers(model), normed=hidden_of(prepared).signal == "normed", centred=centred)
 
 
 def _by_block(prepared: Prepared, view: SlicedCheckpoint, bases: WrittenBases, journal: Journal) -> list[float]:

@@ -14,7 +14,7 @@ from ckpt_prune.job.names import SlicingKind
 from ckpt_prune.model.blocks import module_paths
 from ckpt_prune.model.family import KINDS
 from ckpt_prune.model.model import Model
-from ckpt_prune.model.sublayers import Sublayer, sublayers
+from ckpt_prune.model.sublayers import Sublayer, list_sublayers
 from ckpt_prune.modeling_pruned import SKIPS, Slicing
 from ckpt_prune.stages.hidden.bases import diagonalise_gains, slice_reader, slice_writer, stream_scale
 from ckpt_prune.stages.rotation.absorbed_checkpoint import AbsorbedCheckpoint
@@ -83,7 +83,7 @@ class SlicedCheckpoint(AbsorbedCheckpoint):
     @cached_property
     def sublayers(self) -> tuple[Sublayer, ...]:
         """Sub-layers of every block."""
-        return sublayers(self.model)
+        return list_sublayers(self.model)
 
     @cached_property
     def width(self) -> int:

@@ -8,7 +8,7 @@ from ckpt_prune.job.prepared import Prepared, RankedUnits
 from ckpt_prune.job.records import DepthRecord, TriedDepth
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.model.model import Model
-from ckpt_prune.model.sites import Site
+from ckpt_prune.model.spaces import Site
 from ckpt_prune.stages.depth.preview import at_depth, depth_of, wanted_depth
 from ckpt_prune.stages.joint_counts.search import SingleCountSearch, Trial
 

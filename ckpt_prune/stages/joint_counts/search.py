@@ -35,7 +35,7 @@ from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream, open_stream, split_folds
 from ckpt_prune.measure.streams.readout import Readout, measure_divergences
 from ckpt_prune.model.model import Model
-from ckpt_prune.model.sites import Site
+from ckpt_prune.model.spaces import Site
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.spaces.budget import total_error
 from ckpt_prune.stages.spaces.effects.site_variants import check_finite, trial_spaces

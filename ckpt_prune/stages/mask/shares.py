@@ -45,7 +45,7 @@ def shared_out(prepared: Prepared, mask: Mask) -> MaskShares:
     model = prepared.model
     if mask.allocation == "divergence":
         return _by_divergence(prepared, mask)
-    sizes = [_size(model, block) for block in model.spaced]
+    sizes = [_size(model, block) for block in model.spaced_blocks]
     ratio = prepared.recipe.ratio if mask.groups is None else mask.groups.ratio
     if mask.allocation == "owl":
         figures = _outliers(prepared, mask)
@@ -56,7 +56,7 @@ def shared_out(prepared: Prepared, mask: Mask) -> MaskShares:
     if not all(torch.isfinite(torch.tensor(figures))):
         raise UserError(f"mask.allocation {mask.allocation}: a block's weights or inputs tell no finite figure")
     # Blocks that come before those with spaces have no zeros, and no figure.
-    before = model.spaced.start
+    before = model.spaced_blocks.start
     figures = [0.0] * before + figures
     if mask.groups is not None:
         kept = whole_groups(ratios, mask.groups)
@@ -88,7 +88,7 @@ def _outliers(prepared: Prepared, mask: Mask) -> list[float]:
     found = []
     for block in track(range(model.blocks), "outliers", total=model.blocks):
         tensors = model.read_block(block)
-        if block not in model.spaced:
+        if block not in model.spaced_blocks:
             source.advance(block, tensors)
             continue
         moments = source.moments(block, tensors, list(family.inputs))
@@ -105,7 +105,7 @@ def _outliers(prepared: Prepared, mask: Mask) -> list[float]:
 def _exponents(model: Model) -> list[float]:
     """AlphaPruning's metric of every block: the mean over its linear modules."""
     found = []
-    for block in track(model.spaced, "spectra", total=len(model.spaced)):
+    for block in track(model.spaced_blocks, "spectra", total=len(model.spaced_blocks)):
         own = [hill_exponent(weight) for weight in model.checkpoint.read(model.weights(block)).values()]
         found.append(sum(own) / len(own))
     return found
@@ -149,7 +149,7 @@ def _by_divergence(prepared: Prepared, mask: Mask) -> MaskShares:
             for _ in pass_back(stream, module, block, before, [each.values for each in drawn], ()):
                 pass
         end = before
-    sizes = [_size(model, block) for block in model.spaced]
+    sizes = [_size(model, block) for block in model.spaced_blocks]
     if not all(bool(torch.isfinite(torch.tensor(own)).all()) for own in curves):
         raise UserError("mask.allocation divergence: a gradient or a masked block's output is not finite")
     if groups is not None:

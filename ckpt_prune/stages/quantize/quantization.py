@@ -29,9 +29,9 @@ from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.model.containers.checking import check_stored
 from ckpt_prune.model.containers.container import stored_container
 from ckpt_prune.model.containers.remote import remote_class
-from ckpt_prune.model.containers.side_files import carried, top_names
+from ckpt_prune.model.containers.side_files import carried_files, top_names
 from ckpt_prune.model.family import Family
-from ckpt_prune.model.fitting import fitted
+from ckpt_prune.model.matching import match_checkpoint
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.skeleton import Names
 from ckpt_prune.sparsity.damping import DAMP, MOST_DAMP
@@ -133,7 +133,7 @@ def plan_quantization(
             f"{checkpoint.path} needs code of its own, which runtimes of quantised weights do not run: prune with "
             "widths: uniform (recipe best-uniform)"
         )
-    checkpoint, family = fitted(checkpoint)
+    checkpoint, family = match_checkpoint(checkpoint)
     if checkpoint.stacks or family.experts is not None:
         raise UserError(f"{checkpoint.path}: experts are no linear modules in transformers, so they are not quantised")
     if checkpoint.transposed:
@@ -197,7 +197,7 @@ def _check_names(weights: list[str], names: Names, checkpoint: Checkpoint) -> No
 def write_quantized(job: Quantization, out: Path, *, overwrite: bool = False) -> QuantizationRecord:
     """Write a quantised checkpoint. One tensor is in memory at a time, and what its rounding takes."""
     checkpoint = job.checkpoint
-    kept = carried(checkpoint)
+    kept = carried_files(checkpoint)
     wants = top_names(kept) | WEIGHT_NAMES | dict.fromkeys([*checkpoint.files, CONFIG, QUANTISED_RECORD, CARD])
     refuse_overlap(checkpoint.path, out)
     place = Staging(out, job="", overwrite=overwrite, kind=QUANTISATION_KIND, wants=wants)
@@ -223,7 +223,9 @@ def write_quantized(job: Quantization, out: Path, *, overwrite: bool = False) ->
         for name, path in kept.items():
             writer.copy(path, name)
         digests = sha256_files(writer.folder, dict.fromkeys([*checkpoint.files, CONFIG, *sorted(kept)]))
-        carried(checkpoint)  # raises where one changed meanwhile: statistics were made with the tokenizer as it was
+        carried_files(
+            checkpoint
+        )  # raises where one changed meanwhile: statistics were made with the tokenizer as it was
         record = _record(job, rounded, digests, sorted(writer.side_names - {CONFIG} | {QUANTISED_RECORD, CARD}), layout)
         writer.write_json(QUANTISED_RECORD, record.model_dump(mode="json"))
         writer.write_text(CARD, make_card(record))

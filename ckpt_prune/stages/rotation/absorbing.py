@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ckpt_prune.measure.moments.inputs import Moments
 from ckpt_prune.model.family import KINDS, Family
-from ckpt_prune.model.parts import Residual
+from ckpt_prune.model.family_keys import Residual
 from ckpt_prune.stages.rotation.importance import Side, rotate_weight
 
 

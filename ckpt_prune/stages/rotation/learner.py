@@ -26,7 +26,7 @@ from ckpt_prune.measure.moments.inputs import sum_folds
 from ckpt_prune.measure.moments.kinds import SpaceMoments, select_input_moments
 from ckpt_prune.measure.streams.modules import ReadTensors
 from ckpt_prune.model.family import Family
-from ckpt_prune.model.model import Model, Shape
+from ckpt_prune.model.model import Model, TensorSpec
 from ckpt_prune.stages.rotation.absorbing import fuse_norms, residual_of, rotated_sides, undo_norm, value_lines
 from ckpt_prune.stages.rotation.descent import (
     LearnedRotations,
@@ -77,9 +77,9 @@ class RotationSizes:
         return f"blocks.{block}.heads"
 
     @property
-    def layout(self) -> dict[str, Shape]:
+    def layout(self) -> dict[str, TensorSpec]:
         """Name → dtype and shape of every rotation."""
-        layout: dict[str, Shape] = {}
+        layout: dict[str, TensorSpec] = {}
         for block in range(self.blocks):
             residual = self.residual_name(block)
             if residual is not None:

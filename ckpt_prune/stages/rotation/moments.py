@@ -9,7 +9,7 @@ from ckpt_prune.measure.moments.inputs import sum_folds
 from ckpt_prune.measure.moments.kinds import Key, SpaceMoments, select_input_moments
 from ckpt_prune.model.family import KINDS
 from ckpt_prune.model.model import Model
-from ckpt_prune.model.sublayers import sublayers
+from ckpt_prune.model.sublayers import list_sublayers
 from ckpt_prune.stages.rotation.absorbing import residual_of, rotate_moments, rotated_sides, undo_norm
 from ckpt_prune.stages.rotation.rotated_checkpoint import RotatedCheckpoint
 
@@ -21,7 +21,7 @@ def stream_gram(model: Model, source: MomentSource) -> Tensor:
     of the inputs of blocks' linear modules. `source` has moments of every linear module's input, with Grams.
     """
     family = model.family
-    places = sublayers(model)
+    places = list_sublayers(model)
     gram: Tensor | None = None
     for block in range(model.blocks):
         norms = {family.tensor(block, norm, kind) for norm in residual_of(family).reads for kind in KINDS}

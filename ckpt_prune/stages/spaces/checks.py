@@ -12,8 +12,7 @@ from ckpt_prune.job.space_kinds import kind_of
 from ckpt_prune.measure.moments.kinds import Collect
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.model.family import Family
-from ckpt_prune.model.sites import Site
-from ckpt_prune.model.spaces import BESIDE, ENDS, first_of_experts
+from ckpt_prune.model.spaces import BESIDE, ENDS, Site, first_expert_spaces
 from ckpt_prune.stages.spaces.size_search import check_reachable
 from ckpt_prune.stages.spaces.solvers import solver_of
 from ckpt_prune.stages.spaces.widths import check_effects
@@ -154,7 +153,7 @@ def check_enough_samples(prepared: Prepared) -> None:
 
 def _check_plan(prepared: Prepared, plan: Plan) -> None:
     """Refuse a plan that does not list every pruned space of every block once, with kept units that there are."""
-    expected = [Site(block, space) for block in prepared.model.spaced for space in prepared.recipe.spaces]
+    expected = [Site(block, space) for block in prepared.model.spaced_blocks for space in prepared.recipe.spaces]
     if Counter(each.site for each in plan.sites) != Counter(expected):
         raise UserError("the plan does not list every space of every block once: plan again instead of editing it")
     for site in plan.sites:
@@ -198,13 +197,13 @@ def check_spaces(family: Family, recipe: Recipe) -> None:
         remedy = ". --set spaces.heads.optional=true leaves them as they are" if missing[0] == "heads" else ""
         raise UserError(
             f"recipe {recipe.name} prunes {missing[0]}, which {family.model_type} has not "
-            f"({family.absent[missing[0]]}){remedy}: it has {', '.join(first_of_experts(family.spaces))}"
+            f"({family.absent[missing[0]]}){remedy}: it has {', '.join(first_expert_spaces(family.spaces))}"
         )
     if missing and ENDS[missing[0]] == "logits" and family.rope:
         raise UserError(
             f"recipe {recipe.name} prunes q and k, and {family.model_type} rotates them by position in fixed pairs "
             "(RoPE): the matrix that makes up for dropped dimensions cannot be absorbed there. "
-            + ("Whole pairs can go: spaces.rotary. " if family.turned else "")
+            + ("Whole pairs can go: spaces.rotary. " if family.rotary_spaces else "")
             + f"Heads and mlp can be pruned: recipes corp-heads and corp-mlp, or leave out spaces.{missing[0]}"
         )
     if missing and ENDS[missing[0]] == "rotary":
@@ -227,7 +226,7 @@ def check_spaces(family: Family, recipe: Recipe) -> None:
     if missing:
         raise UserError(
             f"recipe {recipe.name} prunes {missing[0]}, which {family.model_type} has not: it has "
-            f"{', '.join(first_of_experts(family.spaces))}"
+            f"{', '.join(first_expert_spaces(family.spaces))}"
         )
     gated = [name for name in recipe.spaces if name in family.columns and family.columns[name].gate is not None]
     if gated and recipe.target == "drift":
@@ -239,7 +238,7 @@ def check_spaces(family: Family, recipe: Recipe) -> None:
         if family.spaces[name].whole is not None:
             left = {each: own for each, own in family.spaces.items() if own.whole is None and own.ends != "experts"}
             plain = (each for each, own in left.items() if each in family.columns and own.fixed is None)
-            others = list(first_of_experts(plain)) or list(first_of_experts(left))
+            others = list(first_expert_spaces(plain)) or list(first_expert_spaces(left))
             alone = " and ".join(f"recipe corp-{other}" for other in others)
             reason = family.spaces[name].whole
             raise UserError(

@@ -17,10 +17,9 @@ from ckpt_prune.job.plan import SitePlan
 from ckpt_prune.measure.moment_sources import MomentSource
 from ckpt_prune.measure.moments.inputs import Moments
 from ckpt_prune.measure.moments.kinds import SpaceMoments
-from ckpt_prune.model.cuts import found_among, touched
+from ckpt_prune.model.cuts import list_cuts, positions_among
 from ckpt_prune.model.model import Model
-from ckpt_prune.model.sites import Site
-from ckpt_prune.model.spaces import SpaceName, dim_of
+from ckpt_prune.model.spaces import Site, SpaceName, axis_dim
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.stages.spaces.solvers import solver_of
 from ckpt_prune.stages.spaces.solvers.base import SolvedSite, Solver
@@ -72,7 +71,7 @@ class Pruner:
         kept = {plan.site.space: torch.tensor(plan.kept) for plan in plans if len(plan.kept) < plan.units}
         fill_biases(self.model.family, block, self.biases, current)
         self._pad(block, kept, current)
-        left = self.model.without_experts(block, current, kept)
+        left = self.model.drop_experts(block, current, kept)
         plans = [self._refit(block, tensors, left, plan, source) for plan in plans]
         check_overflow(tensors, left)
         return left, plans
@@ -116,7 +115,9 @@ class Pruner:
         kept: dict[SpaceName, Tensor] = {}
         recipe = self.decisions.recipe
         # The order of the description is the order of computation: q and k, then what they weigh, then the mlp.
-        spaces = [space for space in self.model.family.spaces if space in recipe.spaces and block in self.model.spaced]
+        spaces = [
+            space for space in self.model.family.spaces if space in recipe.spaces and block in self.model.spaced_blocks
+        ]
         decided = {space: self.decisions.of(self.model, Site(block, space)) for space in spaces}
         # What stays whole is not measured again: it is most of what a budget leaves of attention.
         measured = [
@@ -158,10 +159,10 @@ class Pruner:
         earlier = [each for each in kept if each in columns and columns[each].consumer == consumer]
         if not earlier:
             return self.model, moments
-        model = self.model.narrowed({each: len(kept[each]) // self.model.copies(each) for each in earlier})
+        model = self.model.with_widths({each: len(kept[each]) // self.model.copies(each) for each in earlier})
         if moments is None or consumer is None:
             return model, moments
-        _, lines = self.model.stays({each: kept[each] for each in earlier})[consumer, dim_of("columns")]
+        _, lines = self.model.remaining_lines({each: kept[each] for each in earlier})[consumer, axis_dim("columns")]
         # Moments that were taken before are of all inputs.
         own = (m for m in moments if isinstance(m, Moments))
         return model, tuple(m.select_inputs(lines) if m.width > len(lines) else m for m in own)
@@ -185,7 +186,7 @@ class Pruner:
     def _note(self, block: int, kept: Mapping[SpaceName, Tensor], tensors: dict[str, Tensor]) -> None:
         """Tell with a block's tensors how wide they are."""
         widths = {space: len(units) // self.model.copies(space) for space, units in kept.items()}
-        tensors |= self.model.noting(block, tensors, widths)
+        tensors |= self.model.note_widths(block, tensors, widths)
 
     def _cut(
         self,
@@ -197,15 +198,15 @@ class Pruner:
     ) -> None:
         """Drop what goes beyond what had gone before, and enter what compensation has rewritten."""
         dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-        earlier = self.model.stays(before)
-        for module, kind, dim, lines in touched(self.model.stays(kept)):
+        earlier = self.model.remaining_lines(before)
+        for module, kind, dim, lines in list_cuts(self.model.remaining_lines(kept)):
             name = self.model.tensor(block, module, kind)
             if name in new or name not in tensors or len(lines) == tensors[name].shape[dim]:
                 continue
             known = earlier.get((module, dim))
-            places = lines if known is None else found_among(lines, known[1])
+            places = lines if known is None else positions_among(lines, known[1])
             tensors[name] = tensors[name].index_select(dim, places)
-        pairs = self.model.pairs_kept(kept)
+        pairs = self.model.kept_pairs(kept)
         if pairs is not None:
             tensors[self.model.pairs_name(block)] = pairs
         for name, tensor in new.items():
@@ -216,10 +217,10 @@ class Pruner:
         """Put what stayed back in its dense place, with zeros where the dropped units were: nothing they held acts."""
         if not self.padded & kept.keys():
             return
-        if self.padded & self.model.family.turned.keys():
+        if self.padded & self.model.family.rotary_spaces.keys():
             tensors.pop(self.model.pairs_name(block), None)
-        narrow = self.model.stays({space: units for space, units in kept.items() if space not in self.padded})
-        for module, kind, dim, lines in touched(self.model.stays(kept)):
+        narrow = self.model.remaining_lines({space: units for space, units in kept.items() if space not in self.padded})
+        for module, kind, dim, lines in list_cuts(self.model.remaining_lines(kept)):
             name = self.model.tensor(block, module, kind)
             if name not in tensors:
                 continue
@@ -228,7 +229,9 @@ class Pruner:
             if len(held) > len(lines):
                 shape = list(tensors[name].shape)
                 shape[dim] = len(held)
-                tensors[name] = tensors[name].new_zeros(shape).index_copy_(dim, found_among(lines, held), tensors[name])
+                tensors[name] = (
+                    tensors[name].new_zeros(shape).index_copy_(dim, positions_among(lines, held), tensors[name])
+                )
         self._note(block, {space: units for space, units in kept.items() if space not in self.padded}, tensors)
 
 

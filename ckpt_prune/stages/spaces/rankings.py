@@ -13,15 +13,14 @@ from ckpt_prune.measure.moment_sources import MomentSource
 from ckpt_prune.measure.moments.inputs import sum_folds
 from ckpt_prune.measure.moments.kinds import select_input_moments
 from ckpt_prune.model.model import Model
-from ckpt_prune.model.sites import Site
-from ckpt_prune.model.spaces import SpaceName
+from ckpt_prune.model.spaces import Site, SpaceName
 from ckpt_prune.stages.spaces.solvers.columns import ColumnSolver
 
 
 def standardised_scores(model: Model, recipe: Recipe, source: MomentSource, device: torch.device) -> dict[Site, Tensor]:
     """FLAP's adaptive metric of every unit."""
     scores: dict[Site, Tensor] = {}
-    for block in track(model.spaced, "ranking", total=len(model.spaced)):
+    for block in track(model.spaced_blocks, "ranking", total=len(model.spaced_blocks)):
         moments = source.moments(block, {}, list(recipe.spaces))
         for space in recipe.spaces:
             solver = ColumnSolver(model, recipe, space, device)

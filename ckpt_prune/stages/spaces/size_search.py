@@ -15,8 +15,7 @@ from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.sizes import SizeKind, TargetSize, cost_in, size_words
 from ckpt_prune.model.containers.container import Widths
-from ckpt_prune.model.sites import Site
-from ckpt_prune.model.spaces import COUPLED, SpaceName, known_space
+from ckpt_prune.model.spaces import COUPLED, Site, SpaceName, recipe_space
 from ckpt_prune.stages.hidden.sliced_checkpoint import SlicedCheckpoint
 from ckpt_prune.stages.output import output_at
 from ckpt_prune.stages.spaces.budget import Crossing
@@ -115,10 +114,14 @@ def _filled(prepared: Prepared, recipe: Recipe, space: SpaceName, kind: SizeKind
     """A recipe with one space as wide as the budget lets it be, the others as they are."""
     model = prepared.model
     given, pruned = Decisions(recipe).widths(model), recipe.blocks(model.blocks)
-    base = given[max(pruned.start, model.spaced.start)]
+    base = given[max(pruned.start, model.spaced_blocks.start)]
     multiple = multiple_of(model, recipe, space)
     allowed = allowed_widths(model.units(space), multiple)
-    alike = [name for name in recipe.spaces if known_space(name) == known_space(space) or model.are_one(name, space)]
+    alike = [
+        name
+        for name in recipe.spaces
+        if recipe_space(name) == recipe_space(space) or model.share_width_key(name, space)
+    ]
 
     def widths(width: int) -> Widths:
         own = dict.fromkeys(alike, width)
@@ -212,7 +215,7 @@ def unit_costs(prepared: Prepared, kind: SizeKind) -> dict[SpaceName, float]:
     found: dict[SpaceName, float] = {}
     whole = dense_size(prepared, kind)
     for space in units:
-        first = next(name for name in units if known_space(name) == known_space(space))
+        first = next(name for name in units if recipe_space(name) == recipe_space(space))
         if first != space:
             found[space] = found[first]  # one expert is as large as the next
             continue
@@ -220,7 +223,7 @@ def unit_costs(prepared: Prepared, kind: SizeKind) -> dict[SpaceName, float]:
             found[space] = 1.0  # it stays whatever it costs
             continue
         widths = [dict(units) for _ in range(model.blocks)]
-        widths[model.spaced.start][space] -= 1
+        widths[model.spaced_blocks.start][space] -= 1
         found[space] = float(whole - size_at(prepared, kind, widths))
     return found
 
@@ -250,7 +253,7 @@ def _in_common(prepared: Prepared, kind: SizeKind, spaces: Sequence[SpaceName]) 
         for own in combinations(spaces, size):
             widths = [dict(units) for _ in range(model.blocks)]
             for space in own:
-                widths[model.spaced.start][space] -= 1
+                widths[model.spaced_blocks.start][space] -= 1
             gone = whole - size_at(prepared, kind, widths)
             parts = (part for less in range(1, size) for part in combinations(own, less))
             rest = gone - sum((-1) ** (len(part) + 1) * known[part] for part in parts)

@@ -10,7 +10,7 @@ from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.space_kinds import CHOSEN, kind_of
 from ckpt_prune.job.stage import Stage
 from ckpt_prune.measure.statistics.files import Collect
-from ckpt_prune.model.spaces import COUPLED, ENDS, known_space
+from ckpt_prune.model.spaces import COUPLED, ENDS, recipe_space
 
 if TYPE_CHECKING:
     from ckpt_prune.job.prepared import Prepared
@@ -84,7 +84,7 @@ class Spaces(Stage):
                 "spaces.experts: those that stay are refitted on the tokens that reach them once others are gone: say "
                 "target: sequential or drift"
             )
-        if "experts" in recipe.spaces and "mlp" in map(known_space, recipe.spaces):
+        if "experts" in recipe.spaces and "mlp" in map(recipe_space, recipe.spaces):
             raise ValueError("experts go whole or lose columns: for both, prune twice, whole experts first")
 
     def _check_drift(self, recipe: Recipe) -> None:

@@ -15,8 +15,7 @@ from ckpt_prune.job.sizes import SizeKind
 from ckpt_prune.job.space_kinds import CANDIDATES, CHOSEN, kind_of
 from ckpt_prune.measure.moment_sources import CachedMoments, MomentSource, NoMoments
 from ckpt_prune.measure.statistics.folder import Statistics
-from ckpt_prune.model.sites import Site
-from ckpt_prune.model.spaces import SpaceName, known_space
+from ckpt_prune.model.spaces import Site, SpaceName, recipe_space
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.stages.spaces.budget import BudgetError, Crossing, Curve, least_error, merged, total_error
 from ckpt_prune.stages.spaces.rankings import ranked, standardised_scores
@@ -112,7 +111,7 @@ def dense_ranking(prepared: Prepared) -> dict[Site, list[RankedUnits]]:
         return found
 
     group = process_group()
-    blocks = model.spaced[group.rank :: group.size]
+    blocks = model.spaced_blocks[group.rank :: group.size]
     ranked_blocks = group.interleave([rank(block) for block in track(blocks, "ranking", total=len(blocks))])
     found = {site: own for each in ranked_blocks for site, own in each.items()}
     return _together(found, statistics.index.spaces) if recipe.weighed_by_effect else found
@@ -254,12 +253,12 @@ def _solve(
         return _per_block(curves, budget, crossed)
     together: dict[str, list[Curve]] = {}
     for site, curve in curves.items():
-        together.setdefault(known_space(site.space), []).append(curve)
+        together.setdefault(recipe_space(site.space), []).append(curve)
     spaces = {space: merged(own) for space, own in together.items()}
     blocks = prepared.model.blocks
     crossings = [Crossing(c.inside, {own: cost * blocks for own, cost in c.shared.items()}) for c in crossed]
     kept = least_error(spaces, budget, crossings)
-    return {site: kept[known_space(site.space)] for site in curves}
+    return {site: kept[recipe_space(site.space)] for site in curves}
 
 
 def _per_block(curves: Mapping[Site, Curve], budget: float, crossed: Sequence[Crossed]) -> dict[Site, int]:
@@ -273,7 +272,7 @@ def _per_block(curves: Mapping[Site, Curve], budget: float, crossed: Sequence[Cr
 
 
 def _with_experts(site: Site) -> Site:
-    return site._replace(space=known_space(site.space))
+    return site._replace(space=recipe_space(site.space))
 
 
 def crossings_of(prepared: Prepared, curves: Mapping[Site, Curve], kind: SizeKind) -> list[Crossing[Site]]:

@@ -36,7 +36,7 @@ fall short of what tiny ones lose (measure/README.md, section 5).
 
 def measured_singly(model: Model) -> bool:
     """Whether effects of single sites are measured: of shallow models, whose blocks have a few sites each."""
-    return model.blocks <= SHALLOW and model.family.experts is None and not model.own_code
+    return model.blocks <= SHALLOW and model.family.experts is None and not model.has_remote_code
 
 
 def measure_effects(

@@ -12,8 +12,7 @@ from ckpt_prune.measure.moments.kinds import select_input_moments
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.model.family import KINDS
 from ckpt_prune.model.model import Model
-from ckpt_prune.model.sites import Site
-from ckpt_prune.model.spaces import SpaceName
+from ckpt_prune.model.spaces import Site, SpaceName
 from ckpt_prune.scoring.costs import DropOrder
 from ckpt_prune.stages.spaces.effects.site_variants import trial_recipe
 from ckpt_prune.stages.spaces.solvers import solver_of

@@ -16,8 +16,7 @@ from ckpt_prune.measure.moment_sources import CachedMoments, KnownMoments
 from ckpt_prune.measure.moments.inputs import sum_folds
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.model.model import Model
-from ckpt_prune.model.sites import Site
-from ckpt_prune.model.spaces import SpaceName
+from ckpt_prune.model.spaces import Site, SpaceName
 from ckpt_prune.parallel.group import ALONE, working_in
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.spaces.pruner import Pruner

@@ -19,7 +19,7 @@ from ckpt_prune.measure.moments.kinds import SpaceMoments
 from ckpt_prune.measure.statistics.fisher import Fisher
 from ckpt_prune.model.family import KINDS
 from ckpt_prune.model.model import Model
-from ckpt_prune.model.spaces import SpaceName, expert_of, known_space
+from ckpt_prune.model.spaces import SpaceName, expert_of, recipe_space
 
 NO_FOLDS = "a choice on held-out folds needs statistics with at least two: calibrate with --folds 4"
 
@@ -260,7 +260,7 @@ class Solver(ABC):
     def _plan(self, block: int, consumer: str | None, kept: Tensor, scores: Tensor) -> SitePlan:
         return SitePlan(
             block=block,
-            space=known_space(self.space),
+            space=recipe_space(self.space),
             expert=expert_of(self.space),
             consumer=consumer,
             units=scores.numel(),

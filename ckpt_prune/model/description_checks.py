@@ -6,17 +6,17 @@ from typing import Any
 import transformers
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.model.cuts import stays, touched
+from ckpt_prune.model.cuts import list_cuts, remaining_lines
 from ckpt_prune.model.descriptions import known_families
 from ckpt_prune.model.family import Family
-from ckpt_prune.model.skeleton import Names, as_said, build_skeleton, parse_config, quiet_transformers
-from ckpt_prune.model.spaces import SpaceName, known_space
+from ckpt_prune.model.skeleton import Names, build_skeleton, parse_config, quiet_transformers, stored_key
+from ckpt_prune.model.spaces import SpaceName, recipe_space
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 @quiet_transformers()
-def prove(family: Family, config: Mapping[str, Any]) -> None:
+def check_description(family: Family, config: Mapping[str, Any]) -> None:
     """Check all of a description that shapes can show: names, dimensions, spaces, config keys and slots of biases.
 
     What a model computes (rotary embeddings, where norms stand) shapes do not show.
@@ -145,7 +145,7 @@ def _widths_follow(family: Family, name: SpaceName, config: dict[str, Any], pars
             values[key] *= others.get(factor, dimension(factor))
     if not isinstance(getattr(type(parsed), "head_dim", None), property) and hasattr(parsed, "head_dim"):
         values["head_dim"] = dimension("head_dim")
-    said = {as_said(key, config, parsed): value for key, value in values.items()}
+    said = {stored_key(key, config, parsed): value for key, value in values.items()}
     try:
         found = Names(build_skeleton(parse_config(config | said), family.architecture)).shapes
     except UserError as error:
@@ -154,7 +154,7 @@ def _widths_follow(family: Family, name: SpaceName, config: dict[str, Any], pars
         raise UserError(f"spaces.{name}.config: {values} is refused: {error}") from error
     turned = {family.tensor(0, module) for module in family.transposed}
     sizes = {}
-    for module in [*family.linears, *(own.measured for own in family.routers.values())]:
+    for module in [*family.linears, *(own.measured for own in family.expert_spaces.values())]:
         shape = dense[family.tensor(0, module)]
         sizes[module] = shape[::-1] if family.tensor(0, module) in turned else shape
     sizes |= {table.module: dense[family.tensor(0, table.module, "itself")] for table in space.tables}
@@ -163,11 +163,11 @@ def _widths_follow(family: Family, name: SpaceName, config: dict[str, Any], pars
     alike = [
         each
         for each, own in family.spaces.items()
-        if known_space(each) == known_space(name) or (together and own.units == space.units)
+        if recipe_space(each) == recipe_space(name) or (together and own.units == space.units)
     ]
-    lines = stays(family, dimension, {each: space.first(kept, dimension) for each in alike}, sizes)
+    lines = remaining_lines(family, dimension, {each: space.first(kept, dimension) for each in alike}, sizes)
     wanted = {family.tensor(0, module): shape for module, shape in sizes.items() if family.tensor(0, module) in found}
-    for module, kind, dim, left in touched(lines):
+    for module, kind, dim, left in list_cuts(lines):
         tensor = family.tensor(0, module)
         if kind == "weight":
             shape = wanted[tensor]

@@ -7,7 +7,8 @@ from typing import Any
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import plural
-from ckpt_prune.description.model import (
+from ckpt_prune.evaluation.whole_model import purpose_of
+from ckpt_prune.inspection.answer import (
     BlockDescription,
     Description,
     ModelDescription,
@@ -20,7 +21,6 @@ from ckpt_prune.description.model import (
     UnknownDescription,
     Zeros,
 )
-from ckpt_prune.evaluation.whole_model import purpose_of
 from ckpt_prune.job.cost import cost_of
 from ckpt_prune.job.job import Job
 from ckpt_prune.job.prepared import begin
@@ -29,12 +29,12 @@ from ckpt_prune.job.report_file import report_of
 from ckpt_prune.model.containers.checking import check_source, check_stock
 from ckpt_prune.model.containers.choosing import choose_container
 from ckpt_prune.model.containers.remote import remote_class
-from ckpt_prune.model.depth import check_shortened, shortened
-from ckpt_prune.model.fitting import fitted
-from ckpt_prune.model.likeness import likeness
+from ckpt_prune.model.depth import check_shortened, shorten_model
+from ckpt_prune.model.matching import match_checkpoint
 from ckpt_prune.model.model import Model
-from ckpt_prune.model.spaces import first_of_experts, known_space
-from ckpt_prune.model.supported import family_of
+from ckpt_prune.model.nearest_family import compare_with_families
+from ckpt_prune.model.spaces import first_expert_spaces, recipe_space
+from ckpt_prune.model.supported import declared_family
 from ckpt_prune.recipe.places import locate_recipe
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.runner.messages import coarse_lines, ignored_words, tied_words
@@ -75,7 +75,7 @@ def describe_unknown(folder: Path, config: dict[str, Any]) -> UnknownDescription
     Raises:
         UserError: it is like no known family, or transformers has no class for it.
     """
-    found = likeness(config)
+    found = compare_with_families(config)
     return UnknownDescription(
         model=str(folder),
         model_type=found.model_type,
@@ -115,7 +115,7 @@ def _model(
         blocks=model.blocks,
         block=_block(model),
         tied_head=model.tied,
-        spaces={name: _space(model, first) for name, first in first_of_experts(family.spaces).items()},
+        spaces={name: _space(model, first) for name, first in first_expert_spaces(family.spaces).items()},
         **cost_of(model).model_dump(),
         weights=weights,
         ignored=sorted([*model.checkpoint.ignored, *model.checkpoint.shadowed]),
@@ -141,7 +141,7 @@ def _block(model: Model) -> BlockDescription:
             check_shortened(model, range(model.blocks))
         except UserError as error:
             stay = str(error)
-    less = 0 if model.blocks < 2 else cost_of(shortened(model, range(model.blocks - 1))).parameters
+    less = 0 if model.blocks < 2 else cost_of(shorten_model(model, range(model.blocks - 1))).parameters
     return BlockDescription(parameters=cost_of(model).parameters - less, stay=stay)
 
 
@@ -151,7 +151,7 @@ def _space(model: Model, name: Any) -> SpaceDescription:
     columns = family.columns.get(name)
     consumer = None if columns is None else columns.consumer
     existing = {module for module in family.linears if model.has(module, "bias")}
-    alike = [other for other in family.spaces if known_space(other) == known_space(name)]
+    alike = [other for other in family.spaces if recipe_space(other) == recipe_space(name)]
     together = [other for other, own in family.spaces.items() if own.units == description.units in family.together]
     fewer = max(1, units - (model.multiple(name) if description.ends == "experts" else 1))
     fits = {}
@@ -169,13 +169,13 @@ def _space(model: Model, name: Any) -> SpaceDescription:
         except UserError:
             fits[label] = "remote code"
     tensors = model.checkpoint.tensors
-    per_block = sum(tensors[model.tensor(model.spaced.start, module)].numel for module in description.modules)
+    per_block = sum(tensors[model.tensor(model.spaced_blocks.start, module)].numel for module in description.modules)
     return SpaceDescription(
         unit=description.unit + (f" of each of {plural(len(alike), 'expert')}" if description.experts else ""),
         units=units,
         consumer=consumer,
         columns_per_unit=model.unit_columns(name),
-        parameters=per_block * len(alike) * len(model.spaced),
+        parameters=per_block * len(alike) * len(model.spaced_blocks),
         containers=fits,
     )
 
@@ -201,7 +201,7 @@ def _size_at(model: Model, recipe: Recipe, ratio: float | None) -> SizeAtRatio:
     container = output.container
     return SizeAtRatio(
         ratio=ratio,
-        units={name: widths[-1][space] for name, space in first_of_experts(widths[-1]).items()},
+        units={name: widths[-1][space] for name, space in first_expert_spaces(widths[-1]).items()},
         container=container.model_type + (" + remote code" if container.remote_class else ""),
         **output.cost.model_dump(),
     )
@@ -211,7 +211,7 @@ def _remote(checkpoint: Checkpoint, remote: str, zeros: SparsityDescription | No
     made = report_of(checkpoint.path)
     return RemoteDescription(
         model=str(checkpoint.path),
-        family=family_of(checkpoint.config).model_type,
+        family=declared_family(checkpoint.config).model_type,
         architecture=remote,
         purpose=purpose_of(checkpoint.config, checkpoint.path),
         dtype=str(checkpoint.dtype).removeprefix("torch."),
@@ -229,7 +229,7 @@ def _remote(checkpoint: Checkpoint, remote: str, zeros: SparsityDescription | No
 
 
 def _zeros(checkpoint: Checkpoint) -> SparsityDescription:
-    checkpoint, family = fitted(checkpoint)
+    checkpoint, family = match_checkpoint(checkpoint)
     found = {each.name: each for each in find_zeros(checkpoint)}
     modules = {
         module: [found[name] for name in names]

@@ -1,29 +1,124 @@
-"""A part of a composite as a checkpoint of its own, and its way back into the whole."""
+"""Composites: models made of others, one JSON description each (`composites/*.json`), of which a part can be pruned.
+
+A part is opened as a checkpoint of its own (`extract_part`), and written back into the whole (`merge_part_config`).
+"""
 
 import copy
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
+from importlib import resources
 from typing import Any
 
 import transformers
+from pydantic import Field
 from transformers import PreTrainedConfig
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint, PartOf
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.model.composite import Composite, Part, load_composite
 from ckpt_prune.model.descriptions import (
-    OF_THE_FUNCTION,
+    FUNCTION_KEYS,
     OUTSIDE_KEY,
-    keys_of,
+    description_keys,
     known_families,
     load_family,
     variants_of,
 )
-from ckpt_prune.model.fitting import ties_on_disk, untangled
 from ckpt_prune.model.skeleton import Names, build_skeleton, parse_config, stock_names
+from ckpt_prune.model.spaces import SpaceName, StrictModel
+from ckpt_prune.model.ties import apply_ties, ties_on_disk
+from ckpt_prune.options import PartName
 
 
-def part_of(whole: Checkpoint, name: str) -> Checkpoint:
+class Part(StrictModel):
+    """A model inside another.
+
+    Attributes:
+        config: key of its config in that of the whole; None where that of the whole says it.
+        family: the family whose stock class computes the same; that of its own `model_type` by default.
+        described: the description of its family where no `model_type` is that of the part alone.
+        auto: Auto class of the stock class that it is read as.
+        modules: module of the whole → module of the stock class; "" for all of it.
+        drops: config keys of the part that the stock class must not see.
+        keeps: spaces that stay whole, each with the reason.
+        note: what is to be known of how it is calibrated.
+    """
+
+    config: str | None = None
+    family: str | None = None
+    described: dict[str, Any] | None = None
+    auto: str
+    modules: dict[str, str]
+    drops: dict[str, list[str]] = Field(default_factory=dict)
+    keeps: dict[SpaceName, str] = Field(default_factory=dict)
+    note: str
+
+
+class Composite(StrictModel):
+    """A model made of others.
+
+    Attributes:
+        model_type: `model_type` in config.json.
+        architecture: stock transformers class of the whole.
+        auto: Auto class that loads it.
+        parts: that can be pruned.
+        refused: those that cannot, each with the reason.
+    """
+
+    model_type: str
+    architecture: str
+    auto: str
+    parts: dict[PartName, Part] = Field(default_factory=dict)
+    refused: dict[PartName, str] = Field(default_factory=dict)
+
+    def part(self, name: str) -> Part:
+        """One of its parts.
+
+        Raises:
+            UserError: it has none of this name, or it cannot be pruned; with the reason.
+        """
+        for known, part in self.parts.items():
+            if known == name:
+                return part
+        for known, why in self.refused.items():
+            if known == name:
+                raise UserError(f"--part {name} of {self.model_type} cannot be pruned: {why}")
+        names = " or ".join([*self.parts, *self.refused])
+        raise UserError(f"{self.model_type} has no part {name}, but {names}")
+
+    @property
+    def advice(self) -> str:
+        """What to say to someone who names no part."""
+        if self.parts:
+            return f"{self.model_type} is made of several models: --part {' or --part '.join(self.parts)} prunes one"
+        why = "; ".join(f"{name}: {reason}" for name, reason in self.refused.items())
+        return f"{self.model_type} is made of several models, and none of them can be pruned ({why})"
+
+
+@cache
+def known_composites() -> tuple[str, ...]:
+    """`model_type` of every composite with a description, sorted."""
+    return tuple(sorted(f.name.removesuffix(".json") for f in _folder().iterdir() if f.name.endswith(".json")))
+
+
+@cache
+def load_composite(model_type: str) -> Composite:
+    """The description of a composite.
+
+    Raises:
+        UserError: there is none.
+    """
+    if model_type not in known_composites():
+        known = ", ".join(known_composites())
+        raise UserError(f"--part is for models that are made of several ({known}), which a {model_type} is not")
+    return Composite.model_validate_json((_folder() / f"{model_type}.json").read_text(encoding="utf-8"))
+
+
+def _folder() -> Any:
+    return resources.files("ckpt_prune.model") / "composites"
+
+
+def extract_part(whole: Checkpoint, name: str) -> Checkpoint:
     """A part of a composite as the checkpoint of a stock class: its tensors under that class's names, and its config.
 
     The config carries a description of the part: that of its family without the containers and the spaces that the
@@ -38,7 +133,7 @@ def part_of(whole: Checkpoint, name: str) -> Checkpoint:
     """
     composite = load_composite(str(whole.config.get("model_type")))
     part = composite.part(name)
-    whole = untangled(whole, ties_on_disk(whole, composite_names(whole.config)))
+    whole = apply_ties(whole, ties_on_disk(whole, composite_names(whole.config)))
     config = parse_config(whole.config)
     own = _part_config(composite, part, name, config)
     own["architectures"] = [_stock_class(own, part)]
@@ -65,7 +160,7 @@ def composite_names(config: Mapping[str, Any]) -> Names:
     return Names(build_skeleton(parse_config(dict(config)), composite.architecture))
 
 
-def composite_config(part: Checkpoint, config: Mapping[str, Any]) -> dict[str, Any]:
+def merge_part_config(part: Checkpoint, config: Mapping[str, Any]) -> dict[str, Any]:
     """The whole's config.json with what has changed in that of a part.
 
     Args:
@@ -128,7 +223,7 @@ def _description(config: Mapping[str, Any], part: Part) -> dict[str, Any]:
     for name, space in family.spaces.items():
         spaces[name] |= {"rows": [row.model_dump() for row in space.rows], "config": space.config}
     stated: dict[str, Any] = {"spaces": spaces, "stand_ins": []}
-    inherits = [key for key in OF_THE_FUNCTION if key in keys_of(model_type) and key not in stated]
+    inherits = [key for key in FUNCTION_KEYS if key in description_keys(model_type) and key not in stated]
     return {"extends": model_type, "inherits": inherits, "model_type": model_type, **stated}
 
 

@@ -14,7 +14,13 @@ import transformers
 from transformers import AutoConfig, PreTrainedConfig
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.model.descriptions import OF_THE_FUNCTION, described, keys_of, known_families, load_family
+from ckpt_prune.model.descriptions import (
+    FUNCTION_KEYS,
+    description_keys,
+    family_for_config,
+    known_families,
+    load_family,
+)
 from ckpt_prune.model.family import Family
 from ckpt_prune.model.skeleton import (
     Names,
@@ -44,7 +50,7 @@ _DEPENDS = {
 
 
 @dataclass(frozen=True)
-class Likeness:
+class FamilyComparison:
     """What an unknown family is like.
 
     Attributes:
@@ -71,7 +77,7 @@ class Likeness:
 
 
 @quiet_transformers()
-def likeness(config: dict[str, Any]) -> Likeness:
+def compare_with_families(config: dict[str, Any]) -> FamilyComparison:
     """Compare a model of an unknown family with the known ones.
 
     Args:
@@ -102,7 +108,7 @@ def likeness(config: dict[str, Any]) -> Likeness:
     family, theirs = load_family(best), _code(load_family(best).architecture)
     code = tuple(sorted(name for name in mine if mine[name] != theirs.get(name)))
     draft, undecided = _draft(family, parsed, config, architecture, names, code)
-    return Likeness(
+    return FamilyComparison(
         model_type=parsed.model_type,
         architecture=architecture,
         family=best,
@@ -216,7 +222,9 @@ def _draft(
     code: Collection[str],
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """A description that extends the nearest family, and the keys that it leaves open."""
-    whole = described({"model_type": family.model_type, **{k: v for k, v in config.items() if k != "model_type"}})
+    whole = family_for_config(
+        {"model_type": family.model_type, **{k: v for k, v in config.items() if k != "model_type"}}
+    )
     prefix, modules = _block(names)
     head = next((f"{each}" for each in ("lm_head", whole.head) if each and f"{each}.weight" in names.shapes), None)
     auto = whole.auto_class
@@ -243,8 +251,8 @@ def _draft(
         if reads != whole.residual.reads or writes != whole.residual.writes:
             draft["residual"] = whole.residual.model_dump(exclude_defaults=True) | {"reads": reads, "writes": writes}
     undecided = []
-    stated = keys_of(family.model_type)
-    for key in OF_THE_FUNCTION:
+    stated = description_keys(family.model_type)
+    for key in FUNCTION_KEYS:
         if key in draft or key not in stated:
             continue
         if _differs(code, _DEPENDS.get(key, ("Attention", "MLP", "DecoderLayer"))):

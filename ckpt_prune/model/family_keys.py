@@ -6,10 +6,10 @@ from typing import Any, Literal
 from pydantic import Field
 
 from ckpt_prune.model.purposes import Purpose
-from ckpt_prune.model.spaces import Description, Dimension, Incidence, Pairing
+from ckpt_prune.model.spaces import Dimension, Incidence, Pairing, StrictModel
 
 
-class Multiple(Description):
+class Multiple(StrictModel):
     """A dimension that a config says as an integer multiple of the hidden size.
 
     Attributes:
@@ -26,7 +26,7 @@ class Multiple(Description):
         return (int(width * 2 / 3) + 7) // 8 * 8 if self.gated else width
 
 
-class Attention(Description):
+class Attention(StrictModel):
     """The linear modules of a block's attention; some may be one and the same.
 
     Attributes:
@@ -52,7 +52,7 @@ class Attention(Description):
         return tuple(dict.fromkeys((self.query, self.key, self.value, self.output)))
 
 
-class Rotary(Description):
+class Rotary(StrictModel):
     """How a family turns whole queries and keys by position, pair by pair.
 
     Attributes:
@@ -70,7 +70,7 @@ GROUPED = 8
 """Columns of experts are a multiple of this where torch multiplies all experts at once: it wants rows of 16 bytes."""
 
 
-class Experts(Description):
+class Experts(StrictModel):
     """The experts of a block's mlp, of which a router chooses some for every token.
 
     Modules have `{expert}` in their paths, whatever files hold.
@@ -137,7 +137,7 @@ class Experts(Description):
         return {f"{self.module}.gate_up_proj": gates, f"{self.module}.down_proj": (self.down,)}
 
 
-class Refusal(Description):
+class Refusal(StrictModel):
     """A setting of the config under which a model cannot be read, or its residual stream cannot be rotated.
 
     Attributes:
@@ -182,7 +182,7 @@ class Refusal(Description):
             return self.default
 
 
-class Residual(Description):
+class Residual(StrictModel):
     """How a model reads from and adds to its residual stream, where rotations can be absorbed by what does.
 
     Attributes:
@@ -210,7 +210,7 @@ class Residual(Description):
     refused: list[Refusal] = Field(default_factory=list)
 
 
-class Architecture(Description):
+class Architecture(StrictModel):
     """One class of a family: the base model and a head on it, or the base model alone.
 
     Attributes:

@@ -10,10 +10,9 @@ from ckpt_prune.checkpoint.checkpoint import CONFIG, SINGLE, Checkpoint, check_c
 from ckpt_prune.checkpoint.json_files import read_json_object
 from ckpt_prune.checkpoint.quantised import drop_quantisation
 from ckpt_prune.checkpoint.shard import TensorInfo
-from ckpt_prune.model.composite import known_composites
-from ckpt_prune.model.part import composite_names
+from ckpt_prune.model.composites import composite_names, known_composites
 from ckpt_prune.model.skeleton import stock_names
-from ckpt_prune.model.supported import family_of
+from ckpt_prune.model.supported import declared_family
 
 
 def is_config_only(folder: Path) -> bool:
@@ -44,7 +43,7 @@ def checkpoint_of_config(folder: Path, config: dict[str, Any] | None = None) -> 
     """
     config = config_of_folder(folder) if config is None else config
     whole = config.get("model_type") in known_composites()
-    known = composite_names(config) if whole else stock_names(config, family_of(config).architecture)
+    known = composite_names(config) if whole else stock_names(config, declared_family(config).architecture)
     dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"))
     tensors = {
         name: TensorInfo(name, dtype, shape, SINGLE, nbytes=prod(shape) * dtype.itemsize, offset=0)
