@@ -1,4 +1,4 @@
-"""What a model costs: parameters, bytes on disk, FLOPs and its cache of keys and values, from shapes alone."""
+"""The cost of a model, from shapes alone: parameters, bytes on disk, FLOPs, and its cache of keys and values."""
 
 from math import prod
 
@@ -11,10 +11,9 @@ from ckpt_prune.model.skeleton import is_parameter, stock_names
 
 
 def cost_of(model: Model, shapes: TensorSpecs | None = None) -> Cost:
-    """The cost of a model, or of one that its family and config describe and whose tensors have other shapes.
+    """Return the cost of a model, also of one with the same family and config whose tensors have other shapes.
 
     Args:
-        model: what is counted.
         shapes: on-disk name → dtype and shape; the checkpoint's own by default.
     """
     family, tokens = model.family, model.tokens
@@ -54,7 +53,7 @@ def cost_of(model: Model, shapes: TensorSpecs | None = None) -> Cost:
 
 
 def _whole(shapes: TensorSpecs, weight: str) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Dtype and shape of a linear's weight, also where it is the product of two."""
+    """Return dtype and shape of a linear's weight, also if it is the product of two."""
     if weight in shapes:
         return shapes[weight]
     down, up = factor_names(weight)
@@ -62,7 +61,7 @@ def _whole(shapes: TensorSpecs, weight: str) -> tuple[torch.dtype, tuple[int, ..
 
 
 def _applications(model: Model, name: str, dimensions: int) -> int:
-    """How often a tensor is multiplied in one forward pass."""
+    """Return how often a tensor is multiply_factors in one forward pass."""
     family, module = model.family, name.rpartition(".")[0]
     if module in family.applied:
         return int(family.applied[module] * model.tokens) if dimensions > 1 else 0
@@ -79,6 +78,6 @@ def _applications(model: Model, name: str, dimensions: int) -> int:
 
 
 def _is_below(name: str, path: str) -> bool:
-    """Whether a tensor is of a module or of one inside it; the path may have `{block}` for any block."""
+    """Return True if a tensor is of a module or of one inside it; the path may have `{block}` for any block."""
     before, _, after = path.partition("{block}")
     return name.startswith(before) and (name.startswith(f"{path}.") or (after != "" and f"{after}." in name))

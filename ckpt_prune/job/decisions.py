@@ -1,7 +1,7 @@
-"""What is settled of every site before the first block: how many units stay, and where it is known, which and how."""
+"""Decisions for every site before the first block: how many units stay and, if known, which units and how."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import lcm
 
 import torch
@@ -16,14 +16,14 @@ from ckpt_prune.model.spaces import Rounding, Site, SpaceName
 
 @dataclass(frozen=True)
 class Decision:
-    """What is settled of one site.
+    """What is decided for one site.
 
     Attributes:
-        keep: how many units stay; of q and k, in every head.
-        kept: which ones, where a plan or a ranking over blocks has settled them; else they are selected by score.
-        scores: of the units, where they are known.
-        plan: what a plan says of the site: its compensation is that one's.
-        score: which one its units are ranked by, where that is chosen site by site; else the recipe says.
+        keep: how many units stay; for q and k, in every head.
+        kept: which units, if a plan or a ranking over blocks has chosen them; else scores choose.
+        scores: of the units, if they are known.
+        plan: the site in a plan, whose compensation is applied again.
+        score: which score ranks its units, if that is chosen site by site; else the recipe's.
     """
 
     keep: int
@@ -35,11 +35,11 @@ class Decision:
 
 @dataclass(frozen=True)
 class Losses:
-    """What two ways to share out one size over the sites are predicted to lose, by the same curves.
+    """Predicted losses of two ways to spread one size over the sites, by the same curves.
 
     Attributes:
-        chosen: the sum over sites of the widths that are decided.
-        per_block: the same where every block may have widths of its own.
+        chosen: the sum over sites, at the widths that are decided.
+        per_block: the same if every block may have widths of its own.
     """
 
     chosen: float
@@ -48,12 +48,12 @@ class Losses:
 
 @dataclass(frozen=True)
 class Decisions:
-    """What is settled of a model.
+    """What is decided for all sites of a model before the first block.
 
     Attributes:
         recipe: scores, counts and compensation.
-        sites: what is settled of each; a site that is left out keeps what the recipe's ratio says.
-        losses: predicted, where blocks share widths that were found by the least error; else None.
+        sites: a site that is absent keeps what the recipe's ratio says.
+        losses: predicted, if blocks share widths that were found by the least error; else None.
     """
 
     recipe: Recipe
@@ -61,16 +61,15 @@ class Decisions:
     losses: Losses | None = None
 
     def of(self, model: Model, site: Site) -> Decision:
-        """What is settled of one site."""
-        known = self.sites.get(site)
-        if known is not None:
-            return known
+        """Return what is decided for one site."""
+        if site in self.sites:
+            return self.sites[site]
         if site.block not in self.recipe.blocks(model.blocks):
             return Decision(model.units(site.space))
         return Decision(keep_count(model, self.recipe, site.space))
 
     def widths(self, model: Model) -> list[dict[SpaceName, int]]:
-        """Units kept per block and space."""
+        """Return units kept per block and space."""
         return [
             {
                 space: self.of(model, Site(block, space)).keep
@@ -80,25 +79,17 @@ class Decisions:
             for block in range(model.blocks)
         ]
 
-    def with_recipe(self, recipe: Recipe) -> "Decisions":
-        """These decisions under another recipe that keeps the same units."""
-        return replace(self, recipe=recipe)
-
 
 def keep_count(model: Model, recipe: Recipe, space: SpaceName) -> int:
-    """Units of a space that stay under the recipe's ratio in a block that is pruned; of q and k, in every head.
-
-    Raises:
-        UserError: none would.
-    """
+    """Return how many units of a space stay under the recipe's ratio in a pruned block; for q and k, in every head."""
     rounding, multiple = rounding_of(model, recipe, space), multiple_of(model, recipe, space)
     return units_kept(model.units(space), recipe.ratio_of(space), rounding, multiple)
 
 
 def multiple_of(model: Model, recipe: Recipe, space: SpaceName) -> int:
-    """What the number of kept units is a multiple of: as the recipe says, else as the model runs.
+    """Return what the number of kept units is a multiple of: the recipe's value, else the model's.
 
-    Groups of experts are no matter of choice: there it is a multiple of both.
+    The router's groups of experts leave no choice: there it is a multiple of both.
     """
     own, needed = recipe.spaces[space].multiple_of, model.multiple(space)
     if model.family.spaces[space].ends == "experts":
@@ -107,18 +98,18 @@ def multiple_of(model: Model, recipe: Recipe, space: SpaceName) -> int:
 
 
 def rounding_of(model: Model, recipe: Recipe, space: SpaceName) -> Rounding:
-    """How units x ratio becomes units dropped: as the recipe says, else as the family does."""
+    """Return how units x ratio becomes units dropped: the recipe's value, else the family's."""
     return recipe.spaces[space].rounding or model.family.spaces[space].rounding
 
 
 def kept_units(model: Model, recipe: Recipe, kept: Mapping[Site, Tensor]) -> Decisions:
-    """Decisions from the units that stay."""
+    """Return decisions that keep these units."""
     sites = {site: Decision(len(units) // model.copies(site.space), units) for site, units in kept.items()}
     return Decisions(recipe, sites)
 
 
 def planned(model: Model, plan: Plan) -> Decisions:
-    """What a plan has settled."""
+    """Return the decisions of a plan."""
     sites: dict[Site, Decision] = {}
     for site in plan.sites:
         scores = torch.tensor(site.scores, dtype=torch.float64)

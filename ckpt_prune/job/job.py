@@ -95,13 +95,13 @@ class Job:
 
     @property
     def samples(self) -> Samples | None:
-        """Return the samples to run the model on, to measure it or to train its blocks; None if it is not run."""
+        """The samples that the model is run on, to measure it or to train its blocks; None if it is not run."""
         given = self.live or self.training
         return None if given is None else given.samples
 
     @cached_property
     def stored(self) -> Container | None:
-        """Return the container of the model, if it carries code of its own."""
+        """The container of the model, if it carries code of its own."""
         return container_of(self.model) if self.model.has_remote_code else None
 
     @property

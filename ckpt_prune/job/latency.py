@@ -1,4 +1,4 @@
-"""What a model takes in time, as a table of a machine foresees it: so much a block, less for every unit that goes."""
+"""Predicted times of a model on one machine: so much for a block, less for every unit that goes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -8,13 +8,10 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from ckpt_prune.model.spaces import SpaceName, recipe_space
 
-Units = Callable[[SpaceName], int]
-"""A space → its units in a dense block."""
-
 
 @checked_dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class StreamTime:
-    """What one dimension of the residual stream takes. Nanoseconds.
+    """Nanoseconds that one dimension of the residual stream takes.
 
     Attributes:
         width: dimensions of the dense stream.
@@ -50,13 +47,10 @@ class Latencies:
     off: float = 0.0
 
     def narrowed(self, kept: int) -> "Latencies":
-        """The table of a model whose stream has so many dimensions.
+        """Return the table of a model whose stream has so many dimensions.
 
-        What stands outside the blocks and a block are linear in them. A unit takes the same share of its block, because
+        A block and what stands outside the blocks are linear in them. A unit takes the same share of its block, because
         its rows and columns are as long as the stream is wide.
-
-        Args:
-            kept: dimensions; all of them where the table has no time of one.
         """
         if self.stream is None:
             return self
@@ -66,21 +60,21 @@ class Latencies:
         return replace(self, rest=self.rest - gone * self.stream.rest, block=block, units=units, stream=None)
 
     def of(self, blocks: int) -> int:
-        """A model of so many dense blocks."""
+        """Return the time of a model of so many dense blocks."""
         return round(self.rest + self.block * blocks)
 
-    def at(self, units: Units, widths: Sequence[Mapping[SpaceName, int]]) -> int:
-        """A model of blocks of these widths.
+    def at(self, units: Callable[[SpaceName], int], widths: Sequence[Mapping[SpaceName, int]]) -> int:
+        """Return the time of a model of blocks of these widths.
 
         Args:
-            units: of a dense block.
-            widths: units kept per block and space; a space that is not there is whole.
+            units: space → its units in a dense block.
+            widths: units kept per block and space; a space that is absent is whole.
         """
-        # Experts of a block share one figure: of each, its share of it.
-        gone = 0.0
-        for own in widths:
+        # The time of a unit is that of all experts of a block together: each expert accounts for its share.
+        saved = 0.0
+        for block_widths in widths:
             alike: dict[str, list[int]] = {}
-            for space, kept in own.items():
+            for space, kept in block_widths.items():
                 alike.setdefault(recipe_space(space), []).append(units(space) - kept)
-            gone += sum(self.units[space] * sum(lost) / len(lost) for space, lost in alike.items() if any(lost))
-        return round(self.rest + self.block * len(widths) - gone)
+            saved += sum(self.units[space] * sum(lost) / len(lost) for space, lost in alike.items() if any(lost))
+        return round(self.rest + self.block * len(widths) - saved)

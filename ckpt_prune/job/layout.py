@@ -1,9 +1,10 @@
-"""Shapes before data: every output tensor's dtype and shape, checked against the container on the meta device."""
+"""The files of an output: every tensor's dtype and shape, checked against the container on the meta device."""
 
-from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.shard import stack_shapes
+from ckpt_prune.job.records import Cost
 from ckpt_prune.model.composites import composite_names, merge_part_config
 from ckpt_prune.model.containers.checking import check_shapes
 from ckpt_prune.model.containers.container import Container, Ranks, Widths
@@ -16,20 +17,38 @@ Added = dict[str, tuple[str, tuple[int, ...]]]
 """Tensor that the source lacks, or has in another shape → the tensor whose file and dtype it shares, and its shape."""
 
 
+@dataclass(frozen=True)
+class Output:
+    """The plan of an output, which is known before the first tensor is made.
+
+    Attributes:
+        container: what it is stored as.
+        layout: its files, tensors, dtypes and shapes.
+        cost: its size.
+        aside: files beside the checkpoint, such as rotations, with their tensors.
+        ranks: of linear modules that become two; empty if none does.
+    """
+
+    container: Container
+    layout: Layout
+    cost: Cost
+    aside: Layout = field(default_factory=dict)
+    ranks: Ranks = ()
+
+
 def plan_layout(
     model: Model, widths: Widths, container: Container, added: Added | None = None, ranks: Ranks = ()
 ) -> Layout:
-    """The output's files: the source's shards and names, pruned shapes, added biases beside their weights.
+    """Return the output's files: the source's shards and names, pruned shapes, added biases beside their weights.
+
+    UserError if the container could not load them: a fault of this tool, caught before any byte is written.
 
     Args:
         model: the source.
         widths: units kept per block and space.
         container: what the output is stored as.
-        added: tensors that the output has and the source has not, beside biases, or that have another shape there.
-        ranks: of linear modules whose weight two thin ones stand in for.
-
-    Raises:
-        UserError: the result would not load under the container (a fault of this tool, caught before any byte).
+        added: tensors besides biases that the source lacks, or has in another shape.
+        ranks: of linear modules that become two thin ones.
     """
     narrow = [{space: count for space, count in own.items() if space not in container.padded} for own in widths]
     shapes = model.shapes_at(narrow)
@@ -59,18 +78,13 @@ def plan_layout(
     layout: Layout = {file: {} for file in model.checkpoint.files}
     for name in shapes:
         layout[files[name]][name] = shapes[name]
-    _check_whole(model.checkpoint, container, stored)
+    within = model.checkpoint.within
+    if within is not None:  # a part of a composite, whose class must take the output too
+        outside = {name: info.stored_shape for name, info in within.rest.items()}
+        inside = {within.on_disk(name): shape for name, shape in stored.items()}
+        names = composite_names(merge_part_config(model.checkpoint, container.config))
+        check_shapes(outside | inside, names, "the output")
     return layout
-
-
-def _check_whole(checkpoint: Checkpoint, container: Container, stored: Mapping[str, tuple[int, ...]]) -> None:
-    """Where the source is a part of a composite, the class of that must take the output too."""
-    within = checkpoint.within
-    if within is None:
-        return
-    rest = {name: info.stored_shape for name, info in within.rest.items()}
-    inside = {within.on_disk(name): shape for name, shape in stored.items()}
-    check_shapes(rest | inside, composite_names(merge_part_config(checkpoint, container.config)), "the output")
 
 
 OUTER = "/"
@@ -78,24 +92,18 @@ OUTER = "/"
 
 
 def with_rest(checkpoint: Checkpoint, layout: Layout) -> tuple[Layout, dict[str, str]]:
-    """The files of a whole output, and the names on disk of its tensors where these differ.
-
-    Args:
-        checkpoint: the source; the layout is that of its own tensors.
-        layout: of the output.
-    """
+    """Return the files of a whole output, and on-disk names where they differ, for the layout of its own tensors."""
     within = checkpoint.within
     if within is None:
         return layout, dict(checkpoint.aliases)
-    found: Layout = {file: dict(tensors) for file, tensors in layout.items()}
+    whole: Layout = {file: dict(tensors) for file, tensors in layout.items()}
     for name, info in within.rest.items():
-        found[info.file][OUTER + name] = (info.dtype, info.shape)
+        whole[info.file][OUTER + name] = (info.dtype, info.shape)
     own = {name: within.on_disk(name) for tensors in layout.values() for name in tensors}
-    return found, own | {OUTER + name: name for name in within.rest}
+    return whole, own | {OUTER + name: name for name in within.rest}
 
 
 def layout_of(model: Model) -> Layout:
-    """The files of a checkpoint as they are."""
     layout: Layout = {file: {} for file in model.checkpoint.files}
     for name, info in model.checkpoint.tensors.items():
         layout[info.file][name] = (info.dtype, info.shape)

@@ -22,15 +22,12 @@ class Basis(Protocol):
 
     def block(self, block: int) -> dict[str, Tensor]:
         """Return a block's tensors by on-disk name."""
-        ...
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Return tensors outside the blocks."""
-        ...
 
     def names(self) -> list[str]:
         """Return the names of all its tensors."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,6 @@ class ModelView:
         return tensors
 
     def read(self, names: list[str]) -> dict[str, Tensor]:
-        """Return tensors outside the blocks."""
         return (self.model.checkpoint if self.basis is None else self.basis).read(names)
 
     def stream(self, samples: Samples, dtype: torch.dtype, **options: Any) -> HiddenStream:
@@ -80,7 +76,7 @@ class ModelView:
 
 
 def fill_biases(family: Family, block: int, biases: Set[str], tensors: dict[str, Tensor]) -> None:
-    """Zeros in the slots that the container opens and nothing fills."""
+    """Put zeros into the slots that the container opens and nothing fills."""
     for module in sorted(biases):
         name = family.tensor(block, module, "bias")
         weight = tensors.get(family.tensor(block, module))

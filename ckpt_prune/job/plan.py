@@ -16,19 +16,13 @@ from ckpt_prune.model.spaces import Site, SpaceName, expert_space
 
 
 class SitePlan(SiteRecord):
-    """One space of one block, with what its units were chosen by.
-
-    Attributes:
-        space: one that this version can prune.
-        scores: scores of all units, to six significant digits. Plans hold them, reports do not.
-    """
+    """One space of one block, with the scores of all its units, to six significant digits. Reports have no scores."""
 
     space: SpaceName
     scores: list[float]
 
     @property
     def site(self) -> Site:
-        """The site that this is the plan of."""
         return Site(self.block, expert_space(self.space, self.expert))
 
 
@@ -38,10 +32,9 @@ _SITE_KEYS = [*_KEYS[: _KEYS.index("method")], "scores", *_KEYS[_KEYS.index("met
 
 
 class Plan(PlanFile[AnyRecipe, SitePlan]):
-    """Everything that `prune` needs to apply the same decisions again. It applies them to the same model only."""
+    """All that `prune` needs to apply the same decisions again, to the same model."""
 
     def __repr_args__(self) -> list[tuple[str | None, Any]]:
-        """What is worth a glance."""
         return [
             ("model_path", self.model_path),
             ("recipe", self.recipe.name),
@@ -53,10 +46,10 @@ class Plan(PlanFile[AnyRecipe, SitePlan]):
 
     @property
     def divergence(self) -> float | None:
-        """Predicted of the whole model: the sum over sites and gaps; None where one is not known."""
+        """Predicted divergence of the whole model: the sum over sites and gaps; None if one is not known."""
         gaps = [] if self.depth is None else self.depth.gaps
-        known = [*(site.divergence for site in self.sites), *(gap.divergence for gap in gaps)]
-        return None if None in known else sum(each for each in known if each is not None)
+        divergences = [*(site.divergence for site in self.sites), *(gap.divergence for gap in gaps)]
+        return None if None in divergences else sum(value for value in divergences if value is not None)
 
     def to_json(self) -> str:
         """Readable JSON, with one line for every site."""
@@ -75,11 +68,7 @@ class Plan(PlanFile[AnyRecipe, SitePlan]):
 
 
 def read_plan(path: Path) -> Plan:
-    """Read a plan file.
-
-    Raises:
-        UserError: the file is not there or not a plan, or was edited so that its recipe does not match its digest.
-    """
+    """Read a plan file. A file that is no plan, or whose recipe was edited, is refused."""
     try:
         plan = Plan.model_validate(parse_json_object(read_input(path)))
     except OSError as error:

@@ -11,13 +11,12 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.short_repr import short_repr
 from ckpt_prune.job.cost import cost_of
 from ckpt_prune.job.decisions import Decisions
-from ckpt_prune.job.job import Job, LiveSamples, RecoverySamples
-from ckpt_prune.job.latency import Latencies
+from ckpt_prune.job.job import Job, LiveSamples
+from ckpt_prune.job.layout import Output
 from ckpt_prune.job.model_view import Basis, ModelView
-from ckpt_prune.job.output import Output
 from ckpt_prune.job.plan import Plan
 from ckpt_prune.job.recipe import Recipe
-from ckpt_prune.job.records import Cost, DepthRecord, HiddenRecord, MaskShares, Origin
+from ckpt_prune.job.records import Cost, DepthRecord, HiddenRecord, MaskShares
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.model.containers.choosing import ANY, unprunable_spaces
@@ -29,10 +28,10 @@ from ckpt_prune.parallel.group import process_group
 
 @dataclass(frozen=True)
 class RankedUnits:
-    """Scores and errors of the units of a site, by the dense model's statistics.
+    """Scores of the units of a site, and errors, by the dense model's statistics.
 
     Attributes:
-        score: that its units are ranked by.
+        score: name of the score.
         scores: of its units, (units,), or of q and k (heads, dimensions).
         errors: of dropping the k units of least score, k = 0 … n, (n + 1,) (`Solver.errors`); None if widths do not
             depend on them.
@@ -48,7 +47,7 @@ class Prepared:
     """A job as far as it is prepared. Every stage returns a new one.
 
     Attributes:
-        job: what is wanted.
+        job: what to do.
         model: the model as the stages so far have left it.
         recipe: what is left to do.
         statistics: of `model`, or None.
@@ -56,8 +55,8 @@ class Prepared:
         start: the job before blocks or dimensions went; None while the model is the job's own.
         plan: decisions that were made before, or None.
         ranked: site → its units by every score that may rank them, if they were ranked already.
-        unsized: the recipe as it was before its size was turned into ratios.
-        larger: the next larger size that these ratios could give, in the unit of the size that was asked for.
+        unsized: the recipe before its size was turned into ratios.
+        larger: the next larger size that these ratios could give, in the unit of the requested size.
         depth: which blocks are gone.
         hidden: how many dimensions of the residual stream stay.
         basis: the model in another basis of its residual stream: rotated, or sliced.
@@ -65,9 +64,9 @@ class Prepared:
         wide: the model before its residual stream was narrowed; None if it was not.
         narrow: maps hidden states of `wide`, (..., d), to what the stream of `model` has room for, (..., k).
         left_whole: spaces that stay whole because no stock class has fewer of their units.
-        decided: units that stay, and what else is settled of every site; None before that is known.
+        decided: units that stay, and other decisions for every site; None before that is known.
         planned: container, files and cost of the output; likewise.
-        shares: how the zeros of a mask are shared out over blocks; None if all have the recipe's ratio.
+        shares: how the zeros of a mask are spread over blocks; None if all have the recipe's ratio.
         foreseen: True if widths or blocks only stand for those that measuring will choose.
         shape_known: False if the container may depend on what measuring will choose.
     """
@@ -96,7 +95,7 @@ class Prepared:
     shape_known: bool = True
 
     def __post_init__(self) -> None:
-        """Keep of the recipe's spaces those that this model has and may prune."""
+        """Keep those of the recipe's spaces that this model has and may prune."""
         recipe = self.recipe.at(self.model.family)
         if recipe.shares_stock and not self.model.has_remote_code:
             insisted = {name for name, own in recipe.spaces.items() if own.ratio is not None}
@@ -126,51 +125,34 @@ class Prepared:
 
     @property
     def device(self) -> torch.device:
-        """Return the device that blocks run on and closed forms are solved on."""
         return self.job.device
 
     @property
     def diagnostics(self) -> bool:
-        """Whether errors and spectra are computed that no result depends on."""
         return self.job.diagnostics
 
     @property
-    def training(self) -> RecoverySamples | None:
-        """Return the samples for a recipe with recovery."""
-        return self.job.training
-
-    @property
-    def origin(self) -> Origin | None:
-        """Return the place that the recipe was fetched from."""
-        return self.job.origin
-
-    @property
-    def latencies(self) -> Latencies | None:
-        """Return latencies of this machine, if the recipe's size is one."""
-        return self.job.latencies
-
-    @property
     def stored(self) -> Container | None:
-        """Return the container of the model, if it carries code of its own."""
+        """The container of the model, if it carries code of its own."""
         return self.job.stored
 
     # ---- what is measured ------------------------------------------------------------------------------------
 
     @property
     def sequential(self) -> bool:
-        """Whether moments are measured on the pruned prefix."""
+        """True if moments are measured on the pruned prefix."""
         return self.live is not None and self.recipe.target != "dense" and self.recipe.measures_prefix
 
     @property
     def lacks_moments(self) -> bool:
-        """Whether the recipe needs moments, and there is nothing to have them from."""
+        """True if the recipe needs moments, and neither statistics nor samples are given."""
         if self.plan is not None and self.plan.depth is not None:
             return False  # its blocks are chosen; samples for maps are asked for before the run
         return self.recipe.needs_moments and self.statistics is None and self.live is None
 
     @property
     def measures_first(self) -> bool:
-        """Whether the unpruned model is measured on the live samples before anything is pruned."""
+        """True if the unpruned model is measured on the live samples before anything is pruned."""
         if self.live is None or self.statistics is not None or not self.recipe.needs_moments:
             return False
         if self.recipe.changes_model:
@@ -181,7 +163,7 @@ class Prepared:
 
     @property
     def widths_known(self) -> bool:
-        """Whether widths are known before anything is measured."""
+        """True if widths are known before anything is measured."""
         if self.recipe.changes_model:
             return False
         known = self.statistics is not None or self.plan is not None or self.ranked is not None
@@ -192,14 +174,13 @@ class Prepared:
 
     @property
     def decisions(self) -> Decisions:
-        """How many units of every site stay, and what else is settled of them."""
+        """How many units of every site stay, and other decisions for it."""
         if self.decided is None:
             raise self._unknown()
         return self.decided
 
     @property
     def output(self) -> Output:
-        """Container, files and cost of the output."""
         if self.planned is None:
             raise self._unknown()
         return self.planned
@@ -212,12 +193,10 @@ class Prepared:
 
     @property
     def before(self) -> Cost:
-        """Cost of the source."""
         return cost_of(self.job.model)
 
     @property
     def after(self) -> Cost:
-        """Cost of the output."""
         return self.output.cost
 
     @property
@@ -227,18 +206,18 @@ class Prepared:
 
     @property
     def spaced_widths(self) -> list[dict[Any, int]]:
-        """Return the units kept per space, of only those blocks that have spaces (`Model.spaced_blocks`)."""
+        """Units kept per space, of only those blocks that have spaces (`Model.spaced_blocks`)."""
         return self.widths[self.model.spaced_blocks.start :]
 
     @property
     def container_known(self) -> bool:
-        """Whether the container is known: it may depend on widths that measuring chooses."""
+        """False if the container depends on widths that measuring chooses."""
         return self.shape_known or self.recipe.container not in ("auto", ANY)
 
     def with_strength(self, strength: float) -> "Prepared":
         """Return the job with a fixed strength wherever it was to be chosen by perplexity. No width depends on it."""
         recipe = self.recipe.with_strength(strength)
-        return replace(self, recipe=recipe, decided=self.decisions.with_recipe(recipe))
+        return replace(self, recipe=recipe, decided=replace(self.decisions, recipe=recipe))
 
     # ---- the model -------------------------------------------------------------------------------------------
 
@@ -250,13 +229,7 @@ class Prepared:
 
     @property
     def plain_view(self) -> ModelView:
-        """The model as it is stored."""
         return ModelView(self.model, self.device, container=self.stored)
-
-    @property
-    def source_view(self) -> ModelView:
-        """The job's own model, with all its blocks and dimensions."""
-        return ModelView(self.job.model, self.device, container=self.stored)
 
     def live_stream(self, view: ModelView) -> HiddenStream:
         """Return the hidden states of the live samples at the first block of a model."""
@@ -268,5 +241,4 @@ class Prepared:
 
 
 def begin(job: Job) -> Prepared:
-    """Return the state in which a job starts."""
     return Prepared(job, job.model, job.recipe, job.statistics, job.live, plan=job.plan)

@@ -1,4 +1,4 @@
-"""Recipes: the YAML that a team shares, once it is read. Unknown keys are refused."""
+"""Recipes: the YAML file that says what to prune, once it is read. Unknown keys are refused."""
 
 import hashlib
 import json
@@ -30,18 +30,18 @@ from ckpt_prune.model.spaces import SpaceName, recipe_space
 class StageKeys(Strict):
     """One key of a recipe: its fields are the keys below it. `job.stage.Stage` adds the work.
 
-    A recipe that lacks the key lacks the stage: no code asks a recipe for a key that it may not have, but goes through
-    `Recipe.stages`. So a new stage changes no code but its own.
+    A recipe without the key is a job without the stage. Code goes through `Recipe.stages` and never asks a recipe for a
+    key that it may not have, so that a new stage changes no code but its own.
 
     Attributes:
         key: in a recipe and in a report.
-        summary: what it does, in a line, for the list of keys.
+        summary: what it does, in one line, for the list of keys.
         excludes: key of a stage that it does not go with → the message that refuses both.
-        later: keys that it has gained, and their defaults. A recipe that says nothing else keeps its digest.
-        prunes: whether it takes something from the model, so that a recipe may consist of it.
+        later: keys that it has gained, and their defaults. A recipe that leaves them alone keeps its digest.
+        prunes: True if it takes something from the model, so that a recipe may consist of it.
         doing: what it does to a block, as a participle.
         goal: the group of `recipe list` that its recipes stand in; None if it decides nothing.
-        changes_model: whether later stages see another model: fewer blocks, or a narrower residual stream.
+        changes_model: True if later stages see another model: fewer blocks, or a narrower residual stream.
     """
 
     key: ClassVar[str]
@@ -53,11 +53,9 @@ class StageKeys(Strict):
     goal: ClassVar[Goal | None] = None
     changes_model: ClassVar[bool] = False
 
-    # ---- the recipe ------------------------------------------------------------------------------------------
-
     @classmethod
     def fill_in(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Add what the stage's keys say of others, to the values of a recipe that are not checked yet."""
+        """Add what the stage's keys imply for other keys, before the values of a recipe are checked."""
         return values
 
     @classmethod
@@ -67,11 +65,7 @@ class StageKeys(Strict):
         return stage
 
     def check_recipe(self, recipe: "Recipe") -> None:
-        """Refuse keys of the recipe that do not go with this stage.
-
-        Raises:
-            ValueError: the message names the keys.
-        """
+        """Raise ValueError for keys of the recipe that do not go with this stage."""
 
     def applies(self, recipe: "Recipe") -> bool:
         """Return True if the stage is meant for the size that the recipe asks for."""
@@ -92,7 +86,7 @@ class StageKeys(Strict):
         return False
 
     def collects(self, recipe: "Recipe") -> set[Collect]:
-        """Return what statistics must hold beside the vectors of consumers' inputs."""
+        """Return what statistics must hold besides vectors of the consumers' inputs."""
         return set()
 
     def measures_dense(self, recipe: "Recipe") -> bool:
@@ -100,11 +94,11 @@ class StageKeys(Strict):
         return False
 
     def measures_prefix(self, recipe: "Recipe") -> bool:
-        """Return True if something is measured behind the pruned blocks before it, if samples are given."""
+        """Return True if it can measure behind the pruned blocks before it, given samples."""
         return False
 
     def decides_widths(self, recipe: "Recipe") -> bool:
-        """Return True if what is measured decides how much each block, or each linear module, loses."""
+        """Return True if measuring decides how much each block, or each linear module, loses."""
         return False
 
     def needs_samples(self, recipe: "Recipe") -> bool:
@@ -112,7 +106,7 @@ class StageKeys(Strict):
         return False
 
     def needs_text(self, recipe: "Recipe") -> bool:
-        """Return True if it is for language models alone."""
+        """Return True if it works for language models only."""
         return False
 
     def needs_own_code(self, recipe: "Recipe") -> bool:
@@ -221,28 +215,25 @@ class Recipe(Strict):
                     raise ValueError(reason)
         for stage in self.stages:
             stage.check_recipe(self)
-        self._check_amounts()
-        return self
-
-    def _check_amounts(self) -> None:
         if self.layers is not None and self.allocation != "uniform":
             raise ValueError(f"allocation {self.allocation} chooses among all blocks: leave out layers")
         if self.widths == "per_layer" and self.container not in ("auto", "any", "remote"):
             raise ValueError(f"widths per_layer may need remote code, which container {self.container} rules out")
         if self.weigh_by is not None and self.allocation != "least-error":
             raise ValueError("weigh_by is for allocation: least-error")
-        given = [f"spaces.{space}.ratio" for space, own in self.spaces.items() if own.ratio is not None]
+        ratios = [f"spaces.{space}.ratio" for space, settings in self.spaces.items() if settings.ratio is not None]
         # A recipe that is written out has its default ratio, too.
-        given += ["ratio"] if self.ratio != Recipe.model_fields["ratio"].default else []
-        if self.size is not None and given:
-            raise ValueError(f"size and {given[0]} both say how much goes: leave one out")
+        ratios += ["ratio"] if self.ratio != _default_ratio() else []
+        if self.size is not None and ratios:
+            raise ValueError(f"size and {ratios[0]} both say how much goes: leave one out")
         if self.size is not None and self.container == "padded":
             raise ValueError("size does not go with container padded, which saves nothing where it fills up")
+        return self
 
     @field_serializer("spaces", mode="wrap", when_used="json")
     def _write_spaces(self, spaces: dict[str, SpaceRecipe], handler: SerializerFunctionWrapHandler) -> Any:
-        """Write the spaces, with one entry for all experts."""
-        return handler({recipe_space(name): own for name, own in spaces.items()})
+        """Write one entry for all experts."""
+        return handler({recipe_space(name): settings for name, settings in spaces.items()})
 
     # ---- stages ----------------------------------------------------------------------------------------------
 
@@ -260,17 +251,16 @@ class Recipe(Strict):
         return any(stage.key == key for stage in self.stages)
 
     def without_stages(self, *keys: str) -> Self:
-        """Return the recipe without the stages of some keys."""
         return self.model_copy(update=dict.fromkeys(keys))
 
     @property
     def changes_model(self) -> bool:
-        """Whether a stage leaves another model to those after it: fewer blocks, or a narrower residual stream."""
+        """True if a stage leaves another model to those after it: fewer blocks, or a narrower residual stream."""
         return any(stage.changes_model for stage in self.stages)
 
     @property
     def joint(self) -> bool:
-        """Whether blocks or dimensions of the residual stream go, and units of what is left."""
+        """True if blocks or dimensions of the residual stream go, and units of what is left."""
         return bool(self.spaces) and self.changes_model
 
     @property
@@ -280,33 +270,28 @@ class Recipe(Strict):
 
     @property
     def at_its_size(self) -> Self:
-        """The recipe without stages that are for other sizes than the one it has."""
-        left = [stage.key for stage in self.stages if not stage.applies(self)]
-        return self.without_stages(*left) if left else self
+        """The recipe without stages that are for other sizes than its own."""
+        unused = [stage.key for stage in self.stages if not stage.applies(self)]
+        return self.without_stages(*unused) if unused else self
 
     @property
     def needs_moments(self) -> bool:
-        """Whether a stage needs statistics."""
         return any(stage.needs_moments(self) for stage in self.stages)
 
     @property
     def needs_folds(self) -> bool:
-        """Whether something is chosen on held-out folds."""
         return any(stage.needs_folds(self) for stage in self.stages)
 
     @property
     def decides_widths(self) -> bool:
-        """Whether what is measured decides how much every block, or every linear module, loses."""
         return any(stage.decides_widths(self) for stage in self.stages)
 
     @property
     def measures_dense(self) -> bool:
-        """Whether the unpruned model is measured first even if blocks are measured behind pruned ones."""
         return any(stage.measures_dense(self) for stage in self.stages)
 
     @property
     def measures_prefix(self) -> bool:
-        """Whether something is measured behind the pruned blocks before it, if samples are given."""
         return any(stage.measures_prefix(self) for stage in self.stages)
 
     @property
@@ -327,84 +312,81 @@ class Recipe(Strict):
     # ---- spaces ----------------------------------------------------------------------------------------------
 
     def refuse_keys_of_spaces(self, stage: str) -> None:
-        """Refuse keys that speak of units of spaces, for a stage that has none.
-
-        Raises:
-            ValueError: the message names the key and the stage.
-        """
-        others = {"allocation": "uniform", "widths": "uniform", "weigh_by": None, "container": "auto"}
-        odd = next((key for key, value in others.items() if getattr(self, key) != value), None)
-        if odd is not None:
-            raise ValueError(f"{odd} speaks of units of spaces: it does not go with {stage}")
+        """Raise ValueError for keys that speak of units of spaces, on behalf of a stage that has none."""
+        defaults = {"allocation": "uniform", "widths": "uniform", "weigh_by": None, "container": "auto"}
+        changed = next((key for key, value in defaults.items() if getattr(self, key) != value), None)
+        if changed is not None:
+            raise ValueError(f"{changed} speaks of units of spaces: it does not go with {stage}")
 
     def at(self, family: Family) -> Self:
-        """The recipe with what it says of a space for every one of that name that blocks of a family have.
+        """Return the recipe with one entry for every space of a family's blocks that it names.
 
-        What the family has not stays as it is, but for what is optional. Under least-error a space of ratio 0 is left
-        out. Spaces of one width (`Family.together`) go together. Where a norm stands behind a consumer, target drift is
-        sequential: what the stream lacks, divided by gains near zero, becomes outputs so large that the norm takes it
-        from all others (compensation/README.md, section 4).
+        Spaces that the family lacks stay, unless they are optional. With least-error, a space of ratio 0 is left out.
+        Spaces that share one width (`Family.together`) all go if one of them does. If a norm follows a consumer, target
+        drift becomes sequential: what the stream lacks, divided by gains near zero, would become outputs so large that
+        the norm takes it from all others (compensation/README.md, section 4).
         """
-        columns = [own for name, own in family.columns.items() if recipe_space(name) in self.spaces]
-        if self.target == "drift" and any(each.norm is not None for each in columns):
+        consumers = [space for name, space in family.columns.items() if recipe_space(name) in self.spaces]
+        if self.target == "drift" and any(space.norm is not None for space in consumers):
             return self.model_copy(update={"target": "sequential"}).at(family)
-        able = {recipe_space(name) for name, own in family.spaces.items() if own.whole is None}
-        lacking = {name for name, own in self.spaces.items() if own.optional and recipe_space(name) not in able}
+        prunable = {recipe_space(name) for name, space in family.spaces.items() if space.whole is None}
+        lacking = {
+            name for name, settings in self.spaces.items() if settings.optional and recipe_space(name) not in prunable
+        }
         if lacking:
-            left = {name: own for name, own in self.spaces.items() if name not in lacking}
-            return self.model_copy(update={"spaces": left}).at(family)
-        # A size that spaces meet together says nothing of one: what is to stay whole is not among them.
-        takes = {name: own for name, own in self.spaces.items() if own.ratio != 0}
-        if self.allocation == "least-error" and takes and len(takes) < len(self.spaces):
-            return self.model_copy(update={"spaces": takes}).at(family)
+            return self._with_spaces({n: own for n, own in self.spaces.items() if n not in lacking}).at(family)
+        # Spaces that meet a size together have no ratio of their own: one that is to stay whole is not among them.
+        pruned = {name: settings for name, settings in self.spaces.items() if settings.ratio != 0}
+        if self.allocation == "least-error" and pruned and len(pruned) < len(self.spaces):
+            return self._with_spaces(pruned).at(family)
         # One config key says their width: what is said of the first is said of the others.
-        alike = {recipe_space(name): own for name, own in family.spaces.items() if own.units in family.together}
-        told = next((self.spaces[name] for name in alike if name in self.spaces), None)
-        if told is not None and not alike.keys() <= {recipe_space(name) for name in self.spaces}:
-            more = {name: told for name in alike if name not in self.spaces}
-            return self.model_copy(update={"spaces": self.spaces | more}).at(family)
-        here = [name for name in family.spaces if recipe_space(name) in self.spaces and name not in self.spaces]
-        if not here:
+        alike = [recipe_space(name) for name, space in family.spaces.items() if space.units in family.together]
+        shared = next((self.spaces[name] for name in alike if name in self.spaces), None)
+        if shared is not None and not set(alike) <= {recipe_space(name) for name in self.spaces}:
+            missing = {name: shared for name in alike if name not in self.spaces}
+            return self._with_spaces(self.spaces | missing).at(family)
+        # Experts: one entry for each.
+        numbered = [name for name in family.spaces if recipe_space(name) in self.spaces and name not in self.spaces]
+        if not numbered:
             return self
-        kept = {name: own for name, own in self.spaces.items() if name not in {recipe_space(each) for each in here}}
-        spaces = kept | {name: self.spaces[recipe_space(name)] for name in here}
-        return self.model_copy(update={"spaces": spaces})
+        replaced = {recipe_space(name) for name in numbered}
+        others = {name: settings for name, settings in self.spaces.items() if name not in replaced}
+        return self._with_spaces(others | {name: self.spaces[recipe_space(name)] for name in numbered})
 
     def without(self, spaces: Set[str]) -> Self:
-        """The recipe without some of its spaces, as long as others are left."""
-        left = {name: own for name, own in self.spaces.items() if name not in spaces}
-        return self.model_copy(update={"spaces": left}) if 0 < len(left) < len(self.spaces) else self
+        """Return the recipe without some of its spaces, if others are left."""
+        others = {name: settings for name, settings in self.spaces.items() if name not in spaces}
+        return self._with_spaces(others) if 0 < len(others) < len(self.spaces) else self
+
+    def _with_spaces(self, spaces: Mapping[SpaceName, SpaceRecipe]) -> Self:
+        return self.model_copy(update={"spaces": dict(spaces)})
 
     @property
     def shares_stock(self) -> bool:
-        """Whether it finds how much goes of each space by itself, and takes as much from every block."""
+        """True if it finds how much goes of each space by itself, and takes as much from every block."""
         return self.allocation == "least-error" and self.widths == "uniform" and self.container in ("auto", "any")
 
     @property
     def ranks_blocks(self) -> bool:
-        """Whether units of all blocks are ranked in one list (FLAP)."""
+        """True if units of all blocks are ranked in one list (FLAP)."""
         return self.allocation.startswith("across")
 
     @property
     def refits_experts(self) -> bool:
-        """Whether experts that stay make up for those that go."""
+        """True if the experts that stay make up for those that go."""
         return "experts" in self.spaces and self.spaces["experts"].compensation.method != "none"
 
     @property
     def weighed_by_effect(self) -> bool:
-        """Whether widths are found from effects on the model's output."""
+        """True if effects on the model's output decide widths."""
         return self.allocation == "least-error" and self.weigh_by != "energy"
 
     def blocks(self, count: int) -> range:
-        """The blocks of a model of `count` that are pruned; the others stay whole.
-
-        Raises:
-            UserError: there are none, or the recipe names more than the model has.
-        """
+        """Return the blocks of a model of `count` that are pruned; the others stay whole."""
         return blocks_of(self.layers, count)
 
     def ratio_of(self, space: SpaceName) -> float:
-        """Share of units to drop in a space."""
+        """Return the share of units to drop in a space."""
         own = self.spaces[space].ratio
         return self.ratio if own is None else own
 
@@ -414,10 +396,10 @@ class Recipe(Strict):
         return hashlib.sha256(self.canonical_json().encode()).hexdigest()
 
     def canonical_json(self) -> str:
-        """Return the recipe as JSON with every default spelt out and its keys sorted, without stages that it lacks.
+        """Return the recipe as JSON with all defaults and sorted keys, without optional keys that it lacks.
 
-        So a recipe keeps its digest when the format gains another optional key. What only a list of recipes reads, its
-        goal and its time, is left out, too: a recipe that is timed anew is the same.
+        So a recipe keeps its digest when the format gains another optional key. Its goal and time, which only a list of
+        recipes reads, are left out.
         """
         values = self.model_dump(mode="json", by_alias=True, exclude={"goal", "time"})
         for space in values["spaces"].values():
@@ -425,83 +407,72 @@ class Recipe(Strict):
             if space["optional"] is None:
                 del space["optional"]
         for kind in self.kinds:
-            if kind.later and values[kind.key] is not None:
-                values[kind.key] = {
-                    key: value
-                    for key, value in values[kind.key].items()
-                    if key not in kind.later or value != kind.later[key]
-                }
+            keys = values.get(kind.key)
+            if kind.later and keys is not None:
+                values[kind.key] = {k: v for k, v in keys.items() if k not in kind.later or v != kind.later[k]}
         optional = [kind.key for kind in self.kinds if kind.key != "spaces"]
         return json.dumps(_without_absent(values, *optional, "size", "weigh_by", "layers"), sort_keys=True)
 
     @property
     def without_amount(self) -> str:
-        """The recipe's canonical JSON but for how much goes: two that share it differ in ratios and size alone."""
+        """The canonical JSON without how much goes: two recipes that share it differ in ratios and size only."""
         values = json.loads(self.canonical_json())
-        for own in values["spaces"].values():
-            del own["ratio"]
+        for settings in values["spaces"].values():
+            del settings["ratio"]
         return json.dumps({key: value for key, value in values.items() if key not in ("ratio", "size")})
 
     def settings_of(self, space: SpaceName) -> SpaceSettings:
-        """What the recipe says about a space, in the form that its kind is asked in."""
+        """Return what the recipe says about a space, in the form that `SpaceKind` is asked in."""
         own = self.spaces[space]
-        fitted = own.compensation
-        return SpaceSettings(
-            own.score, fitted.method, self.target, self.allocation == "least-error", bool(fitted.centre_keys)
-        )
-
-    def needs_gram(self, space: SpaceName) -> bool:
-        """Whether the space's score or compensation, or the target, needs the Gram of a consumer's input."""
-        return self.gram_for(space) is not None
+        method, centred = own.compensation.method, bool(own.compensation.centre_keys)
+        return SpaceSettings(own.score, method, self.target, self.allocation == "least-error", centred)
 
     def measures_more(self, space: SpaceName) -> bool:
-        """Whether live moments of the space must hold more than the least (`space_kinds.SpaceKind.measures_more`)."""
         return kind_of(space).measures_more(self.settings_of(space))
 
     def gram_for(self, space: SpaceName) -> str | None:
-        """What needs the Gram of the space's consumer, in words for a message; None where nothing does."""
         return kind_of(space).gram_for(self.settings_of(space))
 
     @property
     def perplexity_grid(self) -> list[float] | None:
-        """The strengths to choose from by calibration perplexity; None where nothing is chosen by it."""
-        for space in self.spaces.values():
-            if space.compensation.lambda_by == "perplexity":
-                return space.compensation.lambda_grid
-        return None
+        """The strengths to choose from by calibration perplexity; None if nothing is chosen by it."""
+        fits = [settings.compensation for settings in self.spaces.values()]
+        return next((fit.lambda_grid for fit in fits if fit.lambda_by == "perplexity"), None)
+
+    # ---- the same recipe with other values -------------------------------------------------------------------
 
     def with_ratio(self, ratio: float) -> Self:
-        """A copy with this ratio in every space, and without a size."""
-        values = self.model_dump(by_alias=True) | {"ratio": ratio, "size": None}
-        for space in values["spaces"].values():
-            space["ratio"] = None
-        return self.model_validate(values)
+        """Return a copy with this ratio in every space, and without a size."""
+        return self._with_amount({"ratio": ratio, "size": None})
 
     def with_size(self, size: TargetSize) -> Self:
-        """A copy with this size in place of every ratio."""
-        values = self.model_dump(by_alias=True) | {"ratio": Recipe.model_fields["ratio"].default, "size": size}
+        """Return a copy with this size in place of every ratio."""
+        return self._with_amount({"ratio": _default_ratio(), "size": size})
+
+    def _with_amount(self, amount: dict[str, Any]) -> Self:
+        values = self.model_dump(by_alias=True) | amount
         for space in values["spaces"].values():
             space["ratio"] = None
         return self.model_validate(values)
 
     @property
     def at_one_ratio(self) -> Self:
-        """The recipe that takes as much from every block: its size stands for that of widths still to be found."""
+        """The recipe that takes as much from every block: its size stands for that of widths still to be chosen."""
         values = self.model_dump(by_alias=True) | {"allocation": "uniform", "weigh_by": None}
         for space in values["spaces"].values():
-            if space["score"] == CHOSEN:  # sizes depend on none
+            if space["score"] == CHOSEN:  # sizes depend on no score
                 space["score"] = CANDIDATES[0]
         stages = {stage.key: stage.at_one_ratio() for stage in self.stages if stage.key != "spaces"}
         return self.model_validate(values | stages)
 
     def with_own_ratio(self, space: SpaceName, ratio: float) -> Self:
-        """A copy with this ratio in one space."""
+        """Return a copy with this ratio in one space."""
         values = self.model_dump(by_alias=True)
         values["spaces"][space]["ratio"] = ratio
         return self.model_validate(values)
 
     def with_strength(self, strength: float) -> Self:
-        """A copy whose strength is fixed wherever it was to be chosen by perplexity."""
+        """Return a copy with a fixed strength wherever it was to be chosen by perplexity."""
         values = self.model_dump(by_alias=True)
         for space in values["spaces"].values():
             if space["compensation"]["lambda_by"] == "perplexity":
@@ -509,14 +480,17 @@ class Recipe(Strict):
         return self.model_validate(values)
 
 
+def _default_ratio() -> Any:
+    return Recipe.model_fields["ratio"].default
+
+
 def _without_absent(values: dict[str, Any], *optional: str) -> dict[str, Any]:
     """Return a copy without the optional keys that hold None."""
     return {key: value for key, value in values.items() if key not in optional or value is not None}
 
 
-def _check_full(value: Any) -> Any:
-    return value if isinstance(value, Recipe) else Recipe.full.model_validate(value)
-
-
-AnyRecipe = Annotated[SerializeAsAny[Recipe], BeforeValidator(_check_full)]
+AnyRecipe = Annotated[
+    SerializeAsAny[Recipe],
+    BeforeValidator(lambda value: value if isinstance(value, Recipe) else Recipe.full.model_validate(value)),
+]
 """A recipe inside another file: it is read with the keys of all stages, and written with them."""

@@ -27,7 +27,7 @@ Kind = TypeVar("Kind", bound=BaseModel)
 
 
 def say_nothing(_line: str) -> None:
-    """Say nothing."""
+    pass
 
 
 @dataclass
@@ -56,12 +56,12 @@ class Run:
 
     @property
     def journal(self) -> Journal | None:
-        """Return the record of finished work; None in a process that does not write."""
+        """The record of finished work; None in a process that does not write."""
         return None if self.staging is None else self.staging.journal
 
     @property
     def own_journal(self) -> Journal:
-        """The journal, for stages that one process does alone."""
+        """The journal, for stages that one process runs alone."""
         assert self.journal is not None
         return self.journal
 
@@ -76,9 +76,9 @@ class Run:
         return None if self.store is None else self.store.writer
 
     def remember(self, entry: str, kind: type[Kind], make: Callable[[], Kind]) -> Kind:
-        """Return what an earlier run has found, from the journal; else make it, and enter it there.
+        """Return what an earlier run has recorded in the journal; else make it, and record it.
 
-        In several processes, all make it, and the first one enters it.
+        With several processes, all make it, and the first one records it.
         """
         note = process_group().once(lambda: None if self.journal is None else self.journal.notes.get(entry))
         if note is not None:
@@ -99,7 +99,7 @@ class Run:
         return self.store
 
     def open_copy(self, model: Model) -> BlockStore:
-        """Lay out the files of a copy of a model in the staging folder: the checkpoint's own."""
+        """Lay out a copy of a model in the staging folder, with the files that the checkpoint has."""
         layout = layout_of(model)
         self.store = BlockStore(self._open_writer(model.checkpoint, layout, {}), layout)
         return self.store

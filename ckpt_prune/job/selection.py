@@ -16,13 +16,10 @@ _ROUNDING = {"floor": ROUND_FLOOR, "ceil": ROUND_CEILING, "nearest": ROUND_HALF_
 
 
 def units_kept(units: int, ratio: float, rounding: Rounding, multiple_of: int = 1) -> int:
-    """Number of units that stay when a share `ratio` of `units` goes.
+    """Return how many units stay when a share `ratio` of `units` goes; an error if none would.
 
-    The product is taken in decimal: 0.07 of 100 is 7, where binary floats are a hair above and `ceil` would give 8.
+    The product is taken in decimal: 0.07 of 100 is 7; in binary floats it is a little above, and `ceil` would give 8.
     The kept width is rounded up to a multiple of `multiple_of`, never past `units`.
-
-    Raises:
-        UserError: nothing would stay.
     """
     dropped = int((Decimal(units) * Decimal(repr(ratio))).to_integral_value(_ROUNDING[rounding]))
     kept = units - dropped
@@ -32,40 +29,39 @@ def units_kept(units: int, ratio: float, rounding: Rounding, multiple_of: int = 
 
 
 def unit_scores(columns: Tensor, per_unit: int) -> Tensor:
-    """Score of each unit as the sum over its columns, (units * per_unit,) → (units,)."""
+    """Return the score of each unit, the sum over its columns: (units * per_unit,) → (units,)."""
     return columns.view(-1, per_unit).sum(1)
 
 
 def select(scores: Tensor, keep: int) -> Tensor:
-    """Indices of the `keep` highest scores in ascending order, (keep,) int64. Of equal scores the lower index stays."""
+    """Return indices of the `keep` highest scores, ascending, (keep,) int64. Of equal scores the lower index stays."""
     order = torch.sort(scores.cpu(), descending=True, stable=True).indices
     return order[:keep].sort().values
 
 
 def select_in_heads(scores: Tensor, keep: int) -> Tensor:
-    """Rows of q and k with the `keep` highest scores of their head, ascending.
+    """Return rows of q and k with the `keep` highest scores of their head, ascending.
 
     Args:
         scores: of d dimensions in each of H heads, (H, d).
-        keep: dimensions kept in every head, d'.
 
     Returns:
-        (H d',) int64. Dimension j of head h is row h d + j.
+        (H keep,) int64. Dimension j of head h is row h d + j.
     """
     width = scores.shape[1]
     return torch.cat([select(head, keep) + index * width for index, head in enumerate(scores)])
 
 
 def in_heads(kept: Tensor, heads: int, width: int) -> Tensor:
-    """Dimensions of each head, (H, d') int64, from kept rows of q and k (H d',)."""
+    """Return dimensions of each head, (H, d') int64, from kept rows of q and k (H d',)."""
     return kept.view(heads, -1) - torch.arange(heads, device=kept.device)[:, None] * width
 
 
 def standardise(columns: Tensor, per_unit: int) -> Tensor:
-    """FLAP's adaptive metric of each unit, (units * per_unit,) → (units,).
+    """Return FLAP's adaptive metric of each unit, (units * per_unit,) → (units,).
 
     Scores of a block's columns become z-scores, with the unbiased deviation, and are averaged over a unit's columns.
-    Where all columns of a block score the same, all units get zero.
+    If all columns of a block score the same, all units get zero.
     """
     deviation = columns.std() if columns.numel() > 1 else columns.new_zeros(())
     z = (columns - columns.mean()) / deviation if deviation > 0 else torch.zeros_like(columns)

@@ -1,14 +1,21 @@
-"""The size that a model is to have, as users write it: 5.0B parameters, 9.5GiB, 850 GFLOPs, 12ms, 50% of the dense."""
+"""Sizes that a model shall have, as users write them: 5.0B parameters, 9.5GiB, 850 GFLOPs, 12ms, 50% of the dense."""
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
 from math import floor
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_serializer, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.fields import Strict
@@ -23,7 +30,7 @@ class Timed:
 
     Attributes:
         tokens: of the text that is read; None for as many as a benchmark takes.
-        single: one more token after it, with the keys and values of the text, in place of reading it.
+        single: one more token after it, with the keys and values of the text, instead of reading the text.
     """
 
     tokens: int | None = None
@@ -31,7 +38,6 @@ class Timed:
 
     @property
     def words(self) -> str:
-        """In a message."""
         text = "" if self.tokens is None else f" of {self.tokens} tokens"
         if self.single:
             return f"a single token after a text{text}" if text else "a single token"
@@ -40,11 +46,9 @@ class Timed:
 
 @dataclass(frozen=True)
 class Size:
-    """A number, or a share of what the dense model has. Exactly one of the two is given.
+    """A number of at least 1, or a share of what the dense model has: exactly one of the two.
 
-    Attributes:
-        value: at least 1.
-        share: above 0, at most 1; exact, so that 29 % of 100 is 29.
+    A share is exact, so that 29 % of 100 is 29.
     """
 
     value: int | None = None
@@ -55,7 +59,7 @@ class Size:
             raise ValueError("a size is either a number or a share")
 
     def of(self, dense: int) -> int:
-        """The size in numbers where the dense model has `dense`; a share is rounded down."""
+        """Return the size as a number for a dense model of size `dense`; a share is rounded down."""
         if self.share is not None:
             return floor(self.share * dense)
         assert self.value is not None
@@ -68,7 +72,7 @@ class _Unit:
 
     Attributes:
         what: the kind in messages.
-        scales: suffix in lower case → what it multiplies by; "" for a plain number.
+        scales: suffix in lower case → its factor; "" for a plain number.
         allowed: examples for messages.
     """
 
@@ -103,15 +107,12 @@ _SIZE = re.compile(rf"(?:(?P<grouped>{_GROUPED})|(?P<plain>{_PLAIN})) ?(?P<suffi
 
 
 def parse_size(kind: SizeKind, text: str) -> Size:
-    """Read a size.
+    """Read a size; ValueError says what is allowed.
 
     Case does not matter, and a space may stand before the unit. KB to PB are decimal, KiB to PiB binary. `_`, `,` and
     spaces may separate thousands of a number without a suffix. With a suffix they may not: 9,5GiB could be 95 or 9.5.
-    A size that is no whole number is rounded down. A latency is in nanoseconds; behind an @ may stand what it is of
+    A size that is not a whole number is rounded down. A latency is in nanoseconds; after an @ may follow what it is of
     (`timed`).
-
-    Raises:
-        ValueError: the text is not a size of this kind; the message says what is allowed.
     """
     unit = _UNITS[kind]
     if kind == "latency":
@@ -140,12 +141,9 @@ def parse_size(kind: SizeKind, text: str) -> Size:
 
 
 def timed(text: str) -> Timed:
-    """What a latency is of, as it is written behind an @.
+    """Read what a latency is of, after an @: 512 for a text of so many tokens, token or token:512 for one more token.
 
-    512 is a text of so many tokens, token or token:512 one more token after a text.
-
-    Raises:
-        ValueError: it is neither.
+    ValueError if it is neither.
     """
     _, given, of = text.strip().partition("@")
     match = _TIMED.fullmatch(of)
@@ -161,39 +159,37 @@ def timed(text: str) -> Timed:
 
 
 def _as_text(value: Any) -> Any:
-    """The text of a number, which is what YAML makes of 5e9 and 5000000000. Other values stay as they are."""
+    """Return the text of a number: YAML reads 5e9 and 5000000000 as numbers. Other values stay as they are."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
-def _checked(kind: SizeKind, text: str) -> str:
-    """The text of a size of this kind, as it was written."""
-    parse_size(kind, text)
-    return text.strip()
-
-
-_Text = Annotated[str, BeforeValidator(_as_text), WithJsonSchema({"type": ["string", "number"]})]
-ParamsText = Annotated[_Text, AfterValidator(partial(_checked, "params"))]
-BytesText = Annotated[_Text, AfterValidator(partial(_checked, "bytes"))]
-FlopsText = Annotated[_Text, AfterValidator(partial(_checked, "flops"))]
-LatencyText = Annotated[_Text, AfterValidator(partial(_checked, "latency"))]
+SizeText = Annotated[str, BeforeValidator(_as_text), WithJsonSchema({"type": ["string", "number"]})]
 
 
 class TargetSize(Strict):
     """What the pruned model may come to, at most: exactly one of parameters, bytes, FLOPs and latency.
 
-    Written as it was read: `{"params": "5.0B"}`. A number becomes its text.
+    It is written as it was read: `{"params": "5.0B"}`. A number becomes its text.
     """
 
-    params: ParamsText | None = Field(None, description="Parameters: 5.0B, 5_000_000_000, or 50% of the dense model's.")
-    bytes: BytesText | None = Field(None, description="Bytes of tensors on disk: 9.5GiB, 10GB, or 50%.")
-    flops: FlopsText | None = Field(None, description="FLOPs of one forward pass, as inspect counts: 2.3T, or 50%.")
-    latency: LatencyText | None = Field(
+    params: SizeText | None = Field(None, description="Parameters: 5.0B, 5_000_000_000, or 50% of the dense model's.")
+    bytes: SizeText | None = Field(None, description="Bytes of tensors on disk: 9.5GiB, 10GB, or 50%.")
+    flops: SizeText | None = Field(None, description="FLOPs of one forward pass, as inspect counts: 2.3T, or 50%.")
+    latency: SizeText | None = Field(
         None,
         description="Time on this machine, as a table of its blocks foresees it: 12ms, or 50%; 50%@512 for reading 512 "
         "tokens, 50%@token for a single token.",
     )
+
+    @field_validator("params", "bytes", "flops", "latency")
+    @classmethod
+    def _is_size(cls, text: str | None, info: ValidationInfo) -> str | None:
+        if text is None:
+            return None
+        parse_size(cast(SizeKind, info.field_name), text)
+        return text.strip()
 
     @model_validator(mode="after")
     def _exactly_one(self) -> "TargetSize":
@@ -208,7 +204,6 @@ class TargetSize(Strict):
 
     @property
     def kind(self) -> SizeKind:
-        """Which of them is given."""
         return cast(SizeKind, next(iter(self._given())))
 
     @property
@@ -227,39 +222,36 @@ class TargetSize(Strict):
 
     @property
     def share_meant(self) -> str:
-        """What to ask where the size is a bare number that reads like a percentage; empty elsewhere."""
+        """A question, if the size is a bare number that looks like a percentage; else empty."""
         bare = self.text.isascii() and self.text.isdigit() and int(self.text) <= 100
         return f": did you mean {self.text}%?" if bare else ""
 
     @property
     def timed(self) -> Timed:
-        """What is timed, of a latency."""
         return timed(self.text)
 
     def of(self, dense: int) -> int:
-        """The size in numbers, where the dense model has `dense`."""
+        """Return the size as a number for a dense model of size `dense`."""
         return parse_size(self.kind, self.text).of(dense)
 
 
 def cost_in(kind: SizeKind, cost: Cost) -> int:
-    """The part of a cost that a size of this kind speaks of. A latency is none: a table of the machine tells it."""
+    """Return the part of a cost that a size of this kind means. A latency is none: a table of the machine has it."""
     return {"params": cost.parameters, "bytes": cost.bytes, "flops": cost.flops}[kind]
 
 
 def size_words(kind: SizeKind, value: float) -> str:
-    """A size of a kind in a message."""
     return f"{value / 1e6:.4g} ms" if kind == "latency" else f"{value:,.0f}"
 
 
 def asked_size(given: Mapping[str, str | None], ratio: float | None) -> dict[str, str] | None:
-    """The size that is asked for, as a recipe has it, or None.
+    """Return the size that options ask for, in the form of a recipe's key, or None.
+
+    Two sizes, a size besides --ratio, and a text that is no size are refused.
 
     Args:
         given: kind → size, as options have them.
         ratio: of --ratio.
-
-    Raises:
-        UserError: two of them, one beside --ratio, or what is no size.
     """
     asked = {kind: text for kind, text in given.items() if text is not None}
     named = [*(f"--target-{kind}" for kind in asked), *(["--ratio"] if ratio is not None else [])]

@@ -7,11 +7,11 @@ from pydantic import Field, model_validator
 from ckpt_prune.common.ratios import Ratio
 from ckpt_prune.compensation.methods import AUTO, CANDIDATES, GRID, METHODS, SHARES
 from ckpt_prune.job.fields import OneOf, Strict
-from ckpt_prune.job.space_kinds import FITS_LOGITS, SCORE_NAMES, TRAITS
+from ckpt_prune.job.space_kinds import FACTS, FITS_LOGITS, SCORE_NAMES
 from ckpt_prune.model.spaces import Rounding
 
 ScoreName = Annotated[str, OneOf("score", SCORE_NAMES)]
-MethodName = Annotated[str, OneOf("method", TRAITS)]
+MethodName = Annotated[str, OneOf("method", FACTS)]
 CandidateName = Annotated[str, OneOf("candidate", METHODS)]
 
 
@@ -54,21 +54,15 @@ class Compensation(Strict):
         "dense model's own residual stream); of several the best on held-out folds. Default: 0, 0.25, 0.5, 0.75, 1 "
         "for method auto and lambda_by: folds; else 1.",
     )
-
     centre_keys: bool | None = Field(
         None,
         description="For logit and low-rank: fit with keys less their mean over each sample, to which the softmax is "
         "blind. Default: false, as published.",
     )
 
-    @classmethod
-    def nothing(cls) -> "Compensation":
-        """No compensation."""
-        return cls.model_validate({})
-
     @model_validator(mode="after")
     def _consistent(self) -> "Compensation":
-        uses = TRAITS[self.method].uses_strength
+        uses = FACTS[self.method].uses_strength
         given = [k for k in ("lam", "lambda_grid", "lambda_by") if getattr(self, k) is not None]
         if given and not uses:
             raise ValueError(f"method {self.method} has no lambda")
@@ -92,32 +86,27 @@ class Compensation(Strict):
 
     @property
     def strength(self) -> float:
-        """The strength where it is fixed."""
+        """The strength if it is fixed."""
         return 0.01 if self.lam is None else self.lam
 
     @property
     def by_folds(self) -> bool:
-        """Whether something is chosen on held-out folds."""
+        """True if something is chosen on held-out folds."""
         return self.method == AUTO or self.lambda_by == "folds"
 
     @property
     def grid(self) -> list[float]:
-        """Strengths to choose from on folds."""
         return list(GRID) if self.lambda_grid is None else self.lambda_grid
 
     @property
     def drift_shares(self) -> list[float]:
-        """Shares of the drift to choose from; a single one is no choice."""
+        """Shares of the drift to choose from; one alone is no choice."""
         if self.shares is not None:
             return self.shares
         return list(SHARES) if self.by_folds else [1.0]
 
     def methods(self, *, biased: bool) -> list[str]:
-        """Closed forms of a projection to choose from; a single one is no choice.
-
-        Args:
-            biased: whether the projection has a bias in the source.
-        """
+        """Return closed forms to choose from, for a projection with or without a bias in the source."""
         if self.method != AUTO:
             return [self.method]
         if self.candidates is not None:
@@ -126,13 +115,11 @@ class Compensation(Strict):
 
     @property
     def opens_bias(self) -> bool:
-        """Whether a projection without a bias may get one."""
-        return any(TRAITS[name].adds_bias for name in self.methods(biased=False))
+        """True if a projection without a bias may get one."""
+        return any(FACTS[name].adds_bias for name in self.methods(biased=False))
 
 
 class SpaceRecipe(Strict):
-    """What happens to one space."""
-
     score: ScoreName = Field(description="Which units to keep: those with the highest score.")
     ratio: Ratio | None = Field(None, ge=0, lt=1, description="Share of units to drop; the recipe's ratio by default.")
     rounding: Rounding | None = Field(
@@ -149,4 +136,6 @@ class SpaceRecipe(Strict):
     optional: bool | None = Field(
         None, description="true: left out where a model has no such space, or none of its units can go."
     )
-    compensation: Compensation = Field(default_factory=Compensation.nothing, description="none by default.")
+    compensation: Compensation = Field(
+        default_factory=lambda: Compensation.model_validate({}), description="none by default."
+    )

@@ -14,34 +14,22 @@ if TYPE_CHECKING:
 class Stage(StageKeys):
     """A stage of a job.
 
-    Modules that define stages import pydantic alone, so that a recipe is read without torch: whatever works on tensors
-    is imported inside the methods. The runner calls them in this order, each for all stages before the next:
-    `check` and `check_data`, `preview` or `run`, `before_blocks`, `step`, `after_blocks`.
+    Modules that define stages import pydantic but not torch, so that reading a recipe is fast: what works on tensors is
+    imported inside the methods. The runner calls them in this order, each for all stages before the next: `check` and
+    `check_data`, `preview` or `run`, `before_blocks`, `step`, `after_blocks`.
     """
 
     def check(self, prepared: "Prepared") -> None:
-        """Refuse what cannot work, whatever there is to measure on.
-
-        Raises:
-            UserError: the recipe does not suit the model.
-        """
+        """Refuse what cannot work, whatever data there is."""
 
     def check_data(self, prepared: "Prepared") -> None:
-        """Refuse a job that has too little to measure on.
-
-        Raises:
-            UserError: the message says what to give.
-        """
+        """Refuse a job that has too little data to measure on."""
 
     def check_training(self, prepared: "Prepared") -> None:
-        """Refuse a run that has no samples to train on.
-
-        Raises:
-            UserError: the message says what to give.
-        """
+        """Refuse a run that has no samples to train on."""
 
     def preview(self, prepared: "Prepared") -> "Prepared":
-        """Decide what needs no data. What measuring will decide gets a stand-in, for dry runs."""
+        """Decide what needs no data. What measuring will decide gets a placeholder, for dry runs."""
         return prepared
 
     def run(self, prepared: "Prepared", run: "Run") -> "Prepared":
@@ -74,9 +62,6 @@ class Stage(StageKeys):
     def report(self, prepared: "Prepared", records: Sequence[Any], run: "Run") -> dict[str, Any]:
         """Return what the report says of the stage: fields of `Report`.
 
-        Args:
-            prepared: at the end.
-            records: of its step on all blocks, in order; empty if it has none.
-            run: with what the stages have done as a whole.
+        `records` are those of its step on all blocks, in order; empty if it has none.
         """
         return {}

@@ -24,10 +24,10 @@ class Step:
 
     Attributes:
         record: the type of its records.
-        needs_input: whether it carries along what the model makes without it. `advance_input` is then called before
-            `advance`; of a block that an interrupted run has written, the steps before act again to make its input.
-        apart: whether no block depends on what was done to another, so that several processes may share the blocks.
-        shows_progress: whether it shows a bar of its own.
+        needs_input: True if it also follows the model as it is without this step. `advance_input` is then called before
+            `advance`; for a block that an interrupted run has written, the steps before act again to make its input.
+        apart: True if no block depends on what was done to another, so that several processes may share the blocks.
+        shows_progress: True if it shows a bar of its own.
     """
 
     record: type[BaseModel]
@@ -36,14 +36,9 @@ class Step:
     shows_progress: bool = False
 
     def act(self, block: int, tensors: Tensors) -> tuple[Tensors, Sequence[BaseModel]]:
-        """Change a block, and nothing that outlives the call.
+        """Return the new tensors of a block, and records of what was done. Change nothing that outlives the call.
 
-        Args:
-            block: its number.
-            tensors: as the steps before have left them.
-
-        Returns:
-            Its new tensors, and records of what was done.
+        `tensors` are as the steps before have left them.
         """
         raise NotImplementedError
 
@@ -63,24 +58,14 @@ class BlockPruner(Protocol):
     """Prunes, masks or factors one block at a time."""
 
     @property
-    def record(self) -> type[BaseModel]:
-        """The type of its records."""
-        ...
+    def record(self) -> type[BaseModel]: ...
 
-    def block(
-        self, block: int, tensors: Mapping[str, Tensor], source: MomentSource
-    ) -> tuple[Mapping[str, Tensor], Sequence[BaseModel]]:
+    def block(self, block: int, tensors: Tensors, source: MomentSource) -> tuple[Tensors, Sequence[BaseModel]]:
         """Return a block's new tensors, and records of what was done to it."""
-        ...
 
 
 class PruneStep(Step):
-    """Prunes a block by moments of what reaches it.
-
-    Args:
-        pruner: what to do.
-        source: of moments, at the first block.
-    """
+    """Prunes a block by moments of what reaches it; `source` stands at the first block."""
 
     def __init__(self, pruner: BlockPruner, source: MomentSource) -> None:
         self.pruner, self.source = pruner, source
@@ -89,23 +74,21 @@ class PruneStep(Step):
         self._carried: HiddenStream | None = None
 
     def carry(self, stream: HiddenStream) -> None:
-        """Carry hidden states of the pruned model along, for those who need them beside the moments."""
+        """Carry hidden states of the pruned model along, for callers who need them besides the moments."""
         self._carried, self.apart = stream, False
 
     @property
     def carried(self) -> HiddenStream:
-        """Hidden states of the pruned model: those that moments are measured on, or those that are carried along."""
+        """Hidden states of the pruned model: those that moments are measured on, or those that are carried."""
         if isinstance(self.source, SequentialMoments):
             return self.source.stream
         assert self._carried is not None
         return self._carried
 
     def act(self, block: int, tensors: Tensors) -> tuple[Tensors, Sequence[BaseModel]]:
-        """Prune one block."""
         return self.pruner.block(block, tensors, self.source)
 
     def advance(self, block: int, tensors: Tensors) -> None:
-        """Let moments and hidden states move on."""
         with phase("calibration"):
             self.source.advance(block, multiply_factors(tensors))
         if self._carried is not None:

@@ -48,7 +48,6 @@ class BlockStore:
         return tensors, self.notes(block)
 
     def notes(self, block: int) -> dict[str, Any]:
-        """Return the notes of the steps on a finished block."""
         assert self.writer is not None
         notes: dict[str, Any] = self.writer.notes[_entry(block)]
         return notes
@@ -81,7 +80,6 @@ class BlockStore:
         self.writer.commit(OUTSIDE)
 
     def names(self, model: Model, block: int) -> list[str]:
-        """Return the names of a block's tensors in the output."""
         prefix = model.family.block.format(block=block)
         return [name for tensors in self.layout.values() for name in tensors if name.startswith(prefix)]
 

@@ -1,4 +1,4 @@
-"""Measuring what the stages of a run take: wall time and memory."""
+"""Wall time and memory that the parts of a run take."""
 
 import time
 from collections.abc import Iterator
@@ -12,11 +12,7 @@ from ckpt_prune.job.report import Stage
 
 
 class Stages:
-    """Records of the stages of one run, in the order in which they ended.
-
-    Args:
-        device: where the run computes; memory of an accelerator is counted from the start of each stage.
-    """
+    """Records of the timed parts of one run, in the order in which they ended."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

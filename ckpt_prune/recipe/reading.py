@@ -13,7 +13,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.ratios import suggest_percentage
 from ckpt_prune.common.yaml12 import read_yaml
 from ckpt_prune.job.recipe import Recipe
-from ckpt_prune.job.space_kinds import TRAITS
+from ckpt_prune.job.space_kinds import FACTS
 from ckpt_prune.model.spaces import SPACES
 from ckpt_prune.recipe.places import RecipeFile, locate_recipe
 from ckpt_prune.recipe.shipped import recipe_text
@@ -174,7 +174,7 @@ def _drop_strength(values: dict[str, Any], keys: tuple[str, ...], lines: Lines) 
     if keys[:1] != ("spaces",) or keys[2:] != ("compensation", "method"):
         return
     own = values["spaces"][keys[1]]["compensation"]
-    traits = TRAITS.get(own["method"]) if isinstance(own["method"], str) else None
+    traits = FACTS.get(own["method"]) if isinstance(own["method"], str) else None
     if traits is not None and not traits.uses_strength:
         for key in ("lambda", "lambda_grid", "lambda_by"):
             if lines.get((*keys[:-1], key), 0):

@@ -141,7 +141,7 @@ def few_tokens(prepared: Prepared, *, errors: str) -> str | None:
     widths = [
         max(width[space] for width in prepared.spaced_widths) * model.copies(space) * model.unit_columns(space)
         for space in recipe.spaces
-        if recipe.needs_gram(space)
+        if recipe.gram_for(space) is not None
     ]
     depth, hidden = prepared.whole.recipe.get(Depth), prepared.whole.recipe.get(Hidden)
     if hidden is not None and not recipe.spaces:

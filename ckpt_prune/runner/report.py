@@ -36,7 +36,7 @@ def report_of(prepared: Prepared, records: Mapping[str, Sequence[Any]], run: Run
         transformers=used["transformers"],
         recipe=UsedRecipe.model_validate(whole.recipe.model_dump(mode="json", by_alias=True)),
         recipe_digest=whole.recipe.digest,
-        origin=whole.origin,
+        origin=whole.job.origin,
         source=source_of(whole.model.checkpoint),
         ignored=sorted([*checkpoint.ignored, *checkpoint.shadowed]),
         part=part_name(checkpoint),
@@ -83,11 +83,11 @@ def describe_data(prepared: Prepared) -> dict[str, Any]:
 def _foresee_latency(prepared: Prepared) -> Latency | None:
     """Return what the table of this machine says of the output; None if its size was no latency."""
     size = prepared.whole.recipe.size if prepared.unsized is None else prepared.unsized.size
-    if size is None or size.kind != "latency" or prepared.latencies is None:
+    if size is None or size.kind != "latency" or prepared.job.latencies is None:
         return None
     return Latency(
         of=f"latency of {size.timed.words}",
         dense=dense_size(prepared.whole, "latency") / 1e6,
         foreseen=size_at(prepared, "latency", prepared.widths) / 1e6,
-        off=prepared.latencies.off,
+        off=prepared.job.latencies.off,
     )

@@ -6,8 +6,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import ROTATIONS
 from ckpt_prune.job.cost import cost_of
 from ckpt_prune.job.decisions import Decisions
-from ckpt_prune.job.layout import Layout, layout_of, plan_layout
-from ckpt_prune.job.output import Output
+from ckpt_prune.job.layout import Layout, Output, layout_of, plan_layout
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.model.containers.choosing import REMOTE, choose_container, remote_note
 from ckpt_prune.model.containers.container import Container, Ranks, Widths

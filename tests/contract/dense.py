@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ckpt_prune.job.job import Job, LiveSamples, RecoverySamples
-from ckpt_prune.job.space_kinds import TRAITS
+from ckpt_prune.job.space_kinds import FACTS
 from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.measure.statistics.measurement import list_collected_by_default, measure_statistics
@@ -76,7 +76,7 @@ def spaces_recipe(case: Case, methods: Mapping[SpaceName, str], container: str =
     """Prune these spaces by the case's ratios."""
     spaces = {}
     for space, method in methods.items():
-        strength = {"lambda": STRENGTH} if TRAITS[method].uses_strength else {}
+        strength = {"lambda": STRENGTH} if FACTS[method].uses_strength else {}
         compensation = {"method": method} | strength
         spaces[space] = DEFAULTS[space] | {"ratio": case.ratio(space), "compensation": compensation}
     return FullRecipe.model_validate({"version": 1, "name": "test", "container": container, "spaces": spaces, **top})

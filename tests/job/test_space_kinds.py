@@ -6,10 +6,10 @@ import pytest
 
 from ckpt_prune.compensation.logit_methods import LOGIT_METHODS
 from ckpt_prune.compensation.methods import COLUMN_METHODS, ROTARY_METHODS
-from ckpt_prune.job.space_kinds import KINDS, SCORE_NAMES, TRAITS, SpaceSettings, kind_of
+from ckpt_prune.job.space_kinds import FACTS, KINDS, SCORE_NAMES, SpaceSettings, kind_of
 from ckpt_prune.model.spaces import BESIDE, ENDS, SPACES, Ends
 
-WISHES = {
+SETTINGS = {
     ends: [
         SpaceSettings(score, method, target, by_error)
         for score in kind.scores
@@ -24,7 +24,7 @@ WISHES = {
 def test_every_end_has_a_kind_and_every_space_an_end():
     assert set(KINDS) == set(get_args(Ends))
     assert set(ENDS) == set(SPACES)
-    assert all(isinstance(kind_of(space), type(KINDS[ends])) for space, ends in ENDS.items())
+    assert all(kind_of(space).methods == KINDS[ends].methods for space, ends in ENDS.items())
 
 
 def test_units_that_stand_side_by_side_are_not_ranked_over_blocks():
@@ -32,11 +32,11 @@ def test_units_that_stand_side_by_side_are_not_ranked_over_blocks():
 
 
 def test_kinds_that_share_the_name_of_a_compensation_agree_on_what_recipes_ask_of_it():
-    assert set(TRAITS) == set(COLUMN_METHODS) | set(LOGIT_METHODS) | set(ROTARY_METHODS)
+    assert set(FACTS) == set(COLUMN_METHODS) | set(LOGIT_METHODS) | set(ROTARY_METHODS)
     for kind in KINDS.values():
         for name, traits in kind.methods.items():
             own = (traits.needs_gram, traits.uses_strength, traits.adds_bias)
-            assert own == (TRAITS[name].needs_gram, TRAITS[name].uses_strength, TRAITS[name].adds_bias)
+            assert own == (FACTS[name].needs_gram, FACTS[name].uses_strength, FACTS[name].adds_bias)
 
 
 def test_score_names_are_those_of_all_kinds_once():
@@ -46,20 +46,24 @@ def test_score_names_are_those_of_all_kinds_once():
 @pytest.mark.parametrize("ends", KINDS)
 def test_what_a_kind_needs_follows_from_its_score_compensation_and_target(ends):
     kind = KINDS[ends]
-    for wish in WISHES[ends]:
-        score, traits = kind.scores[wish.score], kind.methods[wish.method]
-        assert kind.needs_moments(wish) == (score.needs_moments or wish.method != "none")
+    for settings in SETTINGS[ends]:
+        score, traits = kind.scores[settings.score], kind.methods[settings.method]
+        assert kind.needs_moments(settings) == (score.needs_moments or settings.method != "none")
         if ends in ("columns", "values"):
-            assert (kind.gram_for(wish) is not None) == (
-                score.needs_gram or traits.needs_gram or wish.target == "drift" or wish.by_error
+            assert (kind.gram_for(settings) is not None) == (
+                score.needs_gram or traits.needs_gram or settings.target == "drift" or settings.by_error
             )
-            told = {"taylor"} if wish.score in ("taylor1", "taylor2") else set()
-            assert kind.collects(wish) == ({"gram"} if kind.gram_for(wish) else set()) | told
+            told = {"taylor"} if settings.score in ("taylor1", "taylor2") else set()
+            assert kind.collects(settings) == ({"gram"} if kind.gram_for(settings) else set()) | told
         elif ends == "experts":
-            assert (kind.gram_for(wish), kind.collects(wish), kind.measures_more(wish)) == (None, set(), False)
+            assert (kind.gram_for(settings), kind.collects(settings), kind.measures_more(settings)) == (
+                None,
+                set(),
+                False,
+            )
         else:
-            assert kind.gram_for(wish) is None
-            assert kind.collects(wish) == ({ends} if kind.needs_moments(wish) or wish.by_error else set())
+            assert kind.gram_for(settings) is None
+            assert kind.collects(settings) == ({ends} if kind.needs_moments(settings) or settings.by_error else set())
 
 
 def test_what_needs_a_gram_is_named_compensation_first():

@@ -70,7 +70,7 @@ class Recording(DriftMoments):
 
 
 def source_of(job: Job) -> Recording:
-    gram = {space: job.recipe.needs_gram(space) for space in job.recipe.spaces}
+    gram = {space: job.recipe.gram_for(space) is not None for space in job.recipe.spaces}
     true_sequential = job.recipe.true_sequential
     return Recording(
         job.live_stream(job.view),

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.common.progress import track
+from ckpt_prune.job.model_view import ModelView
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.report import Adapters
 from ckpt_prune.job.run import Run
@@ -52,7 +53,8 @@ def rescaled(recovery: Recovery, prepared: Prepared, run: Run) -> Adapters:
 
 
 def _fit(recovery: Recovery, prepared: Prepared, run: Run, store: BlockStore, writer: CheckpointWriter) -> None:
-    training, model, dense = prepared.training, prepared.model, prepared.source_view
+    training, model = prepared.job.training, prepared.model
+    dense = ModelView(prepared.job.model, prepared.device, container=prepared.stored)
     assert training is not None
     samples, dtype = training.samples, training.compute_dtype
     sizes = SampleSplit.of(len(samples), recovery.held_out).sizes(recovery)

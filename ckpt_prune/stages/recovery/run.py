@@ -63,8 +63,8 @@ def check_recovery(recovery: Recovery, prepared: Prepared) -> None:
         UserError: with the reason.
     """
     recovery.blocks(prepared.model.blocks)
-    if prepared.training is not None:
-        check_trainable(len(prepared.training.samples))
+    if prepared.job.training is not None:
+        check_trainable(len(prepared.job.training.samples))
 
 
 def check_training(prepared: Prepared) -> None:
@@ -73,7 +73,7 @@ def check_training(prepared: Prepared) -> None:
     Raises:
         UserError: there are none.
     """
-    if prepared.training is None:
+    if prepared.job.training is None:
         data = DATA_OPTIONS[prepared.model.family.modality]
         raise UserError(f"recipe {prepared.recipe.name} recovers on samples, beside any statistics: give {data}")
 
@@ -92,7 +92,7 @@ def recover_step(recovery: Recovery, prepared: Prepared) -> RecoverStep | None:
     """Return what trains each block after it is pruned; None if all are recovered at the end."""
     if recovery.at_the_end:
         return None
-    training, view = prepared.training, prepared.view
+    training, view = prepared.job.training, prepared.view
     assert training is not None
     split = SampleSplit.of(len(training.samples), recovery.held_out)
     how: dict[str, Any] = {"allocate": training.allocate, "group": process_group()}

@@ -300,14 +300,14 @@ def output_size(prepared: Prepared, kind: SizeKind, widths: Widths) -> int:
 
 def time_in_stream(prepared: Prepared, kept: int) -> int:
     """What a request's own model takes in a residual stream of so many dimensions, before anything else goes."""
-    assert prepared.latencies is not None
-    return prepared.latencies.narrowed(kept).of(prepared.model.blocks)
+    assert prepared.job.latencies is not None
+    return prepared.job.latencies.narrowed(kept).of(prepared.model.blocks)
 
 
 def _latencies(prepared: Prepared) -> Latencies:
     """The table of this machine at the width that a request's residual stream has."""
-    assert prepared.latencies is not None
-    if prepared.latencies.stream is None:
-        return prepared.latencies
+    assert prepared.job.latencies is not None
+    if prepared.job.latencies.stream is None:
+        return prepared.job.latencies
     sliced = prepared.basis if isinstance(prepared.basis, SlicedCheckpoint) else None
-    return prepared.latencies.narrowed(prepared.model.dimension("hidden") if sliced is None else sliced.kept)
+    return prepared.job.latencies.narrowed(prepared.model.dimension("hidden") if sliced is None else sliced.kept)
