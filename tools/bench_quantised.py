@@ -12,11 +12,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ckpt_prune.benchmarking.figures import percentile
-from ckpt_prune.benchmarking.messages import Seat
+import numpy as np
+
+from ckpt_prune.benchmarking.processes import Participant
 from ckpt_prune.benchmarking.run import take_turns
 from ckpt_prune.benchmarking.runners import OnnxRunner
-from ckpt_prune.benchmarking.workload import choose_workloads, reads_of
+from ckpt_prune.benchmarking.workload import choose_workloads, read_model_inputs
 from ckpt_prune.onnx.manifest import read_manifest
 from tools.bench_export import Model, cell, checkpoint, ckpt_prune, models, record
 from tools.bench_lines import by_key, lines_of
@@ -87,21 +88,23 @@ def speed(model: Model, args: argparse.Namespace, done: set[str]) -> None:
     places = [folder_of(model, ratio, args.work) for ratio in args.ratios]
     if key in done or not all(place.is_dir() for place in places):
         return
-    seats, reads = [], []
+    participants, inputs = [], []
     for ratio, place in zip(args.ratios, places, strict=True):
         for each in read_manifest(place).each:
             name = f"{ratio:g} {each.dtype}"
-            seats.append(Seat("A", name, "onnxruntime", str(place), "cpu", args.threads, each.dtype))
-            reads.append(reads_of(place, each, trust=False))
-    runners = [OnnxRunner(seat) for seat in seats]
-    jobs = choose_workloads(reads, [seat.model for seat in seats], batches=BATCHES, tokens=None, steps=None)
-    timed: dict[str, dict[str, float]] = {seat.model: {} for seat in seats}
+            participants.append(Participant("A", name, "onnxruntime", str(place), "cpu", args.threads, each.dtype))
+            inputs.append(read_model_inputs(place, each))
+    runners = [OnnxRunner(participant) for participant in participants]
+    jobs = choose_workloads(
+        inputs, [participant.model for participant in participants], batches=BATCHES, tokens=None, steps=None
+    )
+    timed: dict[str, dict[str, float]] = {participant.model: {} for participant in participants}
     for job in jobs:
         found = take_turns(runners, job, rounds=args.rounds, warmup=2, tick=lambda: None)
-        for seat, rounds in zip(seats, found, strict=True):
+        for participant, rounds in zip(participants, found, strict=True):
             for phase in job.phases:
                 seconds = [second for each in rounds for second in each[phase]]
-                timed[seat.model][f"{phase} {job.batch}"] = 1e3 * percentile(seconds, 50)
+                timed[participant.model][f"{phase} {job.batch}"] = 1e3 * float(np.percentile(seconds, 50))
     record(args.out, {"key": key, "model": model.name, "speed": timed, "threads": args.threads, "rounds": args.rounds})
 
 

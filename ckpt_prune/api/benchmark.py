@@ -10,7 +10,7 @@ from ckpt_prune.common.progress import Notices, show_progress
 from ckpt_prune.options import BenchmarkOptions, SpreadOptions, checked
 
 if TYPE_CHECKING:
-    from ckpt_prune.benchmarking.figures import Result
+    from ckpt_prune.benchmarking.results import Result
 
 
 def benchmark(
@@ -63,27 +63,10 @@ def benchmark(
     options, spreading = checked(BenchmarkOptions, given), checked(SpreadOptions, given)
     sizes = _batches(options.batches)
 
-    from ckpt_prune.benchmarking.run import Settings, compare
-    from ckpt_prune.parallel.devices import resolve_device
+    from ckpt_prune.benchmarking.run import compare
 
     with show_progress(progress):
-        settings = Settings(
-            onnx=options.onnx,
-            batches=sizes,
-            tokens=options.tokens,
-            steps=options.generate,
-            rounds=options.rounds,
-            warmup=options.warmup,
-            threads=options.threads,
-            device=str(resolve_device(options.device)),
-            provider=options.provider,
-            optimize=options.optimize,
-            dtype=options.dtype,
-            two_four=options.two_four,
-            trust=options.trust_remote_code,
-            spread=spreading,
-        )
-        return compare(options.a, options.b, settings, Notices())
+        return compare(options, sizes, spreading, Notices())
 
 
 def _batches(text: str) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ def with_latencies(job: "Job", say: Notices, *, trust: bool) -> "Job":
     size = job.recipe.size
     if size is None or size.kind != "latency" or job.plan is not None:
         return job
-    from ckpt_prune.benchmarking.table import HalfStream, table_of, workload_of
+    from ckpt_prune.benchmarking.latency_table import HalfStream, choose_timed_workload, load_or_measure_table
     from ckpt_prune.job.prepared import begin
     from ckpt_prune.parallel.group import process_group
     from ckpt_prune.stages.hidden.preview import half_stream
@@ -33,8 +33,8 @@ def with_latencies(job: "Job", say: Notices, *, trust: bool) -> "Job":
     half = HalfStream(*half_stream(begin(job))) if job.recipe.has("hidden") else None
 
     def measure() -> Any:
-        workload = workload_of(job.model.checkpoint.path, size.timed, trust=trust)
-        return table_of(job.model, list(job.recipe.spaces), workload, job.device, half)
+        workload = choose_timed_workload(job.model.checkpoint.path, size.timed, trust=trust)
+        return load_or_measure_table(job.model, list(job.recipe.spaces), workload, job.device, half)
 
     table = process_group().once(measure)
     say(table.line)
@@ -62,8 +62,8 @@ def timed(report: "Report", job: "Job", out: Path, say: Notices, *, trust: bool)
         return report
     import torch
 
+    from ckpt_prune.benchmarking.latency_table import CHECKED_BYTES, choose_timed_workload, time_fastest
     from ckpt_prune.benchmarking.runners import TorchTimer
-    from ckpt_prune.benchmarking.table import CHECKED_BYTES, fastest, workload_of
     from ckpt_prune.evaluation.whole_model import load_model
     from ckpt_prune.parallel.group import process_group
     from ckpt_prune.runner.publish import replace_record
@@ -77,7 +77,7 @@ def timed(report: "Report", job: "Job", out: Path, say: Notices, *, trust: bool)
             TorchTimer(load_model(each, device=device, dtype=torch.float32, trust_remote_code=trust), device)
             for each in (folder, out)
         ]
-        dense, ours = fastest(timers, workload_of(folder, size.timed, trust=trust), "timing the output")
+        dense, ours = time_fastest(timers, choose_timed_workload(folder, size.timed, trust=trust), "timing the output")
         found = latency.model_copy(update={"measured_dense": dense / 1e6, "measured": ours / 1e6})
         whole = report.model_copy(update={"latency": found})
         replace_record(out, whole)

@@ -3,21 +3,19 @@
 import os
 import platform
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from time import sleep
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 
-from ckpt_prune.benchmarking.costs import Costs, costs_of, weights_bytes
-from ckpt_prune.benchmarking.entrants import Entrant, GraphWish, Say, open_entrant, with_graph
-from ckpt_prune.benchmarking.figures import Label, Machine, Result, Run, blocks_of
-from ckpt_prune.benchmarking.messages import Memory, Ready, Seat, Timing
-from ckpt_prune.benchmarking.pool import workers
-from ckpt_prune.benchmarking.two_four import why_not
-from ckpt_prune.benchmarking.workload import SEED, Workload, choose_workloads
+from ckpt_prune.benchmarking.models import BenchmarkModel, Costs, Say, add_graph, count_costs, open_model
+from ckpt_prune.benchmarking.processes import Label, Loaded, Memory, Participant, Timing, start_workers
+from ckpt_prune.benchmarking.results import Machine, Result, Run, make_blocks
+from ckpt_prune.benchmarking.runners import why_not_two_four
+from ckpt_prune.benchmarking.workload import SEED, Workload, choose_workloads, read_model_inputs
 from ckpt_prune.checkpoint.scratch import scratch_folder
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import EXPORT_ERROR
@@ -26,117 +24,75 @@ from ckpt_prune.common.progress import meter
 from ckpt_prune.onnx.folder import graph_bytes
 from ckpt_prune.onnx.manifest import runtime_versions
 from ckpt_prune.onnx.session import FILES
-from ckpt_prune.options import SpreadOptions
+from ckpt_prune.options import BenchmarkOptions, SpreadOptions
+from ckpt_prune.parallel.devices import resolve_device
 
-REST = 0.05
+PAUSE = 0.05
 """Seconds between two turns: threads of onnxruntime look for more work before they sleep, on a core that the next model
 needs (measured with two threads on two cores: one small model took 16.0 ms behind a graph, and 13.8 behind PyTorch)."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """How two models are compared."""
-
-    onnx: bool = False
-    """Also in onnxruntime; exported folders run in nothing else."""
-    batches: tuple[int, ...] = (1,)
-    tokens: int | None = None
-    """The tokens of a text; None for 128, or what the context has room for."""
-    steps: int | None = None
-    """Generated after the text; None for 16, or half the context where that is less, where both models can."""
-    rounds: int = 30
-    warmup: int = 3
-    """Rounds that are run before and not counted."""
-    threads: int | None = None
-    """The threads of each model; None for as many as torch takes."""
-    device: str = "cpu"
-    """The device of PyTorch."""
-    provider: Literal["cpu", "cuda"] | None = None
-    """The provider of onnxruntime; None for CUDA where PyTorch's device is one, else the CPU."""
-    optimize: Literal["none", "cpu", "cuda"] | None = None
-    """What graphs are fused for; None for graphs as they are found, or made without."""
-    dtype: GraphType | None = None
-    """The type of graphs; None for fp32, and for graphs as they are found. PyTorch computes in fp16 where that is."""
-    two_four: bool = False
-    """Also by torch's kernels for 2:4, where that can be."""
-    trust: bool = False
-    """Run the code that a checkpoint brings, where it is not this tool's."""
-    spread: SpreadOptions = field(default_factory=lambda: SpreadOptions.model_validate({}))
-    """Over which devices a model in PyTorch is spread."""
-
-
-class Timed(Protocol):
-    """What can be told to run a workload once."""
-
-    def time(self, workload: Workload) -> Timing:
-        """Run it, and say how long it took."""
-
-
-def compare(a: str, b: str, settings: Settings, say: Say) -> Result:
+def compare(options: BenchmarkOptions, batches: Sequence[int], spread: SpreadOptions, say: Say) -> Result:
     """Time two models in turns.
 
     Both are loaded WHOLE, a process for each model and runtime, and stay in memory together.
 
     Args:
-        a: the reference, usually dense: a folder or a Hub id of a checkpoint, or an exported folder.
-        b: what is compared with it.
-        settings: how.
+        options: the two models, and how they are timed.
+        batches: sizes of batches.
+        spread: over which devices a model in PyTorch is spread.
         say: is told in a line what takes long and what is not as asked for.
-
-    Raises:
-        UserError: the two cannot be compared, cannot be loaded or exported, or a process dies.
     """
-    wish = GraphWish(settings.optimize, settings.dtype)
-    pair = [
-        open_entrant("A", a, wish, say, onnx=settings.onnx),
-        open_entrant("B", b, wish, say, onnx=settings.onnx),
-    ]
-    onnx = _in_onnxruntime(pair, settings)
-    jobs = choose_workloads(
-        [each.reads(trust=settings.trust) for each in pair],
-        [a, b],
-        batches=settings.batches,
-        tokens=settings.tokens,
-        steps=settings.steps,
+    models = [open_model("A", options.a, options, say), open_model("B", options.b, options, say)]
+    uses_onnx = _uses_onnxruntime(models, options)
+    trust = options.trust_remote_code
+    workloads = choose_workloads(
+        [read_model_inputs(model.folder, model.manifest, trust=trust) for model in models],
+        [options.a, options.b],
+        batches=batches,
+        tokens=options.tokens,
+        steps=options.generate,
     )
-    costs: dict[Label, Costs | None] = {
-        each.label: costs_of(each.checkpoint) if each.checkpoint is not None else None for each in pair
-    }
-    threads = settings.threads or torch.get_num_threads()
+    costs = {model.label: None if model.checkpoint is None else count_costs(model.checkpoint) for model in models}
+    threads = options.threads or torch.get_num_threads()
     with scratch_folder(keeps=EXPORT_ERROR) as scratch:
-        if onnx:
-            pair = [with_graph(each, wish, scratch, say, trust=settings.trust) for each in pair]
-            _say_differences(pair, say)
-        seats = _seats(pair, settings, threads, onnx)
-        if settings.two_four:
-            seats += _packed(pair, seats, settings, say)
-        with workers(seats) as pool:
-            ready = [worker.ready() for worker in pool]
-            for seat, loaded in zip(seats, ready, strict=True):
-                if loaded.note:
-                    say(f"{seat}: {loaded.note}")
-            blocks, done = [], count(1)
-            with meter((settings.warmup + settings.rounds) * len(jobs), "timing", unit="round") as bar:
-                for job in jobs:
+        if uses_onnx:
+            models = [add_graph(model, options, scratch, say) for model in models]
+            _warn_of_differences(models, say)
+        participants = _list_participants(models, options, spread, threads, uses_onnx, say)
+        with start_workers(participants) as workers:
+            loaded = [worker.wait_until_loaded() for worker in workers]
+            for participant, place in zip(participants, loaded, strict=True):
+                if place.note:
+                    say(f"{participant}: {place.note}")
+            blocks, rounds = [], count(1)
+            with meter((options.warmup + options.rounds) * len(workloads), "timing", unit="round") as bar:
+                for workload in workloads:
                     timings = take_turns(
-                        pool,
-                        job,
-                        rounds=settings.rounds,
-                        warmup=settings.warmup,
-                        tick=lambda: bar.to(next(done)),
-                        rest=REST,
+                        workers,
+                        workload,
+                        rounds=options.rounds,
+                        warmup=options.warmup,
+                        tick=lambda: bar.to(next(rounds)),
+                        pause=PAUSE,
                     )
-                    blocks += blocks_of(job, seats, timings, costs)
-            memory = [worker.finish() for worker in pool]
-        runs = [_run(*each, pair, costs) for each in zip(seats, ready, memory, strict=True)]
+                    blocks += make_blocks(workload, participants, timings, costs)
+            memory = [worker.finish() for worker in workers]
+        runs = [_describe_run(*each, models, costs) for each in zip(participants, loaded, memory, strict=True)]
     return Result(
-        machine=_machine(threads, [each.device for each in ready]),
-        rounds=settings.rounds,
-        warmup=settings.warmup,
+        machine=_describe_machine(threads, [each.device for each in loaded]),
+        rounds=options.rounds,
+        warmup=options.warmup,
         seed=SEED,
         runs=runs,
         blocks=blocks,
     )
+
+
+class Timed(Protocol):
+    """What can be told to run a workload once."""
+
+    def time(self, workload: Workload) -> Timing: ...
 
 
 def take_turns(
@@ -146,7 +102,7 @@ def take_turns(
     rounds: int,
     warmup: int,
     tick: Callable[[], None],
-    rest: float = 0.0,
+    pause: float = 0.0,
 ) -> list[list[Timing]]:
     """Time a workload in rounds of each of them once; a round starts with the second of the round before.
 
@@ -158,108 +114,102 @@ def take_turns(
         rounds: that are counted.
         warmup: rounds before them.
         tick: is called after every round.
-        rest: seconds between turns.
+        pause: seconds before each turn.
 
     Returns:
-        The timings of each, round by round.
+        The timings of each, by round.
     """
-    found: list[list[Timing]] = [[] for _ in timed]
+    timings: list[list[Timing]] = [[] for _ in timed]
     for number in range(warmup + rounds):
         for turn in range(len(timed)):
             index = (number + turn) % len(timed)
-            sleep(rest)
+            sleep(pause)
             timing = timed[index].time(workload)
             if number >= warmup:
-                found[index].append(timing)
+                timings[index].append(timing)
         tick()
-    return found
+    return timings
 
 
-def _in_onnxruntime(pair: Sequence[Entrant], settings: Settings) -> bool:
-    """Whether graphs are timed: where asked for, or where there is nothing else."""
-    graphs = [each.name for each in pair if each.checkpoint is None]
-    if settings.onnx or len(graphs) == len(pair):
+def _uses_onnxruntime(models: Sequence[BenchmarkModel], options: BenchmarkOptions) -> bool:
+    graphs = [model.name for model in models if model.checkpoint is None]
+    if options.onnx or len(graphs) == len(models):
         return True
     if graphs:
         raise UserError(
             f"{graphs[0]} is an exported graph, which runs in onnxruntime alone: say --onnx to time both there"
         )
-    for option, value in (("--provider", settings.provider), ("--optimize", settings.optimize)):
+    for option, value in (("--provider", options.provider), ("--optimize", options.optimize)):
         if value is not None:
             raise UserError(f"{option} is for onnxruntime: say --onnx as well")
     return False
 
 
-def _say_differences(pair: Sequence[Entrant], say: Say) -> None:
-    a, b = (each.manifest for each in pair)
+def _warn_of_differences(models: Sequence[BenchmarkModel], say: Say) -> None:
+    a, b = (model.manifest for model in models)
     assert a is not None
     assert b is not None
     for what, one, other in (("dtype", a.dtype, b.dtype), ("optimize", a.optimize, b.optimize)):
         if one != other:
-            say(f"the graphs were made with --{what} {one} and {other}: their ratio is not of pruning alone")
+            say(f"the graphs were made with --{what} {one} and {other}: their ratio is not that of pruning alone")
 
 
-def _seats(pair: Sequence[Entrant], settings: Settings, threads: int, onnx: bool) -> list[Seat]:
-    seats = [
-        Seat(
-            each.label,
-            each.name,
-            "PyTorch",
-            str(each.folder),
-            settings.device,
-            threads,
-            "fp16" if settings.dtype == "fp16" else "fp32",
-            settings.trust,
-            settings.spread,
-        )
-        for each in pair
-        if each.checkpoint is not None
-    ]
-    if onnx:
-        # The same GPU, where both are on one.
-        kind = torch.device(settings.device).type
-        device = settings.device if settings.provider in (None, kind) else settings.provider
-        seats += [
-            Seat(each.label, each.name, "onnxruntime", str(each.graph), device, threads, each.manifest.dtype)
-            for each in pair
-            if each.manifest is not None
-        ]
-    return seats
+def _list_participants(
+    models: Sequence[BenchmarkModel],
+    options: BenchmarkOptions,
+    spread: SpreadOptions,
+    threads: int,
+    uses_onnx: bool,
+    say: Say,
+) -> list[Participant]:
+    device = str(resolve_device(options.device))
+    dtype: GraphType = "fp16" if options.dtype == "fp16" else "fp32"
+    in_torch, in_onnx, packed = [], [], []
+    # Both runtimes use the same GPU, if both are on one.
+    kind = torch.device(device).type
+    graph_device = device if options.provider in (None, kind) else options.provider
+    for model in models:
+        name = (model.label, model.name)
+        if model.checkpoint is not None:
+            own = Participant(
+                *name, "PyTorch", str(model.folder), device, threads, dtype, options.trust_remote_code, spread
+            )
+            in_torch.append(own)
+            if options.two_four:
+                if (reason := why_not_two_four(model.checkpoint, device, options.dtype)) is None:
+                    packed.append(replace(own, runtime="PyTorch 2:4"))
+                else:
+                    say(f"{model.name} is not timed with 2:4: {reason}")
+        if uses_onnx and model.manifest is not None:
+            graph = str(model.graph)
+            in_onnx.append(Participant(*name, "onnxruntime", graph, graph_device, threads, model.manifest.dtype))
+    return in_torch + in_onnx + packed
 
 
-def _packed(pair: Sequence[Entrant], seats: Sequence[Seat], settings: Settings, say: Say) -> list[Seat]:
-    """Those of PyTorch once more, with packed weights; what cannot be is said."""
-    found = []
-    for each in pair:
-        if each.checkpoint is None:
-            continue
-        if (reason := why_not(each.checkpoint, settings.device, settings.dtype)) is not None:
-            say(f"{each.name} is not timed with 2:4: {reason}")
-            continue
-        own = next(seat for seat in seats if seat.label == each.label and seat.runtime == "PyTorch")
-        found.append(replace(own, runtime="PyTorch 2:4"))
-    return found
-
-
-def _run(seat: Seat, ready: Ready, memory: Memory, pair: Sequence[Entrant], costs: dict[Label, Costs | None]) -> Run:
-    entrant = next(each for each in pair if each.label == seat.label)
-    graph = seat.runtime == "onnxruntime"
-    known = costs[seat.label]
-    parameters = None
-    if known is not None:
-        parameters = known.parameters
-    elif entrant.checkpoint is not None:
-        parameters = sum(info.numel for info in entrant.checkpoint.tensors.values())
-    disk = graph_bytes(Path(seat.folder), FILES[seat.dtype])
-    if not graph and entrant.checkpoint is not None:
-        disk = weights_bytes(entrant.checkpoint)
+def _describe_run(
+    participant: Participant,
+    loaded: Loaded,
+    memory: Memory,
+    models: Sequence[BenchmarkModel],
+    costs: dict[Label, Costs | None],
+) -> Run:
+    model = next(each for each in models if each.label == participant.label)
+    is_graph = participant.runtime == "onnxruntime"
+    checkpoint, known = model.checkpoint, costs[participant.label]
+    parameters = None if known is None else known.parameters
+    if known is None and checkpoint is not None:
+        parameters = sum(info.numel for info in checkpoint.tensors.values())
+    if is_graph or checkpoint is None:
+        disk = graph_bytes(Path(participant.folder), FILES[participant.dtype])
+    else:
+        disk = sum((checkpoint.path / name).stat().st_size for name in checkpoint.files)
     return Run(
-        label=seat.label,
-        model=seat.model,
-        runtime=seat.runtime,
-        device=ready.device,
-        dtype=seat.dtype,
-        optimize=entrant.manifest.optimize if graph and entrant.manifest else None,
+        label=participant.label,
+        model=participant.model,
+        runtime=participant.runtime,
+        device=loaded.device,
+        dtype=participant.dtype,
+        optimize=model.manifest.optimize if is_graph and model.manifest else None,
         parameters=parameters,
         disk_bytes=disk,
         base_bytes=memory.base,
@@ -268,8 +218,8 @@ def _run(seat: Seat, ready: Ready, memory: Memory, pair: Sequence[Entrant], cost
     )
 
 
-def _machine(threads: int, devices: Sequence[str]) -> Machine:
-    gpus = [torch.device(each) for each in devices if each != "cpu" and torch.cuda.is_available()]
+def _describe_machine(threads: int, devices: Sequence[str]) -> Machine:
+    gpus = [torch.device(device) for device in devices if device != "cpu" and torch.cuda.is_available()]
     return Machine(
         processor=processor_name(),
         gpu=torch.cuda.get_device_name(gpus[0].index or 0) if gpus else None,
@@ -285,5 +235,5 @@ def processor_name() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or platform.machine())
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())

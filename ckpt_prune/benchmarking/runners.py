@@ -1,16 +1,18 @@
-"""A loaded model that can be timed on a workload, in PyTorch or in onnxruntime."""
+"""Loaded models that can be timed on a workload, in PyTorch or in onnxruntime."""
 
+from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ckpt_prune.benchmarking.messages import Runtime, Seat, Timing
-from ckpt_prune.benchmarking.two_four import pack
+from ckpt_prune.benchmarking.processes import Participant, Timing
 from ckpt_prune.benchmarking.workload import Workload
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.common.graph_types import GraphType
 from ckpt_prune.evaluation.device_map import spread
 from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.measure.streams.readout import allow_several_texts
@@ -18,33 +20,20 @@ from ckpt_prune.modeling_pruned import cache_argument
 from ckpt_prune.onnx.session import FILES, OnnxModel, Provider, complete, next_cache
 from ckpt_prune.onnx.tasks import PRESENT
 from ckpt_prune.onnx.tracing import returned_cache
+from ckpt_prune.sparsity.zeros import count_zeros
+
+_CAPABILITY = (8, 0)
+"""Compute capability of the oldest GPUs whose tensor cores know 2:4."""
+_MULTIPLE = 64
+"""The kernels for 2:4 take float16 matrices whose rows and columns are multiples of this."""
 
 
-class Runner(Protocol):
-    """A loaded model.
-
-    Attributes:
-        device: where it runs.
-        note: why that is not what was asked for.
-    """
-
-    device: str
-    note: str | None
-
-    def time(self, workload: Workload) -> Timing:
-        """Run a workload once."""
-
-    def gpu_memory(self) -> int | None:
-        """Most bytes that were allocated on the GPU, where that is known."""
+def load_runner(participant: Participant) -> "TorchRunner | OnnxRunner":
+    return OnnxRunner(participant) if participant.runtime == "onnxruntime" else TorchRunner(participant)
 
 
 class TorchTimer:
-    """A model in PyTorch, in inference mode.
-
-    Args:
-        model: on its device.
-        device: which.
-    """
+    """A model in PyTorch, in inference mode, on its device."""
 
     note = None
 
@@ -55,21 +44,21 @@ class TorchTimer:
     @torch.inference_mode()
     def time(self, workload: Workload) -> Timing:
         """Run a workload once. The choice of the next token is part of what is timed, as in onnxruntime."""
-        inputs = {name: self._placed(value) for name, value in workload.inputs().items()}
+        inputs = {name: self._place(value) for name, value in workload.make_inputs().items()}
         flags = {"use_cache": workload.cached} if workload.generates else {}
         start = self._now()
-        result = self._model(**inputs, **flags)
+        output = self._model(**inputs, **flags)
         if not workload.steps:
             return {workload.phase: [self._now() - start]}
-        ids = result.logits[:, -1:].argmax(-1)
+        ids = output.logits[:, -1:].argmax(-1)
         first, steps = self._now() - start, []
         mask = inputs["attention_mask"]
         past: Any = cache_argument(self._model.forward)
         for _ in range(workload.steps):
             start = self._now()
             mask = torch.cat([mask, mask[:, :1]], dim=1)
-            result = self._model(input_ids=ids, attention_mask=mask, use_cache=True, **{past: returned_cache(result)})
-            ids = result.logits[:, -1:].argmax(-1)
+            output = self._model(input_ids=ids, attention_mask=mask, use_cache=True, **{past: returned_cache(output)})
+            ids = output.logits[:, -1:].argmax(-1)
             steps.append(self._now() - start)
         return {"prefill": [first], "decode": steps}
 
@@ -77,7 +66,7 @@ class TorchTimer:
         """Most bytes that torch had allocated on the GPU."""
         return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None
 
-    def _placed(self, value: Tensor) -> Tensor:
+    def _place(self, value: Tensor) -> Tensor:
         return value.to(self._device, self._model.dtype if value.is_floating_point() else None)
 
     def _now(self) -> float:
@@ -86,43 +75,18 @@ class TorchTimer:
         return perf_counter()
 
 
-def timer_of(model: nn.Module, device: torch.device) -> TorchTimer:
-    """A model that is in memory, moved to a device."""
-    return TorchTimer(model.to(device), device)
-
-
 class TorchRunner(TorchTimer):
-    """A checkpoint as transformers loads it.
+    """A checkpoint as transformers loads it; for the runtime "PyTorch 2:4" with packed weights."""
 
-    Args:
-        seat: what to load.
-
-    Raises:
-        UserError: it does not load.
-    """
-
-    def __init__(self, seat: Seat) -> None:
-        torch.set_num_threads(seat.threads)
-        device = torch.device(seat.device)
-        dtype = torch.float16 if seat.dtype == "fp16" else torch.float32
-        with spread(seat.spread):
-            folder, trust = Path(seat.folder), seat.trust
+    def __init__(self, participant: Participant) -> None:
+        torch.set_num_threads(participant.threads)
+        device = torch.device(participant.device)
+        dtype = torch.float16 if participant.dtype == "fp16" else torch.float32
+        with spread(participant.spread):
+            folder, trust = Path(participant.folder), participant.trust
             super().__init__(load_model(folder, device=device, dtype=dtype, trust_remote_code=trust), device)
-
-
-class TwoFourRunner(TorchRunner):
-    """The same, with weights that hold 2:4 packed for torch's semi-structured kernels.
-
-    Args:
-        seat: what to load.
-
-    Raises:
-        UserError: it does not load.
-    """
-
-    def __init__(self, seat: Seat) -> None:
-        super().__init__(seat)
-        pack(self._model)
+        if participant.runtime == "PyTorch 2:4":
+            pack_two_four(self._model)
 
 
 class OnnxRunner:
@@ -131,47 +95,40 @@ class OnnxRunner:
     On the CPU it is called with arrays, as deployments do; binding every key and value by name took longer (measured:
     0.75 instead of 0.65 ms a step with 12 of them). On a GPU keys and values are bound there, so that they do not
     travel between steps; the other inputs come from the CPU and the other outputs, logits among them, go to it.
-
-    Args:
-        seat: what to load.
-
-    Raises:
-        UserError: onnxruntime cannot load it.
     """
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, participant: Participant) -> None:
         torch.set_num_threads(1)  # it only makes inputs
-        device = torch.device(seat.device)
+        device = torch.device(participant.device)
         provider: Provider = "cuda" if device.type == "cuda" else "cpu"
         self._gpu = device.index or 0
-        self._model = OnnxModel(
-            Path(seat.folder), FILES[seat.dtype], provider=provider, threads=seat.threads, device=self._gpu
-        )
+        folder, file = Path(participant.folder), FILES[participant.dtype]
+        self._model = OnnxModel(folder, file, provider=provider, threads=participant.threads, device=self._gpu)
         session = self._model.session
-        self.device = seat.device if session.provider == provider else session.provider
+        self.device = participant.device if session.provider == provider else session.provider
         self.note = session.note
-        self._run = self._called if session.provider == "cpu" else self._bound
+        self._run = self._call if session.provider == "cpu" else self._run_bound
 
     def time(self, workload: Workload) -> Timing:
         """Run a workload once."""
-        inputs = workload.inputs()
+        inputs = workload.make_inputs()
         feed = inputs
         if workload.modality == "text":
             feed = complete(inputs) | self._model.empty_cache(workload.batch)
         arrays = self._model.arrays(feed)
         start = perf_counter()
-        result = self._run(arrays, {})
+        outputs = self._run(arrays, {})
         if not workload.steps:
             return {workload.phase: [perf_counter() - start]}
-        ids = _next(result)
+        ids = _choose_next(outputs)
         first, steps = perf_counter() - start, []
         mask = inputs["attention_mask"]
         for _ in range(workload.steps):
             start = perf_counter()
             mask = torch.cat([mask, mask[:, :1]], dim=1)
             arrays = self._model.arrays(complete({"input_ids": ids, "attention_mask": mask}))
-            result = self._run(arrays, next_cache(result))
-            ids = _next(result)
+            outputs = self._run(arrays, next_cache(outputs))
+            ids = _choose_next(outputs)
             steps.append(perf_counter() - start)
         return {"prefill": [first], "decode": steps}
 
@@ -179,13 +136,12 @@ class OnnxRunner:
         """Unknown: onnxruntime does not say."""
         return None
 
-    def _called(self, arrays: dict[str, Any], past: dict[str, Any]) -> dict[str, Any]:
-        """Outputs by name, arrays all of them."""
+    def _call(self, arrays: dict[str, Any], past: dict[str, Any]) -> dict[str, Any]:
         values = self._model.session.inner.run(None, arrays | past)
         return dict(zip(self._model.outputs, values, strict=True))
 
-    def _bound(self, arrays: dict[str, Any], past: dict[str, Any]) -> dict[str, Any]:
-        """Outputs by name as onnxruntime's values; keys and values stay on the device."""
+    def _run_bound(self, arrays: dict[str, Any], past: dict[str, Any]) -> dict[str, Any]:
+        """Outputs as onnxruntime's values; keys and values stay on the device."""
         session = self._model.session.inner
         binding = session.io_binding()
         for name, array in arrays.items():
@@ -201,11 +157,46 @@ class OnnxRunner:
         return dict(zip(self._model.outputs, binding.get_outputs(), strict=True))
 
 
-def _next(result: dict[str, Any]) -> Tensor:
+def _choose_next(outputs: dict[str, Any]) -> Tensor:
     """The most likely next token of each text, (B, 1), by the first output."""
-    first = next(iter(result.values()))
+    first = next(iter(outputs.values()))
     logits = first if isinstance(first, np.ndarray) else first.numpy()
     return torch.from_numpy(logits[:, -1:].argmax(-1))
 
 
-RUNNERS: dict[Runtime, Any] = {"PyTorch": TorchRunner, "onnxruntime": OnnxRunner, "PyTorch 2:4": TwoFourRunner}
+def why_not_two_four(checkpoint: Checkpoint, device: str, dtype: GraphType | None) -> str | None:
+    """Why a checkpoint is not timed by torch's kernels for 2:4; None if it is.
+
+    Its linear weights are read until one holds the pattern.
+    """
+    kind = torch.device(device)
+    if kind.type != "cuda":
+        return f"torch's kernels for 2:4 run on NVIDIA GPUs alone, and this is {device}"
+    if torch.cuda.get_device_capability(kind) < _CAPABILITY:
+        return f"{device} has no kernels for 2:4: its compute capability is below {'.'.join(map(str, _CAPABILITY))}"
+    if dtype != "fp16":
+        return "torch's kernels for 2:4 compute in fp16: say --dtype fp16"
+    matrices = (name for name, info in checkpoint.tensors.items() if len(info.shape) == 2 and _fits(info.shape))
+    if not any(_holds_two_four(checkpoint.read([name])[name]) for name in matrices):
+        return "none of its weights holds 2:4"
+    return None
+
+
+def pack_two_four(module: nn.Module, pack: Callable[[Tensor], Tensor] = torch.sparse.to_sparse_semi_structured) -> int:
+    """Pack the weights of a model's linear modules that hold 2:4, in place, and return how many there are."""
+    count = 0
+    for linear in module.modules():
+        if not isinstance(linear, nn.Linear) or not _fits(tuple(linear.weight.shape)):
+            continue
+        if _holds_two_four(linear.weight.detach().cpu()):
+            linear.weight = nn.Parameter(pack(linear.weight.detach().contiguous()), requires_grad=False)
+            count += 1
+    return count
+
+
+def _fits(shape: tuple[int, ...]) -> bool:
+    return all(size % _MULTIPLE == 0 for size in shape)
+
+
+def _holds_two_four(weight: Tensor) -> bool:
+    return count_zeros("", weight).holds("2:4")

@@ -18,7 +18,7 @@ from ckpt_prune.common.graph_types import GraphType
 from ckpt_prune.options import SpreadOptions
 
 if TYPE_CHECKING:
-    from ckpt_prune.benchmarking.figures import Block, Result, Row, Run
+    from ckpt_prune.benchmarking.results import Block, Result, Row, Run
 
 NONE = "-"
 """Stands for a figure that is not known."""

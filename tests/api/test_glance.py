@@ -7,7 +7,7 @@ import pytest
 import ckpt_prune
 from ckpt_prune.api.push import Pushed
 from ckpt_prune.api.sweep import Sweep
-from ckpt_prune.benchmarking.figures import Block, Machine, Result, Row
+from ckpt_prune.benchmarking.results import Block, Machine, Result, Row
 from ckpt_prune.evaluation.block_comparison import BlockComparison, Comparison
 from ckpt_prune.evaluation.choices import ChoiceScore
 from ckpt_prune.evaluation.patch_heads import Segmentation

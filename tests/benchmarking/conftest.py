@@ -2,7 +2,7 @@
 
 import pytest
 
-from ckpt_prune.benchmarking import pool
+from ckpt_prune.benchmarking import processes
 from tests.graphs import Exported, exports
 
 
@@ -15,4 +15,4 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that ends by itself may take as long as a busy machine needs."""
-    monkeypatch.setattr(pool, "_PATIENCE", 86400.0)
+    monkeypatch.setattr(processes, "_PATIENCE", 86400.0)

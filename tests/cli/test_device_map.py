@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_prune.benchmarking.messages import Seat
+from ckpt_prune.benchmarking.processes import Participant
 from ckpt_prune.benchmarking.runners import TorchRunner
 from ckpt_prune.evaluation import device_map
 from ckpt_prune.options import SpreadOptions
@@ -56,7 +56,7 @@ def test_a_model_of_which_most_is_left_on_disk_computes_the_same(place, monkeypa
 
 def test_verify_and_benchmark_spread_too(place):
     assert ok("verify", "pruned", "--against", "dense", *SPREAD) == ok("verify", "pruned", "--against", "dense")
-    seat = Seat(
+    participant = Participant(
         "A",
         "dense",
         "PyTorch",
@@ -66,7 +66,7 @@ def test_verify_and_benchmark_spread_too(place):
         "fp32",
         spread=SpreadOptions(device_map="auto", max_memory=("cpu=20KiB",)),
     )
-    assert "disk" in TorchRunner(seat)._model.hf_device_map.values()
+    assert "disk" in TorchRunner(participant)._model.hf_device_map.values()
 
 
 def test_a_dry_run_tells_where_a_70b_model_would_go_without_its_weights(place):

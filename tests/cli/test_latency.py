@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt_prune.benchmarking import table
+from ckpt_prune.benchmarking import latency_table
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.job.report import Latency
 from ckpt_prune.report.latency import latency_line
@@ -39,7 +39,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
         calls.append((len(timers), f"{workload.tokens} tokens, {workload.steps} steps"))
         return [made_up(timer._model) for timer in timers]
 
-    monkeypatch.setattr(table, "fastest", fastest)
+    monkeypatch.setattr(latency_table, "time_fastest", fastest)
     return calls
 
 
@@ -81,7 +81,7 @@ def test_what_was_foreseen_and_what_was_measured_is_in_the_report_and_on_its_pag
         found = [made_up(timer._model) for timer in timers]
         return [found[0], 1.25 * found[1]] if say == "timing the output" else found
 
-    monkeypatch.setattr(table, "fastest", fastest)
+    monkeypatch.setattr(latency_table, "time_fastest", fastest)
     told = json.loads(ok("prune", "deep", *JOB, "70%", "-o", "out", "--json"))
     latency = read_json("out/ckpt_prune.json")["latency"]
     assert told["latency"] == latency
@@ -121,7 +121,7 @@ def test_an_output_that_was_not_timed_is_whole_and_is_timed_by_resume(here, monk
         return [made_up(timer._model) for timer in timers]
 
     stopped = True
-    monkeypatch.setattr(table, "fastest", fastest)
+    monkeypatch.setattr(latency_table, "time_fastest", fastest)
     told = run("prune", "deep", *JOB, "70%", "-o", "out")
     assert told.exit_code == 130
     assert "out is complete, but was not timed: the same command with --resume tries again\n" in told.stderr
@@ -149,7 +149,7 @@ def test_a_table_that_misses_is_measured_again_and_not_kept(here, monkeypatch, s
         found = [made_up(timer._model) for timer in timers]
         return [*found[:-1], found[-1] * (2 if len(calls) <= spoilt else 1)]
 
-    monkeypatch.setattr(table, "fastest", fastest)
+    monkeypatch.setattr(latency_table, "time_fastest", fastest)
     said = run("plan", "deep", "--recipe", "magnitude", "--target-latency", "70%").stderr
     assert calls == [5] * measured
     kept = list((here.parent / "cache").rglob("*.json"))
@@ -222,17 +222,17 @@ def test_what_is_out_of_reach(here, timed) -> None:
 
 
 def test_times_that_noise_has_made_absurd_are_kept_in_bounds() -> None:
-    found = table._within({"heads": -1.0, "mlp": 10.0}, 100.0, {"heads": 2, "mlp": 24})
+    found = latency_table._bound_units({"heads": -1.0, "mlp": 10.0}, 100.0, {"heads": 2, "mlp": 24})
     assert found["heads"] > 0
     assert 2 * found["heads"] + 24 * found["mlp"] == pytest.approx(95.0)
-    assert table._within({"mlp": 1.0}, 100.0, {"mlp": 24}) == {"mlp": 1.0}
+    assert latency_table._bound_units({"mlp": 1.0}, 100.0, {"mlp": 24}) == {"mlp": 1.0}
 
 
 def test_a_variant_has_the_shape_that_is_timed(here) -> None:
     from ckpt_prune.model.model import Model
 
     model = Model.open("deep")
-    found: nn.Module = table.built(model, table.Variant(2, {"mlp": 12, "heads": 1}))
+    found: nn.Module = latency_table.build_variant(model, latency_table.Variant(2, {"mlp": 12, "heads": 1}))
     assert made_up(found) == REST + 2 * (ATTENTION + HEAD + 12 * COLUMN)
     with torch.no_grad():
         logits = found(input_ids=torch.arange(8)[None]).logits  # type: ignore[operator]
@@ -265,7 +265,7 @@ def narrow(here: Path, timed: list[tuple[int, str]], monkeypatch: pytest.MonkeyP
         models = [timer._model for timer in timers]
         return [OUTSIDE + made_up(model) * model.config.hidden_size / 16 for model in models]
 
-    monkeypatch.setattr(table, "fastest", fastest)
+    monkeypatch.setattr(latency_table, "time_fastest", fastest)
     Path("narrow.yaml").write_text(RECIPE)
     return timed
 
@@ -315,5 +315,5 @@ def test_dimensions_and_units_by_time(here, narrow) -> None:
 
 def test_all_dimensions_take_something_and_no_more_than_there_is() -> None:
     """Whatever noise there was."""
-    found = table._stream_time(16, 8, (10.0, 100.0), (12.0, 20.0))
+    found = latency_table._time_stream(16, 8, (10.0, 100.0), (12.0, 20.0))
     assert (16 * found.rest, 16 * found.block) == (pytest.approx(1e-3), pytest.approx(100.0))

@@ -7,18 +7,28 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from ckpt_prune.benchmarking import pool
-from ckpt_prune.benchmarking.messages import Memory, Ready, Seat
-from ckpt_prune.benchmarking.pool import Worker, how_it_ended, workers
+from ckpt_prune.benchmarking import processes, run
+from ckpt_prune.benchmarking.processes import (
+    Loaded,
+    Memory,
+    Participant,
+    Worker,
+    _describe,
+    _describe_exit,
+    start_workers,
+)
+from ckpt_prune.benchmarking.run import take_turns
+from ckpt_prune.benchmarking.workload import Workload
 from ckpt_prune.common.errors import UserError
 from tests.benchmarking import targets
 from tests.forked import wait_gone
 from tests.pairs import every
 
 
-def seat(model: str = "tiny") -> Seat:
-    return Seat("A", model, "PyTorch", model, "cpu", 1, "fp32")
+def participant(model: str = "tiny") -> Participant:
+    return Participant("A", model, "PyTorch", model, "cpu", 1, "fp32")
 
 
 def alive(pid: int) -> bool:
@@ -30,62 +40,64 @@ def alive(pid: int) -> bool:
     return state != "Z"
 
 
-def test_each_answers_for_its_own_seat():
-    with workers([seat("0.5"), seat("0.25")], targets.obliging) as started:
-        assert [worker.ready() for worker in started] == [Ready("cpu", None)] * 2
+def test_each_answers_for_its_own_participant():
+    with start_workers([participant("0.5"), participant("0.25")], targets.obliging) as started:
+        assert [worker.wait_until_loaded() for worker in started] == [Loaded("cpu", None)] * 2
         assert [worker.time("work") for worker in started] == [{"forward": [0.5]}, {"forward": [0.25]}]
         assert started[0].pid != started[1].pid
         assert [worker.finish() for worker in started] == [Memory(1, 2, None)] * 2
 
 
 @pytest.mark.parametrize(
-    ("target", "said"),
+    ("target", "loads", "message"),
     [
-        (targets.failing, "tiny in PyTorch: out of memory"),
-        (targets.crashing, "tiny in PyTorch: its process was ended by SIGABRT"),
-        (targets.leaving, "tiny in PyTorch: its process ended with code 3"),
+        (targets.failing, False, "out of memory"),
+        (targets.crashing, False, "its process was ended by SIGABRT"),
+        (targets.leaving, False, "its process ended with code 3"),
+        (targets.complaining, True, "no room for the cache"),
+        (targets.killed, True, "its process was killed, as systems do if memory runs out"),
     ],
 )
-def test_a_model_that_does_not_load(target, said):
-    with workers([seat()], target) as (worker,), pytest.raises(UserError) as caught:
-        worker.ready()
-    assert str(caught.value) == said
-
-
-@pytest.mark.parametrize(
-    ("target", "said"),
-    [
-        (targets.complaining, "tiny in PyTorch: no room for the cache"),
-        (targets.killed, "tiny in PyTorch: its process was killed, as systems do where memory runs out"),
-    ],
-)
-def test_a_model_that_fails_while_it_is_timed(target, said):
-    with workers([seat()], target) as (worker,):
-        worker.ready()
+def test_a_process_that_fails_says_why(target, loads, message):
+    with start_workers([participant()], target) as (worker,):
+        if loads:
+            worker.wait_until_loaded()
         with pytest.raises(UserError) as caught:
-            worker.time("work")
-    assert str(caught.value) == said
+            worker.time("work") if loads else worker.wait_until_loaded()
+    assert str(caught.value) == f"tiny in PyTorch: {message}"
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("code", "message"),
     [
-        (-9, "was killed, as systems do where memory runs out"),
-        (-15, "was ended by SIGTERM"),
+        (-9, "was killed, as systems do if memory runs out"),
         (-99, "was ended by signal 99"),
-        (0, "ended with code 0"),
         (0xC0000005, "ended with code 3221225477"),
         (None, "hung up"),
     ],
 )
-def test_what_exit_codes_mean_on_windows_too(code, said, monkeypatch):
+def test_exit_codes_are_explained_on_windows_too(code, message, monkeypatch):
     monkeypatch.delattr(signal, "SIGKILL")  # which Windows does not have
-    assert how_it_ended(code) == said
+    assert _describe_exit(code) == message
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (UserError("no such model"), "no such model"),
+        (MemoryError(), "out of memory"),
+        (torch.OutOfMemoryError("tried to\n  allocate"), "out of memory (tried to allocate)"),
+        (KeyError(), "KeyError"),
+        (RuntimeError("x" * 400), "RuntimeError: " + "x" * 300),
+    ],
+)
+def test_errors_are_described_in_one_line(error, message):
+    assert _describe(error) == message
 
 
 def test_a_process_that_is_gone_when_it_is_spoken_to():
-    with workers([seat()], targets.complaining) as (worker,):
-        worker.ready()
+    with start_workers([participant()], targets.complaining) as (worker,):
+        worker.wait_until_loaded()
         worker._connection.send("work")
         worker._process.join()
         # What it said before it went is the reason, not the broken pipe.
@@ -95,14 +107,14 @@ def test_a_process_that_is_gone_when_it_is_spoken_to():
 
 @pytest.mark.parametrize("error", every(2, [None, UserError("no"), KeyboardInterrupt()]))
 def test_none_is_left(error, monkeypatch):
-    monkeypatch.setattr(pool, "_PATIENCE", 0.2)
+    monkeypatch.setattr(processes, "_PATIENCE", 0.2)
     pids = []
 
     def block() -> None:
         for target in (targets.waiting, targets.endless):
-            with workers([seat(), seat()], target) as started:
+            with start_workers([participant(), participant()], target) as started:
                 for worker in started:
-                    worker.ready()
+                    worker.wait_until_loaded()
                 pids.extend(worker.pid for worker in started)
                 assert all(map(alive, pids[-2:]))
                 if error is not None:
@@ -127,8 +139,11 @@ def test_none_is_left_where_the_second_cannot_start(monkeypatch):
             super().__init__(*args)
             started.append(self.pid)
 
-    monkeypatch.setattr(pool, "Worker", Second)
-    with pytest.raises(OSError, match="no more processes"), workers([seat(), seat()], targets.waiting):
+    monkeypatch.setattr(processes, "Worker", Second)
+    with (
+        pytest.raises(OSError, match="no more processes"),
+        start_workers([participant(), participant()], targets.waiting),
+    ):
         pass
     assert len(started) == 1
     assert not alive(started[0])
@@ -137,13 +152,12 @@ def test_none_is_left_where_the_second_cannot_start(monkeypatch):
 SCRIPT = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in the background deaf to it
-from ckpt_prune.benchmarking.pool import workers
-from ckpt_prune.benchmarking.messages import Seat
+from ckpt_prune.benchmarking.processes import Participant, start_workers
 from tests.benchmarking.targets import {target}
-seat = Seat("A", "tiny", "PyTorch", "tiny", "cpu", 1, "fp32")
-with workers([seat, seat], {target}) as started:
+one = Participant("A", "tiny", "PyTorch", "tiny", "cpu", 1, "fp32")
+with start_workers([one, one], {target}) as started:
     pids = [worker.pid for worker in started]
-    [worker.ready() for worker in started]
+    [worker.wait_until_loaded() for worker in started]
     print(*pids, flush=True)
     input()
     [worker.time("work") for worker in started]
@@ -193,6 +207,44 @@ def test_threads_sleep_while_they_wait_from_the_first_import_on(monkeypatch, own
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     if own:
         monkeypatch.setenv("OMP_WAIT_POLICY", own)
-    with workers([seat()], targets.telling_how_it_waits) as (worker,):
-        assert worker.ready().device == waits
+    with start_workers([participant()], targets.telling_how_it_waits) as (worker,):
+        assert worker.wait_until_loaded().device == waits
     assert os.environ.get("OMP_WAIT_POLICY") == own
+
+
+WORK = Workload("image", 1, 0, 0, False, False, 0, (3, 8, 8))
+
+
+class Runner:
+    """Takes as many seconds as there were runs so far, of all that share its log."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def time(self, workload: Workload) -> dict[str, list[float]]:
+        assert workload is WORK
+        self.log.append(self.name)
+        return {"forward": [float(sum(each.isalpha() for each in self.log))]}
+
+
+def turns(names: str, **options: float) -> tuple[str, list[list[float]]]:
+    """The order of runs with a stroke after every round, and the counted timings of each."""
+    log: list[str] = []
+    found = take_turns([Runner(name, log) for name in names], WORK, tick=lambda: log.append("|"), **options)
+    return "".join(log), [[timing["forward"][0] for timing in each] for each in found]
+
+
+def test_a_round_is_each_once_and_the_first_rotates():
+    assert turns("abcd", rounds=5, warmup=0)[0] == "abcd|bcda|cdab|dabc|abcd|"
+    assert turns("ab", rounds=3, warmup=0) == ("ab|ba|ab|", [[1, 4, 5], [2, 3, 6]])
+
+
+def test_warm_up_is_run_and_not_counted():
+    assert turns("ab", rounds=2, warmup=3) == ("ab|ba|ab|ba|ab|", [[8, 9], [7, 10]])
+
+
+def test_there_is_a_pause_before_each_turn(monkeypatch):
+    log: list[str] = []
+    monkeypatch.setattr(run, "sleep", lambda seconds: log.append(f"{seconds:g}"))
+    take_turns([Runner(name, log) for name in "ab"], WORK, rounds=1, warmup=1, tick=lambda: None, pause=0.5)
+    assert log == ["0.5", "a", "0.5", "b", "0.5", "b", "0.5", "a"]

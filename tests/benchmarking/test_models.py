@@ -1,16 +1,25 @@
-"""Which graph is taken, and what is left of those made here."""
+"""Which graph of a model is taken, and what a model costs: FLOPs against torch's own counter."""
 
 import json
 import shutil
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
-from ckpt_prune.benchmarking import entrants
-from ckpt_prune.benchmarking.entrants import GraphWish, open_entrant, with_graph
+from ckpt_prune.benchmarking import models
+from ckpt_prune.benchmarking.models import add_graph, count_costs, open_model
+from ckpt_prune.benchmarking.workload import Workload
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import GRAPH_RECORD
+from ckpt_prune.evaluation.whole_model import load_model
+from ckpt_prune.modeling_pruned import cache_argument
 from ckpt_prune.onnx.folder import GraphWriter
+from ckpt_prune.options import BenchmarkOptions
+from tests import encoders, families
 from tests.cli.running import edit_weights
+from tests.job.test_cost import rotary_flops
 
 VARIANT = "llama-gqa-tied"
 
@@ -24,9 +33,13 @@ def output(exported, tmp_path):
     return tmp_path / "model"
 
 
-def opened(folder, *, onnx=True, **wish):
+def options(**given) -> BenchmarkOptions:
+    return BenchmarkOptions.model_validate({"a": "a", "b": "b", "onnx": True} | given)
+
+
+def opened(folder, **given):
     said = []
-    return open_entrant("A", str(folder), GraphWish(**wish), said.append, onnx=onnx), said
+    return open_model("A", str(folder), options(**given), said.append), said
 
 
 def test_the_graph_in_its_folder_is_taken(output):
@@ -34,7 +47,7 @@ def test_the_graph_in_its_folder_is_taken(output):
     assert found.graph == output / "onnx"
     assert found.manifest.task == "text-generation"
     assert found.checkpoint.path == output
-    assert said == [f"{output}: the graph is that in {output / 'onnx'}"]
+    assert said == [f"{output}: using the graph in {output / 'onnx'}"]
     assert opened(output, dtype="fp32", optimize="none")[1] == said
 
 
@@ -91,7 +104,7 @@ def test_an_exported_folder(exported):
 
 def test_a_graph_that_is_there_is_not_made_again(output, tmp_path):
     found, _ = opened(output)
-    assert with_graph(found, GraphWish(), tmp_path / "scratch", pytest.fail, trust=False) is found
+    assert add_graph(found, options(), tmp_path / "scratch", pytest.fail) is found
 
 
 def test_a_graph_is_made_as_wanted(exported, tmp_path, monkeypatch):
@@ -101,11 +114,11 @@ def test_a_graph_is_made_as_wanted(exported, tmp_path, monkeypatch):
 
     def write(writer, *, trust):
         asked.append((writer.source.path, writer.out, writer._settings.dtype, writer._settings.optimize, trust))
-        return entrants.read_manifest(graph)
+        return models.read_manifest(graph)
 
     monkeypatch.setattr(GraphWriter, "write", write)
     found, said = opened(model)
-    made = with_graph(found, GraphWish("cpu", "fp16"), tmp_path, said.append, trust=True)
+    made = add_graph(found, options(optimize="cpu", dtype="fp16", trust_remote_code=True), tmp_path, said.append)
     assert asked == [(model, tmp_path / "A", ("fp16",), "cpu", True)]
     assert made.graph == tmp_path / "A"
     assert said == [f"{model}: exporting a graph, for this run only"]
@@ -118,5 +131,57 @@ def test_what_cannot_be_exported_is_named(exported, tmp_path):
     (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2}))
     found, said = opened(tmp_path / "model")
     with pytest.raises(UserError) as caught:
-        with_graph(found, GraphWish(), tmp_path / "scratch", said.append, trust=False)
+        add_graph(found, options(), tmp_path / "scratch", said.append)
     assert str(caught.value).startswith(f"{tmp_path / 'model'} in onnxruntime: ")
+
+
+BATCH, TOKENS, STEPS = 2, 7, 3
+
+
+def counted(call) -> tuple[int, object]:
+    """FLOPs of a call, and what it returns."""
+    with FlopCounterMode(display=False) as counter, torch.inference_mode():
+        result = call()
+    return counter.get_total_flops() - rotary_flops(counter), result
+
+
+@pytest.fixture(
+    params=["llama-gqa-tied", "qwen3-biases-mha", "opt", "bert-sequence-classification", "vit", "dinov2-model"]
+)
+def model(request, tmp_path):
+    variant = request.param
+    maker = families.make if variant in families.VARIANTS else encoders.make
+    folder = maker(tmp_path / "model", variant)
+    loaded = load_model(folder, device="cpu")
+    loaded.set_attn_implementation("eager")  # so that the counter sees both of its products
+    return Checkpoint.open(folder), loaded
+
+
+def test_flops_are_those_that_torch_counts(model):
+    checkpoint, loaded = model
+    costs = count_costs(checkpoint)
+    assert costs.parameters == loaded.num_parameters()
+    if loaded.main_input_name == "pixel_values":
+        workload = Workload("image", BATCH, 0, 0, False, False, 0, (3, encoders.IMAGE, encoders.IMAGE))
+        assert costs.flops(workload, "forward") == counted(lambda: loaded(**workload.make_inputs()))[0]
+        return
+    generates = loaded.can_generate()
+    workload = Workload("text", BATCH, TOKENS, STEPS if generates else 0, generates, generates, 40, (0, 0, 0))
+    flags = {"use_cache": True} if generates else {}
+    flops, result = counted(lambda: loaded(**workload.make_inputs(), **flags))
+    assert costs.flops(workload, workload.phase) == flops
+    if not generates:
+        return
+    total, name = 0, cache_argument(loaded.forward)
+    for _ in range(STEPS):
+        inputs = {"input_ids": result.logits[:, -1:].argmax(-1), name: getattr(result, name)}
+        flops, result = counted(lambda inputs=inputs: loaded(**inputs, use_cache=True))
+        total += flops
+    assert costs.flops(workload, "decode") * STEPS == total
+
+
+def test_an_unknown_family_has_no_figures(tmp_path):
+    folder = encoders.make(tmp_path / "model", "opt")
+    checkpoint = Checkpoint.open(folder)
+    checkpoint.config["model_type"] = "rwkv"
+    assert count_costs(checkpoint) is None

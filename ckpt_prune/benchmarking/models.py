@@ -1,0 +1,151 @@
+"""The two models that are compared: their graphs, and what they cost on paper."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ckpt_prune.benchmarking.processes import Label, Phase
+from ckpt_prune.benchmarking.workload import Workload
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.checkpoint.model_folder import resolve_model
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.filenames import GRAPH_FOLDER, GRAPH_RECORD
+from ckpt_prune.job.cost import cost_of
+from ckpt_prune.job.graph_settings import GraphSettings
+from ckpt_prune.model.context import reserved_positions
+from ckpt_prune.model.model import Model
+from ckpt_prune.onnx.folder import GraphWriter
+from ckpt_prune.onnx.manifest import Manifest, read_manifest
+from ckpt_prune.onnx.tasks import Task, chosen_task
+from ckpt_prune.options import BenchmarkOptions
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class BenchmarkModel:
+    """One of the two."""
+
+    label: Label
+    name: str
+    """As the user gave it."""
+    folder: Path
+    checkpoint: Checkpoint | None
+    """None of an exported folder."""
+    graph: Path | None = None
+    """Folder of its graph, if there is one."""
+    manifest: Manifest | None = None
+    """The graph's record."""
+
+
+def open_model(label: Label, name: str, options: BenchmarkOptions, say: Say) -> BenchmarkModel:
+    """Open a checkpoint, or a folder written by `ckpt-prune export`.
+
+    With `options.onnx` a suitable graph in a checkpoint's folder `onnx` is used; `say` is told whether it is.
+    """
+    folder = resolve_model(name)
+    if (folder / GRAPH_RECORD).is_file():
+        manifest = _pick_graph(read_manifest(folder), options)
+        if (reason := _why_unsuitable(manifest, options)) is not None:
+            raise UserError(f"{name} is an exported graph, and {reason}: give the checkpoint, or leave that option out")
+        return BenchmarkModel(label, name, folder, None, folder, manifest)
+    checkpoint = Checkpoint.open(folder)
+    model = BenchmarkModel(label, name, folder, checkpoint)
+    graph = folder / GRAPH_FOLDER
+    if not options.onnx or not (graph / GRAPH_RECORD).is_file():
+        return model
+    manifest = _pick_graph(read_manifest(graph), options)
+    reason = _why_unsuitable(manifest, options)
+    task = chosen_task(checkpoint.config, folder=checkpoint.path)
+    if manifest.source.fingerprint != checkpoint.fingerprint:
+        reason = "it was made of other weights"
+    elif manifest.what != task:
+        reason = f"it is {_describe_task(manifest.what)}, not {_describe_task(task)}"
+    if reason is not None:
+        say(f"{name}: the graph in {graph} is not used: {reason}")
+        return model
+    say(f"{name}: using the graph in {graph}")
+    return replace(model, graph=graph, manifest=manifest)
+
+
+def _pick_graph(manifest: Manifest, options: BenchmarkOptions) -> Manifest:
+    """The graph of the type that is asked for, or the first."""
+    types = [graph.dtype for graph in manifest.graphs]
+    return manifest.of(options.dtype if options.dtype in types else types[0])
+
+
+def _why_unsuitable(manifest: Manifest, options: BenchmarkOptions) -> str | None:
+    if options.dtype not in (None, manifest.dtype):
+        return f"it is {manifest.dtype}"
+    if options.optimize not in (None, manifest.optimize):
+        return f"it was written with --optimize {manifest.optimize}"
+    return None
+
+
+def _describe_task(task: Task) -> str:
+    return f"for {task.name}{' with a cache' if task.cached else ''}"
+
+
+def add_graph(model: BenchmarkModel, options: BenchmarkOptions, scratch: Path, say: Say) -> BenchmarkModel:
+    """Export a graph for this run if the model has none; its weights are all rounded alike."""
+    if model.graph is not None or model.checkpoint is None:
+        return model
+    say(f"{model.name}: exporting a graph, for this run only")
+    out = scratch / model.label
+    settings = {"dtype": options.dtype or "fp32", "optimize": options.optimize or "none"}
+    try:
+        writer = GraphWriter(model.checkpoint, out, GraphSettings.model_validate(settings))
+        manifest = writer.write(trust=options.trust_remote_code)
+    except UserError as error:
+        raise UserError(f"{model.name} in onnxruntime: {error}") from error
+    return replace(model, graph=out, manifest=manifest)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Parameters of a model, and the coefficients of its FLOPs as a polynomial in the number of tokens.
+
+    Every linear is applied to every token, pooled ones once; scores and their product with the values are over pairs
+    of tokens (`job.cost.cost_of`). So the coefficients also say what one more token costs.
+    """
+
+    parameters: int
+    once: int
+    per_token: int
+    per_pair: int
+
+    def flops(self, workload: Workload, phase: Phase) -> int:
+        """FLOPs of one timing of a phase: of the whole batch, or in decode of one step, the mean over all steps.
+
+        Step i after T tokens has one query over T + i keys, i from 1.
+        """
+        if workload.modality == "image":
+            return workload.batch * self.once
+        tokens, steps = workload.tokens, workload.steps
+        if phase == "decode":
+            keys = steps * tokens + steps * (steps + 1) // 2
+            return workload.batch * (self.once + self.per_token + self.per_pair * keys // steps)
+        return workload.batch * (self.once + self.per_token * tokens + self.per_pair * tokens**2)
+
+
+def count_costs(checkpoint: Checkpoint) -> Costs | None:
+    """The costs of a checkpoint; None if its family has no description."""
+    try:
+        model = Model.of(checkpoint)
+    except UserError:
+        return None
+    cost = cost_of(model)
+    if model.family.modality == "image":
+        return Costs(cost.parameters, once=cost.flops, per_token=0, per_pair=0)
+
+    def count_flops(tokens: int) -> int:
+        config = copy.copy(model.config)
+        config.max_position_embeddings = tokens + reserved_positions(model.config)
+        return cost_of(model.with_config(config)).flops
+
+    # Three points determine the parabola; its coefficients are whole numbers.
+    one, two, three = map(count_flops, (1, 2, 3))
+    per_pair = (three - 2 * two + one) // 2
+    per_token = two - one - 3 * per_pair
+    return Costs(cost.parameters, once=one - per_token - per_pair, per_token=per_token, per_pair=per_pair)

@@ -1,0 +1,167 @@
+"""From raw timings to the figures that are shown."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+
+from ckpt_prune.benchmarking.models import Costs
+from ckpt_prune.benchmarking.processes import Label, Participant, Phase, Runtime, Timing
+from ckpt_prune.benchmarking.workload import Workload
+from ckpt_prune.common.graph_types import GraphType
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class Row(_Frozen):
+    """One model in one runtime on one workload.
+
+    Attributes:
+        p50_ms, p95_ms: percentiles of all timings.
+        throughput: tokens or images per second, at the median.
+        p50_ratio: of p50 to that of A in the same runtime (2:4 kernels: in PyTorch); None if A was not timed in it.
+        flops: of one timing: the batch, or in decode the mean step.
+        flops_ratio: to those of A.
+        latencies_ms: timings by round: one, or in decode one per step.
+    """
+
+    label: Label
+    model: str
+    runtime: Runtime
+    p50_ms: float
+    p95_ms: float
+    throughput: float
+    p50_ratio: float | None
+    flops: int | None
+    flops_ratio: float | None
+    latencies_ms: list[list[float]]
+
+
+class Block(_Frozen):
+    """One phase of one workload: `tokens` of each text (None of images), and `steps` generated after it."""
+
+    phase: Phase
+    batch: int
+    tokens: int | None
+    steps: int
+    unit: Literal["tokens", "images"]
+    rows: list[Row]
+
+
+class Run(_Frozen):
+    """One model in one runtime: size and memory in bytes.
+
+    Attributes:
+        device: torch's, or onnxruntime's provider.
+        optimize: provider that a graph is fused for, or none; None in PyTorch.
+        parameters: None of a graph without its checkpoint.
+        disk_bytes: of the checkpoint's weights, or of the graph with its external data.
+        base_bytes: resident before the model was loaded; None if the system does not say.
+        peak_bytes: largest resident size of the process, the base included.
+        gpu_bytes: most that PyTorch had allocated on the GPU; None elsewhere.
+    """
+
+    label: Label
+    model: str
+    runtime: Runtime
+    device: str
+    dtype: GraphType
+    optimize: str | None
+    parameters: int | None
+    disk_bytes: int
+    base_bytes: int | None
+    peak_bytes: int | None
+    gpu_bytes: int | None
+
+
+class Machine(_Frozen):
+    """What it was measured on: `cores` that this process may use, `threads` of each model."""
+
+    processor: str
+    gpu: str | None
+    cores: int
+    threads: int
+    versions: dict[str, str]
+
+
+class Result(_Frozen):
+    """Everything that was measured."""
+
+    version: Literal[1] = 1
+    machine: Machine
+    rounds: int
+    warmup: int
+    seed: int
+    runs: list[Run]
+    blocks: list[Block]
+
+    def __repr_args__(self) -> list[tuple[str | None, Any]]:
+        return [
+            ("processor", self.machine.processor),
+            ("gpu", self.machine.gpu),
+            ("rounds", self.rounds),
+            ("runs", [f"{run.label}: {run.model} in {run.runtime}" for run in self.runs]),
+            ("blocks", len(self.blocks)),
+        ]
+
+
+def make_blocks(
+    workload: Workload,
+    participants: Sequence[Participant],
+    timings: Sequence[Sequence[Timing]],
+    costs: Mapping[Label, Costs | None],
+) -> list[Block]:
+    """The figures of one workload, a block per phase.
+
+    Args:
+        workload: that was timed.
+        participants: what was timed.
+        timings: of each participant, by round.
+        costs: of A and of B; None if they are not known.
+    """
+    return [
+        Block(
+            phase=phase,
+            batch=workload.batch,
+            tokens=workload.tokens if workload.modality == "text" else None,
+            steps=workload.steps,
+            unit="tokens" if workload.modality == "text" else "images",
+            rows=_make_rows(workload, phase, participants, [[each[phase] for each in own] for own in timings], costs),
+        )
+        for phase in workload.phases
+    ]
+
+
+def _make_rows(
+    workload: Workload,
+    phase: Phase,
+    participants: Sequence[Participant],
+    latencies: Sequence[Sequence[Sequence[float]]],
+    costs: Mapping[Label, Costs | None],
+) -> list[Row]:
+    seconds = [[second for timing in rounds for second in timing] for rounds in latencies]
+    medians = [float(np.percentile(each, 50)) for each in seconds]
+    dense = {own.runtime: median for own, median in zip(participants, medians, strict=True) if own.label == "A"}
+    flops = {label: known.flops(workload, phase) if known else None for label, known in costs.items()}
+    rows = []
+    for own, rounds, each, median in zip(participants, latencies, seconds, medians, strict=True):
+        base: Runtime = "PyTorch" if own.runtime == "PyTorch 2:4" else own.runtime
+        count, dense_count = flops[own.label], flops["A"]
+        rows.append(
+            Row(
+                label=own.label,
+                model=own.model,
+                runtime=own.runtime,
+                p50_ms=1e3 * median,
+                p95_ms=1e3 * float(np.percentile(each, 95)),
+                throughput=workload.count_items(phase) / median,
+                p50_ratio=median / dense[base] if base in dense else None,
+                flops=count,
+                flops_ratio=count / dense_count if count is not None and dense_count else None,
+                latencies_ms=[[1e3 * second for second in timing] for timing in rounds],
+            )
+        )
+    return rows
