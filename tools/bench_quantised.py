@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ckpt_prune.benchmarking.processes import Participant
+from ckpt_prune.benchmarking.participants import Participant
 from ckpt_prune.benchmarking.run import take_turns
 from ckpt_prune.benchmarking.runners import OnnxRunner
 from ckpt_prune.benchmarking.workload import choose_workloads, read_model_inputs

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckpt_prune.benchmarking.processes import Label, Phase
+from ckpt_prune.benchmarking.participants import Label, Phase
 from ckpt_prune.benchmarking.workload import Workload
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.model_folder import resolve_model

@@ -10,71 +10,20 @@ import signal
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
+from ckpt_prune.benchmarking.participants import Loaded, Memory, Participant, Timing
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.common.graph_types import GraphType
 from ckpt_prune.common.memory import peak_bytes, resident_bytes
-from ckpt_prune.options import SpreadOptions
 
 if TYPE_CHECKING:  # it imports torch
     from ckpt_prune.benchmarking.workload import Workload
-
-Label = Literal["A", "B"]
-Phase = Literal["prefill", "decode", "forward"]
-Runtime = Literal["PyTorch", "onnxruntime", "PyTorch 2:4"]
-"""The last is PyTorch with torch's semi-structured kernels for weights that hold 2:4."""
-Timing = dict[Phase, list[float]]
-"""Phase → seconds: one figure, or in decode one per step."""
 
 _PATIENCE = 5.0
 """Seconds that a process gets to end by itself."""
 _WAITING = "OMP_WAIT_POLICY"
 """OpenMP reads it once, when torch is imported."""
-
-
-@dataclass(frozen=True)
-class Participant:
-    """One model in one runtime, which gets a process of its own."""
-
-    label: Label
-    model: str
-    """As the user named it."""
-    runtime: Runtime
-    folder: str
-    """Of the checkpoint, or of the graph."""
-    device: str
-    """As torch names it: cpu, cuda or cuda:1."""
-    threads: int
-    dtype: GraphType
-    """PyTorch computes in fp32 or fp16; a graph has its own type, which names its file."""
-    trust: bool = False
-    spread: SpreadOptions | None = None
-
-    def __str__(self) -> str:
-        return f"{self.model} in {self.runtime}"
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """Where a model runs, and why that is not the device that was asked for."""
-
-    device: str
-    note: str | None
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of a process; None if the system does not say."""
-
-    base: int | None
-    """Resident before the model was loaded."""
-    peak: int | None
-    """Largest resident size, the base included."""
-    gpu: int | None
-    """Most that PyTorch had allocated on the GPU."""
 
 
 def serve(connection: Connection, participant: Participant) -> None:

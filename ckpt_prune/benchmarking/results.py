@@ -7,7 +7,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from ckpt_prune.benchmarking.models import Costs
-from ckpt_prune.benchmarking.processes import Label, Participant, Phase, Runtime, Timing
+from ckpt_prune.benchmarking.participants import Label, Participant, Phase, Runtime, Timing
 from ckpt_prune.benchmarking.workload import Workload
 from ckpt_prune.common.graph_types import GraphType
 

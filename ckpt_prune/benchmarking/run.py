@@ -12,7 +12,8 @@ from typing import Protocol
 import torch
 
 from ckpt_prune.benchmarking.models import BenchmarkModel, Costs, Say, add_graph, count_costs, open_model
-from ckpt_prune.benchmarking.processes import Label, Loaded, Memory, Participant, Timing, start_workers
+from ckpt_prune.benchmarking.participants import Label, Loaded, Memory, Participant, Timing
+from ckpt_prune.benchmarking.processes import start_workers
 from ckpt_prune.benchmarking.results import Machine, Result, Run, make_blocks
 from ckpt_prune.benchmarking.runners import why_not_two_four
 from ckpt_prune.benchmarking.workload import SEED, Workload, choose_workloads, read_model_inputs

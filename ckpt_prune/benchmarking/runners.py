@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ckpt_prune.benchmarking.processes import Participant, Timing
+from ckpt_prune.benchmarking.participants import Participant, Timing
 from ckpt_prune.benchmarking.workload import Workload
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.graph_types import GraphType

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ckpt_prune.benchmarking.processes import Phase
+from ckpt_prune.benchmarking.participants import Phase
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.whole_model import config_of, read_config
 from ckpt_prune.job.graph_settings import TaskName

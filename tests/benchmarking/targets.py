@@ -4,7 +4,8 @@ import os
 import signal
 from threading import Event
 
-from ckpt_prune.benchmarking.processes import Loaded, Memory, serve
+from ckpt_prune.benchmarking.participants import Loaded, Memory
+from ckpt_prune.benchmarking.processes import serve
 from ckpt_prune.common.errors import UserError
 
 WAITS = os.environ.get("OMP_WAIT_POLICY", "actively")

@@ -10,15 +10,8 @@ import pytest
 import torch
 
 from ckpt_prune.benchmarking import processes, run
-from ckpt_prune.benchmarking.processes import (
-    Loaded,
-    Memory,
-    Participant,
-    Worker,
-    _describe,
-    _describe_exit,
-    start_workers,
-)
+from ckpt_prune.benchmarking.participants import Loaded, Memory, Participant
+from ckpt_prune.benchmarking.processes import Worker, _describe, _describe_exit, start_workers
 from ckpt_prune.benchmarking.run import take_turns
 from ckpt_prune.benchmarking.workload import Workload
 from ckpt_prune.common.errors import UserError
@@ -152,7 +145,8 @@ def test_none_is_left_where_the_second_cannot_start(monkeypatch):
 SCRIPT = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in the background deaf to it
-from ckpt_prune.benchmarking.processes import Participant, start_workers
+from ckpt_prune.benchmarking.participants import Participant
+from ckpt_prune.benchmarking.processes import start_workers
 from tests.benchmarking.targets import {target}
 one = Participant("A", "tiny", "PyTorch", "tiny", "cpu", 1, "fp32")
 with start_workers([one, one], {target}) as started:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ckpt_prune.benchmarking.models import Costs
-from ckpt_prune.benchmarking.processes import Participant
+from ckpt_prune.benchmarking.participants import Participant
 from ckpt_prune.benchmarking.results import make_blocks
 from ckpt_prune.benchmarking.workload import Workload
 

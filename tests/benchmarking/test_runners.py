@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ckpt_prune.benchmarking import runners
-from ckpt_prune.benchmarking.processes import Participant
+from ckpt_prune.benchmarking.participants import Participant
 from ckpt_prune.benchmarking.runners import OnnxRunner, TorchRunner
 from ckpt_prune.benchmarking.workload import Workload
 from ckpt_prune.checkpoint.checkpoint import Checkpoint

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_prune.benchmarking.processes import Participant
+from ckpt_prune.benchmarking.participants import Participant
 from ckpt_prune.benchmarking.runners import TorchRunner
 from ckpt_prune.evaluation import device_map
 from ckpt_prune.options import SpreadOptions
