@@ -137,3 +137,12 @@ def test_the_space_is_claimed_in_full_before_the_tensor_is_handed_out(tmp_path, 
     monkeypatch.setattr(module, "reserve_space", watch)
     StateMemory(0, tmp_path)((3, 50, 7), torch.bfloat16)
     assert claimed == [(2100, 2100)]
+
+
+def test_what_can_be_done_without_takes_at_most_half_of_the_room_that_is_left(tmp_path):
+    memory, one, other = StateMemory(1000, tmp_path), torch.empty(100), torch.empty(100)
+    assert memory.has_room(one)  # 400 of 1000 bytes
+    assert not memory.has_room(other)
+    del one
+    gc.collect()
+    assert memory.has_room(other)

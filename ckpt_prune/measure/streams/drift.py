@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ckpt_prune.measure.moments.inputs import Drift
 from ckpt_prune.measure.moments.kinds import Key, SpaceMoments, pool_moments, select_input_moments
+from ckpt_prune.measure.streams.block_memory import AllSeenError
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.model.spaces import SpaceName
 
@@ -74,31 +75,34 @@ def observe_drift(
     if theirs is not None:
         theirs.whole = later is not None
     drifts = {space: [ours.no_drift(space) for _ in range(pruned.folds)] for space in spaces}
-    for position, (fold, rows) in enumerate(pruned.batches):
-        for observer in observers.values():
-            observer.fold = fold
-        if theirs is not None:
-            theirs.run(rows)
-        ours.run(rows)
-        # Only a block that has run tells whether its norms come first.
-        if position == 0 and theirs is not None:
-            theirs.whole = passed = later is not None and all(theirs.ends(space) for space in columns if space in later)
-        elif position == 0 and not all(ours.ends(space) for space in spaces):
-            raise ValueError(f"the dense model's hidden states are past what is asked for of block {index}")
-        for space, folds in drifts.items():
-            number = factory.find_expert(space)
-            tokens = None if experts is None or number is None else experts.routed.get(number)
-            if number is not None and tokens is None:
-                continue
-            target = _rows(dense.states[rows].to(dense.factory.device)) if theirs is None else theirs.after(space)
-            target = target if narrow is None else narrow(target)
-            delta = ours.unscale(space, target - ours.after(space))
-            if experts is not None and tokens is not None:
-                # Experts that see a token share what there is to make up for.
-                delta = delta[tokens] / experts.most
-            folds[fold] = folds[fold].accumulate(delta, ours.inputs[columns[space].consumer])
-        if theirs is not None and passed:
-            dense.states[rows] = theirs.left.cpu()
+    with pruned.replay(ours.block, index, tensors):
+        for position, (fold, rows) in enumerate(pruned.run_order()):
+            for observer in observers.values():
+                observer.fold = fold
+            if theirs is not None:
+                theirs.run(rows)
+            ours.run(rows)
+            # Only a block that has run tells whether its norms come first.
+            if position == 0 and theirs is not None:
+                theirs.whole = passed = later is not None and all(
+                    theirs.ends(space) for space in columns if space in later
+                )
+            elif position == 0 and not all(ours.ends(space) for space in spaces):
+                raise ValueError(f"the dense model's hidden states are past what is asked for of block {index}")
+            for space, folds in drifts.items():
+                number = factory.find_expert(space)
+                tokens = None if experts is None or number is None else experts.routed.get(number)
+                if number is not None and tokens is None:
+                    continue
+                target = _rows(dense.states[rows].to(dense.factory.device)) if theirs is None else theirs.after(space)
+                target = target if narrow is None else narrow(target)
+                delta = ours.unscale(space, target - ours.after(space))
+                if experts is not None and tokens is not None:
+                    # Experts that see a token share what there is to make up for.
+                    delta = delta[tokens] / experts.most
+                folds[fold] = folds[fold].accumulate(delta, ours.inputs[columns[space].consumer])
+            if theirs is not None and passed:
+                dense.states[rows] = theirs.left.cpu()
     moments: dict[Key, SpaceMoments] = {key: observer.finish() for key, observer in observers.items()}
     for space, folds in drifts.items():
         pairs = zip(select_input_moments(moments[space]), folds, strict=True)
@@ -111,10 +115,6 @@ def observe_drift(
             folds_ = select_input_moments(moments[space])
             moments[space] = tuple(replace(fold, drift=fold.drift or none) for fold in folds_)
     return moments, passed
-
-
-class _SeenError(Exception):
-    """Raised by a hook to stop a block once all that is asked for has been seen."""
 
 
 class Residual:
@@ -170,7 +170,7 @@ class Residual:
             residual.inputs[name], residual.outputs[name] = args[0], output
             stops_early = residual._attention_alone and not residual.whole
             if stops_early and name == residual._stream.factory.family.attention.output:
-                raise _SeenError
+                raise AllSeenError
 
         path = self._stream.factory.module_path(self._index, name)
         self.block.get_submodule(path).register_forward_hook(see)
@@ -179,7 +179,7 @@ class Residual:
         """Let samples go through the block, as far as is needed; they enter it as the stream has them by default."""
         entering = self._stream.states[rows] if states is None else states
         self._entered = entering.to(self._stream.factory.device)
-        with suppress(_SeenError):
+        with suppress(AllSeenError):
             self.left = self._stream.run(self.block, self._index, self._entered)
 
     @property

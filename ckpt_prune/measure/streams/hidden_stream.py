@@ -1,8 +1,9 @@
 """Hidden states of all samples, carried through a model one block at a time."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.measure.moments.inputs import ACTIVE_THRESHOLD
 from ckpt_prune.measure.moments.kinds import Key, SpaceMoments, pool_moments, select_input_moments
 from ckpt_prune.measure.samples.samples import SampleRange, Samples, move_batch
+from ckpt_prune.measure.streams.block_memory import AllSeenError, BlockMemory, Structure, find_structure
 from ckpt_prune.measure.streams.blocks import BlockFactory
 from ckpt_prune.measure.streams.experts import SplitExperts, saw_too_few
 from ckpt_prune.measure.streams.modules import ReadTensors, load_module
@@ -80,6 +82,7 @@ class HiddenStream:
         samples: those of this process.
         states: the input of the next block for every one of them, (N, T, hidden), in the factory's dtype, on CPU.
         batches: (fold, samples) of what goes through a block together, in order.
+        memory: of what the block has computed that was observed last.
     """
 
     states: Tensor
@@ -104,6 +107,9 @@ class HiddenStream:
         self.samples = samples if group.size == 1 else SampleRange(samples, share.start, share.stop)
         self._count = len(samples)
         self._tensors, self._read = list(tensors), read
+        # An accelerator computes faster than its results are fetched.
+        stays = getattr(allocate, "has_room", lambda _: True) if factory.device.type == "cpu" else lambda _: False
+        self.memory = BlockMemory(stays)
         per_batch = max(1, TOKENS_PER_BATCH // samples.tokens)
         # No batch straddles two folds, so each fold's moments are sums over whole batches.
         self.batches: list[tuple[int, slice]] = [
@@ -165,6 +171,12 @@ class HiddenStream:
             if module is not None:
                 module.to("meta")
 
+    def run_order(self) -> Iterator[tuple[int, slice]]:
+        """Yield the batches one after the other, each of which is then run."""
+        for number, batch in enumerate(self.batches):
+            self.memory.batch = number
+            yield batch
+
     def run(self, block: nn.Module, index: int, states: Tensor) -> Tensor:
         """Run block `index`, as `factory` builds it, of any widths, on states (B, T, hidden), on any device.
 
@@ -190,7 +202,7 @@ class HiddenStream:
         block = self.factory.build_block(index, tensors)
         experts = self.factory.find_experts(block)
         # Whether an expert has seen too few tokens is known once all have passed, and it is then shown others.
-        moments = self._observe(block, index, gram, advance=advance and experts is None)
+        moments = self._observe(block, index, gram, tensors, advance=advance and experts is None)
         if experts is not None:
             moments = self.complete_experts(block, index, experts, moments, gram)
             if advance:
@@ -198,16 +210,73 @@ class HiddenStream:
         return moments
 
     def _observe(
-        self, block: nn.Module, index: int, gram: Mapping[Key, bool], *, advance: bool
+        self,
+        block: nn.Module,
+        index: int,
+        gram: Mapping[Key, bool],
+        tensors: Mapping[str, Tensor] | None = None,
+        *,
+        advance: bool = False,
     ) -> dict[Key, SpaceMoments]:
+        """Measure a block that was built of `tensors`; without them it runs from its start to its end."""
         observers = {key: self.watch(block, index, key, with_gram) for key, with_gram in gram.items()}
-        for fold, rows in self.batches:
-            for observer in observers.values():
-                observer.fold = fold
-            output = self.run(block, index, self.states[rows])
-            if advance:
-                self.states[rows] = output.cpu()
+        waiting: set[Observer] = set()
+
+        def see(observer: Observer) -> None:
+            waiting.discard(observer)
+            if not waiting:
+                raise AllSeenError
+
+        with ExitStack() as stack:
+            if tensors is not None:
+                single = stack.enter_context(self.replay(block, index, tensors, keep=not advance))
+                names = {module: path for path, module in block.named_modules()}
+                watched = [names[module] for observer in observers.values() for module in observer.modules]
+                experts = any(self.factory.find_expert(key) is not None for key in gram)
+                if not advance and not experts and single.issuperset(watched):
+                    for observer in observers.values():
+                        observer.on_seen = see
+            for fold, rows in self.run_order():
+                waiting |= set(observers.values())
+                for observer in observers.values():
+                    observer.fold = fold
+                with suppress(AllSeenError):
+                    output = self.run(block, index, self.states[rows])
+                    if advance:
+                        self.states[rows] = output.cpu()
         return pool_moments(self.group, {key: observer.finish() for key, observer in observers.items()})
+
+    @contextmanager
+    def replay(
+        self, block: nn.Module, index: int, tensors: Mapping[str, Tensor], *, keep: bool = True
+    ) -> Iterator[frozenset[str]]:
+        """Let runs of a block on the stream's batches start at what changed since the last ones (`BlockMemory`).
+
+        The batches are those of `run_order`.
+
+        Args:
+            block: built of `tensors`, with hooks on what must run in any case.
+            index: of the block.
+            tensors: its on-disk tensors.
+            keep: whether other runs on the same states follow.
+
+        Yields:
+            Paths of the modules that a run of the block calls once.
+        """
+        factory = self.factory
+
+        def probe() -> Structure:
+            twin = factory.build_block(index, tensors)
+            linears = [path for path, module in twin.named_modules() if isinstance(module, nn.Linear)]
+            return find_structure(twin, linears, lambda: self.run(twin, index, self.states[self.batches[0][1]]))
+
+        structure = self.memory.structure(block, probe)
+        state = index, id(self.states), self.states._version
+        find_paths = partial(factory.find_paths, index)
+        with self.memory.attached(block, structure, state, tensors, find_paths, keep=keep):
+            yield structure.single
+        if not keep:
+            self.memory.clear()
 
     @torch.no_grad()
     def complete_experts(
@@ -240,7 +309,7 @@ class HiddenStream:
             masses = self.group.gather(experts.mass)
             mass = self.group.once(lambda: [sum(own) for own in zip(*(masses or []), strict=True)])
             experts.shown = {number: ((mass[number] or 1.0) / tokens) ** 0.5 for number in few.values()}
-            shown = self._observe(block, index, {key: gram[key] for key in few}, advance=False)
+            shown = self._observe(block, index, {key: gram[key] for key in few})
             experts.shown = {}
             for key, folds in shown.items():
                 pairs = zip(select_input_moments(folds), select_input_moments(complete[key]), strict=True)
@@ -262,7 +331,9 @@ class HiddenStream:
     @torch.no_grad()
     def advance(self, index: int, tensors: Mapping[str, Tensor]) -> None:
         """Let the block's output, with these tensors, become the next block's input."""
-        self.pass_through(self.factory.build_block(index, tensors), index, self.states, self.states)
+        block = self.factory.build_block(index, tensors)
+        with self.replay(block, index, tensors, keep=False):
+            self.pass_through(block, index, self.states, self.states)
 
     @torch.no_grad()
     def pass_through(self, block: nn.Module, index: int, entering: Tensor, leaving: Tensor) -> None:
@@ -270,7 +341,7 @@ class HiddenStream:
 
         `leaving` takes the block's output; it may be `entering`.
         """
-        for _, rows in self.batches:
+        for _, rows in self.run_order():
             leaving[rows] = self.run(block, index, entering[rows]).cpu()
 
     def readout(self) -> Readout:

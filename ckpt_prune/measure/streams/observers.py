@@ -26,10 +26,13 @@ class Observer:
 
     Attributes:
         fold: the fold that the tokens or samples that come next belong to.
+        modules: those that it watches.
+        on_seen: called once it has seen what a run shows it, if each of `modules` is called once.
     """
 
-    def __init__(self, folds: Sequence[Any]) -> None:
-        self.fold, self._folds = 0, list(folds)
+    def __init__(self, folds: Sequence[Any], modules: Sequence[nn.Module]) -> None:
+        self.fold, self._folds, self.modules = 0, list(folds), modules
+        self.on_seen: Callable[[Observer], None] = lambda _: None
         self._handles: list[RemovableHandle] = []
 
     def finish(self) -> SpaceMoments:
@@ -45,11 +48,12 @@ class InputObserver(Observer):
     active_above = ACTIVE_THRESHOLD
 
     def __init__(self, linear: nn.Module, folds: list[Moments]) -> None:
-        super().__init__(folds)
+        super().__init__(folds, [linear])
         self._handles.append(linear.register_forward_pre_hook(self._see))
 
     def _see(self, _module: nn.Module, args: tuple[Tensor, ...]) -> None:
         self._folds[self.fold] = self._folds[self.fold].accumulate(args[0], self.active_above)
+        self.on_seen(self)
 
 
 class RotaryTurner:
@@ -88,7 +92,7 @@ class QueryKeyObserver(Observer):
     def __init__(
         self, query: nn.Module, key: nn.Module, folds: Sequence[Any], turner: RotaryTurner | None = None
     ) -> None:
-        super().__init__(folds)
+        super().__init__(folds, [query, key])
         self._turner = turner
         self._outputs: dict[str, Tensor] = {}
         self._handles.append(query.register_forward_hook(lambda _m, _a, output: self._see("query", output)))
@@ -102,13 +106,14 @@ class QueryKeyObserver(Observer):
         if len(self._outputs) == 2:
             query, key = self._outputs.pop("query"), self._outputs.pop("key")
             self._folds[self.fold] = self._folds[self.fold].accumulate(query, key)
+            self.on_seen(self)
 
 
 class RoutingObserver(Observer):
     """Accumulates what a block's router sends to its experts."""
 
     def __init__(self, experts: SplitExperts, folds: list[RoutingMoments]) -> None:
-        super().__init__(folds)
+        super().__init__(folds, [experts])
         self._handles += [expert.register_forward_hook(self._watch(number)) for number, expert in enumerate(experts)]
 
     def _watch(self, number: int) -> Any:

@@ -64,5 +64,18 @@ class StateMemory:
                 path.unlink(missing_ok=True)
         return mapped.view(shape)
 
+    def has_room(self, tensor: Tensor) -> bool:
+        """Say whether a tensor that could be done without has room in memory, half of which stays free; count it if so.
+
+        Its room is free again once nothing refers to its values.
+        """
+        storage = tensor.untyped_storage()
+        size = storage.nbytes()
+        if 2 * size > self._free:
+            return False
+        self._free -= size
+        weakref.finalize(storage, self._give_back, size).atexit = False
+        return True
+
     def _give_back(self, size: int) -> None:
         self._free += size

@@ -1,0 +1,270 @@
+"""What runs of a block have computed, so that the next one, with other weights, starts at the first that changed."""
+
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ckpt_prune.measure.streams.experts import SplitExperts
+
+
+class AllSeenError(Exception):
+    """Raised by a hook to stop a block once all that is asked for has been seen."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A module of a block that runs once in it, apart from the others.
+
+    Attributes:
+        path: in the block.
+        last: path of the linear module whose output is the piece's own; None if there is none, or more is done to it.
+        nones: how many times None stands beside the output in a tuple; None if the output is no tuple.
+    """
+
+    path: str
+    last: str | None = None
+    nones: int | None = None
+
+    def holds(self, path: str) -> bool:
+        """Return True if a parameter or module is the piece's, or the piece itself."""
+        return f"{path}.".startswith(f"{self.path}.")
+
+
+@dataclass(frozen=True)
+class Structure:
+    """Pieces of a block in the order in which they run, and the paths of all modules that are called once in a run."""
+
+    pieces: tuple[Piece, ...] = ()
+    single: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A module's input or output. It is void once a tensor was changed in place."""
+
+    value: Any
+    versions: tuple[int, ...]
+
+    @property
+    def valid(self) -> bool:
+        return self.versions == _versions(self.value)
+
+
+class BlockMemory:
+    """Outputs of the pieces of one block, and inputs of their last linear modules, for every batch of a stream.
+
+    A piece is not run again where neither its own weights nor those of any that run before it have changed. If only its
+    last linear module has changed, nothing else of it is run. The numbers are those of a whole run: what is not
+    computed again is the very tensor. Where nothing is known of how modules follow one another, they run.
+
+    Args:
+        fits: says whether there is room for a tensor, and counts it if so.
+
+    Attributes:
+        batch: the number of the one that runs.
+    """
+
+    def __init__(self, fits: Callable[[Tensor], bool]) -> None:
+        self._fits = fits
+        self._structures: dict[Any, Structure] = {}
+        self._state: Any = None
+        self._tensors: Mapping[str, Tensor] = {}
+        self._kept: dict[tuple[str, int], _Kept] = {}
+        self.batch = 0
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._kept.clear()
+        self._state, self._tensors = None, {}
+
+    def structure(self, block: nn.Module, probe: Callable[[], Structure]) -> Structure:
+        """Return the structure of blocks of the same classes; `probe` finds that of the first one."""
+        classes = tuple((path, type(module)) for path, module in block.named_modules())
+        if classes not in self._structures:
+            self._structures[classes] = probe()
+        return self._structures[classes]
+
+    @contextmanager
+    def attached(
+        self,
+        block: nn.Module,
+        structure: Structure,
+        state: Any,
+        tensors: Mapping[str, Tensor],
+        find_paths: Callable[[str], Collection[str]],
+        *,
+        keep: bool,
+    ) -> Iterator[None]:
+        """Let a block take from memory what it would compute again. What is watched by hooks runs.
+
+        Args:
+            block: built of `tensors`; hooks are on it already.
+            structure: of the block.
+            state: equal to that of the run before if the same states enter the same block.
+            tensors: on-disk name → tensor.
+            find_paths: on-disk name → paths in the block of its parameters.
+            keep: whether another run will follow.
+        """
+        if state == self._state:
+            self._forget(structure, self._tensors, tensors, find_paths)
+        else:
+            self._kept.clear()
+        self._state, self._tensors = state, dict(tensors)
+        handles = []
+        pieces = [(piece, block.get_submodule(piece.path)) for piece in structure.pieces]
+        try:
+            for piece, module in pieces:
+                watched = {path for path, inner in module.named_modules(prefix=piece.path) if _has_hooks(inner)}
+                last = None if piece.last is None else block.get_submodule(piece.last)
+                forward: Any = partial(self._run, piece, module.forward, last, watched, keep)
+                module.forward = forward
+                if piece.last is not None and last is not None and keep:
+                    handles.append(last.register_forward_pre_hook(partial(self._see_input, piece.last), prepend=True))
+            yield
+        finally:
+            for _, module in pieces:
+                module.__dict__.pop("forward", None)  # that of the class is there again
+            for handle in handles:
+                handle.remove()
+
+    def _run(
+        self,
+        piece: Piece,
+        forward: Callable[..., Any],
+        last: nn.Module | None,
+        watched: Collection[str],
+        keep: bool,
+        *args: Any,
+        **options: Any,
+    ) -> Any:
+        output = None if watched else self._kept.get((piece.path, self.batch))
+        if output is not None and output.valid:
+            return output.value
+        inner = self._kept.get((piece.last or "", self.batch))
+        if last is not None and inner is not None and inner.valid and all(path == piece.last for path in watched):
+            result = last(inner.value)
+            value = result if piece.nones is None else (result, *[None] * piece.nones)
+        else:
+            value = forward(*args, **options)
+        if keep and self._keep(piece.path, value):
+            self._kept.pop((piece.last or "", self.batch), None)
+        return value
+
+    def _see_input(self, path: str, _module: nn.Module, args: tuple[Any, ...]) -> None:
+        known = self._kept.get((path, self.batch))
+        if known is None or known.value is not args[0]:
+            self._keep(path, args[0])
+
+    def _keep(self, path: str, value: Any) -> bool:
+        tensors = _tensors(value)
+        fits = tensors is not None and all(self._fits(tensor) for tensor in tensors)
+        if fits:
+            self._kept[path, self.batch] = _Kept(value, _versions(value))
+        return fits
+
+    def _forget(
+        self,
+        structure: Structure,
+        before: Mapping[str, Tensor],
+        now: Mapping[str, Tensor],
+        find_paths: Callable[[str], Collection[str]],
+    ) -> None:
+        """Forget what depends on tensors that changed."""
+        kept: set[str] = set()
+        changed = [name for name in {**before, **now} if not _are_same(before.get(name), now.get(name))]
+        paths = {path for name in changed for path in find_paths(name) or [name]}
+        if all(any(piece.holds(path) for piece in structure.pieces) for path in paths):
+            for piece in structure.pieces:
+                own = {path.rpartition(".")[0] for path in paths if piece.holds(path)}
+                if piece.last is not None and own <= {piece.last}:
+                    kept.add(piece.last)
+                if own:
+                    break
+                kept.add(piece.path)
+        self._kept = {key: value for key, value in self._kept.items() if key[0] in kept}
+
+
+def find_structure(block: nn.Module, linears: Collection[str], run: Callable[[], Any]) -> Structure:
+    """Find the structure of a block by watching a run.
+
+    Args:
+        block: without hooks.
+        linears: paths of its linear modules.
+        run: runs it.
+    """
+    calls: dict[str, list[_Call]] = {}
+
+    def see(path: str, _module: nn.Module, _args: Any, output: Any) -> None:
+        first, *others = output if isinstance(output, tuple) and output else (output,)
+        if not isinstance(first, Tensor) or any(other is not None for other in others):
+            calls.setdefault(path, []).append(_Call())
+            return
+        inside = [linear for linear in linears if linear in calls and linear != path and Piece(path).holds(linear)]
+        lasts = [linear for linear in inside if calls[linear][0].gave(first)]
+        nones = len(others) if isinstance(output, tuple) else None
+        calls.setdefault(path, []).append(_Call(weakref.ref(first), first._version, nones, lasts[0] if lasts else None))
+
+    modules = {path: module for path, module in block.named_modules() if path}
+    handles = [module.register_forward_hook(partial(see, path)) for path, module in modules.items()]
+    run()
+    for handle in handles:
+        handle.remove()
+    single = {path: of_module[0] for path, of_module in calls.items() if len(of_module) == 1}
+
+    def split(parent: str) -> Iterator[Piece]:
+        for name, child in block.get_submodule(parent).named_children():
+            path = f"{parent}.{name}".removeprefix(".")
+            inside = {linear for linear in linears if Piece(path).holds(linear)}
+            call = single.get(path)
+            if call is not None and next(child.parameters(), None) is not None:
+                last = call.last if call.last in single else None
+                if last or inside <= {path} or isinstance(child, SplitExperts):
+                    yield Piece(path, last, call.nones)
+                    continue
+            if call is not None or path not in calls:
+                yield from split(path)
+
+    order = list(calls)  # of a dict: in which modules have first ended
+    return Structure(tuple(sorted(split(""), key=lambda piece: order.index(piece.path))), frozenset(single))
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a module gave: a tensor, alone or with so many None in a tuple, and the linear inside that it is of."""
+
+    output: Callable[[], Tensor | None] = lambda: None
+    version: int = 0
+    nones: int | None = None
+    last: str | None = None
+
+    def gave(self, tensor: Tensor) -> bool:
+        """Return True if it gave this tensor, which was not changed since."""
+        return self.output() is tensor and self.version == tensor._version
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def _tensors(value: Any) -> list[Tensor] | None:
+    """Return the tensors of a module's input or output; None if it has anything else than these and None."""
+    values = value if isinstance(value, tuple) else (value,)
+    if not all(each is None or isinstance(each, Tensor) for each in values):
+        return None
+    return [each for each in values if each is not None]
+
+
+def _versions(value: Any) -> tuple[int, ...]:
+    return tuple(tensor._version for tensor in _tensors(value) or ())
+
+
+def _are_same(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other or (
+        one is not None and other is not None and one.dtype == other.dtype and torch.equal(one, other)
+    )
