@@ -1,0 +1,202 @@
+"""The results on the front page: measure them, and write its table and chart.
+
+    PYTHONPATH=. python tools/results.py measure --models DIR --data DIR [--only MODEL/RECIPE]
+    PYTHONPATH=. python tools/results.py write
+
+`measure` prunes real models, evaluates each output beside its dense model and times both, and writes what it finds to
+`tools/results.json`, one entry for each run. DIR has models by name and data sets by name. Nothing else may run on the
+machine meanwhile. `write` makes the table in README.md and the chart `tools/results.svg` from that file.
+"""
+
+import argparse
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS, CHART, FRONT_PAGE = ROOT / "tools/results.json", ROOT / "tools/results.svg", ROOT / "README.md"
+BEGIN, END = "<!-- results: made by tools/results.py -->", "<!-- end of results -->"
+WIKITEXT = "text-wikitext2/wiki.train.first1MB.raw.txt", "text-wikitext2/wiki.test.raw"
+PYTHON_CODE = "text-pycode/calib.txt", "text-pycode/eval.txt"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One row: a model of `--models`, a recipe, and texts of `--data` to calibrate and to evaluate on."""
+
+    model: str
+    recipe: str
+    options: str = ""
+    ratio: float = 0.2
+    texts: tuple[str, str] = WIKITEXT
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}/{self.recipe}"
+
+    @property
+    def command(self) -> str:
+        """The command as a reader would type it."""
+        return (
+            f"ckpt-prune prune {self.model} --recipe {self.recipe} --ratio {self.ratio:g}{self.options} "
+            f"--text {Path(self.texts[0]).name} --samples 32 --window 512 -o OUT"
+        )
+
+
+RUNS = (
+    Run("smollm2-135m", "ridge"),
+    Run("smollm2-135m", "best-uniform"),
+    Run("smollm2-135m", "best"),
+    Run("smollm2-135m", "best-scaled"),
+    Run("smollm2-135m", "sparsegpt-2-4"),
+    Run("gemma3-270m", "best-uniform", " --container any"),
+    Run("gemma3-270m", "best"),
+    Run("qwen2.5-0.5b", "ridge", texts=PYTHON_CODE),
+)
+
+
+def measure(models: Path, data: Path, only: str | None) -> None:
+    """Measure the runs, or the one that is named, and keep the figures of the others."""
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    commit = subprocess.run(["git", "rev-parse", "--short=8", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    for run in RUNS:
+        if only is None or only == run.name:
+            figures = measure_run(run, models / run.model, data)
+            results[run.name] = {
+                "model": run.model,
+                "recipe": run.recipe,
+                "command": run.command,
+                **figures,
+                "date": date.today().isoformat(),
+                "commit": commit.stdout.strip(),
+            }
+            RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+            print(json.dumps(results[run.name]), flush=True)
+
+
+def measure_run(run: Run, model: Path, data: Path) -> dict[str, Any]:
+    """Prune, evaluate and time one model."""
+    calibration, held_out = (data / text for text in run.texts)
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out"
+        words = ["prune", model, "--recipe", run.recipe, "--ratio", run.ratio, *shlex.split(run.options)]
+        words += ["--text", calibration, "--samples", 32, "--window", 512, "-o", out]
+        start = time.monotonic()
+        _, peak = call(*words)
+        seconds = time.monotonic() - start
+        report = json.loads((out / "ckpt_prune.json").read_text())
+        held_out_words = ["--text", held_out, "--window", 512, "--samples", 32, "--json"]
+        score = json.loads(call("evaluate", out, "--against", model, *held_out_words)[0])
+        speed = json.loads(call("benchmark", model, out, "--tokens", 128, "--generate", 32, "--rounds", 10, "--json")[0])
+    dense_speed, pruned_speed = (tokens_per_second(speed, place) for place in (0, 1))
+    return {
+        "parameters": [report["before"]["parameters"], report["after"]["parameters"]],
+        "perplexity": [score["against"]["perplexity"], score["perplexity"]],
+        "kl": score["kl"],
+        "tokens_per_second": [dense_speed, pruned_speed],
+        "seconds": round(seconds),
+        "peak_gib": round(peak / 2**30, 2),
+        "own_code": report["container"]["remote_code"],
+    }
+
+
+def tokens_per_second(speed: dict[str, Any], place: int) -> float:
+    """Read the generated tokens a second of one of two models from what `benchmark --json` prints."""
+    rows = [row for row in speed["results"] if row["phase"] == "decode"]
+    return float(rows[place]["throughput"])
+
+
+def call(*words: Any) -> tuple[str, int]:
+    """Run a command; return what it prints and its peak memory in bytes."""
+    command = [sys.executable, "-m", "ckpt_prune", *map(str, words)]
+    print("+", *map(str, words), file=sys.stderr, flush=True)
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(command, stdout=output, cwd=ROOT)
+        _, status, usage = os.wait4(process.pid, 0)
+        if status:
+            raise SystemExit(f"failed: {shlex.join(command)}")
+        output.seek(0)
+        return output.read(), usage.ru_maxrss * 1024
+
+
+def table(results: dict[str, Any]) -> str:
+    """Write the table and the commands behind it, in Markdown."""
+    lines = [
+        "| model | recipe | parameters | perplexity | tokens/s | it took | loads with |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in results.values():
+        before, after = (f"{count / 1e6:,.1f} M" for count in row["parameters"])
+        dense, pruned = (f"{value:.2f}" for value in row["perplexity"])
+        slow, fast = (f"{value:.1f}" for value in row["tokens_per_second"])
+        took = f"{row['seconds'] / 60:.1f} min, {row['peak_gib']:.1f} GiB"
+        loads = "own code" if row["own_code"] else "stock"
+        cells = [row["model"], f"`{row['recipe']}`", f"{before} → {after}", f"{dense} → {pruned}"]
+        lines.append(f"| {' | '.join([*cells, f'{slow} → {fast}', took, loads])} |")
+    dates = sorted({f"{row['date']} at commit {row['commit']}" for row in results.values()})
+    commands = [row["command"] for row in results.values()]
+    lines += ["", f"Measured on two CPU cores, {' and '.join(dates)}, by:", "", "```bash", *commands, "```"]
+    return "\n".join(lines)
+
+
+def chart(results: dict[str, Any]) -> str:
+    """Draw the rise of the perplexity of every run as bars, in an SVG that reads on light and dark pages."""
+    width, bar, left = 640, 26, 230
+    rises = {name: row["perplexity"][1] / row["perplexity"][0] - 1 for name, row in results.items()}
+    scale = (width - left - 70) / max(rises.values())
+    height = 46 + bar * len(rises)
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" font-size="13"'
+        ' font-family="system-ui, sans-serif">',
+        "<title>Rise of perplexity by model and recipe</title>",
+        # A grey of middle lightness has enough contrast on white and on black.
+        "<style>text{fill:#767676}.strong{font-weight:600}rect{fill:#3b82c4}</style>",
+        '<text class="strong" x="0" y="16">Rise of perplexity after pruning (lower is better)</text>',
+    ]
+    for place, (name, rise) in enumerate(rises.items()):
+        y = 34 + bar * place
+        lines += [
+            f'<text x="{left - 8}" y="{y + 14}" text-anchor="end">{name.replace("/", " · ")}</text>',
+            f'<rect x="{left}" y="{y}" width="{max(2, rise * scale):.0f}" height="{bar - 8}" rx="3"/>',
+            f'<text x="{left + rise * scale + 8:.0f}" y="{y + 14}">{rise:+.0%}</text>',
+        ]
+    return "\n".join([*lines, "</svg>"]) + "\n"
+
+
+def with_table(page: str, results: dict[str, Any]) -> str:
+    """Put the table between the two marks of a page."""
+    made = f"{BEGIN}\n{table(results)}\n{END}"
+    return re.sub(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: made, page, flags=re.DOTALL)
+
+
+def write() -> None:
+    """Write the table into README.md, and the chart."""
+    results = json.loads(RESULTS.read_text())
+    CHART.write_text(chart(results))
+    FRONT_PAGE.write_text(with_table(FRONT_PAGE.read_text(), results))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("work", choices=["measure", "write"])
+    parser.add_argument("--models", type=Path, default=ROOT / "../shared/models")
+    parser.add_argument("--data", type=Path, default=ROOT / "../shared/data")
+    parser.add_argument("--only", metavar="MODEL/RECIPE")
+    args = parser.parse_args()
+    if args.work == "measure":
+        measure(args.models.resolve(), args.data.resolve(), args.only)
+    else:
+        write()
+
+
+if __name__ == "__main__":
+    main()
