@@ -85,7 +85,7 @@ def test_the_front_page_leads_to_every_other():
 
 def test_every_shipped_recipe_is_named():
     text = RECIPES.read_text(encoding="utf-8")
-    assert [name for name in shipped_recipes() if f"`{name}`" not in text] == []
+    assert [name for name, file in shipped_recipes().items() if not file.changes and f"`{name}`" not in text] == []
 
 
 def keys_of(schema: Any) -> set[str]:

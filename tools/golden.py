@@ -37,6 +37,8 @@ from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
 import ckpt_prune as cp
+from ckpt_prune.recipe.shipped import RecipeFile, recipe_text, shipped_recipes
+from ckpt_prune.stages import FullRecipe
 
 Hashes = dict[str, dict[str, str]]
 """RECIPE/MODEL → file or tensor → hash; or "refused" → the message."""
@@ -117,9 +119,9 @@ def hashes_of(folder: Path) -> dict[str, str]:
     return found
 
 
-def pruned(recipe: Path, given: Mapping[str, Any], scratch: Path, **more: Any) -> dict[str, str]:
+def pruned(recipe: RecipeFile, given: Mapping[str, Any], scratch: Path, **more: Any) -> dict[str, str]:
     """The hashes of one output, or the words of the refusal."""
-    stated = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+    stated = FullRecipe.expand_names(yaml.safe_load(recipe_text(recipe)))
     ratios = [space for space in stated.get("spaces", {}).values() if "ratio" in space]
     if not ("mask" in stated or "ratio" in stated or ratios):
         more["ratio"] = RATIO
@@ -128,7 +130,7 @@ def pruned(recipe: Path, given: Mapping[str, Any], scratch: Path, **more: Any) -
         overrides |= SHORTER[key] if stated[key].get("method") != "scales" else {}
     with tempfile.TemporaryDirectory(dir=scratch) as out:
         try:
-            cp.prune(recipe=recipe.stem, output=Path(out, "out"), overrides=overrides, progress=False, **given, **more)
+            cp.prune(recipe=recipe.name, output=Path(out, "out"), overrides=overrides, progress=False, **given, **more)
         except cp.UserError as error:
             return {"refused": str(error).replace(str(scratch), "").replace(str(ROOT), "")}
         return hashes_of(Path(out, "out"))
@@ -144,9 +146,9 @@ def prune_all(only: list[str]) -> Iterator[tuple[str, dict[str, str]]]:
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder).resolve()
         models = make_models(scratch)
-        for recipe in sorted((ROOT / "recipes").glob("*.yaml")):
+        for recipe in shipped_recipes().values():
             for model, given in models.items():
-                key, start = f"{recipe.stem}/{model}", time.monotonic()
+                key, start = f"{recipe.name}/{model}", time.monotonic()
                 if not chosen(key, only):
                     continue
                 yield key, (found := pruned(recipe, given, scratch))

@@ -96,7 +96,9 @@ def measure_run(run: Run, model: Path, data: Path) -> dict[str, Any]:
         report = json.loads((out / "ckpt_prune.json").read_text())
         held_out_words = ["--text", held_out, "--window", 512, "--samples", 32, "--json"]
         score = json.loads(call("evaluate", out, "--against", model, *held_out_words)[0])
-        speed = json.loads(call("benchmark", model, out, "--tokens", 128, "--generate", 32, "--rounds", 10, "--json")[0])
+        speed = json.loads(
+            call("benchmark", model, out, "--tokens", 128, "--generate", 32, "--rounds", 10, "--json")[0]
+        )
     dense_speed, pruned_speed = (tokens_per_second(speed, place) for place in (0, 1))
     return {
         "parameters": [report["before"]["parameters"], report["after"]["parameters"]],

@@ -13,37 +13,40 @@ def command() -> None:
 
 
 @command.command("list")
+@click.option("--papers", is_flag=True, help="List the recipes of papers, and those that compare one choice.")
+@click.option("--all", "every", is_flag=True, help="List every shipped recipe.")
 @json_option
-def list_recipes(as_json: bool) -> None:
-    """List the shipped recipes by what they are for.
+def list_recipes(papers: bool, every: bool, as_json: bool) -> None:
+    """List recipes by what they are for: a dozen to choose from.
 
     time is what pruning takes, as a multiple of recipe ridge. loads with: stock is a class of transformers; own code is
     `ckpt_prune.load(OUT)`, or trust_remote_code=True without this package. data is what prune needs beside the model:
-    --text, --images for a vision model, or --statistics; any one of those named will do.
+    --text, --images for a vision model, or --statistics; any one of those named is enough.
     """
-    from ckpt_prune.cli.recipe_listing import recipe_data, recipe_lines
+    from ckpt_prune.cli.recipe_listing import first_list, long_list, recipe_data
     from ckpt_prune.recipe.catalogue import grouped
     from ckpt_prune.recipe.reading import load_recipe
     from ckpt_prune.recipe.shipped import shipped_recipes
 
-    groups = grouped(load_recipe(name) for name in shipped_recipes())
+    groups = grouped(load_recipe(file) for file in shipped_recipes().values() if every or file.is_first != papers)
     if as_json:
         echo_json([recipe_data(entry) for entries in groups.values() for entry in entries])
         return
-    click.echo("\n".join(recipe_lines(groups)))
+    click.echo("\n".join((long_list if papers or every else first_list)(groups)))
 
 
 @command.command("show")
 @click.argument("name")
 def show(name: str) -> None:
-    """Print a recipe file, comments included.
+    """Print a recipe file, comments included, and what each of its keys means.
 
     NAME is what --recipe takes: a shipped name, a file, ORG/REPO/NAME.yaml[@REVISION] on the Hub, or an https address.
     """
+    from ckpt_prune.cli.recipe_listing import explain
     from ckpt_prune.recipe.places import locate_recipe
     from ckpt_prune.recipe.shipped import recipe_text
 
-    click.echo(recipe_text(locate_recipe(name).path), nl=False)
+    click.echo(explain(recipe_text(locate_recipe(name))), nl=False)
 
 
 @command.command("copy")
@@ -57,10 +60,10 @@ def copy(name: str, destination: Path | None) -> None:
     from ckpt_prune.recipe.places import locate_recipe
     from ckpt_prune.recipe.shipped import recipe_text
 
-    source = locate_recipe(name).path
-    target = destination or Path(source.name)
+    source = locate_recipe(name)
+    target = destination or Path(f"{source.name}.yaml")
     if target.is_dir():
-        target = target / source.name
+        target = target / f"{source.name}.yaml"
     if target.exists():
         raise UserError(f"{target} exists: choose another name")
     check_place(target)

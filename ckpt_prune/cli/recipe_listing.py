@@ -1,36 +1,56 @@
-"""What `recipe list` prints: lines, and the same for JSON."""
+"""What `recipe list` and `recipe show` print."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, get_args
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from ckpt_prune.common.yaml12 import read_yaml
 from ckpt_prune.job.names import Goal
-from ckpt_prune.recipe.catalogue import GOALS, Entry, Loads
+from ckpt_prune.recipe.catalogue import GOALS, WANTS, Entry
+from ckpt_prune.recipe.reading import explain_keys
 from ckpt_prune.recipe.shipped import DEFAULT_RECIPE
 
+_LEGEND = (
+    "time: of pruning, as a multiple of ridge. stock: classes of transformers; own code:\nckpt_prune.load, or "
+    "trust_remote_code=True. data: any one of those named is enough."
+)
 
-def recipe_lines(groups: Mapping[Goal, Sequence[Entry]]) -> Iterable[str]:
-    """Recipes by what they are for: a heading and a table for each goal, then what the columns say."""
-    named = max(len(entry.recipe.name) for entries in groups.values() for entry in entries)
-    loads = max(map(len, get_args(Loads)))
-    needs = max(len(entry.needs) for entries in groups.values() for entry in entries)
+
+def first_list(groups: Mapping[Goal, Sequence[Entry]]) -> list[str]:
+    """Return the lines of a short list: one table."""
+    rows = [
+        [WANTS[goal], entry.recipe.name, _time(entry), entry.loads, entry.needs]
+        for goal, entries in groups.items()
+        for entry in entries
+    ]
+    return [
+        _table(["you want", "recipe", "time", "loads with", "data"], rows),
+        f"\n{DEFAULT_RECIPE} is the default. {_LEGEND}",
+        "More: `ckpt-prune recipe show NAME`; `ckpt-prune recipe list --papers`, or --all.",
+    ]
+
+
+def long_list(groups: Mapping[Goal, Sequence[Entry]]) -> list[str]:
+    """Return the lines of a long list: a table for each goal, with summaries."""
+    lines = []
     for goal, entries in groups.items():
-        yield f"{GOALS[goal]}:"
-        yield f"  {'recipe':<{named}}  {'time':>5}  {'loads with':<{loads}}  {'data':<{needs}}  what it does"
-        for entry in entries:
-            recipe = entry.recipe
-            default = " (the default)" if recipe.name == DEFAULT_RECIPE else ""
-            time = "-" if recipe.time is None else f"{recipe.time:g}"
-            yield (
-                f"  {recipe.name:<{named}}  {time:>5}  {entry.loads:<{loads}}  {entry.needs:<{needs}}  "
-                f"{recipe.summary}{default}"
-            )
-        yield ""
-    yield "time: of pruning, as a multiple of ridge. stock: classes of transformers; own code: ckpt_prune.load, or"
-    yield "remote code. data: any one of those named will do (--text, --images for a vision model, --statistics)."
+        rows = [[e.recipe.name, _time(e), e.loads, e.needs, e.recipe.summary] for e in entries]
+        lines += [f"{GOALS[goal]}:", _table(["recipe", "time", "loads with", "data", "summary"], rows), ""]
+    return [*lines, _LEGEND]
+
+
+def _table(headers: list[str], rows: list[list[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [headers, *rows]]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _time(entry: Entry) -> str:
+    return "-" if entry.recipe.time is None else f"{entry.recipe.time:g}"
 
 
 def recipe_data(entry: Entry) -> dict[str, Any]:
-    """A recipe of the list, for JSON."""
+    """Return a recipe of the list, for JSON."""
     recipe = entry.recipe
     return {
         "name": recipe.name,
@@ -44,3 +64,15 @@ def recipe_data(entry: Entry) -> dict[str, Any]:
         "time": recipe.time,
         "default": recipe.name == DEFAULT_RECIPE,
     }
+
+
+def explain(text: str) -> str:
+    """Return a recipe's text with a comment below it that says what each of its keys means. It is YAML still."""
+    _, values = read_yaml(text)
+    sentences = explain_keys(values) if isinstance(values, dict) else {}
+    if not sentences:
+        return text
+    lines = ["", "# What the keys mean:"]
+    for key, sentence in sentences.items():
+        lines += textwrap.wrap(f"{key}: {sentence}", 116, initial_indent="#   ", subsequent_indent="#     ")
+    return text.rstrip("\n") + "\n" + "\n".join(lines) + "\n"

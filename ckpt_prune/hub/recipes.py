@@ -8,9 +8,8 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.safe_text import as_code, as_markdown
 from ckpt_prune.hub.repository import PushedCommit, commit, find_repository
 from ckpt_prune.job.front_matter import front_matter
-from ckpt_prune.recipe.places import RecipeFile
 from ckpt_prune.recipe.reading import load_recipe
-from ckpt_prune.recipe.shipped import MOST_BYTES
+from ckpt_prune.recipe.shipped import MOST_BYTES, RecipeFile
 
 _CARD = "README.md"
 _NAME = re.compile(r"\w[\w.-]*")

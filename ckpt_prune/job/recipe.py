@@ -42,6 +42,7 @@ class StageKeys(Strict):
         doing: what it does to a block, as a participle.
         goal: the group of `recipe list` that its recipes stand in; None if it decides nothing.
         changes_model: True if later stages see another model: fewer blocks, or a narrower residual stream.
+        named: name → keys; a recipe may say the name in place of them.
     """
 
     key: ClassVar[str]
@@ -52,6 +53,12 @@ class StageKeys(Strict):
     doing: ClassVar[str] = "pruned"
     goal: ClassVar[Goal | None] = None
     changes_model: ClassVar[bool] = False
+    named: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+
+    @classmethod
+    def expand(cls, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the keys that a name stands for in a recipe of these values."""
+        return dict(cls.named[name])
 
     @classmethod
     def fill_in(cls, values: dict[str, Any]) -> dict[str, Any]:
@@ -195,9 +202,21 @@ class Recipe(Strict):
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, values: Any) -> Any:
-        for kind in cls.kinds if isinstance(values, dict) else ():
+        if not isinstance(values, dict):
+            return values
+        values = cls.expand_names(values)
+        for kind in cls.kinds:
             values = kind.fill_in(values)
         return values
+
+    @classmethod
+    def expand_names(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Put keys in place of the names that stages have for them."""
+        return values | {
+            kind.key: kind.expand(name, values)
+            for kind in cls.kinds
+            if isinstance(name := values.get(kind.key), str) and name in kind.named
+        }
 
     @field_validator("layers")
     @classmethod

@@ -26,6 +26,22 @@ GOALS: dict[Goal, str] = {
 """What recipes are for, in the order they are listed, with the heading of each group."""
 
 
+WANTS: dict[Goal, str] = {
+    "stock": "stock classes",
+    "loss": "smallest loss",
+    "vision": "a smaller vision model",
+    "cache": "a smaller KV cache",
+    "depth": "less latency",
+    "hidden": "a narrower model",
+    "experts": "fewer experts",
+    "low-rank": "thin linears",
+    "zeros": "zeros (masks)",
+    "recovery": "training afterwards",
+    "paper": "a paper's method",
+}
+"""The same in a few words, for a table."""
+
+
 @dataclass(frozen=True)
 class Entry:
     """A recipe in a list.

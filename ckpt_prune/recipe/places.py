@@ -5,31 +5,17 @@ What is named is told without any network; what is fetched is data, of a bounded
 
 import hashlib
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_prune.checkpoint.hub_files import commit_of, fetch_hub_file
 from ckpt_prune.checkpoint.web_file import fetch_web_file, hide_query
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.records import Origin
-from ckpt_prune.recipe.shipped import MOST_BYTES, find_recipe
+from ckpt_prune.recipe.shipped import MOST_BYTES, RecipeFile, find_recipe
 
 _ON_HUB = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)/(?P<name>[\w./ -]+\.ya?ml)(?:@(?P<revision>[^@\s]+))?")
 _PINNED = re.compile(r"sha256=(?P<digest>[0-9a-f]{64})")
 _VIEWED = re.compile(r"^(https://[^/]+/[^?#]+?)/blob/")
-
-
-@dataclass(frozen=True)
-class RecipeFile:
-    """A recipe's file on this machine.
-
-    Attributes:
-        path: of the file.
-        origin: where it was fetched from; None for one that was here.
-    """
-
-    path: Path
-    origin: Origin | None = None
 
 
 def check_recipe(reference: str) -> None:
@@ -59,13 +45,14 @@ def locate_recipe(reference: str) -> RecipeFile:
         if pin and pinned is None:
             raise UserError(f"{hide_query(address)}#{pin}: behind # stands sha256= and 64 digits of 0-9a-f")
         path = fetch_web_file(address, most=MOST_BYTES, sha256=pinned["digest"] if pinned else None)
-        return RecipeFile(path, Origin(reference=hide_query(address), revision=None, sha256=_sha256(path)))
+        return RecipeFile(path, Origin(reference=hide_query(address), revision=None, sha256=_sha256(path)), path.stem)
     found = _on_hub(reference)
     if found is None:
-        return RecipeFile(find_recipe(reference))
+        return find_recipe(reference)
     path = fetch_hub_file(found["repo"], found["name"], found["revision"], most=MOST_BYTES)
     commit = commit_of(path, found["name"])
-    return RecipeFile(path, Origin(reference=f"{found['repo']}/{found['name']}", revision=commit, sha256=_sha256(path)))
+    origin = Origin(reference=f"{found['repo']}/{found['name']}", revision=commit, sha256=_sha256(path))
+    return RecipeFile(path, origin, Path(found["name"]).stem)
 
 
 def _url(reference: str) -> str | None:

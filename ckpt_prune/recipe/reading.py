@@ -15,10 +15,10 @@ from ckpt_prune.common.yaml12 import read_yaml
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.space_kinds import FACTS
 from ckpt_prune.model.spaces import SPACES
-from ckpt_prune.recipe.places import RecipeFile, locate_recipe
-from ckpt_prune.recipe.shipped import recipe_text
+from ckpt_prune.recipe.places import locate_recipe
+from ckpt_prune.recipe.shipped import RecipeFile, recipe_text
 from ckpt_prune.sparsity.patterns import UNSTRUCTURED
-from ckpt_prune.stages import FullRecipe
+from ckpt_prune.stages import STAGES, FullRecipe
 
 _MOST_SHOWN = 200
 Lines = dict[tuple[str, ...], int]
@@ -43,22 +43,27 @@ def load_recipe(
     Raises:
         UserError: not found, not YAML, or not a recipe; each message names file, line and key path.
     """
-    path = (reference if isinstance(reference, RecipeFile) else locate_recipe(reference)).path
-    values, lines = parse_yaml(recipe_text(path), path)
+    file = reference if isinstance(reference, RecipeFile) else locate_recipe(reference)
+    path = file.path
+    values, lines = parse_yaml(recipe_text(file), path)
     if "sites" in values:
         raise UserError(f"{path} is a plan, not a recipe: say --plan {path}")
     if not {"spaces", "mask", "depth", "hidden", "low_rank", "name"} & values.keys():
         raise UserError(f"{path} is not a recipe: it has neither name nor spaces (`ckpt-prune recipe show rcpu`)")
+    values = FullRecipe.expand_names(values)
     for override in overrides:
         keys = _apply_override(values, override)
+        values = FullRecipe.expand_names(values)
         _drop_strength(values, keys, lines)
+        if keys == ("mask", "pattern") and values["mask"]["pattern"] != UNSTRUCTURED and lines.get(("ratio",)):
+            values.pop("ratio", None)  # an N:M pattern says how much
         # What is set on the command line has no line in the file.
         lines = {known: line for known, line in lines.items() if known[: len(keys)] != keys} | {keys: 0}
         lines |= {keys[:n]: 0 for n in range(1, len(keys)) if keys[:n] not in lines}
     if ratio is not None:
         _set_ratio(values, ratio, lines)
     if size is not None:
-        _set_size(values, size, path, lines)
+        _set_size(values, size, file.name, lines)
     try:
         return FullRecipe.model_validate(values).at_its_size
     except ValidationError as error:
@@ -83,10 +88,10 @@ def _set_ratio(values: dict[str, Any], ratio: float, lines: Lines) -> None:
     _drop_own_ratios(values, lines)
 
 
-def _set_size(values: dict[str, Any], size: Mapping[str, str], path: Path, lines: Lines) -> None:
+def _set_size(values: dict[str, Any], size: Mapping[str, str], name: str, lines: Lines) -> None:
     """Put a size in place of every ratio and size."""
     if "mask" in values:
-        raise UserError(f"recipe {path.stem} has a mask, which leaves every size as it is: say --ratio")
+        raise UserError(f"recipe {name} has a mask, which leaves every size as it is: say --ratio")
     values["size"] = dict(size)
     values.pop("ratio", None)
     _drop_own_ratios(values, lines)
@@ -239,4 +244,34 @@ def _explain(error: Any, path: Path, lines: Lines) -> str:
 
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema of recipe files, for editors."""
-    return FullRecipe.model_json_schema(by_alias=True)
+    schema = FullRecipe.model_json_schema(by_alias=True)
+    for stage in STAGES:
+        if stage.named:
+            schema["properties"][stage.key]["anyOf"].append({"enum": list(stage.named)})
+    return schema
+
+
+def explain_keys(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return key path → what it means, for every known key of a recipe's values that has a description.
+
+    Keys of spaces and of experts are explained once, under `spaces.*`.
+    """
+    sentences: dict[str, str] = {}
+
+    def walk(place: Mapping[str, Any], model: type[BaseModel], prefix: str) -> None:
+        fields = {field.alias or name: field for name, field in model.model_fields.items()}
+        for key, value in place.items():
+            if key not in fields:
+                continue
+            name = f"{prefix}{key}"
+            sentences.setdefault(name, fields[key].description or "")
+            if isinstance(value, Mapping):
+                inner = _mapping(fields[key].annotation)
+                if get_origin(inner) is dict:
+                    for settings in value.values():
+                        walk(settings, get_args(inner)[1], f"{name}.*.")
+                else:
+                    walk(value, inner, f"{name}.")
+
+    walk(values, FullRecipe, "")
+    return {name: sentence for name, sentence in sentences.items() if sentence}

@@ -1,11 +1,17 @@
 """The shipped recipes and finding a recipe's file, without torch: a wrong name is refused before anything is loaded."""
 
 import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from ckpt_prune.checkpoint.files import read_input
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.job.records import Origin
 
 DEFAULT_RECIPE = "best-uniform"
 """The shipped recipe of those who name none: a newcomer's first output loads without remote code."""
@@ -15,25 +21,54 @@ MOST_BYTES = 2**18
 """Of a recipe; the shipped ones have a few thousand."""
 
 
+@dataclass(frozen=True)
+class RecipeFile:
+    """A recipe's file on this machine.
+
+    Attributes:
+        origin: where it was fetched from; None if it was here.
+        name: of a shipped recipe; else of the file.
+        changes: top-level keys of a shipped recipe that stand in place of those of the file.
+        is_first: whether it is in the first list of `recipe list`, not among those of papers.
+    """
+
+    path: Path
+    origin: Origin | None = None
+    name: str = ""
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    is_first: bool = False
+
+
 def recipes_folder() -> Path:
-    """Where the shipped recipes are: inside the installed package, or at the root of a source checkout."""
+    """Return the folder of the shipped recipes: inside the installed package, or at the root of a source checkout."""
     package = Path(__file__).resolve().parent.parent
     installed = package / "recipes"
     return installed if installed.is_dir() else package.parent / "recipes"
 
 
-def shipped_recipes() -> dict[str, Path]:
-    """Name → file of every shipped recipe, sorted by name."""
+def shipped_recipes() -> dict[str, RecipeFile]:
+    """Return name → file of every shipped recipe, sorted by name.
+
+    `recipes/names.yaml` lists those that are another one with some keys changed.
+    """
     return dict(_shipped())
 
 
 @cache
-def _shipped() -> dict[str, Path]:
-    return {path.stem: path for path in sorted(recipes_folder().glob("*.yaml"), key=lambda path: path.stem)}
+def _shipped() -> dict[str, RecipeFile]:
+    folder = recipes_folder()
+    recipes = {path.stem: RecipeFile(path, name=path.stem, is_first=True) for path in folder.glob("*.yaml")}
+    del recipes["names"]
+    recipes |= {path.stem: RecipeFile(path, name=path.stem) for path in (folder / "papers").glob("*.yaml")}
+    names = yaml.safe_load((folder / "names.yaml").read_text(encoding="utf-8"))
+    for name, keys in names.items():
+        changes = {key: value for key, value in keys.items() if key != "of"}
+        recipes[name] = RecipeFile(recipes[keys["of"]].path, name=name, changes={"name": name, **changes})
+    return dict(sorted(recipes.items()))
 
 
-def find_recipe(reference: str) -> Path:
-    """A shipped recipe's name, or a path to a file or to a folder with one, as a path.
+def find_recipe(reference: str) -> RecipeFile:
+    """Return the file of a shipped recipe's name, or of a path to a file or to a folder with one recipe.
 
     Raises:
         UserError: none of them, or a folder with several; the nearest shipped names are suggested, three at most.
@@ -43,22 +78,21 @@ def find_recipe(reference: str) -> Path:
         return shipped[reference]
     path = Path(reference)
     if path.is_file():
-        return path
+        return RecipeFile(path, name=path.stem)
     if reference and path.is_dir():  # Path("") would be the current folder
         return _only_recipe(path)
     if path.parent.is_dir() and path.parent != Path() and (path.parent / f"{path.name}.yaml").is_file():
-        return path.parent / f"{path.name}.yaml"
+        return RecipeFile(path.parent / f"{path.name}.yaml", name=path.name)
     if path.suffix in {".yaml", ".yml"} or len(path.parts) > 1:
         raise UserError(f"{reference}: no such recipe file")
     near = " or ".join(repr(name) for name in difflib.get_close_matches(reference, shipped))
     hint = f"did you mean {near}? " if near else ""
     raise UserError(
-        f"no recipe {reference!r}: {hint}`ckpt-prune recipe list` shows all; or give a path to a .yaml file"
+        f"no recipe {reference!r}: {hint}`ckpt-prune recipe list --all` shows all; or give a path to a .yaml file"
     )
 
 
-def _only_recipe(folder: Path) -> Path:
-    """The recipe of a folder with one."""
+def _only_recipe(folder: Path) -> RecipeFile:
     found = sorted(each for each in folder.iterdir() if each.suffix in {".yaml", ".yml"} and each.is_file())
     if not found:
         raise UserError(f"{folder} is a folder without a recipe; give a .yaml file")
@@ -67,16 +101,21 @@ def _only_recipe(folder: Path) -> Path:
         raise UserError(
             f"{folder} has {len(found)} recipes; give one of them: {named}{', …' if len(found) > 3 else ''}"
         )
-    return found[0]
+    return RecipeFile(found[0], name=found[0].stem)
 
 
-def recipe_text(path: Path) -> str:
-    """The content of a recipe file, comments included.
+def recipe_text(file: RecipeFile) -> str:
+    """Return the content of a recipe file, comments included; the keys that `changes` has are written anew.
 
     Raises:
         UserError: it is not text.
     """
     try:
-        return read_input(path, MOST_BYTES).decode("utf-8")
+        text = read_input(file.path, MOST_BYTES).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read as text: a recipe is a YAML file") from error
+        raise UserError(f"{file.path} cannot be read as text: a recipe is a YAML file") from error
+    if not file.changes:
+        return text
+    values = {key: value for key, value in (yaml.safe_load(text) | file.changes).items() if value is not None}
+    header = f"# Recipe {file.path.stem} with other keys.\n"
+    return header + yaml.safe_dump(values, sort_keys=False, width=120)

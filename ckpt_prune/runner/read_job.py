@@ -21,7 +21,7 @@ from ckpt_prune.model.model import Model
 from ckpt_prune.options import PlanOptions, PruneOptions, SampleOptions, has_data
 from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
 from ckpt_prune.parallel.group import process_group
-from ckpt_prune.recipe.places import RecipeFile
+from ckpt_prune.recipe.shipped import RecipeFile
 from ckpt_prune.runner.checks import check_again, check_planned
 from ckpt_prune.runner.plan import check_plannable
 from ckpt_prune.runner.publish import wanted_names

@@ -12,9 +12,9 @@ from ckpt_prune.job.records import Origin
 from ckpt_prune.job.sizes import asked_size
 from ckpt_prune.options import PruneOptions, RecipeOptions, has_data
 from ckpt_prune.parallel.devices import resolve_device
-from ckpt_prune.recipe.places import RecipeFile, locate_recipe
+from ckpt_prune.recipe.places import locate_recipe
 from ckpt_prune.recipe.reading import load_recipe
-from ckpt_prune.recipe.shipped import DEFAULT_RECIPE
+from ckpt_prune.recipe.shipped import DEFAULT_RECIPE, RecipeFile
 from ckpt_prune.stages.depth.stage import Depth
 from ckpt_prune.stages.recovery.stage import Recovery
 

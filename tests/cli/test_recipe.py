@@ -5,11 +5,14 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from ckpt_prune.checkpoint import staging
-from ckpt_prune.recipe.shipped import shipped_recipes
+from ckpt_prune.recipe.reading import load_recipe
+from ckpt_prune.recipe.shipped import recipe_text, shipped_recipes
 from tests.cli.running import misused, ok, refused
 
 TOP = (
@@ -19,62 +22,69 @@ TOP = (
 GOOD = "version: 1\nname: mine\nspaces:\n  mlp: {score: rcpu, compensation: {method: rotation}}\n"
 
 
-def test_list_is_grouped_by_what_recipes_are_for():
-    *groups, legend = ok("recipe", "list").split("\n\n")
-    tables = {group.splitlines()[0]: group.splitlines()[1:] for group in groups}
-    assert list(tables) == [
-        "Smaller, for the stock classes of transformers:",
-        "Smallest loss:",
-        "Vision models, and any family without rotary positions:",
-        "A smaller cache of keys and values, for families with rotary positions:",
-        "Fewer blocks: less latency, loads with stock classes:",
-        "A narrower residual stream:",
-        "Fewer experts, for mixtures of them:",
-        "Two thin linears in the place of each, for any family but mixtures of experts:",
-        "Zeros (masks): shapes stay:",
-        "Recovery: what stays is trained:",
-        "Baselines of papers:",
-    ]
-    named = {heading: [line.split()[0] for line in lines[1:]] for heading, lines in tables.items()}
-    assert sorted(name for own in named.values() for name in own) == list(shipped_recipes())
-    assert next(iter(named.values())) == ["best-uniform", "magnitude", "ridge", "ridge-folds"]
-    assert named["Smallest loss:"] == ["best", "best-attention", "best-scaled"]
-    assert {"wanda-sp", "flap", "rcpu", "grail", "vbp"} <= set(named["Baselines of papers:"])
-    assert [len(own) for own in named.values()] == [4, 3, 7, 2, 5, 4, 3, 3, 33, 5, 14]
+def listed(*options: str) -> dict[str, dict[str, Any]]:
+    return {entry["name"]: entry for entry in json.loads(ok("recipe", "list", *options, "--json"))}
+
+
+def test_the_first_list_has_a_dozen_and_the_lists_together_have_all():
+    first, papers, every = listed(), listed("--papers"), listed("--all")
+    assert len(first) <= 12
+    assert {"best-uniform", "best", "ridge", "magnitude", "depth", "values", "sparsegpt", "corp-mlp"} <= first.keys()
+    assert not first.keys() & papers.keys()
+    assert sorted([*first, *papers]) == sorted(every) == list(shipped_recipes())
+    assert [name for name, entry in every.items() if entry["default"]] == ["best-uniform"]
+    best = first["best"]
+    assert (best["goal"], best["data"], best["target"]) == ("loss", ["text", "images", "statistics"], "drift")
+    assert best["calibration"] == "ckpt-prune calibrate --folds 4"
+    assert first["laco-flap"]["calibration"] is None
+
+
+def test_the_first_list_is_one_table():
+    table, legend = ok("recipe", "list").split("\n\n")
+    rows = [re.split("  +", line) for line in table.splitlines()]
+    assert rows[0] == ["you want", "recipe", "time", "loads with", "data"]
+    assert ["stock classes", "magnitude", "0.03", "stock", "none"] in rows
+    assert [row[1] for row in rows[1:]] == list(listed())
+    assert legend.startswith("best-uniform is the default.")
+
+
+@pytest.mark.parametrize("option", ["--papers", "--all"])
+def test_the_long_lists_have_a_table_and_summaries_for_each_goal(option):
+    *groups, legend = ok("recipe", "list", option).split("\n\n")
+    entries = listed(option)
+    lines = [re.split("  +", line) for group in groups for line in group.splitlines()[2:]]
+    assert [line[0] for line in lines] == list(entries)
+    for name, time, loads, _, summary in (line if len(line) == 5 else [*line, ""] for line in lines):
+        assert [time, loads, summary] == [
+            f"{entries[name][key]:g}" if key == "time" else entries[name][key] for key in ("time", "loads", "summary")
+        ]
     assert legend.startswith("time: of pruning, as a multiple of ridge.")
 
 
-def test_a_line_of_the_list():
-    lines = {line.split()[0]: re.split("  +", line.strip()) for line in ok("recipe", "list").splitlines() if line}
-    assert lines["recipe"] == ["recipe", "time", "loads with", "data", "what it does"]
-    assert lines["ridge"][1:4] == ["1", "stock", "text, images or statistics"]
-    assert lines["ridge"][4] == "Variance-aware score; ridge regression towards the kept weights, fixed strength."
-    assert lines["magnitude"][3:] == ["none", "Columns of least weight norm dropped; needs no calibration at all."]
-    assert lines["best"][2] == "own code"
-    assert lines["best-uniform"][2] == "stock, else own code"
-    assert lines["best-uniform"][4].endswith("; one width per space. (the default)")
-    assert lines["ridge-perplexity"][3] == "text"
-    assert lines["laco-flap"][3] == "text or images"
+def test_show_keeps_comments_and_explains_every_key():
+    shown = ok("recipe", "show", "rcpu")
+    text = recipe_text(shipped_recipes()["rcpu"])
+    assert shown.startswith(text)
+    assert shown.startswith("#")
+    assert yaml.safe_load(shown) == yaml.safe_load(text)
+    explained = re.findall(r"^#   ([\w.*]+): \S", shown[len(text) :], re.MULTILINE)
+    assert {"target", "spaces.*.score", "spaces.*.compensation.method"} <= set(explained)
 
 
-def test_list_json_is_the_same():
-    found = {entry["name"]: entry for entry in json.loads(ok("recipe", "list", "--json"))}
-    lines = {line.split()[0]: re.split("  +", line.strip()) for line in ok("recipe", "list").splitlines() if line}
-    assert sorted(found) == list(shipped_recipes())
-    for name, entry in found.items():
-        assert lines[name][1:3] == [f"{entry['time']:g}", entry["loads"]]
-        assert lines[name][4].removesuffix(" (the default)") == entry["summary"]
-        assert entry["source"]
-    assert [name for name, entry in found.items() if entry["default"]] == ["best-uniform"]
-    best = found["best"]
-    assert (best["goal"], best["data"], best["target"]) == ("loss", ["text", "images", "statistics"], "drift")
-    assert best["calibration"] == "ckpt-prune calibrate --folds 4"
-    assert found["laco-flap"]["calibration"] is None
+def test_other_names_are_recipes_with_other_keys(place):
+    assert ok("recipe", "copy", "denoise-rotator-wanda-2-4", "mine.yaml") == "mine.yaml\n"
+    ours = load_recipe("denoise-rotator-wanda-2-4")
+    assert load_recipe("mine.yaml") == ours
+    assert ours.digest != load_recipe("wanda").digest
+    same = load_recipe("wanda", ("mask.pattern=2:4", "rotation=denoise"))
+    told = {"name", "summary", "source", "time"}
+    assert same.model_dump(exclude=told) == ours.model_dump(exclude=told)
 
 
-def test_show_keeps_comments():
-    assert ok("recipe", "show", "rcpu") == shipped_recipes()["rcpu"].read_text()
-    assert ok("recipe", "show", "rcpu").startswith("#")
+def test_keys_of_a_named_rotation_can_be_changed():
+    changed = load_recipe("denoise-rotator-wanda-50", ("rotation.steps=7",)).rotation
+    assert (changed.steps, changed.retraction) == (7, "qr")
+    assert load_recipe("sparsegpt", ("mask.pattern=1:4",)).ratio == 0.75
 
 
 def test_copy(place):
@@ -82,7 +92,9 @@ def test_copy(place):
     assert ok("recipe", "copy", "flap", "mein rezept ü.yaml") == "mein rezept ü.yaml\n"
     Path("folder").mkdir()
     assert ok("recipe", "copy", "rcpu", "folder") == "folder/rcpu.yaml\n"
-    assert Path("folder/rcpu.yaml").read_text() == Path("rcpu.yaml").read_text() == ok("recipe", "show", "rcpu")
+    assert (
+        Path("folder/rcpu.yaml").read_text() == Path("rcpu.yaml").read_text() == recipe_text(shipped_recipes()["rcpu"])
+    )
     assert ok("recipe", "validate", "mein rezept ü.yaml") == "mein rezept ü.yaml: recipe flap is valid\n"
 
 
@@ -218,7 +230,7 @@ def test_a_picture_is_not_a_recipe(place, command):
 def test_no_such_recipe(place, reference):
     message = f"{reference} is a folder without a recipe; give a .yaml file"
     if not reference:
-        message = "no recipe '': `ckpt-prune recipe list` shows all; or give a path to a .yaml file"
+        message = "no recipe '': `ckpt-prune recipe list --all` shows all; or give a path to a .yaml file"
     assert refused("recipe", "validate", reference) == message
     assert refused("recipe", "show", reference) == message
     assert refused("prune", "dense", "--recipe", reference, "-o", "out") == message
@@ -259,7 +271,7 @@ def test_a_config_or_a_plan_is_not_a_recipe(place):
 )
 def test_nonsense_in_set(place, override, message):
     said = refused("prune", "dense", "--recipe", "magnitude", "--set", override, "-o", "out")
-    assert said == message.format(shipped_recipes()["magnitude"])
+    assert said == message.format(shipped_recipes()["magnitude"].path)
 
 
 @pytest.mark.parametrize("ratio", ["1", "1.5", "-0.1", "nan", "inf"])

@@ -52,7 +52,7 @@ def test_a_plan_hands_the_origin_on(place: Path, recipes: Repo):
 
 
 def test_other_commands_take_it_too(place: Path, recipes: Repo):
-    assert ok("recipe", "show", "org/recipes/mine.yaml") == MINE
+    assert ok("recipe", "show", "org/recipes/mine.yaml").startswith(MINE)
     assert ok("recipe", "validate", "org/recipes/mine.yaml") == "org/recipes/mine.yaml: recipe mine is valid\n"
     assert ok("recipe", "copy", "org/recipes/mine.yaml") == "mine.yaml\n"
     assert Path("mine.yaml").read_text() == MINE
@@ -64,8 +64,8 @@ def test_what_was_fetched_is_there_without_the_hub(place: Path, hub: Hub, recipe
     ok("recipe", "show", "org/recipes/mine.yaml")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     hub.asked.clear()
-    assert ok("recipe", "show", "org/recipes/mine.yaml") == MINE
-    assert ok("recipe", "show", f"org/recipes/mine.yaml@{recipes.head}") == MINE
+    assert ok("recipe", "show", "org/recipes/mine.yaml").startswith(MINE)
+    assert ok("recipe", "show", f"org/recipes/mine.yaml@{recipes.head}").startswith(MINE)
     assert refused("prune", "dense", "--recipe", "org/recipes/deep/er/mine.yaml", "-o", "out") == (
         "org/recipes/deep/er/mine.yaml is not in the Hub cache, and HF_HUB_OFFLINE is set; fetch it once while "
         "connected, or give a file"
@@ -126,7 +126,7 @@ def test_what_is_no_recipe_is_one_line(place: Path, hub: Hub, recipes: Repo, ref
 
 def test_a_private_recipe_needs_a_token(place: Path, recipes: Repo, monkeypatch):
     recipes.private = True
-    assert ok("recipe", "show", "org/recipes/mine.yaml") == MINE
+    assert ok("recipe", "show", "org/recipes/mine.yaml").startswith(MINE)
     monkeypatch.delenv("HF_TOKEN")
     assert "org/recipes is no Hub repository you can read" in refused("recipe", "show", "org/recipes/deep/er/mine.yaml")
 
@@ -135,7 +135,7 @@ def test_a_folder_stands_for_its_only_recipe():
     Path("mine").mkdir()
     assert refused("recipe", "show", "mine") == "mine is a folder without a recipe; give a .yaml file"
     Path("mine/first.yaml").write_text(MINE)
-    assert ok("recipe", "show", "mine") == MINE
+    assert ok("recipe", "show", "mine").startswith(MINE)
     Path("mine/second.yaml").write_text("x: 1\n")
     assert refused("recipe", "show", "mine") == "mine has 2 recipes; give one of them: mine/first, mine/second"
     assert ok("recipe", "show", "mine/second") == "x: 1\n"
@@ -143,7 +143,7 @@ def test_a_folder_stands_for_its_only_recipe():
 
 def test_shipped_names_come_first():
     Path("rcpu").mkdir()
-    assert ok("recipe", "show", "rcpu") == recipe_text(shipped_recipes()["rcpu"])
+    assert ok("recipe", "show", "rcpu").startswith(recipe_text(shipped_recipes()["rcpu"]))
 
 
 # ---- the web
@@ -225,10 +225,10 @@ def test_a_recipe_of_the_web_is_fetched_kept_and_on_record(place: Path, web: Web
         "sha256": digest,
     }
     assert len(web.asked) == 1
-    assert ok("recipe", "show", f"{address}#sha256={digest}") == MINE
+    assert ok("recipe", "show", f"{address}#sha256={digest}").startswith(MINE)
     assert len(web.asked) == 1  # what is pinned is not asked for again
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert ok("recipe", "show", address) == MINE
+    assert ok("recipe", "show", address).startswith(MINE)
     assert len(web.asked) == 1
     assert "secret" not in "".join(
         path.read_text() for path in Path("out").iterdir() if path.suffix in (".json", ".md")
@@ -285,4 +285,4 @@ def test_the_origin_can_be_given_again(recipes: Repo):
     recipes.commit(recipes.files | {"mine.yaml": b"changed"}, "changed")
     again = locate_recipe(origin.pinned)
     assert again.origin == origin
-    assert recipe_text(again.path) == MINE
+    assert recipe_text(again) == MINE

@@ -5,7 +5,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.training_settings import RecoverySettings
 from ckpt_prune.model.descriptions import load_family
 from ckpt_prune.recipe.reading import json_schema, load_recipe
-from ckpt_prune.recipe.shipped import shipped_recipes
+from ckpt_prune.recipe.shipped import recipe_text, shipped_recipes
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.recovery.stage import Recovery
 from ckpt_prune.stages.rotation.stage import Rotation
@@ -129,8 +129,8 @@ def test_the_schema_accepts_shipped_recipes_and_refuses_mistakes():
     checker.check_schema(schema)
     # `jsonschema.validate` would check the schema again each time: a fifth of a second.
     validate = checker(schema).validate
-    for path in shipped_recipes().values():
-        validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+    for file in shipped_recipes().values():
+        validate(yaml.safe_load(recipe_text(file)))
     for old, new in (("ratio:", "raito:"), ("ratio: 0.3", "ratio: 1"), ("score: rcpu", "score: nothing")):
         with pytest.raises(jsonschema.ValidationError):
             validate(yaml.safe_load(GOOD.replace(old, new)))

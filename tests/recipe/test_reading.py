@@ -229,7 +229,8 @@ def test_code_in_yaml_is_not_run(tmp_path):
 def test_an_unknown_name():
     message = refusal("rcup")
     assert message == (
-        "no recipe 'rcup': did you mean 'rcpu'? `ckpt-prune recipe list` shows all; or give a path to a .yaml file"
+        "no recipe 'rcup': did you mean 'rcpu'? `ckpt-prune recipe list --all` shows all; "
+        "or give a path to a .yaml file"
     )
 
 

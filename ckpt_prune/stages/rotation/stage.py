@@ -23,12 +23,35 @@ RetractionName = Annotated[names.RetractionName, OneOf("retraction", get_args(na
 
 
 class Rotation(Stage):
-    """Importance rotations, learned before a mask. They leave the model's function as it is."""
+    """Importance rotations, learned before a mask. They leave the model's function as it is.
+
+    Its names are `denoise` (DenoiseRotator as published: rotations in every block, learned by Adam through a QR
+    decomposition), `cayley` (the same rotations in a tenth of the steps), `shared` (one for all blocks, which the
+    weights absorb) and `groups` (for the groups of an N:M pattern).
+    """
 
     key = "rotation"
-    summary = "Rotations learned before the mask."
+    summary = (
+        "Rotations learned before the mask: its keys, or a name. denoise: as published; cayley: the same in a tenth of "
+        "the steps; shared: one for all blocks, which the weights absorb; groups: for the groups of an N:M pattern."
+    )
     prunes = False
     later: ClassVar[Mapping[str, Any]] = {"measured": "dense", "compute_dtype": "float32", "entropy": "lines"}
+    named: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "denoise": {
+            "kind": "per-layer",
+            "retraction": "qr",
+            "learning_rate": 0.01,
+            "steps": 2000,
+            "patience": 2000,
+            "tolerance": 0.0,
+            "compute_dtype": "bfloat16",
+            "measured": "pruned",
+        },
+        "cayley": {"kind": "per-layer"},
+        "shared": {"kind": "shared"},
+        "groups": {"kind": "per-layer", "entropy": "groups"},
+    }
 
     kind: RotationKind = Field(
         description="per-layer: the paper's R1 and R2 in every block, with remote code that turns the residual stream "
@@ -68,6 +91,13 @@ class Rotation(Stage):
         "rows turn, as in the paper; groups: the M weights of a row that an N:M pattern chooses among, each group "
         "counted by its share of the row.",
     )
+
+    @classmethod
+    def expand(cls, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the keys of a name; magnitude's importance does not see the inputs that `measured` speaks of."""
+        mask = values.get("mask")
+        unseen = isinstance(mask, dict) and mask.get("method") == "magnitude"
+        return {key: value for key, value in cls.named[name].items() if not (unseen and key == "measured")}
 
     def check_recipe(self, recipe: Recipe) -> None:
         """Refuse rotations without a mask, and keys that other choices rule out."""
