@@ -1,4 +1,4 @@
-"""What there is to know of a recipe before choosing it: what it is for, what it needs, what its output loads with."""
+"""Facts to choose a recipe by: what it is for, what data it needs, what loads its output."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ GOALS: dict[Goal, str] = {
     "recovery": "Recovery: what stays is trained",
     "paper": "Baselines of papers",
 }
-"""What recipes are for, in the order they are listed, with the heading of each group."""
+"""What recipes are for, in the order of the list, with the heading of each group."""
 
 
 WANTS: dict[Goal, str] = {
@@ -47,10 +47,9 @@ class Entry:
     """A recipe in a list.
 
     Attributes:
-        recipe: the recipe.
-        goal: what it is for: what it says, else what it does.
-        data: what will do to measure on, any one of them; empty where nothing is measured.
-        calibration: the command that measures statistics for it; None where these will not do.
+        goal: what it is for: what it says itself, else what its stages say.
+        data: kinds of data that it can measure on, any one of them; empty if nothing is measured.
+        calibration: the command that measures statistics for it; None if statistics are not enough.
         loads: what loads its output. stock: a class of transformers; own code: `ckpt_prune.load`, or remote code.
     """
 
@@ -62,44 +61,35 @@ class Entry:
 
     @classmethod
     def of(cls, recipe: Recipe) -> "Entry":
-        """What a recipe says and what follows from it."""
         data = _data(recipe.at_its_size)  # whole blocks for a size that it does not say itself need more
         return cls(recipe, _goal(recipe), data, recipe.calibration if "statistics" in data else None, _loads(recipe))
 
     @property
     def needs(self) -> str:
-        """The data in words."""
-        if not self.data:
-            return "none"
-        *others, last = self.data
-        return f"{', '.join(others)} or {last}" if others else last
+        return " or ".join(filter(None, [", ".join(self.data[:-1]), *self.data[-1:]])) or "none"
 
 
 def grouped(recipes: Iterable[Recipe]) -> dict[Goal, list[Entry]]:
-    """Recipes by what they are for, in the order of `GOALS`; groups without one are left out."""
+    """Return recipes by what they are for, in the order of `GOALS`; groups without a recipe are left out."""
     entries = [Entry.of(recipe) for recipe in recipes]
-    found = {goal: [entry for entry in entries if entry.goal == goal] for goal in GOALS}
-    return {goal: own for goal, own in found.items() if own}
+    groups = {goal: [entry for entry in entries if entry.goal == goal] for goal in GOALS}
+    return {goal: group for goal, group in groups.items() if group}
 
 
 def _goal(recipe: Recipe) -> Goal:
     if recipe.goal is not None:
         return recipe.goal
     goals = [stage.goal for stage in recipe.stages if stage.goal is not None]
-    if "recovery" in goals:
-        return "recovery"
-    return goals[0] if goals else "paper"
+    return "recovery" if "recovery" in goals else (*goals, "paper")[0]
 
 
 def _data(recipe: Recipe) -> tuple[Data, ...]:
-    if not (recipe.needs_moments or any(stage.needs_samples(recipe) for stage in recipe.stages)):
+    samples = any(stage.needs_samples(recipe) for stage in recipe.stages)
+    if not (recipe.needs_moments or samples):
         return ()
-    lacking = set()
-    if any(stage.needs_text(recipe) for stage in recipe.stages):
-        lacking.add("images")
-    if any(stage.needs_samples(recipe) for stage in recipe.stages):
-        lacking.add("statistics")
-    return tuple(data for data in get_args(Data) if data not in lacking)
+    text = any(stage.needs_text(recipe) for stage in recipe.stages)
+    insufficient = {"images": text, "statistics": samples}
+    return tuple(data for data in get_args(Data) if not insufficient.get(data))
 
 
 def _loads(recipe: Recipe) -> Loads:

@@ -1,6 +1,6 @@
 """Where a recipe is: a shipped name, a file, a folder, a Hub repository, or an address on the web.
 
-What is named is told without any network; what is fetched is data, of a bounded size, and its digest goes on record.
+What is downloaded is data of a bounded size, and its digest is recorded.
 """
 
 import hashlib
@@ -19,24 +19,17 @@ _VIEWED = re.compile(r"^(https://[^/]+/[^?#]+?)/blob/")
 
 
 def check_recipe(reference: str) -> None:
-    """Refuse what can be no recipe, without asking any network.
-
-    Raises:
-        UserError: no shipped name, no file, and nothing that the Hub or a web server may have.
-    """
+    """Refuse what cannot be a recipe, without any network."""
     if _url(reference) is None and _on_hub(reference) is None:
         find_recipe(reference)
 
 
 def locate_recipe(reference: str) -> RecipeFile:
-    """The file of a recipe, fetched where it is elsewhere.
+    """Return the file of a recipe, downloaded if it is elsewhere.
 
     Args:
         reference: a shipped recipe's name, a path to a file or to a folder of recipes, `org/repo/name.yaml` on the Hub,
             perhaps with `@revision`, or an https address, perhaps with `#sha256=DIGEST`.
-
-    Raises:
-        UserError: it is not there, cannot be fetched, or is not what was pinned.
     """
     url = _url(reference)
     if url is not None:
@@ -56,18 +49,16 @@ def locate_recipe(reference: str) -> RecipeFile:
 
 
 def _url(reference: str) -> str | None:
-    """An address, of the raw file where it is that of a page that shows one; None for other references."""
-    if "://" not in reference:
-        return None
-    return _VIEWED.sub(r"\1/raw/", reference)
+    """Return an address; that of the raw file for a page that shows one. None for other references."""
+    return _VIEWED.sub(r"\1/raw/", reference) if "://" in reference else None
 
 
 def _on_hub(reference: str) -> re.Match[str] | None:
-    """Repository, file and revision, where a reference is to the Hub: a path is one where its first folder is here."""
-    found = _ON_HUB.fullmatch(reference)
-    if found is None or reference.startswith(".") or ".." in reference.split("/"):
+    """Return repository, file and revision if a reference is to the Hub; a path whose first folder is here is none."""
+    file = _ON_HUB.fullmatch(reference)
+    if file is None or reference.startswith(".") or ".." in reference.split("/"):
         return None
-    return None if Path(reference).exists() or Path(reference.partition("/")[0]).is_dir() else found
+    return None if Path(reference).exists() or Path(reference.partition("/")[0]).is_dir() else file
 
 
 def _sha256(path: Path) -> str:

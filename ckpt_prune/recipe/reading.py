@@ -22,7 +22,7 @@ from ckpt_prune.stages import STAGES, FullRecipe
 
 _MOST_SHOWN = 200
 Lines = dict[tuple[str, ...], int]
-"""Key path → the line (from 1) of the file that it stands in, or 0 for what is set on the command line."""
+"""Key path → its line in the file (from 1), or 0 for what is set on the command line."""
 
 
 def load_recipe(
@@ -31,17 +31,14 @@ def load_recipe(
     ratio: float | None = None,
     size: Mapping[str, str] | None = None,
 ) -> Recipe:
-    """Read and check a recipe.
+    """Read and check a recipe. Errors name file, line and key path.
 
     Args:
-        reference: as `locate_recipe` takes it, or what that gave.
-        overrides: `key=value` pairs, dotted keys, YAML values, applied before checking.
-        ratio: replaces the file's ratio and every space's own. An override of a space's own stays.
-        size: replaces all ratios and the size of the file: params, bytes, flops or latency. A `depth` that is for other
-            sizes than the recipe's is left out.
-
-    Raises:
-        UserError: not found, not YAML, or not a recipe; each message names file, line and key path.
+        reference: as `locate_recipe` takes it, or what that returned.
+        overrides: `key=value` pairs with dotted keys and YAML values, applied before checking.
+        ratio: replaces the file's ratio and every space's own, but not an override of a space's own.
+        size: replaces all ratios and the size of the file: params, bytes, flops or latency. Stages that are for other
+            sizes are left out.
     """
     file = reference if isinstance(reference, RecipeFile) else locate_recipe(reference)
     path = file.path
@@ -69,13 +66,12 @@ def load_recipe(
     except ValidationError as error:
         # A default that follows from another key is not found where that one is wrong.
         wrong = [e for e in error.errors() if e["type"] != "default_factory_not_called"]
-        found = [_explain(e, path, lines) for e in wrong]
-        more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
-        raise UserError("; ".join(found[:3]) + more) from error
+        messages = [_explain(e, path, lines) for e in wrong]
+        more = f"; and {len(messages) - 3} more" if len(messages) > 3 else ""
+        raise UserError("; ".join(messages[:3]) + more) from error
 
 
 def _set_ratio(values: dict[str, Any], ratio: float, lines: Lines) -> None:
-    """Put one ratio in place of every ratio and size."""
     mask = values.get("mask")
     pattern = str(mask.get("pattern", UNSTRUCTURED)) if isinstance(mask, dict) else UNSTRUCTURED
     if pattern != UNSTRUCTURED:
@@ -98,23 +94,22 @@ def _set_size(values: dict[str, Any], size: Mapping[str, str], name: str, lines:
 
 
 def _drop_own_ratios(values: dict[str, Any], lines: Lines) -> None:
-    """Leave out the ratios of single spaces that the file has: they have a line there."""
+    """Remove the ratios of single spaces that the file has, but not those of overrides."""
     spaces = values.get("spaces")
-    if isinstance(spaces, dict):
-        values["spaces"] = {
-            name: _without_ratio(own) if lines.get(("spaces", name, "ratio")) else own for name, own in spaces.items()
-        }
-
-
-def _without_ratio(own: Any) -> Any:
-    return {key: value for key, value in own.items() if key != "ratio"} if isinstance(own, dict) else own
+    if not isinstance(spaces, dict):
+        return
+    values["spaces"] = {
+        name: {key: value for key, value in own.items() if key != "ratio"}
+        if isinstance(own, dict) and lines.get(("spaces", name, "ratio"))
+        else own
+        for name, own in spaces.items()
+    }
 
 
 def parse_yaml(content: str, path: Path) -> tuple[dict[str, Any], Lines]:
-    """A YAML mapping and the line of each of its key paths. What an alias stands for is one object in all its places.
+    """Read a YAML mapping, and the line of each of its key paths. A key that is given twice is refused.
 
-    Raises:
-        UserError: not YAML, not a mapping, or a key given twice.
+    An alias becomes one object in all its places.
     """
     lines: Lines = {}
 
@@ -152,42 +147,41 @@ def _apply_override(values: dict[str, Any], override: str) -> tuple[str, ...]:
     except ValueError as error:
         raise UserError(f"--set {override[:_MOST_SHOWN]}: {_shown(text)} is not a YAML value") from error
     *parents, last = key.split(".")
-    place = values
+    mapping = values
     for depth, parent in enumerate(parents):
-        found = place.get(parent, {})
-        if not isinstance(found, dict):
+        below = mapping.get(parent, {})
+        if not isinstance(below, dict):
             raise UserError(f"--set {override}: {'.'.join(parents[: depth + 1])} holds a value, not keys")
-        place[parent] = place = dict(found)
-    place[last] = value
+        mapping[parent] = mapping = dict(below)
+    mapping[last] = value
     return (*parents, last)
 
 
 def _shown(value: Any) -> str:
-    """A value in a message of one line."""
     text = repr(value)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
 
 
 def _drop_strength(values: dict[str, Any], keys: tuple[str, ...], lines: Lines) -> None:
-    """Where a method that has no strength was set in place of the file's own, leave out what the file says of one.
+    """If a method without a strength was set in place of the file's own, remove what the file says of a strength.
 
     Args:
         values: of the recipe, changed in place.
         keys: path of the key that was just set.
-        lines: where keys stand.
+        lines: of keys.
     """
     if keys[:1] != ("spaces",) or keys[2:] != ("compensation", "method"):
         return
-    own = values["spaces"][keys[1]]["compensation"]
-    traits = FACTS.get(own["method"]) if isinstance(own["method"], str) else None
-    if traits is not None and not traits.uses_strength:
+    compensation = values["spaces"][keys[1]]["compensation"]
+    facts = FACTS.get(compensation["method"]) if isinstance(compensation["method"], str) else None
+    if facts is not None and not facts.uses_strength:
         for key in ("lambda", "lambda_grid", "lambda_by"):
             if lines.get((*keys[:-1], key), 0):
-                own.pop(key, None)
+                compensation.pop(key, None)
 
 
 def _allowed_keys(loc: tuple[Any, ...]) -> list[str]:
-    """Keys allowed in the mapping that a location's last key stands in."""
+    """Return the keys that are allowed in the mapping of a location's last key."""
     place: Any = FullRecipe
     for key in loc[:-1]:
         place = _mapping(get_args(place)[1] if get_origin(place) is dict else _fields(place)[key])
@@ -195,12 +189,12 @@ def _allowed_keys(loc: tuple[Any, ...]) -> list[str]:
 
 
 def _fields(model: type[BaseModel]) -> dict[str, Any]:
-    """Key of a model → type of its value."""
+    """Return key → type of its value."""
     return {field.alias or name: field.annotation for name, field in model.model_fields.items()}
 
 
 def _mapping(annotation: Any) -> Any:
-    """The model or the `dict` among the alternatives of an annotation; such an annotation has one of them."""
+    """Return the model or the `dict` among the alternatives of an annotation, which has one of them."""
     alternatives = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     return next(
         each
@@ -210,7 +204,7 @@ def _mapping(annotation: Any) -> Any:
 
 
 def _explain(error: Any, path: Path, lines: Lines) -> str:
-    """One of pydantic's errors in a recipe's own words."""
+    """Return the message for one of pydantic's errors."""
     loc = tuple(part for part in error["loc"] if part != "[key]")
     keys = tuple(str(part) for part in loc)
     line = next((lines[keys[:n]] for n in range(len(keys), 0, -1) if keys[:n] in lines), None)

@@ -1,4 +1,4 @@
-"""The shipped recipes and finding a recipe's file, without torch: a wrong name is refused before anything is loaded."""
+"""The shipped recipes, and files of recipes. Without torch, so that a wrong name is refused at once."""
 
 import difflib
 from collections.abc import Mapping
@@ -14,11 +14,11 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.records import Origin
 
 DEFAULT_RECIPE = "best-uniform"
-"""The shipped recipe of those who name none: a newcomer's first output loads without remote code."""
+"""The recipe of users who name none: a newcomer's first output loads without remote code."""
 WIDER_CHOICE = "best"
 """The shipped recipe that is the default one with widths per block."""
 MOST_BYTES = 2**18
-"""Of a recipe; the shipped ones have a few thousand."""
+"""A recipe has at most so many bytes; the shipped ones have a few thousand."""
 
 
 @dataclass(frozen=True)
@@ -46,16 +46,12 @@ def recipes_folder() -> Path:
     return installed if installed.is_dir() else package.parent / "recipes"
 
 
-def shipped_recipes() -> dict[str, RecipeFile]:
+@cache
+def shipped_recipes() -> Mapping[str, RecipeFile]:
     """Return name → file of every shipped recipe, sorted by name.
 
     `recipes/names.yaml` lists those that are another one with some keys changed.
     """
-    return dict(_shipped())
-
-
-@cache
-def _shipped() -> dict[str, RecipeFile]:
     folder = recipes_folder()
     recipes = {path.stem: RecipeFile(path, name=path.stem, is_first=True) for path in folder.glob("*.yaml")}
     del recipes["names"]
@@ -70,8 +66,7 @@ def _shipped() -> dict[str, RecipeFile]:
 def find_recipe(reference: str) -> RecipeFile:
     """Return the file of a shipped recipe's name, or of a path to a file or to a folder with one recipe.
 
-    Raises:
-        UserError: none of them, or a folder with several; the nearest shipped names are suggested, three at most.
+    A name that is none is refused with the nearest shipped names.
     """
     shipped = shipped_recipes()
     if reference in shipped:
@@ -93,23 +88,17 @@ def find_recipe(reference: str) -> RecipeFile:
 
 
 def _only_recipe(folder: Path) -> RecipeFile:
-    found = sorted(each for each in folder.iterdir() if each.suffix in {".yaml", ".yml"} and each.is_file())
-    if not found:
+    recipes = sorted(path for path in folder.iterdir() if path.suffix in {".yaml", ".yml"} and path.is_file())
+    if not recipes:
         raise UserError(f"{folder} is a folder without a recipe; give a .yaml file")
-    if len(found) > 1:
-        named = ", ".join(str(folder / each.stem) for each in found[:3])
-        raise UserError(
-            f"{folder} has {len(found)} recipes; give one of them: {named}{', …' if len(found) > 3 else ''}"
-        )
-    return RecipeFile(found[0], name=found[0].stem)
+    if len(recipes) > 1:
+        names = ", ".join([*(str(folder / path.stem) for path in recipes[:3]), *["…"][: len(recipes) > 3]])
+        raise UserError(f"{folder} has {len(recipes)} recipes; give one of them: {names}")
+    return RecipeFile(recipes[0], name=recipes[0].stem)
 
 
 def recipe_text(file: RecipeFile) -> str:
-    """Return the content of a recipe file, comments included; the keys that `changes` has are written anew.
-
-    Raises:
-        UserError: it is not text.
-    """
+    """Return the content of a recipe file, comments included; with `changes`, it is written anew."""
     try:
         text = read_input(file.path, MOST_BYTES).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -1,10 +1,15 @@
-"""Where the moments of a job come from: nowhere, statistics on disk, or a live stream of hidden states."""
+"""The source of a job's moments: none, statistics on disk, or a live stream of hidden states; and the step on it."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.phases import phase
 from ckpt_prune.job.prepared import Prepared
+from ckpt_prune.job.stage import Stage
+from ckpt_prune.job.step import PruneStep
 from ckpt_prune.measure.moment_sources import CachedMoments, DriftMoments, MomentSource, NoMoments, SequentialMoments
+from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.stages.rotation.moments import RotatedMoments
 from ckpt_prune.stages.rotation.rotated_checkpoint import RotatedCheckpoint
 
@@ -13,8 +18,7 @@ def open_moments(prepared: Prepared, grams: Mapping[str, bool] | None) -> Moment
     """Open a source of moments at the first block.
 
     Args:
-        prepared: the job.
-        grams: space or linear module → whether live moments hold more than the least: Grams, or Grams of centred keys;
+        grams: space or linear module → True if live moments hold more than the least: Grams, or Grams of centred keys;
             None if no moments are needed.
     """
     recipe = prepared.recipe
@@ -38,3 +42,21 @@ def open_moments(prepared: Prepared, grams: Mapping[str, bool] | None) -> Moment
     assert prepared.statistics is not None
     cached = CachedMoments(prepared.statistics, prepared.model)
     return RotatedMoments(cached, prepared.basis) if isinstance(prepared.basis, RotatedCheckpoint) else cached
+
+
+def prune_step(stage: Stage, prepared: Prepared) -> PruneStep:
+    """Return the step of a stage that has a pruner, at the first block."""
+    pruner = stage.pruner(prepared)
+    assert pruner is not None
+    with phase("calibration"):
+        return PruneStep(pruner, open_moments(prepared, stage.grams(prepared)))
+
+
+def check_collected(prepared: Prepared, statistics: Statistics) -> None:
+    """Refuse statistics that lack what a mask or factors of linear modules are computed from."""
+    missing = [kind for kind in prepared.recipe.collect if kind not in statistics.index.collect]
+    if missing and prepared.recipe.needs_moments:
+        raise UserError(
+            f"recipe {prepared.recipe.name} needs {' and '.join(prepared.recipe.collect)}, and {statistics.folder} has "
+            f"no {' and no '.join(missing)}: calibrate with --collect {','.join(prepared.recipe.collect)}"
+        )

@@ -1,4 +1,4 @@
-"""What an output will be at some widths: container, files and cost, known before any tensor is made."""
+"""The output at some widths: container, files and cost, known before any tensor is made."""
 
 from dataclasses import replace
 
@@ -8,6 +8,7 @@ from ckpt_prune.job.cost import cost_of
 from ckpt_prune.job.decisions import Decisions
 from ckpt_prune.job.layout import Layout, Output, layout_of, plan_layout
 from ckpt_prune.job.prepared import Prepared
+from ckpt_prune.job.records import Cost
 from ckpt_prune.model.containers.choosing import REMOTE, choose_container, remote_note
 from ckpt_prune.model.containers.container import Container, Ranks, Widths
 from ckpt_prune.model.model import Model
@@ -21,22 +22,14 @@ from ckpt_prune.stages.rotation.rotated_checkpoint import RotatedCheckpoint
 
 
 def plan_output(prepared: Prepared) -> Prepared:
-    """Decide what is left open of the output: units of sites that the recipe's ratio settles, container, files, cost.
-
-    Raises:
-        UserError: no container can hold it.
-    """
+    """Decide what is still open of the output: units that the recipe's ratio decides, container, files, cost."""
     decided = Decisions(prepared.recipe) if prepared.decided is None else prepared.decided
     planned = output_at(prepared, decided.widths(prepared.model)) if prepared.planned is None else prepared.planned
     return replace(prepared, decided=decided, planned=planned)
 
 
 def output_at(prepared: Prepared, widths: Widths) -> Output:
-    """Return the output of a job at some widths.
-
-    Raises:
-        UserError: no container can hold it.
-    """
+    """Return the output of a job at some widths."""
     if isinstance(prepared.basis, SlicedCheckpoint):
         return sliced_output(prepared.model, prepared.basis, widths)
     model, low_rank = prepared.model, prepared.recipe.get(LowRank)
@@ -53,10 +46,8 @@ def output_at(prepared: Prepared, widths: Widths) -> Output:
     aside: Layout = {}
     if rotated is not None:
         aside = {ROTATIONS: RotationSizes.of(rotated.kind, model).layout}
-    shapes = {name: shape for tensors in layout.values() for name, shape in tensors.items()}
-    # The output's config: rotations may have untied the head.
-    cost = cost_of(model.with_config(parse_config(container.config)), shapes)
-    return Output(container, layout, cost, aside, ranks)
+    # The cost is that of the output's config: rotations may have untied the head.
+    return Output(container, layout, _cost(model, container, layout), aside, ranks)
 
 
 def sliced_output(model: Model, view: SlicedCheckpoint, widths: Widths) -> Output:
@@ -66,30 +57,25 @@ def sliced_output(model: Model, view: SlicedCheckpoint, widths: Widths) -> Outpu
         model: the dense model.
         view: the same in other bases.
         widths: units of its blocks, all of them.
-
-    Raises:
-        UserError: no container can hold it.
     """
-    if not view.shared:
-        container = choose_container(model, widths, view.biases, requested=REMOTE)
-        note = remote_note(container.model_type, "the residual stream changes its basis between blocks")
-        container = replace(container, config=view.config_values(container.config), note=note)
-        _check_part(model, container, rotated=True)
-        layout = plan_layout(model, widths, container, view.added)
-    else:
+    if view.shared:
         container, layout = narrow_container(view)
         _check_part(model, container, rotated=True)
+        return Output(container, layout, _cost(model, container, layout))
+    container = choose_container(model, widths, view.biases, requested=REMOTE)
+    note = remote_note(container.model_type, "the residual stream changes its basis between blocks")
+    container = replace(container, config=view.config_values(container.config), note=note)
+    _check_part(model, container, rotated=True)
+    layout = plan_layout(model, widths, container, view.added)
+    return Output(container, layout, _cost(model, container, layout))
+
+
+def _cost(model: Model, container: Container, layout: Layout) -> Cost:
     shapes = {name: shape for tensors in layout.values() for name, shape in tensors.items()}
-    cost = cost_of(model.with_config(parse_config(container.config)), shapes)
-    return Output(container, layout, cost)
+    return cost_of(model.with_config(parse_config(container.config)), shapes)
 
 
 def _check_part(model: Model, container: Container, rotated: bool) -> None:
-    """Refuse what a part of a composite has no room for: its blocks stay those of the whole's stock class.
-
-    Raises:
-        UserError: rotations, which what feeds the part's stream from elsewhere does not follow, or remote code.
-    """
     within = model.checkpoint.within
     if within is None:
         return
@@ -107,10 +93,10 @@ def _check_part(model: Model, container: Container, rotated: bool) -> None:
 def _container(prepared: Prepared, widths: Widths, rotated: RotatedCheckpoint | None, ranks: Ranks) -> Container:
     model, recipe = prepared.model, prepared.recipe
     biases = {module for module in model.family.linears if model.has(module, "bias")}
-    for space, own in recipe.spaces.items():
+    for space, settings in recipe.spaces.items():
         pruned = any(width.get(space, model.units(space)) < model.units(space) for width in widths)
-        if pruned and own.compensation.opens_bias:
-            biases |= set(model.family.spaces[space].rewritten(own.compensation.method))
+        if pruned and settings.compensation.opens_bias:
+            biases |= set(model.family.spaces[space].rewritten(settings.compensation.method))
     turns = rotated is not None and bool(rotated.turns)
     chosen = choose_container(
         model,

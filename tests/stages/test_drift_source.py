@@ -103,7 +103,7 @@ def test_drift_is_that_of_the_pruned_prefix(dense, case, true_sequential, tmp_pa
     variant, (sites, ratios) = case.partition(" ")[0], CASES[case]
     job = job_on(dense.folder(variant), variant, ratios, true_sequential=true_sequential)
     source = source_of(job)
-    monkeypatch.setattr("ckpt_prune.stages.pruning.open_moments", lambda *_: source)
+    monkeypatch.setattr("ckpt_prune.stages.moments.open_moments", lambda *_: source)
     report = prune(job, tmp_path / "out")
     assert source.seen.keys() == {(block, space) for block in range(BLOCKS) for space in ratios}
     output: PreTrainedModel = (
@@ -149,7 +149,7 @@ def test_blocks_may_be_passed_over(dense):
 
 def test_a_resumed_run_is_byte_identical(dense, tmp_path, monkeypatch):
     job = job_on(dense.folder("opt"), "opt", HALF, true_sequential=True)
-    monkeypatch.setattr("ckpt_prune.stages.pruning.open_moments", lambda prepared, _: source_of(prepared))
+    monkeypatch.setattr("ckpt_prune.stages.moments.open_moments", lambda prepared, _: source_of(prepared))
     with pytest.MonkeyPatch.context() as patch:
         interrupt_at(patch, CheckpointWriter, "commit", 2)
         with pytest.raises(KeyboardInterrupt):

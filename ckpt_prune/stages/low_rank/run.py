@@ -4,9 +4,9 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.measure.moment_sources import CachedMoments
 from ckpt_prune.model.family import DATA_OPTIONS
-from ckpt_prune.stages.linears import check_collected
 from ckpt_prune.stages.low_rank.factorer import Factorer
 from ckpt_prune.stages.low_rank.stage import LowRank
+from ckpt_prune.stages.moments import check_collected
 
 
 def check_low_rank(low_rank: LowRank, prepared: Prepared) -> None:

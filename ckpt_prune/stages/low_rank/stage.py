@@ -130,7 +130,7 @@ class LowRank(Stage):
 
     def step(self, prepared: "Prepared", run: "Run") -> "Step":
         """Return what factors a block."""
-        from ckpt_prune.stages.pruning import prune_step
+        from ckpt_prune.stages.moments import prune_step
 
         return prune_step(self, prepared)
 

@@ -9,11 +9,10 @@ from ckpt_prune.job.run import Run
 from ckpt_prune.job.step import PruneStep
 from ckpt_prune.measure.moment_sources import SequentialMoments
 from ckpt_prune.model.family import DATA_OPTIONS
-from ckpt_prune.stages.linears import check_collected
 from ckpt_prune.stages.mask.masker import Masker, check_widths
 from ckpt_prune.stages.mask.shares import shared_out
 from ckpt_prune.stages.mask.stage import Mask
-from ckpt_prune.stages.pruning import prune_step
+from ckpt_prune.stages.moments import check_collected, prune_step
 from ckpt_prune.stages.rotation.run import rotations_in_turn
 
 

@@ -10,8 +10,8 @@ from ckpt_prune.job.report import StrengthSearch
 from ckpt_prune.job.run import Run
 from ckpt_prune.job.walk import walk
 from ckpt_prune.measure.moment_sources import SequentialMoments
+from ckpt_prune.stages.moments import prune_step
 from ckpt_prune.stages.output import plan_output
-from ckpt_prune.stages.pruning import prune_step
 from ckpt_prune.stages.spaces.checks import check_enough_samples
 from ckpt_prune.stages.spaces.pruner import Pruner
 from ckpt_prune.stages.spaces.size_search import at_size

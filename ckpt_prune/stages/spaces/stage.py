@@ -205,7 +205,7 @@ class Spaces(Stage):
 
     def step(self, prepared: "Prepared", run: "Run") -> "Step":
         """Return what prunes a block."""
-        from ckpt_prune.stages.pruning import prune_step
+        from ckpt_prune.stages.moments import prune_step
 
         return prune_step(self, prepared)
 
