@@ -67,7 +67,7 @@ def make_plan(prepared: Prepared, shifting: Shifting | None = None) -> Plan:
             solver, plan = at.solver, at.solved[0]
             fisher = metric.get(model.moments_name(block, plan.site.space))
             if fisher is not None:
-                plan.divergence = solver.divergence(block, at.tensors, at.moments or (), at.solved, fisher)
+                plan.divergence = solver.divergence(at.tensors, at.moments or (), at.solved, fisher)
             if shifting is not None:
                 shifting.see(block, at)
             sites.append(plan)

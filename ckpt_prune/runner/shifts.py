@@ -63,7 +63,7 @@ class Shifting:
         plan, new = at.solved
         if new is None:
             return
-        plan.shift = at.solver.shifted(block, at.tensors, at.moments or (), at.others or (), at.solved)
+        plan.shift = at.solver.shift(at.tensors, at.moments or (), at.others or (), at.solved)
         if plan.shift is None and plan.space not in self.left:
             self.left.append(plan.space)
 

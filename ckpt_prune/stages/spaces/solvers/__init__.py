@@ -1,6 +1,6 @@
-"""Solving single sites: which units of one space of one block stay, and what makes up for the dropped ones.
+"""Solvers of single sites: they choose the units of a space that stay in a block, and make up for those that go.
 
-One class for what a space ends in; everything else goes through `solver_of`.
+One class for what a space ends in; other code goes through `solver_of`.
 """
 
 import torch
@@ -22,19 +22,9 @@ SOLVERS: dict[Ends, type[Solver]] = {
     "experts": ExpertSolver,
     "values": ValueSolver,
 }
-"""What solves the sites of a space, by what it ends in."""
 
 
 def solver_of(
     model: Model, recipe: Recipe, space: SpaceName, device: torch.device, *, diagnostics: bool = False
 ) -> Solver:
-    """What solves the sites of one space.
-
-    Args:
-        model: the dense model.
-        recipe: scores and compensation.
-        space: which of its spaces.
-        device: where the closed forms are solved, in float64.
-        diagnostics: also compute CORP's errors, spectra and held-out errors.
-    """
     return SOLVERS[model.family.spaces[space].ends](model, recipe, space, device, diagnostics)

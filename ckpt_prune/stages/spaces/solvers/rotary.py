@@ -1,6 +1,6 @@
 """Sites of rotary pairs: of queries and keys that are turned by position."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,163 +19,110 @@ from ckpt_prune.compensation.rotary import (
     rotary_system,
     solve_factors,
 )
-from ckpt_prune.job.decisions import Decision
 from ckpt_prune.job.plan import SitePlan
 from ckpt_prune.job.records import SiteShift
 from ckpt_prune.job.selection import in_heads, select_in_heads
+from ckpt_prune.job.step import Tensors
 from ckpt_prune.measure.moments.inputs import sum_folds
 from ckpt_prune.measure.moments.kinds import SpaceMoments
 from ckpt_prune.measure.moments.rotary import RotaryMoments
 from ckpt_prune.measure.statistics.fisher import Fisher
 from ckpt_prune.model.family import KINDS
 from ckpt_prune.scoring.rotary_scores import ROTARY_SCORES, bare_errors, refitted_errors
-from ckpt_prune.stages.spaces.solvers.base import SolvedSite, Solver
-from ckpt_prune.stages.spaces.solvers.head_errors import (
-    enter_diagnostics,
-    enter_errors,
-    enter_held_out,
-    over_heads,
-    settle_strength,
-)
-
-_TRIAL_STRENGTH = 0.001
+from ckpt_prune.stages.spaces.solvers.base import SolvedSite
+from ckpt_prune.stages.spaces.solvers.heads import HeadSolver
 
 
-class RotarySolver(Solver):
+class RotarySolver(HeadSolver[RotaryMoments]):
     """Solves sites whose units are rotary pairs, as many in every KV head."""
 
     collects = "rotary"
+    moments_type = RotaryMoments
 
     @property
     def tried_out(self) -> bool:
-        """With factors, as they are tried out."""
         return self.own.compensation.method == "factors"
 
-    @property
-    def _groups(self) -> int:
-        return self.model.dimension("group")
-
     def samples_needed(self, kept: int, tokens: int) -> tuple[int, str]:
-        """Samples whose pairs of tokens settle two unknowns a pair."""
+        """Return how many samples have as many pairs of tokens as two unknowns a pair take."""
         return -(-2 * kept // tokens**2), f"{2 * kept} unknowns of a head"
 
     @classmethod
     def trial(cls, *, biased: bool) -> dict[str, Any]:
-        """Optimal brain surgeon and factors."""
-        return {"score": "obs", "compensation": {"method": "factors", "lambda": _TRIAL_STRENGTH}}
+        return {"score": "obs", "compensation": {"method": "factors", "lambda": 0.001}}
 
     @phase("ranking")
-    def scores(
-        self, block: int, tensors: Mapping[str, Tensor], folds: SpaceMoments, score: str | None = None
-    ) -> Tensor:
-        """Scores of the pairs of every KV head, (KV heads, pairs) float64."""
+    def scores(self, block: int, tensors: Tensors, folds: SpaceMoments, score: str | None = None) -> Tensor:
+        """Return the scores of the pairs of every KV head, (KV heads, pairs) float64."""
         query, key = (tensors[self.model.tensor(block, module)].to(self.device) for module in self.description.readers)
-        known = tuple(each.to(self.device) for each in _moments(folds))
-        every = self._every().to(self.device)
-        pairs, layout = every.shape[1], self.description.pairs
-        rows = pair_rows(every, pairs, self._groups, layout).view(len(every), -1, pairs, 2)
+        moments, pairs, layout = self._moments(folds), self.model.units(self.space), self.description.pairs
+        every = torch.arange(pairs).expand(self.model.copies(self.space), -1).to(self.device)
+        rows = pair_rows(every, pairs, self.model.dimension("group"), layout).view(len(every), -1, pairs, 2)
         of_query = query[rows.transpose(1, 2)]
         of_key = key[pair_rows(every, pairs, 1, layout)]
-        return ROTARY_SCORES[score or self.own.score].function(of_query, of_key, sum_folds(known) if known else None)
-
-    def _every(self) -> Tensor:
-        """All pairs of every KV head."""
-        return torch.arange(self.model.units(self.space)).expand(self.model.copies(self.space), -1)
+        function = ROTARY_SCORES[score or self.own.score].function
+        return function(of_query, of_key, sum_folds(moments) if moments else None)
 
     def errors(
-        self,
-        block: int,
-        tensors: Mapping[str, Tensor],
-        folds: SpaceMoments,
-        scores: Tensor,
-        fisher: Fisher | None = None,
+        self, block: int, tensors: Tensors, folds: SpaceMoments, scores: Tensor, fisher: Fisher | None = None
     ) -> Tensor:
-        """The squared errors of the logits, with every pair that stays refitted where the recipe does so."""
-        moments = sum_folds(tuple(each.to(self.device) for each in _moments(folds)))
+        """Return the squared errors of the logits; every pair that stays is refitted if the recipe does so."""
+        moments = sum_folds(self._moments(folds))
         curve = bare_errors if self.own.compensation.method == "none" else refitted_errors
-        lost = curve(moments, scores.to(self.device)) / moments.samples
-        return over_heads(lost, fisher)
+        return self._over_heads(curve(moments, scores.to(self.device)) / moments.samples, fisher)
 
     def select(self, scores: Tensor, keep: int) -> Tensor:
-        """As many pairs of highest score in every KV head."""
         return select_in_heads(scores.view(self.model.copies(self.space), -1), keep)
 
-    def solve(
-        self, block: int, tensors: Mapping[str, Tensor], moments: SpaceMoments | None, decision: Decision
-    ) -> SolvedSite:
-        """Select pairs of every KV head, and solve factors for them (compensation/README.md, section 9)."""
-        folds = tuple(each.to(self.device) for each in _moments(moments))
-        scores = self.scores(block, tensors, folds) if decision.scores is None else decision.scores
-        kept = self.select(scores, decision.keep) if decision.kept is None else decision.kept
-        plan = self._plan(block, None, kept, scores.flatten())
-        if kept.numel() == scores.numel():
-            return plan, None
-        pairs = self.model.units(self.space)
-        own = in_heads(kept, self.model.copies(self.space), pairs).to(self.device)
-        plan.method = self.own.compensation.method
-        factors = self._fit(plan, own, folds, decision.plan) if folds else None
+    def _compensate(
+        self, plan: SitePlan, tensors: Tensors, kept: Tensor, folds: tuple[RotaryMoments, ...], planned: SitePlan | None
+    ) -> dict[str, Tensor]:
+        pairs, factors = self.model.units(self.space), self._fit(plan, kept, folds, planned) if folds else None
         new: dict[str, Tensor] = {}
         query, key = self.description.readers
-        for module, absorbed, copies in ((query, factors, self._groups), (key, None, 1)):
+        for module, absorbed, copies in ((query, factors, self.model.dimension("group")), (key, None, 1)):
             if module not in self.description.rewritten(plan.method):
                 continue
-            for kind in KINDS:
-                name = self.model.tensor(block, module, kind)
+            for name in (self.model.tensor(plan.block, module, kind) for kind in KINDS):
                 if name in tensors:
                     rows = tensors[name].to(self.device)
-                    new[name] = absorb_factors(rows, absorbed, own, pairs, copies, self.description.pairs).cpu()
-        return plan, new
-
-    def shifted(
-        self,
-        block: int,
-        tensors: Mapping[str, Tensor],
-        folds: SpaceMoments,
-        others: SpaceMoments,
-        solved: SolvedSite,
-    ) -> SiteShift | None:
-        """Exactly, from the moments: factors are solved once more, and held against the logits of the others."""
-        plan, units = solved[0], self.own.compensation.lambda_units
-        whole, test = (sum_folds(tuple(m.to(self.device) for m in _moments(each))) for each in (folds, others))
-        copies = self.model.copies(self.space)
-        kept = in_heads(torch.tensor(plan.kept), copies, self.model.units(self.space)).to(self.device)
-        system, theirs = (rotary_system(each, kept) for each in (whole, test))
-        strength = absolute_logit_strength(plan.strength or 0.0, units, system.diagonal_mean)
-        lost = theirs.dropped_energy
-        if plan.method != "none":
-            lost = factor_errors(theirs, solve_factors(system, strength))
-        found = measure_head_shift(
-            HeadEquations.of_pairs(whole, system),
-            HeadEquations.of_pairs(test, theirs),
-            diagnose_factors(theirs, lost).floor,
-            strength,
-        )
-        freedom = 0 if plan.method == "none" else factor_freedom(system, strength)
-        return self._shift(found, float(lost.sum()) / test.samples, freedom, whole.tokens)
+                    new[name] = absorb_factors(rows, absorbed, kept, pairs, copies, self.description.pairs).cpu()
+        return new
 
     def _fit(
-        self, plan: SitePlan, kept: Tensor, folds: Sequence[RotaryMoments], settled: SitePlan | None
+        self, plan: SitePlan, kept: Tensor, folds: Sequence[RotaryMoments], planned: SitePlan | None
     ) -> Tensor | None:
-        """Fit, and enter errors and diagnostics into the plan."""
-        own, whole = self.own.compensation, sum_folds(folds)
+        units, whole = self.own.compensation.lambda_units, sum_folds(folds)
         system = rotary_system(whole, kept)
         factors: Tensor | None = None
         errors, held_out = system.dropped_energy, None
 
         def choose(grid: Sequence[float]) -> StrengthChoice:
-            return choose_factors(folds, kept, grid, own.lambda_units)
+            return choose_factors(folds, kept, grid, units)
 
         if plan.method != "none":
-            held_out = settle_strength(plan, own, settled, len(folds), choose)
-            strength = absolute_logit_strength(plan.strength or 0.0, own.lambda_units, system.diagonal_mean)
-            factors = solve_factors(system, strength)
+            held_out = self._settle_strength(plan, planned, len(folds), choose)
+            factors = solve_factors(system, absolute_logit_strength(plan.strength or 0.0, units, system.diagonal_mean))
             errors = factor_errors(system, factors)
-        enter_errors(plan, system, errors)
-        if self.diagnostics and plan.error_uncompensated is not None:
-            enter_diagnostics(plan, system, errors, diagnose_factors(system, errors), whole.samples)
-            enter_held_out(plan, held_out, len(folds), choose)
+        if self._enter_errors(plan, system, errors):
+            self._enter_diagnostics(plan, system, errors, diagnose_factors(system, errors), whole.samples)
+            self._enter_held_out(plan, held_out, len(folds), choose)
         return factors
 
-
-def _moments(folds: SpaceMoments | None) -> tuple[RotaryMoments, ...]:
-    return tuple(each for each in folds or () if isinstance(each, RotaryMoments))
+    def shift(self, tensors: Tensors, folds: SpaceMoments, test: SpaceMoments, solved: SolvedSite) -> SiteShift | None:
+        """Solve the factors once more, and compare them with the logits of the other samples; exact, from moments."""
+        plan, units = solved[0], self.own.compensation.lambda_units
+        whole, other = (sum_folds(self._moments(each)) for each in (folds, test))
+        kept = in_heads(torch.tensor(plan.kept), self.model.copies(self.space), self.model.units(self.space))
+        system, other_system = (rotary_system(each, kept.to(self.device)) for each in (whole, other))
+        strength = absolute_logit_strength(plan.strength or 0.0, units, system.diagonal_mean)
+        bare = plan.method == "none"
+        lost = other_system.dropped_energy if bare else factor_errors(other_system, solve_factors(system, strength))
+        shift = measure_head_shift(
+            HeadEquations.of_pairs(whole, system),
+            HeadEquations.of_pairs(other, other_system),
+            diagnose_factors(other_system, lost).floor,
+            strength,
+        )
+        freedom = 0 if bare else factor_freedom(system, strength)
+        return self._site_shift(shift, float(lost.sum()) / other.samples, freedom, whole.tokens)

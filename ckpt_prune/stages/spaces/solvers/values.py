@@ -1,8 +1,7 @@
 """Sites of values: directions inside KV heads, which go in a basis that is found for them."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,8 +10,8 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.phases import phase
 from ckpt_prune.compensation.values import ValueBasis, by_direction, by_head, principal_values
 from ckpt_prune.job.decisions import Decision
-from ckpt_prune.job.plan import SitePlan
 from ckpt_prune.job.records import SiteShift
+from ckpt_prune.job.step import Tensors
 from ckpt_prune.measure.moments.inputs import Moments, sum_folds
 from ckpt_prune.measure.moments.kinds import SpaceMoments, select_input_moments
 from ckpt_prune.measure.statistics.fisher import Fisher
@@ -23,122 +22,93 @@ from ckpt_prune.stages.spaces.solvers.base import SolvedSite
 from ckpt_prune.stages.spaces.solvers.columns import ColumnSolver
 
 
-@dataclass(frozen=True)
-class _Turned:
-    """A site in the basis of its directions, in which it is a site like any other.
+class _TurnedSite(NamedTuple):
+    """A site in the basis of its directions, in which it is a site of columns: the consumer and its inputs turned."""
 
-    Attributes:
-        turn: the basis.
-        tensors: those of the block, the consumer's weight turned.
-        folds: moments of its input, turned.
-    """
-
-    turn: ValueBasis
-    tensors: Mapping[str, Tensor]
+    basis: ValueBasis
+    tensors: Tensors
     folds: tuple[Moments, ...]
 
 
 class ValueSolver(ColumnSolver):
-    """Solves sites whose units are directions of values: turns them, and drops the last ones of every KV head."""
+    """Solves sites whose units are directions of values: turns them, and drops the last ones of every KV head.
+
+    Its methods do what those of `ColumnSolver` do, in the basis of the directions.
+    """
+
+    has_spectrum = False
 
     @classmethod
     def trial(cls, *, biased: bool) -> dict[str, Any]:
-        """As of columns, by what directions carry."""
         return super().trial(biased=biased) | {"score": "principal"}
 
-    def scores(
-        self, block: int, tensors: Mapping[str, Tensor], folds: SpaceMoments, score: str | None = None
-    ) -> Tensor:
-        """What directions carry of the output's energy, a token; of every KV head in its order."""
-        found = tuple(each.to(self.device) for each in select_input_moments(folds))
-        return self._turn(block, tensors, found).strengths.flatten() / sum_folds(found).count
+    def scores(self, block: int, tensors: Tensors, folds: SpaceMoments, score: str | None = None) -> Tensor:
+        """Return each direction's share of the output's energy, a token; of every KV head in its order."""
+        moments = self._moments(folds)
+        return self._basis(block, tensors, moments).strengths.flatten() / sum_folds(moments).count
 
-    def drop_order(self, block: int, tensors: Mapping[str, Tensor], moments: Moments, scores: Tensor) -> DropOrder:
-        """As of columns, in the basis of the directions."""
-        at = self._turned(block, tensors, (moments,))
-        found = super().drop_order(block, at.tensors, at.folds[0], scores)
-        return replace(found, basis=at.turn.basis(moments.width))
+    def drop_order(self, block: int, tensors: Tensors, moments: Moments, scores: Tensor) -> DropOrder:
+        site = self._turn(block, tensors, (moments,))
+        order = super().drop_order(block, site.tensors, site.folds[0], scores)
+        return replace(order, basis=site.basis.basis(moments.width))
 
-    def solve(
-        self, block: int, tensors: Mapping[str, Tensor], moments: SpaceMoments | None, decision: Decision
-    ) -> SolvedSite:
+    def solve(self, block: int, tensors: Tensors, folds: SpaceMoments | None, decision: Decision) -> SolvedSite:
         """Turn values and consumer, and solve what stays (compensation/README.md, section 10)."""
-        folds = tuple(each.to(self.device) for each in select_input_moments(moments))
+        moments = self._moments(folds)
         heads, keep = self.model.copies(self.space), decision.keep
         first = self.description.first(keep, self.model.dimension)
-        if keep == self.model.units(self.space) and not folds:  # what stays whole may not have been measured
+        if keep == self.model.units(self.space) and not moments:  # what stays whole may not have been measured
             scores = torch.zeros(first.numel()) if decision.scores is None else decision.scores
-            return self._plan(block, self.model.tensor(block, self.description.consumer), first, scores), None
-        at = self._turned(block, tensors, folds)
-        scores = at.turn.strengths.flatten() / sum_folds(folds).count
-        plan, new = super().solve(block, at.tensors, at.folds, replace(decision, kept=first, scores=scores))
+            return self._plan(block, self._consumer(block), first, scores), None
+        site = self._turn(block, tensors, moments)
+        scores = site.basis.strengths.flatten() / sum_folds(moments).count
+        plan, new = super().solve(block, site.tensors, site.folds, replace(decision, kept=first, scores=scores))
         if new is None:
             return plan, None
-        output = self.model.tensor(block, self.description.consumer)
+        output = self._consumer(block)
         new[output] = by_head(new[output], heads, keep)
         for module in self.description.readers:
             for name in (self.model.tensor(block, module, kind) for kind in KINDS):
                 if name in tensors:
-                    new[name] = at.turn.narrow_values(tensors[name].to(self.device), keep).cpu()
+                    new[name] = site.basis.narrow_values(tensors[name].to(self.device), keep).cpu()
         return plan, new
 
-    def divergence(
-        self,
-        block: int,
-        tensors: Mapping[str, Tensor],
-        folds: SpaceMoments,
-        solved: SolvedSite,
-        fisher: Fisher,
-    ) -> float | None:
-        """As of columns, in the basis of the directions."""
+    def divergence(self, tensors: Tensors, folds: SpaceMoments, solved: SolvedSite, fisher: Fisher) -> float | None:
         if solved[1] is None:
             return 0.0
-        at = self._turned(block, tensors, select_input_moments(folds))
-        return super().divergence(block, at.tensors, at.folds, self._in_basis(block, solved), fisher)
+        site = self._turn(solved[0].block, tensors, select_input_moments(folds))
+        return super().divergence(site.tensors, site.folds, self._in_basis(solved), fisher)
 
-    def shifted(
-        self,
-        block: int,
-        tensors: Mapping[str, Tensor],
-        folds: SpaceMoments,
-        others: SpaceMoments,
-        solved: SolvedSite,
-    ) -> SiteShift | None:
-        """As of columns, in the basis of the directions, which is that of the samples it was solved from."""
-        at = self._turned(block, tensors, select_input_moments(folds))
-        test = tuple(each.change_basis(at.turn.inputs) for each in select_input_moments(others))
-        return super().shifted(block, at.tensors, at.folds, test, self._in_basis(block, solved))
+    def shift(self, tensors: Tensors, folds: SpaceMoments, test: SpaceMoments, solved: SolvedSite) -> SiteShift | None:
+        site = self._turn(solved[0].block, tensors, select_input_moments(folds))
+        turned = tuple(each.change_basis(site.basis.inputs) for each in select_input_moments(test))
+        return super().shift(site.tensors, site.folds, turned, self._in_basis(solved))
 
-    def _in_basis(self, block: int, solved: SolvedSite) -> SolvedSite:
-        """A solved site with its columns by direction."""
+    def _in_basis(self, solved: SolvedSite) -> SolvedSite:
+        """Return a solved site with its columns by direction."""
         plan, new = solved
         assert new is not None
-        heads, output = self.model.copies(self.space), self.model.tensor(block, self.description.consumer)
+        heads, output = self.model.copies(self.space), self._consumer(plan.block)
         keep = new[output].shape[1] // heads // self.model.unit_columns(self.space)
         kept = self.description.first(keep, self.model.dimension).tolist()
         return plan.model_copy(update={"kept": kept}), {**new, output: by_direction(new[output], heads, keep)}
 
     def columns_of(self, units: Tensor) -> Tensor:
-        """The columns of a direction stand beside each other once they are turned."""
+        """Return the columns of directions, which are neighbours once they are turned."""
         each = self.model.unit_columns(self.space)
         return (units[:, None] * each + torch.arange(each)).flatten()
 
-    def _turned(self, block: int, tensors: Mapping[str, Tensor], folds: tuple[Moments, ...]) -> _Turned:
-        turn, name = self._turn(block, tensors, folds), self.model.tensor(block, self.description.consumer)
-        turned = {**tensors, name: turn.turn_columns(tensors[name].to(turn.values.device))}
-        return _Turned(turn, turned, tuple(each.change_basis(turn.inputs) for each in folds))
+    def _turn(self, block: int, tensors: Tensors, folds: tuple[Moments, ...]) -> _TurnedSite:
+        basis, name = self._basis(block, tensors, folds), self._consumer(block)
+        turned = {**tensors, name: basis.turn_columns(tensors[name].to(basis.values.device))}
+        return _TurnedSite(basis, turned, tuple(each.change_basis(basis.inputs) for each in folds))
 
     @phase("ranking")
-    def _turn(self, block: int, tensors: Mapping[str, Tensor], folds: tuple[Moments, ...]) -> ValueBasis:
-        """The basis, by the Gram of all folds; where the consumer may get a bias, that makes up for every mean."""
+    def _basis(self, block: int, tensors: Tensors, folds: tuple[Moments, ...]) -> ValueBasis:
+        """Return the basis by the Gram of all folds, centred if the consumer may get a bias."""
         whole = sum_folds(folds)
         if whole.gram is None:
             raise UserError("score principal needs Grams: calibrate with --collect moments,gram")
         gram = centre_gram(whole.gram, whole) if self.centred(block, tensors) else whole.gram
-        weight = tensors[self.model.tensor(block, self.description.consumer)].to(gram.device)
+        weight = tensors[self._consumer(block)].to(gram.device)
         return principal_values(weight, gram, self.model.copies(self.space), self.model.units(self.space))
-
-    @staticmethod
-    def _describe(plan: SitePlan, weight: Tensor, moments: Moments, kept: Tensor) -> None:
-        """CORP's errors alone: how many inputs are active is not told of directions."""
-        ColumnSolver.enter_errors(plan, weight, moments, kept)
