@@ -411,6 +411,7 @@ class QuantizeOptions(Options):
         str | None, BeforeValidator(lambda value: str(value) if isinstance(value, int) else value)
     ] = Field(None, description="Columns that share a scale, or channel.")
     statistics: Annotated[Path | None, BeforeValidator(path_of)] = Field(None, description="To round by: GPTQ.")
+    resume: bool = Field(False, description="Continue an interrupted run of the same job.")
     overwrite: bool = Field(False, description="Replace an existing output.")
 
 

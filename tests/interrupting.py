@@ -1,6 +1,10 @@
 """Runs that end in the middle."""
 
+from typing import Any
+
 import pytest
+
+from ckpt_prune.checkpoint.writer import CheckpointWriter
 
 
 def interrupt_at(
@@ -17,3 +21,15 @@ def interrupt_at(
         return original(*args, **kwargs)
 
     patch.setattr(owner, method, counted)
+
+
+def stop_before(patch: pytest.MonkeyPatch, stopped: str) -> None:
+    """Let a run end just before it notes that this is done."""
+    commit = CheckpointWriter.commit
+
+    def stopping(self: CheckpointWriter, unit: str, *rest: Any, **more: Any) -> None:
+        if unit == stopped:
+            raise KeyboardInterrupt
+        commit(self, unit, *rest, **more)
+
+    patch.setattr(CheckpointWriter, "commit", stopping)

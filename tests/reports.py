@@ -6,12 +6,13 @@ from typing import Any
 
 from ckpt_prune.checkpoint.json_files import pretty_json
 from ckpt_prune.common.filenames import REPORT
-from ckpt_prune.runner import recover as recovering
-from ckpt_prune.runner.recover import PreparedRecovery
+from ckpt_prune.job.job import Job
+from ckpt_prune.runner.run_job import run_job
 
 
-def recover(settled: PreparedRecovery, out: Path, **options: Any) -> dict[str, Any]:
-    return recovering.recover(settled, out, **options).data()
+def recover(job: Job, out: Path, **options: Any) -> dict[str, Any]:
+    report: dict[str, Any] = run_job(job, out, **options).report.data()
+    return report
 
 
 def comparable(path: Path) -> bytes:

@@ -20,9 +20,9 @@ from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.measure.statistics.measurement import measure_statistics
 from ckpt_prune.model.model import Model
 from ckpt_prune.recipe.reading import load_recipe
-from ckpt_prune.runner.recover import RecoveryJob, prepare_recovery, recover
 from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.stages import FullRecipe
+from ckpt_prune.stages.recovery.stage import recover_recipe
 from tests import encoders
 from tests.families import windows
 from tests.simulated_cuda import pretended_cuda
@@ -151,7 +151,9 @@ def test_a_pruned_model_is_recovered_on_a_gpu_as_on_a_cpu(sources, tmp_path):
     pruned = prune(dense, tmp_path / "pruned", load_recipe("magnitude", ratio=0.25), data, torch.device("cpu"))
     for name in DEVICES:
         with device_of(name) as device:
-            models = (Model.open(pruned), Model.open(dense))
-            request = RecoveryJob(*models, RecoverySettings(epochs=2), data, device=device)
-            recover(prepare_recovery(request), tmp_path / name)
+            recipe, training = recover_recipe(RecoverySettings(epochs=2)), RecoverySamples(data, torch.float32)
+            run_job(
+                Job(Model.open(pruned), recipe, device=device, dense=Model.open(dense), training=training),
+                tmp_path / name,
+            )
     assert_same(tmp_path / "cpu", tmp_path / "gpu")

@@ -94,7 +94,7 @@ def compare(
     from ckpt_prune.model.containers.opening import Opening, open_model
     from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
     from ckpt_prune.reporting.comparison import comparison_page
-    from ckpt_prune.runner.pairs import at_same_depth, check_models, check_same_reader, rotated_as
+    from ckpt_prune.stages.recovery.pairs import at_same_depth, check_models, check_same_reader, rotated_as
 
     trust = options.trust_remote_code
     with show_progress(progress):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt_prune.api.resuming import resumable
 from ckpt_prune.api.types import AnyModel, AnyPath, Bos, Choose, ComputeDtype, Texts
-from ckpt_prune.checkpoint.staging import check_output, partial_of, refuse_overlap
+from ckpt_prune.checkpoint.staging import check_output, refuse_overlap
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import Notices, show_progress
 from ckpt_prune.job.names import Part
@@ -16,14 +16,10 @@ from ckpt_prune.measure.samples.text_files import check_texts
 from ckpt_prune.model.supported import check_supported
 from ckpt_prune.options import PartName, RecoverOptions, checked, has_data
 from ckpt_prune.parallel.group import process_group
+from ckpt_prune.stages.recovery.stage import recover_recipe
 
 if TYPE_CHECKING:
     from ckpt_prune.job.report import Report
-
-MOST_SAMPLES = 2048
-"""Samples where none are asked for, as in the paper, or all there are."""
-FEW_SAMPLES = 32
-"""The same of scales."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +135,7 @@ def recover(
         checked(RecoverySettings, given),
         checked(LoraSettings, given),
     )
-    out, trust = options.output, options.trust_remote_code
+    out = options.output
     # Before torch is imported, what can be told without it.
     if settings.method != "laco":
         if process_group().size > 1:
@@ -161,82 +157,16 @@ def recover(
     for each in filter(None, (options.pruned, options.dense)):
         check_supported(each, options.family, options.part)
     check_texts(options.text)
-    if settings.method == "lora":
-        return _by_lora(options, settings, lora, progress)
 
-    from ckpt_prune.job.report_file import report_of
-    from ckpt_prune.measure.samples.choose import choose_fresh_samples, choose_samples
-    from ckpt_prune.measure.samples.text import read_text
-    from ckpt_prune.measure.streams.state_memory import StateMemory
-    from ckpt_prune.model.containers.opening import Opening, open_model
-    from ckpt_prune.parallel.devices import resolve_device
-    from ckpt_prune.runner import recover as recovering
-    from ckpt_prune.runner.pairs import at_same_depth, check_models, check_same_reader, refuse_factored
-    from ckpt_prune.runner.publish import wanted_names
-    from ckpt_prune.runner.read_job import asked_after, training_dtype
-    from ckpt_prune.runner.recover_scales import recover_by_scales
+    from ckpt_prune.runner.read_recovery import read_recovery
+    from ckpt_prune.runner.run_job import run_job
 
     with show_progress(progress):
         say = Notices()
-        target = resolve_device(options.device)
-        ours, theirs = (open_model(str(each), Opening.of(options)) for each in (options.pruned, options.dense))
-        dtype = training_dtype(options, target, settings.method, theirs.dtype)
-        refuse_overlap(theirs.checkpoint.path, out)
-        process_group().on_first(
-            lambda: check_output(
-                ours.checkpoint.path,
-                out,
-                resume=options.resume,
-                overwrite=options.overwrite,
-                inputs=[options.images, options.audio, options.labels, *options.text],
-                wants=wanted_names(ours.checkpoint),
-            )
-        )
-        beside, _ = at_same_depth(ours, theirs, report_of(ours.checkpoint.path))
-        check_models(ours, beside, recovering.WHY)
-        refuse_factored(ours)
-        if settings.method == "scales":
-            used = _known_samples(report_of(ours.checkpoint.path))
-            fresh = choose_fresh_samples(theirs, options, options, used, trust=trust, most=FEW_SAMPLES, say=say)
-            chosen, seen = fresh.samples, fresh.seen
-        else:
-            seen = None
-            chosen = choose_samples(theirs, options, options, trust=trust, most=MOST_SAMPLES, say=say)
-        check_same_reader(ours, theirs, read_text(options.text) if options.text else "", trust=trust)
-        request = recovering.RecoveryJob(
-            ours,
-            theirs,
-            settings,
-            chosen,
-            seed=options.seed,
-            compute_dtype=dtype,
-            device=target,
-            allocate=StateMemory(int(options.state_memory * 2**30), partial_of(out)),
-            after=asked_after(options.perplexity_after, ours),
-            seen=seen,
-        )
-        settled = recovering.prepare_recovery(request)
-        if settings.method == "scales":
-            report = recover_by_scales(settled, out, overwrite=options.overwrite, announce=say)
-            return Recovered(out, report, tuple(say.lines))
+        job = read_recovery(options, recover_recipe(settings, lora, options.seed), say)
         with resumable(out, say):
-            report = recovering.recover(settled, out, resume=options.resume, overwrite=options.overwrite, announce=say)
-        return Recovered(out, report, tuple(say.lines))
-
-
-def _known_samples(report: "Report | None") -> list[tuple[int, str]] | None:
-    """Numbers and fingerprints of the samples that a model says it was pruned on and fitted to, in turn."""
-    if report is None:
-        return None
-    data = report.calibration.entries
-    known = [(data.get("samples"), data.get("data"))]
-    adapters = report.adapters
-    fitted = []
-    while adapters is not None:
-        fitted.append((adapters.samples, adapters.data))
-        adapters = adapters.earlier
-    found = [*known, *reversed(fitted)]
-    return [(count, data) for count, data in found if isinstance(count, int) and isinstance(data, str) and data]
+            done = run_job(job, out, resume=options.resume, overwrite=options.overwrite, announce=say)
+        return Recovered(out, done.report, tuple(say.lines))
 
 
 def _check_whole(options: RecoverOptions, settings: RecoverySettings) -> None:
@@ -245,7 +175,6 @@ def _check_whole(options: RecoverOptions, settings: RecoverySettings) -> None:
     for given, said in (
         (lora and options.dense, "--dense"),
         (lora and options.part, "--part"),
-        (options.resume, "--resume"),
         (options.perplexity_after, "--perplexity-after"),
         (settings.norms, "--norms"),
         (settings.teacher != "dense", f"--teacher {settings.teacher}"),
@@ -263,45 +192,3 @@ def _refuse_adapters(given: LoraSettings) -> None:
     for name in ("rank", "alpha", "seconds"):
         if getattr(given, name) != LoraSettings.model_fields[name].default:
             raise UserError(f"--{name} is for --method lora")
-
-
-def _by_lora(options: RecoverOptions, settings: RecoverySettings, lora: LoraSettings, progress: bool) -> Recovered:
-    from ckpt_prune.adapting.recover import LoraRequest, recover_by_lora
-    from ckpt_prune.measure.samples.choose import choose_samples
-    from ckpt_prune.model.containers.opening import Opening, open_model
-    from ckpt_prune.parallel.devices import resolve_device
-    from ckpt_prune.runner.pairs import check_one_stream, refuse_factored
-    from ckpt_prune.runner.publish import wanted_names
-    from ckpt_prune.runner.read_job import training_dtype
-    from ckpt_prune.stages.recovery.lora import require_peft
-    from ckpt_prune.stages.recovery.lora_examples import make_examples
-    from ckpt_prune.stages.recovery.run import check_trainable
-
-    require_peft()
-    with show_progress(progress):
-        say = Notices()
-        target = resolve_device(options.device)
-        ours = open_model(options.pruned, Opening.of(options))
-        check_one_stream(ours, "adapters have no place beside its skip connections")
-        refuse_factored(ours)
-        check_output(
-            ours.checkpoint.path,
-            options.output,
-            overwrite=options.overwrite,
-            inputs=[options.images, options.audio, options.labels, *options.text],
-            wants=wanted_names(ours.checkpoint),
-        )
-        samples = choose_samples(ours, options, options, trust=options.trust_remote_code, most=MOST_SAMPLES, say=say)
-        check_trainable(len(samples))
-        request = LoraRequest(
-            ours,
-            settings,
-            lora,
-            samples,
-            make_examples(ours, samples, options),
-            seed=options.seed,
-            compute_dtype=training_dtype(options, target),
-            device=target,
-        )
-        report = recover_by_lora(request, options.output, overwrite=options.overwrite, announce=say)
-        return Recovered(options.output, report, tuple(say.lines))

@@ -26,6 +26,7 @@ from ckpt_prune.stages.quantize.scheme import BITS
     help="Statistics of MODEL (`ckpt-prune calibrate MODEL --collect moments,gram,linears`): round by GPTQ, so that "
     "later columns make up for earlier ones, in place of rounding to nearest.",
 )
+@click.option("--resume", is_flag=True, help="Continue an interrupted run of the same job.")
 @overwrite_option
 @json_option
 def command(as_json: bool, **given: Any) -> None:
@@ -34,7 +35,8 @@ def command(as_json: bool, **given: Any) -> None:
     The linear weights of the blocks are rounded to nearest, symmetric, each group of columns with the scale that
     changes it least; with --statistics by GPTQ. Embeddings, norms and heads stay as they are. OUT is in the form of
     compressed-tensors (pack-quantized), which transformers loads where that package is installed, and which vLLM reads.
-    No more than one tensor is in memory, with --statistics also one Gram. Zeros stay zeros.
+    One block is in memory at a time, with --statistics also its Grams. Zeros stay zeros. An interrupted run leaves
+    OUT.partial, for --resume.
 
     `verify OUT --against MODEL` proves it, `evaluate OUT --against MODEL` says what it cost.
 

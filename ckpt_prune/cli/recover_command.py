@@ -65,8 +65,8 @@ def command(as_json: bool, **given: Any) -> None:
     on the images' classes), and merged; the whole model is in memory. What was zero is zero again after merging, and
     the weights of the epoch that is best on held-out samples are kept as they are stored, if any is better.
 
-    The output appears only when it is complete. With --method laco an interrupted run leaves OUT.partial, for --resume;
-    the others begin again.
+    The output appears only when it is complete. An interrupted run leaves OUT.partial, for --resume. It continues with
+    the next block, or with scales or adapters that are fitted; what was half fitted is fitted again.
 
     \b
       ckpt-prune recover PRUNED --dense MODEL --text train.txt -o OUT

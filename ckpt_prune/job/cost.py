@@ -5,6 +5,7 @@ from math import prod
 import torch
 
 from ckpt_prune.job.records import Cost
+from ckpt_prune.model.containers.container import stored_container
 from ckpt_prune.model.factors import factor_names
 from ckpt_prune.model.model import Model, TensorSpecs, patches
 from ckpt_prune.model.skeleton import is_parameter, stock_names
@@ -21,7 +22,11 @@ def cost_of(model: Model, shapes: TensorSpecs | None = None) -> Cost:
     head, embedding = f"{family.head}.weight", f"{family.on_disk(family.embedding or '')}.weight"
     sizes = {name: prod(shape) for name, (_, shape) in shapes.items() if is_parameter(name)}
     # A head's bias is tied in some classes (BERT's) and its own in others (DistilBERT's).
-    tied = stock_names(model.checkpoint.config, family.architecture).tied if model.tied else frozenset()
+    tied: frozenset[str] = frozenset()
+    if model.tied and model.has_remote_code:
+        tied = stored_container(model.checkpoint).names().tied
+    elif model.tied:
+        tied = stock_names(model.checkpoint.config, family.architecture).tied
     parameters = sum(size for name, size in sizes.items() if name not in tied)
     size = sum(prod(shape) * dtype.itemsize for dtype, shape in shapes.values())
     probe = family.architectures[family.architecture].probe

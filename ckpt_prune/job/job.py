@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ckpt_prune._version import __version__
 from ckpt_prune.job.latency import Latencies
@@ -54,6 +55,7 @@ class RecoverySamples:
         allocate: makes the tensors that hold hidden states.
         after: numbers of blocks k, for the perplexity of the model whose first k blocks are recovered.
         seen: whether the model is pruned on these samples, too; None if that is not known.
+        classes: of images, (N,) int64, for training that needs them.
     """
 
     samples: Samples
@@ -61,6 +63,7 @@ class RecoverySamples:
     allocate: Allocate = allocate_in_memory
     after: frozenset[int] = frozenset()
     seen: bool | None = None
+    classes: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class Job:
     """A model, what to do with it, and the data for that.
 
     Attributes:
-        model: the dense model.
+        model: the model that the output is made from.
         recipe: what to do with it.
         statistics: of the dense model, if they were measured before.
         live: samples to measure on.
@@ -79,6 +82,7 @@ class Job:
         by_default: True if the user named no recipe.
         origin: where the recipe, or that of the plan, was fetched from; None if it was here.
         latencies: of this machine, if the recipe's size is a latency.
+        dense: the model that `model` was made from, if that is pruned already.
     """
 
     model: Model
@@ -92,6 +96,7 @@ class Job:
     by_default: bool = False
     origin: Origin | None = None
     latencies: Latencies | None = None
+    dense: Model | None = None
 
     @property
     def samples(self) -> Samples | None:
@@ -122,6 +127,8 @@ class Job:
             self.device.type,
             self.diagnostics,
         ]
+        if self.dense is not None:
+            parts.append(self.dense.checkpoint.fingerprint)
         if self.latencies is not None:
             parts.append(asdict(self.latencies))
         if self.training is not None:

@@ -27,6 +27,7 @@ class Output:
         cost: its size.
         aside: files beside the checkpoint, such as rotations, with their tensors.
         ranks: of linear modules that become two; empty if none does.
+        copied: files of the source that the output has, too, besides those that always travel along.
     """
 
     container: Container
@@ -34,6 +35,7 @@ class Output:
     cost: Cost
     aside: Layout = field(default_factory=dict)
     ranks: Ranks = ()
+    copied: tuple[str, ...] = ()
 
 
 def plan_layout(

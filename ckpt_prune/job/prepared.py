@@ -61,6 +61,7 @@ class Prepared:
         hidden: how many dimensions of the residual stream stay.
         basis: the model in another basis of its residual stream: rotated, or sliced.
         note: why the model is of another class than the job's, or None.
+        target: the dense model in the basis of the job's own, if that is pruned already.
         wide: the model before its residual stream was narrowed; None if it was not.
         narrow: maps hidden states of `wide`, (..., d), to what the stream of `model` has room for, (..., k).
         left_whole: spaces that stay whole because no stock class has fewer of their units.
@@ -85,6 +86,7 @@ class Prepared:
     hidden: HiddenRecord | None = None
     basis: Basis | None = None
     note: str | None = None
+    target: ModelView | None = None
     wide: Model | None = None
     narrow: Callable[[Tensor], Tensor] | None = None
     left_whole: tuple[SpaceName, ...] = ()
@@ -226,6 +228,11 @@ class Prepared:
         """The model that blocks are read from: in another basis if there is one."""
         container = self.stored if self.basis is None else self.output.container
         return ModelView(self.model, self.device, self.basis, container)
+
+    @property
+    def pruned_view(self) -> ModelView:
+        """The model that blocks are recovered in: built as the output is if it was pruned before."""
+        return self.view if self.target is None else replace(self.view, container=self.output.container)
 
     @property
     def plain_view(self) -> ModelView:

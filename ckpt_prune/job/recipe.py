@@ -43,6 +43,9 @@ class StageKeys(Strict):
         goal: the group of `recipe list` that its recipes stand in; None if it decides nothing.
         changes_model: True if later stages see another model: fewer blocks, or a narrower residual stream.
         named: name → keys; a recipe may say the name in place of them.
+        bar: what the progress bar says while blocks are worked on.
+        takes_outputs: True if it goes with an output that carries code of its own.
+        writes: names beside the checkpoint that the output may have because of it.
     """
 
     key: ClassVar[str]
@@ -52,8 +55,11 @@ class StageKeys(Strict):
     prunes: ClassVar[bool] = True
     doing: ClassVar[str] = "pruned"
     goal: ClassVar[Goal | None] = None
+    bar: ClassVar[str] = "pruning"
     changes_model: ClassVar[bool] = False
     named: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    takes_outputs: ClassVar[bool] = False
+    writes: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def expand(cls, name: str, values: Mapping[str, Any]) -> dict[str, Any]:

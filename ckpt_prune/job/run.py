@@ -11,14 +11,12 @@ from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.staging import SCRATCH, Staging, disk_failures, partial_of
 from ckpt_prune.checkpoint.writer import CheckpointWriter
-from ckpt_prune.job.layout import Layout, layout_of, with_rest
+from ckpt_prune.job.layout import Layout, with_rest
 from ckpt_prune.job.model_view import ModelView
 from ckpt_prune.job.prepared import Prepared
-from ckpt_prune.job.report import Report
 from ckpt_prune.job.step import Step
 from ckpt_prune.job.store import BlockStore
 from ckpt_prune.job.timing import Stages
-from ckpt_prune.model.model import Model
 from ckpt_prune.parallel.group import process_group
 
 Announce = Callable[[str], None]
@@ -42,7 +40,7 @@ class Run:
         store: where finished blocks are, once the output is laid out.
         steps: key of a stage → what it does to each block, once they are made.
         done: what stages have done as a whole, by names of the report.
-        report: of the output, if an earlier run has finished it.
+        report: the record of the output, if an earlier run has finished it.
     """
 
     out: Path
@@ -52,7 +50,7 @@ class Run:
     store: BlockStore | None = None
     steps: dict[str, Step] = field(default_factory=dict)
     done: dict[str, Any] = field(default_factory=dict)
-    report: Report | None = None
+    report: Any = None
 
     @property
     def journal(self) -> Journal | None:
@@ -96,12 +94,6 @@ class Run:
         widths = [{space: count for space, count in kept.items() if space not in padded} for kept in prepared.widths]
         writer = self._open_writer(prepared.model.checkpoint, output.layout, output.aside)
         self.store = BlockStore(writer, output.layout, widths if prepared.recipe.spaces else None)
-        return self.store
-
-    def open_copy(self, model: Model) -> BlockStore:
-        """Lay out a copy of a model in the staging folder, with the files that the checkpoint has."""
-        layout = layout_of(model)
-        self.store = BlockStore(self._open_writer(model.checkpoint, layout, {}), layout)
         return self.store
 
     def write_rest(self, view: ModelView) -> None:

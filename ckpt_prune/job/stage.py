@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt_prune.job.recipe import StageKeys
 
 if TYPE_CHECKING:
+    from ckpt_prune.job.form import Form
     from ckpt_prune.job.prepared import Prepared
     from ckpt_prune.job.run import Run
     from ckpt_prune.job.step import BlockPruner, Step
@@ -50,6 +51,10 @@ class Stage(StageKeys):
 
     def step(self, prepared: "Prepared", run: "Run") -> "Step | None":
         """Return what the stage does to each block; None if nothing."""
+        return None
+
+    def form(self) -> "Form | None":
+        """Return the form of the output, unless it is that of `prune`."""
         return None
 
     def rewrites_blocks(self, run: "Run") -> bool:

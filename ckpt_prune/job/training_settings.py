@@ -103,7 +103,7 @@ class RecoverySettings(Strict):
 
     def of_all(self) -> dict[str, Any]:
         """As JSON, those that count where all blocks are trained at once, without what is recorded beside them."""
-        own = {"method", "lr", "samples", "seed"}
+        own = {"method", "lr", "samples", "seed", "lora"}
         return self.model_dump(mode="json", exclude={*own, "norms", "teacher"})
 
     def rate(self, hidden: int) -> float:

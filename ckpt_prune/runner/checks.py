@@ -67,11 +67,11 @@ def check_again(model: Model, recipe: Recipe) -> None:
     Raises:
         UserError: with the reason.
     """
-    if not recipe.has("mask"):
+    if not any(stage.takes_outputs for stage in stages_of(recipe)):
         check_stock(model, "units are counted alike in every block, and its blocks may differ; masks alone go into it")
     elif recipe.has("rotation"):
         check_stock(model, "rotations are absorbed by blocks of the stock shape; masks without them go into it")
-    else:
+    elif recipe.has("mask"):
         check_one_basis(model)
 
 
@@ -113,6 +113,7 @@ def check_together(job: Job) -> None:
     group.agree(
         {
             "model": job.model.checkpoint.fingerprint,
+            **({} if job.dense is None else {"dense model": job.dense.checkpoint.fingerprint}),
             data: [samples.fingerprint for samples in given],
             "recipe": recipe.digest,
             "job": job.digest,
@@ -121,10 +122,6 @@ def check_together(job: Job) -> None:
 
 
 def check_training(prepared: Prepared) -> None:
-    """Refuse to run without the samples that stages train on. A dry run needs none.
-
-    Raises:
-        UserError: there are none.
-    """
+    """Refuse to run without the samples that stages train on. A dry run needs none."""
     for stage in stages_of(prepared.recipe):
         stage.check_training(prepared)

@@ -1,127 +1,86 @@
-"""What an output holds beside its tensors: config, report, model card, remote code, and the source's side files."""
+"""What an output holds beside its tensors: config, record, model card, remote code, and the source's side files."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from ckpt_prune.checkpoint.checkpoint import CONFIG, Checkpoint
 from ckpt_prune.checkpoint.digests import sha256_files
 from ckpt_prune.checkpoint.folder_kinds import WEIGHT_NAMES, WantedNames
 from ckpt_prune.checkpoint.json_files import pretty_json
 from ckpt_prune.checkpoint.staging import Staging, write_atomically
-from ckpt_prune.checkpoint.writer import CheckpointWriter
-from ckpt_prune.common.filenames import GRAPH_FOLDER, GRAPH_RECORD, REPORT, ROTATIONS
+from ckpt_prune.common.filenames import GRAPH_RECORD, REPORT
+from ckpt_prune.job.form import Form
+from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.report import Report
-from ckpt_prune.job.report_file import report_of
-from ckpt_prune.job.run import Announce, Run, say_nothing
-from ckpt_prune.job.timing import Stages
+from ckpt_prune.job.run import Announce, Run
 from ckpt_prune.model.composites import merge_part_config
-from ckpt_prune.model.containers.container import Container
 from ckpt_prune.model.containers.remote import REMOTE_MODULE
 from ckpt_prune.model.containers.side_files import carried_files, find_side_files, top_names
-from ckpt_prune.model.model import Model
 from ckpt_prune.modeling_pruned import REFUSAL, WEIGHTS_KEY
 from ckpt_prune.report.card import model_card
+from ckpt_prune.runner.checks import stages_of
+from ckpt_prune.runner.report import report_of
 
 _CARD = "README.md"
+_PRUNED = Form(report_of)
 
 
-def publish(
-    writer: CheckpointWriter,
-    report: Report,
-    container: Container,
-    source: Checkpoint,
-    names: Iterable[str],
-    stages: Stages,
-    announce: Announce = say_nothing,
-) -> Report:
+def form_of(recipe: Recipe) -> Form:
+    """Return the form of a job's output: that of a stage, or a report of what all stages did."""
+    return next((form for stage in stages_of(recipe) if (form := stage.form()) is not None), _PRUNED)
+
+
+def publish(prepared: Prepared, records: Mapping[str, Sequence[Any]], run: Run) -> Any:
     """Write all that is no tensor and put the output in its place.
 
     Args:
-        writer: with every tensor written.
-        report: of the output, without digests and stages.
-        container: what it is stored as.
-        source: the checkpoint whose side files travel along.
-        names: files with tensors. Their digests and those of all that is written beside them are in the report.
-        stages: of the run so far.
-        announce: told which graphs of an old output stay, and are out of date.
+        prepared: the job at its end, with every tensor written.
+        records: key of a stage → records of its step on all blocks.
 
     Returns:
-        The report, as in the output's ckpt_prune.json.
+        The record, with digests of all files but itself and the card.
     """
-    with stages.stage("publishing"):
-        config = container.config if source.within is None else merge_part_config(source, container.config)
-        if container.remote_class is not None:
+    source, output, writer, form = prepared.job.model.checkpoint, prepared.output, run.writer, form_of(prepared.recipe)
+    assert writer is not None
+    record = form.make(prepared, records, run)
+    with run.stages.stage("publishing"):
+        config, remote = output.container.config, output.container.remote_class is not None
+        if source.within is not None:
+            config = merge_part_config(source, config)
+        if remote:
             config = config | {WEIGHTS_KEY: REFUSAL}
         writer.write_json(CONFIG, config)
-        if container.remote_class is not None:
+        if remote:
             code = files("ckpt_prune") / f"{REMOTE_MODULE}.py"
             writer.write_text(f"{REMOTE_MODULE}.py", code.read_text(encoding="utf-8"))
+        for name in output.copied:
+            writer.copy(source.path / name)
         for name, path in carried_files(source).items():
             writer.copy(path, name)
         writer.write_index()
-        digests = sha256_files(writer.folder, dict.fromkeys([*names, CONFIG, *sorted(writer.side_names)]))
-        carried_files(source)  # raises where one changed while it was copied
-    whole = report.model_copy(
-        update={
-            "stages": stages.records,
-            "files": digests,
-            "side_files": sorted(writer.side_names - {CONFIG} | {REPORT, _CARD}),
-            "job": writer.job,
-        }
-    )
-    writer.write_json(REPORT, whole.data())
-    writer.write_text(_CARD, model_card(whole))
-    _announce_stale(writer.out, writer.finish(), announce)
-    return whole
+        names = [*output.layout, *output.aside, *output.copied, CONFIG, *sorted(writer.side_names)]
+        digests = sha256_files(writer.folder, dict.fromkeys(names))
+        carried_files(source)  # raises if one changed while it was copied
+    ends = {
+        "stages": run.stages.records,
+        "files": digests,
+        "side_files": sorted(writer.side_names - {CONFIG} | {form.kind.record, _CARD}),
+        "job": writer.job,
+    }
+    record = record.model_copy(update={key: end for key, end in ends.items() if key in type(record).model_fields})
+    writer.write_json(form.kind.record, record.data())
+    writer.write_text(_CARD, (form.card or model_card)(record))
+    _announce_stale(writer.out, writer.finish(), run.announce)
+    return record
 
 
-def publish_copy(run: Run, model: Model, container: Container, report: Report) -> Report:
-    """Put a copy of a model in its place, with its rotations if it has any.
-
-    Args:
-        run: that has written its tensors (`Run.open_copy`).
-        model: that was copied.
-        container: what it is stored as.
-        report: of the copy, without digests and stages.
-    """
-    checkpoint, store = model.checkpoint, run.store
-    assert store is not None
-    assert store.writer is not None
-    asides = [ROTATIONS] if (checkpoint.path / ROTATIONS).is_file() else []
-    for name in asides:
-        store.writer.copy(checkpoint.path / name)
-    names = [*store.layout, *asides]
-    return publish(store.writer, report, container, checkpoint, names, run.stages, run.announce)
-
-
-def replace_record(out: Path, report: Report) -> None:
-    """Replace report and card of an output that is in its place: no digest is of them.
-
-    The report is last, so that a run which ends between the two has it still to do.
-
-    Raises:
-        UserError: they cannot be written.
-    """
-    write_atomically(out / _CARD, model_card(report))
-    write_atomically(out / REPORT, pretty_json(report.data()))
-
-
-def publish_complete(staging: Staging, announce: Announce) -> Report:
-    """Put in its place what an interrupted run has written whole.
-
-    Args:
-        staging: entered; its journal says so.
-        announce: as of `publish`.
-
-    Returns:
-        The report, as in the output's ckpt_prune.json.
-    """
+def publish_complete(staging: Staging, form: Form, announce: Announce) -> Any:
+    """Put in its place what an interrupted run has written whole. Return its record."""
     _announce_stale(staging.out, staging.publish(), announce)
-    report = report_of(staging.out)
-    assert report is not None
-    return report
+    return form.read(staging.out)
 
 
 def _announce_stale(out: Path, kept: Iterable[str], announce: Announce) -> None:
@@ -130,16 +89,17 @@ def _announce_stale(out: Path, kept: Iterable[str], announce: Announce) -> None:
             announce(f"{out / name} was exported from the output that is replaced: export it again")
 
 
-def wanted_names(source: Checkpoint, recipe: Recipe | None = None) -> WantedNames:
-    """Names that an output will have: shards, and what is no tensor.
+def replace_record(out: Path, report: Report) -> None:
+    """Replace report and card of an output that is in its place: no digest is of them.
 
-    Args:
-        source: the checkpoint that it is made from.
-        recipe: by which; None where a checkpoint is recovered.
+    The report is last, so that a run which ends between the two has it still to do.
     """
-    made = {*source.files, CONFIG, REPORT, _CARD, f"{REMOTE_MODULE}.py"}
-    if recipe is None or recipe.has("rotation"):
-        made.add(ROTATIONS)
-    if recipe is not None and recipe.has("export"):
-        made.add(GRAPH_FOLDER)
+    write_atomically(out / _CARD, model_card(report))
+    write_atomically(out / REPORT, pretty_json(report.data()))
+
+
+def wanted_names(source: Checkpoint, recipe: Recipe) -> WantedNames:
+    """Return the names that an output will have at its top, as far as they are known."""
+    made = {*source.files, CONFIG, form_of(recipe).kind.record, _CARD, f"{REMOTE_MODULE}.py"}
+    made |= {name for stage in stages_of(recipe) for name in stage.writes}
     return top_names(find_side_files(source.path)) | WEIGHT_NAMES | dict.fromkeys(made)

@@ -2,17 +2,16 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ckpt_prune.job.job import Job
 from ckpt_prune.job.prepared import Prepared, begin
-from ckpt_prune.job.report import Report
 from ckpt_prune.job.run import Announce, Run, say_nothing
 from ckpt_prune.job.walk import Records, read_records, walk
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.runner.checks import check_data, check_fit, check_together, check_training, stages_of
 from ckpt_prune.runner.open_run import open_run
-from ckpt_prune.runner.publish import publish, wanted_names
-from ckpt_prune.runner.report import report_of
+from ckpt_prune.runner.publish import publish
 from ckpt_prune.stages.output import plan_output
 
 
@@ -22,24 +21,19 @@ class Done:
 
     Attributes:
         prepared: the job with everything that was decided while it ran.
-        report: as in the output's ckpt_prune.json.
+        report: the record that the output carries; of a prune, that of ckpt_prune.json.
         finished: True if an earlier run had done all of it; then the job is as it was before anything was measured.
     """
 
     prepared: Prepared
-    report: Report
+    report: Any
     finished: bool = False
 
 
 def check_job(job: Job, *, needs_data: bool = True) -> Prepared:
     """Refuse a job that cannot work, before any data is read. Return the state in which it starts.
 
-    Args:
-        job: what is wanted.
-        needs_data: False for a dry run, which may have nothing to measure on.
-
-    Raises:
-        UserError: with the first thing that does not fit together.
+    A dry run needs no data: it may have nothing to measure on.
     """
     start = begin(job)
     check_fit(start)
@@ -51,12 +45,7 @@ def check_job(job: Job, *, needs_data: bool = True) -> Prepared:
 def preview_job(job: Job, start: Prepared | None = None) -> Prepared:
     """Return what is known of the output before anything is measured. What measuring will decide gets a stand-in.
 
-    Args:
-        job: what is wanted.
-        start: what `check_job` has returned; by default the job is checked here.
-
-    Raises:
-        UserError: with the first thing that does not fit together.
+    `start` is what `check_job` has returned; by default the job is checked here.
     """
     prepared = start or check_job(job, needs_data=False)
     for stage in stages_of(prepared.recipe):
@@ -76,39 +65,21 @@ def run_job(
     """Run a job, or continue it, into a folder that stock transformers loads.
 
     The output is written to `OUT.partial` and renamed at the end. A resumed run gives the same bytes as one
-    that was not interrupted.
+    that was not interrupted. Bad input leaves nothing behind.
 
     Args:
-        job: what is wanted.
-        out: the folder to write.
         start: what `check_job` has returned, or `preview_job` if it has decided all widths; by default the job is
             checked here.
         resume: continue an interrupted run of the same job.
         overwrite: replace an existing output, or start an interrupted run afresh.
-        announce: says a line to the user.
-
-    Raises:
-        UserError: bad input; nothing is left behind.
     """
     # 1. Refuse what cannot work, before anything is measured.
     start = start or check_job(job)
     check_training(start)
     check_together(job)
-    source = job.model.checkpoint
 
     # 2. Enter the staging folder with its journal.
-    with open_run(
-        job.digest,
-        out,
-        [source],
-        device=job.device,
-        wants=wanted_names(source, job.recipe),
-        doing=next(stage.doing for stage in reversed(stages_of(start.recipe)) if stage.prunes),
-        blocks=job.model.blocks,
-        resume=resume,
-        overwrite=overwrite,
-        announce=announce,
-    ) as run:
+    with open_run(job, out, resume=resume, overwrite=overwrite, announce=announce) as run:
         if run.report is not None:
             return Done(start, run.report, finished=True)
 
@@ -133,7 +104,7 @@ def run_job(
             stage.after_blocks(prepared, run)
 
         # 6. Config, report and card; then the folder takes its place, whole or not at all.
-        return Done(prepared, process_group().once(lambda: _publish(prepared, records, run)))
+        return Done(prepared, process_group().once(lambda: publish(prepared, records, run)))
 
 
 def write_blocks(prepared: Prepared, run: Run) -> Records:
@@ -149,14 +120,6 @@ def write_blocks(prepared: Prepared, run: Run) -> Records:
             # Blocks may be half rewritten, and only what was done to them is still asked for.
             records = read_records(prepared.model, run.steps, store)
         else:
-            records = walk(prepared.view, run.steps, store)
+            records = walk(prepared.view, run.steps, store, doing=stages[0].bar if stages else "pruning")
     run.write_rest(prepared.view)
     return records
-
-
-def _publish(prepared: Prepared, records: Records, run: Run) -> Report:
-    writer, output = run.writer, prepared.output
-    assert writer is not None
-    report = report_of(prepared, records, run)
-    names = [*output.layout, *output.aside]
-    return publish(writer, report, output.container, prepared.job.model.checkpoint, names, run.stages, run.announce)

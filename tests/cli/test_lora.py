@@ -1,7 +1,6 @@
 """`recover --method lora`: adapters on the whole model, merged into what the report says they are."""
 
 import json
-import signal
 import sys
 from itertools import count
 from pathlib import Path
@@ -14,15 +13,16 @@ from PIL import Image
 from torch.nn.functional import cross_entropy
 
 import ckpt_prune
-from ckpt_prune.adapting import recover
-from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.measure.samples.image_processor import load_processor
 from ckpt_prune.measure.samples.text import choose_windows, load_tokenizer, read_text, tokenise_text
+from ckpt_prune.stages.recovery import run_afterwards
 from ckpt_prune.stages.recovery.block_training import SampleSplit
 from tests.cli.running import TEXT, edit_weights, ok, refused, run
 from tests.cli.test_recover import changed, linears, report_of, tensors
 from tests.contract.models import CASES
+from tests.families import contents
 from tests.images import write_csv, write_images, write_vit
+from tests.interrupting import stop_before
 
 LORA = ("--method", "lora", *TEXT, "--samples", "32", "--epochs", "3", "--lr", "0.02", "--batch", "8")
 
@@ -143,7 +143,6 @@ def test_a_classifier_learns_its_classes(tmp_path: Path):
     ("words", "message"),
     [
         (("--dense", "dense"), "--dense is for --method laco: lora trains the pruned model by itself, in one go"),
-        (("--resume",), "--resume is for --method laco: lora trains the pruned model by itself, in one go"),
         (
             ("--perplexity-after", "1"),
             "--perplexity-after is for --method laco: lora trains the pruned model by itself, in one go",
@@ -172,26 +171,35 @@ def test_without_peft_it_says_which_extra(place: Path, monkeypatch: pytest.Monke
     assert refused("recover", "pruned", *LORA, "-o", "out") == "peft is not installed; `pip install ckpt-prune[lora]`"
 
 
-def test_what_is_interrupted_leaves_nothing_that_nobody_can_go_on_with(place: Path, monkeypatch: pytest.MonkeyPatch):
-    """A message said that --resume goes on with it, which this method refuses."""
-    ok("prune", "dense", "--recipe", "magnitude-50", "-o", "masked")
-    monkeypatch.setattr(CheckpointWriter, "commit", lambda *_: signal.raise_signal(signal.SIGINT))
-    assert run("recover", "masked", *LORA, "--epochs", "1", "-o", "out").exit_code == 130
-    assert not Path("out.partial").exists()
+@pytest.mark.parametrize("entry", ["adapters", "block 1"])
+def test_a_killed_run_is_resumed_to_the_same_bytes(place: Path, monkeypatch: pytest.MonkeyPatch, entry: str):
+    """Before its adapters are on disk it trains them again; after that it does not."""
+    words = ("recover", "pruned", *LORA, "--epochs", "1", "-o")
+    ok(*words, "whole")
+    with monkeypatch.context() as patch:
+        stop_before(patch, entry)
+        stopped = run(*words, "out")
+    assert stopped.exit_code == 130
     assert not Path("out").exists()
+    if entry != "adapters":
+        monkeypatch.delattr(run_afterwards, "train_adapters")
+    ok(*words, "out", "--resume")
+    assert contents(Path("out")) == contents(Path("whole"))
+    assert not Path("out.partial").exists()
+    assert "out is finished: nothing is left to do" in run(*words, "out", "--resume").stderr
 
 
 def test_a_source_that_changes_while_adapters_are_trained_is_an_error(place: Path, monkeypatch: pytest.MonkeyPatch):
     """What was trained was written beside other weights than it was trained on."""
     ok("prune", "dense", "--recipe", "magnitude-50", "-o", "masked")
-    train = recover.train_adapters
+    train = run_afterwards.train_adapters
 
     def then(*given: Any, **more: Any) -> Any:
         adapted = train(*given, **more)
         edit_weights("masked", lambda tensors: tensors["lm_head.weight"].mul_(2))
         return adapted
 
-    monkeypatch.setattr(recover, "train_adapters", then)
+    monkeypatch.setattr(run_afterwards, "train_adapters", then)
     said = run("recover", "masked", *LORA, "--epochs", "1", "-o", "out")
     assert said.exit_code == 2
     assert said.stderr.splitlines()[-1] == "Error: masked/model.safetensors changed since it was opened; run again"

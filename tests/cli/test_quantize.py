@@ -14,11 +14,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.measure.samples.text import load_tokenizer
-from ckpt_prune.stages.quantize import quantization as quantise
+from ckpt_prune.stages.quantize import step as quantise
 from tests.cli.running import edit_weights, ok, read_json, refused, run
 from tests.contract.models import CASES
 from tests.evaluation.tiny import random_windows, tiny_llama, tiny_tokenizer
+from tests.families import contents
 from tests.hub_server import Hub
+from tests.interrupting import stop_before
 from tests.once import once, run_folder
 from tests.stages.quantize.test_rounding import bits_of
 
@@ -374,3 +376,23 @@ def test_a_tokenizer_that_changes_meanwhile_is_an_error(here, monkeypatch) -> No
     assert said.exit_code == 2
     assert said.stderr.splitlines()[-1] == "Error: own/tokenizer_config.json changed since it was opened; run again"
     assert not (here / "out").exists()
+
+
+@pytest.mark.parametrize("entry", ["block 1", "rest"])
+def test_a_killed_run_is_resumed_to_the_same_bytes(here: Path, monkeypatch: pytest.MonkeyPatch, entry: str):
+    ok("calibrate", "dense", "--text", "calib.txt", "--window", "16", "--collect", "moments,gram,linears", "-o", "st")
+    words = ("quantize", "dense", "--format", "int4", "--statistics", "st", "-o")
+    ok(*words, "whole")
+    with monkeypatch.context() as patch:
+        stop_before(patch, entry)
+        stopped = run(*words, "out")
+    assert stopped.exit_code == 130
+    assert "OUT.partial keeps what is done".replace("OUT", "out") in stopped.stderr
+    rounded: list[str] = []
+    usual = quantise.pack_weight
+    monkeypatch.setattr(quantise, "pack_weight", lambda *given: rounded.append(given[0]) or usual(*given))
+    assert "of 2 blocks quantised" in run(*words, "out", "--resume").stderr
+    assert len(rounded) == (7 if entry == "block 1" else 0)
+    assert contents(Path("out")) == contents(Path("whole"))
+    assert not Path("out.partial").exists()
+    assert "out is finished: nothing is left to do" in run(*words, "out", "--resume").stderr

@@ -179,7 +179,7 @@ def test_by_default_all_windows_of_the_context_are_taken(place):
 
 
 def test_by_default_no_more_samples_than_the_paper_has(place, monkeypatch):
-    module = importlib.import_module("ckpt_prune.api.recover")
+    module = importlib.import_module("ckpt_prune.runner.read_recovery")
     assert module.MOST_SAMPLES == 2048
     monkeypatch.setattr(module, "MOST_SAMPLES", 5)
     text = ("--text", "calib.txt", "--window", "16", "--epochs", "1")

@@ -3,7 +3,6 @@
 import itertools
 import json
 import shutil
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,8 +17,9 @@ from ckpt_prune.measure.samples.text import choose_windows, load_tokenizer, read
 from ckpt_prune.stages.recovery.block_training import SampleSplit
 from tests.cli.running import TEXT, ok, refused, run
 from tests.cli.test_recover import changed, linears, report_of, tensors
+from tests.families import contents
 from tests.images import write_images, write_vit
-from tests.interrupting import interrupt_at
+from tests.interrupting import interrupt_at, stop_before
 from tests.oracles.scales import divergence
 from tests.reports import without_stages
 
@@ -144,7 +144,6 @@ def test_a_rate_that_destroys_the_model_is_not_kept(place: Path, held_out: str):
     ("words", "said"),
     [
         ("--rank 4", "--rank is for --method lora"),
-        ("--resume", "--resume is for --method laco: scales are of linear modules, fitted to all blocks at once"),
         ("--norms", "--norms is for --method laco: scales are of linear modules, fitted to all blocks at once"),
     ],
 )
@@ -157,11 +156,16 @@ def test_it_needs_the_dense_model(place: Path):
     assert said.startswith("recover needs --dense MODEL, the model that PRUNED was made from")
 
 
-def test_what_is_interrupted_leaves_nothing(place: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(CheckpointWriter, "commit", lambda *_, **__: signal.raise_signal(signal.SIGINT))
-    assert run("recover", "pruned", *SCALES, "--epochs", "1", "-o", "out").exit_code == 130
+@pytest.mark.parametrize("stopped", ["block 1", "scales"])
+def test_a_killed_run_is_resumed_to_the_same_bytes(place: Path, monkeypatch: pytest.MonkeyPatch, stopped: str):
+    words = ("recover", "pruned", *SCALES, "--epochs", "1", "-o")
+    ok(*words, "whole")
+    with monkeypatch.context() as patch:
+        stop_before(patch, stopped)
+        assert run(*words, "out").exit_code == 130
+    ok(*words, "out", "--resume")
+    assert contents(Path("out")) == contents(Path("whole"))
     assert not Path("out.partial").exists()
-    assert not Path("out").exists()
 
 
 # ---- as a step of a recipe ---------------------------------------------------------------------------------------

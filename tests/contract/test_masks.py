@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_prune.job.job import RecoverySamples
+from ckpt_prune.job.job import Job, RecoverySamples
 from ckpt_prune.job.training_settings import RecoverySettings
 from ckpt_prune.model.model import Model as PrunedModel
-from ckpt_prune.runner.recover import RecoveryJob, prepare_recovery, recover
-from ckpt_prune.runner.recover_scales import recover_by_scales
+from ckpt_prune.runner.run_job import run_job
+from ckpt_prune.stages.recovery.stage import recover_recipe
 from ckpt_prune.verification.verify import verify
 from tests.oracles.masked_model import Linear, Model, Target
 from tests.pairs import every, first_of_each
@@ -78,8 +78,8 @@ def test_what_is_pruned_is_recovered(dense: Dense, case: Case, tmp_path) -> None
     dense.prune(case, spaces_recipe(case, dict.fromkeys(case.ratios, "none")), tmp_path / "pruned")
     settings = RecoverySettings.model_validate({"epochs": 3, "lr": 0.0005, "batch": 4, "held_out": 0.25})
     pruned = PrunedModel.open(tmp_path / "pruned")
-    request = RecoveryJob(pruned, dense.model(case), settings, case.samples(16, seed=11))
-    recover(prepare_recovery(request), tmp_path / "out")
+    training = RecoverySamples(case.samples(16, seed=11), torch.float32)
+    run_job(Job(pruned, recover_recipe(settings), dense=dense.model(case), training=training), tmp_path / "out")
     report = json.loads((tmp_path / "out" / "ckpt_prune.json").read_text())
     layers = report["layers"]
     assert any(layer["mse_after"] < layer["mse_start"] for layer in layers)
@@ -99,15 +99,15 @@ def test_what_is_pruned_is_scaled(dense: Dense, case: Case, tmp_path) -> None:
     dense.prune(case, spaces_recipe(case, methods), tmp_path / "pruned")
     pruned, samples = PrunedModel.open(tmp_path / "pruned"), case.samples(16, seed=11)
     settings = RecoverySettings.model_validate({"method": "scales", **how})
-    request = RecoveryJob(pruned, dense.model(case), settings, samples)
-    told = recover_by_scales(prepare_recovery(request), tmp_path / "out", overwrite=False, announce=lambda line: None)
+    training = RecoverySamples(samples, torch.float32)
+    job = Job(pruned, recover_recipe(settings), dense=dense.model(case), training=training)
+    told = run_job(job, tmp_path / "out").report
     assert told.adapters is not None
     assert told.adapters.modules > 0
     assert told.adapters.loss_after < told.adapters.loss_before
     for check in verify(tmp_path / "out"):
         assert check.passed or check.name == "sparsity", check
     recipe = spaces_recipe(case, methods, recovery={"method": "scales", **how})
-    training = RecoverySamples(samples, torch.float32)
     at_once = dense.prune(case, recipe, tmp_path / "at-once", training=training)
     assert at_once["adapters"] | {"seconds": 0} == told.data()["adapters"] | {"seconds": 0}
     assert tensor_files(tmp_path / "at-once") == tensor_files(tmp_path / "out") != tensor_files(tmp_path / "pruned")

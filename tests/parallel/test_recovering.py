@@ -8,11 +8,11 @@ from safetensors.torch import load_file
 
 from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.measure.samples.samples import TokenWindows
-from ckpt_prune.runner.recover import recover
 from ckpt_prune.stages.recovery.block_training import SampleSplit, rows_within
 from tests import families
 from tests.interrupting import interrupt_at
 from tests.parallel.threads import in_threads
+from tests.reports import recover
 from tests.stages.recovering import QUICK, recovery_job
 
 TRAINING = {"epochs": 2, "lr": 0.001, "batch": 3, "held_out": 0.34, "accumulate": 2}
@@ -23,7 +23,7 @@ def recovered(pruned: Path, dense: Path, out: Path, size: int, **options):
 
     def work(_group):
         job = recovery_job(pruned, dense, TokenWindows(families.windows(7)), after=frozenset({1}), **TRAINING)
-        return recover(job, out, **options).data()
+        return recover(job, out, **options)
 
     reports = in_threads(size, work)
     assert all(report == reports[0] for report in reports)

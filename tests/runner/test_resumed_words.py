@@ -3,7 +3,7 @@
 import pytest
 
 from ckpt_prune.checkpoint.journal import Journal
-from ckpt_prune.runner.resuming import summary
+from ckpt_prune.runner.open_run import summary
 
 
 @pytest.mark.parametrize(

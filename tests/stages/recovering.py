@@ -12,12 +12,13 @@ from transformers import PreTrainedModel
 
 import ckpt_prune
 from ckpt_prune.common.filenames import REPORT
+from ckpt_prune.job.job import Job, RecoverySamples
 from ckpt_prune.job.training_settings import RecoverySettings
 from ckpt_prune.measure.samples.samples import Samples, TokenWindows
 from ckpt_prune.model.model import Model
-from ckpt_prune.runner.recover import PreparedRecovery, RecoveryJob, prepare_recovery
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.recovery.block_training import SampleSplit
+from ckpt_prune.stages.recovery.stage import recover_recipe
 from ckpt_prune.verification.verify import verify
 from tests import encoders, families
 from tests.reports import recover
@@ -56,16 +57,12 @@ def training_data(variant: str) -> Samples:
     return TokenWindows(families.windows(SAMPLES, 24, seed=11))
 
 
-def recovery_request(pruned: Path, dense: Path, samples: Samples, **changes: Any) -> RecoveryJob:
-    """`changes` are settings, or other arguments of the request."""
-    settings = {k: changes.pop(k) for k in list(changes) if k in RecoverySettings.model_fields}
-    chosen = RecoverySettings.model_validate(QUICK | settings)
-    return RecoveryJob(Model.open(pruned), Model.open(dense), chosen, samples, **changes)
-
-
-def recovery_job(pruned: Path, dense: Path, samples: Samples, **changes: Any) -> PreparedRecovery:
-    """The same, settled."""
-    return prepare_recovery(recovery_request(pruned, dense, samples, **changes))
+def recovery_job(pruned: Path, dense: Path, samples: Samples, **changes: Any) -> Job:
+    """`changes` are settings, the seed, or other arguments of the samples."""
+    settings = {key: changes.pop(key) for key in list(changes) if key in RecoverySettings.model_fields}
+    recipe = recover_recipe(RecoverySettings.model_validate(QUICK | settings), seed=changes.pop("seed", 0))
+    training = RecoverySamples(samples, changes.pop("compute_dtype", torch.float32), **changes)
+    return Job(Model.open(pruned), recipe, dense=Model.open(dense), training=training)
 
 
 def pruned_by(folder: Path, out: Path, recipe: FullRecipe, data: Samples | None) -> Path:

@@ -14,7 +14,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import REPORT, ROTATIONS
 from ckpt_prune.measure.samples.samples import Samples, TokenWindows
 from ckpt_prune.model.model import Model
-from ckpt_prune.runner.pairs import check_same_reader
+from ckpt_prune.stages.recovery.pairs import check_same_reader
 from tests import encoders, families
 from tests.evaluation.tiny import tiny_tokenizer
 from tests.families import contents, windows

@@ -13,14 +13,15 @@ import torch
 from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import REPORT
-from ckpt_prune.job.job import RecoverySamples
+from ckpt_prune.job.job import Job, RecoverySamples
+from ckpt_prune.job.training_settings import RecoverySettings
 from ckpt_prune.measure.samples.samples import TokenWindows
 from ckpt_prune.measure.streams.state_memory import StateMemory
 from ckpt_prune.model.model import Model
 from ckpt_prune.recipe.reading import load_recipe
-from ckpt_prune.runner.recover import PreparedRecovery
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.recovery import laco as recoverer
+from ckpt_prune.stages.recovery.stage import RecoverRecipe
 from tests import encoders, families
 from tests.families import BLOCKS, contents, prune, windows
 from tests.interrupting import interrupt_at
@@ -341,27 +342,29 @@ CHANGED: dict[str, Any] = {
 }
 
 
-def changed(job: PreparedRecovery, key: str) -> PreparedRecovery:
-    request = job.request
-    if key in type(request.settings).model_fields:
-        return given(job, settings=request.settings.model_copy(update={key: CHANGED[key]}))
-    return given(job, **{key: CHANGED[key]})
+def changed(job: Job, key: str) -> Job:
+    if hasattr(job.training, key):
+        return trained(job, **{key: CHANGED[key]})
+    assert isinstance(job.recipe, RecoverRecipe)
+    stage = job.recipe.recovery.model_copy(update={key: CHANGED[key]})
+    return replace(job, recipe=job.recipe.model_copy(update={"recovery": stage}))
 
 
-def given(job: PreparedRecovery, **changes: Any) -> PreparedRecovery:
-    return replace(job, request=replace(job.request, **changes))
+def trained(job: Job, **changes: Any) -> Job:
+    assert job.training is not None
+    return replace(job, training=replace(job.training, **changes))
 
 
 def test_a_job_is_known_by_everything_its_output_depends_on(dense, masked_llama, tmp_path):
     job = recovery_job(masked_llama, dense.folder("llama"), training_data("llama"))
-    assert set(type(job.request.settings).model_fields) <= CHANGED.keys()
+    assert set(RecoverySettings.model_fields) <= CHANGED.keys()
     others = [changed(job, key) for key in CHANGED]
     other_pruned = pruned_by(dense.folder("llama"), tmp_path / "pruned", wanted("magnitude", ratio=0.4), None)
-    others.append(given(job, pruned=Model.open(other_pruned)))
-    others.append(given(job, dense=Model.open(other_pruned)))
+    others.append(replace(job, model=Model.open(other_pruned)))
+    others.append(replace(job, dense=Model.open(other_pruned)))
     assert len({each.digest for each in [job, *others]}) == 1 + len(others)
     # Where states are kept makes no difference.
-    assert given(job, allocate=StateMemory(0, tmp_path)).digest == job.digest
+    assert trained(job, allocate=StateMemory(0, tmp_path)).digest == job.digest
 
 
 @pytest.mark.parametrize("key", ["lr", "seed", "samples"])
@@ -421,7 +424,7 @@ def test_states_on_disk_change_no_byte(dense, masked_llama, tmp_path, limit):
     memory = StateMemory(limit, tmp_path)
     job = recovery_job(masked_llama, dense.folder("llama"), training_data("llama"), **SEVERAL)
     recover(job, tmp_path / "plain")
-    recover(given(job, allocate=memory), tmp_path / "mapped")
+    recover(trained(job, allocate=memory), tmp_path / "mapped")
     assert contents(tmp_path / "mapped") == contents(tmp_path / "plain")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mapped", "plain"]
 

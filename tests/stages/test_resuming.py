@@ -18,8 +18,8 @@ from ckpt_prune.measure.samples.samples import TokenWindows
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.recipe.reading import load_recipe
-from ckpt_prune.runner.resuming import summary
-from ckpt_prune.stages.recovery import rescaling
+from ckpt_prune.runner.open_run import summary
+from ckpt_prune.stages.recovery import scale_blocks
 from ckpt_prune.stages.spaces.effects import gradients
 from ckpt_prune.stages.spaces.effects.measured import measure_effects
 from ckpt_prune.stages.spaces.pruner import Pruner
@@ -73,7 +73,7 @@ def test_nothing_is_done_twice_and_the_bytes_are_those_of_one_run(sources, tmp_p
         (Journal, "record", records),
         (HiddenStream, "observe", observed),
         (Pruner, "block", solved),
-        (rescaling, "fitted_scales", fitted),
+        (scale_blocks, "fit_scales", fitted),
     ):
         watch(monkeypatch, owner, method, seen)
     prune(job(sources, name), out, resume=True, announce=said.append)

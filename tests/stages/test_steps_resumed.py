@@ -9,14 +9,13 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor
 
-from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.job import walk as module
 from ckpt_prune.job.job import RecoverySamples
 from ckpt_prune.job.step import Step
-from ckpt_prune.runner import recover as recovering
 from ckpt_prune.runner import run_job as running
 from ckpt_prune.stages import FullRecipe
 from tests.families import contents, job_on, prune, recipe, windows
+from tests.interrupting import stop_before
 from tests.reports import recover
 from tests.stages.recovering import QUICK, recovery_job, training_data
 
@@ -64,10 +63,9 @@ class Rounding(Step):
 @pytest.fixture(autouse=True)
 def rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every walk end with rounding."""
-    for owner in (running, recovering):
-        monkeypatch.setattr(
-            owner, "walk", lambda view, steps, *rest, **more: module.walk(view, with_rounding(steps), *rest, **more)
-        )
+    monkeypatch.setattr(
+        running, "walk", lambda view, steps, *rest, **more: module.walk(view, with_rounding(steps), *rest, **more)
+    )
     monkeypatch.setattr(
         running, "read_records", lambda model, steps, store: module.read_records(model, with_rounding(steps), store)
     )
@@ -75,18 +73,6 @@ def rounding(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def with_rounding(steps: Mapping[str, Step]) -> dict[str, Step]:
     return {**steps, "rounded": Rounding()}
-
-
-def stop_before(patch: pytest.MonkeyPatch, stopped: str) -> None:
-    """Let a run end just before it notes that this is done."""
-    commit = CheckpointWriter.commit
-
-    def stopping(self: CheckpointWriter, unit: str, *rest: Any, **more: Any) -> None:
-        if unit == stopped:
-            raise KeyboardInterrupt
-        commit(self, unit, *rest, **more)
-
-    patch.setattr(CheckpointWriter, "commit", stopping)
 
 
 def job(sources: Any, name: str) -> Any:

@@ -12,7 +12,9 @@ from ckpt_prune.model.containers.checking import check_stored
 from ckpt_prune.model.containers.remote import remote_class
 from ckpt_prune.model.description_checks import check_description
 from ckpt_prune.model.descriptions import family_for_config, read_description
+from ckpt_prune.model.matching import match_checkpoint
 from ckpt_prune.model.model import Model
+from ckpt_prune.model.skeleton import parse_config
 from ckpt_prune.model.supported import attach_description
 from ckpt_prune.options import OpeningOptions
 
@@ -70,6 +72,12 @@ def open_model(model: str, how: Opening | None = None) -> Model:
         UserError: also where the family is not known.
     """
     return Model.of(open_checkpoint(model, how))
+
+
+def open_fitted(model: str) -> Model:
+    """Open a checkpoint whose weights are only rewritten, also under a config that pruning would refuse."""
+    checkpoint, family = match_checkpoint(open_checkpoint(model))
+    return Model(checkpoint, family, parse_config(checkpoint.config))
 
 
 def apply_description(config: dict[str, Any], family: Path | None) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from ckpt_prune.common.filenames import GRAPH_FOLDER
 from ckpt_prune.job.graph_settings import GraphSettings
 from ckpt_prune.job.stage import Stage
 
@@ -14,6 +15,7 @@ class Export(GraphSettings, Stage):
     key = "export"
     summary = "End in an ONNX graph, in the output's folder onnx."
     prunes = False
+    writes = (GRAPH_FOLDER,)
 
     format: Literal["onnx"] = Field("onnx", description="What is written, into the output's folder onnx.")
     proof: bool = Field(

@@ -27,6 +27,7 @@ class Mask(Stage):
     key = "mask"
     goal = "zeros"
     doing = "masked"
+    takes_outputs = True
     summary = "Zeros in the weights of every block, instead of spaces."
     excludes: ClassVar[Mapping[str, str]] = {
         "spaces": "a recipe has either spaces, which lose units, or a mask, which zeroes weights; for both, prune "

@@ -14,9 +14,7 @@ from ckpt_prune.common.records import Count, Figure, FixedRecord
 from ckpt_prune.job.report import Source
 from ckpt_prune.stages.quantize.scheme import Format, PackingScheme
 
-QUANTISATION_KIND = FolderKind(
-    QUANTISED_RECORD, "what `quantize` wrote", frozenset({"README.md"}), unfinished="dropped"
-)
+QUANTISATION_KIND = FolderKind(QUANTISED_RECORD, "what `quantize` wrote", frozenset({"README.md"}))
 
 
 class RoundedWeight(FixedRecord):
@@ -39,6 +37,7 @@ class QuantizationRecord(FixedRecord):
         report: `ckpt_prune.json` of the source, if it has one.
         files: file → sha256.
         side_files: names of other files written.
+        job: digest of all that the output depends on.
     """
 
     version: Literal[1] = 1
@@ -58,6 +57,11 @@ class QuantizationRecord(FixedRecord):
     report: dict[str, Any] | None = None
     files: dict[str, str] = Field(default_factory=dict)
     side_files: list[str] = Field(default_factory=list)
+    job: str = ""
+
+    def data(self) -> dict[str, Any]:
+        """Return the record as the file has it."""
+        return self.model_dump(mode="json")
 
     def __repr_args__(self) -> list[tuple[str | None, Any]]:
         """Show the main fields."""
@@ -75,6 +79,11 @@ class QuantizationRecord(FixedRecord):
     def scheme(self) -> PackingScheme:
         """Storage of the weights."""
         return PackingScheme(self.format, self.group_size)
+
+
+def find_record(folder: Path) -> QuantizationRecord | None:
+    """Return the record of a quantised checkpoint; None if there is none."""
+    return read_record(folder) if (folder / QUANTISED_RECORD).is_file() else None
 
 
 def read_record(folder: Path) -> QuantizationRecord:

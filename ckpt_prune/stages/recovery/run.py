@@ -12,12 +12,11 @@ from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.recovery_records import RecoveredLayer
 from ckpt_prune.job.run import Run
 from ckpt_prune.job.step import Step, Tensors
-from ckpt_prune.model.family import DATA_OPTIONS
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.stages.recovery.block_training import SampleSplit
 from ckpt_prune.stages.recovery.laco import Recoverer
-from ckpt_prune.stages.recovery.reports import recovery_of
-from ckpt_prune.stages.recovery.rescaling import rescaled
+from ckpt_prune.stages.recovery.record import recovery_of
+from ckpt_prune.stages.recovery.scale_blocks import scale_blocks
 from ckpt_prune.stages.recovery.stage import Recovery
 
 
@@ -56,34 +55,8 @@ class RecoverStep(Step):
             yield
 
 
-def check_recovery(recovery: Recovery, prepared: Prepared) -> None:
-    """Refuse blocks that the model does not have, and too few samples to train on.
-
-    Raises:
-        UserError: with the reason.
-    """
-    recovery.blocks(prepared.model.blocks)
-    if prepared.job.training is not None:
-        check_trainable(len(prepared.job.training.samples))
-
-
-def check_training(prepared: Prepared) -> None:
-    """Refuse to run without samples to train on.
-
-    Raises:
-        UserError: there are none.
-    """
-    if prepared.job.training is None:
-        data = DATA_OPTIONS[prepared.model.family.modality]
-        raise UserError(f"recipe {prepared.recipe.name} recovers on samples, beside any statistics: give {data}")
-
-
 def check_trainable(samples: int) -> None:
-    """Refuse too few samples to train on and hold some out.
-
-    Raises:
-        UserError: fewer than two.
-    """
+    """Refuse too few samples to train on and hold some out."""
     if samples < 2:
         raise UserError(f"recovery needs samples to train on and others to hold out: give at least 2, not {samples}")
 
@@ -92,22 +65,24 @@ def recover_step(recovery: Recovery, prepared: Prepared) -> RecoverStep | None:
     """Return what trains each block after it is pruned; None if all are recovered at the end."""
     if recovery.at_the_end:
         return None
-    training, view = prepared.job.training, prepared.view
+    training, dense_view = prepared.job.training, prepared.target or prepared.view
     assert training is not None
-    split = SampleSplit.of(len(training.samples), recovery.held_out)
-    how: dict[str, Any] = {"allocate": training.allocate, "group": process_group()}
-    dense = view.stream(training.samples, training.compute_dtype, **how)
-    pruned = view.stream(training.samples, training.compute_dtype, sizes=split.sizes(recovery, process_group()), **how)
+    group, split = process_group(), SampleSplit.of(len(training.samples), recovery.held_out)
+    how: dict[str, Any] = {"allocate": training.allocate, "group": group}
+    samples, dtype = training.samples, training.compute_dtype
+    dense = dense_view.stream(samples, dtype, **how)
+    pruned = prepared.pruned_view.stream(samples, dtype, sizes=split.sizes(recovery, group), **how)
     return RecoverStep(
-        Recoverer(dense, view.block, pruned, split, recovery, recovery.seed, training.after, training.allocate)
+        Recoverer(dense, dense_view.block, pruned, split, recovery, recovery.seed, training.after, training.allocate)
     )
 
 
 def finish_recovery(recovery: Recovery, prepared: Prepared, run: Run) -> None:
     """Fit scales to the blocks that are written, and multiply them in; or note what LaCo has done."""
     if recovery.at_the_end:
-        run.done["adapters"] = process_group().alone(lambda: rescaled(recovery, prepared, run))
+        run.done["adapters"] = process_group().alone(lambda: scale_blocks(recovery, prepared, run))
         return
-    step = run.steps[Recovery.key]
-    assert isinstance(step, RecoverStep)
-    run.done["recovery"] = recovery_of(step.recoverer, prepared.model.checkpoint, on_the_fly=True)
+    step, dense = run.steps[Recovery.key], prepared.job.dense
+    if isinstance(step, RecoverStep):
+        checkpoint = (dense or prepared.model).checkpoint
+        run.done["recovery"] = recovery_of(step.recoverer, checkpoint, on_the_fly=dense is None)

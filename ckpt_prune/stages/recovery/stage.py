@@ -1,15 +1,18 @@
-"""The stage `recovery`: train what stays, by LaCo block by block, or by scales at the end."""
+"""The stage `recovery`: train what stays. `Recovery` is part of a recipe, `Afterwards` is the command `recover`."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from ckpt_prune.job.recipe import Recipe
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.filenames import ROTATIONS
+from ckpt_prune.job.recipe import Recipe, StageKeys
 from ckpt_prune.job.stage import Stage
-from ckpt_prune.job.training_settings import RecoverySettings
+from ckpt_prune.job.training_settings import LoraSettings, RecoverySettings
 
 if TYPE_CHECKING:
+    from ckpt_prune.job.form import Form
     from ckpt_prune.job.prepared import Prepared
     from ckpt_prune.job.run import Run
     from ckpt_prune.job.step import Step
@@ -61,15 +64,19 @@ class Recovery(RecoverySettings, Stage):
 
     def check(self, prepared: "Prepared") -> None:
         """Refuse blocks that the model does not have, and too few samples to train on."""
-        from ckpt_prune.stages.recovery.run import check_recovery
+        from ckpt_prune.stages.recovery.run import check_trainable
 
-        check_recovery(self, prepared)
+        self.blocks(prepared.model.blocks)
+        if prepared.job.training is not None:
+            check_trainable(len(prepared.job.training.samples))
 
     def check_training(self, prepared: "Prepared") -> None:
         """Refuse to run without samples to train on."""
-        from ckpt_prune.stages.recovery.run import check_training
+        from ckpt_prune.model.family import DATA_OPTIONS
 
-        check_training(prepared)
+        if prepared.job.training is None:
+            data = DATA_OPTIONS[prepared.model.family.modality]
+            raise UserError(f"recipe {prepared.recipe.name} recovers on samples, beside any statistics: give {data}")
 
     def step(self, prepared: "Prepared", run: "Run") -> "Step | None":
         """Return what trains a block right after it is pruned (LaCo)."""
@@ -79,7 +86,7 @@ class Recovery(RecoverySettings, Stage):
 
     def rewrites_blocks(self, run: "Run") -> bool:
         """Return True if an interrupted run has begun to scale the blocks."""
-        from ckpt_prune.stages.recovery.rescaling import SCALES
+        from ckpt_prune.stages.recovery.scale_blocks import SCALES
 
         return run.writer is not None and SCALES in run.writer.notes
 
@@ -96,3 +103,65 @@ class Recovery(RecoverySettings, Stage):
             "adapters": run.done.get("adapters"),
             "layers": list(records),
         }
+
+
+class Afterwards(Recovery):
+    """Recovery of a model that was pruned before, also by LoRA. Shapes, dtypes, names and zeros stay."""
+
+    prunes = True
+    doing = "recovered"
+    bar = "writing"
+    takes_outputs = True
+    writes = (ROTATIONS,)
+
+    lora: LoraSettings = Field(default_factory=lambda: LoraSettings.model_validate({}))
+
+    @model_validator(mode="after")
+    def _in_a_recipe(self) -> Self:
+        return self
+
+    def check(self, prepared: "Prepared") -> None:
+        """Refuse a model that cannot be recovered, or not towards this dense one."""
+        from ckpt_prune.stages.recovery.run_afterwards import check_afterwards
+
+        super().check(prepared)
+        check_afterwards(self, prepared)
+
+    def preview(self, prepared: "Prepared") -> "Prepared":
+        """Give the output the shape of the model, and find the dense model's place beside it."""
+        from ckpt_prune.stages.recovery.run_afterwards import lay_out
+
+        return lay_out(self, prepared)
+
+    def before_blocks(self, prepared: "Prepared", run: "Run") -> "Prepared":
+        """Train LoRA's adapters."""
+        from ckpt_prune.stages.recovery.run_afterwards import train_before_blocks
+
+        train_before_blocks(self, prepared, run)
+        return prepared
+
+    def step(self, prepared: "Prepared", run: "Run") -> "Step | None":
+        """Return what trains a block (LaCo), or puts trained weights into it (LoRA)."""
+        from ckpt_prune.stages.recovery.run_afterwards import afterwards_step
+
+        return afterwards_step(self, prepared, run)
+
+    def form(self) -> "Form":
+        """Return the form of the output: the model's own report, and what recovery adds."""
+        from ckpt_prune.stages.recovery.record import RECOVERED
+
+        return RECOVERED
+
+
+class RecoverRecipe(Recipe):
+    """The recipe of the command `recover`: one stage."""
+
+    kinds: ClassVar[tuple[type[StageKeys], ...]] = (Afterwards,)
+
+    recovery: Afterwards
+
+
+def recover_recipe(settings: RecoverySettings, lora: LoraSettings | None = None, seed: int = 0) -> RecoverRecipe:
+    """Return the recipe that recovers a model by some settings."""
+    values = settings.model_dump() | {"seed": seed} | ({} if lora is None else {"lora": lora})
+    return RecoverRecipe.model_validate({"version": 1, "name": "recover", "recovery": values})

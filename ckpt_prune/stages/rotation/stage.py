@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field
 
+from ckpt_prune.common.filenames import ROTATIONS
 from ckpt_prune.job import names
 from ckpt_prune.job.fields import OneOf
 from ckpt_prune.job.names import Backbone, RotationKind
@@ -36,6 +37,7 @@ class Rotation(Stage):
         "the steps; shared: one for all blocks, which the weights absorb; groups: for the groups of an N:M pattern."
     )
     prunes = False
+    writes = (ROTATIONS,)
     later: ClassVar[Mapping[str, Any]] = {"measured": "dense", "compute_dtype": "float32", "entropy": "lines"}
     named: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "denoise": {

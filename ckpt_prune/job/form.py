@@ -1,0 +1,30 @@
+"""The form of an output: the record that it carries, and its model card."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckpt_prune.checkpoint.folder_kinds import OUTPUT_KIND, FolderKind
+from ckpt_prune.job.report_file import report_of
+
+if TYPE_CHECKING:
+    from ckpt_prune.job.prepared import Prepared
+    from ckpt_prune.job.run import Run
+
+
+@dataclass(frozen=True)
+class Form:
+    """How an output describes itself.
+
+    Attributes:
+        make: returns the record, from the job at its end, the records of each stage's step, and the run.
+        kind: of folder; it names the record's file.
+        read: returns the record of a finished folder, or None if it has none.
+        card: returns the text of README.md for a record; None for the card of a report.
+    """
+
+    make: Callable[["Prepared", Mapping[str, Sequence[Any]], "Run"], Any]
+    kind: FolderKind = OUTPUT_KIND
+    read: Callable[[Path], Any] = report_of
+    card: Callable[[Any], str] | None = None

@@ -1,0 +1,85 @@
+"""What a report says of recovery, and reports of models that were recovered afterwards."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.common.filenames import PRUNED_ELSEWHERE
+from ckpt_prune.common.records import Record
+from ckpt_prune.common.versions import versions
+from ckpt_prune.job.cost import cost_of
+from ckpt_prune.job.form import Form
+from ckpt_prune.job.prepared import Prepared
+from ckpt_prune.job.report import Earlier, Perplexity, Recovery, Report, UsedRecipe
+from ckpt_prune.job.report_file import report_of
+from ckpt_prune.job.run import Run
+from ckpt_prune.job.source_facts import source_of, stored_as
+from ckpt_prune.model.model import Model
+from ckpt_prune.stages.recovery.laco import Recoverer
+
+
+def recovery_of(recoverer: Recoverer, dense: Checkpoint, *, on_the_fly: bool) -> Recovery:
+    """Return how blocks were recovered.
+
+    Args:
+        recoverer: past the last block.
+        on_the_fly: whether each block was recovered right after it was pruned.
+    """
+    settings, samples = recoverer.settings, recoverer.pruned.samples
+    chosen = settings.model_dump(mode="json", exclude={"samples", "seed", "lora"})
+    perplexities = recoverer.perplexities()
+    return Recovery(
+        dense=source_of(dense).model_copy(update={"card": None}),
+        on_the_fly=on_the_fly,
+        settings=Record.model_validate(chosen | {"lr": recoverer.rate, "seed": recoverer.seed}),
+        data=Record.model_validate(
+            {
+                "modality": recoverer.pruned.factory.family.modality,
+                "data": samples.fingerprint,
+                "samples": recoverer.split.samples,
+                "held_out": len(recoverer.split.measured) if settings.held_out else 0,
+                "measured": len(recoverer.split.measured),
+                "window": samples.tokens,
+                "tokens": recoverer.split.samples * samples.tokens,
+            }
+        ),
+        perplexity_after=None if perplexities is None else [Perplexity.model_validate(entry) for entry in perplexities],
+    )
+
+
+def _recovered_report(prepared: Prepared, records: Mapping[str, Sequence[Any]], run: Run) -> Report:
+    """Return the model's own report with what was done to it added."""
+    pruned, recovery, adapters = prepared.model, run.done.get("recovery"), run.done.get("adapters")
+    own = report_of(pruned.checkpoint.path)
+    changes: dict[str, Any] = dict(versions())
+    if recovery is not None:
+        earlier = None
+        if own is not None and own.recovery is not None:
+            earlier = Earlier(recovery=own.recovery, layers=own.layers)
+        layers = list(records["recovery"])
+        changes |= {"recovery": recovery.model_copy(update={"earlier": earlier}), "layers": layers}
+    dense = pruned if recovery is None or prepared.job.dense is None else prepared.job.dense
+    report = _pruned_elsewhere(prepared, dense) if own is None else own
+    if adapters is not None:
+        changes["adapters"] = adapters.model_copy(update={"earlier": report.adapters})
+    return report.model_copy(update=changes)
+
+
+def _pruned_elsewhere(prepared: Prepared, dense: Model) -> Report:
+    """Return what is known of a model that another tool pruned."""
+    pruned = prepared.model
+    return Report(
+        recipe=UsedRecipe(name=PRUNED_ELSEWHERE),
+        source=source_of(dense.checkpoint),
+        ignored=sorted([*pruned.checkpoint.ignored, *pruned.checkpoint.shadowed]),
+        calibration=Record(),
+        # Nothing is known of what is padded.
+        container=stored_as(prepared.output.container, pruned).model_copy(update={"padded": [], "note": None}),
+        before=cost_of(dense),
+        after=cost_of(pruned),
+        sites=[],
+    )
+
+
+RECOVERED = Form(_recovered_report)
+"""Output of `recover`."""

@@ -1,0 +1,192 @@
+"""The work of the stage `Afterwards`: LaCo, scales or LoRA on a model that was pruned before."""
+
+from dataclasses import replace
+
+import torch
+from pydantic import BaseModel
+from safetensors.torch import load_file
+from torch import Tensor
+
+from ckpt_prune.checkpoint.checkpoint import CONFIG, Checkpoint
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.filenames import ROTATIONS
+from ckpt_prune.common.formatting import human_bytes
+from ckpt_prune.common.progress import meter
+from ckpt_prune.evaluation.whole_model import load_model
+from ckpt_prune.job.cost import cost_of
+from ckpt_prune.job.layout import Output, layout_of
+from ckpt_prune.job.model_view import ModelView
+from ckpt_prune.job.prepared import Prepared
+from ckpt_prune.job.report import Adapters
+from ckpt_prune.job.report_file import report_of
+from ckpt_prune.job.run import Run
+from ckpt_prune.job.step import Step, Tensors
+from ckpt_prune.model.containers.container import container_of
+from ckpt_prune.model.model import Model
+from ckpt_prune.stages.recovery.block_training import SampleSplit
+from ckpt_prune.stages.recovery.lora import LoraExamples, lora_rate, require_peft, train_adapters
+from ckpt_prune.stages.recovery.pairs import (
+    at_same_depth,
+    check_models,
+    check_one_stream,
+    refuse_factored,
+    rotated_as,
+)
+from ckpt_prune.stages.recovery.run import recover_step
+from ckpt_prune.stages.recovery.stage import Afterwards
+from ckpt_prune.stages.recovery.trainable import trainable_tensors
+
+_WEIGHT = ".weight"
+_ADAPTERS = "adapters"
+"""Entry of the journal: adapters are trained."""
+_FILE = "adapters.safetensors"
+
+
+def check_afterwards(recovery: Afterwards, prepared: Prepared) -> None:
+    """Refuse a model that cannot be recovered, or not towards this dense one."""
+    pruned, dense = prepared.model, prepared.job.dense
+    refuse_factored(pruned)
+    if recovery.method == "lora":
+        require_peft()
+        check_one_stream(pruned, "adapters have no place beside its skip connections")
+        return
+    assert dense is not None
+    same_depth, _ = at_same_depth(pruned, dense, report_of(pruned.checkpoint.path))
+    check_models(pruned, same_depth, "a model is recovered against the dense one it was made from")
+
+
+def lay_out(recovery: Afterwards, prepared: Prepared) -> Prepared:
+    """Return the job with an output of the model's own shape, and with the dense model in the model's basis."""
+    pruned, dense, container, target = prepared.model, prepared.job.dense, container_of(prepared.model), None
+    if dense is not None and recovery.method != "lora":
+        report = report_of(pruned.checkpoint.path)
+        same_depth, all_blocks = at_same_depth(pruned, dense, report)
+        rotated = rotated_as(pruned, dense, prepared.device, report)
+        # Masks leave shapes alone: in another basis, the dense model is built as the pruned one is.
+        target = ModelView(same_depth, prepared.device, rotated, None if rotated is None else container, all_blocks)
+    copied = (ROTATIONS,) if (pruned.checkpoint.path / ROTATIONS).is_file() else ()
+    output = Output(container, layout_of(pruned), cost_of(pruned), copied=copied)
+    return replace(prepared, planned=output, target=target)
+
+
+def doubt_of(prepared: Prepared) -> str | None:
+    """Return a warning if the dense model is probably a mistake: the same, or not what the model was made from."""
+    pruned, dense = prepared.model.checkpoint, prepared.job.dense
+    if dense is None:
+        return None
+    if pruned.fingerprint == dense.checkpoint.fingerprint:
+        return f"{pruned.path} and {dense.checkpoint.path} are the same model: there is nothing to recover"
+    report = report_of(pruned.path)
+    if report is None or report.source.fingerprint == dense.checkpoint.fingerprint:
+        return None
+    return (
+        f"{pruned.path} says it was made from another model ({report.source.name}) than {dense.checkpoint.path}: "
+        "right where it was pruned more than once, else give the dense model it was made from"
+    )
+
+
+def train_before_blocks(recovery: Afterwards, prepared: Prepared, run: Run) -> None:
+    """Train LoRA's adapters, unless an interrupted run has."""
+    if recovery.method == "lora" and _ADAPTERS not in run.own_journal.notes:
+        _train_adapters(recovery, prepared, run)
+
+
+def afterwards_step(recovery: Afterwards, prepared: Prepared, run: Run) -> Step | None:
+    """Return what trains a block, or puts trained weights into it; None for scales, which are fitted at the end."""
+    if recovery.method == "lora":
+        run.done["adapters"] = Adapters.model_validate(run.own_journal.notes[_ADAPTERS])
+        return _MergeStep(load_file(run.scratch / _FILE), prepared.model)
+    step = recover_step(recovery, prepared)
+    for line in (doubt_of(prepared), None if step is None else step.recoverer.summary):
+        if line is not None:
+            run.announce(line)
+    return step
+
+
+class _MergeStep(Step):
+    """Puts weights with merged adapters into each block."""
+
+    record = BaseModel
+
+    def __init__(self, weights: dict[str, Tensor], model: Model) -> None:
+        self._weights, self._transposed = weights, model.checkpoint.transposed
+
+    def act(self, block: int, tensors: Tensors) -> tuple[Tensors, list[BaseModel]]:
+        """Replace the weights that changed."""
+        changed = {name: self._weights[name] for name in tensors.keys() & self._weights.keys()}
+        return {**tensors, **{n: t.T if n in self._transposed else t for n, t in changed.items()}}, []
+
+
+def _train_adapters(recovery: Afterwards, prepared: Prepared, run: Run) -> None:
+    pruned, training, writer = prepared.model.checkpoint, prepared.job.training, run.writer
+    assert training is not None
+    assert writer is not None
+    samples, dtype = training.samples, training.compute_dtype
+    modules = adapted_modules(recovery, prepared.model)
+    run.announce(_memory_line(recovery, prepared.model, modules, dtype))
+    with run.stages.stage("loading"):
+        model = load_model(pruned.path, device=prepared.device, dtype=dtype)
+    with run.stages.stage("training"), meter(recovery.epochs, "training adapters", unit="epoch") as epochs:
+        adapted = train_adapters(
+            model,
+            {name: stored_dtype for name, (_, stored_dtype) in modules.items()},
+            LoraExamples(samples.batch(slice(None)), training.classes),
+            recovery,
+            recovery.lora,
+            rate=lora_rate(recovery, prepared.model.dimension("hidden")),
+            seed=recovery.seed,
+            progress=lambda epoch, loss: epochs.step(epoch, loss),
+        )
+    if not adapted.weights:
+        run.announce("no epoch was better on the held-out samples: the weights stay as they are")
+    # Otherwise new weights would be written beside what another process has put there since.
+    pruned.check_unchanged([*pruned.files, CONFIG])
+    record = Adapters(
+        rank=recovery.lora.rank,
+        alpha=recovery.lora.alpha,
+        lr=adapted.rate,
+        seed=recovery.seed,
+        settings=recovery.of_all(),
+        data=samples.fingerprint,
+        samples=len(samples),
+        window=samples.tokens if training.classes is None else None,
+        measured=len(SampleSplit.of(len(samples), recovery.held_out).measured),
+        modules=len(adapted.weights),
+        parameters=adapted.parameters,
+        steps=adapted.steps,
+        epochs=adapted.epochs,
+        seconds=round(adapted.seconds, 3),
+        loss_before=adapted.loss_before,
+        loss_after=adapted.loss_after,
+    )
+    writer.keep(_FILE, {modules[name][0]: weight.cpu().contiguous() for name, weight in adapted.weights.items()})
+    writer.commit(_ADAPTERS, note=record.model_dump(mode="json"))
+
+
+def adapted_modules(recovery: Afterwards, model: Model) -> dict[str, tuple[str, torch.dtype]]:
+    """Map linear modules of the loaded model to the tensor on disk that is their weight, and its type."""
+    stored = Checkpoint.open(model.checkpoint.path)
+    tensors = {name: torch.empty(info.shape, dtype=info.dtype, device="meta") for name, info in stored.tensors.items()}
+    names = container_of(model).names()
+    modules = {}
+    for block in recovery.blocks(model.blocks):
+        for name in trainable_tensors(model.family, block, tensors, recovery.only):
+            parameters = names.parameters(name) if name.endswith(_WEIGHT) and tensors[name].numel() else ()
+            if len(parameters) == 1 and parameters[0].endswith(_WEIGHT):
+                modules[parameters[0].removesuffix(_WEIGHT)] = (name, tensors[name].dtype)
+    if not modules:
+        raise UserError(f"{stored.path}: transformers holds its linear modules as others, which peft gives no adapters")
+    return modules
+
+
+def _memory_line(
+    recovery: Afterwards, model: Model, modules: dict[str, tuple[str, torch.dtype]], dtype: torch.dtype
+) -> str:
+    tensors = model.checkpoint.tensors
+    model_bytes = sum(info.numel for info in tensors.values()) * dtype.itemsize
+    kept = sum(tensors[name].numel * stored.itemsize for name, stored in modules.values() if name in tensors)
+    return (
+        f"LoRA holds the whole model, {human_bytes(model_bytes + 2 * kept)} with its weights as they were and become, "
+        f"and the activations of a batch of {recovery.batch} (--accumulate for parts of it); --method laco "
+        "holds one block"
+    )
