@@ -1,0 +1,1 @@
+"""GGUF files: written, proven in llama.cpp, and read."""

@@ -1,0 +1,119 @@
+"""Which architecture of llama.cpp computes what a family of transformers computes: names, keys and rules, as data.
+
+A family's own architecture has one shape for all blocks. Two have shapes per block: `deci` (a Llama, with biases) and
+`openelm` (a Llama with norms of queries and keys, and a tied head). Both are used only where blocks differ.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+QUERY, KEY, VALUE, OUTPUT = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"
+ATTENTION = {QUERY: "attn_q", KEY: "attn_k", VALUE: "attn_v", OUTPUT: "attn_output"}
+GATED = {"mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
+NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
+HEAD_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
+SANDWICH = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+LLAMA = NORMS | ATTENTION | GATED
+
+SILU = ("silu", "swish")
+TANH_GELU = ("gelu_pytorch_tanh", "gelu_new")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How llama.cpp names and computes a model.
+
+    Attributes:
+        name: of the architecture in llama.cpp.
+        model_type: of the config.json that it computes.
+        block: module of a block in transformers → tensor in GGUF, without "blk.N." and ".weight" or ".bias".
+        outer: the same outside the blocks.
+        neighbours: llama.cpp rotates pairs of neighbouring rows where transformers rotates the halves of a head, so
+            that rows of q and k are reordered.
+        norm_offset: what is added to the weights of norms.
+        values: GGUF key, without the architecture's name → key of config.json.
+        only: key of config.json → the values that llama.cpp computes.
+        biases: modules that may have a bias; None: any.
+        window: llama.cpp applies the config's sliding window. Elsewhere the context is cut to the window.
+        pattern: block → whether it is an exception (full attention, no rotary positions): the last of every N.
+        constants: GGUF keys that it asks for besides.
+        epsilon: GGUF key of the norms' epsilon.
+        differs: blocks may have different shapes.
+    """
+
+    name: str
+    model_type: str
+    block: Mapping[str, str] = field(default_factory=lambda: LLAMA)
+    outer: Mapping[str, str] = field(default_factory=lambda: OUTER)
+    neighbours: bool = False
+    norm_offset: int = 0
+    values: Mapping[str, str] = field(default_factory=dict)
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    biases: frozenset[str] | None = None
+    window: bool = False
+    pattern: int | None = None
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    epsilon: str = "layer_norm_rms_epsilon"
+    differs: bool = False
+
+
+_SILU = {"hidden_act": SILU}
+_GELU = {"hidden_activation": (*TANH_GELU, None)}
+_NONE: frozenset[str] = frozenset()
+_INPUTS = frozenset({QUERY, KEY, VALUE})
+_SOFTCAPS = {
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+
+ARCHITECTURES = (
+    Architecture("llama", "llama", neighbours=True, only=_SILU),
+    Architecture("llama", "mistral", neighbours=True, only=_SILU),
+    Architecture("qwen2", "qwen2", only=_SILU | {"use_sliding_window": (False,)}, biases=_INPUTS),
+    Architecture("qwen3", "qwen3", LLAMA | HEAD_NORMS, only=_SILU | {"use_sliding_window": (False,)}, biases=_NONE),
+    Architecture("seed_oss", "seed_oss", LLAMA | {"post_attention_layernorm": "post_attention_norm"},
+                 only=_SILU, biases=_INPUTS),
+    Architecture("smollm3", "smollm3", neighbours=True, only=_SILU | {"use_sliding_window": (False,)}, biases=_NONE,
+                 pattern=4),
+    Architecture("gemma", "gemma", norm_offset=1, only=_GELU, biases=_NONE),
+    Architecture("gemma2", "gemma2", SANDWICH | ATTENTION | GATED, norm_offset=1, values=_SOFTCAPS, only=_GELU,
+                 biases=_NONE, window=True, pattern=2),
+    Architecture("gemma3", "gemma3_text", SANDWICH | ATTENTION | GATED | HEAD_NORMS, norm_offset=1, only=_GELU |
+                 {"attn_logit_softcapping": (None,), "final_logit_softcapping": (None,)}, biases=_NONE, window=True,
+                 pattern=6),
+    Architecture("phi3", "phi3", NORMS | {"self_attn.qkv_proj": "attn_qkv", OUTPUT: "attn_output",
+                 "mlp.gate_up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}, only=_SILU, biases=_NONE,
+                 constants={"attention.sliding_window": 0}),
+    Architecture("olmo2", "olmo2", ATTENTION | GATED | HEAD_NORMS | {
+                 "post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"},
+                 only=_SILU, biases=_NONE),
+    Architecture("granite", "granite", neighbours=True, only=_SILU, values={
+                 "logit_scale": "logits_scaling", "residual_scale": "residual_multiplier",
+                 "embedding_scale": "embedding_multiplier", "attention.scale": "attention_multiplier"}),
+    Architecture("starcoder2", "starcoder2", NORMS | ATTENTION | {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"},
+                 only={"hidden_act": TANH_GELU}, epsilon="layer_norm_epsilon"),
+    Architecture("command-r", "cohere", {"input_layernorm": "attn_norm"} | ATTENTION | GATED, only=_SILU, biases=_NONE,
+                 values={"logit_scale": "logit_scale"}, epsilon="layer_norm_epsilon"),
+    Architecture("ernie4_5", "ernie4_5", only=_SILU, biases=_NONE),
+    Architecture("stablelm", "stablelm", only=_SILU | {"use_parallel_residual": (False,), "qk_layernorm": (False,)},
+                 biases=_INPUTS | frozenset(NORMS) | {"model.norm"}, epsilon="layer_norm_epsilon",
+                 constants={"use_parallel_residual": False}),
+    Architecture("nemotron", "nemotron", NORMS | ATTENTION | {"mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"},
+                 norm_offset=1, only={"hidden_act": ("relu2",)}, epsilon="layer_norm_epsilon"),
+)  # fmt: skip
+"""Of one shape for all blocks, by `model_type`."""
+
+_DECI = dict.fromkeys(("llama", "mistral", "qwen2", "seed_oss", "granite", "phi3"), LLAMA)
+DIFFERENT = (
+    *(Architecture("deci", each, neighbours=True, only=_SILU, differs=True) for each in _DECI),
+    Architecture("openelm", "qwen3", LLAMA | HEAD_NORMS, only=_SILU | {"use_sliding_window": (False,)}, biases=_NONE,
+                 differs=True),
+)  # fmt: skip
+"""Of blocks that differ."""

@@ -1,0 +1,143 @@
+"""Writing a checkpoint as a GGUF file that llama.cpp runs, and proving the file before it takes its place."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+
+from ckpt_prune.checkpoint.files import open_input
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.formatting import human_bytes
+from ckpt_prune.gguf.layout import lay_out
+from ckpt_prune.gguf.llama_cpp import require_runtime
+from ckpt_prune.gguf.proof import Proof, prove
+from ckpt_prune.gguf.tokenizer import tokenizer_values
+from ckpt_prune.gguf.writing import TYPES, GgufType, check_gguf_place, staged_file, type_of, write_gguf
+from ckpt_prune.model.containers.opening import Opening, open_model
+from ckpt_prune.options import ProofOptions
+
+
+@dataclass(frozen=True)
+class ExportedGguf:
+    """What became of an export.
+
+    Attributes:
+        path: of the file.
+        architecture: of llama.cpp that it names.
+        type: of its matrices.
+        bytes: of the file; 0 if it did not pass, and nothing is left.
+        notes: what else to say, a line each.
+        proof: the comparison with PyTorch; None if none was asked for.
+    """
+
+    path: Path
+    architecture: str
+    type: str
+    bytes: int
+    notes: tuple[str, ...]
+    proof: Proof | None
+
+    @property
+    def passed(self) -> bool:
+        """Whether there is a file."""
+        return self.bytes > 0
+
+    def data(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        proof = None if self.proof is None else self.proof.data()
+        return {
+            "written": self.passed,
+            "out": str(self.path),
+            "architecture": self.architecture,
+            "type": self.type,
+            "bytes": self.bytes,
+            "notes": list(self.notes),
+            "validation": proof,
+        }
+
+    def lines(self) -> list[str]:
+        """As the terminal shows it."""
+        lines = [*self.notes, *(self.proof.lines() if self.proof else ["not compared with PyTorch"])]
+        if not self.passed:
+            return [*lines, f"nothing is written to {self.path}"]
+        return [*lines, f"{self.architecture}, {self.type}, {human_bytes(self.bytes)}: written to {self.path}"]
+
+
+class _FailedProofError(Exception):
+    """The file computes something else."""
+
+
+def export_gguf(
+    model: str,
+    out: Path,
+    proving: ProofOptions,
+    *,
+    kind: GgufType | None = None,
+    proof: bool = True,
+    overwrite: bool = False,
+    trust: bool = False,
+) -> ExportedGguf:
+    """Write a checkpoint as a GGUF file; it takes its place only if llama.cpp computes what PyTorch does.
+
+    Args:
+        model: folder or Hub id.
+        out: file to write.
+        proving: what to compare on.
+        kind: type of the matrices; None: what the checkpoint has.
+        proof: compare the file in llama.cpp with PyTorch.
+        overwrite: replace another GGUF file.
+        trust: accept a checkpoint that asks for code of its own.
+
+    Raises:
+        UserError: llama.cpp computes no such model or has no such tokenizer, or is not installed to prove the file.
+    """
+    check_gguf_place(out, overwrite=overwrite)
+    if proof:
+        require_runtime()
+    source = open_model(model, Opening(trust))
+    folder = source.checkpoint.path
+    layout = lay_out(source)
+    tokenizer = tokenizer_values(folder, layout.values["vocab_size"])
+    chosen = kind or type_of(source.checkpoint.dtype)
+    result: Proof | None = None
+    name, size, notes = layout.architecture.name, 0, layout.notes
+    try:
+        with staged_file(out, overwrite=overwrite) as place:
+            written = write_gguf(place, layout, chosen, tokenizer, folder)
+            notes = written.notes
+            if proof:
+                result = prove(place, folder, chosen, proving, trust=trust)
+                if not result.passed:
+                    raise _FailedProofError
+            size = written.bytes
+    except _FailedProofError:
+        pass
+    return ExportedGguf(out, name, chosen, size, notes, result)
+
+
+def validate_gguf(file: Path, against: str, proving: ProofOptions, *, trust: bool = False) -> Proof:
+    """Compare a GGUF file in llama.cpp with a checkpoint in PyTorch.
+
+    Raises:
+        UserError: the file is damaged, or llama.cpp is not installed or does not load it.
+    """
+    require_runtime()
+    source = open_model(against, Opening(trust))
+    return prove(file, source.checkpoint.path, type_of_file(file), proving, trust=trust)
+
+
+def type_of_file(file: Path) -> str:
+    """The type of most bytes of a file's matrices: the one whose limit a proof holds it to."""
+    from ckpt_prune.gguf.reading import open_gguf
+
+    sizes: dict[str, int] = {}
+    for tensor in open_gguf(file).tensors.values():
+        if len(tensor.shape) > 1:
+            sizes[tensor.kind.name.lower()] = sizes.get(tensor.kind.name.lower(), 0) + tensor.bytes
+    if not sizes:
+        raise UserError(f"{file} has no matrices")
+    return max(sizes, key=lambda kind: sizes[kind])
+
+
+__all__ = ["TYPES", "ExportedGguf", "export_gguf", "gguf", "open_input", "validate_gguf"]

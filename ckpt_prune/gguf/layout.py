@@ -1,0 +1,374 @@
+"""What a GGUF file of a checkpoint holds: its architecture, its keys and its tensors, read one at a time."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.gguf.architectures import ARCHITECTURES, DIFFERENT, KEY, OUTPUT, QUERY, VALUE, Architecture
+from ckpt_prune.model.model import Model
+from ckpt_prune.model.skeleton import is_stored_buffer
+
+_FUSED_ATTENTION, _FUSED_GATES = "self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"
+_GATE, _UP, _DOWN = "mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight"
+_ORIGINAL = "original_max_position_embeddings"
+_LEAST_COLUMNS = 32
+"""Of zeros, in a block without a feed-forward part: llama.cpp skips the block's attention if there are none."""
+
+
+class CannotMapError(UserError):
+    """No architecture of llama.cpp computes what a checkpoint computes."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A tensor that is read and changed when it is asked for."""
+
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+
+    def then(self, change: Callable[[Tensor], Tensor], shape: tuple[int, ...] | None = None) -> "Weight":
+        """Return the same tensor in float32, changed."""
+        return Weight(shape or self.shape, lambda: change(self.read().float()))
+
+    def rows(self, start: int, stop: int) -> "Weight":
+        """Return some of its rows."""
+        return self.then(lambda tensor: tensor[start:stop], (stop - start, *self.shape[1:]))
+
+    def pair_neighbours(self, heads: int, *, back: bool = False) -> "Weight":
+        """Reorder the rows of each head so that rotary pairs, which are its halves, are neighbours, or back."""
+        sizes = (heads, -1, 2) if back else (heads, 2, -1)
+        return self.then(lambda tensor: tensor.reshape(*sizes, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape))
+
+    def times(self, factor: float) -> "Weight":
+        """Return its multiple."""
+        return self if factor == 1 else self.then(lambda tensor: tensor * factor)
+
+
+Block = Mapping[str, Weight]
+"""Name of a tensor in its block, such as "self_attn.q_proj.weight" → the tensor."""
+
+
+class BlockShape(NamedTuple):
+    """Counts of a block; 0 where it has no attention, or no feed-forward part."""
+
+    heads: int
+    kv_heads: int
+    columns: int
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """The tensors of a checkpoint, outside the blocks and in each, by the names of transformers."""
+
+    model: Model
+    outer: Block
+    blocks: tuple[Block, ...]
+
+    @classmethod
+    def of(cls, model: Model) -> "Source":
+        """Sort the tensors of a model that generates text."""
+        checkpoint, start = model.checkpoint, f"{model.family.layers}."
+        architecture = (checkpoint.config.get("architectures") or [model.family.architecture])[0]
+        if not architecture.endswith("ForCausalLM"):
+            raise CannotMapError(f"{architecture} does not generate text, and GGUF files are written of models that do")
+        tied = checkpoint.config.get("tie_word_embeddings", getattr(model.config, "tie_word_embeddings", False))
+        outer: dict[str, Weight] = {}
+        blocks: list[dict[str, Weight]] = [{} for _ in range(model.blocks)]
+        for name, info in checkpoint.tensors.items():
+            if is_stored_buffer(name) or (tied and name == "lm_head.weight"):
+                continue
+            weight = Weight(tuple(info.shape), partial(_read, model, name))
+            index, _, inner = name.removeprefix(start).partition(".")
+            inside = name.startswith(start) and index.isdigit() and int(index) < len(blocks)
+            (blocks[int(index)] if inside else outer)[inner if inside else name] = weight
+        return cls(model, outer, tuple(blocks))
+
+    def value(self, key: str) -> Any:
+        """Return a value of config.json that all blocks share, or the default of its class."""
+        config = self.model.checkpoint.config
+        return config[key] if key in config else getattr(self.model.config, key, None)
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head is the embedding."""
+        return "lm_head.weight" not in self.outer
+
+    @cached_property
+    def head_dim(self) -> int:
+        """Rows of q and k per head."""
+        return int(self.value("head_dim") or self.value("hidden_size") // self.value("num_attention_heads"))
+
+    @cached_property
+    def shapes(self) -> tuple[BlockShape, ...]:
+        """Counts of every block, by the shapes of its tensors."""
+        return tuple(self._shape(index, block) for index, block in enumerate(self.blocks))
+
+    def _shape(self, index: int, block: Block) -> BlockShape:
+        down, output, dim = (
+            block.get(_DOWN, block.get("mlp.c_proj.weight")),
+            block.get(f"{OUTPUT}.weight"),
+            self.head_dim,
+        )
+        columns = 0 if down is None else down.shape[-1]
+        if output is None:
+            return BlockShape(0, 0, columns)
+        heads = output.shape[1] // dim
+        if _FUSED_ATTENTION in block:
+            rows = block[_FUSED_ATTENTION].shape[0]
+            kv_heads = (rows // dim - heads) // 2
+            fits = rows == (heads + 2 * kv_heads) * dim
+        else:
+            counts = [block[name].shape[0] for name in _inputs() if name in block]
+            kv_heads = counts[1] // dim if len(counts) == 3 else 0
+            fits = counts == [heads * dim, kv_heads * dim, kv_heads * dim]
+        own = (self.model.checkpoint.config.get("per_layer_config") or {}).items()
+        stated: Mapping[str, Any] = next((values for name, values in own if name.isdigit() and int(name) == index), {})
+        if not fits or heads != stated.get("num_attention_heads", self.value("num_attention_heads")):
+            raise CannotMapError(
+                f"all heads have {dim} rows of q, k and v each, and those of block {index} have others"
+            )
+        return BlockShape(heads, kv_heads, columns)
+
+    def split(self) -> "Source":
+        """Return the same with fused projections as several tensors."""
+
+        def apart(block: Block, shape: BlockShape) -> Block:
+            split = dict(block)
+            if (fused := split.pop(_FUSED_ATTENTION, None)) is not None:
+                start = 0
+                for name, heads in zip(_inputs(), (shape.heads, shape.kv_heads, shape.kv_heads), strict=True):
+                    split[name] = fused.rows(start, start := start + heads * self.head_dim)
+            if (gates := split.pop(_FUSED_GATES, None)) is not None:
+                split[_GATE] = gates.rows(0, shape.columns)
+                split[_UP] = gates.rows(shape.columns, 2 * shape.columns)
+            return split
+
+        return replace(self, blocks=tuple(map(apart, self.blocks, self.shapes)))
+
+    def fill(self, architecture: Architecture) -> "Source":
+        """Return the same without norms of attention that is not there, and zeros for feed-forward parts."""
+        hidden = int(self.value("hidden_size"))
+        wide, high = (_LEAST_COLUMNS, hidden), (hidden, _LEAST_COLUMNS)
+        zeros = {
+            name: Weight(shape, partial(torch.zeros, shape))
+            for name, shape in ((_GATE, wide), (_UP, wide), (_DOWN, high))
+        }
+        zeros["post_attention_layernorm.weight"] = Weight((hidden,), partial(torch.ones, hidden))
+        blocks = []
+        for index, (block, shape) in enumerate(zip(self.blocks, self.shapes, strict=True)):
+            if not shape.heads and architecture.name != "deci":
+                raise CannotMapError(f"all its blocks have attention, and block {index} has none")
+            kept = {name: block[name] for name in block if shape.heads or not name.startswith("input_layernorm.")}
+            blocks.append(kept if shape.columns else kept | zeros)
+        return replace(self, blocks=tuple(blocks))
+
+    def absorb_scales(self) -> "Source":
+        """Return the same with Granite's factors multiplied into its weights."""
+        residual, embedding = self.value("residual_multiplier"), self.value("embedding_multiplier")
+        attention = self.value("attention_multiplier") * math.sqrt(self.head_dim)
+        final = 1 / self.value("logits_scaling") / (embedding if self.tied else 1)
+        outer = {"model.embed_tokens": embedding, "model.norm": final}
+        inner = {QUERY: attention, OUTPUT: residual, "mlp.down_proj": residual}
+
+        def scaled(tensors: Block, factors: Mapping[str, float]) -> Block:
+            return {name: weight.times(factors.get(name.rpartition(".")[0], 1)) for name, weight in tensors.items()}
+
+        blocks = tuple(scaled(block, inner) for block in self.blocks)
+        return replace(self, outer=scaled(self.outer, outer), blocks=blocks)
+
+
+def _read(model: Model, name: str) -> Tensor:
+    return model.checkpoint.read([name])[name]
+
+
+def _inputs() -> list[str]:
+    return [f"{module}.weight" for module in (QUERY, KEY, VALUE)]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a file holds.
+
+    Attributes:
+        architecture: of llama.cpp.
+        values: keys of the model, without the architecture's name.
+        tensors: by their names in GGUF.
+        notes: what differs from the checkpoint.
+    """
+
+    architecture: Architecture
+    values: Mapping[str, Any]
+    tensors: Mapping[str, Weight]
+    notes: tuple[str, ...] = ()
+
+
+def lay_out(model: Model) -> Layout:
+    """Choose llama.cpp's architecture for a checkpoint, and name everything that its file holds.
+
+    Raises:
+        CannotMapError: none computes what the checkpoint computes; the reason of each is named.
+    """
+    source = Source.of(model)
+    model_type = str(model.checkpoint.config["model_type"])
+    candidates = [each for each in (*ARCHITECTURES, *DIFFERENT) if each.model_type == model_type]
+    if not candidates:
+        known = ", ".join(sorted({each.model_type for each in ARCHITECTURES}))
+        raise CannotMapError(f"{model_type} is not written as GGUF; these are: {known}")
+    reasons: list[str] = []
+    for candidate in candidates:
+        try:
+            return _lay_out(source, candidate)
+        except CannotMapError as error:
+            reasons.append(f"{candidate.name}: {error}")
+    raise CannotMapError(f"no architecture of llama.cpp computes this model. {'; '.join(reasons)}")
+
+
+def _lay_out(source: Source, architecture: Architecture) -> Layout:
+    _check_config(source, architecture)
+    if architecture.differs:
+        source = source.split().fill(architecture)
+        source = source.absorb_scales() if architecture.model_type == "granite" else source
+    elif len(set(source.shapes)) > 1 or 0 in source.shapes[0]:
+        raise CannotMapError("its blocks have one shape, and these differ")
+    rotary, factors, context = _rotary(source, architecture)
+    note = f"context_length is {context}, the sliding window: llama.cpp applies none in {architecture.name}"
+    notes = (note,) if context < int(source.value("max_position_embeddings")) else ()
+    tensors = dict(_tensors(source, architecture)) | factors
+    return Layout(architecture, _values(source, architecture, context) | rotary, tensors, notes)
+
+
+def _check_config(source: Source, architecture: Architecture) -> None:
+    for key, allowed in architecture.only.items():
+        if source.value(key) not in allowed:
+            named = " or ".join(repr(each) for each in allowed)
+            raise CannotMapError(f"it computes {key} {named}, and config.json has {source.value(key)!r}")
+    scalar = source.value("query_pre_attn_scalar")
+    if scalar is not None and float(scalar) != source.head_dim:
+        raise CannotMapError(f"it computes query_pre_attn_scalar {source.head_dim}, and config.json has {scalar}")
+    if architecture.name == "openelm" and not source.tied:
+        raise CannotMapError("its head is its embedding, and this one has a head of its own")
+    if architecture.pattern is not None:
+        rotated, types = source.value("no_rope_layers"), source.value("layer_types")
+        last = [not each for each in rotated] if rotated else [each == "full_attention" for each in types]
+        if last != [(index + 1) % architecture.pattern == 0 for index in range(len(source.blocks))]:
+            what = "no rotary positions" if rotated else "full attention"
+            raise CannotMapError(f"every {architecture.pattern}th of its blocks has {what}, and here others have")
+
+
+def _values(source: Source, architecture: Architecture, context: int) -> dict[str, Any]:
+    names = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps")
+    epsilon = next(value for name in names if (value := source.value(name)) is not None)
+    counts = {
+        key: [getattr(shape, name) for shape in source.shapes]
+        if architecture.differs
+        else getattr(source.shapes[0], name)
+        for key, name in (
+            ("feed_forward_length", "columns"),
+            ("attention.head_count", "heads"),
+            ("attention.head_count_kv", "kv_heads"),
+        )
+    }
+    values = counts | {
+        "block_count": len(source.blocks),
+        "context_length": context,
+        "embedding_length": int(source.value("hidden_size")),
+        f"attention.{architecture.epsilon}": float(epsilon),
+        "attention.key_length": source.head_dim,
+        "attention.value_length": source.head_dim,
+        "vocab_size": source.outer["model.embed_tokens.weight"].shape[0],
+    }
+    stated = {key: source.value(name) for key, name in architecture.values.items()}
+    values |= {key: float(value) for key, value in stated.items() if value is not None}
+    if architecture.window and source.value("sliding_window"):
+        values["attention.sliding_window"] = int(source.value("sliding_window"))
+    return values | dict(architecture.constants)
+
+
+def _rotary(source: Source, architecture: Architecture) -> tuple[dict[str, Any], dict[str, Weight], int]:
+    """Return keys and tensors of the rotary embedding, and how many tokens both compute alike."""
+    parameters: Mapping[str, Any] = source.model.config.rope_parameters or {}
+    context = int(source.value("max_position_embeddings"))
+    values: dict[str, Any] = {}
+    if "full_attention" in parameters:
+        values["rope.freq_base_swa"] = float(parameters["sliding_attention"]["rope_theta"])
+        parameters = parameters["full_attention"]
+    elif architecture.name == "gemma2":
+        values["rope.freq_base_swa"] = float(parameters["rope_theta"])
+    share = parameters.get("partial_rotary_factor") or source.value("partial_rotary_factor") or 1
+    rotated = int(source.head_dim * share)
+    values |= {"rope.dimension_count": rotated, "rope.freq_base": float(parameters["rope_theta"])}
+    if architecture.differs and rotated != source.head_dim:
+        raise CannotMapError(f"it rotates whole heads, and here {rotated} of {source.head_dim} rows are rotated")
+    window = source.value("sliding_window") if source.value("use_sliding_window") is not False else None
+    if window and not architecture.window:
+        context = min(context, int(window))
+    kind, tables = parameters.get("rope_type", "default"), dict[str, Tensor]()
+    if kind == "linear":
+        values |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(parameters["factor"])}
+    elif kind == "yarn" and not parameters.keys() - {"rope_type", "rope_theta", "factor", _ORIGINAL}:
+        values |= {"rope.scaling.type": "yarn", "rope.scaling.factor": float(parameters["factor"])}
+        values["rope.scaling.original_context_length"] = int(parameters[_ORIGINAL])
+    elif kind == "llama3" and architecture.name in ("llama", "deci", "granite", "smollm3"):
+        tables["rope_freqs"] = _llama3_divisors(parameters, rotated)
+    elif kind == "longrope" and architecture.name == "phi3":
+        original = int(parameters.get(_ORIGINAL) or source.value(_ORIGINAL))
+        scale = max(1.0, int(source.value("max_position_embeddings")) / original)
+        values["rope.scaling.original_context_length"] = original
+        values["rope.scaling.attn_factor"] = math.sqrt(1 + math.log(scale) / math.log(original))
+        tables |= {f"rope_factors_{name}": torch.tensor(parameters[f"{name}_factor"]) for name in ("long", "short")}
+    elif kind != "default":
+        raise CannotMapError(f"it does not scale rotary positions as config.json says ({kind})")
+    tensors = {f"{name}.weight": Weight(tuple(table.shape), table.float) for name, table in tables.items()}
+    return values, tensors, context
+
+
+def _llama3_divisors(parameters: Mapping[str, Any], rotated: int) -> Tensor:
+    """Return what each rotary frequency is divided by: 1 if it turns often, the factor if rarely, between: a mix."""
+    frequencies = 1.0 / parameters["rope_theta"] ** (torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)
+    turns = parameters[_ORIGINAL] * frequencies / (2 * math.pi)
+    low, high, factor = (float(parameters[key]) for key in ("low_freq_factor", "high_freq_factor", "factor"))
+    share = ((turns - low) / (high - low)).clamp(0, 1)
+    divisors: Tensor = 1 / (share + (1 - share) / factor)
+    return divisors
+
+
+def _tensors(source: Source, architecture: Architecture) -> Iterator[tuple[str, Weight]]:
+    for name, weight in source.outer.items():
+        yield _mapped(architecture, architecture.outer, name), _offset(architecture, name, weight)
+    for index, (block, shape) in enumerate(zip(source.blocks, source.shapes, strict=True)):
+        for name, weight in block.items():
+            module = name.rpartition(".")[0]
+            heads = {QUERY: shape.heads, KEY: shape.kv_heads}.get(module)
+            if architecture.name == "openelm" and module in (KEY, VALUE):
+                continue
+            if architecture.name == "openelm" and module == QUERY:
+                yield f"blk.{index}.attn_qkv.weight", _fused([block[name] for name in _inputs()])
+                continue
+            if architecture.neighbours and heads:
+                weight = weight.pair_neighbours(heads)
+            mapped = _mapped(architecture, architecture.block, name)
+            yield f"blk.{index}.{mapped}", _offset(architecture, name, weight)
+
+
+def _mapped(architecture: Architecture, names: Mapping[str, str], name: str) -> str:
+    module, _, kind = name.rpartition(".")
+    has_place = kind == "weight" or (kind == "bias" and (architecture.biases is None or module in architecture.biases))
+    if module not in names or not has_place:
+        raise CannotMapError(f"it has no place for {name}")
+    return f"{names[module]}.{kind}"
+
+
+def _offset(architecture: Architecture, name: str, weight: Weight) -> Weight:
+    is_norm = architecture.norm_offset and name.endswith("norm.weight")
+    return weight.then(lambda tensor: tensor + architecture.norm_offset) if is_norm else weight
+
+
+def _fused(parts: list[Weight]) -> Weight:
+    rows = sum(part.shape[0] for part in parts)
+    return Weight((rows, parts[0].shape[1]), lambda: torch.cat([part.read().float() for part in parts]))

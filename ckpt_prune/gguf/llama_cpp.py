@@ -1,0 +1,214 @@
+"""Running a GGUF file in llama.cpp (package xllamacpp), in a process of its own, which llama.cpp may end."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ckpt_prune.common.errors import UserError
+
+INSTALL = 'pip install "ckpt-prune[llamacpp]" (package xllamacpp, a prebuilt llama.cpp)'
+TOP = 4096
+"""Most log-probabilities that are asked for at once."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What llama.cpp is to do with a file.
+
+    Attributes:
+        model: path of the file.
+        context: tokens that are read at once.
+        threads: of the processor.
+        texts: to be split into tokens, with the tokens that the file itself adds.
+        windows: token ids of each window.
+        positions: after how many tokens of a window the next one is predicted.
+        chat: messages to put into the file's chat template.
+        generate: tokens to generate, to be timed.
+    """
+
+    model: str
+    context: int
+    threads: int = 1
+    texts: list[str] = field(default_factory=list)
+    windows: list[list[int]] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    chat: list[dict[str, str]] | None = None
+    generate: int = 0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What llama.cpp computed.
+
+    Attributes:
+        tokens: of each text.
+        chat: the messages in the template; None if they were not asked for.
+        ids: token ids, (windows, positions, top), the likeliest first.
+        logs: their log-probabilities, float32.
+        actual: log-probability of the token that follows in the window, (windows, positions).
+        prompt_speed: tokens a second that are read.
+        generation_speed: tokens a second that are generated.
+        memory: most bytes that the process took.
+    """
+
+    tokens: list[list[int]]
+    chat: str | None
+    ids: "np.ndarray[Any, Any]"
+    logs: "np.ndarray[Any, Any]"
+    actual: "np.ndarray[Any, Any]"
+    prompt_speed: float
+    generation_speed: float
+    memory: int
+
+
+def is_installed() -> bool:
+    """Whether llama.cpp is there."""
+    return find_spec("xllamacpp") is not None
+
+
+def require_runtime() -> None:
+    """Refuse where llama.cpp is not installed."""
+    if not is_installed():
+        raise UserError(f"llama.cpp is not installed, and the file is proven in it: {INSTALL}, or give --no-validate")
+
+
+def run_llama_cpp(task: Task) -> Answer:
+    """Do a task in a new process.
+
+    Raises:
+        UserError: llama.cpp is not installed, cannot load the file, or ended; its own message is passed on.
+    """
+    require_runtime()
+    with tempfile.TemporaryDirectory(prefix="ckpt_prune-") as folder:
+        place = Path(folder)
+        (place / "task.json").write_text(json.dumps(asdict(task)), encoding="utf-8")
+        environment = os.environ | {"OMP_NUM_THREADS": str(task.threads)}
+        command = [sys.executable, "-m", __name__, str(place)]
+        done = subprocess.run(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+        )
+        if done.returncode or not (place / "answer.json").is_file():
+            raise UserError(f"llama.cpp cannot run {task.model}: {_reason(done.stderr, done.returncode)}")
+        answer = json.loads((place / "answer.json").read_text(encoding="utf-8"))
+        with np.load(place / "answer.npz") as arrays:
+            return Answer(**answer, **{name: arrays[name] for name in ("ids", "logs", "actual")})
+
+
+def _reason(log: str, code: int) -> str:
+    """The line of llama.cpp's log that says why it stopped."""
+    lines = [re.sub(r"^[\d. ]*[A-Z] ", "", line).strip() for line in log.splitlines()]
+    telling = [line for line in lines if re.search(r"error|failed|assert|wrong|missing|unknown|invalid", line, re.I)]
+    named = telling[0] if telling else next((line for line in reversed(lines) if line), "it said nothing")
+    return f"{named[:300]} (exit code {code})"
+
+
+# ---- in the other process --------------------------------------------------------------------------------------------
+
+
+def _serve(task: Task) -> tuple[dict[str, Any], dict[str, Any]]:
+    import resource
+
+    import xllamacpp
+
+    params = xllamacpp.CommonParams()
+    params.model.path = task.model
+    params.n_ctx = task.context + 16
+    params.n_parallel = 1
+    params.n_gpu_layers = 0
+    params.warmup = params.fit_params = params.ui = False
+    params.verbosity = 1
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = task.threads
+    # As PyTorch: a cache in float32, and attention in the plain order.
+    params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    server = xllamacpp.Server(params)
+    tokens = [
+        _post(server, "/tokenize", {"content": text, "add_special": True, "parse_special": True})["tokens"]
+        for text in task.texts
+    ]
+    chat = None if task.chat is None else _post(server, "/apply-template", {"messages": task.chat})["prompt"]
+    plain = _post(server, "/tokenize", {"content": "a"})["tokens"][-1]
+    ids, logs, actual = [], [], []
+    for window in task.windows:
+        for position in task.positions:
+            found = _predict(server, window[:position], TOP, plain)
+            ids.append([each["id"] for each in found])
+            logs.append([each["logprob"] for each in found])
+            known = dict(zip(ids[-1], logs[-1], strict=True))
+            if window[position] not in known:
+                every = _predict(server, window[:position], 2**30, plain)
+                known = {each["id"]: each["logprob"] for each in every}
+            actual.append(known[window[position]])
+    speeds = {"prompt_per_second": 0.0, "predicted_per_second": 0.0}
+    if task.generate:
+        prompt = task.windows[0][: task.context - task.generate]
+        body = {
+            "prompt": prompt,
+            "n_predict": task.generate,
+            "ignore_eos": True,
+            "cache_prompt": False,
+            "temperature": 0,
+        }
+        speeds = server.handle_completions(body)["timings"]
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    shape = (len(task.windows), len(task.positions))
+    answer = {
+        "tokens": tokens,
+        "chat": chat,
+        "prompt_speed": speeds["prompt_per_second"],
+        "generation_speed": speeds["predicted_per_second"],
+        "memory": memory,
+    }
+    arrays: dict[str, Any] = {
+        "ids": np.array(ids, dtype=np.int64).reshape(*shape, -1),
+        "logs": np.array(logs, dtype=np.float32).reshape(*shape, -1),
+        "actual": np.array(actual, dtype=np.float32).reshape(shape),
+    }
+    return answer, arrays
+
+
+def _predict(server: Any, prompt: list[int], top: int, plain: int) -> list[dict[str, Any]]:
+    """Log-probabilities of the next token, the likeliest first, before sampling.
+
+    What is sampled is the token `plain`: without half a character or an end of text, of which the server says nothing.
+    """
+    body = {"prompt": prompt, "n_predict": 1, "n_probs": top, "temperature": 0, "logit_bias": [[plain, 1000.0]]}
+    answer = _post(server, "/completion", body | {"cache_prompt": True})
+    found: list[dict[str, Any]] = answer["completion_probabilities"][0]["top_logprobs"]
+    return found
+
+
+def _post(server: Any, path: str, body: dict[str, Any]) -> Any:
+    from urllib.request import ProxyHandler, Request, build_opener
+
+    request = Request(server.listening_address + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with build_opener(ProxyHandler({})).open(request) as reply:
+        return json.loads(reply.read())
+
+
+def _main(folder: Path) -> None:
+    task = Task(**json.loads((folder / "task.json").read_text(encoding="utf-8")))
+    answer, arrays = _serve(task)
+    np.savez(folder / "answer.npz", **arrays)
+    (folder / "answer.json").write_text(json.dumps(answer), encoding="utf-8")
+    sys.stdout.flush()
+    os._exit(0)  # the server's threads need not end in order
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]))

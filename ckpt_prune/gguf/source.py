@@ -1,0 +1,216 @@
+"""Writing a GGUF file as a checkpoint folder, so that it can be pruned. Rounded weights become float16."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from gguf import GGMLQuantizationType as Kind
+from torch import Tensor
+
+from ckpt_prune.checkpoint.checkpoint import CONFIG, SINGLE
+from ckpt_prune.checkpoint.staging import Staging
+from ckpt_prune.checkpoint.writer import CheckpointWriter
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.filenames import CONVERSION_RECORD
+from ckpt_prune.common.progress import track
+from ckpt_prune.conversion.convert import CONVERSION, Conversion
+from ckpt_prune.gguf.architectures import ARCHITECTURES, DIFFERENT, KEY, QUERY, Architecture
+from ckpt_prune.gguf.layout import Weight
+from ckpt_prune.gguf.reading import GgufFile, open_gguf
+from ckpt_prune.gguf.tokenizer import tokenizer_files
+from ckpt_prune.model.containers.checking import check_shapes
+from ckpt_prune.model.descriptions import load_family
+from ckpt_prune.model.skeleton import stock_names
+
+_DTYPES = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
+_EPSILONS = {
+    "starcoder2": "norm_epsilon",
+    "cohere": "layer_norm_eps",
+    "stablelm": "layer_norm_eps",
+    "nemotron": "norm_eps",
+}
+
+
+def convert_gguf(path: Path, out: Path, *, overwrite: bool = False) -> Conversion:
+    """Write a GGUF file as the class of transformers that computes the same, one tensor at a time.
+
+    Raises:
+        UserError: the file is damaged, or no class of transformers is known to compute what its architecture does.
+    """
+    file = open_gguf(path)
+    architecture = _architecture(file)
+    config = _config(file, architecture)
+    tensors = dict(_tensors(file, architecture, config))
+    shapes = {name: weight.shape for name, weight in tensors.items()}
+    check_shapes(shapes, stock_names(config, config["architectures"][0]), str(path))
+    dtype = _dtype(file)
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    side = tokenizer_files(file.values, str(path))
+    names = dict.fromkeys([SINGLE, CONFIG, CONVERSION_RECORD, *side])
+    with Staging(out, job="", overwrite=overwrite, kind=CONVERSION, wants=names) as staging:
+        layout = {SINGLE: {name: (dtype, shape) for name, shape in shapes.items()}}
+        writer = CheckpointWriter(staging, layout, sharded=False)
+        for name, weight in track(list(tensors.items()), "converting", unit="tensor"):
+            writer.write(name, _rounded(name, weight.read(), dtype))
+        writer.commit("tensors")
+        writer.write_json(CONFIG, config)
+        for name, content in side.items():
+            writer.write_json(name, content)
+        with (writer.folder / SINGLE).open("rb") as stored:
+            digest = hashlib.file_digest(stored, "sha256").hexdigest()
+        record = {"source": path.name, "files": {SINGLE: digest}, "notes": []}
+        writer.write_json(CONVERSION_RECORD, record | {"side_files": sorted(writer.side_names | {CONVERSION_RECORD})})
+        writer.finish()
+    parameters = sum(torch.Size(shape).numel() for shape in shapes.values())
+    kinds = sorted({info.kind.name for info in file.tensors.values()})
+    note = f"written in {config['dtype']} from {', '.join(kinds)}"
+    return Conversion(out, config["model_type"], config["architectures"][0], parameters, (note,))
+
+
+def _architecture(file: GgufFile) -> Architecture:
+    name = file.value("general.architecture", str)
+    found = next((each for each in (*ARCHITECTURES, *DIFFERENT) if each.name == name), None)
+    if found is None:
+        known = ", ".join(sorted({each.name for each in (*ARCHITECTURES, *DIFFERENT)}))
+        raise UserError(f"{file.path}: GGUF files of {name[:60]} are not converted; of these they are: {known}")
+    if name == "openelm":
+        raise UserError(f"{file.path}: openelm is not converted: prune the checkpoint that the file was made from")
+    return found
+
+
+def _config(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
+    name, family = architecture.name, load_family(architecture.model_type)
+
+    def number(key: str) -> int:
+        value = file.values.get(f"{name}.{key}")
+        if isinstance(value, list):
+            if len(set(value)) != 1:
+                raise UserError(f"{file.path}: its blocks differ ({key}): prune the checkpoint that it was made from")
+            return int(value[0])
+        return int(file.value(f"{name}.{key}", int))
+
+    heads, hidden = number("attention.head_count"), number("embedding_length")
+    if not 1 <= number("block_count") <= 1000 or not heads or hidden < 1:
+        raise UserError(f"{file.path}: {number('block_count')} blocks of {heads} heads cannot be; download it again")
+    head_dim = number("attention.key_length") if f"{name}.attention.key_length" in file.values else hidden // heads
+    rows = file.tensors.get("token_embd.weight")
+    if rows is None or len(rows.shape) != 2:
+        raise UserError(f"{file.path}: there is no token_embd.weight; download it again")
+    kv_heads = number("attention.head_count_kv") if f"{name}.attention.head_count_kv" in file.values else heads
+    epsilon = file.value(f"{name}.attention.{architecture.epsilon}", float)
+    config: dict[str, Any] = {
+        "architectures": [family.architecture],
+        "model_type": architecture.model_type,
+        "vocab_size": rows.shape[0],
+        "hidden_size": hidden,
+        "intermediate_size": number("feed_forward_length"),
+        "num_hidden_layers": number("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": number("context_length"),
+        _EPSILONS.get(architecture.model_type, "rms_norm_eps"): float(f"{epsilon:.6g}"),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "rope_parameters": _rope(file, name, head_dim),
+    }
+    for key, allowed in architecture.only.items():
+        config[key] = allowed[0]
+    for key, target in architecture.values.items():
+        if f"{name}.{key}" in file.values:
+            config[target] = file.value(f"{name}.{key}", float)
+    _add_biases(file, config)
+    _add_windows(file, architecture, config)
+    for token, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
+        config[f"{token}_token_id"] = file.values.get(f"tokenizer.ggml.{key}_token_id")
+    return config
+
+
+def _rope(file: GgufFile, name: str, head_dim: int) -> dict[str, Any]:
+    parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+    if f"{name}.rope.freq_base" in file.values:
+        parameters["rope_theta"] = float(f"{file.value(f'{name}.rope.freq_base', float):.7g}")
+    rotated = file.values.get(f"{name}.rope.dimension_count", head_dim)
+    if rotated != head_dim:
+        parameters["partial_rotary_factor"] = rotated / head_dim
+    kind = file.values.get(f"{name}.rope.scaling.type", "none")
+    if kind == "linear":
+        parameters |= {"rope_type": "linear", "factor": file.value(f"{name}.rope.scaling.factor", float)}
+    elif kind != "none" or any(key in file.tensors for key in ("rope_freqs.weight", "rope_factors_long.weight")):
+        raise UserError(f"{file.path}: its rotary positions are scaled in a way that is not converted ({kind})")
+    return parameters
+
+
+def _add_biases(file: GgufFile, config: dict[str, Any]) -> None:
+    """Flags of the classes whose biases are optional."""
+    biases = {name.split(".")[2] for name in file.tensors if name.startswith("blk.") and name.endswith(".bias")}
+    model_type = config["model_type"]
+    if model_type in ("llama", "granite"):
+        config |= {"attention_bias": "attn_q" in biases, "mlp_bias": "ffn_gate" in biases}
+    elif model_type == "seed_oss":
+        config |= {"attention_bias": "attn_q" in biases, "attention_out_bias": False, "mlp_bias": False}
+    elif model_type in ("starcoder2", "stablelm"):
+        config["use_bias" if model_type == "starcoder2" else "use_qkv_bias"] = "attn_q" in biases
+
+
+def _add_windows(file: GgufFile, architecture: Architecture, config: dict[str, Any]) -> None:
+    window = file.values.get(f"{architecture.name}.attention.sliding_window")
+    last = [(index + 1) % (architecture.pattern or 1) == 0 for index in range(config["num_hidden_layers"])]
+    if architecture.window:
+        config["sliding_window"] = window
+        config["layer_types"] = ["full_attention" if full else "sliding_attention" for full in last]
+        config["query_pre_attn_scalar"] = config["head_dim"]
+    elif architecture.pattern:
+        config["no_rope_layers"] = [0 if without else 1 for without in last]
+        config["no_rope_layer_interval"] = architecture.pattern
+    else:
+        config["sliding_window"] = None
+    if architecture.name == "gemma3":
+        local = float(file.values.get("gemma3.rope.freq_base_swa", 10000.0))
+        config["rope_parameters"] = {
+            "full_attention": config["rope_parameters"],
+            "sliding_attention": {"rope_type": "default", "rope_theta": local},
+        }
+
+
+def _tensors(file: GgufFile, architecture: Architecture, config: Mapping[str, Any]) -> Iterator[tuple[str, Weight]]:
+    outer = {mapped: module for module, mapped in architecture.outer.items()}
+    inner = {mapped: module for module, mapped in architecture.block.items()}
+    for name, info in file.tensors.items():
+        base, _, kind = name.rpartition(".")
+        parts = base.split(".", 2)
+        in_block = len(parts) == 3 and parts[0] == "blk" and parts[1].isdigit()
+        module = inner.get(parts[2]) if in_block else outer.get(base)
+        if module is None or kind not in ("weight", "bias"):
+            raise UserError(f"{file.path}: transformers' {architecture.model_type} has no place for {name}")
+        weight = Weight(info.shape, lambda name=name: file.read(name))  # type: ignore[misc]
+        heads = {QUERY: config["num_attention_heads"], KEY: config["num_key_value_heads"]}.get(module)
+        if architecture.neighbours and heads:
+            if info.shape[0] % (2 * heads):
+                raise UserError(f"{file.path}: {name} has {info.shape[0]} rows, and {heads} heads; download it again")
+            weight = weight.pair_neighbours(heads, back=True)
+        if architecture.norm_offset and kind == "weight" and "norm" in module:
+            weight = weight.then(lambda tensor: tensor - architecture.norm_offset)
+        yield (f"model.layers.{int(parts[1])}.{module}.{kind}" if in_block else f"{module}.{kind}"), weight
+
+
+def _dtype(file: GgufFile) -> torch.dtype:
+    """The type of most matrices; float16 for rounded ones, which it holds to a thousandth of their steps."""
+    sizes: dict[torch.dtype, int] = {}
+    for info in file.tensors.values():
+        if len(info.shape) > 1:
+            dtype = _DTYPES.get(info.kind, torch.float16)
+            sizes[dtype] = sizes.get(dtype, 0) + info.bytes
+    return max(sizes, key=lambda dtype: sizes[dtype])
+
+
+def _rounded(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    found = tensor.to(dtype).contiguous()
+    if not torch.isfinite(found).all():
+        raise UserError(f"{name} has NaN, Inf, or numbers beyond {dtype}: write the file anew")
+    return found
+
+
+__all__ = ["convert_gguf", "json"]

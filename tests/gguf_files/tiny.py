@@ -1,0 +1,54 @@
+"""Tiny random models with a tokenizer that llama.cpp has, and files of them."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import ckpt_prune
+from ckpt_prune.options import ProofOptions
+
+DEMO = Path(ckpt_prune.__file__).parent / "demo" / "model"
+SIZES = {
+    "vocab_size": 2048,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+TEXT = "".join(f"def f{i}(x, y={i}):\n    return x + {i * i} * y  # it's {i}\n\n" for i in range(200))
+
+
+def save(folder: Path, model_type: str, **changes: Any) -> Path:
+    """A random model of a family, its norms and biases random too."""
+    config = AutoConfig.for_model(model_type, **{**SIZES, **changes})
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.3)
+            elif parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    model.save_pretrained(folder)
+    shutil.copy(DEMO / "tokenizer.json", folder)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    return folder
+
+
+def proving(folder: Path) -> ProofOptions:
+    """What files are compared on: two windows of a text."""
+    text = folder.parent / "text.txt"
+    text.write_text(TEXT, encoding="utf-8")
+    return ProofOptions(text=(text,), samples=2, window=48)
