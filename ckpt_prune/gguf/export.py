@@ -4,16 +4,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import gguf
-
-from ckpt_prune.checkpoint.files import open_input
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import human_bytes
 from ckpt_prune.gguf.layout import lay_out
 from ckpt_prune.gguf.llama_cpp import require_runtime
 from ckpt_prune.gguf.proof import Proof, prove
 from ckpt_prune.gguf.tokenizer import tokenizer_values
-from ckpt_prune.gguf.writing import TYPES, GgufType, check_gguf_place, staged_file, type_of, write_gguf
+from ckpt_prune.gguf.writing import GgufType, check_gguf_place, staged_file, type_of, write_gguf
 from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.options import ProofOptions
 
@@ -138,6 +135,3 @@ def type_of_file(file: Path) -> str:
     if not sizes:
         raise UserError(f"{file} has no matrices")
     return max(sizes, key=lambda kind: sizes[kind])
-
-
-__all__ = ["TYPES", "ExportedGguf", "export_gguf", "gguf", "open_input", "validate_gguf"]

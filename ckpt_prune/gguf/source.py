@@ -1,7 +1,7 @@
 """Writing a GGUF file as a checkpoint folder, so that it can be pruned. Rounded weights become float16."""
 
 import hashlib
-import json
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from ckpt_prune.conversion.convert import CONVERSION, Conversion
 from ckpt_prune.gguf.architectures import ARCHITECTURES, DIFFERENT, KEY, QUERY, Architecture
 from ckpt_prune.gguf.layout import Weight
 from ckpt_prune.gguf.reading import GgufFile, open_gguf
-from ckpt_prune.gguf.tokenizer import tokenizer_files
+from ckpt_prune.gguf.tokenizer import tokenizer_of
 from ckpt_prune.model.containers.checking import check_shapes
 from ckpt_prune.model.descriptions import load_family
 from ckpt_prune.model.skeleton import stock_names
@@ -48,17 +48,22 @@ def convert_gguf(path: Path, out: Path, *, overwrite: bool = False) -> Conversio
     check_shapes(shapes, stock_names(config, config["architectures"][0]), str(path))
     dtype = _dtype(file)
     config["dtype"] = str(dtype).removeprefix("torch.")
-    side = tokenizer_files(file.values, str(path))
-    names = dict.fromkeys([SINGLE, CONFIG, CONVERSION_RECORD, *side])
-    with Staging(out, job="", overwrite=overwrite, kind=CONVERSION, wants=names) as staging:
+    tokenizer = tokenizer_of(file.values, path)
+    names = dict.fromkeys([SINGLE, CONFIG, CONVERSION_RECORD])
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Staging(out, job="", overwrite=overwrite, kind=CONVERSION, wants=names) as staging,
+    ):
         layout = {SINGLE: {name: (dtype, shape) for name, shape in shapes.items()}}
         writer = CheckpointWriter(staging, layout, sharded=False)
         for name, weight in track(list(tensors.items()), "converting", unit="tensor"):
             writer.write(name, _rounded(name, weight.read(), dtype))
         writer.commit("tensors")
         writer.write_json(CONFIG, config)
-        for name, content in side.items():
-            writer.write_json(name, content)
+        writer.write_json("generation_config.json", _generation(file, config))
+        tokenizer.save_pretrained(folder)
+        for each in sorted(Path(folder).iterdir()):
+            writer.copy(each, each.name)
         with (writer.folder / SINGLE).open("rb") as stored:
             digest = hashlib.file_digest(stored, "sha256").hexdigest()
         record = {"source": path.name, "files": {SINGLE: digest}, "notes": []}
@@ -68,6 +73,13 @@ def convert_gguf(path: Path, out: Path, *, overwrite: bool = False) -> Conversio
     kinds = sorted({info.kind.name for info in file.tensors.values()})
     note = f"written in {config['dtype']} from {', '.join(kinds)}"
     return Conversion(out, config["model_type"], config["architectures"][0], parameters, (note,))
+
+
+def _generation(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
+    """generation_config.json: a second end of text stands only there."""
+    ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    other = file.values.get("tokenizer.ggml.eot_token_id")
+    return ids | ({"eos_token_id": [ids["eos_token_id"], other]} if other is not None else {})
 
 
 def _architecture(file: GgufFile) -> Architecture:
@@ -211,6 +223,3 @@ def _rounded(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if not torch.isfinite(found).all():
         raise UserError(f"{name} has NaN, Inf, or numbers beyond {dtype}: write the file anew")
     return found
-
-
-__all__ = ["convert_gguf", "json"]

@@ -8,12 +8,17 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from ckpt_prune.checkpoint.json_files import read_json_object
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.measure.samples.text import load_tokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """llama.cpp's token types."""
 _ADDED_SCORE = -1000.0
+_CONFIGS = ("config.json", "generation_config.json")
 _SPACE = "▁"
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -41,8 +46,8 @@ PRE_TOKENIZERS: Mapping[tuple[str, ...], str] = {
     (_TEKKEN,): "tekken",
 }
 """Expressions that split a text, in their order → the name under which llama.cpp has them."""
-_WITHOUT_IGNORED_MERGES = {"llama-bpe": "dbrx"}
 _IGNORING_MERGES = ("llama-bpe", "tekken")
+"""Where llama.cpp looks a whole word up before it merges. Without that, llama-bpe is dbrx."""
 
 
 def tokenizer_values(folder: Path, rows: int) -> dict[str, Any]:
@@ -50,86 +55,85 @@ def tokenizer_values(folder: Path, rows: int) -> dict[str, Any]:
 
     Args:
         folder: of the checkpoint.
-        rows: of the embedding. Tokens beyond them are left out, and rows without a token are named [PADn].
+        rows: of the embedding. Added tokens beyond them are left out, and rows without a token are named [PADn].
 
     Raises:
         UserError: llama.cpp has no such tokenizer; what it lacks is named.
     """
-    tokenizer = load_tokenizer(folder)
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
+    tokenizer: Any = load_tokenizer(folder)
+    if not hasattr(tokenizer, "backend_tokenizer"):
         raise UserError(f"{folder}: llama.cpp has no tokenizer like {type(tokenizer).__name__}")
-    values = values_of(json.loads(backend.to_str()), rows, str(folder))
+    values = _content(json.loads(tokenizer.backend_tokenizer.to_str()), rows, folder)
+    config, generation = (read_json_object(file) if file.is_file() else {} for file in map(folder.joinpath, _CONFIGS))
     ids = {
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "unknown_token_id": tokenizer.unk_token_id,
-        "padding_token_id": tokenizer.pad_token_id,
+        "bos": _first(tokenizer.bos_token_id, config.get("bos_token_id")),
+        "eos": _first(tokenizer.eos_token_id, config.get("eos_token_id")),
+        "unknown": tokenizer.unk_token_id,
+        "padding": _first(tokenizer.pad_token_id, config.get("pad_token_id")),
     }
-    config = _read_json(folder / "config.json")
-    for name in ("bos", "eos", "pad"):
-        key = f"{'padding' if name == 'pad' else name}_token_id"
-        if ids[key] is None and isinstance(config.get(f"{name}_token_id"), int):
-            ids[key] = config[f"{name}_token_id"]
-    ends = _read_json(folder / "generation_config.json").get("eos_token_id")
-    others = [end for end in ends if end != ids["eos_token_id"]] if isinstance(ends, list) else []
-    if others:
-        ids["eot_token_id"] = others[0]
-    for key, value in ids.items():
-        inside = value is not None and 0 <= value < rows
-        if value is not None and not inside and key in ("bos_token_id", "eos_token_id"):
-            raise UserError(f"{folder}: {key} is {value}, and the embedding has {rows} rows")
-        if inside:
-            values[f"tokenizer.ggml.{key}"] = int(value)
-    start, end = _frame(tokenizer, folder)
+    ends = generation.get("eos_token_id")
+    ids["eot"] = next((end for end in ends if end != ids["eos"]), None) if isinstance(ends, list) else None
+    for key, index in ids.items():
+        if index is not None and index < rows:
+            values[f"tokenizer.ggml.{key}_token_id"] = int(index)
+        elif index is not None and key in ("bos", "eos"):
+            raise UserError(f"{folder}: {key}_token_id is {index}, and the embedding has {rows} rows")
+    plain, framed = (list(tokenizer("a", add_special_tokens=each)["input_ids"]) for each in (False, True))
+    start, end = (
+        framed[:1] == [tokenizer.bos_token_id] != plain[:1],
+        framed[-1:] == [tokenizer.eos_token_id] != plain[-1:],
+    )
+    if framed[start : len(framed) - end] != plain:
+        raise UserError(f"{folder}: llama.cpp puts no tokens around a text other than the first and last of a sequence")
     values |= {"tokenizer.ggml.add_bos_token": start, "tokenizer.ggml.add_eos_token": end}
-    values |= _templates(tokenizer.chat_template, folder)
+    template = tokenizer.chat_template
+    if isinstance(template, dict) and "default" not in template:
+        raise UserError(f"{folder}: none of the chat templates is named default: {', '.join(template)}")
+    for name, text in (template if isinstance(template, dict) else {"default": template} if template else {}).items():
+        values["tokenizer.chat_template" + ("" if name == "default" else f".{name}")] = text
     return values
 
 
-def values_of(tokenizer: Mapping[str, Any], rows: int, where: str) -> dict[str, Any]:
+def _first(*values: Any) -> int | None:
+    return next((value for value in values if isinstance(value, int)), None)
+
+
+def _content(tokenizer: Mapping[str, Any], rows: int, where: Path) -> dict[str, Any]:
     """Keys that hold the content of a tokenizer.json."""
-    model = tokenizer["model"]
-    if model.get("type") != "BPE":
-        raise UserError(f"{where}: llama.cpp has no {model.get('type')} tokenizer for models that generate text")
+    model, added = tokenizer["model"], {each["id"]: each for each in tokenizer["added_tokens"] if each["id"] < rows}
+    if model["type"] != "BPE":
+        raise UserError(f"{where}: llama.cpp has no {model['type']} tokenizer for models that generate text")
     for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(key):
             raise UserError(f"{where}: llama.cpp has no tokenizer with {key} ({model[key]!r})")
     vocabulary = {index: token for token, index in model["vocab"].items()}
-    if vocabulary and max(vocabulary) >= rows:
+    if max(vocabulary) >= rows:
         raise UserError(f"{where}: the tokenizer has {max(vocabulary) + 1} tokens, and the embedding {rows} rows")
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
-    added = {each["id"]: each for each in tokenizer.get("added_tokens") or [] if each["id"] < rows}
-    if model.get("byte_fallback"):
-        space = _prefix_of_pieces(tokenizer, where)
-        scores = _scores(model["vocab"], merges)
-        unknown = model.get("unk_token")
-        types = {index: _piece_type(token, unknown) for index, token in vocabulary.items()}
-    else:
-        pre = _pre_tokenizer(tokenizer, where)
-        types = dict.fromkeys(vocabulary, NORMAL)
+    has_pieces = model.get("byte_fallback")
+    types = {index: _piece_type(token, model) if has_pieces else NORMAL for index, token in vocabulary.items()}
     for index, each in added.items():
-        special = each.get("special") or _looks_special(each["content"])
-        types[index] = CONTROL if special and types.get(index) != UNKNOWN else types.get(index, NORMAL)
-        if not special:
-            types[index] = USER_DEFINED
-    tokens = []
-    for index in range(rows):
-        token = added[index]["content"] if index in added else vocabulary.get(index, f"[PAD{index}]")
-        tokens.append(token.replace(_SPACE, " ") if types.get(index) == USER_DEFINED else token)
-    values: dict[str, Any] = {"tokenizer.ggml.tokens": tokens}
-    values["tokenizer.ggml.token_type"] = [types.get(index, UNUSED) for index in range(rows)]
-    if model.get("byte_fallback"):
-        values |= {"tokenizer.ggml.model": "llama", "tokenizer.ggml.pre": "default"}
-        values["tokenizer.ggml.add_space_prefix"] = space
-        given = [scores.get(vocabulary.get(index, ""), 0.0) for index in range(rows)]
-        values["tokenizer.ggml.scores"] = [
-            _ADDED_SCORE if index in added or index not in types else score for index, score in enumerate(given)
+        special = each["special"] or _looks_special(each["content"])
+        types[index] = UNKNOWN if types.get(index) == UNKNOWN else CONTROL if special else USER_DEFINED
+    tokens = [
+        added[index]["content"] if index in added else vocabulary.get(index, f"[PAD{index}]") for index in range(rows)
+    ]
+    if has_pieces:
+        tokens = [
+            token.replace(_SPACE, " ") if types.get(i) == USER_DEFINED else token for i, token in enumerate(tokens)
         ]
+        scores = _scores(model, merges)
+        normal = [index in types and index not in added for index in range(rows)]
+        own = {
+            "model": "llama",
+            "pre": "default",
+            "add_space_prefix": _puts_space_first(tokenizer, where),
+            "scores": [scores.get(vocabulary[i], 0.0) if normal[i] else _ADDED_SCORE for i in range(rows)],
+        }
     else:
-        values |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre, "tokenizer.ggml.merges": merges}
-        values["tokenizer.ggml.add_space_prefix"] = False
-    return values
+        own = {"model": "gpt2", "pre": _pre_tokenizer(tokenizer, where), "add_space_prefix": False, "merges": merges}
+    own |= {"tokens": tokens, "token_type": [types.get(index, UNUSED) for index in range(rows)]}
+    return {f"tokenizer.ggml.{key}": value for key, value in own.items()}
 
 
 def _steps(step: Mapping[str, Any] | None, many: str) -> list[Mapping[str, Any]]:
@@ -138,7 +142,7 @@ def _steps(step: Mapping[str, Any] | None, many: str) -> list[Mapping[str, Any]]
     return [inner for each in step[many] for inner in _steps(each, many)] if step["type"] == "Sequence" else [step]
 
 
-def _pre_tokenizer(tokenizer: Mapping[str, Any], where: str) -> str:
+def _pre_tokenizer(tokenizer: Mapping[str, Any], where: Path) -> str:
     """The name of the expressions that split a text into words."""
     for step in _steps(tokenizer.get("normalizer"), "normalizers"):
         if step["type"] != "NFC":  # llama.cpp leaves it out of all tokenizers, as of those of Qwen
@@ -160,13 +164,10 @@ def _pre_tokenizer(tokenizer: Mapping[str, Any], where: str) -> str:
     name = PRE_TOKENIZERS.get(tuple(expressions))
     if name is None or not bytes_last:
         raise UserError(f"{where}: llama.cpp's pre-tokenizer for these expressions is not known: {expressions}")
-    ignoring = bool(tokenizer["model"].get("ignore_merges"))
-    if name in _IGNORING_MERGES and not ignoring:
-        name = _WITHOUT_IGNORED_MERGES.get(name, name)
-    return name
+    return "dbrx" if name == "llama-bpe" and not tokenizer["model"].get("ignore_merges") else name
 
 
-def _prefix_of_pieces(tokenizer: Mapping[str, Any], where: str) -> bool:
+def _puts_space_first(tokenizer: Mapping[str, Any], where: Path) -> bool:
     """Whether a tokenizer of pieces puts a space before a text."""
     prefix = False
     for step in _steps(tokenizer.get("normalizer"), "normalizers"):
@@ -182,167 +183,111 @@ def _prefix_of_pieces(tokenizer: Mapping[str, Any], where: str) -> bool:
     return prefix
 
 
-def _piece_type(token: str, unknown: str | None) -> int:
-    if token == unknown:
+def _piece_type(token: str, model: Mapping[str, Any]) -> int:
+    if token == model.get("unk_token"):
         return UNKNOWN
     return BYTE if len(token) == 6 and token.startswith("<0x") and token.endswith(">") else NORMAL
 
 
-def _scores(vocabulary: Iterable[str], merges: Iterable[str]) -> dict[str, float]:
+def _scores(model: Mapping[str, Any], merges: Iterable[str]) -> dict[str, float]:
     """Scores that merge pieces in the order of `merges`: a piece has that of the first merge that makes it."""
     scores: dict[str, float] = {}
     for merge in merges:
-        left, right = merge.split(" ") if merge.count(" ") == 1 else _cut(merge)
-        scores.setdefault(left + right, -float(len(scores)))
-    for token in vocabulary:
-        if token not in scores and _piece_type(token, None) == NORMAL:
+        scores.setdefault("".join(_cut(merge)), -float(len(scores)))
+    for token in model["vocab"]:
+        if token not in scores and _piece_type(token, model) == NORMAL:
             scores[token] = -float(len(scores))
     return scores
 
 
 def _cut(merge: str) -> tuple[str, str]:
-    middle = merge.index(" ", 1)
+    middle = merge.find(" ", 1)
     return merge[:middle], merge[middle + 1 :]
 
 
 def _looks_special(token: str) -> bool:
     """Whether llama.cpp's own converter takes a token for a control token, whatever tokenizer.json says."""
     named = token in ("<pad>", "<mask>", "<2mass>", "[@BOS@]") or token.startswith("<unused")
-    return (
-        named
-        or (token.startswith("<|") and token.endswith("|>"))
-        or (token.startswith("<｜") and token.endswith("｜>"))
+    return named or any(
+        token.startswith(start) and token.endswith(start[::-1].replace("<", ">")) for start in ("<|", "<｜")
     )
 
 
-def _frame(tokenizer: Any, folder: Path) -> tuple[bool, bool]:
-    """Whether a text gets a token before it, and one behind it."""
-    text = "a"
-    plain, framed = (list(tokenizer(text, add_special_tokens=each)["input_ids"]) for each in (False, True))
-    for start in (False, True):
-        for end in (False, True):
-            if framed == [tokenizer.bos_token_id] * start + plain + [tokenizer.eos_token_id] * end:
-                return start, end
-    raise UserError(f"{folder}: llama.cpp puts no tokens around a text other than the first and the last of a sequence")
+# ---- back to transformers --------------------------------------------------------------------------------------------
 
 
-def _templates(template: Any, folder: Path) -> dict[str, Any]:
-    """The chat template; of several the one named default, and the others by their names."""
-    if not template:
-        return {}
-    if isinstance(template, str):
-        return {"tokenizer.chat_template": template}
-    named = template if isinstance(template, dict) else {each["name"]: each["template"] for each in template}
-    if "default" not in named:
-        raise UserError(f"{folder}: none of the chat templates is named default: {', '.join(named)}")
-    others = {name: text for name, text in named.items() if name != "default"}
-    values: dict[str, Any] = {"tokenizer.chat_template": named["default"]}
-    values |= {f"tokenizer.chat_template.{name}": text for name, text in others.items()}
-    return values | ({"tokenizer.chat_templates": sorted(others)} if others else {})
+def tokenizer_of(values: Mapping[str, Any], where: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer that a GGUF file holds.
 
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-
-
-# ---- back to files of transformers -----------------------------------------------------------------------------------
-
-
-def tokenizer_files(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """tokenizer.json, tokenizer_config.json and generation_config.json by the keys of a GGUF file.
+    Args:
+        values: keys of the file.
+        where: the file.
 
     Raises:
         UserError: the keys contradict each other, or the pre-tokenizer is not known.
     """
+    given = {key.removeprefix("tokenizer.ggml."): value for key, value in values.items()}
 
     def listed(key: str, kind: type) -> list[Any]:
-        found = values.get(f"tokenizer.ggml.{key}")
+        found = given.get(key)
         if not isinstance(found, list) or not all(isinstance(each, kind) for each in found):
             raise UserError(f"{where}: tokenizer.ggml.{key} is no list of {kind.__name__}; download it again")
         return found
 
-    model = values.get("tokenizer.ggml.model")
+    model, pre = given.get("model"), given.get("pre")
+    tokens, types = listed("tokens", str), listed("token_type", int)
     if model not in ("gpt2", "llama"):
         raise UserError(f"{where}: a tokenizer {str(model)[:40]!r} is not converted (gpt2 and llama are)")
-    tokens, types = listed("tokens", str), listed("token_type", int)
     if len(types) != len(tokens) or len(set(tokens)) != len(tokens):
-        raise UserError(
-            f"{where}: the tokenizer has {len(tokens)} tokens, some twice or without a type; download it again"
-        )
+        raise UserError(f"{where}: {len(tokens)} tokens are there twice or without a type; download it again")
     vocabulary = {token: index for index, token in enumerate(tokens) if types[index] != UNUSED}
-    added = [
-        {"id": index, "content": token, "special": types[index] == CONTROL}
-        | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        for token, index in vocabulary.items()
-        if types[index] in (CONTROL, USER_DEFINED, UNKNOWN)
-    ]
-    unknown = next((token for token, index in vocabulary.items() if types[index] == UNKNOWN), None)
-    bpe = {"type": "BPE", "vocab": vocabulary, "unk_token": unknown, "fuse_unk": model == "llama"}
+    special = {key: given.get(f"{key}_token_id") for key in ("bos", "eos", "unknown", "padding")}
+    if wrong := [each for each in special.values() if each is not None and not 0 <= each < len(tokens)]:
+        raise UserError(f"{where}: a special token has the id {wrong[0]}, of {len(tokens)} tokens; download it again")
+    names = {key: None if index is None else tokens[index] for key, index in special.items()}
     if model == "gpt2":
-        pre = values.get("tokenizer.ggml.pre")
-        expressions = next((steps for steps, name in PRE_TOKENIZERS.items() if name == pre), None)
-        if expressions is None:
-            raise UserError(f"{where}: the pre-tokenizer {str(pre)[:40]!r} is not converted")
-        merges = listed("merges", str)
-        wrong = next((merge for merge in merges if not set(_cut(merge)) <= vocabulary.keys()), None)
-        if wrong is not None:
-            raise UserError(f"{where}: the merge {wrong[:40]!r} joins what are no tokens; download it again")
-        splits = [
-            {"type": "Digits", "individual_digits": True}
-            if step == "digits"
-            else {"type": "Split", "pattern": {"Regex": step}, "behavior": "Isolated", "invert": False}
-            for step in expressions
-        ]
-        bytes_ = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-        bpe |= {
-            "merges": [list(_cut(merge)) for merge in merges],
-            "ignore_merges": pre in _IGNORING_MERGES,
-            "unk_token": None,
-        }
-        steps: dict[str, Any] = {
-            "normalizer": {"type": "NFC"} if pre == "qwen2" else None,
-            "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, bytes_]},
-            "decoder": bytes_ | {"use_regex": True},
-        }
+        merges = [_cut(merge) for merge in listed("merges", str)]
+        if wrong := [merge for merge in merges if not {*merge, "".join(merge)} <= vocabulary.keys()]:
+            raise UserError(f"{where}: the merge {wrong[0]} is of what are no tokens; download it again")
+        tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in _IGNORING_MERGES))
+        tokenizer.normalizer = normalizers.NFC() if pre == "qwen2" else None
+        tokenizer.pre_tokenizer = _splitting(pre, where)
+        tokenizer.decoder = decoders.ByteLevel()
     else:
-        prefix = values.get("tokenizer.ggml.add_space_prefix", True)
-        bpe |= {"merges": _merges(vocabulary, listed("scores", float)), "byte_fallback": True}
-        replaced = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
-        start = [{"type": "Prepend", "prepend": _SPACE}] if prefix else []
-        strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
-        back = [{"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}, {"type": "ByteFallback"}]
-        steps = {
-            "normalizer": {"type": "Sequence", "normalizers": [*start, replaced]},
-            "pre_tokenizer": None,
-            "decoder": {"type": "Sequence", "decoders": [*back, {"type": "Fuse"}, *strip]},
-        }
-    ids: dict[str, Any] = {
-        key: values.get(f"tokenizer.ggml.{key}_token_id") for key in ("bos", "eos", "unknown", "padding", "eot")
-    }
-    wrong_id = next((each for each in ids.values() if each is not None and not 0 <= each < len(tokens)), None)
-    if wrong_id is not None:
-        raise UserError(f"{where}: a special token has the id {wrong_id}, of {len(tokens)} tokens; download it again")
-    frame = [
-        values.get("tokenizer.ggml.add_bos_token", model == "llama"),
-        values.get("tokenizer.ggml.add_eos_token", False),
-    ]
-    content = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, **steps}
-    content |= {"post_processor": _post_processor(tokens, ids, frame), "model": bpe}
-    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        settings[f"{name}_token"] = None if ids[key] is None else tokens[ids[key]]
-    if isinstance(template := values.get("tokenizer.chat_template"), str):
-        settings["chat_template"] = template
-    ends = [each for each in (ids["eos"], ids["eot"]) if each is not None]
-    generation = {
-        "bos_token_id": ids["bos"],
-        "eos_token_id": ends if len(ends) > 1 else ids["eos"],
-        "pad_token_id": ids["padding"],
-    }
-    return {"tokenizer.json": content, "tokenizer_config.json": settings, "generation_config.json": generation}
+        merges, unknown = _merges(vocabulary, listed("scores", float)), names["unknown"]
+        tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+        prefix = given.get("add_space_prefix", True)
+        start, strip = ([normalizers.Prepend(_SPACE)], [decoders.Strip(" ", 1, 0)]) if prefix else ([], [])
+        tokenizer.normalizer = normalizers.Sequence([*start, normalizers.Replace(" ", _SPACE)])
+        back = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+        tokenizer.decoder = decoders.Sequence([*back, *strip])
+    for token, index in vocabulary.items():
+        if types[index] in (CONTROL, USER_DEFINED, UNKNOWN):
+            added = AddedToken(token, normalized=False, special=types[index] != USER_DEFINED)
+            (tokenizer.add_tokens if types[index] == USER_DEFINED else tokenizer.add_special_tokens)([added])
+    flags = ("bos", given.get("add_bos_token", model == "llama")), ("eos", given.get("add_eos_token", False))
+    if around := {key: names[key] for key, wanted in flags if wanted and names[key] is not None}:
+        single = [*([around["bos"]] if "bos" in around else []), "$A", *([around["eos"]] if "eos" in around else [])]
+        ids = [(name, vocabulary[name]) for name in around.values() if name is not None]
+        tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=ids)
+    template = values.get("tokenizer.chat_template")
+    short = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
+    named = {f"{short[key]}_token": name for key, name in names.items() if name is not None}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template, **named)
 
 
-def _merges(vocabulary: Mapping[str, int], scores: list[float]) -> list[list[str]]:
+def _splitting(pre: Any, where: Path) -> pre_tokenizers.PreTokenizer:
+    expressions = next(
+        (steps for steps, name in PRE_TOKENIZERS.items() if name == {"dbrx": "llama-bpe"}.get(pre, pre)), None
+    )
+    if expressions is None:
+        raise UserError(f"{where}: the pre-tokenizer {str(pre)[:40]!r} is not converted")
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    steps = [digits if step == "digits" else pre_tokenizers.Split(Regex(step), "isolated") for step in expressions]
+    return pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def _merges(vocabulary: Mapping[str, int], scores: list[float]) -> list[tuple[str, str]]:
     """Every way to make a piece of two others, the pieces of the highest score first."""
     pairs = []
     for token, index in vocabulary.items():
@@ -350,18 +295,4 @@ def _merges(vocabulary: Mapping[str, int], scores: list[float]) -> list[list[str
             left, right = token[:place], token[place:]
             if left in vocabulary and right in vocabulary:
                 pairs.append((-scores[index], vocabulary[left], vocabulary[right], left, right))
-    return [[left, right] for *_, left, right in sorted(pairs)]
-
-
-def _post_processor(tokens: list[str], ids: Mapping[str, int | None], frame: list[bool]) -> dict[str, Any] | None:
-    around = {
-        key: ids[key] for key, wanted in zip(("bos", "eos"), frame, strict=True) if wanted and ids[key] is not None
-    }
-    if not around:
-        return None
-    parts = {key: {"SpecialToken": {"id": tokens[index or 0], "type_id": 0}} for key, index in around.items()}
-    text = {"Sequence": {"id": "A", "type_id": 0}}
-    single = [part for part in (parts.get("bos"), text, parts.get("eos")) if part is not None]
-    other = {"Sequence": {"id": "B", "type_id": 1}}
-    special = {tokens[i or 0]: {"id": tokens[i or 0], "ids": [i], "tokens": [tokens[i or 0]]} for i in around.values()}
-    return {"type": "TemplateProcessing", "single": single, "pair": [*single, other], "special_tokens": special}
+    return [(left, right) for *_, left, right in sorted(pairs)]

@@ -1,0 +1,173 @@
+"""GGUF files as sources: they come back bit for bit, and hostile ones are refused in one line that leaves nothing."""
+
+import json
+import struct
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.gguf.export import export_gguf
+from ckpt_prune.gguf.reading import open_gguf
+from ckpt_prune.gguf.source import convert_gguf
+from tests.gguf_files.test_families import FAMILIES
+from tests.gguf_files.tiny import proving, save
+
+UNREAD = {"llama-llama3", "phi3-longrope", "phi3"}  # scaled rotary positions; a window that llama.cpp ignores
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    folder = save(tmp_path_factory.mktemp("source") / "model", "llama", tie_word_embeddings=True)
+    file = folder.parent / "m.gguf"
+    export_gguf(str(folder), file, proving(folder), kind="f32", proof=False)
+    return folder, file
+
+
+@pytest.mark.parametrize("name", FAMILIES.keys() - UNREAD)
+def test_a_file_becomes_the_checkpoint_that_it_was_made_of(name, tmp_path):
+    model_type, changes = FAMILIES[name]
+    folder = save(tmp_path / "model", model_type, **changes)
+    export_gguf(str(folder), tmp_path / "m.gguf", proving(folder), kind="f32", proof=False)
+    convert_gguf(tmp_path / "m.gguf", tmp_path / "back")
+    dense, back = (load_file(place / "model.safetensors") for place in (folder, tmp_path / "back"))
+    assert back.keys() == dense.keys()
+    for key in dense:
+        torch.testing.assert_close(back[key], dense[key], rtol=0, atol=1e-6)
+    again = AutoTokenizer.from_pretrained(tmp_path / "back")
+    text = "def f(x):\n    return x  # it's 3,14 \u00e9t\u00e9 </s>"
+    assert again(text)["input_ids"] == AutoTokenizer.from_pretrained(folder)(text)["input_ids"]
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0", "q4_0", "q4_1"])
+def test_types_are_those_of_gguf_py(llama, tmp_path, kind):
+    folder, _ = llama
+    export_gguf(str(folder), tmp_path / "m.gguf", proving(folder), kind=kind, proof=False)
+    dense = load_file(folder / "model.safetensors")
+    file = open_gguf(tmp_path / "m.gguf")
+    assert file.tensors["blk.0.attn_norm.weight"].kind.name == "F32"
+    # Rows of 32 can be rounded, and those of 48 cannot.
+    rounded, wide = file.tensors["blk.1.ffn_up.weight"], file.tensors["blk.1.ffn_down.weight"]
+    assert rounded.kind.name == kind.upper()
+    assert wide.kind.name == ("F16" if kind.startswith("q") else kind.upper())
+    expected = gguf.dequantize(
+        gguf.quantize(dense["model.layers.1.mlp.up_proj.weight"].numpy(), rounded.kind), rounded.kind
+    )
+    np.testing.assert_array_equal(file.read("blk.1.ffn_up.weight").numpy(), expected)
+
+
+def broken(data: bytes, what: str) -> bytes:
+    """A file with one thing in it that cannot be."""
+    name = data.index(b"blk.0.ffn_up.weight")
+    shape = name + len("blk.0.ffn_up.weight") + 4
+    key = data.index(b"llama.block_count")
+    return {
+        "cut in a tensor": data[:-100],
+        "cut in the keys": data[:5000],
+        "empty": b"",
+        "no magic": b"GGML" + data[4:],
+        "version": data[:4] + struct.pack("<I", 77) + data[8:],
+        "other byte order": data[:4] + struct.pack(">I", 3) + data[8:],
+        "tensors": data[:8] + struct.pack("<Q", 2**60) + data[16:],
+        "keys": data[:16] + struct.pack("<Q", 2**60) + data[24:],
+        "length of a key": data[:24] + struct.pack("<Q", 2**62) + data[32:],
+        "not UTF-8": data[:key] + b"\xff" + data[key + 1 :],
+        "type of a value": data[: key + 17] + struct.pack("<I", 99) + data[key + 21 :],
+        "blocks": data[: key + 21] + struct.pack("<I", 2**31) + data[key + 25 :],
+        "rows": data[:shape] + struct.pack("<Q", 2**40) + data[shape + 8 :],
+        "no rows": data[:shape] + struct.pack("<Q", 0) + data[shape + 8 :],
+        "type of a tensor": data[: shape + 16] + struct.pack("<I", 77) + data[shape + 20 :],
+        "place": data[: shape + 20] + struct.pack("<Q", 2**50) + data[shape + 28 :],
+        "on another": data[: shape + 20] + struct.pack("<Q", 0) + data[shape + 28 :],
+    }[what]
+
+
+FAULTS = [
+    "cut in a tensor", "cut in the keys", "empty", "no magic", "version", "other byte order", "tensors", "keys",
+    "length of a key", "not UTF-8", "type of a value", "blocks", "rows", "no rows", "type of a tensor", "place",
+    "on another",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("what", FAULTS)
+def test_a_hostile_file_is_refused_in_a_line_that_names_it(llama, tmp_path, what):
+    file = tmp_path / "bad.gguf"
+    file.write_bytes(broken(llama[1].read_bytes(), what))
+    with pytest.raises(UserError) as refusal:
+        convert_gguf(file, tmp_path / "out")
+    assert "bad.gguf" in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+    assert list(tmp_path.iterdir()) == [file]
+
+
+@given(st.integers(0, 60_000), st.binary(min_size=1, max_size=8))
+def test_whatever_is_written_over_a_header_is_read_or_refused(llama, place, bytes_):
+    data = bytearray(llama[1].read_bytes())
+    data[place : place + len(bytes_)] = bytes_
+    file = llama[1].with_name("fuzzed.gguf")
+    file.write_bytes(data)
+    try:
+        convert_gguf(file, llama[1].with_name("out"), overwrite=True)
+    except UserError as error:
+        assert "\n" not in str(error)  # noqa: PT017
+
+
+def edited(file: Path, out: Path, **values: object) -> Path:
+    """A copy of a file with other keys."""
+    old = open_gguf(file)
+    writer = gguf.GGUFWriter(out, "llama")
+    for key, value in (old.values | values).items():
+        if key == "general.architecture" or value is None:
+            continue
+        add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+        add.get(type(value), writer.add_array)(key, value)
+    for name in old.tensors:
+        writer.add_tensor(name, old.read(name).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return out
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("split.count", 3, "one of 3 parts"),
+        ("llama.attention.head_count", [4, 4, 2, 4, 4, 4], "its blocks differ"),
+        ("llama.attention.head_count", 5, "5"),
+        ("llama.rope.scaling.type", "yarn", "scaled in a way that is not converted"),
+        ("tokenizer.ggml.model", "bert", "tokenizer 'bert' is not converted"),
+        ("tokenizer.ggml.pre", "klingon", "pre-tokenizer 'klingon'"),
+        ("tokenizer.ggml.eos_token_id", 5000, "special token has the id 5000"),
+        ("tokenizer.ggml.token_type", [1, 1], "2048 tokens"),
+        ("tokenizer.ggml.merges", ["zzzz qqqq"], "is of what are no tokens"),
+        ("llama.attention.layer_norm_rms_epsilon", None, "is 'None', not float"),
+    ],
+)
+def test_keys_that_contradict_the_rest_are_refused(llama, tmp_path, key, value, says):
+    file = edited(llama[1], tmp_path / "bad.gguf", **{key: value})
+    with pytest.raises(UserError, match=says):
+        convert_gguf(file, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unknown_architecture_is_refused(llama, tmp_path):
+    data = llama[1].read_bytes().replace(b"llama", b"mamba", 1)
+    (tmp_path / "m.gguf").write_bytes(data)
+    with pytest.raises(UserError, match="GGUF files of mamba are not converted"):
+        convert_gguf(tmp_path / "m.gguf", tmp_path / "out")
+
+
+def test_the_folder_is_a_checkpoint_that_this_tool_opens(llama, tmp_path):
+    convert_gguf(llama[1], tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
+    with pytest.raises(UserError, match="exists; --overwrite"):
+        convert_gguf(llama[1], tmp_path / "out")
