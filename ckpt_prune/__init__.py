@@ -1,21 +1,18 @@
 """Smaller transformers today: structured pruning of Hugging Face checkpoints with closed-form compensation.
 
-What the commands of `ckpt-prune` do, a function of the same name does here, with the same options and the same errors
-(`UserError`); results are objects, and `progress=False` keeps stderr silent.
+Each command of `ckpt-prune` is a function here, with the same name, options and errors (`UserError`). `help` shows
+every option. Results are objects, and `progress=False` keeps stderr silent.
 """
 
-import functools
 import importlib
 import os
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ckpt_prune._version import __version__
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.common.errors import to_user_error as _named
 
-# Else onnxruntime (1.31 on Linux, too) keeps an identifier in ~/.cache and reports over the network to its maker.
-# Read when it is first loaded, here or in a process that this one starts; a user's own setting stays.
+# Otherwise onnxruntime (1.31, on Linux, too) keeps an identifier in ~/.cache and reports to its maker over the network.
+# It reads this when it is first loaded, here or in a process that this one starts. A user's own setting stays.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 if TYPE_CHECKING:
@@ -62,22 +59,7 @@ def __getattr__(name: str) -> Any:
     """Import a function when it is first asked for: some bring torch and transformers."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "ckpt_prune.api.load" if name == "load" else f"ckpt_prune.api.{name}"
-    return _with_user_errors(getattr(importlib.import_module(module), name))
-
-
-@functools.cache
-def _with_user_errors(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function whose errors of the system are `UserError`, as the command line has them in a line."""
-
-    @functools.wraps(function)
-    def called(*args: Any, **options: Any) -> Any:
-        try:
-            return function(*args, **options)
-        except OSError as error:
-            raise _named(error) from error
-
-    return called
+    return getattr(importlib.import_module(f"ckpt_prune.api.{name}"), name)
 
 
 def __dir__() -> list[str]:

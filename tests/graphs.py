@@ -17,9 +17,9 @@ from torch.onnx._internal._lazy_import import onnxscript_apis
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.evaluation.whole_model import quiet_transformers
-from ckpt_prune.job.graph_settings import GraphSettings
 from ckpt_prune.onnx import folder as export_folder
 from ckpt_prune.onnx.folder import EMBEDDED_BYTES, GraphWriter
+from ckpt_prune.options.graphs import GraphSettings
 from tests import encoders, families
 from tests.once import once, run_folder
 

@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ckpt_prune.job.job import Job, LiveSamples, RecoverySamples
-from ckpt_prune.job.training_settings import RecoverySettings
 from ckpt_prune.measure.samples.samples import Samples, TokenWindows
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.measure.statistics.measurement import measure_statistics
 from ckpt_prune.model.model import Model
+from ckpt_prune.options.training import RecoverySettings
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.stages import FullRecipe

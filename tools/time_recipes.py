@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.containers.opening import Opening, open_model
-from ckpt_prune.options import PruneOptions
+from ckpt_prune.options.commands import PruneOptions
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.recipe.shipped import shipped_recipes
 from ckpt_prune.runner.read_job import read_job

@@ -1,72 +1,41 @@
 """`ckpt_prune.benchmark`."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from ckpt_prune.api.types import AnyModel, Provider
+from ckpt_prune.api.function import takes
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.common.graph_types import GraphType
-from ckpt_prune.common.progress import Notices, show_progress
-from ckpt_prune.options import BenchmarkOptions, SpreadOptions, checked
+from ckpt_prune.common.progress import Notices
+from ckpt_prune.options.commands import BenchmarkOptions
+from ckpt_prune.options.machine import SpreadOptions
+from ckpt_prune.options.option import select_options
 
 if TYPE_CHECKING:
     from ckpt_prune.benchmarking.results import Result
 
 
-def benchmark(
-    a: AnyModel,
-    b: AnyModel,
-    *,
-    onnx: bool = False,
-    batches: str | Sequence[int] = "1",
-    tokens: int | None = None,
-    generate: int | None = None,
-    rounds: int = 30,
-    warmup: int = 3,
-    threads: int | None = None,
-    provider: Provider | None = None,
-    optimize: Literal["none", "cpu", "cuda"] | None = None,
-    dtype: GraphType | None = None,
-    two_four: bool = False,
-    device_map: Literal["auto"] | None = None,
-    max_memory: str | Sequence[str] = (),
-    trust_remote_code: bool = False,
-    device: str = "auto",
-    progress: bool = True,
-) -> "Result":
-    """Time two models in turns, as `ckpt-prune benchmark` does. Both are loaded whole, each in its own process.
+@takes(BenchmarkOptions)
+def benchmark(options: BenchmarkOptions) -> "Result":
+    """Time A, the dense model, against B, the pruned one: latency, throughput, size and peak memory.
 
-    Args:
-        a: the reference, usually dense: a folder, a Hub id or a result; checkpoint or exported graph.
-        b: what is compared with it.
-        onnx: time both in onnxruntime as well.
-        batches: texts or images at once.
-        tokens: of each text; None for 128, or what the shorter context has room for.
-        generate: tokens to generate after the text, with the cache; None for 16 where both models can.
-        rounds: times that each is timed.
-        warmup: rounds before them, not counted.
-        threads: of each model; None for as many as PyTorch takes.
-        provider: of onnxruntime; None for cuda where the device is, else cpu.
-        optimize: fuse graphs made here for this provider.
-        dtype: of graphs made here, and fp16 of PyTorch too.
-        two_four: also time checkpoints whose weights hold 2:4 by torch's kernels for that, on a GPU in fp16.
-        device_map: "auto": accelerate puts the parts of models where there is room; None for one device.
-        max_memory: most that a device takes of them, "cpu=24GiB" or "0=70GiB".
-        trust_remote_code: run code that a folder brings.
-        device: of PyTorch: auto, cpu, cuda or cuda:i.
-        progress: show bars and notices on stderr.
+    Both are loaded whole, each in a process of its own, a second time for --onnx, and all stay in memory together. They
+    take turns: a round times each of them once, so that whatever else the machine does slows all of them alike. A
+    process that waits does not compute. Percentiles are of all timings, throughput is that of the median. Few rounds
+    say little about p95.
 
-    Raises:
-        UserError: the two cannot be compared, cannot be loaded or exported, or a process dies.
+    Both get the same random tokens or images (seed 0). A causal language model reads the text (prefill) and then
+    generates token by token with the cache (decode, timed by the token); other models read it in one pass. Ratios are
+    relative to A in the same runtime. Peak memory is that of a process; the base next to it is what the process takes
+    without a model. GPU memory is known for PyTorch, not for onnxruntime.
+
+    With --onnx a checkpoint is exported, unless its own folder onnx has a graph of it for the same task. Such graphs
+    stay in the folder for temporary files (TMPDIR) until the run ends; it must have room for both. A and B may also be
+    folders that `export` wrote: these run in onnxruntime alone.
     """
-    given = locals()
-    options, spreading = checked(BenchmarkOptions, given), checked(SpreadOptions, given)
     sizes = _batches(options.batches)
 
     from ckpt_prune.benchmarking.run import compare
 
-    with show_progress(progress):
-        return compare(options, sizes, spreading, Notices())
+    return compare(options, sizes, select_options(options, SpreadOptions), Notices())
 
 
 def _batches(text: str) -> tuple[int, ...]:

@@ -5,14 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt_prune.api.types import AnyModel, AnyPath, Bos, Choose, ComputeDtype, Texts
+from ckpt_prune.api.function import takes
 from ckpt_prune.checkpoint.staging import Staging
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.common.progress import Notices, show_progress
+from ckpt_prune.common.progress import Notices
 from ckpt_prune.measure.samples.text_files import check_texts
 from ckpt_prune.measure.statistics.files import STATISTICS
 from ckpt_prune.model.supported import check_supported
-from ckpt_prune.options import CalibrateOptions, PartName, checked, has_data
+from ckpt_prune.options.commands import CalibrateOptions
+from ckpt_prune.options.data import has_data
 from ckpt_prune.parallel.group import process_group
 
 if TYPE_CHECKING:
@@ -30,19 +31,7 @@ NEEDS = {CENTRED: ("logits", "keys are those of logits"), EFFECTS: ("gram", "nee
 
 @dataclass(frozen=True)
 class ForeseenStatistics:
-    """What a calibration will measure, and what it will take.
-
-    Attributes:
-        folder: that it will write.
-        modality: what the model reads: text, image or audio.
-        samples: windows, images or sounds.
-        window: tokens of each.
-        blocks: of the model.
-        folds: of the samples.
-        collect: kinds of statistics.
-        bytes: that the folder will take.
-        estimate: time, memory and disk.
-    """
+    """What a calibration will measure, and the bytes that its folder will take; `estimate`: time, memory and disk."""
 
     folder: Path
     modality: str
@@ -55,7 +44,7 @@ class ForeseenStatistics:
     estimate: "Estimate"
 
     def summary(self) -> dict[str, Any]:
-        """As `--json` prints it: what `Statistics.summary` has of it, and the estimate."""
+        """Return what `--json` prints: the keys of `Statistics.summary` that are known, and the estimate."""
         return {
             "written": False,
             "modality": self.modality,
@@ -70,72 +59,16 @@ class ForeseenStatistics:
         }
 
 
-def calibrate(
-    model: AnyModel,
-    *,
-    output: AnyPath,
-    text: Texts = (),
-    images: AnyPath | None = None,
-    labels: AnyPath | None = None,
-    max_corrupt: float = 0.05,
-    audio: AnyPath | None = None,
-    samples: int | None = None,
-    window: int | None = None,
-    seed: int = 0,
-    choose: Choose = "random",
-    bos: Bos = "auto",
-    compute_dtype: ComputeDtype = "auto",
-    folds: int | None = None,
-    collect: str | Sequence[str] | None = None,
-    active_above: float = 1e-6,
-    shard: str | None = None,
-    dry_run: bool = False,
-    overwrite: bool = False,
-    family: AnyPath | None = None,
-    part: PartName | None = None,
-    trust_remote_code: bool = False,
-    device: str = "auto",
-    progress: bool = True,
-) -> "Statistics | ForeseenStatistics":
-    """Measure a dense model's activation statistics, as `ckpt-prune calibrate` does, one block in memory at a time.
+@takes(CalibrateOptions)
+def calibrate(options: CalibrateOptions) -> "Statistics | ForeseenStatistics":
+    """Run the dense MODEL over calibration text or images and write its activation statistics.
 
-    Args:
-        model: a folder, a Hub id, or what a function of this package has written.
-        output: the statistics folder to write.
-        text: files to run a language model on.
-        images: folder of images to run a vision model on, in place of text.
-        labels: CSV with a column file and perhaps split (calib).
-        max_corrupt: share of the images that may fail to decode.
-        audio: folder of audio to run an encoder of speech on.
-        samples: windows, or images; None for 128 windows, or all images up to 4000.
-        window: tokens per window; None for the model's context, at most 2048.
-        seed: of the random choice of samples.
-        choose: random samples, or the first ones.
-        bos: begin-of-sequence token before the text.
-        compute_dtype: in which blocks run; auto for bfloat16 where the model is stored in it and the device is faster
-            in it, else float32.
-        folds: runs of samples whose moments are kept apart.
-        collect: kinds of statistics; None for all that the model's family can use but `centred`, `rotary` and `taylor`,
-            `effects` only of up to `measured_effects.SHALLOW` blocks. `queries` and `values`, what recipes need that
-            weigh these by effect, are collected on request only.
-        active_above: absolute value above which an input of a projection counts as active.
-        shard: "I/N": measure only the I-th of N equal shares of the samples, to be added to the others later.
-        dry_run: check everything, and measure and write nothing.
-        overwrite: replace an existing statistics folder.
-        family: file of a description of the model's family, where this version has none.
-        part: which part of a model that is made of several: text, vision or encoder.
-        trust_remote_code: accept a model that asks for code of its own.
-        device: auto, cpu, cuda or cuda:i.
-        progress: show bars and notices on stderr.
+    One block is in memory at a time. Any recipe can use the statistics for the same model, and `ckpt-prune statistics
+    add` adds two folders that were measured on different data. Images go through the checkpoint's own image processor.
 
-    Returns:
-        The statistics, which other functions take where they ask for some; of a dry run what they will be.
-
-    Raises:
-        UserError: bad input; nothing is left behind.
+    A long run starts with an estimate of time, memory and disk; --dry-run always prints one.
     """
-    options = checked(CalibrateOptions, locals())
-    # Before torch is imported, what can be told without it.
+    # Refuse what can be refused before torch is imported.
     if not has_data(options, options):
         raise UserError("calibrate needs --text FILE, --images DIR for a vision model, or --audio DIR")
     check_supported(options.model, options.family, options.part)
@@ -165,94 +98,93 @@ def calibrate(
     from ckpt_prune.verification.forward_pass import check_forward
 
     out, trust = options.output, options.trust_remote_code
-    with show_progress(progress):
-        say = Notices()
-        target = resolve_device(options.device)
-        source = open_model(options.model, Opening.of(options))
-        checkpoint, described = source.checkpoint, source.family
-        known = list_collectable(source)
-        again = source.has_remote_code
-        inside = [space for space in described.columns if space not in described.consumers and not again]
-        usual = [*list_collected_by_default(source), *([EFFECTS] if measured_singly(source) else [])]
-        effects = [] if described.experts is not None or again else [EFFECTS]
-        what = f"{described.model_type}{' with code of its own' if again else ''}"
-        asked = _kinds(options.collect, (*known, *effects), inside, usual, what)
-        kinds = tuple(kind for kind in known if kind in asked)
-        check_source(source)
-        check_one_basis(source)
-        refuse_overlap(checkpoint.path, out)
-        refuse_inside(out, [options.images, options.audio, options.labels, *options.text])
-        chosen: Samples = choose_samples(source, options, options, trust=trust, say=say)
-        if options.shard is not None:
-            if "taylor" in kinds:
-                raise UserError("--shard: taylor, absolute values of sums over all samples, does not add: leave it out")
-            chosen = take_shard(chosen, options.shard)
-        process_group().on_first(checkpoint.check_finite)
-        check_forward(source, chosen, say)
-        dtype = resolve_compute_dtype(options.compute_dtype, target, source.dtype)
-        process_group().agree(
-            {
-                "model": checkpoint.fingerprint,
-                "text" if described.modality == "text" else "set of images": chosen.fingerprint,
-                "job": [kinds, options.folds, str(dtype), options.active_above],
-            }
+    say = Notices()
+    target = resolve_device(options.device)
+    source = open_model(options.model, Opening.of(options))
+    checkpoint, described = source.checkpoint, source.family
+    known = list_collectable(source)
+    again = source.has_remote_code
+    inside = [space for space in described.columns if space not in described.consumers and not again]
+    usual = [*list_collected_by_default(source), *([EFFECTS] if measured_singly(source) else [])]
+    effects = [] if described.experts is not None or again else [EFFECTS]
+    what = f"{described.model_type}{' with code of its own' if again else ''}"
+    asked = _kinds(options.collect, (*known, *effects), inside, usual, what)
+    kinds = tuple(kind for kind in known if kind in asked)
+    check_source(source)
+    check_one_basis(source)
+    refuse_overlap(checkpoint.path, out)
+    refuse_inside(out, [options.images, options.audio, options.labels, *options.text])
+    chosen: Samples = choose_samples(source, options, options, trust=trust, say=say)
+    if options.shard is not None:
+        if "taylor" in kinds:
+            raise UserError("--shard: taylor, absolute values of sums over all samples, does not add: leave it out")
+        chosen = take_shard(chosen, options.shard)
+    process_group().on_first(checkpoint.check_finite)
+    check_forward(source, chosen, say)
+    dtype = resolve_compute_dtype(options.compute_dtype, target, source.dtype)
+    process_group().agree(
+        {
+            "model": checkpoint.fingerprint,
+            "text" if described.modality == "text" else "set of images": chosen.fingerprint,
+            "job": [kinds, options.folds, str(dtype), options.active_above],
+        }
+    )
+
+    folds = options.folds or 1
+    estimate = estimate_calibration(source, chosen, kinds, folds, target, dtype)
+    if options.dry_run:
+        size = process_group().once(
+            lambda: check_measurable(source, chosen, out, folds=folds, collect=kinds, overwrite=options.overwrite)
         )
-
-        folds = options.folds or 1
-        estimate = estimate_calibration(source, chosen, kinds, folds, target, dtype)
-        if options.dry_run:
-            size = process_group().once(
-                lambda: check_measurable(source, chosen, out, folds=folds, collect=kinds, overwrite=options.overwrite)
-            )
-            return ForeseenStatistics(
-                out,
-                described.modality,
-                len(chosen),
-                chosen.tokens,
-                source.blocks,
-                folds,
-                (*kinds, *((EFFECTS,) if EFFECTS in asked else ())),
-                size,
-                estimate,
-            )
-        if estimate.warning is not None:
-            say(estimate.warning)
-
-        def finish(found: "Statistics") -> None:
-            wanted = {*described.consumers, *asked, *(described.logits if "logits" in kinds else ())}
-            held = [space for space in described.spaces if space in wanted]
-            if "fisher" in kinds:
-                found = add_gradients(source, found, chosen, spaces=held, device=target, compute_dtype=dtype)
-            if EFFECTS in asked:
-                effects = measure_effects(source, found, chosen, spaces=held, device=target, compute_dtype=dtype)
-                process_group().on_first(lambda: record_effects(found, effects))
-
-        return measure_statistics(
-            source,
-            chosen,
+        return ForeseenStatistics(
             out,
-            seed=options.seed,
-            folds=folds,
-            collect=kinds,
-            device=target,
-            compute_dtype=dtype,
-            overwrite=options.overwrite,
-            skeleton=container_of(source).skeleton() if again else None,
-            announce=lambda size: say(f"{out} will take {human_bytes(size)}"),
-            finish=finish,
-            active_above=options.active_above,
+            described.modality,
+            len(chosen),
+            chosen.tokens,
+            source.blocks,
+            folds,
+            (*kinds, *((EFFECTS,) if EFFECTS in asked else ())),
+            size,
+            estimate,
         )
+    if estimate.warning is not None:
+        say(estimate.warning)
+
+    def finish(found: "Statistics") -> None:
+        wanted = {*described.consumers, *asked, *(described.logits if "logits" in kinds else ())}
+        held = [space for space in described.spaces if space in wanted]
+        if "fisher" in kinds:
+            found = add_gradients(source, found, chosen, spaces=held, device=target, compute_dtype=dtype)
+        if EFFECTS in asked:
+            effects = measure_effects(source, found, chosen, spaces=held, device=target, compute_dtype=dtype)
+            process_group().on_first(lambda: record_effects(found, effects))
+
+    return measure_statistics(
+        source,
+        chosen,
+        out,
+        seed=options.seed,
+        folds=folds,
+        collect=kinds,
+        device=target,
+        compute_dtype=dtype,
+        overwrite=options.overwrite,
+        skeleton=container_of(source).skeleton() if again else None,
+        announce=lambda size: say(f"{out} will take {human_bytes(size)}"),
+        finish=finish,
+        active_above=options.active_above,
+    )
 
 
 def _kinds(text: str | None, kinds: Sequence[str], inside: Sequence[str], usual: list[str], family: str) -> list[str]:
-    """What `collect` asks for, in a fixed order; vectors always.
+    """Return the kinds of statistics to collect, in a fixed order and always with moments.
 
     Args:
-        text: the option; None for `usual`.
-        kinds: of statistics that the model's family can use.
-        inside: spaces that stand inside others.
+        text: the option `collect`; None for `usual`.
+        kinds: those that the model's family can use.
+        inside: spaces inside other spaces.
         usual: what is collected by default.
-        family: its name, in words.
+        family: its name, for errors.
     """
     if text is None:
         return usual
@@ -260,7 +192,7 @@ def _kinds(text: str | None, kinds: Sequence[str], inside: Sequence[str], usual:
     asked = [part.strip() for part in text.split(",") if part.strip()]
     unknown = [part for part in asked if part not in known]
     if unknown or not asked:
-        raise UserError(f"--collect {text}: of a {family}, one or more of {','.join(known)} can be collected")
+        raise UserError(f"--collect {text}: choose from {','.join(known)} ({family})")
     for kind, (needed, why) in (dict.fromkeys(inside, ("fisher", "are tried out with the metric")) | NEEDS).items():
         if kind in asked and needed not in asked:
             raise UserError(f"--collect {text}: {kind} {why}, add {needed}")

@@ -4,12 +4,13 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt_prune.api.types import AnyModel, AnyPath, Bos, Choose, ComputeDtype, Texts
+from ckpt_prune.api.function import takes
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.common.progress import Notices, show_progress
+from ckpt_prune.common.progress import Notices
 from ckpt_prune.measure.samples.text_files import check_texts
 from ckpt_prune.model.supported import check_supported
-from ckpt_prune.options import CompareOptions, PartName, checked, has_data
+from ckpt_prune.options.commands import CompareOptions
+from ckpt_prune.options.data import has_data
 
 if TYPE_CHECKING:
     from ckpt_prune.evaluation.block_comparison import Comparison
@@ -17,62 +18,21 @@ if TYPE_CHECKING:
 WHY = "two models are compared"
 
 
-def compare(
-    reference: AnyModel,
-    model: AnyModel,
-    *,
-    text: Texts = (),
-    images: AnyPath | None = None,
-    labels: AnyPath | None = None,
-    max_corrupt: float = 0.05,
-    audio: AnyPath | None = None,
-    samples: int | None = None,
-    window: int | None = None,
-    seed: int = 0,
-    choose: Choose = "random",
-    bos: Bos = "auto",
-    compute_dtype: ComputeDtype = "auto",
-    lens: bool = False,
-    plot: AnyPath | None = None,
-    state_memory: float = 8.0,
-    overwrite: bool = False,
-    family: AnyPath | None = None,
-    part: PartName | None = None,
-    trust_remote_code: bool = False,
-    device: str = "auto",
-    progress: bool = True,
-) -> "Comparison":
-    """Compare what leaves every block of two models, as `ckpt-prune compare` does. One block of each is held at a time.
+@takes(CompareOptions)
+def compare(options: CompareOptions) -> "Comparison":
+    """Compare what leaves every block of B with what leaves that of A, usually the dense model, on the same samples.
 
-    Args:
-        reference: usually the dense model: a folder, a Hub id or a result.
-        model: what is held against it, of the same depth and hidden size.
-        text: files to run language models on.
-        images: folder of images to run vision models on.
-        labels: CSV with a column file and perhaps split (calib).
-        max_corrupt: share of the images that may fail to decode.
-        audio: folder of audio to run an encoder of speech on.
-        samples: windows, or images; None for 128 windows, or all images up to 4000.
-        window: tokens per window; None for the model's context, at most 2048.
-        seed: of the choice of samples.
-        choose: random samples, or the first ones.
-        bos: begin-of-sequence token before the text.
-        compute_dtype: in which blocks run; auto for float32.
-        lens: also compare what each model's own head makes of every block's states.
-        plot: HTML file to write.
-        state_memory: GiB of hidden states that are kept in memory; more of them are memory-mapped.
-        overwrite: replace an existing page.
-        family: file of a description of the model's family, where this version has none.
-        part: which part of models that are made of several: text, vision or encoder.
-        trust_remote_code: accept a model that asks for code of its own.
-        device: auto, cpu, cuda or cuda:i.
-        progress: show bars and notices on stderr.
+    Both models have the same depth and hidden size. B may be an output of this tool, or a model that another tool
+    pruned, quantized or trained and saved as plain weights. Both run side by side, one block of each in memory at a
+    time.
 
-    Raises:
-        UserError: bad input, or two models that cannot be compared block by block.
+    MSE is the mean squared difference of hidden states; relative error is the squared difference over A's squared
+    length; cosine is the mean over tokens; CKA is linear centred kernel alignment, which no rotation of the states
+    changes. The last line compares the outputs: KL(A || B) in nats, or for a model without a head the relative error of
+    its last hidden states. If B's hidden states are rotated, A's are rotated alike. Hidden states beyond --state-memory
+    go to files in the temporary folder.
     """
-    options = checked(CompareOptions, locals())
-    # Before torch is imported, what can be told without it.
+    # Refuse what can be refused before torch is imported.
     if not has_data(options, options):
         raise UserError("compare needs --text FILE, --images DIR for vision models, or --audio DIR")
     for each in (options.reference, options.model):
@@ -97,27 +57,26 @@ def compare(
     from ckpt_prune.stages.recovery.pairs import at_same_depth, check_models, check_same_reader, rotated_as
 
     trust = options.trust_remote_code
-    with show_progress(progress):
-        say = Notices()
-        target = resolve_device(options.device)
-        theirs, ours = (open_model(each, Opening.of(options)) for each in (options.reference, options.model))
-        report = report_of(ours.checkpoint.path)
-        beside, leaps = at_same_depth(ours, theirs, report)
-        check_models(ours, beside, WHY)
-        chosen = choose_samples(theirs, options, options, trust=trust, say=say)
-        check_same_reader(ours, theirs, read_text(options.text) if options.text else "", trust=trust)
-        for source in (theirs, ours):
-            source.checkpoint.check_finite()
-        container = container_of(ours).unfactored
-        rotated = rotated_as(ours, theirs, target, report)
-        found = block_comparison.compare(
-            ModelView(beside, target, rotated, None if rotated is None else container, leaps),
-            ModelView(ours, target, container=container),
-            chosen,
-            compute_dtype=resolve_compute_dtype(options.compute_dtype, target),
-            allocate=StateMemory(int(options.state_memory * 2**30), Path(tempfile.gettempdir())),
-            lens=options.lens,
-        )
-        if options.plot is not None:
-            write_atomically(options.plot, comparison_page(found))
-        return found
+    say = Notices()
+    target = resolve_device(options.device)
+    theirs, ours = (open_model(each, Opening.of(options)) for each in (options.reference, options.model))
+    report = report_of(ours.checkpoint.path)
+    beside, leaps = at_same_depth(ours, theirs, report)
+    check_models(ours, beside, WHY)
+    chosen = choose_samples(theirs, options, options, trust=trust, say=say)
+    check_same_reader(ours, theirs, read_text(options.text) if options.text else "", trust=trust)
+    for source in (theirs, ours):
+        source.checkpoint.check_finite()
+    container = container_of(ours).unfactored
+    rotated = rotated_as(ours, theirs, target, report)
+    found = block_comparison.compare(
+        ModelView(beside, target, rotated, None if rotated is None else container, leaps),
+        ModelView(ours, target, container=container),
+        chosen,
+        compute_dtype=resolve_compute_dtype(options.compute_dtype, target),
+        allocate=StateMemory(int(options.state_memory * 2**30), Path(tempfile.gettempdir())),
+        lens=options.lens,
+    )
+    if options.plot is not None:
+        write_atomically(options.plot, comparison_page(found))
+    return found

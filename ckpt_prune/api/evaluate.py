@@ -2,16 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from ckpt_prune.api.types import AnyModel, AnyPath, Bos, Texts
+from ckpt_prune.api.function import takes
 from ckpt_prune.checkpoint.model_folder import find_graph
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.common.progress import show_progress
 from ckpt_prune.common.text_encoding import has_row_suffix
 from ckpt_prune.datasets.glue import parse_task_name
 from ckpt_prune.measure.samples.text_files import check_texts
-from ckpt_prune.options import EvaluateOptions, SpreadOptions, checked
+from ckpt_prune.options.commands import EvaluateOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -20,71 +19,51 @@ if TYPE_CHECKING:
     from ckpt_prune.evaluation.results import OneResult, Result, TaskResult
 
 
-def evaluate(
-    model: AnyModel,
-    *,
-    text: Texts = (),
-    window: int | None = None,
-    images: AnyPath | None = None,
-    labels: AnyPath | None = None,
-    max_corrupt: float = 0.05,
-    samples: int | None = None,
-    bos: Bos = "auto",
-    against: AnyModel | None = None,
-    probe: Literal["knn", "linear"] | None = None,
-    patch_head: AnyPath | None = None,
-    label_maps: AnyPath | None = None,
-    tasks: str | Sequence[AnyPath] = (),
-    include_path: AnyPath | None = None,
-    generate: str | Sequence[str] = (),
-    generate_tokens: int = 64,
-    dry_run: bool = False,
-    device_map: Literal["auto"] | None = None,
-    max_memory: str | Sequence[str] = (),
-    trust_remote_code: bool = False,
-    device: str = "auto",
-    progress: bool = True,
-) -> "Result":
-    """Measure a model, as `ckpt-prune evaluate` does. The whole model is loaded, and both with `against`.
+@takes(EvaluateOptions)
+def evaluate(options: EvaluateOptions) -> "Result":
+    """Measure MODEL: perplexity on text, accuracy on images, tasks, or show what it writes.
 
-    Args:
-        model: a folder, a Hub id, or what a function of this package has written; or an ONNX graph beside its config
-            and tokenizer or image processor, or a folder with one.
-        text: files to measure perplexity on; masked tokens of a masked language model, features of a base model,
-            predictions of another head, embeddings of its lines by a sentence-transformers folder.
-        window: tokens per window, or of a line at most; needed with text.
-        images: folder of images for an image classifier, or for a base model of images.
-        labels: CSV with columns file and label.
-        max_corrupt: share of the images that may fail to decode.
-        samples: windows from the start of the text, images (at random, seed 0) or a task's first items; None for all.
-        bos: begin-of-sequence token before the text.
-        against: a reference, usually the dense model.
-        probe: with images, what the model's features without its head tell of their classes.
-        patch_head: with images and `label_maps`, a safetensors file with a linear head on every patch.
-        label_maps: folder with a PNG for each image: a class for every pixel, or a number where the head gives one.
-        tasks: files of multiple-choice items (.jsonl), or names of lm-eval tasks; of a model with a
-            sequence-classification head files of labelled texts (.jsonl), or tasks of GLUE (glue:mrpc).
-        include_path: folder with lm-eval task files of one's own.
-        generate: prompts that are continued greedily.
-        generate_tokens: after each prompt, at most.
-        dry_run: load nothing, and say where the parts of the models would go; with `device_map`.
-        device_map: "auto": accelerate puts the parts of models where there is room; None for one device.
-        max_memory: most that a device takes of them, "cpu=24GiB" or "0=70GiB".
-        trust_remote_code: run code that a folder brings.
-        device: auto, cpu, cuda or cuda:i.
-        progress: show bars and notices on stderr.
+    Text. Perplexity takes windows of T tokens that do not overlap, drops the tail, does not score the first token of a
+    window, and is exp of the mean. Two protocols are in use, windows of 128 and of 2048 tokens, and they differ by a
+    factor of two on the same model: every figure is printed with its window. KL is the mean over scored tokens of
+    KL(MODEL2 || MODEL), in nats. --samples N scores the first N windows of the text, not N at random as calibrate takes
+    them: how hard a text is differs along it, so compare such a figure only with others of the same text, window and N.
 
-    Returns:
-        One of `ckpt_prune.evaluation.results`: of text a `PerplexityResult`, `MaskedResult` or `ComparisonResult`, of
-        images an `AccuracyResult`, `ComparisonResult`, `ProbeResult` or `PatchHeadResult`, of tasks a `ChoiceResult`,
-        `LabelResult` or `TaskResult`, of prompts a `GenerationResult`. If text, tasks and prompts are given together, a
-        `CombinedResult` of these; each model is then loaded once.
+    Other text models. A masked language model (BERT) predicts 15 % of the tokens of every window, masked. A classifier
+    of texts or tokens, and a model that finds answers, is compared with MODEL2: KL divergence, and how often both put
+    the same first; a reranker or reward model by the order of its numbers. A base model without a head is compared by
+    the cosine of its features. A sentence-transformers folder is compared by its embeddings of every line of the text
+    that is not empty, cut to T tokens: their cosine, the rank correlation of the cosines of all pairs of lines, and how
+    often both find the same line nearest to another.
 
-    Raises:
-        UserError: options that do not go together, a model that does not load, or two that cannot be compared.
+    Images. Top-1 and top-5 of an image classifier; with --against also how often both put the same class first, and the
+    mean KL over images. Preprocessing is the checkpoint's own (preprocessor_config.json), by Pillow. --samples takes
+    images at random, because the first ones would be those of the first classes. --probe learns on images that
+    labels.csv marks calib and is tested on those marked eval; without marks, on one half each. --patch-head is given
+    what the last block makes of every patch, behind its norm, as DINOv2's linear segmentation heads are. Its answers
+    are interpolated (bilinear) to the size that the model sees, and the label maps are resized and cropped as the
+    images are (nearest): mean intersection over union and pixel accuracy, or root mean squared error.
+
+    Tasks. Items of a .jsonl file are answered by the likeliest continuation, as EleutherAI's harness does it: accuracy
+    by plain log-probability, norm. by that per character, next to the chance of guessing. They have the shape of ARC,
+    OpenBookQA, PIQA, WinoGrande or BoolQ, or question, choices (a list) and answer (from 0). A model with a
+    sequence-classification head labels texts: tasks of GLUE (glue:cola, sst2, mrpc, qqp, stsb, mnli, mnli-mm, qnli,
+    rte, wnli; their validation splits, from FOLDER, $CKPT_PRUNE_DATA/glue or the Hub), or rows of a .jsonl file with
+    label and the columns of one of these. Metrics are GLUE's: Matthews' correlation for CoLA, accuracy and F1 for MRPC
+    and QQP, Pearson's and Spearman's correlation for STS-B, accuracy for the others.
+
+    --generate shows what a perplexity hides: a model that repeats itself has a plausible one. Repeated is the share of
+    runs of four tokens that were there before.
+
+    --text, --tasks and --generate may be given together: each model is then loaded once, --samples applies to text and
+    tasks, and --json has an object for each of them.
+
+    MODEL and MODEL2 may be ONNX graphs, of this tool or another, next to their config and tokenizer or image processor
+    (OUT/onnx/model_q4.onnx), or a folder with one graph; onnxruntime runs them on the CPU. Otherwise the whole model is
+    loaded, and both with --against. --device-map auto spreads them over GPUs, memory and disk.
+
+    Returns one of `ckpt_prune.evaluation.results`, or a `CombinedResult` of several.
     """
-    given = locals()
-    options, spreading = checked(EvaluateOptions, given), checked(SpreadOptions, given)
     if not options.dry_run:
         _check(options)
     check_texts(options.text)
@@ -100,7 +79,7 @@ def evaluate(
     from ckpt_prune.evaluation.whole_model import default_dtype
     from ckpt_prune.parallel.devices import resolve_device
 
-    with show_progress(progress), spread(spreading) as places:
+    with spread(options) as places:
         target = resolve_device(options.device)
         graph, folder = _place(options.model)
         if options.dry_run:

@@ -1,50 +1,28 @@
 """`ckpt_prune.inspect`."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt_prune.api.types import AnyModel, AnyPath
+from ckpt_prune.api.function import takes
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.common.progress import show_progress
 from ckpt_prune.common.ratios import parse_ratio, suggest_percentage
 from ckpt_prune.model.descriptions import has_description
 from ckpt_prune.model.supported import check_model_type, check_supported
-from ckpt_prune.options import InspectOptions, PartName, checked
+from ckpt_prune.options.commands import InspectOptions
 from ckpt_prune.recipe.places import check_recipe
 
 if TYPE_CHECKING:
     from ckpt_prune.inspection.answer import Description
 
 
-def inspect(
-    model: AnyModel,
-    *,
-    ratios: str | Sequence[float] | None = None,
-    recipe: str | None = None,
-    sparsity: bool = False,
-    family: AnyPath | None = None,
-    part: PartName | None = None,
-    progress: bool = True,
-) -> "Description":
-    """Say what a model is, as `ckpt-prune inspect` does: family, spaces and widths, sizes, and fitting containers.
+@takes(InspectOptions)
+def inspect(options: InspectOptions) -> "Description":
+    """Print what MODEL is: family, spaces and their widths, sizes, and the containers that a pruned copy would fit.
 
-    Of an unknown family it says which known one it is like, what differs, and a description to start from.
-
-    Args:
-        model: a folder, perhaps with nothing but a config.json, a Hub id, or what a function of this package has
-            written.
-        ratios: shares of the units of the recipe's spaces; the size is told after dropping each.
-        recipe: whose spaces and rounding ratios apply to, by default rcpu; without ratios, whose own ratios apply.
-        sparsity: also count the zeros of the linear weights. Reads all weights.
-        family: file of a description of the model's family, where this version has none.
-        part: which part of a model that is made of several: text, vision or encoder.
-        progress: show bars on stderr.
-
-    Raises:
-        UserError: there is no such model, its family is like no known one, or a ratio leaves nothing.
+    Only the config and the headers of the weights are read, unless --sparsity is given. For counting, a folder with
+    nothing but a config.json is enough. If MODEL's family has no description, the output says which family it is like,
+    what differs, and which description to start from.
     """
-    options = checked(InspectOptions, locals())
     wanted = _numbers(options.ratios)
     if options.recipe is not None:
         check_recipe(options.recipe)
@@ -55,29 +33,26 @@ def inspect(
     from ckpt_prune.model.config_only import checkpoint_of_config, config_of_folder, is_config_only
     from ckpt_prune.model.containers.opening import Opening, apply_description, open_checkpoint
 
-    with show_progress(progress):
-        folder = Path(options.model)
-        config_only = folder.is_dir() and is_config_only(folder)
-        if config_only and sparsity:
-            raise UserError(
-                f"{folder} has a config.json and no weights: --sparsity counts zeros in weights; leave it out"
-            )
-        if config_only:
-            config = apply_description(config_of_folder(folder), options.family)
-            if options.part is None and not has_description(config):
-                check_model_type(config)
-                return describe_unknown(folder, config)
-            checkpoint = checkpoint_of_config(folder, config)
-            if options.part is not None:
-                checkpoint = extract_part(checkpoint, options.part)
-        else:
-            checkpoint = open_checkpoint(options.model, Opening(trust=True, family=options.family, part=options.part))
-            if not has_description(checkpoint.config):
-                check_model_type(checkpoint.config)
-                return describe_unknown(checkpoint.path, checkpoint.config)
-        return describe(
-            checkpoint, weights=not config_only, recipe=options.recipe, ratios=wanted, sparsity=options.sparsity
-        )
+    folder = Path(options.model)
+    config_only = folder.is_dir() and is_config_only(folder)
+    if config_only and options.sparsity:
+        raise UserError(f"{folder} has a config.json and no weights: --sparsity counts zeros in weights; leave it out")
+    if config_only:
+        config = apply_description(config_of_folder(folder), options.family)
+        if options.part is None and not has_description(config):
+            check_model_type(config)
+            return describe_unknown(folder, config)
+        checkpoint = checkpoint_of_config(folder, config)
+        if options.part is not None:
+            checkpoint = extract_part(checkpoint, options.part)
+    else:
+        checkpoint = open_checkpoint(options.model, Opening(trust=True, family=options.family, part=options.part))
+        if not has_description(checkpoint.config):
+            check_model_type(checkpoint.config)
+            return describe_unknown(checkpoint.path, checkpoint.config)
+    return describe(
+        checkpoint, weights=not config_only, recipe=options.recipe, ratios=wanted, sparsity=options.sparsity
+    )
 
 
 def _numbers(text: str | None) -> list[float]:

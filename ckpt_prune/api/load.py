@@ -5,12 +5,14 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from ckpt_prune.api.function import user_errors
 from ckpt_prune.checkpoint.json_files import read_json_object
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.model.containers.remote import remote_class
 
 
+@user_errors()
 def load(
     path: str | Path, *, device: str | torch.device = "cpu", dtype: torch.dtype | str | None = None
 ) -> PreTrainedModel:

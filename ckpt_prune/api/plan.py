@@ -1,24 +1,23 @@
 """`ckpt_prune.plan`."""
 
 import json
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckpt_prune.api.function import takes
 from ckpt_prune.api.latency import with_latencies
-from ckpt_prune.api.types import AnyModel, AnyPath
-from ckpt_prune.common.progress import Notices, show_progress
+from ckpt_prune.common.progress import Notices
 from ckpt_prune.job.sizes import asked_size
 from ckpt_prune.measure.statistics.files import check_statistics
 from ckpt_prune.model.supported import check_supported
-from ckpt_prune.options import PartName, PlanOptions, checked
+from ckpt_prune.options.commands import PlanOptions
+from ckpt_prune.recipe.places import check_recipe
 
 if TYPE_CHECKING:
     from ckpt_prune.job.plan import Plan
     from ckpt_prune.job.prepared import Prepared
     from ckpt_prune.job.records import Cost
-    from ckpt_prune.measure.statistics.folder import Statistics
     from ckpt_prune.runner.shifts import Shifting
 
 
@@ -118,66 +117,33 @@ def compared_plan(planned: Planned) -> ComparedPlan:
     )
 
 
-def plan(
-    model: AnyModel,
-    *,
-    recipe: AnyPath | None = None,
-    statistics: "AnyPath | Statistics | None" = None,
-    test: "AnyPath | Statistics | None" = None,
-    ratio: float | str | None = None,
-    target_params: str | None = None,
-    target_bytes: str | None = None,
-    target_flops: str | None = None,
-    target_latency: str | None = None,
-    overrides: Mapping[str, object] | Sequence[str] = (),
-    container: str | None = None,
-    output: AnyPath | None = None,
-    overwrite: bool = False,
-    family: AnyPath | None = None,
-    part: PartName | None = None,
-    trust_remote_code: bool = False,
-    device: str = "auto",
-    progress: bool = True,
-) -> Planned:
-    """Decide which units of a model stay under a recipe, and predict size and error, as `ckpt-prune plan` does.
+@takes(PlanOptions)
+def plan(options: PlanOptions) -> Planned:
+    """Decide which units of MODEL stay under a recipe, and predict size and error. Only the plan is written.
 
-    Args:
-        model: a folder, a Hub id, or what a function of this package has written.
-        recipe: a shipped recipe's name or a file; None for the default.
-        statistics: what `calibrate` gave, or its folder.
-        test: the same on other samples: the result then says what every site loses there.
-        ratio: share of units to drop in every space, such as 0.2 or "20%", in place of the recipe's.
-        target_params: parameters to come down to, a number such as "5.0B" or a share such as "70%".
-        target_bytes: bytes of tensors, likewise, such as "9.5GiB".
-        target_flops: FLOPs of one forward pass, likewise.
-        target_latency: time on this machine as a table of its blocks foresees it, likewise, such as "12ms" or "70%@512"
-            for reading 512 tokens, "70%@token" for a single one.
-        overrides: changes of the recipe's keys, dotted: {"spaces.mlp.ratio": 0.4}.
-        container: what the output is to be stored as.
-        output: the plan file to write, if any.
-        overwrite: replace an existing plan.
-        family: file of a description of the model's family, where this version has none.
-        part: which part of a model that is made of several: text, vision or encoder.
-        trust_remote_code: accept a model that asks for code of its own.
-        device: auto, cpu, cuda or cuda:i.
-        progress: show bars on stderr.
+    Errors are those of each output projection on the calibration tokens, relative to its output's energy; for q and k,
+    those of the attention logits. floor is the least error that any weights and bias on the kept inputs can reach. rho2
+    is the share of the dropped output's variance that the kept inputs predict. held out, with statistics of several
+    folds, is the error on each fold when fitted on the others. If compensation is chosen on held-out folds (method
+    auto), margin says how much worse the next best method is there, relative.
 
-    Raises:
-        UserError: options that do not go together, what cannot be read, or what no plan can say.
+    --test compares the plan, made from --statistics, with other samples: the exact error of every site there, how far
+    its inputs are from those it was fitted on, and the bounds of CORP's Propositions C.1.3 and C.2.3. The plan file
+    holds all of it, and `ckpt-prune report` draws it, for the plan and for a model pruned by it.
     """
-    options = checked(PlanOptions, locals())
-    # Before torch is imported, what can be told without it.
+    # Refuse what can be refused before torch is imported.
     asked_size(options.sizes, options.ratio)
+    if options.recipe is not None:
+        check_recipe(options.recipe)
     check_supported(options.model, options.family, options.part)
     for folder in (options.statistics, options.test):
         if folder is not None:
             check_statistics(folder)
 
-    # Before transformers is, what can be told without it.
+    # Refuse what can be refused before transformers is imported.
     from ckpt_prune.runner.read_recipe import recipe_of
 
-    with show_progress(progress):
-        file, wanted = recipe_of(options)
+    file, wanted = recipe_of(options)
 
     from ckpt_prune.checkpoint.staging import write_atomically
     from ckpt_prune.measure.statistics.folder import Statistics
@@ -185,13 +151,12 @@ def plan(
     from ckpt_prune.runner.read_job import check_plan_place, read_plan_job
     from ckpt_prune.runner.shifts import Shifting
 
-    with show_progress(progress):
-        job = with_latencies(read_plan_job(options, file, wanted), Notices(), trust=options.trust_remote_code)
-        settled = prepare_plan(job)
-        job.model.checkpoint.check_finite()
-        shifting = None if options.test is None else Shifting(settled, Statistics(options.test))
-        made = make_plan(settled, shifting)
-        if options.output is not None:
-            check_plan_place(options.output, overwrite=options.overwrite)  # planning takes time
-            write_atomically(options.output, made.to_json())
-        return Planned(made, settled, options.output, shifting)
+    job = with_latencies(read_plan_job(options, file, wanted), Notices(), trust=options.trust_remote_code)
+    settled = prepare_plan(job)
+    job.model.checkpoint.check_finite()
+    shifting = None if options.test is None else Shifting(settled, Statistics(options.test))
+    made = make_plan(settled, shifting)
+    if options.output is not None:
+        check_plan_place(options.output, overwrite=options.overwrite)  # planning takes time
+        write_atomically(options.output, made.to_json())
+    return Planned(made, settled, options.output, shifting)

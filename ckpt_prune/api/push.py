@@ -1,16 +1,14 @@
 """`ckpt_prune.push`."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt_prune.api.types import AnyModel
+from ckpt_prune.api.function import takes
 from ckpt_prune.api.verify import verify
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.common.progress import show_progress
 from ckpt_prune.common.short_repr import short_repr
-from ckpt_prune.options import PushOptions, checked
+from ckpt_prune.options.commands import PushOptions
 
 if TYPE_CHECKING:
     from ckpt_prune.hub.outputs import OutputFiles
@@ -65,51 +63,28 @@ class Pushed:
         }
 
 
-def push(
-    folder: AnyModel,
-    repo: str,
-    *,
-    public: bool = False,
-    overwrite: bool = False,
-    base_model: str | None = None,
-    license: str | None = None,
-    evaluation: str | Sequence[str] = (),
-    dry_run: bool = False,
-    progress: bool = True,
-) -> Pushed:
-    """Share an output through the Hub, as `ckpt-prune push` does: verified first, then by one commit.
+@takes(PushOptions)
+def push(options: PushOptions) -> Pushed:
+    """Share OUT, an output of this tool, as the Hub's repository REPO: private, unless --public is given.
 
-    Args:
-        folder: an output of this tool. Only files that this tool wrote are pushed.
-        repo: a repository on the Hub such as org/name; it is made where there is none.
-        public: let all read it.
-        overwrite: replace what this tool pushed there before; other files stay.
-        base_model: Hub id of the dense model, for the card.
-        license: of the output, for the card, in place of what the dense model's card said.
-        evaluation: figures for the card, NAME=FILE: the data's name and what `evaluate --json` printed.
-        dry_run: check everything; upload nothing.
-        progress: show bars on stderr.
-
-    Raises:
-        UserError: the output is not whole, the repository is taken or cannot be written to, or the upload fails.
+    Only files that this tool wrote are pushed: weights, config, tokenizer, report, model card, licence, and the graph
+    in OUT/onnx. OUT is verified first (`ckpt-prune verify`), which loads the whole model; if a check fails, nothing is
+    pushed. Everything goes in one commit. The token is that of `hf auth login` or HF_TOKEN.
     """
-    options = checked(PushOptions, locals())
-
     from ckpt_prune.hub.outputs import find_output_files, find_removed, make_card
     from ckpt_prune.hub.repository import find_repository
 
-    with show_progress(progress):
-        own = find_output_files(Path(options.folder))
-        place = find_repository(options.repo, public=options.public)
-        removed = find_removed(place, own, overwrite=options.overwrite)
-        card = make_card(own, place.repo, options)
-        found = verify(own.folder, progress=progress)
-        failed = next((check for check in found.checks if check.passed is False), None)
-        if failed is not None:
-            raise UserError(f"{own.folder} is not whole ({failed.name}: {failed.detail}), so nothing was pushed")
-        sizes = {name: len(card) if name == CARD else own.bytes(name) for name in own.files}
-        pushed = Pushed(place.repo, options.public, sizes, removed, own.left_out)
-        return pushed if options.dry_run else _sent(pushed, place, own, card)
+    own = find_output_files(Path(options.folder))
+    place = find_repository(options.repo, public=options.public)
+    removed = find_removed(place, own, overwrite=options.overwrite)
+    card = make_card(own, place.repo, options)
+    found = verify(own.folder, progress=options.progress)
+    failed = next((check for check in found.checks if check.passed is False), None)
+    if failed is not None:
+        raise UserError(f"{own.folder} is not whole ({failed.name}: {failed.detail}), so nothing was pushed")
+    sizes = {name: len(card) if name == CARD else own.bytes(name) for name in own.files}
+    pushed = Pushed(place.repo, options.public, sizes, removed, own.left_out)
+    return pushed if options.dry_run else _sent(pushed, place, own, card)
 
 
 CARD = "README.md"

@@ -11,7 +11,8 @@ from ckpt_prune.checkpoint.scratch import scratch_folder
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import Notices
 from ckpt_prune.measure.samples.text_files import check_texts
-from ckpt_prune.options import EvaluationOptions, checked
+from ckpt_prune.options.data import EvaluationOptions
+from ckpt_prune.options.option import check_options
 
 if TYPE_CHECKING:
     from ckpt_prune.api.prune import Pruned
@@ -76,7 +77,7 @@ class Measuring:
             raise UserError(f"--evaluate-samples {self.samples}: at least one is needed")
         if self.images is not None:
             return
-        asked = checked(EvaluationOptions, {"text": self.data, "window": self.window})
+        asked = check_options(EvaluationOptions, {"text": self.data, "window": self.window})
         check_texts(asked.text)
         if asked.window is None:
             raise UserError("--evaluate needs --window: perplexities of different windows cannot be compared")

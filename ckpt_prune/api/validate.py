@@ -1,77 +1,34 @@
 """`ckpt_prune.validate`."""
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from ckpt_prune.api.types import AnyModel, AnyPath, Provider, Texts
+from ckpt_prune.api.function import takes
 from ckpt_prune.checkpoint.model_folder import check_output_folder, find_graph, resolve_model
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import GRAPH_RECORD
-from ckpt_prune.common.progress import Notices, show_progress
+from ckpt_prune.common.progress import Notices
 from ckpt_prune.measure.samples.text_files import check_texts
-from ckpt_prune.options import SpreadOptions, ValidateOptions, checked, path_of
+from ckpt_prune.options.commands import ValidateOptions
 
 if TYPE_CHECKING:
     from ckpt_prune.onnx.outcome import Validations
 
 
-def validate(
-    folder: AnyModel,
-    *,
-    against: AnyModel | None = None,
-    metric_only: bool = False,
-    text: Texts = (),
-    images: AnyPath | None = None,
-    labels: AnyPath | None = None,
-    samples: int | None = None,
-    window: int | None = None,
-    seed: int = 0,
-    max_corrupt: float = 0.05,
-    tolerance: float | None = None,
-    max_loss: float | str | None = None,
-    dense: AnyModel | None = None,
-    max_loss_dense: float | str | None = None,
-    provider: Provider | None = None,
-    device_map: Literal["auto"] | None = None,
-    max_memory: str | Sequence[str] = (),
-    trust_remote_code: bool = False,
-    progress: bool = True,
-) -> "Validations":
-    """Compare an exported graph with its model again, as `ckpt-prune validate` does. The whole model is loaded.
+@takes(ValidateOptions)
+def validate(options: ValidateOptions) -> "Validations":
+    """Prove that the graph in DIR computes in onnxruntime what MODEL computes in PyTorch.
 
-    Args:
-        folder: what `export` wrote; with `metric_only` also a graph of another tool's, or a folder with one.
-        against: the checkpoint that it was exported from; None where the folder lies in it, or beside it.
-        metric_only: measure what is lost of the task's metric and nothing else; nothing is written.
-        text: files to compare on; without any, Python's standard library.
-        images: folder of images to compare on; without any, noise.
-        labels: CSV with columns file and label.
-        samples: windows, or images, to compare on.
-        window: tokens per window.
-        seed: of the random choice of images, and of noise.
-        max_corrupt: share of the images that may fail to decode.
-        tolerance: largest difference that passes in fp32 and fp16, in units of the largest output; None: by dtype.
-        max_loss: what rounding may have cost the task's metric, 0.01 or "1%"; None: by dtype.
-        dense: another model to compare the task's metric with as well.
-        max_loss_dense: what may be lost against that; None: it is only measured.
-        provider: what onnxruntime runs on; None: what the graph is fused for, else cpu.
-        device_map: "auto": accelerate puts the parts of the model where there is room; None for one device.
-        max_memory: most that a device takes of it, "cpu=24GiB" or "0=70GiB".
-        trust_remote_code: run code that a folder brings.
-        progress: show bars and notices on stderr.
+    Checks the files' digests, runs onnx.checker, compares inputs and outputs with the model's, and runs both on the
+    same text or images: in several batch sizes and lengths, with padding, and, if the graph has a cache, in chunks and
+    step by step as text is generated. PyTorch computes in float32 with the checkpoint's own values. Then the task's own
+    metric is measured in both: perplexity (of masked tokens for BERT), top-1, or the cosine of features.
 
-    Returns:
-        What came out, as in the folder's validation.json.
-
-    Raises:
-        UserError: there is no graph, or the data does not suit it.
+    This loads the whole model once. The result is printed and kept in DIR/validation.json. The exit code is 1 if
+    anything is outside the tolerance, with a table of where.
     """
-    given = locals()
-    options, spreading = checked(ValidateOptions, given), checked(SpreadOptions, given)
-
-    name = path_of(folder)
-    graph = find_graph(name) if metric_only and not (Path(name) / GRAPH_RECORD).is_file() else None
+    name = options.folder
+    graph = find_graph(name) if options.metric_only and not (Path(name) / GRAPH_RECORD).is_file() else None
     place = check_output_folder(Path(name)) if graph is None else graph
     check_texts(options.text)
 
@@ -82,10 +39,10 @@ def validate(
     from ckpt_prune.onnx.manifest import read_manifest
     from ckpt_prune.onnx.proof_data import proof_samples
 
-    trust = trust_remote_code
-    with show_progress(progress), sessions_apart(), spread(spreading):
-        if against is not None:
-            model = resolve_model(path_of(against))
+    trust = options.trust_remote_code
+    with sessions_apart(), spread(options):
+        if options.against is not None:
+            model = resolve_model(options.against)
         elif graph is not None and only.recorded(graph) is None:
             raise UserError(f"{graph} has no record of what it was made from: give --against MODEL")
         else:
@@ -94,14 +51,14 @@ def validate(
         dense_model = validation.dense_of(options.dense, options.max_loss_dense)
         if graph is None and (told := _other_data(place, options)) is not None:
             Notices()(told)
-        if metric_only:
-            return only.metric_only(place, model, options, provider=provider, dense=dense_model, trust=trust)
+        if options.metric_only:
+            return only.metric_only(place, model, options, provider=options.provider, dense=dense_model, trust=trust)
         chosen = proof_samples(place, read_manifest(place).what, options, trust=trust)
         found = validation.validate(
             place,
             model,
             chosen,
-            provider=provider,
+            provider=options.provider,
             tolerance=options.tolerance,
             max_loss=options.max_loss,
             dense=dense_model,

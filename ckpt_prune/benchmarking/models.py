@@ -12,13 +12,13 @@ from ckpt_prune.checkpoint.model_folder import resolve_model
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import GRAPH_FOLDER, GRAPH_RECORD
 from ckpt_prune.job.cost import cost_of
-from ckpt_prune.job.graph_settings import GraphSettings
 from ckpt_prune.model.context import reserved_positions
 from ckpt_prune.model.model import Model
 from ckpt_prune.onnx.folder import GraphWriter
 from ckpt_prune.onnx.manifest import Manifest, read_manifest
 from ckpt_prune.onnx.tasks import Task, chosen_task
-from ckpt_prune.options import BenchmarkOptions
+from ckpt_prune.options.commands import BenchmarkOptions
+from ckpt_prune.options.graphs import GraphSettings
 
 Say = Callable[[str], None]
 

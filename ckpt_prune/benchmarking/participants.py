@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ckpt_prune.common.graph_types import GraphType
-from ckpt_prune.options import SpreadOptions
+from ckpt_prune.options.machine import SpreadOptions
 
 Label = Literal["A", "B"]
 Phase = Literal["prefill", "decode", "forward"]

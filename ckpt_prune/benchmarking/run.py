@@ -25,7 +25,8 @@ from ckpt_prune.common.progress import meter
 from ckpt_prune.onnx.folder import graph_bytes
 from ckpt_prune.onnx.manifest import runtime_versions
 from ckpt_prune.onnx.session import FILES
-from ckpt_prune.options import BenchmarkOptions, SpreadOptions
+from ckpt_prune.options.commands import BenchmarkOptions
+from ckpt_prune.options.machine import SpreadOptions
 from ckpt_prune.parallel.devices import resolve_device
 
 PAUSE = 0.05

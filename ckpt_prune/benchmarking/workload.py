@@ -11,11 +11,11 @@ from torch import Tensor
 from ckpt_prune.benchmarking.participants import Phase
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.whole_model import config_of, read_config
-from ckpt_prune.job.graph_settings import TaskName
 from ckpt_prune.model.context import context_length
 from ckpt_prune.onnx.manifest import Manifest
 from ckpt_prune.onnx.tasks import chosen_task
 from ckpt_prune.onnx.tracing import image_size
+from ckpt_prune.options.graphs import TaskName
 
 TOKENS, STEPS = 128, 16
 """Default length of a text and of what is generated after it, if the context has room."""

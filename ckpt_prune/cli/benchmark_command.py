@@ -1,21 +1,11 @@
 """`ckpt-prune benchmark`."""
 
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ckpt_prune.api.benchmark import benchmark
-from ckpt_prune.cli.options import (
-    checked_model,
-    device_option,
-    echo_json,
-    json_option,
-    options_of,
-    table,
-    trust_option,
-)
-from ckpt_prune.common.graph_types import GraphType
-from ckpt_prune.options import SpreadOptions
+from ckpt_prune.cli.command import Command, table
 
 if TYPE_CHECKING:
     from ckpt_prune.benchmarking.results import Block, Result, Row, Run
@@ -24,87 +14,7 @@ NONE = "-"
 """Stands for a figure that is not known."""
 
 
-@click.command("benchmark")
-@click.argument("a", metavar="A", callback=checked_model)
-@click.argument("b", metavar="B", callback=checked_model)
-@click.option("--onnx", is_flag=True, help="Time both in onnxruntime as well.")
-@click.option("--batch", "batches", default="1", show_default=True, metavar="N[,N...]", help="Texts or images at once.")
-@click.option(
-    "--tokens",
-    type=click.IntRange(min=1),
-    help="Tokens of each text. [default: 128, or what the shorter context has room for]",
-)
-@click.option(
-    "--generate",
-    type=click.IntRange(min=0),
-    metavar="N",
-    help="Tokens to generate after the text, with the cache; 0 for none. [default: 16 where both models can, less in a "
-    "short context]",
-)
-@click.option("--rounds", type=click.IntRange(min=1), default=30, show_default=True, help="Times that each is timed.")
-@click.option(
-    "--warmup", type=click.IntRange(min=0), default=3, show_default=True, help="Rounds before them, not counted."
-)
-@click.option("--threads", type=click.IntRange(min=1), help="Of each model. [default: as many as PyTorch takes]")
-@click.option(
-    "--provider",
-    type=click.Choice(["cpu", "cuda"]),
-    help="Of onnxruntime. [default: cuda where --device is, else cpu]",
-)
-@device_option
-@options_of(SpreadOptions)
-@click.option(
-    "--optimize",
-    type=click.Choice(["none", "cpu", "cuda"]),
-    help="Fuse graphs made here for this provider. [default: none, a graph in the checkpoint's folder onnx as it is]",
-)
-@click.option(
-    "--dtype",
-    type=click.Choice(get_args(GraphType)),
-    help="Of graphs made here or taken from the checkpoint's folder onnx; PyTorch computes in fp32, or in fp16 too. "
-    "Weights of int8, int4 and q4f16 are rounded alike here, to time them. [default: fp32, a graph in the checkpoint's "
-    "folder onnx as it is]",
-)
-@click.option(
-    "--two-four",
-    is_flag=True,
-    help="Also time checkpoints whose weights hold 2:4 by torch's semi-structured kernels: NVIDIA GPUs of compute "
-    "capability 8.0 or later, --dtype fp16. Elsewhere a line says why not.",
-)
-@trust_option
-@json_option
-def command(as_json: bool, **given: Any) -> None:
-    """Time A, the dense model, against B, the pruned one: latency, throughput, size and peak memory.
-
-    Both are loaded WHOLE, each in a process of its own, a second time for --onnx, and all stay in memory together.
-    They are timed in turns, a round being each of them once, so that whatever else the machine does slows all of
-    them alike; who waits does not compute.
-
-    Percentiles are of all timings; throughput is what the median gives. Few rounds say little of p95.
-
-    Both get the same random tokens or images (seed 0). A causal language model reads the text (prefill) and then
-    generates token by token with the cache (decode, timed by the token); other models read it in one pass. Ratios are
-    to A in the same runtime. Peak memory is that of a process, with its base, what it takes without a model, beside it;
-    GPU memory is known of PyTorch, not of onnxruntime.
-
-    With --onnx a checkpoint is exported, unless its own folder onnx has a graph of it for the same task. Such graphs
-    are in the folder for temporary files (TMPDIR) until the run ends: it must have room for both. A and B may also be
-    folders written by export: these run in onnxruntime alone.
-
-    \b
-      ckpt-prune benchmark MODEL OUT --batch 1,8
-      ckpt-prune benchmark MODEL OUT --onnx --threads 2
-      ckpt-prune benchmark DENSE_GRAPH PRUNED_GRAPH --generate 64
-    """
-    result = benchmark(**given)
-    if as_json:
-        echo_json(result.model_dump())
-    else:
-        click.echo(show(result))
-
-
-def show(result: "Result") -> str:
-    """A result as people read it."""
+def _show(result: "Result", _options: dict[str, Any]) -> None:
     from ckpt_prune.common.formatting import plural
 
     machine = result.machine
@@ -118,7 +28,7 @@ def show(result: "Result") -> str:
         _runs(result.runs),
         *(_block(block) for block in result.blocks),
     ]
-    return "\n\n".join(parts)
+    click.echo("\n\n".join(parts))
 
 
 def _runs(runs: "list[Run]") -> str:
@@ -174,3 +84,15 @@ def _row(row: "Row") -> list[str]:
 
 def _share(value: float | None) -> str:
     return NONE if value is None else f"{value:.2f}"
+
+
+command = Command(
+    benchmark,
+    _show,
+    examples=[
+        "benchmark MODEL OUT --batch 1,8",
+        "benchmark MODEL OUT --onnx --threads 2",
+        "benchmark DENSE_GRAPH PRUNED_GRAPH --generate 64",
+    ],
+    data=lambda result: result.model_dump(),
+)

@@ -2,37 +2,45 @@
 
 from contextlib import nullcontext
 from dataclasses import asdict
-from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpt_prune.cli.options import device_option, echo_json, json_option, table
+from ckpt_prune.api.function import takes
+from ckpt_prune.cli.command import Command, table
+from ckpt_prune.options.commands import DemoOptions
+
+if TYPE_CHECKING:
+    from ckpt_prune.demo.run import Row
 
 
-@click.command("demo")
-@click.option(
-    "-o", "--output", "out", type=click.Path(path_type=Path), help="Keep the pruned checkpoints in this new folder."
-)
-@device_option
-@json_option
-def command(out: Path | None, device: str, as_json: bool) -> None:
+@takes(DemoOptions)
+def demo(options: DemoOptions) -> "list[Row]":
     """Prune the packaged 3M-parameter Llama by Wanda-sp, FLAP, RCPU, best-uniform and best at 20 and 30 %.
 
     Each result is verified and measured. Calibration and held-out text are this Python's own standard library; the
-    model was trained on the calibration side only. Some four minutes of CPU time, most of them for best-uniform and
-    best; no network.
+    model was trained on the calibration side only. This takes some four minutes of CPU time, most of them for
+    best-uniform and best, and no network.
     """
     from ckpt_prune.checkpoint.scratch import scratch_folder
-    from ckpt_prune.common.formatting import human_bytes
-    from ckpt_prune.demo import run as demo
+    from ckpt_prune.demo import run
     from ckpt_prune.parallel.devices import resolve_device
 
-    target = resolve_device(device)
-    with nullcontext(out) if out else scratch_folder() as folder:
-        rows = demo.run(folder, target)
-    if as_json:
-        echo_json({"window": demo.WINDOW, "windows": demo.EVALUATION_WINDOWS, "rows": [asdict(row) for row in rows]})
-        return
+    target = resolve_device(options.device)
+    with nullcontext(options.output) if options.output else scratch_folder() as folder:
+        return run.run(folder, target)
+
+
+def _data(rows: "list[Row]") -> dict[str, Any]:
+    from ckpt_prune.demo.run import EVALUATION_WINDOWS, WINDOW
+
+    return {"window": WINDOW, "windows": EVALUATION_WINDOWS, "rows": [asdict(row) for row in rows]}
+
+
+def _show(rows: "list[Row]", options: dict[str, Any]) -> None:
+    from ckpt_prune.common.formatting import human_bytes
+    from ckpt_prune.demo.run import CALIBRATION_WINDOWS, EVALUATION_WINDOWS, WINDOW
+
     cells = [
         [
             row.model,
@@ -47,8 +55,11 @@ def command(out: Path | None, device: str, as_json: bool) -> None:
     ]
     click.echo(table(["recipe", "ratio", "parameters", "bytes", "perplexity", "stored as", "pruning"], cells))
     click.echo(
-        f"\nperplexity: window {demo.WINDOW}, {demo.EVALUATION_WINDOWS} windows of standard-library modules that "
-        f"neither training nor calibration saw; calibrated on {demo.CALIBRATION_WINDOWS} windows"
+        f"\nperplexity: window {WINDOW}, {EVALUATION_WINDOWS} windows of standard-library modules that neither "
+        f"training nor calibration saw; calibrated on {CALIBRATION_WINDOWS} windows"
     )
-    if out:
-        click.echo(f"the pruned checkpoints are in {out}")
+    if "output" in options:
+        click.echo(f"the pruned checkpoints are in {options['output']}")
+
+
+command = Command(demo, _show, examples=["demo", "demo -o pruned --device cpu"], data=_data)

@@ -6,18 +6,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt_prune.api.inspect import inspect
-from ckpt_prune.cli.options import (
-    checked_recipe,
-    echo_json,
-    family_option,
-    json_option,
-    model_argument,
-    part_option,
-    table,
-)
+from ckpt_prune.cli.command import Command, echo_json, table
 
 if TYPE_CHECKING:
     from ckpt_prune.inspection.answer import (
+        Description,
         ModelDescription,
         RemoteDescription,
         SparsityDescription,
@@ -25,55 +18,15 @@ if TYPE_CHECKING:
     )
 
 
-@click.command("inspect")
-@model_argument
-@click.option(
-    "--ratio",
-    "ratios",
-    metavar="R[,R...]",
-    help="Also print the size after dropping these shares of the units of a recipe's spaces.",
-)
-@click.option(
-    "--recipe",
-    callback=checked_recipe,
-    metavar="R",
-    help="Recipe whose spaces and rounding --ratio applies to: rcpu drops heads and mlp columns, corp dimensions of q "
-    "and k and mlp columns. Without --ratio the size by the recipe's own ratios is printed. [default: rcpu]",
-)
-@click.option(
-    "--sparsity",
-    is_flag=True,
-    help="Also count the zeros of the linear weights, and say which of 1:4, 2:4 and 4:8 they hold. Reads all weights.",
-)
-@family_option
-@part_option
-@json_option
-def command(as_json: bool, **given: Any) -> None:
-    """Say what MODEL is: family, spaces and their widths, sizes, and the containers a pruned copy would fit.
-
-    Reads the config and the headers of the weights only, unless asked for --sparsity. A folder with nothing but a
-    config.json will do, for counting. Of a MODEL whose family has no description it says which family it is like, what
-    differs, and the description to start from.
-
-    \b
-      ckpt-prune inspect MODEL --ratio 0.1,0.2,0.3
-      ckpt-prune inspect VIT --recipe corp --ratio 0.5
-      ckpt-prune inspect VIT --recipe corp-table8
-      ckpt-prune inspect OUT --sparsity
-    """
-    found = inspect(**given)
-    if as_json:
-        echo_json(found.data())
-        return
-
+def _show(description: "Description", _options: dict[str, Any]) -> None:
     from ckpt_prune.inspection.answer import RemoteDescription, UnknownDescription
 
-    if isinstance(found, RemoteDescription):
-        _print_remote(found)
-    elif isinstance(found, UnknownDescription):
-        _print_unknown(found)
+    if isinstance(description, RemoteDescription):
+        _print_remote(description)
+    elif isinstance(description, UnknownDescription):
+        _print_unknown(description)
     else:
-        _print(found)
+        _print(description)
 
 
 def _print_sparsity(found: "SparsityDescription") -> None:
@@ -198,3 +151,15 @@ def _print(found: "ModelDescription") -> None:
         click.echo(table(["ratio", *spaces, "parameters", "bytes", "FLOPs", *cache, "container"], rows))
         for line in found.messages:
             click.echo(line)
+
+
+command = Command(
+    inspect,
+    _show,
+    examples=[
+        "inspect MODEL --ratio 0.1,0.2,0.3",
+        "inspect VIT --recipe corp --ratio 0.5",
+        "inspect VIT --recipe corp-table8",
+        "inspect OUT --sparsity",
+    ],
+)

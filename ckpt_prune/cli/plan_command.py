@@ -1,60 +1,61 @@
 """`ckpt-prune plan`."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpt_prune.api.plan import compared_plan, plan
-from ckpt_prune.api.sweep import Sweep
-from ckpt_prune.api.sweep import sweep as plan_at
-from ckpt_prune.cli.options import (
-    RECIPE_HELP,
-    checked_recipe,
-    container_option,
-    device_option,
-    echo_json,
-    family_option,
-    json_option,
-    model_argument,
-    overwrite_option,
-    part_option,
-    ratio_option,
-    set_option,
-    size_options,
-    table,
-    trust_option,
-)
+from ckpt_prune.api.plan import Planned, compared_plan, plan
+from ckpt_prune.api.sweep import Sweep, sweep
+from ckpt_prune.cli.command import Command, echo_json, table
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.safe_text import escape_controls
 from ckpt_prune.model.spaces import expert_space
-from ckpt_prune.options import PlanOptions, checked
-from ckpt_prune.recipe.shipped import DEFAULT_RECIPE
+from ckpt_prune.options.commands import PlanCommandOptions, PlanOptions, SweepDataOptions
+from ckpt_prune.options.option import check_options
+from ckpt_prune.recipe.places import check_recipe
 
 if TYPE_CHECKING:
     from ckpt_prune.api.plan import ComparedPlan
     from ckpt_prune.job.plan import SitePlan
 
 
-_OF_A_SWEEP = ("evaluate", "evaluate_samples", "text", "images", "samples", "window")
+def _plan(options: dict[str, Any], as_json: bool) -> None:
+    """Make a plan, compare plans, or sweep."""
+    check_options(PlanCommandOptions, options)
+    recipes: Sequence[str] = options.pop("recipes", ())
+    values = options.pop("sweep", None)
+    for recipe in recipes:
+        check_recipe(recipe)
+    data = [name for name in SweepDataOptions.model_fields if name in options]
+    if values is None and ("text" in data or "images" in data):
+        _refuse_data(recipes, {name: value for name, value in options.items() if name not in data})
+    if values is None and data:
+        raise UserError("--evaluate, --evaluate-samples, --samples and --window are of the points of a --sweep")
+    if "test" in options and (len(recipes) > 1 or values is not None):
+        raise UserError("--test holds one plan against other statistics: it goes with one --recipe and no --sweep")
+    if len(recipes) > 1:
+        _compare(recipes, values, options, as_json)
+        return
+    if recipes:
+        options["recipe"] = recipes[0]
+    if values is not None:
+        _sweep(values, options, as_json)
+        return
+    planned = plan(**options)
+    if as_json:
+        for line in (*planned.messages, planned.takes):
+            click.echo(escape_controls(line), err=True)
+        click.echo(planned.plan.to_json(), nl=False)
+    else:
+        _print_planned(planned)
 
 
-def _predicted() -> str:
-    """What a column of predicted divergences is."""
-    from ckpt_prune.runner.messages import SECOND_ORDER
-
-    return (
-        f"predicted: the divergence (KL, in nats) of the output from the dense model's, {SECOND_ORDER}; its "
-        "exponential is about what the perplexity is multiplied by"
-    )
-
-
-def _refuse_data(recipes: tuple[str, ...], given: dict[str, Any]) -> None:
-    """Those who come from `prune --text` are told what a plan is made from, or that there is none by their recipe."""
+def _refuse_data(recipes: Sequence[str], options: dict[str, Any]) -> None:
+    """Say what a plan is made from, to a user who comes from `prune --text`; or that the recipe has no plan."""
     from ckpt_prune.runner.read_recipe import recipe_of
 
-    wanted = [recipe_of(checked(PlanOptions, given | {"recipe": each})) for each in recipes or (None,)]
+    wanted = [recipe_of(check_options(PlanOptions, options | {"recipe": each})) for each in recipes or (None,)]
 
     from ckpt_prune.runner.plan import check_plannable
 
@@ -66,122 +67,53 @@ def _refuse_data(recipes: tuple[str, ...], given: dict[str, Any]) -> None:
     )
 
 
-@click.command("plan")
-@model_argument
-@click.option(
-    "--recipe",
-    "recipes",
-    multiple=True,
-    metavar="R",
-    callback=checked_recipe,
-    help=f"{RECIPE_HELP}; given more than once, all are compared in one table. [default: {DEFAULT_RECIPE}]",
-)
-@click.option("--statistics", type=click.Path(path_type=Path), help="Statistics folder (`ckpt-prune calibrate`).")
-@click.option(
-    "--test",
-    type=click.Path(path_type=Path),
-    metavar="STATS",
-    help="Statistics of MODEL on other samples: also say what every site of the plan loses there.",
-)
-@ratio_option
-@size_options
-@set_option
-@container_option
-@click.option(
-    "--sweep",
-    metavar="VALUES",
-    help="Plan at several ratios, such as 0.1:0.7:0.1, or at several values of a key of the recipe, such as "
-    "spaces.mlp.compensation.lambda=1e-4,1e-2,1, and print the curve of size and predicted error.",
-)
-@click.option(
-    "--evaluate",
-    multiple=True,
-    type=click.Path(path_type=Path),
-    metavar="FILE|DIR",
-    help="With --sweep: also prune at each value, into a temporary folder, and measure its perplexity and KL on this "
-    "text, or its accuracy and KL on this folder of images. What no plan says (masks, rotations, a narrower stream) "
-    "is measured alone.",
-)
-@click.option("--evaluate-samples", type=int, help="Windows, or images, of --evaluate, at most.")
-@click.option(
-    "--text",
-    multiple=True,
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="With --sweep and --evaluate: text to calibrate every value on, in place of --statistics. Values of samples "
-    "and of seed can be swept then, too.",
-)
-@click.option(
-    "--images", type=click.Path(path_type=Path), metavar="DIR", help="Folder of images to calibrate on, likewise."
-)
-@click.option("--samples", type=int, help="Windows of --text, or images of --images.")
-@click.option("--window", type=int, help="Tokens of a window, of --text and of --evaluate.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Plan file to write.")
-@overwrite_option
-@family_option
-@part_option
-@trust_option
-@device_option
-@json_option
-def command(sweep: str | None, recipes: tuple[str, ...], as_json: bool, **given: Any) -> None:
-    """Decide which units of MODEL stay under a recipe, and predict size and error. Writes nothing but the plan.
-
-    Errors are those of each output projection on the calibration tokens, relative to its output's energy; of q and k,
-    of the attention logits. floor is the least that any weights and bias on the kept inputs can reach, rho2 the share
-    of the dropped output's variance that the kept inputs predict; held out, with statistics of several folds, is the
-    error after on each fold when fitted on the others.
-
-    Where compensation is chosen on held-out folds (method auto), margin is by how much at least the next best method is
-    worse there, relative.
-
-    --test STATS holds the plan, made from --statistics, against other samples: the error of every site there, exactly,
-    beside how far its inputs are from those it was fitted on, and the bounds of CORP's Propositions C.1.3 and C.2.3.
-    The plan file holds all of it, and `ckpt-prune report` draws it, of the plan and of what is pruned by it.
-
-    \b
-      ckpt-prune plan MODEL --recipe rcpu --statistics STATS --ratio 0.2 -o plan.json
-      ckpt-prune prune MODEL --plan plan.json -o OUT
-      ckpt-prune plan MODEL --recipe best --statistics STATS --target-params 5.0B
-      ckpt-prune plan MODEL --recipe rcpu --recipe ridge --recipe best-uniform --statistics STATS --ratio 0.2
-      ckpt-prune plan MODEL --recipe best --statistics STATS --sweep 0.1:0.7:0.1
-      ckpt-prune plan MODEL --recipe ridge --statistics STATS --sweep spaces.mlp.compensation.lambda=1e-4,1e-2,1 \\
-        --evaluate held_out.txt --window 512
-      ckpt-prune plan MODEL --recipe ridge --text train.txt --window 512 --sweep samples=4,16,64 --evaluate held_out.txt
-      ckpt-prune plan MODEL --recipe ridge --statistics CODE --test STORIES --ratio 0.2
-    """
-    measured = {name: given.pop(name) for name in _OF_A_SWEEP}
-    if sweep is None and (measured["text"] or measured["images"] is not None):
-        _refuse_data(recipes, given)
-    if sweep is None and any(value not in ((), None) for value in measured.values()):
-        raise UserError("--evaluate, --evaluate-samples, --samples and --window are of the points of a --sweep")
-    if given["test"] is not None and (len(recipes) > 1 or sweep is not None):
-        raise UserError("--test holds one plan against other statistics: it goes with one --recipe and no --sweep")
-    if len(recipes) > 1:
-        _side_by_side(recipes, sweep, as_json, given)
-        return
-    given["recipe"] = recipes[0] if recipes else None
-    if sweep is not None:
-        _swept(sweep, as_json, given | measured)
-        return
-    made = plan(**given)
+def _compare(recipes: Sequence[str], values: str | None, options: dict[str, Any], as_json: bool) -> None:
+    if values is not None or "output" in options:
+        raise UserError("several recipes are compared, not written: --sweep and -o go with one --recipe")
+    if len(set(recipes)) < len(recipes):
+        raise UserError("--recipe: one is given twice")
+    compared = [compared_plan(plan(**options, recipe=recipe)) for recipe in recipes]
     if as_json:
-        for said in (*made.messages, made.takes):
-            click.echo(escape_controls(said), err=True)
-        click.echo(made.plan.to_json(), nl=False)
-        return
-    _print_plan(made.settled, made.plan)
-    if made.shifting is not None:
-        _print_shifts(made.plan.sites, made.shifting.left)
-        if made.shifting.same:
+        echo_json({"before": compared[0].before.model_dump(), "recipes": [each.data() for each in compared]})
+    else:
+        _print_compared(compared)
+
+
+def _sweep(values: str, options: dict[str, Any], as_json: bool) -> None:
+    if {"ratio", "target_params", "target_bytes", "target_flops", "target_latency", "output"} & options.keys():
+        raise UserError(
+            "--sweep has ratios of its own and writes no plan: --ratio, --target-* and -o do not go with it; --set "
+            "ratio=0.3 holds one while another key varies"
+        )
+    kept = {name: value for name, value in options.items() if name not in ("overwrite", "diagnostics")}
+    curve = sweep(values=values, **kept)
+    if as_json:
+        echo_json(curve.data())
+    else:
+        _print_sweep(curve)
+
+
+def _print_planned(planned: Planned) -> None:
+    _print_plan(planned.settled, planned.plan)
+    if planned.shifting is not None:
+        _print_shifts(planned.plan.sites, planned.shifting.left)
+        if planned.shifting.same:
             click.echo("both statistics were measured on the same samples: nothing is held against others")
-    click.echo(f"\n{made.takes}")
-    if made.path is not None:
-        click.echo(f"\nplan written to {made.path}")
+    click.echo(f"\n{planned.takes}")
+    if planned.path is not None:
+        click.echo(f"\nplan written to {planned.path}")
+
+
+def _predicted() -> str:
+    from ckpt_prune.runner.messages import SECOND_ORDER
+
+    return (
+        f"predicted: the divergence (KL, in nats) of the output from the dense model's, {SECOND_ORDER}; its "
+        "exponential is about what the perplexity is multiplied by"
+    )
 
 
 def _print_shifts(sites: "Sequence[SitePlan]", left: Sequence[str]) -> None:
-    """What sites lose on other samples than those the plan was made from."""
-
     def figure(value: float | None, form: str = ".4f") -> str:
         return "-" if value is None else format(value, form)
 
@@ -206,18 +138,6 @@ def _print_shifts(sites: "Sequence[SitePlan]", left: Sequence[str]) -> None:
     click.echo("freedom: numbers that the compensation is free to choose; -o and --json hold bounds and more")
     if left:
         click.echo(f"{' and '.join(left)}: not told on other samples; moments do not say where tokens go")
-
-
-def _side_by_side(recipes: tuple[str, ...], sweep: str | None, as_json: bool, given: dict[str, Any]) -> None:
-    if sweep is not None or given["output"] is not None:
-        raise UserError("several recipes are compared, not written: --sweep and -o go with one --recipe")
-    if len(set(recipes)) < len(recipes):
-        raise UserError("--recipe: one is given twice")
-    compared = [compared_plan(plan(**given, recipe=recipe)) for recipe in recipes]
-    if as_json:
-        echo_json({"before": compared[0].before.model_dump(), "recipes": [each.data() for each in compared]})
-    else:
-        _print_compared(compared)
 
 
 def _print_compared(compared: "list[ComparedPlan]") -> None:
@@ -258,22 +178,6 @@ def _print_compared(compared: "list[ComparedPlan]") -> None:
     for each in compared:
         for line in each.messages:
             click.echo(f"{each.recipe}: {line}")
-
-
-def _swept(values: str, as_json: bool, given: dict[str, Any]) -> None:
-    alone = ("ratio", *(f"target_{kind}" for kind in ("params", "bytes", "flops", "latency")), "output")
-    own = [given.pop(name) for name in alone]
-    if any(value is not None for value in own):
-        raise UserError(
-            "--sweep has ratios of its own and writes no plan: --ratio, --target-* and -o do not go with it; --set "
-            "ratio=0.3 holds one while another key varies"
-        )
-    del given["overwrite"], given["test"]
-    found = plan_at(given.pop("model"), values, **given)
-    if as_json:
-        echo_json(found.data())
-    else:
-        _print_sweep(found)
 
 
 def _print_plan(settled: Any, plan: Any) -> None:
@@ -391,7 +295,6 @@ def _scored(metric: str, score: float) -> str:
 
 
 def _print_blocks(found: Sweep) -> None:
-    """What whole blocks are worth beside the units of the recipe."""
     from ckpt_prune.common.formatting import human_bytes, human_count
 
     rows = [
@@ -413,3 +316,19 @@ def _print_blocks(found: Sweep) -> None:
         "predicted: the divergence (KL, in nats) of the output from the dense model's, by second order; of blocks and "
         "of units it is on different footings: what decides is measured (drop: auto, in recipes)"
     )
+
+
+command = Command(
+    plan,
+    call=_plan,
+    options=PlanCommandOptions,
+    examples=[
+        "plan MODEL --recipe rcpu --statistics STATS --ratio 0.2 -o plan.json",
+        "plan MODEL --recipe best --statistics STATS --target-params 5.0B",
+        "plan MODEL --recipe rcpu --recipe ridge --recipe best-uniform --statistics STATS --ratio 0.2",
+        "plan MODEL --recipe best --statistics STATS --sweep 0.1:0.7:0.1",
+        "plan MODEL --statistics STATS --sweep spaces.mlp.ratio=0.2,0.4 --evaluate test.txt --window 512",
+        "plan MODEL --recipe ridge --text train.txt --window 512 --sweep samples=4,16,64 --evaluate test.txt",
+        "plan MODEL --recipe ridge --statistics CODE --test STORIES --ratio 0.2",
+    ],
+)

@@ -2,7 +2,7 @@
 
 import math
 
-from ckpt_prune.cli.options import table
+from ckpt_prune.cli.command import table
 from ckpt_prune.common.formatting import format_distinctly, human_bytes, plural
 from ckpt_prune.onnx.metrics import Metric
 from ckpt_prune.onnx.outcome import Case, Continuation, Validation, Validations

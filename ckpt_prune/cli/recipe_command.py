@@ -1,115 +1,153 @@
 """`ckpt-prune recipe`."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpt_prune.cli.options import echo_json, json_option, public_option
+from ckpt_prune.api.function import takes
+from ckpt_prune.cli.command import Command, echo_json
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.options.commands import RecipeCopyOptions, RecipeListOptions, RecipeNameOptions, RecipePushOptions
+from ckpt_prune.options.option import Options
+from ckpt_prune.recipe.shipped import recipe_text, shipped_recipes
+
+if TYPE_CHECKING:
+    from ckpt_prune.job.names import Goal
+    from ckpt_prune.job.recipe import Recipe
+    from ckpt_prune.recipe.catalogue import Entry
+
+    Groups = Mapping[Goal, Sequence[Entry]]
 
 
-@click.group("recipe")
-def command() -> None:
-    """List, show, copy, validate and share recipes."""
-
-
-@command.command("list")
-@click.option("--papers", is_flag=True, help="List the recipes of papers, and those that compare one choice.")
-@click.option("--all", "every", is_flag=True, help="List every shipped recipe.")
-@json_option
-def list_recipes(papers: bool, every: bool, as_json: bool) -> None:
+@takes(RecipeListOptions)
+def list_recipes(options: RecipeListOptions) -> "Groups":
     """List recipes by what they are for: a dozen to choose from.
 
     time is what pruning takes, as a multiple of recipe ridge. loads with: stock is a class of transformers; own code is
-    `ckpt_prune.load(OUT)`, or trust_remote_code=True without this package. data is what prune needs beside the model:
+    `ckpt_prune.load(OUT)`, or trust_remote_code=True without this package. data is what prune needs besides the model:
     --text, --images for a vision model, or --statistics; any one of those named is enough.
     """
-    from ckpt_prune.cli.recipe_listing import first_list, long_list, recipe_data
     from ckpt_prune.recipe.catalogue import grouped
     from ckpt_prune.recipe.reading import load_recipe
-    from ckpt_prune.recipe.shipped import shipped_recipes
 
-    groups = grouped(load_recipe(file) for file in shipped_recipes().values() if every or file.is_first != papers)
-    if as_json:
-        echo_json([recipe_data(entry) for entries in groups.values() for entry in entries])
-        return
-    click.echo("\n".join((long_list if papers or every else first_list)(groups)))
+    files = shipped_recipes().values()
+    return grouped(load_recipe(file) for file in files if options.all or file.is_first != options.papers)
 
 
-@command.command("show")
-@click.argument("name")
-def show(name: str) -> None:
-    """Print a recipe file, comments included, and what each of its keys means.
+def _list_data(groups: "Groups") -> list[dict[str, Any]]:
+    from ckpt_prune.cli.recipe_listing import recipe_data
 
-    NAME is what --recipe takes: a shipped name, a file, ORG/REPO/NAME.yaml[@REVISION] on the Hub, or an https address.
-    """
+    return [recipe_data(entry) for entries in groups.values() for entry in entries]
+
+
+def _show_list(groups: "Groups", options: dict[str, Any]) -> None:
+    from ckpt_prune.cli.recipe_listing import first_list, long_list
+
+    click.echo("\n".join((long_list if options.get("papers") or options.get("all") else first_list)(groups)))
+
+
+@takes(RecipeNameOptions)
+def show(options: RecipeNameOptions) -> str:
+    """Print a recipe file, comments included, and what each of its keys means."""
     from ckpt_prune.cli.recipe_listing import explain
     from ckpt_prune.recipe.places import locate_recipe
-    from ckpt_prune.recipe.shipped import recipe_text
 
-    click.echo(explain(recipe_text(locate_recipe(name))), nl=False)
+    return explain(recipe_text(locate_recipe(options.name)))
 
 
-@command.command("copy")
-@click.argument("name")
-@click.argument("destination", type=click.Path(path_type=Path), required=False)
-def copy(name: str, destination: Path | None) -> None:
-    """Copy a recipe to DESTINATION (default: NAME.yaml here), to edit and pass to --recipe."""
+@takes(RecipeCopyOptions)
+def copy(options: RecipeCopyOptions) -> Path:
+    """Copy a recipe, to edit it and pass it to --recipe."""
     from ckpt_prune.checkpoint.files import check_place
     from ckpt_prune.checkpoint.staging import write_atomically
-    from ckpt_prune.common.errors import UserError
     from ckpt_prune.recipe.places import locate_recipe
-    from ckpt_prune.recipe.shipped import recipe_text
 
-    source = locate_recipe(name)
-    target = destination or Path(f"{source.name}.yaml")
+    source = locate_recipe(options.name)
+    target = options.destination or Path(f"{source.name}.yaml")
     if target.is_dir():
         target = target / f"{source.name}.yaml"
     if target.exists():
         raise UserError(f"{target} exists: choose another name")
     check_place(target)
     write_atomically(target, recipe_text(source))
-    click.echo(str(target))
+    return target
 
 
-@command.command("validate")
-@click.argument("file")
-@json_option
-def validate(file: str, as_json: bool) -> None:
-    """Check a recipe FILE; with --json, print it with every default spelt out."""
+@takes(RecipeNameOptions)
+def validate(options: RecipeNameOptions) -> "Recipe":
+    """Check a recipe; with --json, print it with every default spelt out."""
     from ckpt_prune.recipe.reading import load_recipe
 
-    recipe = load_recipe(file)
-    if as_json:
-        echo_json(recipe.model_dump(mode="json", by_alias=True))
-        return
-    click.echo(f"{file}: recipe {recipe.name} is valid")
+    return load_recipe(options.name)
 
 
-@command.command("push")
-@click.argument("file")
-@click.argument("repo")
-@public_option
-@click.option("--overwrite", is_flag=True, help="Replace a recipe of this name in REPO.")
-@json_option
-def push(file: str, repo: str, public: bool, overwrite: bool, as_json: bool) -> None:
-    """Share a recipe FILE in the Hub's repository REPO (ORG/NAME).
+@takes(RecipePushOptions)
+def push(options: RecipePushOptions) -> dict[str, str]:
+    """Share a recipe FILE in the Hub's repository REPO: private, unless --public is given.
 
-    The repository is made where there is none: private, unless --public. The recipe is checked first. What is printed
-    is what others give to --recipe for just this file.
+    The recipe is checked first. What is printed is what others give to --recipe for just this file.
     """
     from ckpt_prune.hub.recipes import push_recipe
 
-    reference, done = push_recipe(file, repo, public=public, overwrite=overwrite)
-    if as_json:
-        echo_json({"reference": reference, "url": done.url})
-        return
-    kind = "public" if public else "private"
-    click.echo(f"pushed {Path(file).name} to {done.url} ({kind}): --recipe {reference}")
+    reference, done = push_recipe(options.file, options.repo, public=options.public, overwrite=options.overwrite)
+    return {"reference": reference, "url": done.url}
 
 
-@command.command("schema")
-def schema() -> None:
+def _show_push(pushed: dict[str, str], options: dict[str, Any]) -> None:
+    kind = "public" if options.get("public") else "private"
+    click.echo(f"pushed {Path(options['file']).name} to {pushed['url']} ({kind}): --recipe {pushed['reference']}")
+
+
+@takes(Options)
+def schema(options: Options) -> dict[str, Any]:
     """Print the JSON Schema of recipes, for editors."""
     from ckpt_prune.recipe.reading import json_schema
 
-    echo_json(json_schema())
+    return json_schema()
+
+
+command = click.Group(
+    "recipe",
+    [
+        Command(
+            list_recipes,
+            _show_list,
+            examples=["recipe list", "recipe list --papers"],
+            data=_list_data,
+            name="list",
+        ),
+        Command(
+            show,
+            lambda text, _: click.echo(text, nl=False),
+            examples=["recipe show rcpu", "recipe show mine.yaml"],
+            data=None,
+        ),
+        Command(
+            copy,
+            lambda target, _: click.echo(str(target)),
+            examples=["recipe copy rcpu", "recipe copy rcpu mine.yaml"],
+            data=None,
+        ),
+        Command(
+            validate,
+            lambda recipe, options: click.echo(f"{options['name']}: recipe {recipe.name} is valid"),
+            examples=["recipe validate mine.yaml", "recipe validate ridge --json"],
+            data=lambda recipe: recipe.model_dump(mode="json", by_alias=True),
+        ),
+        Command(
+            push,
+            _show_push,
+            examples=["recipe push mine.yaml ORG/RECIPES", "recipe push mine.yaml ORG/RECIPES --public"],
+            data=dict,
+        ),
+        Command(
+            schema,
+            lambda schema, _: echo_json(schema),
+            examples=["recipe schema", "recipe schema > recipe.schema.json"],
+            data=None,
+        ),
+    ],
+    help="List, show, copy, validate and share recipes.",
+)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from statistics import fmean
 
-from ckpt_prune.cli.options import table
+from ckpt_prune.cli.command import table
 from ckpt_prune.common.formatting import human_bytes, human_count, plural
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.records import Cost, DepthRecord, HiddenRecord, SiteRecord

@@ -1,10 +1,15 @@
 """`ckpt-prune statistics`."""
 
-from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpt_prune.cli.options import echo_json, json_option, overwrite_option
+from ckpt_prune.api.function import takes
+from ckpt_prune.cli.command import Command
+from ckpt_prune.options.commands import StatisticsAddOptions, StatisticsShowOptions
+
+if TYPE_CHECKING:
+    from ckpt_prune.measure.statistics.folder import Statistics
 
 FINGERPRINTS = {
     "model": "of the checkpoint it was measured on",
@@ -12,33 +17,26 @@ FINGERPRINTS = {
     "data": "of the samples, text by text",
     "digest": "of this folder",
 }
-"""What of a summary is a fingerprint, and of what."""
-_FOLDER = click.Path(path_type=Path)
+"""Keys of a summary that hold a fingerprint, and what it is of."""
 
 
-@click.group("statistics")
-def command() -> None:
-    """Show or add statistics folders."""
-
-
-@command.command("show")
-@click.argument("folder", type=_FOLDER)
-@json_option
-def show(folder: Path, as_json: bool) -> None:
-    """Say what a statistics FOLDER was measured on and what it holds."""
-    from ckpt_prune.common.formatting import human_bytes
+@takes(StatisticsShowOptions)
+def show(options: StatisticsShowOptions) -> dict[str, Any]:
+    """Print what statistics were measured on and what they hold."""
     from ckpt_prune.measure.statistics.folder import Statistics
 
-    summary = Statistics(folder).summary()
-    if as_json:
-        echo_json(summary)
-        return
+    return Statistics(options.folder).summary()
+
+
+def _show_summary(summary: dict[str, Any], _options: dict[str, Any]) -> None:
+    from ckpt_prune.common.formatting import human_bytes
+
     for key, value in summary.items():
         if value == {}:
             continue
         shown = human_bytes(value) if key == "bytes" else value
         if key in FINGERPRINTS and value:
-            # What they are for is to be compared, by which a beginning is enough.
+            # A beginning is enough to compare them.
             of = [value] if isinstance(value, str) else value
             shown = f"{FINGERPRINTS[key]}, sha256 {', '.join(each[:12] for each in of)}…"
             click.echo(f"{key:<14} {shown}")
@@ -58,18 +56,33 @@ def show(folder: Path, as_json: bool) -> None:
         click.echo(f"{key:<14} {shown}")
 
 
-@command.command("add")
-@click.argument("folders", metavar="A B...", type=_FOLDER, nargs=-1, required=True)
-@click.option("-o", "--output", "out", type=_FOLDER, required=True, help="Statistics folder to write.")
-@overwrite_option
-def add_command(folders: tuple[Path, ...], out: Path, overwrite: bool) -> None:
-    """Write the sum of statistics folders A, B and more: the same model on more text, or shards of one text.
+@takes(StatisticsAddOptions)
+def add(options: StatisticsAddOptions) -> "Statistics":
+    """Write the sum of statistics folders: the same model on more text, or shards of one text.
 
-    Samples that two of them have seen are refused: they would count twice.
+    Samples that two of them have seen are refused, because they would count twice.
     """
     from ckpt_prune.measure.statistics.folder import Statistics
     from ckpt_prune.measure.statistics.measurement import add_statistics
 
-    statistics = add_statistics([Statistics(each) for each in folders], out, overwrite=overwrite)
+    return add_statistics([Statistics(each) for each in options.folders], options.output, overwrite=options.overwrite)
+
+
+def _show_sum(statistics: "Statistics", options: dict[str, Any]) -> None:
     what = "images" if statistics.index.modality == "image" else "windows"
-    click.echo(f"{out}: {statistics.index.samples} {what}, {statistics.index.tokens} tokens")
+    click.echo(f"{options['output']}: {statistics.index.samples} {what}, {statistics.index.tokens} tokens")
+
+
+command = click.Group(
+    "statistics",
+    [
+        Command(show, _show_summary, examples=["statistics show STATS", "statistics show STATS --json"], data=dict),
+        Command(
+            add,
+            _show_sum,
+            examples=["statistics add STATS MORE -o BOTH", "statistics add SHARD1 SHARD2 SHARD3 -o STATS"],
+            data=None,
+        ),
+    ],
+    help="Show or add statistics folders.",
+)

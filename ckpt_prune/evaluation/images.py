@@ -30,7 +30,7 @@ from ckpt_prune.measure.samples.images import ImageSamples
 from ckpt_prune.model.model import image_tokens
 from ckpt_prune.model.skeleton import parse_config
 from ckpt_prune.model.supported import declared_family
-from ckpt_prune.options import EvaluationOptions
+from ckpt_prune.options.data import EvaluationOptions
 
 
 def measure_images(pair: Pair, options: EvaluationOptions) -> AccuracyResult | ComparisonResult:

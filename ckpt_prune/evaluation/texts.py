@@ -34,7 +34,7 @@ from ckpt_prune.measure.samples.text import (
     tokenise_text,
 )
 from ckpt_prune.model.purposes import WITHOUT_HEAD
-from ckpt_prune.options import EvaluationOptions
+from ckpt_prune.options.data import EvaluationOptions
 
 TextResult = PerplexityResult | MaskedResult | ComparisonResult
 

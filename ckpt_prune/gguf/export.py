@@ -12,7 +12,7 @@ from ckpt_prune.gguf.proof import Proof, prove
 from ckpt_prune.gguf.tokenizer import tokenizer_values
 from ckpt_prune.gguf.writing import GgufType, check_gguf_place, staged_file, type_of, write_gguf
 from ckpt_prune.model.containers.opening import Opening, open_model
-from ckpt_prune.options import ProofOptions
+from ckpt_prune.options.data import ProofOptions
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from ckpt_prune.gguf.llama_cpp import Answer, Task, require_runtime, run_llama_c
 from ckpt_prune.measure.samples.text import load_tokenizer
 from ckpt_prune.onnx.proof_data import proof_samples
 from ckpt_prune.onnx.tasks import Task as GraphTask
-from ckpt_prune.options import ProofOptions
+from ckpt_prune.options.data import ProofOptions
 
 WINDOWS, POSITIONS, GENERATED = 8, 16, 64
 """Where nothing is asked for: windows; places in each at which the next token is predicted; tokens that are timed."""

@@ -18,7 +18,7 @@ from ckpt_prune.hub.repository import Repository
 from ckpt_prune.job.front_matter import PRUNED, front_matter, metadata
 from ckpt_prune.job.report_file import report_of
 from ckpt_prune.job.source_card import CARD, split_card
-from ckpt_prune.options import PushOptions
+from ckpt_prune.options.commands import PushOptions
 from ckpt_prune.stages.quantize.card import QUANTISED_FROM, card_metadata
 from ckpt_prune.stages.quantize.record import QUANTISATION_KIND, read_record
 

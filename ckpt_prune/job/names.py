@@ -4,8 +4,6 @@ from typing import Literal
 
 Backbone = Literal["magnitude", "wanda", "sparsegpt"]
 """Whose importance of single weights: a mask's, or the one that rotations concentrate."""
-Part = Literal["mlp", "attention"]
-"""Which linear modules of a block, where a recipe does not mean all."""
 Goal = Literal[
     "stock", "loss", "vision", "cache", "depth", "hidden", "experts", "low-rank", "zeros", "recovery", "paper"
 ]

@@ -15,9 +15,9 @@ from pydantic import (
     model_validator,
 )
 
+from ckpt_prune.common.block_range import blocks_of, checked_range
+from ckpt_prune.common.fields import Strict
 from ckpt_prune.common.ratios import Ratio
-from ckpt_prune.job.block_range import blocks_of, checked_range
-from ckpt_prune.job.fields import Strict
 from ckpt_prune.job.names import Goal
 from ckpt_prune.job.sizes import TargetSize
 from ckpt_prune.job.space_kinds import CANDIDATES, CHOSEN, SpaceSettings, kind_of

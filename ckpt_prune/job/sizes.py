@@ -18,7 +18,7 @@ from pydantic import (
 )
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.job.fields import Strict
+from ckpt_prune.common.fields import Strict
 from ckpt_prune.job.records import Cost
 
 SizeKind = Literal["params", "bytes", "flops", "latency"]

@@ -4,9 +4,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from ckpt_prune.common.fields import OneOf, Strict
 from ckpt_prune.common.ratios import Ratio
 from ckpt_prune.compensation.methods import AUTO, CANDIDATES, GRID, METHODS, SHARES
-from ckpt_prune.job.fields import OneOf, Strict
 from ckpt_prune.job.space_kinds import FACTS, FITS_LOGITS, SCORE_NAMES
 from ckpt_prune.model.spaces import Rounding
 

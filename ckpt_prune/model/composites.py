@@ -27,7 +27,7 @@ from ckpt_prune.model.descriptions import (
 from ckpt_prune.model.skeleton import Names, build_skeleton, parse_config, stock_names
 from ckpt_prune.model.spaces import SpaceName, StrictModel
 from ckpt_prune.model.ties import apply_ties, ties_on_disk
-from ckpt_prune.options import PartName
+from ckpt_prune.options.machine import PartName
 
 
 class Part(StrictModel):

@@ -21,7 +21,6 @@ from ckpt_prune.common.filenames import EXPORT_ERROR, GENAI, GRAPH_RECORD, VALID
 from ckpt_prune.common.graph_types import ROUNDED_TYPES, GraphType
 from ckpt_prune.common.progress import meter
 from ckpt_prune.evaluation.whole_model import load_model
-from ckpt_prune.job.graph_settings import GraphSettings
 from ckpt_prune.model.containers.side_files import carried_files, find_side_files, top_names
 from ckpt_prune.modeling_pruned import WEIGHTS_KEY
 from ckpt_prune.onnx.card import graph_card
@@ -34,6 +33,7 @@ from ckpt_prune.onnx.rounding import check_blocks, measuring_of, scheme_of
 from ckpt_prune.onnx.session import DATA, FILES
 from ckpt_prune.onnx.tasks import check_padding, chosen_task, without_head
 from ckpt_prune.onnx.tracing import example_of, image_size
+from ckpt_prune.options.graphs import GraphSettings
 
 _MADE = (
     *FILES.values(),

@@ -15,10 +15,10 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import GRAPH_RECORD
 from ckpt_prune.common.graph_types import GraphType
 from ckpt_prune.common.versions import versions
-from ckpt_prune.job.graph_settings import TaskName
 from ckpt_prune.onnx.quantization.record import Quantised
 from ckpt_prune.onnx.session import DATA, Provider
 from ckpt_prune.onnx.tasks import Task
+from ckpt_prune.options.graphs import TaskName
 
 R = TypeVar("R", bound=BaseModel)
 

@@ -23,7 +23,7 @@ from ckpt_prune.onnx.reference import Reference
 from ckpt_prune.onnx.session import OnnxModel, Provider, provider_for
 from ckpt_prune.onnx.tasks import Task, chosen_task
 from ckpt_prune.onnx.validation import Dense, allowance_of, check_source, others_of
-from ckpt_prune.options import ValidateOptions
+from ckpt_prune.options.commands import ValidateOptions
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,13 @@ from ckpt_prune.evaluation.heads import compare_heads
 from ckpt_prune.evaluation.image_classes import compare_classifiers
 from ckpt_prune.evaluation.masked import choose_masked, fill_in
 from ckpt_prune.evaluation.perplexity import TokenComparison, compare
-from ckpt_prune.job.graph_settings import TaskName
 from ckpt_prune.measure.samples.images import ImageSamples
 from ckpt_prune.measure.samples.samples import Samples, TokenWindows
 from ckpt_prune.measure.samples.text import load_tokenizer
 from ckpt_prune.measure.streams.readout import as_two_classes
 from ckpt_prune.onnx.reference import Reference
 from ckpt_prune.onnx.session import OnnxModel
+from ckpt_prune.options.graphs import TaskName
 
 MEAN_SHARE = 0.1
 """Means are held to so much of the tolerance: errors of single elements are rounding, of random sign, and a mean that

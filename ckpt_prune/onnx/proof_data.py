@@ -23,7 +23,7 @@ from ckpt_prune.measure.samples.text import (
 from ckpt_prune.model.context import context_length
 from ckpt_prune.onnx.outcome import ProofSamples
 from ckpt_prune.onnx.tasks import Task
-from ckpt_prune.options import ProofOptions
+from ckpt_prune.options.data import ProofOptions
 
 WINDOWS, IMAGES, WINDOW = 16, 64, 512
 """Where nothing is asked for: windows and their length, at most the context; images."""

@@ -9,7 +9,6 @@ from torch import Tensor
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import plural
 from ckpt_prune.common.graph_types import GraphType
-from ckpt_prune.job.graph_settings import GraphSettings
 from ckpt_prune.onnx.cases import noise_pixels, noise_windows
 from ckpt_prune.onnx.manifest import ports
 from ckpt_prune.onnx.outcome import ProofSamples
@@ -19,6 +18,7 @@ from ckpt_prune.onnx.quantization.weights import split_gemms, weights_of
 from ckpt_prune.onnx.session import Provider, complete
 from ckpt_prune.onnx.tasks import PAST, PRESENT, Task
 from ckpt_prune.onnx.validation import MAX_LOSS
+from ckpt_prune.options.graphs import GraphSettings
 
 HARM_WINDOWS, HARM_TOKENS, HARM_IMAGES = 4, 64, 16
 """What the graph is run on once for each weight: more says little more of which weights are harmful."""

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.filenames import GRAPH_FOLDER
-from ckpt_prune.job.graph_settings import GraphSettings
 from ckpt_prune.onnx.folder import GraphWriter, graphs_bytes
 from ckpt_prune.onnx.outcome import ProofSamples
 from ckpt_prune.onnx.proof_data import proof_samples
@@ -15,7 +14,8 @@ from ckpt_prune.onnx.rounding import check_rounded
 from ckpt_prune.onnx.session import provider_for
 from ckpt_prune.onnx.tasks import check_padding, chosen_task
 from ckpt_prune.onnx.writing import Exported, write_graph
-from ckpt_prune.options import CalibrationOptions, ImageOptions, ProofOptions
+from ckpt_prune.options.data import CalibrationOptions, ImageOptions, ProofOptions
+from ckpt_prune.options.graphs import GraphSettings
 from ckpt_prune.stages.export.stage import Export
 
 

@@ -7,9 +7,9 @@ from typing import Any, Literal, cast, get_args
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.image_classes import is_vision
 from ckpt_prune.evaluation.whole_model import auto_class, purpose_of, reads_causally
-from ckpt_prune.job.graph_settings import AskedTask, TaskName
 from ckpt_prune.model.purposes import Purpose
 from ckpt_prune.model.skeleton import base_model_of, parse_config
+from ckpt_prune.options.graphs import AskedTask, TaskName
 
 PAST, PRESENT = "past_key_values.", "present."
 """Keys and values of earlier tokens go in as `past_key_values.i.key` and `.value`, and come out as `present.i.…`."""

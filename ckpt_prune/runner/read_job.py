@@ -11,14 +11,15 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.job import Job, LiveSamples, RecoverySamples
 from ckpt_prune.job.plan import Plan, read_plan
 from ckpt_prune.job.recipe import Recipe
-from ckpt_prune.job.training_settings import Method
 from ckpt_prune.measure.samples.choose import choose_fresh_samples, choose_samples
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.measure.streams.state_memory import Allocate, StateMemory
 from ckpt_prune.model.containers.checking import check_source
 from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.model.model import Model
-from ckpt_prune.options import PlanOptions, PruneOptions, SampleOptions, has_data
+from ckpt_prune.options.commands import PlanOptions, PruneOptions
+from ckpt_prune.options.data import SampleOptions, has_data
+from ckpt_prune.options.training import Method
 from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.recipe.shipped import RecipeFile

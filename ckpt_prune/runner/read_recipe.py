@@ -10,7 +10,8 @@ from ckpt_prune.job.plan import Plan, read_plan
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.records import Origin
 from ckpt_prune.job.sizes import asked_size
-from ckpt_prune.options import PruneOptions, RecipeOptions, has_data
+from ckpt_prune.options.commands import PruneOptions, RecipeOptions
+from ckpt_prune.options.data import has_data
 from ckpt_prune.parallel.devices import resolve_device
 from ckpt_prune.recipe.places import locate_recipe
 from ckpt_prune.recipe.reading import load_recipe

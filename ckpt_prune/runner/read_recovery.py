@@ -11,7 +11,7 @@ from ckpt_prune.measure.samples.choose import choose_fresh_samples, choose_sampl
 from ckpt_prune.measure.samples.text import read_text
 from ckpt_prune.measure.streams.state_memory import StateMemory
 from ckpt_prune.model.containers.opening import Opening, open_model
-from ckpt_prune.options import RecoverOptions
+from ckpt_prune.options.commands import RecoverOptions
 from ckpt_prune.parallel.devices import resolve_device
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.runner.publish import wanted_names

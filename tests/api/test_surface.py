@@ -2,16 +2,19 @@
 
 import importlib
 import inspect
+import re
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-import click
+import mypy.api
 import pytest
 
 import ckpt_prune
 from ckpt_prune import UserError
+from ckpt_prune.cli.command import Command
 from ckpt_prune.common.errors import to_user_error
 from tests.cli.running import refused
 
@@ -31,15 +34,6 @@ VERBS = [
     "validate",
     "verify",
 ]
-OF_THE_SHELL = {"as_json", "sweep"}
-"""What a function has no use for: it returns objects, and a sweep is a function of its own."""
-OF_A_SWEEP = {"evaluate", "evaluate_samples", "text", "images", "samples", "window"}
-"""What `plan` takes for `--sweep` alone."""
-
-
-def command(verb: str) -> click.Command:
-    found: click.Command = importlib.import_module(f"ckpt_prune.cli.{verb}_command").command
-    return found
 
 
 def function(verb: str) -> Callable[..., Any]:
@@ -47,40 +41,60 @@ def function(verb: str) -> Callable[..., Any]:
     return found
 
 
-def defaults(verb: str) -> dict[str, Any]:
-    """Parameter → default of the command; of what may be repeated the one that it has, or ()."""
-
-    def default(parameter: click.Parameter, context: click.Context) -> Any:
-        found = parameter.get_default(context)
-        if not getattr(parameter, "multiple", False):
-            return found
-        return found[0] if isinstance(found, tuple) and found else ()
-
-    left_out = OF_THE_SHELL | (OF_A_SWEEP if verb == "plan" else set())
-    with click.Context(command(verb)) as context:
-        found = {
-            parameter.name: default(parameter, context)
-            for parameter in command(verb).params
-            if parameter.name not in left_out and not getattr(parameter, "hidden", False)
-        }
-    if "recipes" in found:  # `plan` compares several, each by a call of its own
-        found["recipe"] = None if found.pop("recipes") == () else "something"
-    return found
-
-
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_function_takes_what_its_command_takes(verb):
-    parameters = dict(inspect.signature(function(verb)).parameters)
-    assert parameters.pop("progress").default is True
-    asked = defaults(verb)
-    assert parameters.keys() == asked.keys()
-    required = {each.name for each in command(verb).params if each.required}
-    for name, parameter in parameters.items():
-        if name in required:
-            assert parameter.default is inspect.Parameter.empty
-        else:
-            unset = type(asked[name]).__name__ == "Sentinel"  # click's word for an option without a default
-            assert parameter.default == (None if unset else asked[name]), name
+    command = importlib.import_module(f"ckpt_prune.cli.{verb}_command").command
+    if verb == "plan":  # its command also compares plans and sweeps
+        assert {"sweep", "recipes"} < {each.name for each in command.params}
+        command = Command(ckpt_prune.plan, examples=[])
+    parameters = inspect.signature(function(verb)).parameters
+    assert parameters.keys() - {"progress"} == {each.name for each in command.params} - {"as_json"}
+    assert parameters["progress"].default is True
+    required = {name for name, each in parameters.items() if each.default is inspect.Parameter.empty}
+    assert required == {each.name for each in command.params if each.required}
+
+
+@pytest.mark.parametrize("verb", [*VERBS, "sweep"])
+def test_help_explains_every_option(verb):
+    page = " ".join(function(verb).__doc__.split())
+    for name, field in function(verb).options.model_fields.items():
+        assert f"{name}: {' '.join(field.description.split())}" in page
+
+
+def test_an_option_that_is_none_is_refused_as_python_does():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'ratoi'"):
+        ckpt_prune.prune("dense", output="out", ratoi=0.2)
+    with pytest.raises(TypeError, match="missing a required"):
+        ckpt_prune.prune("dense")
+
+
+CALLS = """
+from pathlib import Path
+import ckpt_prune as cp
+
+pruned = cp.prune("dense", output=Path("out"), text=["a.txt"], ratio="20%", overrides={"container": "any"})
+cp.evaluate(pruned, against="dense", text="a.txt", window=16)
+cp.recover(pruned, dense="dense", output="out", text="a.txt", epochs=None, max_corrupt=0.1)
+cp.export(pruned, output="out", dtype=["fp32", "int8"], max_loss="1%")
+cp.prune("dense", output="out", ratoi=0.2)
+cp.prune("dense", output="out", samples="many")
+cp.calibrate("dense", output="out", choose="last")
+cp.prune("dense")
+pruned.paths
+"""
+"""The last five are wrong."""
+
+
+def test_type_checkers_know_the_options(tmp_path):
+    file = tmp_path / "calls.py"
+    file.write_text(CALLS)
+    root = Path(ckpt_prune.__file__).parents[1]
+    where = ["--config-file", str(root / "pyproject.toml"), "--cache-dir", str(root / ".mypy_cache")]
+    out, _, code = mypy.api.run([*where, str(file)])
+    assert code == 1
+    faults = re.findall(r"calls.py:(\d+): error: .*\[(.*)\]$", out, re.MULTILINE)
+    kinds = ["call-arg", "arg-type", "arg-type", "call-arg", "attr-defined"]
+    assert faults == [(str(line), kind) for line, kind in enumerate(kinds, start=9)], out
 
 
 def test_nothing_else_is_on_the_surface():

@@ -8,7 +8,7 @@ import torch
 
 from ckpt_prune.benchmarking.workload import ModelInputs, Workload, choose_workloads, read_model_inputs
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.job.graph_settings import TaskName
+from ckpt_prune.options.graphs import TaskName
 from tests import encoders, families
 
 

@@ -9,7 +9,7 @@ from ckpt_prune.job.job import Job, LiveSamples
 from ckpt_prune.measure.samples.choose import choose_samples
 from ckpt_prune.measure.samples.samples import SampleRange
 from ckpt_prune.model.model import Model
-from ckpt_prune.options import PruneOptions
+from ckpt_prune.options.commands import PruneOptions
 from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.stages import FullRecipe
 from tests.cli.running import TEXT

@@ -13,7 +13,7 @@ import torch
 from ckpt_prune.common.text_encoding import ENCODINGS, TEXT_FILE
 from ckpt_prune.model.descriptions import known_families
 from ckpt_prune.parallel.devices import resolve_device
-from tests.cli.running import TEXT, edit_weights, misused, ok, poison, read_json, refused, set_config
+from tests.cli.running import TEXT, edit_weights, ok, poison, read_json, refused, set_config
 from tests.evaluation.tiny import tiny_tokenizer
 
 INDEX = "sharded/model.safetensors.index.json"
@@ -517,11 +517,7 @@ def test_windows_samples_and_folds(place, command):
     assert refusal([*text, "--window", "16", "--samples", "3", "--folds", "4"], "dense") == (
         "4 folds of 3 samples: every fold needs at least one"
     )
-    for option, least in (("--samples", 1), ("--window", 2), ("--folds", 1)):
-        for value in (0, -1):
-            assert misused(text[0], "dense", *text[1:], "-o", "out", option, str(value)) == (
-                f"Invalid value for '{option}': {value} is not in the range x>={least}."
-            )
+    assert refusal([*text, "--samples", "0"], "dense") == "--samples 0: Input should be greater than or equal to 1"
 
 
 @reading

@@ -20,9 +20,10 @@ from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import GRAPH_RECORD
 from ckpt_prune.onnx.manifest import Manifest, Source
-from ckpt_prune.options import BenchmarkOptions, SpreadOptions
+from ckpt_prune.options.commands import BenchmarkOptions
+from ckpt_prune.options.machine import SpreadOptions
 from tests.benchmarking import targets
-from tests.cli.running import edit_weights, misused, ok, refused, run
+from tests.cli.running import edit_weights, ok, refused, run
 from tests.graphs import exports, traced_before
 
 DENSE = {"label": "A", "model": "dense"}
@@ -176,12 +177,6 @@ def test_every_option_arrives(asked):
 def test_batch_sizes_are_whole_numbers(asked, batch):
     assert refused("benchmark", "a", "b", "--batch", batch) == (
         f"--batch {batch}: expected whole numbers from 1, for example 1,8"
-    )
-
-
-def test_rounds_are_at_least_one():
-    assert (
-        misused("benchmark", "a", "b", "--rounds", "0") == "Invalid value for '--rounds': 0 is not in the range x>=1."
     )
 
 

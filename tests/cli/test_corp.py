@@ -311,12 +311,10 @@ def test_statistics_with_logits_alone(here):
 
 def test_what_a_family_cannot_collect(here):
     assert refused("calibrate", "llama", *TEXT, "--collect", "logits", "-o", "out") == (
-        "--collect logits: of a llama, one or more of moments,gram,rotary,linears,fisher,taylor,effects,queries,values "
-        "can be collected"
+        "--collect logits: choose from moments,gram,rotary,linears,fisher,taylor,effects,queries,values (llama)"
     )
     assert refused("calibrate", "vit", *IMAGES, "--collect", "grams", "-o", "out") == (
-        "--collect grams: of a vit, one or more of moments,gram,logits,centred,linears,fisher,effects,values can be "
-        "collected"
+        "--collect grams: choose from moments,gram,logits,centred,linears,fisher,effects,values (vit)"
     )
 
 

@@ -46,7 +46,7 @@ def windows() -> Tensor:
     """What the commands here calibrate on."""
     from ckpt_prune.measure.samples.choose import choose_samples
     from ckpt_prune.model.model import Model
-    from ckpt_prune.options import PruneOptions
+    from ckpt_prune.options.commands import PruneOptions
 
     options = PruneOptions.model_validate(
         {"model": "deep", "output": "out", "text": ("calib.txt",), "samples": 8, "window": 16}

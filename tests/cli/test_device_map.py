@@ -11,7 +11,7 @@ import torch
 from ckpt_prune.benchmarking.participants import Participant
 from ckpt_prune.benchmarking.runners import TorchRunner
 from ckpt_prune.evaluation import device_map
-from ckpt_prune.options import SpreadOptions
+from ckpt_prune.options.machine import SpreadOptions
 from tests.cli.running import ok, refused
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="GPUs are filled first")

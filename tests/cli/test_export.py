@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from ckpt_prune.cli.main import main
 from ckpt_prune.onnx import folder as export_folder
-from tests.cli.running import edit_weights, listing, misused, ok, poison, read_json, refused, run, set_config
+from tests.cli.running import edit_weights, listing, ok, poison, read_json, refused, run, set_config
 from tests.graphs import traced_before, undisturbed
 from tests.images import write_image
 from tests.onnx_graphs.exports import made
@@ -209,25 +209,6 @@ def test_overwrite(vision):
     assert files("out") == sorted([*VISION_FILES, "validation.json", "note.txt"])
 
 
-def test_help_says_what_an_option_is_for():
-    said = " ".join(ok("export", "--help").split())
-    for part in (
-        "--opset INTEGER RANGE ONNX opset, 18 to 23. Default: 20. [18<=x<=23]",
-        "--dtype [fp32|fp16|int8|int4|q4f16]",
-        "--cache / --no-cache",
-        "--optimize [cpu|cuda|none]",
-        "--validate / --no-validate",
-        "--task [auto|text-generation|",
-        "--provider [cpu|cuda]",
-        "past_key_values.i.key",
-        "outside the tolerance nothing is written and the exit code is 1",
-        "ckpt-prune export OUT -o OUT/onnx",
-        "This loads the WHOLE model, and once more to compare.",
-    ):
-        assert part in said, part
-    assert " export Write an ONNX graph, compared with PyTorch in onnxruntime. " in " ".join(ok("--help").split())
-
-
 # ---- fewer bits ----------------------------------------------------------------------------------------------------
 
 
@@ -338,33 +319,6 @@ def untraced(monkeypatch):
         raise AssertionError("the model was loaded")
 
     monkeypatch.setattr(export_folder, "load_model", loaded)
-
-
-@pytest.mark.parametrize("opset", ["17", "24", "x"])
-def test_an_unsupported_opset(vision, opset):
-    said = misused("export", "vision", "-o", "out", "--opset", opset)
-    assert said == (
-        "Invalid value for '--opset': 'x' is not a valid integer range."
-        if opset == "x"
-        else f"Invalid value for '--opset': {opset} is not in the range 18<=x<=23."
-    )
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "message"),
-    [
-        (
-            "--dtype",
-            "bf16",
-            "Invalid value for '--dtype': 'bf16' is not one of 'fp32', 'fp16', 'int8', 'int4', 'q4f16'.",
-        ),
-        ("--optimize", "tpu", "Invalid value for '--optimize': 'tpu' is not one of 'cpu', 'cuda', 'none'."),
-        ("--tolerance", "0", "Invalid value for '--tolerance': 0.0 is not in the range x>0."),
-        ("--provider", "tpu", "Invalid value for '--provider': 'tpu' is not one of 'cpu', 'cuda'."),
-    ],
-)
-def test_values_that_no_option_has(vision, option, value, message):
-    assert misused("export", "vision", "-o", "out", option, value) == message
 
 
 def test_what_a_model_cannot_do(vision, untraced):

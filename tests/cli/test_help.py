@@ -1,101 +1,65 @@
 """Help and version: every command says what it takes."""
 
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
 import pytest
 
 from ckpt_prune import __version__
-from ckpt_prune.cli.main import COMMANDS
+from ckpt_prune.api.function import group_of
+from ckpt_prune.cli.command import Command
+from ckpt_prune.cli.main import COMMANDS, main
+from ckpt_prune.options.option import check_options, flags_of, shell_of
 from tests.cli.running import misused, ok, run
 
-TAKES = {
-    "inspect": ["MODEL", "--ratio", "--recipe", "--json"],
-    "calibrate": [
-        *["MODEL", "--text", "--samples", "--window", "--seed", "--collect", "--folds", "--output", "--overwrite"],
-        *["--dry-run"],
-        *["--images", "--labels", "--max-corrupt", "--trust-remote-code", "--device", "--json"],
-    ],
-    "plan": [
-        *["MODEL", "--recipe", "--statistics", "--ratio", "--set KEY=VALUE", "--output", "--trust-remote-code"],
-        *["--device", "--json"],
-    ],
-    "prune": [
-        *["MODEL", "--recipe", "--statistics", "--text", "--samples", "--window", "--seed", "--plan", "--ratio"],
-        *["--set KEY=VALUE", "--output", "--dry-run", "--resume", "--overwrite", "--device", "--json"],
-        *["--images", "--labels", "--max-corrupt", "--trust-remote-code", "--no-diagnostics"],
-        *["--perplexity-after", "--state-memory", "--push REPO", "--public"],
-    ],
-    "recover": [
-        *["PRUNED", "--dense MODEL", "--text", "--images", "--samples", "--window", "--seed", "--choose", "--bos"],
-        *["--epochs", "--lr", "--batch", "--accumulate", "--schedule", "--only", "--layers", "--held-out"],
-        *["--patience", "--perplexity-after", "--state-memory", "--resume", "--overwrite", "--device", "--json"],
-        *["--compute-dtype", "--labels", "--max-corrupt", "--output", "--method", "--rank", "--alpha", "--seconds"],
-    ],
-    "convert": ["MODEL", "--output", "--overwrite", "--json"],
-    "compare": [
-        *["A", "B", "--text", "--images", "--samples", "--window", "--seed", "--choose", "--bos", "--compute-dtype"],
-        *["--lens", "--plot", "--state-memory", "--overwrite", "--trust-remote-code", "--device", "--json"],
-    ],
-    "verify": ["OUT", "--against MODEL", "--json"],
-    "report": ["OUT", "--output", "--overwrite"],
-    "evaluate": [
-        *["MODEL", "--text", "--window", "--images", "--labels", "--max-corrupt", "--against MODEL2", "--tasks"],
-        *["--samples", "--trust-remote-code", "--device", "--json"],
-    ],
-    "export": [
-        *["MODEL", "--output", "--task", "--opset", "--dtype", "--cache / --no-cache", "--optimize", "--tolerance"],
-        *["--validate / --no-validate", "--text", "--images", "--labels", "--samples", "--window", "--provider"],
-        *["--overwrite", "--trust-remote-code", "--json"],
-    ],
-    "validate": [
-        *["DIR", "--against", "--text", "--images", "--labels", "--samples", "--window", "--tolerance", "--provider"],
-        *["--trust-remote-code", "--json"],
-    ],
-    "benchmark": [
-        *["A B", "--onnx", "--batch", "--tokens", "--generate", "--rounds", "--warmup", "--threads", "--provider"],
-        *["--device", "--optimize", "--dtype", "--trust-remote-code", "--json"],
-    ],
-    "quantize": ["MODEL", "--output", "--format", "--group-size", "--statistics", "--overwrite", "--json"],
-    "push": [
-        "OUT",
-        "REPO",
-        "--public",
-        "--overwrite",
-        "--base-model",
-        "--license",
-        "--evaluation",
-        "--dry-run",
-        "--json",
-    ],
-    "recipe": ["list", "show", "copy", "validate", "schema", "push"],
-    "recipe push": ["FILE", "REPO", "--public", "--overwrite", "--json"],
-    "recipe list": ["--json"],
-    "recipe show": ["NAME"],
-    "recipe copy": ["NAME", "DESTINATION"],
-    "recipe validate": ["FILE", "--json"],
-    "recipe schema": [],
-    "statistics": ["show", "add"],
-    "statistics show": ["FOLDER", "--json"],
-    "statistics add": ["A B", "--output", "--overwrite"],
-    "demo": ["--output", "--device", "--json"],
-}
+
+def list_commands(group: click.Group, name: str = "") -> Iterator[tuple[str, Command]]:
+    for each in group.list_commands(click.Context(group)):
+        command = group.get_command(click.Context(group), each)
+        if isinstance(command, click.Group):
+            yield from list_commands(command, f"{name}{each} ")
+        else:
+            assert isinstance(command, Command)
+            yield f"{name}{each}", command
 
 
-@pytest.mark.parametrize("command", TAKES)
-def test_help_names_what_the_command_takes(command):
-    page = ok(*command.split(), "-h")
-    assert page.startswith(f"Usage: main {command}")
-    assert [word for word in TAKES[command] if word not in page] == []
+EVERY = dict(list_commands(main))
+every_command = pytest.mark.parametrize("name", EVERY)
 
 
-def test_evaluate_says_which_windows_it_takes():
-    """Two figures of other windows are not to be held against each other."""
-    page = " ".join(ok("evaluate", "-h").split())
-    assert "The first so many windows of the text, so many images at random (seed 0), or a task's first items." in page
-    assert "--samples N scores the first N windows of the text, not N at random as calibrate takes them" in page
+@every_command
+def test_help_explains_every_option_in_its_group(name):
+    page = ok(*name.split(), "-h")
+    assert page.startswith(f"Usage: main {name}")
+    letters = re.sub(r"[\s-]", "", page)
+    for option, field in EVERY[name].options.model_fields.items():
+        if not shell_of(field).shown:
+            continue
+        assert re.sub(r"[\s-]", "", str(field.description)) in letters
+        if field.kw_only is not False:
+            assert flags_of(option, field)[-1] in page
+            assert f"\n{group_of(EVERY[name].options, option)}:\n" in page
+
+
+@every_command
+def test_examples_parse(name):
+    """Files and models are not looked for."""
+    Path("OUT").mkdir()
+    assert len(EVERY[name].examples) >= 2
+    for line in EVERY[name].examples:
+        words = shlex.split(line.partition(" > ")[0])
+        if words[: len(name.split())] != name.split():
+            continue  # push shows how its figures are made
+        given = EVERY[name].make_context(name, words[len(name.split()) :]).params
+        given.pop("as_json", None)
+        check_options(EVERY[name].options, {key: value for key, value in given.items() if value not in (None, ())})
 
 
 def test_the_group_lists_every_command_with_its_line():
     page = " ".join(ok("--help").split())
-    assert {name.split()[0] for name in TAKES} == set(COMMANDS)
     assert [line for line in COMMANDS.values() if line not in page] == []
 
 

@@ -15,7 +15,7 @@ from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.measure.samples.choose import choose_samples
 from ckpt_prune.model.containers.container import stored_container
 from ckpt_prune.model.model import Model
-from ckpt_prune.options import CalibrateOptions
+from ckpt_prune.options.commands import CalibrateOptions
 from tests import encoders
 from tests.cli.running import TEXT, interrupted, ok, read_json, refused, resumed, run
 from tests.images import write_images, write_vit
@@ -194,7 +194,7 @@ def test_what_is_refused(here):
     )
     assert refused("inspect", "llama", "--ratio", "0.5") == REFUSED.format("llama", UNITS)
     said = refused("calibrate", "llama", *TEXT, "--collect", "moments,fisher", "-o", "s")
-    assert said.endswith(": of a mistral with code of its own, one or more of moments,gram,linears can be collected")
+    assert said.endswith(": choose from moments,gram,linears (mistral with code of its own)")
     assert refused("recover", "dense-llama", "--dense", "llama", *TEXT, "-o", "out") == REFUSED.format(
         "llama", "no other model is held against it"
     )

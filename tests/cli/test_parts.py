@@ -12,7 +12,7 @@ from transformers import LlavaForConditionalGeneration, Qwen2_5_VLForConditional
 import ckpt_prune
 from ckpt_prune.model import part
 from ckpt_prune.model.skeleton import quiet_transformers
-from tests.cli.running import TEXT, edit_weights, interrupted, misused, ok, read_json, refused, resumed, run, set_config
+from tests.cli.running import TEXT, edit_weights, interrupted, ok, read_json, refused, resumed, run, set_config
 from tests.contract.test_parts import PartCase
 from tests.evaluation.tiny import tiny_tokenizer
 from tests.images import write_images, write_processor
@@ -149,7 +149,7 @@ def test_what_cannot_be_done_is_refused_by_name(llava):
         "--part is for models that are made of several (clip, gemma3, llava, paligemma, qwen2_5_vl, qwen2_vl, siglip, "
         "whisper), which a llama is not"
     )
-    assert misused("prune", "llava", "--part", "audio", "-o", "out").startswith("Invalid value for '--part'")
+    assert refused("prune", "llava", "--part", "audio", "-o", "out").startswith("--part audio: Input should be ")
     assert refused(*RIDGE, "--container", "remote", "-o", "out") == (
         "--part text: blocks that need remote code have no place in another model: choose a recipe with widths: "
         "uniform and a compensation that opens no bias, such as ridge"

@@ -772,33 +772,6 @@ def test_the_source_is_not_doubted(place):
 
 # ---- options that mean nothing ---------------------------------------------------------------------------------
 
-NONE_OF_IT = [
-    ("--lr", "0", "0.0 is not in the range 0<x<=1000000.0."),
-    ("--lr", "-1", "-1.0 is not in the range 0<x<=1000000.0."),
-    ("--lr", "nan", "'nan' is not a number."),
-    ("--lr", "inf", "inf is not in the range 0<x<=1000000.0."),
-    ("--lr", "fast", "'fast' is not a valid float range."),
-    ("--held-out", "-1", "-1.0 is not in the range 0<=x<1."),
-    ("--held-out", "1", "1.0 is not in the range 0<=x<1."),
-    ("--held-out", "nan", "'nan' is not a number."),
-    ("--samples", "1", "1 is not in the range x>=2."),
-    ("--epochs", "0", "0 is not in the range x>=1."),
-    ("--batch", "0", "0 is not in the range x>=1."),
-    ("--accumulate", "0", "0 is not in the range x>=1."),
-    ("--patience", "0", "0 is not in the range x>=1."),
-    ("--state-memory", "-1", "-1.0 is not in the range x>=0."),
-    ("--state-memory", "nan", "'nan' is not a number."),
-    ("--state-memory", "inf", "'inf' is not a finite number."),
-    ("--only", "heads", "'heads' is not one of 'mlp', 'attention'."),
-    ("--schedule", "linear", "'linear' is not one of 'cosine', 'constant'."),
-    ("--seed", "-1", f"-1 is not in the range 0<=x<={2**63 - 1}."),
-]
-
-
-@pytest.mark.parametrize(("option", "value", "message"), NONE_OF_IT)
-def test_values_that_mean_nothing(place, option, value, message):
-    assert misused(*RECOVER, option, value, "-o", "out") == f"Invalid value for '{option}': {message}"
-
 
 def test_what_recover_needs(place):
     assert refused("recover", "pruned", *TEXT, "-o", "out") == (

@@ -201,19 +201,9 @@ def test_bad_options(place):
         "calibrate needs --text FILE, --images DIR for a vision model, or --audio DIR"
     )
     assert refused("calibrate", "dense", *TEXT, "--collect", "grams", "-o", "s") == (
-        "--collect grams: of a llama, one or more of moments,gram,rotary,linears,fisher,taylor,effects,queries,values "
-        "can be collected"
+        "--collect grams: choose from moments,gram,rotary,linears,fisher,taylor,effects,queries,values (llama)"
     )
     assert misused("calibrate", "dense", *TEXT) == "Missing option '-o' / '--output'."
-    assert misused("calibrate", "dense", "-o", "s", "--folds", "0") == (
-        "Invalid value for '--folds': 0 is not in the range x>=1."
-    )
-    assert misused("calibrate", "dense", "-o", "s", "--compute-dtype", "int8") == (
-        "Invalid value for '--compute-dtype': 'int8' is not one of 'auto', 'float32', 'bfloat16', 'float16'."
-    )
-    assert misused("calibrate", "dense", "-o", "s", "--seed", str(2**63)) == (
-        f"Invalid value for '--seed': {2**63} is not in the range 0<=x<={2**63 - 1}."
-    )
 
 
 def test_weights_that_are_not_finite(place):

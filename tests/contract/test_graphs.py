@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
-from ckpt_prune.job.graph_settings import GraphSettings
 from ckpt_prune.onnx.folder import GraphWriter
+from ckpt_prune.options.graphs import GraphSettings
 from tests.graphs import undisturbed
 from tests.onnx_graphs.exports import (
     Graph,

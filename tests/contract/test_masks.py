@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from ckpt_prune.job.job import Job, RecoverySamples
-from ckpt_prune.job.training_settings import RecoverySettings
 from ckpt_prune.model.model import Model as PrunedModel
+from ckpt_prune.options.training import RecoverySettings
 from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.stages.recovery.stage import recover_recipe
 from ckpt_prune.verification.verify import verify

@@ -11,7 +11,8 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.datasets.files import DATA_VARIABLE
 from ckpt_prune.datasets.texts import NamedText, parse_text_name
 from ckpt_prune.measure.samples.text import read_text
-from ckpt_prune.options import CalibrationOptions, EvaluationOptions, checked
+from ckpt_prune.options.data import CalibrationOptions, EvaluationOptions
+from ckpt_prune.options.option import check_options
 from tests.cli.running import ok, refused
 from tests.hub_server import Hub, Repo
 from tests.shared_data import shared_data
@@ -77,12 +78,12 @@ def test_a_folder_before_the_name_is_looked_into(data, monkeypatch):
 
 
 def test_options_say_split_and_window():
-    evaluation = checked(EvaluationOptions, {"text": "c4@128"})
+    evaluation = check_options(EvaluationOptions, {"text": "c4@128"})
     assert (evaluation.text, evaluation.window) == ((Path("c4:validation"),), 128)
-    calibration = checked(CalibrationOptions, {"text": ["ptb", "x.txt"], "window": 64})
+    calibration = check_options(CalibrationOptions, {"text": ["ptb", "x.txt"], "window": 64})
     assert (calibration.text, calibration.window) == ((Path("ptb:train"), Path("x.txt")), 64)
     with pytest.raises(UserError, match=r"^windows of 64 and 128 tokens are asked for$"):
-        checked(EvaluationOptions, {"text": "c4@128", "window": 64})
+        check_options(EvaluationOptions, {"text": "c4@128", "window": 64})
 
 
 @pytest.mark.parametrize(

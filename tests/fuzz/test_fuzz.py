@@ -39,7 +39,7 @@ def test_changed_files_are_a_line_or_nothing(place: Path, target: str) -> None:
 
 @posix
 def test_the_machine_sees_what_does_not_hold(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt_prune.cli.inspect_command.inspect", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("ckpt_prune.cli.inspect_command.command.function", lambda *_, **__: 1 / 0)
     [found] = batch(place, "config", 7, 0, 1)
     assert found.what.startswith("raises ZeroDivisionError at ")
     assert (found.target, found.number, found.command) == ("config", 0, "inspect dense")

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import ckpt_prune
-from ckpt_prune.options import ProofOptions
+from ckpt_prune.options.data import ProofOptions
 
 DEMO = Path(ckpt_prune.__file__).parent / "demo" / "model"
 SIZES = {

@@ -2,8 +2,8 @@ import pytest
 import yaml
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.job.training_settings import RecoverySettings
 from ckpt_prune.model.descriptions import load_family
+from ckpt_prune.options.training import RecoverySettings
 from ckpt_prune.recipe.reading import json_schema, load_recipe
 from ckpt_prune.recipe.shipped import recipe_text, shipped_recipes
 from ckpt_prune.stages import FullRecipe

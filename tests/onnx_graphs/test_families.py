@@ -10,7 +10,7 @@ import onnx
 import pytest
 import torch
 
-from ckpt_prune.job.graph_settings import GraphSettings
+from ckpt_prune.options.graphs import GraphSettings
 from tests.graphs import Exported
 from tests.pairs import chosen
 

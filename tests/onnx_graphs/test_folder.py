@@ -22,10 +22,10 @@ from ckpt_prune.checkpoint import writer as writing
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.staging import Staging
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.job.graph_settings import GraphSettings
 from ckpt_prune.onnx import folder as export_folder
 from ckpt_prune.onnx.folder import GraphWriter, graphs_bytes
 from ckpt_prune.onnx.manifest import Manifest, read_manifest
+from ckpt_prune.options.graphs import GraphSettings
 from tests.families import contents
 from tests.graphs import Exported, traced_before
 from tests.pairs import every

@@ -15,11 +15,11 @@ from transformers.models.vit.modeling_vit import ViTMLP
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.cli.main import main
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.job.graph_settings import GraphSettings
 from ckpt_prune.onnx import tracing
 from ckpt_prune.onnx.folder import GraphWriter
 from ckpt_prune.onnx.graph import _captured, build_graph
 from ckpt_prune.onnx.tasks import Task
+from ckpt_prune.options.graphs import GraphSettings
 from tests.forked import forked, posix
 from tests.graphs import Exported, graph_of, undisturbed
 from tests.once import run_folder

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 import ckpt_prune
 from ckpt_prune.common.filenames import REPORT
 from ckpt_prune.job.job import Job, RecoverySamples
-from ckpt_prune.job.training_settings import RecoverySettings
 from ckpt_prune.measure.samples.samples import Samples, TokenWindows
 from ckpt_prune.model.model import Model
+from ckpt_prune.options.training import RecoverySettings
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.recovery.block_training import SampleSplit
 from ckpt_prune.stages.recovery.stage import recover_recipe

@@ -14,10 +14,10 @@ from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import REPORT
 from ckpt_prune.job.job import Job, RecoverySamples
-from ckpt_prune.job.training_settings import RecoverySettings
 from ckpt_prune.measure.samples.samples import TokenWindows
 from ckpt_prune.measure.streams.state_memory import StateMemory
 from ckpt_prune.model.model import Model
+from ckpt_prune.options.training import RecoverySettings
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.recovery import laco as recoverer

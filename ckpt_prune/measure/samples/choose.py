@@ -21,7 +21,7 @@ from ckpt_prune.measure.samples.text import (
 )
 from ckpt_prune.model.context import context_length
 from ckpt_prune.model.model import Model
-from ckpt_prune.options import ImageOptions, SampleOptions
+from ckpt_prune.options.data import ImageOptions, SampleOptions
 
 DEFAULT_WINDOWS, MOST_IMAGES = 128, 4000
 """Samples if no number is asked for: windows or sounds, and at most so many images (CORP's number)."""

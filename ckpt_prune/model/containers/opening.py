@@ -16,7 +16,7 @@ from ckpt_prune.model.matching import match_checkpoint
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.skeleton import parse_config
 from ckpt_prune.model.supported import attach_description
-from ckpt_prune.options import OpeningOptions
+from ckpt_prune.options.machine import OpeningOptions
 
 
 @dataclass(frozen=True)

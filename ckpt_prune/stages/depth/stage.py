@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from ckpt_prune.common.fields import Strict
 from ckpt_prune.compensation.methods import GRID
-from ckpt_prune.job.fields import Strict
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.sizes import SizeKind
 from ckpt_prune.job.stage import Stage

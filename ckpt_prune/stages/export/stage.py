@@ -5,8 +5,8 @@ from typing import Any, Literal
 from pydantic import Field
 
 from ckpt_prune.common.filenames import GRAPH_FOLDER
-from ckpt_prune.job.graph_settings import GraphSettings
 from ckpt_prune.job.stage import Stage
+from ckpt_prune.options.graphs import GraphSettings
 
 
 class Export(GraphSettings, Stage):

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
-from ckpt_prune.job.names import Part
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.stage import Stage
 from ckpt_prune.measure.statistics.files import Collect
+from ckpt_prune.options.training import Part
 
 if TYPE_CHECKING:
     from ckpt_prune.job.prepared import Prepared

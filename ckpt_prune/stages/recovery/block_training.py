@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ckpt_prune.common.finite import all_finite
-from ckpt_prune.job.training_settings import RecoverySettings
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
+from ckpt_prune.options.training import RecoverySettings
 from ckpt_prune.parallel.group import ALONE, Group
 from ckpt_prune.stages.recovery.trainable import surviving_weights
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import Meter
 from ckpt_prune.job.recovery_records import RecoveredLayer
-from ckpt_prune.job.training_settings import RecoverySettings
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
+from ckpt_prune.options.training import RecoverySettings
 from ckpt_prune.stages.recovery.block_training import (
     SampleSplit,
     TrainedBlock,

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.job.training_settings import LoraSettings, RecoverySettings
 from ckpt_prune.measure.samples.image_files import find_images
 from ckpt_prune.measure.samples.images import ImageSamples
 from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.model.model import Model
-from ckpt_prune.options import ImageOptions
+from ckpt_prune.options.data import ImageOptions
+from ckpt_prune.options.training import LoraSettings, RecoverySettings
 from ckpt_prune.stages.recovery.block_training import SampleSplit, cut, part_size
 
 _WARM_UP = 0.05

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.job.training_settings import RecoverySettings
 from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.measure.streams.readout import READOUT_TOKENS, Readout
+from ckpt_prune.options.training import RecoverySettings
 from ckpt_prune.stages.recovery.block_training import SampleSplit, cut, part_size
 from ckpt_prune.stages.recovery.trainable import trainable_tensors
 

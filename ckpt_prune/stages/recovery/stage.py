@@ -9,7 +9,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import ROTATIONS
 from ckpt_prune.job.recipe import Recipe, StageKeys
 from ckpt_prune.job.stage import Stage
-from ckpt_prune.job.training_settings import LoraSettings, RecoverySettings
+from ckpt_prune.options.training import LoraSettings, RecoverySettings
 
 if TYPE_CHECKING:
     from ckpt_prune.job.form import Form

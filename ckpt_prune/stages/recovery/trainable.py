@@ -5,9 +5,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ckpt_prune.job.names import Part
 from ckpt_prune.model.family import KINDS, Family
 from ckpt_prune.model.skeleton import is_stored_buffer
+from ckpt_prune.options.training import Part
 from ckpt_prune.stages.rotation.rotated_checkpoint import ENTRY, EXIT
 
 

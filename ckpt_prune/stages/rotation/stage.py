@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field
 
+from ckpt_prune.common.fields import OneOf
 from ckpt_prune.common.filenames import ROTATIONS
 from ckpt_prune.job import names
-from ckpt_prune.job.fields import OneOf
 from ckpt_prune.job.names import Backbone, RotationKind
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.stage import Stage

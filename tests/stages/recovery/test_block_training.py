@@ -12,8 +12,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ckpt_prune.job.training_settings import RecoverySettings
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
+from ckpt_prune.options.training import RecoverySettings
 from ckpt_prune.stages.recovery.block_training import SampleSplit, TrainedBlock, train_block
 from tests.oracles import laco
 from tests.pairs import pairwise

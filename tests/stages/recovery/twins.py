@@ -12,13 +12,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
-from ckpt_prune.job.training_settings import RecoverySettings
 from ckpt_prune.measure.samples.samples import Samples, TokenWindows
 from ckpt_prune.measure.streams.blocks import BlockFactory
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
 from ckpt_prune.model.family import Family
 from ckpt_prune.model.model import Model
+from ckpt_prune.options.training import RecoverySettings
 from ckpt_prune.stages.recovery.block_training import SampleSplit
 from ckpt_prune.stages.recovery.laco import Recoverer
 from ckpt_prune.stages.recovery.trainable import trainable_tensors

@@ -2,8 +2,8 @@
 
 import pytest
 
+from ckpt_prune.common.block_range import blocks_of, checked_range
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.job.block_range import blocks_of, checked_range
 from ckpt_prune.recipe.reading import load_recipe
 from tests.recipe.recipes import refusal, write
 

@@ -1,0 +1,139 @@
+"""Make a click command from a Python function of this package: the same options, checks and sentences."""
+
+import json
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+import click
+from pydantic.fields import FieldInfo
+
+from ckpt_prune.api.function import group_of, ordered_options
+from ckpt_prune.options.option import OUTPUT, Options, flags_of, shell_of
+
+Result = Any
+"""What a function of the package returns."""
+
+
+class Command(click.Command):
+    """The command of a function.
+
+    Args:
+        function: made by `api.function.takes`; its docstring is the text of `--help`.
+        show: prints the function's result. It is given the result and the options that were given.
+        examples: command lines for `--help`, without `ckpt-prune`.
+        call: does all of the work instead: it is given the options by name, and whether to print JSON.
+        data: makes of a result what `--json` prints, by default with its method `data`; None if there is no `--json`.
+        options: the class of the command's options, if it is not that of the function.
+        name: of the command, if it is not that of the function.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Result],
+        show: Callable[[Result, dict[str, Any]], None] | None = None,
+        *,
+        examples: Sequence[str],
+        call: Callable[[dict[str, Any], bool], None] | None = None,
+        data: Callable[[Result], Any] | None = lambda result: result.data(),
+        options: type[Options] | None = None,
+        name: str | None = None,
+    ) -> None:
+        described: Any = function
+        self.function, self.show, self.call, self.data, self.examples = function, show, call, data, examples
+        self.options: type[Options] = options or described.options
+        names = [name for name in ordered_options(self.options) if shell_of(self.options.model_fields[name]).shown]
+        params: list[click.Parameter] = [_parameter(name, self.options.model_fields[name]) for name in names]
+        if data is not None:
+            params.append(click.Option(["--json", "as_json"], is_flag=True, help="Print one JSON object, not text."))
+        super().__init__(name or function.__name__, params=params, callback=self._run, help=described.text)
+
+    def _run(self, *, as_json: bool = False, **given: Any) -> None:
+        options = {name: value for name, value in given.items() if value is not None and value != ()}
+        if self.call is not None:
+            self.call(options, as_json)
+            return
+        result = self.function(**options)
+        if as_json and self.data is not None:
+            echo_json(self.data(result))
+        elif self.show is not None:
+            self.show(result, options)
+        if getattr(result, "passed", True) is False:
+            click.get_current_context().exit(1)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write a section for each group of options, and then the examples."""
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": []}
+        for parameter in self.get_params(ctx):
+            field = self.options.model_fields.get(parameter.name or "")
+            if isinstance(parameter, click.Argument):
+                sections["Arguments"].append((parameter.make_metavar(ctx), str(field and field.description)))
+                continue
+            title = OUTPUT if field is None else group_of(self.options, str(parameter.name))
+            sections.setdefault(title, []).append(parameter.get_help_record(ctx) or ("", ""))
+        for title, rows in sections.items():
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+        with formatter.section("Examples"):
+            formatter.write("".join(f"{'':{formatter.current_indent}}ckpt-prune {line}\n" for line in self.examples))
+
+
+class _Choice(click.Choice[Any]):
+    """One of several values; pydantic refuses all others."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return next((choice for choice in self.choices if str(choice) == value), value)
+
+
+def _parameter(name: str, field: FieldInfo) -> click.Parameter:
+    """Make the click parameter of an option. click only splits the command line: pydantic checks the values."""
+    shell, kind = shell_of(field), _plain_type(field.annotation)
+    if field.kw_only is False:
+        count = -1 if get_origin(kind) is tuple else 1
+        return click.Argument([name], metavar=shell.metavar, nargs=count, required=field.is_required())
+    flags = flags_of(name, field)
+    if kind is bool:
+        long = f"{flags[-1]}/--no-{flags[-1][2:]}" if field.default is not False else flags[-1]
+        shown = {True: f"{field.description} [default: on]"}.get(field.default, field.description)
+        return click.Option([*flags[:-1], long, name], is_flag=True, default=None, help=shown)
+    several = shell.several or get_origin(kind) is tuple
+    if get_origin(kind) is tuple:
+        kind = get_args(kind)[0]
+    help = field.description or ""
+    if not field.is_required() and field.default_factory is None and field.default not in (None, ()):
+        default = field.default[0] if isinstance(field.default, tuple) else field.default
+        help += f" [default: {default}]"
+    choices = get_args(kind) if get_origin(kind) is Literal else ()
+    return click.Option(
+        [*flags, name],
+        multiple=several,
+        required=field.is_required(),
+        type=_Choice(choices) if choices else click.Path() if kind is Path else click.STRING,
+        metavar=shell.metavar or (None if choices else {int: "N", float: "X", Path: "PATH"}.get(kind, "TEXT")),
+        help=help,
+    )
+
+
+def _plain_type(annotation: Any) -> Any:
+    """Return a type without None, and without what is annotated to it."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        annotation = next(each for each in get_args(annotation) if each is not type(None))
+    return annotation
+
+
+def echo_json(value: Any) -> None:
+    """Print a value as JSON, indented by two spaces."""
+    click.echo(json.dumps(value, indent=2))
+
+
+def table(headers: list[str], rows: list[list[str]]) -> str:
+    """Return columns padded to equal width: the first aligned left, the others right."""
+    widths = [max(len(row[i]) for row in [headers, *rows]) for i in range(len(headers))]
+
+    def line(cells: list[str]) -> str:
+        padded = [c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))]
+        return "  ".join(padded).rstrip()
+
+    return "\n".join([line(headers), *(line(row) for row in rows)])

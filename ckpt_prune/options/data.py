@@ -1,0 +1,195 @@
+"""Options that say what a model is run on: text, images or audio."""
+
+from typing import ClassVar, Literal, Self
+
+from pydantic import model_validator
+
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.text_encoding import TEXT_FILE
+from ckpt_prune.datasets.texts import NamedText, Split, parse_text_name
+from ckpt_prune.options.option import DATA, MACHINE, File, Options, Texts, option
+
+ComputeDtype = Literal["auto", "float32", "bfloat16", "float16"]
+Bos = Literal["auto", "always", "never"]
+_BOS = "Put a begin-of-sequence token before the text. auto: if the tokenizer itself adds one."
+
+
+class TextOptions(Options):
+    """Text, which may be named as papers name it."""
+
+    group = DATA
+    usual_split: ClassVar[Split] = "test"
+    text: Texts = option("Text file. May be repeated.", default=(), metavar="FILE")
+    window: int | None = option("Tokens per window.", default=None, ge=2)
+
+    @model_validator(mode="after")
+    def _find_named_texts(self) -> Self:
+        texts = [parse_text_name(text, self.usual_split) or text for text in self.text]
+        named = [text.window for text in texts if isinstance(text, NamedText)]
+        windows = {window for window in (self.window, *named) if window is not None}
+        if len(windows) > 1:
+            raise ValueError(f"windows of {' and '.join(map(str, sorted(windows)))} tokens are asked for")
+        self.text = tuple(text.path if isinstance(text, NamedText) else text for text in texts)
+        self.window = next(iter(windows), None)
+        return self
+
+
+class SampleOptions(TextOptions):
+    """Which windows of which text, or how many images, to run a model on."""
+
+    usual_split: ClassVar[Split] = "train"
+    text: Texts = option(
+        f"Text to run the model on: a {TEXT_FILE}, or a named text: wikitext2, c4, ptb. May be repeated.",
+        default=(),
+        metavar="FILE",
+    )
+    samples: int | None = option(
+        "Number of windows, or of images; all, if there are fewer. [default: 128 windows; at most 4000 images]",
+        default=None,
+        ge=1,
+    )
+    window: int | None = option(
+        "Tokens per window. [default: the model's context length, at most 2048]", default=None, ge=2
+    )
+    seed: int = option("Seed of the random choice of samples.", default=0, ge=0, le=2**63 - 1)
+    choose: Literal["random", "first"] = option(
+        "random: windows from all over the text, or any images. first: from the start, as the code of several papers "
+        "does.",
+        default="random",
+    )
+    bos: Bos = option(_BOS, default="auto")
+    compute_dtype: ComputeDtype = option(
+        "Type in which the model runs while it is measured or trained. auto: bfloat16 if the model is stored in it and "
+        "the device is faster in it, else float32. `compare`, and `recover` except by scales, always take float32 for "
+        "auto.",
+        default="auto",
+        group=MACHINE,
+    )
+
+
+class CalibrationOptions(SampleOptions):
+    """Samples to measure statistics on."""
+
+    folds: int | None = option(
+        "Keep sums apart for this many groups of samples. Recipes that choose lambda by folds need it, and so do "
+        "held-out errors. [default: 1, or 4 if the recipe needs folds]",
+        default=None,
+        ge=1,
+    )
+
+
+class TrainingOptions(SampleOptions):
+    """Samples to train on."""
+
+    samples: int | None = option(
+        "Number of windows, or of images; all, if there are fewer. [default: 2048; 32 for --method scales]",
+        default=None,
+        ge=2,
+    )
+
+
+class DecodingOptions(Options):
+    """Images that do not decode."""
+
+    group = DATA
+    max_corrupt: float = option("Share of the images that may fail to decode.", default=0.05, ge=0, le=1)
+
+
+class ImageOptions(DecodingOptions):
+    """Images or audio to run a model on."""
+
+    images: File = option(
+        "Folder of images to run a vision model on, instead of --text: plain, with a labels.csv, or with a sub-folder "
+        "per class.",
+        default=None,
+        metavar="DIR",
+    )
+    labels: File = option(
+        "CSV file with a column file, and perhaps a column split: then the rows calib are taken. [default: labels.csv "
+        "in the folder of images or beside it]",
+        default=None,
+        metavar="CSV",
+    )
+    audio: File = option(
+        "Folder of audio to run a speech encoder on, instead of --text: .wav files at its sampling rate, or features, "
+        "one file per sound (.npy, .safetensors).",
+        default=None,
+        metavar="DIR",
+    )
+
+
+class LabelledImageOptions(DecodingOptions):
+    """Images with classes."""
+
+    images: File = option(
+        "Folder of images: with a labels.csv, with a sub-folder per class, or plain.", default=None, metavar="DIR"
+    )
+    labels: File = option(
+        "CSV file with the columns file and label, and perhaps a column split: then the rows eval are taken. "
+        "[default: labels.csv in the folder of images or beside it]",
+        default=None,
+        metavar="CSV",
+    )
+
+
+class EvaluationOptions(TextOptions, LabelledImageOptions):
+    """What a model is measured on."""
+
+    text: Texts = option(
+        "Text file to measure perplexity on, or a named text: wikitext2, c4, ptb, also wikitext2:validation, or with "
+        "the window wikitext2@128, wikitext2@2048. May be repeated.",
+        default=(),
+        metavar="FILE",
+    )
+    window: int | None = option("Tokens per window. --text needs it.", default=None, ge=2)
+    images: File = option(
+        "Folder of images to measure an image classifier on: with a labels.csv, with a sub-folder per class, or, with "
+        "--against, plain.",
+        default=None,
+        metavar="DIR",
+    )
+    samples: int | None = option(
+        "Use only this many: the first windows of the text, images at random (seed 0), or a task's first items. "
+        "[default: all]",
+        default=None,
+        ge=1,
+    )
+    bos: Bos = option(_BOS, default="auto")
+
+
+class ProofOptions(TextOptions, LabelledImageOptions):
+    """What a graph is compared with PyTorch on."""
+
+    text: Texts = option(
+        f"Text to compare on: a {TEXT_FILE}. May be repeated. [default: the sources of Python's standard library]",
+        default=(),
+        metavar="FILE",
+    )
+    images: File = option(
+        "Folder of images to compare on: plain, with a labels.csv, or with a sub-folder per class. [default: noise; "
+        "accuracy is not compared]",
+        default=None,
+        metavar="DIR",
+    )
+    samples: int | None = option(
+        "Number of windows, or of images. [default: 16 windows, 64 images]", default=None, ge=1
+    )
+    window: int | None = option(
+        "Tokens per window. [default: the model's context length, at most 512]", default=None, ge=2
+    )
+    seed: int = option("Seed of the random choice of images, and of noise.", default=0, ge=0, le=2**63 - 1)
+
+
+def has_data(calibration: SampleOptions, images: ImageOptions) -> bool:
+    """Return True if there is something to run the model on; raise UserError if there are two things."""
+    data = {
+        "--text": bool(calibration.text),
+        "--images": images.images is not None,
+        "--audio": images.audio is not None,
+    }
+    given = [name for name, is_given in data.items() if is_given]
+    if len(given) > 1:
+        raise UserError(f"give {' or '.join(given)}, not both")
+    if images.images is None and images.labels is not None:
+        raise UserError("--labels goes with --images")
+    return bool(given)

@@ -1,0 +1,263 @@
+"""What a class of options is made of.
+
+`api/function.py` makes a Python function from such a class, and `cli/command.py` a command:
+
+class SampleOptions(Options):
+group = DATA
+samples: int | None = option("Number of windows.", default=None, ge=1)
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Generic,
+    Protocol,
+    TypeVar,
+    dataclass_transform,
+)
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
+
+from ckpt_prune.checkpoint.files import check_place
+from ckpt_prune.checkpoint.model_folder import find_local_folder
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.ratios import check_ratio
+
+Given = TypeVar("Given")
+Kept = TypeVar("Kept")
+
+if TYPE_CHECKING:
+
+    class Accepts(Generic[Given, Kept]):
+        """An option that is given as one type and kept as another: type checkers see both."""
+
+        def __get__(self, instance: object, owner: object = None) -> Kept: ...
+
+        def __set__(self, instance: object, value: Given) -> None: ...
+
+else:
+
+    class Accepts:
+        """An option that is given as one type and kept as another: pydantic sees the second."""
+
+        def __class_getitem__(cls, types: tuple[Any, Any]) -> Any:
+            return types[1]
+
+
+@dataclass(frozen=True)
+class Shell:
+    """How an option is written on the command line, if that is not `--` and its name.
+
+    Attributes:
+        flags: such as ("-o", "--output").
+        metavar: the word that stands for a value in `--help`.
+        several: True if the option may be repeated.
+        shown: False if only Python has the option.
+        group: its group, if that is not the one of its class.
+    """
+
+    flags: tuple[str, ...] = ()
+    metavar: str | None = None
+    several: bool = False
+    shown: bool = True
+    group: str | None = None
+
+    def __call__(self, schema: dict[str, Any]) -> None:
+        """Leave the JSON Schema of recipes as it is; pydantic calls this with it."""
+
+
+def option(
+    help: str,
+    *,
+    default: Any = ...,
+    default_factory: Any = None,
+    flags: tuple[str, ...] = (),
+    metavar: str | None = None,
+    several: bool = False,
+    shown: bool = True,
+    group: str | None = None,
+    kw_only: bool = True,
+    **checks: Any,
+) -> Any:
+    """State an option.
+
+    Args:
+        help: its sentence in `--help` and in the docstring of the Python function.
+        default: used if the option is not given; without one, the option is required.
+        default_factory: makes the default from the options before it; they are a mapping.
+        flags: as in `Shell`, like metavar, several, shown and group.
+        metavar: the word that stands for a value.
+        several: True if the option may be repeated.
+        shown: False if only Python has the option.
+        group: the title of its group, if not the one of its class.
+        kw_only: False for an argument, which is given without its name.
+        checks: limits, as pydantic's `Field` takes them.
+    """
+    how = {"default": default} if default_factory is None else {"default_factory": default_factory}
+    return Field(
+        description=help,
+        json_schema_extra=Shell(flags, metavar, several, shown, group),
+        kw_only=kw_only,
+        **how,
+        **checks,
+    )
+
+
+MODEL, RECIPE, SIZE, TRAINING, DATA, MEASURE = "Model", "What to prune", "Size", "Training", "Data", "What to measure"
+GRAPH, TIMING, SWEEP, ROUNDING = "Graph", "Timing", "Sweep", "Rounding"
+HUB, CARD, OUTPUT, MACHINE = "Hub", "Card", "Output", "Machine"
+GROUPS = (MODEL, RECIPE, SIZE, TRAINING, DATA, MEASURE, GRAPH, TIMING, SWEEP, ROUNDING, HUB, CARD, OUTPUT, MACHINE)
+"""Titles of groups of options, in the order of `--help`."""
+
+
+@dataclass_transform(kw_only_default=True, field_specifiers=(option,))
+class Options(BaseModel):
+    """A class of options. The options of a command are one class, made of several of these."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=False)
+    group: ClassVar[str] = OUTPUT
+    """Title of the options' group in `--help`."""
+    harmless: ClassVar[bool] = False
+    """True if no option of this class changes an output: an interrupted run goes on under other ones."""
+    progress: bool = option("Show progress bars and notices on stderr.", default=True, shown=False)
+
+
+T = TypeVar("T", bound=BaseModel)
+
+
+def check_options(kind: type[T], given: Mapping[str, Any]) -> T:
+    """Make options from values, by name. UserError names the option as the command line does."""
+    fields = kind.model_fields
+    made = {name for name, field in fields.items() if field.default_factory is not None and given.get(name) is None}
+    try:
+        return kind(**{name: value for name, value in given.items() if name not in made})
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        message = first["msg"].removeprefix("Value error, ")
+        if not first["loc"]:  # a check of several options, which names them
+            raise UserError(message) from error
+        name = str(first["loc"][0])
+        flag = flags_of(name, fields[name])[-1] if name in fields else f"--{name}"
+        raise UserError(f"{flag} {first['input']}: {message}") from error
+
+
+def flags_of(name: str, field: FieldInfo) -> tuple[str, ...]:
+    """Return how an option is written on the command line."""
+    return shell_of(field).flags or (f"--{name.replace('_', '-')}",)
+
+
+def shell_of(field: FieldInfo) -> Shell:
+    """Return how an option is written on the command line, where that is not by its name."""
+    assert isinstance(field.json_schema_extra, Shell)
+    return field.json_schema_extra
+
+
+def same_option(kind: type[BaseModel], name: str) -> Any:
+    """Return an option of another class, for a class that has it, too."""
+    return kind.model_fields[name]
+
+
+def defining_class(kind: type[BaseModel], name: str) -> Any:
+    """Return the class of options that states an option of `kind`."""
+    return next(base for base in kind.__mro__ if name in vars(base).get("__annotations__", {}))
+
+
+def select_options(options: BaseModel, kind: type[T]) -> T:
+    """Return the options that one class states, out of more."""
+    return kind.model_validate({name: getattr(options, name) for name in kind.model_fields})
+
+
+# ---- types of options: what is given, and what is kept of it ------------------------------------------------
+
+
+class HasPath(Protocol):
+    """A result with a folder: it stands for that folder wherever one is asked for."""
+
+    @property
+    def path(self) -> os.PathLike[str]:
+        """The folder."""
+
+
+class HasFolder(Protocol):
+    """Statistics: they stand for their folder."""
+
+    @property
+    def folder(self) -> os.PathLike[str]:
+        """The folder."""
+
+
+AnyPath = str | os.PathLike[str]
+AnyModel = AnyPath | HasPath
+
+
+def as_tuple(value: Any) -> Any:
+    """Make a tuple of a single value, so that one and several are both accepted."""
+    return (value,) if isinstance(value, str | os.PathLike) else value
+
+
+def path_of(value: Any) -> Any:
+    """Return the folder of a result that has one (`path`, or `folder` of statistics), and other values as they are."""
+    path = getattr(value, "path", getattr(value, "folder", value))
+    return os.fspath(path) if isinstance(path, os.PathLike) else path
+
+
+def with_commas(value: Any) -> Any:
+    return ",".join(map(str, value)) if isinstance(value, list | tuple | set | frozenset | range) else value
+
+
+def _changes(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return tuple(f"{key}={json.dumps(each)}" for key, each in value.items())
+    return as_tuple(value)
+
+
+def _read_ratio(value: Any) -> Any:
+    try:
+        return check_ratio(float(value) if isinstance(value, str) and not value.strip().endswith("%") else value)
+    except ValueError:
+        return value  # pydantic says what is wrong with it
+
+
+def _check_output_place(path: Path) -> Path:
+    check_place(path)  # before the libraries are loaded, which takes seconds
+    return path
+
+
+def check_model(model: str | None) -> str | None:
+    if model is not None:
+        find_local_folder(model)
+    return model
+
+
+Texts = Annotated[Accepts[AnyPath | Sequence[AnyPath], tuple[Path, ...]], BeforeValidator(as_tuple)]
+"""Files, or one of them."""
+File = Accepts[AnyPath | None, Path | None]
+"""A file or folder, or None."""
+Folder = Annotated[Accepts[AnyModel, str], BeforeValidator(path_of)]
+"""A folder, or a result that has one."""
+AnyFolder = Annotated[Accepts[AnyModel | None, str | None], BeforeValidator(path_of)]
+"""The same, or None."""
+Model = Annotated[Accepts[AnyModel, str], BeforeValidator(path_of), AfterValidator(check_model)]
+"""A folder, a Hub id, or a result that has a folder."""
+OtherModel = Annotated[Accepts[AnyModel | None, str | None], BeforeValidator(path_of), AfterValidator(check_model)]
+"""The same, or None."""
+StatisticsFolder = Annotated[Accepts[AnyModel | HasFolder | None, Path | None], BeforeValidator(path_of)]
+"""A folder of statistics, or what `calibrate` returned."""
+Place = Annotated[Accepts[AnyPath, Path], AfterValidator(_check_output_place)]
+"""A folder to write. It is refused at once if it cannot be made."""
+Strings = Annotated[Accepts[str | Sequence[str], tuple[str, ...]], BeforeValidator(as_tuple)]
+"""Strings, or one of them."""
+Listed = Annotated[Accepts[str | Sequence[object] | None, str | None], BeforeValidator(with_commas)]
+"""Values with commas between them, or a sequence of values."""
+Changes = Annotated[Accepts[Mapping[str, object] | str | Sequence[str], tuple[str, ...]], BeforeValidator(_changes)]
+"""Changes of a recipe: KEY=VALUE, or a mapping."""
+AnyRatio = Annotated[Accepts[float | str | None, float | None], BeforeValidator(_read_ratio)]
+"""A share in [0, 1): a number, or a percentage such as "20%"."""

@@ -1,0 +1,121 @@
+"""How what stays of a model is trained: the keys of a recipe's `recovery`, and options of `recover`. Without torch."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from pydantic import field_validator
+
+from ckpt_prune.common.block_range import blocks_of, checked_range
+from ckpt_prune.common.fields import Strict
+from ckpt_prune.options.option import TRAINING, Accepts, option
+
+Teacher = Literal["dense", "pruned"]
+Method = Literal["laco", "lora", "scales"]
+Part = Literal["mlp", "attention"]
+"""Which linear modules of a block, where a recipe does not mean all."""
+
+_PAPER_RATE, _PAPER_HIDDEN = 5e-5, 4096
+"""LaCo's learning rate (section 4.4), and the hidden size of the models that it was found on."""
+
+
+def _by_method(others: float, scales: float) -> Any:
+    """Make a default that depends on the method.
+
+    Scales are few: more passes over few samples overfit them, and what they gain, a few per cent, is more than a few
+    held-out samples can tell.
+    """
+
+    def default(given: Mapping[str, Any]) -> float:
+        return scales if given.get("method") == "scales" else others
+
+    return default
+
+
+class RecoverySettings(Strict):
+    """How what stays is trained."""
+
+    group: ClassVar[str] = TRAINING
+    method: Method = option(
+        "laco: train block by block towards the dense model's hidden states. scales: fit factors of what the linear "
+        "modules read and write, towards the dense model's predictions. lora: train adapters on the whole model, which "
+        "is in memory, on the next token or the images' classes, and merge them; zeros stay zeros (needs the extra "
+        "lora).",
+        default="laco",
+    )
+    epochs: Accepts[int | None, int] = option(
+        "Passes over the samples; for laco per block, at most. [default: 10; 1 for scales]",
+        default_factory=_by_method(10, 1),
+        ge=1,
+    )
+    lr: float | None = option(
+        "Learning rate of Adam. [default: the paper's 5e-5 at a hidden size of 4096, larger at smaller sizes in "
+        "inverse proportion; for scales 3e-3, or 7.5e-3 times the root of the divergence if that is less]",
+        default=None,
+        gt=0,
+        le=1e6,
+    )
+    batch: Accepts[int | None, int] = option(
+        "Samples per step of the optimizer. [default: 4; 1 for scales]", default_factory=_by_method(4, 1), ge=1
+    )
+    accumulate: int = option(
+        "Send a batch through the block in this many parts at most, which takes less memory; gradients add up.",
+        default=1,
+        ge=1,
+    )
+    schedule: Literal["cosine", "constant"] = option(
+        "Learning rate over a block's steps: down to zero along a cosine, or constant.", default="cosine"
+    )
+    only: Part | None = option("Train only these linear modules. [default: all]", default=None)
+    layers: str | None = option(
+        "Train only blocks A to B - 1; A or B may be left out. The other blocks stay as they are.",
+        default=None,
+        metavar="A:B",
+    )
+    norms: bool = option("Train the norms, too, as the paper does.", default=False)
+    teacher: Teacher = option(
+        "Which hidden states the dense block is given: the dense model's (the paper's Algorithm 1) or the pruned "
+        "model's (its eq. 9).",
+        default="dense",
+    )
+    held_out: Accepts[float | None, float] = option(
+        "Share of the samples that is not trained on. It decides which epoch's weights are kept, if any. 0: keep the "
+        "last epoch's, as the paper does; no other learning rate is tried, and errors are those of training samples. "
+        "[default: 0.1; 0 for scales]",
+        default_factory=_by_method(0.1, 0.0),
+        ge=0,
+        lt=1,
+    )
+    patience: int = option(
+        "Stop a block after this many epochs in which the error on held-out samples did not fall.", default=3, ge=1
+    )
+
+    @field_validator("layers")
+    @classmethod
+    def _check_layers(cls, value: str | None) -> str | None:
+        return checked_range(value)
+
+    def blocks(self, count: int) -> range:
+        """Return the blocks to train in a model of `count` blocks; UserError if there are none, or it has fewer."""
+        return blocks_of(self.layers, count)
+
+    def of_all(self) -> dict[str, Any]:
+        """Return as JSON the settings that matter if all blocks are trained at once."""
+        own = {"method", "lr", "samples", "seed", "lora"}
+        return self.model_dump(mode="json", exclude={*own, "norms", "teacher"})
+
+    def rate(self, hidden: int) -> float:
+        """Return the learning rate at a hidden size."""
+        return self.lr if self.lr is not None else _PAPER_RATE * _PAPER_HIDDEN / hidden
+
+
+class LoraSettings(Strict):
+    """Adapters on a whole model."""
+
+    group: ClassVar[str] = TRAINING
+    rank: int = option("Rank of the adapters (lora).", default=8, ge=1, le=2**16)
+    alpha: float = option(
+        "The adapters are multiplied by this number divided by the rank (lora).", default=16.0, gt=0, le=1e6
+    )
+    seconds: float | None = option(
+        "End training after this many seconds, whatever --epochs says (lora).", default=None, gt=0
+    )
