@@ -27,7 +27,7 @@ from ckpt_prune.measure.samples.image_files import (
 )
 from ckpt_prune.measure.samples.image_processor import load_processor
 from ckpt_prune.measure.samples.images import ImageSamples
-from ckpt_prune.model.model import image_tokens
+from ckpt_prune.model.context import image_tokens
 from ckpt_prune.model.skeleton import parse_config
 from ckpt_prune.model.supported import declared_family
 from ckpt_prune.options.data import EvaluationOptions

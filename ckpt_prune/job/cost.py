@@ -6,8 +6,9 @@ import torch
 
 from ckpt_prune.job.records import Cost
 from ckpt_prune.model.containers.container import stored_container
+from ckpt_prune.model.context import patches
 from ckpt_prune.model.factors import factor_names
-from ckpt_prune.model.model import Model, TensorSpecs, patches
+from ckpt_prune.model.model import Model, TensorSpecs
 from ckpt_prune.model.skeleton import is_parameter, stock_names
 
 

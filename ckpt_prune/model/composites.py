@@ -34,14 +34,14 @@ class Part(StrictModel):
     """A model inside another.
 
     Attributes:
-        config: key of its config in that of the whole; None where that of the whole says it.
-        family: the family whose stock class computes the same; that of its own `model_type` by default.
-        described: the description of its family where no `model_type` is that of the part alone.
+        config: key of its config in that of the whole; None if the whole's config is the part's too.
+        family: the family whose stock class computes the same; by default that of its own `model_type`.
+        described: the description of its family, if no `model_type` is that of the part alone.
         auto: Auto class of the stock class that it is read as.
         modules: module of the whole → module of the stock class; "" for all of it.
-        drops: config keys of the part that the stock class must not see.
+        drops: config key → keys inside it that the stock class must not see.
         keeps: spaces that stay whole, each with the reason.
-        note: what is to be known of how it is calibrated.
+        note: what a user must know of its calibration.
     """
 
     config: str | None = None
@@ -55,14 +55,9 @@ class Part(StrictModel):
 
 
 class Composite(StrictModel):
-    """A model made of others.
+    """A model made of others: its stock class, the Auto class that loads it, and its parts.
 
-    Attributes:
-        model_type: `model_type` in config.json.
-        architecture: stock transformers class of the whole.
-        auto: Auto class that loads it.
-        parts: that can be pruned.
-        refused: those that cannot, each with the reason.
+    `refused` has the parts that cannot be pruned, each with the reason.
     """
 
     model_type: str
@@ -72,114 +67,94 @@ class Composite(StrictModel):
     refused: dict[PartName, str] = Field(default_factory=dict)
 
     def part(self, name: str) -> Part:
-        """One of its parts.
-
-        Raises:
-            UserError: it has none of this name, or it cannot be pruned; with the reason.
-        """
-        for known, part in self.parts.items():
-            if known == name:
-                return part
-        for known, why in self.refused.items():
-            if known == name:
-                raise UserError(f"--part {name} of {self.model_type} cannot be pruned: {why}")
-        names = " or ".join([*self.parts, *self.refused])
-        raise UserError(f"{self.model_type} has no part {name}, but {names}")
+        """Return a part by name; UserError if there is none, or if it cannot be pruned."""
+        parts: Mapping[Any, Part] = self.parts
+        refused: Mapping[Any, str] = self.refused
+        if name in parts:
+            return parts[name]
+        if name in refused:
+            raise UserError(f"--part {name} of {self.model_type} cannot be pruned: {refused[name]}")
+        raise UserError(f"{self.model_type} has no part {name}, but {' or '.join([*parts, *refused])}")
 
     @property
     def advice(self) -> str:
-        """What to say to someone who names no part."""
+        """The error for someone who names no part."""
         if self.parts:
             return f"{self.model_type} is made of several models: --part {' or --part '.join(self.parts)} prunes one"
         why = "; ".join(f"{name}: {reason}" for name, reason in self.refused.items())
         return f"{self.model_type} is made of several models, and none of them can be pruned ({why})"
 
 
+def _folder() -> Any:
+    return resources.files("ckpt_prune.model") / "composites"
+
+
 @cache
 def known_composites() -> tuple[str, ...]:
-    """`model_type` of every composite with a description, sorted."""
+    """Return the `model_type` of every composite with a description, sorted."""
     return tuple(sorted(f.name.removesuffix(".json") for f in _folder().iterdir() if f.name.endswith(".json")))
 
 
 @cache
 def load_composite(model_type: str) -> Composite:
-    """The description of a composite.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Return the description of a composite; UserError if there is none."""
     if model_type not in known_composites():
         known = ", ".join(known_composites())
         raise UserError(f"--part is for models that are made of several ({known}), which a {model_type} is not")
     return Composite.model_validate_json((_folder() / f"{model_type}.json").read_text(encoding="utf-8"))
 
 
-def _folder() -> Any:
-    return resources.files("ckpt_prune.model") / "composites"
-
-
-def extract_part(whole: Checkpoint, name: str) -> Checkpoint:
-    """A part of a composite as the checkpoint of a stock class: its tensors under that class's names, and its config.
-
-    The config carries a description of the part: that of its family without the containers and the spaces that the
-    whole's own class has no room for.
-
-    Args:
-        whole: the checkpoint of the composite.
-        name: of the part.
-
-    Raises:
-        UserError: it is no composite, it has no such part, or the part is of no known family.
-    """
-    composite = load_composite(str(whole.config.get("model_type")))
-    part = composite.part(name)
-    whole = apply_ties(whole, ties_on_disk(whole, composite_names(whole.config)))
-    config = parse_config(whole.config)
-    own = _part_config(composite, part, name, config)
-    own["architectures"] = [_stock_class(own, part)]
-    own[OUTSIDE_KEY] = _description(own, part)
-    stock = stock_names({k: v for k, v in own.items() if k != OUTSIDE_KEY}, own["architectures"][0])
-    held = composite_names(whole.config)
-    names: dict[str, str] = {}
-    for stored in whole.tensors:
-        for parameter in held.parameters(stored):
-            inside = _inside(part, parameter)
-            if inside is not None and inside in stock.model.state_dict():
-                names[stock.saved_as(inside)] = stored
-    tensors = {inner: replace(whole.tensors[stored], name=inner) for inner, stored in names.items()}
-    return replace(whole, config=own, tensors=tensors, within=PartOf(whole, name, part.config or "", names))
-
-
 def composite_names(config: Mapping[str, Any]) -> Names:
-    """What the stock class of a composite saves and loads.
-
-    Raises:
-        UserError: transformers refuses the config.
-    """
+    """Return what the stock class of a composite saves and loads."""
     composite = load_composite(str(config["model_type"]))
     return Names(build_skeleton(parse_config(dict(config)), composite.architecture))
 
 
+def extract_part(whole: Checkpoint, name: str) -> Checkpoint:
+    """Return a part of a composite as the checkpoint of a stock class, under that class's names and config.
+
+    The config carries a description of the part: that of its family without the containers and the spaces that the
+    whole's own class has no room for.
+    """
+    composite = load_composite(str(whole.config.get("model_type")))
+    part = composite.part(name)
+    names = composite_names(whole.config)
+    whole = apply_ties(whole, ties_on_disk(whole, names))
+    config = _part_config(composite, part, name, parse_config(whole.config))
+    config["architectures"] = [_stock_class(config, part)]
+    stock = stock_names(config, config["architectures"][0])
+    config[OUTSIDE_KEY] = _description(config, part)
+    stored_as: dict[str, str] = {}
+    for stored in whole.tensors:
+        for parameter in names.parameters(stored):
+            inner = _inner_name(part, parameter)
+            if inner is not None and inner in stock.model.state_dict():
+                stored_as[stock.saved_as(inner)] = stored
+    tensors = {inner: replace(whole.tensors[stored], name=inner) for inner, stored in stored_as.items()}
+    within = PartOf(whole, name, part.config or "", stored_as)
+    return replace(whole, config=config, tensors=tensors, within=within)
+
+
 def merge_part_config(part: Checkpoint, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The whole's config.json with what has changed in that of a part.
+    """Return the whole's config.json with what `config` changes in that of a part.
 
     Args:
-        part: as `part_of` gives it.
+        part: as `extract_part` returns it.
         config: of the part, as it is to be.
     """
     within = part.within
     assert within is not None
-    found = copy.deepcopy(within.whole.config)
-    inner = found.get(within.key)
-    place = inner if isinstance(inner, dict) else found  # files of old say the text model's keys beside the others
+    merged = copy.deepcopy(within.whole.config)
+    inner = merged.get(within.key)
+    place = inner if isinstance(inner, dict) else merged  # old files have the text model's keys beside the others
     heads = ("num_attention_heads", "num_key_value_heads")
     for key, value in config.items():
-        same = key in part.config and part.config[key] == value
-        # A width of heads that was derived stays so, where no head goes.
-        derived = key == "head_dim" and all(part.config.get(each) == config.get(each) for each in heads)
-        if not same and not derived:
+        is_same = key in part.config and part.config[key] == value
+        # A derived width of heads stays derived if no head goes.
+        is_derived = key == "head_dim" and all(part.config.get(each) == config.get(each) for each in heads)
+        if not is_same and not is_derived:
             place[key] = value
-    return found
+    return merged
 
 
 def _part_config(composite: Composite, part: Part, name: str, config: PreTrainedConfig) -> dict[str, Any]:
@@ -193,9 +168,9 @@ def _part_config(composite: Composite, part: Part, name: str, config: PreTrained
     values["model_type"] = model_type
     if part.auto == "AutoModelForCausalLM":
         values["tie_word_embeddings"] = bool(getattr(config, "tie_word_embeddings", False))
-    for key, inside in part.drops.items():
+    for key, dropped in part.drops.items():
         if isinstance(values.get(key), dict):
-            values[key] = {each: value for each, value in values[key].items() if each not in inside}
+            values[key] = {inner: value for inner, value in values[key].items() if inner not in dropped}
     return {key: value for key, value in values.items() if key not in ("_name_or_path", "transformers_version")}
 
 
@@ -203,14 +178,14 @@ def _stock_class(config: Mapping[str, Any], part: Part) -> str:
     if part.described is not None:
         return str(next(iter(part.described["architectures"])))
     family = load_family(config["model_type"])
-    for architecture, own in family.architectures.items():
-        if own.auto == part.auto and hasattr(transformers, architecture):
-            return architecture
+    for name, architecture in family.architectures.items():
+        if architecture.auto == part.auto and hasattr(transformers, name):
+            return name
     raise UserError(f"the description of {family.model_type} has no class for {part.auto}")
 
 
 def _description(config: Mapping[str, Any], part: Part) -> dict[str, Any]:
-    """What is known of the part's family, but for what the whole has no room for."""
+    """The description of the part's family without what the whole has no room for."""
     if part.described is not None:
         return part.described
     model_type = config["model_type"]
@@ -227,7 +202,8 @@ def _description(config: Mapping[str, Any], part: Part) -> dict[str, Any]:
     return {"extends": model_type, "inherits": inherits, "model_type": model_type, **stated}
 
 
-def _inside(part: Part, parameter: str) -> str | None:
+def _inner_name(part: Part, parameter: str) -> str | None:
+    """The name in the part's stock class of a parameter of the whole; None if the part does not have it."""
     for outer, inner in part.modules.items():
         if parameter.startswith(f"{outer}."):
             rest = parameter.removeprefix(f"{outer}.")

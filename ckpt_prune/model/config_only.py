@@ -1,4 +1,4 @@
-"""A checkpoint that is only a config: every tensor known by name, shape and dtype, none of them there."""
+"""A checkpoint that is only a config: names, shapes and dtypes of tensors that do not exist."""
 
 from math import prod
 from pathlib import Path
@@ -16,38 +16,31 @@ from ckpt_prune.model.supported import declared_family
 
 
 def is_config_only(folder: Path) -> bool:
-    """Whether a folder has a config.json and no file of weights."""
+    """Return whether a folder has a config.json and no file of weights."""
     if not (folder / CONFIG).is_file():
         return False
     return not any(path.suffix in {".safetensors", ".bin", ".pt", ".pth"} for path in folder.iterdir())
 
 
 def config_of_folder(folder: Path) -> dict[str, Any]:
-    """The config.json of a folder, of the model with plain weights.
-
-    Raises:
-        UserError: it cannot be read.
-    """
+    """Read the config.json of a folder, as that of a model with plain weights."""
     return drop_quantisation(check_config(folder / CONFIG, read_json_object(folder / CONFIG)))
 
 
 def checkpoint_of_config(folder: Path, config: dict[str, Any] | None = None) -> Checkpoint:
-    """The checkpoint a config describes, of a family or of a composite, for counting; it cannot be read.
+    """Return the checkpoint that a config describes, of a family or a composite, for counting; it cannot be read.
 
     Args:
         folder: with the config.json.
-        config: what stands in it, where something is to be added to that.
-
-    Raises:
-        UserError: the config cannot be read, or is of no known family.
+        config: in place of the one in the folder.
     """
     config = config_of_folder(folder) if config is None else config
-    whole = config.get("model_type") in known_composites()
-    known = composite_names(config) if whole else stock_names(config, declared_family(config).architecture)
+    is_composite = config.get("model_type") in known_composites()
+    names = composite_names(config) if is_composite else stock_names(config, declared_family(config).architecture)
     dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"))
     tensors = {
         name: TensorInfo(name, dtype, shape, SINGLE, nbytes=prod(shape) * dtype.itemsize, offset=0)
-        for name, shape in known.shapes.items()
-        if name not in known.tied
+        for name, shape in names.shapes.items()
+        if name not in names.tied
     }
     return Checkpoint(path=folder, config=config, tensors=tensors, files=(SINGLE,), sharded=False, metadata={})

@@ -1,15 +1,15 @@
-"""How many tokens a model reads at once."""
+"""How many tokens a model reads at once: by its context length, or by the size of its images."""
 
 from typing import Any
 
 from ckpt_prune.model.descriptions import known_families, load_family
+from ckpt_prune.model.family import Family
 
 
 def reserved_positions(config: Any) -> int:
-    """Positions of a model's table that no token has: RoBERTa counts from behind the one of its padding token.
+    """Return how many positions of a text model's table no token has.
 
-    Args:
-        config: of transformers, of a text model.
+    RoBERTa counts tokens from behind the position of its padding token.
     """
     model_type = getattr(config, "model_type", None)
     key = load_family(model_type).positions_behind if model_type in known_families() else None
@@ -18,10 +18,29 @@ def reserved_positions(config: Any) -> int:
 
 
 def context_length(config: Any) -> int | None:
-    """Tokens that a model reads at most, or None where its config does not say.
-
-    Args:
-        config: of transformers, of a text model.
-    """
+    """Return how many tokens a text model reads at most, or None if its config does not say."""
     positions = getattr(config, "max_position_embeddings", None)
     return None if positions is None else int(positions) - reserved_positions(config)
+
+
+def _height_and_width(value: Any) -> tuple[int, int]:
+    height, width = (value, value) if isinstance(value, int) else value
+    return int(height), int(width)
+
+
+def image_size(family: Family, config: Any) -> tuple[int, int]:
+    """Return height and width of the images that costs are stated for."""
+    return family.usual or _height_and_width(config.image_size)
+
+
+def patches(config: Any, size: tuple[int, ...] | None = None) -> int:
+    """Return the patches of an image of `size` (height, width); by default of the config's own size."""
+    height, width = size or _height_and_width(config.image_size)
+    rows, columns = _height_and_width(config.patch_size)
+    return (height // rows) * (width // columns)
+
+
+def image_tokens(family: Family, config: Any, size: tuple[int, ...]) -> int:
+    """Return the tokens of an image of `size` (height, width): patches, special tokens and registers."""
+    registers = 0 if family.registers is None else int(getattr(config, family.registers))
+    return patches(config, size) + family.special_tokens + registers

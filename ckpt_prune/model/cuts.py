@@ -1,7 +1,7 @@
-"""From the incidences of spaces: which rows and columns stay, and with them shapes, cutting and padding.
+"""Which rows and columns of a block's tensors remain when units go, by the incidences of spaces.
 
-Everything is counted in the rows and columns of the dense model, where spaces that cross on one tensor do not disturb
-each other; a tensor that is cut already is found by the place that its lines have among those that stay.
+Rows and columns are counted in the dense model, where spaces that cross on one tensor do not disturb each other. A
+tensor that is cut already is found by the positions of its lines among those that remain.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,17 +15,15 @@ from ckpt_prune.model.spaces import Axis, Dimension, Incidence, Kind, SpaceName,
 KeptUnits = Mapping[SpaceName, Tensor]
 """Space → units of its site that stay, ascending int64."""
 RemainingLines = dict[tuple[str, int], tuple[Axis, Tensor]]
-"""(linear module or table, dimension) → which axis that is, and the dense model's lines that stay, ascending."""
-
-Sizes = Mapping[str, tuple[int, ...]]
-"""Name → shape."""
+"""(linear module or table, dimension) → the axis that this is, and the dense model's lines that remain, ascending."""
 
 
-def remaining_lines(family: Family, dimension: Dimension, kept: KeptUnits, sizes: Sizes) -> RemainingLines:
-    """What stays of every linear module of a block that loses units of some space.
+def remaining_lines(
+    family: Family, dimension: Dimension, kept: KeptUnits, sizes: Mapping[str, tuple[int, ...]]
+) -> RemainingLines:
+    """Return what remains of every linear module and table of a block that loses units.
 
     Args:
-        family: whose spaces.
         dimension: of the dense model.
         kept: spaces that are pruned; others stay whole.
         sizes: linear module, or table → shape of its weight in the dense model.
@@ -34,9 +32,9 @@ def remaining_lines(family: Family, dimension: Dimension, kept: KeptUnits, sizes
     for name, units in kept.items():
         space = family.spaces[name]
         count = space.site_units(dimension)
-        gone = torch.ones(count, dtype=torch.bool)
-        gone[units.cpu()] = False
-        dropped = gone.nonzero().flatten()
+        is_gone = torch.ones(count, dtype=torch.bool)
+        is_gone[units.cpu()] = False
+        dropped = is_gone.nonzero().flatten()
         tables: list[tuple[Axis, Incidence]] = [("table", table) for table in space.tables]
         for axis, incidence in [*space.incidences, *tables]:
             size = sizes[incidence.module]
@@ -48,12 +46,15 @@ def remaining_lines(family: Family, dimension: Dimension, kept: KeptUnits, sizes
 
 
 def positions_among(lines: Tensor, others: Tensor) -> Tensor:
-    """Places of ascending lines among ascending others that have all of them."""
+    """Return the positions of ascending lines among ascending others that contain all of them."""
     return torch.searchsorted(others, lines)
 
 
 def list_cuts(remaining: RemainingLines) -> Iterable[tuple[str, Kind, int, Tensor]]:
-    """Every tensor that loses lines: module, kind, dimension and the dense lines that stay. A bias has its rows."""
+    """Yield every tensor that loses lines: module, kind, dimension and the dense lines that remain.
+
+    A bias loses the rows of its weight.
+    """
     for (module, dim), (axis, lines) in remaining.items():
         yield module, "itself" if axis == "table" else "weight", dim, lines
         if axis == "rows":

@@ -1,8 +1,9 @@
-"""Whether what a description says of a model is so: held against transformers' own class on the meta device."""
+"""Checks a family's description against transformers' own class on the meta device."""
 
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import transformers
 
 from ckpt_prune.common.errors import UserError
@@ -10,7 +11,7 @@ from ckpt_prune.model.cuts import list_cuts, remaining_lines
 from ckpt_prune.model.descriptions import known_families
 from ckpt_prune.model.family import Family
 from ckpt_prune.model.skeleton import Names, build_skeleton, parse_config, quiet_transformers, stored_key
-from ckpt_prune.model.spaces import SpaceName, recipe_space
+from ckpt_prune.model.spaces import Axis, SpaceName, axis_dim, product, recipe_space
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -19,14 +20,11 @@ Shapes = Mapping[str, tuple[int, ...]]
 def check_description(family: Family, config: Mapping[str, Any]) -> None:
     """Check all of a description that shapes can show: names, dimensions, spaces, config keys and slots of biases.
 
-    What a model computes (rotary embeddings, where norms stand) shapes do not show.
+    Shapes do not show what a model computes (rotary embeddings, the place of norms). The UserError begins with the key
+    of the description that is wrong.
 
     Args:
-        family: the description.
         config: config.json of a model of that family.
-
-    Raises:
-        UserError: something is not so; what, and where.
     """
     declared = next(iter(config.get("architectures") or []), "")
     family = family.of(declared if family.has_class(declared) else family.architecture)
@@ -35,40 +33,70 @@ def check_description(family: Family, config: Mapping[str, Any]) -> None:
     if not hasattr(transformers, family.auto_class):
         raise UserError(f"architectures: transformers has no {family.auto_class}")
     if unknown := sorted(set(family.stand_ins) - set(known_families())):
-        raise UserError(f"stand_ins: {unknown[0]} is none of {', '.join(known_families())}")
+        raise UserError(f"stand_ins: {unknown[0]} is not one of {', '.join(known_families())}")
     parsed = parse_config(dict(config))
     family.check_config(parsed)
+    config = {**config} if family.leading is None else {**config, family.leading: 0}  # every block has the spaces
+    parsed = parse_config(config)
     for name, keys in family.dimensions.items():
-        if keys and not any(isinstance(getattr(parsed, key, None), int) for key in keys) and name not in family.derived:
-            if name == "head_dim":
-                continue
+        has_number = any(isinstance(getattr(parsed, key, None), int) for key in keys)
+        if keys and not has_number and name not in family.derived and name != "head_dim":
             raise UserError(f"dimensions.{name}: config.json has no number under {' or '.join(keys)}")
+    _check_dimension_names(family)
+    family = family.with_config(parsed)
     skeleton = build_skeleton(parsed, family.architecture)
     names = Names(skeleton)
-    modules = dict(skeleton.named_modules())
-    _modules_exist(family, modules, names, family.dimension(parsed, "layers"))
-    _linears_are_all(family, names.shapes)
-    _slots_open(family, dict(config), parsed)
-    narrow = family.with_config(parsed)
-    for name, space in narrow.spaces.items():
+    _check_modules(family, dict(skeleton.named_modules()), names, family.dimension(parsed, "layers"))
+    shapes = _apart(family, names.shapes)
+    _check_linears(family, shapes)
+    _check_bias_slots(family, config, parsed)
+    sizes = _sizes(family, shapes)
+    _check_attention(family, parsed, sizes)
+    _check_residual(family, parsed, sizes)
+    for name, space in family.spaces.items():
+        _check_units(family, name, parsed, sizes)
         if (space.fixed or space.whole) is None and space.units not in family.multiples:
-            _widths_follow(narrow, name, dict(config), parsed, names.shapes)
+            _check_widths(family, name, config, parsed, sizes)
 
 
-def _modules_exist(family: Family, modules: Mapping[str, Any], names: Names, blocks: int) -> None:
+def _apart(family: Family, shapes: Shapes) -> dict[str, tuple[int, ...]]:
+    """Shapes of the first block's tensors and those outside blocks, each expert's weights apart."""
+    apart, prefix = dict(shapes), family.block.format(block=0)
+    for stack, (module,) in ({} if family.experts is None else family.experts.stacks).items():
+        count, *shape = apart.pop(f"{prefix}{stack}", (0,))
+        apart |= {f"{prefix}{module.format(expert=expert)}.weight": tuple(shape) for expert in range(count)}
+    return apart
+
+
+def _check_dimension_names(family: Family) -> None:
+    known = {*family.dimensions, *family.derived, *family.multiples, "group", "pairs"}
+    for name, space in family.spaces.items():
+        factors: list[Any] = [space.units, space.per, *(factor for each in space.config.values() for factor in each)]
+        for _, incidence in space.incidences:
+            factors += [*incidence.each, *incidence.times, *incidence.run]
+            factors += [factor for products in (*incidence.after, *incidence.stride) for factor in products]
+        for factor in factors:
+            if isinstance(factor, str) and factor not in known:
+                raise UserError(f"spaces.{name}: {factor!r} is none of the dimensions {', '.join(sorted(known))}")
+
+
+def _check_modules(family: Family, modules: Mapping[str, Any], names: Names, blocks: int) -> None:
     if family.layers not in modules or len(modules[family.layers]) != blocks:
         raise UserError(f"layers: {family.architecture} has no list {family.layers} of {blocks} blocks")
     for key, path in (("embedding", family.embedding), *(("pooled", path) for path in family.pooled)):
         if path is not None and path not in modules:
             raise UserError(f"{key}: {family.architecture} has no module {path}")
-    if family.entry and not any(path in modules for path in family.entry):
-        raise UserError(f"entry: {family.architecture} has none of {', '.join(family.entry)}")
+    missing = [path for path in family.entry if path not in modules]
+    # Some classes of this package's families lack one of the modules.
+    if missing and (family.outside is not None or len(missing) == len(family.entry)):
+        raise UserError(f"entry: {family.architecture} has no module {missing[0]}")
     if family.head is not None and not names.parameters(f"{family.head}.weight"):
         raise UserError(f"architectures.{family.architecture}.head: it has no {family.head}.weight")
     residual = family.residual
     if residual is None:
         return
-    block = {path.removeprefix(f"{family.layers}.0.") for path in modules if path.startswith(f"{family.layers}.0.")}
+    prefix = f"{family.layers}.0."
+    block = {path.removeprefix(prefix) for path in modules if path.startswith(prefix)}
     for norm in residual.reads:
         if norm not in block:
             raise UserError(f"residual.reads: blocks of {family.architecture} have no module {norm}")
@@ -81,50 +109,137 @@ def _modules_exist(family: Family, modules: Mapping[str, Any], names: Names, blo
         raise UserError(f"residual: reads and writes together are not the modules of the spaces: {', '.join(odd)}")
 
 
-def _linears_are_all(family: Family, shapes: Shapes) -> None:
-    """Every linear that a space names is there, and there is no other."""
+def _check_linears(family: Family, shapes: Shapes) -> None:
+    """Check that blocks have every linear that a space names, and no other."""
     prefix = family.block.format(block=0)
+    tables = tuple(f"{path.format(block=0)}." for path in family.lookups if "{block}" in path)
     weights = {name for name, shape in shapes.items() if name.startswith(prefix) and len(shape) >= 2}
+    weights = {name for name in weights if not name.startswith(tables)}
     if not weights:
         raise UserError(f"block: {family.architecture} has no tensor that begins with {prefix}")
     named = {family.tensor(0, module): module for module in family.linears}
     for name, module in named.items():
         if name not in weights:
-            has = ", ".join(sorted(each.removeprefix(prefix).removesuffix(".weight") for each in weights))
-            raise UserError(f"spaces: {family.architecture} has no {name} ({module}); its blocks have {has}")
-    # What chooses among experts, and what weighs them, is no space's.
-    besides = [] if family.experts is None else [family.experts.router]
-    besides += family.spaceless
-    besides += [space.gate for space in family.columns.values() if space.gate is not None]
-    if extra := sorted(weights - named.keys() - {family.tensor(0, module) for module in besides}):
+            linears = ", ".join(sorted(each.removeprefix(prefix).removesuffix(".weight") for each in weights))
+            raise UserError(f"spaces: {family.architecture} has no {name} ({module}); its blocks have {linears}")
+    # What chooses among experts, and what weighs them, belongs to no space.
+    others = [] if family.experts is None else [family.experts.router]
+    others += family.spaceless
+    others += [space.gate for space in family.columns.values() if space.gate is not None]
+    if extra := sorted(weights - named.keys() - {family.tensor(0, module) for module in others}):
         raise UserError(f"spaces: no space names {extra[0]}, which {family.architecture} has")
     attention = {family.tensor(0, module) for module in family.attention.modules}
     if wrong := sorted(attention - weights):
         raise UserError(f"attention: {family.architecture} has no {wrong[0]}")
 
 
-def _slots_open(family: Family, config: dict[str, Any], parsed: Any) -> None:
-    """Biases are where their slots are open, and nowhere else: with no key true, with each alone, and as it is."""
-    keys = {slot for slot in family.bias_slots.values() if isinstance(slot, str)}
-    if unknown := sorted(key for key in keys if not hasattr(parsed, key)):
+def _check_bias_slots(family: Family, config: dict[str, Any], parsed: Any) -> None:
+    """Check that biases are exactly where their slots are open: with no key true, and with each alone."""
+    keys = sorted({slot for slot in family.bias_slots.values() if isinstance(slot, str)})
+    if unknown := [key for key in keys if not hasattr(parsed, key)]:
         raise UserError(f"bias_slots: {type(parsed).__name__} has no key {unknown[0]}")
-    for opened in [set[str](), *({key} for key in sorted(keys))]:
-        found = Names(
-            build_skeleton(parse_config(config | {key: key in opened for key in keys}), family.architecture)
-        ).shapes
+    for opened in [set[str](), *({key} for key in keys)]:
+        settings = {key: key in opened for key in keys}
+        shapes = Names(build_skeleton(parse_config(config | settings), family.architecture)).shapes
         for module in family.linears:
             slot = family.bias_slots.get(module, False)
-            expected = slot is True or slot in opened
-            if (family.tensor(0, module, "bias") in found) != expected:
-                under = (
-                    f" with {', '.join(f'{key} {str(key in opened).lower()}' for key in sorted(keys))}" if keys else ""
+            is_open = slot is True or slot in opened
+            if (family.tensor(0, module, "bias") in shapes) != is_open:
+                states = ", ".join(f"{key} {str(value).lower()}" for key, value in settings.items())
+                raise UserError(
+                    f"bias_slots: {module} of {family.architecture} {'has none' if is_open else 'has a bias'}"
+                    + (f" with {states}" if states else "")
                 )
-                has = "has a bias" if not expected else "has none"
-                raise UserError(f"bias_slots: {module} of {family.architecture} {has}{under}")
 
 
-def _widths_follow(family: Family, name: SpaceName, config: dict[str, Any], parsed: Any, dense: Shapes) -> None:
-    """One unit fewer by the space's config keys gives the shapes that its incidences give."""
+def _sizes(family: Family, shapes: Shapes) -> dict[str, tuple[int, ...]]:
+    """Linear module or table of a block → shape of its weight, (outputs, inputs)."""
+    sizes = {}
+    for module in [*family.linears, *(space.measured for space in family.expert_spaces.values())]:
+        shape = shapes[family.tensor(0, module)]
+        sizes[module] = shape[::-1] if module in family.transposed else shape
+    tables = [table.module for space in family.spaces.values() for table in space.tables]
+    return sizes | {table: shapes[family.tensor(0, table, "itself")] for table in tables}
+
+
+def _check_attention(family: Family, parsed: Any, sizes: Shapes) -> None:
+    """Check the sizes of query, key, value and output, and the rows of spaces that end in logits."""
+    attention = family.attention
+    if attention.latent or not sizes.keys() >= set(attention.modules):
+        return
+    heads, groups, width = (family.dimension(parsed, name) for name in ("query_heads", "kv_heads", "head_dim"))
+    roles: dict[str, list[str]] = {}
+    for role in ("query", "key", "value"):
+        roles.setdefault(getattr(attention, role), []).append(role)
+    for module, of_module in roles.items():
+        count = sum(heads if role == "query" else groups for role in of_module)
+        if sizes[module][0] != count * width:
+            raise UserError(
+                f"attention.{' and '.join(of_module)}: {module} has {sizes[module][0]} outputs in "
+                f"{family.architecture}, and {count} heads of {width} have {count * width}"
+            )
+    if sizes[attention.output][1] != heads * width:
+        raise UserError(
+            f"attention.output: {attention.output} has {sizes[attention.output][1]} inputs in {family.architecture}, "
+            f"and {heads} heads of {width} have {heads * width}"
+        )
+    for name, space in {**family.logits, **family.rotary_spaces}.items():
+        if space.readers != [attention.query, attention.key]:
+            modules = f"{attention.query}, then of {attention.key}"
+            raise UserError(f"spaces.{name}.rows: rows are of {modules}, not of {', '.join(space.readers)}")
+
+
+def _check_residual(family: Family, parsed: Any, sizes: Shapes) -> None:
+    """Check that modules which read or write the residual stream are as wide as it, and read it behind one norm."""
+    residual = family.residual
+    if residual is None:
+        return
+    hidden = family.dimension(parsed, "hidden")
+    reads = [module for modules in residual.reads.values() for module in modules]
+    for key, modules, dim in (("reads", reads, 1), ("writes", residual.writes, 0)):
+        for module in modules:
+            if sizes[module][dim] != hidden:
+                raise UserError(
+                    f"residual.{key}: {module} has {sizes[module][dim]} {'inputs' if dim else 'outputs'} in "
+                    f"{family.architecture}, and the residual stream has {hidden} dimensions"
+                )
+    consumers = {space.consumer for space in family.consumers.values()}
+    if odd := sorted(consumers ^ set(residual.writes)):
+        raise UserError(f"residual.writes: not the consumers of the spaces: {', '.join(odd)}")
+
+
+def _check_units(family: Family, name: SpaceName, parsed: Any, sizes: Shapes) -> None:
+    """Check that the units of a space lie inside the modules that it names, and fill them.
+
+    Rows of a fused projection need not be filled: some of them are of another space.
+    """
+
+    def dimension(each: str) -> int:
+        return family.dimension(parsed, each)
+
+    space = family.spaces[name]
+    count = space.site_units(dimension)
+    attention = family.attention
+    fused = set(attention.modules) if len(attention.modules) < 4 else set()
+    lines: dict[tuple[str, Axis], list[int]] = {}
+    for axis, incidence in space.incidences:
+        units = incidence.lines(torch.arange(count), count, dimension)
+        lines.setdefault((incidence.module, axis), []).extend(units.tolist())
+    for (module, axis), numbers in lines.items():
+        size = sizes[module][axis_dim(axis)]
+        may_leave = axis == "rows" and module in fused
+        if max(numbers) >= size or len(numbers) != len(set(numbers)) or (len(numbers) != size and not may_leave):
+            raise UserError(
+                f"spaces.{name}.{axis}: {count} units lie on {len(numbers)} {axis} of {module} (numbers up to "
+                f"{max(numbers)}), and {family.architecture} has {size} there: compare units, per, each, copies, "
+                "after, stride, times and run with its code"
+            )
+
+
+def _check_widths(
+    family: Family, name: SpaceName, config: dict[str, Any], parsed: Any, sizes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Check that one unit fewer by the space's config keys gives the shapes that its incidences give."""
 
     def dimension(each: str) -> int:
         return family.dimension(parsed, each)
@@ -133,10 +248,16 @@ def _widths_follow(family: Family, name: SpaceName, config: dict[str, Any], pars
     units = space.count(dimension)
     if units < 2:
         return
-    kept = max(1, units - 1)
+    kept = units - 1
     for key in space.config:
         if not isinstance(getattr(parsed, key, None), int):
             raise UserError(f"spaces.{name}.config: config.json has no number under {key}")
+        dense, factors = units * product([*space.config[key]], dimension), [space.units, *space.config[key]]
+        if getattr(parsed, key) != dense:
+            raise UserError(
+                f"spaces.{name}.config: {key} is {getattr(parsed, key)} in config.json, and {' times '.join(factors)} "
+                f"is {dense}"
+            )
     others = {other.units: other.count(dimension) for other in family.spaces.values() if other.units != space.units}
     values = {}
     for key, factors in space.config.items():
@@ -145,35 +266,32 @@ def _widths_follow(family: Family, name: SpaceName, config: dict[str, Any], pars
             values[key] *= others.get(factor, dimension(factor))
     if not isinstance(getattr(type(parsed), "head_dim", None), property) and hasattr(parsed, "head_dim"):
         values["head_dim"] = dimension("head_dim")
-    said = {stored_key(key, config, parsed): value for key, value in values.items()}
+    changes = {stored_key(key, config, parsed): value for key, value in values.items()}
     try:
-        found = Names(build_skeleton(parse_config(config | said), family.architecture)).shapes
+        shapes = _apart(family, Names(build_skeleton(parse_config(config | changes), family.architecture)).shapes)
     except UserError as error:
         if family.heads_divide_hidden:
             return
         raise UserError(f"spaces.{name}.config: {values} is refused: {error}") from error
-    turned = {family.tensor(0, module) for module in family.transposed}
-    sizes = {}
-    for module in [*family.linears, *(own.measured for own in family.expert_spaces.values())]:
-        shape = dense[family.tensor(0, module)]
-        sizes[module] = shape[::-1] if family.tensor(0, module) in turned else shape
-    sizes |= {table.module: dense[family.tensor(0, table.module, "itself")] for table in space.tables}
     # One config key says the widths of all experts, and perhaps of other spaces.
-    together = space.units in family.together
+    is_together = space.units in family.together
     alike = [
-        each
-        for each, own in family.spaces.items()
-        if recipe_space(each) == recipe_space(name) or (together and own.units == space.units)
+        other
+        for other, described in family.spaces.items()
+        if recipe_space(other) == recipe_space(name) or (is_together and described.units == space.units)
     ]
     lines = remaining_lines(family, dimension, {each: space.first(kept, dimension) for each in alike}, sizes)
-    wanted = {family.tensor(0, module): shape for module, shape in sizes.items() if family.tensor(0, module) in found}
+    tables = {table.module for described in family.spaces.values() for table in described.tables}
+    expected = {module: shape for module, shape in sizes.items() if module not in tables}
     for module, kind, dim, left in list_cuts(lines):
-        tensor = family.tensor(0, module)
         if kind == "weight":
-            shape = wanted[tensor]
-            wanted[tensor] = (*shape[:dim], len(left), *shape[dim + 1 :])
-    for tensor, shape in wanted.items():
-        actual = found[tensor][::-1] if tensor in turned else found[tensor]
+            shape = expected[module]
+            expected[module] = (*shape[:dim], len(left), *shape[dim + 1 :])
+    for module, shape in expected.items():
+        tensor = family.tensor(0, module)
+        if tensor not in shapes:
+            continue  # an expert that is gone
+        actual = shapes[tensor][::-1] if module in family.transposed else shapes[tensor]
         if actual != shape:
             raise UserError(
                 f"spaces.{name}: with {kept} of {units} units {tensor} has shape {list(actual)} in "

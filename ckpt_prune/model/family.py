@@ -1,6 +1,6 @@
-"""Families: what the project knows of an architecture (read from JSON by `descriptions`).
+"""Families: what the package knows of an architecture, read from JSON by `descriptions`.
 
-A description names tensors as they stand on disk; `spaces` says what can be pruned.
+A description names tensors as they stand on disk. model/README.md says what each of its keys means.
 """
 
 import json
@@ -12,7 +12,7 @@ from ckpt_prune.checkpoint.sentence_modules import ModulesUse
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.family_keys import Architecture, Attention, Experts, Multiple, Refusal, Residual, Rotary
 from ckpt_prune.model.purposes import WITHOUT_HEAD, Purpose, purpose_of_class, stock_classes
-from ckpt_prune.model.settings import check_settings
+from ckpt_prune.model.settings import unknown_settings
 from ckpt_prune.model.spaces import (
     AnySpace,
     ConsumerSpace,
@@ -30,86 +30,33 @@ from ckpt_prune.model.spaces import (
 
 Modality = Literal["text", "image", "audio"]
 DATA_OPTIONS: dict[Modality, str] = {"text": "--text", "image": "--images", "audio": "--audio"}
-"""What commands are given data of each kind by."""
-
+"""Options of commands that take data of each kind."""
 KINDS: tuple[Literal["weight"], Literal["bias"]] = ("weight", "bias")
 """Tensors that a module of a block may have."""
-
-
 REMOTE_PREFIX = "Pruned"
-"""Of a class of this tool's remote code, before the stock class it stands for."""
+"""First part of the names of this tool's remote classes, before the stock class that each stands for."""
 
 
 class Family(StrictModel):
-    """One architecture.
+    """One architecture: the keys of its description, and what the package adds when it reads a checkpoint.
 
     Attributes:
-        model_type: `model_type` in config.json.
-        base: prefix of the base model in the classes with a head; a checkpoint of the base model alone lacks it.
-        architectures: stock transformers class → what it is. `classes` has more of them.
-        architecture: the class at hand.
-        used_for: what the modules of its checkpoint's sentence-transformers folder use it for (`modules.use_of`).
+        architecture: the class in use, one of `classes`.
+        used_for: what the sentence-transformers modules of its checkpoint's folder use it for, or None.
         variant: the config key that is true and has changed this description, or None.
         prefixed: whether the tensors of the base model begin with `base` on disk.
-        modality: what the model reads.
-        special_tokens: of an image, beside its patches: the class token, and DeiT's distillation token.
-        registers: the config key that counts tokens of an image beside these, or None.
-        layers: module path of the list of blocks.
-        block: prefix of a block's tensor names on disk, with `{block}` for its index.
-        entry: modules that run before the blocks, those that are there.
-        embedding: module of the token embedding.
-        flat: whether blocks read the tokens of all samples in one sequence, and an image as patches that are cut out
-            beforehand, with the numbers of their rows and columns.
-        usual: height and width of the image that costs are told for, where the config says none.
-        applied: modules outside the blocks → how often they are multiplied for a token, where that is not once.
-        lookups: modules whose two-dimensional tensors are looked up or added, never multiplied; with `{block}` for
-            those of a block.
-        dimensions: dimension → config keys to try in order.
-        attention: its linear modules.
-        transposed: linear modules of a block whose weights files hold as (inputs, outputs), as Conv1D does; everywhere
-            else they are (outputs, inputs).
-        derived: dimensions that no config key of `dimensions` may say → the factors that they are then.
-        spaces: what can be pruned, in the order of computation.
-        absent: why there is none of a space that families alike have.
-        experts: of a block's mlp, where it is a mixture of them.
-        leading: the config key that counts blocks that come before those with the spaces and stay whole (one mlp in
-            place of experts), or None.
-        ahead: the config key that counts blocks behind the last that predict further tokens, which the class does not
-            load (`Checkpoint.ignored`), or None.
-        together: dimensions that one config key says of several spaces: as many units stay in each.
-        spaceless: linear modules of a block that no space lies on, those that are there.
-        rope: whether q and k are rotated by position before they meet.
-        rotary: how, where whole pairs of q and k can go: the space `rotary` follows from it.
-        unpaired: why none can, where q and k are rotated.
-        bias_slots: linear module → the config key that gives it a bias, or true where it always has one; a module
-            that is not listed has no bias in this family.
-        heads_divide_hidden: whether the config class refuses a head count that does not divide the hidden size.
-        multiples: dimensions that the config says as multiples of the hidden size.
-        positions_behind: the config key of the position that tokens' positions are counted from behind, or None where
-            they begin at 0.
-        tuples: whether a block returns its hidden states as the first of several things, in versions of transformers
-            where its class does not say that it returns a tensor (`blocks.returns_tuple`).
-        sliding_window: the config key that turns sliding-window attention on, where the family has it.
-        norm_offset: what norms add to their weights before they multiply: 1 where gains are stored less 1.
-        residual: how blocks read from and add to the residual stream, where rotations can be absorbed.
-        unrotatable: why not, where they cannot.
-        refused: settings of the config under which the description does not hold.
-        relabel: config key → value, of a config that another family's model is stored under.
-        uneven: config keys and values that an output has whose blocks differ in width.
-        stand_ins: families that compute the same function from the same tensors, to relabel to when this one's
-            config cannot say the new shape, in the order to try them.
-        settings: more config keys that leave the description as it is, beside `settings.HARMLESS`; None where it has
-            not been held against the config class, and is not guarded. Not inherited.
-        outside: JSON of the file, where that is from outside the package.
+        outside: JSON of the description, if it is not one of this package's.
     """
 
-    model_type: str
-    base: str
-    architectures: dict[str, Architecture]
     architecture: str
     used_for: ModulesUse | None = None
     variant: str | None = None
     prefixed: bool = True
+    outside: str | None = None
+
+    model_type: str
+    base: str
+    architectures: dict[str, Architecture]
     modality: Modality = "text"
     special_tokens: int = 0
     registers: str | None = None
@@ -149,9 +96,8 @@ class Family(StrictModel):
     uneven: dict[str, bool] = Field(default_factory=dict)
     stand_ins: list[str] = Field(default_factory=list)
     settings: list[str] | None = None
-    outside: str | None = None
 
-    # ---- the class at hand ------------------------------------------------------------------------------------
+    # ---- the class in use -------------------------------------------------------------------------------------
 
     @property
     def auto_class(self) -> str:
@@ -170,52 +116,51 @@ class Family(StrictModel):
 
     @property
     def binary(self) -> bool:
-        """Whether its logits say of every token how likely one of two classes is, without an axis of classes."""
+        """Whether its logits tell two classes of every token apart, without an axis of classes."""
         return self.architectures[self.architecture].binary
 
     @property
     def classes(self) -> dict[str, Architecture]:
-        """Every class: those of the description, and for a causal family those of transformers' own mappings."""
+        """Classes of the description; of a family with a causal model, those of transformers' own mappings too."""
         if not self.has_causal:
             return self.architectures
         stock = stock_classes(self.model_type, self.base)
         return {name: Architecture(auto=auto) for name, auto in stock.items()} | self.architectures
 
     def has_class(self, architecture: str) -> bool:
-        """Whether this is one of `classes`. transformers is asked for those only that the description lacks."""
         return architecture in self.architectures or architecture in self.classes
 
     def class_of(self, auto: str) -> str | None:
-        """The first class that an Auto class loads, or None."""
+        """Return the first class that an Auto class loads, or None."""
         return next((name for name, each in self.classes.items() if each.auto == auto), None)
 
     @property
     def purpose(self) -> Purpose | None:
-        """What the class at hand is for, in its folder."""
+        """What the class in use is for, in its folder."""
         return purpose_of_class(self.auto_class, binary=self.binary, used_for=self.used_for)
 
     @property
     def loading_class(self) -> str:
-        """The Auto class that users load its checkpoint with: an embedder's is the base model's."""
+        """The Auto class that users load the checkpoint with: an embedder's is the base model's."""
         return "AutoModel" if self.used_for == "sentence-similarity" else self.auto_class
 
     @property
     def gives_logits(self) -> bool:
-        """Whether what the model is for is read from logits, and not from its last hidden states."""
+        """Whether the model's purpose reads logits, and not last hidden states."""
         return self.purpose not in WITHOUT_HEAD
 
     @property
     def causal(self) -> bool:
-        """Whether this is a causal language model that is there to generate text."""
+        """Whether this is a causal language model whose purpose is to generate text."""
         return self.purpose == "text-generation"
 
     @property
     def has_causal(self) -> bool:
         """Whether some class of the family is a causal language model."""
-        return any(own.auto == "AutoModelForCausalLM" for own in self.architectures.values())
+        return any(each.auto == "AutoModelForCausalLM" for each in self.architectures.values())
 
     def on_disk(self, path: str) -> str:
-        """A module path, or the beginning of one, as tensors on disk have it."""
+        """Return a module path, or the beginning of one, as tensors on disk have it."""
         prefix = f"{self.base}."
         if not path.startswith(prefix) and self.auto_class != "AutoModel":
             return path
@@ -230,13 +175,13 @@ class Family(StrictModel):
 
     @property
     def consumers(self) -> dict[SpaceName, ConsumerSpace]:
-        """Those of them that stand in no other: one for every consumer."""
+        """Those of `columns` that stand within no other: one for every consumer."""
         return {name: space for name, space in self.columns.items() if space.within is None}
 
     def part_spaces(self, part: str) -> dict[SpaceName, ConsumerSpace]:
-        """Those by whose consumers a part of a block, attention or mlp, gives to the stream."""
-        own = self.consumers.items()
-        return {name: s for name, s in own if (s.consumer == self.attention.output) == (part == "attention")}
+        """Return those by whose consumers a part of a block, attention or mlp, adds to the residual stream."""
+        consumers = self.consumers.items()
+        return {name: s for name, s in consumers if (s.consumer == self.attention.output) == (part == "attention")}
 
     @property
     def logits(self) -> dict[SpaceName, LogitSpace]:
@@ -245,12 +190,10 @@ class Family(StrictModel):
 
     @property
     def rotary_spaces(self) -> dict[SpaceName, RotarySpace]:
-        """The space of rotary pairs, where the family has one."""
         return {name: space for name, space in self.spaces.items() if isinstance(space, RotarySpace)}
 
     @property
     def expert_spaces(self) -> dict[SpaceName, ExpertSpace]:
-        """The spaces of whole experts."""
         return {name: space for name, space in self.spaces.items() if isinstance(space, ExpertSpace)}
 
     @property
@@ -261,88 +204,95 @@ class Family(StrictModel):
 
     @property
     def expert_modules(self) -> dict[str, tuple[int, str]]:
-        """Linear module of a block → the expert whose it is, and what it does there (`Experts.roles`).
+        """Linear module of a block → the expert it belongs to, and its role (`Experts.roles`).
 
         Empty before a config has said how many experts there are.
         """
         numbers = dict.fromkeys(expert for name in self.spaces if (expert := expert_of(name)) is not None)
         roles = {} if self.experts is None else self.experts.roles
-        return {each.format(expert=number): (number, role) for number in numbers for each, role in roles.items()}
+        return {module.format(expert=n): (n, role) for n in numbers for module, role in roles.items()}
 
     @property
     def labels(self) -> dict[str, str]:
-        """Linear module of a block → what tables call it, whatever the family does: q, k, v, o, gate, up or down.
+        """Linear module of a block → its label in tables, the same in every family: q, k, v, o, gate, up or down.
 
         A fused projection has one label; a gated MLP that stores gate and up as one tensor has up.
         """
         attention = self.attention
-        found = {attention.value: "v", attention.key: "k", attention.query: "q", attention.output: "o"}
+        labels = {attention.value: "v", attention.key: "k", attention.query: "q", attention.output: "o"}
         for space in self.consumers.values():
-            if space.consumer not in found:
+            if space.consumer not in labels:
                 *gates, up = dict.fromkeys(space.readers)
-                found |= dict.fromkeys(gates, "gate") | {up: "up", space.consumer: "down"}
-        known = set(self.linears)
-        return {module: label for module, label in found.items() if module in known}
+                labels |= dict.fromkeys(gates, "gate") | {up: "up", space.consumer: "down"}
+        linears = set(self.linears)
+        return {module: label for module, label in labels.items() if module in linears}
 
     def linears_of(self, part: Literal["mlp", "attention"] | None) -> list[str]:
-        """Linear modules of a block: those of its attention, all others, or all."""
+        """Return linear modules of a block: those of its attention, all others, or all."""
         attention = set(self.attention.modules)
         return [each for each in self.linears if part is None or (each in attention) == (part == "attention")]
 
     @property
     def inputs(self) -> dict[str, tuple[str, ...]]:
-        """A linear module of a block → all that read the same input, itself first; in the order of computation."""
-        found: dict[str, tuple[str, ...]] = {}
+        """Linear module of a block → all that read the same input, itself first; in the order of computation."""
+        inputs: dict[str, tuple[str, ...]] = {}
         for space in self.consumers.values():
             producers = tuple(dict.fromkeys(space.readers))
-            found |= {producers[0]: producers, space.consumer: (space.consumer,)}
-        return found
+            inputs |= {producers[0]: producers, space.consumer: (space.consumer,)}
+        return inputs
 
     @property
     def producer_inputs(self) -> list[str]:
-        """Of `inputs` those that are no consumer: linears that read the residual stream."""
+        """Those of `inputs` that are no consumer: linears that read the residual stream."""
         consumers = {space.consumer for space in self.consumers.values()}
         return [first for first in self.inputs if first not in consumers]
 
     def tensor(self, block: int, module: str, kind: Kind = "weight") -> str:
-        """On-disk name of a block's tensor."""
+        """Return the on-disk name of a block's tensor."""
         return f"{self.block.format(block=block)}{module}{'' if kind == 'itself' else f'.{kind}'}"
 
-    def check_config(self, config: Any) -> None:
-        """Refuse a config that the description does not hold for.
+    def scale(self, block: int, space: SpaceName) -> str | None:
+        """Return the on-disk name of the layer scale of a space's consumer, (d_out,), or None."""
+        scale = self.columns[space].scale
+        return None if scale is None else f"{self.block.format(block=block)}{scale}"
 
-        Raises:
-            UserError: it has one of the settings in `refused`, or one that the description does not know.
-        """
+    # ---- under a config ---------------------------------------------------------------------------------------
+
+    def check_config(self, config: Any) -> None:
+        """Refuse a config with a setting in `refused`, or with one that the description does not know."""
         if self.settings is not None:
-            check_settings(self.model_type, self.named_keys, config)
+            for key, default in unknown_settings(self.named_keys, config).items():
+                value = getattr(config, key)
+                if value != default:
+                    raise UserError(
+                        f"{self.model_type} with {key} {json.dumps(value, default=str)} in config.json is not "
+                        f"supported: the description of {self.model_type} does not say what that changes"
+                    )
         for refusal in self.refused:
-            concerned = refusal.purpose in (None, self.purpose)
-            if concerned and refusal.holds(config, lambda name: self.dimension(config, name)):
-                found = json.dumps(refusal.found(config))
+            is_concerned = refusal.purpose in (None, self.purpose)
+            if is_concerned and refusal.holds(config, lambda name: self.dimension(config, name)):
+                value = json.dumps(refusal.config_value(config))
                 raise UserError(
-                    f"{self.model_type} with {refusal.key} {found} in config.json is not supported: {refusal.why}"
+                    f"{self.model_type} with {refusal.key} {value} in config.json is not supported: {refusal.why}"
                 )
 
     @property
     def named_keys(self) -> set[str]:
         """Config keys that the description names."""
-        found = {key for keys in self.dimensions.values() for key in keys} | set(self.settings or ())
-        found |= {slot for slot in self.bias_slots.values() if isinstance(slot, str)}
-        found |= {multiple.key for multiple in self.multiples.values()} | set(self.relabel) | set(self.uneven)
-        found |= {key for key in (self.sliding_window, self.variant, self.leading, self.ahead) if key is not None}
+        keys = {key for tried in self.dimensions.values() for key in tried} | set(self.settings or ())
+        keys |= {slot for slot in self.bias_slots.values() if isinstance(slot, str)}
+        keys |= {multiple.key for multiple in self.multiples.values()} | set(self.relabel) | set(self.uneven)
+        keys |= {key for key in (self.sliding_window, self.variant, self.leading, self.ahead) if key is not None}
         refused = [*self.refused, *(self.residual.refused if self.residual else ())]
-        found |= {refusal.key.split(".")[0] for refusal in refused}
-        found |= {key for space in self.spaces.values() for key in space.config}
-        return found | {space.multiplier for space in self.columns.values() if space.multiplier is not None}
-
-    def scale(self, block: int, space: SpaceName) -> str | None:
-        """On-disk name of the layer scale of a space's consumer, (d_out,), or None where it has none."""
-        own = self.columns[space].scale
-        return None if own is None else f"{self.block.format(block=block)}{own}"
+        keys |= {refusal.key.split(".")[0] for refusal in refused}
+        keys |= {key for space in self.spaces.values() for key in space.config}
+        return keys | {space.multiplier for space in self.columns.values() if space.multiplier is not None}
 
     def dimension(self, config: Any, name: str) -> int:
-        """A dimension read off a transformers config; `group` is query heads per KV head, `pairs` those of a head."""
+        """Read a dimension off a transformers config.
+
+        Two are derived: `group`, query heads per KV head, and `pairs`, rotary pairs of a head.
+        """
         if name == "group":
             groups = self.dimension(config, "kv_heads")
             return self.dimension(config, "query_heads") // groups if groups else 0  # transformers refuses that one
@@ -362,14 +312,14 @@ class Family(StrictModel):
         raise UserError(f"config.json of type {self.model_type} lacks {' or '.join(self.dimensions[name])}")
 
     def with_config(self, config: Any) -> "Family":
-        """The same family with the spaces that blocks have under a config.
+        """Return the family with the spaces that blocks have under a config.
 
-        A space inside another (`ConsumerSpace.within`) is left out where it has one unit, or where blocks differ in
-        width: there is no one number of its units, and nothing more goes of such a model. Values stay, whose blocks say
-        how wide they are. One of experts is there once for each.
+        A space within another is left out if it has one unit, or if blocks differ in width: there is no one number of
+        its units, and such a model loses no more. Values stay, because blocks say how wide they are. A space of
+        experts becomes one for each expert.
         """
         uneven = getattr(config, "is_heterogeneous", False)
-        single = {
+        left_out = {
             name
             for name, space in self.columns.items()
             if space.within is not None
@@ -379,23 +329,22 @@ class Family(StrictModel):
         spaces: dict[str, AnySpace] = {}
         for name, space in self.spaces.items():
             if not space.experts:
-                spaces |= {} if name in single else {name: space}
+                spaces |= {} if name in left_out else {name: space}
             elif self.experts is not None:
                 count = self.dimension(config, self.experts.count)
                 spaces |= {expert_space(name, expert): space.of_expert(expert) for expert in range(count)}
         return self.model_copy(update={"spaces": spaces})
 
     def of(self, architecture: str) -> "Family":
-        """The same family with another of its classes at hand; paths lose the base prefix where it is the base model.
+        """Return the family with another of its classes in use; KeyError if it has none of this name.
 
-        Raises:
-            KeyError: the family has no such class.
+        Paths lose the base prefix if the class is the base model.
         """
         known = self.architectures if architecture in self.architectures else self.classes
         classes = self.architectures | {architecture: known[architecture]}
-        described = self.model_copy(update={"architecture": architecture, "architectures": classes})
-        if described.architectures[architecture].auto != "AutoModel":
-            return described
+        family = self.model_copy(update={"architecture": architecture, "architectures": classes})
+        if family.auto_class != "AutoModel":
+            return family
         prefix = f"{self.base}."
         bare = {
             "prefixed": False,
@@ -405,4 +354,4 @@ class Family(StrictModel):
             "lookups": [path.removeprefix(prefix) for path in self.lookups],
             "embedding": self.embedding and self.embedding.removeprefix(prefix),
         }
-        return described.model_copy(update=bare)
+        return family.model_copy(update=bare)

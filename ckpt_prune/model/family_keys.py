@@ -1,4 +1,4 @@
-"""Parts of a family's description."""
+"""Keys of a family's description that hold several values (model/README.md says what each means)."""
 
 from functools import reduce
 from typing import Any, Literal
@@ -10,34 +10,19 @@ from ckpt_prune.model.spaces import Dimension, Incidence, Pairing, StrictModel
 
 
 class Multiple(StrictModel):
-    """A dimension that a config says as an integer multiple of the hidden size.
-
-    Attributes:
-        key: config key of the multiple.
-        gated: two thirds of the multiple, rounded up to a multiple of eight.
-    """
+    """A dimension that a config states as an integer multiple of the hidden size."""
 
     key: str
     gated: bool = False
 
     def width(self, hidden: int, ratio: int) -> int:
-        """The dimension under a multiple."""
+        """Return the dimension; of a gated MLP, two thirds of the multiple, rounded up to a multiple of eight."""
         width = int(hidden * ratio)
         return (int(width * 2 / 3) + 7) // 8 * 8 if self.gated else width
 
 
 class Attention(StrictModel):
-    """The linear modules of a block's attention; some may be one and the same.
-
-    Attributes:
-        query: its path in a block.
-        key: its path.
-        value: its path.
-        output: its path.
-        values: where on `value` the values of KV heads lie, one unit each, where it makes something else too.
-        latent: whether key and value are the projection of what is cached of a token in place of both, and query any
-            that reads the same.
-    """
+    """The linear modules of a block's attention; some may be one and the same."""
 
     query: str
     key: str
@@ -53,42 +38,20 @@ class Attention(StrictModel):
 
 
 class Rotary(StrictModel):
-    """How a family turns whole queries and keys by position, pair by pair.
-
-    Attributes:
-        pairs: how the two dimensions of a pair lie in a head.
-        tables: how cosines and sines lie in what a block is passed.
-    """
+    """How a family rotates whole queries and keys by position, pair by pair."""
 
     pairs: Pairing
     tables: Pairing
 
 
 GATE, UP, DOWN = "gate", "up", "down"
-"""What the linear modules of an expert do."""
+"""Roles of the linear modules of an expert."""
 GROUPED = 8
-"""Columns of experts are a multiple of this where torch multiplies all experts at once: it wants rows of 16 bytes."""
+"""Columns of experts are a multiple of this, because torch's product of all experts needs rows of 16 bytes."""
 
 
 class Experts(StrictModel):
-    """The experts of a block's mlp, of which a router chooses some for every token.
-
-    Modules have `{expert}` in their paths, whatever files hold.
-
-    Attributes:
-        count: the dimension that counts them.
-        router: the linear module whose rows are the experts' logits; its bias is of the choice alone.
-        gate: the linear module whose output passes the activation, of one expert.
-        up: what that is multiplied by. Where it is the gate, one weight holds both, the gate's rows first.
-        down: what makes the expert's output.
-        module: what stands in a block of the model for all experts together.
-        stacked: whether files hold each linear module of all experts in one tensor, named without `{expert}`.
-        chosen: config key of how many experts see a token.
-        groups: config keys of how many groups of neighbouring experts there are, and of how many of them a token is
-            sent to; empty if the router knows no groups.
-        raters: how many of a group's best experts rate it.
-        ungrouped: config key and its value with which the router passes over the groups; empty if there is none.
-    """
+    """The experts of a block's mlp, of which a router chooses some for every token."""
 
     count: str
     router: str
@@ -103,14 +66,7 @@ class Experts(StrictModel):
     ungrouped: tuple[str, str] | tuple[()] = ()
 
     def grouping(self, config: Any) -> tuple[int, int]:
-        """How many groups the router divides the experts into, and to how many of them it sends a token.
-
-        Args:
-            config: of the model.
-
-        Returns:
-            (1, 1) if the router looks at no groups.
-        """
+        """Return the router's number of groups of experts, and to how many of them it sends a token; (1, 1) if none."""
         if not self.groups or (self.ungrouped and getattr(config, self.ungrouped[0], None) == self.ungrouped[1]):
             return 1, 1
         count, sent = (int(getattr(config, key) or 1) for key in self.groups)
@@ -118,16 +74,16 @@ class Experts(StrictModel):
 
     @property
     def roles(self) -> dict[str, str]:
-        """Linear module of an expert → what it does; one that holds gate and up is the gate."""
+        """Linear module of an expert → its role; a module that holds gate and up is the gate."""
         return {self.up: UP, self.gate: GATE, self.down: DOWN}
 
     def rewritten(self, method: str) -> set[str]:
-        """Linear modules of an expert that stays which a compensation of whole experts changes."""
+        """Return the linear modules of a kept expert that a compensation of whole experts changes."""
         return set() if method == "none" else {self.down}
 
     @property
     def stacks(self) -> dict[str, tuple[str, ...]]:
-        """Tensor of a block that files hold for all experts → the module of one; where they do."""
+        """Tensor of a block that files hold for all experts → the module of one; empty if files hold them apart."""
         return {f"{m.replace('.{expert}', '')}.weight": (m,) for m in self.roles} if self.stacked else {}
 
     @property
@@ -138,17 +94,7 @@ class Experts(StrictModel):
 
 
 class Refusal(StrictModel):
-    """A setting of the config under which a model cannot be read, or its residual stream cannot be rotated.
-
-    Attributes:
-        key: of the config, with dots between keys of configs inside it; a config without it does not have the setting.
-        default: what a config without the key has, where its class does not fill it in.
-        value: what it is then: a number, or whether it is anything; or, where `unlike` is given, nothing.
-        unlike: a dimension that the key's value then differs from, or a number.
-        kind: the one kind of rotation that it rules out, or None for all that turn the stream (values do not).
-        purpose: the one purpose that it rules out, or None for a model of any.
-        why: in words, after "KEY:" or "cannot be rotated:".
-    """
+    """A setting of the config with which a model cannot be read, or its residual stream cannot be rotated."""
 
     key: str
     value: bool | int | None = None
@@ -159,21 +105,17 @@ class Refusal(StrictModel):
     why: str
 
     def holds(self, config: Any, dimension: Dimension) -> bool:
-        """Whether a config has the setting."""
+        """Return whether a config has the setting."""
         try:
-            found = self.found(config)
+            value = self.config_value(config)
         except AttributeError:
             return False
         if self.unlike is not None:
-            return bool(found != (dimension(self.unlike) if isinstance(self.unlike, str) else self.unlike))
-        return bool(found) is self.value if isinstance(self.value, bool) else bool(found == self.value)
+            return bool(value != (dimension(self.unlike) if isinstance(self.unlike, str) else self.unlike))
+        return bool(value) is self.value if isinstance(self.value, bool) else bool(value == self.value)
 
-    def found(self, config: Any) -> Any:
-        """What a config has under the key.
-
-        Raises:
-            AttributeError: nothing.
-        """
+    def config_value(self, config: Any) -> Any:
+        """Return the config's value of the key; AttributeError if neither config nor `default` has one."""
         try:
             return reduce(getattr, self.key.split("."), config)
         except AttributeError:
@@ -183,21 +125,7 @@ class Refusal(StrictModel):
 
 
 class Residual(StrictModel):
-    """How a model reads from and adds to its residual stream, where rotations can be absorbed by what does.
-
-    Attributes:
-        norm: what stands before each read: an RMSNorm (rms) or a LayerNorm (layer).
-        reads: norm of a block → linear modules it feeds.
-        writes: linear modules whose output is added to the stream.
-        starts: modules whose tables make up the stream before the first block.
-        projections: modules of any kind whose output does, its channels first in their weights.
-        tokens: tensors that do, the stream's dimensions last; those that a checkpoint has. What begins in these or in
-            projections can lie in one basis of fewer dimensions; rotations are not absorbed there.
-        final: the norm before the head.
-        beside: whether attention and mlp read the same stream although a norm of its own feeds each, or the config key
-            that says so. Those that one norm feeds do.
-        refused: settings under which none of this holds.
-    """
+    """How a model reads from and adds to its residual stream, if rotations can be absorbed by what does."""
 
     norm: Literal["rms", "layer"]
     reads: dict[str, list[str]]
@@ -211,16 +139,7 @@ class Residual(StrictModel):
 
 
 class Architecture(StrictModel):
-    """One class of a family: the base model and a head on it, or the base model alone.
-
-    Attributes:
-        auto: the transformers Auto class that users load it with.
-        head: the linear that a tied embedding stands in for, as it stands on disk, or None.
-        pooled: modules that see one token of a sequence only.
-        binary: whether its logits say of every token how likely one of two classes is, without an axis of classes
-            (ELECTRA's discriminator).
-        probe: torch's attention by which one query of the model's own pools all tokens, or None.
-    """
+    """One class of a family: the base model and a head on it, or the base model alone."""
 
     auto: str
     head: str | None = None

@@ -1,4 +1,4 @@
-"""Which known family an unknown one is shaped like, what differs, and the description to start from."""
+"""Compares a model of an unknown family with the known ones, and drafts a description of it."""
 
 import ast
 import importlib.util
@@ -14,6 +14,7 @@ import transformers
 from transformers import AutoConfig, PreTrainedConfig
 
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.model.blocks import one_block_config
 from ckpt_prune.model.descriptions import (
     FUNCTION_KEYS,
     description_keys,
@@ -22,20 +23,14 @@ from ckpt_prune.model.descriptions import (
     load_family,
 )
 from ckpt_prune.model.family import Family
-from ckpt_prune.model.skeleton import (
-    Names,
-    build_skeleton,
-    is_stored_buffer,
-    parse_config,
-    quiet_transformers,
-)
+from ckpt_prune.model.skeleton import Names, build_skeleton, is_stored_buffer, parse_config, quiet_transformers
 
 _INDEX = re.compile(r"(.+?\.)\d+(\..+)")
 _BLOCK = "{block}"
 _CLOSE = 5
-"""Families whose names are the nearest, of which the code is compared too."""
+"""Families with the nearest names of tensors, whose code is compared too."""
 _LEAST = 0.5
-"""Share of the names of tensors that two models have in common, if they are alike at all."""
+"""Share of the names of tensors that two models must have in common to be alike."""
 _DEPENDS = {
     "transposed": ("Attention", "MLP"),
     "rope": ("Attention", "RotaryEmbedding", "apply_rotary_pos_emb"),
@@ -46,21 +41,20 @@ _DEPENDS = {
     "refused": ("Attention", "DecoderLayer", "Model"),
     "variants": ("Attention", "DecoderLayer", "Model"),
 }
-"""Key of a description → ends of the names of the classes that it is a fact of."""
+"""Key of a description → ends of the names of the classes that decide it."""
 
 
 @dataclass(frozen=True)
 class FamilyComparison:
-    """What an unknown family is like.
+    """An unknown family beside the known family that is nearest.
 
     Attributes:
-        model_type: of config.json.
         architecture: the stock class that would load it.
-        family: the known family that is nearest.
-        lacking: tensors of that family's blocks (or outside them) that this one has not, with `{block}`.
-        extra: those that only this one has.
-        keys: config keys that only this one's class has → their values.
-        code: classes of transformers that the two do not have alike, by the ends of their names.
+        family: the nearest known family.
+        lacking: tensors of that family that this model lacks, with `{block}`.
+        extra: tensors that only this model has.
+        keys: config keys that only this model's class has → their values.
+        code: classes of transformers that differ, by the ends of their names.
         undecided: keys of the description that depend on these and that `draft` leaves open.
         draft: a description to start from.
     """
@@ -78,44 +72,39 @@ class FamilyComparison:
 
 @quiet_transformers()
 def compare_with_families(config: dict[str, Any]) -> FamilyComparison:
-    """Compare a model of an unknown family with the known ones.
-
-    Args:
-        config: its config.json.
-
-    Raises:
-        UserError: transformers has no class for it either, or refuses the config, or it is like no known family.
-    """
+    """Compare a model of an unknown family, by its config.json, with the known ones; UserError if it is like none."""
     parsed = parse_config(config)
     architecture = _architecture(config, parsed)
     names = Names(build_skeleton(parsed, architecture))
-    own = _generic(names.shapes)
-    near = sorted(_shapes_of_families().items(), key=lambda item: -_shared(own, item[1]))[:_CLOSE]
-    mine = _code(architecture)
+    tensors = _generic(names.shapes)
+    near = dict(sorted(_tensors_of_families().items(), key=lambda item: -_overlap(tensors, item[1]))[:_CLOSE])
+    code = _code(architecture)
 
     def nearness(model_type: str) -> tuple[float, int, int]:
-        theirs = _code(load_family(model_type).architecture)
-        alike = sum(mine[name] == theirs.get(name) for name in mine)
-        return _shared(own, dict(near)[model_type]), alike, -len(_only(parsed, model_type))
+        known_code = _code(load_family(model_type).architecture)
+        alike = sum(code[name] == known_code.get(name) for name in code)
+        return _overlap(tensors, near[model_type]), alike, -len(_new_keys(parsed, model_type))
 
-    best = max((model_type for model_type, _ in near), key=nearness)
-    known = dict(near)[best]
-    if _shared(own, known) < _LEAST:
+    best = max(near, key=nearness)
+    known = near[best]
+    if _overlap(tensors, known) < _LEAST:
         raise UserError(
             f"model_type {parsed.model_type!r} is like none of the families that this version knows: {best} is "
-            f"nearest, and of {len(own)} kinds of tensors {len(own & known)} have the names of one of its {len(known)}"
+            f"nearest, and of {len(tensors)} kinds of tensors {len(tensors & known)} have the names of one of its "
+            f"{len(known)}"
         )
-    family, theirs = load_family(best), _code(load_family(best).architecture)
-    code = tuple(sorted(name for name in mine if mine[name] != theirs.get(name)))
-    draft, undecided = _draft(family, parsed, config, architecture, names, code)
+    family = load_family(best)
+    known_code = _code(family.architecture)
+    different = tuple(sorted(name for name in code if code[name] != known_code.get(name)))
+    draft, undecided = _draft(family, parsed, config, architecture, names, different)
     return FamilyComparison(
         model_type=parsed.model_type,
         architecture=architecture,
         family=best,
-        lacking=tuple(sorted(known - own)),
-        extra=tuple(sorted(own - known)),
-        keys=_only(parsed, best),
-        code=code,
+        lacking=tuple(sorted(known - tensors)),
+        extra=tuple(sorted(tensors - known)),
+        keys=_new_keys(parsed, best),
+        code=different,
         undecided=undecided,
         draft=draft,
     )
@@ -137,35 +126,30 @@ def _architecture(config: Mapping[str, Any], parsed: PreTrainedConfig) -> str:
 
 def _generic(names: Iterable[str]) -> frozenset[str]:
     """Names of tensors with `{block}` for the index of a block."""
-    found = set()
+    generic = set()
     for name in names:
         if not is_stored_buffer(name):
             match = _INDEX.fullmatch(name)
-            found.add(f"{match[1]}{_BLOCK}{match[2]}" if match else name)
-    return frozenset(found)
+            generic.add(f"{match[1]}{_BLOCK}{match[2]}" if match else name)
+    return frozenset(generic)
 
 
-def _shared(own: Collection[str], other: Collection[str]) -> float:
-    return len(set(own) & set(other)) / len(set(own) | set(other))
+def _overlap(tensors: Collection[str], other: Collection[str]) -> float:
+    return len(set(tensors) & set(other)) / len(set(tensors) | set(other))
 
 
 @cache
-def _shapes_of_families() -> dict[str, frozenset[str]]:
-    """Known family → names of its tensors, at the sizes that its config class has by default and with one block."""
-    found = {}
-    for model_type in known_families():
-        family = load_family(model_type)
-        config = AutoConfig.for_model(model_type)
-        setattr(config, family.dimensions["layers"][0], 1)
-        for dimension, keys in family.dimensions.items():
-            if keys and getattr(config, keys[0], 0) is None:
-                setattr(config, keys[0], family.dimension(config, dimension))
-        found[model_type] = _generic(Names(build_skeleton(config, family.architecture)).shapes)
-    return found
+def _tensors_of_families() -> dict[str, frozenset[str]]:
+    """Known family → names of its tensors."""
+    families = map(load_family, known_families())
+    return {
+        family.model_type: _generic(Names(build_skeleton(one_block_config(family), family.architecture)).shapes)
+        for family in families
+    }
 
 
-def _only(parsed: PreTrainedConfig, model_type: str) -> dict[str, Any]:
-    """Config keys that the class of a known family has not, with the values of this model."""
+def _new_keys(parsed: PreTrainedConfig, model_type: str) -> dict[str, Any]:
+    """Config keys that the class of a known family lacks, with the values of this model."""
     other = AutoConfig.for_model(model_type).to_dict()
     return {key: value for key, value in sorted(parsed.to_dict().items()) if key not in other and key != "dtype"}
 
@@ -175,9 +159,9 @@ def _only(parsed: PreTrainedConfig, model_type: str) -> dict[str, Any]:
 
 @cache
 def _code(architecture: str) -> dict[str, str]:
-    """Classes and functions beside a stock class, without comments and documentation → their code.
+    """Classes and functions in the file of a stock class → their code, without comments and documentation.
 
-    The family's own name in theirs is taken out, as the files of one family are copies of another's.
+    The family's name is taken out of theirs, because the files of one family are copies of another's.
     """
     module = getattr(transformers, architecture).__module__
     spec = importlib.util.find_spec(module)
@@ -187,24 +171,24 @@ def _code(architecture: str) -> dict[str, str]:
     definitions = [node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
     classes = [node.name for node in definitions if isinstance(node, ast.ClassDef)]
     prefix = _common_prefix(classes, architecture)
-    found = {}
-    for node in definitions:
-        for each in ast.walk(node):
-            if isinstance(each, ast.ClassDef | ast.FunctionDef):
-                first = each.body[0]
+    code = {}
+    for definition in definitions:
+        for node in ast.walk(definition):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                first = node.body[0]
                 if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
-                    each.body = each.body[1:] or [ast.Pass()]
-                each.decorator_list = []
-        text = ast.unparse(node)
-        found[node.name.removeprefix(prefix)] = re.sub(rf"\b{re.escape(prefix)}(?=\w)", "", text)
-    return found
+                    node.body = node.body[1:] or [ast.Pass()]
+                node.decorator_list = []
+        text = ast.unparse(definition)
+        code[definition.name.removeprefix(prefix)] = re.sub(rf"\b{re.escape(prefix)}(?=\w)", "", text)
+    return code
 
 
 def _common_prefix(classes: Sequence[str], architecture: str) -> str:
-    """What the names of a file's classes begin with: the family's name."""
+    """The family's name, with which most names of a file's classes begin."""
     words = re.findall(r"[A-Z][a-z0-9_]*|[A-Z]+(?![a-z])", architecture)
-    counts = Counter("".join(words[: length + 1]) for length in range(len(words)) for _ in classes)
-    for prefix in sorted(counts, key=len, reverse=True):
+    prefixes = {"".join(words[: length + 1]) for length in range(len(words))}
+    for prefix in sorted(prefixes, key=len, reverse=True):
         if 2 * sum(name.startswith(prefix) for name in classes) > len(classes):
             return prefix
     return ""
@@ -214,7 +198,7 @@ def _common_prefix(classes: Sequence[str], architecture: str) -> str:
 
 
 def _draft(
-    family: Family,
+    nearest: Family,
     parsed: PreTrainedConfig,
     config: Mapping[str, Any],
     architecture: str,
@@ -222,34 +206,30 @@ def _draft(
     code: Collection[str],
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """A description that extends the nearest family, and the keys that it leaves open."""
-    whole = family_for_config(
-        {"model_type": family.model_type, **{k: v for k, v in config.items() if k != "model_type"}}
-    )
+    family = family_for_config({**config, "model_type": nearest.model_type})
     prefix, modules = _block(names)
-    head = next((f"{each}" for each in ("lm_head", whole.head) if each and f"{each}.weight" in names.shapes), None)
-    auto = whole.auto_class
-    if architecture.endswith("ForCausalLM"):
-        auto = "AutoModelForCausalLM"
-    own: dict[str, Any] = {"auto": auto} | ({"head": head} if head else {})
+    head = next((each for each in ("lm_head", family.head) if each and f"{each}.weight" in names.shapes), None)
+    auto = "AutoModelForCausalLM" if architecture.endswith("ForCausalLM") else family.auto_class
     draft: dict[str, Any] = {
         "extends": family.model_type,
         "inherits": [],
         "model_type": parsed.model_type,
-        "architectures": {architecture: own},
+        "architectures": {architecture: {"auto": auto} | ({"head": head} if head else {})},
     }
-    if prefix is not None and prefix != whole.block:
+    if prefix is not None and prefix != family.block:
         draft["block"] = prefix
-    draft |= _spaces(whole, modules)
-    draft["bias_slots"] = _slots(whole, parsed, config, architecture, modules)
+    draft |= _spaces(family, modules)
+    draft["bias_slots"] = _bias_slots(family, parsed, config, architecture, modules)
     draft["stand_ins"] = []
-    divide = _divides(whole, parsed, config)
-    if divide != whole.heads_divide_hidden:
+    divide = _heads_divide_hidden(family, parsed, config)
+    if divide != family.heads_divide_hidden:
         draft["heads_divide_hidden"] = divide
-    if whole.residual is not None and not _differs(code, _DEPENDS["residual"]):
-        reads = {norm: [m for m in fed if m in modules] for norm, fed in whole.residual.reads.items()}
-        writes = [module for module in whole.residual.writes if module in modules]
-        if reads != whole.residual.reads or writes != whole.residual.writes:
-            draft["residual"] = whole.residual.model_dump(exclude_defaults=True) | {"reads": reads, "writes": writes}
+    residual = family.residual
+    if residual is not None and not _differs(code, _DEPENDS["residual"]):
+        reads = {norm: [m for m in fed if m in modules] for norm, fed in residual.reads.items()}
+        writes = [module for module in residual.writes if module in modules]
+        if reads != residual.reads or writes != residual.writes:
+            draft["residual"] = residual.model_dump(exclude_defaults=True) | {"reads": reads, "writes": writes}
     undecided = []
     stated = description_keys(family.model_type)
     for key in FUNCTION_KEYS:
@@ -271,26 +251,23 @@ def _block(names: Names) -> tuple[str | None, frozenset[str]]:
     matches = [match for match in map(_INDEX.fullmatch, names.shapes) if match]
     if not matches:
         return None, frozenset()
-    lists = Counter(match[1] for match in matches)
-    ((first, _),) = lists.most_common(1)
-    prefix = f"{first}{_BLOCK}."
-    inside = {n.removeprefix(f"{first}0.") for n in names.shapes if n.startswith(f"{first}0.")}
-    weights = {n.removesuffix(".weight") for n in inside if len(names.shapes[f"{first}0.{n}"]) == 2}
-    return prefix, frozenset(weights)
+    ((first, _),) = Counter(match[1] for match in matches).most_common(1)
+    prefix = f"{first}0."
+    inside = {name.removeprefix(prefix): shape for name, shape in names.shapes.items() if name.startswith(prefix)}
+    linears = frozenset(name.removesuffix(".weight") for name, shape in inside.items() if len(shape) == 2)
+    return f"{first}{_BLOCK}.", linears
 
 
 def _spaces(family: Family, modules: frozenset[str]) -> dict[str, Any]:
-    """The spaces without modules that are not there, where any is not."""
-    found: dict[str, Any] = {}
-    for name, space in family.spaces.items():
-        values = space.model_dump(exclude_defaults=True)
+    """The spaces without rows of modules that the model lacks; nothing if it lacks none."""
+    spaces = {name: space.model_dump(exclude_defaults=True) for name, space in family.spaces.items()}
+    for values in spaces.values():
         values["rows"] = [row for row in values["rows"] if row["module"] in modules]
-        found[name] = values
-    trimmed = any(len(found[name]["rows"]) != len(space.rows) for name, space in family.spaces.items())
-    return {"spaces": found} if trimmed else {}
+    is_trimmed = any(len(spaces[name]["rows"]) != len(space.rows) for name, space in family.spaces.items())
+    return {"spaces": spaces} if is_trimmed else {}
 
 
-def _divides(family: Family, parsed: PreTrainedConfig, config: Mapping[str, Any]) -> bool:
+def _heads_divide_hidden(family: Family, parsed: PreTrainedConfig, config: Mapping[str, Any]) -> bool:
     """Whether the config class refuses a number of heads that does not divide the hidden size."""
     hidden = family.dimension(parsed, "hidden")
     odd = next(count for count in range(3, hidden + 2) if hidden % count)
@@ -302,20 +279,20 @@ def _divides(family: Family, parsed: PreTrainedConfig, config: Mapping[str, Any]
     return False
 
 
-def _slots(
+def _bias_slots(
     family: Family, parsed: PreTrainedConfig, config: Mapping[str, Any], architecture: str, modules: frozenset[str]
 ) -> dict[str, str | bool]:
     """Linear module → the config key that gives it a bias, or true: found by turning keys on and off."""
     keys = [key for key, value in parsed.to_dict().items() if "bias" in key and isinstance(value, bool)]
     block = family.block.format(block=0)
 
-    def biased(opened: Collection[str]) -> set[str]:
+    def with_bias(opened: Collection[str]) -> set[str]:
         values = dict(config) | {key: key in opened for key in keys}
         names = Names(build_skeleton(parse_config(values), architecture)).shapes
         return {m for m in modules if f"{block}{m}.bias" in names}
 
-    always = biased(())
+    always = with_bias(())
     slots: dict[str, str | bool] = {module: True for module in family.linears if module in always}
     for key in keys:
-        slots |= {module: key for module in family.linears if module in biased([key]) - always}
+        slots |= {module: key for module in family.linears if module in with_bias([key]) - always}
     return slots

@@ -1,8 +1,4 @@
-"""What a model is for. Everything that measures, prunes, exports or describes a model asks here.
-
-The class that config.json names says it, whatever other classes its family has. A sentence-transformers folder that
-reads the last hidden states is for embeddings, whatever class config.json names.
-"""
+"""What a model is for, by the class that config.json names, or by the modules of its sentence-transformers folder."""
 
 from functools import cache
 from typing import Literal
@@ -21,8 +17,8 @@ Purpose = Literal[
     "sentence-similarity",
     "text-ranking",
 ]
-"""In the words of the Hub. Rerankers and reward models with a head for texts are for text-classification, those that
-read the logits of a causal language model for text-ranking."""
+"""The Hub's words. Rerankers and reward models with a head for texts are for text-classification, those that read the
+logits of a causal language model for text-ranking."""
 
 PURPOSES: dict[str, Purpose] = {
     "AutoModelForCausalLM": "text-generation",
@@ -35,22 +31,18 @@ PURPOSES: dict[str, Purpose] = {
     "AutoModelForImageTextToText": "image-text-to-text",
     "AutoModel": "feature-extraction",
 }
-"""Auto class → what its models are for."""
+"""Auto class → purpose of its models."""
 
 WITHOUT_HEAD: frozenset[Purpose] = frozenset({"feature-extraction", "sentence-similarity"})
 """Purposes that read the last hidden states of the base model."""
 
 
 def purpose_of_class(auto: str, *, binary: bool = False, used_for: ModulesUse | None = None) -> Purpose | None:
-    """What a model of an Auto class is for.
+    """Return what a model of an Auto class is for; None if this package has no use for such models.
 
     Args:
-        auto: the Auto class.
         binary: whether its logits tell two classes of every token apart, as those of ELECTRA's discriminator do.
-        used_for: what the modules of its sentence-transformers folder use it for, if they say it (`modules.use_of`).
-
-    Returns:
-        The purpose, or None for an Auto class that this package does nothing with.
+        used_for: what the modules of its sentence-transformers folder use it for, if they say.
     """
     if used_for is not None:
         return used_for
@@ -59,14 +51,9 @@ def purpose_of_class(auto: str, *, binary: bool = False, used_for: ModulesUse | 
 
 @cache
 def stock_classes(model_type: str, base: str) -> dict[str, str]:
-    """Classes that transformers' own mappings have for a model type → their Auto class.
+    """Return the base model and the classifiers of texts and tokens in transformers' own mappings → their Auto class.
 
-    These are the base model, and the classes that tell texts or tokens apart. A class whose base model has another name
-    is left out: the paths of a description do not hold for it.
-
-    Args:
-        model_type: of config.json.
-        base: name of the base model in the classes with a head.
+    A class whose base model is not called `base` is left out: the paths of a description do not hold for it.
     """
     import transformers
     from transformers.models.auto import modeling_auto as mappings

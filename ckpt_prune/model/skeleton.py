@@ -25,34 +25,26 @@ from ckpt_prune.common.errors import UserError, find_interruption
 
 Shape = tuple[int, ...]
 
-# Where blocks differ, classes that check what all have in common read the dense model's number, and transformers warns
-# of it at every config.
+# transformers warns at every config whose blocks differ; its classes then check the dense model's number.
 logging.get_logger("transformers.integrations.heterogeneity.configuration_utils").setLevel(logging.ERROR)
 
 
 def parse_config(config: dict[str, Any]) -> PreTrainedConfig:
-    """The transformers config object of a config.json.
-
-    Raises:
-        RefusedConfigError: transformers refuses it; its reason is passed on in one line.
-    """
+    """Return the transformers config object of a config.json; RefusedConfigError if transformers refuses it."""
     values = copy.deepcopy(config)
     values.pop("auto_map", None)
     model_type = values.pop("model_type")
     try:
         return AutoConfig.for_model(model_type, **values)
     except Exception as error:  # the strict config classes raise several types of their own
-        raise _refused(error) from error
+        raise _refusal(error) from error
 
 
 class RefusedConfigError(UserError):
     """Transformers refuses a config, or cannot build its model.
 
-    Args:
-        reason: as transformers says it.
-
     Attributes:
-        rule: the same without the name of the check.
+        rule: transformers' reason without the name of the check.
     """
 
     def __init__(self, reason: str) -> None:
@@ -60,8 +52,8 @@ class RefusedConfigError(UserError):
         self.rule = re.sub(r"^Class validation error for validator '\w+': \w+: ", "", reason)
 
 
-def _refused(error: Exception) -> RefusedConfigError:
-    """What is said of it; raises the interruption where that is what it comes from."""
+def _refusal(error: Exception) -> RefusedConfigError:
+    """Return the error to report; raises an interruption that caused it."""
     stop = find_interruption(error)
     if stop is not None:
         raise stop
@@ -69,11 +61,7 @@ def _refused(error: Exception) -> RefusedConfigError:
 
 
 def stock_class(architecture: str, config: PreTrainedConfig) -> Any:
-    """A class of transformers, also of those that it has no other name for than in the module of their model.
-
-    Raises:
-        AttributeError: it has no such class.
-    """
+    """Return a class of transformers, also one that only the module of its model exports."""
     if hasattr(transformers, architecture):
         return getattr(transformers, architecture)
     module = type(config).__module__.replace("configuration_", "modeling_")
@@ -81,23 +69,27 @@ def stock_class(architecture: str, config: PreTrainedConfig) -> Any:
 
 
 def build_skeleton(config: PreTrainedConfig, architecture: str) -> nn.Module:
-    """A stock model on the meta device: every module and shape, no memory.
+    """Build a stock model on the meta device: every module and shape, no memory.
 
-    Raises:
-        RefusedConfigError: transformers cannot build it from this config.
+    RefusedConfigError if transformers cannot build it from this config.
     """
     try:
         with on_meta_device(), warnings.catch_warnings(action="ignore"):
-            made: Any = stock_class(architecture, config)(config)
+            model: Any = stock_class(architecture, config)(config)
     except Exception as error:  # whatever a wrong value runs into first
-        raise _refused(error) from error
-    made.tie_weights()  # which is done where weights are initialised
-    model: nn.Module = made.eval()
-    return model
+        raise _refusal(error) from error
+    return finish_skeleton(model)
+
+
+def finish_skeleton(model: Any) -> nn.Module:
+    """Tie weights, which transformers does only when it initialises them, and switch to evaluation."""
+    model.tie_weights()
+    model.eval()
+    return model  # type: ignore[no-any-return]
 
 
 def base_model_of(model: Any) -> Any:
-    """The base model inside a model of transformers, or the model itself where it has no head."""
+    """Return the base model inside a model of transformers, or the model itself if it has no head."""
     base = MODEL_MAPPING.get(type(model.config), None)
     # A base model may call a module of its own by the name that classes with a head give the base model.
     return model if base is not None and isinstance(model, base) else model.base_model
@@ -105,7 +97,7 @@ def base_model_of(model: Any) -> Any:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Hold back transformers' loading bars and all its notes but errors; restores what was set before."""
+    """Hold back transformers' loading bars and all messages but errors; restores the earlier settings."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -119,27 +111,21 @@ def quiet_transformers() -> Iterator[None]:
 
 @contextmanager
 def on_meta_device() -> Iterator[None]:
-    """Modules that are built in this context are on the meta device.
-
-    No random numbers are drawn for them: without any memory to write them to, that is most of the time all the same.
-    """
+    """Build modules on the meta device, without drawing random numbers, which would take most of the time."""
     with torch.device("meta"), no_init_weights():
         yield
 
 
 @contextmanager
 def skip_initialisation() -> Iterator[None]:
-    """Models that are built in this context have parameters that nothing is written to, and real buffers."""
+    """Build models with unwritten parameters and real buffers."""
     with no_init_weights(), warnings.catch_warnings(action="ignore"):
         yield
 
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Modules that are built in this context have real buffers, and parameters on the meta device.
-
-    A parameter goes there as soon as it is registered, before anything is written to its memory.
-    """
+    """Build modules with real buffers, and parameters that move to the meta device when they are registered."""
 
     def without_memory(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         return None if parameter is None else nn.Parameter(parameter.to("meta"), parameter.requires_grad)
@@ -156,19 +142,16 @@ class Names:
 
     transformers 5 renames the modules of several families, and saves and loads them under the published names.
 
-    Args:
-        model: on the meta device.
-
     Attributes:
-        model: as given.
-        shapes: on-disk name → shape of every tensor the model saves; a tied head appears under both names.
-        ties: parameter → the one whose tensor it is, under their names in the model.
+        model: on the meta device.
+        shapes: on-disk name → shape of every tensor that the model saves; a tied head appears under both names.
+        ties: parameter → the parameter whose tensor it shares, by their names in the model.
         tied: on-disk names that share another tensor and so may be absent.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._held: dict[str, tuple[str, ...]] = {}
+        self._parameters_by_name: dict[str, tuple[str, ...]] = {}
         self._parameters = model.state_dict()
         conversions = get_model_conversion_mapping(model)
         self._converters = [each for each in conversions if isinstance(each, WeightConverter)]
@@ -180,81 +163,75 @@ class Names:
         self.tied = frozenset(self.saved_as(name) for name in self.ties)
 
     def parameters(self, disk: str) -> tuple[str, ...]:
-        """Names in the model of what a tensor on disk holds: none where the model has no place for it.
+        """Return the parameters that a tensor on disk holds; none if the model has no place for it.
 
         A fused tensor holds several, equal parts of its rows in this order.
         """
-        if disk not in self._held:
-            self._held[disk] = self._renamed(disk)
-        return self._held[disk]
+        if disk not in self._parameters_by_name:
+            self._parameters_by_name[disk] = self._convert(disk)
+        return self._parameters_by_name[disk]
 
-    def _renamed(self, disk: str) -> tuple[str, ...]:
-        name, pattern = rename_source_key(disk, self._renamings, self._converters, self._prefix, self._parameters)
+    def _rename(self, disk: str) -> tuple[str, str | None]:
+        renamed = rename_source_key(disk, self._renamings, self._converters, self._prefix, self._parameters)
+        return renamed[0], renamed[1]
+
+    def _convert(self, disk: str) -> tuple[str, ...]:
+        name, pattern = self._rename(disk)
         if pattern is None:
             return (name,) if name in self._parameters else ()
         converter = next(each for each in self._converters if pattern in each.source_patterns)
         suffix = converter.target_patterns[0]
-        held = tuple(name.removesuffix(suffix) + target for target in converter.target_patterns)
-        return held if self._parameters.keys() >= set(held) else ()
+        parameters = tuple(name.removesuffix(suffix) + target for target in converter.target_patterns)
+        return parameters if self._parameters.keys() >= set(parameters) else ()
 
     def ignores(self, disk: str) -> bool:
-        """Whether the model's class has no place for a tensor on disk, and says that it does not load it.
+        """Return whether the model's class has no place for a tensor on disk, and says that it does not load it.
 
         Published checkpoints of DeepSeek V3 have a block behind the last one that predicts a second token.
         """
         patterns: Iterable[str] = self.model._keys_to_ignore_on_load_unexpected or ()  # type: ignore[assignment]
         if not patterns or self.parameters(disk):
             return False
-        name, _ = rename_source_key(disk, self._renamings, self._converters, self._prefix, self._parameters)
+        name, _ = self._rename(disk)
         return any(re.search(pattern, name) for pattern in patterns)
 
     def saved_as(self, parameter: str) -> str:
-        """On-disk name of a parameter."""
+        """Return the on-disk name of a parameter."""
         if parameter in self.shapes:
             return parameter
         return next(disk for disk in self.shapes if parameter in self.parameters(disk))
 
     def shape(self, disk: str) -> Shape | None:
-        """Shape that a tensor on disk must have; None where the model has no place for it."""
-        held = self.parameters(disk)
-        if not held:
+        """Return the shape that a tensor on disk must have; None if the model has no place for it."""
+        parameters = self.parameters(disk)
+        if not parameters:
             return None
-        if self._stacked(disk):  # a part of what the parameter holds
+        if self._is_stacked(disk):
             return self.shapes.get(disk)
-        first, *rest = (tuple(self._parameters[name].shape) for name in held)
+        first, *rest = (tuple(self._parameters[name].shape) for name in parameters)
         return (first[0] * (1 + len(rest)), *first[1:]) if rest else first
 
     def missing(self, disk: Iterable[str]) -> list[str]:
-        """On-disk names of the parameters that none of these tensors holds, sorted.
+        """Return on-disk names of the parameters that none of these tensors holds, sorted.
 
-        One that another is tied to is held by that: transformers ties them the other way round then.
+        A parameter that another is tied to is held by that one: transformers then ties them the other way round.
         """
         given = set(disk)
         held = {parameter for name in given for parameter in self.parameters(name)}
         held |= {source for parameter, source in self.ties.items() if parameter in held}
         lacking = {self.saved_as(parameter) for parameter in self._parameters if parameter not in held}
-        whole = {parameter for parameter in self._parameters if parameter in given}
-        stacked = (name for name in self.shapes if name not in given and self._stacked(name))
-        return sorted(lacking | {name for name in stacked if not whole.issuperset(self.parameters(name))})
+        in_memory = {parameter for parameter in self._parameters if parameter in given}
+        stacked = (name for name in self.shapes if name not in given and self._is_stacked(name))
+        return sorted(lacking | {name for name in stacked if not in_memory.issuperset(self.parameters(name))})
 
-    def _stacked(self, disk: str) -> bool:
+    def _is_stacked(self, disk: str) -> bool:
         """Whether a tensor on disk is one of several that a parameter stacks: a weight of one expert."""
-        held, shape = self.parameters(disk), self.shapes.get(disk)
-        return shape is not None and len(held) == 1 and len(shape) < self._parameters[held[0]].dim()
+        parameters, shape = self.parameters(disk), self.shapes.get(disk)
+        return shape is not None and len(parameters) == 1 and len(shape) < self._parameters[parameters[0]].dim()
 
 
 def stock_names(config: dict[str, Any], architecture: str) -> Names:
-    """What a stock model saves and loads.
-
-    Opening a checkpoint and every check of it ask for that, so it is kept: nothing of it may be changed.
-
-    Args:
-        config: a config.json.
-        architecture: class of transformers.
-
-    Raises:
-        UserError: transformers refuses the config, or cannot build the model.
-    """
+    """Return what a stock model saves and loads, cached: do not change it. UserError if the model cannot be built."""
     return _stock_names(json.dumps(config), architecture)
 
 
@@ -272,10 +249,7 @@ _STORED_BUFFERS = (
 
 
 def is_stored_buffer(name: str) -> bool:
-    """Whether a tensor holds what models compute themselves and ignore.
-
-    Old transformers saved rotary frequencies, position indices, places in tables of positions and causal masks.
-    """
+    """Return whether a tensor is a buffer that old transformers saved and that models compute themselves."""
     return name.endswith(_STORED_BUFFERS)
 
 
@@ -283,28 +257,28 @@ PAIRS = "rotary_pairs"
 """Tensor of an attention that lacks rotary pairs: those that every KV head keeps, one head after the other."""
 
 
+def is_parameter(name: str) -> bool:
+    """Return whether a tensor of a checkpoint counts among its parameters: all but buffers."""
+    return not is_stored_buffer(name) and name.rpartition(".")[2] != PAIRS
+
+
 def stored_key(key: str, values: Mapping[str, Any], config: PreTrainedConfig) -> str:
-    """The name that a config.json has for a key of its class, where the class knows it by several."""
+    """Return the name that a config.json has for a key of its class, if the class knows the key by several names."""
     names = getattr(config, "attribute_map", {})
     alike = [name for name in {*names, *names.values()} if names.get(name, name) == names.get(key, key)]
     return next((name for name in alike if name in values and key not in values), key)
 
 
-def is_parameter(name: str) -> bool:
-    """Whether a tensor of a checkpoint counts among its parameters: all but buffers."""
-    return not is_stored_buffer(name) and name.rpartition(".")[2] != PAIRS
-
-
 def find_ties(model: nn.Module) -> dict[str, str]:
-    """Parameter → the one whose tensor it is, where config and class tie them."""
+    """Return parameter → the parameter whose tensor it shares, if config and class tie them."""
     return dict(getattr(model, "all_tied_weights_keys", {}))
 
 
 def missing_pooler(model: nn.Module, missing: Iterable[str]) -> frozenset[str]:
-    """Parameters of a base model's pooler that a checkpoint may lack: all or none.
+    """Return the pooler's parameters if a checkpoint may lack them, all or none.
 
     Most embedding models are saved from a class built with `add_pooling_layer=False`, which their config.json does
-    not say. What such a checkpoint computes is what its model does with None in place of the pooler.
+    not say. Such a checkpoint computes what its model computes with None in place of the pooler.
 
     Args:
         model: of the config, with its pooler.
@@ -318,9 +292,3 @@ def missing_pooler(model: nn.Module, missing: Iterable[str]) -> frozenset[str]:
         return frozenset()
     pooler = {name for name in model.state_dict() if name.startswith("pooler.")}
     return frozenset(pooler) if pooler <= lacking else frozenset()
-
-
-def parameter_count(model: nn.Module) -> int:
-    """Parameters, a tied tensor counted once."""
-    tied = find_ties(model)
-    return sum(t.numel() for name, t in model.state_dict().items() if name not in tied and is_parameter(name))

@@ -1,4 +1,4 @@
-"""Sub-layers of a block: attention and mlp one after the other, or both beside each other as one."""
+"""Sublayers of a block: attention and mlp one after the other, or both side by side as one."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from ckpt_prune.model.model import Model
 
 @dataclass(frozen=True)
 class Sublayer:
-    """What reads the residual stream at one place, and what of it is added behind that place.
+    """What reads the residual stream at one place, and what is added to it there.
 
     Attributes:
         norms: of the block, that the stream passes before it is read.
@@ -21,10 +21,9 @@ class Sublayer:
 
 
 def list_sublayers(model: Model) -> tuple[Sublayer, ...]:
-    """The sub-layers of every block, in order: two, or one where attention and mlp read the same stream.
+    """Return the sublayers of every block, in order: two, or one if attention and mlp read the same stream.
 
-    Args:
-        model: whose residual stream is described.
+    The family must describe its residual stream.
     """
     residual, attention = model.family.residual, model.family.attention
     assert residual is not None
@@ -32,13 +31,13 @@ def list_sublayers(model: Model) -> tuple[Sublayer, ...]:
     if isinstance(beside, str):
         beside = bool(getattr(model.config, beside))
     if beside or len(residual.reads) == 1:
-        fed = tuple(module for modules in residual.reads.values() for module in modules)
-        return (Sublayer(tuple(residual.reads), fed, tuple(residual.writes)),)
-    first = next(norm for norm, fed in residual.reads.items() if attention.query in fed)
+        reads = tuple(module for modules in residual.reads.values() for module in modules)
+        return (Sublayer(tuple(residual.reads), reads, tuple(residual.writes)),)
+    first = next(norm for norm, modules in residual.reads.items() if attention.query in modules)
     others = tuple(norm for norm in residual.reads if norm != first)
     mlp = tuple(module for norm in others for module in residual.reads[norm])
-    behind = tuple(module for module in residual.writes if module != attention.output)
+    mlp_writes = tuple(module for module in residual.writes if module != attention.output)
     return (
         Sublayer((first,), tuple(residual.reads[first]), (attention.output,)),
-        Sublayer(others, mlp, behind),
+        Sublayer(others, mlp, mlp_writes),
     )

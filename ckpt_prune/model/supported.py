@@ -23,21 +23,16 @@ _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_int
 
 
 def is_timm(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is timm's, or of transformers' wrapper of it."""
-    named = isinstance(config.get("architecture"), str) and not {"num_classes", "pretrained_cfg"}.isdisjoint(config)
-    return named and config.get("model_type", "timm_wrapper") == "timm_wrapper"
+    """Return whether a config.json is timm's, or of transformers' wrapper of timm."""
+    is_named = isinstance(config.get("architecture"), str) and not {"num_classes", "pretrained_cfg"}.isdisjoint(config)
+    return is_named and config.get("model_type", "timm_wrapper") == "timm_wrapper"
 
 
 def declared_family(config: dict[str, Any]) -> Family:
-    """The family of a checkpoint's config.json.
-
-    Raises:
-        UserError: no `model_type`, a mixture of experts, or an unknown family.
-    """
+    """Return the family of a config.json, with the class that it names if the family has that."""
     check_model_type(config)
     family = family_for_config(config)
-    declared = next(iter(config.get("architectures") or []), "")
-    declared = declared.removeprefix(REMOTE_PREFIX)
+    declared = next(iter(config.get("architectures") or []), "").removeprefix(REMOTE_PREFIX)
     return family.of(declared if family.has_class(declared) else family.architecture)
 
 
@@ -46,24 +41,19 @@ def check_supported(
 ) -> None:
     """Refuse a folder of no known family by its config.json alone, before anything large is imported.
 
-    What else may be wrong is found where the folder is read. A Hub id passes, as does a config that asks for code of
-    its own.
+    Other faults are found when the folder is read. A Hub id passes, as does a config that asks for code of its own.
 
     Args:
-        model: the folder.
         family: file of a description from outside the package.
-        part: of a composite that is asked for.
-        unknown: let a family pass that there is no description of.
-
-    Raises:
-        UserError: as `family_of`, `described_by` and `Composite.part`.
+        part: of a composite.
+        unknown: accept a family without a description.
     """
     outside = None if family is None else parse_json_object(read_description(family).encode())
     try:
         config = read_json_object(Path(model) / "config.json")
     except (OSError, UserError):
         return
-    # First, so that nobody makes a plain copy of what is refused all the same.
+    # First, so that nobody makes a plain copy of a model that is refused all the same.
     refuse_unsupported(str(config.get("model_type")))
     refuse_quantised(Path(model), config)
     if part is not None:
@@ -78,23 +68,19 @@ def check_supported(
 
 
 def attach_description(config: dict[str, Any], outside: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json that carries a description, where it is of that model_type and has none of its own."""
+    """Return a config.json with a description, if that is of its model_type and it has none yet."""
     if config.get("model_type") != outside["model_type"] or OUTSIDE_KEY in config:
         return config
     return config | {OUTSIDE_KEY: outside}
 
 
 def check_model_type(config: Mapping[str, Any]) -> None:
-    """Refuse a config of a model that no description can be of.
-
-    Raises:
-        UserError: it has no `model_type`, is of a composite, or of a mixture of experts.
-    """
+    """Refuse a config that no description can be of: without `model_type`, of timm, a composite, or unknown experts."""
     model_type = config.get("model_type")
     if is_timm(config):
         raise UserError(
             f"this is timm's {config['architecture']}: `ckpt-prune convert MODEL -o OUT` writes it as a vit or deit of "
-            "transformers where one computes the same"
+            "transformers if one computes the same"
         )
     if not isinstance(model_type, str):
         raise UserError("config.json has no model_type, so the family of this checkpoint is unknown")

@@ -208,7 +208,7 @@ def test_dense_recipes_with_text_look_before_they_measure(place):
 def test_an_unknown_family(place, command):
     set_config("dense", model_type="rwkv")
     assert refusal(command, "dense") == (
-        "model_type 'rwkv' is not a family this version knows: `ckpt-prune inspect` says which one it is like, "
+        "model_type 'rwkv' is not a family that this version knows: `ckpt-prune inspect` says which one it is like, "
         f"--family takes a description of it; known are {', '.join(known_families())}"
     )
 

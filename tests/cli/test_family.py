@@ -127,7 +127,7 @@ def test_descriptions_that_are_not_so(arcee, change, message):
     Path("arcee.json").write_text(json.dumps(read_json("arcee.json") | change))
     said = message or (
         "describes llama, a family that this version knows: leave --family out, or give its model_type another name "
-        "where the model is another"
+        "if the model is another"
     )
     join = ": " if message else " "
     for command in (["inspect", "arcee"], [*PRUNE[:2], "--recipe", "magnitude", "-o", "out"]):
@@ -140,7 +140,7 @@ def test_a_description_that_is_no_file_or_for_another_model(arcee):
     )
     shutil.copytree("arcee", "other")
     set_config("other", model_type="helium")
-    unknown = "model_type 'helium' is not a family this version knows: `ckpt-prune inspect` says which one it is like"
+    unknown = "model_type 'helium' is not a family that this version knows: `ckpt-prune inspect` says which one"
     assert refused("plan", "other", *FAMILY, "--recipe", "magnitude", "-o", "p.json").startswith(unknown)
     assert "made from" not in ok("inspect", "dense", *FAMILY)  # llama, which needs none
 

@@ -12,6 +12,7 @@ from ckpt_prune.checkpoint.shard import stack_shapes as stacked_up
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.blocks import module_paths
 from ckpt_prune.model.containers.checking import check_source
+from ckpt_prune.model.description_checks import check_description
 from ckpt_prune.model.model import Model, TensorSpec
 from ckpt_prune.model.skeleton import Names, build_skeleton, parse_config
 from ckpt_prune.model.spaces import first_expert_spaces, recipe_space
@@ -50,24 +51,11 @@ def test_a_published_checkpoint_is_known_and_whole(dense: Dense, case: Case) -> 
 
 
 @pytest.mark.parametrize("case", chosen(CASES, LONG.__contains__), ids=str)
-def test_named_modules_exist(case: Case) -> None:
-    family = case.family
-    skeleton = build_skeleton(case.config, case.architecture)
-    modules = dict(skeleton.named_modules())
-    assert len(modules[family.layers]) == BLOCKS
-    conv = {path for path, module in case.block(skeleton, 0).named_modules() if isinstance(module, Conv1D)}
-    assert {path for module in family.transposed for path in module_paths(family)[module]} == conv
-    paths = [family.embedding] if family.embedding else []
-    assert {*paths, *family.pooled} <= modules.keys()
-    assert family.head is None or Names(skeleton).parameters(f"{family.head}.weight")
-    # A class may lack some of the modules that run before the blocks, never all.
-    assert any(path in modules for path in family.entry)
-    if family.residual is not None:
-        block = case.block(skeleton, 0)
-        assert set(family.residual.reads) <= dict(block.named_modules()).keys()
-        assert set(family.residual.writes) | {m for fed in family.residual.reads.values() for m in fed} == set(
-            family.linears
-        )
+def test_a_description_holds_for_its_class(case: Case) -> None:
+    check_description(case.described, case.published_config)
+    block = case.block(build_skeleton(case.config, case.architecture), 0)
+    conv = {path for path, module in block.named_modules() if isinstance(module, Conv1D)}
+    assert {path for module in case.family.transposed for path in module_paths(case.family)[module]} == conv
 
 
 def stacked(case: Case, values: dict[str, nn.Parameter], block: int, module: str) -> Tensor:
@@ -108,17 +96,6 @@ def test_every_linear_of_a_block_is_in_a_space(dense: Dense, case: Case) -> None
                 if name in stored:
                     parts = [values[f"{case.family.layers}.{index}.{path}.{kind}"] for path in held]
                     assert torch.equal(torch.cat(parts), stored[name]), name
-
-
-@pytest.mark.parametrize("case", first_cases(), ids=str)
-def test_biases_are_where_their_slots_are_open(case: Case) -> None:
-    """Every slot opens with its key and only with it, and a module without one has no bias."""
-    keys = {slot for slot in case.family.bias_slots.values() if isinstance(slot, str)}
-    for opened in [set(), *({key} for key in sorted(keys)), keys]:
-        shapes = shapes_of(case, **{key: key in opened for key in keys})
-        expected = {m for m, slot in case.family.bias_slots.items() if slot is True or slot in opened}
-        found = {m for m in case.family.linears if case.family.tensor(1, m, "bias") in shapes}
-        assert found == expected
 
 
 @pytest.mark.parametrize("case", first_cases(), ids=str)

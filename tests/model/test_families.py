@@ -15,17 +15,16 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.model import descriptions
 from ckpt_prune.model.blocks import returns_tuple
 from ckpt_prune.model.config_only import checkpoint_of_config, is_config_only
-from ckpt_prune.model.descriptions import known_families, load_family, variants_of
+from ckpt_prune.model.descriptions import families_with_experts, known_families, load_family, variants_of
 from ckpt_prune.model.settings import unknown_settings
 from ckpt_prune.model.skeleton import (
     Names,
     build_skeleton,
     find_ties,
-    parameter_count,
     parse_config,
 )
 from ckpt_prune.model.supported import declared_family
-from tests.families import SIZES, VARIANTS, make, model_of, stock
+from tests.families import SIZES, VARIANTS, make, model_of
 
 KNOWN = ", ".join(known_families())
 FAMILIES = sorted({variant.model_type for variant in VARIANTS.values()})
@@ -112,8 +111,8 @@ def refusal(config) -> str:
 @pytest.mark.parametrize("model_type", ["rwkv", "Llama", "", "../llama"])
 def test_an_unknown_family(model_type):
     assert refusal({"model_type": model_type}) == (
-        f"model_type {model_type!r} is not a family this version knows: `ckpt-prune inspect` says which one it is "
-        f"like, --family takes a description of it; known are {KNOWN}"
+        f"model_type {model_type!r} is not a family that this version knows: `ckpt-prune inspect` says which one "
+        f"it is like, --family takes a description of it; known are {KNOWN}"
     )
 
 
@@ -150,7 +149,7 @@ def test_a_folder_of_timm(wrapped):
     config = {"architecture": "vit_tiny_patch16_224", "num_classes": 10, **wrapped}
     assert refusal(config) == (
         "this is timm's vit_tiny_patch16_224: `ckpt-prune convert MODEL -o OUT` writes it as a vit or deit of "
-        "transformers where one computes the same"
+        "transformers if one computes the same"
     )
 
 
@@ -171,9 +170,8 @@ def test_experts(model_type, key):
 @pytest.mark.parametrize("model_type", ["gpt_oss", "llama4", "llama4_text"])
 def test_a_mixture_that_is_refused_by_name(model_type):
     reasons = json.loads((Path(descriptions.__file__).parent / "unsupported.json").read_text())
-    assert refusal({"model_type": model_type, "num_local_experts": 8}) == (
-        f"{model_type} is not supported: {reasons[model_type]}"
-    )
+    why = reasons[model_type].replace("{mixtures}", ", ".join(families_with_experts()))
+    assert refusal({"model_type": model_type, "num_local_experts": 8}) == f"{model_type} is not supported: {why}"
     assert reasons.keys().isdisjoint(known_families())
 
 
@@ -228,7 +226,7 @@ def test_facts_are_inherited_by_name(families):
     ("inherits", "own"), [("layers", {}), ("unrotatable", {}), ("residual", {"residual": None}), ("nothing", {})]
 )
 def test_only_facts_that_a_file_takes_over_are_inherited_by_name(families, inherits, own):
-    with pytest.raises(UserError, match=rf'child.json has {inherits} in "inherits", where only keys stand that its'):
+    with pytest.raises(UserError, match=rf'child.json has {inherits} in "inherits", which takes only keys that its'):
         families("llama", inherits=[*(f for f in FACTS if f not in own), inherits], **own)
 
 
@@ -246,7 +244,6 @@ def test_a_skeleton_has_every_shape_and_no_memory(tmp_path, variant):
     assert {name: info.shape for name, info in checkpoint.tensors.items()} == {
         name: shape for name, shape in expected.items() if name not in tied
     }
-    assert parameter_count(skeleton) == stock(folder).num_parameters()
 
 
 def test_a_config_alone_is_a_checkpoint_for_counting(tmp_path):
