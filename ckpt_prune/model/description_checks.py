@@ -10,7 +10,14 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.cuts import list_cuts, remaining_lines
 from ckpt_prune.model.descriptions import known_families
 from ckpt_prune.model.family import Family
-from ckpt_prune.model.skeleton import Names, build_skeleton, parse_config, quiet_transformers, stored_key
+from ckpt_prune.model.skeleton import (
+    Names,
+    RefusedConfigError,
+    build_skeleton,
+    parse_config,
+    quiet_transformers,
+    stored_key,
+)
 from ckpt_prune.model.spaces import Axis, SpaceName, axis_dim, product, recipe_space
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -269,10 +276,8 @@ def _check_widths(
     changes = {stored_key(key, config, parsed): value for key, value in values.items()}
     try:
         shapes = _apart(family, Names(build_skeleton(parse_config(config | changes), family.architecture)).shapes)
-    except UserError as error:
-        if family.heads_divide_hidden:
-            return
-        raise UserError(f"spaces.{name}.config: {values} is refused: {error}") from error
+    except RefusedConfigError:
+        return  # by a rule of the class beyond shapes (`choosing.unprunable_spaces`)
     # One config key says the widths of all experts, and perhaps of other spaces.
     is_together = space.units in family.together
     alike = [
