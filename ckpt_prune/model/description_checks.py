@@ -51,6 +51,9 @@ def check_description(family: Family, config: Mapping[str, Any]) -> None:
             raise UserError(f"dimensions.{name}: config.json has no number under {' or '.join(keys)}")
     _check_dimension_names(family)
     family = family.with_config(parsed)
+    residual = family.residual
+    if residual and any(each.holds(parsed, lambda name: family.dimension(parsed, name)) for each in residual.refused):
+        family = family.model_copy(update={"residual": None})
     skeleton = build_skeleton(parsed, family.architecture)
     names = Names(skeleton)
     _check_modules(family, dict(skeleton.named_modules()), names, family.dimension(parsed, "layers"))
