@@ -1,10 +1,9 @@
-"""Widths of many sites under one budget, so that the total predicted error is least. Pure functions.
+"""Widths of many sites within one budget, so that the total predicted error is least. Pure functions.
 
-Every site brings its error as a function of the units dropped, and the cost of a unit. Choosing one width for each
-site under a bound on the total cost is a multiple-choice knapsack. Where few combinations exist it is solved exactly.
-Elsewhere its Lagrangian relaxation is solved (Everett 1963): along the lower convex hulls of all sites, the steepest
-fall of error per cost comes first. Further steps, and exchanges between two sites, then use up what is left of the
-budget (this project).
+Every site has an error for each number of units dropped, and a cost for a unit. Choosing one width for each site under
+a bound on the total cost is a multiple-choice knapsack. With few combinations it is solved exactly. Else its Lagrangian
+relaxation is solved (Everett 1963): along the lower convex hulls of all sites, the steepest fall of error per cost
+comes first. Further steps, and exchanges between two sites, then use up the rest of the budget (this project).
 """
 
 import heapq
@@ -25,21 +24,17 @@ K = TypeVar("K", bound=Hashable)
 Array = NDArray[np.float64]
 
 MOST_COMBINATIONS = 50_000
-"""Largest number of combinations that are all tried: of the widths of every site but the one with most choices."""
+"""Up to so many combinations of widths, without those of the site with most choices, all are tried."""
 ROUNDING = 1e-6
-"""Fall between neighbours that still counts as rounding of float32 moments, as a share of the largest error."""
+"""A fall between neighbours up to this share of the largest error counts as rounding of float32 moments."""
 NEARBY = 8
-"""Widths on either side of a site's own that exchanges look at, beside the next hull vertices."""
+"""Exchanges look at so many widths on either side of a site's own, besides the next hull vertices."""
 ROUNDS = 64
 """Largest number of exchanges."""
 
 
 class BudgetError(UserError):
-    """Even the smallest widths cost more than the budget.
-
-    Attributes:
-        least: cost of the smallest widths, in the units of the budget.
-    """
+    """Even the smallest widths, whose cost is `least`, cost more than the budget."""
 
     def __init__(self, budget: float, least: float):
         super().__init__(
@@ -58,10 +53,6 @@ class Curve:
         unit_cost: parameters, bytes or FLOPs that go with one unit. Costs are compared in float64, which is exact for
             whole numbers up to 2**53.
         multiple_of: allowed widths are its multiples from 1 on, and the full width.
-
-    Raises:
-        ValueError: there is no unit, an error is not finite, errors decrease by more than rounding, a unit is free, or
-            multiple_of is below 1.
     """
 
     errors: Tensor | Sequence[float]
@@ -91,15 +82,10 @@ class Curve:
 
     @property
     def units(self) -> int:
-        """Units of the dense site."""
         return len(self.values) - 1
 
     def error(self, kept: int) -> float:
-        """Predicted error with `kept` units left.
-
-        Raises:
-            ValueError: there are not that many units.
-        """
+        """Return the predicted error with `kept` units left."""
         if not 0 <= kept <= self.units:
             raise ValueError(f"{kept} units cannot be kept of {self.units}")
         return float(self.values[self.units - kept])
@@ -117,9 +103,9 @@ class Curve:
 
 @dataclass(frozen=True, eq=False)
 class _Choices:
-    """Widths a site may have, with their costs, ascending, and errors, never rising, (n,) each.
+    """Widths that a site may have, with their costs, ascending, and errors, never rising, (n,) each.
 
-    Widths are int64; of sites that cross they are combinations, each as one number (`Crossing.choices`).
+    For sites that cross, widths are combinations, each as one number (`Crossing.choices`).
     """
 
     widths: NDArray[np.int64]
@@ -151,7 +137,6 @@ class _Choices:
 
     @cached_property
     def steps(self) -> Array:
-        """Cost of each segment of the hull, from narrow to wide, (h - 1,)."""
         return np.diff(self.costs[self.hull])
 
     @cached_property
@@ -161,12 +146,9 @@ class _Choices:
 
 
 def merged(curves: Sequence[Curve]) -> Curve:
-    """The curve of sites that share one width: errors and unit costs are the sums of theirs.
+    """Return the curve of sites that share one width: errors and unit costs are the sums of theirs.
 
-    A width is allowed where every site allows it.
-
-    Raises:
-        ValueError: there is no curve, or the curves differ in units.
+    A width is allowed if every site allows it.
     """
     units = sorted({curve.units for curve in curves})
     if len(units) != 1:
@@ -180,10 +162,10 @@ def merged(curves: Sequence[Curve]) -> Curve:
 class Crossing(Generic[K]):
     """Sites whose units cross on the same tensors: those of one stand inside those of another, as many in each.
 
-    So a unit saves less where units of the others go, and an error inside a unit that goes is none.
+    So a unit saves less if units of the others go, and an error inside a unit that goes counts nothing.
 
     Attributes:
-        inside: pairs of sites, of which the first one's units stand inside the second one's.
+        inside: pairs of sites; units of the first stand inside units of the second.
         shared: two sites or more → what one unit of each has in common: their costs count it more than once.
     """
 
@@ -192,17 +174,17 @@ class Crossing(Generic[K]):
 
     @property
     def sites(self) -> tuple[K, ...]:
-        """All of them, once each, as they come first."""
+        """All of them, once each, in order of first appearance."""
         return tuple(dict.fromkeys(site for pair in self.inside for site in pair))
 
     def error(self, errors: Mapping[K, Any], shares: Mapping[K, Any]) -> Any:
-        """What all sites lose together, from what each loses by itself and the share of its units that stays."""
+        """Return what all sites lose together, from what each loses by itself and the share of its units that stays."""
         for site, own in shares.items():
             errors = {key: error * own if (key, site) in self.inside else error for key, error in errors.items()}
         return sum(errors.values())
 
     def choices(self, curves: Mapping[K, Curve]) -> "_Choices":
-        """Combinations of widths, each as one number (`apart`), but for those that another beats at its cost."""
+        """Return combinations of widths, each as one number (`apart`), without those that another beats at its cost."""
         own = {site: curves[site].choices for site in self.sites}
         grid = dict(zip(own, np.meshgrid(*(np.arange(len(each)) for each in own.values()), indexing="ij"), strict=True))
         combined, costs = np.zeros(1, np.int64), np.zeros(1)
@@ -223,21 +205,15 @@ class Crossing(Generic[K]):
         return _Choices(combined[order], costs[order], np.minimum.accumulate(errors[order]))
 
     def apart(self, combined: int, curves: Mapping[K, Curve]) -> dict[K, int]:
-        """The widths of a combination."""
-        found: dict[K, int] = {}
+        """Return the widths of a combination."""
+        widths: dict[K, int] = {}
         for site in reversed(self.sites):
-            combined, found[site] = divmod(combined, curves[site].units + 1)
-        return found
+            combined, widths[site] = divmod(combined, curves[site].units + 1)
+        return widths
 
 
 def total_error(curves: Mapping[K, Curve], kept: Mapping[K, int], crossings: Sequence[Crossing[K]] = ()) -> float:
-    """What sites are predicted to lose together, as `least_error` counts.
-
-    Args:
-        curves: site → its curve.
-        kept: site → units kept.
-        crossings: as there.
-    """
+    """Return what sites are predicted to lose together at `kept` units, counted as in `least_error`."""
     errors = {key: curve.error(kept[key]) for key, curve in curves.items()}
     crossed = [site for crossing in crossings for site in crossing.sites]
     together = (
@@ -251,26 +227,20 @@ def total_error(curves: Mapping[K, Curve], kept: Mapping[K, int], crossings: Seq
 
 
 def least_error(curves: Mapping[K, Curve], budget: float, crossings: Sequence[Crossing[K]] = ()) -> dict[K, int]:
-    """Widths whose total cost is within the budget and whose total error is least.
+    """Return site → units kept, with total cost within the budget and least total error.
 
-    The result is exact where the widths of all sites but the one with most choices make at most `MOST_COMBINATIONS`
-    combinations. Two spaces that each have one width for the whole model always do. Elsewhere the error exceeds the
-    least possible by no more than one segment of a site's lower convex hull is worth.
+    The result is exact if the widths of all sites but the one with most choices make at most `MOST_COMBINATIONS`
+    combinations. Two spaces that each have one width for the whole model always do. Else the error exceeds the least
+    possible by no more than one segment of a site's lower convex hull is worth.
 
     The result is deterministic. Of equal errors earlier keys win, and among combinations wider widths. The site with
-    most choices counts as the last.
+    most choices counts as the last. If everything fits, nothing is dropped; if not even the smallest widths do, that is
+    a `BudgetError`.
 
     Args:
         curves: site → its curve.
         budget: for Σ kept · unit_cost, in the units of `unit_cost`, and what crossings make up for.
         crossings: no site in two of them. The sites of one count as one, that of its first key.
-
-    Returns:
-        site → units kept. Where everything fits, nothing is dropped.
-
-    Raises:
-        BudgetError: the smallest widths do not fit.
-        ValueError: the budget is not a number, or a site is in two crossings.
     """
     if isnan(budget):
         raise ValueError("the budget is not a number")
@@ -288,15 +258,15 @@ def least_error(curves: Mapping[K, Curve], budget: float, crossings: Sequence[Cr
     most = max(range(len(choices)), key=lambda site: (len(choices[site]), site))
     combinations = prod(len(c) for site, c in enumerate(choices) if site != most)
     at = _enumerate(choices, most, budget) if combinations <= MOST_COMBINATIONS else _relax(choices, budget)
-    found: dict[K, int] = {}
+    widths: dict[K, int] = {}
     for key, c, index in zip(keys, choices, at, strict=True):
         width = int(c.widths[index])
-        found |= together[key].apart(width, curves) if key in together else {key: width}
-    return {key: found[key] for key in curves}
+        widths |= together[key].apart(width, curves) if key in together else {key: width}
+    return {key: widths[key] for key in curves}
 
 
 def _enumerate(choices: Sequence[_Choices], last: int, budget: float) -> list[int]:
-    """Index of each site's best choice. Every combination of the others is tried, with the widest `last` that fits."""
+    """Try every combination of the other sites, with the widest `last` that fits; return the index of each choice."""
     others = [site for site in range(len(choices)) if site != last]
     spent, error = np.zeros(1), np.zeros(1)
     # From wide to narrow, so that the first of equal errors is the widest in the earlier sites.
@@ -312,16 +282,16 @@ def _enumerate(choices: Sequence[_Choices], last: int, budget: float) -> list[in
 
 
 def _relax(choices: Sequence[_Choices], budget: float) -> list[int]:
-    """Index of each site's choice: along the steepest segments of all hulls, then as the rest allows."""
+    """Return the index of each site's choice: along the steepest segments of all hulls, then as the budget allows."""
     vertices = _steepest(choices, budget)
     _fill(choices, vertices, budget)
-    at = _indices(choices, vertices)
+    at = _at_vertices(choices, vertices)
     _exchange(choices, at, budget)
     return at
 
 
 def _steepest(choices: Sequence[_Choices], budget: float) -> list[int]:
-    """Hull vertex of each site once segments are taken, steepest first, until one does not fit."""
+    """Return the hull vertex of each site after taking segments, steepest first, until one does not fit."""
     owners = np.concatenate([np.full(len(c.steps), site) for site, c in enumerate(choices)])
     # Worths never rise along a hull and the sort is stable, so the segments of a site are taken in their order.
     order = np.argsort(-np.concatenate([c.worths for c in choices]), kind="stable")
@@ -331,8 +301,8 @@ def _steepest(choices: Sequence[_Choices], budget: float) -> list[int]:
 
 
 def _fill(choices: Sequence[_Choices], vertices: list[int], budget: float) -> None:
-    """Move on, in place, with the steepest segments that still fit."""
-    slack = _slack(choices, _indices(choices, vertices), budget)
+    """Move on, in place, along the steepest segments that still fit."""
+    slack = _slack(choices, _at_vertices(choices, vertices), budget)
     waiting: list[tuple[float, int]] = []
 
     def wait(site: int) -> None:
@@ -353,7 +323,7 @@ def _fill(choices: Sequence[_Choices], vertices: list[int], budget: float) -> No
 
 
 def _exchange(choices: Sequence[_Choices], at: list[int], budget: float) -> None:
-    """Move one site a little and give another the widest choice that then fits, in place, as long as that helps."""
+    """Narrow one site a little and give another the widest choice that then fits, in place, as long as that helps."""
     for _ in range(ROUNDS):
         slack = _slack(choices, at, budget)
         sites = list(zip(choices, at, (_nearby(c, here) for c, here in zip(choices, at, strict=True)), strict=True))
@@ -363,7 +333,7 @@ def _exchange(choices: Sequence[_Choices], at: list[int], budget: float) -> None
         risen = np.concatenate([c.errors[near] - c.errors[here] for c, here, near in sites])
         # A smaller gain is rounding, which must not keep two sites exchanging.
         least = -1e-12 * sum(abs(float(c.errors[here])) for c, here, _ in sites)
-        found = None
+        exchange = None
         for site, (c, here, _) in enumerate(sites):
             # Where a site is its own partner no other site moves: it takes what is left of the budget by itself.
             partner = movers != site
@@ -371,32 +341,28 @@ def _exchange(choices: Sequence[_Choices], at: list[int], budget: float) -> None
             change = np.where(widest < 0, np.inf, partner * risen + c.errors[widest] - c.errors[here])
             best = int(change.argmin())
             if change[best] < least:
-                least, found = float(change[best]), (int(movers[best]), int(moves[best]), site, int(widest[best]))
-        if found is None:
+                least, exchange = float(change[best]), (int(movers[best]), int(moves[best]), site, int(widest[best]))
+        if exchange is None:
             return
-        mover, moved, site, taken = found
+        mover, moved, site, taken = exchange
         at[mover] = moved
         at[site] = taken
 
 
 def _nearby(c: _Choices, here: int) -> NDArray[np.int64]:
-    """Indices of the choices close to `here` and of the hull vertices before and after it, without `here` itself."""
+    """Return indices of the choices close to `here` and of the hull vertices before and after it, without `here`."""
     before = max(0, int(np.searchsorted(c.hull, here, side="left")) - 1)
     after = min(len(c.hull) - 1, int(np.searchsorted(c.hull, here, side="right")))
-    found = set(range(max(0, here - NEARBY), min(len(c), here + NEARBY + 1))) | {
-        int(c.hull[before]),
-        int(c.hull[after]),
-    }
-    return np.array(sorted(found - {here}), dtype=np.int64)
+    close = set(range(max(0, here - NEARBY), min(len(c), here + NEARBY + 1)))
+    return np.array(sorted((close | {int(c.hull[before]), int(c.hull[after])}) - {here}), dtype=np.int64)
 
 
-def _indices(choices: Sequence[_Choices], vertices: Sequence[int]) -> list[int]:
-    """Index of the choice at each site's hull vertex."""
+def _at_vertices(choices: Sequence[_Choices], vertices: Sequence[int]) -> list[int]:
     return [int(c.hull[vertex]) for c, vertex in zip(choices, vertices, strict=True)]
 
 
 def _slack(choices: Sequence[_Choices], at: Sequence[int], budget: float) -> float:
-    """The part of the budget that these choices leave."""
+    """Return the part of the budget that these choices leave."""
     return budget - float(sum(c.costs[here] for c, here in zip(choices, at, strict=True)))
 
 

@@ -1,4 +1,4 @@
-"""What the stage `spaces` asks of a model, its statistics and a plan."""
+"""Checks of the stage `spaces`: whether model, statistics and plan suit the recipe."""
 
 from collections import Counter
 
@@ -17,7 +17,7 @@ from ckpt_prune.stages.spaces.size_search import check_reachable
 from ckpt_prune.stages.spaces.solvers import solver_of
 from ckpt_prune.stages.spaces.widths import check_effects
 
-_ASKED: dict[Collect, str] = {
+_MISSING: dict[Collect, str] = {
     "logits": "recipe {name} prunes q and k, and {folder} has no moments of them",
     "rotary": "recipe {name} prunes rotary pairs, and {folder} has no moments of them",
     "centred": "recipe {name} says centre_keys, and {folder} has no moments of centred keys",
@@ -25,11 +25,6 @@ _ASKED: dict[Collect, str] = {
 
 
 def check_sites(prepared: Prepared) -> None:
-    """Refuse a recipe whose spaces do not suit the model, its statistics or its plan.
-
-    Raises:
-        UserError: with the first thing that does not fit.
-    """
     recipe, model = prepared.recipe, prepared.model
     _check_gradients(prepared)
     _check_experts(prepared)
@@ -44,11 +39,6 @@ def check_sites(prepared: Prepared) -> None:
 
 
 def check_measured(prepared: Prepared) -> None:
-    """Refuse data that cannot decide what the recipe leaves to it.
-
-    Raises:
-        UserError: with what it needs.
-    """
     recipe = prepared.recipe
     check_folds(prepared)
     if (
@@ -63,11 +53,7 @@ def check_measured(prepared: Prepared) -> None:
 
 
 def check_folds(prepared: Prepared) -> None:
-    """Refuse fewer than two folds where something is chosen on held-out ones.
-
-    Raises:
-        UserError: with how to get more.
-    """
+    """Refuse fewer than two folds if something is chosen on held-out ones."""
     recipe = prepared.recipe
     folds = prepared.live.folds if prepared.live else prepared.statistics.index.folds if prepared.statistics else 0
     # Maps of whole blocks are fitted on live samples alone, also if a plan or statistics choose the blocks.
@@ -83,14 +69,14 @@ def check_folds(prepared: Prepared) -> None:
 
 
 def _check_statistics(recipe: Recipe, statistics: Statistics) -> None:
-    known, remedy = statistics.index.collect, f"calibrate with --collect {','.join(recipe.collect)}"
-    if "gram" not in known:
+    collected, remedy = statistics.index.collect, f"calibrate with --collect {','.join(recipe.collect)}"
+    if "gram" not in collected:
         for space in recipe.spaces:
             reason = recipe.gram_for(space)
             if reason is not None:
                 raise UserError(f"{reason} needs Grams, and {statistics.folder} has none: {remedy}")
-    for kind, sentence in _ASKED.items():
-        if kind in recipe.collect and kind not in known:
+    for kind, sentence in _MISSING.items():
+        if kind in recipe.collect and kind not in collected:
             raise UserError(f"{sentence.format(name=recipe.name, folder=statistics.folder)}: {remedy}")
 
 
@@ -121,11 +107,7 @@ def _check_experts(prepared: Prepared) -> None:
 
 
 def check_enough_samples(prepared: Prepared) -> None:
-    """Refuse a strength of 0 with little data: nothing else determines a fit then.
-
-    Raises:
-        UserError: with the samples that are needed.
-    """
+    """Refuse a strength of 0 with little data: nothing else determines a fit then."""
     index = prepared.statistics.index if prepared.statistics else None
     live = prepared.live.samples if prepared.live else None
     tokens = index.window if index else live.tokens if live else 0
@@ -141,9 +123,8 @@ def check_enough_samples(prepared: Prepared) -> None:
         # A ranking over blocks may leave a block whole.
         uniform = prepared.recipe.allocation == "uniform"
         kept = keep_count(prepared.model, prepared.recipe, space) if uniform else prepared.model.units(space)
-        needed, unknowns = solver_of(prepared.model, prepared.recipe, space, prepared.device).samples_needed(
-            kept, tokens
-        )
+        solver = solver_of(prepared.model, prepared.recipe, space, prepared.device)
+        needed, unknowns = solver.samples_needed(kept, tokens)
         if samples < needed:
             raise UserError(
                 f"{method} with lambda 0 needs at least {needed} {what} for the {unknowns}, and there are "
@@ -180,16 +161,14 @@ def _check_plan(prepared: Prepared, plan: Plan) -> None:
 
 
 def check_spaces(family: Family, recipe: Recipe) -> None:
-    """Refuse a recipe that prunes what a family has not.
+    """Refuse a recipe that prunes what a family lacks.
 
-    Raises:
-        UserError: a space that the family has not, such as q and k where it rotates them by position, or of which no
-            unit can go.
+    That is a space that it does not have, such as q and k if it rotates them by position, or of which no unit can go.
     """
-    asked, recipe = recipe, recipe.at(family)
-    if asked.spaces and not recipe.spaces:
+    given, recipe = recipe, recipe.at(family)
+    if given.spaces and not recipe.spaces:
         raise UserError(
-            f"recipe {recipe.name} prunes {' and '.join(asked.spaces)} where there is any, and this "
+            f"recipe {recipe.name} prunes {' and '.join(given.spaces)} where there is any, and this "
             f"{family.model_type} has none: nothing is left to do"
         )
     missing = [space for space in recipe.spaces if space not in family.spaces]

@@ -1,9 +1,10 @@
-"""Statistics for a request that is given data and needs them: measured first, in the staging folder of the run."""
+"""Statistics of the dense model, measured first, in the staging folder of the run."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.staging import disk_failures
@@ -19,7 +20,7 @@ from ckpt_prune.stages.spaces.effects.gradients import add_gradients
 from ckpt_prune.stages.spaces.effects.measured import measure_effects, measured_singly
 
 STATISTICS, EFFECTS = "statistics", "effects"
-"""Units of the journal: moments, and effects, of the whole model."""
+"""Entries of the journal: moments, and effects, of the whole model."""
 Choose = Callable[[Prepared], Prepared]
 """Returns the state with what goes decided, by statistics or without."""
 
@@ -55,16 +56,15 @@ def preview_choice(prepared: Prepared, choose: Choose) -> Prepared:
 
 
 def measure_first(prepared: Prepared, live: LiveSamples, folder: Path, journal: Journal | None) -> Statistics:
-    """Moments of the unpruned model, and what errors do to its output where widths are weighed by that.
+    """Measure moments of the unpruned model, and effects of errors on its output if widths are weighed by them.
 
     Args:
-        prepared: what to measure for.
-        live: samples.
-        folder: where; it is made.
-        journal: of the run, in which what is done is entered; None where it is not to be gone on with.
+        folder: for the statistics; it is made.
+        journal: of the run, to record finished work in; None if the work is not to be resumed.
     """
     recipe, group = prepared.recipe, process_group()
-    known = group.once(lambda: set[str]() if journal is None else set(journal.units))
+    data: dict[str, Any] = {"device": prepared.device, "compute_dtype": live.compute_dtype, "allocate": live.allocate}
+    done = group.once(lambda: set[str]() if journal is None else set(journal.units))
 
     def make_folder() -> None:
         with disk_failures(folder):
@@ -74,7 +74,7 @@ def measure_first(prepared: Prepared, live: LiveSamples, folder: Path, journal: 
         )
         check_free_space(folder, needed, "statistics need")
 
-    if STATISTICS in known:
+    if STATISTICS in done:
         statistics = Statistics(folder)
     else:
         check_folds(live.samples, live.folds)
@@ -86,45 +86,26 @@ def measure_first(prepared: Prepared, live: LiveSamples, folder: Path, journal: 
             seed=live.seed,
             folds=live.folds,
             collect=recipe.collect,
-            device=prepared.device,
-            compute_dtype=live.compute_dtype,
-            allocate=live.allocate,
+            **data,
             skeleton=None if prepared.stored is None else prepared.stored.skeleton(),
             journal=journal,
         )
-        _done(journal, STATISTICS)
+        _record(journal, STATISTICS)
     if not recipe.weighed_by_effect or prepared.ranked is not None:
         return statistics
+    how = data | {"spaces": list(recipe.spaces)}
     if not statistics.index.fisher:
         # An interrupted pass back has to start at the last block again: the index tells only of the whole.
-        statistics = add_gradients(
-            prepared.model,
-            statistics,
-            live.samples,
-            device=prepared.device,
-            compute_dtype=live.compute_dtype,
-            spaces=list(recipe.spaces),
-            allocate=live.allocate,
-        )
-    if not measured_singly(prepared.model) or EFFECTS in known:
+        statistics = add_gradients(prepared.model, statistics, live.samples, **how)
+    if not measured_singly(prepared.model) or EFFECTS in done:
         return statistics
-    effects = measure_effects(
-        prepared.model,
-        statistics,
-        live.samples,
-        spaces=list(recipe.spaces),
-        device=prepared.device,
-        compute_dtype=live.compute_dtype,
-        allocate=live.allocate,
-        journal=journal,
-    )
+    effects = measure_effects(prepared.model, statistics, live.samples, journal=journal, **how)
     statistics = group.once(lambda: record_effects(statistics, effects))
-    _done(journal, EFFECTS)
+    _record(journal, EFFECTS)
     return statistics
 
 
-def _done(journal: Journal | None, unit: str) -> None:
-    if journal is None:
-        return
-    with disk_failures(journal.folder):
-        journal.record(unit)
+def _record(journal: Journal | None, entry: str) -> None:
+    if journal is not None:
+        with disk_failures(journal.folder):
+            journal.record(entry)

@@ -1,4 +1,4 @@
-"""The engine of recipes with spaces: one block in, its pruned and compensated tensors out. It touches no files."""
+"""Prunes the spaces of one block: its tensors in, its pruned and compensated tensors out. It touches no files."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ from ckpt_prune.common.phases import phase
 from ckpt_prune.job.decisions import Decisions
 from ckpt_prune.job.model_view import fill_biases
 from ckpt_prune.job.plan import SitePlan
+from ckpt_prune.job.step import Tensors
 from ckpt_prune.measure.moment_sources import MomentSource
-from ckpt_prune.measure.moments.inputs import Moments
-from ckpt_prune.measure.moments.kinds import SpaceMoments
+from ckpt_prune.measure.moments.kinds import SpaceMoments, select_input_moments
 from ckpt_prune.model.cuts import list_cuts, positions_among
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import Site, SpaceName, axis_dim
@@ -25,7 +25,8 @@ from ckpt_prune.stages.spaces.solvers import solver_of
 from ckpt_prune.stages.spaces.solvers.base import SolvedSite, Solver
 
 SWEEPS = 2
-"""How often experts that stay are refitted side by side, each to its share of what all of them still lack."""
+"""How often the experts that stay are refitted, each to its share of what all of them still lack."""
+KeptUnits = Mapping[SpaceName, Tensor]
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Pruner:
 
     Args:
         model: the dense model.
-        decisions: what is settled.
+        decisions: how many units stay, and what else is decided for each site.
         biases: linear modules of a block that have a bias in the output container.
         device: where the closed forms are solved, in float64.
         diagnostics: also compute CORP's errors, spectra and held-out errors per site.
@@ -50,55 +51,37 @@ class Pruner:
 
     record = SitePlan
 
-    def block(
-        self, block: int, tensors: Mapping[str, Tensor], source: MomentSource
-    ) -> tuple[dict[str, Tensor], list[SitePlan]]:
-        """Prune one block.
-
-        Args:
-            block: its index.
-            tensors: its on-disk tensors.
-            source: of moments; telling it the result is up to the caller.
+    def block(self, block: int, tensors: Tensors, source: MomentSource) -> tuple[dict[str, Tensor], list[SitePlan]]:
+        """Prune one block; the caller moves `source` on.
 
         Returns:
             The block's new tensors, names and dtypes as before with biases added, and the plan of each site.
-
-        Raises:
-            UserError: a new tensor overflows the checkpoint's dtype.
         """
         current = dict(tensors)
         plans = [each.solved[0] for each in self.sites(block, current, source)]
         kept = {plan.site.space: torch.tensor(plan.kept) for plan in plans if len(plan.kept) < plan.units}
         fill_biases(self.model.family, block, self.biases, current)
         self._pad(block, kept, current)
-        left = self.model.drop_experts(block, current, kept)
-        plans = [self._refit(block, tensors, left, plan, source) for plan in plans]
-        check_overflow(tensors, left)
-        return left, plans
+        pruned = self.model.drop_experts(block, current, kept)
+        plans = [self._refit(tensors, pruned, plan, source) for plan in plans]
+        check_overflow(tensors, pruned)
+        return pruned, plans
 
-    def _refit(
-        self,
-        block: int,
-        dense: Mapping[str, Tensor],
-        tensors: dict[str, Tensor],
-        plan: SitePlan,
-        source: MomentSource,
-    ) -> SitePlan:
-        """Fit what stays of a block to what it lacks, once experts are gone: only then is it known who sees what."""
+    def _refit(self, dense: Tensors, tensors: dict[str, Tensor], plan: SitePlan, source: MomentSource) -> SitePlan:
+        """Fit what stays to what the block lacks. Experts must be gone, since that decides which tokens they get."""
         solver = solver_of(self.model, self.decisions.recipe, plan.site.space, self.device)
         spaces = solver.refitted(len(plan.kept)) if len(plan.kept) < plan.units else []
-        found: list[dict[str, Any]] = []
+        sweeps: list[dict[str, Any]] = []
         for _ in range(SWEEPS if spaces else 0):
             with phase("calibration"):
-                moments = source.measure_shortfall(block, dense, tensors, spaces)
+                moments = source.measure_shortfall(plan.block, dense, tensors, spaces)
             with phase("compensation"):
-                new, figures = process_group().once(partial(solver.refit, block, tensors, moments))
+                new, figures = process_group().once(partial(solver.refit, plan.block, tensors, moments))
             tensors |= {name: tensor.to(tensors[name].dtype) for name, tensor in new.items()}
-            found.append(figures)
-        if not found:
+            sweeps.append(figures)
+        if not sweeps:
             return plan
-        first, last = found[0], found[-1]
-        return plan.model_copy(update={**last, "error_uncompensated": first["error_uncompensated"]})
+        return plan.model_copy(update=sweeps[-1] | {"error_uncompensated": sweeps[0]["error_uncompensated"]})
 
     def sites(
         self, block: int, tensors: dict[str, Tensor], source: MomentSource, others: MomentSource | None = None
@@ -106,43 +89,35 @@ class Pruner:
         """Solve the sites of a block one after the other.
 
         Args:
-            block: its index.
-            tensors: its on-disk tensors, at least those that its sites are solved from; every site leaves them as they
-                are once it is pruned, after it was yielded.
+            tensors: on-disk tensors of the block, at least those that its sites are solved from; they are pruned in
+                place after each site is yielded.
             source: of moments.
             others: of moments on other samples, which nothing is solved from.
         """
         kept: dict[SpaceName, Tensor] = {}
         recipe = self.decisions.recipe
         # The order of the description is the order of computation: q and k, then what they weigh, then the mlp.
-        spaces = [
-            space for space in self.model.family.spaces if space in recipe.spaces and block in self.model.spaced_blocks
-        ]
-        decided = {space: self.decisions.of(self.model, Site(block, space)) for space in spaces}
+        spaces = self.model.family.spaces if block in self.model.spaced_blocks else {}
+        decided = {s: self.decisions.of(self.model, Site(block, s)) for s in spaces if s in recipe.spaces}
         # What stays whole is not measured again: it is most of what a budget leaves of attention.
-        measured = [
-            space for space, own in decided.items() if own.scores is None or own.keep != self.model.units(space)
-        ]
-        stages = {stage[0]: stage for stage in source.group_keys(measured) if stage}
-        found: Mapping[SpaceName, SpaceMoments] = {}
-        for space in spaces:
-            if space in stages:
+        measured = [s for s, own in decided.items() if own.scores is None or own.keep != self.model.units(s)]
+        groups = {group[0]: group for group in source.group_keys(measured) if group}
+        of_group: Mapping[SpaceName, SpaceMoments] = {}
+        for space, decision in decided.items():
+            if space in groups:
                 with phase("calibration"):
-                    found = source.moments(block, tensors, stages[space])
-            model, moments = self._left(space, kept, found.get(space))
+                    of_group = source.moments(block, tensors, groups[space])
+            model, moments = self._behind(space, kept, of_group.get(space))
             solver = solver_of(model, recipe, space, self.device, diagnostics=self.diagnostics)
             # The first of several processes alone has the moments of all samples, and its numbers are everyone's.
             with phase("compensation"):  # in which the solver ranks units first
-                solved = process_group().once(partial(solver.solve, block, tensors, moments, decided[space]))
+                solved = process_group().once(partial(solver.solve, block, tensors, moments, decision))
             if solved[0].units != self.model.site_units(space):
                 solved = self._in_dense(solved[0], kept), solved[1]
-            known = decided[space].plan
-            if known is not None:
-                solved[0].shift = known.shift
-            beside = None
-            if others is not None:
-                _, beside = self._left(space, kept, others.moments(block, tensors, [space]).get(space))
-            yield AtSite(solver, tensors, moments, solved, beside)
+            if decision.plan is not None:
+                solved[0].shift = decision.plan.shift
+            other = None if others is None else others.moments(block, tensors, [space]).get(space)
+            yield AtSite(solver, tensors, moments, solved, self._behind(space, kept, other)[1])
             plan, new = solved
             if new is not None:
                 before = dict(kept)
@@ -150,10 +125,10 @@ class Pruner:
                 self._cut(block, before, kept, tensors, new)
                 self._note(block, kept, tensors)
 
-    def _left(
-        self, space: SpaceName, kept: Mapping[SpaceName, Tensor], moments: SpaceMoments | None
+    def _behind(
+        self, space: SpaceName, kept: KeptUnits, moments: SpaceMoments | None
     ) -> tuple[Model, SpaceMoments | None]:
-        """The model and the moments of a space as earlier spaces have left them on the same consumer."""
+        """Return the model and the moments of a space as earlier spaces of the same consumer have left them."""
         columns = self.model.family.columns
         consumer = columns[space].consumer if space in columns else None
         earlier = [each for each in kept if each in columns and columns[each].consumer == consumer]
@@ -164,13 +139,13 @@ class Pruner:
             return model, moments
         _, lines = self.model.remaining_lines({each: kept[each] for each in earlier})[consumer, axis_dim("columns")]
         # Moments that were taken before are of all inputs.
-        own = (m for m in moments if isinstance(m, Moments))
-        return model, tuple(m.select_inputs(lines) if m.width > len(lines) else m for m in own)
+        inputs = select_input_moments(moments)
+        return model, tuple(m.select_inputs(lines) if m.width > len(lines) else m for m in inputs)
 
-    def _in_dense(self, plan: SitePlan, kept: Mapping[SpaceName, Tensor]) -> SitePlan:
-        """A plan in units of the dense model, where some of those that stand side by side had gone with others before.
+    def _in_dense(self, plan: SitePlan, kept: KeptUnits) -> SitePlan:
+        """Return a plan in units of the dense model, if some units that stand side by side went with others before.
 
-        They are listed like the first ones that are there, with scores of zero: as many stay in each.
+        Those that went are listed like the first ones that are there, with scores of zero: as many stay in each.
         """
         space = self.model.family.spaces[plan.space]
         count, copies = space.count(self.model.dimension), space.copies(self.model.dimension)
@@ -183,28 +158,20 @@ class Pruner:
         new = {"units": count * copies, "kept": stays.flatten().tolist(), "scores": scores.flatten().tolist()}
         return plan.model_copy(update=new)
 
-    def _note(self, block: int, kept: Mapping[SpaceName, Tensor], tensors: dict[str, Tensor]) -> None:
-        """Tell with a block's tensors how wide they are."""
+    def _note(self, block: int, kept: KeptUnits, tensors: dict[str, Tensor]) -> None:
         widths = {space: len(units) // self.model.copies(space) for space, units in kept.items()}
         tensors |= self.model.note_widths(block, tensors, widths)
 
-    def _cut(
-        self,
-        block: int,
-        before: Mapping[SpaceName, Tensor],
-        kept: Mapping[SpaceName, Tensor],
-        tensors: dict[str, Tensor],
-        new: Mapping[str, Tensor],
-    ) -> None:
-        """Drop what goes beyond what had gone before, and enter what compensation has rewritten."""
+    def _cut(self, block: int, before: KeptUnits, kept: KeptUnits, tensors: dict[str, Tensor], new: Tensors) -> None:
+        """Drop lines of a site, besides those that went before, and put in what compensation has rewritten."""
         dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
         earlier = self.model.remaining_lines(before)
         for module, kind, dim, lines in list_cuts(self.model.remaining_lines(kept)):
             name = self.model.tensor(block, module, kind)
             if name in new or name not in tensors or len(lines) == tensors[name].shape[dim]:
                 continue
-            known = earlier.get((module, dim))
-            places = lines if known is None else positions_among(lines, known[1])
+            cut = earlier.get((module, dim))
+            places = lines if cut is None else positions_among(lines, cut[1])
             tensors[name] = tensors[name].index_select(dim, places)
         pairs = self.model.kept_pairs(kept)
         if pairs is not None:
@@ -213,26 +180,26 @@ class Pruner:
             # A bias that is new has the type of its weight.
             tensors[name] = tensor.to(dtypes.get(name, dtypes[f"{name.rpartition('.')[0]}.weight"]))
 
-    def _pad(self, block: int, kept: Mapping[SpaceName, Tensor], tensors: dict[str, Tensor]) -> None:
-        """Put what stayed back in its dense place, with zeros where the dropped units were: nothing they held acts."""
+    def _pad(self, block: int, kept: KeptUnits, tensors: dict[str, Tensor]) -> None:
+        """Put what stayed back in its dense place, with zeros for dropped units: what they held has no effect."""
         if not self.padded & kept.keys():
             return
         if self.padded & self.model.family.rotary_spaces.keys():
             tensors.pop(self.model.pairs_name(block), None)
-        narrow = self.model.remaining_lines({space: units for space, units in kept.items() if space not in self.padded})
+        narrow = {space: units for space, units in kept.items() if space not in self.padded}
+        narrow_lines = self.model.remaining_lines(narrow)
         for module, kind, dim, lines in list_cuts(self.model.remaining_lines(kept)):
             name = self.model.tensor(block, module, kind)
             if name not in tensors:
                 continue
-            known = narrow.get((module, dim))
-            held = self.model.line_numbers(module, dim) if known is None else known[1]
+            cut = narrow_lines.get((module, dim))
+            held = self.model.line_numbers(module, dim) if cut is None else cut[1]
             if len(held) > len(lines):
                 shape = list(tensors[name].shape)
                 shape[dim] = len(held)
-                tensors[name] = (
-                    tensors[name].new_zeros(shape).index_copy_(dim, positions_among(lines, held), tensors[name])
-                )
-        self._note(block, {space: units for space, units in kept.items() if space not in self.padded}, tensors)
+                zeros = tensors[name].new_zeros(shape)
+                tensors[name] = zeros.index_copy_(dim, positions_among(lines, held), tensors[name])
+        self._note(block, narrow, tensors)
 
 
 class AtSite(NamedTuple):
@@ -241,24 +208,20 @@ class AtSite(NamedTuple):
     Attributes:
         solver: of the space, on the model as earlier sites of the block have left it.
         tensors: what it was solved from; they change when the next site is asked for.
-        moments: one for each fold, or None where the recipe needs none.
+        moments: one for each fold, or None if the recipe needs none.
         solved: as `Solver.solve` returns it.
-        others: moments on other samples, where there are any.
+        others: moments on other samples, if there are any.
     """
 
     solver: Solver
-    tensors: Mapping[str, Tensor]
+    tensors: Tensors
     moments: SpaceMoments | None
     solved: SolvedSite
     others: SpaceMoments | None = None
 
 
-def check_overflow(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
-    """Refuse a block whose new tensors do not fit their dtype.
-
-    Raises:
-        UserError: naming the first that does not.
-    """
+def check_overflow(before: Tensors, after: Tensors) -> None:
+    """Refuse a block whose new tensors do not fit their dtype."""
     for name, tensor in after.items():
         if tensor is not before.get(name) and not all_finite(tensor):
             raise UserError(f"{name}: the new tensor does not fit its dtype {tensor.dtype}: use a gentler recipe")

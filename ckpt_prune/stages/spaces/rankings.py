@@ -18,7 +18,7 @@ from ckpt_prune.stages.spaces.solvers.columns import ColumnSolver
 
 
 def standardised_scores(model: Model, recipe: Recipe, source: MomentSource, device: torch.device) -> dict[Site, Tensor]:
-    """FLAP's adaptive metric of every unit."""
+    """Return FLAP's adaptive metric of every unit."""
     scores: dict[Site, Tensor] = {}
     for block in track(model.spaced_blocks, "ranking", total=len(model.spaced_blocks)):
         moments = source.moments(block, {}, list(recipe.spaces))
@@ -34,27 +34,24 @@ def standardised_scores(model: Model, recipe: Recipe, source: MomentSource, devi
 
 
 def ranked(model: Model, recipe: Recipe, scores: Mapping[Site, Tensor]) -> dict[Site, Tensor]:
-    """Units that stay under FLAP's ranking over layers, or over layers and spaces, at the recipe's ratio.
+    """Return the units that stay under FLAP's ranking over layers, or over layers and spaces, at the recipe's ratio.
 
-    Args:
-        model: the dense model.
-        recipe: with such an allocation.
-        scores: of `standardised_scores`.
+    `scores` are those of `standardised_scores`.
     """
     if recipe.allocation == "across-layers":
         kept: dict[Site, Tensor] = {}
         for space in recipe.spaces:
-            own = {site: s for site, s in scores.items() if site.space == space}
-            units = sum(s.numel() for s in own.values())
-            kept |= select_ranked(own, {space: 1.0}, (1 - recipe.ratio_of(space)) * units)
+            of_space = {site: s for site, s in scores.items() if site.space == space}
+            units = sum(s.numel() for s in of_space.values())
+            kept |= select_ranked(of_space, {space: 1.0}, (1 - recipe.ratio_of(space)) * units)
         return kept
     costs: dict[SpaceName, float] = {space: float(model.unit_weights(space)) for space in recipe.spaces}
     code = recipe.allocation == "across-layers-and-spaces-code"
     if code:
         # An integer tensor holds what a head weighs there: 170 of 512/3 columns in LLaMA-7B.
         least = min(costs.values())
-        costs = {space: float(int(own / least)) for space, own in costs.items()}
+        costs = {space: float(int(cost / least)) for space, cost in costs.items()}
     budget = 0.0
-    for site, own_scores in scores.items():
-        budget += own_scores.numel() * costs[site.space] * (1 - recipe.ratio_of(site.space))
+    for site, of_site in scores.items():
+        budget += of_site.numel() * costs[site.space] * (1 - recipe.ratio_of(site.space))
     return select_ranked(scores, costs, budget, below_cut=code)

@@ -1,4 +1,4 @@
-"""Counts of units and the ratios that give them: which widths exist, and what is beside what a ratio reaches."""
+"""Ratios and the counts of units that they leave: which widths exist, and how far a ratio misses."""
 
 from dataclasses import dataclass
 
@@ -7,27 +7,20 @@ from ckpt_prune.job.selection import units_kept
 from ckpt_prune.model.spaces import Rounding
 
 FAR = 0.1
-"""A share that is reached counts as another than the one asked for when it differs by more than this part of that."""
+"""A share that is reached counts as another one if it differs from the requested share by more than this part of it."""
 _DIGITS = 12
 
 
 def allowed_widths(units: int, multiple_of: int = 1) -> list[int]:
-    """Widths that a space of so many units may have, ascending: the multiples, and the full width."""
+    """Return the widths that a space of so many units may have, ascending: the multiples, and the full width."""
     multiples = list(range(multiple_of, units + 1, multiple_of))
     return multiples if multiples and multiples[-1] == units else [*multiples, units]
 
 
 def ratio_for(units: int, kept: int, rounding: Rounding, multiple_of: int = 1) -> float:
-    """The shortest ratio of two digits or more that leaves exactly `kept` units.
+    """Return the shortest ratio of two digits or more that leaves exactly `kept` units, one of `allowed_widths`.
 
-    Args:
-        units: of the dense space.
-        kept: one of `allowed_widths`.
-        rounding: as in `selection.units_kept`.
-        multiple_of: as there.
-
-    Raises:
-        ValueError: no ratio leaves that many.
+    `rounding` and `multiple_of` are as in `selection.units_kept`. ValueError if no ratio leaves that many.
     """
     share = (units - kept) / units
     for digits in range(2, _DIGITS + 1):
@@ -53,7 +46,7 @@ class Gap:
     Attributes:
         asked: share of units to drop.
         dropped: units that go.
-        other: units that go at the next size on the other side of the ratio; None where there is none.
+        other: units that go at the next size on the other side of the ratio; None if there is none.
         ratio: the shortest that drops `other`.
     """
 
@@ -64,23 +57,19 @@ class Gap:
 
 
 def is_far(asked: float, dropped: float) -> bool:
-    """Whether the share that goes is another than the one asked for: by more than `FAR` of that."""
+    """Return True if the share that goes differs from the requested one by more than `FAR` of it."""
     return abs(dropped - asked) > FAR * asked
 
 
 def gap(units: int, asked: float, rounding: Rounding, multiple_of: int = 1) -> Gap | None:
-    """What is reached where that is far from a ratio, and what is beside it; None where it is near.
-
-    Far is more than `FAR` of the ratio that was asked for.
-    """
+    """Return what is reached, and the next size beside it, if that is far from a ratio; None if it is near."""
     kept = units_kept(units, asked, rounding, multiple_of)
     dropped = units - kept
-    off = dropped / units - asked
     if not is_far(asked, dropped / units):
         return None
     allowed = allowed_widths(units, multiple_of)
-    beside = allowed.index(kept) + (1 if off > 0 else -1)
-    if not 0 <= beside < len(allowed):
+    index = allowed.index(kept) + (1 if dropped / units > asked else -1)
+    if not 0 <= index < len(allowed):
         return Gap(asked, dropped, None, None)
-    other = allowed[beside]
+    other = allowed[index]
     return Gap(asked, dropped, units - other, ratio_for(units, other, rounding, multiple_of))

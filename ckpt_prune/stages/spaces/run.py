@@ -19,15 +19,11 @@ from ckpt_prune.stages.spaces.stage import Spaces
 from ckpt_prune.stages.spaces.widths import decide, ranking_of
 
 _MOST_NLL = 700.0
-"""The exponential of more is not finite."""
+"""The exponential of a larger number is not finite."""
 
 
 def choose_widths(prepared: Prepared) -> Prepared:
-    """Decide how many units of every site stay, if that is known before anything else is measured.
-
-    Raises:
-        UserError: a size that no widths reach, or an output that no container can hold.
-    """
+    """Decide how many units of every site stay, if that is known before anything else is measured."""
     if prepared.decided is not None:
         return plan_output(prepared)
     ranking = ranking_of(prepared)
@@ -41,16 +37,8 @@ def choose_widths(prepared: Prepared) -> Prepared:
 
 
 def pruner_of(prepared: Prepared) -> Pruner:
-    """Return what prunes the spaces of a block."""
-    container = prepared.output.container
-    return Pruner(
-        prepared.model,
-        prepared.decisions,
-        container.biases,
-        prepared.device,
-        diagnostics=prepared.diagnostics,
-        padded=container.padded,
-    )
+    container, diagnostics = prepared.output.container, prepared.diagnostics
+    return Pruner(prepared.model, prepared.decisions, container.biases, prepared.device, diagnostics, container.padded)
 
 
 def choose_strength(prepared: Prepared, run: Run) -> Prepared:
@@ -62,9 +50,8 @@ def choose_strength(prepared: Prepared, run: Run) -> Prepared:
         with run.stages.stage("lambda search"):
             return search_strength(prepared)
 
-    search_record = run.remember("search", StrengthSearch, search)
-    run.done["search"] = search_record
-    return prepared.with_strength(search_record.chosen)
+    run.done["search"] = record = run.remember("search", StrengthSearch, search)
+    return prepared.with_strength(record.chosen)
 
 
 def search_strength(prepared: Prepared) -> StrengthSearch:
@@ -72,10 +59,7 @@ def search_strength(prepared: Prepared) -> StrengthSearch:
 
     The model is pruned once per value, block by block, and nothing is written. Of equal values the larger one is
     chosen, which stays nearer to the kept weights. A perplexity that is not finite is never chosen, and is None in the
-    result.
-
-    Raises:
-        UserError: no value of the grid gives a finite perplexity.
+    result; if none is finite, that is refused.
     """
     grid = prepared.recipe.perplexity_grid
     assert grid is not None
@@ -96,5 +80,5 @@ def search_strength(prepared: Prepared) -> StrengthSearch:
             f"no lambda of the grid ({tried}) gives a finite perplexity on the calibration text: "
             "drop less, or try other values with lambda_grid"
         )
-    chosen = min(finite, key=lambda value: (finite[value], -value))
-    return StrengthSearch(chosen=chosen, perplexity={f"{value:g}": found for value, found in perplexities.items()})
+    chosen = min(finite, key=lambda strength: (finite[strength], -strength))
+    return StrengthSearch(chosen=chosen, perplexity={f"{strength:g}": ppl for strength, ppl in perplexities.items()})

@@ -1,4 +1,4 @@
-"""Meeting a size with one ratio: the least that reaches it, and the finest space as near to it as it goes."""
+"""Ratios that reach a size: one for all spaces, and another for the finest space to come nearer to it."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
@@ -23,24 +23,24 @@ from ckpt_prune.stages.spaces.rankings import ranked
 from ckpt_prune.stages.spaces.ratio_gaps import allowed_widths, ratio_for
 
 ROUNDS = 5
-"""How often a budget is lowered by what the container adds to it, which is biases of a few blocks."""
+"""How often a budget is lowered by what the container adds: biases of a few blocks."""
 _RATIO_STEPS = 10_000
-"""Ratios that are tried for a size: multiples of one in so many."""
+"""Ratios that are tried are multiples of one in so many."""
 
-Crossed = Crossing[SpaceName]
+CrossedSpaces = Crossing[SpaceName]
 """Spaces of a block that cross (`spaces.COUPLED`)."""
 Ranking = Mapping[Site, Tensor]
 """Standardised scores of every unit (`rankings.standardised_scores`)."""
 
 
 @dataclass(frozen=True)
-class _Reached:
-    """What meets a budget.
+class _Fit:
+    """Ratios that keep to a budget.
 
     Attributes:
-        recipe: with the ratios that do.
-        widths: that these give.
-        larger: the widths of the next larger size; None where nothing is dropped.
+        recipe: with these ratios.
+        widths: that they give.
+        larger: the widths of the next larger size; None if nothing is dropped.
         moved: units that the finest space keeps more or fewer than the one ratio says.
     """
 
@@ -51,19 +51,12 @@ class _Reached:
 
 
 def at_size(prepared: Prepared, ranking: Ranking | None = None) -> Prepared:
-    """The request with ratios in place of its recipe's size, which they meet from above.
+    """Return the state with ratios in place of its recipe's size, which they reach from above.
 
-    It is the least ratio that reaches the size, in steps of 1e-4. Where blocks are ranked in one list, that is all.
-    Elsewhere a coarse space (three KV groups) may jump past the size at that ratio. So the space whose units are the
-    smallest makes up for the difference: it loses more where the jump is not taken, or less where it is, whichever
-    moves it less from the one ratio.
-
-    Args:
-        prepared: as it was asked for.
-        ranking: of `budgets.ranking_of`.
-
-    Raises:
-        UserError: no ratio reaches it.
+    One ratio for all spaces is the least that reaches the size, in steps of 1e-4. If blocks are ranked in one list
+    (`widths.ranking_of`), that is all. Else a coarse space (three KV groups) may jump past the size at that ratio. Then
+    the space with the smallest units makes up for the difference: it loses more without the jump, or less with it,
+    whichever moves it less from the one ratio.
     """
     recipe, model = prepared.recipe, prepared.model
     if recipe.size is None or recipe.allocation == "least-error" or prepared.plan is not None:
@@ -77,11 +70,12 @@ def at_size(prepared: Prepared, ranking: Ranking | None = None) -> Prepared:
 
     def widths(step: int) -> Widths:
         tried = at(step)
-        found = Decisions(tried) if ranking is None else kept_units(model, tried, ranked(model, tried, ranking))
-        return found.widths(model)
+        if ranking is None:
+            return Decisions(tried).widths(model)
+        return kept_units(model, tried, ranked(model, tried, ranking)).widths(model)
 
-    def cost(found: Widths) -> int:
-        return size_at(prepared, kind, found)
+    def cost(at_widths: Widths) -> int:
+        return size_at(prepared, kind, at_widths)
 
     most, budget = _largest_step(prepared), limit
     least = cost(widths(most))
@@ -89,29 +83,21 @@ def at_size(prepared: Prepared, ranking: Ranking | None = None) -> Prepared:
         if least > budget:
             raise UserError(unreachable(prepared, least) if budget == limit else taken_up(prepared))
         step = bisect_left(range(most), True, key=lambda tried: cost(widths(tried)) <= budget)
-        reached = _Reached(at(step), widths(step), widths(step - 1) if step else None)
-        if ranking is None and step:
-            reached = _made_up(prepared, [at(step - 1), at(step)], kind, budget) or reached
-        # What the container adds is known only where it is chosen: elsewhere no class might have the shape.
-        whole = output_size(prepared, kind, reached.widths)
-        if whole <= limit:
-            larger = None if reached.larger is None else cost(reached.larger) + whole - cost(reached.widths)
-            return replace(prepared, recipe=reached.recipe, unsized=recipe, larger=larger)
-        budget = min(budget - 1, limit - (whole - cost(reached.widths)))
+        fit = _Fit(at(step), widths(step), widths(step - 1) if step else None)
+        if ranking is None and step and (space := _finest_space(prepared, kind)) is not None:
+            fits = [_fill(prepared, tried, space, kind, budget) for tried in (at(step - 1), at(step))]
+            fit = min((each for each in fits if each is not None), key=lambda each: each.moved, default=fit)
+        # What the container adds is known only once it is chosen: no class might have another shape.
+        size = output_size(prepared, kind, fit.widths)
+        if size <= limit:
+            larger = None if fit.larger is None else cost(fit.larger) + size - cost(fit.widths)
+            return replace(prepared, recipe=fit.recipe, unsized=recipe, larger=larger)
+        budget = min(budget - 1, limit - (size - cost(fit.widths)))
     raise UserError(taken_up(prepared))
 
 
-def _made_up(prepared: Prepared, tried: list[Recipe], kind: SizeKind, budget: float) -> _Reached | None:
-    """The recipe whose finest space moves least from its ratio to be just within the budget; None where none can."""
-    space = _finest(prepared, kind)
-    if space is None:
-        return None
-    found = [reached for recipe in tried if (reached := _filled(prepared, recipe, space, kind, budget))]
-    return min(found, key=lambda reached: reached.moved, default=None)
-
-
-def _filled(prepared: Prepared, recipe: Recipe, space: SpaceName, kind: SizeKind, budget: float) -> _Reached | None:
-    """A recipe with one space as wide as the budget lets it be, the others as they are."""
+def _fill(prepared: Prepared, recipe: Recipe, space: SpaceName, kind: SizeKind, budget: float) -> _Fit | None:
+    """Return a recipe with one space as wide as the budget allows and the others as they are; None if none fits."""
     model = prepared.model
     given, pruned = Decisions(recipe).widths(model), recipe.blocks(model.blocks)
     base = given[max(pruned.start, model.spaced_blocks.start)]
@@ -124,8 +110,8 @@ def _filled(prepared: Prepared, recipe: Recipe, space: SpaceName, kind: SizeKind
     ]
 
     def widths(width: int) -> Widths:
-        own = dict.fromkeys(alike, width)
-        return [{**kept, **own} if block in pruned and kept else kept for block, kept in enumerate(given)]
+        changed = dict.fromkeys(alike, width)
+        return [{**kept, **changed} if block in pruned and kept else kept for block, kept in enumerate(given)]
 
     fitting = bisect_right(allowed, budget, key=lambda width: size_at(prepared, kind, widths(width)))
     if not fitting:
@@ -136,22 +122,22 @@ def _filled(prepared: Prepared, recipe: Recipe, space: SpaceName, kind: SizeKind
         ratio = ratio_for(model.units(space), width, rounding_of(model, recipe, space), multiple)
         for name in alike:
             recipe = recipe.with_own_ratio(name, ratio)
-    return _Reached(recipe, widths(width), larger, abs(width - base[space]))
+    return _Fit(recipe, widths(width), larger, abs(width - base[space]))
 
 
-def _finest(prepared: Prepared, kind: SizeKind) -> SpaceName | None:
-    """The space whose width can change in the smallest steps; None where no width can."""
+def _finest_space(prepared: Prepared, kind: SizeKind) -> SpaceName | None:
+    """Return the space whose width can change in the smallest steps; None if no width can."""
     model, recipe = prepared.model, prepared.recipe
-    steps = {
-        space: cost * min(multiple_of(model, recipe, space), model.units(space))
-        for space, cost in unit_costs(prepared, kind).items()
-        if len(allowed_widths(model.units(space), multiple_of(model, recipe, space))) > 1
-    }
+    steps: dict[SpaceName, float] = {}
+    for space, cost in unit_costs(prepared, kind).items():
+        units, multiple = model.units(space), multiple_of(model, recipe, space)
+        if len(allowed_widths(units, multiple)) > 1:
+            steps[space] = cost * min(multiple, units)
     return min(steps, key=lambda space: steps[space], default=None)
 
 
 def _largest_step(prepared: Prepared) -> int:
-    """The largest ratio that leaves a unit of every space."""
+    """Return the largest ratio that leaves a unit of every space, in steps."""
 
     def empties(step: int) -> bool:
         tried = prepared.recipe.with_ratio(step / _RATIO_STEPS)
@@ -164,20 +150,16 @@ def _largest_step(prepared: Prepared) -> int:
 
 
 def check_reachable(prepared: Prepared) -> None:
-    """Refuse a size that no widths reach, before anything is measured.
-
-    Raises:
-        UserError: with the least size there is.
-    """
+    """Refuse a size that no widths reach, before anything is measured."""
     recipe = prepared.recipe
-    if recipe.size is None or recipe.allocation != "least-error" or recipe.changes_model:
-        return  # what spaces can reach once blocks or dimensions are gone is looked at then
-    if not is_reachable(prepared):
+    # What spaces can reach once blocks or dimensions are gone is checked then.
+    looked_at = recipe.size is not None and recipe.allocation == "least-error" and not recipe.changes_model
+    if looked_at and not is_reachable(prepared):
         raise UserError(unreachable(prepared, _least_size(prepared)))
 
 
 def is_reachable(prepared: Prepared) -> bool:
-    """Whether some widths of the spaces of a recipe with a size reach it."""
+    """Return True if some widths of the spaces reach the recipe's size."""
     return _least_size(prepared) <= limit_of(prepared)
 
 
@@ -189,13 +171,12 @@ def _least_size(prepared: Prepared) -> int:
 
 
 def unreachable(prepared: Prepared, least: float) -> str:
-    """What to say of a size below the least there is."""
+    """Return the message for a size below the least that can be reached."""
     size = prepared.recipe.size
     assert size is not None
     dense = dense_size(prepared.whole, size.kind)
-    parts = ["blocks"] if prepared.depth is not None else []
-    parts += ["stream"] if prepared.hidden is not None else []
-    what = " and ".join([*([", ".join(parts)] if parts else []), "spaces"])
+    parts = ["blocks"] * (prepared.depth is not None) + ["stream"] * (prepared.hidden is not None)
+    what = " and ".join(filter(None, [", ".join(parts), "spaces"]))
     return (
         f"{size.words}: out of reach of recipe {prepared.recipe.name}, whose {what} leave "
         f"{size_words(size.kind, least)} at the least, of {size_words(size.kind, dense)}{size.share_meant}"
@@ -203,111 +184,111 @@ def unreachable(prepared: Prepared, least: float) -> str:
 
 
 def taken_up(prepared: Prepared) -> str:
-    """What to say where a container's biases are more than what is saved."""
+    """Return the message for a container whose biases take up what is saved."""
     assert prepared.recipe.size is not None
     return f"{prepared.recipe.size.words} cannot be met: the biases that the container needs take up what is saved"
 
 
 def unit_costs(prepared: Prepared, kind: SizeKind) -> dict[SpaceName, float]:
-    """What one unit of a space costs in one block: all sizes are linear in the widths of a block."""
+    """Return the cost of one unit of each space in one block: all sizes are linear in the widths of a block."""
     model = prepared.model
     units = {space: model.units(space) for space in prepared.recipe.spaces}
-    found: dict[SpaceName, float] = {}
+    costs: dict[SpaceName, float] = {}
     whole = dense_size(prepared, kind)
     for space in units:
         first = next(name for name in units if recipe_space(name) == recipe_space(space))
         if first != space:
-            found[space] = found[first]  # one expert is as large as the next
+            costs[space] = costs[first]  # one expert is as large as the next
             continue
         if units[space] == 1:
-            found[space] = 1.0  # it stays whatever it costs
+            costs[space] = 1.0  # it stays whatever it costs
             continue
-        widths = [dict(units) for _ in range(model.blocks)]
-        widths[model.spaced_blocks.start][space] -= 1
-        found[space] = float(whole - size_at(prepared, kind, widths))
-    return found
+        costs[space] = float(whole - _size_without(prepared, kind, [space]))
+    return costs
 
 
-def crossed_spaces(prepared: Prepared, kind: SizeKind) -> list[Crossed]:
-    """Which of a recipe's spaces cross, and what units of them have in common, in one block."""
+def _size_without(prepared: Prepared, kind: SizeKind, spaces: Sequence[SpaceName]) -> int:
+    """Return the size without one unit of each of these spaces in one block."""
+    units = {space: prepared.model.units(space) for space in prepared.recipe.spaces}
+    widths = [dict(units) for _ in range(prepared.model.blocks)]
+    for space in spaces:
+        widths[prepared.model.spaced_blocks.start][space] -= 1
+    return size_at(prepared, kind, widths)
+
+
+def crossed_spaces(prepared: Prepared, kind: SizeKind) -> list[CrossedSpaces]:
     units = {space: prepared.model.units(space) for space in prepared.recipe.spaces}
     pairs = [pair for pair in COUPLED if all(units.get(space, 1) > 1 for space in pair)]
-    found: list[Crossed] = []
+    crossed: list[CrossedSpaces] = []
     while pairs:
         linked = set(pairs[0])
         for _ in pairs:
             linked |= {space for pair in pairs if linked & set(pair) for space in pair}
         inside = [pair for pair in pairs if linked & set(pair)]
         pairs = [pair for pair in pairs if pair not in inside]
-        found.append(Crossing(inside, _in_common(prepared, kind, [space for space in units if space in linked])))
-    return found
+        crossed.append(Crossing(inside, _in_common(prepared, kind, [space for space in units if space in linked])))
+    return crossed
 
 
 def _in_common(prepared: Prepared, kind: SizeKind, spaces: Sequence[SpaceName]) -> dict[tuple[SpaceName, ...], float]:
-    """Two spaces or more → what lies in one unit of each in one block, by inclusion and exclusion."""
-    model = prepared.model
-    units = {space: model.units(space) for space in prepared.recipe.spaces}
+    """Return two spaces or more → what one unit of each has in common in one block, by inclusion and exclusion."""
     whole = dense_size(prepared, kind)
-    known: dict[tuple[SpaceName, ...], float] = {}
+    common: dict[tuple[SpaceName, ...], float] = {}
     for size in range(1, len(spaces) + 1):
-        for own in combinations(spaces, size):
-            widths = [dict(units) for _ in range(model.blocks)]
-            for space in own:
-                widths[model.spaced_blocks.start][space] -= 1
-            gone = whole - size_at(prepared, kind, widths)
-            parts = (part for less in range(1, size) for part in combinations(own, less))
-            rest = gone - sum((-1) ** (len(part) + 1) * known[part] for part in parts)
-            known[own] = (-1) ** (size + 1) * rest
-    return {own: common for own, common in known.items() if len(own) > 1 and common}
+        for subset in combinations(spaces, size):
+            saved = whole - _size_without(prepared, kind, subset)
+            parts = (part for less in range(1, size) for part in combinations(subset, less))
+            remainder = saved - sum((-1) ** (len(part) + 1) * common[part] for part in parts)
+            common[subset] = (-1) ** (size + 1) * remainder
+    return {subset: value for subset, value in common.items() if len(subset) > 1 and value}
 
 
 def limit_of(prepared: Prepared) -> int:
-    """The size to keep to, of the recipe's kind. A share is of the model with all its blocks."""
+    """Return the size to keep to, of the recipe's kind. A share is of the model with all its blocks."""
     size = prepared.recipe.size
     assert size is not None
     return size.of(dense_size(prepared.whole, size.kind))
 
 
 def at_own_size(prepared: Prepared) -> Prepared:
-    """The request with a size in place of a ratio: the parameters that one ratio leaves of all spaces."""
+    """Return the state with a size in place of a ratio: the parameters that one ratio leaves of all spaces."""
     recipe = prepared.recipe
     if recipe.size is not None:
         return prepared
     plain = replace(prepared, recipe=recipe.spaces_alone.at_one_ratio)
-    left = size_at(plain, "params", Decisions(plain.recipe).widths(prepared.model))
-    return replace(prepared, recipe=recipe.with_size(TargetSize.model_validate({"params": left})))
+    size = size_at(plain, "params", Decisions(plain.recipe).widths(prepared.model))
+    return replace(prepared, recipe=recipe.with_size(TargetSize.model_validate({"params": size})))
 
 
 def dense_size(prepared: Prepared, kind: SizeKind) -> int:
-    """The size of a request's own model before anything goes."""
+    """Return the size of the state's model before any units go."""
     if kind == "latency":
         return _latencies(prepared).of(prepared.model.blocks)
     return cost_in(kind, cost_of(prepared.model))
 
 
 def size_at(prepared: Prepared, kind: SizeKind, widths: Widths) -> int:
-    """The size at some widths, before the container adds biases."""
+    """Return the size at some widths, before the container adds biases."""
     if kind == "latency":
         return _latencies(prepared).at(prepared.model.units, widths)
     return cost_in(kind, cost_of(prepared.model, prepared.model.shapes_at(widths)))
 
 
 def output_size(prepared: Prepared, kind: SizeKind, widths: Widths) -> int:
-    """The size of the output at some widths; biases take no time that a table of a machine could tell."""
+    """Return the size of the output at some widths. Biases take no time that a table of a machine could show."""
     output = output_at(prepared, widths)
     return size_at(prepared, kind, widths) if kind == "latency" else cost_in(kind, output.cost)
 
 
 def time_in_stream(prepared: Prepared, kept: int) -> int:
-    """What a request's own model takes in a residual stream of so many dimensions, before anything else goes."""
+    """Return the time of the state's model with a residual stream of so many dimensions, before anything else goes."""
     assert prepared.job.latencies is not None
     return prepared.job.latencies.narrowed(kept).of(prepared.model.blocks)
 
 
 def _latencies(prepared: Prepared) -> Latencies:
-    """The table of this machine at the width that a request's residual stream has."""
-    assert prepared.job.latencies is not None
-    if prepared.job.latencies.stream is None:
-        return prepared.job.latencies
+    """Return the table of this machine for the state's residual stream."""
+    latencies = prepared.job.latencies
+    assert latencies is not None
     sliced = prepared.basis if isinstance(prepared.basis, SlicedCheckpoint) else None
-    return prepared.job.latencies.narrowed(prepared.model.dimension("hidden") if sliced is None else sliced.kept)
+    return latencies.narrowed(prepared.model.dimension("hidden") if sliced is None else sliced.kept)

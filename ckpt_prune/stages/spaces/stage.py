@@ -1,4 +1,4 @@
-"""The stage `spaces`: units of spaces go in every block, and what stays makes up for them in closed form.
+"""The stage `spaces`: drops units of spaces in every block, and makes up for them in closed form.
 
 Its keys stand at the top of a recipe (`job.recipe`).
 """
@@ -26,21 +26,17 @@ class Spaces(Stage):
 
     @classmethod
     def pick(cls, recipe: Recipe) -> "Spaces | None":
-        """Return the stage if the recipe has spaces."""
         return cls() if recipe.spaces else None
 
     def check_recipe(self, recipe: Recipe) -> None:
-        """Refuse scores and compensations that a space does not have, and keys that contradict each other."""
         for space, own in recipe.spaces.items():
-            kind = kind_of(space)
+            kind, method = kind_of(space), own.compensation.method
             if own.score not in kind.scores:
                 allowed = ", ".join(kind.scores)
                 raise ValueError(f"spaces.{space}: score {own.score} does not rank its units; allowed here: {allowed}")
-            if own.compensation.method not in kind.methods:
+            if method not in kind.methods:
                 allowed = ", ".join(kind.methods)
-                raise ValueError(
-                    f"spaces.{space}: method {own.compensation.method} is not for this space; allowed here: {allowed}"
-                )
+                raise ValueError(f"spaces.{space}: method {method} is not for this space; allowed here: {allowed}")
             if kind.needs_taylor(recipe.settings_of(space)) and recipe.target != "dense":
                 raise ValueError(
                     f"spaces.{space}: score {own.score} is measured on the unpruned model, with a pass back through "
@@ -113,28 +109,23 @@ class Spaces(Stage):
             raise ValueError("lambda_by: perplexity chooses one value for the model: grids and units must agree")
 
     def needs_moments(self, recipe: Recipe) -> bool:
-        """Return True if a score, a compensation or the allocation needs statistics."""
         if recipe.allocation == "least-error":
             return True
         return any(kind_of(space).needs_moments(recipe.settings_of(space)) for space in recipe.spaces)
 
     def needs_folds(self, recipe: Recipe) -> bool:
-        """Return True if a compensation is chosen on held-out folds."""
         return any(own.compensation.by_folds for own in recipe.spaces.values())
 
     def collects(self, recipe: Recipe) -> set[Collect]:
-        """Return what scores, compensations and the allocation are computed from."""
         needed: set[Collect] = {"fisher"} if recipe.weighed_by_effect else set()
         for space in recipe.spaces:
             needed |= kind_of(space).collects(recipe.settings_of(space))
         return needed
 
     def needs_samples(self, recipe: Recipe) -> bool:
-        """Return True if a strength or experts are fitted behind pruned blocks."""
         return bool(recipe.perplexity_grid) or recipe.refits_experts
 
     def needs_text(self, recipe: Recipe) -> bool:
-        """Return True if scores, spaces or strengths are for language models alone."""
         return (
             bool({"taylor", "rotary"} & self.collects(recipe))
             or "experts" in recipe.spaces
@@ -142,75 +133,63 @@ class Spaces(Stage):
         )
 
     def needs_own_code(self, recipe: Recipe) -> bool:
-        """Return True if blocks differ in width, or no class has fewer units of a space."""
         return recipe.widths == "per_layer" or (
             recipe.container != "padded" and any(not kind_of(space).stock for space in recipe.spaces)
         )
 
     def measures_prefix(self, recipe: Recipe) -> bool:
-        """Return True: blocks may be measured behind pruned ones."""
         return True
 
     def measures_dense(self, recipe: Recipe) -> bool:
-        """Return True if the least error of all blocks decides the widths."""
         return self.decides_widths(recipe)
 
     def decides_widths(self, recipe: Recipe) -> bool:
-        """Return True if widths are those of the least error."""
         return recipe.allocation == "least-error"
 
     # ---- work ------------------------------------------------------------------------------------------------
 
     def check(self, prepared: "Prepared") -> None:
-        """Refuse spaces, statistics or a plan that do not suit the model."""
         from ckpt_prune.stages.spaces.checks import check_sites
 
         check_sites(prepared)
 
     def check_data(self, prepared: "Prepared") -> None:
-        """Refuse data that cannot decide what the recipe leaves to it."""
         from ckpt_prune.stages.spaces.checks import check_measured
 
         check_measured(prepared)
 
     def preview(self, prepared: "Prepared") -> "Prepared":
-        """Decide how many units stay; one ratio everywhere stands for widths that measuring finds."""
+        """Decide how many units stay; one ratio everywhere stands for widths that measuring will choose."""
         from ckpt_prune.stages.spaces.measure_dense import preview_choice
         from ckpt_prune.stages.spaces.run import choose_widths
 
         return preview_choice(prepared, choose_widths)
 
     def run(self, prepared: "Prepared", run: "Run") -> "Prepared":
-        """Measure the dense model if that is needed, and decide how many units stay."""
         from ckpt_prune.stages.spaces.measure_dense import measure_and_choose
         from ckpt_prune.stages.spaces.run import choose_widths
 
         return measure_and_choose(prepared, run, choose_widths)
 
     def before_blocks(self, prepared: "Prepared", run: "Run") -> "Prepared":
-        """Choose the strength of fits by the perplexity of the pruned model, if the recipe says so."""
         from ckpt_prune.stages.spaces.run import choose_strength
 
         return choose_strength(prepared, run)
 
     def pruner(self, prepared: "Prepared") -> "BlockPruner":
-        """Return what prunes the spaces of a block."""
         from ckpt_prune.stages.spaces.run import pruner_of
 
         return pruner_of(prepared)
 
     def grams(self, prepared: "Prepared") -> dict[str, bool]:
-        """Return which spaces need Grams, or Grams of centred keys, measured live."""
         return {space: prepared.recipe.measures_more(space) for space in prepared.recipe.spaces}
 
     def step(self, prepared: "Prepared", run: "Run") -> "Step":
-        """Return what prunes a block."""
         from ckpt_prune.stages.moments import prune_step
 
         return prune_step(self, prepared)
 
     def report(self, prepared: "Prepared", records: Sequence[Any], run: "Run") -> dict[str, Any]:
-        """Return what became of every site, and how the strength was chosen."""
         from ckpt_prune.job.records import SiteRecord
 
         sites = [SiteRecord.model_validate(record.model_dump(exclude={"scores"})) for record in records]

@@ -13,15 +13,15 @@ from ckpt_prune.job.decisions import Decision, Decisions, Losses, kept_units, mu
 from ckpt_prune.job.prepared import Prepared, RankedUnits
 from ckpt_prune.job.sizes import SizeKind
 from ckpt_prune.job.space_kinds import CANDIDATES, CHOSEN, kind_of
-from ckpt_prune.measure.moment_sources import CachedMoments, MomentSource, NoMoments
+from ckpt_prune.measure.moment_sources import CachedMoments, NoMoments
 from ckpt_prune.measure.statistics.folder import Statistics
-from ckpt_prune.model.spaces import Site, SpaceName, recipe_space
+from ckpt_prune.model.spaces import Site, recipe_space
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.stages.spaces.budget import BudgetError, Crossing, Curve, least_error, merged, total_error
 from ckpt_prune.stages.spaces.rankings import ranked, standardised_scores
 from ckpt_prune.stages.spaces.size_search import (
     ROUNDS,
-    Crossed,
+    CrossedSpaces,
     Ranking,
     crossed_spaces,
     dense_size,
@@ -33,58 +33,50 @@ from ckpt_prune.stages.spaces.size_search import (
 )
 from ckpt_prune.stages.spaces.solvers import solver_of
 
+SiteRanking = Mapping[Site, Sequence[RankedUnits]]
+"""Site → its units by every score that may rank them."""
+
 
 def ranking_of(prepared: Prepared) -> Ranking | None:
-    """What a recipe that ranks blocks ranks them by, where it can be told; None for other recipes.
+    """Return the scores of a recipe that ranks all blocks in one list, if they are known; None for other recipes.
 
-    Scores do not depend on the ratio: `sizing.at_size` and `decide` share one ranking.
+    Scores do not depend on the ratio: `size_search.at_size` and `decide` share one ranking.
     """
-    if not prepared.recipe.ranks_blocks or prepared.plan is not None or not prepared.widths_known:
+    recipe, model = prepared.recipe, prepared.model
+    if not recipe.ranks_blocks or prepared.plan is not None or not prepared.widths_known:
         return None
-    return standardised_scores(prepared.model, prepared.recipe, _dense_cache(prepared), prepared.device)
+    if not recipe.needs_moments:
+        return standardised_scores(model, recipe, NoMoments(), prepared.device)
+    assert prepared.statistics is not None
+    return standardised_scores(model, recipe, CachedMoments(prepared.statistics, model), prepared.device)
 
 
 def decide(prepared: Prepared, ranking: Ranking | None = None) -> Decisions:
-    """What a recipe settles before the first block.
-
-    Args:
-        prepared: without a plan.
-        ranking: of `ranking_of`.
-
-    Raises:
-        UserError: a size that no widths reach, or statistics that lack what widths are found from.
-    """
-    recipe = prepared.recipe
+    """Return the decisions of a recipe before the first block; there is no plan. `ranking` is that of `ranking_of`."""
+    recipe, model = prepared.recipe, prepared.model
     if recipe.allocation == "least-error":
-        return _least_error(prepared)
+        return _decide_by_errors(prepared)
     if recipe.size is not None:
         raise ValueError("a size is turned into a ratio by at_size before anything else")
     if recipe.allocation == "uniform":
-        by_ratio, known = Decisions(recipe), prepared.ranked or {}
-        columns = prepared.model.family.columns
+        by_ratio = Decisions(recipe)
+        # Units in which others have gone are ranked once these are gone.
+        inner = {space.within for name, space in model.family.columns.items() if name in recipe.spaces}
         sites = {
-            site: replace(by_ratio.of(prepared.model, site), scores=own.scores)
-            for site, (own,) in known.items()
-            # Units in which others have gone are ranked once these are gone.
-            if not any(each.within == site.space for name, each in columns.items() if name in recipe.spaces)
+            site: replace(by_ratio.of(model, site), scores=units.scores)
+            for site, (units,) in (prepared.ranked or {}).items()
+            if site.space not in inner
         }
         return Decisions(recipe, sites)
     assert ranking is not None
-    return kept_units(prepared.model, recipe, ranked(prepared.model, recipe, ranking))
-
-
-def _dense_cache(prepared: Prepared) -> MomentSource:
-    if not prepared.recipe.needs_moments:
-        return NoMoments()
-    assert prepared.statistics is not None
-    return CachedMoments(prepared.statistics, prepared.model)
+    return kept_units(model, recipe, ranked(model, recipe, ranking))
 
 
 def dense_ranking(prepared: Prepared) -> dict[Site, list[RankedUnits]]:
-    """Every site's units in the dense model, by each score that may rank them.
+    """Rank every site's units in the dense model, by each score that may rank them.
 
-    With the errors of its widths where these are found by them: in units of the model's own output where the recipe
-    weighs by effect.
+    With least-error, also compute the errors of all widths; in units of the model's own output if the recipe weighs by
+    effect.
     """
     assert prepared.statistics is not None
     model, recipe, statistics = prepared.model, prepared.recipe, prepared.statistics
@@ -92,68 +84,63 @@ def dense_ranking(prepared: Prepared) -> dict[Site, list[RankedUnits]]:
     source = CachedMoments(statistics, model)
 
     def rank(block: int) -> dict[Site, list[RankedUnits]]:
-        found: dict[Site, list[RankedUnits]] = {}
+        ranking: dict[Site, list[RankedUnits]] = {}
         moments = source.moments(block, {}, list(solvers))
         metric = statistics.read_fisher(block) if recipe.weighed_by_effect else {}
         for space, solver in solvers.items():
-            tensors, own, name = solver.read(block), moments.get(space, ()), model.moments_name(block, space)
-            ranked = found.setdefault(Site(block, space), [])
-            for score in _scores(statistics, space, solver.own.score):
-                scores, errors = solver.scores(block, tensors, own, score), None
+            tensors, folds, name = solver.read(block), moments.get(space, ()), model.moments_name(block, space)
+            names: tuple[str, ...] = (solver.own.score,)
+            if solver.own.score == CHOSEN:
+                single = statistics.index.scores.get(space)
+                names = kind_of(space).candidates if single is None else (single,)
+            for score in names:
+                scores, errors = solver.scores(block, tensors, folds, score), None
                 if recipe.allocation == "least-error":
-                    errors = solver.errors(block, tensors, own, scores, metric.get(name))
+                    errors = solver.errors(block, tensors, folds, scores, metric.get(name))
                 if errors is not None and recipe.weighed_by_effect and solver.tried_out:
                     effects = effects_on(statistics, model.site_name(block, space), score)
                     counts = [count for count, _ in effects]
-                    predicted = solver.tried_errors(block, tensors, own, counts, errors, metric[name])
+                    predicted = solver.tried_errors(block, tensors, folds, counts, errors, metric[name])
                     errors = scaled(errors, effects, predicted)
-                ranked.append(RankedUnits(score, scores.cpu(), errors))
-        return found
+                ranking.setdefault(Site(block, space), []).append(RankedUnits(score, scores.cpu(), errors))
+        return ranking
 
     group = process_group()
     blocks = model.spaced_blocks[group.rank :: group.size]
-    ranked_blocks = group.interleave([rank(block) for block in track(blocks, "ranking", total=len(blocks))])
-    found = {site: own for each in ranked_blocks for site, own in each.items()}
-    return _together(found, statistics.index.spaces) if recipe.weighed_by_effect else found
+    by_block = group.interleave([rank(block) for block in track(blocks, "ranking", total=len(blocks))])
+    ranking = {site: units for sites in by_block for site, units in sites.items()}
+    return _scale_spaces(ranking, statistics.index.spaces) if recipe.weighed_by_effect else ranking
 
 
-def _scores(statistics: Statistics, space: SpaceName, score: str) -> tuple[str, ...]:
-    """The scores that may rank the units of a space."""
-    if score != CHOSEN:
-        return (score,)
-    single = statistics.index.scores.get(space)
-    return kind_of(space).candidates if single is None else (single,)
-
-
-def _together(
-    ranking: Mapping[Site, Sequence[RankedUnits]], spaces: Mapping[str, Sequence[tuple[int, float]]]
+def _scale_spaces(
+    ranking: SiteRanking, spaces: Mapping[str, Sequence[tuple[int, float]]]
 ) -> dict[Site, list[RankedUnits]]:
-    """Errors scaled to what is measured of all sites of a space together, where it is known."""
+    """Scale errors to measured effects of all sites of a space together: space → (units dropped, divergence)."""
     factors: dict[str, list[tuple[int, float]]] = {}
     for space, points in spaces.items():
-        sites = [own for site, own in ranking.items() if site.space == space]
-        told = [(count, sum(min(float(_errors(one)[count]) for one in own) for own in sites)) for count, _ in points]
+        curves = [[_errors(units) for units in by_score] for site, by_score in ranking.items() if site.space == space]
+        sums = [sum(min(float(curve[count]) for curve in of_site) for of_site in curves) for count, _ in points]
         factors[space] = [
-            (k, measured / all_) for (k, all_), (_, measured) in zip(told, points, strict=True) if all_ > 0
+            (count, measured / predicted)
+            for predicted, (count, measured) in zip(sums, points, strict=True)
+            if predicted > 0
         ]
+
+    def scale(units: RankedUnits, space: str) -> RankedUnits:
+        errors = _errors(units)
+        return replace(units, errors=scaled(errors, [(k, float(errors[k]) * factor) for k, factor in factors[space]]))
+
     return {
-        site: [
-            replace(
-                each, errors=scaled(_errors(each), [(k, float(_errors(each)[k]) * f) for k, f in factors[site.space]])
-            )
-            if factors.get(site.space)
-            else each
-            for each in own
-        ]
-        for site, own in ranking.items()
+        site: [scale(units, site.space) if factors.get(site.space) else units for units in by_score]
+        for site, by_score in ranking.items()
     }
 
 
 def effects_on(statistics: Statistics, name: str, score: str) -> list[tuple[int, float]]:
-    """What is known of the effects of dropping units of a site by a score: (units dropped, divergence), ascending.
+    """Return known effects of dropping units of a site by a score: (units dropped, divergence), ascending.
 
-    Those that gradients predict. Where effects of the same counts were measured too, which is by score obs, they are
-    scaled by what the measured ones are to those predicted with it.
+    These are predicted from gradients. If effects of the same counts were also measured, which is by score obs, the
+    predictions are scaled by measured over predicted effects of obs.
     """
     by_score, measured = statistics.index.predicted.get(name, {}), statistics.index.effects.get(name, [])
     own, usual = by_score.get(score), by_score.get(CANDIDATES[0])
@@ -166,122 +153,117 @@ def effects_on(statistics: Statistics, name: str, score: str) -> list[tuple[int,
 
 
 def weighed_by_energy(curve: Tensor) -> Tensor:
-    """An error curve as shares of what dropping everything costs."""
+    """Return an error curve as shares of what dropping everything costs."""
     return curve / curve[-1] if curve[-1] > 0 else curve
 
 
 def scaled(curve: Tensor, effects: list[tuple[int, float]], predicted: Sequence[float] | None = None) -> Tensor:
-    """A curve of predicted divergences, through measured ones where there are any, in its own shape between them.
+    """Return a curve of predicted divergences scaled to go through measured ones, keeping its shape between them.
 
     Args:
         curve: (units + 1,).
         effects: (units dropped, divergence of the model's output), ascending.
-        predicted: for each of them what it was predicted to be; by default, what the curve says.
+        predicted: the prediction for each of them; by default, the curve's.
     """
-    told = [float(curve[k]) for k, _ in effects] if predicted is None else predicted
-    known = [(k, effect / own) for (k, effect), own in zip(effects, told, strict=True) if own > 0]
-    if not known:
+    predicted = [float(curve[k]) for k, _ in effects] if predicted is None else predicted
+    factors = [(k, effect / value) for (k, effect), value in zip(effects, predicted, strict=True) if value > 0]
+    if not factors:
         return curve
     # Measured over predicted changes slowly with k: linear between the measured points, constant outside.
-    factor = torch.full_like(curve, known[-1][1])
-    factor[: known[0][0]] = known[0][1]
+    factor = torch.full_like(curve, factors[-1][1])
+    factor[: factors[0][0]] = factors[0][1]
     weighed = curve * factor
-    for (start, left), (stop, right) in pairwise(known):
+    for (start, left), (stop, right) in pairwise(factors):
         between = curve[start : stop + 1] * torch.linspace(left, right, stop - start + 1, dtype=curve.dtype)
         # The factor may fall faster than the curve rises: no width between costs more than the wider of the two ends.
         weighed[start : stop + 1] = between.clamp_max(between[[0, -1]].max())
     return weighed.cummax(0).values
 
 
-def _least_error(prepared: Prepared) -> Decisions:
+def _decide_by_errors(prepared: Prepared) -> Decisions:
     recipe, model = prepared.recipe, prepared.model
     ranking = dense_ranking(prepared) if prepared.ranked is None else prepared.ranked
     kind: SizeKind = "params" if recipe.size is None else recipe.size.kind
     curves = curves_of(prepared, ranking, kind)
-    dense = sum(curve.units * curve.unit_cost for curve in curves.values())
-    whole = dense_size(prepared, kind)
-    limit = _limit(prepared)
-    budget = limit - (whole - dense)
+    outside = dense_size(prepared, kind) - sum(curve.units * curve.unit_cost for curve in curves.values())
+    # The size to keep to: the recipe's, or what its ratio leaves in every block.
+    limit = size_at(prepared, "params", Decisions(recipe).widths(model)) if recipe.size is None else limit_of(prepared)
+    budget = limit - outside
     crossed = crossed_spaces(prepared, kind)
     for _ in range(ROUNDS):
         try:
-            counts = _solve(prepared, curves, budget, crossed)
+            counts = _least_error_counts(prepared, curves, budget, crossed)
         except BudgetError as error:
             if recipe.size is None:
                 raise
             raise UserError(taken_up(prepared)) from error
-        # Sequential moments differ from these: there, units are ranked anew when their block is reached.
         decisions = Decisions(recipe, {site: _decision(prepared, n, ranking[site]) for site, n in counts.items()})
         widths = decisions.widths(model)
-        found = output_size(prepared, kind, widths)
-        # A ratio speaks of weights, not of the biases that a container adds.
-        if recipe.size is None or found <= limit:
+        size = output_size(prepared, kind, widths)
+        # A ratio means weights, without the biases that a container adds.
+        if recipe.size is None or size <= limit:
             losses = _losses(curves, counts, budget, crossed) if recipe.widths == "uniform" else None
             return replace(decisions, losses=losses)
-        budget = min(budget - 1, limit - (found - size_at(prepared, kind, widths)) - (whole - dense))
+        budget = min(budget - 1, limit - (size - size_at(prepared, kind, widths)) - outside)
     raise UserError(taken_up(prepared))
 
 
-def _decision(prepared: Prepared, keep: int, own: Sequence[RankedUnits]) -> Decision:
-    """So many units, by the score that is best at that width."""
-    best = min(own, key=lambda each: float(_errors(each)[-1 - keep]))
+def _decision(prepared: Prepared, keep: int, ranked_units: Sequence[RankedUnits]) -> Decision:
+    """Keep so many units, by the score that is best at that width."""
+    best = min(ranked_units, key=lambda units: float(_errors(units)[-1 - keep]))
+    # Sequential moments differ from the dense model's: units are ranked anew when their block is reached.
     again = prepared.sequential and keep < len(_errors(best)) - 1
     return Decision(keep, scores=None if again else best.scores, score=best.score)
 
 
-def curves_of(prepared: Prepared, ranking: Mapping[Site, Sequence[RankedUnits]], kind: SizeKind) -> dict[Site, Curve]:
-    """What every site loses with its units, by the best score at every width, and what a unit costs."""
+def curves_of(prepared: Prepared, ranking: SiteRanking, kind: SizeKind) -> dict[Site, Curve]:
+    """Return every site's error at each width, by the best score there, and the cost of a unit."""
     costs = unit_costs(prepared, kind)
     curves: dict[Site, Curve] = {}
-    for site, own in ranking.items():
-        curve = torch.stack([_errors(each) for each in own]).amin(0)
+    for site, by_score in ranking.items():
+        curve = torch.stack([_errors(units) for units in by_score]).amin(0)
         if not prepared.recipe.weighed_by_effect:
             curve = weighed_by_energy(curve)
         curves[site] = Curve(curve, costs[site.space], multiple_of(prepared.model, prepared.recipe, site.space))
     return curves
 
 
-def _errors(ranked: RankedUnits) -> Tensor:
-    assert ranked.errors is not None
-    return ranked.errors
+def _errors(units: RankedUnits) -> Tensor:
+    assert units.errors is not None
+    return units.errors
 
 
-def _solve(
-    prepared: Prepared, curves: Mapping[Site, Curve], budget: float, crossed: Sequence[Crossed]
+def _least_error_counts(
+    prepared: Prepared, curves: Mapping[Site, Curve], budget: float, crossed: Sequence[CrossedSpaces]
 ) -> dict[Site, int]:
     if prepared.recipe.widths == "per_layer":
-        return _per_block(curves, budget, crossed)
-    together: dict[str, list[Curve]] = {}
+        return _counts_per_block(curves, budget, crossed)
+    by_space: dict[str, list[Curve]] = {}
     for site, curve in curves.items():
-        together.setdefault(recipe_space(site.space), []).append(curve)
-    spaces = {space: merged(own) for space, own in together.items()}
+        by_space.setdefault(recipe_space(site.space), []).append(curve)
     blocks = prepared.model.blocks
     crossings = [Crossing(c.inside, {own: cost * blocks for own, cost in c.shared.items()}) for c in crossed]
-    kept = least_error(spaces, budget, crossings)
+    kept = least_error({space: merged(own) for space, own in by_space.items()}, budget, crossings)
     return {site: kept[recipe_space(site.space)] for site in curves}
 
 
-def _per_block(curves: Mapping[Site, Curve], budget: float, crossed: Sequence[Crossed]) -> dict[Site, int]:
-    """Widths of every block for itself; all experts of one are as wide."""
-    together: dict[Site, list[Curve]] = {}
+def _counts_per_block(curves: Mapping[Site, Curve], budget: float, crossed: Sequence[CrossedSpaces]) -> dict[Site, int]:
+    """Return widths of every block for itself; all experts of one are as wide."""
+    merged_site = {site: site._replace(space=recipe_space(site.space)) for site in curves}
+    grouped: dict[Site, list[Curve]] = {}
     for site, curve in curves.items():
-        together.setdefault(_with_experts(site), []).append(curve)
-    sites = {site: own[0] if len(own) == 1 else merged(own) for site, own in together.items()}
+        grouped.setdefault(merged_site[site], []).append(curve)
+    sites = {site: own[0] if len(own) == 1 else merged(own) for site, own in grouped.items()}
     kept = least_error(sites, budget, _crossings(sites, crossed))
-    return {site: kept[_with_experts(site)] for site in curves}
-
-
-def _with_experts(site: Site) -> Site:
-    return site._replace(space=recipe_space(site.space))
+    return {site: kept[merged_site[site]] for site in curves}
 
 
 def crossings_of(prepared: Prepared, curves: Mapping[Site, Curve], kind: SizeKind) -> list[Crossing[Site]]:
-    """Which sites of a request's blocks cross."""
     return _crossings(curves, crossed_spaces(prepared, kind))
 
 
-def _crossings(curves: Mapping[Site, Curve], crossed: Sequence[Crossed]) -> list[Crossing[Site]]:
-    """Which sites of every block cross."""
+def _crossings(curves: Mapping[Site, Curve], crossed: Sequence[CrossedSpaces]) -> list[Crossing[Site]]:
+    """Return the sites of every block that cross."""
     return [
         Crossing(
             [(Site(block, inner), Site(block, outer)) for inner, outer in spaces.inside],
@@ -293,28 +275,18 @@ def _crossings(curves: Mapping[Site, Curve], crossed: Sequence[Crossed]) -> list
 
 
 def _losses(
-    curves: Mapping[Site, Curve], counts: Mapping[Site, int], budget: float, crossed: Sequence[Crossed]
+    curves: Mapping[Site, Curve], counts: Mapping[Site, int], budget: float, crossed: Sequence[CrossedSpaces]
 ) -> Losses:
-    """What shared widths lose beside what widths per block would, within the same budget."""
+    """Return the losses of shared widths and of widths per block, within the same budget."""
     crossings = _crossings(curves, crossed)
     chosen = total_error(curves, counts, crossings)
-    # The search per block is no exact one: shared widths are among its choices, and it never does worse than they.
-    return Losses(chosen, min(chosen, total_error(curves, _per_block(curves, budget, crossed), crossings)))
-
-
-def _limit(prepared: Prepared) -> int:
-    """The size to keep to: the recipe's, or what its ratio leaves in every block."""
-    if prepared.recipe.size is not None:
-        return limit_of(prepared)
-    return size_at(prepared, "params", Decisions(prepared.recipe).widths(prepared.model))
+    per_block = total_error(curves, _counts_per_block(curves, budget, crossed), crossings)
+    # The search per block is not exact. Shared widths are among its choices: it never does worse than they.
+    return Losses(chosen, min(chosen, per_block))
 
 
 def check_effects(prepared: Prepared, statistics: Statistics) -> None:
-    """Refuse to weigh by effects on the model's output where there is no metric of them, or none of some space.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Refuse to weigh by effects on the model's output if there is no metric of them, or none for some space."""
     index = statistics.index
     if not index.fisher:
         raise UserError(
@@ -322,7 +294,7 @@ def check_effects(prepared: Prepared, statistics: Statistics) -> None:
             "with --folds 4, or say --set weigh_by=energy"
         )
     for space in prepared.recipe.spaces:
-        # Effects that were measured of some spaces and not of others are on scales of their own.
+        # Effects that were measured for some spaces and not for others are on scales of their own.
         untried = prepared.model.site_name(0, space) not in {**index.predicted, **index.effects}
         if untried and space not in prepared.model.family.consumers and space in prepared.model.family.columns:
             kinds = ",".join([*prepared.recipe.collect, space])
