@@ -7,7 +7,7 @@ import torch
 
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.evaluation.whole_model import quiet_transformers
-from ckpt_prune.stages.joint_counts.pairs import LIMIT
+from ckpt_prune.stages.joint_counts.counts import LIMIT
 from tests.cli.joint_axes import JOB, WIDTHS, divergence_on_the_second_fold
 from tests.cli.running import ok, read_json, refused, resumed, run, untimed
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ckpt_prune.stages.joint_counts.pairs import LIMIT, Pair, least_pair
+from ckpt_prune.stages.joint_counts.counts import LIMIT, Pair, least_pair
 
 
 class Bowl:

@@ -34,8 +34,7 @@ from ckpt_prune.stages.depth.part_distances import measure_part_distances
 from ckpt_prune.stages.depth.preview import Wanted, at_depth, depth_of, depth_record, wanted_depth
 from ckpt_prune.stages.depth.runs import least_blocks, least_runs
 from ckpt_prune.stages.hidden.run import HIDDEN, shared_basis, shared_gram
-from ckpt_prune.stages.joint_counts.blocks import BlockCountSearch, ranked_at
-from ckpt_prune.stages.joint_counts.pairs import PairSearch
+from ckpt_prune.stages.joint_counts.counts import BlockCountSearch, PairSearch, ranked_at
 from ckpt_prune.stages.joint_counts.search import measure_unpruned
 
 DEPTH = "depth"

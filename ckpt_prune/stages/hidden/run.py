@@ -29,7 +29,7 @@ from ckpt_prune.stages.hidden.preview import (
 )
 from ckpt_prune.stages.hidden.sliced_checkpoint import SlicedCheckpoint, tied_basis
 from ckpt_prune.stages.hidden.slicing import SlicedStream
-from ckpt_prune.stages.joint_counts.dimensions import DimensionCountSearch
+from ckpt_prune.stages.joint_counts.counts import DimensionCountSearch
 from ckpt_prune.stages.joint_counts.search import measure_unpruned
 from ckpt_prune.stages.rotation.absorbing import residual_of
 from ckpt_prune.stages.rotation.moments import stream_gram

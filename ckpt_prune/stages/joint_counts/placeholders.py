@@ -1,4 +1,4 @@
-"""Stand-ins for blocks and dimensions that measuring chooses: what dry runs show in their place."""
+"""Placeholders for blocks and dimensions that measuring will choose, for dry runs."""
 
 from bisect import bisect_left
 from collections.abc import Callable
@@ -11,10 +11,9 @@ from ckpt_prune.stages.spaces.size_search import at_own_size, is_reachable
 
 
 def drop_any_blocks(prepared: Prepared) -> Prepared:
-    """Drop as many blocks as will go: the last ones, in place of those that measuring chooses.
+    """Drop as many blocks as will go: the last ones, in place of those that measuring will choose.
 
-    If how many go is measured too, none do, unless spaces and the residual stream cannot meet the size: then as few go
-    as let them.
+    If measuring also decides how many, drop none, or as few as let spaces and the residual stream meet the size.
     """
     if prepared.plan is not None and prepared.plan.depth is not None:
         return at_depth(prepared, prepared.plan.depth)
@@ -29,9 +28,9 @@ def drop_any_blocks(prepared: Prepared) -> Prepared:
 
 
 def narrow_unmeasured(prepared: Prepared) -> Prepared:
-    """Narrow the stream to as many dimensions as will stay, in a basis that nobody has measured.
+    """Narrow the stream to as many dimensions as will stay, in a basis that is not measured.
 
-    If how many stay is measured too, all do, unless spaces cannot meet the size: then as few go as let them.
+    If measuring also decides how many, keep all, or drop as few as let spaces meet the size.
     """
     if not hidden_of(prepared).auto:
         return unmeasured(prepared)
@@ -49,5 +48,5 @@ def _at_width(prepared: Prepared, kept: int) -> Prepared:
 
 
 def _first(most: int, is_enough: Callable[[int], bool]) -> int:
-    """Return the least number from 0 that is enough, or `most`; all above one that is are."""
+    """Return the least number that is enough, or `most`. All numbers above one that is enough are enough."""
     return 0 if is_enough(0) else bisect_left(range(most), True, key=is_enough)

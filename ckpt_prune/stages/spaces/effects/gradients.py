@@ -1,9 +1,9 @@
-"""What errors of sites do to the model's own output: the Fisher metric, and sites tried out.
+"""Effects of errors of sites on the model's own output, from gradients: the Fisher metric, and sites that are tried.
 
-The metric takes gradients and errors as independent, which fails where a few tokens have most of both, as in the last
-block of SmolLM2 (measure/README.md, section 5). So while a block's gradients pass, the sites of a consumer are
-also tried out: for every score of `Kind.candidates` and every share of `POINTS`, units are dropped, the others refitted
-by ridge on the samples that the gradients are not of, and ½ E[Σ_t (g_t·δ_t)²] is added up token by token.
+The metric takes gradients and errors as independent, which fails if a few tokens have most of both, as in the last
+block of SmolLM2 (measure/README.md, section 5). So while a block's gradients pass, the sites of a consumer are also
+tried: for every score of `SpaceKind.candidates` and every share of `POINTS`, units are dropped, the others are refitted
+by ridge on other samples than the gradients', and ½ E[Σ_t (g_t·δ_t)²] is added up token by token.
 """
 
 from collections.abc import Collection, Mapping
@@ -41,27 +41,23 @@ def add_gradients(
     spaces: Collection[SpaceName] | None = None,
     allocate: Allocate = allocate_in_memory,
 ) -> Statistics:
-    """Measure the Fisher metric, and predict what dropping units would do, into a folder that has the Grams.
+    """Measure the Fisher metric, and predict effects of dropping units, into statistics that have the Grams.
 
-    `LIMITS` samples of the last fold are run, and refits are on the other folds where there are any: what is predicted
-    is then of tokens that no refit has seen. Several processes all run these few samples, and share out the refits.
-    Time: 4 runs of every block (`measure_fisher`), and for every site
-    one ranking by each score, one factorisation for it, and 2 d_in d_out flops a token and point.
+    `LIMITS` samples of the last fold are run. Refits are on the other folds, if there are any: predictions are then for
+    tokens that no refit has seen. With several processes, all run these few samples, and share the refits. Time: 4
+    runs of every block (`measure_fisher`), and for every site one ranking and one factorisation by each score, and
+    2 d_in d_out flops a token and point.
 
     Args:
-        model: the dense model.
         statistics: of the same model and samples.
         samples: those that the moments were measured on.
         device: where blocks run and are refitted.
         compute_dtype: in which they run.
-        spaces: whose sites are tried out; by default those that stand in no other (`Family.consumers`).
+        spaces: whose sites are tried; by default those that stand in no other (`Family.consumers`).
         allocate: makes the tensors that hold hidden states.
 
     Returns:
-        The folder, with the metric in it.
-
-    Raises:
-        UserError: a gradient is not finite, or the disk is full.
+        The statistics with the metric in them.
     """
     last = split_folds(len(samples), statistics.index.folds)[-1]
     some = SampleRange(samples, last.start, min(last.stop, last.start + LIMITS[model.family.modality]))
@@ -72,73 +68,64 @@ def add_gradients(
     rotary = "rotary" in statistics.index.collect
     group = process_group()
 
-    def write(block: int, found: Mapping[str, Fisher]) -> None:
-        files[name_file("fisher", block)] = write_fisher(statistics.folder, block, found)
+    def write(block: int, metric: Mapping[str, Fisher]) -> None:
+        files[name_file("fisher", block)] = write_fisher(statistics.folder, block, metric)
 
     ends = EndDistances(len(some))
-    measured = measure_fisher(model, some, device=device, watcher=trials, ends=ends, rotary=rotary, **how)
-    for block, found in measured:
-        group.on_first(partial(write, block, found))
-    predicted: Predicted = {} if trials is None else trials.found
+    for block, metric in measure_fisher(model, some, device=device, watcher=trials, ends=ends, rotary=rotary, **how):
+        group.on_first(partial(write, block, metric))
+    predicted: Predicted = {} if trials is None else trials.predictions
     together: dict[SpaceName, list[tuple[int, float]]] = {}
     scores: dict[SpaceName, str] = {}
     # In shallow models every site's own effect is measured. Blocks with experts have too many for either.
     if predicted and model.blocks > SHALLOW and model.family.experts is None:
         together, scores = measure_spaces(refits, some, predicted, **how)
-    told = (predicted, together, scores, ends.distances)
-    return group.once(lambda: record_fisher(statistics, len(some), dict(sorted(files.items())), *told))
+    figures = (predicted, together, scores, ends.distances)
+    return group.once(lambda: record_fisher(statistics, len(some), dict(sorted(files.items())), *figures))
 
 
 @dataclass
 class _Trials:
-    """Tries sites out while their gradients pass.
-
-    Attributes:
-        found: of the blocks that are through.
-    """
+    """Tries sites while their gradients pass; `predictions` are of the blocks that are done."""
 
     refits: Refits
-    found: Predicted = field(default_factory=dict)
+    predictions: Predicted = field(default_factory=dict)
     _block: int = 0
     _sites: dict[SpaceName, "_Site"] = field(default_factory=dict)
     _mine: set[tuple[SpaceName, str]] = field(default_factory=set)
 
     def begin(self, block: int, tensors: Mapping[str, Tensor]) -> None:
         """Refit every site of a block at every point."""
-        self._block, own = block, self.refits.of(block, tensors)
+        self._block, refits = block, self.refits.of(block, tensors)
         trials = [(space, score) for space in self.refits.spaces for score in kind_of(space).candidates]
         self._mine = set(trials[process_group().rank :: process_group().size])
-        self._sites = {space: self._site(own, space) for space in self.refits.spaces}
+        self._sites = {space: self._site(refits, space) for space in self.refits.spaces}
 
-    def _site(self, own: BlockRefits, space: SpaceName) -> "_Site":
+    def _site(self, refits: BlockRefits, space: SpaceName) -> "_Site":
         counts = dropped_counts(self.refits.model.units(space), POINTS)
         scores = kind_of(space).candidates
-        lost = {
-            score: [own.lost(space, score, count).float() for count in counts]
-            for score in scores
-            if (space, score) in self._mine
-        }
-        mean = own.mean(space, scores[0])
+        mine = [score for score in scores if (space, score) in self._mine]
+        lost = {score: [refits.lost(space, score, count).float() for count in counts] for score in mine}
+        mean = refits.mean(space, scores[0])
         return _Site(counts, lost, None if mean is None else mean.float())
 
     def see(self, space: SpaceName, inputs: Tensor, gradient: Tensor, drawn: DrawnGradients, samples: int) -> None:
-        """Add up (g·δ)²."""
         if space in self._sites:
             self._sites[space].see(inputs, gradient, drawn, samples)
 
     def end(self, samples: int) -> None:
-        """Enter what was found."""
-        group, own = process_group(), {space: site.divergences(samples) for space, site in self._sites.items()}
-        told = group.gather((own, self.refits.known(self._block))) or []
-        for theirs, scores in group.once(lambda: told):
+        group, name_of = process_group(), partial(self.refits.model.site_name, self._block)
+        divergences = {space: site.divergences(samples) for space, site in self._sites.items()}
+        gathered = group.gather((divergences, self.refits.known(self._block))) or []
+        for of_process, scores in group.once(lambda: gathered):
             self.refits.learn(scores)
-            for space, by_score in theirs.items():
-                self.found.setdefault(self.refits.model.site_name(self._block, space), {}).update(by_score)
-        # In the order of one process, which is what ties are broken by.
+            for space, by_score in of_process.items():
+                self.predictions.setdefault(name_of(space), {}).update(by_score)
+        # In the order of one process, which breaks ties.
         for space in self._sites:
-            name = self.refits.model.site_name(self._block, space)
-            told_of = self.found[name]
-            self.found[name] = {score: told_of[score] for score in kind_of(space).candidates if score in told_of}
+            by_score = self.predictions[name_of(space)]
+            ordered = {score: by_score[score] for score in kind_of(space).candidates if score in by_score}
+            self.predictions[name_of(space)] = ordered
         self._sites.clear()
 
 
@@ -149,7 +136,7 @@ class _Site:
     Attributes:
         counts: units dropped.
         lost: score → for each count W − Ŵ, (d_out, d_in) float32.
-        mean: of the inputs, where a bias makes up for it.
+        mean: of the inputs, if a bias makes up for it.
     """
 
     counts: list[int]
@@ -158,18 +145,17 @@ class _Site:
     _sums: dict[str, list[float]] = field(default_factory=dict)
 
     def see(self, inputs: Tensor, gradient: Tensor, drawn: DrawnGradients, samples: int) -> None:
-        """As `Watcher.see`."""
         x = inputs.float() if self.mean is None else inputs.float() - self.mean
-        # Over all tokens of a sample where it has one prediction, else token by token.
+        # Over all tokens of a sample if it has one prediction, else token by token.
         shape = (samples, -1) if drawn.whole else (-1, 1)
-        for score, each in self.lost.items():
-            sums = self._sums.setdefault(score, [0.0] * len(each))
-            for index, lost in enumerate(each):
+        for score, losses in self.lost.items():
+            sums = self._sums.setdefault(score, [0.0] * len(losses))
+            for index, lost in enumerate(losses):
                 moved = (gradient @ lost).mul_(x).sum(1).double().view(shape).sum(1)
                 sums[index] += drawn.weight * float(moved.square().sum())
 
     def divergences(self, samples: int) -> dict[str, list[tuple[int, float]]]:
-        """½ E[(g·δ)²], the mean over samples."""
+        """Return ½ E[(g·δ)²], the mean over samples."""
         return {
             score: [(count, value / 2 / samples) for count, value in zip(self.counts, sums, strict=True)]
             for score, sums in self._sums.items()

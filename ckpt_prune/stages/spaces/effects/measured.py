@@ -1,4 +1,4 @@
-"""Effects measured: a site pruned alone, and all that follows run again."""
+"""Measured effects: one site is pruned alone, and the blocks after it are run again."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -27,15 +27,15 @@ from ckpt_prune.stages.spaces.effects.site_variants import (
 )
 
 SHALLOW = 12
-"""Blocks up to which effects are measured by default: that takes L²/2 runs of blocks for a point of each space.
+"""Effects are measured for models of up to so many blocks L: that takes L²/2 runs of blocks for a point of each space.
 
-Predictions of the Fisher metric are of second order. They come near where a model is redundant, as deep ones are, and
-fall short of what tiny ones lose (measure/README.md, section 5).
+Predictions of the Fisher metric are of second order. They come near if a model is redundant, as deep ones are, and fall
+short of what tiny ones lose (measure/README.md, section 5).
 """
 
 
 def measured_singly(model: Model) -> bool:
-    """Whether effects of single sites are measured: of shallow models, whose blocks have a few sites each."""
+    """Return True if effects of single sites are measured: for shallow models, whose blocks have a few sites each."""
     return model.blocks <= SHALLOW and model.family.experts is None and not model.has_remote_code
 
 
@@ -52,10 +52,10 @@ def measure_effects(
     allocate: Allocate = allocate_in_memory,
     journal: Journal | None = None,
 ) -> dict[str, list[tuple[int, float]]]:
-    """Prune one site of the dense model at a time and see how far that takes the model's own output (this project).
+    """Prune one site of the dense model at a time and measure the divergence of the model's own output (this project).
 
-    Columns go in the order of `scoring.obs`, and what stays is refitted by ridge, or by affine where the consumer has
-    a bias in the checkpoint; dimensions of q and k go by logit energy, compensated by logit. λ is fixed.
+    Columns go in the order of `scoring.obs`, and what stays is refitted by ridge, or by affine if the consumer has a
+    bias in the checkpoint; dimensions of q and k go by logit energy, compensated by logit. λ is fixed.
 
     A model of L blocks has about L²/2 of them run for each point of each space, and as many read in all: every later
     block is read once for a block whose sites are pruned, and all its variants go through. Memory: a block, its
@@ -64,9 +64,7 @@ def measure_effects(
     processes share out spaces and points, each on all of these samples.
 
     Args:
-        model: the dense model.
-        statistics: of the same model, with Grams of consumers' inputs, and with logits where q and k are among the
-            spaces. That they are this model's is up to the caller.
+        statistics: of the same model, with Grams of consumers' inputs, and with logits if q and k are among the spaces.
         samples: the first `limit` are run.
         spaces: whose sites are pruned; those that the family has.
         device: where blocks run and are refitted.
@@ -74,16 +72,12 @@ def measure_effects(
         points: shares of the units of a site to drop, nearest counts from 1 to all but one.
         limit: of samples; by default `LIMITS`.
         allocate: makes the tensors that hold hidden states.
-        journal: of the run, in which the effects of a block's sites are entered when they are measured; those that are
-            in it are not measured again.
+        journal: of the run, to record the effects of each block's sites in; recorded effects are not measured again.
 
     Returns:
         Site by `Model.site_name` (on-disk weight of the consumer, or of the query) → units dropped, of q and k
         dimensions dropped in every head and of queries heads dropped in every KV group, ascending, and the mean over
         samples of `Readout.divergence` from the dense model. A site of one unit is left out.
-
-    Raises:
-        UserError: statistics lack moments, or the output is not finite.
     """
     family = model.family
     counts = counts_of(model, statistics, spaces, points)
@@ -106,14 +100,14 @@ def measure_effects(
         for given, out in moved:
             stream.pass_through(module, block, given, out)
 
-    found: dict[str, list[tuple[int, float]]] = {}
+    effects: dict[str, list[tuple[int, float]]] = {}
     blocks = model.blocks
-    known: dict[str, Any] = group.once(lambda: {} if journal is None else journal.notes)
-    start = next((block for block in range(blocks) if _unit(block) not in known), blocks)
+    notes: dict[str, Any] = group.once(lambda: {} if journal is None else journal.notes)
+    start = next((block for block in range(blocks) if _entry(block) not in notes), blocks)
     for block in range(start):
-        found |= {name: [(count, value) for count, value in own] for name, own in known[_unit(block)].items()}
+        effects |= {name: [(count, value) for count, value in own] for name, own in notes[_entry(block)].items()}
     for block in range(blocks) if 0 < start < blocks else ():
-        # What the sites before had left: the states before the first block that is to be measured, and the last ones.
+        # Bring the states before the first block that is still to be measured, and the last ones.
         tensors = model.read_block(block)
         states = stream.states if block < start else dense
         run(block, tensors, [(states, states)])
@@ -129,7 +123,7 @@ def measure_effects(
             if site == 0:
                 dense.copy_(stream.states)
         else:
-            # The first time round the dense model's own states go all the way, as what the others are held against.
+            # The first time, the dense model's own states go all the way: the others are compared with them.
             run(block, tensors, [(states, states) for states in ([dense] if site == 0 else []) + pruned])
         if block == blocks - 1:
             values = group.interleave(
@@ -138,13 +132,13 @@ def measure_effects(
             for (space, count), value in zip(variants, values, strict=True):
                 name = model.site_name(site, space)
                 check_finite(value, without_units(count, name), compute_dtype)
-                found.setdefault(name, []).append((count, value))
+                effects.setdefault(name, []).append((count, value))
             if journal is not None:
-                own = {model.site_name(site, space) for space in counts}
+                names = {model.site_name(site, space) for space in counts}
                 with disk_failures(journal.folder):
-                    journal.record(_unit(site), note={name: found[name] for name in found if name in own})
-    return found
+                    journal.record(_entry(site), note={name: effects[name] for name in effects if name in names})
+    return effects
 
 
-def _unit(block: int) -> str:
+def _entry(block: int) -> str:
     return f"effects {block}"

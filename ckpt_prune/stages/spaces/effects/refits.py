@@ -1,4 +1,4 @@
-"""Sites whose units go by some score while the others are refitted, for what predicts effects of that."""
+"""Refits of sites after units went by some score, to predict the effect of that."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ from ckpt_prune.stages.spaces.solvers.columns import ColumnSolver
 
 
 def tried_out(model: Model, spaces: Collection[SpaceName] | None = None) -> list[SpaceName]:
-    """Spaces with a consumer of which something can go: of those named, or of those that stand in no other."""
+    """Return spaces with a consumer of which something can go: of those named, or of those that stand in no other."""
     wanted = model.family.consumers if spaces is None else spaces
     return [space for space in model.family.columns if space in wanted and model.units(space) > 1]
 
@@ -29,12 +29,9 @@ def tried_out(model: Model, spaces: Collection[SpaceName] | None = None) -> list
 class Refits:
     """Refits of sites with a consumer, to all folds but the last, or to the only one.
 
-    What scores say of a site is kept, so that one that is asked for again is not ranked again.
+    Scores of a site are kept, so that it is not ranked again.
 
     Attributes:
-        model: the dense model.
-        statistics: of it, with Grams.
-        device: where sites are ranked and refitted.
         spaces: whose sites, in the family's order (`tried_out`).
     """
 
@@ -45,22 +42,20 @@ class Refits:
     _scores: dict[tuple[Site, str], Tensor] = field(default_factory=dict)
 
     def of(self, block: int, tensors: Mapping[str, Tensor]) -> "BlockRefits":
-        """The sites of a block, whose own tensors these are, by on-disk name."""
+        """Return the refits of a block with these tensors."""
         read = CachedMoments(self.statistics, self.model).moments(block, {}, list(self.spaces))
         folds = {space: select_input_moments(read[space]) for space in self.spaces}
         moments = {space: sum_folds(own[:-1] or own).to(self.device) for space, own in folds.items()}
         return BlockRefits(self, block, tensors, moments)
 
     def known(self, block: int) -> dict[tuple[Site, str], Tensor]:
-        """What scores say of the sites of a block, as far as they were asked."""
+        """Return the scores of the sites of a block that were computed so far."""
         return {key: scores for key, scores in self._scores.items() if key[0].block == block}
 
     def learn(self, scores: Mapping[tuple[Site, str], Tensor]) -> None:
-        """Take over what another process was told."""
         self._scores.update(scores)
 
     def scores(self, solver: ColumnSolver, refits: "BlockRefits", score: str) -> Tensor:
-        """Of the units of a site, (units,)."""
         key = Site(refits.block, solver.space), score
         if key not in self._scores:
             moments = refits.moments[solver.space]
@@ -70,14 +65,7 @@ class Refits:
 
 @dataclass
 class BlockRefits:
-    """Refits of the sites of one block.
-
-    Attributes:
-        shared: with all blocks.
-        block: its index.
-        tensors: its own, by on-disk name.
-        moments: of its sites.
-    """
+    """Refits of the sites of one block, with its tensors by on-disk name and the moments of its sites."""
 
     shared: Refits
     block: int
@@ -86,11 +74,11 @@ class BlockRefits:
     _orders: dict[tuple[SpaceName, str], DropOrder] = field(default_factory=dict)
 
     def mean(self, space: SpaceName, score: str) -> Tensor | None:
-        """Of a consumer's inputs, (d_in,) float64, where a bias makes up for it."""
+        """Return the mean of a consumer's inputs, (d_in,) float64, if a bias makes up for it."""
         return self.moments[space].mean if self._solver(space, score).centred(self.block, self.tensors) else None
 
     def lost(self, space: SpaceName, score: str, count: int) -> Tensor:
-        """W − Ŵ with `count` units of a site gone, in each copy as many, (d_out, d_in) float64."""
+        """Return W − Ŵ with `count` units of a site gone, in each copy as many, (d_out, d_in) float64."""
         key = space, score
         if key not in self._orders:
             solver = self._solver(space, score)
@@ -99,7 +87,7 @@ class BlockRefits:
         return self._orders[key].lost(count * self.shared.model.copies(space))
 
     def pruned(self, space: SpaceName, score: str, count: int) -> dict[str, Tensor]:
-        """The block's tensors with `count` units of a site gone: as zeros, in the shapes they had."""
+        """Return the block's tensors with `count` units of a site gone: as zeros, in the shapes they had."""
         lost, mean = self.lost(space, score, count).cpu(), self.mean(space, score)
         consumer = self.shared.model.family.columns[space].consumer
         name, bias = (self.shared.model.tensor(self.block, consumer, kind) for kind in KINDS)

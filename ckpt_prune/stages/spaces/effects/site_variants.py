@@ -1,4 +1,4 @@
-"""One site of the dense model pruned at a time, at several widths: what effects are measured or predicted of."""
+"""Variants of the dense model with one site pruned, at several widths: effects are measured or predicted for them."""
 
 import itertools
 import math
@@ -27,7 +27,7 @@ POINTS = (0.25, 0.5, 0.75)
 
 
 def dropped_counts(units: int, points: tuple[float, ...]) -> list[int]:
-    """Units to drop at these shares: distinct, ascending, from 1 to all but one; none of a single unit."""
+    """Return units to drop at these shares: distinct, ascending, from 1 to all but one; none of a single unit."""
     return sorted({min(units - 1, max(1, round(units * point))) for point in points}) if units > 1 else []
 
 
@@ -41,40 +41,22 @@ _NEEDS = {
 def counts_of(
     model: Model, statistics: Statistics, spaces: Collection[SpaceName], points: tuple[float, ...]
 ) -> dict[SpaceName, list[int]]:
-    """Units to drop of a site of every space, in the family's order.
-
-    Raises:
-        UserError: statistics lack what variants of these spaces are made from.
-    """
-    family = model.family
-    chosen = [space for space in family.spaces if space in spaces]
-    _check_moments(statistics, {SOLVERS[family.spaces[space].ends].collects for space in chosen})
-    return {space: dropped_counts(model.units(space), points) for space in chosen}
-
-
-def _check_moments(statistics: Statistics, kinds: set[str]) -> None:
+    """Return units to drop of a site of every space, in the family's order; check what statistics hold for it."""
+    chosen = [space for space in model.family.spaces if space in spaces]
+    kinds = {SOLVERS[model.family.spaces[space].ends].collects for space in chosen}
     for kind, (what, beside) in _NEEDS.items():
         if kind in kinds and kind not in statistics.index.collect:
             raise UserError(f"{what}, and {statistics.folder} has none: calibrate with --collect moments,gram{beside}")
+    return {space: dropped_counts(model.units(space), points) for space in chosen}
 
 
 def check_finite(effect: float, what: str, compute_dtype: torch.dtype) -> None:
-    """Refuse an effect that is no number.
-
-    Args:
-        effect: what was measured.
-        what: it is of, for the message.
-        compute_dtype: in which blocks ran.
-
-    Raises:
-        UserError: with what it is of.
-    """
     if not math.isfinite(effect):
         raise UserError(f"{what} is not finite: the model overflows in {compute_dtype}")
 
 
 def without_units(count: int, name: str) -> str:
-    """What is measured where units of a site, or of a space, are dropped."""
+    """Describe what is measured, for a message."""
     return f"the output with {count} units of {name} dropped"
 
 
@@ -88,53 +70,48 @@ class Variants:
     counts: Mapping[SpaceName, list[int]]
 
     def of(self, block: int, tensors: Mapping[str, Tensor], which: Container[int]) -> Iterator[dict[str, Tensor]]:
-        """The block's tensors, space by space and count by count; of these, those that are `which` in that order."""
+        """Yield the block's tensors for the variants whose numbers are in `which`, space by space, count by count."""
         number = itertools.count()
-        wanted = [space for space, counts in self.counts.items() if counts]
-        read = CachedMoments(self.statistics, self.model).moments(block, tensors, wanted)
+        spaces = [space for space, counts in self.counts.items() if counts]
+        read = CachedMoments(self.statistics, self.model).moments(block, tensors, spaces)
         moments: dict[SpaceName, Any] = {space: (sum_folds(folds).to(self.device),) for space, folds in read.items()}
-        for space in wanted:
+        for space in spaces:
             recipe = trial_recipe(self.model, block, space, tensors)
-            own = [count for count in self.counts[space] if next(number) in which]
-            if not own:
+            chosen = [count for count in self.counts[space] if next(number) in which]
+            if not chosen:
                 continue
             # RankedUnits once for all counts.
             scores = solver_of(self.model, recipe, space, self.device).scores(block, tensors, moments[space])
-            for count in own:
+            for count in chosen:
                 decision = Decision(self.model.units(space) - count, scores=scores)
                 decisions = Decisions(recipe, {Site(block, space): decision})
                 pruner = Pruner(self.model, decisions, frozenset(), self.device)
                 # Each of several processes has variants of its own.
                 with working_in(ALONE):
-                    found, _ = pruner.block(block, tensors, KnownMoments(moments))
-                yield found
+                    pruned, _ = pruner.block(block, tensors, KnownMoments(moments))
+                yield pruned
 
 
 def trial_recipe(
     model: Model, block: int, space: SpaceName, tensors: Mapping[str, Tensor], score: str | None = None
 ) -> Recipe:
-    """Score and compensation of one space, any but the same for all; counts are settled, so the ratio says nothing.
+    """Return score and compensation of one space: any sound choice, but the same for all.
 
-    Args:
-        model: the dense model.
-        block: index of the block.
-        space: of it.
-        tensors: its own, by on-disk name.
-        score: in place of the usual one.
+    Counts are decided already: the ratio means nothing. `score` replaces the usual one.
     """
-    own = trial_spaces(model, block, [space], tensors)
+    spaces = trial_spaces(model, block, [space], tensors)
     if score is not None:
-        own[space]["score"] = score
-    return FullRecipe.model_validate({"version": 1, "name": "effect", "spaces": own})
+        spaces[space]["score"] = score
+    return FullRecipe.model_validate({"version": 1, "name": "effect", "spaces": spaces})
 
 
 def trial_spaces(
     model: Model, block: int, spaces: Collection[SpaceName], tensors: Mapping[str, Tensor]
 ) -> dict[SpaceName, dict[str, Any]]:
-    """What the recipe of a trial says of spaces, as `trial_recipe`."""
-    found: dict[SpaceName, dict[str, Any]] = {}
+    """Return the entries of spaces in the recipe of a trial."""
+    entries: dict[SpaceName, dict[str, Any]] = {}
     for space in spaces:
         description = model.family.spaces[space]
         biased = model.tensor(block, description.measured, "bias") in tensors
-        found[space] = SOLVERS[description.ends].trial(biased=biased) | {"ratio": 0}
-    return found
+        entries[space] = SOLVERS[description.ends].trial(biased=biased) | {"ratio": 0}
+    return entries

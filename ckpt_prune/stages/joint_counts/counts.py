@@ -1,0 +1,254 @@
+"""Searches for the number of blocks, of dimensions of the stream, and of both, to drop besides units."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torch import Tensor
+
+from ckpt_prune.checkpoint.journal import Journal
+from ckpt_prune.job.prepared import Prepared, RankedUnits
+from ckpt_prune.job.records import DepthRecord, HiddenRecord, TriedDepth, TriedHidden
+from ckpt_prune.measure.statistics.folder import Statistics
+from ckpt_prune.model.model import Model
+from ckpt_prune.model.spaces import Site
+from ckpt_prune.stages.depth.preview import at_depth, depth_of, last_blocks, wanted_depth
+from ckpt_prune.stages.hidden.preview import hidden_record, jointly_narrowed, open_widths, possible_widths, view_of
+from ckpt_prune.stages.hidden.sliced_checkpoint import SlicedCheckpoint
+from ckpt_prune.stages.joint_counts.search import CountSearch, SingleCountSearch, Trial
+
+Choose = Callable[[Prepared], DepthRecord]
+"""Chooses which blocks go, if the recipe says how many."""
+Shorten = Callable[[Prepared, DepthRecord], tuple[DepthRecord, Model]]
+"""Drops blocks: returns the record of what makes up for them, and the model that is left."""
+Measure = Callable[[Prepared], Tensor]
+"""Returns the Gram of what all norms make of the stream of the samples, (d, d) float64."""
+Find = Callable[[SlicedCheckpoint, Tensor], tuple[Tensor, float]]
+"""Returns the basis of a view, by that Gram, and the share of the energy that lies in it."""
+Pair = tuple[int, int]
+"""A number of blocks, and of steps down to a narrower stream."""
+
+LIMIT = 9
+"""So many pairs are measured at most."""
+_PARTS = 4
+"""The first step along an axis is this part of what may go."""
+
+
+class BlockCountSearch(SingleCountSearch):
+    """Compares numbers of blocks to drop, for a recipe with `depth.drop: auto`."""
+
+    entry = "depth tried"
+
+    def __init__(
+        self, prepared: Prepared, statistics: Statistics, choose: Choose, shorten: Shorten, journal: Journal | None
+    ) -> None:
+        super().__init__(prepared, statistics, journal)
+        self._choose, self._shorten = choose, shorten
+
+    @property
+    def most(self) -> int:
+        return wanted_depth(self.prepared).count
+
+    def record(self) -> DepthRecord:
+        """Return the blocks that go, and what was tried."""
+        chosen = _choose_blocks(self.prepared, self.statistics, self._choose, self.best())
+        return chosen.model_copy(
+            update={"tried": [TriedDepth(blocks=count, **tried.model_dump()) for count, tried in self.fitting]}
+        )
+
+    def trial(self, count: int) -> Trial:
+        few = replace(self.prepared, live=self.fitted)
+        record, model = self._shorten(few, _choose_blocks(self.prepared, self.statistics, self._choose, count))
+        bare = replace(at_depth(self.prepared, record, model), live=None, statistics=self.statistics)
+        short = replace(bare, ranked=ranked_at(self.ranking, record))
+        gaps = [gap.divergence for gap in record.gaps]
+        predicted = None if None in gaps else sum(value for value in gaps if value is not None)
+        return Trial(short, record.kept, f"without {record.blocks - model.blocks} blocks", predicted)
+
+
+def _choose_blocks(prepared: Prepared, statistics: Statistics, choose: Choose, count: int) -> DepthRecord:
+    recipe, depth = prepared.recipe, depth_of(prepared)
+    fixed = depth.model_copy(update={"drop": count} if count else {"drop": None, "blocks": []})
+    return choose(replace(prepared, recipe=recipe.model_copy(update={"depth": fixed}), statistics=statistics))
+
+
+def ranked_at(ranking: Mapping[Site, Sequence[RankedUnits]], record: DepthRecord) -> dict[Site, Sequence[RankedUnits]]:
+    """Return the ranking of the blocks that stay, by their new numbers."""
+    places = {old: new for new, old in enumerate(record.kept)}
+    return {site._replace(block=places[site.block]): own for site, own in ranking.items() if site.block in places}
+
+
+class DimensionCountSearch(SingleCountSearch):
+    """Compares numbers of dimensions of the stream to keep, for a recipe with `hidden.drop: auto`.
+
+    Bases come from other samples than the model is run on.
+    """
+
+    entry = "dimensions tried"
+
+    def __init__(
+        self, prepared: Prepared, statistics: Statistics, measure: Measure, find: Find, journal: Journal | None
+    ) -> None:
+        super().__init__(prepared, statistics, journal)
+        self._measure_gram, self._find = measure, find
+        self._widths = possible_widths(self.prepared)
+
+    @property
+    def most(self) -> int:
+        return len(self._widths) - 1
+
+    def record(self) -> HiddenRecord:
+        """Return how many dimensions stay, and what was tried."""
+        best = self._widths[self.best()]
+        tried = [TriedHidden(kept=self._widths[count], **tried.model_dump()) for count, tried in self.fitting]
+        return hidden_record(self.prepared, best).model_copy(update={"tried": tried})
+
+    def trial(self, count: int) -> Trial:
+        prepared, kept = self.prepared, self._widths[count]
+        narrow = _narrow(prepared, kept, self._find, lambda: self._gram)
+        short = replace(narrow, live=None, statistics=self.statistics, ranked=self.ranking)
+        description = f"with {kept} of {prepared.model.dimension('hidden')} dimensions"
+        return Trial(short, range(prepared.model.blocks), description, own_ends=count > 0)
+
+    @cached_property
+    def _gram(self) -> Tensor:
+        return self._measure_gram(replace(self.prepared, live=self.fitted))
+
+
+def _narrow(prepared: Prepared, kept: int, find: Find, gram: Callable[[], Tensor]) -> Prepared:
+    """Return the state for what is left to do once the stream has so many dimensions, which may be all."""
+    record, view = hidden_record(prepared, kept), None
+    if kept < record.dimensions:
+        bare = view_of(prepared, kept)
+        basis, _ = find(bare, gram())
+        view = replace(bare, bases=lambda _block: (basis,) * len(bare.sublayers))
+    return jointly_narrowed(prepared, record, view)
+
+
+def least_pair(
+    most: int, most_beside: Callable[[int], int], measure: Callable[[Pair], float | None], limit: int = LIMIT
+) -> Pair | None:
+    """Search for the pair of the least value; of equal ones the one with less of the first. None if there is no pair.
+
+    It starts from none of either. Pairs next to the best one along each axis are measured, a quarter of what may go
+    apart, until none of them is better; then those half as far apart, down to one. If none of either is not possible,
+    it starts with as much as possible of the second alone, and of both.
+
+    Args:
+        most: of the first axis.
+        most_beside: of the second beside an amount of the first.
+        measure: the value of a pair; None if there is no such pair.
+        limit: so many pairs are measured at most.
+    """
+    tried: dict[Pair, float | None] = {}
+
+    def best() -> Pair | None:
+        values = {pair: value for pair, value in tried.items() if value is not None}
+        return min(values, key=lambda pair: (values[pair], pair), default=None)
+
+    def look(pair: Pair) -> None:
+        if pair not in tried and len(tried) < limit:
+            tried[pair] = measure(pair)
+
+    look((0, 0))
+    for pair in ((0, most_beside(0)), (most, most_beside(most))):
+        if best() is None:
+            look(pair)
+    steps = max(1, -(-most // _PARTS)), max(1, -(-most_beside(0) // _PARTS))
+    while (here := best()) is not None and len(tried) < limit:
+        for pair in _neighbours(here, steps, most, most_beside):
+            look(pair)
+        if best() != here:
+            continue
+        if max(steps) == 1:
+            break
+        steps = (steps[0] + 1) // 2, (steps[1] + 1) // 2
+    return best()
+
+
+def _neighbours(here: Pair, steps: Pair, most: int, most_beside: Callable[[int], int]) -> Iterator[Pair]:
+    """Yield the pairs one step away, within limits; more of an axis before less of it."""
+    first, second = here
+    for amount in (first + steps[0], first - steps[0]):
+        own = min(max(amount, 0), most)
+        yield own, min(second, most_beside(own))
+    for amount in (second + steps[1], second - steps[1]):
+        yield first, min(max(amount, 0), most_beside(first))
+
+
+@dataclass(frozen=True)
+class _Shorter:
+    """The model without some blocks, its stream as it is, with the samples that bases are measured on."""
+
+    prepared: Prepared
+    record: DepthRecord
+    measure: Measure
+
+    @cached_property
+    def gram(self) -> Tensor:
+        return self.measure(self.prepared)
+
+
+class PairSearch(CountSearch[Pair]):
+    """Compares pairs of counts, for a recipe with `depth.drop: auto` and `hidden`.
+
+    Blocks go first. The basis is that of the model without them, with the maps in their place.
+    """
+
+    entry = "axes tried"
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        statistics: Statistics,
+        choose: Choose,
+        shorten: Shorten,
+        measure: Measure,
+        find: Find,
+        journal: Journal | None,
+    ) -> None:
+        super().__init__(prepared, statistics, journal)
+        self._choose, self._shorten, self._measure_gram, self._find = choose, shorten, measure, find
+        self._widths_by_count: dict[int, list[int]] = {}
+        self._shorter_models: dict[int, _Shorter] = {}
+
+    def name(self, count: Pair) -> str:
+        return f"{count[0]}:{count[1]}"
+
+    def best(self) -> Pair:
+        """Return the tried pair that changes the output least; of equal ones the one of fewer blocks."""
+        most = wanted_depth(self.prepared).count
+        return self.found(least_pair(most, lambda blocks: len(self._widths(blocks)) - 1, self.divergence))
+
+    def records(self) -> tuple[DepthRecord, HiddenRecord]:
+        """Return the blocks that go, and how many dimensions stay, with what was tried."""
+        blocks, step = self.best()
+        tried = [
+            TriedHidden(blocks=count, kept=self._widths(count)[own], **figures.model_dump())
+            for (count, own), figures in self.fitting
+        ]
+        hidden = hidden_record(self.prepared, self._widths(blocks)[step]).model_copy(update={"tried": tried})
+        return _choose_blocks(self.prepared, self.statistics, self._choose, blocks), hidden
+
+    def trial(self, count: Pair) -> Trial:
+        blocks, step = count
+        shorter, kept = self._without(blocks), self._widths(blocks)[step]
+        narrow = _narrow(shorter.prepared, kept, self._find, lambda: shorter.gram)
+        ranking = ranked_at(self.ranking, shorter.record)
+        short = replace(narrow, live=None, statistics=self.statistics, ranked=ranking)
+        width = shorter.prepared.model.dimension("hidden")
+        description = f"without {blocks} blocks, with {kept} of {width} dimensions"
+        return Trial(short, shorter.record.kept, description, own_ends=kept < width)
+
+    def _widths(self, blocks: int) -> list[int]:
+        """Return the numbers of dimensions that may stay if so many blocks go, descending."""
+        if blocks not in self._widths_by_count:
+            self._widths_by_count[blocks] = open_widths(last_blocks(self.prepared, blocks))
+        return self._widths_by_count[blocks]
+
+    def _without(self, blocks: int) -> _Shorter:
+        if blocks not in self._shorter_models:
+            few = replace(self.prepared, live=self.fitted)
+            record, model = self._shorten(few, _choose_blocks(self.prepared, self.statistics, self._choose, blocks))
+            self._shorter_models[blocks] = _Shorter(at_depth(few, record, model), record, self._measure_gram)
+        return self._shorter_models[blocks]
