@@ -149,25 +149,11 @@ def test_a_dry_run(here) -> None:
         "measured first; were it none; kept per block at one ratio everywhere: heads 2/2, mlp 9/24 (70% of the "
         "parameters); measuring finds widths of that size that lose less"
     ) in said
-    assert (
-        "to be measured first: how far blocks move the residual stream, and then the residual stream, wherever a block "
-        "reads it, and then the inputs of every block's layers, and what pruning each does to the model's output, on 8 "
-        "windows of 16 tokens of calib.txt"
-    ) in said
-    assert (
-        "to be stored as a stock class with the shape that measuring finds (llama or one that computes the same), or "
-        "with code of its own where there is none"
-    ) in said
 
 
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        (
-            ["hidden.kind=per-block"],
-            "hidden.kind: per-block needs code of its own: for whole blocks as well say kind: shared, or prune twice, "
-            "the blocks first",
-        ),
         (["depth={part: mlp, drop: 1}"], "depth.part: mlp leaves zeros: beside spaces whole blocks go"),
         (
             [*BARE[1::2], "depth.drop=null", "hidden.drop=null"],

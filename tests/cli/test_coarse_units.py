@@ -1,11 +1,10 @@
 """Units too coarse for what was asked are told, with the sizes there are beside it."""
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.cli.running import ok, refused, run
+from tests.cli.running import ok, refused
 
 INSIDE = "; spaces.queries in a recipe of your own drops 1 of 2 grouped query heads in each"
 NONE = "heads: 2 units per block, so a ratio of 0.3 drops none; the next size drops 1 (ratio 0.5)" + INSIDE
@@ -50,33 +49,10 @@ def test_the_model_card_says_so(place):
         assert coarse(out) == []
 
 
-def test_it_is_in_the_json(place):
-    """Where the JSON is a plan, which has a format of its own, it is on stderr."""
-    for command in (DRY, DRY[:-1]):
-        assert NONE in json.loads(ok(*command, "--ratio", "0.3", "--json"))["messages"]
-    done = run("plan", *MAGNITUDE, "--ratio", "0.3", "--json")
-    assert json.loads(done.stdout)["sites"]
-    assert heads(done.stderr) == [NONE]
-    assert json.loads(ok("inspect", "dense", "--ratio", "0.3,0.5", "--json"))["messages"] == [
-        NONE,
-        "mlp: 24 units per block, so a ratio of 0.3 drops 8 (0.333); the size before drops 7 (ratio 0.29)",
-    ]
-    assert json.loads(ok("inspect", "dense", "--json"))["messages"] == []
-
-
-def test_what_fits_is_not_remarked_on(place):
-    assert "units per block, so" not in ok("plan", *MAGNITUDE, "--ratio", "0.5")
-
-
 def test_steps_and_the_only_size_there_is(place):
     said = ok("plan", *MAGNITUDE, "--ratio", "0.5", "--set", "spaces.mlp.multiple_of=16")
     assert STEPS in said.splitlines()
     assert heads(ok("plan", *MAGNITUDE, "--ratio", "0.7")) == [FEWER]
-
-
-def test_a_plan_that_is_applied_was_told_before(place):
-    ok("plan", *MAGNITUDE, "--ratio", "0.3", "-o", "plan.json")
-    assert heads(ok("prune", "dense", "--plan", "plan.json", "-o", "out")) == []
 
 
 def kept(said: str) -> str:

@@ -208,20 +208,11 @@ def test_an_output_is_measured_masked_recovered_and_pruned_again(here):
 # ---- what is refused ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["plan", "prune"])
-def test_groups_of_one_query_head(here, command):
+def test_groups_of_one_query_head(here):
     small("mha", num_key_value_heads=4)
-    out = ("-o", "out") if command == "prune" else ("-o", "plan.json")
-    assert refused(command, "mha", "--recipe", "mine.yaml", "--statistics", "stats", *out) == (
+    assert refused("plan", "mha", "--recipe", "mine.yaml", "--statistics", "stats", "-o", "plan.json") == (
         "recipe mine prunes queries, query heads inside KV groups, and none can go by itself in this llama: "
         "spaces.heads drops them with their keys and values"
-    )
-
-
-def test_a_ratio_that_leaves_none(here):
-    given = ("--recipe", "mine.yaml", "--set", "spaces.queries.ratio=0.8", "--statistics", "stats")
-    assert refused("prune", "dense", *given, "-o", "out") == (
-        "ratio 0.8 would drop all 2 units of a space: at least one must stay"
     )
 
 
@@ -237,22 +228,6 @@ def test_a_class_that_cannot_say_the_shape(here):
         "no stock container fits: llama refuses 6 heads on a hidden size of 16. Choose a compensation without a bias, "
         "another ratio, or container: remote for remote code"
     )
-
-
-def test_a_ratio_that_drops_no_group_names_query_heads(here):
-    """Three groups at a fifth."""
-    small("three", hidden_size=18, num_attention_heads=9, num_key_value_heads=3)
-    told = "heads: 3 units per block, so a ratio of 0.2 drops none; the next size drops 1 (ratio 0.34)"
-    inside = "; spaces.queries in a recipe of your own drops 1 of 3 grouped query heads in each"
-    assert told + inside in ok("plan", "three", "--recipe", "magnitude", "--ratio", "0.2").splitlines()
-    assert told + inside in ok("prune", "three", "--recipe", "magnitude", "--ratio", "0.2", "-o", "out").splitlines()
-    assert f"{told}; spaces.queries in a recipe of your own drops grouped query heads".replace("0.2", "0.1") in ok(
-        "inspect", "three", "--ratio", "0.1"
-    )
-    added = ("--set", "spaces.queries={score: magnitude}")
-    said = ok("plan", "three", "--recipe", "magnitude", "--ratio", "0.2", *added).splitlines()
-    assert told in said
-    assert "kept per block: heads 3/3 (ratio 0), mlp 19/24 (ratio 0.208), queries 2/3 (ratio 0.333)" in said
 
 
 @pytest.mark.parametrize(("model_type", "spaces"), [("gemma2", "heads"), ("gemma3_text", "queries")])

@@ -154,10 +154,6 @@ def test_a_model_that_is_rotated_in_part(here):
     ("changes", "message"),
     [
         (
-            ["--set", "spaces.rotary.ratio=0.9", "--set", "spaces.rotary.rounding=ceil"],
-            "ratio 0.9 would drop all 2 units of a space: at least one must stay",
-        ),
-        (
             ["--container", "auto"],
             "no stock container fits: no stock class has queries and keys without some of their rotary pairs. Say "
             "container: remote to accept self-contained remote code, or container: padded to fill up with zeros, which "
@@ -166,11 +162,6 @@ def test_a_model_that_is_rotated_in_part(here):
         (
             ["--set", "spaces.rotary.compensation.method=low-rank"],
             "mine.yaml, with --set: spaces.rotary: method low-rank is not for this space; allowed here: none, factors",
-        ),
-        (
-            ["--set", "spaces.rotary.score=rcpu"],
-            "mine.yaml, with --set: spaces.rotary: score rcpu does not rank its units; allowed here: obs, "
-            "logit-energy, magnitude",
         ),
         (
             ["--set", "spaces.rotary.compensation.centre_keys=true"],

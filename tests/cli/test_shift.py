@@ -174,22 +174,6 @@ def test_page_and_refusals_of_pairs(other):
         assert said in page
 
 
-def test_text(other):
-    said = ok("plan", "dense", *RIDGE, "--test", "others").splitlines()
-    start = next(number for number, line in enumerate(said) if "apart" in line)
-    headers = ["block", "space", "kept", "calibration", "test", "before", "floor", "apart", "freedom"]
-    assert said[start].split() == headers
-    assert [row.split()[:3] for row in said[start + 1 : start + 5]] == [
-        ["0", "heads", "1/2"],
-        ["0", "mlp", "12/24"],
-        ["1", "heads", "1/2"],
-        ["1", "mlp", "12/24"],
-    ]
-    assert [line.partition(":")[0] for line in said[start + 6 : start + 10]] == [
-        *["calibration, test", "before, floor", "apart", "freedom"]
-    ]
-
-
 def test_bad_input(other):
     assert refused("plan", "dense", *RIDGE, "--recipe", "rcpu", "--test", "others") == (
         "--test holds one plan against other statistics: it goes with one --recipe and no --sweep"

@@ -38,7 +38,7 @@ def test_blocks_that_are_not_there(text, count):
     assert str(caught.value) == f"layers {text}: the model has blocks 0 to {count - 1}, say 0:{count} for all"
 
 
-@pytest.mark.parametrize("text", ["5", "1:2:3", "a:b", "-1:", "101%:", "4:-2", "%:", "1.5:2"])
+@pytest.mark.parametrize("text", ["5", "1:2:3", "a:b", "-1:", "101%:", "1.5:2"])
 def test_what_is_no_range(text):
     with pytest.raises(ValueError, match="is not a range") as caught:
         checked_range(text)
@@ -78,21 +78,3 @@ def test_a_recipe_that_prunes_some_blocks_is_another(tmp_path):
 def test_contradictions(tmp_path, changes, message):
     path = write(tmp_path, OF_SPACES)
     assert refusal(path, changes) == f"{path}, with --set: {message}"
-
-
-def test_a_mask_takes_no_range():
-    said = refusal("wanda-50", ("layers=0:1",))
-    assert said.endswith("layers is for spaces: a mask zeroes weights of every block")
-
-
-@pytest.mark.parametrize("score", ["taylor1", "taylor2"])
-def test_gradients_are_of_the_unpruned_model(score):
-    recipe = load_recipe(f"llm-pruner-{score}")
-    assert recipe.collect == ("moments", "taylor")
-    assert recipe.calibration == "ckpt-prune calibrate --collect moments,taylor"
-    assert recipe.blocks(32) == range(4, 30)
-    assert {(own.score, own.compensation.method) for own in recipe.spaces.values()} == {(score, "none")}
-    assert refusal(f"llm-pruner-{score}", ("target=sequential",)).endswith(
-        f"spaces.heads: score {score} is measured on the unpruned model, with a pass back through all of it: say "
-        "target: dense"
-    )

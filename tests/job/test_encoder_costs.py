@@ -198,25 +198,6 @@ def test_corps_parameter_counts(tmp_path, size, recipe_name, model_type):
     assert f"{after['parameters'] / 1e6:.1f}" == ("422.3" if off else f"{PAPER[recipe_name][size]:.1f}")
 
 
-TABLE_10 = {
-    # millions at 10 % to 70 %
-    "L": ["279.5", "254.7", "229.0", "204.1", "178.5", "153.6", "128.8"],
-    "H": ["579.7", "527.2", "474.8", "422.3", "369.9", "317.4", "265.0"],
-}
-
-
-@pytest.mark.parametrize(("size", "dense"), every(2, [("L", "304.4"), ("H", "632.1")]))
-def test_corps_large_models_are_deit_three(tmp_path, size, dense):
-    """Its DeiT-L and -H have layer scales, and no position for the class token; a plain ViT rounds otherwise."""
-    (tmp_path / "config.json").write_text(json.dumps(deit(size, "vit")))
-    ratios = ",".join(f"0.{tenths}" for tenths in range(1, 8))
-    found = json.loads(ok("inspect", str(tmp_path), "--recipe", "corp", "--ratio", ratios, "--json"))
-    hidden, blocks, _, _ = SIZES[size]
-    counts = [found["parameters"], *(each["parameters"] for each in found["pruned"])]
-    assert [f"{(count + 2 * hidden * blocks - hidden) / 1e6:.1f}" for count in counts] == [dense, *TABLE_10[size]]
-    assert f"{counts[0] / 1e6:.1f}" != dense
-
-
 @pytest.mark.parametrize(
     ("hidden", "blocks", "heads", "swiglu", "millions"),
     [(384, 12, 6, False, 14.6), (768, 12, 12, False, 56.9), (1024, 24, 16, False, 198.9), (1536, 40, 24, True, 741.1)],

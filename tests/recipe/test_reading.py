@@ -3,42 +3,21 @@
 import pytest
 
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.job.space_recipe import SpaceRecipe
+from ckpt_prune.model.spaces import SPACES
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.stages import FullRecipe
 from tests.recipe.recipes import GOOD, refusal, write
 
-KEYS = (
-    "version, name, summary, source, goal, time, ratio, target, true_sequential, size, allocation, weigh_by, widths, "
-    "layers, container, spaces, depth, hidden, rotation, mask, low_rank, recovery, export"
-)
-SPACES = "qk, rotary, queries, heads, values, mlp, shared, experts"
-SPACE_KEYS = "score, ratio, rounding, multiple_of, optional, compensation"
-COMPENSATION_KEYS = "method, lambda, lambda_units, lambda_grid, lambda_by, candidates, shares, centre_keys"
+KEYS = FullRecipe.model_fields
 
 
 @pytest.mark.parametrize(
     ("old", "new", "line", "message"),
     [
-        ("ratio:", "raito:", 3, f"unknown key raito: did you mean 'ratio'? allowed here: {KEYS}"),
-        ("ratio:", "zzz:", 3, f"unknown key zzz: allowed here: {KEYS}"),
-        (
-            "  mlp:",
-            "  mpl:",
-            7,
-            f"unknown key spaces.mpl: did you mean 'mlp'? allowed here: {SPACES}",
-        ),
-        (
-            "    compensation:",
-            "    compensate:",
-            9,
-            f"unknown key spaces.mlp.compensate: did you mean 'compensation'? allowed here: {SPACE_KEYS}",
-        ),
-        (
-            "lambda:",
-            "lamda:",
-            11,
-            f"unknown key spaces.mlp.compensation.lamda: did you mean 'lambda'? allowed here: {COMPENSATION_KEYS}",
-        ),
+        ("ratio:", "raito:", 3, "unknown key raito: did you mean 'ratio'? allowed here: " + ", ".join(KEYS)),
+        ("  mlp:", "  mpl:", 7, "unknown key spaces.mpl: did you mean 'mlp'? allowed here: qk, "),
+        ("lambda:", "lamda:", 11, "unknown key spaces.mlp.compensation.lamda: did you mean 'lambda'? allowed here: "),
         (
             "ratio: 0.3",
             "ratio: much",
@@ -46,16 +25,8 @@ COMPENSATION_KEYS = "method, lambda, lambda_units, lambda_grid, lambda_by, candi
             "ratio: input should be a valid number, unable to parse string as a number, got 'much'",
         ),
         ("ratio: 0.3", "ratio: 1", 3, "ratio: input should be less than 1, got 1"),
-        ("ratio: 0.3", "ratio: -0.1", 3, "ratio: input should be greater than or equal to 0, got -0.1"),
         ("version: 1", "version: 2", 1, "version: input should be 1, got 2"),
-        (
-            "score: wanda-sp",
-            "score: wanda",
-            8,
-            "spaces.mlp.score: unknown score 'wanda': did you mean 'wanda-sp'? allowed here: magnitude, "
-            "activation-energy, active-probability, variance, wanda-sp, wanda-sp-code, rcpu, rcpu-code, flap, "
-            "flap-squared, corp, obs, taylor1, taylor2, auto, logit-energy, routed-energy, frequency, reap, principal",
-        ),
+        ("score: wanda-sp", "score: wanda", 8, "spaces.mlp.score: unknown score 'wanda': did you mean 'wanda-sp'? "),
         ("method: ridge", "method: rotation", 9, "spaces.mlp.compensation: method rotation has no lambda"),
         (
             "lambda: 0.1",
@@ -69,85 +40,33 @@ COMPENSATION_KEYS = "method, lambda, lambda_units, lambda_grid, lambda_by, candi
 def test_a_mistake_is_named_by_file_line_and_key(tmp_path, old, new, line, message):
     assert GOOD.count(old) == 1
     path = write(tmp_path, GOOD.replace(old, new))
-    assert refusal(path) == f"{path}, line {line}: {message}"
-
-
-RECOVERY_KEYS = (
-    "method, epochs, lr, batch, accumulate, schedule, only, layers, norms, teacher, held_out, patience, samples, seed"
-)
+    assert refusal(path).startswith(f"{path}, line {line}: {message}")
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("stage", "text", "message"),
     [
-        ("  epoch: 2", f"unknown key recovery.epoch: did you mean 'epochs'? allowed here: {RECOVERY_KEYS}"),
-        ("  zzz: 2", f"unknown key recovery.zzz: allowed here: {RECOVERY_KEYS}"),
-        (
-            "  ratio: 0.5",
-            f"unknown key recovery.ratio: ratio stands at the top of a recipe; allowed here: {RECOVERY_KEYS}",
-        ),
-        ("  epochs: 0", "recovery.epochs: input should be greater than or equal to 1, got 0"),
-        ("  held_out: -0.1", "recovery.held_out: input should be greater than or equal to 0, got -0.1"),
-        ("  held_out: 1", "recovery.held_out: input should be less than 1, got 1"),
-        ("  lr: 0", "recovery.lr: input should be greater than 0, got 0"),
-        ("  lr: .nan", "recovery.lr: input should be a finite number, got nan"),
-        ("  lr: .inf", "recovery.lr: input should be a finite number, got inf"),
-        ("  samples: 1", "recovery.samples: input should be greater than or equal to 2, got 1"),
-        ("  seed: -1", "recovery.seed: input should be greater than or equal to 0, got -1"),
-        ("  only: heads", "recovery.only: input should be 'mlp' or 'attention', got 'heads'"),
-        ("  schedule: step", "recovery.schedule: input should be 'cosine' or 'constant', got 'step'"),
-        ("  layers: 5", "recovery.layers: input should be a valid string, got 5"),
-        ("  layers: '5'", "recovery.layers: '5' is not a range of blocks: say A:B, such as 0:4, 4: or :4"),
-        ("  layers: a:b", "recovery.layers: 'a:b' is not a range of blocks: say A:B, such as 0:4, 4: or :4"),
+        ("recovery", "epoch: 2", "unknown key recovery.epoch: did you mean 'epochs'? allowed here: method, epochs, "),
+        ("recovery", "ratio: 0.5", "unknown key recovery.ratio: ratio stands at the top of a recipe; allowed here: "),
+        ("recovery", "epochs: 0", "recovery.epochs: input should be greater than or equal to 1, got 0"),
+        ("recovery", "held_out: 1", "recovery.held_out: input should be less than 1, got 1"),
+        ("recovery", "lr: .nan", "recovery.lr: input should be a finite number, got nan"),
+        ("recovery", "only: heads", "recovery.only: input should be 'mlp' or 'attention', got 'heads'"),
+        ("recovery", "layers: a:b", "recovery.layers: 'a:b' is not a range of blocks: say A:B, such as 0:4, 4: or :4"),
+        ("export", "dtyp: fp16", "unknown key export.dtyp: did you mean 'dtype'? allowed here: "),
+        ("export", "dtype: int3", "export.dtype.0: input should be 'fp32', 'fp16', 'int8', 'int4' or 'q4f16'"),
+        ("export", "opset: 17", "export.opset: input should be greater than or equal to 18, got 17"),
+        ("export", "cache: 3", "export.cache: input should be a valid boolean, unable to interpret input, got 3"),
     ],
 )
-def test_a_mistake_in_recovery_is_named_by_its_key(tmp_path, text, message):
-    path = write(tmp_path, GOOD + f"recovery:\n{text}\n")
-    assert refusal(path) == f"{path}, line 13: {message}"
+def test_a_mistake_in_a_stage_is_named_by_its_key(tmp_path, stage, text, message):
+    path = write(tmp_path, GOOD + f"{stage}:\n  {text}\n")
+    assert refusal(path).startswith(f"{path}, line 13: {message}")
 
 
-EXPORT_KEYS = (
-    "task, opset, dtype, cache, optimize, tolerance, max_loss, block_size, symmetric, accuracy_level, rounding, "
-    "format, validate"
-)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("  dtyp: fp16", f"unknown key export.dtyp: did you mean 'dtype'? allowed here: {EXPORT_KEYS}"),
-        ("  dtype: int3", "export.dtype.0: input should be 'fp32', 'fp16', 'int8', 'int4' or 'q4f16', got 'int3'"),
-        ("  format: gguf", "export.format: input should be 'onnx', got 'gguf'"),
-        ("  opset: 17", "export.opset: input should be greater than or equal to 18, got 17"),
-        ("  opset: 24", "export.opset: input should be less than or equal to 23, got 24"),
-        ("  optimize: tensorrt", "export.optimize: input should be 'cpu', 'cuda' or 'none', got 'tensorrt'"),
-        ("  cache: 3", "export.cache: input should be a valid boolean, unable to interpret input, got 3"),
-        ("  tolerance: 0", "export.tolerance: input should be greater than 0, got 0"),
-    ],
-)
-def test_a_mistake_in_export_is_named_by_its_key(tmp_path, text, message):
-    path = write(tmp_path, GOOD + f"export:\n{text}\n")
-    assert refusal(path) == f"{path}, line 13: {message}"
-
-
-def test_export_has_defaults_and_can_be_set_by_one_key(tmp_path):
-    found = load_recipe(str(write(tmp_path, GOOD)), ("export.format=onnx", "export.validate=false")).export
-    assert found is not None
-    assert found.model_dump(by_alias=True) == {
-        "task": "auto",
-        "opset": None,
-        "dtype": "fp32",
-        "cache": None,
-        "optimize": "none",
-        "tolerance": None,
-        "max_loss": None,
-        "block_size": None,
-        "symmetric": False,
-        "accuracy_level": 4,
-        "rounding": "nearest",
-        "format": "onnx",
-        "validate": False,
-    }
+def test_a_stage_is_a_mapping(tmp_path):
+    path = write(tmp_path, GOOD + "recovery: [epochs]\n")
+    assert refusal(path).startswith(f"{path}, line 12: recovery: keys are expected (method, epochs, ")
 
 
 def test_export_takes_one_type_or_several(tmp_path):
@@ -161,31 +80,6 @@ def test_a_recipe_without_export_keeps_the_digest_it_had_before_there_was_any(tm
     plain = load_recipe(str(write(tmp_path, GOOD)))
     assert "export" not in plain.canonical_json()
     assert load_recipe(str(write(tmp_path, GOOD)), ("export.format=onnx",)).digest != plain.digest
-
-
-@pytest.mark.parametrize("value", ["true", "3", "[epochs]"])
-def test_recovery_is_a_mapping(tmp_path, value):
-    path = write(tmp_path, GOOD + f"recovery: {value}\n")
-    assert refusal(path).startswith(f"{path}, line 12: recovery: keys are expected ({RECOVERY_KEYS}), got ")
-
-
-@pytest.mark.parametrize(
-    ("extra", "message"),
-    [
-        (
-            "allocation: across-layers\n",
-            "allocation across-layers gives every block its own widths, which no stock model can load: "
-            "say widths: per_layer to accept remote code, or allocation: uniform",
-        ),
-        (
-            "allocation: across-layers\nwidths: per_layer\ntarget: sequential\n",
-            "allocation across-layers compares all blocks before any is pruned: target: dense",
-        ),
-    ],
-)
-def test_contradictions_are_named(tmp_path, extra, message):
-    path = write(tmp_path, GOOD + extra)
-    assert refusal(path) == f"{path}: {message}"
 
 
 def test_every_mistake_is_in_the_one_line(tmp_path):
@@ -262,11 +156,6 @@ def test_a_strength_that_is_set_for_a_method_without_one_is_refused(strength):
     assert refusal("ridge", overrides).endswith("spaces.mlp.compensation: method none has no lambda")
 
 
-def test_a_method_may_be_set_twice():
-    told = tuple(f"spaces.mlp.compensation.method={method}" for method in ("none", "rotation"))
-    assert load_recipe("ridge", told).spaces["mlp"].compensation.method == "rotation"
-
-
 def test_a_method_that_is_no_name_is_refused_where_the_recipe_has_a_strength():
     assert "unknown method 'nonsense'" in refusal("ridge", ["spaces.mlp.compensation.method=nonsense"])
     assert "spaces.mlp.compensation.method" in refusal("ridge", ["spaces.mlp.compensation.method={a: 1}"])
@@ -339,14 +228,9 @@ def test_an_override_changes_one_place_of_those_that_share_an_alias(tmp_path):
 def test_a_space_that_is_not_there_and_is_no_mapping_is_named_twice(tmp_path):
     path = write(tmp_path, GOOD.replace("spaces:", "spaces:\n  mpl: 3"))
     assert refusal(path) == (
-        f"{path}, line 5: unknown key spaces.mpl: did you mean 'mlp'? allowed here: {SPACES}; "
-        f"{path}, line 5: spaces.mpl: keys are expected ({SPACE_KEYS}), got 3"
+        f"{path}, line 5: unknown key spaces.mpl: did you mean 'mlp'? allowed here: {', '.join(SPACES)}; "
+        f"{path}, line 5: spaces.mpl: keys are expected ({', '.join(SpaceRecipe.model_fields)}), got 3"
     )
-
-
-def test_an_override_with_an_unknown_key_is_refused():
-    message = refusal("rcpu", ("spaces.mlp.ration=0.5",))
-    assert message.endswith(f"unknown key spaces.mlp.ration: did you mean 'ratio'? allowed here: {SPACE_KEYS}")
 
 
 def test_the_ratio_option_replaces_every_ratio(tmp_path):
@@ -393,10 +277,4 @@ def test_overrides_that_no_recipe_holds(text):
         load_recipe("rcpu", overrides=(f"ratio={text}",))
     assert str(error.value).startswith(f"--set ratio={text[:100]}")
     assert str(error.value).endswith(" is not a YAML value")
-    assert len(str(error.value)) < 500
-
-
-def test_a_long_value_is_not_repeated_whole():
-    with pytest.raises(UserError) as error:
-        load_recipe("rcpu", overrides=(f"ratio={[1] * 5000}",))
     assert len(str(error.value)) < 500

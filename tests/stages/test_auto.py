@@ -253,23 +253,6 @@ def test_a_bias_that_is_asked_for_gets_a_slot(dense, tmp_path):
     assert stock(tmp_path / "out", "llama").config.model_type == report["container"]["model_type"]
 
 
-def test_of_one_candidate_there_is_no_margin(dense):
-    recipe = wanted({"method": "auto", "candidates": ["rotation"]})
-    plan = make_plan(encoders.job_on(dense.folder("llama"), recipe, dense.statistics("llama", 2)))
-    assert {(s.method, s.strength, s.runner_up, s.margin) for s in plan.sites} == {("rotation", None, None, None)}
-    assert all(site.error_held_out is not None for site in plan.sites)
-
-
-def test_where_nothing_is_dropped_nothing_is_chosen(dense):
-    recipe = wanted({"method": "auto"})
-    whole_recipe = FullRecipe.model_validate(
-        recipe.model_dump(by_alias=True)
-        | {"spaces": {s: own | {"ratio": 0} for s, own in recipe.model_dump(by_alias=True)["spaces"].items()}}
-    )
-    plan = make_plan(encoders.job_on(dense.folder("llama"), whole_recipe, dense.statistics("llama", 2)))
-    assert {(s.method, s.strength, s.margin, s.error_held_out) for s in plan.sites} == {("none", None, None, None)}
-
-
 @pytest.mark.parametrize(
     ("compensation", "what"),
     [

@@ -123,12 +123,6 @@ def test_drift_is_that_of_the_pruned_prefix(dense, case, true_sequential, tmp_pa
         drift.assert_measured(folds, expected)
 
 
-def test_stages(dense):
-    for true_sequential, stages in {True: [["heads"], ["mlp"]], False: [["heads", "mlp"]]}.items():
-        source = source_of(job_on(dense.folder("opt"), "opt", HALF, true_sequential=true_sequential))
-        assert source.group_keys(["heads", "mlp"]) == stages
-
-
 def test_blocks_may_be_passed_over(dense):
     """What is measured at the last block does not depend on whether anything was at those before."""
     job = job_on(dense.folder("opt"), "opt", HALF, true_sequential=True)

@@ -282,23 +282,6 @@ def test_batches_and_where_states_are_change_nothing(dense, variant, monkeypatch
     assert_close(measured(dense, variant, allocate=StateMemory(0, tmp_path)), whole, 1e-3)
 
 
-def test_no_more_samples_than_there_are(dense):
-    samples = data_of("llama-gqa-tied")
-    everything = measured(dense, "llama-gqa-tied", limit=len(samples), spaces=["heads"])
-    assert measured(dense, "llama-gqa-tied", limit=99, spaces=["heads"]) == everything
-    assert measured(dense, "llama-gqa-tied", limit=2, spaces=["heads"]) != everything
-
-
-def test_folds_do_not_matter(dense):
-    folded = measured(dense, "vit", statistics=dense.statistics("vit", folds=3))
-    assert_close(folded, measured(dense, "vit"), 1e-3)
-
-
-def test_half_precision_is_near(dense):
-    whole = measured(dense, "llama-gqa-tied", spaces=["mlp"])
-    assert_close(measured(dense, "llama-gqa-tied", spaces=["mlp"], compute_dtype=torch.bfloat16), whole, 0.3)
-
-
 def refusal(*args, **options) -> str:
     with pytest.raises(UserError) as caught:
         measured(*args, **options)

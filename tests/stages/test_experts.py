@@ -264,18 +264,6 @@ def test_experts_that_stay_make_up_for_those_that_go(dense: Dense, case: Case, t
     )
 
 
-def test_experts_go_beside_heads_block_by_block(dense: Dense, tmp_path: Path) -> None:
-    heads = {"score": "corp", "ratio": 0.5, "compensation": {"method": "ridge", "lambda": STRENGTH}}
-    spaces = {"heads": heads, "experts": {"score": "routed-energy"}}
-    values = {"version": 1, "name": "test", "ratio": 0.25, "target": "sequential", "spaces": spaces}
-    dense.prune(TWO, FullRecipe.model_validate(values), tmp_path / "out", TWO.samples())
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    # What the class knows by two names stands once, under the one that the source has.
-    assert (config["num_local_experts"], config.get("num_experts"), config["num_key_value_heads"]) == (KEEP, None, 1)
-    for check in verify(tmp_path / "out", dense.folder(TWO)):
-        assert check.passed or check.name == "sparsity", check
-
-
 def test_verify_sees_an_expert_that_is_another(dense: Dense, tmp_path: Path) -> None:
     values = {"version": 1, "name": "test", "ratio": 0.25, "spaces": {"experts": {"score": "frequency"}}}
     dense.prune(TWO, FullRecipe.model_validate(values), tmp_path / "out", TWO.samples())
@@ -526,11 +514,3 @@ def test_a_width_of_experts_that_is_asked_for_is_kept(tmp_path: Path) -> None:
     dense.prune(case, FullRecipe.model_validate({"version": 1, "name": "test", "spaces": spaces}), tmp_path / "out")
     assert {len(site.kept) for site in reported(tmp_path / "out")} == {28}
     assert "experts of 28 columns do not run" in next(iter(warning_lines(reported(tmp_path / "out"))))
-
-
-def test_inspect_counts_the_columns_of_an_expert(tmp_path: Path) -> None:
-    spaces = ckpt_prune.inspect(str(Dense(tmp_path).folder(TWO)), ratios=[0.5]).spaces
-    assert list(spaces) == ["queries", "heads", "mlp", "experts"]
-    mlp = spaces["mlp"]
-    assert (mlp.unit, mlp.units, mlp.parameters) == ("column of each of 4 experts", 22, BLOCKS * 4 * 3 * 16 * 22)
-    assert mlp.containers == {"weights": "qwen3_moe", "weights and bias": "remote code"}

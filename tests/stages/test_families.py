@@ -81,13 +81,6 @@ def test_a_bias_that_qwen3_cannot_store_is_refused(sources, method):
     )
 
 
-def test_a_bias_of_attention_alone_fits_qwen3(sources, tmp_path):
-    wanted = recipe("bias", heads=0.5, mlp=None)
-    prune(job_on(sources.folder("qwen3"), wanted, sources.statistics("qwen3")), tmp_path / "out")
-    config = stock(tmp_path / "out").config
-    assert (config.model_type, config.attention_bias, config.num_key_value_heads) == ("qwen3", True, 1)
-
-
 @pytest.mark.parametrize(
     ("variant", "dtype", "shard"),
     pairwise(["llama", "qwen2", "seed_oss-biases-mha"], [torch.bfloat16, torch.float16], [None, "8KB"]),
@@ -134,33 +127,6 @@ def test_nothing_dropped_is_the_source_byte_for_byte(sources, variant, tmp_path)
         json.loads(files["model.safetensors.index.json"])["weight_map"] for files in (before, after)
     )
     assert map_before == map_after
-
-
-@pytest.mark.parametrize(
-    ("spaces", "same"),
-    [
-        ({"heads": 0.25, "mlp": None}, "mlp"),
-        ({"heads": None, "mlp": 0.25}, "self_attn"),
-        ({"heads": 0.5, "mlp": 0.25}, ""),
-    ],
-    ids=["o only", "down only", "both"],
-)
-def test_spaces_can_be_chosen(sources, spaces, same, tmp_path):
-    folder = sources.folder("llama")
-    prune(job_on(folder, recipe("rotation", **spaces), sources.statistics("llama")), tmp_path / "out")
-    before, after = (load_file(f / "model.safetensors") for f in (folder, tmp_path / "out"))
-    config = stock(tmp_path / "out").config
-    heads = {None: 4, 0.25: 3, 0.5: 2}[spaces["heads"]]
-    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (heads, heads, 4)
-    assert config.intermediate_size == (22 if spaces["mlp"] is None else MLP_KEPT)
-    changed = {name for name in before if not torch.equal(before[name], after[name])}
-    touched = {"self_attn", "mlp"} - {same}
-    assert changed == {
-        f"model.layers.{block}.{part}.{module}_proj.weight"
-        for block in range(BLOCKS)
-        for part in touched
-        for module in {"self_attn": "qkvo", "mlp": ("gate", "up", "down")}[part]
-    }
 
 
 def test_a_copy_of_the_embedding_that_is_stored_as_the_tied_head_is_left_out(sources, tmp_path):

@@ -14,7 +14,7 @@ from ckpt_prune.measure.streams import hidden_stream as streams
 from ckpt_prune.measure.streams.blocks import BlockFactory
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.model.model import Model
-from tests.families import BLOCKS, SIZES, VARIANTS, calibrate, job_on, one_group, prune, recipe, stock, windows
+from tests.families import BLOCKS, SIZES, VARIANTS, job_on, one_group, prune, recipe, stock, windows
 from tests.oracles import perplexity
 from tests.oracles.streams import inputs_of
 from tests.pairs import crossed
@@ -162,12 +162,3 @@ def test_sequential_is_not_the_dense_cache(sources, tmp_path):
     assert first[0] == pytest.approx(second[0], rel=1e-6)
     assert first[2:] != pytest.approx(second[2:], rel=1e-2)
     assert [r["calibration"]["target"] for r in reports] == ["sequential", "dense"]
-
-
-def test_half_precision_checkpoints_are_measured_in_the_compute_dtype(sources, tmp_path):
-    folder = sources.folder("llama", torch.bfloat16)
-    statistics = calibrate(folder, tmp_path / "statistics")
-    path = consumer_path(BLOCKS - 1, "mlp")
-    inputs = inputs_of(stock(folder, dtype=torch.float32), [path], windows())
-    assert_moments_of(statistics.read_moments(BLOCKS - 1)[f"{path}.weight"][0], inputs[path])
-    assert (statistics.index.dtype, statistics.index.compute_dtype) == ("bfloat16", "float32")
