@@ -169,17 +169,17 @@ def not_compared_whole(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def graphs_run_here(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A process for each graph that a command runs takes a third of a second: tests/onnx_graphs/test_apart.py has some.
+    """A process for each graph that a command runs takes a third of a second: test_isolation.py has some.
 
     With `--thorough` every command starts them, as for users. A graph may take a day: one that would end is never
     stopped because the machine is busy.
     """
-    from ckpt_prune.onnx import apart
+    from ckpt_prune.onnx import isolation
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(apart, "SECONDS", 86400.0)
+        patch.setattr(isolation, "SECONDS", 86400.0)
         if not request.config.getoption("--thorough"):
-            patch.setattr(apart, "sessions_apart", nullcontext)
+            patch.setattr(isolation, "isolate_sessions", nullcontext)
         yield
 
 

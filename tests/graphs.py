@@ -17,8 +17,8 @@ from torch.onnx._internal._lazy_import import onnxscript_apis
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.evaluation.whole_model import quiet_transformers
-from ckpt_prune.onnx import folder as export_folder
-from ckpt_prune.onnx.folder import EMBEDDED_BYTES, GraphWriter
+from ckpt_prune.onnx import export as exporting
+from ckpt_prune.onnx.export import EMBEDDED_BYTES, GraphWriter
 from ckpt_prune.options.graphs import GraphSettings
 from tests import encoders, families
 from tests.once import once, run_folder
@@ -99,7 +99,7 @@ def exports(tmp_path_factory: pytest.TempPathFactory, models: Mapping[str, Maker
 
 def traced_before(patch: pytest.MonkeyPatch, graph: Path) -> None:
     """Let the writer take the graph of this folder where it would trace the model: for tests of what comes after."""
-    patch.setattr(export_folder, "build_graph", lambda *_, **__: _whole(graph))
+    patch.setattr(exporting, "trace_model", lambda *_, **__: _whole(graph))
 
 
 def traced_for_others(patch: pytest.MonkeyPatch, graph: Path) -> None:
@@ -120,7 +120,7 @@ def traced_for_others(patch: pytest.MonkeyPatch, graph: Path) -> None:
         assert all(any(torch.equal(tensor, each) for each in placed) for tensor in weights.values())
         return found
 
-    patch.setattr(export_folder, "build_graph", reweighed)
+    patch.setattr(exporting, "trace_model", reweighed)
 
 
 def graph_of(folder: Path) -> Path:

@@ -22,9 +22,9 @@ from ckpt_prune.hub.recipes import _card as recipe_card
 from ckpt_prune.job.front_matter import front_matter
 from ckpt_prune.job.report import Report, SourceCard
 from ckpt_prune.job.report_file import AnyPlan
-from ckpt_prune.onnx.card import graph_card
-from ckpt_prune.onnx.manifest import GraphEntry, Manifest, Port
-from ckpt_prune.onnx.manifest import Source as GraphSource
+from ckpt_prune.onnx.card import make_card as make_graph_card
+from ckpt_prune.onnx.records import GraphEntry, Manifest, Port
+from ckpt_prune.onnx.records import Source as GraphSource
 from ckpt_prune.report.card import model_card
 from ckpt_prune.reporting.comparison import comparison_page
 from ckpt_prune.reporting.document import read_document
@@ -133,7 +133,7 @@ def quantised() -> str:
 def of_a_graph() -> str:
     port = Port(name="input_ids", type="int64", shape=["batch_size", 2])
     graph = GraphEntry(
-        file="model.onnx", dtype="fp32", opset=20, inputs=[port], outputs=[port], tensors={EVIL: "5"}, quantised=None
+        file="model.onnx", dtype="fp32", opset=20, inputs=[port], outputs=[port], tensors={EVIL: "5"}, quantization=None
     )
     manifest = Manifest(
         versions={"ckpt_prune": "1"},
@@ -145,7 +145,7 @@ def of_a_graph() -> str:
         files={"tokenizer.json": "5"},
         graphs=[graph],
     )
-    return graph_card(manifest, {"model_type": EVIL, "architectures": [EVIL]})
+    return make_graph_card(manifest, {"model_type": EVIL, "architectures": [EVIL]})
 
 
 def of_recipes() -> str:

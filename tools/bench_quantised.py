@@ -18,7 +18,7 @@ from ckpt_prune.benchmarking.participants import Participant
 from ckpt_prune.benchmarking.run import take_turns
 from ckpt_prune.benchmarking.runners import OnnxRunner
 from ckpt_prune.benchmarking.workload import choose_workloads, read_model_inputs
-from ckpt_prune.onnx.manifest import read_manifest
+from ckpt_prune.onnx.records import read_manifest
 from tools.bench_export import Model, cell, checkpoint, ckpt_prune, models, record
 from tools.bench_lines import by_key, lines_of
 from tools.bench_perplexity import SHARED
@@ -70,7 +70,7 @@ def graphs(model: Model, ratio: float, args: argparse.Namespace, done: set[str])
             "lost": dense["difference"],
             "lost_by_rounding": own["difference"] if graph["max_loss"] is not None else None,
             "within": graph["passed"],
-            "quantised": entries[graph["file"]]["quantised"],
+            "quantization": entries[graph["file"]]["quantization"],
             "proof": model.proof,
         }
         if line["key"] not in done:
@@ -90,7 +90,7 @@ def speed(model: Model, args: argparse.Namespace, done: set[str]) -> None:
         return
     participants, inputs = [], []
     for ratio, place in zip(args.ratios, places, strict=True):
-        for each in read_manifest(place).each:
+        for each in read_manifest(place).split():
             name = f"{ratio:g} {each.dtype}"
             participants.append(Participant("A", name, "onnxruntime", str(place), "cpu", args.threads, each.dtype))
             inputs.append(read_model_inputs(place, each))

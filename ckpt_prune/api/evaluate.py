@@ -157,7 +157,7 @@ def _place(name: str) -> tuple[Path | None, Path]:
 
 
 def _open_graph(path: Path) -> "PreTrainedModel":
-    from ckpt_prune.onnx.opening import open_graph
+    from ckpt_prune.onnx.session import open_graph
 
     return open_graph(path, "cpu")
 

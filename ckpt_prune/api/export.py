@@ -9,7 +9,7 @@ from ckpt_prune.options.graphs import GraphSettings
 from ckpt_prune.options.option import select_options
 
 if TYPE_CHECKING:
-    from ckpt_prune.onnx.writing import Exported
+    from ckpt_prune.onnx.export import Exported
 
 
 @takes(ExportOptions)
@@ -40,34 +40,29 @@ def export(options: ExportOptions) -> "Exported":
     from ckpt_prune.checkpoint.staging import refuse_inside
     from ckpt_prune.evaluation.device_map import spread
     from ckpt_prune.model.containers.opening import Opening, open_checkpoint
-    from ckpt_prune.onnx.folder import GraphWriter
-    from ckpt_prune.onnx.proof_data import proof_samples
-    from ckpt_prune.onnx.rounding import check_rounded
-    from ckpt_prune.onnx.session import provider_for
-    from ckpt_prune.onnx.validation import dense_of
-    from ckpt_prune.onnx.writing import write_graph
+    from ckpt_prune.onnx.export import GraphWriter, write_proven
+    from ckpt_prune.onnx.proof import find_dense
+    from ckpt_prune.onnx.quantization.deciding import check_rounding
+    from ckpt_prune.onnx.samples import choose_samples
+    from ckpt_prune.onnx.session import default_provider
 
     trust = options.trust_remote_code
     with spread(options):
         source = open_checkpoint(options.model, Opening(trust))
         refuse_inside(options.output, [options.images, options.labels, *options.text])
         writer = GraphWriter(source, options.output, settings, overwrite=options.overwrite)
-        check_rounded(
-            settings,
-            writer.task,
-            images=options.images is not None,
-            provider=options.provider or provider_for(settings.optimize),
-        )
-        chosen = None
+        provider = options.provider or default_provider(settings.optimize)
+        check_rounding(settings, writer.task, images=options.images is not None, provider=provider)
+        samples = None
         if options.proof or settings.quantised:
-            chosen = proof_samples(source.path, writer.task, options, trust=trust, rounded=settings.quantised)
-        return write_graph(
+            samples = choose_samples(source.path, writer.task, options, trust=trust, rounded=settings.quantised)
+        return write_proven(
             writer,
-            chosen if options.proof else None,
-            measured=chosen,
+            samples,
+            proof=options.proof,
             provider=options.provider,
             tolerance=settings.tolerance,
             max_loss=settings.max_loss,
-            dense=dense_of(options.dense, options.max_loss_dense),
+            dense=find_dense(options.dense, options.max_loss_dense),
             trust=trust,
         )

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from ckpt_prune.job.prepared import Prepared
     from ckpt_prune.job.report import Report
     from ckpt_prune.model.model import Model
-    from ckpt_prune.onnx.step import GraphStep
-    from ckpt_prune.onnx.writing import Exported
+    from ckpt_prune.onnx.export import Exported, GraphStep
     from ckpt_prune.runner.read_recipe import ChosenRecipe
 
 
@@ -243,7 +242,7 @@ def _graph_step(options: PruneOptions, chosen: "ChosenRecipe", model: "Model") -
     export = chosen.recipe.get(Export)
     if export is None:
         return None
-    from ckpt_prune.onnx.step import GraphStep  # a second of imports
+    from ckpt_prune.onnx.export import GraphStep  # a second of imports
 
     return GraphStep.of(export, model.checkpoint, options, options, trust=options.trust_remote_code)
 

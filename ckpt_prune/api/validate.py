@@ -12,7 +12,7 @@ from ckpt_prune.measure.samples.text_files import check_texts
 from ckpt_prune.options.commands import ValidateOptions
 
 if TYPE_CHECKING:
-    from ckpt_prune.onnx.outcome import Validations
+    from ckpt_prune.onnx.records import Validations
 
 
 @takes(ValidateOptions)
@@ -33,54 +33,51 @@ def validate(options: ValidateOptions) -> "Validations":
     check_texts(options.text)
 
     from ckpt_prune.evaluation.device_map import spread
-    from ckpt_prune.onnx import metric_only as only
-    from ckpt_prune.onnx import validation
-    from ckpt_prune.onnx.apart import sessions_apart
-    from ckpt_prune.onnx.manifest import read_manifest
-    from ckpt_prune.onnx.proof_data import proof_samples
+    from ckpt_prune.onnx import proof
+    from ckpt_prune.onnx.isolation import isolate_sessions
+    from ckpt_prune.onnx.records import read_manifest
+    from ckpt_prune.onnx.samples import choose_samples
 
-    trust = options.trust_remote_code
-    with sessions_apart(), spread(options):
+    trust, provider = options.trust_remote_code, options.provider
+    with isolate_sessions(), spread(options):
         if options.against is not None:
             model = resolve_model(options.against)
-        elif graph is not None and only.recorded(graph) is None:
+        elif graph is not None and proof.find_record(graph) is None:
             raise UserError(f"{graph} has no record of what it was made from: give --against MODEL")
         else:
-            where = place if graph is None else graph.parent
-            model = validation.own_source(where, read_manifest(where))
-        dense_model = validation.dense_of(options.dense, options.max_loss_dense)
-        if graph is None and (told := _other_data(place, options)) is not None:
-            Notices()(told)
+            exported = place if graph is None else graph.parent
+            model = proof.find_source(exported, read_manifest(exported))
+        dense = proof.find_dense(options.dense, options.max_loss_dense)
+        if graph is None:
+            _warn_of_other_data(place, options)
         if options.metric_only:
-            return only.metric_only(place, model, options, provider=options.provider, dense=dense_model, trust=trust)
-        chosen = proof_samples(place, read_manifest(place).what, options, trust=trust)
-        found = validation.validate(
+            return proof.validate_metric(place, model, options, provider=provider, dense=dense, trust=trust)
+        validations = proof.validate(
             place,
             model,
-            chosen,
-            provider=options.provider,
+            choose_samples(place, read_manifest(place).full_task, options, trust=trust),
+            provider=provider,
             tolerance=options.tolerance,
             max_loss=options.max_loss,
-            dense=dense_model,
+            dense=dense,
             trust=trust,
         )
-        found.write(place)
-        return found
+        validations.write(place)
+        return validations
 
 
-def _other_data(place: Path, options: ValidateOptions) -> str | None:
-    """That a folder was last compared on data that is not given now; None where it is, or where none was."""
-    from ckpt_prune.onnx.outcome import read_validation
+def _warn_of_other_data(place: Path, options: ValidateOptions) -> None:
+    """Say that a folder was last compared on data that is not given now."""
+    from ckpt_prune.onnx.records import read_validation
 
     if options.text or options.images is not None:
-        return None
+        return
     try:
         last = read_validation(place).graphs[0].data
     except (UserError, IndexError):
-        return None
-    if not last.get("files"):
-        return None
-    return (
-        f"{place} was last compared on {last.get('what')}, which is not given: these figures are of other data, and do "
-        "not compare with those"
-    )
+        return
+    if last.get("files"):
+        Notices()(
+            f"{place} was last compared on {last.get('what')}, which is not given: these figures are of other data, "
+            "and do not compare with those"
+        )

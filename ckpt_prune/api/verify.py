@@ -49,13 +49,13 @@ def verify(options: VerifyOptions) -> Verification:
     place = check_output_folder(Path(options.folder))
 
     from ckpt_prune.evaluation.device_map import spread
-    from ckpt_prune.onnx.apart import sessions_apart
+    from ckpt_prune.onnx.checks import verify_graph
+    from ckpt_prune.onnx.isolation import isolate_sessions
     from ckpt_prune.onnx.session import FILES
-    from ckpt_prune.onnx.verify import verify_graph
     from ckpt_prune.verification import verify as checking
     from ckpt_prune.verification.verify_quantized import verify_quantized
 
-    with sessions_apart(), spread(options):
+    with isolate_sessions(), spread(options):
         dense = None if options.against is None else resolve_model(options.against)
         if (place / QUANTISED_RECORD).is_file():
             return Verification(tuple(verify_quantized(place, dense)))

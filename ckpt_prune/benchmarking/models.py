@@ -14,9 +14,9 @@ from ckpt_prune.common.filenames import GRAPH_FOLDER, GRAPH_RECORD
 from ckpt_prune.job.cost import cost_of
 from ckpt_prune.model.context import reserved_positions
 from ckpt_prune.model.model import Model
-from ckpt_prune.onnx.folder import GraphWriter
-from ckpt_prune.onnx.manifest import Manifest, read_manifest
-from ckpt_prune.onnx.tasks import Task, chosen_task
+from ckpt_prune.onnx.export import GraphWriter
+from ckpt_prune.onnx.records import Manifest, read_manifest
+from ckpt_prune.onnx.tasks import Task, choose_task
 from ckpt_prune.options.commands import BenchmarkOptions
 from ckpt_prune.options.graphs import GraphSettings
 
@@ -57,11 +57,11 @@ def open_model(label: Label, name: str, options: BenchmarkOptions, say: Say) -> 
         return model
     manifest = _pick_graph(read_manifest(graph), options)
     reason = _why_unsuitable(manifest, options)
-    task = chosen_task(checkpoint.config, folder=checkpoint.path)
+    task = choose_task(checkpoint.config, folder=checkpoint.path)
     if manifest.source.fingerprint != checkpoint.fingerprint:
         reason = "it was made of other weights"
-    elif manifest.what != task:
-        reason = f"it is {_describe_task(manifest.what)}, not {_describe_task(task)}"
+    elif manifest.full_task != task:
+        reason = f"it is {_describe_task(manifest.full_task)}, not {_describe_task(task)}"
     if reason is not None:
         say(f"{name}: the graph in {graph} is not used: {reason}")
         return model
@@ -72,7 +72,7 @@ def open_model(label: Label, name: str, options: BenchmarkOptions, say: Say) -> 
 def _pick_graph(manifest: Manifest, options: BenchmarkOptions) -> Manifest:
     """The graph of the type that is asked for, or the first."""
     types = [graph.dtype for graph in manifest.graphs]
-    return manifest.of(options.dtype if options.dtype in types else types[0])
+    return manifest.select(options.dtype if options.dtype in types else types[0])
 
 
 def _why_unsuitable(manifest: Manifest, options: BenchmarkOptions) -> str | None:

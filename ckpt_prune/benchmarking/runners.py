@@ -17,9 +17,9 @@ from ckpt_prune.evaluation.device_map import spread
 from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.measure.streams.readout import allow_several_texts
 from ckpt_prune.modeling_pruned import cache_argument
-from ckpt_prune.onnx.session import FILES, OnnxModel, Provider, complete, next_cache
+from ckpt_prune.onnx.session import FILES, OnnxModel, Provider, complete_inputs, next_cache
 from ckpt_prune.onnx.tasks import PRESENT
-from ckpt_prune.onnx.tracing import returned_cache
+from ckpt_prune.onnx.tracing import get_cache
 from ckpt_prune.sparsity.zeros import count_zeros
 
 _CAPABILITY = (8, 0)
@@ -57,7 +57,7 @@ class TorchTimer:
         for _ in range(workload.steps):
             start = self._now()
             mask = torch.cat([mask, mask[:, :1]], dim=1)
-            output = self._model(input_ids=ids, attention_mask=mask, use_cache=True, **{past: returned_cache(output)})
+            output = self._model(input_ids=ids, attention_mask=mask, use_cache=True, **{past: get_cache(output)})
             ids = output.logits[:, -1:].argmax(-1)
             steps.append(self._now() - start)
         return {"prefill": [first], "decode": steps}
@@ -114,8 +114,8 @@ class OnnxRunner:
         inputs = workload.make_inputs()
         feed = inputs
         if workload.modality == "text":
-            feed = complete(inputs) | self._model.empty_cache(workload.batch)
-        arrays = self._model.arrays(feed)
+            feed = complete_inputs(inputs) | self._model.empty_cache(workload.batch)
+        arrays = self._model.to_arrays(feed)
         start = perf_counter()
         outputs = self._run(arrays, {})
         if not workload.steps:
@@ -126,7 +126,7 @@ class OnnxRunner:
         for _ in range(workload.steps):
             start = perf_counter()
             mask = torch.cat([mask, mask[:, :1]], dim=1)
-            arrays = self._model.arrays(complete({"input_ids": ids, "attention_mask": mask}))
+            arrays = self._model.to_arrays(complete_inputs({"input_ids": ids, "attention_mask": mask}))
             outputs = self._run(arrays, next_cache(outputs))
             ids = _choose_next(outputs)
             steps.append(perf_counter() - start)

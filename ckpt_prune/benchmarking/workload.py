@@ -12,9 +12,9 @@ from ckpt_prune.benchmarking.participants import Phase
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.whole_model import config_of, read_config
 from ckpt_prune.model.context import context_length
-from ckpt_prune.onnx.manifest import Manifest
-from ckpt_prune.onnx.tasks import chosen_task
-from ckpt_prune.onnx.tracing import image_size
+from ckpt_prune.onnx.records import Manifest
+from ckpt_prune.onnx.tasks import choose_task
+from ckpt_prune.onnx.tracing import get_image_size
 from ckpt_prune.options.graphs import TaskName
 
 TOKENS, STEPS = 128, 16
@@ -84,10 +84,10 @@ class Workload:
 
 def read_model_inputs(folder: Path, manifest: Manifest | None = None, *, trust: bool = False) -> ModelInputs:
     """What a model reads, by its config, and by the record of its graph if it is an exported folder."""
-    task = chosen_task(read_config(folder), folder=folder) if manifest is None else manifest.what
+    task = choose_task(read_config(folder), folder=folder) if manifest is None else manifest.full_task
     config = config_of(folder, trust=trust)
     if task.modality == "image":
-        size = (int(getattr(config, "num_channels", 3)), *image_size(config))
+        size = (int(getattr(config, "num_channels", 3)), *get_image_size(config))
         return ModelInputs(task.name, "image", vocabulary=None, context=None, image=size, cached=False)
     text = config.get_text_config()
     vocabulary = getattr(text, "vocab_size", None)

@@ -8,7 +8,7 @@ from ckpt_prune.api.export import export
 from ckpt_prune.cli.command import Command
 
 if TYPE_CHECKING:
-    from ckpt_prune.onnx.writing import Exported
+    from ckpt_prune.onnx.export import Exported
 
 
 def _show(exported: "Exported", _options: dict[str, Any]) -> None:

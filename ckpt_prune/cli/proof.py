@@ -4,10 +4,8 @@ import math
 
 from ckpt_prune.cli.command import table
 from ckpt_prune.common.formatting import format_distinctly, human_bytes, plural
-from ckpt_prune.onnx.metrics import Metric
-from ckpt_prune.onnx.outcome import Case, Continuation, Validation, Validations
-from ckpt_prune.onnx.quantization.record import Quantised
-from ckpt_prune.onnx.writing import Exported
+from ckpt_prune.onnx.export import Exported
+from ckpt_prune.onnx.records import Case, Continuation, Metric, Quantization, Validation, Validations
 
 
 def exported_lines(exported: Exported) -> list[str]:
@@ -24,12 +22,12 @@ def exported_lines(exported: Exported) -> list[str]:
         found.append("not compared with PyTorch: `ckpt-prune validate` does it")
     for each in what.graphs:
         size = human_bytes(exported.bytes[each.dtype])
-        found += [] if each.quantised is None else rounding_lines(each.quantised)
+        found += [] if each.quantization is None else rounding_lines(each.quantization)
         found.append(f"{what.task}{cache}, {each.dtype}, opset {each.opset}, {size}: written to {exported.path}")
     return found
 
 
-def rounding_lines(record: Quantised) -> list[str]:
+def rounding_lines(record: Quantization) -> list[str]:
     """How the weights of a graph are stored, and what they were picked by, which is not what the proof measures."""
     stored = ", ".join(f"{count} in {kind}" for kind, count in record.weights.items())
     blocks = any("blocks" in kind for kind in record.weights)

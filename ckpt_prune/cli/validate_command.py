@@ -8,7 +8,7 @@ from ckpt_prune.api.validate import validate
 from ckpt_prune.cli.command import Command
 
 if TYPE_CHECKING:
-    from ckpt_prune.onnx.outcome import Validations
+    from ckpt_prune.onnx.records import Validations
 
 
 def _show(validations: "Validations", _options: dict[str, Any]) -> None:

@@ -1,17 +1,23 @@
-"""The model card of an exported graph, with a snippet that needs onnxruntime and numpy alone."""
+"""The model card of an exported graph, with code that needs onnxruntime and numpy alone, and `genai_config.json`."""
 
 import itertools
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from ckpt_prune.common.filenames import GENAI, GRAPH_RECORD, VALIDATION
+from ckpt_prune.common.graph_types import GraphType
 from ckpt_prune.common.safe_text import as_code, as_markdown
 from ckpt_prune.model.context import context_length
-from ckpt_prune.onnx.manifest import GraphEntry, Manifest, Port
-from ckpt_prune.onnx.tasks import PAST, PRESENT
+from ckpt_prune.onnx.records import GraphEntry, Manifest, Port
+from ckpt_prune.onnx.tasks import PAST, PRESENT, Task
+
+PREFERRED: tuple[GraphType, ...] = ("int4", "int8", "fp32", "q4f16", "fp16")
+"""genai_config.json names the first of these that there is, the smallest that a CPU computes without casts."""
+_GENAI_INPUTS = ("input_ids", "attention_mask", "position_ids")
 
 
-def graph_card(
+def make_card(
     manifest: Manifest, config: dict[str, Any], *, proved: bool = True, genai: dict[str, Any] | str = ""
 ) -> str:
     """README.md of an exported folder.
@@ -38,131 +44,176 @@ def graph_card(
         f"# {as_markdown(manifest.source.name)}, ONNX",
         "",
         "```python",
-        snippet(manifest),
+        make_snippet(manifest),
         "```",
         "",
         f"Exported by ckpt_prune {manifest.versions['ckpt_prune']} from {as_code(manifest.source.name)} "
         f"({as_markdown(str(config.get('model_type')))}): {manifest.task}{fused}.",
         f"{compared}. What it was made from is in `{GRAPH_RECORD}`.",
-        *_context(manifest, config),
-        *_genai(manifest, genai),
+    ]
+    limit = None if manifest.modality == "image" else context_length(SimpleNamespace(**config))
+    if limit is not None:  # beyond, a graph fails over an index or reads positions it was never trained on
+        lines.append(f"Texts have at most {limit} tokens, a prompt and what is generated after it together.")
+    if isinstance(genai, dict):
+        lines.append(f"onnxruntime-genai generates with `{genai['model']['decoder']['filename']}` (`{GENAI}`).")
+    elif genai and manifest.cached:
+        lines.append(f"There is no `{GENAI}`: {genai}.")
+    lines += [
         "",
         "| file | type | opset | weights |",
         "|---|---|---|---|",
-        *(f"| `{each.file}` | {each.dtype} | {each.opset} | {_stored(each)} |" for each in manifest.graphs),
+        *(
+            f"| `{graph.file}` | {graph.dtype} | {graph.opset} | {_describe_weights(graph)} |"
+            for graph in manifest.graphs
+        ),
         "",
         "| | name | type | shape |",
         "|---|---|---|---|",
     ]
     for what, ports in (("in", manifest.inputs), ("out", manifest.outputs)):
-        lines += [f"| {what} | {name} | {kind} | {shape} |" for name, kind, shape in _ranges(ports)]
-    if {each.float_type for each in manifest.each} == {"float32", "float16"}:
+        lines += [f"| {what} | {name} | {kind} | {shape} |" for name, kind, shape in _group_ports(ports)]
+    if {graph.float_type for graph in manifest.split()} == {"float32", "float16"}:
         lines += ["", "float32 is float16 in graphs of fp16 and q4f16."]
     return "\n".join([*lines, ""])
 
 
-def _genai(manifest: Manifest, genai: dict[str, Any] | str) -> list[str]:
-    """Which graph onnxruntime-genai takes, or why it takes none."""
-    if isinstance(genai, dict):
-        return [f"onnxruntime-genai generates with `{genai['model']['decoder']['filename']}` (`{GENAI}`)."]
-    return [f"There is no `{GENAI}`: {genai}."] if genai and manifest.cached else []
-
-
-def _stored(graph: GraphEntry) -> str:
-    """How a graph's weights are stored."""
-    if graph.quantised is None:
+def _describe_weights(graph: GraphEntry) -> str:
+    if graph.quantization is None:
         return "as they are" if graph.dtype == "fp32" else "float16"
-    return ", ".join(f"{count} in {kind}" for kind, count in graph.quantised.weights.items())
+    return ", ".join(f"{count} in {kind}" for kind, count in graph.quantization.weights.items())
 
 
-def _ranges(ports: list[Port]) -> list[tuple[str, str, str]]:
+def _group_ports(ports: list[Port]) -> list[tuple[str, str, str]]:
     """Name, type and shape; keys and values of layers that follow each other and are alike in one row."""
     rows: list[tuple[str, str, str]] = []
-    for alike, run in itertools.groupby(ports, key=lambda port: (_layer(port.name)[0], port.type, port.shape)):
+    for alike, run in itertools.groupby(ports, key=lambda port: (_split_layer(port.name)[0], port.type, port.shape)):
         names = [port.name for port in run]
-        first, last = _layer(names[0])[1], _layer(names[-1])[1]
+        first, last = _split_layer(names[0])[1], _split_layer(names[-1])[1]
         name = f"`{names[0]}`"
         if first is not None and last is not None and len(names) > 1:
             ends = sorted({each.rpartition(".")[2] for each in names})
-            which = str(first) if first == last else f"{first}…{last}"
-            name = f"`{alike[0]}{which}.{'` and `.'.join(ends)}`"
+            layers = str(first) if first == last else f"{first}…{last}"
+            name = f"`{alike[0]}{layers}.{'` and `.'.join(ends)}`"
         rows.append((name, alike[1], " × ".join(map(str, alike[2]))))
     return rows
 
 
-def _layer(name: str) -> tuple[str, int | None]:
-    """What a name of keys or values begins with, and of which layer they are; another name as it is."""
+def _split_layer(name: str) -> tuple[str, int | None]:
+    """The prefix and the layer of keys or values; another name as it is."""
     prefix = next((prefix for prefix in (PAST, PRESENT) if name.startswith(prefix)), None)
     return (name, None) if prefix is None else (prefix, int(name.removeprefix(prefix).split(".")[0]))
 
 
-def _context(manifest: Manifest, config: dict[str, Any]) -> list[str]:
-    """How long a text may be; beyond, a graph fails over an index or reads positions it was never trained on."""
-    limit = context_length(SimpleNamespace(**config))
-    if manifest.modality == "image" or limit is None:
-        return []
-    return [f"Texts have at most {limit} tokens, a prompt and what is generated after it together."]
-
-
-def snippet(manifest: Manifest) -> str:
+def make_snippet(manifest: Manifest) -> str:
     """Python that runs the graph in the current folder, on made-up tokens or pixels."""
-    on = ', providers=["CUDAExecutionProvider", "CPUExecutionProvider"]' if manifest.optimize == "cuda" else ""
+    providers = ', providers=["CUDAExecutionProvider", "CPUExecutionProvider"]' if manifest.optimize == "cuda" else ""
     lines = [
         "import numpy as np",
         "import onnxruntime",
         "",
-        f'session = onnxruntime.InferenceSession("{manifest.file}"{on})',
+        f'session = onnxruntime.InferenceSession("{manifest.file}"{providers})',
     ]
-    names = [port.name for port in manifest.inputs]
-    kind = manifest.float_type
+    has_tokenizer = "tokenizer.json" in manifest.files
+    hint = "  # token ids of a text"
+    if has_tokenizer:
+        hint = '  # of a text: tokenizers.Tokenizer.from_file("tokenizer.json").encode(TEXT).ids'
     if manifest.cached:
-        lines += _generation(names, kind, _hint(manifest))
+        decoded = "  # as text: the tokenizer's decode(ids[0])" if has_tokenizer else ""
+        lines += [
+            f"ids = new = np.array([[3, 4, 5]]){hint}",
+            'past = [each for each in session.get_inputs() if each.name.startswith("past_key_values.")]',
+            f"cache = {{p.name: np.zeros((1, p.shape[1], 0, p.shape[3]), np.{manifest.float_type}) for p in past}}",
+            "for _ in range(20):",
+            f"    feed = {{{_write_feed(manifest, 'new')}}}",
+            "    logits, *present = session.run(None, feed | cache)",
+            "    new, cache = logits[:, -1:].argmax(-1), dict(zip(cache, present))",
+            "    ids = np.hstack([ids, new])",
+            f"print(ids){decoded}",
+        ]
     elif manifest.modality == "image":
         sizes = ", ".join(str(size) for size in manifest.inputs[0].shape[1:])
         shown = "first.argmax(-1)" if manifest.task == "image-classification" else "first.shape"
+        pixels = f"np.zeros((1, {sizes}), np.{manifest.float_type})"
         lines += [
-            f"pixels = np.zeros((1, {sizes}), np.{kind})  # resized and normalised as preprocessor_config.json says",
+            f"pixels = {pixels}  # resized and normalised as preprocessor_config.json says",
             'first, *others = session.run(None, {"pixel_values": pixels})',
             f"print({shown})",
         ]
     else:
         generates = manifest.task == "text-generation"
         lines += [
-            f"ids = np.array([[3, 4, 5]]){_hint(manifest)}",
-            f"first, *others = session.run(None, {{{_feed(names, 'ids', 'ids.shape[1]')}}})",
+            f"ids = np.array([[3, 4, 5]]){hint}",
+            f"first, *others = session.run(None, {{{_write_feed(manifest, 'ids')}}})",
             "print(first[:, -1].argmax(-1))  # the next token" if generates else "print(first.shape)",
         ]
     return "\n".join(lines)
 
 
-def _hint(manifest: Manifest) -> str:
-    """Where token ids come from, as a comment."""
-    if "tokenizer.json" not in manifest.files:
-        return "  # token ids of a text"
-    return '  # of a text: tokenizers.Tokenizer.from_file("tokenizer.json").encode(TEXT).ids'
-
-
-def _feed(names: list[str], ids: str, total: str) -> str:
+def _write_feed(manifest: Manifest, ids: str) -> str:
     """The graph's inputs of tokens without padding, as the inside of a dict."""
     known = {
         "input_ids": ids,
-        "attention_mask": f"np.ones((1, {total}), np.int64)",
-        "position_ids": f"np.arange({total})[None, -{ids}.shape[1]:]",
+        "attention_mask": "np.ones((1, ids.shape[1]), np.int64)",
+        "position_ids": f"np.arange(ids.shape[1])[None, -{ids}.shape[1]:]",
         "token_type_ids": f"np.zeros_like({ids})",
     }
+    names = [port.name for port in manifest.inputs]
     return ", ".join(f'"{name}": {value}' for name, value in known.items() if name in names)
 
 
-def _generation(names: list[str], kind: str, hint: str) -> list[str]:
-    shown = "  # as text: the tokenizer's decode(ids[0])" if "tokenizer.json" in hint else ""
-    return [
-        f"ids = new = np.array([[3, 4, 5]]){hint}",
-        'past = [each for each in session.get_inputs() if each.name.startswith("past_key_values.")]',
-        f"cache = {{p.name: np.zeros((1, p.shape[1], 0, p.shape[3]), np.{kind}) for p in past}}",
-        "for _ in range(20):",
-        f"    feed = {{{_feed(names, 'new', 'ids.shape[1]')}}}",
-        "    logits, *present = session.run(None, feed | cache)",
-        "    new, cache = logits[:, -1:].argmax(-1), dict(zip(cache, present))",
-        "    ids = np.hstack([ids, new])",
-        f"print(ids){shown}",
-    ]
+def make_genai_config(graphs: Sequence[GraphEntry], task: Task, config: Any, generation: Any) -> dict[str, Any] | str:
+    """`genai_config.json`, with which onnxruntime-genai generates with a graph, or why it cannot be written.
+
+    Args:
+        graphs: of the folder.
+        task: of them.
+        config: transformers' config object of the text model.
+        generation: transformers' generation config, or None.
+    """
+    if task.name != "text-generation" or not task.cached:
+        return "onnxruntime-genai runs graphs that generate text with a cache"
+    graph = min(graphs, key=lambda each: PREFERRED.index(each.dtype))
+    past = [port for port in graph.inputs if port.name.startswith(PAST)]
+    sizes = {(port.shape[1], port.shape[3]) for port in past}
+    if len(sizes) != 1:
+        return "onnxruntime-genai knows one number of heads and one width for keys and values of all layers"
+    unknown = [port.name for port in graph.inputs if port not in past and port.name not in _GENAI_INPUTS]
+    if unknown:
+        return f"onnxruntime-genai has nothing to feed the input {unknown[0]} with"
+    context = context_length(config)
+    if context is None:
+        return "config.json does not say how long a text may be"
+    ((heads, width),) = sizes
+    end = getattr(generation, "eos_token_id", None)
+    end = getattr(config, "eos_token_id", None) if end is None else end
+    if end is None:
+        return "config.json names no token that ends a text"
+    first = end[0] if isinstance(end, list) else end
+    pad, begin = getattr(config, "pad_token_id", None), getattr(config, "bos_token_id", None)
+    vocabulary = next(port.shape[-1] for port in graph.outputs if port.name == "logits")
+    names = {port.name for port in graph.inputs}
+    return {
+        "model": {
+            "type": "decoder",
+            "context_length": context,
+            "vocab_size": vocabulary,
+            "bos_token_id": first if begin is None else begin,
+            "eos_token_id": end,
+            "pad_token_id": first if pad is None else pad,
+            "decoder": {
+                "filename": graph.file,
+                "session_options": {"log_id": "onnxruntime-genai", "provider_options": []},
+                "head_size": width,
+                "hidden_size": config.hidden_size,
+                "num_attention_heads": config.num_attention_heads,
+                "num_hidden_layers": len(past) // 2,
+                "num_key_value_heads": heads,
+                "inputs": {name: name for name in _GENAI_INPUTS if name in names}
+                | {f"past_{kind}_names": f"{PAST}%d.{kind}" for kind in ("key", "value")},
+                "outputs": {"logits": "logits"}
+                | {f"present_{kind}_names": f"{PRESENT}%d.{kind}" for kind in ("key", "value")},
+            },
+        },
+        # The graph takes keys and values of any length and returns longer ones: there is no buffer of a fixed size.
+        "search": {"do_sample": False, "max_length": context, "past_present_share_buffer": False},
+    }

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from pydantic import BaseModel
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -20,13 +19,14 @@ from ckpt_prune.measure.samples.images import ImageSamples
 from ckpt_prune.measure.samples.samples import Samples, TokenWindows
 from ckpt_prune.measure.samples.text import load_tokenizer
 from ckpt_prune.measure.streams.readout import as_two_classes
+from ckpt_prune.onnx.records import Metric
 from ckpt_prune.onnx.reference import Reference
 from ckpt_prune.onnx.session import OnnxModel
 from ckpt_prune.options.graphs import TaskName
 
 MEAN_SHARE = 0.1
-"""Means are held to so much of the tolerance: errors of single elements are rounding, of random sign, and a mean that
-moves as far as they do is a bias."""
+"""Means are held to so much of the tolerance: errors of single elements have random signs, and a mean that moves as far
+as they do is a bias."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Allowance:
     """How far a graph may be from its model.
 
     Attributes:
-        tolerance: of single outputs, in units of the largest; of a graph that computes what the model does.
+        tolerance: of single outputs, in units of the largest.
         max_loss: what a graph that is rounded may lose of the task's metric; None of others.
     """
 
@@ -43,186 +43,134 @@ class Allowance:
 
     @property
     def rounded(self) -> bool:
-        """Whether the metric alone counts."""
         return self.max_loss is not None
 
 
-class Metric(BaseModel):
-    """One figure in both runtimes."""
-
-    name: str
-    """perplexity, masked perplexity, top-1, agreement or cosine."""
-    onnxruntime: float | None
-    """None where it overflows."""
-    against: str | None = None
-    """What other model PyTorch's figure is of: a dense one. None of the graph's own."""
-    pytorch: float | None
-    """None also of agreement and cosine, which are of both at once."""
-    of: str
-    """What it was measured on."""
-    difference: float | None
-    """What is held to the tolerance; None where it overflows.
-
-    Perplexities: of the mean negative log-likelihoods, in nats per token. Top-1 and agreement: share of the images, or
-    of a text's predictions, that the two put into different classes. Cosine: relative error of the features. Of a graph
-    that is rounded what is lost: of a perplexity the share it grows by, of top-1 what it falls by, of agreement and
-    cosine what is missing to 1.
-    """
-    kl: float | None = None
-    """Mean KL(PyTorch ‖ onnxruntime) in nats of each prediction; None where there are no classes."""
-    same: float | None = None
-    """Share of the predictions where both put the same class or token first."""
-    tolerance: float | None
-    """The most that passes; None where it is only measured. Top-1 and agreement: share of the images that the two put
-    into different classes which PyTorch itself has nearer than two errors that pass, so that either may come first."""
-    passed: bool
-
-
-def text_metric(
+def measure_text_metric(
     graph: OnnxModel, reference: Reference, task: TaskName, windows: Tensor, folder: Path, allowance: Allowance
 ) -> Metric | str:
     """The metric of a model of text, or why there is none.
 
     Args:
         graph: open.
-        reference: PyTorch.
+        reference: in PyTorch.
         task: of the graph.
         windows: int64 (N, T), real text.
-        folder: with the tokenizer, which knows the token that masks others.
+        folder: with the tokenizer, which knows the mask token.
         allowance: how far it may be from PyTorch.
-
-    Raises:
-        UserError: a model's outputs are not numbers.
     """
-    ours, theirs = _models(graph, reference)
+    ours, theirs = cast(PreTrainedModel, graph), reference.model
     of = f"{plural(len(windows), 'window')} of {plural(windows.shape[1], 'token')}"
     if task == "text-generation":
         causal = compare(ours, theirs, windows, what="perplexity")
         a, b = causal.score, causal.reference_score
         pair = a.perplexity, b.perplexity
-        return _perplexity("perplexity", pair, a.nll - b.nll, of, allowance, (causal.kl, causal.top1_agreement))
+        return _compare_perplexities("perplexity", pair, a.nll - b.nll, of, allowance, causal)
     if task == "fill-mask":
         tokenizer = load_tokenizer(folder)
         if tokenizer.mask_token_id is None:
             return "its tokenizer has no mask token, so nothing can be masked"
         masked = choose_masked(windows, set(tokenizer.all_special_ids))
-        found = fill_in(ours, windows, masked, tokenizer.mask_token_id, theirs)
-        assert isinstance(found, TokenComparison)
+        filled = fill_in(ours, windows, masked, tokenizer.mask_token_id, theirs)
+        assert isinstance(filled, TokenComparison)
         of = f"{plural(int(masked.sum()), 'masked token')} in {of}"
-        pair = found.score.perplexity, found.reference_score.perplexity
-        apart = math.log(pair[0]) - math.log(pair[1]) if all(map(math.isfinite, pair)) else math.inf
-        return _perplexity("masked perplexity", pair, apart, of, allowance, (found.kl, found.top1_agreement))
+        pair = filled.score.perplexity, filled.reference_score.perplexity
+        difference = math.log(pair[0]) - math.log(pair[1]) if all(map(math.isfinite, pair)) else math.inf
+        return _compare_perplexities("masked perplexity", pair, difference, of, allowance, filled)
     if task == "feature-extraction":
-        return _cosine(ours, reference, TokenWindows(windows), of, allowance)
-    return _agreement(ours, theirs, windows, task, of, allowance)
-
-
-def _agreement(
-    ours: PreTrainedModel, theirs: PreTrainedModel, windows: Tensor, task: TaskName, of: str, allowance: Allowance
-) -> Metric | str:
-    """Of classes of texts or tokens, or of ends of answers."""
+        return _compare_cosine(ours, reference, TokenWindows(windows), of, allowance)
     if task == "text-classification" and theirs.config.num_labels == 1:
         return f"{task} by single numbers has none"
     per_token = task == "token-classification"
-    given, expected = (_Noted(each, per_token=per_token) for each in (ours, theirs))
-    found = compare_heads(cast(PreTrainedModel, given), cast(PreTrainedModel, expected), windows, per_token=per_token)
-    apart, close = _flips(torch.cat(given.logits), torch.cat(expected.logits), 2 * allowance.tolerance)
-    close = close if allowance.max_loss is None else allowance.max_loss
-    return Metric(
-        name="agreement",
-        onnxruntime=found.agreement,
-        pytorch=None,
-        of=f"{plural(found.predictions, 'prediction')} in {of}",
-        difference=apart,
-        kl=found.kl,
-        same=found.agreement,
-        tolerance=close,
-        passed=apart <= close,
+    given, expected = (_LogitsRecorder(each, per_token=per_token) for each in (ours, theirs))
+    heads = compare_heads(cast(PreTrainedModel, given), cast(PreTrainedModel, expected), windows, per_token=per_token)
+    flipped, near = _count_flips(given, expected, 2 * allowance.tolerance)
+    of = f"{plural(heads.predictions, 'prediction')} in {of}"
+    return _agreement(
+        heads.agreement, None, of, heads, flipped, near if allowance.max_loss is None else allowance.max_loss
     )
 
 
-def image_metric(
+def measure_image_metric(
     graph: OnnxModel, reference: Reference, task: TaskName, images: ImageSamples, allowance: Allowance
 ) -> Metric | str:
-    """The metric of a model of images, or why there is none.
-
-    Arguments are those of `text_metric`.
-
-    Raises:
-        UserError: a model's outputs are not numbers.
-    """
-    ours, theirs = _models(graph, reference)
+    """The metric of a model of images, or why there is none; arguments as of `measure_text_metric`."""
+    ours, theirs = cast(PreTrainedModel, graph), reference.model
     of = plural(len(images), "image")
     if task == "feature-extraction":
-        return _cosine(ours, reference, images, of, allowance)
+        return _compare_cosine(ours, reference, images, of, allowance)
     if task != "image-classification":
         return f"{task} of images has none"
-    given, expected = _Noted(ours), _Noted(theirs)
-    found = compare_classifiers(cast(PreTrainedModel, given), cast(PreTrainedModel, expected), images, what="top-1")
-    apart, close = _flips(torch.cat(given.logits), torch.cat(expected.logits), 2 * allowance.tolerance)
-    a, b = found.score.top1, found.reference_score.top1
+    given, expected = _LogitsRecorder(ours), _LogitsRecorder(theirs)
+    classes = compare_classifiers(cast(PreTrainedModel, given), cast(PreTrainedModel, expected), images, what="top-1")
+    difference, most = _count_flips(given, expected, 2 * allowance.tolerance)
+    a, b = classes.score.top1, classes.reference_score.top1
     if allowance.max_loss is not None:
-        # Where there are labels, an image that was wrong before and is wrong otherwise now loses nothing.
-        close = allowance.max_loss
-        apart = apart if a is None or b is None else b - a
+        # With labels, an image that was wrong before and is wrong in another way now loses nothing.
+        most = allowance.max_loss
+        difference = difference if a is None or b is None else b - a
     if a is None:
-        a, b = found.agreement, None
+        a, b = classes.agreement, None
+    return _agreement(a, b, of, classes, difference, most)
+
+
+def _agreement(
+    ours: float | None, theirs: float | None, of: str, comparison: Any, difference: float, most: float
+) -> Metric:
     return Metric(
-        name="agreement" if b is None else "top-1",
-        onnxruntime=a,
-        pytorch=b,
+        name="agreement" if theirs is None else "top-1",
+        onnxruntime=ours,
+        pytorch=theirs,
         of=of,
-        difference=apart,
-        kl=found.kl,
-        same=found.agreement,
-        tolerance=close,
-        passed=apart <= close,
+        difference=difference,
+        kl=comparison.kl,
+        same=comparison.agreement,
+        tolerance=most,
+        passed=difference <= most,
     )
 
 
-def _models(graph: OnnxModel, reference: Reference) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """Both as what `evaluation` takes: it calls them, and asks for their config, device and type."""
-    return cast(PreTrainedModel, graph), reference.model
-
-
-def _perplexity(
-    name: str, pair: tuple[float, float], apart: float, of: str, allowance: Allowance, alike: tuple[float, float]
+def _compare_perplexities(
+    name: str, pair: tuple[float, float], log_ratio: float, of: str, allowance: Allowance, comparison: Any
 ) -> Metric:
-    """Of two perplexities whose logarithms are `apart`, and of how alike the predictions are: KL and agreement."""
     ours, theirs = (value if math.isfinite(value) else None for value in pair)
     if allowance.max_loss is None:
-        difference, most = abs(apart), allowance.tolerance * MEAN_SHARE
+        difference, most = abs(log_ratio), allowance.tolerance * MEAN_SHARE
     else:
-        difference, most = (math.expm1(apart) if apart < 700 else math.inf), allowance.max_loss
+        difference, most = (math.expm1(log_ratio) if log_ratio < 700 else math.inf), allowance.max_loss
     return Metric(
         name=name,
         onnxruntime=ours,
         pytorch=theirs,
         of=of,
         difference=difference if math.isfinite(difference) else None,
-        kl=alike[0] if math.isfinite(alike[0]) else None,
-        same=alike[1],
+        kl=comparison.kl if math.isfinite(comparison.kl) else None,
+        same=comparison.top1_agreement,
         tolerance=most,
         passed=difference <= most,
     )
 
 
-def _cosine(ours: PreTrainedModel, reference: Reference, samples: Samples, of: str, allowance: Allowance) -> Metric:
-    found = compare_features(ours, cast(PreTrainedModel, reference.module), samples)
-    tolerance = allowance.tolerance if allowance.max_loss is None else allowance.max_loss
-    apart = math.sqrt(found.relative_error) if allowance.max_loss is None else 1 - found.cosine
+def _compare_cosine(
+    ours: PreTrainedModel, reference: Reference, samples: Samples, of: str, allowance: Allowance
+) -> Metric:
+    features = compare_features(ours, cast(PreTrainedModel, reference.module), samples)
+    if allowance.max_loss is None:
+        difference, most = math.sqrt(features.relative_error), allowance.tolerance
+    else:
+        difference, most = 1 - features.cosine, allowance.max_loss
     return Metric(
         name="cosine",
-        onnxruntime=found.cosine,
+        onnxruntime=features.cosine,
         pytorch=None,
         of=of,
-        difference=apart,
-        tolerance=tolerance,
-        passed=apart <= tolerance,
+        difference=difference,
+        tolerance=most,
+        passed=difference <= most,
     )
 
 
-class _Noted:
+class _LogitsRecorder:
     """A classifier whose logits are kept, (predictions, classes) of each output of each batch."""
 
     def __init__(self, model: PreTrainedModel, *, per_token: bool = False) -> None:
@@ -230,13 +178,11 @@ class _Noted:
         self.device, self.dtype, self.config = model.device, model.dtype, model.config
         self.logits: list[Tensor] = []
 
-    def eval(self) -> "_Noted":
-        """A classifier to measure is in evaluation mode."""
+    def eval(self) -> "_LogitsRecorder":
         self._model.eval()
         return self
 
     def __call__(self, **inputs: Any) -> Any:
-        """Run it."""
         output = self._model(**inputs)
         for name, value in output.items():
             if name.endswith("logits"):
@@ -246,19 +192,14 @@ class _Noted:
         return output
 
 
-def _flips(ours: Tensor, theirs: Tensor, share: float) -> tuple[float, float]:
-    """How many images are put into another class, and how many of these may be, each as a share of all.
+def _count_flips(ours: _LogitsRecorder, theirs: _LogitsRecorder, share: float) -> tuple[float, float]:
+    """The share of predictions that are put into another class, and the share that may be.
 
-    An image may be where PyTorch has the two classes nearer than `share` of its largest logit.
-
-    Args:
-        ours: logits of onnxruntime, (N, classes).
-        theirs: of PyTorch.
-        share: see above.
+    A prediction may be if PyTorch has the two classes nearer than `share` of its largest logit.
     """
-    a, b = ours.double().argmax(1, keepdim=True), theirs.double().argmax(1, keepdim=True)
-    values = theirs.double()
+    given, values = torch.cat(ours.logits).double(), torch.cat(theirs.logits).double()
+    a, b = given.argmax(1, keepdim=True), values.argmax(1, keepdim=True)
     margin = values.gather(1, b) - values.gather(1, a)
     flipped = a != b
     near = flipped & (margin <= share * values.abs().max())
-    return flipped.sum().item() / len(ours), near.sum().item() / len(ours)
+    return flipped.sum().item() / len(given), near.sum().item() / len(given)

@@ -1,4 +1,4 @@
-"""The PyTorch model that a graph is held against: float32, on the CPU."""
+"""The PyTorch model that a graph is compared with: float32, on the CPU."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -10,9 +10,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.modeling_pruned import cache_argument
-from ckpt_prune.onnx.session import complete
-from ckpt_prune.onnx.tasks import PRESENT, Task, without_head
-from ckpt_prune.onnx.tracing import example_of, returned_cache
+from ckpt_prune.onnx.session import complete_inputs, describe
+from ckpt_prune.onnx.tasks import PRESENT, Task, remove_head
+from ckpt_prune.onnx.tracing import get_cache, make_example
 
 
 class Reference:
@@ -25,75 +25,62 @@ class Reference:
             graph of it is traced with, whether or not this graph has kept it.
 
     Attributes:
-        model: as it was loaded, with its head.
+        model: with its head.
         module: what does the task.
         needs: inputs that a graph of it is traced with, keys and values apart.
-
-    Raises:
-        UserError: no graph can be traced of the model.
     """
 
     def __init__(self, model: PreTrainedModel, task: Task, inputs: set[str]) -> None:
         self.model = model
-        self.module = without_head(model, task)
-        self._takes = set(inspect.signature(self.module.forward).parameters)
+        self.module = remove_head(model, task)
+        self._parameters = set(inspect.signature(self.module.forward).parameters)
         self._past: Any = cache_argument(self.module.forward)
-        example = example_of(self.module, task)
+        example = make_example(self.module, task)
         self.needs = [name for name, value in example.inputs.items() if isinstance(value, Tensor)]
-        self._inputs = {*self.needs, *(inputs & self._takes)}
+        self._inputs = {*self.needs, *(inputs & self._parameters)}
 
     @property
     def segments(self) -> int:
-        """How many values `token_type_ids` may have; 0 where the model takes none, or does not say."""
+        """How many values `token_type_ids` may have; 0 if the model takes none, or does not say."""
         if "token_type_ids" not in self.needs:
             return 0
         return getattr(self.module.config.get_text_config(), "type_vocab_size", None) or 0
 
-    def heeds(self, name: str) -> bool:
-        """Whether what it returns depends on one of `needs`, found by changing it.
-
-        Tracing drops an input that does not matter: a graph is right without it.
-
-        Raises:
-            UserError: PyTorch itself fails.
-        """
+    def depends_on(self, name: str) -> bool:
+        """Whether its output depends on one of `needs`, found by changing it: tracing drops what does not matter."""
         changes: dict[str, Callable[[Tensor], Tensor]] = {
-            "attention_mask": _start_masked,
+            "attention_mask": _mask_start,
             "position_ids": lambda value: value.flip(1),  # not a shift, which relative positions do not notice
             "token_type_ids": torch.ones_like,
         }
         if name not in changes:
-            return True  # what it is all about
+            return True
         if name == "token_type_ids" and self.segments < 2:
-            return False  # there is nothing but zeros to give
+            return False  # it can only be zero
         ids = torch.arange(6).view(2, 3) % self.module.config.get_text_config().vocab_size
-        feed = complete({"input_ids": ids})
+        feed = complete_inputs({"input_ids": ids})
         before, after = self.run(feed), self.run(feed | {name: changes[name](feed[name])})
         return any(not torch.equal(value, after[key]) for key, value in before.items())
 
     def run(self, feed: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Every tensor that it returns for whole texts or images, by name; no cache is made.
-
-        Raises:
-            UserError: PyTorch itself fails, or returns nothing that has a name.
-        """
+        """Every tensor that it returns for whole texts or images, by name; no cache is made."""
         output = self._call(feed, {"use_cache": False})
-        found = {name: value for name, value in output.items() if isinstance(value, Tensor)}
-        if not found:
+        tensors = {name: value for name, value in output.items() if isinstance(value, Tensor)}
+        if not tensors:
             raise UserError(f"{type(self.module).__name__} returns no tensors with names: there is nothing to compare")
-        return found
+        return tensors
 
-    def cache(self, feed: dict[str, Tensor]) -> dict[str, Tensor]:
+    def fill_cache(self, feed: dict[str, Tensor]) -> dict[str, Tensor]:
         """The keys and values it keeps of whole texts: `present.i.key`, `present.i.value`, (B, heads, T, head_dim).
 
-        Those of every token, also where attention looks at a window only, as a graph has them.
+        Those of every token, also if attention looks at a window only, as a graph has them.
         """
-        kept = DynamicCache()
-        self._call(feed, {"use_cache": True, self._past: kept})
-        found: dict[str, Tensor] = {}
-        for index, layer in enumerate(kept.layers):
-            found |= {f"{PRESENT}{index}.key": layer.keys, f"{PRESENT}{index}.value": layer.values}
-        return found
+        cache = DynamicCache()
+        self._call(feed, {"use_cache": True, self._past: cache})
+        tensors: dict[str, Tensor] = {}
+        for index, layer in enumerate(cache.layers):
+            tensors |= {f"{PRESENT}{index}.key": layer.keys, f"{PRESENT}{index}.value": layer.values}
+        return tensors
 
     def generate(self, ids: Tensor, mask: Tensor, steps: int) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
         """Take the likeliest token, step by step, with the model's own cache.
@@ -101,17 +88,17 @@ class Reference:
         Args:
             ids: int64 (B, T), padded on the left.
             mask: int64 (B, T), 0 where a token is padding.
-            steps: how many.
+            steps: number of tokens.
 
         Yields:
-            What each step is fed, without the cache: new tokens, the whole mask, positions; and the logits of the
+            The inputs of each step, without the cache: new tokens, the whole mask, positions; and the logits of the
             step's last token, (B, vocabulary).
         """
         past: Any = None
         for _ in range(steps):
-            feed = complete({"input_ids": ids, "attention_mask": mask})
+            feed = complete_inputs({"input_ids": ids, "attention_mask": mask})
             output = self._call(feed, {"use_cache": True, self._past: past})
-            past = returned_cache(output)
+            past = get_cache(output)
             last = output.logits[:, -1]
             yield feed, last
             ids = last.argmax(-1, keepdim=True)
@@ -119,20 +106,17 @@ class Reference:
 
     @torch.inference_mode()
     def _call(self, feed: dict[str, Tensor], options: dict[str, Any]) -> Any:
-        """The model's output for what of the feed it is given, and options that its forward knows."""
-        given = {name: value for name, value in feed.items() if name in self._inputs}
-        known = {name: value for name, value in options.items() if name in self._takes}
+        inputs = {name: value for name, value in feed.items() if name in self._inputs}
+        options = {name: value for name, value in options.items() if name in self._parameters}
         try:
-            return self.module(**given, **known)
+            return self.module(**inputs, **options)
         except Exception as error:  # model code raises anything
             shape = " x ".join(map(str, next(iter(feed.values())).shape))
-            reason = " ".join(str(error).split())
-            raise UserError(
-                f"PyTorch itself cannot run {type(self.module).__name__} on {shape}: {reason[:300]}"
-            ) from error
+            name = type(self.module).__name__
+            raise UserError(f"PyTorch itself cannot run {name} on {shape}: {describe(error)}") from error
 
 
-def _start_masked(mask: Tensor) -> Tensor:
+def _mask_start(mask: Tensor) -> Tensor:
     """All but the last token of the last text as padding: causal attention, too, looks back at it."""
     changed = mask.clone()
     changed[-1, :-1] = 0

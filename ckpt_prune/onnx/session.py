@@ -1,21 +1,24 @@
 """Running an exported graph in onnxruntime, as the model it came from."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
+import onnx_ir
 import onnxruntime
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.graph_types import GraphType
 from ckpt_prune.evaluation.whole_model import config_of
-from ckpt_prune.onnx.apart import new_session
+from ckpt_prune.onnx.isolation import create_session
 from ckpt_prune.onnx.tasks import PAST, PRESENT
 
 T = TypeVar("T")
@@ -29,11 +32,11 @@ FILES: dict[GraphType, str] = {
 }
 """Type → file, by the names that the Hub's ONNX models have."""
 DATA = "_data"
-"""Ending of external data: the weights, where the graph's file would come near protobuf's limit of 2 GB with them."""
+"""Ending of external data: the weights, if the graph's file would come near protobuf's limit of 2 GB with them."""
 
 Provider = Literal["cpu", "cuda"]
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
-_WHY = "onnxruntime cannot load it here (no GPU, or not the CUDA libraries it was built for)"
+_NO_CUDA = "CUDA was asked for and onnxruntime cannot load it here (no GPU, or not the CUDA libraries it was built for)"
 _TYPES = {
     "tensor(float)": torch.float32,
     "tensor(float16)": torch.float16,
@@ -43,85 +46,73 @@ _TYPES = {
 }
 
 
-def provider_for(optimize: Literal["cpu", "cuda", "none"]) -> Provider:
-    """What a graph is run on where nothing else is said: what it is fused for, else the CPU."""
+def default_provider(optimize: Literal["cpu", "cuda", "none"]) -> Provider:
+    """What a graph runs on by default: what it is fused for, else the CPU."""
     return "cpu" if optimize == "none" else optimize
 
 
 @dataclass(frozen=True)
 class Session:
-    """An open graph."""
+    """An open graph: onnxruntime's InferenceSession or an `IsolatedSession`; `note` says why it is another provider."""
 
     inner: Any
-    """onnxruntime's InferenceSession, or what stands for it in another process (`apart`)."""
     provider: Provider
-    """What it runs on."""
     note: str | None
-    """Why that is not what was asked for."""
 
 
 def open_session(graph: Path, *, provider: Provider = "cpu", threads: int | None = None, device: int = 0) -> Session:
-    """Load a graph into onnxruntime.
+    """Load a graph into onnxruntime. If CUDA is asked for and cannot be loaded, the CPU is used and `note` says so.
 
     Args:
         graph: an ONNX file; external data lies beside it.
-        provider: what to run it on. Where CUDA is asked for and cannot be loaded, the CPU is used and `note` says so.
+        provider: what to run it on.
         threads: of one operator; by default as many as torch uses, which heeds the cores this process may run on.
         device: number of the GPU.
-
-    Raises:
-        UserError: onnxruntime cannot load it.
     """
-    own = threads or torch.get_num_threads()
+    threads = threads or torch.get_num_threads()
     note = None
     if provider == "cuda":
         # It would otherwise multiply float32 matrices with ten bits of mantissa, which PyTorch does not.
         cuda = (_PROVIDERS["cuda"], {"use_tf32": "0", "device_id": str(device)})
-        there = _PROVIDERS["cuda"] in _built_for()
-        found = _load(graph, own, [cuda, _PROVIDERS["cpu"]]) if there else "not built in"
-        if not isinstance(found, str) and _PROVIDERS["cuda"] in found.get_providers():
-            return Session(found, "cuda", None)
-        note = f"CUDA was asked for and {_WHY}"
-    found = _load(graph, own, [_PROVIDERS["cpu"]])
-    if isinstance(found, str):
-        more = f"; {note}" if note else ""
-        raise UserError(f"{graph}: onnxruntime cannot load it: {found}{more}")
-    return Session(found, "cpu", None if note is None else f"{note}: it runs on the CPU")
-
-
-def _built_for() -> list[str]:
-    providers: list[str] = onnxruntime.get_available_providers()
-    return providers
+        built_in = _PROVIDERS["cuda"] in onnxruntime.get_available_providers()
+        session = _load(graph, threads, [cuda, _PROVIDERS["cpu"]]) if built_in else "not built in"
+        if not isinstance(session, str) and _PROVIDERS["cuda"] in session.get_providers():
+            return Session(session, "cuda", None)
+        note = _NO_CUDA
+    session = _load(graph, threads, [_PROVIDERS["cpu"]])
+    if isinstance(session, str):
+        raise UserError(f"{graph}: onnxruntime cannot load it: {session}{f'; {note}' if note else ''}")
+    return Session(session, "cpu", None if note is None else f"{note}: it runs on the CPU")
 
 
 def _load(graph: Path, threads: int, providers: list[Any]) -> Any:
     """An InferenceSession, or in one line why there is none."""
     try:
-        return new_session(graph, threads, providers)
+        return create_session(graph, threads, providers)
     except Exception as error:  # onnxruntime's exceptions share no base class
-        return " ".join(str(error).split())[:300] or type(error).__name__
+        return describe(error)
+
+
+def describe(error: Exception) -> str:
+    """What an error of a library says, in one line."""
+    return (" ".join(str(error).split()) or type(error).__name__)[:300]
 
 
 class OnnxModel:
     """A graph that is called like the transformers model it came from.
 
     Args:
-        folder: with config.json.
-        file: the graph, in it.
+        folder: of the graph, with config.json.
+        file: the graph.
         provider: what to run it on.
         threads: of one operator.
         device: number of the GPU.
-        described: the folder with config.json, where that is another one.
+        described: the folder with config.json, if that is another one.
 
     Attributes:
-        config: of the model.
-        session: the open graph.
-        inputs, outputs: names to onnxruntime's descriptions, in the graph's order.
+        inputs, outputs: names → onnxruntime's descriptions, in the graph's order.
         device: where outputs are: always the CPU.
         dtype: of the graph's floating-point outputs.
-
-    Raises:
-        UserError: onnxruntime cannot load it.
     """
 
     device = torch.device("cpu")
@@ -138,12 +129,11 @@ class OnnxModel:
     ) -> None:
         self.config = config_of(folder if described is None else described)
         self.session = open_session(folder / file, provider=provider, threads=threads, device=device)
-        self.inputs = {each.name: each for each in self.session.inner.get_inputs()}
-        self.outputs = {each.name: each for each in self.session.inner.get_outputs()}
-        self.dtype = next(_TYPES.get(each.type, torch.float32) for each in self.outputs.values())
+        self.inputs = {port.name: port for port in self.session.inner.get_inputs()}
+        self.outputs = {port.name: port for port in self.session.inner.get_outputs()}
+        self.dtype = next(_TYPES.get(port.type, torch.float32) for port in self.outputs.values())
 
     def eval(self) -> "OnnxModel":
-        """A graph is always in evaluation mode."""
         return self
 
     @property
@@ -154,13 +144,13 @@ class OnnxModel:
     def empty_cache(self, batch: int) -> dict[str, Tensor]:
         """Keys and values of no tokens: `past_key_values.*`, (B, heads, 0, head_dim)."""
         return {
-            name: torch.zeros([batch, each.shape[1], 0, each.shape[3]], dtype=_TYPES[each.type])
-            for name, each in self.inputs.items()
+            name: torch.zeros([batch, port.shape[1], 0, port.shape[3]], dtype=_TYPES[port.type])
+            for name, port in self.inputs.items()
             if name.startswith(PAST)
         }
 
-    def arrays(self, feed: dict[str, Tensor]) -> dict[str, NDArray[Any]]:
-        """What onnxruntime is given: arrays of the graph's types, of what it has inputs for."""
+    def to_arrays(self, feed: dict[str, Tensor]) -> dict[str, NDArray[Any]]:
+        """Arrays of the graph's types; what the graph has no input for is left out."""
         return {
             name: np.ascontiguousarray(value.to(_TYPES[self.inputs[name].type]).numpy())
             for name, value in feed.items()
@@ -168,41 +158,61 @@ class OnnxModel:
         }
 
     def run(self, feed: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Run the graph: inputs by name to outputs by name, on the CPU; what it has no input for is left out.
-
-        Raises:
-            UserError: onnxruntime fails.
-        """
-        arrays = self.arrays(feed)
+        """Run the graph: inputs by name → outputs by name, on the CPU; what it has no input for is left out."""
+        arrays = self.to_arrays(feed)
         try:
             values = self.session.inner.run(None, arrays)
         except Exception as error:  # onnxruntime's exceptions share no base class
             sizes = ", ".join(f"{name} {list(array.shape)}" for name, array in list(arrays.items())[:4])
-            reason = " ".join(str(error).split())
-            raise UserError(f"onnxruntime cannot run the graph on {sizes}: {reason[:300]}") from error
+            raise UserError(f"onnxruntime cannot run the graph on {sizes}: {describe(error)}") from error
         return {name: torch.from_numpy(value) for name, value in zip(self.outputs, values, strict=True)}
 
     def __call__(self, **inputs: Any) -> ModelOutput:
         """Run on whole texts or images, without earlier tokens.
 
-        Args:
-            inputs: `input_ids` (B, T), with `attention_mask`, `position_ids`, `token_type_ids` where they are not all
-                ones, counted along the mask, and zeros; or `pixel_values` (B, C, H, W). Others are left out.
+        `input_ids` (B, T), completed by `complete_inputs`, or `pixel_values` (B, C, H, W). Others are left out.
         """
         feed = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
         if "input_ids" in feed:
-            feed = complete(feed) | self.empty_cache(len(feed["input_ids"]))
+            feed = complete_inputs(feed) | self.empty_cache(len(feed["input_ids"]))
         return ModelOutput(self.run(feed))
 
 
-def complete(feed: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Inputs of text with all that a graph may ask for beside `input_ids`, (B, T) int64."""
+def open_graph(graph: Path, provider: Provider) -> PreTrainedModel:
+    """A graph that is called like the model it came from, to be measured in the place of a checkpoint."""
+    model = OnnxModel(graph.parent, graph.name, provider=provider)
+    if not {"logits", "last_hidden_state"} & set(model.outputs):
+        raise UserError(f"{graph} returns {', '.join(list(model.outputs)[:3])}: neither logits nor last_hidden_state")
+    return cast(PreTrainedModel, model)
+
+
+def complete_inputs(feed: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Inputs of text with all that a graph may ask for beside `input_ids`, (B, T) int64.
+
+    By default the mask is all ones, positions are counted along it, and `token_type_ids` are zeros.
+    """
     ids = feed["input_ids"]
     mask = feed.get("attention_mask", torch.ones_like(ids))
     positions = (mask.cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :]
     return {"attention_mask": mask, "position_ids": positions, "token_type_ids": torch.zeros_like(ids)} | feed
 
 
-def next_cache(found: Mapping[str, T]) -> dict[str, T]:
-    """The keys and values that came out, as what goes in next."""
-    return {name.replace(PRESENT, PAST, 1): value for name, value in found.items() if name.startswith(PRESENT)}
+def next_cache(outputs: Mapping[str, T]) -> dict[str, T]:
+    """The keys and values that came out, named as what goes in next."""
+    return {name.replace(PRESENT, PAST, 1): value for name, value in outputs.items() if name.startswith(PRESENT)}
+
+
+def read_graph(path: Path) -> onnx_ir.Model:
+    """A graph that may be damaged, or anybody's; its weights are read when they are asked for.
+
+    onnx_ir's warnings are dropped: other checks find the same, and they hold names with control characters.
+    """
+    logger = logging.getLogger("onnx_ir")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        return onnx_ir.load(path)
+    except Exception as error:  # protobuf's and onnx_ir's exceptions share no base class
+        raise UserError(f"{path.name} cannot be read: {describe(error)}") from error
+    finally:
+        logger.setLevel(before)

@@ -13,36 +13,29 @@ from ckpt_prune.options.graphs import AskedTask, TaskName
 
 PAST, PRESENT = "past_key_values.", "present."
 """Keys and values of earlier tokens go in as `past_key_values.i.key` and `.value`, and come out as `present.i.…`."""
-
-
 _TASKS: dict[Purpose, TaskName] = {"sentence-similarity": "feature-extraction", "text-ranking": "text-generation"}
-"""Purpose → the task of its graph, where that has another name."""
+"""Purpose → the task of its graph, if that has another name."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a graph is for."""
+    """What a graph does and reads; `cached`: keys and values of earlier tokens go in and out."""
 
     name: TaskName
     modality: Literal["text", "image"]
-    """What it reads."""
     cached: bool
-    """Whether keys and values of earlier tokens go in and out."""
 
 
-def chosen_task(
+def choose_task(
     config: dict[str, Any], *, folder: Path | None = None, task: AskedTask = "auto", cache: bool | None = None
 ) -> Task:
     """The task of an export.
 
     Args:
         config: config.json of the checkpoint.
-        folder: of the checkpoint; without it config.json alone says what it is for.
-        task: what is asked for; auto is what the checkpoint is for.
-        cache: keys and values of earlier tokens as inputs and outputs; None where text is generated.
-
-    Raises:
-        UserError: a head that the checkpoint does not have, or a cache where nothing is generated.
+        folder: of the checkpoint; without it, config.json alone says what the checkpoint is for.
+        task: auto for what the checkpoint is for.
+        cache: keys and values of earlier tokens as inputs and outputs; None: if text is generated.
     """
     purpose = purpose_of(config, folder)
     if purpose is None or purpose == "image-text-to-text":
@@ -62,15 +55,7 @@ def chosen_task(
 
 
 def check_padding(config: dict[str, Any], task: Task) -> None:
-    """Refuse a graph of a classifier whose class would not know the last token of a text among several.
-
-    Args:
-        config: config.json of the checkpoint.
-        task: of the graph.
-
-    Raises:
-        UserError: its family is of causal language models, and config.json names no padding token.
-    """
+    """Refuse a causal classifier without a padding token: it cannot find the last token of a text in a batch."""
     classifies = task.name == "text-classification" and reads_causally(config)
     if classifies and parse_config(config).pad_token_id is None:
         raise UserError(
@@ -79,6 +64,6 @@ def check_padding(config: dict[str, Any], task: Task) -> None:
         )
 
 
-def without_head(model: Any, task: Task) -> Any:
-    """The module that does the task: the model, or its base where the task is feature-extraction."""
+def remove_head(model: Any, task: Task) -> Any:
+    """The module that does the task: the model, or its base for feature-extraction."""
     return model if task.name != "feature-extraction" else base_model_of(model)

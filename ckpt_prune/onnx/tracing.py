@@ -1,19 +1,40 @@
-"""What a model is traced with: example inputs, and which of their axes may have any size."""
+"""From a model in memory to an ONNX graph: transformers' exporter, and names that deployments know."""
 
+import contextlib
+import gc
 import inspect
+import io
+import logging
+import re
+import traceback
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnx_ir
 import torch
+from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 from torch.export import Dim
 from transformers import DynamicCache
+from transformers.exporters.configs import OnnxConfig
+from transformers.exporters.exporter_onnx import OnnxExporter
 
+from ckpt_prune._version import __version__
+from ckpt_prune.checkpoint.staging import write_atomically
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.context import context_length
+from ckpt_prune.model.skeleton import quiet_transformers
 from ckpt_prune.modeling_pruned import cache_argument
-from ckpt_prune.onnx.tasks import Task
+from ckpt_prune.onnx.tasks import PAST, PRESENT, Task
 
-_BATCH, _TOKENS, _PAST = 2, 3, 4
+DEFAULT_OPSET = 20
+
+_BATCH, _SEQUENCE, _PAST, _TOTAL = "batch_size", "sequence_length", "past_sequence_length", "total_sequence_length"
+_CACHE = re.compile(r"(?:(?:input|output)\.)?(?:past_key_values|cache)\.layers\.(\d+)\.(key|value)s")
+_TEXTS, _TOKENS, _PAST_TOKENS = 2, 3, 4
 """Sizes of the example. None is 1, which the tracer would take for a constant, and no two are equal."""
 
 
@@ -25,31 +46,49 @@ class Example:
     dynamic: dict[str, Any]
 
 
-def example_of(model: Any, task: Task) -> Example:
+def make_example(model: Any, task: Task) -> Example:
     """Inputs to trace a model with.
 
     Text: `input_ids`, `attention_mask`, and what else the model's forward knows of `position_ids` (generation) and
     `token_type_ids`, int64 (B, T), both axes dynamic; with a cache also keys and values of earlier tokens,
     (B, heads, past, head_dim) in every layer, and the mask is (B, past + T). Images: `pixel_values`, (B, C, H, W)
     of the size in the config, with only B dynamic.
-
-    Raises:
-        UserError: the model's context is too short to trace, or its config has no image size.
     """
-    return _image(model) if task.modality == "image" else _text(model, task)
+    if task.modality == "image":
+        size = (getattr(model.config, "num_channels", 3), *get_image_size(model.config))
+        return Example({"pixel_values": torch.zeros(_TEXTS, *size, dtype=model.dtype)}, {"pixel_values": {0: Dim.AUTO}})
+    past = _PAST_TOKENS if task.cached else 0
+    context = context_length(model.config.get_text_config())
+    if context is not None and context < past + _TOKENS:
+        raise UserError(f"a context of {context} tokens is too short to trace: {past + _TOKENS} are needed")
+    parameters = inspect.signature(model.forward).parameters
+    ids = torch.ones(_TEXTS, _TOKENS, dtype=torch.int64)
+    inputs: dict[str, Any] = {"input_ids": ids}
+    if "attention_mask" in parameters:
+        inputs["attention_mask"] = ids.new_ones(_TEXTS, past + _TOKENS)
+    if task.name == "text-generation" and "position_ids" in parameters:
+        inputs["position_ids"] = torch.arange(past, past + _TOKENS).repeat(_TEXTS, 1)
+    # GPT-2's takes them too, and for zeros adds the embedding of a token.
+    if "token_type_ids" in parameters and getattr(model.config, "type_vocab_size", None):
+        inputs["token_type_ids"] = torch.zeros_like(ids)
+    dynamic: dict[str, Any] = {name: {0: Dim.AUTO, 1: Dim.AUTO} for name in inputs}
+    if task.cached:
+        name, cache = _fill_cache(model, past)
+        inputs[name] = cache
+        # A cache is given to torch.export as the flat list of its tensors.
+        dynamic[name] = [{0: Dim.AUTO, 2: Dim.AUTO} for layer in cache.layers for _ in ("key", "value")]
+    if "use_cache" in parameters:
+        inputs["use_cache"] = task.cached
+    return Example(inputs, dynamic)
 
 
-def returned_cache(output: Any) -> Any:
+def get_cache(output: Any) -> Any:
     """The keys and values in what a forward returns: `cache` from transformers 5.24 on, `past_key_values` before."""
     return output.cache if hasattr(output, "cache") else output.past_key_values
 
 
-def image_size(config: Any) -> tuple[int, int]:
-    """Height and width that a vision model reads.
-
-    Raises:
-        UserError: the config does not say.
-    """
+def get_image_size(config: Any) -> tuple[int, int]:
+    """Height and width that a vision model reads."""
     size = getattr(config, "image_size", None)
     if isinstance(size, int):
         return size, size
@@ -58,49 +97,16 @@ def image_size(config: Any) -> tuple[int, int]:
     raise UserError(f"config.json of this {config.model_type} has no image_size: it cannot be traced")
 
 
-def _image(model: Any) -> Example:
-    height, width = image_size(model.config)
-    channels = getattr(model.config, "num_channels", 3)
-    pixels = torch.zeros(_BATCH, channels, height, width, dtype=model.dtype)
-    return Example({"pixel_values": pixels}, {"pixel_values": {0: Dim.AUTO}})
-
-
-def _text(model: Any, task: Task) -> Example:
-    past = _PAST if task.cached else 0
-    context = context_length(model.config.get_text_config())
-    if context is not None and context < past + _TOKENS:
-        raise UserError(f"a context of {context} tokens is too short to trace: {past + _TOKENS} are needed")
-    takes = inspect.signature(model.forward).parameters
-    ids = torch.ones(_BATCH, _TOKENS, dtype=torch.int64)
-    inputs: dict[str, Any] = {"input_ids": ids}
-    if "attention_mask" in takes:
-        inputs["attention_mask"] = ids.new_ones(_BATCH, past + _TOKENS)
-    if task.name == "text-generation" and "position_ids" in takes:
-        inputs["position_ids"] = torch.arange(past, past + _TOKENS).repeat(_BATCH, 1)
-    # GPT-2's takes them too, and for zeros adds the embedding of a token.
-    if "token_type_ids" in takes and getattr(model.config, "type_vocab_size", None):
-        inputs["token_type_ids"] = torch.zeros_like(ids)
-    dynamic: dict[str, Any] = {name: {0: Dim.AUTO, 1: Dim.AUTO} for name in inputs}
-    if task.cached:
-        name, cache = _filled_cache(model, past)
-        inputs[name] = cache
-        # A cache is given to torch.export as the flat list of its tensors.
-        dynamic[name] = [{0: Dim.AUTO, 2: Dim.AUTO} for layer in cache.layers for _ in ("key", "value")]
-    if "use_cache" in takes:
-        inputs["use_cache"] = task.cached
-    return Example(inputs, dynamic)
-
-
 @torch.no_grad()
-def _filled_cache(model: Any, tokens: int) -> tuple[str, DynamicCache]:
+def _fill_cache(model: Any, tokens: int) -> tuple[str, DynamicCache]:
     """The argument that takes a cache, and one with keys and values of so many tokens, of the sizes of each layer.
 
-    Without a config every layer of the cache grows, also where attention looks at a window only: the mask keeps to it,
+    Without a config every layer of the cache grows, also if attention looks at a window only: the mask keeps to it,
     and the graph needs no more state than the tensors.
     """
     name: Any = cache_argument(model.forward)
     cache = DynamicCache()
-    ids = torch.ones(_BATCH, tokens, dtype=torch.int64)
+    ids = torch.ones(_TEXTS, tokens, dtype=torch.int64)
     try:
         model(**{"input_ids": ids, name: cache, "use_cache": True})
     except Exception:  # a model that keeps other things fails over this cache in ways of its own
@@ -110,3 +116,195 @@ def _filled_cache(model: Any, tokens: int) -> tuple[str, DynamicCache]:
             f"{type(model).__name__} keeps other things than keys and values of earlier tokens: say --no-cache"
         )
     return name, cache
+
+
+def trace_model(model: Any, task: Task, *, opset: int | None, fusions: str | None, log: Path) -> onnx_ir.Model:
+    """Trace a model into an ONNX graph by transformers' own exporter: torch's dynamo exporter with patches.
+
+    Inputs and outputs have the names that the Hub's ONNX models have: those of the forward, and for layer i
+    `past_key_values.i.key`, `past_key_values.i.value` in and `present.i.key`, `present.i.value` out. Dynamic axes are
+    named `batch_size`, `sequence_length`, `past_sequence_length` and `total_sequence_length` (past and new).
+
+    Args:
+        model: in evaluation mode.
+        task: of the graph.
+        opset: None for `DEFAULT_OPSET`.
+        fusions: provider, cpu or cuda, whose fused operators of onnxruntime are used; None: ONNX's own operators.
+        log: file that gets the exporter's output and traceback if it fails.
+    """
+    example, opset = make_example(model, task), opset or DEFAULT_OPSET
+    config = OnnxConfig(dynamic=True, dynamic_shapes=example.dynamic, opset_version=opset, ort_fusions=fusions)
+    output = io.StringIO()
+    try:
+        with _captured(output), quiet_transformers(), _without_garbage_collection(), _without_stack_traces():
+            # It takes flags such as use_cache out of the inputs it is given.
+            graph: onnx_ir.Model = OnnxExporter().export_program(model, dict(example.inputs), config)[0]
+    except Exception as error:  # torch.export, onnxscript and model code raise anything here
+        write_atomically(log, f"{output.getvalue()}\n{''.join(traceback.format_exception(error))}")
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        message = next((line.strip() for line in str(cause).splitlines() if line.strip()), "no message")
+        reason = f"{type(cause).__name__}: {message}"[:300]
+        raise UserError(
+            f"{type(model).__name__} cannot be exported: {reason} (all that was said is in {log})"
+        ) from error
+    _rename_ports(graph.graph, task)
+    _name_weights(graph.graph, model)
+    _share_tied_weights(graph.graph)
+    _drop_metadata(graph)
+    if (kept := graph.opset_imports.get("")) != opset:
+        raise UserError(
+            f"{type(model).__name__} cannot be written in opset {opset}: the exporter kept {kept}; leave out --opset, "
+            "or say that one"
+        )
+    return graph
+
+
+@contextlib.contextmanager
+def _captured(into: io.StringIO) -> Iterator[None]:
+    """Keep what the exporter prints, warns and logs from the terminal."""
+    handler = logging.StreamHandler(into)
+    roots = ("torch", "onnxscript", "onnx_ir", "transformers")
+    # Some of torch's loggers have handlers of their own.
+    children = [
+        name for name in logging.root.manager.loggerDict if name.startswith(tuple(f"{root}." for root in roots))
+    ]
+    loggers = [logging.getLogger(name) for name in (*roots, *children)]
+    before = [(logger.handlers[:], logger.propagate) for logger in loggers]
+    try:
+        for logger in loggers:
+            is_root = logger.name in roots
+            logger.handlers, logger.propagate = ([handler] if is_root else []), not is_root
+        with contextlib.redirect_stdout(into), contextlib.redirect_stderr(into), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, (handlers, propagate) in zip(loggers, before, strict=True):
+            logger.handlers, logger.propagate = handlers, propagate
+
+
+@contextlib.contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Looking through millions of objects for garbage is a tenth of the time of tracing."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def _without_stack_traces() -> Iterator[None]:
+    """Looking up where in Python each node comes from is a tenth of the time, and no graph keeps it."""
+    config = torch.fx.config
+    before = getattr(config, "do_not_emit_stack_traces", False)  # older versions know no such switch
+    config.do_not_emit_stack_traces = True
+    try:
+        yield
+    finally:
+        config.do_not_emit_stack_traces = before
+
+
+def _rename_ports(graph: onnx_ir.Graph, task: Task) -> None:
+    """Give inputs and outputs their public names, and their dynamic axes names that say what they are."""
+    for value in graph.inputs:
+        value.name = _CACHE.sub(rf"{PAST}\1.\2", value.name or "")
+        if value.name.startswith(PAST):
+            axes = {0: _BATCH, 2: _PAST}
+        elif task.modality == "image":
+            axes = {0: _BATCH}
+        else:
+            axes = {0: _BATCH, 1: _TOTAL if value.name == "attention_mask" and task.cached else _SEQUENCE}
+        _name_axes(value, axes)
+    for value in graph.outputs:
+        value.name = _CACHE.sub(rf"{PRESENT}\1.\2", value.name or "")
+        shape = value.shape
+        if value.name.startswith(PRESENT):
+            axes = {0: _BATCH, 2: _TOTAL}
+        elif task.modality == "text" and shape is not None and len(shape) > 1 and not _is_number(shape[1]):
+            axes = {0: _BATCH, 1: _SEQUENCE}
+        else:  # pooled outputs and logits of a whole text have no axis of tokens
+            axes = {0: _BATCH}
+        _name_axes(value, axes)
+
+
+def _is_number(size: Any) -> bool:
+    """Whether an axis has a fixed size; the exporter writes some as symbols such as "6"."""
+    return isinstance(size, int) or str(size.value).isdigit()
+
+
+def _name_axes(value: onnx_ir.Value, names: dict[int, str]) -> None:
+    shape = value.shape
+    if shape is None or any(axis >= len(shape) or _is_number(shape[axis]) for axis in names):
+        fixed = [] if shape is None else [str(size) for size in shape]
+        raise UserError(
+            f"{value.name} of the exported graph has shape {fixed}, where axes {sorted(names)} should be dynamic: "
+            "the model computes with a fixed size there"
+        )
+    sizes: list[int | str] = []
+    for axis, size in enumerate(shape):
+        plain = size if isinstance(size, int) else int(str(size.value)) if _is_number(size) else str(size.value)
+        sizes.append(names.get(axis, plain))
+    value.shape = onnx_ir.Shape(sizes)
+
+
+def _name_weights(graph: onnx_ir.Graph, model: Any) -> None:
+    """Name weights that the exporter transposed and numbered after their parameters, `NAME.T`, for messages."""
+    transposed = {
+        _fingerprint(parameter.detach().T): f"{name}.T"
+        for name, parameter in model.named_parameters()
+        if parameter.ndim == 2
+    }
+    for name, value in list(graph.initializers.items()):
+        tensor = value.const_value
+        if tensor is None or len(tensor.shape) != 2 or not name.startswith("val_"):
+            continue
+        parameter = transposed.get(_fingerprint(torch.from_numpy(tensor.numpy())))
+        if parameter is not None and parameter not in graph.initializers:
+            value.name = parameter
+
+
+def _share_tied_weights(graph: onnx_ir.Graph) -> None:
+    """Store a head that is tied to the embedding once, and transpose it; onnxruntime does so once, when it loads."""
+    plain: dict[tuple[Any, ...], onnx_ir.Value] = {}
+    for name, value in graph.initializers.items():
+        tensor = value.const_value
+        if tensor is not None and len(tensor.shape) == 2 and not name.endswith(".T"):
+            plain[_fingerprint(torch.from_numpy(tensor.numpy()).T)] = value
+    for name, value in list(graph.initializers.items()):
+        tensor = value.const_value
+        if tensor is None or not name.endswith(".T"):
+            continue
+        array = tensor.numpy()
+        other = plain.get(_fingerprint(torch.from_numpy(array)))
+        if other is None or other.const_value is None or not np.array_equal(other.const_value.numpy().T, array):
+            continue
+        node = onnx_ir.node("Transpose", [other], {"perm": [1, 0]})
+        node.outputs[0].name = f"{name}.tied"
+        graph.insert_before(graph[0], node)
+        value.replace_all_uses_with(node.outputs[0])
+        del graph.initializers[name]
+
+
+def _fingerprint(matrix: torch.Tensor) -> tuple[Any, ...]:
+    """Shape and some elements of a weight, which tell it from the others."""
+    rows, columns = (max(1, size // 8) for size in matrix.shape)
+    return (*matrix.shape, *matrix[::rows, ::columns].flatten().tolist())
+
+
+def _drop_metadata(graph: onnx_ir.Model) -> None:
+    """Drop what no runtime reads: stack traces of this machine, and shapes inside the graph in the tracer's names."""
+    ClearMetadataAndDocStringPass()(graph)
+    for weight in graph.graph.initializers.values():
+        if weight.const_value is not None:
+            # Fusions note another rank for some scalars.
+            weight.shape = onnx_ir.Shape(list(weight.const_value.shape.numpy()))
+    outputs = {id(value) for value in graph.graph.outputs}
+    for node in graph.graph:
+        for value in node.outputs:
+            if id(value) not in outputs:
+                value.shape = None
+    graph.producer_name, graph.producer_version = "ckpt_prune", __version__

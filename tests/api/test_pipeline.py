@@ -89,7 +89,7 @@ def test_an_output_whose_graph_cannot_be_made_comes_with_the_error(place, monkey
     def full(*_args: object, **_options: object) -> None:
         raise ckpt_prune.UserError("no room for it")
 
-    monkeypatch.setattr("ckpt_prune.onnx.step.write_graph", full)
+    monkeypatch.setattr("ckpt_prune.onnx.export.write_proven", full)
     with pytest.raises(GraphFailedError, match=r"^no room for it$") as caught:
         ckpt_prune.prune(
             "dense",
@@ -116,7 +116,7 @@ def test_of_several_processes_one_makes_the_graph_and_pushes(place, monkeypatch)
 
         return once
 
-    monkeypatch.setattr("ckpt_prune.onnx.step.write_graph", record("graph"))
+    monkeypatch.setattr("ckpt_prune.onnx.export.write_proven", record("graph"))
     monkeypatch.setattr("ckpt_prune.api.prune.push_output", record("push"))
     monkeypatch.setattr("ckpt_prune.api.prune._check_pushed", record("look"))
     given = {"recipe": "rcpu", "statistics": "stats", "ratio": 0.5, "overrides": ["export.format=onnx"]}

@@ -15,7 +15,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import GRAPH_RECORD
 from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.modeling_pruned import cache_argument
-from ckpt_prune.onnx.folder import GraphWriter
+from ckpt_prune.onnx.export import GraphWriter
 from ckpt_prune.options.commands import BenchmarkOptions
 from tests import encoders, families
 from tests.cli.running import edit_weights

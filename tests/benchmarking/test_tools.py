@@ -74,7 +74,7 @@ def test_each_graph_is_a_line_and_the_best_are_marked(tmp_path, monkeypatch, cap
     def ckpt_prune(*words: str) -> str:
         called.append(words[0])
         if words[0] == "export":
-            graphs = [{"file": f"{dtype}.onnx", "quantised": None} for dtype in ("fp32", "int4")]
+            graphs = [{"file": f"{dtype}.onnx", "quantization": None} for dtype in ("fp32", "int4")]
             return json.dumps({"bytes": {"fp32": 4 << 20, "int4": 1 << 20}, "manifest": {"graphs": graphs}})
         return json.dumps({"graphs": [graph("fp32", 0.02, 0.01, None), graph("int4", 0.1, 0.05, 0.1)]})
 

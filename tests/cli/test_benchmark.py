@@ -19,7 +19,7 @@ from ckpt_prune.benchmarking.results import Block, Machine, Result, Row, Run
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import GRAPH_RECORD
-from ckpt_prune.onnx.manifest import Manifest, Source
+from ckpt_prune.onnx.records import Manifest, Source
 from ckpt_prune.options.commands import BenchmarkOptions
 from ckpt_prune.options.machine import SpreadOptions
 from tests.benchmarking import targets
@@ -299,7 +299,7 @@ def idle(monkeypatch):
 def graph_folder(name: str, *, task: str = "text-generation", cached: bool = True) -> None:
     """What says of itself that it is an exported folder."""
     shutil.copytree("dense", name, ignore=shutil.ignore_patterns("*.safetensors"))
-    graph = {"file": "model.onnx", "dtype": "fp32", "opset": 20, "quantised": None}
+    graph = {"file": "model.onnx", "dtype": "fp32", "opset": 20, "quantization": None}
     graph |= {"inputs": [], "outputs": [], "tensors": {}}
     manifest = Manifest(
         **{"versions": {}, "source": Source(name="dense", fingerprint=""), "task": task},

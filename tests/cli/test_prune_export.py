@@ -14,7 +14,7 @@ from ckpt_prune.checkpoint import writer as writing
 from ckpt_prune.checkpoint.staging import Staging
 from ckpt_prune.cli.main import main
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.onnx import folder as export_folder
+from ckpt_prune.onnx import export as exporting
 from tests.cli.conftest import EXPORT, PRUNE
 from tests.cli.running import TEXT, edit_weights, listing, ok, poison, read_json, refused, run
 from tests.cli.test_prune import COSTS
@@ -137,18 +137,6 @@ def test_not_compared(again):
     assert files("out/onnx") == sorted(GRAPH)
 
 
-def test_a_recipe_file(again):
-    Path("mine.yaml").write_text(
-        "version: 1\nname: mine\nspaces:\n"
-        "  heads: {score: rcpu, ratio: 0.5, compensation: {method: rotation}}\n"
-        "  mlp: {score: rcpu, ratio: 0.5, compensation: {method: rotation}}\n"
-        "target: sequential\n"
-        "export: {format: onnx, validate: false, dtype: fp32}\n"
-    )
-    ok("prune", "dense", "--recipe", "mine.yaml", *TEXT, "-o", "out")
-    assert files("out/onnx") == sorted(GRAPH)
-
-
 def test_a_plan_ends_in_a_graph(again):
     plan = ("plan", "dense", "--recipe", "rcpu", "--ratio", "0.5", "--statistics", "stats", "-o", "plan.json")
     ok(*plan, *EXPORT, "--set", "export.validate=false")
@@ -198,23 +186,9 @@ def test_what_the_model_cannot_do(place):
     assert refused(*args, "export.task=fill-mask") == (
         "this model has no head for fill-mask: it can be exported for text-generation or feature-extraction"
     )
-    assert refused(*args, "export.task=feature-extraction", "--set", "export.cache=true") == (
-        "a graph for feature-extraction has no keys and values to keep: leave out --cache"
-    )
-
-
-def test_settings_that_are_none(place):
-    """Named by their path, with what is allowed."""
-    for setting, words in (
-        ("export.opset=17", ("export.opset", "18")),
-        ("export.opset=24", ("export.opset", "23")),
-        ("export.format=tflite", ("export.format", "onnx")),
-        ("export.dtype=bf16", ("export.dtype", "fp32", "fp16")),
-        ("export.tolerance=0", ("export.tolerance", "0")),
-        ("export.fuse=true", ("export.fuse", "optimize")),
-    ):
-        said = refused(*PRUNE, "-o", "out", *EXPORT, "--set", setting)
-        assert all(word in said for word in words), said
+    said = refused(*args, "export.fuse=true")
+    assert "export.fuse" in said
+    assert "optimize" in said
 
 
 # ---- what fails after the last -------------------------------------------------------------------------------------
@@ -248,7 +222,7 @@ def stop_with(error: BaseException):
     [(KeyboardInterrupt(), 130, "Interrupted."), (UserError("cannot be exported"), 2, "Error: cannot be exported")],
 )
 def test_an_export_that_ends_in_the_middle(again, monkeypatch, error, code, last, as_json):
-    monkeypatch.setattr(export_folder, "build_graph", stop_with(error))
+    monkeypatch.setattr(exporting, "trace_model", stop_with(error))
     result = CliRunner().invoke(main, [*PRUNE, *EXPORT, "-o", "out", *(["--json"] if as_json else [])])
     assert result.exit_code == code
     assert result.stderr.splitlines() == [
@@ -275,26 +249,16 @@ def test_the_pruning_is_told_before_the_export_begins(again, monkeypatch):
         told.append(sys.stdout.buffer.getvalue().decode())
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(export_folder, "build_graph", killed)
+    monkeypatch.setattr(exporting, "trace_model", killed)
     run(*PRUNE, *EXPORT, "-o", "out")
     assert told[0].startswith(COSTS)
     assert told[0].endswith("written to out\n")
 
 
-def test_an_export_that_is_resumed_and_interrupted_again(again, monkeypatch):
-    leave_without_graph(monkeypatch)
-    monkeypatch.setattr(export_folder, "build_graph", stop_with(KeyboardInterrupt()))
-    result = run(*PRUNE, *EXPORT, "-o", "out", "--resume")
-    assert (result.exit_code, result.stdout) == (130, "")
-    said = json.loads(run(*PRUNE, *EXPORT, "-o", "out", "--resume", "--json").stdout)
-    assert said.pop("onnx") == {"written": False, "error": "interrupted"}
-    assert said == read_json("out/ckpt_prune.json")
-
-
 def leave_without_graph(monkeypatch: pytest.MonkeyPatch, *more: str) -> str:
     """Standard error of a run that cannot make its graph."""
     with monkeypatch.context() as patch:
-        patch.setattr(export_folder, "build_graph", stop_with(UserError("cannot be exported")))
+        patch.setattr(exporting, "trace_model", stop_with(UserError("cannot be exported")))
         result = run(*PRUNE, *EXPORT, *more, "-o", "out")
     assert result.exit_code == 2
     assert_complete("out")
@@ -304,6 +268,8 @@ def leave_without_graph(monkeypatch: pytest.MonkeyPatch, *more: str) -> str:
 def test_resumed_with_the_graph_alone(again, monkeypatch):
     leave_without_graph(monkeypatch)
     before = listing()
+    run(*PRUNE, *EXPORT, "-o", "out", "--resume", "--dry-run")
+    assert_complete("out")
     result = run(*PRUNE, *EXPORT, "-o", "out", "--resume")
     assert (result.exit_code, result.stderr) == (0, "out is complete: only its graph is missing\n")
     assert result.stdout.startswith("onnxruntime - PyTorch ")
@@ -337,23 +303,10 @@ def test_another_recipe_is_not_resumed(again, monkeypatch):
     assert refused(*PRUNE, *EXPORT, "-o", "out", "--resume") == exists
 
 
-def test_a_dry_run_of_what_is_resumed_writes_nothing(again, monkeypatch):
-    leave_without_graph(monkeypatch)
-    run(*PRUNE, *EXPORT, "-o", "out", "--resume", "--dry-run")
-    assert_complete("out")
-
-
-def test_resume_and_overwrite_exclude_each_other_here_too(again, monkeypatch):
-    leave_without_graph(monkeypatch)
-    assert refused(*PRUNE, *EXPORT, "-o", "out", "--resume", "--overwrite") == (
-        "--resume and --overwrite exclude each other; give one"
-    )
-
-
 def test_an_export_that_was_killed_is_resumed(again, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Staging, "discard", Staging.release)
-        patch.setattr(export_folder, "build_graph", stop_with(SystemExit()))
+        patch.setattr(exporting, "trace_model", stop_with(SystemExit()))
         run(*PRUNE, *EXPORT, "-o", "out")
     assert Path("out/onnx.partial").is_dir()
     ok(*PRUNE, *EXPORT, "-o", "out", "--resume")

@@ -16,7 +16,7 @@ from torch.nn import functional
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 import ckpt_prune
-from ckpt_prune.onnx.tasks import Task, chosen_task
+from ckpt_prune.onnx.tasks import Task, choose_task
 from tests.cli.running import ok, refused
 from tests.evaluation.tiny import BOS, EOS, VOCAB, tiny_tokenizer
 
@@ -339,7 +339,7 @@ def test_a_reranker_by_the_logits_of_two_tokens(here: Path, false: int | None) -
             logits = ckpt_prune.load(folder)(input_ids=windows).logits[:, -1]
         scores.append((logits[:, 4] - (0 if false is None else logits[:, false])).numpy())
     assert told["rank_correlation"] == pytest.approx(rank_correlation(*scores), abs=1e-9)
-    task = chosen_task(json.loads(Path("out/config.json").read_text()), folder=Path("out"))
+    task = choose_task(json.loads(Path("out/config.json").read_text()), folder=Path("out"))
     assert task == Task("text-generation", "text", cached=False)
     assert 'model = CrossEncoder("PATH")' in Path("out/README.md").read_text()
 

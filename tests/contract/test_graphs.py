@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
-from ckpt_prune.onnx.folder import GraphWriter
+from ckpt_prune.onnx.export import GraphWriter
 from ckpt_prune.options.graphs import GraphSettings
 from tests.graphs import undisturbed
 from tests.onnx_graphs.exports import (

@@ -19,7 +19,7 @@ from transformers import AutoConfig, DynamicCache, PreTrainedModel
 
 from ckpt_prune.evaluation.whole_model import load_reported, quiet_transformers
 from ckpt_prune.modeling_pruned import cache_argument
-from ckpt_prune.onnx.manifest import read_manifest
+from ckpt_prune.onnx.records import read_manifest
 from ckpt_prune.options.graphs import GraphSettings
 from ckpt_prune.recipe.reading import load_recipe
 from tests import encoders, families, graphs

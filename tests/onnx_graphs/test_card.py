@@ -127,24 +127,6 @@ def test_the_card(exported):
     ]
 
 
-def test_layers_that_differ_have_rows_of_their_own(exported):
-    _, folder = exported("uneven-llama")
-    named = re.findall(r"^\| in \| (`past.*) \| float32 ", (folder / "README.md").read_text(), re.MULTILINE)
-    assert len(named) > 1
-    assert named[0] == "`past_key_values.0.key` and `.value`"
-
-
-def test_the_snippet_is_short(exported):
-    _, folder = exported("llama-gqa-tied")
-    assert len([line for line in snippet(folder).splitlines() if line]) <= 12
-
-
-@pytest.mark.thorough
-def test_the_card_of_a_fused_graph(exported):
-    card = (exported("turned-llama", optimize="cpu")[1] / "README.md").read_text()
-    assert ": text-generation, fused for onnxruntime's CPU provider.\n" in card
-
-
 def test_files_that_the_card_names_are_there(exported):
     _, folder = exported("llama-gqa-tied")
     for name in re.findall(

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ckpt_prune.onnx import differences
-from ckpt_prune.onnx.differences import FLOOR, difference, positions
+from ckpt_prune.onnx import comparison
+from ckpt_prune.onnx.comparison import FLOOR, compare_outputs, flatten_positions
 
 NUMBERS = st.floats(-1e3, 1e3, width=32).filter(lambda x: x == 0 or abs(x) > 1e-3)
 
@@ -39,11 +39,11 @@ def by_hand(ours: list[list[float]], theirs: list[list[float]]) -> dict[str, flo
 def test_the_figures_are_those_of_their_definitions(pair: tuple[Tensor, Tensor], chunk: int) -> None:
     ours, theirs = pair
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(differences, "CHUNK", chunk)  # rows one by one, or several at a time
+        patch.setattr(comparison, "CHUNK", chunk)  # rows one by one, or several at a time
         if not theirs.any() and ours.any():
-            assert difference(ours, theirs).max_rel == math.inf
+            assert compare_outputs(ours, theirs).max_rel == math.inf
             return
-        found = difference(ours, theirs, classes=True)
+        found = compare_outputs(ours, theirs, classes=True)
     for name, value in by_hand(ours.tolist(), theirs.tolist()).items():
         assert getattr(found, name) == pytest.approx(value, rel=1e-12), name
     position, unit = found.worst
@@ -52,7 +52,7 @@ def test_the_figures_are_those_of_their_definitions(pair: tuple[Tensor, Tensor],
 
 @given(pairs(), st.integers(-20, 20))
 def test_scaling_both_sides_scales_what_is_absolute_and_nothing_else(pair: tuple[Tensor, Tensor], power: int) -> None:
-    before, after = difference(*pair), difference(*(side.double() * 2.0**power for side in pair))
+    before, after = compare_outputs(*pair), compare_outputs(*(side.double() * 2.0**power for side in pair))
     assert after.max_abs == before.max_abs * 2.0**power
     assert after.largest == before.largest * 2.0**power
     assert after.max_rel == pytest.approx(before.max_rel, rel=1e-12)
@@ -69,19 +69,19 @@ def test_padding_changes_nothing(pair: tuple[Tensor, Tensor], random: object) ->
     padded = [torch.full((rows, 3, units), math.nan) for _ in pair]
     for side, wide in zip(pair, padded, strict=True):
         wide[torch.arange(rows), token] = side
-    assert difference(*(positions(wide, keep) for wide in padded)) == difference(*pair)
+    assert compare_outputs(*(flatten_positions(wide, keep) for wide in padded)) == compare_outputs(*pair)
 
 
 def test_positions_are_rows_of_what_counts() -> None:
     values = torch.arange(24.0).view(2, 3, 4)
     keep = torch.tensor([[True, False, True], [False, True, False]])
-    assert positions(values, keep).tolist() == [[0, 1, 2, 3], [8, 9, 10, 11], [16, 17, 18, 19]]
-    assert positions(values).shape == (2, 12)
-    assert positions(values[..., 0], keep).tolist() == [[0], [8], [16]]
+    assert flatten_positions(values, keep).tolist() == [[0, 1, 2, 3], [8, 9, 10, 11], [16, 17, 18, 19]]
+    assert flatten_positions(values).shape == (2, 12)
+    assert flatten_positions(values[..., 0], keep).tolist() == [[0], [8], [16]]
 
 
 def test_the_floor_is_relative_to_the_largest_reference() -> None:
-    found = difference(torch.tensor([[1000.0, 0.5]]), torch.tensor([[1000.0, 0.0]]))
+    found = compare_outputs(torch.tensor([[1000.0, 0.5]]), torch.tensor([[1000.0, 0.0]]))
     assert found.max_abs == 0.5
     assert found.max_rel == 0.5  # of 1e-3 x 1000
     assert found.worst == (0, 1)
@@ -91,7 +91,7 @@ def test_the_floor_is_relative_to_the_largest_reference() -> None:
     ("a", "b"), [(math.nan, 1.0), (1.0, math.nan), (math.nan, math.nan), (math.inf, 1.0), (math.inf, -math.inf)]
 )
 def test_what_is_no_finite_number_is_infinitely_wrong(a: float, b: float) -> None:
-    found = difference(torch.tensor([[1.0, 2.0], [3.0, a]]), torch.tensor([[1.0, 2.0], [3.0, b]]))
+    found = compare_outputs(torch.tensor([[1.0, 2.0], [3.0, a]]), torch.tensor([[1.0, 2.0], [3.0, b]]))
     assert found.max_abs == found.mean_abs == found.max_rel == found.mean_rel == math.inf
     assert found.worst == (1, 1)
     assert found.largest == 3.0
@@ -99,12 +99,12 @@ def test_what_is_no_finite_number_is_infinitely_wrong(a: float, b: float) -> Non
 
 def test_equal_infinities_are_no_difference() -> None:
     masked = torch.tensor([[-math.inf, 2.0]])
-    found = difference(masked, masked.clone(), classes=True)
+    found = compare_outputs(masked, masked.clone(), classes=True)
     assert (found.max_abs, found.mean_rel, found.largest, found.agreement) == (0.0, 0.0, 2.0, 1.0)
 
 
 def test_other_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match=r"cannot compare \[1, 2\] with \[1, 3\]"):
-        difference(torch.zeros(1, 2), torch.zeros(1, 3))
+        compare_outputs(torch.zeros(1, 2), torch.zeros(1, 3))
     with pytest.raises(ValueError, match="cannot compare"):
-        difference(torch.zeros(0, 2), torch.zeros(0, 2))
+        compare_outputs(torch.zeros(0, 2), torch.zeros(0, 2))

@@ -16,9 +16,9 @@ from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.cli.main import main
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.onnx import tracing
-from ckpt_prune.onnx.folder import GraphWriter
-from ckpt_prune.onnx.graph import _captured, build_graph
+from ckpt_prune.onnx.export import GraphWriter
 from ckpt_prune.onnx.tasks import Task
+from ckpt_prune.onnx.tracing import _captured, trace_model
 from ckpt_prune.options.graphs import GraphSettings
 from tests.forked import forked, posix
 from tests.graphs import Exported, graph_of, undisturbed
@@ -181,7 +181,7 @@ def refusal(model: Path, out: Path, **settings: Any) -> str:
 
 
 def test_an_example_of_one_image_would_fix_the_batch(vit, tmp_path, monkeypatch):
-    monkeypatch.setattr(tracing, "_BATCH", 1)
+    monkeypatch.setattr(tracing, "_TEXTS", 1)
     assert refusal(vit, tmp_path / "out") == (
         "pixel_values of the exported graph has shape ['1', '3', '12', '12'], where axes [0] should be dynamic: the "
         "model computes with a fixed size there"
@@ -236,7 +236,7 @@ def test_an_opset_that_the_exporter_does_not_write(vit, tmp_path):
     task = Task("image-classification", "image", False)
     model = load_model(vit, device="cpu")
     with pytest.raises(UserError) as error, undisturbed():
-        build_graph(model, tracing.example_of(model, task), task, opset=26, fusions=None, log=tmp_path / "log")
+        trace_model(model, task, opset=26, fusions=None, log=tmp_path / "log")
     assert str(error.value) == (
         "ViTForImageClassification cannot be written in opset 26: the exporter kept 18; leave out --opset, or say that "
         "one"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import BertConfig
 
-from ckpt_prune.onnx.metrics import Allowance, image_metric, text_metric
+from ckpt_prune.onnx.metrics import Allowance, measure_image_metric, measure_text_metric
 from tests.evaluation.tiny import tiny_tokenizer
 
 GRAPH: Any = None
@@ -32,7 +32,7 @@ class Says:
 
 
 def metric_of(task: Any, graph: Any, reference: Any, tmp_path: Path) -> Any:
-    return text_metric(graph, SimpleNamespace(model=reference), task, WINDOWS, tmp_path, Allowance(1e-4))  # type: ignore[arg-type]
+    return measure_text_metric(graph, SimpleNamespace(model=reference), task, WINDOWS, tmp_path, Allowance(1e-4))  # type: ignore[arg-type]
 
 
 def test_texts_that_are_put_into_another_class_are_told_by_how_near_the_two_were(tmp_path) -> None:
@@ -69,11 +69,11 @@ def test_nothing_can_be_masked_without_a_token_for_it(tmp_path) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.mask_token = None
     tokenizer.save_pretrained(tmp_path)
-    found = text_metric(GRAPH, REFERENCE, "fill-mask", WINDOWS, tmp_path, Allowance(1e-4))
+    found = measure_text_metric(GRAPH, REFERENCE, "fill-mask", WINDOWS, tmp_path, Allowance(1e-4))
     assert found == "its tokenizer has no mask token, so nothing can be masked"
 
 
 @pytest.mark.parametrize("task", ["fill-mask", "text-generation"])
 def test_tasks_that_are_not_of_images(task) -> None:
     images: Any = [None, None]
-    assert image_metric(GRAPH, REFERENCE, task, images, Allowance(1e-4)) == f"{task} of images has none"
+    assert measure_image_metric(GRAPH, REFERENCE, task, images, Allowance(1e-4)) == f"{task} of images has none"

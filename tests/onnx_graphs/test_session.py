@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.onnx.session import OnnxModel, complete, open_session
+from ckpt_prune.onnx.session import OnnxModel, complete_inputs, open_session
 from tests.graphs import Exported
 
 from .exports import Text, in_pytorch, made, pixels
@@ -80,18 +80,18 @@ def test_no_cache_has_the_sizes_of_each_layer(exported):
 def test_what_is_filled_in():
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
     ids = torch.tensor([[7, 8], [9, 6]])
-    found = complete({"input_ids": ids, "attention_mask": mask})
+    found = complete_inputs({"input_ids": ids, "attention_mask": mask})
     assert found["position_ids"].tolist() == [[1, 2], [3, 4]]
     assert found["token_type_ids"].tolist() == [[0, 0], [0, 0]]
     assert found["attention_mask"] is mask
     assert found["input_ids"] is ids
-    alone = complete({"input_ids": ids})
+    alone = complete_inputs({"input_ids": ids})
     assert alone["attention_mask"].tolist() == [[1, 1], [1, 1]]
     assert alone["position_ids"].tolist() == [[0, 1], [0, 1]]
     own = torch.tensor([[5, 6], [5, 6]])
-    assert complete({"input_ids": ids, "position_ids": own})["position_ids"] is own
+    assert complete_inputs({"input_ids": ids, "position_ids": own})["position_ids"] is own
     # Padding before a text has the first position, not one before it.
-    whole = complete({"input_ids": torch.zeros_like(mask), "attention_mask": mask})
+    whole = complete_inputs({"input_ids": torch.zeros_like(mask), "attention_mask": mask})
     assert whole["position_ids"].tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 3, 4]]
 
 
@@ -134,16 +134,10 @@ def test_a_file_that_is_no_graph(tmp_path, content):
     assert "\n" not in said
 
 
-def test_a_graph_that_is_not_there(tmp_path):
-    with pytest.raises(UserError) as error:
-        open_session(tmp_path / "model.onnx")
-    assert str(error.value).startswith(f"{tmp_path / 'model.onnx'}: onnxruntime cannot load it: ")
-
-
 def test_inputs_that_the_graph_cannot_take(exported):
     graph = OnnxModel(exported("llama-gqa-tied")[1])
     with pytest.raises(UserError) as error:
-        graph.run(complete({"input_ids": torch.tensor([[99]])}) | graph.empty_cache(1))
+        graph.run(complete_inputs({"input_ids": torch.tensor([[99]])}) | graph.empty_cache(1))
     said = str(error.value)
     assert said.startswith(
         "onnxruntime cannot run the graph on attention_mask [1, 1], position_ids [1, 1], input_ids [1, 1], "
@@ -158,6 +152,6 @@ def test_outputs_are_those_of_the_graph_in_its_order(exported):
     folder = exported("bert-model")[1]
     names = [value.name for value in onnx.load(folder / "model.onnx").graph.output]
     graph = OnnxModel(folder)
-    found = graph.run(complete({"input_ids": torch.tensor([[3, 4]]), "pixel_values": torch.zeros(1)}))
+    found = graph.run(complete_inputs({"input_ids": torch.tensor([[3, 4]]), "pixel_values": torch.zeros(1)}))
     assert list(found) == names == list(graph.outputs)
     assert np.isfinite(found[names[0]].numpy()).all()

@@ -10,13 +10,12 @@ from torch import nn
 from torch.export import Dim
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
-from ckpt_prune.benchmarking.runners import timer_of
+from ckpt_prune.benchmarking.runners import TorchTimer
 from ckpt_prune.benchmarking.workload import Workload
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.onnx.graph import build_graph
 from ckpt_prune.onnx.reference import Reference
 from ckpt_prune.onnx.tasks import Task
-from ckpt_prune.onnx.tracing import example_of, image_size
+from ckpt_prune.onnx.tracing import get_image_size, make_example, trace_model
 from tests import encoders, families
 
 from .exports import in_pytorch, made
@@ -35,7 +34,7 @@ def shapes(inputs: dict[str, object]) -> dict[str, tuple[tuple[int, ...], torch.
 
 
 def test_a_decoder_with_a_cache():
-    example = example_of(small(), GENERATION)
+    example = make_example(small(), GENERATION)
     assert shapes(example.inputs) == {
         "input_ids": ((2, 3), torch.int64),
         "attention_mask": ((2, 7), torch.int64),
@@ -50,7 +49,7 @@ def test_a_decoder_with_a_cache():
 
 
 def test_a_decoder_without_one():
-    example = example_of(small(), Task("text-generation", "text", False))
+    example = make_example(small(), Task("text-generation", "text", False))
     assert shapes(example.inputs) == dict.fromkeys(
         ("input_ids", "attention_mask", "position_ids"), ((2, 3), torch.int64)
     )
@@ -60,7 +59,7 @@ def test_a_decoder_without_one():
 
 
 def test_features_of_a_decoder_count_their_own_positions():
-    example = example_of(small().base_model, Task("feature-extraction", "text", False))
+    example = make_example(small().base_model, Task("feature-extraction", "text", False))
     assert set(shapes(example.inputs)) == {"input_ids", "attention_mask"}
 
 
@@ -71,19 +70,19 @@ def test_layers_of_different_widths(tmp_path_factory):
         ("uneven-llama", [(2, 2, 4, 4), (2, 2, 4, 4), (2, 1, 4, 4), (2, 1, 4, 4)]),
         ("narrow-opt", [(2, 3, 4, 2), (2, 3, 4, 4)]),
     ):
-        layers = example_of(in_pytorch(graphs(name)[0]), GENERATION).inputs[PAST].layers
+        layers = make_example(in_pytorch(graphs(name)[0]), GENERATION).inputs[PAST].layers
         assert [tuple(t.shape) for layer in layers for t in (layer.keys, layer.values)] == expected
 
 
 def test_a_window_does_not_cut_the_cache():
     config = AutoConfig.for_model("mistral", **(families.SIZES | {"sliding_window": 2}))
-    cache = example_of(AutoModelForCausalLM.from_config(config).eval(), GENERATION).inputs[PAST]
+    cache = make_example(AutoModelForCausalLM.from_config(config).eval(), GENERATION).inputs[PAST]
     assert [layer.keys.shape[2] for layer in cache.layers] == [4, 4, 4]
 
 
 def test_an_encoder_of_text(tmp_path):
     model = encoders.stock(encoders.make(tmp_path / "bert", "bert-mlm"), "bert-mlm")
-    example = example_of(model, Task("fill-mask", "text", False))
+    example = make_example(model, Task("fill-mask", "text", False))
     names = ("input_ids", "attention_mask", "token_type_ids")
     assert shapes(example.inputs) == dict.fromkeys(names, ((2, 3), torch.int64))
     assert example.dynamic == dict.fromkeys(names, DYNAMIC)
@@ -93,20 +92,20 @@ def test_an_encoder_of_text(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_images(tmp_path, dtype):
     model = encoders.stock(encoders.make(tmp_path / "vit", "vit"), "vit", dtype=dtype)
-    example = example_of(model, Task("image-classification", "image", False))
+    example = make_example(model, Task("image-classification", "image", False))
     assert shapes(example.inputs) == {"pixel_values": ((2, 3, 12, 12), dtype)}
     assert example.dynamic == {"pixel_values": {0: Dim.AUTO}}
 
 
 @pytest.mark.parametrize(("size", "expected"), [(224, (224, 224)), ([192, 256], (192, 256)), ((8, 4), (8, 4))])
 def test_sizes_of_images(size, expected):
-    assert image_size(SimpleNamespace(image_size=size)) == expected
+    assert get_image_size(SimpleNamespace(image_size=size)) == expected
 
 
 @pytest.mark.parametrize("given", [{}, {"image_size": None}, {"image_size": "large"}, {"image_size": [1, 2, 3]}])
 def test_a_config_without_a_size(given):
     with pytest.raises(UserError) as error:
-        image_size(SimpleNamespace(model_type="levit", **given))
+        get_image_size(SimpleNamespace(model_type="levit", **given))
     assert str(error.value) == "config.json of this levit has no image_size: it cannot be traced"
 
 
@@ -114,9 +113,9 @@ def test_a_config_without_a_size(given):
 def test_a_context_too_short_to_trace(cached, needed):
     task = Task("text-generation", "text", cached)
     with pytest.raises(UserError) as error:
-        example_of(small(max_position_embeddings=needed - 1), task)
+        make_example(small(max_position_embeddings=needed - 1), task)
     assert str(error.value) == (f"a context of {needed - 1} tokens is too short to trace: {needed} are needed")
-    example_of(small(max_position_embeddings=needed), task)
+    make_example(small(max_position_embeddings=needed), task)
 
 
 class Newer(LlamaForCausalLM):
@@ -137,14 +136,14 @@ class Older(LlamaForCausalLM):
 def test_either_name_of_the_cache(renamed, name, tmp_path):
     """The graph's own names stay, and what it is compared with and timed beside takes the same name."""
     model = renamed(small().config).eval()
-    example = example_of(model, GENERATION)
+    example = make_example(model, GENERATION)
     assert [layer.keys.shape[2] for layer in example.inputs[name].layers] == [4, 4, 4]
-    graph = build_graph(model, example, GENERATION, opset=20, fusions=None, log=tmp_path / "log").graph
+    graph = trace_model(model, GENERATION, opset=20, fusions=None, log=tmp_path / "log").graph
     held = [f"{layer}.{part}" for layer in range(3) for part in ("key", "value")]
     assert [each.name for each in graph.inputs][3:] == [f"past_key_values.{each}" for each in held]
     assert [each.name for each in graph.outputs][1:] == [f"present.{each}" for each in held]
     reference, ids = Reference(model, GENERATION, set()), torch.arange(8).view(2, 4)
-    assert list(reference.cache({"input_ids": ids})) == [f"present.{each}" for each in held]
+    assert list(reference.fill_cache({"input_ids": ids})) == [f"present.{each}" for each in held]
     steps = reference.generate(ids, torch.ones_like(ids), 3)
     lengths = []
     model.model.layers[0].self_attn.k_proj.register_forward_hook(lambda _, read, __: lengths.append(read[0].shape[1]))
@@ -153,7 +152,7 @@ def test_either_name_of_the_cache(renamed, name, tmp_path):
     assert torch.equal(chosen, without_a_cache(model, ids))
     workload = Workload("text", batch=2, tokens=4, steps=2, generates=True, cached=True, vocabulary=30, image=(0, 0, 0))
     lengths.clear()
-    timer_of(model, torch.device("cpu")).time(workload)
+    TorchTimer(model, torch.device("cpu")).time(workload)
     assert lengths == [4, 1, 1]
 
 
@@ -177,7 +176,7 @@ class Recurrent(nn.Module):
 
 def test_a_model_without_keys_and_values():
     with pytest.raises(UserError) as error:
-        example_of(Recurrent(), GENERATION)
+        make_example(Recurrent(), GENERATION)
     assert str(error.value) == "Recurrent keeps other things than keys and values of earlier tokens: say --no-cache"
 
 
@@ -188,7 +187,7 @@ class Broken(Recurrent):
 
 def test_a_model_that_fails_over_a_cache():
     with pytest.raises(UserError) as error:
-        example_of(Broken(), GENERATION)
+        make_example(Broken(), GENERATION)
     assert str(error.value) == "Broken keeps other things than keys and values of earlier tokens: say --no-cache"
     # Without one it is not run before it is traced.
-    example_of(Broken(), Task("text-generation", "text", False))
+    make_example(Broken(), Task("text-generation", "text", False))

@@ -10,13 +10,16 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
+
+from ckpt_prune.sparsity.damping import DAMP
+from ckpt_prune.sparsity.inverse import factorise
+from ckpt_prune.sparsity.visiting import fix_in_turn, visit_inputs
 
 Array = NDArray[Any]
 Bits = Literal[4, 8]
-
-SIZES = (16, 32, 64, 128, 256)
-"""Block sizes that onnxruntime has kernels for."""
 
 
 @dataclass(frozen=True)
@@ -41,63 +44,86 @@ class Blocks:
     scales: Array
     """(N, blocks), of the matrix's own type."""
     zeros: Array | None
-    """uint8 (N, bytes of all blocks): low bits first; None where the grid is symmetric."""
+    """uint8 (N, bytes of all blocks): low bits first; None if the grid is symmetric."""
 
-    @property
-    def nbytes(self) -> int:
-        """Size in a file."""
-        return int(self.packed.nbytes + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes))
+    def unpack_codes(self) -> Array:
+        """The whole numbers q, uint8 (N, blocks, block)."""
+        return _unpack(self.packed, self.grid.bits)
+
+    def unpack_zeros(self) -> Array:
+        """The zero of each block, float32 (N, blocks)."""
+        count = self.scales.shape[1]
+        if self.zeros is None:
+            return np.full((len(self.scales), count), 1 << (self.grid.bits - 1), np.float32)
+        return _unpack(self.zeros, self.grid.bits)[:, :count].astype(np.float32)
+
+    def to_matrix(self) -> Array:
+        """The matrix (K, N) of the rounded weights, float32."""
+        values = self.unpack_codes().astype(np.float32)  # (N, blocks, block)
+        values -= self.unpack_zeros()[..., None]
+        values *= self.scales.astype(np.float32)[..., None]
+        return np.ascontiguousarray(values.reshape(len(values), -1)[:, : self.rows].T)
 
 
-def in_blocks(matrix: Array, grid: Grid) -> Blocks:
-    """Round a matrix to the nearest, by onnxruntime's own quantiser.
-
-    Args:
-        matrix: float32 or float16 (K, N). A last block that K does not fill is padded with zeros.
-        grid: how.
-    """
-    config, quantiser = _quantisers()
-    kernel = quantiser(config(block_size=grid.block, is_symmetric=grid.symmetric, bits=grid.bits))
+def round_to_nearest(matrix: Array, grid: Grid) -> Blocks:
+    """Round a float32 or float16 matrix (K, N) by onnxruntime's own quantizer; a last block is padded with zeros."""
+    config, quantizer = _import_quantizer()
+    kernel = quantizer(config(block_size=grid.block, is_symmetric=grid.symmetric, bits=grid.bits))
     packed, scales, zeros = kernel.qbits_block_quant(np.ascontiguousarray(matrix))
     return Blocks(grid, len(matrix), packed, scales, None if grid.symmetric else zeros)
 
 
-def matrix_of(blocks: Blocks) -> Array:
-    """The matrix (K, N) that stands in the blocks, float32."""
-    values = codes_of(blocks).astype(np.float32)  # (N, blocks, block)
-    values -= zeros_of(blocks)[..., None]
-    values *= blocks.scales.astype(np.float32)[..., None]
-    return np.ascontiguousarray(values.reshape(len(values), -1)[:, : blocks.rows].T)
+def round_by_gptq(matrix: Array, gram: Tensor, grid: Grid, *, damp: float = DAMP) -> Blocks:
+    """Round the weights of one input after another, and let those of later inputs make up for each error.
 
-
-def codes_of(blocks: Blocks) -> Array:
-    """The whole numbers of the weights, uint8 (N, blocks, block)."""
-    return _unpacked(blocks.packed, blocks.grid.bits)
-
-
-def zeros_of(blocks: Blocks) -> Array:
-    """The zero of each block, float32 (N, blocks)."""
-    count = blocks.scales.shape[1]
-    if blocks.zeros is None:
-        return np.full((len(blocks.scales), count), 1 << (blocks.grid.bits - 1), np.float32)
-    return _unpacked(blocks.zeros, blocks.grid.bits)[:, :count].astype(np.float32)
-
-
-def assembled(grid: Grid, rows: int, codes: Array, scales: Array, zeros: Array) -> Blocks:
-    """Blocks of whole numbers that were found elsewhere.
+    GPTQ (Frantar et al. 2022, arXiv 2210.17323): with H the Gram of the inputs and H⁻¹ = UᵀU, the error of the weights
+    of input j, divided by U_jj, times U_j,later goes to the later ones. That is SparseGPT's update with "rounded" in
+    the place of "zero" (`sparsity/visiting.py`). The scale and the zero of a block are those that onnxruntime gives the
+    block's weights when its first input is visited, moved as they are by then.
 
     Args:
-        grid: of them.
-        rows: K.
-        codes: uint8 (N, blocks, block).
-        scales: (N, blocks).
-        zeros: uint8 (N, blocks).
+        matrix: (K, N), float32 or float16.
+        gram: (K, K), of its inputs, times any positive factor.
+        grid: of the blocks.
+        damp: share of the mean diagonal that is added to it.
+
+    Raises:
+        SingularHessianError: the Gram cannot be factorised with any damping.
     """
-    stored = None if grid.symmetric else _packed(zeros, grid.bits)
-    return Blocks(grid, rows, _packed(codes, grid.bits), scales, stored)
+    factor, _ = factorise(gram, gram.diagonal() == 0, damp, 1.0)
+    scales: list[Array] = []
+    zeros: list[Array] = []
+    codes: list[Array] = []
+
+    def visit(W: Tensor, U: Tensor, _here: slice) -> None:
+        blocks = round_to_nearest(W.to(torch.float32).numpy().astype(matrix.dtype), grid)
+        scale = torch.from_numpy(blocks.scales[:, 0].astype(np.float64))
+        stored = blocks.unpack_zeros()
+        zero, most = torch.from_numpy(stored[:, 0].astype(np.float64)), (1 << grid.bits) - 1
+        step = torch.where(scale == 0, 1.0, scale)
+        rounded = torch.empty_like(W)
+
+        def round_input(j: int, weights: Tensor) -> Tensor:
+            rounded[j] = torch.round(weights / step + zero).clamp_(0, most)
+            return (rounded[j] - zero) * scale
+
+        fix_in_turn(W, U, round_input)
+        padding = np.broadcast_to(stored, (len(stored), grid.block - len(rounded)))
+        codes.append(np.concatenate([rounded.T.numpy(), padding], 1).astype(np.uint8))
+        scales.append(blocks.scales[:, 0])
+        zeros.append(stored[:, 0].astype(np.uint8))
+
+    visit_inputs(torch.tensor(matrix, dtype=torch.float64), factor, grid.block, visit)
+    return pack_blocks(grid, len(matrix), np.stack(codes, 1), np.stack(scales, 1), np.stack(zeros, 1))
 
 
-def _packed(values: Array, bits: int) -> Array:
+def pack_blocks(grid: Grid, rows: int, codes: Array, scales: Array, zeros: Array) -> Blocks:
+    """Blocks of uint8 codes (N, blocks, block), scales (N, blocks) and uint8 zeros (N, blocks); `rows` is K."""
+    stored = None if grid.symmetric else _pack(zeros, grid.bits)
+    return Blocks(grid, rows, _pack(codes, grid.bits), scales, stored)
+
+
+def _pack(values: Array, bits: int) -> Array:
     if bits == 8:
         return np.ascontiguousarray(values)
     if values.shape[-1] % 2:
@@ -106,20 +132,20 @@ def _packed(values: Array, bits: int) -> Array:
     return packed
 
 
-def _unpacked(packed: Array, bits: int) -> Array:
+def _unpack(packed: Array, bits: int) -> Array:
     if bits == 8:
         return packed
     return np.stack([packed & 0xF, packed >> 4], -1).reshape(*packed.shape[:-1], -1)
 
 
 @functools.cache
-def _quantisers() -> tuple[Any, Any]:
+def _import_quantizer() -> tuple[Any, Any]:
     """Onnxruntime's classes, imported without what importing them does to this process's logging."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     try:
-        from onnxruntime.quantization import matmul_nbits_quantizer as own
+        from onnxruntime.quantization import matmul_nbits_quantizer as module
     finally:
         root.handlers[:] = handlers
         root.setLevel(level)
-    return own.DefaultWeightOnlyQuantConfig, own.DefaultWeightOnlyQuantizer
+    return module.DefaultWeightOnlyQuantConfig, module.DefaultWeightOnlyQuantizer

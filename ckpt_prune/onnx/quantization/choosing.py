@@ -1,11 +1,11 @@
-"""What stays in more bits: chosen by what rounding weights costs the outputs, and what they lose together."""
+"""Which weights stay in more bits: chosen by what rounding them costs the outputs, alone and together."""
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 Harm = Callable[[Collection[str]], float]
-"""What the outputs lose where these weights are in few bits."""
+"""What the outputs lose if these weights are in few bits."""
 
 MOST = 64
 """Measurements of weights, alone or several at once, whatever the size of the graph: of SmolLM2-135M's 211 weights so
@@ -19,8 +19,8 @@ class Choice:
     Attributes:
         few: names of those that are.
         more: names of those that are not, the most harmful by the byte first.
-        alone: name → what the outputs lose where it alone is rounded to few bits; of weights that were measured at
-            once its share by bytes; empty where nothing was measured.
+        alone: name → what the outputs lose if it alone is rounded to few bits; of weights that were measured at
+            once its share by bytes; empty if nothing was measured.
         at_once: name → how many weights it was measured with, itself included.
         together: what they lose with the choice.
     """
@@ -32,7 +32,7 @@ class Choice:
     together: float = math.nan
 
 
-def choose(
+def choose_weights(
     saved: Mapping[str, int],
     together: Harm,
     alone: Harm,
@@ -41,15 +41,15 @@ def choose(
     alike: Sequence[Sequence[str]] = (),
     most: int = MOST,
 ) -> Choice:
-    """Store as many weights in few bits as may be.
+    """Store as many weights in few bits as the allowance permits.
 
-    Where all of them lose too much together, each is measured alone, and the most harmful by the byte that it saves are
-    taken out until the rest loses little enough together. How many that takes is found by halving, each time measured
+    If all of them lose too much together, each is measured alone, and the most harmful by the byte that it saves are
+    taken out until the others lose little enough together. How many that takes is found by halving, each time measured
     on the whole graph: harms do not add up.
 
-    Where there are more weights than may be measured, those that are alike are first measured at once. Then the run
-    that loses most is halved, and both parts are measured, as often as may be. What is not halved to the end is ranked
-    as one.
+    If there are more weights than may be measured, those that are alike are first measured at once. Then the run that
+    loses most is halved, and both parts are measured, as often as may be. What is not halved to the end is ranked as
+    one.
 
     Args:
         saved: name → bytes that few bits save of it, in the graph's order.
@@ -63,53 +63,47 @@ def choose(
     lost = together(names)
     if lost <= allowed:
         return Choice(tuple(names), (), together=lost)
-    whole = alike if 0 < len(alike) <= most else [names]
-    runs = _measured([[name] for name in names] if len(names) <= most else whole, alone, most)
+    groups: Sequence[Sequence[str]] = [[name] for name in names]
+    if len(names) > most:
+        groups = alike if 0 < len(alike) <= most else [names]
+    runs = _measure_runs(groups, alone, most)
     size = {name: max(saved[name], 1) for name in names}
-    dense = {name: run.lost / sum(size[each] for each in run.names) for run in runs for name in run.names}
-    ranked = sorted((name for run in runs for name in run.names), key=lambda name: -dense[name])
-    enough, measured = len(ranked), math.nan
-    low = 1
+    density = {name: lost / sum(size[each] for each in run) for run, lost in runs for name in run}
+    ranked = sorted((name for run, _ in runs for name in run), key=lambda name: -density[name])
+    low, enough, measured = 1, len(ranked), math.nan
     while low < enough:
         middle = (low + enough) // 2
-        found = together(ranked[middle:])
-        if found <= allowed:
-            enough, measured = middle, found
+        lost = together(ranked[middle:])
+        if lost <= allowed:
+            enough, measured = middle, lost
         else:
             low = middle + 1
     if math.isnan(measured):
         measured = together(ranked[enough:])
-    out = set(ranked[:enough])
+    more = set(ranked[:enough])
     return Choice(
-        tuple(name for name in names if name not in out),
+        tuple(name for name in names if name not in more),
         tuple(ranked[:enough]),
-        {name: dense[name] * size[name] for name in names},
-        {name: len(run.names) for run in runs for name in run.names},
+        {name: density[name] * size[name] for name in names},
+        {name: len(run) for run, _ in runs for name in run},
         measured,
     )
 
 
-def measurements(weights: int, most: int = MOST) -> tuple[int, int]:
-    """How many sets of weights are measured at most: as `alone`, and as `together` to find how many are too many."""
+def count_measurements(weights: int, most: int = MOST) -> tuple[int, int]:
+    """How many sets of weights are measured at most: as `alone`, and as `together`."""
     return min(weights, most), math.ceil(math.log2(max(weights, 1))) + 1
 
 
-@dataclass(frozen=True)
-class _Run:
+def _measure_runs(groups: Sequence[Sequence[str]], alone: Harm, most: int) -> list[tuple[tuple[str, ...], float]]:
     """Weights that were measured at once, and what they lose."""
-
-    names: tuple[str, ...]
-    lost: float
-
-
-def _measured(groups: Sequence[Sequence[str]], alone: Harm, most: int) -> list[_Run]:
-    runs = [_Run(tuple(group), alone(group)) for group in groups]
+    runs = [(tuple(group), alone(group)) for group in groups]
     for _ in range((most - len(runs)) // 2):
-        several = [run for run in runs if len(run.names) > 1]
+        several = [run for run in runs if len(run[0]) > 1]
         if not several:
             break
-        worst = max(several, key=lambda run: run.lost)
+        worst = max(several, key=lambda run: run[1])
         runs.remove(worst)
-        half = len(worst.names) // 2
-        runs += [_Run(part, alone(part)) for part in (worst.names[:half], worst.names[half:])]
+        names, half = worst[0], len(worst[0]) // 2
+        runs += [(part, alone(part)) for part in (names[:half], names[half:])]
     return runs

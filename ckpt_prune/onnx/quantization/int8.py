@@ -1,4 +1,4 @@
-"""Weights and inputs in int8, by onnxruntime's own quantisers: `quantize_dynamic` and `quantize_static`."""
+"""Weights and inputs in int8, by onnxruntime's own quantizers: `quantize_dynamic` and `quantize_static`."""
 
 import contextlib
 import io
@@ -12,53 +12,41 @@ import numpy as np
 import onnx_ir
 
 from ckpt_prune.onnx.quantization.blocks import Array
-from ckpt_prune.onnx.quantization.probe import PREFIX, Feed
-from ckpt_prune.onnx.quantization.weights import Weight
+from ckpt_prune.onnx.quantization.measuring import PREFIX, Feed
 
 LARGEST = 64
 """Of a weight in int8. A processor without VNNI or AMX adds two products of an input and a weight in 16 bits, which 255
-and 127 overflow: the sum is cut off without a word, and a graph that is right where it was made is wrong elsewhere."""
+and 127 overflow: the sum is cut off silently, and a graph that is right where it was made is wrong elsewhere."""
+_WEIGHTS_ONLY = {"MatMulConstBOnly": True}
+"""Products of two inputs, as attention has them, stay as they are."""
 
 
-def rounded_to_int8(matrix: Array) -> Array:
-    """What a matrix (K, N) becomes in int8 with a scale for each output, as the quantisers have it: float32."""
+def round_to_int8(matrix: Array) -> Array:
+    """What the quantizers make of a matrix (K, N), with a scale for each output: float32."""
     scale = np.abs(matrix).max(0, keepdims=True).astype(np.float32) / LARGEST
     codes = np.round(matrix / np.where(scale == 0, 1, scale)).clip(-LARGEST, LARGEST)
     return np.asarray(codes * scale, np.float32)
 
 
-def unturned(graph: onnx_ir.Graph, weight: Weight) -> None:
-    """Store a table that is only multiplied with the way it is multiplied with: the quantisers look no further."""
-    if not weight.turns:
-        return
-    array = weight.matrix()
-    name = f"{weight.name}.T"
-    value = onnx_ir.Value(name=name, const_value=onnx_ir.tensor(array, name=name))
-    value.shape, value.type = onnx_ir.Shape(array.shape), onnx_ir.TensorType(onnx_ir.DataType.from_numpy(array.dtype))
-    graph.register_initializer(value)
-    for node in weight.turns:
-        node.outputs[0].replace_all_uses_with(value)
-        graph.remove(node, safe=True)
-    del graph.initializers[weight.name]
-
-
-def in_int8(model: onnx_ir.Model, nodes: Sequence[str], feeds: Iterable[Feed] | None, scratch: Path) -> onnx_ir.Model:
+def quantize_to_int8(
+    model: onnx_ir.Model, nodes: Sequence[str], feeds: Iterable[Feed] | None, scratch: Path
+) -> onnx_ir.Model:
     """The graph with some of its MatMuls and Convs in int8.
 
     Args:
         model: in float32.
         nodes: names of those nodes.
         feeds: what ranges of inputs are measured on; None: they are taken at each call.
-        scratch: folder for copies of the graph meanwhile, the quantisers' own too.
+        scratch: folder for copies of the graph meanwhile, the quantizers' own too.
     """
     if not nodes:
         return model
-    with _quiet(), TemporaryDirectory(prefix=PREFIX, dir=scratch) as place, _temporary_in(place):
+    with _quiet(), TemporaryDirectory(prefix=PREFIX, dir=scratch) as place, _temporary_files_in(place):
         from onnxruntime.quantization import QuantFormat, QuantType, quantize_dynamic, quantize_static
 
-        plain, made = Path(place) / "plain.onnx", Path(place) / "made.onnx"
+        plain, quantized = Path(place) / "plain.onnx", Path(place) / "quantized.onnx"
         onnx_ir.save(model, plain, external_data="plain.onnx_data")
-        about = {
+        options = {
             "nodes_to_quantize": list(nodes),
             "per_channel": True,
             "weight_type": QuantType.QInt8,
@@ -66,25 +54,21 @@ def in_int8(model: onnx_ir.Model, nodes: Sequence[str], feeds: Iterable[Feed] | 
             "use_external_data_format": True,
         }
         if feeds is None:
-            quantize_dynamic(plain, made, op_types_to_quantize=["MatMul"], extra_options=_BY_WEIGHTS, **about)
+            quantize_dynamic(plain, quantized, op_types_to_quantize=["MatMul"], extra_options=_WEIGHTS_ONLY, **options)
         else:
             quantize_static(
                 plain,
-                made,
+                quantized,
                 _Reader(feeds),
                 quant_format=QuantFormat.QDQ,
                 op_types_to_quantize=["MatMul", "Conv"],
                 activation_type=QuantType.QUInt8,
-                extra_options=_BY_WEIGHTS | {"OpTypesToExcludeOutputQuantization": ["MatMul"]},
-                **about,
+                extra_options=_WEIGHTS_ONLY | {"OpTypesToExcludeOutputQuantization": ["MatMul"]},
+                **options,
             )
-        found = onnx_ir.load(made)
-        onnx_ir.external_data.load_to_model(found)
-    return found
-
-
-_BY_WEIGHTS = {"MatMulConstBOnly": True}
-"""Products of two inputs, as attention has them, stay as they are."""
+        graph = onnx_ir.load(quantized)
+        onnx_ir.external_data.load_to_model(graph)
+    return graph
 
 
 class _Reader:
@@ -94,14 +78,13 @@ class _Reader:
         self._feeds = iter(feeds)
 
     def get_next(self) -> dict[str, Array] | None:
-        """The next, or None."""
         feed = next(self._feeds, None)
         return None if feed is None else dict(feed)
 
 
 @contextlib.contextmanager
-def _temporary_in(folder: str) -> Iterator[None]:
-    """Let temporary folders of others be in this one: the quantisers put whole graphs into the system's."""
+def _temporary_files_in(folder: str) -> Iterator[None]:
+    """The quantizers put whole graphs into the system's temporary folder: use this one instead."""
     before = tempfile.tempdir
     tempfile.tempdir = folder
     try:
@@ -112,7 +95,7 @@ def _temporary_in(folder: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Hold back what the quantisers print and log: advice on how they might have been called."""
+    """Hold back what the quantizers print and log: advice on how they might have been called."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

@@ -1,5 +1,6 @@
-"""The weights of a graph that can be stored in fewer bits: matrices that something is multiplied with, and tables."""
+"""The weights of a graph that can be stored in fewer bits, and how they are written into it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,43 +8,49 @@ import numpy as np
 import onnx_ir
 from numpy.typing import NDArray
 
+from ckpt_prune.onnx.quantization.blocks import Blocks
+
 Array = NDArray[Any]
 
 FEWEST = 256
 """Elements of the smallest weight that is worth it: scales and zeros take room too."""
+DOMAIN = "com.microsoft"
+"""onnxruntime's own operators."""
 _REACH = 4
 """Operators behind a product that tell its role: those of keys, values and queries differ within so many."""
 
 
 @dataclass(frozen=True, eq=False)
 class Weight:
-    """A matrix (K, N): K inputs, N outputs.
+    """A matrix (K, N): K inputs, N outputs, of products and lookups.
 
     A head that is tied to the embedding is one weight with both uses: what is decided of it holds for both.
     """
 
     value: onnx_ir.Value
     """The initializer: (K, N), or (N, K) of a table."""
-    table: bool
+    is_table: bool
     """Whether it is stored (N, K): rows are taken from it, or its transpose is multiplied with."""
     products: tuple[onnx_ir.Node, ...]
     """MatMuls by it."""
     lookups: tuple[onnx_ir.Node, ...]
     """Gathers of its rows."""
-    turns: tuple[onnx_ir.Node, ...]
-    """Transposes between it and products."""
+    transposes: tuple[onnx_ir.Node, ...]
+    """Between it and products."""
 
     @property
     def name(self) -> str:
-        """Of the initializer."""
         return self.value.name or ""
 
     @property
     def shape(self) -> tuple[int, int]:
         """(K, N)."""
-        assert self.value.const_value is not None
-        rows, columns = (int(size) for size in self.value.const_value.shape.numpy())
-        return (columns, rows) if self.table else (rows, columns)
+        rows, columns = (int(size) for size in self._tensor.shape.numpy())
+        return (columns, rows) if self.is_table else (rows, columns)
+
+    @property
+    def dtype(self) -> Any:
+        return self._tensor.dtype.numpy()
 
     @property
     def role(self) -> tuple[object, ...]:
@@ -55,91 +62,171 @@ class Weight:
         for _ in range(_REACH):
             users = [use.node for user in users for value in user.outputs for use in value.uses()]
             after.append(tuple(sorted({user.op_type for user in users})))
-        return self.table, *after
+        return self.is_table, *after
 
-    def matrix(self) -> Array:
+    def to_matrix(self) -> Array:
         """Its values, (K, N), in the graph's type."""
+        return self.turn(self._tensor.numpy())
+
+    def turn(self, matrix: Array) -> Array:
+        """A matrix (K, N) the way round the initializer is, or back."""
+        return np.ascontiguousarray(matrix.T if self.is_table else matrix)
+
+    @property
+    def _tensor(self) -> Any:
         assert self.value.const_value is not None
-        stored = self.value.const_value.numpy()
-        return np.ascontiguousarray(stored.T if self.table else stored)
-
-    def stored(self, matrix: Array) -> Array:
-        """A matrix (K, N) the way round the initializer is."""
-        return np.ascontiguousarray(matrix.T if self.table else matrix)
+        return self.value.const_value
 
 
-def weights_of(graph: onnx_ir.Graph) -> list[Weight]:
+def find_weights(graph: onnx_ir.Graph) -> list[Weight]:
     """All of them, in the graph's order; those that anything else is done with stay as they are."""
-    found = (_weight(value) for value in graph.initializers.values())
-    return [weight for weight in found if weight is not None]
+    weights = (_read_weight(value) for value in graph.initializers.values())
+    return [weight for weight in weights if weight is not None]
 
 
-def _weight(value: onnx_ir.Value) -> Weight | None:
+def _read_weight(value: onnx_ir.Value) -> Weight | None:
     tensor = value.const_value
     if tensor is None or len(tensor.shape) != 2 or not tensor.dtype.is_floating_point() or tensor.size < FEWEST:
         return None
     products: list[onnx_ir.Node] = []
     lookups: list[onnx_ir.Node] = []
-    turns: list[onnx_ir.Node] = []
+    transposes: list[onnx_ir.Node] = []
     direct = False
-    for node, index in value.uses():
-        if node.op_type == "MatMul" and index == 1 and not node.domain:
+    for use in value.uses():
+        node = use.node
+        if _is_product(use):
             products.append(node)
             direct = True
-        elif node.op_type == "Gather" and index == 0 and node.attributes.get_int("axis", 0) == 0:
+        elif node.op_type == "Gather" and use.idx == 0 and node.attributes.get_int("axis", 0) == 0:
             lookups.append(node)
-        elif node.op_type == "Transpose" and all(_multiplies(use) for use in node.outputs[0].uses()):
-            turns.append(node)
-            products += [use.node for use in node.outputs[0].uses()]
+        elif node.op_type == "Transpose" and all(map(_is_product, node.outputs[0].uses())):
+            transposes.append(node)
+            products += [each.node for each in node.outputs[0].uses()]
         else:
             return None
-    table = bool(lookups or turns)
-    if (table and direct) or not (products or lookups):
+    is_table = bool(lookups or transposes)
+    if (is_table and direct) or not (products or lookups):
         return None
-    return Weight(value, table, tuple(products), tuple(lookups), tuple(turns))
+    return Weight(value, is_table, tuple(products), tuple(lookups), tuple(transposes))
 
 
-def _multiplies(use: Any) -> bool:
+def _is_product(use: Any) -> bool:
     return use.node.op_type == "MatMul" and use.idx == 1 and not use.node.domain
 
 
-def split_gemms(graph: onnx_ir.Graph) -> None:
-    """Write each Gemm by a weight as MatMul and Add, which is what can be stored in blocks."""
-    for node in list(graph):
-        if node.op_type == "Gemm" and not node.domain and _is_plain(node):
-            _split(graph, node)
+def copy_with_split_gemms(model: onnx_ir.Model) -> onnx_ir.Model:
+    """A copy with each Gemm by a weight as MatMul and Add, which can be stored in blocks."""
+    copy = model.clone()
+    for node in list(copy.graph):
+        weight = node.inputs[1] if node.op_type == "Gemm" and not node.domain else None
+        attributes = node.attributes
+        if (
+            weight is not None
+            and weight.is_initializer()
+            and attributes.get_int("transA", 0) == 0
+            and attributes.get_float("alpha", 1.0) == attributes.get_float("beta", 1.0) == 1.0
+        ):
+            _split_gemm(copy.graph, node)
+    return copy
 
 
-def _is_plain(node: onnx_ir.Node) -> bool:
-    attributes = node.attributes
-    weight = node.inputs[1]
-    return (
-        weight is not None
-        and weight.is_initializer()
-        and attributes.get_int("transA", 0) == 0
-        and attributes.get_float("alpha", 1.0) == attributes.get_float("beta", 1.0) == 1.0
-    )
-
-
-def _split(graph: onnx_ir.Graph, node: onnx_ir.Node) -> None:
+def _split_gemm(graph: onnx_ir.Graph, node: onnx_ir.Node) -> None:
     x, weight, *rest = node.inputs
-    new: list[onnx_ir.Node] = []
+    nodes: list[onnx_ir.Node] = []
     if node.attributes.get_int("transB", 0):
-        new.append(onnx_ir.node("Transpose", [weight], {"perm": [1, 0]}))
-        weight = new[-1].outputs[0]
-    new.append(onnx_ir.node("MatMul", [x, weight], name=node.name))
+        nodes.append(onnx_ir.node("Transpose", [weight], {"perm": [1, 0]}))
+        weight = nodes[-1].outputs[0]
+    nodes.append(onnx_ir.node("MatMul", [x, weight], name=node.name))
     if rest and rest[0] is not None:
-        new.append(onnx_ir.node("Add", [new[-1].outputs[0], rest[0]]))
-    replace_node(graph, node, new)
+        nodes.append(onnx_ir.node("Add", [nodes[-1].outputs[0], rest[0]]))
+    _replace_node(graph, node, nodes)
 
 
-def replace_node(graph: onnx_ir.Graph, node: onnx_ir.Node, new: list[onnx_ir.Node]) -> None:
-    """Put nodes in the place of one; the last makes what it made."""
-    old, made = node.outputs[0], new[-1].outputs[0]
-    name, made.shape, made.type = old.name, old.shape, old.type
-    for number, each in enumerate(new[:-1]):
+def _replace_node(graph: onnx_ir.Graph, node: onnx_ir.Node, nodes: list[onnx_ir.Node]) -> None:
+    """Put nodes in the place of one; the last computes its output."""
+    old, new = node.outputs[0], nodes[-1].outputs[0]
+    name, new.shape, new.type = old.name, old.shape, old.type
+    for number, each in enumerate(nodes[:-1]):
         each.outputs[0].name = f"{name}.{number}"
-    graph.insert_before(node, new)
-    old.replace_all_uses_with(made, replace_graph_outputs=True)
+    graph.insert_before(node, nodes)
+    old.replace_all_uses_with(new, replace_graph_outputs=True)
     graph.remove(node, safe=True)
-    made.name = name
+    new.name = name
+
+
+def store_in_blocks(graph: onnx_ir.Graph, weight: Weight, blocks: Blocks, accuracy: int) -> None:
+    """Put blocks in the place of a weight, wherever it is used; a tied head and its embedding share them.
+
+    MatMulNBits takes the place of MatMul, GatherBlockQuantized that of Gather.
+
+    Args:
+        graph: of the weight.
+        weight: one of its weights.
+        blocks: of it.
+        accuracy: MatMulNBits' accuracy_level: 0 computes in the graph's own type, 4 rounds inputs to int8.
+    """
+    packed = _add_initializer(graph, f"{weight.name}_Q{blocks.grid.bits}", blocks.packed)
+    values = [packed, _add_initializer(graph, f"{weight.name}_scales", blocks.scales.astype(weight.dtype))]
+    if blocks.zeros is not None:
+        values.append(_add_initializer(graph, f"{weight.name}_zero_points", blocks.zeros))
+    rows, columns = weight.shape
+    grid = {"bits": blocks.grid.bits, "block_size": blocks.grid.block}
+    for node in weight.products:
+        attributes = grid | {"K": rows, "N": columns} | ({"accuracy_level": accuracy} if accuracy else {})
+        new = onnx_ir.node("MatMulNBits", [node.inputs[0], *values], attributes, domain=DOMAIN, name=node.name)
+        _replace_node(graph, node, [new])
+    for node in weight.lookups:
+        _store_lookup(graph, node, values, grid, rows, blocks)
+    _remove(graph, weight.transposes)
+    del graph.initializers[weight.name]
+
+
+def _store_lookup(
+    graph: onnx_ir.Graph,
+    node: onnx_ir.Node,
+    values: Sequence[onnx_ir.Value],
+    grid: dict[str, int],
+    width: int,
+    blocks: Blocks,
+) -> None:
+    """Rows of a table: the same bytes without the axis of blocks, and without the padding of the last."""
+    packed, *rest = values
+    flat = _add_initializer(graph, f"{packed.name}_shape", np.array([len(blocks.packed), -1]))
+    nodes = [onnx_ir.node("Reshape", [packed, flat], name=f"{node.name}_rows")]
+    attributes = grid | {"gather_axis": 0, "quantize_axis": 1}
+    inputs = [nodes[0].outputs[0], node.inputs[1], *rest]
+    nodes.append(onnx_ir.node("GatherBlockQuantized", inputs, attributes, domain=DOMAIN, name=node.name))
+    if width % blocks.grid.block:
+        bounds = [
+            _add_initializer(graph, f"{packed.name}_{what}", np.array([value]))
+            for what, value in (("start", 0), ("end", width), ("axis", -1))
+        ]
+        nodes.append(onnx_ir.node("Slice", [nodes[-1].outputs[0], *bounds], name=f"{node.name}_unpadded"))
+    _replace_node(graph, node, nodes)
+
+
+def store_untransposed(graph: onnx_ir.Graph, weight: Weight) -> None:
+    """Store a table that is only multiplied with the way it is multiplied with: int8 quantizers look no further."""
+    if not weight.transposes:
+        return
+    value = _add_initializer(graph, f"{weight.name}.T", weight.to_matrix())
+    for node in weight.transposes:
+        node.outputs[0].replace_all_uses_with(value)
+    _remove(graph, weight.transposes)
+    del graph.initializers[weight.name]
+
+
+def _remove(graph: onnx_ir.Graph, nodes: Sequence[onnx_ir.Node]) -> None:
+    for node in nodes:
+        graph.remove(node, safe=True)
+
+
+def _add_initializer(graph: onnx_ir.Graph, name: str, array: Array) -> onnx_ir.Value:
+    """A new initializer, or the one of this name if several lookups take the same."""
+    if name in graph.initializers:
+        return graph.initializers[name]
+    value = onnx_ir.Value(name=name, const_value=onnx_ir.tensor(array, name=name))
+    value.shape = onnx_ir.Shape(array.shape)
+    value.type = onnx_ir.TensorType(onnx_ir.DataType.from_numpy(array.dtype))
+    graph.register_initializer(value)
+    return value

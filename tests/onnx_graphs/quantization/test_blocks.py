@@ -3,6 +3,7 @@
 import logging
 import subprocess
 import sys
+from typing import get_args
 
 import numpy as np
 import onnx
@@ -10,7 +11,12 @@ import onnxruntime
 import pytest
 from onnx import helper
 
-from ckpt_prune.onnx.quantization.blocks import SIZES, Grid, assembled, codes_of, in_blocks, matrix_of, zeros_of
+from ckpt_prune.onnx.quantization.blocks import (
+    Grid,
+    pack_blocks,
+    round_to_nearest,
+)
+from ckpt_prune.options.graphs import GraphSettings
 
 RNG = np.random.default_rng(0)
 
@@ -47,37 +53,35 @@ def products(blocks, columns: int) -> np.ndarray:
 @pytest.mark.parametrize(("rows", "block"), [(64, 32), (50, 16), (20, 128)])
 def test_the_matrix_in_them_is_what_onnxruntime_multiplies_with(rows, block, bits, symmetric):
     matrix = RNG.standard_normal((rows, 21), dtype=np.float32)
-    blocks = in_blocks(matrix, Grid(bits, block, symmetric))
-    assert np.allclose(matrix_of(blocks), products(blocks, 21), atol=1e-6)
+    blocks = round_to_nearest(matrix, Grid(bits, block, symmetric))
+    assert np.allclose(blocks.to_matrix(), products(blocks, 21), atol=1e-6)
     step = blocks.scales.max()
-    assert np.abs(matrix_of(blocks) - matrix).max() <= step * (1.01 if symmetric else 0.51)
-    assert blocks.nbytes == sum(each.nbytes for each in (blocks.packed, blocks.scales)) + (
-        0 if blocks.zeros is None else blocks.zeros.nbytes
-    )
+    assert np.abs(blocks.to_matrix() - matrix).max() <= step * (1.01 if symmetric else 0.51)
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_they_are_put_together_from_their_numbers(bits, symmetric):
     """Three blocks: in 4 bits their zeros fill a byte and a half."""
-    blocks = in_blocks(RNG.standard_normal((48, 6), dtype=np.float32), Grid(bits, 16, symmetric))
-    again = assembled(blocks.grid, blocks.rows, codes_of(blocks), blocks.scales, zeros_of(blocks).astype(np.uint8))
-    assert np.array_equal(matrix_of(again), matrix_of(blocks))
+    blocks = round_to_nearest(RNG.standard_normal((48, 6), dtype=np.float32), Grid(bits, 16, symmetric))
+    codes, zeros = blocks.unpack_codes(), blocks.unpack_zeros().astype(np.uint8)
+    again = pack_blocks(blocks.grid, blocks.rows, codes, blocks.scales, zeros)
+    assert np.array_equal(again.to_matrix(), blocks.to_matrix())
     assert np.array_equal(again.packed, blocks.packed)
 
 
 def test_sizes_are_those_that_onnxruntime_has():
-    for size in SIZES:
+    for size in get_args(get_args(GraphSettings.model_fields["block_size"].annotation)[0]):
         matrix = RNG.standard_normal((size, 3), dtype=np.float32)
-        blocks = in_blocks(matrix, Grid(4, size, False))
-        assert np.allclose(matrix_of(blocks), products(blocks, 3), atol=1e-6)
+        blocks = round_to_nearest(matrix, Grid(4, size, False))
+        assert np.allclose(blocks.to_matrix(), products(blocks, 3), atol=1e-6)
 
 
 def test_logging_is_left_alone():
-    """Importing onnxruntime's quantiser gives the root logger a handler that prints on stderr."""
+    """Importing onnxruntime's quantizer gives the root logger a handler that prints on stderr."""
     code = (
-        "import logging, numpy as np; from ckpt_prune.onnx.quantization.blocks import Grid, in_blocks; "
-        "in_blocks(np.ones((16, 4), np.float32), Grid(4, 16, False)); "
+        "import logging, numpy as np; from ckpt_prune.onnx.quantization.blocks import Grid, round_to_nearest; "
+        "round_to_nearest(np.ones((16, 4), np.float32), Grid(4, 16, False)); "
         "assert not logging.getLogger().handlers; assert logging.getLogger().level == logging.WARNING"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ckpt_prune.onnx.quantization.choosing import choose, measurements
+from ckpt_prune.onnx.quantization.choosing import choose_weights, count_measurements
 
 HARMS = {"a": 0.5, "b": 0.01, "c": 0.2, "d": 0.02}
 SAVED = {"a": 100, "b": 100, "c": 10, "d": 100}
@@ -30,7 +30,7 @@ def alone(names):
 )
 def test_so_many_as_it_takes(allowed, few, more):
     """c harms less than a, but saves a tenth."""
-    found = choose(SAVED, together, alone, allowed)
+    found = choose_weights(SAVED, together, alone, allowed)
     assert ("".join(found.few), "".join(found.more)) == (few, more)
     assert found.together == pytest.approx(together(found.few))
     assert found.alone == ({} if not more else HARMS)
@@ -40,16 +40,16 @@ def test_nothing_is_measured_alone_where_all_may_be_rounded():
     def never(names):
         raise AssertionError(names)
 
-    assert choose(SAVED, together, never, 1.0).few == tuple("abcd")
+    assert choose_weights(SAVED, together, never, 1.0).few == tuple("abcd")
 
 
 def test_where_nothing_is_enough_all_are_taken_out():
-    found = choose(SAVED, lambda names: 1.0, alone, 0.5)
+    found = choose_weights(SAVED, lambda names: 1.0, alone, 0.5)
     assert (found.few, found.together) == ((), 1.0)
 
 
 def test_nothing_to_choose_from():
-    assert choose({}, lambda names: 0.0, alone, 0.5).few == ()
+    assert choose_weights({}, lambda names: 0.0, alone, 0.5).few == ()
 
 
 MANY = {f"{role}{number}": 0.001 * weight for role, weight in (("q", 1), ("v", 9)) for number in range(40)}
@@ -68,7 +68,7 @@ def searched(most, alike=ROLES, allowed=0.2):
         asked.append(tuple(names))
         return lost(names)
 
-    return choose(dict.fromkeys(MANY, 100), lost, ranked, allowed, alike=alike, most=most), asked
+    return choose_weights(dict.fromkeys(MANY, 100), lost, ranked, allowed, alike=alike, most=most), asked
 
 
 def test_of_many_weights_those_alike_are_measured_at_once_and_the_worst_runs_halved():
@@ -105,6 +105,6 @@ def test_roles_beyond_what_may_be_measured_are_halved_as_one():
 
 
 def test_so_many_sets_are_measured():
-    assert [measurements(count) for count in (0, 1, 8, 64, 211)] == [(0, 1), (1, 1), (8, 4), (64, 7), (64, 9)]
+    assert [count_measurements(count) for count in (0, 1, 8, 64, 211)] == [(0, 1), (1, 1), (8, 4), (64, 7), (64, 9)]
     _, asked = searched(64)
     assert len(asked) <= 64

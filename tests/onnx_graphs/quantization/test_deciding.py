@@ -10,8 +10,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from ckpt_prune.onnx.quantization.deciding import Measuring, Scheme, decide, store
-from ckpt_prune.onnx.quantization.grams import grams_of
-from ckpt_prune.onnx.quantization.weights import split_gemms, weights_of
+from ckpt_prune.onnx.quantization.measuring import measure_grams
+from ckpt_prune.onnx.quantization.weights import copy_with_split_gemms, find_weights
 
 WIDTH, VOCABULARY = 40, 48
 RNG = np.random.default_rng(2)
@@ -87,18 +87,16 @@ def operators(model: onnx_ir.Model) -> list[str]:
 
 
 def test_weights_are_those_that_nothing_else_is_done_with():
-    copy = MODEL.clone()
-    split_gemms(copy.graph)
-    found = {weight.name: weight for weight in weights_of(copy.graph)}
+    copy = copy_with_split_gemms(MODEL)
+    found = {weight.name: weight for weight in find_weights(copy.graph)}
     assert set(found) == NAMES  # `both` is summed too, `small` is not worth it
     assert found["table"].shape == (WIDTH, VOCABULARY)
     assert len(found["table"].lookups) == len(found["table"].products) == 1
-    assert (found["g"].table, found["h"].table) == (False, True)
+    assert (found["g"].is_table, found["h"].is_table) == (False, True)
 
 
 def test_gemms_are_split_without_a_difference():
-    copy = MODEL.clone()
-    split_gemms(copy.graph)
+    copy = copy_with_split_gemms(MODEL)
     assert "Gemm" not in operators(copy)
     assert np.allclose(run(copy), run(MODEL), atol=1e-5)
 
@@ -110,7 +108,7 @@ def test_what_was_measured_is_what_is_stored(tmp_path, bits, rounding):
     stored = store(MODEL, decision, MEASURING, tmp_path)
     assert decision.record.weights == {f"{bits}-bit blocks": 4}
     assert decision.record.padded == 4  # 40 is no multiple of 16
-    assert divergence(stored) == pytest.approx(decision.choice.together, rel=1e-3, abs=1e-7)
+    assert divergence(stored) == pytest.approx(decision.record.loss, rel=1e-3, abs=1e-7)
     assert operators(stored).count("MatMulNBits") == 4
     assert operators(stored).count("GatherBlockQuantized") == 1
     # The embedding and its head share what is stored.
@@ -127,7 +125,7 @@ def test_the_graph_that_is_given_is_left_alone(tmp_path):
 
 
 def test_the_most_harmful_stay_in_eight_bits(tmp_path):
-    free = decide(MODEL, scheme(), MEASURING, tmp_path).choice.together
+    free = decide(MODEL, scheme(), MEASURING, tmp_path).record.loss
     decision = decide(MODEL, scheme(allowed=free / 3), MEASURING, tmp_path)
     record = decision.record
     assert record.kept
@@ -143,19 +141,22 @@ def test_sets_are_measured_on_more_than_single_weights_are(tmp_path):
     more = replace(MEASURING, checked=FEEDS[1:])
     free = decide(MODEL, scheme(), more, tmp_path)
     apart = np.mean([divergence(store(MODEL, free, more, tmp_path), feed) for feed in FEEDS[1:]])
-    assert free.choice.together == pytest.approx(apart, rel=1e-3)
+    assert free.record.loss == pytest.approx(apart, rel=1e-3)
     decision = decide(MODEL, scheme(allowed=apart / 3), more, tmp_path)
     same = decide(MODEL, scheme(allowed=apart / 3), MEASURING, tmp_path)
     assert decision.record.kept
-    assert decision.choice.alone == pytest.approx(same.choice.alone)  # on the short feeds either way
+    harms = [{each.name: each.harm for each in own.record.kept} for own in (decision, same)]
+    common = harms[0].keys() & harms[1].keys()
+    assert common  # measured on the short feeds either way
+    assert [harms[0][name] for name in common] == pytest.approx([harms[1][name] for name in common])
 
 
 def test_grams_are_sums_of_products_of_inputs(tmp_path):
-    found = grams_of(MODEL, FEEDS, tmp_path)
+    found = measure_grams(MODEL, FEEDS, tmp_path)
     table = MODEL.graph.initializers["table"].const_value.numpy()
     x = np.concatenate([table[feed["ids"].flatten()] for feed in FEEDS])
-    assert np.allclose(found.of("w").numpy(), x.T @ x, rtol=1e-4, atol=1e-3)
-    assert found.of("table") is None  # its rows are looked up too
+    assert np.allclose(found["w"].numpy(), x.T @ x, rtol=1e-4, atol=1e-3)
+    assert "table" not in found  # its rows are looked up too
 
 
 @pytest.mark.parametrize("kind", ["blocks", "dynamic", "static"])
@@ -180,7 +181,7 @@ def test_inputs_in_eight_bits(tmp_path, kind):
     assert {(int(each.min()), int(each.max())) for each in codes if each.dtype == np.int8} == {(-64, 64)}
     # Ranges of whole tensors, once for all or as they come, of the same tokens: what was measured, but for rounding,
     # which a few of these positions amplify.
-    assert decision.choice.together / 3 < divergence(stored) < 3 * decision.choice.together
+    assert decision.record.loss / 3 < divergence(stored) < 3 * decision.record.loss
 
 
 def test_products_that_lose_too_much_with_their_inputs_keep_them(tmp_path):
@@ -190,11 +191,11 @@ def test_products_that_lose_too_much_with_their_inputs_keep_them(tmp_path):
 
 
 def test_where_inputs_are_rounded_as_they_come_less_of_the_allowance_is_used(tmp_path):
-    lost = decide(MODEL, scheme("dynamic", 8), MEASURING, tmp_path).choice.together
+    lost = decide(MODEL, scheme("dynamic", 8), MEASURING, tmp_path).record.loss
     allowed = lost / 0.7  # between the shares of it
-    assert decide(MODEL, scheme("dynamic", 8, allowed=allowed), MEASURING, tmp_path).choice.more
-    lost = decide(MODEL, scheme(), MEASURING, tmp_path).choice.together
-    assert not decide(MODEL, scheme(allowed=lost / 0.7), MEASURING, tmp_path).choice.more
+    assert decide(MODEL, scheme("dynamic", 8, allowed=allowed), MEASURING, tmp_path).record.kept
+    lost = decide(MODEL, scheme(), MEASURING, tmp_path).record.loss
+    assert not decide(MODEL, scheme(allowed=lost / 0.7), MEASURING, tmp_path).record.kept
 
 
 def test_without_anything_to_measure_on_all_are_stored_alike(tmp_path):

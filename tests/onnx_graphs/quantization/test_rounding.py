@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt_prune.onnx.quantization.blocks import Grid, codes_of, in_blocks, matrix_of, zeros_of
-from ckpt_prune.onnx.quantization.rounding import rounded
+from ckpt_prune.onnx.quantization.blocks import Grid, round_by_gptq, round_to_nearest
 from tests.oracles.gptq import round_row
 
 RNG = np.random.default_rng(1)
@@ -20,14 +19,14 @@ def inputs(rows: int, tokens: int = 400) -> np.ndarray:
 def test_one_block_is_rounded_as_in_the_paper(symmetric):
     x, grid = inputs(32), Grid(4, 32, symmetric)
     matrix = RNG.standard_normal((32, 5)).astype(np.float32)
-    blocks = rounded(matrix, torch.from_numpy(x.T @ x), grid, damp=0.01)
-    known = in_blocks(matrix, grid)  # in the first block weights have not moved yet: scales are those of the nearest
+    blocks = round_by_gptq(matrix, torch.from_numpy(x.T @ x), grid, damp=0.01)
+    known = round_to_nearest(matrix, grid)  # in the first block weights have not moved yet: scales are the same
     assert np.array_equal(blocks.scales, known.scales)
     for column in range(5):
         scale = np.full(32, known.scales[column, 0], np.float64)
-        zero = np.full(32, zeros_of(known)[column, 0], np.float64)
+        zero = np.full(32, known.unpack_zeros()[column, 0], np.float64)
         expected = round_row(matrix[:, column].astype(np.float64), x.T @ x, scale, zero, 15, 0.01)
-        assert np.array_equal(codes_of(blocks)[column, 0], expected)
+        assert np.array_equal(blocks.unpack_codes()[column, 0], expected)
 
 
 @pytest.mark.parametrize("rows", [64, 72])
@@ -36,8 +35,8 @@ def test_outputs_are_nearer_than_those_of_the_nearest(rows):
     x, grid = inputs(rows), Grid(4, 32, symmetric=False)
     matrix = RNG.standard_normal((rows, 24)).astype(np.float32)
     ours, nearest = (
-        np.square(x @ (matrix_of(blocks) - matrix)).sum()
-        for blocks in (rounded(matrix, torch.from_numpy(x.T @ x), grid), in_blocks(matrix, grid))
+        np.square(x @ (blocks.to_matrix() - matrix)).sum()
+        for blocks in (round_by_gptq(matrix, torch.from_numpy(x.T @ x), grid), round_to_nearest(matrix, grid))
     )
     assert ours < 0.8 * nearest
 
@@ -46,10 +45,10 @@ def test_inputs_that_are_never_there_are_rounded_to_the_nearest():
     x, grid = inputs(32), Grid(4, 32, symmetric=False)
     x[:, 7] = 0
     matrix = RNG.standard_normal((32, 4)).astype(np.float32)
-    blocks = rounded(matrix, torch.from_numpy(x.T @ x), grid)
-    assert np.array_equal(matrix_of(blocks)[7], matrix_of(in_blocks(matrix, grid))[7])
+    blocks = round_by_gptq(matrix, torch.from_numpy(x.T @ x), grid)
+    assert np.array_equal(blocks.to_matrix()[7], round_to_nearest(matrix, grid).to_matrix()[7])
 
 
 def test_zeros_stay_zeros():
-    blocks = rounded(np.zeros((32, 3), np.float32), torch.eye(32), Grid(4, 16, symmetric=False))
-    assert not matrix_of(blocks).any()
+    blocks = round_by_gptq(np.zeros((32, 3), np.float32), torch.eye(32), Grid(4, 16, symmetric=False))
+    assert not blocks.to_matrix().any()

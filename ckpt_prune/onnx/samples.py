@@ -1,8 +1,11 @@
 """What an exported graph is compared with PyTorch on: text, images, or noise."""
 
 import sysconfig
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.demo import corpus
@@ -21,19 +24,36 @@ from ckpt_prune.measure.samples.text import (
     tokenise_text,
 )
 from ckpt_prune.model.context import context_length
-from ckpt_prune.onnx.outcome import ProofSamples
 from ckpt_prune.onnx.tasks import Task
 from ckpt_prune.options.data import ProofOptions
 
 WINDOWS, IMAGES, WINDOW = 16, 64, 512
-"""Where nothing is asked for: windows and their length, at most the context; images."""
-MEASURED = 32
+"""By default: windows and their length, at most the context; images."""
+ROUNDING_SAMPLES = 32
 """Windows, or images, that rounding is measured on."""
 CHARACTERS = 400_000
-"""Bytes of the standard library's text: enough windows for any tokenizer."""
+"""Of the standard library's text: enough windows for any tokenizer."""
 
 
-def proof_samples(
+@dataclass(frozen=True)
+class ProofSamples:
+    """What to compare a graph and its model on. Without windows and images: noise, on which no metric is measured."""
+
+    windows: Tensor | None = None
+    """int64 (N, T): real text, no padding."""
+    images: ImageSamples | None = None
+    for_rounding: Tensor | ImageSamples | None = None
+    """What rounding is measured on: other windows or images, or the same if there are no others."""
+    description: dict[str, Any] | None = None
+    """For the record: where from, how many, window, seed."""
+
+    @property
+    def seed(self) -> int:
+        """The seed of noise."""
+        return int((self.description or {}).get("seed") or 0)
+
+
+def choose_samples(
     folder: Path,
     task: Task,
     options: ProofOptions,
@@ -42,10 +62,10 @@ def proof_samples(
     split: ImageSplit = "eval",
     rounded: bool = False,
 ) -> ProofSamples:
-    """What to compare on, as the options say.
+    """Read the text or images of the options.
 
     Without --text a model of text reads Python sources, and without --images a model of images noise; text is noise
-    too where the folder has no tokenizer. The description says so.
+    too if the folder has no tokenizer. The description says so.
 
     Args:
         folder: of the graph or of its model: config.json, and a tokenizer or an image processor.
@@ -53,64 +73,53 @@ def proof_samples(
         options: which text or images.
         trust: run the checkpoint's own code for its config and image processor.
         split: which rows of a labels.csv with a split to take images from.
-        rounded: also take others to measure on what rounding costs, or the same where there are no others.
-
-    Raises:
-        UserError: data of the wrong kind, unreadable or too little, or a window longer than the model's context.
+        rounded: also take samples to measure on what rounding costs.
     """
     if options.labels is not None and options.images is None:
         raise UserError("--labels goes with --images")
     if task.modality == "image":
         if options.text or options.window is not None:
             raise UserError(f"{folder} reads images: --text and --window do not go with it; give --images DIR")
-        return _images(folder, task, options, trust, split, rounded)
+        return _choose_images(folder, task, options, trust, split, rounded)
     if options.images is not None:
         raise UserError(f"{folder} reads text: --images does not go with it; give --text FILE")
-    return _text(folder, task, options, trust, rounded)
+    return _choose_text(folder, task, options, trust, rounded)
 
 
-def _text(folder: Path, task: Task, options: ProofOptions, trust: bool, rounded: bool) -> ProofSamples:
+def _choose_text(folder: Path, task: Task, options: ProofOptions, trust: bool, rounded: bool) -> ProofSamples:
     config = config_of(folder, trust=trust).get_text_config()
     context = context_length(config) or WINDOW
     window = options.window or min(context, WINDOW)
     if window > context:
         raise UserError(f"--window {window} is longer than the model's context of {context} tokens: give at most that")
     what = ", ".join(path.name for path in options.text)
+    generates = task.name == "text-generation"
     try:
         tokenizer = load_tokenizer(folder)
         if options.text:
             text = read_text(options.text)
         else:
-            text, what = _python_sources()
-        # An encoder reads whole texts, between tokens of its tokenizer's own.
-        frame = 0 if task.name == "text-generation" else count_frame_tokens(tokenizer)
+            text, what = _read_python_sources()
+        # An encoder reads whole texts, between special tokens of its tokenizer.
+        frame = 0 if generates else count_frame_tokens(tokenizer)
         if window < frame + 2:
             raise UserError(f"--window {window} is too short: the tokenizer adds {frame} tokens of its own")
-        stream = tokenise_text(tokenizer, text, bos="auto" if task.name == "text-generation" else "never")
+        stream = tokenise_text(tokenizer, text, bos="auto" if generates else "never")
         count = options.samples or WINDOWS
-        limit = count + MEASURED if rounded else count
+        limit = count + ROUNDING_SAMPLES if rounded else count
         windows = cut_windows(stream, window=window, limit=limit, frame=frame)
         windows = add_frame(windows, tokenizer) if frame else windows
         check_vocabulary(windows, config)
-        windows, measured = windows[:count], windows[count:]
+        windows, others = windows[:count], windows[count:]
     except UserError as error:
         if options.text:
             raise
-        return ProofSamples(description=_noise(options, f"random tokens ({error})"))
-    return ProofSamples(
-        windows=windows,
-        measured=measured if len(measured) else windows,
-        description={
-            "what": what,
-            "files": [str(path) for path in options.text],
-            "samples": len(windows),
-            "window": window,
-            "seed": options.seed,
-        },
-    )
+        return _use_noise(options, f"random tokens ({error})")
+    description = _describe(options, what, options.text, len(windows), window)
+    return ProofSamples(windows=windows, for_rounding=others if len(others) else windows, description=description)
 
 
-def _python_sources() -> tuple[str, str]:
+def _read_python_sources() -> tuple[str, str]:
     """Modules of the standard library that the demo's model was not trained on, and a line that says what they are."""
     root = Path(sysconfig.get_paths()["stdlib"])
     texts: list[str] = []
@@ -123,19 +132,19 @@ def _python_sources() -> tuple[str, str]:
     return "\n".join(texts), f"{len(texts)} Python sources of this machine's standard library, no --text being given"
 
 
-def _images(
+def _choose_images(
     folder: Path, task: Task, options: ProofOptions, trust: bool, split: ImageSplit, rounded: bool
 ) -> ProofSamples:
     if options.images is None:
-        return ProofSamples(description=_noise(options, "normal noise for pixels, no --images being given"))
+        return _use_noise(options, "normal noise for pixels, no --images being given")
     classes = class_names(read_config(folder)) if task.name == "image-classification" else None
     files = find_images(options.images, labels=options.labels, split=split, id2label=classes)
     count = options.samples or min(IMAGES, len(files.paths))
-    total = max(count, min(count + MEASURED, len(files.paths))) if rounded else count
+    total = max(count, min(count + ROUNDING_SAMPLES, len(files.paths))) if rounded else count
     chosen = choose_images(files, samples=total, seed=options.seed, choose="random")
     processor = load_processor(folder, trust_remote_code=trust)
 
-    def samples(rows: range) -> ImageSamples:
+    def make_samples(rows: range) -> ImageSamples:
         return ImageSamples(
             take_images(chosen, list(rows)),
             processor,
@@ -143,20 +152,19 @@ def _images(
             max_corrupt=options.max_corrupt,
         )
 
-    images = samples(range(count))
+    images = make_samples(range(count))
+    description = _describe(options, options.images.name, [options.images], len(images), None)
     return ProofSamples(
         images=images,
-        measured=samples(range(count, total)) if total > count else images,
-        description={
-            "what": options.images.name,
-            "files": [str(options.images)],
-            "samples": len(images),
-            "window": None,
-            "seed": options.seed,
-            "skipped": sorted(images.skipped),
-        },
+        for_rounding=make_samples(range(count, total)) if total > count else images,
+        description=description | {"skipped": sorted(images.skipped)},
     )
 
 
-def _noise(options: ProofOptions, what: str) -> dict[str, Any]:
-    return {"what": what, "files": [], "samples": None, "window": None, "seed": options.seed}
+def _use_noise(options: ProofOptions, what: str) -> ProofSamples:
+    return ProofSamples(description=_describe(options, what, (), None, None))
+
+
+def _describe(options: ProofOptions, what: str, files: Any, samples: int | None, window: int | None) -> dict[str, Any]:
+    names = [str(path) for path in files]
+    return {"what": what, "files": names, "samples": samples, "window": window, "seed": options.seed}

@@ -16,8 +16,8 @@ from onnx import TensorProto, helper
 from ckpt_prune.api.validate import validate
 from ckpt_prune.api.verify import verify
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.onnx import apart
-from ckpt_prune.onnx.apart import sessions_apart
+from ckpt_prune.onnx import isolation
+from ckpt_prune.onnx.isolation import isolate_sessions
 from ckpt_prune.onnx.session import open_session
 from tests.forked import forked, posix, wait_gone
 from tests.graphs import Exported
@@ -83,7 +83,7 @@ def huge(folder: Path) -> Path:
 
 def test_a_graph_computes_the_same_apart(tmp_path):
     path = written(tmp_path, helper.make_node("Add", ["input_ids", "input_ids"], ["y"]))
-    with sessions_apart():
+    with isolate_sessions():
         other = open_session(path)
         own = open_session(path)
         assert [each.name for each in other.inner.get_inputs()] == ["input_ids"]
@@ -101,14 +101,14 @@ def test_a_graph_computes_the_same_apart(tmp_path):
 
 def test_commands_run_graphs_apart(exported: Exported, tmp_path, monkeypatch):
     """Elsewhere in these tests they do not, which takes a third of a second less each time."""
-    monkeypatch.setattr(apart, "sessions_apart", sessions_apart)
-    opened, open_one = [], apart.SessionApart.__init__
+    monkeypatch.setattr(isolation, "isolate_sessions", isolate_sessions)
+    opened, open_one = [], isolation.IsolatedSession.__init__
 
     def noted(self, graph, *rest):
         opened.append(graph)
         open_one(self, graph, *rest)
 
-    monkeypatch.setattr(apart.SessionApart, "__init__", noted)
+    monkeypatch.setattr(isolation.IsolatedSession, "__init__", noted)
     model, whole = exported("deit-teacher")
     graph = shutil.copytree(whole, tmp_path / "graph")  # validation writes what it found
     assert verify(graph).passed
@@ -119,9 +119,9 @@ def test_commands_run_graphs_apart(exported: Exported, tmp_path, monkeypatch):
 
 def test_a_loop_without_end(tmp_path, monkeypatch):
     path = endless(tmp_path)
-    with sessions_apart():
+    with isolate_sessions():
         inner = open_session(path).inner
-        monkeypatch.setattr(apart, "SECONDS", 0.5)
+        monkeypatch.setattr(isolation, "SECONDS", 0.5)
         with pytest.raises(RuntimeError, match=r"^it did not end within 0.5 s$"):
             inner.run(None, IDS)
         with pytest.raises(RuntimeError):
@@ -130,14 +130,14 @@ def test_a_loop_without_end(tmp_path, monkeypatch):
 
 def test_a_graph_that_takes_all_memory(tmp_path, capfd):
     path = huge(tmp_path)
-    with sessions_apart(), pytest.raises(RuntimeError, match="Failed to allocate memory"):
+    with isolate_sessions(), pytest.raises(RuntimeError, match="Failed to allocate memory"):
         open_session(path).inner.run(None, IDS)
     assert capfd.readouterr() == ("", "")
 
 
 def test_a_file_that_is_no_graph(tmp_path):
     (tmp_path / "model.onnx").write_bytes(b"no graph")
-    with sessions_apart(), pytest.raises(UserError, match="onnxruntime cannot load it: "):
+    with isolate_sessions(), pytest.raises(UserError, match="onnxruntime cannot load it: "):
         open_session(tmp_path / "model.onnx")
 
 
@@ -146,7 +146,7 @@ def test_it_ends_with_whoever_waits_for_it(tmp_path):
     path, told = endless(tmp_path), tmp_path / "process"
 
     def work():
-        with sessions_apart():
+        with isolate_sessions():
             inner = open_session(path).inner
             told.write_text(str(inner._process.pid))
             inner._connection.send(IDS)

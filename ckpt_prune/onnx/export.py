@@ -1,0 +1,406 @@
+"""Exporting a model: the folder a graph is deployed from, written whole or not at all, and only if it is proved."""
+
+import gc
+import json
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx_ir
+import torch
+from transformers import PreTrainedModel
+from transformers.utils import GENERATION_CONFIG_NAME
+
+from ckpt_prune.checkpoint.checkpoint import CONFIG, Checkpoint
+from ckpt_prune.checkpoint.digests import sha256_files
+from ckpt_prune.checkpoint.folder_kinds import EXPORT_KIND
+from ckpt_prune.checkpoint.json_files import pretty_json
+from ckpt_prune.checkpoint.staging import Staging, disk_failures
+from ckpt_prune.checkpoint.writer import check_free_space
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.filenames import EXPORT_ERROR, GENAI, GRAPH_FOLDER, GRAPH_RECORD, VALIDATION
+from ckpt_prune.common.graph_types import ROUNDED_TYPES, GraphType
+from ckpt_prune.common.progress import meter
+from ckpt_prune.evaluation.whole_model import load_model
+from ckpt_prune.model.containers.side_files import carried_files, find_side_files, top_names
+from ckpt_prune.modeling_pruned import WEIGHTS_KEY
+from ckpt_prune.onnx.card import make_card, make_genai_config
+from ckpt_prune.onnx.proof import Dense, validate
+from ckpt_prune.onnx.quantization.deciding import (
+    Decision,
+    Measuring,
+    check_block_size,
+    check_rounding,
+    decide,
+    make_measuring,
+    make_scheme,
+    store,
+)
+from ckpt_prune.onnx.records import (
+    GraphEntry,
+    Manifest,
+    Source,
+    Validations,
+    describe_ports,
+    hash_tensors,
+    runtime_versions,
+)
+from ckpt_prune.onnx.samples import ProofSamples, choose_samples
+from ckpt_prune.onnx.session import DATA, FILES, Provider, default_provider
+from ckpt_prune.onnx.tasks import check_padding, choose_task, remove_head
+from ckpt_prune.onnx.tracing import get_image_size, trace_model
+from ckpt_prune.options.data import CalibrationOptions, ImageOptions, ProofOptions
+from ckpt_prune.options.graphs import GraphSettings
+from ckpt_prune.stages.export.stage import Export
+
+_OWN_FILES = (
+    *FILES.values(),
+    *(f"{file}{DATA}" for file in FILES.values()),
+    *(CONFIG, GENERATION_CONFIG_NAME, GENAI, GRAPH_RECORD, VALIDATION, "README.md"),
+)
+EMBEDDED_BYTES = 1 << 30
+"""Weights up to so many bytes stand in the graph's own file."""
+BITS: dict[GraphType, float] = {"fp32": 32, "fp16": 16, "int8": 8, "int4": 4.5, "q4f16": 4.5}
+"""Of a weight, scales and zeros of blocks included."""
+
+
+def estimate_graphs_bytes(settings: GraphSettings, parameters: int) -> int:
+    """Approximate size of the graphs of so many parameters."""
+    return round(sum(BITS[dtype] for dtype in settings.dtype) * parameters / 8)
+
+
+def count_graph_bytes(folder: Path, file: str) -> int:
+    """Size of an exported graph with its weights."""
+    return sum((folder / name).stat().st_size for name in (file, f"{file}{DATA}") if (folder / name).is_file())
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What became of an export.
+
+    Attributes:
+        path: the folder that was to be written.
+        manifest: the folder's record; None if the graph did not pass, and nothing is left.
+        validation: the comparison with PyTorch; None if it was not asked for.
+        bytes: of each graph with its weights, by its type; empty if nothing is left.
+    """
+
+    path: Path
+    manifest: Manifest | None
+    validation: Validations | None
+    bytes: dict[GraphType, int]
+
+    @property
+    def passed(self) -> bool:
+        """Whether there is a graph."""
+        return self.manifest is not None
+
+    def data(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        return {
+            "written": self.passed,
+            "out": str(self.path),
+            "bytes": self.bytes,
+            "manifest": None if self.manifest is None else self.manifest.model_dump(),
+            "validation": None if self.validation is None else self.validation.model_dump(),
+        }
+
+
+class GraphWriter:
+    """Writes an export through `OUT.partial`. Creating the object checks the rules and writes nothing.
+
+    Args:
+        source: checkpoint that is exported.
+        out: folder to make: outside the checkpoint, or a new one inside it.
+        settings: of the graphs.
+        overwrite: replace an existing export, and drop what a killed one left.
+    """
+
+    def __init__(self, source: Checkpoint, out: Path, settings: GraphSettings, *, overwrite: bool = False) -> None:
+        a, b = source.path.resolve(), out.resolve()
+        if a == b or b in a.parents:
+            raise UserError(f"output {out} holds the model {source.path}: choose another place, or a new folder inside")
+        self.source, self.out, self._settings = source, out, settings
+        self.task = choose_task(source.config, folder=source.path, task=settings.task, cache=settings.cache)
+        check_padding(source.config, self.task)
+        self._staging = Staging(
+            out,
+            job="export",
+            overwrite=overwrite,
+            kind=EXPORT_KIND,
+            wants=top_names(find_side_files(source.path)) | dict.fromkeys(_OWN_FILES),
+        )
+
+    def write(
+        self,
+        *,
+        prove: Callable[[Path], bool] | None = None,
+        samples: ProofSamples | None = None,
+        trust: bool = False,
+        embedded: int = EMBEDDED_BYTES,
+    ) -> Manifest | None:
+        """Trace the WHOLE model in memory and put the finished folder in place.
+
+        Args:
+            prove: is given the finished folder before it takes its place, and says whether it may.
+            samples: what rounding is measured on; None: all weights are rounded alike.
+            trust: run the checkpoint's own code, if it is not this tool's.
+            embedded: weights above so many bytes go to a file of their own.
+
+        Returns:
+            The folder's record, or None if `prove` said no; then nothing is left.
+        """
+        settings = self._settings
+        parameters = sum(info.numel for info in self.source.tensors.values())
+        check_free_space(self.out.absolute().parent, estimate_graphs_bytes(settings, parameters), "the graph needs")
+        with self._staging:
+            folder = self._staging.path
+            entries: dict[GraphType, GraphEntry] = {}
+            decisions: dict[GraphType, Decision] = {}
+            for kind in (torch.float32, torch.float16):
+                types = [dtype for dtype in settings.dtype if _tracing_type(dtype) == kind]
+                # What becomes of a weight is measured in float32, whatever it is computed in later.
+                rounded = [dtype for dtype in ROUNDED_TYPES if dtype in settings.dtype and kind == torch.float32]
+                if not types and not rounded:
+                    continue
+                with meter(2, "exporting") as bar:
+                    bar.say("loading the model")
+                    model = load_model(self.source.path, device="cpu", dtype=kind, trust_remote_code=trust, whole=True)
+                    bar.to(1)
+                    bar.say("tracing")
+                    graph = self._trace(model)
+                    bar.to(2)
+                generation, config = getattr(model, "generation_config", None), model.config.get_text_config()
+                measuring = self._measure(graph, model, samples) if rounded and samples is not None else None
+                for dtype in rounded:
+                    decisions[dtype] = self._decide(graph, dtype, samples, measuring, decisions)
+                for dtype in types:
+                    stored = store(graph, decisions[dtype], measuring, folder) if dtype in decisions else graph
+                    with disk_failures(folder):
+                        entries[dtype] = _save(stored, folder, dtype, embedded, decisions.get(dtype))
+                _free(graph, model)
+                del graph, model
+            with disk_failures(folder):
+                graphs = [entries[dtype] for dtype in settings.dtype]
+                manifest = self._fill(folder, graphs, config, generation, prove is not None)
+            proved = prove is None or prove(folder)
+            # The proof reads the source again: if it changed, the proof says nothing of the graph.
+            self.source.check_unchanged([*self.source.files, CONFIG])
+            if not proved:
+                return None
+            self._staging.publish()
+        return manifest
+
+    def _trace(self, model: PreTrainedModel) -> onnx_ir.Model:
+        log = self.out.absolute().with_name(f"{self.out.name}{EXPORT_ERROR}")
+        fusions = None if self._settings.optimize == "none" else self._settings.optimize
+        graph = trace_model(
+            remove_head(model, self.task), self.task, opset=self._settings.opset, fusions=fusions, log=log
+        )
+        log.unlink(missing_ok=True)  # of an earlier attempt
+        return graph
+
+    def _measure(self, graph: onnx_ir.Model, model: PreTrainedModel, samples: ProofSamples) -> Measuring:
+        size = (0, 0, 0)
+        if self.task.modality == "image":
+            size = (getattr(model.config, "num_channels", 3), *get_image_size(model.config))
+        vocabulary = getattr(model.config.get_text_config(), "vocab_size", 0)
+        return make_measuring(graph, self.task, samples, vocabulary, size)
+
+    def _decide(
+        self,
+        graph: onnx_ir.Model,
+        dtype: GraphType,
+        samples: ProofSamples | None,
+        measuring: Measuring | None,
+        earlier: dict[GraphType, Decision],
+    ) -> Decision:
+        """How weights are stored; int4 and q4f16 differ in what is computed in, not in that."""
+        check_block_size(graph, self._settings)
+        if dtype == "q4f16" and "int4" in earlier:
+            return earlier["int4"]
+        ranges = samples is not None and samples.images is not None
+        return decide(
+            graph, make_scheme(dtype, self._settings, self.task, ranges=ranges), measuring, self._staging.path
+        )
+
+    def _fill(
+        self, folder: Path, graphs: list[GraphEntry], text_config: Any, generation: Any, proved: bool
+    ) -> Manifest:
+        """Write all but the graphs."""
+        source, task = self.source, self.task
+        for name, path in carried_files(source).items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(path.read_bytes())
+        carried_files(source)  # raises if one changed while it was copied
+        # The code it names does not travel: the graph needs none.
+        config = {key: value for key, value in source.config.items() if key not in ("auto_map", WEIGHTS_KEY)}
+        (folder / CONFIG).write_text(pretty_json(config), encoding="utf-8")
+        if task.name == "text-generation" and generation and not (folder / GENERATION_CONFIG_NAME).is_file():
+            generation.save_pretrained(folder)
+        genai = make_genai_config(graphs, task, text_config, generation)
+        if isinstance(genai, dict):
+            (folder / GENAI).write_text(pretty_json(genai), encoding="utf-8")
+        shown = (path for path in folder.iterdir() if not path.name.startswith("."))
+        files = (inner for path in shown for inner in (path.iterdir() if path.is_dir() else [path]))
+        manifest = Manifest(
+            versions=runtime_versions(),
+            source=Source(name=source.name, fingerprint=source.fingerprint),
+            task=task.name,
+            modality=task.modality,
+            cached=task.cached,
+            optimize=self._settings.optimize,
+            files=sha256_files(folder, sorted(path.relative_to(folder).as_posix() for path in files)),
+            graphs=graphs,
+        )
+        (folder / GRAPH_RECORD).write_text(json.dumps(manifest.model_dump(), indent=2) + "\n", encoding="utf-8")
+        (folder / "README.md").write_text(make_card(manifest, config, proved=proved, genai=genai), encoding="utf-8")
+        return manifest
+
+
+def _tracing_type(dtype: GraphType) -> torch.dtype:
+    """What a graph of a type is traced in: a model in float16 knows what it computes in float32."""
+    return torch.float16 if dtype in ("fp16", "q4f16") else torch.float32
+
+
+def _save(graph: onnx_ir.Model, folder: Path, dtype: GraphType, embedded: int, decision: Decision | None) -> GraphEntry:
+    file = FILES[dtype]
+    weights = sum(v.const_value.nbytes for v in graph.graph.initializers.values() if v.const_value is not None)
+    onnx_ir.save(graph, folder / file, external_data=f"{file}{DATA}" if weights > embedded else None)
+    return GraphEntry(
+        file=file,
+        dtype=dtype,
+        opset=graph.opset_imports[""],
+        inputs=describe_ports(graph.graph.inputs),
+        outputs=describe_ports(graph.graph.outputs),
+        tensors=hash_tensors(graph),
+        quantization=None if decision is None else decision.record,
+    )
+
+
+def _free(graph: onnx_ir.Model, model: PreTrainedModel) -> None:
+    """Free the weights, before the model is loaded again to be compared with.
+
+    Caches of torch's and of onnxscript's keep graph and model as long as the process lives.
+    """
+    for value in graph.graph.initializers.values():
+        value.const_value = None
+    for parameter in model.parameters():
+        parameter.data = torch.empty(0)
+    gc.collect()
+
+
+def write_proven(
+    writer: GraphWriter,
+    samples: ProofSamples | None,
+    *,
+    proof: bool,
+    provider: Provider | None = None,
+    tolerance: float | None = None,
+    max_loss: float | None = None,
+    dense: Dense | None = None,
+    trust: bool = False,
+) -> Exported:
+    """Write graphs that compute what the model does, or nothing.
+
+    `samples` are what rounding is measured on and, with `proof`, what the graphs are proved on. The others are as in
+    `validate`.
+    """
+    validations: list[Validations] = []
+
+    def prove(folder: Path) -> bool:
+        assert samples is not None
+        validation = validate(
+            folder,
+            writer.source.path,
+            samples,
+            provider=provider,
+            tolerance=tolerance,
+            max_loss=max_loss,
+            dense=dense,
+            trust=trust,
+        )
+        validation.write(folder)
+        validations.append(validation)
+        return validation.passed
+
+    manifest = writer.write(prove=prove if proof else None, samples=samples, trust=trust)
+    graphs = [] if manifest is None else manifest.graphs
+    size = {graph.dtype: count_graph_bytes(writer.out, graph.file) for graph in graphs}
+    return Exported(writer.out, manifest, validations[0] if validations else None, size)
+
+
+@dataclass(frozen=True)
+class GraphStep:
+    """The last step of a recipe that has `export`, with all that can be checked before the first."""
+
+    recipe: Export
+    samples: ProofSamples | None
+    trust: bool
+
+    @classmethod
+    def of(
+        cls, recipe: Export, source: Checkpoint, calibration: CalibrationOptions, images: ImageOptions, *, trust: bool
+    ) -> "GraphStep":
+        """The step for an output that is still to be made.
+
+        Args:
+            recipe: of the graphs.
+            source: the model that is pruned: it reads what its output will.
+            calibration: its text, in its windows, is what the graph is proved on.
+            images: the same of a vision model.
+            trust: run the checkpoint's own code, if it is not this tool's.
+        """
+        task = choose_task(source.config, folder=source.path, task=recipe.task, cache=recipe.cache)
+        check_padding(source.config, task)
+        provider = default_provider(recipe.optimize)
+        check_rounding(recipe, task, images=images.images is not None, provider=provider)
+        samples = None
+        if recipe.proof or recipe.quantised:
+            options = ProofOptions(
+                text=calibration.text,
+                window=calibration.window,
+                images=images.images,
+                labels=images.labels,
+                max_corrupt=images.max_corrupt,
+            )
+            samples = choose_samples(source.path, task, options, trust=trust, split="calib", rounded=recipe.quantised)
+        return cls(recipe, samples, trust)
+
+    def bytes(self, parameters: int) -> int:
+        return estimate_graphs_bytes(self.recipe, parameters)
+
+    def run(self, output: Path, say: Callable[[str], None]) -> Exported:
+        """Write the graph of a finished output into its folder `onnx`; if it fails, `say` is told how to make it."""
+        out, recipe = output / GRAPH_FOLDER, self.recipe
+        try:
+            # What a killed run left is dropped; a graph that is there is not replaced.
+            writer = GraphWriter(Checkpoint.open(output), out, recipe, overwrite=not out.exists())
+            return write_proven(
+                writer,
+                self.samples,
+                proof=recipe.proof,
+                tolerance=recipe.tolerance,
+                max_loss=recipe.max_loss,
+                trust=self.trust,
+            )
+        except BaseException:
+            say(f"{output} is complete without its graph: `{self._command(output, out)}` writes it")
+            raise
+
+    def _command(self, output: Path, out: Path) -> str:
+        """The command that does this step alone."""
+        words = ["ckpt-prune", "export", str(output), "-o", str(out)]
+        for name, field in GraphSettings.model_fields.items():
+            value, option = getattr(self.recipe, name), name.replace("_", "-")
+            if value == field.default:
+                continue
+            if isinstance(value, tuple):
+                words += [word for each in value for word in (f"--{option}", each)]
+            elif isinstance(value, bool):
+                words.append(f"--{'' if value else 'no-'}{option}")
+            else:
+                words += [f"--{option}", f"{value:g}" if isinstance(value, float) else str(value)]
+        return shlex.join(words if self.recipe.proof else [*words, "--no-validate"])

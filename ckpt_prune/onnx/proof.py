@@ -1,0 +1,742 @@
+"""The proof that onnxruntime computes what PyTorch does: a graph against the checkpoint it was made from."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ckpt_prune.checkpoint.checkpoint import CONFIG, Checkpoint
+from ckpt_prune.checkpoint.digests import sha256_files
+from ckpt_prune.checkpoint.model_folder import resolve_model
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.filenames import GRAPH_RECORD
+from ckpt_prune.common.formatting import format_distinctly
+from ckpt_prune.common.graph_types import GraphType
+from ckpt_prune.evaluation.batches import check_windows
+from ckpt_prune.evaluation.whole_model import load_model, reads_causally
+from ckpt_prune.measure.samples.text import load_tokenizer
+from ckpt_prune.model.context import context_length
+from ckpt_prune.onnx.checks import check_files, check_interface, check_operators, hash_present_files
+from ckpt_prune.onnx.comparison import (
+    IMAGE_BATCHES,
+    STEPS,
+    TextCase,
+    compare_outputs,
+    flatten_positions,
+    make_chunk_cases,
+    make_image_batches,
+    make_noise_pixels,
+    make_noise_windows,
+    make_prompts,
+    make_text_cases,
+)
+from ckpt_prune.onnx.metrics import MEAN_SHARE, Allowance, measure_image_metric, measure_text_metric
+from ckpt_prune.onnx.records import (
+    Case,
+    CheckName,
+    Continuation,
+    Manifest,
+    Metric,
+    Padding,
+    Place,
+    Port,
+    ProofCheck,
+    Source,
+    Validation,
+    Validations,
+    read_manifest,
+    runtime_versions,
+)
+from ckpt_prune.onnx.reference import Reference
+from ckpt_prune.onnx.samples import ProofSamples, choose_samples
+from ckpt_prune.onnx.session import OnnxModel, Provider, complete_inputs, default_provider, describe, next_cache
+from ckpt_prune.onnx.tasks import PAST, PRESENT, Task, choose_task
+from ckpt_prune.onnx.tracing import get_image_size
+from ckpt_prune.options.commands import ValidateOptions
+from ckpt_prune.verification.verify import run_check
+
+TOLERANCES = {"fp32": 1e-4, "fp16": 2e-2}
+"""By the graph's type: the largest difference that passes, in units of the case's largest output."""
+MAX_LOSS = {"int8": 0.02, "int4": 0.1, "q4f16": 0.1}
+"""By the graph's type: what rounding may cost the task's metric."""
+PROMPT, CONTINUED = 16, 32
+"""Tokens of a text that is continued, and tokens that are generated after it."""
+MOST_NOISE = 64
+"""Tokens of a window of noise."""
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Another model that a graph is compared with: what pruning and rounding cost together, and what they may."""
+
+    folder: Path
+    max_loss: float | None = None
+    """None: it is only measured."""
+
+
+@dataclass(frozen=True)
+class Other:
+    """A dense model that is loaded."""
+
+    name: str
+    reference: Reference
+    max_loss: float | None
+
+
+def find_dense(name: str | None, max_loss: float | None) -> Dense | None:
+    """The dense model that is named, downloaded if it is on the Hub."""
+    if name is None:
+        if max_loss is not None:
+            raise UserError("--max-loss-dense goes with --dense MODEL")
+        return None
+    return Dense(resolve_model(name), max_loss)
+
+
+def validate(
+    folder: Path,
+    model: Path,
+    samples: ProofSamples,
+    *,
+    provider: Provider | None = None,
+    tolerance: float | None = None,
+    max_loss: float | None = None,
+    dense: Dense | None = None,
+    trust: bool = False,
+) -> Validations:
+    """Compare the graphs of a folder with the model they were made from.
+
+    The WHOLE model is loaded, with the checkpoint's own values in float32 on the CPU whatever the graph's type is, so
+    that what is measured holds all that the export did.
+
+    A case passes if the largest difference is at most `tolerance` times the largest output in PyTorch, and the mean
+    difference a tenth of that. By default 1e-4 in fp32: float32 moves outputs by 1e-7 to 1e-5 of the largest one. In
+    fp16 2e-2: one operation is off by 5e-4, and this adds up over layers to a few 1e-3. A wrong weight, mask or
+    position moves outputs by 1e-1 and more. Outputs of a graph that is rounded to int8 or int4 must be finite, and it
+    may lose at most `max_loss` of the task's metric, by default 2 % in int8 and 10 % in int4.
+
+    Args:
+        folder: an exported folder.
+        model: the checkpoint it was made from.
+        samples: what to compare on.
+        provider: what onnxruntime runs on; None: what the graph is fused for, else the CPU.
+        tolerance: see above.
+        max_loss: see above.
+        dense: another model that the metric is compared with as well.
+        trust: run the checkpoint's own code, if it is not this tool's.
+
+    Returns:
+        The outcome, also if the graph is damaged or wrong.
+
+    Raises:
+        UserError: the folder is no export, or not of this model; a model does not load or fails on the samples; or a
+            graph cannot be run on the provider.
+    """
+    manifest = read_manifest(folder)
+    checkpoint = Checkpoint.open(model)
+    _check_source(folder, manifest, checkpoint)
+    if (samples.images if manifest.modality == "text" else samples.windows) is not None:
+        raise UserError(f"{folder} reads {manifest.modality}: it cannot be compared on the other")
+    module = load_model(checkpoint.path, device="cpu", dtype=torch.float32, trust_remote_code=trust)
+    others = _load_others(dense, manifest.full_task, trust)
+    validations = []
+    for graph in manifest.split():
+        reference = Reference(module, graph.full_task, {port.name for port in graph.inputs})
+        allowance = _allow(graph, tolerance, max_loss)
+        kind = TextProof if graph.modality == "text" else ImageProof
+        proof = kind(folder, graph, reference, samples, allowance, others)
+        proof.run(provider or default_provider(graph.optimize))
+        session = None if proof.graph is None else proof.graph.session
+        validations.append(
+            Validation(
+                file=graph.file,
+                passed=all(check.passed is not False for check in proof.checks),
+                provider="cpu" if session is None else session.provider,
+                note=None if session is None else session.note,
+                dtype=graph.dtype,
+                tolerance=None if allowance.rounded else allowance.tolerance,
+                max_loss=allowance.max_loss,
+                against=Source(name=checkpoint.name, fingerprint=checkpoint.fingerprint),
+                data=samples.description or {"what": "noise", "seed": samples.seed},
+                checks=proof.checks,
+                cases=proof.cases,
+                metrics=proof.metrics,
+                continuations=proof.continuations,
+                versions=runtime_versions(),
+                files=proof.present,
+            )
+        )
+    return Validations.of(validations)
+
+
+def find_source(folder: Path, manifest: Manifest) -> Path:
+    """The model that a folder was made from, if the folder lies in it, or beside it."""
+    above = folder.resolve().parent
+    for place in (above, above / Path(manifest.source.name).name):
+        if not (place / CONFIG).is_file():
+            continue
+        try:
+            if Checkpoint.open(place).fingerprint == manifest.source.fingerprint:
+                return place
+        except UserError:  # another folder, or one that changed
+            continue
+    raise UserError(
+        f"{folder} neither lies in nor beside {manifest.source.name}, which it was made from: give --against MODEL"
+    )
+
+
+def _check_source(folder: Path, manifest: Manifest, checkpoint: Checkpoint) -> None:
+    if manifest.source.fingerprint != checkpoint.fingerprint:
+        raise UserError(f"{folder} was not made from {checkpoint.path}: its record names {manifest.source.name}")
+
+
+def _load_others(dense: Dense | None, task: Task, trust: bool) -> list[Other]:
+    """What else the metric is compared with, loaded WHOLE."""
+    if dense is None:
+        return []
+    other = Checkpoint.open(dense.folder)
+    module = load_model(other.path, device="cpu", dtype=torch.float32, trust_remote_code=trust)
+    return [Other(other.name, Reference(module, task, set()), dense.max_loss)]
+
+
+def _allow(graph: Manifest, tolerance: float | None, max_loss: float | None) -> Allowance:
+    if graph.is_rounded:
+        return Allowance(TOLERANCES.get(graph.dtype, 0.0), MAX_LOSS[graph.dtype] if max_loss is None else max_loss)
+    return Allowance(TOLERANCES.get(graph.dtype, 0.0) if tolerance is None else tolerance)
+
+
+# ---- the metric ----------------------------------------------------------------------------------------------------
+
+Measure = Callable[[Reference, Allowance], Metric | str]
+"""The task's metric of a graph beside a model, or why there is none."""
+
+
+def _measure_for(graph: OnnxModel, task: Task, samples: ProofSamples, folder: Path) -> Measure:
+    def measure(reference: Reference, allowance: Allowance) -> Metric | str:
+        if samples.images is not None:
+            return measure_image_metric(graph, reference, task.name, samples.images, allowance)
+        assert samples.windows is not None
+        return measure_text_metric(graph, reference, task.name, samples.windows, folder, allowance)
+
+    return measure
+
+
+def _judge_metric(
+    measure: Measure, reference: Reference, allowance: Allowance, others: Sequence[Other]
+) -> tuple[list[Metric], bool | None, str]:
+    """A task's metric beside the model's, and beside that of each other model; whether they pass, and both in words."""
+    metric = measure(reference, allowance)
+    if isinstance(metric, str):
+        return [], None, metric
+    metrics, sentences = [metric], [_describe_metric(metric)]
+    for other in others:
+        beside = measure(other.reference, Allowance(0.0, math.inf if other.max_loss is None else other.max_loss))
+        if isinstance(beside, Metric):
+            passed = other.max_loss is None or beside.passed
+            beside = beside.model_copy(update={"against": other.name, "tolerance": other.max_loss, "passed": passed})
+            metrics.append(beside)
+            sentences.append(f"{_describe_metric(beside)} of {other.name}")
+    return metrics, all(each.passed for each in metrics), "; ".join(sentences)
+
+
+def _describe_metric(metric: Metric) -> str:
+    difference, allowed = metric.difference, metric.tolerance
+    if difference is None:
+        return f"{metric.name}: not finite apart" + ("" if allowed is None else f", {allowed:.1e} allowed")
+    if allowed is None:
+        return f"{metric.name}: {difference:.1e} apart"
+    apart, most = format_distinctly(difference, allowed, "e", 1)
+    return f"{metric.name}: {apart} apart, {most} allowed"
+
+
+@dataclass(frozen=True)
+class _OpenGraph:
+    """A graph whose metric alone is measured."""
+
+    model: OnnxModel
+    folder: Path
+    file: str
+    task: Task
+    dtype: GraphType | None
+    allowance: Allowance
+
+
+def validate_metric(
+    place: Path,
+    model: Path,
+    options: ValidateOptions,
+    *,
+    provider: Provider | None = None,
+    dense: Dense | None = None,
+    trust: bool = False,
+) -> Validations:
+    """Measure the task's metric of graphs beside their model's, and nothing else: for graphs of any tool.
+
+    A graph with a record is measured as what that says. The task of another is what the model's class does, or
+    features, if it returns no logits; its config may lie beside it, or is the model's.
+
+    Args:
+        place: a graph, or an exported folder.
+        model: the WHOLE checkpoint that it is of, which is loaded in float32; text and images are read as it does.
+        options: what to measure on, and what may be lost.
+        provider: what onnxruntime runs on; None: what the graph is fused for, else the CPU.
+        dense: another model that the metric is compared with as well.
+        trust: run the checkpoint's own code, if it is not this tool's.
+    """
+    checkpoint = Checkpoint.open(model)
+    graphs = _open_graphs(place, checkpoint, options, provider)
+    first = next(graphs)
+    samples = choose_samples(checkpoint.path, first.task, options, trust=trust)
+    if samples.windows is None and samples.images is None:
+        option = "--text" if first.task.modality == "text" else "--images"
+        raise UserError(f"no metric is measured on noise: give {option}")
+    module = load_model(checkpoint.path, device="cpu", dtype=torch.float32, trust_remote_code=trust)
+    if samples.windows is not None:
+        check_windows(module, samples.windows)
+    others = _load_others(dense, first.task, trust)
+
+    def judge(graph: _OpenGraph) -> Validation:
+        measure = _measure_for(graph.model, graph.task, samples, checkpoint.path)
+        reference = Reference(module, graph.task, set(graph.model.inputs))
+        metrics, passed, detail = _judge_metric(measure, reference, graph.allowance, others)
+        if passed is None:
+            raise UserError(f"{graph.folder / graph.file}: {detail}")
+        session = graph.model.session
+        return Validation(
+            file=graph.file,
+            passed=passed,
+            provider=session.provider,
+            note=session.note,
+            dtype=graph.dtype,
+            tolerance=None if graph.allowance.rounded else graph.allowance.tolerance,
+            max_loss=graph.allowance.max_loss,
+            against=Source(name=checkpoint.name, fingerprint=checkpoint.fingerprint),
+            data=samples.description or {},
+            checks=[ProofCheck(name="metric", passed=passed, detail=detail)],
+            cases=[],
+            metrics=metrics,
+            continuations=[],
+            versions=runtime_versions(),
+            files=sha256_files(graph.folder, [graph.file]),
+        )
+
+    return Validations.of([judge(graph) for graph in chain([first], graphs)])
+
+
+def find_record(graph: Path) -> Manifest | None:
+    """The record of a graph in its folder; None if this tool did not write it."""
+    if not (graph.parent / GRAPH_RECORD).is_file():
+        return None
+    return next((each for each in read_manifest(graph.parent).split() if each.file == graph.name), None)
+
+
+def _open_graphs(
+    place: Path, checkpoint: Checkpoint, options: ValidateOptions, provider: Provider | None
+) -> Iterator[_OpenGraph]:
+    folder = place if place.is_dir() else place.parent
+    manifest = read_manifest(place) if place.is_dir() else find_record(place)
+    if manifest is None:
+        yield _open_foreign_graph(place, checkpoint, options, provider)
+        return
+    _check_source(folder, manifest, checkpoint)
+    for graph in manifest.split():
+        model = OnnxModel(folder, graph.file, provider=provider or default_provider(graph.optimize))
+        allowance = _allow(graph, options.tolerance, options.max_loss)
+        yield _OpenGraph(model, folder, graph.file, graph.full_task, graph.dtype, allowance)
+
+
+def _open_foreign_graph(
+    path: Path, checkpoint: Checkpoint, options: ValidateOptions, provider: Provider | None
+) -> _OpenGraph:
+    if options.max_loss is None:
+        raise UserError(
+            f"{path} has no record of this tool's that says how it is rounded: say what it may lose, --max-loss 2%"
+        )
+    described = None if (path.parent / CONFIG).is_file() else checkpoint.path
+    model = OnnxModel(path.parent, path.name, provider=provider or "cpu", described=described)
+    if any(name.endswith("logits") for name in model.outputs):
+        task = choose_task(checkpoint.config, folder=checkpoint.path, cache=model.cached or None)
+    elif "last_hidden_state" in model.outputs:
+        task = choose_task(checkpoint.config, folder=checkpoint.path, task="feature-extraction")
+    else:
+        raise UserError(f"{path} returns {', '.join(list(model.outputs)[:3])}: neither logits nor last_hidden_state")
+    return _OpenGraph(model, path.parent, path.name, task, None, Allowance(0.0, options.max_loss))
+
+
+# ---- all checks ----------------------------------------------------------------------------------------------------
+
+
+class Proof:
+    """The checks, in order; what needs an earlier one that failed is skipped.
+
+    Args:
+        folder: of the graph.
+        manifest: its record.
+        reference: the model.
+        samples: what both are run on.
+        allowance: how far outputs may be apart, or how much the metric may lose.
+        others: models that the metric is compared with as well.
+    """
+
+    image: tuple[int, int, int] | None = None
+    """(C, H, W) of a model of images."""
+
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        reference: Reference,
+        samples: ProofSamples,
+        allowance: Allowance,
+        others: Sequence[Other] = (),
+    ) -> None:
+        self.folder, self.manifest, self.reference, self.samples = folder, manifest, reference, samples
+        self.allowance, self.others = allowance, others
+        self.present = hash_present_files(folder, manifest)
+        self.ports = {port.name: port for port in manifest.outputs}
+        self.graph: OnnxModel | None = None
+        self.checks: list[ProofCheck] = []
+        self.cases: list[Case] = []
+        self.metrics: list[Metric] = []
+        self.continuations: list[Continuation] = []
+        self._prepare()
+
+    def _prepare(self) -> None:
+        raise NotImplementedError
+
+    def _small_feed(self) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+    def _check_outputs(self) -> tuple[bool, str]:
+        raise NotImplementedError
+
+    def _check_generation(self) -> tuple[bool, str]:
+        raise NotImplementedError
+
+    def run(self, provider: Provider) -> None:
+        """Make all checks."""
+        self._check("files", lambda: check_files(self.folder, self.manifest, self.present))
+        self._check("checker", lambda: check_operators(self.folder, self.manifest))
+        sound = self._check("interface", self._check_interface)
+        loaded = self._check("load", lambda: self._load(provider))
+        reason = "it does not load" if not loaded else "inputs or outputs are not the model's"
+        later: list[tuple[CheckName, Callable[[], tuple[bool | None, str]]]] = [("outputs", self._check_outputs)]
+        if self.manifest.cached:
+            later.append(("generation", self._check_generation))
+        for name, check in [*later, ("metric", self._check_metric)]:
+            if name == "metric" and any(case.max_abs is None and case.where is None for case in self.cases):
+                sound, reason = False, "there are outputs that cannot be compared"
+            if sound and loaded:
+                self._check(name, check)
+            else:
+                self.checks.append(ProofCheck(name=name, passed=None, detail=f"not run: {reason}"))
+
+    def _check(self, name: CheckName, check: Callable[[], tuple[bool | None, str]]) -> bool:
+        done = run_check(name, check)
+        self.checks.append(ProofCheck(name=name, passed=done.passed, detail=done.detail))
+        return done.passed is not False
+
+    def _check_interface(self) -> tuple[bool, str]:
+        feed = self._small_feed()
+        cache = list(self.reference.fill_cache(feed)) if self.manifest.cached else []
+        names = {port.name for port in self.manifest.inputs}
+        missing = [name for name in self.reference.needs if name not in names and self.reference.depends_on(name)]
+        return check_interface(self.folder, self.manifest, list(self.reference.run(feed)), cache, missing)
+
+    def _load(self, provider: Provider) -> tuple[bool, str]:
+        try:
+            self.graph = OnnxModel(self.folder, self.manifest.file, provider=provider)
+        except UserError:
+            raise
+        except Exception as error:  # transformers raises anything over a damaged config.json
+            raise UserError(f"config.json: {describe(error)}") from error
+        inputs = [port.name for port in self.manifest.inputs]
+        if list(self.graph.outputs) != list(self.ports) or list(self.graph.inputs) != inputs:
+            return False, f"{self.manifest.file} has inputs and outputs that its record does not name"
+        return True, f"onnxruntime, {self.graph.session.provider.upper()}"
+
+    def _check_metric(self) -> tuple[bool | None, str]:
+        assert self.graph is not None
+        if self.samples.images is None and self.samples.windows is None:
+            return None, f"not measured on noise: give {'--text' if self.image is None else '--images'}"
+        measure = _measure_for(self.graph, self.manifest.full_task, self.samples, self.folder)
+        self.metrics, passed, detail = _judge_metric(measure, self.reference, self.allowance, self.others)
+        return passed, detail
+
+    def _run(self, feed: dict[str, Tensor]) -> dict[str, Tensor] | str:
+        """What comes out of the graph, or why nothing does."""
+        assert self.graph is not None
+        try:
+            return self.graph.run(feed)
+        except UserError as error:
+            return str(error)
+
+    def _compare(
+        self,
+        given: dict[str, Tensor] | str,
+        expected: dict[str, Tensor],
+        *,
+        padding: Padding = "none",
+        keep: Tensor | None = None,
+        cache: Literal["none", "chunks", "steps"] = "none",
+        segments: bool = False,
+    ) -> list[Case]:
+        """A case for each output that PyTorch returns too, or for the main one if onnxruntime failed.
+
+        Args:
+            given: of onnxruntime, or its error.
+            expected: of PyTorch, (B, ...), of a text's tokens (B, T, ...).
+            padding: of the input.
+            keep: bool (B, T), false where a token is padding; None for images.
+            cache: how the text was read.
+            segments: whether it was in two.
+        """
+        batch = len(next(iter(expected.values())))
+        tokens = None if keep is None else keep.shape[1]
+        facts: dict[str, Any] = {
+            "batch": batch,
+            "tokens": tokens,
+            "padding": padding,
+            "cache": cache,
+            "segments": segments,
+        }
+        if isinstance(given, str):
+            return [Case(**facts, output=next(iter(expected)), passed=False, note=given)]
+        return [
+            self._compare_output(facts | {"output": name}, self.ports[name], given[name], theirs, keep)
+            for name, theirs in expected.items()
+            if name in given
+        ]
+
+    def _compare_output(
+        self, facts: dict[str, Any], port: Port, ours: Tensor, theirs: Tensor, keep: Tensor | None
+    ) -> Case:
+        if ours.shape != theirs.shape:
+            note = f"{list(ours.shape)} in onnxruntime, {list(theirs.shape)} in PyTorch"
+            return Case(**facts, passed=False, note=note)
+        if port.name.startswith(PRESENT):  # (B, heads, T, head_dim)
+            ours, theirs = ours.movedim(2, 1), theirs.movedim(2, 1)
+        elif self.image is not None and ours.dim() > 2:  # patches, none of them padding
+            keep = torch.ones(ours.shape[:2], dtype=torch.bool)
+        elif len(port.shape) < 2 or isinstance(port.shape[1], int):  # of a whole text or image
+            keep = None
+        a, b = flatten_positions(ours, keep), flatten_positions(theirs, keep)
+        # Units of question-answering are positions, not classes.
+        classes = port.name.endswith("logits") and self.manifest.task != "question-answering"
+        difference = compare_outputs(a, b, classes=classes)
+        if self.allowance.rounded:
+            passed = math.isfinite(difference.max_abs)
+        else:
+            limit = self.allowance.tolerance * difference.largest
+            passed = difference.max_abs <= limit and difference.mean_abs <= limit * MEAN_SHARE
+        case = Case(
+            **facts,
+            max_abs=_finite(difference.max_abs),
+            mean_abs=_finite(difference.mean_abs),
+            max_rel=_finite(difference.max_rel),
+            mean_rel=_finite(difference.mean_rel),
+            largest=difference.largest,
+            agreement=difference.agreement,
+            passed=passed,
+        )
+        if passed:
+            return case
+        position, unit = difference.worst
+        row, token = (position, None) if keep is None else map(int, keep.nonzero()[position])
+        value, reference = a[position, unit].item(), b[position, unit].item()
+        case.where = Place(batch=row, token=token, unit=unit, onnxruntime=_finite(value), pytorch=_finite(reference))
+        if not math.isfinite(reference):
+            case.note = "PyTorch's own output is no finite number there: the model is damaged, or overflows in float32"
+        elif not math.isfinite(value):
+            case.note = f"onnxruntime's output is {value} there"
+            if self.manifest.float_type == "float16":
+                case.note += ": float16 holds no more than 65504"
+        return case
+
+    def _conclude(self, cases: list[Case], what: str) -> tuple[bool, str]:
+        """Keep cases, and say whether all of them passed."""
+        self.cases += cases
+        failed, tolerance = sum(not case.passed for case in cases), self.allowance.tolerance
+        if self.allowance.rounded:
+            if failed:
+                return False, f"{failed} of {len(cases)} {what} are not finite, or not of PyTorch's shape"
+            return (
+                True,
+                f"{len(cases)} {what} are finite and of PyTorch's shape; rounded, they are held to no tolerance",
+            )
+        if failed:
+            return False, f"{failed} of {len(cases)} {what} are outside the tolerance of {tolerance:g}"
+        most = max(map(_relative_error, cases))
+        return True, f"{len(cases)} {what} within {tolerance:g}: at most {most:.1e} of the largest output"
+
+
+class ImageProof(Proof):
+    """The checks of a graph that reads images."""
+
+    def _prepare(self) -> None:
+        config, images = self.reference.model.config, self.samples.images
+        self.image = (getattr(config, "num_channels", 3), *get_image_size(config))
+        if images is None:
+            self.pixels = make_noise_pixels(self.image, self.samples.seed)
+            return
+        if images.size != self.image:
+            made, read = (" x ".join(map(str, size)) for size in (images.size, self.image))
+            raise UserError(f"the images are {made} after preprocessing, the model reads {read}")
+        self.pixels = images.batch(slice(max(IMAGE_BATCHES)))["pixel_values"]
+
+    def _small_feed(self) -> dict[str, Tensor]:
+        assert self.image is not None
+        return {"pixel_values": torch.zeros(1, *self.image)}
+
+    def _check_outputs(self) -> tuple[bool, str]:
+        cases: list[Case] = []
+        for pixels in make_image_batches(self.pixels):
+            feed = {"pixel_values": pixels}
+            expected = self.reference.run(feed)
+            cases += self._compare(self._run(feed), expected)
+        return self._conclude(cases, "outputs")
+
+
+class TextProof(Proof):
+    """The checks of a graph that reads text."""
+
+    def _prepare(self) -> None:
+        config = self.reference.model.config.get_text_config()
+        self.context: int | None = context_length(config)
+        if self.samples.windows is None:
+            window = MOST_NOISE if self.context is None else min(MOST_NOISE, self.context)
+            self.windows = make_noise_windows(config.vocab_size, window, self.samples.seed)
+        else:
+            self.windows = self.samples.windows
+            check_windows(self.reference.model, self.windows)
+        pad = getattr(config, "pad_token_id", None)
+        self.pad = pad if isinstance(pad, int) and 0 <= pad < config.vocab_size else 0
+
+    def _small_feed(self) -> dict[str, Tensor]:
+        return complete_inputs({"input_ids": torch.ones(2, 2, dtype=torch.int64)})
+
+    def _check_outputs(self) -> tuple[bool, str]:
+        cases: list[Case] = []
+        left = self.manifest.task == "text-generation" or reads_causally(self.reference.model.config.to_dict())
+        for case in make_text_cases(self.windows, pad=self.pad, left=left, segments=self.reference.segments > 1):
+            expected = self.reference.run(_feed(case))
+            given = self._run(_feed(case) | self._empty_cache(case))
+            two = case.segments is not None
+            cases += self._compare(given, expected, padding=case.padding, keep=case.keep, segments=two)
+        if self.manifest.cached:
+            for case in make_chunk_cases(self.windows, pad=self.pad):
+                cases += self._compare_chunks(case)
+        return self._conclude(cases, "outputs")
+
+    def _compare_chunks(self, case: TextCase) -> list[Case]:
+        """A text through the cache in pieces, against one pass in PyTorch: outputs, and the keys and values kept."""
+        expected = self.reference.run(_feed(case))
+        kept = self.reference.fill_cache(_feed(case))
+        given = self._run_chunks(case, expected)
+        cases = self._compare(given, expected, padding=case.padding, keep=case.keep, cache="chunks")
+        if isinstance(given, str):
+            return cases
+        layers = self._compare(given, kept, padding=case.padding, keep=case.keep, cache="chunks")
+        # One line says it for all layers: the worst.
+        worst = max(layers, key=lambda each: (not each.passed, _relative_error(each)))
+        return [*cases, worst.model_copy(update={"output": PRESENT + "*"} if worst.passed else {})]
+
+    def _run_chunks(self, case: TextCase, names: Iterable[str]) -> dict[str, Tensor] | str:
+        cache, pieces, start = self._empty_cache(case), [], 0
+        for size in case.chunks:
+            end = start + size
+            feed = {"input_ids": case.ids[:, start:end], "attention_mask": case.keep[:, :end].long()}
+            outputs = self._run(complete_inputs(feed) | cache)
+            if isinstance(outputs, str):
+                return outputs
+            cache = next_cache(outputs)
+            pieces.append(outputs)
+            start = end
+        joined = {name: torch.cat([piece[name] for piece in pieces], 1) for name in names if name in pieces[0]}
+        return joined | {name.replace(PAST, PRESENT, 1): value for name, value in cache.items()}
+
+    def _check_generation(self) -> tuple[bool, str]:
+        cases: list[Case] = []
+        failed = ""
+        for case in make_prompts(self.windows, pad=self.pad, context=self.context):
+            length = case.ids.shape[1]
+            # The last token is chosen, not read.
+            steps = STEPS if self.context is None else min(STEPS, self.context - length + 1)
+            cache, failed = self._empty_cache(case), ""
+            ours, theirs = [], []
+            for feed, expected in self.reference.generate(case.ids, case.keep.long(), steps):
+                theirs.append(expected)
+                outputs = failed or self._run(feed | cache)
+                if isinstance(outputs, str):
+                    failed = outputs
+                else:
+                    cache = next_cache(outputs)
+                    ours.append(outputs["logits"][:, -1])
+            given = failed or {"logits": torch.stack(ours, 1)}
+            keep = torch.ones(len(case.ids), steps, dtype=torch.bool)
+            compared = self._compare(
+                given, {"logits": torch.stack(theirs, 1)}, padding=case.padding, keep=keep, cache="steps"
+            )
+            for each in compared:
+                each.tokens = length + steps
+            cases += compared
+        passed, detail = self._conclude(cases, "texts")
+        if self.allowance.rounded and self.samples.windows is not None and not failed:
+            self._continue_text()
+        same = [case.agreement for case in cases if case.agreement is not None]
+        return passed, f"{detail}; {min(same, default=0.0):.1%} of the tokens are the same"
+
+    def _continue_text(self) -> None:
+        """Let both continue a text, each by its own tokens: errors add up in words."""
+        ids = self.windows[:1, : min(PROMPT, self.windows.shape[1])]
+        room = CONTINUED if self.context is None else min(CONTINUED, self.context - ids.shape[1])
+        if room < 1:
+            return
+        theirs = [int(last.argmax(-1)) for _, last in self.reference.generate(ids, torch.ones_like(ids), room)]
+        ours: list[int] = []
+        cache, new, read = self.graph.empty_cache(1) if self.graph else {}, ids, ids
+        for _ in range(room):
+            outputs = self._run(complete_inputs({"input_ids": new, "attention_mask": torch.ones_like(read)}) | cache)
+            if isinstance(outputs, str):
+                return
+            new, cache = outputs["logits"][:, -1:].argmax(-1), next_cache(outputs)
+            read = torch.cat([read, new], 1)
+            ours.append(int(new))
+        same = next((place for place, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1]), room)
+        texts = _decode(self.folder, [ids[0].tolist(), ours, theirs])
+        self.continuations.append(
+            Continuation(prompt=texts[0], onnxruntime=texts[1], pytorch=texts[2], tokens=room, same=same)
+        )
+
+    def _empty_cache(self, case: TextCase) -> dict[str, Tensor]:
+        assert self.graph is not None
+        return self.graph.empty_cache(len(case.ids))
+
+
+def _decode(folder: Path, texts: list[list[int]]) -> list[str]:
+    """Tokens as text, or as numbers if the folder has no tokenizer."""
+    try:
+        tokenizer = load_tokenizer(folder)
+    except UserError:
+        return [" ".join(map(str, ids)) for ids in texts]
+    return [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in texts]
+
+
+def _feed(case: TextCase) -> dict[str, Tensor]:
+    segments = {} if case.segments is None else {"token_type_ids": case.segments}
+    return complete_inputs({"input_ids": case.ids, "attention_mask": case.keep.long()} | segments)
+
+
+def _relative_error(case: Case) -> float:
+    """The largest difference in units of the largest output."""
+    if case.max_abs is None:
+        return math.inf
+    return case.max_abs / case.largest if case.largest else 0.0
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,174 @@
+"""What a graph says by running it: how much its outputs lose by rounding, and the Grams of its weights' inputs."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import onnx_ir
+import onnxruntime
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from ckpt_prune.common import progress
+from ckpt_prune.onnx.quantization.weights import Weight, copy_with_split_gemms, find_weights
+
+Array = NDArray[Any]
+Feed = Mapping[str, Array]
+PREFIX = ".ckpt-prune-"
+"""Of names of temporary folders: hidden, so that a folder of graphs does not count them among its files."""
+_FLOAT = onnx_ir.TensorType(onnx_ir.DataType.FLOAT)
+
+
+class Probe:
+    """A graph whose weights are inputs, so that each run can have others without loading anything again.
+
+    Args:
+        model: the graph in float32; not changed.
+        feeds: batches of inputs to measure on.
+        scratch: folder for a copy of the graph while it is loaded.
+        outputs: names of those that count.
+        classes: outputs are logits: harm is KL(as it was ‖ rounded) in nats. Otherwise it is the share of the outputs'
+            energy that is lost.
+        inputs: rounded runs can also round what a weight is multiplied with, to 8 bits for a whole tensor.
+        threads: of one operator.
+
+    Attributes:
+        weights: name → those that can be rounded.
+        seconds: that a run on the first feed takes.
+    """
+
+    def __init__(
+        self,
+        model: onnx_ir.Model,
+        feeds: Sequence[Feed],
+        scratch: Path,
+        outputs: Sequence[str],
+        *,
+        classes: bool,
+        inputs: bool = False,
+        threads: int | None = None,
+    ) -> None:
+        copy = copy_with_split_gemms(model)
+        self.weights = {weight.name: weight for weight in find_weights(copy.graph)}
+        self._plain: dict[str, Array] = {}
+        self._flags: dict[str, str] = {}
+        for name, weight in self.weights.items():
+            assert weight.value.const_value is not None
+            self._plain[name] = np.ascontiguousarray(weight.value.const_value.numpy())
+            if inputs and weight.products:
+                self._flags[name] = _add_rounding_of_inputs(copy.graph, weight)
+        for name, weight in self.weights.items():
+            del copy.graph.initializers[name]
+            weight.value.const_value = None
+            weight.value.shape, weight.value.type = onnx_ir.Shape(self._plain[name].shape), _FLOAT
+            copy.graph.inputs.append(weight.value)
+        self._feeds, self._outputs, self._classes = feeds, list(outputs), classes
+        self._session = _load_session(copy, scratch, threads)
+        begun = progress.now()
+        first = self._run({}, frozenset(), slice(1))
+        self.seconds = progress.now() - begun
+        self._expected = [*first, *self._run({}, frozenset(), slice(1, None))]
+
+    def measure_harm(
+        self, rounded: Mapping[str, Array], inputs: frozenset[str] = frozenset(), on: slice = slice(None)
+    ) -> float:
+        """What the outputs lose if weights are replaced.
+
+        Args:
+            rounded: name → matrix (K, N), float32.
+            inputs: weights whose inputs are rounded too.
+            on: which of the feeds.
+        """
+        values = {name: self.weights[name].turn(matrix) for name, matrix in rounded.items()}
+        lost = size = 0.0
+        for given, expected in zip(self._run(values, inputs, on), self._expected[on], strict=True):
+            pairs = list(zip(given, expected, strict=True))
+            if self._classes:
+                lost += sum(functional.kl_div(a, b, reduction="sum", log_target=True).item() for a, b in pairs)
+                size += sum(len(b) for b in expected)
+            else:
+                lost += sum((a - b).double().square().sum().item() for a, b in pairs)
+                size += sum(b.double().square().sum().item() for b in expected)
+        return lost / size if np.isfinite(lost / size) else float("inf")
+
+    def _run(self, values: Mapping[str, Array], inputs: frozenset[str], on: slice) -> list[list[Tensor]]:
+        """Outputs of each feed; of logits their log-probabilities, (positions, classes)."""
+        flags = {flag: np.array(name in inputs, np.float32) for name, flag in self._flags.items()}
+        weights: dict[str, Any] = {**self._plain, **values, **flags}
+        runs = []
+        for feed in self._feeds[on]:
+            outputs = [torch.from_numpy(each).float() for each in self._session.run(self._outputs, {**weights, **feed})]
+            runs.append([each.flatten(0, -2).log_softmax(-1) for each in outputs] if self._classes else outputs)
+        return runs
+
+
+def _add_rounding_of_inputs(graph: onnx_ir.Graph, weight: Weight) -> str:
+    """Let what a weight is multiplied with be rounded: x + flag (rounded x - x); the name of the flag."""
+    flag = onnx_ir.Value(name=f"{weight.name}:inputs", shape=onnx_ir.Shape([]), type=_FLOAT)
+    graph.inputs.append(flag)
+    for node in weight.products:
+        x = node.inputs[0]
+        low = onnx_ir.node("DynamicQuantizeLinear", [x], num_outputs=3)
+        back = onnx_ir.node("DequantizeLinear", low.outputs)
+        error = onnx_ir.node("Sub", [back.outputs[0], x])
+        scaled = onnx_ir.node("Mul", [error.outputs[0], flag])
+        moved = onnx_ir.node("Add", [x, scaled.outputs[0]])
+        nodes = [low, back, error, scaled, moved]
+        for number, new in enumerate(nodes):
+            for place, output in enumerate(new.outputs):
+                output.name = f"{node.name}:{number}.{place}"
+        graph.insert_before(node, nodes)
+        node.replace_input_with(0, moved.outputs[0])
+    return flag.name or ""
+
+
+def measure_grams(
+    model: onnx_ir.Model, feeds: Iterable[Feed], scratch: Path, threads: int | None = None
+) -> dict[str, Tensor]:
+    """Weight → the sum over all tokens of x xᵀ, (K, K) float32, x being what it is multiplied with.
+
+    Weights that nothing or several things are multiplied with, and tables, are left out.
+
+    Args:
+        model: in float32; not changed.
+        feeds: batches of inputs, without padding.
+        scratch: folder for a copy of the graph meanwhile.
+        threads: of one operator.
+    """
+    copy = copy_with_split_gemms(model)
+    inputs: dict[str, str] = {}
+    values: dict[str, Any] = {}
+    for weight in find_weights(copy.graph):
+        read = {str(node.inputs[0].name): node.inputs[0] for node in weight.products if node.inputs[0] is not None}
+        if len(read) == 1 and not weight.lookups:
+            ((inputs[weight.name], value),) = read.items()
+            values[inputs[weight.name]] = value
+    if not values:
+        return {}
+    copy.graph.outputs.clear()
+    for value in values.values():
+        value.type = _FLOAT
+        copy.graph.outputs.append(value)
+    sums: dict[str, Tensor] = {}
+    session = _load_session(copy, scratch, threads)
+    for feed in feeds:
+        for name, array in zip(values, session.run(list(values), dict(feed)), strict=True):
+            x = torch.from_numpy(array).flatten(0, -2)
+            sums[name] = sums[name].addmm_(x.T, x) if name in sums else x.T @ x
+    return {weight: sums[name] for weight, name in inputs.items()}
+
+
+def _load_session(model: onnx_ir.Model, scratch: Path, threads: int | None) -> Any:
+    """An InferenceSession of a graph on the CPU, by way of a temporary file, which has no limit of 2 GB."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads or torch.get_num_threads()
+    options.log_severity_level = 4
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    with TemporaryDirectory(prefix=PREFIX, dir=scratch) as place:
+        path = Path(place) / "graph.onnx"
+        onnx_ir.save(model, path, external_data="graph.onnx_data")
+        return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])

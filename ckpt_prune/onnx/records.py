@@ -1,0 +1,355 @@
+"""The records of an exported folder: `ckpt_prune_onnx.json`, what it is, and `validation.json`, what it computes."""
+
+import hashlib
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import onnx
+import onnx_ir
+import onnxruntime
+import onnxscript
+from pydantic import AliasChoices, BaseModel, Field, ValidationError
+
+from ckpt_prune.checkpoint.files import read_input
+from ckpt_prune.checkpoint.staging import write_atomically
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.filenames import GRAPH_RECORD, VALIDATION
+from ckpt_prune.common.graph_types import GraphType
+from ckpt_prune.common.versions import versions
+from ckpt_prune.onnx.session import DATA, Provider
+from ckpt_prune.onnx.tasks import Task
+from ckpt_prune.options.graphs import TaskName
+
+R = TypeVar("R", bound=BaseModel)
+
+# ---- what a folder is ----------------------------------------------------------------------------------------------
+
+
+class Port(BaseModel):
+    """An input or output of the graph: its type as numpy names it; dynamic axes of its shape have names."""
+
+    name: str
+    type: str
+    shape: list[int | str]
+
+
+class Source(BaseModel):
+    """The checkpoint a graph was made from."""
+
+    name: str
+    fingerprint: str
+
+
+class KeptWeight(BaseModel):
+    """A weight that is stored in more bits than most, since it costs too much in few."""
+
+    name: str
+    harm: float
+    """What the outputs lose if it alone is in few bits; its share by bytes if several were measured at once."""
+    at_once: int = 1
+    """How many weights were measured at once, itself included."""
+
+
+class Quantization(BaseModel):
+    """How the weights of a graph are rounded."""
+
+    scheme: Literal["blocks", "dynamic", "static"]
+    """Weights in blocks; or weights and inputs in int8, ranges of inputs taken at each call or once for all."""
+    bits: Literal[4, 8]
+    block_size: int
+    symmetric: bool
+    accuracy_level: int
+    rounding: Literal["nearest", "gptq"]
+    weights: dict[str, int]
+    """How weights are stored (`4-bit blocks`, `8-bit blocks`, `int8`) → how many are."""
+    padded: int
+    """Weights whose last blocks are padded with zeros, since the block size does not divide their inputs."""
+    kept: list[KeptWeight]
+    """The most harmful by the byte first."""
+    loss: float | None
+    """What the outputs lose with this choice, on the data that weights were chosen by; None if it was not measured."""
+    allowed: float
+    unit: Literal["KL", "energy"] = "KL"
+    """Of both: nats of each prediction, or a share of the features' energy."""
+    measured_on: str
+
+
+class GraphEntry(BaseModel):
+    """One graph of a folder."""
+
+    file: str
+    """Its name; weights may be in a file beside it that is called the same with `_data` at its end."""
+    dtype: GraphType
+    opset: int
+    inputs: list[Port]
+    outputs: list[Port]
+    tensors: dict[str, str]
+    """Initializer of the graph → sha256 of its bytes."""
+    quantization: Quantization | None = Field(validation_alias=AliasChoices("quantization", "quantised"))
+
+    def __repr_args__(self) -> list[tuple[str | None, Any]]:
+        return [("file", self.file), ("dtype", self.dtype), ("opset", self.opset)]
+
+
+class Manifest(BaseModel):
+    """`ckpt_prune_onnx.json`: of a folder, or, as `select` and `split` give it, of one of its graphs."""
+
+    version: Literal[2] = 2
+    versions: dict[str, str]
+    source: Source
+    task: TaskName
+    modality: Literal["text", "image"]
+    cached: bool
+    optimize: Provider | Literal["none"]
+    files: dict[str, str]
+    """File → its sha256: all but this record, the card and validation.json."""
+    graphs: list[GraphEntry] = Field(min_length=1)
+
+    def __repr_args__(self) -> list[tuple[str | None, Any]]:
+        return [("source", self.source.name), ("task", self.task), ("cached", self.cached), ("graphs", self.graphs)]
+
+    def select(self, dtype: GraphType) -> "Manifest":
+        """The record of one graph alone, with no files but its own and those that all share."""
+        entries = [entry for entry in self.graphs if entry.dtype == dtype]
+        if not entries:
+            types = ", ".join(entry.dtype for entry in self.graphs)
+            raise UserError(f"there is no graph of {dtype} in the folder, only {types}")
+        others = {entry.file for entry in self.graphs if entry.dtype != dtype}
+        others |= {f"{name}{DATA}" for name in others}
+        files = {name: digest for name, digest in self.files.items() if name not in others}
+        return self.model_copy(update={"graphs": entries, "files": files})
+
+    def split(self) -> "list[Manifest]":
+        """One record for each of its graphs."""
+        return [self.select(entry.dtype) for entry in self.graphs]
+
+    @property
+    def graph(self) -> GraphEntry:
+        """The graph, or the first one."""
+        return self.graphs[0]
+
+    @property
+    def file(self) -> str:
+        return self.graph.file
+
+    @property
+    def dtype(self) -> GraphType:
+        return self.graph.dtype
+
+    @property
+    def inputs(self) -> list[Port]:
+        return self.graph.inputs
+
+    @property
+    def outputs(self) -> list[Port]:
+        return self.graph.outputs
+
+    @property
+    def is_rounded(self) -> bool:
+        return self.graph.quantization is not None
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether the graph has ONNX's own operators alone, which its checker knows."""
+        return self.optimize == "none" and not self.is_rounded
+
+    @property
+    def full_task(self) -> Task:
+        return Task(self.task, self.modality, self.cached)
+
+    @property
+    def float_type(self) -> str:
+        """The type of floating-point inputs and outputs, as numpy names it."""
+        return "float16" if self.dtype in ("fp16", "q4f16") else "float32"
+
+
+def describe_ports(values: Any) -> list[Port]:
+    """Inputs or outputs of a graph of onnx_ir."""
+    return [
+        Port(
+            name=value.name,
+            type=value.dtype.numpy().name,
+            shape=[size if isinstance(size, int) else str(size.value) for size in value.shape],
+        )
+        for value in values
+    ]
+
+
+def hash_tensors(graph: onnx_ir.Model) -> dict[str, str]:
+    """Initializer → sha256 of its bytes."""
+    return {
+        name: hashlib.sha256(value.const_value.tobytes()).hexdigest()
+        for name, value in graph.graph.initializers.items()
+        if value.const_value is not None
+    }
+
+
+def runtime_versions() -> dict[str, str]:
+    """Versions of all that makes and runs a graph."""
+    modules = {"onnx": onnx, "onnxscript": onnxscript, "onnxruntime": onnxruntime}
+    return versions() | {name: module.__version__ for name, module in modules.items()}
+
+
+# ---- what its graphs compute ---------------------------------------------------------------------------------------
+
+CheckName = Literal["files", "checker", "interface", "load", "outputs", "generation", "metric"]
+Padding = Literal["none", "left", "right"]
+
+
+class ProofCheck(BaseModel):
+    """One check: passed is None if it could not be made."""
+
+    name: CheckName
+    passed: bool | None
+    detail: str
+
+
+class Place(BaseModel):
+    """An element of an output, and its value on both sides (None: no finite number)."""
+
+    batch: int
+    token: int | None
+    """Of the batch's text, padding counted; or patch of an image. None if outputs are of a whole text or image."""
+    unit: int
+    """Vocabulary entry, class or dimension; of keys and values, head x head_dim + dimension."""
+    onnxruntime: float | None
+    pytorch: float | None
+
+
+class Case(BaseModel):
+    """One output for one input. Figures are None if they are infinite, or if there is no output to compare."""
+
+    batch: int
+    tokens: int | None
+    """The tokens of each text, generated ones included; None for images."""
+    padding: Padding
+    cache: Literal["none", "chunks", "steps"]
+    """Whether the text went through it in one pass, in pieces or token by token."""
+    segments: bool = False
+    """Whether the second half of each text had `token_type_ids` of one."""
+    output: str
+    max_abs: float | None = None
+    mean_abs: float | None = None
+    max_rel: float | None = None
+    mean_rel: float | None = None
+    largest: float | None = None
+    """Largest absolute output in PyTorch."""
+    agreement: float | None = None
+    """Share of texts, tokens or images for which both put the same token or class first; None for other outputs."""
+    passed: bool
+    where: Place | None = None
+    """The largest difference of a failed case."""
+    note: str | None = None
+    """What is wrong with a failed case, if that is not an inexact number."""
+
+
+class Metric(BaseModel):
+    """One figure in both runtimes."""
+
+    name: str
+    """perplexity, masked perplexity, top-1, agreement or cosine."""
+    onnxruntime: float | None
+    """None if it overflows."""
+    against: str | None = None
+    """The other model that PyTorch's figure is of, a dense one. None: the graph's own."""
+    pytorch: float | None
+    """None also of agreement and cosine, which are of both at once."""
+    of: str
+    """What it was measured on."""
+    difference: float | None
+    """What is held to the tolerance; None if it overflows.
+
+    Perplexities: of the mean negative log-likelihoods, in nats per token. Top-1 and agreement: share of the images, or
+    of a text's predictions, that the two put into different classes. Cosine: relative error of the features. Of a graph
+    that is rounded, what is lost: of a perplexity the share it grows by, of top-1 what it falls by, of agreement and
+    cosine what is missing to 1.
+    """
+    kl: float | None = None
+    """Mean KL(PyTorch ‖ onnxruntime) in nats of each prediction; None if there are no classes."""
+    same: float | None = None
+    """Share of the predictions for which both put the same class or token first."""
+    tolerance: float | None
+    """The most that passes; None if it is only measured. Top-1 and agreement: share of the images that the two put
+    into different classes which PyTorch itself has nearer than two errors that pass, so that either may come first."""
+    passed: bool
+
+
+class Continuation(BaseModel):
+    """What both say after a prompt, each taking its own likeliest token.
+
+    `tokens` is how many each generates, `same` how many are the same before the first that is not.
+    """
+
+    prompt: str
+    onnxruntime: str
+    pytorch: str
+    tokens: int
+    same: int
+
+
+class Validation(BaseModel):
+    """The proof of one graph."""
+
+    file: str
+    passed: bool
+    provider: Provider
+    note: str | None
+    """Why that is not the provider that was asked for."""
+    dtype: GraphType | None
+    """None of a graph of another tool."""
+    tolerance: float | None
+    """In units of the largest output of a case; means are held to a tenth of it. None of a graph that is rounded."""
+    max_loss: float | None
+    """What a graph that is rounded may lose of the task's metric; None of others."""
+    against: Source
+    data: dict[str, Any]
+    checks: list[ProofCheck]
+    cases: list[Case]
+    metrics: list[Metric]
+    continuations: list[Continuation]
+    """Of a graph that is rounded and generates text."""
+    versions: dict[str, str]
+    files: dict[str, str]
+    """The files that were validated: name → sha256."""
+
+    def __repr_args__(self) -> list[tuple[str | None, Any]]:
+        failed = sum(not case.passed for case in self.cases)
+        shown = {name: getattr(self, name) for name in ("file", "passed", "provider", "dtype")}
+        return [*shown.items(), ("cases", len(self.cases)), ("failed", failed)]
+
+
+class Validations(BaseModel):
+    """`validation.json`."""
+
+    version: Literal[2] = 2
+    passed: bool
+    graphs: list[Validation]
+
+    @classmethod
+    def of(cls, graphs: list[Validation]) -> "Validations":
+        return cls(passed=all(graph.passed for graph in graphs), graphs=graphs)
+
+    def write(self, folder: Path) -> None:
+        write_atomically(folder / VALIDATION, self.model_dump_json(indent=2) + "\n")
+
+
+# ---- reading them --------------------------------------------------------------------------------------------------
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The record of an exported folder."""
+    return _read(folder / GRAPH_RECORD, Manifest, "it was not written by `ckpt-prune export`", "export again")
+
+
+def read_validation(folder: Path) -> Validations:
+    """The record of an exported folder's last validation."""
+    return _read(folder / VALIDATION, Validations, "`ckpt-prune validate` writes it", "validate again")
+
+
+def _read(path: Path, model: type[R], absent: str, damaged: str) -> R:
+    try:
+        return model.model_validate_json(read_input(path))
+    except OSError as error:
+        raise UserError(f"{path.parent} has no {path.name}: {absent}") from error
+    except ValidationError as error:
+        raise UserError(f"{path} is damaged: {damaged}") from error
