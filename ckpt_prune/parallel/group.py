@@ -166,9 +166,6 @@ def add_in_order(parts: "Iterable[Tensor]") -> "Tensor":
 
     The same parts in the same order give the same bytes. Other ways to cut the same terms into parts change the sum by
     rounding in float64 only, which sums in float32 hardly show.
-
-    Args:
-        parts: at least one.
     """
     import torch
 

@@ -38,7 +38,6 @@ def join_processes() -> Iterator[Group]:
     Only the first one prints. If one fails, all end, and the first one tells which it was and why.
 
     Raises:
-        UserError: another process has failed, or died.
         SystemExit: in other processes than the first, if any failed.
     """
     if not is_started_by_torchrun():

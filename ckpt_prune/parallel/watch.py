@@ -42,15 +42,9 @@ class Watch:
     """Gives this process's signs of life, and looks for those of the others.
 
     Args:
-        store: that all processes share.
-        rank: of this process.
-        size: number of processes.
         name: returns the name of a process for messages.
         stop: makes the main thread of this process end.
         leave: ends this process at once, if it did not end by itself.
-        every: seconds between two signs.
-        clock: for waiting.
-        pause: sleeps.
 
     Attributes:
         end: of another process that failed; None while none has.

@@ -22,11 +22,7 @@ def stages_of(recipe: Recipe) -> list[Stage]:
 
 
 def check_fit(prepared: Prepared) -> None:
-    """Refuse a job whose model, recipe, statistics and plan do not fit together, whatever there is to measure on.
-
-    Raises:
-        UserError: with the first thing that does not fit.
-    """
+    """Refuse a job whose model, recipe, statistics and plan do not fit together, whatever there is to measure on."""
     # It is read again when all is done: a damaged one would be found after the output has got its name.
     report_of(prepared.model.checkpoint.path)
     check_source(prepared.model)
@@ -47,11 +43,7 @@ def check_fit(prepared: Prepared) -> None:
 
 
 def check_data(prepared: Prepared) -> None:
-    """Refuse a job with too little to measure on.
-
-    Raises:
-        UserError: with what it needs.
-    """
+    """Refuse a job with too little to measure on."""
     if prepared.lacks_moments:
         data, name = DATA_OPTIONS[prepared.model.family.modality], prepared.recipe.name
         if prepared.recipe.has("recovery"):
@@ -62,11 +54,7 @@ def check_data(prepared: Prepared) -> None:
 
 
 def check_again(model: Model, recipe: Recipe) -> None:
-    """Refuse what does not go with an output that carries code of its own: all but masks.
-
-    Raises:
-        UserError: with the reason.
-    """
+    """Refuse what does not go with an output that carries code of its own: all but masks."""
     if not any(stage.takes_outputs for stage in stages_of(recipe)):
         check_stock(model, "units are counted alike in every block, and its blocks may differ; masks alone go into it")
     elif recipe.has("rotation"):
@@ -76,31 +64,19 @@ def check_again(model: Model, recipe: Recipe) -> None:
 
 
 def check_one_basis(model: Model) -> None:
-    """Refuse an output whose residual stream changes its basis from block to block.
-
-    Raises:
-        UserError: it is one.
-    """
+    """Refuse an output whose residual stream changes its basis from block to block."""
     if any(getattr(model.config, key, None) is not None for key in (CONFIG_KEY, SLICING_KEY)):
         check_stock(model, "its residual stream turns between blocks, which only the run that made it knew")
 
 
 def check_planned(model: Model, plan: Plan) -> None:
-    """Refuse a plan of another model.
-
-    Raises:
-        UserError: it is one.
-    """
+    """Refuse a plan of another model."""
     if plan.model != model.checkpoint.fingerprint:
         raise UserError(f"the plan was made for another model ({plan.model_path}), not {model.checkpoint.path}")
 
 
 def check_together(job: Job) -> None:
-    """Refuse what several processes cannot do together, and processes that are not at the same job.
-
-    Raises:
-        UserError: the recipe is for one process, or model, data or job differ.
-    """
+    """Refuse what several processes cannot do together, and processes that are not at the same job."""
     group, recipe = process_group(), job.recipe
     for stage in stages_of(recipe) if group.size > 1 else []:
         does = stage.alone(recipe)

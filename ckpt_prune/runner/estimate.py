@@ -125,16 +125,7 @@ def estimate_calibration(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Estimate:
-    """Return what `calibrate` will take.
-
-    Args:
-        model: the dense model.
-        samples: that it is measured on.
-        collect: kinds of statistics.
-        folds: of samples.
-        device: that it runs on.
-        dtype: that it runs in.
-    """
+    """Return what `calibrate` will take."""
     size = count_statistics_bytes(model, collect=collect, folds=folds, samples=len(samples))
     times = time_block(model, device, dtype, samples)
     seconds = None
@@ -148,9 +139,6 @@ def time_block(model: Model, device: torch.device, dtype: torch.dtype, samples: 
     """Time the first block that has spaces. Return None for images and sounds if there are none to run it on.
 
     Args:
-        model: the dense model.
-        device: that it runs on.
-        dtype: that it runs in.
         samples: of which the first is run; a made-up window of the model's context if there are none.
     """
     family = model.family

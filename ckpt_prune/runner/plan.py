@@ -26,11 +26,7 @@ def prepare_plan(job: Job, ranked: Mapping[Site, Sequence[RankedUnits]] | None =
     """Decide which blocks and how many units stay, from statistics alone.
 
     Args:
-        job: what is wanted.
         ranked: units of every site, if they were ranked already.
-
-    Raises:
-        UserError: with the first thing that does not fit together.
     """
     prepared = replace(begin(job), ranked=ranked)
     check_fit(prepared)
@@ -45,11 +41,7 @@ def make_plan(prepared: Prepared, shifting: Shifting | None = None) -> Plan:
     """Decide and predict for every site.
 
     Args:
-        prepared: the job.
         shifting: what asks how sites do on other statistics, if anything.
-
-    Raises:
-        UserError: the recipe has a mask, or needs data to measure on.
     """
     model, recipe = prepared.model, prepared.recipe
     check_plannable(recipe)
@@ -95,11 +87,7 @@ def make_plan(prepared: Prepared, shifting: Shifting | None = None) -> Plan:
 
 
 def check_plannable(recipe: Recipe) -> None:
-    """Refuse to plan what a plan cannot say.
-
-    Raises:
-        UserError: a mask, factors, a sliced stream, blocks that the loss chooses, or blocks or a stream beside spaces.
-    """
+    """Refuse to plan what a plan cannot say."""
     if recipe.has("low_rank"):
         raise UserError(
             f"recipe {recipe.name} factors linears, which a plan does not list: `ckpt-prune prune` applies it, with "

@@ -35,12 +35,7 @@ def read_plan_job(options: PlanOptions, file: RecipeFile, recipe: Recipe) -> Job
     """Read the job to make a plan of.
 
     Args:
-        options: as they were given.
-        file: of the recipe.
         recipe: with the changes that options make to it.
-
-    Raises:
-        UserError: options that do not go together, what cannot be read, or what no plan can say.
     """
     if options.output is not None:
         check_plan_place(options.output, overwrite=options.overwrite)
@@ -73,11 +68,7 @@ def read_plan_job(options: PlanOptions, file: RecipeFile, recipe: Recipe) -> Job
 
 
 def check_plan_place(out: Path, *, overwrite: bool) -> None:
-    """Refuse a place for a plan before any work; a plan is replaced where that is asked for, and nothing else is.
-
-    Raises:
-        UserError: it is taken, or its folder does not exist.
-    """
+    """Refuse a place for a plan before any work; a plan is replaced where that is asked for, and nothing else is."""
     if out.exists() and not overwrite:
         raise UserError(f"{out} exists: choose another name or say --overwrite")
     if out.exists():
@@ -92,13 +83,8 @@ def read_job(options: PruneOptions, chosen: ChosenRecipe, model: Model, say: Cal
     """Read the data of a job, and check the place of its output.
 
     Args:
-        options: as they were given.
         chosen: the recipe or plan that they name.
-        model: the dense model.
         say: told in a line what of the data could not be read.
-
-    Raises:
-        UserError: the place for the output, the model, the statistics or the data will not do.
     """
     recipe, plan = chosen.recipe, chosen.plan
     files = [_file(each) for each in (options.recipe, options.plan) if isinstance(each, str | Path)]
@@ -186,10 +172,6 @@ def _training(
     """What is trained on: as many samples as the recipe says, else the calibration's; scales, others than these.
 
     Args:
-        options: as they were given.
-        chosen: the recipe that they name.
-        model: the dense model.
-        recovery: of the recipe.
         live: the calibration's samples, where they are read here.
         statistics: where the model was measured before.
         allocate: makes the tensors that hold hidden states.
@@ -224,13 +206,7 @@ def training_dtype(
     """The type that blocks in training run in.
 
     Args:
-        options: as given.
-        device: where.
         method: that trains. Scales are float32 whatever blocks run in, as what is measured is.
-        stored: type of the model's weights.
-
-    Raises:
-        UserError: float16, whose gradients underflow.
     """
     if options.compute_dtype == "float16":
         raise UserError("--compute-dtype float16: gradients underflow in it; recovery runs in float32 or bfloat16")
@@ -238,11 +214,7 @@ def training_dtype(
 
 
 def asked_after(after: str | None, model: Model) -> frozenset[int]:
-    """Numbers of blocks that `--perplexity-after` names: with commas between, or all.
-
-    Raises:
-        UserError: not numbers, more than there are, or the model has no perplexity.
-    """
+    """Numbers of blocks that `--perplexity-after` names: with commas between, or all."""
     if after is None:
         return frozenset()
     blocks = model.blocks

@@ -42,9 +42,6 @@ def read_recipe(options: PruneOptions) -> ChosenRecipe:
 
     Args:
         options: that do not contradict each other by themselves.
-
-    Raises:
-        UserError: options that do not go with it, or what cannot be read.
     """
     device = resolve_device(options.device)
     plan = options.plan if options.plan is None or isinstance(options.plan, Plan) else read_plan(Path(options.plan))
@@ -68,11 +65,7 @@ def read_recipe(options: PruneOptions) -> ChosenRecipe:
 
 
 def recipe_of(options: RecipeOptions) -> tuple[RecipeFile, Recipe]:
-    """A recipe's file, and the recipe with the changes that options make to it.
-
-    Raises:
-        UserError: it cannot be read.
-    """
+    """A recipe's file, and the recipe with the changes that options make to it."""
     file = locate_recipe(DEFAULT_RECIPE if options.recipe is None else options.recipe)
     changes = options.overrides
     if options.container is not None:

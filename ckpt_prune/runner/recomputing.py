@@ -33,16 +33,11 @@ def recomputed(folder: Path, dense: Path, statistics: Path) -> tuple[bool | None
     """Prune some blocks of the dense model again and hold them against the output's.
 
     Args:
-        folder: the output.
         dense: the model it was made from.
-        statistics: those it was made from.
 
     Returns:
         Whether they are the same; None where an output of its kind cannot be made again block by block. And what was
         found.
-
-    Raises:
-        UserError: the statistics or the model are not those of the output, or there is nothing to compare by.
     """
     report = report_of(folder)
     if report is None:

@@ -18,7 +18,6 @@ def report_of(prepared: Prepared, records: Mapping[str, Sequence[Any]], run: Run
     """Return the report of a job.
 
     Args:
-        prepared: at the end.
         records: key of a stage → records of its step on all blocks.
         run: with what the stages have done as a whole.
     """

@@ -19,16 +19,12 @@ class Shifting:
     """Looks on while a plan is made, and asks of every site what it loses on other statistics.
 
     Args:
-        prepared: the job that is planned.
         statistics: of the same model on other text or images.
 
     Attributes:
         source: of the other moments, for `Pruner.sites`.
         left: spaces of which nothing is told: moments do not say what becomes of whole experts.
         same: whether both were measured on the same samples, so that nothing is held against others.
-
-    Raises:
-        UserError: they are of another model, or one of the two lacks what sites are held against.
     """
 
     def __init__(self, prepared: Prepared, statistics: Statistics) -> None:

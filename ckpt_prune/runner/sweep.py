@@ -71,7 +71,6 @@ def depth_points_at(job: Job, ratios: Sequence[float]) -> list[DepthPoint]:
     """Drop whole blocks instead, at several ratios; nothing where the statistics do not say what that does.
 
     Args:
-        job: with dense statistics.
         ratios: shares of the blocks to drop; those that round to none, or leave none, are left out.
     """
     model, statistics = job.model, job.statistics
@@ -94,10 +93,6 @@ def points_at(job: Job, ratios: Sequence[float]) -> list[Point]:
 
     Args:
         job: with dense statistics, if its recipe needs any; its own ratio or size is not used.
-        ratios: shares of units to drop.
-
-    Raises:
-        UserError: a ratio leaves nothing of a space.
     """
     recipe, ranked = job.recipe, None
     if recipe.needs_moments and job.statistics is not None and not recipe.ranks_blocks:
@@ -106,11 +101,7 @@ def points_at(job: Job, ratios: Sequence[float]) -> list[Point]:
 
 
 def point_of(value: float | str, job: Job, ranked: Mapping[Site, Sequence[RankedUnits]] | None = None) -> Point:
-    """Plan a job at a value that its recipe has.
-
-    Raises:
-        UserError: the recipe leaves nothing of a space.
-    """
+    """Plan a job at a value that its recipe has."""
     start = begin(job)
     plan = make_plan(prepare_plan(job, ranked))
     point = _point(value, start.model, start.recipe, plan.sites, plan.after)
@@ -118,13 +109,7 @@ def point_of(value: float | str, job: Job, ranked: Mapping[Site, Sequence[Ranked
 
 
 def point_of_output(value: float | str, prepared: Prepared, report: Report) -> Point:
-    """What a prune at a value that its recipe has came to.
-
-    Args:
-        value: of the key.
-        prepared: the job.
-        report: of its output.
-    """
+    """What a prune at a value that its recipe has came to."""
     found = _point(value, prepared.model, prepared.recipe, report.sites, report.after)
     dimensions = None if report.hidden is None else report.hidden.kept
     return replace(found, blocks=_blocks(report.depth), dimensions=dimensions)

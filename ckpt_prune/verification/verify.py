@@ -56,12 +56,7 @@ def verify(folder: Path, against: Path | None = None, family: Path | None = None
     `ckpt_prune.load`: the code in the folder is not run.
 
     Args:
-        folder: the checkpoint.
-        against: the dense model.
         family: description of the dense model's family; by default the one that the checkpoint carries.
-
-    Raises:
-        UserError: the folder is no checkpoint or an unfinished one, or it was not made from `against`.
     """
     refuse_unfinished(folder)
     checkpoint = Checkpoint.open(folder)
@@ -89,11 +84,7 @@ def verify(folder: Path, against: Path | None = None, family: Path | None = None
 
 
 def run_check(name: str, check: Callable[[], tuple[bool | None, str]]) -> Check:
-    """Run a check; a UserError in it is its failure.
-
-    Raises:
-        UserError: the system could not give a file, which says nothing about what was to be checked.
-    """
+    """Run a check; a UserError in it is its failure."""
     try:
         passed, detail = check()
     except UserError as error:

@@ -47,9 +47,6 @@ def observe_gap(
 
     Args:
         stream: of the dense model, for its batches and what blocks are passed beside states; its own are not read.
-        index: of the block.
-        tensors: its on-disk tensors.
-        spaces: from `find_map_spaces`.
         entering: states that enter it, (N, T, hidden).
         reached: states that it is to give.
     """

@@ -33,12 +33,7 @@ def measure_losses_without(
     that follow. Time: L²/2 runs of a block, and L readouts. Memory: a block, and hidden states of every branch.
 
     Args:
-        model: the dense model.
-        samples: all are run.
-        gone: blocks that are gone already.
         allowed: blocks of which each is left out in turn.
-        device: where blocks run.
-        compute_dtype: in which they run.
         allocate: makes the tensors that hold hidden states.
         part: what is left out of a block: all of it, or its attention or mlp.
     """

@@ -46,11 +46,7 @@ def _left_to_do(recipe: Recipe) -> Recipe:
 
 
 def wanted_depth(prepared: Prepared) -> Wanted:
-    """How many blocks are to go, and among which.
-
-    Raises:
-        UserError: none would, more than may, or all.
-    """
+    """How many blocks are to go, and among which."""
     model, recipe, depth = prepared.model, prepared.recipe, depth_of(prepared)
     blocks, name = model.blocks, recipe.name
     if depth.blocks is not None:
@@ -135,11 +131,7 @@ def without(model: Model, gone: Sequence[int]) -> Model:
 
 
 def check_depth(prepared: Prepared) -> None:
-    """Refuse to drop blocks where that cannot be, before anything is measured.
-
-    Raises:
-        UserError: with the first thing that does not fit.
-    """
+    """Refuse to drop blocks where that cannot be, before anything is measured."""
     model, recipe, depth = prepared.model, prepared.recipe, depth_of(prepared)
     family = model.family
     data = DATA_OPTIONS[family.modality]
@@ -249,8 +241,6 @@ def at_depth(prepared: Prepared, record: DepthRecord, model: Model | None = None
     """Return the state of a model without the blocks that are gone.
 
     Args:
-        prepared: before.
-        record: which blocks are gone.
         model: what stays; its tensors are the dense model's by default.
     """
     short = prepared.model if model is None else model
@@ -268,11 +258,7 @@ def at_depth(prepared: Prepared, record: DepthRecord, model: Model | None = None
 
 
 def check_samples(prepared: Prepared) -> None:
-    """Refuse maps, or numbers of blocks to compare, without samples to run the model on.
-
-    Raises:
-        UserError: there are statistics or a plan, and no samples.
-    """
+    """Refuse maps, or numbers of blocks to compare, without samples to run the model on."""
     given = prepared.statistics is not None or prepared.plan is not None
     depth = depth_of(prepared)
     if depth.runs_model and given and prepared.live is None:

@@ -45,11 +45,7 @@ _MAPS = "depth.safetensors"
 
 
 def drop_blocks(prepared: Prepared, run: Run) -> Prepared:
-    """Return the state of the model without the blocks that the recipe drops: every later stage sees it so.
-
-    Raises:
-        UserError: the blocks that are chosen cannot go.
-    """
+    """Return the state of the model without the blocks that the recipe drops: every later stage sees it so."""
     journal, folder, stages = run.own_journal, run.scratch, run.stages
     with disk_failures(folder):
         folder.mkdir(exist_ok=True)
@@ -123,9 +119,6 @@ def chosen_depth(prepared: Prepared, journal: Journal | None = None) -> DepthRec
     Args:
         prepared: of a recipe that drops blocks.
         journal: of the run, where blocks that were chosen one by one are entered.
-
-    Raises:
-        UserError: no runs of blocks are as few as the recipe says, or the class cannot have them.
     """
     if prepared.plan is not None:
         assert prepared.plan.depth is not None
@@ -143,11 +136,7 @@ def drop_planned_blocks(prepared: Prepared) -> Prepared:
 
 
 def _chosen(prepared: Prepared, journal: Journal | None) -> tuple[list[int], Distances | None]:
-    """The blocks that go, ascending, and what was measured of all runs to choose them.
-
-    Raises:
-        UserError: no runs of them are as few as the recipe says.
-    """
+    """The blocks that go, ascending, and what was measured of all runs to choose them."""
     depth, wanted = depth_of(prepared), wanted_depth(prepared)
     if depth.choice is None or not wanted.count:
         return list(wanted.allowed[: wanted.count]), None

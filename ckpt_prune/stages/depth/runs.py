@@ -14,8 +14,6 @@ def least_blocks(costs: Sequence[float], count: int, allowed: Collection[int]) -
     """The blocks of least cost, each by itself; of equal ones the first. Ascending.
 
     Args:
-        costs: of every block.
-        count: how many.
         allowed: blocks that may go, `count` at least.
     """
     return sorted(sorted(allowed, key=lambda block: (costs[block], block))[:count])
@@ -26,9 +24,6 @@ def least_runs(costs: Sequence[Sequence[float]], count: int, most: int, allowed:
 
     Args:
         costs: of dropping blocks a to b − 1 together, at [a][b].
-        count: blocks of all runs together.
-        most: runs.
-        allowed: blocks that may go.
     """
     blocks, inside = len(costs) - 1, set(allowed)
     # What is best for so many blocks in so many runs before a block that stays, by dynamic programming.

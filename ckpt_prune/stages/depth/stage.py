@@ -141,7 +141,6 @@ class Depth(Stage):
         return self
 
     def check_recipe(self, recipe: Recipe) -> None:
-        """Refuse keys that also say how much goes, or that speak of what blocks do not have."""
         if recipe.spaces:
             self._check_beside_spaces(recipe)
             return
@@ -182,35 +181,27 @@ class Depth(Stage):
             )
 
     def applies(self, recipe: Recipe) -> bool:
-        """Return True if it is meant for the size that the recipe asks for."""
         return self.under is None or (recipe.size is not None and recipe.size.kind in self.under)
 
     def needs_moments(self, recipe: Recipe) -> bool:
-        """Return True if blocks are chosen by measuring, or maps are fitted in their place."""
         return self.measures
 
     def needs_folds(self, recipe: Recipe) -> bool:
-        """Return True if the strength of maps is chosen on held-out folds."""
         return self.compensation.lambda_by == "folds"
 
     def collects(self, recipe: Recipe) -> set[Collect]:
-        """Return the Fisher metric, with which runs of blocks are compared, unless the loss or nothing chooses."""
         return set() if self.choice in (None, "loss") else {"fisher"}
 
     def measures_prefix(self, recipe: Recipe) -> bool:
-        """Return True: the blocks that stay follow others than before."""
         return True
 
     def needs_samples(self, recipe: Recipe) -> bool:
-        """Return True: what blocks do, and what makes up for them, is measured on samples."""
         return True
 
     def needs_text(self, recipe: Recipe) -> bool:
-        """Return True if the loss of next tokens chooses."""
         return self.choice == "loss"
 
     def alone(self, recipe: Recipe) -> str:
-        """Return why one process works alone."""
         return "drops whole blocks"
 
     @property
@@ -242,35 +233,29 @@ class Depth(Stage):
     # ---- work ------------------------------------------------------------------------------------------------
 
     def check(self, prepared: "Prepared") -> None:
-        """Refuse to drop blocks of a model that cannot lose them."""
         from ckpt_prune.stages.depth.preview import check_depth
 
         check_depth(prepared)
 
     def check_data(self, prepared: "Prepared") -> None:
-        """Refuse fewer than two folds if maps are chosen on held-out ones."""
         from ckpt_prune.stages.spaces.checks import check_folds
 
         check_folds(prepared)
 
     def check_training(self, prepared: "Prepared") -> None:
-        """Refuse maps, or numbers of blocks to compare, without samples to run the model on."""
         from ckpt_prune.stages.depth.preview import check_samples
 
         check_samples(prepared)
 
     def preview(self, prepared: "Prepared") -> "Prepared":
-        """Drop as many blocks as will go: the last ones stand for those that measuring chooses."""
         from ckpt_prune.stages.joint_counts.placeholders import drop_any_blocks
 
         return drop_any_blocks(prepared)
 
     def run(self, prepared: "Prepared", run: "Run") -> "Prepared":
-        """Measure which blocks do least, drop them, and fit maps in their place."""
         from ckpt_prune.stages.depth.run import drop_blocks
 
         return drop_blocks(prepared, run)
 
     def report(self, prepared: "Prepared", records: Sequence[Any], run: "Run") -> dict[str, Any]:
-        """Return which blocks are gone."""
         return {"depth": prepared.depth}

@@ -26,7 +26,6 @@ class Export(GraphSettings, Stage):
 
     @classmethod
     def fill_in(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Drop columns in multiples of the graph's blocks, if their size is given: the graph refuses others."""
         spaces, export = values.get("spaces"), values.get("export")
         if not isinstance(spaces, dict) or not isinstance(export, dict):
             return values

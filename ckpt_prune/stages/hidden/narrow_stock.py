@@ -23,9 +23,6 @@ def narrow_container(view: SlicedCheckpoint) -> tuple[Container, Layout]:
 
     Args:
         view: the dense model in one basis of fewer dimensions.
-
-    Raises:
-        UserError: no stock class has such a stream beside heads of this width; with the reason.
     """
     model = view.model
     narrow = _narrow(model, view.kept)
@@ -50,9 +47,6 @@ def narrow_model(view: SlicedCheckpoint) -> tuple[Model, str | None]:
 
     Returns:
         The model, and why it is of another class than the dense one; None where it is not.
-
-    Raises:
-        UserError: no stock class has such a stream.
     """
     container, _ = narrow_container(view)
     checkpoint = NarrowCheckpoint.of(view, container.config, container.biases)
@@ -75,11 +69,7 @@ def _narrow(model: Model, kept: int) -> Model:
 
 
 def _check_heads(model: Model, container: Container) -> None:
-    """Refuse a class that makes heads as wide as its stream is.
-
-    Raises:
-        UserError: it does.
-    """
+    """Refuse a class that makes heads as wide as its stream is."""
     family, names = model.family, container.names()
     for module in family.attention.modules:
         name = model.tensor(0, module)
@@ -95,15 +85,7 @@ def _check_heads(model: Model, container: Container) -> None:
 
 
 def embedding_scale(model: Model, container: Container) -> float:
-    """What the output's class multiplies its embedding by, as a share of what it would at the dense width.
-
-    Args:
-        model: the dense model.
-        container: of the output, stock.
-
-    Raises:
-        UserError: the class derives something else from the width of its stream.
-    """
+    """What the output's class multiplies its embedding by, as a share of what it would at the dense width."""
     key, width = model.family.dimensions["hidden"][0], model.dimension("hidden")
     wide = container.config | {stored_key(key, container.config, model.config): width}
     kept = int(getattr(parse_config(container.config), key))

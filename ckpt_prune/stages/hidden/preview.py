@@ -34,11 +34,7 @@ def _left_to_do(recipe: Recipe) -> Recipe:
 
 
 def wanted_width(prepared: Prepared) -> int:
-    """How many dimensions of the stream are to stay; all, where that is still to be measured.
-
-    Raises:
-        UserError: none would, or more are to go than there are, or the size is out of reach.
-    """
+    """How many dimensions of the stream are to stay; all, where that is still to be measured."""
     model, recipe, hidden = prepared.model, prepared.recipe, hidden_of(prepared)
     width, step = model.dimension("hidden"), hidden.multiple_of
     least = least_width(prepared)
@@ -116,22 +112,14 @@ def _width_for_size(prepared: Prepared, least: int) -> int:
 
 
 def _cost(prepared: Prepared, kept: int) -> Cost:
-    """What the output of some width costs.
-
-    Raises:
-        UserError: no container can hold it.
-    """
+    """What the output of some width costs."""
     model = prepared.model
     widths = [{space: model.units(space) for space in model.family.spaces}] * model.blocks
     return sliced_output(model, view_of(prepared, kept), widths).cost
 
 
 def check_hidden(prepared: Prepared) -> None:
-    """Refuse to slice a residual stream where that cannot be, before anything is measured.
-
-    Raises:
-        UserError: with the first thing that does not fit.
-    """
+    """Refuse to slice a residual stream where that cannot be, before anything is measured."""
     model, recipe, hidden = prepared.model, prepared.recipe, hidden_of(prepared)
     if model.checkpoint.within is not None:
         raise UserError(
@@ -190,8 +178,6 @@ def narrowed(prepared: Prepared, bases: Bases, energy: Sequence[float]) -> Prepa
     """Return the state once the stream is sliced: as it is, if the model is within its size already.
 
     Args:
-        prepared: before.
-        bases: of every block.
         energy: share of the energy of their signals that they keep.
     """
     kept, width = wanted_width(prepared), prepared.model.dimension("hidden")
@@ -208,8 +194,6 @@ def jointly_narrowed(prepared: Prepared, record: HiddenRecord, view: SlicedCheck
     """Return the state once the stream has lost dimensions, for spaces that then lose units.
 
     Args:
-        prepared: before.
-        record: of the stream.
         view: the model in the basis that was measured; by default names and shapes alone.
     """
     own = at_own_size(prepared) if hidden_of(prepared).auto else prepared
@@ -225,8 +209,6 @@ def hidden_record(prepared: Prepared, kept: int, energy: Sequence[float] = ()) -
     """What is left of a stream of which so many dimensions stay.
 
     Args:
-        prepared: the whole one.
-        kept: how many.
         energy: of their signals that they keep, basis by basis.
     """
     hidden, model = hidden_of(prepared), prepared.model
@@ -254,9 +236,6 @@ def half_stream(prepared: Prepared) -> tuple[int, Callable[[Model], Model]]:
 
     Args:
         prepared: the whole one, of a recipe with one basis for all blocks.
-
-    Raises:
-        UserError: no stock class has such a stream.
     """
     check_sliceable(prepared.model, hidden_of(prepared).kind)
     step = hidden_of(prepared).multiple_of
@@ -266,13 +245,7 @@ def half_stream(prepared: Prepared) -> tuple[int, Callable[[Model], Model]]:
 
 
 def view_of(prepared: Prepared, kept: int, bases: Bases = not_measured) -> SlicedCheckpoint:
-    """The model in bases of so many dimensions.
-
-    Args:
-        prepared: the whole one.
-        kept: how many.
-        bases: of every block.
-    """
+    """The model in bases of so many dimensions."""
     model, hidden = prepared.model, hidden_of(prepared)
     view = SlicedCheckpoint(model, hidden.kind, kept, bases, untied=_untied(prepared), device=prepared.device)
     if not view.shared:

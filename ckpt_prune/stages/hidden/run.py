@@ -43,20 +43,13 @@ _SHARED = "shared"
 
 @dataclass(frozen=True)
 class WrittenBases:
-    """Bases as they stand on disk, float32: a resumed run sees the same bits.
-
-    Args:
-        folder: where they are.
-        shared: whether one serves all blocks.
-        sublayers: of a block.
-    """
+    """Bases as they stand on disk, float32: a resumed run sees the same bits."""
 
     folder: Path
     shared: bool
     sublayers: int
 
     def __call__(self, block: int) -> tuple[Tensor, ...]:
-        """Of the sub-layers of a block, (d, k) float64 each."""
         held = read_header(self.folder / self.name(block)).tensors
         found = read_tensors(self.folder, list(held.values()))
         own = [found[str(place)].double() for place in range(len(found))]

@@ -62,8 +62,6 @@ class SlicedCheckpoint(AbsorbedCheckpoint):
         kind: per-block: every sub-layer reads the stream in a basis of its own, and matrices on the skip connections
             take it from one to the next; embedding, final norm and head stay as they are. shared: one basis, absorbed
             by whatever reads and writes the stream.
-        kept: k, dimensions that stay.
-        bases: block → its bases.
         untied: whether a tied head becomes a table of its own, if the basis is shared.
         embedding_scale: what the stock class of the output multiplies its embedding by, as a share of what the dense
             one does (gemma's follows from the width).

@@ -27,7 +27,6 @@ class SlicedStream:
 
     Args:
         stream: of the dense model, at its first block.
-        sublayers: of every block.
         normed: take Grams of the norms' outputs before their gains, and not of the stream itself.
         centred: whether norms subtract the mean over coordinates.
     """

@@ -61,7 +61,6 @@ class Hidden(Stage):
         return self
 
     def check_recipe(self, recipe: Recipe) -> None:
-        """Refuse keys that also say how much goes, or that speak of what a residual stream does not have."""
         if recipe.has("depth") and self.kind != "shared":
             raise ValueError(
                 "hidden.kind: per-block needs code of its own: for whole blocks as well say kind: shared, or prune "
@@ -105,11 +104,9 @@ class Hidden(Stage):
             )
 
     def needs_moments(self, recipe: Recipe) -> bool:
-        """Return True: bases are measured."""
         return True
 
     def collects(self, recipe: Recipe) -> set[Collect]:
-        """Return the Grams of what linear modules read, from which one basis of the stream follows."""
         return {"gram", "linears"} if self.kind == "shared" and not recipe.spaces else set()
 
     def basis_from_statistics(self, recipe: Recipe) -> bool:
@@ -117,19 +114,15 @@ class Hidden(Stage):
         return self.kind == "shared" and self.signal == "normed" and not recipe.spaces and not recipe.has("depth")
 
     def measures_prefix(self, recipe: Recipe) -> bool:
-        """Return True: what reads the stream may be measured behind sliced blocks."""
         return True
 
     def needs_samples(self, recipe: Recipe) -> bool:
-        """Return True unless statistics hold the one basis of the stream."""
         return not self.basis_from_statistics(recipe)
 
     def needs_own_code(self, recipe: Recipe) -> bool:
-        """Return True if every block has bases of its own."""
         return self.kind == "per-block"
 
     def alone(self, recipe: Recipe) -> str:
-        """Return why one process works alone."""
         return "slices the residual stream"
 
     @property
@@ -140,25 +133,21 @@ class Hidden(Stage):
     # ---- work ------------------------------------------------------------------------------------------------
 
     def check(self, prepared: "Prepared") -> None:
-        """Refuse to slice the residual stream of a model that does not allow it."""
         from ckpt_prune.stages.hidden.preview import check_hidden
 
         check_hidden(prepared)
 
     def preview(self, prepared: "Prepared") -> "Prepared":
-        """Narrow the stream to as many dimensions as will stay, in a basis that is not measured."""
         from ckpt_prune.stages.joint_counts.placeholders import narrow_unmeasured
 
         return narrow_unmeasured(prepared)
 
     def run(self, prepared: "Prepared", run: "Run") -> "Prepared":
-        """Measure the bases, and narrow the stream."""
         from ckpt_prune.stages.hidden.run import narrow_stream
 
         return narrow_stream(prepared, run)
 
     def report(self, prepared: "Prepared", records: Sequence[Any], run: "Run") -> dict[str, Any]:
-        """Return how many dimensions stay; nothing if the model was within its size already."""
         record = prepared.hidden
         idle = prepared.basis is None and not prepared.job.recipe.spaces
         return {"hidden": None if idle else record}

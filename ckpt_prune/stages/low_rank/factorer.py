@@ -31,7 +31,6 @@ class Factorer:
     """Puts two thin linears in the place of every linear module of a block.
 
     Args:
-        family: the model's description.
         ranks: of each block, module → rank; modules that are not there stay.
         device: where they are found, in float64.
         dense: of moments of the dense model, by which the first linear of each is found where the second is fitted to
@@ -51,15 +50,10 @@ class Factorer:
         """Factor one block, one group of linears that read the same input after the other.
 
         Args:
-            block: its index.
-            tensors: its on-disk tensors.
             source: of moments; telling it the result is up to the caller.
 
         Returns:
             The block's new tensors, with two factors in the place of a weight, and what was done to each linear.
-
-        Raises:
-            UserError: a factor overflows the checkpoint's dtype.
         """
         running, made = dict(tensors), {}
         factored: list[FactoredLinear] = []
@@ -113,11 +107,7 @@ class Factorer:
 
 
 def ranks_of(prepared: Prepared, recipe: LowRank) -> Ranks:
-    """Return the rank of every linear module that becomes two.
-
-    Raises:
-        UserError: nothing would: every weight is smaller than its factors.
-    """
+    """Return the rank of every linear module that becomes two."""
     family, tensors = prepared.model.family, prepared.model.checkpoint.tensors
     # What transformers holds as several modules (DINOv2's gate and up) stays: none of them is the weight on disk.
     modules = [module for module in family.linears_of(recipe.only) if len(module_paths(family)[module]) == 1]

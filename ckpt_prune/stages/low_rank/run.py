@@ -10,11 +10,7 @@ from ckpt_prune.stages.moments import check_collected
 
 
 def check_low_rank(low_rank: LowRank, prepared: Prepared) -> None:
-    """Refuse models whose linear modules cannot be factored, and data that the method cannot use.
-
-    Raises:
-        UserError: with the first thing that does not fit.
-    """
+    """Refuse models whose linear modules cannot be factored, and data that the method cannot use."""
     family, name = prepared.model.family, prepared.recipe.name
     if family.experts is not None:
         raise UserError(

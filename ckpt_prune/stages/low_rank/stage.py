@@ -50,7 +50,6 @@ class LowRank(Stage):
     )
 
     def check_recipe(self, recipe: Recipe) -> None:
-        """Refuse keys that speak of units, and a container that cannot hold factors."""
         for key in ("allocation", "widths", "weigh_by", "layers", "size"):
             if getattr(recipe, key) != Recipe.model_fields[key].default:
                 raise ValueError(f"{key} speaks of units of spaces: it does not go with low_rank")
@@ -64,31 +63,24 @@ class LowRank(Stage):
             raise ValueError("low_rank with ratio 0 leaves nothing to do: say which share of the parameters goes")
 
     def at_one_ratio(self) -> Self:
-        """Return the stage that takes the same share of every weight."""
         return self.model_copy(update={"allocation": "uniform"})
 
     def needs_moments(self, recipe: Recipe) -> bool:
-        """Return True if outputs count, by the Grams of the inputs."""
         return self.whitens
 
     def measures_prefix(self, recipe: Recipe) -> bool:
-        """Return True if outputs count."""
         return self.whitens
 
     def measures_dense(self, recipe: Recipe) -> bool:
-        """Return True if ranks are chosen by all blocks, or factors fitted again to what the dense ones make."""
         return self.update or self.decides_widths(recipe)
 
     def decides_widths(self, recipe: Recipe) -> bool:
-        """Return True if ranks are those of the least error."""
         return self.allocation == "energy"
 
     def needs_own_code(self, recipe: Recipe) -> bool:
-        """Return True: no class has two linear modules in the place of one."""
         return True
 
     def collects(self, recipe: Recipe) -> set[Collect]:
-        """Return the Grams of what linear modules read, if outputs count."""
         return {"gram", "linears"} if self.whitens else set()
 
     @property
@@ -99,41 +91,34 @@ class LowRank(Stage):
     # ---- work ------------------------------------------------------------------------------------------------
 
     def check(self, prepared: "Prepared") -> None:
-        """Refuse models whose linear modules cannot be factored, and statistics that lack Grams."""
         from ckpt_prune.stages.low_rank.run import check_low_rank
 
         check_low_rank(self, prepared)
 
     def preview(self, prepared: "Prepared") -> "Prepared":
-        """Decide the ranks; the same share of every weight stands for ranks that measuring finds."""
         from ckpt_prune.stages.output import plan_output
         from ckpt_prune.stages.spaces.measure_dense import preview_choice
 
         return preview_choice(prepared, plan_output)
 
     def run(self, prepared: "Prepared", run: "Run") -> "Prepared":
-        """Measure the dense model if that is needed, and decide the ranks."""
         from ckpt_prune.stages.output import plan_output
         from ckpt_prune.stages.spaces.measure_dense import measure_and_choose
 
         return measure_and_choose(prepared, run, plan_output)
 
     def pruner(self, prepared: "Prepared") -> "BlockPruner":
-        """Return what factors the linear modules of a block."""
         from ckpt_prune.stages.low_rank.run import factorer_of
 
         return factorer_of(self, prepared)
 
     def grams(self, prepared: "Prepared") -> dict[str, bool] | None:
-        """Return which inputs need Grams: all, if outputs count."""
         return dict.fromkeys(prepared.model.family.inputs, True) if self.whitens else None
 
     def step(self, prepared: "Prepared", run: "Run") -> "Step":
-        """Return what factors a block."""
         from ckpt_prune.stages.moments import prune_step
 
         return prune_step(self, prepared)
 
     def report(self, prepared: "Prepared", records: Sequence[Any], run: "Run") -> dict[str, Any]:
-        """Return what became of every linear module."""
         return {"factored": list(records)}

@@ -28,8 +28,6 @@ def least_divergence(curves: Sequence[Points], sizes: Sequence[int], ratio: floa
     """Ratios of blocks whose predicted divergences have the least sum (`budget.least_error`).
 
     Args:
-        curves: of every block.
-        sizes: weights of every block.
         ratio: of all weights together, which the result meets exactly.
         spread: no block's ratio is further from that.
 
@@ -57,7 +55,6 @@ def least_divergence_in_groups(curves: Sequence[Sequence[float]], sizes: Sequenc
 
     Args:
         curves: of every block, the divergence with 0, 1, … M − 1 of M weights zero.
-        sizes: weights of every block.
         kept: N of the pattern of the whole.
     """
     # With all weights zero: no block may have that, and least_error keeps one unit at the least.

@@ -29,8 +29,6 @@ class Masker:
     """Zeroes weights of every linear module of a block that spaces lie on (sparsity/README.md).
 
     Args:
-        model: the source.
-        mask: how.
         ratio: share of weights to zero, where the pattern is unstructured.
         groups: N:M; None where it is unstructured.
         biases: linear modules of a block that have a bias in the output container.
@@ -56,17 +54,11 @@ class Masker:
         """Mask one block, one group of linears that read the same input after the other.
 
         Args:
-            block: its index.
-            tensors: its on-disk tensors.
             source: of moments; telling it the result is up to the caller.
 
         Returns:
             The block's new tensors, names, shapes and dtypes as before, with missing biases, and what was done to each
             linear.
-
-        Raises:
-            UserError: SparseGPT's Hessian is singular, or its update overflows the checkpoint's dtype; both name the
-                weight.
         """
         if self.shares is not None:
             own = None if self.groups is None else self.groups.keeping(self.shares[block])
@@ -147,15 +139,7 @@ class Masker:
 
 
 def check_widths(model: Model, mask: Mask) -> None:
-    """Refuse a pattern that the weights of a block cannot have.
-
-    Args:
-        model: that is masked.
-        mask: how.
-
-    Raises:
-        UserError: a width is not a multiple of M.
-    """
+    """Refuse a pattern that the weights of a block cannot have."""
     groups = mask.groups
     if groups is None:
         return

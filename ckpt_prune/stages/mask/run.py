@@ -17,11 +17,7 @@ from ckpt_prune.stages.rotation.run import rotations_in_turn
 
 
 def check_mask(mask: Mask, prepared: Prepared) -> None:
-    """Refuse a pattern that does not fit the weights, and statistics that lack what the method needs.
-
-    Raises:
-        UserError: with the first thing that does not fit.
-    """
+    """Refuse a pattern that does not fit the weights, and statistics that lack what the method needs."""
     check_widths(prepared.model, mask)
     if mask.allocation == "divergence" and prepared.model.family.experts is not None:
         raise UserError(
@@ -33,11 +29,7 @@ def check_mask(mask: Mask, prepared: Prepared) -> None:
 
 
 def check_samples(mask: Mask, prepared: Prepared) -> None:
-    """Refuse statistics where shares of zeros need samples to run the model on.
-
-    Raises:
-        UserError: there are no samples.
-    """
+    """Refuse statistics where shares of zeros need samples to run the model on."""
     if mask.allocation == "divergence" and prepared.live is None:
         raise UserError(
             f"recipe {prepared.recipe.name} shares a mask's zeros out by what they do to the model itself: give "

@@ -37,11 +37,7 @@ TRIED = (0.25, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 
 def shared_out(prepared: Prepared, mask: Mask) -> MaskShares:
-    """Choose every block's share of zeros by the recipe's `mask.allocation`.
-
-    Raises:
-        UserError: a share that no mask can have, or figures that are not finite.
-    """
+    """Choose every block's share of zeros by the recipe's `mask.allocation`."""
     model = prepared.model
     if mask.allocation == "divergence":
         return _by_divergence(prepared, mask)

@@ -107,7 +107,6 @@ class Mask(Stage):
 
     @classmethod
     def fill_in(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Set the recipe's ratio to that of an N:M pattern."""
         mask = values.get("mask")
         text = mask.get("pattern", UNSTRUCTURED) if isinstance(mask, dict) else UNSTRUCTURED
         try:
@@ -123,7 +122,6 @@ class Mask(Stage):
         return values | {"ratio": groups.ratio}
 
     def check_recipe(self, recipe: Recipe) -> None:
-        """Refuse keys that speak of units, and a mask that does not say how much it zeroes."""
         if recipe.layers is not None:
             raise ValueError("layers is for spaces: a mask zeroes weights of every block")
         if (recipe.allocation, recipe.widths, recipe.size) != ("uniform", "uniform", None):
@@ -136,19 +134,15 @@ class Mask(Stage):
             raise ValueError("an unstructured mask needs ratio, the share of weights to zero; N:M patterns do not")
 
     def needs_moments(self, recipe: Recipe) -> bool:
-        """Return True unless magnitudes alone choose the weights and their shares."""
         return self.reads_inputs or self.allocation in ("owl", "divergence")
 
     def measures_prefix(self, recipe: Recipe) -> bool:
-        """Return True if weights are chosen by what reaches them."""
         return self.reads_inputs
 
     def collects(self, recipe: Recipe) -> set[Collect]:
-        """Return moments of what linear modules read: Grams for sparsegpt, norms for the others."""
         return {"gram", "linears"} if self.method == "sparsegpt" else {"linears"}
 
     def alone(self, recipe: Recipe) -> str | None:
-        """Return why one process works alone: it compares all blocks."""
         return None if self.allocation == "uniform" else "shares a mask's zeros out"
 
     @property
@@ -179,49 +173,41 @@ class Mask(Stage):
     # ---- work ------------------------------------------------------------------------------------------------
 
     def check(self, prepared: "Prepared") -> None:
-        """Refuse a pattern that does not fit the weights, and statistics that lack what the method needs."""
         from ckpt_prune.stages.mask.run import check_mask
 
         check_mask(self, prepared)
 
     def check_data(self, prepared: "Prepared") -> None:
-        """Refuse statistics where shares of zeros need samples to run the model on."""
         from ckpt_prune.stages.mask.run import check_samples
 
         check_samples(self, prepared)
 
     def run(self, prepared: "Prepared", run: "Run") -> "Prepared":
-        """Measure the dense model if that is needed."""
         from ckpt_prune.stages.spaces.measure_dense import measure_dense
 
         return measure_dense(prepared, run)
 
     def before_blocks(self, prepared: "Prepared", run: "Run") -> "Prepared":
-        """Choose how many zeros each block gets."""
         from ckpt_prune.stages.mask.run import share_zeros
 
         return share_zeros(self, prepared, run)
 
     def pruner(self, prepared: "Prepared") -> "BlockPruner":
-        """Return what masks a block."""
         from ckpt_prune.stages.mask.run import masker_of
 
         return masker_of(self, prepared)
 
     def grams(self, prepared: "Prepared") -> dict[str, bool] | None:
-        """Return which inputs need Grams: Wanda needs norms, and the Gram for the error that the report states."""
         if not self.reads_inputs:
             return None
         return dict.fromkeys(prepared.model.family.inputs, prepared.diagnostics or self.method == "sparsegpt")
 
     def step(self, prepared: "Prepared", run: "Run") -> "Step":
-        """Return what masks a block."""
         from ckpt_prune.stages.mask.run import mask_step
 
         return mask_step(self, prepared)
 
     def report(self, prepared: "Prepared", records: Sequence[Any], run: "Run") -> dict[str, Any]:
-        """Return what became of every linear module, and how the zeros are shared out."""
         from ckpt_prune.job import report as model
 
         mask = model.Mask(

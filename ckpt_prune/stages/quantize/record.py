@@ -64,7 +64,6 @@ class QuantizationRecord(FixedRecord):
         return self.model_dump(mode="json")
 
     def __repr_args__(self) -> list[tuple[str | None, Any]]:
-        """Show the main fields."""
         return [
             ("source", self.source.name),
             ("format", self.format),

@@ -28,25 +28,21 @@ class Quantize(Stage):
     group_size: str | None = Field(None, description="Columns that share a scale, or channel.")
 
     def check(self, prepared: "Prepared") -> None:
-        """Refuse what cannot be loaded later."""
         from ckpt_prune.stages.quantize.step import choose_weights
 
         choose_weights(self, prepared)
 
     def preview(self, prepared: "Prepared") -> "Prepared":
-        """Lay out the packed tensors."""
         from ckpt_prune.stages.quantize.step import lay_out
 
         return lay_out(self, prepared)
 
     def step(self, prepared: "Prepared", run: "Run") -> "Step":
-        """Return what rounds the weights of a block."""
         from ckpt_prune.stages.quantize.step import QuantizeStep, choose_weights
 
         return QuantizeStep(choose_weights(self, prepared), prepared)
 
     def form(self) -> "Form":
-        """Return the form of the output: a record of its own."""
         from ckpt_prune.stages.quantize.step import QUANTIZED
 
         return QUANTIZED

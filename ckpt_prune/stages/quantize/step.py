@@ -153,7 +153,6 @@ class QuantizeStep(Step):
         self._factors = None if prepared.statistics is None else GramFactors(prepared.model, prepared.statistics)
 
     def act(self, block: int, tensors: Tensors) -> tuple[Tensors, list[BaseModel]]:
-        """Return the block with packed tensors in place of its weights, and what rounding changed."""
         new: dict[str, Tensor] = {}
         rounded: list[BaseModel] = []
         for name, tensor in tensors.items():

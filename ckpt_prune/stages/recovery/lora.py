@@ -131,7 +131,6 @@ def train_adapters(
         dtypes: module that gets an adapter → dtype of its stored weight.
         examples: a share of them is held out.
         settings: of training; those of single blocks do not count.
-        rate: the highest one.
         seed: of the adapters and the order of samples.
         progress: after every epoch its number and the held-out loss.
     """

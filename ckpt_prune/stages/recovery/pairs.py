@@ -22,11 +22,7 @@ from ckpt_prune.stages.rotation.rotated_checkpoint import RotatedCheckpoint
 
 
 def refuse_factored(pruned: Model) -> None:
-    """Refuse to train a checkpoint whose linears are products of two.
-
-    Raises:
-        UserError: it is one.
-    """
+    """Refuse to train a checkpoint whose linears are products of two."""
     if RANKS_KEY in pruned.checkpoint.config:
         raise UserError(
             f"{pruned.checkpoint.path} has two thin linears in the place of each, which recovery does not train"
@@ -34,17 +30,7 @@ def refuse_factored(pruned: Model) -> None:
 
 
 def rotated_as(pruned: Model, dense: Model, device: torch.device, report: Report | None) -> RotatedCheckpoint | None:
-    """The dense model in the basis of the pruned one's hidden states; None where these were not rotated.
-
-    Args:
-        pruned: an output.
-        dense: what it was made from.
-        device: where rotations are applied.
-        report: the output's.
-
-    Raises:
-        UserError: the report names a rotation that there is not, or the rotations are damaged.
-    """
+    """The dense model in the basis of the pruned one's hidden states; None where these were not rotated."""
     named = report.rotation.kind if report and report.rotation else None
     if named is None or named == "values":
         return None
@@ -59,11 +45,6 @@ def rotated_as(pruned: Model, dense: Model, device: torch.device, report: Report
 
 def at_same_depth(pruned: Model, dense: Model, report: Report | None) -> tuple[Model, KeptBlocks | None]:
     """The dense model's blocks that a pruned one has, by the numbers that it has them under.
-
-    Args:
-        pruned: an output.
-        dense: what it was made from.
-        report: the output's.
 
     Returns:
         The dense model, and None, where no block is gone; else its blocks that stay, and how far the whole runs.
@@ -80,11 +61,7 @@ def check_one_stream(pruned: Model, why: str) -> None:
     """Refuse an output whose stream changes its basis inside its blocks.
 
     Args:
-        pruned: an output.
         why: that cannot be, for the message.
-
-    Raises:
-        UserError: it is one.
     """
     if getattr(pruned.config, SLICING_KEY, None) is not None:
         raise UserError(
@@ -97,12 +74,7 @@ def check_models(pruned: Model, dense: Model, why: str) -> None:
     """Refuse two models of which one cannot have been made from the other.
 
     Args:
-        pruned: one of them.
-        dense: the other.
         why: they have to be alike, for the message.
-
-    Raises:
-        UserError: with what differs.
     """
     ours, theirs = pruned.family, dense.family
     here, there = pruned.checkpoint.path, dense.checkpoint.path
@@ -126,13 +98,9 @@ def check_same_reader(pruned: Model, dense: Model, text: str, *, trust: bool = F
     """Refuse two checkpoints that read the same data differently, where the pruned one says how it reads.
 
     Args:
-        pruned: one of them.
         dense: whose tokenizer or image processor is used.
         text: what a language model is run on.
         trust: run an image processor's own code.
-
-    Raises:
-        UserError: they do.
     """
     ours, theirs = pruned.reader_fingerprint, dense.reader_fingerprint
     if ours is None or ours == theirs:

@@ -22,7 +22,6 @@ def recovery_of(recoverer: Recoverer, dense: Checkpoint, *, on_the_fly: bool) ->
     """Return how blocks were recovered.
 
     Args:
-        recoverer: past the last block.
         on_the_fly: whether each block was recovered right after it was pruned.
     """
     settings, samples = recoverer.settings, recoverer.pruned.samples

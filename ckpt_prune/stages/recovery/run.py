@@ -21,11 +21,7 @@ from ckpt_prune.stages.recovery.stage import Recovery
 
 
 class RecoverStep(Step):
-    """Trains what stays of a block (LaCo).
-
-    Args:
-        recoverer: at the first block.
-    """
+    """Trains what stays of a block (LaCo)."""
 
     record = RecoveredLayer
     needs_input = True
@@ -35,22 +31,18 @@ class RecoverStep(Step):
         self.recoverer, self._epochs = recoverer, Meter(None)
 
     def act(self, block: int, tensors: Tensors) -> tuple[Tensors, list[BaseModel]]:
-        """Recover one block."""
         new, layer = self.recoverer.block(block, tensors, self._epochs)
         return new, [layer]
 
     def advance_input(self, block: int, tensors: Tensors) -> None:
-        """Let the models with fewer blocks recovered pass the block as it was pruned."""
         self.recoverer.follow(block, tensors)
 
     def advance(self, block: int, tensors: Tensors) -> None:
-        """Let the recovered and the dense model move on."""
         self.recoverer.advance(block, tensors)
         self._epochs.to(self.recoverer.epochs_until(block))
 
     @contextmanager
     def progress(self) -> Iterator[None]:
-        """Show the epochs of all blocks."""
         with meter(self.recoverer.epochs, "recovering", unit="epoch") as self._epochs:
             yield
 

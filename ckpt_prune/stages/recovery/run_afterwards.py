@@ -112,7 +112,6 @@ class _MergeStep(Step):
         self._weights, self._transposed = weights, model.checkpoint.transposed
 
     def act(self, block: int, tensors: Tensors) -> tuple[Tensors, list[BaseModel]]:
-        """Replace the weights that changed."""
         changed = {name: self._weights[name] for name in tensors.keys() & self._weights.keys()}
         return {**tensors, **{n: t.T if n in self._transposed else t for n, t in changed.items()}}, []
 

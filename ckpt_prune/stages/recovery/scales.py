@@ -97,7 +97,6 @@ def fit_scales(
 
     Args:
         dense: the model that it was made from. Its stream ends behind its last block.
-        samples: of both streams.
         split: samples to fit on and samples to choose the epoch by.
         settings: epochs, batch, accumulate, schedule, patience, `lr`, `only` and `layers`.
         progress: after every epoch its number and the divergence on held-out samples.

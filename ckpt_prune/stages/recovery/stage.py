@@ -44,7 +44,6 @@ class Recovery(RecoverySettings, Stage):
         return self
 
     def check_recipe(self, recipe: Recipe) -> None:
-        """Refuse to recover blocks one by one where some of them are gone."""
         if recipe.has("depth") and not self.at_the_end:
             raise ValueError(
                 "depth drops whole blocks: recover the others by scales (recovery.method), or afterwards, with "
@@ -52,7 +51,6 @@ class Recovery(RecoverySettings, Stage):
             )
 
     def needs_samples(self, recipe: Recipe) -> bool:
-        """Return True: blocks are trained on samples."""
         return True
 
     @property
@@ -63,7 +61,6 @@ class Recovery(RecoverySettings, Stage):
     # ---- work ------------------------------------------------------------------------------------------------
 
     def check(self, prepared: "Prepared") -> None:
-        """Refuse blocks that the model does not have, and too few samples to train on."""
         from ckpt_prune.stages.recovery.run import check_trainable
 
         self.blocks(prepared.model.blocks)
@@ -71,7 +68,6 @@ class Recovery(RecoverySettings, Stage):
             check_trainable(len(prepared.job.training.samples))
 
     def check_training(self, prepared: "Prepared") -> None:
-        """Refuse to run without samples to train on."""
         from ckpt_prune.model.family import DATA_OPTIONS
 
         if prepared.job.training is None:
@@ -79,25 +75,21 @@ class Recovery(RecoverySettings, Stage):
             raise UserError(f"recipe {prepared.recipe.name} recovers on samples, beside any statistics: give {data}")
 
     def step(self, prepared: "Prepared", run: "Run") -> "Step | None":
-        """Return what trains a block right after it is pruned (LaCo)."""
         from ckpt_prune.stages.recovery.run import recover_step
 
         return recover_step(self, prepared)
 
     def rewrites_blocks(self, run: "Run") -> bool:
-        """Return True if an interrupted run has begun to scale the blocks."""
         from ckpt_prune.stages.recovery.scale_blocks import SCALES
 
         return run.writer is not None and SCALES in run.writer.notes
 
     def after_blocks(self, prepared: "Prepared", run: "Run") -> None:
-        """Fit scales to the blocks that are written, and multiply them in; or note what LaCo has done."""
         from ckpt_prune.stages.recovery.run import finish_recovery
 
         finish_recovery(self, prepared, run)
 
     def report(self, prepared: "Prepared", records: Sequence[Any], run: "Run") -> dict[str, Any]:
-        """Return how blocks were recovered."""
         return {
             "recovery": run.done.get("recovery"),
             "adapters": run.done.get("adapters"),
@@ -121,33 +113,28 @@ class Afterwards(Recovery):
         return self
 
     def check(self, prepared: "Prepared") -> None:
-        """Refuse a model that cannot be recovered, or not towards this dense one."""
         from ckpt_prune.stages.recovery.run_afterwards import check_afterwards
 
         super().check(prepared)
         check_afterwards(self, prepared)
 
     def preview(self, prepared: "Prepared") -> "Prepared":
-        """Give the output the shape of the model, and find the dense model's place beside it."""
         from ckpt_prune.stages.recovery.run_afterwards import lay_out
 
         return lay_out(self, prepared)
 
     def before_blocks(self, prepared: "Prepared", run: "Run") -> "Prepared":
-        """Train LoRA's adapters."""
         from ckpt_prune.stages.recovery.run_afterwards import train_before_blocks
 
         train_before_blocks(self, prepared, run)
         return prepared
 
     def step(self, prepared: "Prepared", run: "Run") -> "Step | None":
-        """Return what trains a block (LaCo), or puts trained weights into it (LoRA)."""
         from ckpt_prune.stages.recovery.run_afterwards import afterwards_step
 
         return afterwards_step(self, prepared, run)
 
     def form(self) -> "Form":
-        """Return the form of the output: the model's own report, and what recovery adds."""
         from ckpt_prune.stages.recovery.record import RECOVERED
 
         return RECOVERED

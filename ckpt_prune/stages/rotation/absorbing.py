@@ -151,7 +151,6 @@ def undo_gains(moments: Moments, gain: Tensor | None, shift: Tensor | None) -> M
     values and activity are unknown, NaN.
 
     Args:
-        moments: of x, with a Gram.
         gain: g, (d,), or None for ones.
         shift: b, (d,), or None for zeros.
     """

@@ -142,7 +142,6 @@ class _Loss:
     dtype: torch.dtype
 
     def __call__(self, rotations: _Pair, *, backward: bool = False) -> float:
-        """Sum the entropy over blocks; with `backward`, add gradients to those of the rotations."""
         total = torch.zeros((), dtype=torch.float64, device=self.problem.device)
         with torch.set_grad_enabled(backward):
             for block in range(self.blocks):

@@ -108,7 +108,6 @@ class WrittenRotations:
         return cls(lambda names: read_tensors(folder, [stored[name] for name in names]), sizes)
 
     def __call__(self, block: int) -> BlockRotations:
-        """Return R1 and R2 of a block, float64."""
         residual = self.sizes.residual_name(block)
         names = [self.sizes.heads_name(block)] + ([residual] if residual else [])
         rotations = self.read(names)
@@ -120,7 +119,6 @@ class Learner:
     """Learns the rotations of one dense model (stages/rotation/README.md, section 4).
 
     Args:
-        backbone: its importance is concentrated.
         groups: M of the mask's N:M pattern if importance is concentrated inside its groups; else None.
         source: learner → source of the dense model's moments, of every linear's input and with the Grams of `grams`.
     """
@@ -347,7 +345,6 @@ class _Terms:
         self._kept: dict[int, list[Term]] = {}
 
     def __call__(self, block: int) -> list[Term]:
-        """The terms of one block."""
         if block in self._kept:
             return self._kept[block]
         learner = self._learner

@@ -233,7 +233,6 @@ def near_identity(
     Args:
         shape: (..., n, n).
         size: of the angles, much less than one.
-        generator: on CPU.
         preserve: a direction (n,) to leave where it is.
     """
     n = shape[-1] if preserve is None else shape[-1] - 1

@@ -66,8 +66,6 @@ class RotatedCheckpoint(AbsorbedCheckpoint):
     Args:
         kind: per-layer: every block has its own R1, and modules between blocks turn the stream; shared: one R1 that is
             absorbed by what makes the stream and what reads it last, the head untied; values: R2 alone.
-        rotations: of a block.
-        device: tensors absorb rotations there.
     """
 
     model: Model

@@ -31,11 +31,7 @@ from ckpt_prune.stages.rotation.stage import Rotation
 
 
 def check_rotation(rotation: Rotation, prepared: Prepared) -> None:
-    """Refuse to rotate a model whose residual stream or container does not allow it.
-
-    Raises:
-        UserError: with the reason.
-    """
+    """Refuse to rotate a model whose residual stream or container does not allow it."""
     check_rotatable(prepared.model, rotation.kind)
     RotatedCheckpoint(prepared.model, rotation.kind, not_learned, prepared.device).check_final_norm()
     container = prepared.recipe.container
@@ -113,10 +109,6 @@ class InTurn:
     (DenoiseRotator's released code). So nothing is held but that block and the hidden states that the mask is measured
     on. Rotations stand in the journal before the block is masked: a resumed run sees the same ones.
 
-    Args:
-        prepared: the job, without rotations.
-        writer: as `Learner.run` takes it.
-
     Attributes:
         stream: hidden states of the masked model at the input of the next block; None until the first block's rotations
             are known, which are those of the dense model.
@@ -130,7 +122,6 @@ class InTurn:
         self.stream: HiddenStream | None = None
 
     def __call__(self, block: int) -> BlockRotations:
-        """R1 and R2 of a block, float64."""
         if journal_entry(block) not in self._writer.done:
             self._learn(block)
             self._advance.to((block + 1) * self._learner.recipe.steps)
@@ -184,12 +175,10 @@ class TurnStep(Step):
         self._rotations = rotations
 
     def act(self, block: int, tensors: Tensors) -> tuple[Tensors, list[BaseModel]]:
-        """Leave the block as it is: it was read in its basis."""
         return tensors, []
 
     @contextmanager
     def progress(self) -> Iterator[None]:
-        """Show the steps of every block while they are learned."""
         with self._rotations.shown():
             yield
 

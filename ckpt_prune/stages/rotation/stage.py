@@ -102,7 +102,6 @@ class Rotation(Stage):
         return {key: value for key, value in cls.named[name].items() if not (unseen and key == "measured")}
 
     def check_recipe(self, recipe: Recipe) -> None:
-        """Refuse rotations without a mask, and keys that other choices rule out."""
         mask = recipe.get(Mask)
         if mask is None:
             raise ValueError("rotation comes before a mask: say mask (with ratio 0 nothing is zeroed)")
@@ -136,71 +135,58 @@ class Rotation(Stage):
         return self.measured == "pruned"
 
     def needs_moments(self, recipe: Recipe) -> bool:
-        """Return True if rotations are learned from statistics of the dense model."""
         return self.importance_for(recipe) != "magnitude"
 
     def measures_prefix(self, recipe: Recipe) -> bool:
-        """Return True if rotations are learned on what is pruned before a block."""
         return self.in_turn
 
     def collects(self, recipe: Recipe) -> set[Collect]:
-        """Return the Grams of what linear modules read: rotations mix the inputs, whose norms then say too little."""
         mask = recipe.get(Mask)
         turned = mask is not None and mask.reads_inputs
         return {"gram", "linears"} if turned or self.needs_moments(recipe) else set()
 
     def measures_dense(self, recipe: Recipe) -> bool:
-        """Return True if one rotation of all blocks is learned from statistics."""
         return self.kind == "shared" and self.needs_moments(recipe)
 
     def needs_own_code(self, recipe: Recipe) -> bool:
-        """Return True if the residual stream turns between blocks."""
         return self.kind == "per-layer"
 
     def alone(self, recipe: Recipe) -> str:
-        """Return why one process works alone."""
         return "rotates"
 
     # ---- work ------------------------------------------------------------------------------------------------
 
     def check(self, prepared: "Prepared") -> None:
-        """Refuse to rotate a model whose residual stream or container does not allow it."""
         from ckpt_prune.stages.rotation.run import check_rotation
 
         check_rotation(self, prepared)
 
     def preview(self, prepared: "Prepared") -> "Prepared":
-        """Return the model under rotations that are not learned yet."""
         from ckpt_prune.stages.rotation.run import rotate_unlearned
 
         return rotate_unlearned(self, prepared)
 
     def run(self, prepared: "Prepared", run: "Run") -> "Prepared":
-        """Measure the dense model if that is needed."""
         from ckpt_prune.stages.spaces.measure_dense import measure_dense
 
         return self.preview(measure_dense(prepared, run))
 
     def before_blocks(self, prepared: "Prepared", run: "Run") -> "Prepared":
-        """Learn the rotations, or prepare to learn those of each block in its turn."""
         from ckpt_prune.stages.rotation.run import learn_rotations
 
         return learn_rotations(self, prepared, run)
 
     def step(self, prepared: "Prepared", run: "Run") -> "Step | None":
-        """Return what shows the learning of rotations in turn."""
         from ckpt_prune.stages.rotation.run import turn_step
 
         return turn_step(prepared)
 
     def after_blocks(self, prepared: "Prepared", run: "Run") -> None:
-        """Note what was learned in turn."""
         from ckpt_prune.stages.rotation.run import note_learned
 
         note_learned(prepared, run)
 
     def report(self, prepared: "Prepared", records: Sequence[Any], run: "Run") -> dict[str, Any]:
-        """Return what was learned."""
         from ckpt_prune.stages.rotation.run import report_rotation
 
         return report_rotation(self, prepared, run)
