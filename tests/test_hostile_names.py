@@ -29,8 +29,7 @@ from ckpt_prune.report.card import model_card
 from ckpt_prune.reporting.comparison import comparison_page
 from ckpt_prune.reporting.document import read_document
 from ckpt_prune.reporting.page import page
-from ckpt_prune.stages.quantize.card import make_card
-from ckpt_prune.stages.quantize.record import QuantizationRecord
+from ckpt_prune.stages.quantize.record import QuantizationRecord, make_card
 from tests.cli.running import refused, run
 from tests.evaluation.tiny import tiny_llama
 from tests.forked import posix

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ckpt_prune.job.plan import Plan
     from ckpt_prune.job.prepared import Prepared
     from ckpt_prune.job.records import Cost
-    from ckpt_prune.runner.shifts import Shifting
+    from ckpt_prune.runner.plan import Shifting
 
 
 @dataclass(frozen=True)
@@ -147,9 +147,8 @@ def plan(options: PlanOptions) -> Planned:
 
     from ckpt_prune.checkpoint.staging import write_atomically
     from ckpt_prune.measure.statistics.folder import Statistics
-    from ckpt_prune.runner.plan import make_plan, prepare_plan
+    from ckpt_prune.runner.plan import Shifting, make_plan, prepare_plan
     from ckpt_prune.runner.read_job import check_plan_place, read_plan_job
-    from ckpt_prune.runner.shifts import Shifting
 
     job = with_latencies(read_plan_job(options, file, wanted), Notices(), trust=options.trust_remote_code)
     settled = prepare_plan(job)

@@ -19,8 +19,7 @@ from ckpt_prune.job.front_matter import PRUNED, front_matter, metadata
 from ckpt_prune.job.report_file import report_of
 from ckpt_prune.job.source_card import CARD, split_card
 from ckpt_prune.options.commands import PushOptions
-from ckpt_prune.stages.quantize.card import QUANTISED_FROM, card_metadata
-from ckpt_prune.stages.quantize.record import QUANTISATION_KIND, read_record
+from ckpt_prune.stages.quantize.record import QUANTISATION_KIND, QUANTISED_FROM, card_metadata, read_record
 
 _PATH = '"PATH"'
 """Stands in a card for the folder; on the Hub it becomes the repository."""

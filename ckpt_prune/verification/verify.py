@@ -3,35 +3,77 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from ckpt_prune._version import __version__
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.digests import find_changed_files
 from ckpt_prune.checkpoint.journal import refuse_unfinished
-from ckpt_prune.checkpoint.json_files import parse_json_object
+from ckpt_prune.checkpoint.json_files import parse_json_object, read_json_object
 from ckpt_prune.common.errors import UserError, refuse_unreadable
 from ckpt_prune.common.filenames import REPORT
 from ckpt_prune.common.progress import track
 from ckpt_prune.evaluation.whole_model import stock_load_report
 from ckpt_prune.job.report import Report
 from ckpt_prune.job.report_file import report_of
+from ckpt_prune.measure.samples.text import load_tokenizer
 from ckpt_prune.model.composites import composite_names, extract_part, known_composites, load_composite
 from ckpt_prune.model.containers.checking import check_shapes
 from ckpt_prune.model.containers.container import stored_container
 from ckpt_prune.model.containers.remote import REMOTE_MODULE, remote_class
 from ckpt_prune.model.descriptions import OUTSIDE_KEY, read_description
 from ckpt_prune.model.matching import match_family
+from ckpt_prune.model.skeleton import quiet_transformers
 from ckpt_prune.model.supported import attach_description
 from ckpt_prune.modeling_pruned import WEIGHTS_KEY
-from ckpt_prune.verification.kept_blocks import read_dense_at_depth
-from ckpt_prune.verification.kept_head import check_head
-from ckpt_prune.verification.kept_weights import check_kept
+from ckpt_prune.verification.kept_stream import check_head
+from ckpt_prune.verification.kept_weights import check_kept, read_dense_at_depth
 from ckpt_prune.verification.masks import check_masks, group_pattern
-from ckpt_prune.verification.side_files import check_side_files, has_side_files
+
+TOKENIZER_CONFIG = "tokenizer_config.json"
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", TOKENIZER_CONFIG)
+
+
+def has_side_files(folder: Path) -> bool:
+    """Return whether a folder has a tokenizer or a generation_config.json."""
+    return any((folder / name).is_file() for name in (*TOKENIZERS, GENERATION_CONFIG_NAME))
+
+
+def check_side_files(folder: Path) -> tuple[bool | None, str]:
+    """Load the tokenizer and generation_config.json of a folder, as far as it has them.
+
+    None if a tokenizer cannot be loaded here, because it needs code of its own or a package.
+    """
+    loaded = []
+    if (folder / GENERATION_CONFIG_NAME).is_file():
+        _load_generation_config(folder)
+        loaded.append(GENERATION_CONFIG_NAME)
+    present = [name for name in TOKENIZERS if (folder / name).is_file()]
+    if present:
+        if (folder / TOKENIZER_CONFIG).is_file() and "auto_map" in read_json_object(folder / TOKENIZER_CONFIG):
+            return None, "the tokenizer needs code of its own, which is not run"
+        if present[0] == "tokenizer.model" and find_spec("sentencepiece") is None:
+            return None, "the tokenizer is not loaded: without a tokenizer.json that takes the package sentencepiece"
+        load_tokenizer(folder)
+        loaded.append("tokenizer")
+    return True, f"{' and '.join(reversed(loaded))} load{'s' if len(loaded) == 1 else ''}"
+
+
+def _load_generation_config(folder: Path) -> None:
+    path = folder / GENERATION_CONFIG_NAME
+    try:
+        with quiet_transformers():
+            GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # transformers raises anything here
+        read_json_object(path)
+        raise UserError(f"{path} cannot be loaded: {' '.join(str(error).split())[:300]}") from error
+
 
 _CARD = "README.md"
 _MISREAD = (

@@ -22,9 +22,8 @@ from ckpt_prune.model.sublayers import list_sublayers
 from ckpt_prune.runner.plan import prepare_plan
 from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.stages import FullRecipe
-from ckpt_prune.stages.hidden.bases import directions_keeping_ones, stream_scale
+from ckpt_prune.stages.hidden.bases import SlicedStream, directions_keeping_ones, stream_scale
 from ckpt_prune.stages.hidden.preview import hidden_record, jointly_narrowed, view_of
-from ckpt_prune.stages.hidden.slicing import SlicedStream
 from ckpt_prune.stages.moments import open_moments
 from ckpt_prune.stages.rotation.absorbing import residual_of
 from ckpt_prune.stages.rotation.moments import stream_gram

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.verification import side_files
+from ckpt_prune.verification import verify as verifying
 from ckpt_prune.verification.verify import Check, run_check
 
 
@@ -57,10 +57,10 @@ def test_a_file_that_is_gone_or_wrong_fails_it() -> None:
 def test_side_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, bytes], passed: bool | None, detail: str
 ) -> None:
-    monkeypatch.setattr(side_files, "find_spec", lambda name: None)
+    monkeypatch.setattr(verifying, "find_spec", lambda name: None)
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
-    assert side_files.has_side_files(tmp_path)
-    check = run_check("side files", lambda: side_files.check_side_files(tmp_path))
+    assert verifying.has_side_files(tmp_path)
+    check = run_check("side files", lambda: verifying.check_side_files(tmp_path))
     assert check.passed is passed
     assert detail in check.detail

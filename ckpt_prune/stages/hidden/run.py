@@ -17,7 +17,7 @@ from ckpt_prune.job.records import HiddenRecord
 from ckpt_prune.job.run import Run
 from ckpt_prune.measure.moment_sources import CachedMoments
 from ckpt_prune.model.sublayers import list_sublayers
-from ckpt_prune.stages.hidden.bases import directions_keeping_ones, principal_directions
+from ckpt_prune.stages.hidden.bases import SlicedStream, directions_keeping_ones, principal_directions
 from ckpt_prune.stages.hidden.preview import (
     hidden_of,
     hidden_record,
@@ -28,7 +28,6 @@ from ckpt_prune.stages.hidden.preview import (
     wanted_width,
 )
 from ckpt_prune.stages.hidden.sliced_checkpoint import SlicedCheckpoint, tied_basis
-from ckpt_prune.stages.hidden.slicing import SlicedStream
 from ckpt_prune.stages.joint_counts.counts import DimensionCountSearch
 from ckpt_prune.stages.joint_counts.search import measure_unpruned
 from ckpt_prune.stages.rotation.absorbing import residual_of

@@ -17,8 +17,8 @@ from ckpt_prune.model.model import Model
 from ckpt_prune.model.sublayers import Sublayer, list_sublayers
 from ckpt_prune.modeling_pruned import SKIPS, Slicing
 from ckpt_prune.stages.hidden.bases import diagonalise_gains, slice_reader, slice_writer, stream_scale
-from ckpt_prune.stages.rotation.absorbed_checkpoint import AbsorbedCheckpoint
 from ckpt_prune.stages.rotation.absorbing import fuse_norms, norm_gains, residual_of, subtract_mean, unit_gains
+from ckpt_prune.stages.rotation.rotated_checkpoint import AbsorbedCheckpoint
 
 Bases = Callable[[int], tuple[Tensor, ...]]
 """The basis (d, k) that each sub-layer of a block reads the stream in; of a shared one, the same everywhere."""

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.stages.quantize.gptq import gptq_codes
-from ckpt_prune.stages.quantize.rounding import codes_of, scales_of, weights_of
+from ckpt_prune.stages.quantize.rounding import codes_of, gptq_codes, scales_of, weights_of
 from ckpt_prune.stages.quantize.scheme import LIBRARY, PackingScheme
 
 PACKED, SCALE, SHAPE = "weight_packed", "weight_scale", "weight_shape"

@@ -31,7 +31,6 @@ from ckpt_prune.model.skeleton import Names
 from ckpt_prune.sparsity.damping import DAMP, MOST_DAMP
 from ckpt_prune.sparsity.inverse import factorise
 from ckpt_prune.sparsity.zeros import weights_by_module
-from ckpt_prune.stages.quantize.card import make_card
 from ckpt_prune.stages.quantize.packing import (
     pack_weight,
     packed_shapes,
@@ -39,7 +38,13 @@ from ckpt_prune.stages.quantize.packing import (
     packing_config,
     require_library,
 )
-from ckpt_prune.stages.quantize.record import QUANTISATION_KIND, QuantizationRecord, RoundedWeight, find_record
+from ckpt_prune.stages.quantize.record import (
+    QUANTISATION_KIND,
+    QuantizationRecord,
+    RoundedWeight,
+    find_record,
+    make_card,
+)
 from ckpt_prune.stages.quantize.scheme import PackingScheme, choose_scheme
 from ckpt_prune.stages.quantize.stage import Quantize
 

@@ -21,9 +21,9 @@ from ckpt_prune.stages.recovery.block_training import (
     part_size,
     rows_within,
     train_block,
+    trainable_tensors,
 )
 from ckpt_prune.stages.recovery.similarity import StateSimilarity
-from ckpt_prune.stages.recovery.trainable import trainable_tensors
 
 _UNLIKE = 0.3
 """Relative difference of the hidden states entering the first block, above which two models have nothing in common."""

@@ -17,8 +17,7 @@ from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.measure.streams.readout import READOUT_TOKENS, Readout
 from ckpt_prune.options.training import RecoverySettings
-from ckpt_prune.stages.recovery.block_training import SampleSplit, cut, part_size
-from ckpt_prune.stages.recovery.trainable import trainable_tensors
+from ckpt_prune.stages.recovery.block_training import SampleSplit, cut, part_size, trainable_tensors
 
 RATE, RATE_OF_LOSS = 3e-3, 7.5e-3
 """Of Adam, for factors that are near one, whatever the size of the model: at most the first, and the second times the

@@ -34,8 +34,7 @@ from ckpt_prune.stages.rotation.descent import (
     learn_rotations,
     learn_shared_rotation,
 )
-from ckpt_prune.stages.rotation.importance import Side, Term, importance, sensitivity
-from ckpt_prune.stages.rotation.importance_map import importance_map
+from ckpt_prune.stages.rotation.importance import Side, Term, importance, importance_map, sensitivity
 from ckpt_prune.stages.rotation.rotated_checkpoint import BlockRotations
 from ckpt_prune.stages.rotation.stage import Rotation
 

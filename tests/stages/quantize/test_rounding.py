@@ -5,9 +5,8 @@ import pytest
 import torch
 
 from ckpt_prune.sparsity.inverse import factorise
-from ckpt_prune.stages.quantize.gptq import gptq_codes
 from ckpt_prune.stages.quantize.packing import pack_weight, unpack_codes
-from ckpt_prune.stages.quantize.rounding import SHRINKS, codes_of, scales_of, weights_of
+from ckpt_prune.stages.quantize.rounding import SHRINKS, codes_of, gptq_codes, scales_of, weights_of
 from ckpt_prune.stages.quantize.scheme import PackingScheme
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ckpt_prune.stages.recovery.trainable import surviving_weights, trainable_tensors
+from ckpt_prune.stages.recovery.block_training import surviving_weights, trainable_tensors
 from tests.encoders import VARIANTS as ENCODERS
 from tests.families import VARIANTS as FAMILIES
 from tests.oracles import laco

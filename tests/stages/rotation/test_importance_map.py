@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from ckpt_prune.stages.rotation.importance_map import cell_means, importance_map, share_of_largest
+from ckpt_prune.stages.rotation.importance import cell_means, importance_map, share_of_largest
 
 
 def test_cells_are_means_as_shares_of_the_mean():
