@@ -14,7 +14,7 @@ from ckpt_prune.measure.moment_sources import CachedMoments
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.model.spaces import Site
 from ckpt_prune.runner.checks import check_data, check_fit
-from ckpt_prune.stages.depth.run import drop_planned_blocks
+from ckpt_prune.stages.depth.choice import drop_planned_blocks
 from ckpt_prune.stages.depth.stage import Depth
 from ckpt_prune.stages.moments import open_moments
 from ckpt_prune.stages.output import plan_output

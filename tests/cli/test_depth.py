@@ -139,7 +139,7 @@ def test_a_run_that_has_chosen_by_loss_does_not_choose_again(here) -> None:
     ok(*job, "-o", "whole")
     interrupted(job, 1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ckpt_prune.stages.depth.run.measure_losses_without", None)
+        patch.setattr("ckpt_prune.stages.depth.choice.measure_losses_without", None)
         resumed(job)
 
 

@@ -17,7 +17,7 @@ from ckpt_prune.model.spaces import ConsumerSpace
 from ckpt_prune.runner.plan import prepare_plan
 from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.stages import FullRecipe
-from ckpt_prune.stages.depth.gaps import find_map_spaces
+from ckpt_prune.stages.depth.preview import find_map_spaces
 from ckpt_prune.verification.verify import verify
 from tests.oracles.gap import ridge_map
 from tests.pairs import chosen, every

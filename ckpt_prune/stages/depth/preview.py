@@ -11,9 +11,9 @@ from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.records import DepthRecord, GapRecord
 from ckpt_prune.job.sizes import size_words
 from ckpt_prune.model.depth import can_shorten, check_shortened, shorten_model
-from ckpt_prune.model.family import DATA_OPTIONS
+from ckpt_prune.model.family import DATA_OPTIONS, Family
 from ckpt_prune.model.model import Model
-from ckpt_prune.stages.depth.gaps import find_map_spaces
+from ckpt_prune.model.spaces import SpaceName
 from ckpt_prune.stages.depth.runs import runs_of
 from ckpt_prune.stages.depth.stage import Depth
 from ckpt_prune.stages.spaces.size_search import at_own_size, check_reachable, dense_size, limit_of
@@ -265,3 +265,15 @@ def check_samples(prepared: Prepared) -> None:
         data = DATA_OPTIONS[prepared.model.family.modality]
         what = "compares numbers of blocks by running" if depth.auto else "fits maps on"
         raise UserError(f"recipe {prepared.recipe.name} {what} the model itself: give {data} as well")
+
+
+def find_map_spaces(family: Family) -> list[SpaceName]:
+    """Return the spaces in whose consumers a map can be absorbed: a block's mlp, or those of all its experts.
+
+    Experts' outputs are added up, each token's with the router's weights, so that T Σ g_e W_e x = Σ g_e (T W_e) x.
+    There are none if something else adds to the sum, or stands behind it: experts that all tokens share, with a factor.
+    """
+    spaces = family.part_spaces("mlp")
+    routed = all(space.experts and space.gate is None and space.norm is None for space in spaces.values())
+    plain = [space.gate for space in spaces.values()] == [None]
+    return list(spaces) if routed or plain else []

@@ -34,9 +34,9 @@ from ckpt_prune.stages.rotation.absorbing import residual_of
 from ckpt_prune.stages.rotation.moments import stream_gram
 
 HIDDEN = "hidden"
-"""Unit of the journal: how many dimensions stay, where spaces lose units besides."""
+"""Entry of the journal: how many dimensions stay, where spaces lose units besides."""
 BASIS = "basis"
-"""Before the number of a block, of units of the journal; alone, the one basis of all blocks."""
+"""Before the number of a block, of entries of the journal; alone, the one basis of all blocks."""
 _SHARED = "shared"
 
 
