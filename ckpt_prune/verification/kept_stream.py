@@ -33,7 +33,7 @@ from ckpt_prune.stages.hidden.sliced_checkpoint import SlicedCheckpoint
 from ckpt_prune.stages.rotation.absorbing import residual_of, subtract_mean
 from ckpt_prune.stages.rotation.learner import RotationSizes, WrittenRotations
 from ckpt_prune.stages.rotation.rotated_checkpoint import RotatedCheckpoint, not_learned
-from ckpt_prune.verification.kept_weights import check_outside_blocks, list_mapped_tensors
+from ckpt_prune.verification.equality import check_outside_blocks, list_mapped_tensors
 
 _TOKENS = 8
 

@@ -32,8 +32,9 @@ from ckpt_prune.model.matching import match_family
 from ckpt_prune.model.skeleton import quiet_transformers
 from ckpt_prune.model.supported import attach_description
 from ckpt_prune.modeling_pruned import WEIGHTS_KEY
+from ckpt_prune.verification.equality import read_dense_at_depth
 from ckpt_prune.verification.kept_stream import check_head
-from ckpt_prune.verification.kept_weights import check_kept, read_dense_at_depth
+from ckpt_prune.verification.kept_weights import check_kept
 from ckpt_prune.verification.masks import check_masks, group_pattern
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
