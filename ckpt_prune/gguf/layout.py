@@ -15,10 +15,8 @@ from ckpt_prune.model.model import Model
 from ckpt_prune.model.skeleton import is_stored_buffer
 
 _FUSED_ATTENTION, _FUSED_GATES = "self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"
-_GATE, _UP, _DOWN = "mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight"
+_INPUTS = tuple(f"{module}.weight" for module in (QUERY, KEY, VALUE))
 _ORIGINAL = "original_max_position_embeddings"
-_LEAST_COLUMNS = 32
-"""Of zeros, in a block without a feed-forward part: llama.cpp skips the block's attention if there are none."""
 
 
 class CannotMapError(UserError):
@@ -55,7 +53,7 @@ Block = Mapping[str, Weight]
 
 
 class BlockShape(NamedTuple):
-    """Counts of a block; 0 where it has no attention, or no feed-forward part."""
+    """Counts of a block."""
 
     heads: int
     kv_heads: int
@@ -110,30 +108,30 @@ class Source:
         return tuple(self._shape(index, block) for index, block in enumerate(self.blocks))
 
     def _shape(self, index: int, block: Block) -> BlockShape:
-        down, output, dim = (
-            block.get(_DOWN, block.get("mlp.c_proj.weight")),
-            block.get(f"{OUTPUT}.weight"),
-            self.head_dim,
+        down, output = (
+            next((block[name] for name in names if name in block), None)
+            for names in (("mlp.down_proj.weight", "mlp.c_proj.weight"), (f"{OUTPUT}.weight",))
         )
-        columns = 0 if down is None else down.shape[-1]
-        if output is None:
-            return BlockShape(0, 0, columns)
+        if down is None or output is None:
+            raise CannotMapError(
+                f"block {index} has no {OUTPUT}.weight, or none that puts its columns back (down_proj)"
+            )
+        dim, fused = self.head_dim, block.get(_FUSED_ATTENTION)
         heads = output.shape[1] // dim
-        if _FUSED_ATTENTION in block:
-            rows = block[_FUSED_ATTENTION].shape[0]
-            kv_heads = (rows // dim - heads) // 2
-            fits = rows == (heads + 2 * kv_heads) * dim
+        if fused is not None:
+            kv_heads = (fused.shape[0] // dim - heads) // 2
+            fits = fused.shape[0] == (heads + 2 * kv_heads) * dim
         else:
-            counts = [block[name].shape[0] for name in _inputs() if name in block]
-            kv_heads = counts[1] // dim if len(counts) == 3 else 0
-            fits = counts == [heads * dim, kv_heads * dim, kv_heads * dim]
+            rows = [block[name].shape[0] for name in _INPUTS if name in block]
+            kv_heads = rows[1] // dim if len(rows) == 3 else 0
+            fits = rows == [heads * dim, kv_heads * dim, kv_heads * dim]
         own = (self.model.checkpoint.config.get("per_layer_config") or {}).items()
         stated: Mapping[str, Any] = next((values for name, values in own if name.isdigit() and int(name) == index), {})
         if not fits or heads != stated.get("num_attention_heads", self.value("num_attention_heads")):
             raise CannotMapError(
                 f"all heads have {dim} rows of q, k and v each, and those of block {index} have others"
             )
-        return BlockShape(heads, kv_heads, columns)
+        return BlockShape(heads, kv_heads, down.shape[-1])
 
     def split(self) -> "Source":
         """Return the same with fused projections as several tensors."""
@@ -142,31 +140,14 @@ class Source:
             split = dict(block)
             if (fused := split.pop(_FUSED_ATTENTION, None)) is not None:
                 start = 0
-                for name, heads in zip(_inputs(), (shape.heads, shape.kv_heads, shape.kv_heads), strict=True):
+                for name, heads in zip(_INPUTS, (shape.heads, shape.kv_heads, shape.kv_heads), strict=True):
                     split[name] = fused.rows(start, start := start + heads * self.head_dim)
             if (gates := split.pop(_FUSED_GATES, None)) is not None:
-                split[_GATE] = gates.rows(0, shape.columns)
-                split[_UP] = gates.rows(shape.columns, 2 * shape.columns)
+                split["mlp.gate_proj.weight"] = gates.rows(0, shape.columns)
+                split["mlp.up_proj.weight"] = gates.rows(shape.columns, 2 * shape.columns)
             return split
 
         return replace(self, blocks=tuple(map(apart, self.blocks, self.shapes)))
-
-    def fill(self, architecture: Architecture) -> "Source":
-        """Return the same without norms of attention that is not there, and zeros for feed-forward parts."""
-        hidden = int(self.value("hidden_size"))
-        wide, high = (_LEAST_COLUMNS, hidden), (hidden, _LEAST_COLUMNS)
-        zeros = {
-            name: Weight(shape, partial(torch.zeros, shape))
-            for name, shape in ((_GATE, wide), (_UP, wide), (_DOWN, high))
-        }
-        zeros["post_attention_layernorm.weight"] = Weight((hidden,), partial(torch.ones, hidden))
-        blocks = []
-        for index, (block, shape) in enumerate(zip(self.blocks, self.shapes, strict=True)):
-            if not shape.heads and architecture.name != "deci":
-                raise CannotMapError(f"all its blocks have attention, and block {index} has none")
-            kept = {name: block[name] for name in block if shape.heads or not name.startswith("input_layernorm.")}
-            blocks.append(kept if shape.columns else kept | zeros)
-        return replace(self, blocks=tuple(blocks))
 
     def absorb_scales(self) -> "Source":
         """Return the same with Granite's factors multiplied into its weights."""
@@ -185,10 +166,6 @@ class Source:
 
 def _read(model: Model, name: str) -> Tensor:
     return model.checkpoint.read([name])[name]
-
-
-def _inputs() -> list[str]:
-    return [f"{module}.weight" for module in (QUERY, KEY, VALUE)]
 
 
 @dataclass(frozen=True)
@@ -232,9 +209,9 @@ def lay_out(model: Model) -> Layout:
 def _lay_out(source: Source, architecture: Architecture) -> Layout:
     _check_config(source, architecture)
     if architecture.differs:
-        source = source.split().fill(architecture)
+        source = source.split()
         source = source.absorb_scales() if architecture.model_type == "granite" else source
-    elif len(set(source.shapes)) > 1 or 0 in source.shapes[0]:
+    elif len(set(source.shapes)) > 1:
         raise CannotMapError("its blocks have one shape, and these differ")
     rotary, factors, context = _rotary(source, architecture)
     note = f"context_length is {context}, the sliding window: llama.cpp applies none in {architecture.name}"
@@ -348,7 +325,7 @@ def _tensors(source: Source, architecture: Architecture) -> Iterator[tuple[str, 
             if architecture.name == "openelm" and module in (KEY, VALUE):
                 continue
             if architecture.name == "openelm" and module == QUERY:
-                yield f"blk.{index}.attn_qkv.weight", _fused([block[name] for name in _inputs()])
+                yield f"blk.{index}.attn_qkv.weight", _fused([block[name] for name in _INPUTS])
                 continue
             if architecture.neighbours and heads:
                 weight = weight.pair_neighbours(heads)
