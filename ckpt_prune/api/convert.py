@@ -1,5 +1,6 @@
 """`ckpt_prune.convert`."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_prune.api.function import takes
@@ -17,7 +18,17 @@ def convert(options: ConvertOptions) -> "Conversion":
     autoencoder (vit_mae), of which the encoder is kept. The output is a vit, or a deit if there is a distillation
     token. Layer scales are absorbed by the projections before them. A model that computes anything else is refused with
     the reason.
+
+    Or MODEL is a GGUF file of a model that generates text. The output has its tokenizer and chat template. Rounded
+    weights become float16.
     """
+    if options.model.endswith(".gguf") and Path(options.model).is_file():
+        from ckpt_prune.gguf import require_gguf
+
+        require_gguf()
+        from ckpt_prune.gguf.source import convert_gguf
+
+        return convert_gguf(Path(options.model), options.output, overwrite=options.overwrite)
     from ckpt_prune.checkpoint.checkpoint import Checkpoint
     from ckpt_prune.conversion.convert import convert_checkpoint
 

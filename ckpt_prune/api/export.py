@@ -9,12 +9,13 @@ from ckpt_prune.options.graphs import GraphSettings
 from ckpt_prune.options.option import select_options
 
 if TYPE_CHECKING:
+    from ckpt_prune.gguf.export import ExportedGguf
     from ckpt_prune.onnx.export import Exported
 
 
 @takes(ExportOptions)
-def export(options: ExportOptions) -> "Exported":
-    """Write MODEL, also an output of this tool, as an ONNX graph that onnxruntime runs.
+def export(options: ExportOptions) -> "Exported | ExportedGguf":
+    """Write MODEL, also an output of this tool, as an ONNX graph for onnxruntime or as a GGUF file for llama.cpp.
 
     OUT is complete for deployment: model.onnx, or by --dtype model_fp16.onnx, model_int8.onnx, model_q4.onnx and
     model_q4f16.onnx, with .onnx_data next to a graph of more than 1 GiB, config.json, tokenizer or image processor,
@@ -30,11 +31,17 @@ def export(options: ExportOptions) -> "Exported":
     int4 the task's metric is compared, and --max-loss is what it may lose. If all weights in few bits lose more, each
     is measured alone, and the most harmful ones are stored in 8 bits.
 
+    A GGUF file (--format gguf) holds the tokenizer and the chat template too. Blocks of different shapes are written as
+    llama.cpp's architecture deci or openelm. The file is compared with PyTorch in llama.cpp: tokens, KL divergence,
+    top-1 and perplexity. A model or tokenizer that llama.cpp does not have is refused with the reason.
+
     Fused graphs (--optimize) have operators of onnxruntime alone. One for cuda is meant for its CUDA provider.
 
     This loads the whole model, and once more to compare.
     """
     check_texts(options.text)
+    if options.format == "gguf":
+        return _export_gguf(options)
     settings = select_options(options, GraphSettings)
 
     from ckpt_prune.checkpoint.staging import refuse_inside
@@ -65,4 +72,23 @@ def export(options: ExportOptions) -> "Exported":
             max_loss=settings.max_loss,
             dense=find_dense(options.dense, options.max_loss_dense),
             trust=trust,
+        )
+
+
+def _export_gguf(options: ExportOptions) -> "ExportedGguf":
+    from ckpt_prune.gguf import require_gguf
+
+    require_gguf()
+    from ckpt_prune.evaluation.device_map import spread
+    from ckpt_prune.gguf.export import export_gguf
+
+    with spread(options):
+        return export_gguf(
+            options.model,
+            options.output,
+            options,
+            kind=options.type,
+            proof=options.proof,
+            overwrite=options.overwrite,
+            trust=options.trust_remote_code,
         )

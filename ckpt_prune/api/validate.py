@@ -12,11 +12,12 @@ from ckpt_prune.measure.samples.text_files import check_texts
 from ckpt_prune.options.commands import ValidateOptions
 
 if TYPE_CHECKING:
+    from ckpt_prune.gguf.proof import Proof
     from ckpt_prune.onnx.records import Validations
 
 
 @takes(ValidateOptions)
-def validate(options: ValidateOptions) -> "Validations":
+def validate(options: ValidateOptions) -> "Validations | Proof":
     """Prove that the graph in DIR computes in onnxruntime what MODEL computes in PyTorch.
 
     Checks the files' digests, runs onnx.checker, compares inputs and outputs with the model's, and runs both on the
@@ -26,8 +27,16 @@ def validate(options: ValidateOptions) -> "Validations":
 
     This loads the whole model once. The result is printed and kept in DIR/validation.json. The exit code is 1 if
     anything is outside the tolerance, with a table of where.
+
+    A GGUF file is compared in llama.cpp: tokens of texts, KL divergence, top-1 and perplexity.
     """
     name = options.folder
+    if name.endswith(".gguf") and Path(name).is_file():
+        return _validate_gguf(options)
+    if options.runtime == "llama.cpp":
+        raise UserError(
+            f"{name} is no GGUF file, which llama.cpp runs: write one with `ckpt-prune export --format gguf`"
+        )
     graph = find_graph(name) if options.metric_only and not (Path(name) / GRAPH_RECORD).is_file() else None
     place = check_output_folder(Path(name)) if graph is None else graph
     check_texts(options.text)
@@ -64,6 +73,24 @@ def validate(options: ValidateOptions) -> "Validations":
         )
         validations.write(place)
         return validations
+
+
+def _validate_gguf(options: ValidateOptions) -> "Proof":
+    from ckpt_prune.gguf import require_gguf
+
+    require_gguf()
+    if options.runtime == "onnxruntime" or options.against is None:
+        lacking = (
+            "llama.cpp runs it" if options.against else "give --against MODEL, the checkpoint that it was made from"
+        )
+        raise UserError(f"{options.folder} is a GGUF file: {lacking}")
+    check_texts(options.text)
+
+    from ckpt_prune.evaluation.device_map import spread
+    from ckpt_prune.gguf.export import validate_gguf
+
+    with spread(options):
+        return validate_gguf(Path(options.folder), options.against, options, trust=options.trust_remote_code)
 
 
 def _warn_of_other_data(place: Path, options: ValidateOptions) -> None:

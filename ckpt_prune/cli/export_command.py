@@ -8,13 +8,15 @@ from ckpt_prune.api.export import export
 from ckpt_prune.cli.command import Command
 
 if TYPE_CHECKING:
+    from ckpt_prune.gguf.export import ExportedGguf
     from ckpt_prune.onnx.export import Exported
 
 
-def _show(exported: "Exported", _options: dict[str, Any]) -> None:
+def _show(exported: "Exported | ExportedGguf", _options: dict[str, Any]) -> None:
     from ckpt_prune.cli.proof import exported_lines
+    from ckpt_prune.onnx.export import Exported
 
-    click.echo("\n".join(exported_lines(exported)))
+    click.echo("\n".join(exported_lines(exported) if isinstance(exported, Exported) else exported.lines()))
 
 
 command = Command(
@@ -24,6 +26,7 @@ command = Command(
         "export OUT -o OUT/onnx --text held_out.txt",
         "export VIT -o vit-onnx --images photos --dtype fp32 --dtype int8",
         "export OUT -o OUT/onnx --dtype int4 --rounding gptq --text held_out.txt --dense MODEL",
+        "export OUT --format gguf --type q8_0 -o out.gguf --text held_out.txt",
         "export OUT -o onnx-fp16 --dtype fp16 --optimize cuda --provider cuda",
     ],
 )

@@ -8,13 +8,15 @@ from ckpt_prune.api.validate import validate
 from ckpt_prune.cli.command import Command
 
 if TYPE_CHECKING:
+    from ckpt_prune.gguf.proof import Proof
     from ckpt_prune.onnx.records import Validations
 
 
-def _show(validations: "Validations", _options: dict[str, Any]) -> None:
+def _show(validations: "Validations | Proof", _options: dict[str, Any]) -> None:
     from ckpt_prune.cli.proof import proof_lines
+    from ckpt_prune.onnx.records import Validations
 
-    click.echo("\n".join(proof_lines(validations)))
+    click.echo("\n".join(proof_lines(validations) if isinstance(validations, Validations) else validations.lines()))
 
 
 command = Command(
@@ -23,6 +25,7 @@ command = Command(
     examples=[
         "validate OUT/onnx --text held_out.txt",
         "validate OUT-onnx --against OUT --images photos --labels labels.csv",
+        "validate out.gguf --runtime llama.cpp --against OUT --text held_out.txt",
         "validate theirs/model_quantized.onnx --against MODEL --metric-only --max-loss 2% --text held_out.txt",
     ],
     data=lambda validations: validations.model_dump(),

@@ -1,1 +1,11 @@
 """GGUF files: written, proven in llama.cpp, and read."""
+
+from importlib.util import find_spec
+
+from ckpt_prune.common.errors import UserError
+
+
+def require_gguf() -> None:
+    """Refuse if the package gguf is not installed."""
+    if find_spec("gguf") is None:
+        raise UserError('the package gguf is not installed: pip install "ckpt-prune[gguf]"')

@@ -6,11 +6,12 @@ from typing import Any
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import human_bytes
+from ckpt_prune.common.graph_types import GgufType
 from ckpt_prune.gguf.layout import lay_out
 from ckpt_prune.gguf.llama_cpp import require_runtime
 from ckpt_prune.gguf.proof import Proof, prove
 from ckpt_prune.gguf.tokenizer import tokenizer_values
-from ckpt_prune.gguf.writing import GgufType, check_gguf_place, staged_file, type_of, write_gguf
+from ckpt_prune.gguf.writing import check_gguf_place, staged_file, type_of, write_gguf
 from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.options.data import ProofOptions
 
@@ -42,7 +43,7 @@ class ExportedGguf:
 
     def data(self) -> dict[str, Any]:
         """As `--json` prints it."""
-        proof = None if self.proof is None else self.proof.data()
+        proof = None if self.proof is None else self.proof.model_dump()
         return {
             "written": self.passed,
             "out": str(self.path),

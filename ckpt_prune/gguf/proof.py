@@ -1,18 +1,17 @@
 """Proving a GGUF file in llama.cpp: it splits text into the same tokens, and computes what PyTorch does."""
 
 import math
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
+from pydantic import BaseModel, computed_field
 from torch import Tensor
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.gguf.llama_cpp import Answer, Task, require_runtime, run_llama_cpp
 from ckpt_prune.measure.samples.text import load_tokenizer
-from ckpt_prune.onnx.proof_data import proof_samples
+from ckpt_prune.onnx.samples import choose_samples
 from ckpt_prune.onnx.tasks import Task as GraphTask
 from ckpt_prune.options.data import ProofOptions
 
@@ -27,8 +26,7 @@ _HARD_TEXT = (
 _CHAT = [{"role": "user", "content": "Hello"}]
 
 
-@dataclass(frozen=True)
-class Proof:
+class Proof(BaseModel):
     """How a file compares with PyTorch.
 
     Attributes:
@@ -57,14 +55,11 @@ class Proof:
     memory: int
     allowed: float | None
 
+    @computed_field  # type: ignore[prop-decorator]
     @property
     def passed(self) -> bool:
         """Whether the file computes what PyTorch does, as far as its type can."""
         return math.isfinite(self.kl) and (self.allowed is None or self.kl <= self.allowed)
-
-    def data(self) -> dict[str, Any]:
-        """As `--json` prints it."""
-        return asdict(self) | {"passed": self.passed}
 
     def lines(self) -> list[str]:
         """As the terminal shows it."""
@@ -96,7 +91,7 @@ def prove(
         UserError: llama.cpp is not installed, does not load the file, or splits text into other tokens.
     """
     require_runtime()
-    samples = proof_samples(folder, GraphTask("text-generation", "text", False), options, trust=trust)
+    samples = choose_samples(folder, GraphTask("text-generation", "text", False), options, trust=trust)
     if samples.windows is None:
         raise UserError(f"{folder}: there is no text to compare on: {(samples.description or {}).get('what')}")
     windows = samples.windows[: options.samples or WINDOWS]

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import gguf
 import numpy as np
@@ -21,16 +21,14 @@ from ckpt_prune.checkpoint.locks import lock_file
 from ckpt_prune.checkpoint.staging import disk_failures
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.finite import all_finite
+from ckpt_prune.common.graph_types import GgufType
 from ckpt_prune.common.progress import track
 from ckpt_prune.gguf.layout import Layout
 from ckpt_prune.job.source_card import source_card
 
-GgufType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1"]
-"""Types of the matrices. Norms and biases are float32."""
-TYPES: tuple[GgufType, ...] = get_args(GgufType)
 _FILE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "bf16": 32}
 """llama.cpp's numbers for a file whose matrices mostly have a type."""
-_KINDS = {name: Kind[name.upper()] for name in TYPES}
+_KINDS = {name: Kind[name.upper()] for name in _FILE_TYPES}
 _CHUNK = 2**22
 """Elements that are rounded at once."""
 
@@ -102,7 +100,7 @@ def write_gguf(path: Path, layout: Layout, chosen: GgufType, tokenizer: Mapping[
         finally:
             writer.close()
     wide = Counter(kinds.values())[Kind.F16] if chosen.startswith("q") else 0
-    note = f"{wide} of {len(kinds)} matrices are f16: their rows are no multiple of 32 (multiple_of: 32 makes them so)"
+    note = f"{wide} matrices are f16: their rows are no multiple of 32 (prune with multiple_of: 32)"
     return Written(path.stat().st_size, (*layout.notes, *([note] if wide else [])))
 
 

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
-from pydantic import AfterValidator, BeforeValidator
+from pydantic import AfterValidator, BeforeValidator, model_validator
 
 from ckpt_prune.checkpoint.model_folder import find_graph
-from ckpt_prune.common.graph_types import GraphType
+from ckpt_prune.common.graph_types import GgufType, GraphType
 from ckpt_prune.common.ratios import Ratio
 from ckpt_prune.options.data import (
     CalibrationOptions,
@@ -393,7 +393,7 @@ class CalibrateOptions(OutputOptions, ImageOptions, CalibrationOptions, SourceOp
 class ConvertOptions(OutputOptions):
     """What to convert."""
 
-    model: Folder = option("Folder of a model, or a Hub id.", kw_only=False)
+    model: Folder = option("Folder of a model, a Hub id, or a GGUF file.", kw_only=False)
 
 
 class QuantizeOptions(ResumeOptions):
@@ -559,21 +559,44 @@ class ExportOptions(
     """What to export, and into what."""
 
     model: Model = option("Folder of a model, or a Hub id.", kw_only=False)
+    format: Literal["onnx", "gguf"] = option(
+        "onnx: a graph for onnxruntime, in a folder. gguf: a file for llama.cpp, whose name ends in .gguf.",
+        default="onnx",
+        group=MODEL,
+    )
+    type: GgufType | None = option(
+        "Type of the matrices of a GGUF file; norms and biases are float32. [default: that of the checkpoint]",
+        default=None,
+        group=GRAPH,
+    )
     proof: bool = option(
-        "Compare the graph in onnxruntime with PyTorch before it takes its place.",
+        "Compare the graph in onnxruntime, or the file in llama.cpp, with PyTorch before it takes its place.",
         default=True,
         flags=("--validate",),
         group=MEASURE,
     )
+
+    @model_validator(mode="after")
+    def _check_format(self) -> "ExportOptions":
+        if self.format == "onnx" and self.type is not None:
+            raise ValueError("--type goes with --format gguf; a graph has --dtype")
+        names = (*GraphSettings.model_fields, *DenseOptions.model_fields, "provider")
+        asked = [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
+        if self.format == "gguf" and asked:
+            raise ValueError(f"--{asked[0].replace('_', '-')} does not go with --format gguf")
+        return self
 
 
 class ValidateOptions(DenseOptions, ProofOptions, ProviderOptions, SpreadOptions, TrustOptions):
     """What to compare, on what, and how strictly."""
 
     group = MEASURE
-    folder: Folder = option("Folder that `ckpt-prune export` wrote.", kw_only=False, metavar="DIR")
+    folder: Folder = option("Folder that `ckpt-prune export` wrote, or a GGUF file.", kw_only=False, metavar="DIR")
+    runtime: Literal["onnxruntime", "llama.cpp"] | None = option(
+        "What runs DIR. [default: llama.cpp for a GGUF file, else onnxruntime]", default=None
+    )
     against: OtherModel = option(
-        "The checkpoint that DIR was exported from. [default: the one that DIR lies in, or next to]",
+        "The checkpoint that DIR was exported from; needed for GGUF. [default: the one that DIR lies in, or next to]",
         default=None,
         metavar="MODEL",
         group=MODEL,

@@ -1,0 +1,89 @@
+"""`export --format gguf`, `validate FILE.gguf` and `convert FILE.gguf`, as people call them."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from ckpt_prune.cli.main import main
+from ckpt_prune.gguf import llama_cpp
+from tests.gguf_files.tiny import proving, save
+
+
+def run(*arguments: object) -> tuple[int, str]:
+    done = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    return done.exit_code, done.output
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save(tmp_path_factory.mktemp("commands") / "model", "llama", tie_word_embeddings=True)
+
+
+def test_a_file_is_written_proven_validated_and_read_back(model, tmp_path):
+    pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
+    text, file = proving(model).text[0], tmp_path / "m.gguf"
+    compare = ["--text", text, "--samples", 2, "--window", 48]
+    code, said = run("export", model, "--format", "gguf", "--type", "f16", "-o", file, *compare)
+    assert code == 0, said
+    assert "passed\nllama, f16, " in said
+    code, said = run("validate", file, "--runtime", "llama.cpp", "--against", model, *compare, "--json")
+    assert code == 0, said
+    proof = json.loads(said)
+    assert proof["passed"]
+    assert proof["kl"] < proof["allowed"] == 1e-3
+    code, said = run("convert", file, "-o", tmp_path / "back")
+    assert code == 0, said
+    other = save(tmp_path / "other", "llama", tie_word_embeddings=True, rms_norm_eps=0.1)
+    code, said = run("validate", file, "--against", other, *compare)
+    assert code == 1
+    assert "failed: llama.cpp computes something else" in said
+    file.write_bytes(file.read_bytes()[:-500])
+    code, said = run("validate", file, "--against", model, *compare)
+    assert code == 2
+    assert "lies outside the file" in said
+
+
+def test_without_llama_cpp_the_file_is_refused_with_the_command_that_installs_it(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(llama_cpp, "find_spec", lambda _name: None)
+    code, said = run("export", model, "--format", "gguf", "-o", tmp_path / "m.gguf")
+    assert code == 2
+    assert 'pip install "ckpt-prune[llamacpp]"' in said
+    assert not list(tmp_path.iterdir())
+    code, said = run("export", model, "--format", "gguf", "-o", tmp_path / "m.gguf", "--no-validate")
+    assert code == 0, said
+    assert "not compared with PyTorch" in said
+
+
+def test_a_file_that_computes_something_else_is_not_kept(model, tmp_path, monkeypatch):
+    pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
+    monkeypatch.setattr("ckpt_prune.gguf.layout.Weight.pair_neighbours", lambda weight, _heads: weight)
+    code, said = run("export", model, "--format", "gguf", "-o", tmp_path / "m.gguf", "--text", proving(model).text[0])
+    assert code == 1
+    assert "nothing is written to" in said
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--format", "gguf", "--dtype", "int8", "-o", "m.gguf"], "--dtype does not go with --format gguf"),
+        (["--type", "f16", "-o", "m"], "--type goes with --format gguf"),
+        (["--format", "gguf", "-o", "m"], "a name that ends in .gguf"),
+    ],
+)
+def test_options_of_the_other_format_are_refused(model, tmp_path, monkeypatch, arguments, says):
+    monkeypatch.chdir(tmp_path)
+    code, said = run("export", model, *arguments)
+    assert code == 2
+    assert says in said
+
+
+def test_a_file_is_only_replaced_when_asked_and_if_it_is_a_gguf_file(model, tmp_path):
+    place = tmp_path / "m.gguf"
+    place.write_text("mine")
+    code, said = run("export", model, "--format", "gguf", "-o", place, "--no-validate")
+    assert (code, "exists; --overwrite replaces it" in said) == (2, True)
+    code, said = run("export", model, "--format", "gguf", "-o", place, "--no-validate", "--overwrite")
+    assert (code, "is no GGUF file, and is not replaced" in said) == (2, True)
+    assert place.read_text() == "mine"
