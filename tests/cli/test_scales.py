@@ -151,11 +151,6 @@ def test_options_of_other_methods_are_refused(place: Path, words: str, said: str
     assert refused("recover", "pruned", *SCALES, *words.split(), "-o", "out") == said
 
 
-def test_it_needs_the_dense_model(place: Path):
-    said = refused("recover", "pruned", *SCALES[2:], "-o", "out")
-    assert said.startswith("recover needs --dense MODEL, the model that PRUNED was made from")
-
-
 @pytest.mark.parametrize("stopped", ["block 1", "scales"])
 def test_a_killed_run_is_resumed_to_the_same_bytes(place: Path, monkeypatch: pytest.MonkeyPatch, stopped: str):
     words = ("recover", "pruned", *SCALES, "--epochs", "1", "-o")

@@ -152,11 +152,6 @@ def test_code_of_others_is_not_run(place, auto_map):
     assert found["tensors"] == found["load"] == f"pruned {FOREIGN}"
 
 
-def test_an_unknown_family(place):
-    set_config("pruned", model_type="rwkv")
-    assert failures("pruned")["tensors"].startswith("model_type 'rwkv' is not a family this version knows: `ckpt-prune")
-
-
 # ---- zeros -------------------------------------------------------------------------------------------------------
 
 
@@ -330,13 +325,6 @@ def test_against_without_a_report(place):
 def test_a_damaged_report(place, content):
     Path("pruned/ckpt_prune.json").write_text(content)
     assert refused("verify", "pruned") == "pruned/ckpt_prune.json is damaged: prune again"
-
-
-def test_what_is_not_a_checkpoint(place):
-    message = "{} has no config.json; give a checkpoint folder as published on the Hub"
-    assert refused("verify", "stats") == message.format("stats")
-    assert refused("verify", "pruned", "--against", "stats") == message.format("stats")
-    assert refused("verify", "calib.txt") == "calib.txt is a file; give the folder that holds config.json"
 
 
 def test_a_shard_that_is_gone(place):

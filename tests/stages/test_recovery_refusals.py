@@ -1,23 +1,20 @@
 """What recovery refuses: two models that do not belong together, damaged files, too little data."""
 
-import copy
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import REPORT, ROTATIONS
-from ckpt_prune.measure.samples.samples import Samples, TokenWindows
+from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.model.model import Model
 from ckpt_prune.stages.recovery.pairs import check_same_reader
-from tests import encoders, families
+from tests import families
 from tests.evaluation.tiny import tiny_tokenizer
-from tests.families import contents, windows
 from tests.images import write_processor
 from tests.reports import recover
 from tests.stages.recovering import (
@@ -47,41 +44,11 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", OTHERS)
-def test_another_model(masked_llama, tmp_path, what):
-    config, reason = OTHERS[what]
-    other = make_wide(tmp_path / "other", "llama", **config)
-    assert reason.format(dense=other) in refusal(masked_llama, other, tmp_path / "out")
-
-
-def test_another_family(dense, masked_llama, tmp_path):
-    other = dense.folder("opt")
-    text = refusal(masked_llama, other, tmp_path / "out")
-    assert f"{masked_llama} is of type llama and {other} of type opt" in text
-    # What a llama may be stored as is none; what is stored as another type is known by its stand-ins, not the reverse.
-    assert "is of type llama and" in refusal(masked_llama, dense.folder("mistral"), tmp_path / "out")
-
-
 def test_a_stand_in_of_another_depth(dense, tmp_path):
     recipe = families.recipe("none", "magnitude", heads=0.25)
     pruned = pruned_by(dense.folder("llama"), tmp_path / "pruned", recipe, None)
     other = make_wide(tmp_path / "other", "llama", num_hidden_layers=2)
     assert "has 3 blocks" in refusal(pruned, other, tmp_path / "out")
-
-
-def scrambled(folder: Path, out: Path) -> Path:
-    """The same model with other weights."""
-    model = copy.deepcopy(families.stock(folder))
-    encoders.randomise(model, 99)
-    model.save_pretrained(out)
-    return out
-
-
-def test_unrelated_weights(dense, masked_llama, tmp_path):
-    other = scrambled(dense.folder("llama"), tmp_path / "other")
-    text = refusal(masked_llama, other, tmp_path / "out")
-    assert "before their first block" in text
-    assert "the pruned one was not made from this dense one" in text
 
 
 @pytest.fixture
@@ -126,40 +93,6 @@ def test_a_damaged_report(dense, masked_llama, tmp_path, text):
     pruned = shutil.copytree(masked_llama, tmp_path / "pruned")
     (pruned / REPORT).write_text(text)
     assert str(pruned / REPORT) in refusal(pruned, dense.folder("llama"), tmp_path / "out")
-
-
-def test_outputs_that_would_overlap_an_input(dense, masked_llama, tmp_path):
-    pruned = shutil.copytree(masked_llama, tmp_path / "pruned")
-    model = shutil.copytree(dense.folder("llama"), tmp_path / "model")
-    before = contents(tmp_path)
-    for folder in (pruned, model):
-        for out in (folder, folder / "out"):
-            job = recovery_job(pruned, model, training_data("llama"))
-            with pytest.raises(UserError):
-                recover(job, out, overwrite=True)
-            assert contents(tmp_path) == before
-
-
-def test_one_sample(dense, masked_llama, tmp_path):
-    text = refusal(masked_llama, dense.folder("llama"), tmp_path / "out", TokenWindows(windows(1)))
-    assert text == "recovery needs samples to train on and others to hold out: give at least 2, not 1"
-
-
-def test_blocks_that_are_not_there(dense, masked_llama, tmp_path):
-    for layers in ("3:", "2:4", "2:2"):
-        text = refusal(masked_llama, dense.folder("llama"), tmp_path / "out", layers=layers)
-        assert text == f"layers {layers}: the model has blocks 0 to 2, say 0:3 for all"
-
-
-@pytest.mark.parametrize("which", ["pruned", "dense"])
-def test_weights_that_are_not_finite(dense, masked_llama, tmp_path, which):
-    folders = {"pruned": masked_llama, "dense": dense.folder("llama")}
-    bad = folders[which] = shutil.copytree(folders[which], tmp_path / "bad")
-    tensors = load_file(bad / "model.safetensors")
-    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = torch.nan
-    save_file(tensors, bad / "model.safetensors", {"format": "pt"})
-    text = refusal(folders["pruned"], folders["dense"], tmp_path / "out")
-    assert "model.layers.1.mlp.up_proj.weight" in text
 
 
 # ---- the same readers --------------------------------------------------------------------------------------------

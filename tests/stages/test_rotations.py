@@ -34,7 +34,6 @@ from ckpt_prune.stages.rotation import learner as rotations
 from ckpt_prune.stages.rotation.descent import LearnedRotations, RotationProblem
 from ckpt_prune.stages.rotation.rotated_checkpoint import check_rotatable
 from ckpt_prune.stages.rotation.run import learner_of
-from ckpt_prune.verification.verify import verify
 from tests import encoders, families
 from tests.families import BLOCKS, prune, windows
 from tests.oracles import rotation_entropy
@@ -139,14 +138,6 @@ def distance(found: Tensor, expected: Tensor) -> float:
 def test_logits_are_the_dense_ones(dense, turned, variant, kind):
     expected = logits(families.stock(dense.folder(variant)))
     assert distance(logits(loaded(turned(variant, kind), kind)), expected) < 1e-5
-
-
-@pytest.mark.parametrize(("variant", "kind"), chosen(itertools.product(VARIANTS, KINDS), DEALT[:4].__contains__))
-def test_verify_passes(turned, variant, kind):
-    checks = {check.name: check.passed for check in verify(turned(variant, kind))}
-    assert checks.pop("sparsity") is not False
-    assert checks.pop("side files", None) is not False
-    assert checks == dict.fromkeys(("tensors", "finite", "load", "digests"), True)
 
 
 @pytest.mark.parametrize("variant", ["opt-model", "opt-350m-like"])
@@ -373,31 +364,6 @@ def refusal(folder: Path, recipe: FullRecipe) -> str:
     return text
 
 
-NOT_DESCRIBED = "which of its modules make values is described for causal language models only"
-POST_NORM = "normalises after every addition to its residual stream (post-norm)"
-REFUSED = [
-    *(("vit", kind, "vit cannot be rotated: its residual stream begins in a convolution") for kind in KINDS[:2]),
-    ("vit", "values", f"vit cannot be rotated: {NOT_DESCRIBED}"),
-    ("deit", "shared", "deit cannot be rotated: its residual stream begins in a convolution"),
-    *(("bert-mlm", kind, f"bert cannot be rotated: it {POST_NORM}") for kind in KINDS[:2]),
-    ("bert-mlm", "values", f"bert cannot be rotated: {NOT_DESCRIBED}"),
-    ("dinov2-model", "shared", "dinov2 cannot be rotated: it scales every coordinate of what a block adds"),
-    ("opt-350m-like", "shared", f"opt cannot be rotated: this one {POST_NORM}"),
-    ("opt-350m-like", "per-layer", f"opt cannot be rotated: this one {POST_NORM}"),
-    (
-        "opt-model",
-        "shared",
-        "opt cannot be rotated without a vocabulary head (OPTModel): what reads its output would have to turn",
-    ),
-    ("opt-model", "per-layer", "opt cannot be rotated without a vocabulary head (OPTModel)"),
-]
-
-
-@pytest.mark.parametrize(("variant", "kind", "reason"), REFUSED)
-def test_a_stream_that_is_not_plain_pre_norm(dense, variant, kind, reason):
-    assert refusal(dense.folder(variant), rotating(kind)).startswith(reason)
-
-
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -412,14 +378,6 @@ def test_an_opt_with_another_stream(dense, changes, reason):
         with pytest.raises(UserError, match=f"opt cannot be rotated: this one {reason}"):
             check_rotatable(model, kind)
     check_rotatable(model, "values")
-
-
-def test_turning_between_blocks_needs_remote_code(dense):
-    text = refusal(dense.folder("llama"), rotating("per-layer", container="mistral"))
-    assert text == (
-        "rotation per-layer turns the residual stream between blocks, which container mistral cannot: "
-        "leave container out for remote code, or choose rotation kind shared"
-    )
 
 
 def test_modules_between_blocks_are_not_pruned_again(turned):
@@ -642,12 +600,6 @@ def test_learned_rotations_leave_the_function_as_it_is(dense, tmp_path, variant,
         identity = torch.eye(wide.shape[-1], dtype=torch.float64).expand_as(wide)
         torch.testing.assert_close(wide.mT @ wide, identity, rtol=0, atol=1e-6, msg=name)
         assert float((wide - identity).abs().max()) > 1e-3, name
-
-
-def test_steps_of_zero_are_the_identity(dense, tmp_path):
-    masked(dense.folder("qwen2"), tmp_path / "out", learning("shared", "wanda", 0), data_of("qwen2"))
-    for tensor in load_file(tmp_path / "out" / ROTATIONS).values():
-        assert torch.equal(tensor, torch.eye(tensor.shape[-1]).expand_as(tensor))
 
 
 @pytest.mark.parametrize("backbone", ["magnitude", "sparsegpt"])
