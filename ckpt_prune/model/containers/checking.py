@@ -1,4 +1,4 @@
-"""Whether a checkpoint's tensors are those that its config asks for: names, shapes and dtypes on the meta device."""
+"""Checks that a checkpoint's tensors are those that its config asks for: names, shapes and dtypes."""
 
 from collections.abc import Mapping
 from weakref import WeakSet
@@ -18,20 +18,17 @@ from ckpt_prune.model.skeleton import (
 )
 
 _CHECKED: "WeakSet[Model]" = WeakSet()
-"""Models that passed: commands check before they read data, and settling a request checks whatever it is given."""
+"""Models that passed: commands check before they read data, and jobs check any model that they are given."""
 
 
 def check_source(model: Model) -> None:
-    """Check every tensor's name and shape against the config, on the meta device.
-
-    Raises:
-        UserError: a tensor is missing, unknown, of another shape than the config says, or not floating point.
-    """
+    """Check every tensor's name, shape and dtype against the config, on the meta device."""
     if model in _CHECKED:
         return
-    config, own = model.checkpoint.config, model.has_remote_code
-    known = stored_container(model.checkpoint).names() if own else stock_names(config, model.family.architecture)
-    check_stored(model.checkpoint, known)
+    config = model.checkpoint.config
+    is_remote = model.has_remote_code
+    names = stored_container(model.checkpoint).names() if is_remote else stock_names(config, model.family.architecture)
+    check_stored(model.checkpoint, names)
     _CHECKED.add(model)
 
 
@@ -39,11 +36,7 @@ def check_stock(model: Model, what: str) -> None:
     """Refuse an output of this tool that carries code of its own.
 
     Args:
-        model: what is given.
         what: cannot be done with it, and why, for the message.
-
-    Raises:
-        UserError: it is one.
     """
     if model.has_remote_code:
         raise UserError(
@@ -52,42 +45,29 @@ def check_stock(model: Model, what: str) -> None:
         )
 
 
-def check_stored(checkpoint: Checkpoint, known: Names) -> None:
-    """Check every tensor's name, shape and dtype against a model.
-
-    Args:
-        checkpoint: what is stored.
-        known: of the model that it is to be.
-
-    Raises:
-        UserError: a tensor is missing, unknown, of another shape, or not floating point.
-    """
+def check_stored(checkpoint: Checkpoint, names: Names) -> None:
+    """Check every tensor's name, shape and dtype against the names of a model."""
     tensors = checkpoint.stored
-    check_shapes({name: info.stored_shape for name, info in tensors.items()}, known, f"{checkpoint.path}")
+    check_shapes({name: info.stored_shape for name, info in tensors.items()}, names, f"{checkpoint.path}")
     for name, info in tensors.items():
-        if not is_parameter(name):
-            continue
-        if info.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        if is_parameter(name) and info.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             raise UserError(f"{name} is {info.dtype}: only bfloat16, float16 and float32 checkpoints can be pruned")
 
 
-def check_shapes(actual: Mapping[str, tuple[int, ...]], known: Names, where: str) -> None:
-    """Compare names and shapes with what a config asks for.
+def check_shapes(actual: Mapping[str, tuple[int, ...]], names: Names, where: str) -> None:
+    """Compare names and shapes with those that a config asks for.
 
     Args:
         actual: name → shape in its file.
-        known: of the config's model. Tensors that it ignores may be there.
+        names: of the config's model. Tensors that it ignores may be there.
         where: begins every message.
-
-    Raises:
-        UserError: a tensor is missing, has no place, or has another shape.
     """
-    names = sorted(name for name in actual if not is_stored_buffer(name))
-    expected = {name: known.shape(name) for name in names}
-    missing = known.missing(names)
-    absent = known.tied | missing_pooler(known.model, missing)
-    missing = [name for name in missing if name not in absent]
-    unknown = [name for name, shape in expected.items() if shape is None and not known.ignores(name)]
+    stored = sorted(name for name in actual if not is_stored_buffer(name))
+    expected = {name: names.shape(name) for name in stored}
+    missing = names.missing(stored)
+    may_lack = names.tied | missing_pooler(names.model, missing)
+    missing = [name for name in missing if name not in may_lack]
+    unknown = [name for name, shape in expected.items() if shape is None and not names.ignores(name)]
     if missing:
         raise UserError(f"{where} lacks tensor {missing[0]} ({len(missing)} missing), which its config.json asks for")
     if unknown:

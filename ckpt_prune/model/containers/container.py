@@ -17,10 +17,8 @@ from ckpt_prune.model.supported import declared_family
 
 Widths = Sequence[Mapping[SpaceName, int]]
 """Units kept per block and space."""
-
-
 Ranks = Sequence[Mapping[str, int]]
-"""Of each block, linear modules that two thin ones stand in for → their rank."""
+"""Per block, linear modules that two thin ones stand in for → their rank."""
 
 
 @dataclass(frozen=True)
@@ -28,14 +26,13 @@ class Container:
     """What an output is stored as.
 
     Attributes:
-        model_type: its `model_type`.
         config: its config.json.
-        remote_class: name of the class in `modeling_pruned` where stock transformers has none that fits.
-        biases: linear modules of a block that have a bias tensor in the output; those that gain none from a fold hold
-            zeros because the config key that opens the slot opens theirs too.
-        note: a line for the user where the container is not the source's own.
-        architecture: the stock class it loads with, or that its remote class stands for.
-        padded: spaces held at their dense width, with zeros for what was dropped.
+        remote_class: name of the class in `modeling_pruned`, if transformers has no stock class that fits.
+        biases: linear modules of a block that have a bias tensor in the output. Those that gain none from a fold hold
+            zeros, because the config key that opens another's slot opens theirs too.
+        note: a line for the user if the container is not the source's own.
+        architecture: the stock class that it loads with, or that its remote class stands for.
+        padded: spaces held at their dense width, with zeros for dropped units.
     """
 
     model_type: str
@@ -48,26 +45,26 @@ class Container:
 
     @property
     def unfactored(self) -> "Container":
-        """The same with one linear in the place of two: what runs where factors are read as their product."""
+        """The container with one linear in the place of two: for running with factors multiplied."""
         if RANKS_KEY not in self.config:
             return self
         config = {key: value for key, value in self.config.items() if key != RANKS_KEY}
         if "per_layer_config" in config:
-            own = config["per_layer_config"].items()
             config["per_layer_config"] = {
-                index: {key: value for key, value in values.items() if key != RANKS_KEY} for index, values in own
+                index: {key: value for key, value in values.items() if key != RANKS_KEY}
+                for index, values in config["per_layer_config"].items()
             }
         return replace(self, config=config)
 
     def skeleton(self) -> nn.Module:
-        """The container's model on the meta device."""
+        """Build the container's model on the meta device."""
         config = parse_config(self.config)
         if self.remote_class is None:
             return build_skeleton(config, self._stock_class)
         return remote_skeleton(config, self.remote_class)
 
     def names(self) -> Names:
-        """What its model saves and loads."""
+        """Return what its model saves and loads."""
         return stock_names(self.config, self._stock_class) if self.remote_class is None else Names(self.skeleton())
 
     @property
@@ -76,23 +73,19 @@ class Container:
 
 
 def stored_container(checkpoint: Checkpoint) -> Container:
-    """What a checkpoint is stored as: an output of this tool, or any other of a known family.
-
-    Raises:
-        UserError: it asks for remote code that is not this tool's, or its family is not known.
-    """
+    """Return what a checkpoint of a known family is stored as, an output of this tool or not."""
     remote = remote_class(checkpoint.config, checkpoint.path)
     architecture = "" if remote else match_family(checkpoint).architecture
     return Container(checkpoint.config["model_type"], checkpoint.config, remote, architecture=architecture)
 
 
 def container_of(model: Model) -> Container:
-    """What a model's checkpoint is stored as, with the linear modules that have a bias in it."""
+    """Return what a model's checkpoint is stored as, with the linear modules that have a bias in it."""
     biases = frozenset(module for module in model.family.linears if model.has(module, "bias"))
     return replace(stored_container(model.checkpoint), biases=biases)
 
 
 def remote_skeleton(config: PreTrainedConfig, remote_class: str) -> nn.Module:
-    """A model of `modeling_pruned` on the meta device."""
+    """Build a model of `modeling_pruned` on the meta device."""
     with on_meta_device():
         return finish_skeleton(remote_model_class(remote_class)(with_block_facts(config, remote_class)))

@@ -24,9 +24,9 @@ class Opening:
     """How a model is opened.
 
     Attributes:
-        trust: accept one that asks for code of its own; the code is not run.
+        trust: accept a model that asks for code of its own; the code is not run.
         family: file of a description from outside the package.
-        part: of a composite that is asked for.
+        part: of a composite.
     """
 
     trust: bool = False
@@ -35,19 +35,13 @@ class Opening:
 
     @classmethod
     def of(cls, options: OpeningOptions) -> "Opening":
-        """As a command's options say."""
         return cls(options.trust_remote_code, options.family, options.part)
 
 
 def open_checkpoint(model: str, how: Opening | None = None) -> Checkpoint:
-    """Open a checkpoint to be measured or pruned.
+    """Open a folder or a Hub id to be measured or pruned.
 
-    Args:
-        model: a folder or a Hub id.
-        how: as a command's options say.
-
-    Raises:
-        UserError: not a checkpoint, it asks for remote code and is not trusted, or a given description is not true.
+    UserError if it is no checkpoint, asks for code and is not trusted, or if a given description does not hold.
     """
     how = how or Opening()
     checkpoint = Checkpoint.open(model)
@@ -66,11 +60,7 @@ def open_checkpoint(model: str, how: Opening | None = None) -> Checkpoint:
 
 
 def open_model(model: str, how: Opening | None = None) -> Model:
-    """Open a checkpoint to be measured or pruned, with its family and config.
-
-    Raises:
-        UserError: also where the family is not known.
-    """
+    """Open a model to be measured or pruned, as `open_checkpoint`."""
     return Model.of(open_checkpoint(model, how))
 
 
@@ -81,21 +71,13 @@ def open_fitted(model: str) -> Model:
 
 
 def apply_description(config: dict[str, Any], family: Path | None) -> dict[str, Any]:
-    """A config.json with a description from outside the package, where it is of that family.
-
-    Args:
-        config: of a checkpoint.
-        family: the description's file, or None.
-
-    Raises:
-        UserError: the file is no description, or what it says is not so in transformers' own class.
-    """
+    """Return a config.json with the description in a file, checked, if the config is of that family."""
     if family is None:
         return config
-    found = attach_description(config, parse_json_object(read_description(family).encode()))
-    if found is not config:
+    described = attach_description(config, parse_json_object(read_description(family).encode()))
+    if described is not config:
         try:
-            check_description(family_for_config(found), found)
+            check_description(family_for_config(described), described)
         except UserError as error:
             raise UserError(f"--family {family}: {error}") from error
-    return found
+    return described

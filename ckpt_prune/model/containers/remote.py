@@ -20,44 +20,31 @@ BLOCKS_KEY = "ckpt_prune_blocks"
 
 
 def remote_class(config: dict[str, Any], folder: Path) -> str | None:
-    """The class of `modeling_pruned` that a config.json's `auto_map` asks for; None where it asks for no code.
+    """Return the class of `modeling_pruned` that a config.json's `auto_map` asks for; None if it asks for no code.
 
-    An embedder that stores a head asks for two: its own, which `architectures` names, and its base model.
-
-    Raises:
-        UserError: it asks for code that is not this tool's.
+    An embedder that stores a head asks for two classes: its own, which `architectures` names, and its base model.
+    UserError if it asks for code that is not this tool's.
     """
     auto_map = config.get("auto_map")
     if not auto_map:
         return None
     targets = {str(target) for target in auto_map.values()} if isinstance(auto_map, dict) else set()
-    ours = {f"{REMOTE_MODULE}.{name}" for name in _ours(config)}
+    classes = family_for_config(config).classes if has_description(config) else {}
+    known = {f"{REMOTE_MODULE}.{REMOTE_PREFIX}{name}" for name in classes}
     named = {f"{REMOTE_MODULE}.{name}" for name in config.get("architectures") or []}
-    if targets and targets <= ours and (len(targets) == 1 or targets & named):
+    if targets and targets <= known and (len(targets) == 1 or targets & named):
         return min(targets & named or targets).removeprefix(f"{REMOTE_MODULE}.")
     raise UserError(f"{folder} asks for remote code that is not this tool's (auto_map in config.json): it is not run")
 
 
-def _ours(config: dict[str, Any]) -> set[str]:
-    """Classes of remote code that this tool writes for a config's family."""
-    if not has_description(config):
-        return set()
-    return {f"{REMOTE_PREFIX}{name}" for name in family_for_config(config).classes}
-
-
 def remote_model_class(name: str) -> type[PreTrainedModel]:
-    """A class of `modeling_pruned` by the name that `remote_class` found."""
-    found: type[PreTrainedModel] = getattr(modeling_pruned, name)
-    return found
+    """Return a class of `modeling_pruned` by the name that `remote_class` returned."""
+    model_class: type[PreTrainedModel] = getattr(modeling_pruned, name)
+    return model_class
 
 
 def with_block_facts(config: PreTrainedConfig, remote_class: str) -> PreTrainedConfig:
-    """The config of an output with remote code, with the facts that those of earlier versions had in their code.
-
-    Args:
-        config: changed in place.
-        remote_class: the name of its class.
-    """
+    """Add to the config of an output the facts that outputs of earlier versions had in their code, in place."""
     if getattr(config, BLOCKS_KEY, None) is None:
         family = family_for_config(config.to_dict()).of(remote_class.removeprefix(REMOTE_PREFIX))
         setattr(config, BLOCKS_KEY, block_facts(family, lambda name: family.dimension(config, name)))
