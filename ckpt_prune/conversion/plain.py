@@ -1,4 +1,4 @@
-"""What a checkpoint is written as: a stock config, and every tensor of it made of tensors of the source."""
+"""A stock checkpoint to be written: its config, and how each of its tensors is made from those of the source."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,13 +8,12 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Made:
-    """A tensor of the new checkpoint.
+class TensorSource:
+    """How a tensor of the new checkpoint is made.
 
     Attributes:
-        sources: names of what it is made of.
-        shape: its own.
-        make: makes it of those, in that order.
+        sources: names of the tensors that `make` takes, in that order.
+        shape: of the new tensor.
     """
 
     sources: tuple[str, ...]
@@ -23,22 +22,21 @@ class Made:
 
 
 @dataclass(frozen=True)
-class Plain:
-    """A stock checkpoint to be.
+class PlainCheckpoint:
+    """A stock checkpoint to be written.
 
     Attributes:
-        config: its config.json.
         tensors: on-disk name → how it is made, in the order of the file.
-        processor: its preprocessor_config.json; None where the source's own is copied.
-        notes: what else there is to say of it, a line each.
+        processor: its preprocessor_config.json; None if the source's own is copied.
+        notes: lines for the user.
     """
 
     config: dict[str, Any]
-    tensors: dict[str, Made]
+    tensors: dict[str, TensorSource]
     processor: dict[str, Any] | None = None
     notes: tuple[str, ...] = ()
 
 
-def same(name: str, shape: tuple[int, ...]) -> Made:
-    """A tensor of the source as it is."""
-    return Made((name,), shape, lambda tensor: tensor)
+def copy_tensor(name: str, shape: tuple[int, ...]) -> TensorSource:
+    """Take a tensor of the source as it is."""
+    return TensorSource((name,), shape, lambda tensor: tensor)

@@ -1,4 +1,4 @@
-"""A plain vision transformer of timm as transformers' ViT, or as DeiT where it has a distillation token."""
+"""Reads a plain vision transformer of timm as transformers' ViT, or as DeiT if it has a distillation token."""
 
 import math
 import re
@@ -10,13 +10,13 @@ from torch import Tensor
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.conversion.plain import Made, Plain, same
+from ckpt_prune.conversion.plain import PlainCheckpoint, TensorSource, copy_tensor
 
 PLAIN = re.compile(r"(vit|deit|deit3)_(tiny|small|medium|base|large|huge)(_distilled)?_patch\d+_\d+")
 """Models of timm that compute what transformers' ViT does: a norm before each part, GELU, the class token read out."""
 HEADS = {"tiny": 3, "small": 6, "medium": 8, "base": 12, "large": 16, "huge": 16}
 _SHOWN = frozenset({"img_size", "embed_dim", "depth", "num_heads", "in_chans", "num_classes", "global_pool"})
-"""Arguments of an architecture that say sizes alone, which its tensors show, or what is checked by itself."""
+"""Arguments of an architecture that only state sizes, which its tensors show, or that are checked separately."""
 _WRAPPED = "timm_model."
 _RESAMPLE = {"bilinear": 2, "bicubic": 3}
 _EPS = 1e-6
@@ -30,44 +30,34 @@ _PARTS = {
 }
 """Module of a block in timm → its name in transformers' files."""
 _AXES = {"cls_token": 3, "pos_embed": 3, "patch_embed.proj.weight": 4, "head.weight": 2}
-"""Axes of tensors whose shapes say what the model is."""
+"""Number of axes of tensors whose shapes say what the model is."""
 _SCALES = {"attn.proj": "ls1.gamma", "mlp.fc2": "ls2.gamma"}
-"""Projections → the layer scale of what they give."""
+"""Projection → the layer scale of its output."""
 
 
-def plain_of_timm(checkpoint: Checkpoint) -> Plain:
-    """A timm folder as ViT or DeiT.
+def vit_of_timm(checkpoint: Checkpoint) -> PlainCheckpoint:
+    """Return a timm folder as ViT or DeiT; UserError if neither computes the same.
 
     Layer scales are absorbed by the projections before them: in float64, rounded once.
-
-    Raises:
-        UserError: it is none of the architectures that compute the same, or its files say something else.
     """
     source = _Source.of(checkpoint)
-    found = _Writer(source)
-    found.outside()
+    renamer = _Renamer(source)
+    renamer.add_outside()
     for block in range(source.depth):
-        found.block(block)
-    if unknown := source.names() - found.used:
+        renamer.add_block(block)
+    if unknown := source.names() - renamer.used:
         raise UserError(
             f"{checkpoint.path} has tensor {min(unknown)} ({len(unknown)} such), which a plain vision transformer has "
             "no place for"
         )
-    notes = (f"{found.scales} layer scales are absorbed by the projections before them",) if found.scales else ()
-    return Plain(source.config(), found.tensors, source.processor(), notes)
+    absorbed = f"{renamer.scales} layer scales are absorbed by the projections before them"
+    notes = (absorbed,) if renamer.scales else ()
+    return PlainCheckpoint(source.config(), renamer.tensors, source.processor(), notes)
 
 
 @dataclass(frozen=True)
 class _Source:
-    """A timm folder.
-
-    Attributes:
-        checkpoint: as opened.
-        prefix: of its tensors' names.
-        heads: of attention.
-        size: height and width of an image.
-        data: how images are prepared (timm's `pretrained_cfg`).
-    """
+    """A timm folder: prefix of its tensors' names, height and width of an image, and timm's `pretrained_cfg`."""
 
     checkpoint: Checkpoint
     prefix: str
@@ -100,28 +90,28 @@ class _Source:
         prefix = _WRAPPED if any(name.startswith(_WRAPPED) for name in checkpoint.tensors) else ""
         given = changes.get("img_size") or data["input_size"][1:]
         height, width = (given, given) if isinstance(given, int) else given
-        found = cls(checkpoint, prefix, int(changes.get("num_heads") or HEADS[match[2]]), (height, width), data)
-        if found.distilled != (match[3] is not None):
+        source = cls(checkpoint, prefix, int(changes.get("num_heads") or HEADS[match[2]]), (height, width), data)
+        if source.distilled != (match[3] is not None):
             raise UserError(f"{path}: {architecture} and its tensors do not agree on a distillation token")
-        if found.hidden % found.heads:
-            raise UserError(f"{path}: {found.heads} heads do not divide its hidden size of {found.hidden}")
-        return found
+        if source.hidden % found.heads:
+            raise UserError(f"{path}: {source.heads} heads do not divide its hidden size of {found.hidden}")
+        return source
 
     def names(self) -> set[str]:
-        """Of all tensors, without the prefix."""
+        """Return the names of all tensors, without the prefix."""
         return {name.removeprefix(self.prefix) for name in self.checkpoint.tensors}
 
     def has(self, name: str) -> bool:
         return f"{self.prefix}{name}" in self.checkpoint.tensors
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor that must be there."""
+        """Return the shape of a tensor that must be there."""
         if not self.has(name):
             raise UserError(f"{self.checkpoint.path} lacks tensor {self.prefix}{name}")
-        found = self.checkpoint.tensors[f"{self.prefix}{name}"].stored_shape
-        if len(found) != _AXES.get(name, len(found)):
-            raise UserError(f"{self.checkpoint.path}: {self.prefix}{name} has shape {list(found)}, which no ViT's has")
-        return found
+        shape = self.checkpoint.tensors[f"{self.prefix}{name}"].stored_shape
+        if len(shape) != _AXES.get(name, len(shape)):
+            raise UserError(f"{self.checkpoint.path}: {self.prefix}{name} has shape {list(shape)}, which no ViT's has")
+        return shape
 
     @property
     def distilled(self) -> bool:
@@ -146,7 +136,7 @@ class _Source:
 
     @property
     def lacking(self) -> int:
-        """Tokens that have no position: the class token where `no_embed_class` is set (DeiT III)."""
+        """Tokens without a position: the class token if `no_embed_class` is set (DeiT III)."""
         patches = math.prod(side // self.patch for side in self.size)
         extra = 1 + self.distilled
         positions = self.shape("pos_embed")[1]
@@ -157,11 +147,11 @@ class _Source:
         return patches + extra - positions
 
     def config(self) -> dict[str, Any]:
-        """config.json of the stock class."""
+        """Return the config.json of the stock class."""
         height, width = self.size
         kind = "DeiT" if self.distilled else "ViT"
         head = "ForImageClassificationWithTeacher" if self.distilled else "ForImageClassification"
-        found: dict[str, Any] = {
+        values: dict[str, Any] = {
             "model_type": kind.lower(),
             "architectures": [f"{kind}{head if self.headed else 'Model'}"],
             "hidden_size": self.hidden,
@@ -178,8 +168,8 @@ class _Source:
         }
         if self.headed:
             names = self._classes()
-            found |= {"id2label": names, "label2id": {name: int(index) for index, name in names.items()}}
-        return found
+            values |= {"id2label": names, "label2id": {name: int(index) for index, name in names.items()}}
+        return values
 
     def _classes(self) -> dict[str, str]:
         count = self.shape("head.weight")[0]
@@ -189,7 +179,7 @@ class _Source:
         return {str(index): str(name) for index, name in enumerate(names)}
 
     def processor(self) -> dict[str, Any]:
-        """preprocessor_config.json that prepares images as timm does to evaluate."""
+        """Return the preprocessor_config.json that prepares images as timm does to evaluate."""
         height, width = self.size
         mode, interpolation = self.data.get("crop_mode", "center"), self.data.get("interpolation", "bicubic")
         if mode not in ("center", "squash") or interpolation not in _RESAMPLE:
@@ -197,7 +187,7 @@ class _Source:
                 f"{self.checkpoint.path} prepares images by crop_mode {mode} and interpolation {interpolation}, of "
                 "which no image processor is known"
             )
-        found: dict[str, Any] = {
+        values: dict[str, Any] = {
             "do_resize": True,
             "resample": _RESAMPLE[interpolation],
             "do_rescale": True,
@@ -207,8 +197,8 @@ class _Source:
             "image_std": list(self.data["std"]),
         }
         if mode == "squash" or height != width:
-            return found | {"image_processor_type": "ViTImageProcessor", "size": {"height": height, "width": width}}
-        return found | {
+            return values | {"image_processor_type": "ViTImageProcessor", "size": {"height": height, "width": width}}
+        return values | {
             "image_processor_type": "BitImageProcessor",
             "size": {"shortest_edge": math.floor(height / float(self.data.get("crop_pct") or 1.0))},
             "do_center_crop": True,
@@ -221,38 +211,30 @@ def _is_three(values: Any) -> bool:
     return isinstance(values, list) and len(values) == 3 and all(isinstance(each, int | float) for each in values)
 
 
-class _Writer:
-    """Tensors of the new checkpoint, as they are found in the source.
-
-    Attributes:
-        tensors: by their new names.
-        used: names of the source that have a place.
-        scales: layer scales that were absorbed.
-    """
+class _Renamer:
+    """Tensors of the new checkpoint by their new names, names of the source that were used, and absorbed scales."""
 
     def __init__(self, source: _Source) -> None:
         self.source = source
         self.base = source.config()["model_type"] + "." if source.headed else ""
-        self.tensors: dict[str, Made] = {}
+        self.tensors: dict[str, TensorSource] = {}
         self.used: set[str] = set()
         self.scales = 0
 
-    def _put(self, name: str, own: str, made: Made | None = None) -> None:
-        """The tensor `own` of the source under a new name, as it is unless it is made otherwise."""
-        self.source.shape(own)
+    def _put(self, name: str, own: str, made: TensorSource | None = None) -> None:
+        """Give the source's tensor `own` a new name, unchanged by default."""
         self.used.add(own)
-        self.tensors[name] = made or same(self._stored(own), self.source.shape(own))
+        self.tensors[name] = made or copy_tensor(self._stored(own), self.source.shape(own))
 
     def _stored(self, name: str) -> str:
         return f"{self.source.prefix}{name}"
 
-    def outside(self) -> None:
-        """Everything but the blocks."""
+    def add_outside(self) -> None:
         source, base = self.source, self.base
         embeddings = f"{base}embeddings."
         self._put(f"{embeddings}cls_token", "cls_token")
         lacking, (_, positions, hidden) = source.lacking, source.shape("pos_embed")
-        places = Made(
+        places = TensorSource(
             (self._stored("pos_embed"),),
             (1, positions + lacking, hidden),
             lambda own: torch.cat([own.new_zeros(1, lacking, hidden), own], 1),
@@ -270,8 +252,7 @@ class _Writer:
             elif source.headed:
                 self._put(f"classifier.{kind}", f"head.{kind}")
 
-    def block(self, index: int) -> None:
-        """One block."""
+    def add_block(self, index: int) -> None:
         source, own, new = self.source, f"blocks.{index}.", f"{self.base}encoder.layer.{index}."
         for kind in ("weight", "bias"):
             for module, name in _PARTS.items():
@@ -282,17 +263,17 @@ class _Writer:
             rows, *rest = source.shape(fused)
             for place, name in enumerate(("query", "key", "value")):
                 part = slice(place * rows // 3, (place + 1) * rows // 3)
-                made = Made((self._stored(fused),), (rows // 3, *rest), lambda own, part=part: own[part])
+                made = TensorSource((self._stored(fused),), (rows // 3, *rest), lambda own, part=part: own[part])
                 self._put(f"{new}attention.attention.{name}.{kind}", fused, made)
 
-    def _scaled(self, block: str, module: str, kind: str) -> Made | None:
-        """A projection with its layer scale absorbed; None where it has none."""
+    def _scaled(self, block: str, module: str, kind: str) -> TensorSource | None:
+        """A projection with its layer scale absorbed; None if it has none."""
         if module not in _SCALES or not self.source.has(block + _SCALES[module]):
             return None
         scale, own = block + _SCALES[module], f"{block}{module}.{kind}"
         self.used.add(scale)
         self.scales += kind == "weight"
-        return Made((self._stored(own), self._stored(scale)), self.source.shape(own), _times)
+        return TensorSource((self._stored(own), self._stored(scale)), self.source.shape(own), _times)
 
 
 def _times(projection: Tensor, scale: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The answer of `inspect`, as one model that `--json` prints."""
+"""The answer of `inspect`, as models that `--json` prints."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -6,20 +6,19 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 
-class _Fixed(BaseModel):
+class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True)
 
 
-class SpaceDescription(_Fixed):
+class SpaceDescription(_Frozen):
     """One space of a model.
 
     Attributes:
-        unit: what one unit is.
         units: in each block.
         consumer: the module whose columns the space ends in; None for q and k.
-        columns_per_unit: of the consumer.
         parameters: of the tensors that the space lies on, all blocks together.
-        containers: of an output with fewer units: `weights` alone, and `weights and bias`; none where none can go.
+        containers: `model_type` of an output with fewer units, for `weights` alone and for `weights and bias`; none if
+            no unit can go.
     """
 
     unit: str
@@ -30,15 +29,8 @@ class SpaceDescription(_Fixed):
     containers: dict[str, str]
 
 
-class SizeAtRatio(_Fixed):
-    """What is left of a model at one ratio.
-
-    Attributes:
-        ratio: share of units to drop; None for the recipe's own.
-        units: space → units kept in each block.
-        container: of the output.
-        parameters, bytes, flops, tokens, cache: as in `job.records.Cost`.
-    """
+class SizeAtRatio(_Frozen):
+    """The size of a model at one ratio, or at the recipe's own (None); sizes as in `job.records.Cost`."""
 
     ratio: float | None
     units: dict[str, int]
@@ -50,13 +42,11 @@ class SizeAtRatio(_Fixed):
     cache: int | None = None
 
 
-class Zeros(_Fixed):
+class Zeros(_Frozen):
     """Zeros of several tensors together.
 
     Attributes:
-        tensors: how many.
-        weights: their elements.
-        zeros: of them.
+        weights: elements of all tensors.
         min, mean, max: shares of zeros over the tensors.
         pattern: the tightest N:M that all hold, or None.
     """
@@ -70,7 +60,7 @@ class Zeros(_Fixed):
     pattern: str | None
 
 
-class TensorZeros(_Fixed):
+class TensorZeros(_Frozen):
     """Zeros of one tensor."""
 
     name: str
@@ -80,7 +70,7 @@ class TensorZeros(_Fixed):
     pattern: str | None
 
 
-class SparsityDescription(_Fixed):
+class SparsityDescription(_Frozen):
     """Zeros of the blocks' linear weights by module and together, and of every tensor."""
 
     modules: dict[str, Zeros]
@@ -88,20 +78,41 @@ class SparsityDescription(_Fixed):
     tensors: list[TensorZeros]
 
 
-class Origin(_Fixed):
+class Origin(_Frozen):
     """What an output of this tool was made from."""
 
     source: str
     recipe: str
 
 
-def _single(args: Iterable[tuple[str | None, Any]]) -> list[tuple[str | None, Any]]:
-    """Those of the arguments of a `repr` that are no collection and no record: the others have no end."""
+class BlockDescription(_Frozen):
+    """A whole block: the parameters of the last one, and why none can go (None if some can)."""
+
+    parameters: int
+    stay: str | None
+
+
+class _Answer(_Frozen):
+    model: str
+
+    def __repr_args__(self) -> list[tuple[str | None, Any]]:
+        return _scalars(super().__repr_args__())
+
+    def data(self) -> dict[str, Any]:
+        """Return what `--json` prints."""
+        return self.model_dump(exclude={key for key in _OPTIONAL if not getattr(self, key, True)})
+
+
+def _scalars(args: Iterable[tuple[str | None, Any]]) -> list[tuple[str | None, Any]]:
+    """Arguments of a `repr` that are short."""
     return [(name, value) for name, value in args if isinstance(value, str | int | float)]
 
 
-class _Any(_Fixed):
-    model: str
+_OPTIONAL = ("sparsity", "ignored")
+"""Keys that JSON leaves out if they hold nothing."""
+
+
+class _KnownDescription(_Answer):
     family: str
     architecture: str
     purpose: str | None
@@ -109,56 +120,21 @@ class _Any(_Fixed):
     files: int
     sparsity: SparsityDescription | None = None
 
-    def __repr_args__(self) -> list[tuple[str | None, Any]]:
-        """What is worth a glance."""
-        return _single(super().__repr_args__())
 
-    def data(self) -> dict[str, Any]:
-        """As `--json` prints it."""
-        return self.model_dump(exclude={key for key in _OPTIONAL if not getattr(self, key, True)})
-
-
-_OPTIONAL = ("sparsity", "ignored")
-"""Keys that are left out of JSON where they hold nothing."""
-
-
-class BlockDescription(_Fixed):
-    """A whole block.
-
-    Attributes:
-        parameters: of the last one.
-        stay: why none can go; None where some can (recipes with depth).
-    """
-
-    parameters: int
-    stay: str | None
-
-
-class ModelDescription(_Any):
+class ModelDescription(_KnownDescription):
     """A model that can be pruned.
 
     Attributes:
-        model: its folder.
-        family: its model type.
-        architecture: the class it loads as.
-        purpose: what it is for, in the Hub's words; None where this package does nothing with such models.
-        dtype: of its weights.
-        files: safetensors files.
-        blocks: of the model.
-        block: one of them.
-        tied_head: whether the head is the embedding.
-        spaces: by name.
+        purpose: in the Hub's words; None if this package has no use for such models.
         parameters, bytes, flops, tokens, cache: as in `job.records.Cost`.
-        weights: False where there is a config alone.
-        ignored: tensors that outputs lack, because its class does not load them or another that it ties to them has
-            the same values; left out of JSON without any.
-        ignored_words: how many of the first kind, and which, in words.
-        tied_words: what is stored otherwise than config.json ties it, in words.
-        made_from: where it is an output of this tool.
-        pruned: its size at the ratios that were asked for.
-        messages: where units are too coarse for these.
-        recipe: whose spaces they apply to.
-        sparsity: where it was asked for.
+        weights: False if there is a config alone.
+        ignored: tensors that outputs lack, because the class does not load them, or because another tensor that is tied
+            to them has the same values.
+        ignored_words, tied_words: sentences about these, and about tensors stored otherwise than config.json ties them.
+        made_from: set for an output of this tool.
+        pruned: sizes at the given ratios.
+        messages: say if units are too coarse for these.
+        recipe: whose spaces the ratios apply to.
     """
 
     blocks: int
@@ -180,21 +156,10 @@ class ModelDescription(_Any):
     recipe: str | None
 
 
-class RemoteDescription(_Any):
+class RemoteDescription(_KnownDescription):
     """An output with remote code of this tool, which loses no more units.
 
-    Attributes:
-        model: its folder.
-        family: its model type.
-        architecture: its class, of its own code.
-        purpose: as of `ModelDescription`.
-        dtype: of its weights.
-        files: safetensors files.
-        parameters, bytes: of its tensors.
-        flops, tokens, cache: as in `job.records.Cost`; None where it has no report.
-        source, recipe: what it was made from, and how.
-        note: why no stock container holds it.
-        sparsity: where it was asked for.
+    Sizes are as in `job.records.Cost`, None without a report; `note` says why no stock container holds it.
     """
 
     parameters: int
@@ -207,21 +172,9 @@ class RemoteDescription(_Any):
     note: str | None
 
 
-class UnknownDescription(_Fixed):
-    """What a model of an unknown family is like.
+class UnknownDescription(_Answer):
+    """A model of an unknown family: the fields of `nearest_family.FamilyComparison`."""
 
-    Attributes:
-        model: its folder.
-        model_type, architecture: of its config, and the stock class that loads it.
-        like: the known family that is nearest.
-        lacking, extra: tensors that only that family, or only this model has, with `{block}`.
-        keys: config keys that only this one's class has, with its values.
-        code: classes of transformers that are not alike, by the ends of their names.
-        undecided: keys of the description that this leaves open.
-        draft: a description to start from.
-    """
-
-    model: str
     model_type: str
     architecture: str
     like: str
@@ -231,14 +184,6 @@ class UnknownDescription(_Fixed):
     code: list[str]
     undecided: list[str]
     draft: dict[str, Any]
-
-    def __repr_args__(self) -> list[tuple[str | None, Any]]:
-        """What is worth a glance."""
-        return _single(super().__repr_args__())
-
-    def data(self) -> dict[str, Any]:
-        """As `--json` prints it."""
-        return self.model_dump()
 
 
 Description = ModelDescription | RemoteDescription | UnknownDescription

@@ -1,6 +1,7 @@
-"""Describing a checkpoint from its config and the headers of its weights."""
+"""Describes a checkpoint from its config and the headers of its weights."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from ckpt_prune.model.depth import check_shortened, shorten_model
 from ckpt_prune.model.matching import match_checkpoint
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.nearest_family import compare_with_families
-from ckpt_prune.model.spaces import first_expert_spaces, recipe_space
+from ckpt_prune.model.spaces import SpaceName, first_expert_spaces, recipe_space
 from ckpt_prune.model.supported import declared_family
 from ckpt_prune.recipe.places import locate_recipe
 from ckpt_prune.recipe.reading import load_recipe
@@ -46,17 +47,13 @@ from ckpt_prune.stages.spaces.checks import check_spaces
 def describe(
     checkpoint: Checkpoint, *, weights: bool, recipe: str | None, ratios: Sequence[float], sparsity: bool
 ) -> Description:
-    """Describe a checkpoint.
+    """Describe a checkpoint of a known family.
 
     Args:
-        checkpoint: what to describe.
         weights: whether it has any, beside its config.
         recipe: whose spaces ratios apply to; None for rcpu.
         ratios: shares of units to drop, each giving a size; without any, those of a recipe that is named.
-        sparsity: count zeros; reads all weights.
-
-    Raises:
-        UserError: the model is of no known family, its tensors are not those of its config, or a ratio does not suit.
+        sparsity: count zeros, which reads all weights.
     """
     remote = remote_class(checkpoint.config, checkpoint.path)
     zeros = _zeros(checkpoint) if sparsity else None
@@ -66,28 +63,8 @@ def describe(
 
 
 def describe_unknown(folder: Path, config: dict[str, Any]) -> UnknownDescription:
-    """Describe a model of a family that there is no description of.
-
-    Args:
-        folder: where it is.
-        config: its config.json.
-
-    Raises:
-        UserError: it is like no known family, or transformers has no class for it.
-    """
-    found = compare_with_families(config)
-    return UnknownDescription(
-        model=str(folder),
-        model_type=found.model_type,
-        architecture=found.architecture,
-        like=found.family,
-        lacking=list(found.lacking),
-        extra=list(found.extra),
-        keys=found.keys,
-        code=list(found.code),
-        undecided=list(found.undecided),
-        draft=found.draft,
-    )
+    """Describe a model, by its config.json, of a family that has no description."""
+    return UnknownDescription(model=str(folder), **asdict(compare_with_families(config)))
 
 
 def _model(
@@ -101,10 +78,10 @@ def _model(
     family = model.family
     check_stock(model, "units are counted alike in every block, and its blocks may differ")
     check_source(model)
-    made = report_of(checkpoint.path)
-    wanted: list[float | None] = [*ratios] or ([] if recipe is None else [None])
-    recipes = [_recipe(recipe or "rcpu", ratio) for ratio in wanted]
-    pruned = [_size_at(model, own, ratio) for own, ratio in zip(recipes, wanted, strict=True)]
+    report = report_of(checkpoint.path)
+    asked: list[float | None] = [*ratios] or ([] if recipe is None else [None])
+    recipes = [_recipe(recipe or "rcpu", ratio) for ratio in asked]
+    pruned = [_size_at(model, each, ratio) for each, ratio in zip(recipes, asked, strict=True)]
     return ModelDescription(
         model=str(checkpoint.path),
         family=family.model_type,
@@ -121,16 +98,16 @@ def _model(
         ignored=sorted([*model.checkpoint.ignored, *model.checkpoint.shadowed]),
         ignored_words=ignored_words(model) if model.checkpoint.ignored else None,
         tied_words=tied_words(model),
-        made_from=Origin(source=made.source.name, recipe=made.recipe.name) if made else None,
+        made_from=Origin(source=report.source.name, recipe=report.recipe.name) if report else None,
         pruned=pruned,
-        messages=[line for own in recipes for line in coarse_lines(model, own)],
+        messages=[line for each in recipes for line in coarse_lines(model, each)],
         recipe=recipe or "rcpu" if pruned else None,
         sparsity=zeros,
     )
 
 
 def _block(model: Model) -> BlockDescription:
-    """What a whole block is, and whether it can go; the last one stands for all."""
+    """The last block, which stands for all, and whether a block can go."""
     stay = None
     if model.checkpoint.within is not None:
         stay = f"the {model.checkpoint.within.part} part of a composite keeps all of its own"
@@ -145,38 +122,38 @@ def _block(model: Model) -> BlockDescription:
     return BlockDescription(parameters=cost_of(model).parameters - less, stay=stay)
 
 
-def _space(model: Model, name: Any) -> SpaceDescription:
+def _space(model: Model, name: SpaceName) -> SpaceDescription:
     family, units = model.family, model.units(name)
-    description = family.spaces[name]
+    space = family.spaces[name]
     columns = family.columns.get(name)
     consumer = None if columns is None else columns.consumer
-    existing = {module for module in family.linears if model.has(module, "bias")}
     alike = [other for other in family.spaces if recipe_space(other) == recipe_space(name)]
-    together = [other for other, own in family.spaces.items() if own.units == description.units in family.together]
-    fewer = max(1, units - (model.multiple(name) if description.ends == "experts" else 1))
-    fits = {}
-    for label, biases in (
-        ("weights", existing),
-        ("weights and bias", existing | ({consumer} if consumer else set())),
-    ):
-        if description.whole is not None:
-            fits[label] = "none"
-            continue
+    together = [other for other, each in family.spaces.items() if each.units == space.units in family.together]
+    # One unit fewer stands for any number: the first drop is what changes the container.
+    fewer = max(1, units - (model.multiple(name) if space.ends == "experts" else 1))
+    widths = [dict.fromkeys({*alike, *together}, fewer)] * model.blocks
+    biases = {module for module in family.linears if model.has(module, "bias")}
+
+    def container(biases: set[str]) -> str:
+        if space.whole is not None:
+            return "none"
         try:
-            # One unit fewer stands for any number: the first drop is what changes the container.
-            widths = [dict.fromkeys({*alike, *together}, fewer)] * model.blocks
-            fits[label] = choose_container(model, widths, biases).model_type
+            return choose_container(model, widths, biases).model_type
         except UserError:
-            fits[label] = "remote code"
+            return "remote code"
+
     tensors = model.checkpoint.tensors
-    per_block = sum(tensors[model.tensor(model.spaced_blocks.start, module)].numel for module in description.modules)
+    per_block = sum(tensors[model.tensor(model.spaced_blocks.start, module)].numel for module in space.modules)
     return SpaceDescription(
-        unit=description.unit + (f" of each of {plural(len(alike), 'expert')}" if description.experts else ""),
+        unit=space.unit + (f" of each of {plural(len(alike), 'expert')}" if space.experts else ""),
         units=units,
         consumer=consumer,
         columns_per_unit=model.unit_columns(name),
         parameters=per_block * len(alike) * len(model.spaced_blocks),
-        containers=fits,
+        containers={
+            "weights": container(biases),
+            "weights and bias": container(biases | ({consumer} if consumer else set())),
+        },
     )
 
 
@@ -190,7 +167,7 @@ def _recipe(name: str, ratio: float | None) -> Recipe:
         raise UserError(f"recipe {name} {what}: `ckpt-prune prune --recipe {name} --dry-run` tells the size")
     if found.size is not None and ratio is None:
         raise UserError(f"recipe {name} has a size, which `plan` finds the widths of: say --ratio")
-    # Whatever holds the shape: sizes are asked for, not a refusal.
+    # In any container: the answer is a size, not a refusal.
     return load_recipe(file, ("container=any",), ratio)
 
 
@@ -208,7 +185,7 @@ def _size_at(model: Model, recipe: Recipe, ratio: float | None) -> SizeAtRatio:
 
 
 def _remote(checkpoint: Checkpoint, remote: str, zeros: SparsityDescription | None) -> RemoteDescription:
-    made = report_of(checkpoint.path)
+    report = report_of(checkpoint.path)
     return RemoteDescription(
         model=str(checkpoint.path),
         family=declared_family(checkpoint.config).model_type,
@@ -218,36 +195,32 @@ def _remote(checkpoint: Checkpoint, remote: str, zeros: SparsityDescription | No
         files=len(checkpoint.files),
         parameters=sum(info.numel for info in checkpoint.tensors.values()),
         bytes=sum(info.nbytes for info in checkpoint.tensors.values()),
-        flops=made.after.flops if made else None,
-        tokens=made.after.tokens if made else None,
-        cache=made.after.cache if made else None,
-        source=made.source.name if made else None,
-        recipe=made.recipe.name if made else None,
-        note=made.container.note if made else None,
+        flops=report.after.flops if report else None,
+        tokens=report.after.tokens if report else None,
+        cache=report.after.cache if report else None,
+        source=report.source.name if report else None,
+        recipe=report.recipe.name if report else None,
+        note=report.container.note if report else None,
         sparsity=zeros,
     )
 
 
 def _zeros(checkpoint: Checkpoint) -> SparsityDescription:
     checkpoint, family = match_checkpoint(checkpoint)
-    found = {each.name: each for each in find_zeros(checkpoint)}
+    tensors = {each.name: each for each in find_zeros(checkpoint)}
     modules = {
-        module: [found[name] for name in names]
+        module: [tensors[name] for name in names]
         for module, names in weights_by_module(checkpoint.tensors, family.block, family.linears).items()
     }
+    keys = TensorZeros.model_fields.keys()
     return SparsityDescription(
-        modules={module: _together(tensors) for module, tensors in modules.items()},
-        blocks=_together([each for tensors in modules.values() for each in tensors]),
-        tensors=[
-            TensorZeros(
-                name=each.name, shape=list(each.shape), zeros=each.zeros, share=each.share, pattern=each.pattern
-            )
-            for each in found.values()
-        ],
+        modules={module: _total(own) for module, own in modules.items()},
+        blocks=_total([each for own in modules.values() for each in own]),
+        tensors=[TensorZeros.model_validate({key: getattr(each, key) for key in keys}) for each in tensors.values()],
     )
 
 
-def _together(tensors: Sequence[Sparsity]) -> Zeros:
+def _total(tensors: Sequence[Sparsity]) -> Zeros:
     return Zeros(
         tensors=len(tensors),
         weights=sum(each.numel for each in tensors),

@@ -50,7 +50,7 @@ class FamilyComparison:
 
     Attributes:
         architecture: the stock class that would load it.
-        family: the nearest known family.
+        like: the nearest known family.
         lacking: tensors of that family that this model lacks, with `{block}`.
         extra: tensors that only this model has.
         keys: config keys that only this model's class has → their values.
@@ -61,7 +61,7 @@ class FamilyComparison:
 
     model_type: str
     architecture: str
-    family: str
+    like: str
     lacking: tuple[str, ...]
     extra: tuple[str, ...]
     keys: dict[str, Any]
@@ -100,7 +100,7 @@ def compare_with_families(config: dict[str, Any]) -> FamilyComparison:
     return FamilyComparison(
         model_type=parsed.model_type,
         architecture=architecture,
-        family=best,
+        like=best,
         lacking=tuple(sorted(known - tensors)),
         extra=tuple(sorted(tensors - known)),
         keys=_new_keys(parsed, best),
