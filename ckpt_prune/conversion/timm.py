@@ -93,8 +93,8 @@ class _Source:
         source = cls(checkpoint, prefix, int(changes.get("num_heads") or HEADS[match[2]]), (height, width), data)
         if source.distilled != (match[3] is not None):
             raise UserError(f"{path}: {architecture} and its tensors do not agree on a distillation token")
-        if source.hidden % found.heads:
-            raise UserError(f"{path}: {source.heads} heads do not divide its hidden size of {found.hidden}")
+        if source.hidden % source.heads:
+            raise UserError(f"{path}: {source.heads} heads do not divide its hidden size of {source.hidden}")
         return source
 
     def names(self) -> set[str]:
