@@ -34,7 +34,7 @@ QUICK = (
     "model/containers/test_containers.py",
     "job/test_[rs]*.py",  # budgets, recipes, selection, sizes
     "stages/recovery/test_similarity.py",
-    "reporting/test_*.py",
+    "show/test_*.py",
     "stages/rotation/test_[ai]*.py",  # absorbing, importance
     "scoring/test_*.py",
     "sparsity/test_*.py",

@@ -17,23 +17,23 @@ from ckpt_prune.checkpoint.json_files import pretty_json
 from ckpt_prune.common.filenames import REPORT
 from ckpt_prune.common.safe_text import CONTROL_CHARACTERS, escape_controls
 from ckpt_prune.evaluation.block_comparison import BlockComparison, Comparison, Similarity
+from ckpt_prune.evaluation.comparison_section import show_comparison
 from ckpt_prune.hub.figures import MeasuredFigure, figures_table, to_model_index
 from ckpt_prune.hub.recipes import _card as recipe_card
-from ckpt_prune.job.front_matter import front_matter
+from ckpt_prune.job.model_card import front_matter
 from ckpt_prune.job.report import Report, SourceCard
-from ckpt_prune.job.report_file import AnyPlan
+from ckpt_prune.job.report_file import AnyPlan, read_report_or_plan
 from ckpt_prune.onnx.card import make_card as make_graph_card
 from ckpt_prune.onnx.records import GraphEntry, Manifest, Port
 from ckpt_prune.onnx.records import Source as GraphSource
-from ckpt_prune.report.card import model_card
-from ckpt_prune.reporting.comparison import comparison_page
-from ckpt_prune.reporting.document import read_document
-from ckpt_prune.reporting.page import page
+from ckpt_prune.runner.card import model_card
+from ckpt_prune.runner.sections import titled_sections
+from ckpt_prune.show.html import print_page
 from ckpt_prune.stages.quantize.record import QuantizationRecord, make_card
 from tests.cli.running import refused, run
 from tests.evaluation.tiny import tiny_llama
 from tests.forked import posix
-from tests.reporting.examples import elsewhere, layer, learned, linear, masked, parse, plan, recovery, report, site
+from tests.show.examples import elsewhere, layer, learned, linear, masked, parse, plan, recovery, report, site
 
 EVIL = "a<script>x</script>|`b`\n# h\n---\nc: d\r\x1b[31m\x9b\u202e\u2028![i](u)'\"]"
 DEPTH = {
@@ -118,7 +118,7 @@ def test_no_text_of_a_report_or_plan_is_markup(tmp_path: Path, name: str) -> Non
             together = values
     assert json.dumps(together).count(json.dumps(EVIL)) > 5
     file.write_text(json.dumps(together))
-    check_html(page(read_document(file)))
+    check_html(print_page(*titled_sections(read_report_or_plan(file))))
 
 
 def quantised() -> str:
@@ -148,13 +148,13 @@ def of_a_graph() -> str:
 
 
 def of_recipes() -> str:
-    return "\n".join(recipe_card("org/name", "own.yaml", EVIL))
+    return recipe_card("org/name", "own.yaml", EVIL)
 
 
 def with_figures() -> str:
     figures = [MeasuredFigure(escape_controls(EVIL), "perplexity", EVIL, 1.0, 2.0)]
     index = to_model_index(EVIL, EVIL, figures)
-    return "\n".join([*front_matter({"model-index": index}), *figures_table(figures)])
+    return front_matter({"model-index": index}) + "\n".join(figures_table(figures))
 
 
 @pytest.mark.parametrize("written", [quantised, of_a_graph, of_recipes, with_figures])
@@ -164,7 +164,8 @@ def test_no_name_is_markup_on_a_card(written: Callable[[], str]) -> None:
 
 def test_no_name_is_markup_on_a_page() -> None:
     block = BlockComparison(0, Similarity(*([0.5] * len(fields(Similarity)))))
-    check_html(comparison_page(Comparison(Path(EVIL), Path(EVIL), [block], 0.1, True, 1, 2)))
+    comparison = Comparison(Path(EVIL), Path(EVIL), [block], 0.1, True, 1, 2)
+    check_html(print_page(EVIL, [show_comparison(comparison)]))
 
 
 def test_json_is_read_back_and_obeyed_by_nothing() -> None:

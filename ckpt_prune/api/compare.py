@@ -39,12 +39,13 @@ def compare(options: CompareOptions) -> "Comparison":
         check_supported(each, options.family, options.part)
     check_texts(options.text)
     if options.plot is not None:
-        from ckpt_prune.reporting.place import check_page
+        from ckpt_prune.show.html import check_page
 
         check_page(options.plot, options.overwrite)
 
     from ckpt_prune.checkpoint.staging import write_atomically
     from ckpt_prune.evaluation import block_comparison
+    from ckpt_prune.evaluation.comparison_section import show_comparison
     from ckpt_prune.job.model_view import ModelView
     from ckpt_prune.job.report_file import report_of
     from ckpt_prune.measure.samples.choose import choose_samples
@@ -53,7 +54,7 @@ def compare(options: CompareOptions) -> "Comparison":
     from ckpt_prune.model.containers.container import container_of
     from ckpt_prune.model.containers.opening import Opening, open_model
     from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
-    from ckpt_prune.reporting.comparison import comparison_page
+    from ckpt_prune.show.html import print_page
     from ckpt_prune.stages.recovery.pairs import at_same_depth, check_models, check_same_reader, rotated_as
 
     trust = options.trust_remote_code
@@ -78,5 +79,6 @@ def compare(options: CompareOptions) -> "Comparison":
         lens=options.lens,
     )
     if options.plot is not None:
-        write_atomically(options.plot, comparison_page(found))
+        title = f"{found.model.name} beside {found.reference.name}"
+        write_atomically(options.plot, print_page(title, [show_comparison(found)]))
     return found

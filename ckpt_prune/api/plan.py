@@ -100,18 +100,20 @@ class ComparedPlan:
 def compared_plan(planned: Planned) -> ComparedPlan:
     """The row of a plan."""
     from ckpt_prune.model.spaces import first_expert_spaces
-    from ckpt_prune.report.figures import held_out_errors, space_errors
+    from ckpt_prune.stages.spaces.show import mean_errors, mean_held_out
 
     made = planned.plan
-    errors = {each.space: each.compensated for each in space_errors(made.sites)}
-    held_out = held_out_errors(made.sites)
+    spaces = {
+        space: [site for site in made.sites if site.space == space] for space in first_expert_spaces(made.recipe.spaces)
+    }
+    errors = {space: None if (pair := mean_errors(sites)) is None else pair[1] for space, sites in spaces.items()}
     return ComparedPlan(
         made.recipe.name,
         made.before,
         made.after,
         "remote code" if made.container == "remote" else made.container,
-        {space: errors.get(space) for space in first_expert_spaces(made.recipe.spaces)},
-        {space: held_out.get(space) for space in first_expert_spaces(made.recipe.spaces)},
+        errors,
+        {space: mean_held_out(sites) for space, sites in spaces.items()},
         made.divergence,
         planned.messages,
     )

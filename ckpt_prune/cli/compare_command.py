@@ -5,17 +5,19 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt_prune.api.compare import compare
-from ckpt_prune.cli.command import Command, table
+from ckpt_prune.cli.command import Command
 
 if TYPE_CHECKING:
     from ckpt_prune.evaluation.block_comparison import Comparison
 
 
 def _show(comparison: "Comparison", options: dict[str, Any]) -> None:
-    from ckpt_prune.reporting.comparison import columns, rows, verdict
+    from ckpt_prune.evaluation.comparison_section import show_comparison
+    from ckpt_prune.show.terminal import print_table
 
-    click.echo(table(["block", *(name for name, _ in columns(comparison))], rows(comparison)))
-    click.echo(f"\n{verdict(comparison)}")
+    section = show_comparison(comparison)
+    click.echo(print_table(section.tables[0]))
+    click.echo(f"\n{section.sentences[0]}")
     if "plot" in options:
         click.echo(f"drawn in {options['plot']}")
 

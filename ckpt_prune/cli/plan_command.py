@@ -181,12 +181,14 @@ def _print_compared(compared: "list[ComparedPlan]") -> None:
 
 
 def _print_plan(settled: Any, plan: Any) -> None:
-    from ckpt_prune.cli.rendering import COST_HEADERS, cost_rows, kept_line, plan_legend, warning_lines
-    from ckpt_prune.report.depth import depth_lines
-    from ckpt_prune.report.figures import relative_floor
+    from ckpt_prune.cli.rendering import kept_line, plan_legend
     from ckpt_prune.runner.messages import few_tokens, predicted_line, size_lines, wider_choice
+    from ckpt_prune.runner.sections import cost_table
+    from ckpt_prune.show.terminal import print_table, section_lines
+    from ckpt_prune.stages.depth.show import show_depth
+    from ckpt_prune.stages.spaces.show import compare_errors, mean_lines, relative_floor, warn_of_sites
 
-    click.echo(table(COST_HEADERS, cost_rows(plan.before, plan.after)))
+    click.echo(print_table(cost_table(plan.before, plan.after)))
     click.echo()
     rows = []
     chosen = any(site.margin is not None for site in plan.sites)
@@ -214,7 +216,7 @@ def _print_plan(settled: Any, plan: Any) -> None:
         click.echo()
         lines = plan_legend(settled.model, plan.sites, language=plan.before.cache is not None)
     else:
-        lines = depth_lines(plan.depth)
+        lines = section_lines([show_depth(plan.depth)])
     for line in lines:
         click.echo(line)
     click.echo(f"\n{kept_line(settled)}")
@@ -231,7 +233,7 @@ def _print_plan(settled: Any, plan: Any) -> None:
     few = few_tokens(settled, errors="above")
     if few:
         click.echo(few)
-    for line in warning_lines(plan.sites):
+    for line in (*warn_of_sites(plan.sites), *mean_lines(plan.sites), *compare_errors(plan.sites, warnings=True)):
         click.echo(line)
     if plan.container_note:
         click.echo(f"\n{plan.container_note}")

@@ -5,7 +5,7 @@ from typing import Any
 import click
 
 from ckpt_prune.api.prune import Pruned, PushFailedError, prune, prune_as
-from ckpt_prune.cli.command import Command, echo_json, table
+from ckpt_prune.cli.command import Command, echo_json
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.options.commands import PruneOptions
 from ckpt_prune.options.option import check_options
@@ -42,32 +42,36 @@ def _prune(options: dict[str, Any], as_json: bool) -> None:
 
 def _print_done(pruned: Pruned) -> None:
     """What was pruned: before its graph, which takes long and may end in the middle."""
-    from ckpt_prune.cli.rendering import COST_HEADERS, cost_rows, kept_line, report_lines
+    from ckpt_prune.cli.rendering import kept_line
     from ckpt_prune.runner.messages import messages
+    from ckpt_prune.runner.sections import cost_table, latency_sentences, stage_sections
+    from ckpt_prune.show.terminal import print_table, section_lines
 
     report, settled = pruned.report, pruned.settled
     if report is not None and settled is not None:
         for message in messages(settled):
             click.echo(message)
-        click.echo(table(COST_HEADERS, cost_rows(report.before, report.after)))
+        click.echo(print_table(cost_table(report.before, report.after)))
         if not settled.recipe.has("mask") and not settled.recipe.has("low_rank"):
             click.echo(kept_line(settled))
-        for line in report_lines(report):
+        for line in (*section_lines(stage_sections(report)), *latency_sentences(report)):
             click.echo(line)
         click.echo(f"written to {pruned.path}")
 
 
 def _print_dry(settled: Any) -> None:
-    from ckpt_prune.cli.rendering import COST_HEADERS, container_line, cost_rows, kept_line, ranks_line
+    from ckpt_prune.cli.rendering import container_line, kept_line, ranks_line
     from ckpt_prune.common.filenames import GRAPH_FOLDER
     from ckpt_prune.common.formatting import plural
     from ckpt_prune.runner.estimate import estimate_job
     from ckpt_prune.runner.messages import messages, unmeasured_lines
+    from ckpt_prune.runner.sections import cost_table
+    from ckpt_prune.show.terminal import print_table
     from ckpt_prune.sparsity.patterns import describe_mask
 
     for message in messages(settled):
         click.echo(message)
-    click.echo(table(COST_HEADERS, cost_rows(settled.before, settled.output.cost)))
+    click.echo(print_table(cost_table(settled.before, settled.output.cost)))
     mask = settled.recipe.mask
     if settled.recipe.low_rank is not None:
         click.echo(ranks_line(settled))
@@ -91,7 +95,7 @@ def _print_dry(settled: Any) -> None:
         blocks, how = recovery.blocks(settled.model.blocks), " by scales" if recovery.method == "scales" else ""
         click.echo(
             f"to be recovered{how}: {len(blocks)} of {settled.model.blocks} blocks, "
-            f"{plural(recovery.epochs, 'epoch')} on {len(settled.training.samples)} samples"
+            f"{plural(recovery.epochs, 'epoch')} on {len(settled.job.training.samples)} samples"
         )
     if settled.recipe.export is not None:
         click.echo(f"to be exported to the output's folder {GRAPH_FOLDER}, {', '.join(settled.recipe.export.dtype)}")

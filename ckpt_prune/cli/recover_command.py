@@ -5,18 +5,17 @@ from typing import Any
 import click
 
 from ckpt_prune.api.recover import Recovered, recover
-from ckpt_prune.cli.command import Command, table
+from ckpt_prune.cli.command import Command
 
 
 def _show(recovered: Recovered, options: dict[str, Any]) -> None:
-    from ckpt_prune.cli.rendering import LAYER_HEADERS, adapter_lines, layer_rows, recovery_lines
+    from ckpt_prune.show.terminal import print_table, section_lines
+    from ckpt_prune.stages.recovery.show import sections
 
-    report = recovered.report
-    if report.adapters is not None and options.get("method", "laco") != "laco":
-        lines = adapter_lines(report.adapters)
-    else:
-        lines = [table(LAYER_HEADERS, layer_rows(report.layers)), *recovery_lines(report)]
-    for line in (*lines, f"written to {recovered.path}"):
+    found = sections(recovered.report)
+    if options.get("method", "laco") == "laco":
+        click.echo(print_table(found[0].details[0]))
+    for line in (*section_lines(found), f"written to {recovered.path}"):
         click.echo(line)
 
 

@@ -20,18 +20,18 @@ def report(options: ReportOptions) -> Path:
     kept units can predict; ranks and activity of the inputs; hidden states before and after recovery.
     """
     from ckpt_prune.checkpoint.staging import write_atomically
-    from ckpt_prune.reporting.document import read_document
-    from ckpt_prune.reporting.page import page
-    from ckpt_prune.reporting.place import check_page
+    from ckpt_prune.job.report_file import read_report_or_plan
+    from ckpt_prune.runner.sections import titled_sections
+    from ckpt_prune.show.html import check_page, print_page
 
     source = options.source
-    document = read_document(source)
+    title, sections = titled_sections(read_report_or_plan(source))
     folder = source if source.is_dir() else source.parent if source.name == REPORT else None
     out = _default_page(source, folder) if options.output is None else options.output
     if folder is not None and folder.resolve() in out.resolve().parents:
         raise UserError(f"{out} is inside {folder}, a checkpoint: choose a place outside it")
     check_page(out, options.overwrite)
-    write_atomically(out, page(document))
+    write_atomically(out, print_page(title, sections))
     return out
 
 

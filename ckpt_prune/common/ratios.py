@@ -38,3 +38,11 @@ def parse_ratio(value: Any) -> Any:
 
 Ratio = Annotated[float, BeforeValidator(parse_ratio)]
 """A number, or a percentage such as 20%."""
+
+FAR = 0.1
+"""A share that is reached counts as another than the one asked for when it differs by more than this part of that."""
+
+
+def is_far(asked: float, reached: float) -> bool:
+    """Return True if the share that is reached is another than the one asked for: by more than `FAR` of that."""
+    return abs(reached - asked) > FAR * asked

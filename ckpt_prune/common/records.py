@@ -5,12 +5,22 @@ a number and is not one counts as missing. Anything else that does not fit is an
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
+    model_serializer,
+    model_validator,
+)
 
 _READING = "reading"
 _HUGE = 1e300
+_ABSENT: tuple[Any, ...] = (None, [], {})
 
 
 def _number(value: Any) -> float | None:
@@ -72,10 +82,25 @@ class Record(BaseModel):
 
 
 class FixedRecord(Record):
-    """A record with the keys of its class only, unless a file that is read has more."""
+    """A record with the keys of its class only, unless a file that is read has more.
+
+    Attributes:
+        optional: keys that a file lacks if they are None or empty.
+        as_given: whether a file lacks every key that was not given.
+    """
+
+    optional: ClassVar[frozenset[str]] = frozenset()
+    as_given: ClassVar[bool] = False
 
     @model_validator(mode="after")
     def _refuse_unknown(self, info: ValidationInfo) -> Self:
         if self.model_extra and info.context != _READING:
             raise ValueError(f"unknown key {next(iter(self.model_extra))!r}")
         return self
+
+    @model_serializer(mode="wrap")
+    def _without_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = handler(self)
+        if self.as_given:
+            values = {key: value for key, value in values.items() if key in self.model_fields_set}
+        return {key: value for key, value in values.items() if key not in self.optional or value not in _ABSENT}

@@ -12,7 +12,7 @@ pairs, which stand for bytes of file names that are not Unicode and which no str
 _LONGEST = 1200
 """Characters of a refusal. Names from files can have any length; this tool's own refusals have 500 at most."""
 _ENDLESS = re.compile(r"\S{512,}")
-_MARKUP = re.compile(r"[\\\[\]<`|]|^[#>+-]|^\d+(?=\.)")
+_MARKUP = re.compile(r"(?P<number>^\d+)(?=\.)|[\\\[\]<`|]|^[#>+-]")
 
 
 def escape_controls(text: str) -> str:
@@ -38,7 +38,8 @@ def _shorten(match: re.Match[str]) -> str:
 
 def as_markdown(text: str) -> str:
     """Return text as one line of Markdown that makes no link, picture, code, cell, heading or HTML."""
-    return _MARKUP.sub(lambda match: f"\\{match[0]}", " ".join(escape_controls(text).split()))
+    line = " ".join(escape_controls(text).split())
+    return _MARKUP.sub(lambda match: f"{match[0]}\\" if match["number"] else f"\\{match[0]}", line)
 
 
 def as_code(text: str) -> str:

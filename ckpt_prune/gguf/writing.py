@@ -24,7 +24,7 @@ from ckpt_prune.common.finite import all_finite
 from ckpt_prune.common.graph_types import GgufType
 from ckpt_prune.common.progress import track
 from ckpt_prune.gguf.layout import Layout
-from ckpt_prune.job.source_card import source_card
+from ckpt_prune.job.model_card import source_card
 
 _FILE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "bf16": 32}
 """llama.cpp's numbers for a file whose matrices mostly have a type."""

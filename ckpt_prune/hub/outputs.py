@@ -15,9 +15,8 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import GRAPH_FOLDER, GRAPH_RECORD, REPORT
 from ckpt_prune.hub.figures import figures_table, read_figures, to_model_index
 from ckpt_prune.hub.repository import Repository
-from ckpt_prune.job.front_matter import PRUNED, front_matter, metadata
+from ckpt_prune.job.model_card import CARD, PRUNED, front_matter, metadata, split_card
 from ckpt_prune.job.report_file import report_of
-from ckpt_prune.job.source_card import CARD, split_card
 from ckpt_prune.options.commands import PushOptions
 from ckpt_prune.stages.quantize.record import QUANTISATION_KIND, QUANTISED_FROM, card_metadata, read_record
 
@@ -131,7 +130,7 @@ def make_card(output: OutputFiles, repo: str, options: PushOptions) -> bytes:
         values["model-index"] = to_model_index(repo.rpartition("/")[2], values.get("pipeline_tag"), figures)
         body = "\n".join([body.rstrip("\n"), "", *figures_table(figures), ""])
     values["tags"] = values.pop("tags")  # tags stand last in the cards of this tool
-    return ("\n".join(front_matter(values)) + "\n" + body.replace(_PATH, f'"{repo}"')).encode()
+    return (front_matter(values) + body.replace(_PATH, f'"{repo}"')).encode()
 
 
 def _metadata(output: OutputFiles) -> tuple[dict[str, Any], str]:

@@ -7,7 +7,7 @@ from ckpt_prune.checkpoint.files import read_input
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.safe_text import as_code, as_markdown
 from ckpt_prune.hub.repository import PushedCommit, commit, find_repository
-from ckpt_prune.job.front_matter import front_matter
+from ckpt_prune.job.model_card import front_matter
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.recipe.shipped import MOST_BYTES, RecipeFile
 
@@ -32,17 +32,15 @@ def push_recipe(file: str, repo: str, *, public: bool, overwrite: bool) -> tuple
         raise UserError(f"{place.repo} has a {path.name}: choose another name or say --overwrite")
     files: dict[str, Path | bytes] = {path.name: content}
     if _CARD not in place.files:
-        files[_CARD] = "\n".join(_card(place.repo, path.name, recipe.summary)).encode()
+        files[_CARD] = _card(place.repo, path.name, recipe.summary).encode()
     done = commit(place, files, message=f"Recipe {recipe.name}")
     return f"{place.repo}/{path.name}@{done.oid}", done
 
 
-def _card(repo: str, name: str, summary: str) -> list[str]:
-    """Return the lines of README.md for a new repository."""
-    values = {"tags": ["ckpt-prune", "ckpt-prune-recipe"]}
-    return [
-        *front_matter(values),
-        "",
+def _card(repo: str, name: str, summary: str) -> str:
+    """Return README.md for a new repository."""
+    lines = [
+        front_matter({"tags": ["ckpt-prune", "ckpt-prune-recipe"]}),
         f"# Recipes of {as_markdown(repo)}",
         "",
         "Recipes for ckpt_prune, which makes Hugging Face checkpoints smaller.",
@@ -54,3 +52,4 @@ def _card(repo: str, name: str, summary: str) -> list[str]:
         "```",
         "",
     ]
+    return "\n".join(lines)

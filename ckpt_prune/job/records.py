@@ -4,9 +4,9 @@ Nothing here needs torch: reading a report must not take seconds.
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Generic, Literal, Self, TypeVar
+from typing import Annotated, Generic, Literal, Self, TypeVar
 
-from pydantic import ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from ckpt_prune.common.records import Amount, Block, Count, Figure, FixedRecord
 
@@ -22,11 +22,12 @@ class Cost(FixedRecord):
         bytes: of its tensors on disk.
         flops: of one forward pass over one sample of `tokens` tokens, without a cache: two per multiply-add of every
             matrix product and convolution, attention scores unmasked, as `torch.utils.flop_counter` counts.
-        tokens: of a text, the context length, at most 2048; of an image, its patches and special tokens. None in a
-            file that does not say.
-        cache: bytes that one token takes in the cache of keys and values, in the checkpoint's type. None, and left out
-            of JSON, for what generates no text and in a file that does not say.
+        tokens: of a text, the context length, at most 2048; of an image, its patches and special tokens.
+        cache: bytes that one token takes in the cache of keys and values, in the checkpoint's type; None if it
+            generates no text.
     """
+
+    optional = frozenset({"cache"})
 
     model_config = ConfigDict(frozen=True)
 
@@ -35,11 +36,6 @@ class Cost(FixedRecord):
     flops: Annotated[int, Field(ge=1, le=2**100)]
     tokens: Count | None = None
     cache: Count | None = None
-
-    @model_serializer(mode="wrap")
-    def _without_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        values: dict[str, Any] = handler(self)
-        return {key: value for key, value in values.items() if key != "cache" or value is not None}
 
 
 class HeadErrors(FixedRecord):
@@ -57,10 +53,9 @@ class SiteShift(FixedRecord):
 
     Attributes:
         uncompensated, test, floor: without compensation, after it, and the least there can be.
-        covariances, means, smallest: as `compensation.shift.Shift` has them; None where there is too much to compute.
-        bound: CORP's C.1.3, or C.2.3 of logits, with constants of one: far above what happens. None, too, where it is
-            infinite.
-        freedom: numbers that the compensation is free to choose (RCPU, section 4.2), of ridge regression the effective
+        covariances, means, smallest: as in `compensation.shift.Shift`; None if there is too much to compute.
+        bound: CORP's C.1.3, or C.2.3 of logits, with constants of one: far above what happens. None if infinite.
+        freedom: numbers that the compensation is free to choose (RCPU, section 4.2); of ridge regression the effective
             ones, which need be no whole number.
         tokens: that it was chosen on.
     """
@@ -80,34 +75,35 @@ class SiteRecord(FixedRecord):
     """What was done at a site: one space of one block.
 
     Attributes:
-        block, space, expert: the site. `expert` is None where the block has none, and then left out of JSON.
+        expert: None if the block has none.
         consumer: on-disk name of the consumer's weight; None for a space that ends in logits.
-        units: units of the dense site. A site of q and k has all rows as units.
+        units: of the dense site. A site of q and k has all rows as units.
         kept: units that stay, ascending.
-        score: that its units were ranked by, where it was chosen site by site; else None, and left out of JSON.
-        few: tokens that the router sent to an expert, where they were too few to measure on, so that it was measured on
-            all tokens of the layer; else None, and left out of JSON.
-        method: the compensation; none where nothing is dropped.
-        strength: in the recipe's units; None where the method has none.
+        score: that its units were ranked by, if it was chosen site by site.
+        few: tokens that the router sent to an expert, if they were too few, so that it was measured on all tokens of
+            the layer.
+        method: the compensation; none if nothing is dropped.
+        strength: in the recipe's units; None if the method has none.
         share: share of the drift that the weights are fitted to correct; None without drift.
         runner_up, margin: the next best method on held-out folds, and by how much its held-out error is larger,
-            relative to the chosen method's; at least by that much where it was ruled out unscored. None unless the
-            method was chosen on folds.
+            relative to the chosen method's; at least by that much if it was ruled out unscored.
         error_uncompensated, error_compensated: predicted Σ‖y − ŷ‖² / Σ‖y‖² without and with compensation, at the
-            consumer's output on the calibration tokens, or of the logits. Where the target is drift, y is what brings
-            the residual stream back to the dense model's. None without second moments.
+            consumer's output on the calibration tokens, or of the logits. If the target is drift, y is what brings the
+            residual stream back to the dense model's. None without second moments.
         divergence: what the errors of the site alone are predicted to do to the model's own output, by the Fisher
-            metric (measure/README.md, section 5). None, and left out of JSON, where that was not measured.
+            metric (measure/README.md, section 5).
         error_held_out: the compensated error over folds, each scored by a fit to the others: over those that the choice
-            held out, or over all of them. None with one fold, or where it was neither asked for nor chosen by.
-        residual: relative residual at which conjugate gradients stopped, the largest over heads; None but for q and k.
+            held out, or over all of them.
+        residual: relative residual at which conjugate gradients stopped, the largest over heads; of q and k.
         j0, floor, rho2: CORP's diagnostics (compensation/README.md, section 3, and CORP C.2), per token, or per sample
-            for logits. None unless asked for. None, too, where the target is drift: they say nothing about it.
+            for logits. None if the target is drift: they say nothing about it.
         width, effective_rank, k95, active: figures of the consumer's input in the dense model (`compensation.spectrum`,
-            CORP Table 9); None unless asked for.
-        heads: errors of every head; None unless asked for, and but for q and k.
-        shift: what it loses on other samples. None, and left out of JSON, where it was not held against any.
+            CORP Table 9).
+        heads: errors of every head, of q and k.
+        shift: what it loses on other samples.
     """
+
+    optional = frozenset({"expert", "score", "few", "divergence", "shift"})
 
     block: Block
     space: str
@@ -137,20 +133,13 @@ class SiteRecord(FixedRecord):
     heads: list[HeadErrors] | None = None
     shift: SiteShift | None = None
 
-    @model_serializer(mode="wrap")
-    def _without_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Files of models without experts, and of recipes that need no more, do not change."""
-        values: dict[str, Any] = handler(self)
-        optional = {"expert", "score", "few", "divergence", "shift"}
-        return {key: value for key, value in values.items() if key not in optional or value is not None}
-
 
 class MaskShares(FixedRecord):
     """How the zeros of a mask are shared out over blocks (sparsity/README.md, section 6).
 
     Attributes:
         ratios: share of zeros of every block.
-        kept: N of every block's N:M; None where the mask is unstructured.
+        kept: N of every block's N:M; None if the mask is unstructured.
         figures: what was measured of every block: its outlier ratio, its exponent, or what its zeros alone are
             predicted to do to the model's output, in nats a sample.
     """
@@ -164,15 +153,12 @@ class MaskedLinear(FixedRecord):
     """What a mask did to one linear module of one block.
 
     Attributes:
-        block: index.
         weight: on-disk name.
-        kind: what tables call the module (`Family.labels`); None in files of before there was this key.
-        rows, columns: of the weight.
+        kind: what tables call the module (`Family.labels`); None in old files.
         zeros: weights that the mask zeroed. Weights that were zero before are among them.
         error: Σ‖y − ŷ‖² / Σ‖y‖² at the module's output on the calibration tokens; None without Grams.
-        damp: what SparseGPT added to the diagonal of the Hessian, as a share of its mean; None for other methods.
-        dead: number of inputs that were zero on every calibration token. SparseGPT zeroes their columns. None for other
-            methods.
+        damp: what SparseGPT added to the diagonal of the Hessian, as a share of its mean.
+        dead: inputs that were zero on every calibration token. SparseGPT zeroes their columns.
     """
 
     block: Block
@@ -201,7 +187,6 @@ class FactoredLinear(FixedRecord):
     """What became of one linear module of one block that two thin ones stand in for.
 
     Attributes:
-        block: index.
         weight: on-disk name of the weight that is gone.
         kind: what tables call the module (`Family.labels`).
         rows, columns: of that weight.
@@ -235,17 +220,16 @@ class GapRecord(FixedRecord):
     """A run of consecutive blocks that are gone, and what makes up for them.
 
     Attributes:
-        first, blocks: the first of them, as the dense model counts, and how many.
+        first: as the dense model counts.
         into: on-disk name, in the output, of the weight that the map was absorbed in, of experts with `*` for their
-            numbers; None where there is no map.
+            numbers; None without a map.
         method: none (the stream goes on as it is), bias, ridge or affine: the form of the map.
-        strength: of ridge and affine, relative; None for others.
-        distance: mean cosine distance of a token's hidden states before and after the run; None where it was not
-            measured.
-        divergence: what dropping the run is predicted to do to the model's own output; None as before.
+        strength: of ridge and affine, relative.
+        distance: mean cosine distance of a token's hidden states before and after the run.
+        divergence: what dropping the run is predicted to do to the model's own output.
         error_uncompensated, error_compensated: Σ‖y − ŷ‖² / Σ‖y‖² on the calibration tokens without and with the map,
             y being what the mlp before the gap would have to give.
-        error_held_out: the compensated error on folds that were left out of the fit; None with one fold.
+        error_held_out: the compensated error on folds that were left out of the fit.
     """
 
     first: Block
@@ -261,10 +245,10 @@ class GapRecord(FixedRecord):
 
 
 class Tried(FixedRecord):
-    """What was tried where widths meet the rest of a size.
+    """An amount that was tried, the rest of the size met by widths.
 
     Attributes:
-        predicted: what it was predicted to do to the model's own output, units included; None where it was not known.
+        predicted: what it was predicted to do to the model's own output, units included.
         measured: what it did, on samples that no refit had seen.
     """
 
@@ -273,22 +257,13 @@ class Tried(FixedRecord):
 
 
 class TriedDepth(Tried):
-    """A number of blocks that was tried.
-
-    Attributes:
-        blocks: that were gone.
-    """
+    """So many blocks were gone."""
 
     blocks: Annotated[int, Field(ge=0, le=10**6)]
 
 
 class TriedHidden(Tried):
-    """A number of dimensions of the residual stream that was tried.
-
-    Attributes:
-        kept: that stayed.
-        blocks: that were gone besides; None where the recipe leaves open no number of them.
-    """
+    """So many dimensions of the residual stream stayed, and so many blocks were gone besides, if that was open too."""
 
     kept: Annotated[int, Field(ge=1, le=10**7)]
     blocks: Annotated[int, Field(ge=0, le=10**6)] | None = None
@@ -301,10 +276,9 @@ class DepthRecord(FixedRecord):
         part: what of them: all (block), attention or mlp; blocks without a part stay under their numbers.
         blocks: of the dense model.
         kept: those that stay, ascending; in the output they are numbered anew.
-        choose: how the others were chosen; None where they were given.
+        choose: how the others were chosen; None if they were given.
         gaps: runs of those that are gone, in order.
-        tried: numbers of blocks that were held against each other, ascending; empty where one was given, and where the
-            stream may lose dimensions besides (`Hidden.tried`).
+        tried: ascending; empty if one number was given, and if the stream may lose dimensions besides.
     """
 
     part: Literal["block", "attention", "mlp"] = "block"
@@ -319,15 +293,12 @@ class HiddenRecord(FixedRecord):
     """What is left of a model's residual stream.
 
     Attributes:
-        kind: per-block or shared.
         signal: what its principal directions are of.
         dimensions: of the dense stream.
-        kept: of them.
-        tied: of a shared basis, whether one table is still embedding and head; None where it was not.
+        tied: of a shared basis, whether one table is still embedding and head; None if it was not.
         energy: share of the signals' energy that lies in the kept directions, basis by basis: those of attention and
-            mlp of every block in order, or one of all; empty where the stream stays as it is.
-        tried: numbers of dimensions that were held against each other, descending, or such numbers beside each number
-            of blocks, ascending; empty where one was given.
+            mlp of every block in order, or one of all; empty if the stream stays as it is.
+        tried: descending, or ascending beside each number of blocks; empty if one number was given.
     """
 
     kind: Literal["per-block", "shared"]
@@ -351,7 +322,7 @@ class Origin(FixedRecord):
 
     Attributes:
         reference: as it is given to --recipe, without a revision.
-        revision: commit of the Hub repository; None for what has none.
+        revision: commit of the Hub repository.
         sha256: of the file's bytes.
     """
 
@@ -370,6 +341,8 @@ class Origin(FixedRecord):
 class PlanFile(FixedRecord, Generic[RecipeT, SiteT]):
     """A plan as its file has it; `stages.spaces.plan` says which recipe and sites a plan has that can be applied."""
 
+    optional = frozenset({"origin"})
+
     version: Literal[1] = 1
     model: str
     model_path: str
@@ -383,9 +356,3 @@ class PlanFile(FixedRecord, Generic[RecipeT, SiteT]):
     after: Cost
     depth: DepthRecord | None = None
     sites: list[SiteT]
-
-    @model_serializer(mode="wrap")
-    def _without_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Plans by recipes that were here do not change."""
-        values: dict[str, Any] = handler(self)
-        return {key: value for key, value in values.items() if key != "origin" or value is not None}

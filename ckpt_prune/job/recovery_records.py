@@ -1,9 +1,9 @@
 """Record of the recovery of one block, for reports."""
 
 import math
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import BeforeValidator, Field
 
 from ckpt_prune.common.records import Block, Count, Figure, FixedRecord
 
@@ -35,6 +35,8 @@ class RecoveredLayer(FixedRecord):
             hidden states. Empty, and left out of JSON, if nothing was trained, and in files of earlier versions.
     """
 
+    optional = frozenset({"curve"})
+
     block: Block
     mse_before: _Finite = None
     mse_start: _Finite = None
@@ -47,8 +49,3 @@ class RecoveredLayer(FixedRecord):
     diverged: bool
     recovered: bool
     curve: list[_Finite] = Field(default_factory=list)
-
-    @model_serializer(mode="wrap")
-    def _without_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        values: dict[str, Any] = handler(self)
-        return {key: value for key, value in values.items() if key != "curve" or value}

@@ -6,11 +6,12 @@ Nothing here needs torch.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import AliasChoices, Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
 from ckpt_prune.checkpoint.sentence_modules import SentenceClass
 from ckpt_prune.common.filenames import PRUNED_ELSEWHERE
 from ckpt_prune.common.records import Amount, Block, Count, Figure, FixedRecord, Record
+from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.records import (
     Cost,
     DepthRecord,
@@ -28,12 +29,7 @@ UNKNOWN = "?"
 
 
 class UsedRecipe(Record):
-    """The recipe as it was used, whole; of what another tool pruned, a name alone.
-
-    Attributes:
-        version: of the recipe format.
-        name, summary, source: as the recipe has them.
-    """
+    """The recipe as it was used, whole; of what another tool pruned, a name alone."""
 
     version: int | None = None
     name: str
@@ -57,7 +53,9 @@ class UsedRecipe(Record):
 
 
 class SourceCard(FixedRecord):
-    """What the model card of the source says, under the Hub's keys, as far as it holds of the output too."""
+    """What the model card of the source says that holds of the output too, under the Hub's keys."""
+
+    optional = frozenset({"license", "license_name", "license_link", "language", "datasets", "pipeline_tag"})
 
     license: str | None = None
     license_name: str | None = None
@@ -66,29 +64,22 @@ class SourceCard(FixedRecord):
     datasets: list[str] = Field(default_factory=list)
     pipeline_tag: str | None = None
 
-    @model_serializer(mode="wrap")
-    def _as_found(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {key: value for key, value in handler(self).items() if value}
-
 
 class Source(FixedRecord):
     """Which model: its Hub id or the name of its folder, `Checkpoint.fingerprint`, and what its card says."""
+
+    optional = frozenset({"card"})
 
     name: str
     fingerprint: str
     card: SourceCard | None = None
 
-    @model_serializer(mode="wrap")
-    def _without_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        values: dict[str, Any] = handler(self)
-        return {key: value for key, value in values.items() if key != "card" or value is not None}
-
 
 class Asked(FixedRecord):
-    """What was asked for where the recipe was changed to reach it.
+    """What was asked for, if the recipe was changed to reach it.
 
     Attributes:
-        size: to come down to, as the recipe had it, or None.
+        size: to come down to, as the recipe had it.
         digest: of the recipe that was asked for.
     """
 
@@ -97,10 +88,7 @@ class Asked(FixedRecord):
 
 
 class StrengthSearch(FixedRecord):
-    """The λ that was chosen, and the calibration perplexity of every λ that was tried, by its text.
-
-    A perplexity that was not finite is None.
-    """
+    """The λ that was chosen, and text of every λ that was tried → its calibration perplexity; None: not finite."""
 
     chosen: float
     perplexity: dict[str, Figure] = Field(default_factory=dict)
@@ -110,14 +98,14 @@ class StoredAs(FixedRecord):
     """What the output is stored as.
 
     Attributes:
-        model_type: in its config.json.
         remote_code: whether code of this tool travels with it.
         auto_class: the transformers Auto class that loads it.
         padded: spaces that have zeros in place of what was dropped.
-        note: why it is not what one might expect, or None.
-        sentence_class: the class of sentence-transformers that loads it, if that is another than SentenceTransformer;
-            left out if there is none.
+        note: why it is not what one might expect.
+        sentence_class: the class of sentence-transformers that loads it, if that is another than SentenceTransformer.
     """
+
+    optional = frozenset({"sentence_class"})
 
     model_type: str
     remote_code: bool = False
@@ -126,21 +114,16 @@ class StoredAs(FixedRecord):
     note: str | None = None
     sentence_class: SentenceClass | None = None
 
-    @model_serializer(mode="wrap")
-    def _without_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        values: dict[str, Any] = handler(self)
-        return {key: value for key, value in values.items() if key != "sentence_class" or value is not None}
-
 
 class Mask(FixedRecord):
     """Which weights were zeroed.
 
     Attributes:
-        method: by whose score.
-        pattern: in which pattern.
         ratio: the share that was asked for.
-        allocation, shares: how blocks came by shares of their own; None, and left out of JSON, where all have one.
+        allocation, shares: how blocks came by shares of their own; None if all have one.
     """
+
+    optional = frozenset({"allocation", "shares"})
 
     method: str
     pattern: str
@@ -148,21 +131,14 @@ class Mask(FixedRecord):
     allocation: str | None = None
     shares: MaskShares | None = None
 
-    @model_serializer(mode="wrap")
-    def _without_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        values: dict[str, Any] = handler(self)
-        optional = ("allocation", "shares")
-        return {key: value for key, value in values.items() if key not in optional or value is not None}
-
 
 class ImportanceMap(FixedRecord):
     """Where the importance of a weight lies, before and after it was rotated (DenoiseRotator, Figure 2).
 
     Attributes:
-        weight: its on-disk name.
-        rows, columns: its shape.
+        rows, columns: shape of the weight.
         before, after: means over cells, from the first row on, as shares of the mean over the whole weight.
-        largest_before, largest_after: share of the importance that one in a hundred weights holds, the largest.
+        largest_before, largest_after: share of the importance in the largest hundredth of the weights.
     """
 
     weight: str
@@ -177,10 +153,12 @@ class ImportanceMap(FixedRecord):
 class Learned(FixedRecord):
     """The rotations of one block, or of all (block None): entropy of the importance in nats, and steps of training.
 
-    `curve` has steps and the entropy there, as it was computed while training, at most so many that a plot needs. It is
-    empty, and left out of JSON, in files of before there was this key. `map` is of the output projection of the first
-    block alone, where it is turned; else None, and left out likewise.
+    Attributes:
+        curve: steps and the entropy there, as it was computed while training; no more than a plot needs.
+        map: of the output projection of the first block alone, if it is turned.
     """
+
+    optional = frozenset({"curve", "map"})
 
     block: Block | None
     entropy_before: Figure = None
@@ -189,20 +167,13 @@ class Learned(FixedRecord):
     curve: list[tuple[Count, Figure]] = Field(default_factory=list)
     map: ImportanceMap | None = None
 
-    @model_serializer(mode="wrap")
-    def _without_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        values: dict[str, Any] = handler(self)
-        return {key: value for key, value in values.items() if key not in ("curve", "map") or value}
-
 
 class Rotation(FixedRecord):
     """What was rotated before the mask.
 
     Attributes:
-        kind: as recipes have it.
         importance: whose importance of weights was to concentrate.
         turns: whether matrices between blocks stay in the model.
-        learned: what was learned, by block.
     """
 
     kind: str
@@ -212,12 +183,7 @@ class Rotation(FixedRecord):
 
 
 class Perplexity(FixedRecord):
-    """The perplexity of a model of which only the first blocks are recovered (LaCo, Figure 3).
-
-    Attributes:
-        blocks: how many.
-        perplexity: None where it is too large for a float.
-    """
+    """The perplexity with only so many of the first blocks recovered (LaCo, Figure 3); None: too large for a float."""
 
     blocks: Block
     perplexity: Figure = None
@@ -236,11 +202,13 @@ class Recovery(FixedRecord):
     Attributes:
         dense: the model whose hidden states were the target.
         on_the_fly: whether each block was recovered right after it was pruned.
-        settings: of training, as `RecoverySettings` has them, with the learning rate and seed that were used.
+        settings: as `RecoverySettings` has them, with the learning rate and seed that were used.
         data: which samples, how many of them held out, and their tokens.
-        perplexity_after: by how many blocks are recovered; None for models that have no perplexity.
-        earlier: what the pruned checkpoint's own report said; absent where blocks were recovered on the fly.
+        perplexity_after: None for models that have no perplexity.
+        earlier: what the pruned checkpoint's own report said; absent if blocks were recovered on the fly.
     """
+
+    as_given = True
 
     dense: Source
     on_the_fly: bool
@@ -256,33 +224,26 @@ class Recovery(FixedRecord):
             return True
         return self.earlier is not None and self.earlier.recovery.trained_norms
 
-    @model_serializer(mode="wrap")
-    def _as_given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {key: value for key, value in handler(self).items() if key in self.model_fields_set}
-
 
 class Adapters(FixedRecord):
     """How a model was recovered as a whole: by LoRA, or by scales of its linear modules.
 
     Attributes:
-        method: lora or scales.
-        rank, alpha: of LoRA's adapters.
         lr: the highest learning rate.
         seed: of the adapters and the order of samples.
         settings: of training, as `RecoverySettings.of_all` has them.
         data: fingerprint of the samples.
-        seen: whether the model was pruned on these, or fitted to them before; None, and left out of JSON, where that is
-            not known.
-        samples, window: how many, those held out among them, and their tokens; no window of images.
-        measured: of the samples, those that losses are told of: held out, or where none are, some that it was trained
-            on.
-        modules: that were changed; 0 where no epoch was better on these.
+        seen: whether the model was pruned on these, or fitted to them before; None if that is not known.
+        samples, window: how many, those held out among them, and their tokens.
+        measured: samples that losses are of: held out, or if none are, some that it was trained on.
+        modules: that were changed; 0 if no epoch was better on these.
         parameters: that were trained.
-        steps, epochs, seconds: of training.
-        earlier: the record of such a recovery that this one followed.
-        loss_before, loss_after: on these samples, of the model as it was and as it is stored, nats: cross entropy by
-            LoRA, by scales the divergence from the dense model.
+        earlier: the record of such a recovery before this one.
+        loss_before, loss_after: on these samples, nats: cross entropy by LoRA, by scales the divergence from the dense
+            model.
     """
+
+    optional = frozenset({"earlier", "seen"})
 
     method: Literal["lora", "scales"] = "lora"
     rank: Amount = None
@@ -304,11 +265,6 @@ class Adapters(FixedRecord):
     loss_after: Figure = None
     earlier: "Adapters | None" = None
 
-    @model_serializer(mode="wrap")
-    def _as_given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        idle = {"earlier", "seen"}
-        return {key: value for key, value in handler(self).items() if key not in idle or value is not None}
-
 
 class Latency(FixedRecord):
     """What an output takes beside the dense model, in milliseconds on the machine that pruned.
@@ -316,9 +272,8 @@ class Latency(FixedRecord):
     Attributes:
         of: what was timed, in words.
         dense, foreseen: by the table of the machine.
-        off: share by which that table missed a model that was timed to hold it to account.
-        measured_dense, measured: of both models whole, in turns; None where they are too large for it, or where the run
-            ended before.
+        off: share by which that table missed a model that was timed to check it.
+        measured_dense, measured: of both models whole, in turns; None if they are too large for that, or the run ended.
     """
 
     of: str
@@ -330,14 +285,13 @@ class Latency(FixedRecord):
 
 
 class Stage(FixedRecord):
-    """What one stage of the run took; of a resumed run, what was left of it.
+    """What one phase of the run took; of a resumed run, the rest of it.
 
     Attributes:
-        name: of the stage.
         seconds: wall time.
-        peak_bytes: largest resident memory of the process from its start to the stage's end: a stage that is larger
-            than the one before has set it. None where the system does not say.
-        device_peak_bytes: largest memory allocated on the accelerator during the stage; None without one.
+        peak_bytes: largest resident memory of the process from its start to the phase's end; None if the system does
+            not say.
+        device_peak_bytes: largest memory allocated on the accelerator during the phase.
         phases: seconds of calibration, ranking and compensation in it; the rest is reading and writing.
     """
 
@@ -349,39 +303,26 @@ class Stage(FixedRecord):
 
 
 class Report(FixedRecord):
-    """What an output's `ckpt_prune.json` holds.
+    """What an output's `ckpt_prune.json` holds. README.md of show/ lists the keys.
 
     Attributes:
-        version: of the file's format.
-        ckpt_prune, torch, transformers: versions of what wrote it.
-        recipe, recipe_digest: as used.
-        origin: where the recipe was fetched from; None for one that was here.
-        source: what was pruned.
+        origin: where the recipe was fetched from; None for a file on this machine.
         ignored: tensors of the source that are left out, because its class does not load them or another that it ties
-            to them has the same values; absent from JSON without any.
-        part: of it, where that is made of several models, which all other figures are about; or None.
-        asked: what the recipe was changed for, or None.
-        calibration: where the moments came from; empty of what another tool pruned.
-        plan: digest of the plan that was applied, or None.
-        lambda_search: where λ was chosen by perplexity.
-        container: what the output is stored as.
-        before, after: cost of the source and of the output.
-        depth: which whole blocks are gone; None, and left out of JSON, where none was to go. All else that is said of
-            blocks is by their numbers in the output.
-        hidden: what is left of the residual stream; None, and left out of JSON, where it is whole.
-        mask, rotation: None where units were dropped.
-        sites: what was pruned.
-        linears: what was masked.
-        factored: what became two thin linears; left out of JSON where nothing did.
-        latency: where the size that was asked for is a time; else None, and left out of JSON.
-        adapters: what LoRA, or scales, did after pruning, absent without it; former versions called it lora.
-        recovery, layers: what recovery did, block by block; None and empty without it.
-        stages: what the run took, in order.
-        files: file → sha256, of all that was written but this report and the card; former versions had only the
-            files with tensors and the config here.
-        side_files: names of what was written beside tensors and config; None where a former version wrote the report.
-        job: digest of all that the output depends on: another run of the same job has nothing to do. None as before.
+            to them has the same values.
+        part: of a source that is made of several models; all other figures are about this part.
+        asked: what the recipe was changed for.
+        calibration: where the moments came from; empty if another tool pruned.
+        plan: digest of the plan that was applied.
+        depth: which whole blocks are gone; all other records have numbers of blocks in the output.
+        stages: phases of the run, in order.
+        files: file → sha256, of all but this report and the card; in old files of tensors and config alone.
+        side_files: names of what was written beside tensors and config; None in old files.
+        job: digest of all that the output depends on: another run of the same job has nothing to do. None in old files.
     """
+
+    optional = frozenset(
+        {"origin", "ignored", "part", "latency", "adapters", "depth", "hidden", "factored", "recovery"}
+    )
 
     version: Literal[1] = 1
     ckpt_prune: str = UNKNOWN
@@ -426,14 +367,16 @@ class Report(FixedRecord):
             ("after", self.after),
         ]
 
+    def read_recipe(self) -> Recipe | None:
+        """Return the recipe as it was used; None if this version cannot read it, or another tool pruned."""
+        try:
+            return Recipe.full.model_validate(self.recipe.model_dump(mode="json"))
+        except ValidationError:
+            return None
+
     def data(self) -> dict[str, Any]:
-        """As JSON has it; the keys of a recovery, a part or a recipe's origin are absent without one."""
+        """Return the content of the file."""
         values = self.model_dump(mode="json")
         if self.recovery is None:
-            del values["recovery"], values["layers"]
-        if self.part is None:
-            del values["part"]
-        for key in ("origin", "ignored", "latency", "adapters", "depth", "hidden", "factored"):
-            if not values[key]:
-                del values[key]
+            del values["layers"]
         return values

@@ -8,8 +8,10 @@ from ckpt_prune.job.recipe import StageKeys
 if TYPE_CHECKING:
     from ckpt_prune.job.form import Form
     from ckpt_prune.job.prepared import Prepared
+    from ckpt_prune.job.report import Report
     from ckpt_prune.job.run import Run
     from ckpt_prune.job.step import BlockPruner, Step
+    from ckpt_prune.show.section import Section
 
 
 class Stage(StageKeys):
@@ -70,3 +72,8 @@ class Stage(StageKeys):
         `records` are those of its step on all blocks, in order; empty if it has none.
         """
         return {}
+
+    @classmethod
+    def sections(cls, report: "Report") -> "Sequence[Section]":
+        """Return what a report says of the stage, for people."""
+        return ()

@@ -20,7 +20,7 @@ from ckpt_prune.model.composites import merge_part_config
 from ckpt_prune.model.containers.remote import REMOTE_MODULE
 from ckpt_prune.model.containers.side_files import carried_files, find_side_files, top_names
 from ckpt_prune.modeling_pruned import REFUSAL, WEIGHTS_KEY
-from ckpt_prune.report.card import model_card
+from ckpt_prune.runner.card import model_card
 from ckpt_prune.runner.checks import stages_of
 from ckpt_prune.runner.report import report_of
 

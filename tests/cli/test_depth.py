@@ -69,9 +69,13 @@ def states(model: Any, ids: Tensor) -> list[Tensor]:
 
 def test_given_blocks_go_without_any_data(here) -> None:
     said = ok(*GIVEN, "-o", "out")
-    assert said.splitlines()[-3:] == [
+    assert said.splitlines()[-7:] == [
         "gone: block 1, blocks 3 to 4",
-        "blocks #.#..# 3 of 6 stay (. is gone)",
+        "Blocks",
+        "  blocks #.#..# 3 of 6 stay (. is gone)",
+        "  gone",
+        "  block 1",
+        "  blocks 3 to 4",
         "written to out",
     ]
     assert read_json("out/config.json") == read_json("deep/config.json") | {"num_hidden_layers": 3}
@@ -99,11 +103,11 @@ def test_two_gaps_and_their_maps(here) -> None:
     """The second map is fitted behind the first, to the dense model's own stream."""
     said = ok(*LINEAR, "-o", "out").splitlines()
     report = read_json("out/ckpt_prune.json")
-    assert said[-5:-3] == ["gone: block 1, blocks 3 to 4", "blocks +.+..# 3 of 6 stay (. is gone, + makes up for it)"]
+    assert said[-5] == "  blocks +.+..# 3 of 6 stay (. is gone, + makes up for it)"
     first, second = report["depth"]["gaps"]
-    assert said[-3] == (
-        f"block 1: error {first['error_uncompensated']:.4f} bare, {first['error_compensated']:.4f} compensated; ridge "
-        "(lambda 0.1) in model.layers.0.mlp.down_proj.weight"
+    assert " ".join(said[-3].split()) == (
+        "block 1 ridge (lambda 0.1) in model.layers.0.mlp.down_proj.weight "
+        f"{first['error_uncompensated']:#.3g} {first['error_compensated']:#.3g}"
     )
     dense, edited, ids = stock(Path("deep")).double(), stock(Path("deep")).double(), windows()
     layers, ends = edited.model.layers, states(dense, ids)
@@ -271,8 +275,9 @@ def test_a_plan_chooses_the_blocks(here) -> None:
     blocks = f"blocks {gap['first']} to {gap['first'] + 1}"
     picture = "".join("." if gap["first"] <= block < gap["first"] + 2 else "#" for block in range(6))
     assert said[1:-1] == [
-        f"blocks {picture} 4 of 6 stay (. is gone)\n"
-        f"{blocks}: cosine distance {gap['distance']:.4f}; predicted divergence {gap['divergence']:.4f}",
+        f"Blocks\n  blocks {picture} 4 of 6 stay (. is gone)\n"
+        "  gone           cosine distance  predicted divergence\n"
+        f"  {blocks}  {gap['distance']:#15.3g}  {gap['divergence']:#20.3g}",
         f"gone: {blocks}\npredicted: a divergence (KL) of {gap['divergence']:.4f} nats from the dense model's output, "
         f"about {exp(gap['divergence']):.2f} times its perplexity; {SECOND_ORDER}",
     ]
@@ -376,23 +381,18 @@ def test_the_card_and_the_page_show_what_is_left(here) -> None:
     ok(*LINEAR, "-o", "out")
     first, second = read_json("out/ckpt_prune.json")["depth"]["gaps"]
     card = Path("out/README.md").read_text()
-    told = (
-        f"Block 1: error {first['error_uncompensated']:.4f} bare, {first['error_compensated']:.4f} compensated; ridge "
-        "(lambda 0.1) in model.layers.0.mlp.down_proj.weight; blocks 3 to 4: error "
-        f"{second['error_uncompensated']:.4f} bare, {second['error_compensated']:.4f} compensated; ridge (lambda 0.1) "
-        "in model.layers.1.mlp.down_proj.weight."
-    )
-    assert (
-        "Whole blocks are gone, and those that stay are numbered anew: block 1, blocks 3 to 4.\n\n```\n"
-        f"blocks +.+..# 3 of 6 stay (. is gone, + makes up for it)\n```\n\n{told}\n" in card
-    )
-    assert card.endswith(
-        "Which blocks are gone, by which figures, and what makes up for them is in `ckpt_prune.json`.\n"
-    )
+    gaps = ((first, "block 1", 0), (second, "blocks 3 to 4", 1))
+    rows = [
+        f"| {name} | ridge (lambda 0.1) in model.layers.{into}.mlp.down_proj.weight | "
+        f"{gap['error_uncompensated']:#.3g} | {gap['error_compensated']:#.3g} |"
+        for gap, name, into in gaps
+    ]
+    assert "```\nblocks +.+..# 3 of 6 stay (. is gone, + makes up for it)\n```" in card
+    assert "\n".join([*rows, "", "Whole blocks are gone, and those that stay are numbered anew."]) in card
     ok("report", "out", "-o", "page.html")
     page = Path("page.html").read_text()
     assert "<h2>Blocks</h2>\n<pre>blocks +.+..# 3 of 6 stay (. is gone, + makes up for it)</pre>" in page
-    assert '<td class="left">blocks 3 to 4</td><td class="left">model.layers.1.mlp.down_proj.weight</td>' in page
+    assert '<td class="left">blocks 3 to 4</td><td class="left">ridge (lambda 0.1) in model.layers.1.mlp.' in page
 
 
 def silenced(model: Any, block: int, part: str) -> Any:
@@ -422,12 +422,10 @@ def test_parts_by_influence(here, part: str) -> None:
     assert [gap["first"] for gap in depth["gaps"]] == least
     assert [gap["distance"] for gap in depth["gaps"]] == pytest.approx([apart[block] for block in least], rel=1e-4)
     picture = "".join("." if block in least else "#" for block in range(6))
-    assert said.splitlines()[-6:-3] == [
-        f"gone: {part} of block {least[0]}, block {least[1]}",
-        f"{part} of blocks {picture} 4 of 6 stay (. is gone)",
-        f"the last projection of {part} is zeros in 2 of them: a stock class computes it all the same, and nothing is "
-        "saved",
-    ]
+    lines = said.splitlines()
+    assert lines[-8] == f"gone: {part} of block {least[0]}, block {least[1]}"
+    assert lines[-6] == f"  {part} of blocks {picture} 4 of 6 stay (. is gone)"
+    assert lines[-2].startswith(f"  The last projection of {part} is zeros in 2 of them: a stock class computes it all")
     assert (
         ok("verify", "a", "--against", "deep")
         .splitlines()[-1]

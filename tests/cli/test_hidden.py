@@ -46,10 +46,12 @@ def test_a_basis_for_every_sub_layer(here) -> None:
     shares = energy("out")
     least = shares.index(min(shares))
     assert len(shares) == 6
-    assert said[-3:] == [
+    assert said[-5:] == [
         "residual stream: 12 of 16 dimensions stay (ratio 0.25)",
-        "attention and mlp of every block read it in bases of their own, principal directions of what norms make of it"
-        f": {sum(shares) / 6:.2%} of the energy stays on average, {min(shares):.2%} in basis {least}",
+        "Residual stream",
+        "  12 of 16 dimensions stay (ratio 0.25).",
+        "  Attention and mlp of every block read it in bases of their own, principal directions of what norms make of "
+        f"it: {sum(shares) / 6:.2%} of the energy stays on average, {min(shares):.2%} in basis {least}.",
         "written to out",
     ]
     assert said[0] == (
@@ -66,17 +68,17 @@ def test_a_basis_for_every_sub_layer(here) -> None:
     page = ok("report", "out", "-o", "page.html")
     assert "page.html" in page
     assert "12 of 16 dimensions stay" in Path("page.html").read_text()
-    assert "matrices on the skip connections" in Path("out/README.md").read_text()
+    assert "Matrices on the skip connections" in Path("out/README.md").read_text()
 
 
 def test_one_basis_and_one_table(here) -> None:
     """Of a tied model the table stays one; the output is an ordinary llama that can be pruned and masked again."""
     said = ok(*SHARED, "-o", "out").splitlines()
     assert said[-4:] == [
-        "residual stream: 12 of 16 dimensions stay (ratio 0.25)",
-        "one basis for all blocks, principal directions of what norms make of it: "
-        f"{energy('out')[0]:.2%} of the energy stays",
-        "embedding and head stay one table",
+        "  12 of 16 dimensions stay (ratio 0.25).",
+        "  All blocks share one basis, principal directions of what norms make of it: "
+        f"{energy('out')[0]:.2%} of the energy stays.",
+        "  Embedding and head stay one table.",
         "written to out",
     ]
     config = read_json("out/config.json")

@@ -67,10 +67,10 @@ def test_blocks_that_do_little_go_first(here) -> None:
     assert gone >= 1
     assert set(depth["kept"]) >= {0, 5}
     assert report["after"]["parameters"] <= 0.7 * report["before"]["parameters"]
-    start = said.index("blocks gone  divergence")
-    assert said[start - 1] == "divergence from the dense model on held-out samples, the rest of the size met by widths:"
+    start = said.index("  blocks gone  divergence")
+    assert said[start - 1] == "Amounts that were tried"
     assert said[start + 1 : start + 1 + len(tried)] == [
-        f"{count:<11}  {one:>10.4f}{'  taken' if count == gone else ''}" for count, one in measured.items()
+        f"  {count:<11}  {one:>10.4f}{'  taken' if count == gone else ''}" for count, one in measured.items()
     ]
     most = tried[-1]["blocks"]
     alone = ("--recipe", "depth", "--set", f"depth={{choose: divergence, drop: {most}}}")

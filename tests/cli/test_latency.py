@@ -11,10 +11,11 @@ from torch import nn
 
 from ckpt_prune.benchmarking import latency_table
 from ckpt_prune.evaluation.whole_model import quiet_transformers
-from ckpt_prune.job.report import Latency
-from ckpt_prune.report.latency import latency_line
+from ckpt_prune.job.report import Report
+from ckpt_prune.runner.sections import latency_sentences
 from tests.cli.running import TEXT, ok, read_json, refused, run
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
+from tests.show.examples import report
 
 REST, ATTENTION, COLUMN, HEAD = 5e6, 1e6, 1e5, 2e6
 """Nanoseconds that are made up."""
@@ -66,9 +67,8 @@ def test_widths_by_time(here, timed) -> None:
     assert took <= 0.7 * dense < took + 6 * COLUMN
     share = f"{took / dense:.1%}"
     assert said[-2] == (
-        f"latency of one pass: foreseen {share} of the dense model's ({took / 1e6:.4g} of {dense / 1e6:.4g} "
-        f"ms), measured {share} "
-        f"({took / 1e6:.4g} of {dense / 1e6:.4g} ms)"
+        f"Latency of one pass on the machine that pruned it: foreseen {share} of the dense model's ({took / 1e6:.4g} "
+        f"of {dense / 1e6:.4g} ms), measured {share} ({took / 1e6:.4g} of {dense / 1e6:.4g} ms)."
     )
     # A dense model, half as deep, half of each space, half of everything; then the two whole ones.
     assert timed == [(5, "32 tokens, 0 steps"), (2, "32 tokens, 0 steps")]
@@ -92,14 +92,13 @@ def test_what_was_foreseen_and_what_was_measured_is_in_the_report_and_on_its_pag
     ok("report", "out", "-o", "page.html")
     foreseen, measured = (latency[key] for key in ("foreseen", "measured"))
     assert (
-        f"<dt>Latency</dt><dd>of one pass: foreseen {foreseen / 49.4:.1%} of the dense model&#x27;s "
-        f"({foreseen:.4g} of 49.4 ms), measured {measured / 49.4:.1%} ({measured:.4g} of 49.4 ms); more than "
-        "was foreseen</dd>"
+        f"foreseen {foreseen / 49.4:.1%} of the dense model&#x27;s ({foreseen:.4g} of 49.4 ms), measured "
+        f"{measured / 49.4:.1%} ({measured:.4g} of 49.4 ms); more than was foreseen.</p>"
     ) in Path("page.html").read_text(encoding="utf-8")
     assert (
-        f"\nLatency of one pass: foreseen {foreseen / 49.4:.1%} of the dense model's ({foreseen:.4g} of 49.4 ms), "
-        f"measured {measured / 49.4:.1%} ({measured:.4g} of 49.4 ms); more than was foreseen, on the machine "
-        "that pruned it.\n"
+        f"\nLatency of one pass on the machine that pruned it: foreseen {foreseen / 49.4:.1%} of the dense model's "
+        f"({foreseen:.4g} of 49.4 ms), measured {measured / 49.4:.1%} ({measured:.4g} of 49.4 ms); more than was "
+        "foreseen.\n"
     ) in Path("out/README.md").read_text(encoding="utf-8")
 
 
@@ -107,11 +106,12 @@ def test_what_was_foreseen_and_what_was_measured_is_in_the_report_and_on_its_pag
     ("off", "told"), [(0.51, " by a table that was 51% off and is not to be relied on"), (0.1, "")]
 )
 def test_a_table_that_is_not_to_be_relied_on_is_told_with_what_it_foresaw(off: float, told: str) -> None:
-    found = Latency(of="latency of one pass", dense=40.0, foreseen=20.0, off=off, measured_dense=20.0, measured=18.0)
-    assert latency_line(found) == (
-        f"latency of one pass: foreseen 50.0% of the dense model's (20 of 40 ms){told}, measured 90.0% (18 of 20 ms); "
-        "more than was foreseen"
-    )
+    values = {"of": "latency of one pass", "dense": 40.0, "foreseen": 20.0, "off": off}
+    found = Report.read(report([], latency=values | {"measured_dense": 20.0, "measured": 18.0}))
+    assert latency_sentences(found) == [
+        f"Latency of one pass on the machine that pruned it: foreseen 50.0% of the dense model's (20 of 40 ms){told}, "
+        "measured 90.0% (18 of 20 ms); more than was foreseen."
+    ]
 
 
 def test_an_output_that_was_not_timed_is_whole_and_is_timed_by_resume(here, monkeypatch) -> None:
@@ -129,7 +129,7 @@ def test_an_output_that_was_not_timed_is_whole_and_is_timed_by_resume(here, monk
     assert (before["latency"]["measured"], before["latency"]["measured_dense"]) == (None, None)
     ok("verify", "out", "--against", "deep")
     ok("report", "out", "-o", "page.html")
-    unknown = "the output was not timed here: see `ckpt-prune benchmark`</dd>"
+    unknown = "the output was not timed here: see ckpt-prune benchmark.</p>"
     assert unknown in Path("page.html").read_text(encoding="utf-8")
     stopped = False
     ok("prune", "deep", *JOB, "70%", "-o", "out", "--resume")
@@ -181,7 +181,7 @@ def test_best_holds_blocks_against_units_under_a_latency_alone(here, timed) -> N
     said = ok("prune", "deep", "--recipe", "best", *TEXT, "--target-latency", "60%", "-o", "out")
     depth = read_json("out/ckpt_prune.json")["depth"]
     assert [each["blocks"] for each in depth["tried"]] == sorted({each["blocks"] for each in depth["tried"]})
-    assert "\nblocks gone  divergence\n" in said
+    assert "\n  blocks gone  divergence\n" in said
     ok("prune", "dense", "--recipe", "best", *TEXT, "--target-params", "80%", "-o", "plain")
     assert read_json("plain/ckpt_prune.json").get("depth") is None
 
@@ -288,9 +288,9 @@ def test_dimensions_by_time(here, narrow) -> None:
     assert took(report) <= 0.6 * dense < took({"hidden": {"kept": report["hidden"]["kept"] + 2}, "sites": []})
     share = f"{took(report) / dense:.1%}"
     assert said[-2] == (
-        f"latency of one pass: foreseen {share} of the dense model's ({took(report) / 1e6:.4g} of "
-        f"{dense / 1e6:.4g} ms), measured {share} "
-        f"({took(report) / 1e6:.4g} of {dense / 1e6:.4g} ms)"
+        f"Latency of one pass on the machine that pruned it: foreseen {share} of the dense model's "
+        f"({took(report) / 1e6:.4g} of {dense / 1e6:.4g} ms), measured {share} "
+        f"({took(report) / 1e6:.4g} of {dense / 1e6:.4g} ms)."
     )
     # A dense model, half as deep, both of half the stream, half of everything; then the two whole ones.
     assert narrow == [(5, "32 tokens, 0 steps"), (2, "32 tokens, 0 steps")]

@@ -33,9 +33,11 @@ def test_what_is_said_and_written(factored, capsys):
     assert {each["kind"] for each in own} == {"q", "k", "v", "o", "gate", "up", "down"}
     assert all(each["rank"] * (each["rows"] + each["columns"]) < each["rows"] * each["columns"] for each in own)
     ranks = [each["rank"] for each in own]
-    assert lines[-3].startswith(f"factored {len(own)} linears into ranks of {min(ranks)} to {max(ranks)}: ")
+    assert lines[-3].startswith(
+        f"  {len(own)} linear modules became the product of two, of ranks {min(ranks)} to {max(ranks)}: "
+    )
     error = sum(each["error"] for each in own) / len(own)
-    assert lines[-2:] == [f"mean error of the outputs on the calibration samples {error:.4f}", "written to out"]
+    assert lines[-2].startswith(f"  The error of their outputs on the calibration samples is {error:#.3g} on average, ")
     gone = sum(each["rows"] * each["columns"] - each["rank"] * (each["rows"] + each["columns"]) for each in own)
     assert report["after"]["parameters"] == json.loads(dense)["parameters"] - gone
     assert read_json("out/config.json")["ckpt_prune_ranks"]["self_attn.q_proj"] == own[0]["rank"]
@@ -152,7 +154,7 @@ def test_what_else_reads_it(factored):
     page = Path("page.html").read_text()
     assert "Output error of the factored linears" in page
     assert f"{QUERY}.weight" in page
-    assert "linear modules are the product of two, of ranks" in Path("out/README.md").read_text()
+    assert "linear modules became the product of two, of ranks" in Path("out/README.md").read_text()
     found = json.loads(ok("compare", "dense", "out", *TEXT, "--json"))
     score = json.loads(ok("evaluate", "out", "--against", "dense", "--text", "calib.txt", "--window", "16", "--json"))
     assert found["divergence"] > 0

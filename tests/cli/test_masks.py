@@ -16,6 +16,7 @@ from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.common.progress import Meter
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.recipe.shipped import shipped_recipes
+from ckpt_prune.show.section import format_figure
 from ckpt_prune.sparsity import damping
 from ckpt_prune.stages.rotation.learner import Learner
 from tests import encoders, families
@@ -140,12 +141,18 @@ def logits(model) -> torch.Tensor:
 def error_line(out: str) -> str:
     errors = [entry["error"] for entry in read_json(f"{out}/ckpt_prune.json")["linears"]]
     assert all(0 < error < 1 for error in errors)
-    return f"mean error of the outputs on the calibration samples {sum(errors) / len(errors):.4f}\n"
+    mean, most = sum(errors) / len(errors), max(errors)
+    worst = next(entry for entry in read_json(f"{out}/ckpt_prune.json")["linears"] if entry["error"] == most)
+    return (
+        f"  The error of their outputs on the calibration samples is {mean:#.3g} on average, {most:#.3g} at most "
+        f"({worst['kind']} of block {worst['block']}).\n"
+    )
 
 
 def masked_line(recipe: str) -> str:
     method, pattern = recipe.removeprefix("denoise-rotator-").removeprefix("cayley-rotator-shared-").split("-", 1)
-    return f"masked by {method}{' 2:4' if pattern == '2-4' else ''}: 50.00% zeros in 14 weights of 3.84K\n"
+    how = f"{method}{' 2:4' if pattern == '2-4' else ''}"
+    return f"Mask\n  Masked by {how}: 50.00% zeros in 14 linear weights of 3.84K parameters.\n"
 
 
 def assert_masked_by_half(folder: str, recipe: str) -> None:
@@ -204,8 +211,9 @@ def test_rotations_and_masks(here, recipe):
     before, after = (sum(entry[f"entropy_{when}"] for entry in learned) for when in ("before", "after"))
     importance = next(method for method in ("magnitude", "wanda", "sparsegpt") if method in recipe)
     rotated = (
-        f"rotation {'shared' if shared else 'per-layer'}: entropy of {importance} importance {before:.0f} -> "
-        f"{after:.0f} nats ({100 * (after - before) / before:+.1f}%), 3 steps\n"
+        f"Rotation\n  Entropy of the {importance} importance of weights: {format_figure(before)} nats before rotation "
+        f"{'shared' if shared else 'per-layer'}, {format_figure(after)} nats after "
+        f"({100 * (after - before) / before:+.1f}%), in 3 steps{'' if shared else ' per block'}.\n"
     )
     errors = "" if importance == "magnitude" else error_line("out")
     assert said == (COSTS if shared else TURNED) + rotated + masked_line(recipe) + errors + "written to out\n"
@@ -235,7 +243,9 @@ def test_rotated_and_unmasked_is_the_dense_model(here, model, kind):
 def test_no_steps_leave_the_identity(here):
     """Only the gains of norms move: the mask is the plain one's, since a gain does not change Wanda's score."""
     said = ok(*PRUNE, "cayley-rotator-shared-wanda-2-4", *TEXT, "--set", "rotation.steps=0")
-    assert re.search(r"entropy of wanda importance (\d+) -> \1 nats \(\+0\.0%\), 0 steps\n", said)
+    assert re.search(
+        r"Entropy of the wanda importance of weights: (\S+) nats .*, \1 nats after \(\+0\.0%\), in 0 ", said
+    )
     ok("prune", "dense", "--recipe", "wanda-2-4", *TEXT, "-o", "plain")
     ours, theirs = tensors("out"), tensors("plain")
     assert all(torch.equal(ours[name] == 0, theirs[name] == 0) for name in LINEARS)
@@ -252,8 +262,8 @@ def test_a_head_that_is_no_longer_tied_is_said(here):
 
 def test_an_importance_of_its_own(here):
     said = ok(*PRUNE, "denoise-rotator-magnitude-50", *TEXT, *FEW, "--set", "rotation.importance=sparsegpt")
-    assert "entropy of sparsegpt importance" in said
-    assert "masked by magnitude: 50.00%" in said
+    assert "Entropy of the sparsegpt importance" in said
+    assert "Masked by magnitude: 50.00%" in said
 
 
 # ---- every family --------------------------------------------------------------------------------------------------
@@ -265,7 +275,7 @@ def test_an_importance_of_its_own(here):
 def test_a_vision_transformer(here, recipe):
     said = ok("prune", "vit", "--recipe", recipe, *IMAGES, "-o", "out")
     # 2 x (4 x 256 + 2 x 384) weights.
-    assert masked_line(recipe).replace("14 weights of 3.84K", "12 weights of 3.58K") in said
+    assert masked_line(recipe).replace("14 linear weights of 3.84K", "12 linear weights of 3.58K") in said
     dense, found = tensors("vit"), tensors("out")
     linear = {name for name in dense if re.search(r"layer\.\d\..*(query|key|value|dense)\.weight$", name)}
     assert len(linear) == 12
@@ -283,7 +293,7 @@ def test_a_vision_transformer(here, recipe):
 def test_bert(here, recipe):
     said = ok("prune", "bert", "--recipe", recipe, *BERT_TEXT, "-o", "out")
     # 3 x (4 x 256 + 2 x 352) weights.
-    assert masked_line(recipe).replace("14 weights of 3.84K", "18 weights of 5.18K") in said
+    assert masked_line(recipe).replace("14 linear weights of 3.84K", "18 linear weights of 5.18K") in said
     dense, found = tensors("bert"), tensors("out")
     linear = {name for name in dense if ".layer." in name and dense[name].ndim == 2}
     assert len(linear) == 18
@@ -295,7 +305,7 @@ def test_bert(here, recipe):
 @pytest.mark.parametrize("model", ["opt", "opt-post-norm", "opt-no-head"])
 def test_opt(here, model):
     said = ok("prune", model, "--recipe", "wanda-50", *TEXT, "-o", "out")
-    assert "masked by wanda: 50.00% zeros in 18 weights of 5.18K\n" in said
+    assert "Masked by wanda: 50.00% zeros in 18 linear weights of 5.18K parameters.\n" in said
     assert json.loads(ok("verify", "out", "--against", model, "--json"))["passed"]
 
 
@@ -305,7 +315,7 @@ def test_opt_rotated(here, kind):
     args = (*("prune", "opt", "--recipe", "denoise-rotator-magnitude-50"), *FEW, "--set", f"rotation.kind={kind}")
     ok(*args, "--ratio", "0", "-o", "whole")
     torch.testing.assert_close(logits(ckpt_prune.load("whole")), logits(stock("opt")), rtol=1e-4, atol=1e-4)
-    assert "masked by magnitude: 50.00% zeros in 18 weights of 5.18K\n" in ok(*args, "-o", "out")
+    assert "Masked by magnitude: 50.00% zeros in 18 linear weights of 5.18K parameters.\n" in ok(*args, "-o", "out")
 
 
 # ---- how much ------------------------------------------------------------------------------------------------------
@@ -332,7 +342,7 @@ def test_a_pattern_is_its_own_ratio(here, recipe):
 def test_other_patterns(here, pattern, gone):
     said = ok(*PRUNE, "wanda-2-4", "--set", f"mask.pattern={pattern}", *TEXT)
     kept, of = map(int, pattern.split(":"))
-    assert f"masked by wanda {pattern}: {gone / of:.2%} zeros in 14 weights of 3.84K\n" in said
+    assert f"Masked by wanda {pattern}: {gone / of:.2%} zeros in 14 linear weights of 3.84K parameters.\n" in said
     found = tensors("out")
     assert {count for name in LINEARS for count in zeros_per_group(found[name], of)} == {gone}
     report = read_json("out/ckpt_prune.json")
@@ -724,9 +734,9 @@ EIGHT_TOKENS = ("--text", "calib.txt", "--samples", "1", "--window", "8")
 def test_singular_hessians_are_damped_and_said(here):
     """Eight tokens for 16 and 24 inputs."""
     said = ok(*PRUNE, "sparsegpt-50", "--set", "mask.damp=0", *EIGHT_TOKENS)
-    names = ", ".join(f"model.layers.0.self_attn.{module}_proj.weight" for module in "qkv")
     assert said.splitlines()[-2] == (
-        f"14 of 14 Hessians were singular with damping 0 and took up to 0.0001: use more samples ({names}, ...)"
+        "  14 of 14 Hessians were singular with damping 0 and took up to 0.0001: use more samples (q of block 0, k of "
+        "block 0, v of block 0 and 11 more)."
     )
     assert said.startswith(
         "8 calibration tokens for 24 inputs of a projection: the errors below are a fit, not a prediction; "

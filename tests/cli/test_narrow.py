@@ -46,9 +46,9 @@ def test_dimensions_that_are_empty_go_first(here) -> None:
     assert hidden["kept"] <= 16 - FLAT
     assert hidden["energy"] == [pytest.approx(1, abs=1e-4)] or hidden["kept"] < 16 - FLAT
     assert report["after"]["parameters"] <= 0.72 * report["before"]["parameters"]
-    start = said.index("dimensions  divergence") + 1
+    start = said.index("  dimensions  divergence") + 1
     assert said[start : start + len(measured)] == [
-        f"{kept:<10}  {one:>10.4f}{'  taken' if kept == hidden['kept'] else ''}" for kept, one in measured.items()
+        f"  {kept:<10}  {one:>10.4f}{'  taken' if kept == hidden['kept'] else ''}" for kept, one in measured.items()
     ]
     assert any(line.startswith(f"residual stream: {hidden['kept']} of 16 dimensions stay") for line in said)
     assert stock(Path("out")).config.hidden_size == hidden["kept"]

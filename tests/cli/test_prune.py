@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,11 @@ FLOPs / 32 tokens      418K      229K  54.9%
 KV cache / token      128 B      64 B  50.0%
 """
 COSTS += "kept per block: heads 1/2 (ratio 0.5), mlp 12/24 (ratio 0.5)\n"
+WHOLE = """Units
+  space                        units kept
+  heads (heads, or KV groups)      1 of 2
+  mlp (columns of the MLP)       12 of 24
+"""
 HALF = ("--ratio", "0.5")
 SEQUENTIAL = ("prune", "dense", "--recipe", "rcpu", *HALF, *TEXT)
 
@@ -58,12 +64,13 @@ def test_statistics(place):
     said = ok("prune", "dense", "--recipe", "rcpu", *HALF, "--statistics", "stats", "-o", "out")
     first, rest = said.split("\n", 1)
     assert first == "recipe rcpu is sequential; with --statistics its dense-cache variant is used"
-    assert rest.startswith(COSTS + "heads: mean error of the outputs on the calibration samples 0.")
-    heads, mlp, honest, end = rest.removeprefix(COSTS).splitlines()
-    assert honest.startswith("errors are of each site's output, no perplexity")
-    assert heads.endswith(f" bare, {mean_error('out', 'heads'):.4f} compensated")
-    assert mlp.startswith("mlp: mean error of the outputs on the calibration samples 0.")
-    assert mlp.endswith(f" bare, {mean_error('out', 'mlp'):.4f} compensated")
+    assert rest.startswith(COSTS)
+    title, columns, heads, mlp, honest, verdict, end = rest.removeprefix(COSTS).splitlines()
+    assert (title, columns.split()) == ("Units", ["space", "units", "kept", "error", "before", "after"])
+    assert re.fullmatch(rf"  heads \(.*\) +1 of 2 +0\.\d{{4}}  {mean_error('out', 'heads'):.4f}", heads)
+    assert re.fullmatch(rf"  mlp \(.*\) +12 of 24 +0\.\d{{4}}  {mean_error('out', 'mlp'):.4f}", mlp)
+    assert honest.startswith("  Errors are shares of the energy of each site's output on the calibration samples")
+    assert verdict == "  Compensation lowers the error on calibration samples at 4 of 4 sites."
     assert end == "written to out"
     assert calibration("out")["target"] == "dense"
     assert same_files("out", "pruned")
@@ -91,7 +98,7 @@ def test_text_and_a_dense_recipe_is_calibrating_first(place):
 
 
 def test_magnitude_needs_nothing(place):
-    assert ok("prune", "dense", "--recipe", "magnitude", *HALF, "-o", "out") == COSTS + "written to out\n"
+    assert ok("prune", "dense", "--recipe", "magnitude", *HALF, "-o", "out") == COSTS + WHOLE + "written to out\n"
     assert calibration("out") == {"target": "none"}
 
 
@@ -106,7 +113,9 @@ def test_a_strength_searched_by_perplexity_is_told(place):
     args += ["spaces.heads.compensation.lambda_grid=[0.001,1]"]
     said = ok("prune", "dense", "--recipe", "ridge-perplexity", *args, *TEXT, "-o", "out")
     chosen = read_json("out/ckpt_prune.json")["lambda_search"]["chosen"]
-    assert said.splitlines()[-2] == f"lambda {chosen:g}, of least calibration perplexity"
+    assert (
+        said.splitlines()[-2] == f"  Lambda {chosen:g} has the least calibration perplexity of those that were tried."
+    )
 
 
 def test_paths_with_spaces_and_other_letters(place):
@@ -460,10 +469,11 @@ def recovered_lines(out: str, blocks: int) -> list[str]:
     told = ", ".join(f"{e['perplexity']:.3f} with {e['blocks']}" for e in recovery["perplexity_after"])
     kind, count = "held-out" if recovery["data"]["held_out"] else "training", recovery["data"]["measured"]
     return [
-        f"recovered {blocks} of 2 blocks; means over blocks on {count} {kind} samples: "
-        f"squared error {means['mse_before']:.4g} -> {means['mse_after']:.4g}, CKA {means['cka_before']:.4f} -> "
-        f"{means['cka_after']:.4f}",
-        f"perplexity on {count} {kind} windows of 16 tokens: {told} blocks gone through",
+        f"  {blocks} of 2 blocks have new weights, trained towards the hidden states of dense; zeros stay zero.",
+        f"  Hidden states on {count} {kind} samples, mean over blocks, before -> after: mean squared error "
+        f"{means['mse_before']:.4g} -> {means['mse_after']:.4g}, linear CKA {means['cka_before']:.4g} -> "
+        f"{means['cka_after']:.4g}.",
+        f"  Perplexity on {kind} windows of 16 tokens: {told} of 2 blocks recovered.",
     ]
 
 
@@ -475,8 +485,8 @@ def test_recovery_is_said_after_the_pruning(place):
     before = listing()
     said = ok(*RECOVERING, "-o", "out")
     assert {Path(name).parts[0] for name in set(listing()) - set(before)} == {"out"}
-    assert said.startswith(COSTS + "heads: mean error of the outputs on the calibration samples 0.")
-    assert said.removeprefix(COSTS).splitlines()[3:] == [*recovered_lines("out", 2), "written to out"]
+    assert said.startswith(COSTS + "Units\n")
+    assert said.removeprefix(COSTS).splitlines()[-5:] == ["Recovery", *recovered_lines("out", 2), "written to out"]
     report = read_json("out/ckpt_prune.json")
     assert report["recipe"]["recovery"]["epochs"] == report["recovery"]["settings"]["epochs"] == 2
     assert report["recovery"]["on_the_fly"] is True
@@ -508,7 +518,7 @@ def test_statistics_for_the_pruning_and_text_for_the_recovery(place):
     args = ("--recipe", "rcpu", *HALF, "--statistics", "stats", *MANY, *TWO, "--set", "recovery.layers=:1")
     said = ok("prune", "dense", *args, "-o", "out")
     assert said.startswith("recipe rcpu is sequential; with --statistics its dense-cache variant is used\n" + COSTS)
-    assert said.splitlines()[-3:-1] == recovered_lines("out", 1)
+    assert said.splitlines()[-4:-1] == recovered_lines("out", 1)
     report, plain = read_json("out/ckpt_prune.json"), read_json("pruned/ckpt_prune.json")
     assert (report["calibration"], report["sites"]) == (plain["calibration"], plain["sites"])
     assert (report["calibration"]["samples"], report["recovery"]["data"]["samples"]) == (8, 64)
@@ -522,7 +532,7 @@ def test_a_plan_and_text_for_the_recovery(place):
     ok("plan", "dense", *recipe, "-o", "plan.json")
     apply = ("prune", "dense", "--plan", "plan.json", "-o", "out")
     assert refused(*apply) == "recipe rcpu recovers on samples, beside any statistics: give --text"
-    assert ok(*apply, *MANY).splitlines()[-3:] == [*recovered_lines("out", 2), "written to out"]
+    assert ok(*apply, *MANY).splitlines()[-5:] == ["Recovery", *recovered_lines("out", 2), "written to out"]
     ok("prune", "dense", *recipe, *MANY, "-o", "direct")
     assert Path("out/model.safetensors").read_bytes() == Path("direct/model.safetensors").read_bytes()
 
@@ -612,15 +622,16 @@ def test_perplexity_after_blocks_that_were_recovered_on_the_way(place, after, bl
     said = ok(*RECOVERING, "--perplexity-after", after, "-o", "out")
     found = read_json("out/ckpt_prune.json")["recovery"]["perplexity_after"]
     assert [entry["blocks"] for entry in found] == blocks
-    assert recovered_lines("out", 2)[1] in said.splitlines()
+    assert recovered_lines("out", 2)[2] in said.splitlines()
 
 
 def test_a_learning_rate_that_gets_lost(place):
     said = ok(*RECOVERING, "--set", "recovery.lr=1000", "-o", "out")
-    first, curve = recovered_lines("out", 0)
-    assert said.splitlines()[-4:] == [
+    first, likeness, curve = recovered_lines("out", 0)
+    assert said.splitlines()[-5:] == [
         first,
-        "training diverged in 2 blocks (0, 1) and was taken back there: use a smaller lr than 1e+03",
+        likeness,
+        "  Training diverged in 2 blocks (0, 1) and was taken back there: use a smaller lr than 1e+03.",
         curve,
         "written to out",
     ]

@@ -62,8 +62,7 @@ def test_text(finished):
     said = (finished / "said").read_text()
     assert said.startswith(COSTS)
     pruned, graph = said.split("\nwritten to out\n")
-    assert pruned.splitlines()[-2].startswith("mlp: mean error of the outputs on the calibration samples ")
-    assert pruned.splitlines()[-1].startswith("errors are of each site's output, no perplexity or accuracy: ")
+    assert "\nUnits\n" in pruned
     lines = graph.splitlines()
     assert lines[0].startswith("onnxruntime - PyTorch ")
     assert not [line for line in lines if "FAILED" in line]

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 import ckpt_prune
 from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.evaluation.whole_model import quiet_transformers
+from ckpt_prune.show.section import format_figure
 from tests import encoders, families
 from tests.cli.running import (
     TEXT,
@@ -75,6 +76,9 @@ def report_of(out: str) -> dict[str, Any]:
     return read_json(f"{out}/ckpt_prune.json")
 
 
+FIGURES = ("mse_before", "mse_start", "mse_after", "cka_before", "cka_after")
+
+
 def cells(line: str) -> list[str]:
     return re.split("  +", line.strip())
 
@@ -83,19 +87,21 @@ def mean(layers: list[dict[str, Any]], key: str) -> float:
     return math.fsum(layer[key] for layer in layers) / len(layers)
 
 
-def summary(layers: list[dict[str, Any]], recovered: int) -> str:
-    return (
-        f"recovered {recovered} of {len(layers)} blocks; means over blocks on 3 held-out samples: squared error "
-        f"{mean(layers, 'mse_before'):.4g} -> {mean(layers, 'mse_after'):.4g}, CKA "
-        f"{mean(layers, 'cka_before'):.4f} -> {mean(layers, 'cka_after'):.4f}"
-    )
+def summary(layers: list[dict[str, Any]], recovered: int) -> list[str]:
+    return [
+        "Recovery",
+        f"  {recovered} of {len(layers)} blocks have new weights, trained towards the hidden states of dense; zeros "
+        "stay zero.",
+        "  Hidden states on 3 held-out samples, mean over blocks, before -> after: mean squared error "
+        f"{mean(layers, 'mse_before'):.4g} -> {mean(layers, 'mse_after'):.4g}, linear CKA "
+        f"{mean(layers, 'cka_before'):.4g} -> {mean(layers, 'cka_after'):.4g}.",
+    ]
 
 
 def curve(out: str, window: int = 16) -> str:
     recovery = report_of(out)["recovery"]
     told = ", ".join(f"{entry['perplexity']:.3f} with {entry['blocks']}" for entry in recovery["perplexity_after"])
-    held_out = recovery["data"]["held_out"]
-    return f"perplexity on {held_out} held-out windows of {window} tokens: {told} blocks gone through"
+    return f"  Perplexity on held-out windows of {window} tokens: {told} of 2 blocks recovered."
 
 
 @pytest.fixture(scope="module")
@@ -121,15 +127,16 @@ def test_text(place):
     lines = ok(*RECOVER, "-o", "out").splitlines()
     assert {Path(name).parts[0] for name in set(listing()) - set(before)} == {"out"}
     layers = report_of("out")["layers"]
-    assert cells(lines[0]) == ["block", "MSE before", "start", "after", "CKA before", "after", "epochs", "kept"]
+    assert cells(lines[0]) == [
+        *("block", "outcome", "epochs run", "MSE before", "MSE at the start", "MSE after", "CKA before", "CKA after")
+    ]
     assert len({len(line) for line in lines[:3]}) == 1
     for block, (line, layer) in enumerate(zip(lines[1:3], layers, strict=True)):
-        figures = [f"{layer[key]:.4g}" for key in ("mse_before", "mse_start", "mse_after")]
-        figures += [f"{layer[key]:.4f}" for key in ("cka_before", "cka_after")]
-        assert cells(line) == [str(block), *figures, "2", f"epoch {layer['best_epoch']}"]
+        figures = [format_figure(layer[key]) for key in FIGURES]
+        assert cells(line) == [str(block), f"weights of epoch {layer['best_epoch']}", "2", *figures]
         assert layer["mse_after"] < layer["mse_start"]
         assert layer["best_epoch"] in (1, 2)
-    assert lines[3:] == [summary(layers, 2), curve("out"), "written to out"]
+    assert lines[3:] == [*summary(layers, 2), curve("out"), "written to out"]
     assert changed("out") == linears(0, 1)
 
 
@@ -205,9 +212,9 @@ def test_layers(place, layers, blocks):
     assert [layer["block"] for layer in found if layer["recovered"]] == blocks
     assert [layer["epochs"] for layer in found] == [2 * (block in blocks) for block in (0, 1)]
     assert changed("out") == linears(*blocks)
-    kept = [f"epoch {layer['best_epoch']}" if layer["recovered"] else "old" for layer in found]
-    assert [cells(line)[-1] for line in lines[1:3]] == kept
-    assert lines[3] == summary(found, len(blocks))
+    kept = [f"weights of epoch {layer['best_epoch']}" if layer["recovered"] else "old weights kept" for layer in found]
+    assert [cells(line)[1] for line in lines[1:3]] == kept
+    assert lines[3:6] == summary(found, len(blocks))
     assert report_of("out")["recovery"]["settings"]["layers"] == layers
 
 
@@ -244,9 +251,9 @@ def test_nothing_to_recover(place):
     """The dense model itself."""
     lines = ok("recover", "dense", "--dense", "dense", *TEXT, "-o", "out").splitlines()
     assert [cells(line) for line in lines[1:3]] == [
-        [str(block), "0", "0", "0", "1.0000", "1.0000", "0", "old"] for block in (0, 1)
+        [str(block), "old weights kept", "0", "0", "0", "0", "1", "1"] for block in (0, 1)
     ]
-    assert lines[3].startswith("recovered 0 of 2 blocks; ")
+    assert lines[4].startswith("  0 of 2 blocks have new weights")
     assert Path("out/model.safetensors").read_bytes() == Path("dense/model.safetensors").read_bytes()
     report = report_of("out")
     assert report["recipe"] == {"name": "pruned elsewhere"}
@@ -259,10 +266,10 @@ def test_a_learning_rate_that_gets_lost(place):
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
     layers = report_of("out")["layers"]
-    assert [cells(line)[-2:] for line in lines[1:3]] == [["3", "old"]] * 2
+    assert [cells(line)[1:3] for line in lines[1:3]] == [["training diverged, old weights kept", "3"]] * 2
     assert lines[3:] == [
-        summary(layers, 0),
-        "training diverged in 2 blocks (0, 1) and was taken back there: use a smaller lr than 1e+03",
+        *summary(layers, 0),
+        "  Training diverged in 2 blocks (0, 1) and was taken back there: use a smaller lr than 1e+03.",
         curve("out"),
         "written to out",
     ]
@@ -274,8 +281,8 @@ def test_a_learning_rate_that_gets_lost(place):
 def test_epochs_that_gain_nothing_are_said(place, layers, told):
     """Steps too small for any float32 weight."""
     lines = ok(*RECOVER, "--lr", "1e-30", "--layers", layers, "-o", "out").splitlines()
-    (line,) = (line for line in lines if line.startswith("no epoch"))
-    assert line.startswith(f"no epoch was better than the old weights in {told}")
+    (line,) = (line for line in lines if line.startswith("  No epoch"))
+    assert line.startswith(f"  No epoch was better than the old weights in {told}")
     assert "use more samples or epochs" in line
     assert "1e-30" in line
     assert not any("diverged" in line for line in lines)
@@ -292,9 +299,6 @@ def strict(text: str) -> dict[str, Any]:
     return json.loads(text, parse_constant=refuse)
 
 
-FIGURES = ("mse_before", "mse_start", "mse_after", "cka_before", "cka_after")
-
-
 @pytest.mark.parametrize(("block", "model"), crossed([0, 1], ["pruned", "dense"]))
 def test_hidden_states_that_are_not_finite(place, model, block):
     """Every weight is finite, and what the block makes of them is not: the figures are null, blocks before recover."""
@@ -308,13 +312,8 @@ def test_hidden_states_that_are_not_finite(place, model, block):
         lost = layer["block"] >= block
         assert [layer[key] is None for key in FIGURES] == [lost] * 5
         assert (layer["recovered"], layer["epochs"] > 0) == (not lost, not lost)
-        told = cells(lines[1 + layer["block"]])
-        assert (told[1:6] == ["not finite"] * 5) == lost
-    assert lines[3] == (
-        f"recovered {block} of 2 blocks; means over blocks on 3 held-out samples: squared error not finite -> not "
-        "finite, CKA not finite -> not finite"
-    )
-    assert lines[4].startswith(f"the hidden states after block {block} are not finite")
+    assert lines[4].startswith(f"  {block} of 2 blocks have new weights")
+    assert lines[5 + block].startswith(f"  The hidden states after block {block} are not finite")
     assert not any("no epoch" in line for line in lines)
     found = [entry["perplexity"] for entry in report["recovery"]["perplexity_after"]]
     assert [figure is None for figure in found] == [model == "pruned"] * 2
@@ -421,7 +420,7 @@ def test_recovering_what_was_recovered(place):
     assert (second["recovery"]["settings"]["epochs"], second["recovery"]["settings"]["lr"]) == (3, 0.002)
     assert list(second) == list(first)
     assert second["recovery"]["earlier"] == {"recovery": first["recovery"], "layers": first["layers"]}
-    told = "It had been recovered before; that record is in `ckpt_prune.json` as `recovery.earlier`."
+    told = "It had been recovered before; that record is in ckpt_prune.json as recovery.earlier."
     assert [told in Path(f"{name}/README.md").read_text() for name in ("once", "twice")] == [False, True]
     ok("report", "twice")
     assert second["recipe"] == first["recipe"]
@@ -436,8 +435,8 @@ def test_recovering_what_was_recovered_on_the_way(place):
     assert first["recovery"]["on_the_fly"] is True
     assert second["recovery"]["on_the_fly"] is False
     assert second["recovery"]["earlier"] == {"recovery": first["recovery"], "layers": first["layers"]}
-    assert "`recovery.earlier`" in Path("twice/README.md").read_text()
-    assert "`recovery.earlier`" not in Path("once/README.md").read_text()
+    assert "recovery.earlier" in Path("twice/README.md").read_text()
+    assert "recovery.earlier" not in Path("once/README.md").read_text()
 
 
 @pytest.mark.parametrize(("commit", "error"), crossed([2, 3], CRASHES))
@@ -553,7 +552,7 @@ def test_kinds_of_models(here, kind):
     ok("prune", model, *how, "-o", "p")
     said = ok("recover", "p", "--dense", model, *data, "--epochs", "2", "-o", "out")
     report, before = report_of("out"), report_of("p")
-    assert said.startswith("block  MSE before")
+    assert said.startswith("block  outcome ")
     assert said.endswith("written to out\n")
     assert {path.name for path in Path("out").iterdir()} == {path.name for path in Path("p").iterdir()}
     assert report["container"] == before["container"]

@@ -9,7 +9,21 @@ import pytest
 
 from ckpt_prune.common.filenames import REPORT
 from tests.cli.running import listing, misused, ok, refused
-from tests.reporting.examples import Json, learned, linear, masked, parse, plan, report, site, words, write
+from tests.show.examples import (
+    Json,
+    details,
+    elsewhere,
+    layer,
+    linear,
+    masked,
+    parse,
+    plan,
+    recovery,
+    report,
+    site,
+    words,
+    write,
+)
 
 WANTED = "give a folder that `ckpt-prune prune` wrote, or a plan file"
 
@@ -34,7 +48,7 @@ def heading(path: str) -> str:
 def test_beside_the_folder(here):
     before = listing()
     assert ok("report", "out") == "report written to out.report.html\n"
-    assert heading("out.report.html") == "tiny, pruned by corp"
+    assert heading("out.report.html") == "tiny, pruned by recipe corp"
     assert set(listing()) - set(before) == {"out.report.html"}
     assert {name: value for name, value in listing().items() if name in before} == before
 
@@ -43,13 +57,13 @@ def test_beside_the_folder(here):
 def test_other_names_of_the_folder(here, name):
     Path("other").mkdir()
     ok("report", name)
-    assert heading("out.report.html") == "tiny, pruned by corp"
+    assert heading("out.report.html") == "tiny, pruned by recipe corp"
 
 
 def test_the_working_folder(here, monkeypatch):
     monkeypatch.chdir("out")
     assert ok("report", ".") == f"report written to {here / 'out.report.html'}\n"
-    assert heading("../out.report.html") == "tiny, pruned by corp"
+    assert heading("../out.report.html") == "tiny, pruned by recipe corp"
     assert ok("report", REPORT, "--overwrite") == f"report written to {here / 'out.report.html'}\n"
     assert [path.name for path in Path().iterdir()] == [REPORT]
 
@@ -67,7 +81,7 @@ def test_a_plan(here):
 
 def test_a_place_of_ones_own(here):
     assert ok("report", "out", "-o", "a.html") == "report written to a.html\n"
-    assert heading("a.html") == "tiny, pruned by corp"
+    assert heading("a.html") == "tiny, pruned by recipe corp"
     assert not Path("out.report.html").exists()
 
 
@@ -99,12 +113,6 @@ def test_neither_torch_nor_transformers_is_loaded(here):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "set()"
-
-
-def test_the_report_has_the_name_that_prune_gives_it():
-    from ckpt_prune.runner import publish
-
-    assert publish.REPORT == REPORT
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------
@@ -197,36 +205,29 @@ DAMAGE = {
     "twice": ('{"sites": [], "sites": []}', "key 'sites' is given twice"),
     "no sites": (without("sites"), "sites: field required"),
     "no name": (without("source", "name"), "source.name: field required"),
-    "no cost": (without("after", "flops"), "after.flops: field required"),
     "no parameters": (
         report([], before={"parameters": 0, "bytes": 1, "flops": 1}),
         "before.parameters: input should be greater than or equal to 1",
     ),
-    "a block below 0": (report([site(-1)]), "sites.0.block: input should be greater than or equal to 0"),
     "a block beyond all": (report([site(10**7)]), "sites.0.block: input should be less than or equal to 1000000"),
-    "no units": (report([site(0), site(1, units=0)]), "sites.1.units: input should be greater than or equal to 1"),
     "kept is text": (report([site(0, kept="all")]), "sites.0.kept: input should be a valid list"),
-    "a linear without a shape": (
-        masked([{k: v for k, v in linear(0).items() if k != "rows"}]),
-        "linears.0.rows: field required",
-    ),
-    "no rows": (masked([linear(0, rows=0)]), "linears.0.rows: input should be greater than or equal to 1"),
-    "zeros below 0": (masked([linear(0, zeros=-1)]), "linears.0.zeros: input should be greater than or equal to 0"),
     "more zeros than weights": (
         masked([linear(0), linear(1, zeros=33)]),
         "linears.1: value error, more zeros than weights",
     ),
-    "a mask without a pattern": (masked([], mask={"method": "wanda"}), "mask.pattern: field required"),
-    "a rotation that learned nothing": (masked([], rotation={"kind": "shared"}), "rotation.learned: field required"),
-    "a rotation of no block": (
-        masked([], {"entropy_before": 1.0}),
-        "rotation.learned.0.block: field required",
+    "a rotation of no block": (masked([], {"entropy_before": 1.0}), "rotation.learned.0.block: field required"),
+    "recovery is a list": (
+        elsewhere([], recovery=[]),
+        "recovery: input should be a valid dictionary or instance of Recovery",
     ),
-    "a rotation of a block below 0": (
-        masked([], learned(-1)),
-        "rotation.learned.0.block: input should be greater than or equal to 0",
+    "a perplexity of nothing": (
+        elsewhere([], recovery=recovery(perplexity_after=[{"blocks": 0}, {"perplexity": 9.0}])),
+        "recovery.perplexity_after.1.blocks: field required",
     ),
-    "a head without a number": (report([site(0, heads=[{}])]), "sites.0.heads.0.head: field required"),
+    "epochs below 0": (
+        elsewhere([layer(0, epochs=-1)]),
+        "layers.0.epochs: input should be greater than or equal to 0",
+    ),
 }
 
 
@@ -269,31 +270,24 @@ def test_what_prune_writes_of_masks_and_rotations(place):
     recipe = ("--recipe", "denoise-rotator-sparsegpt-2-4", "--set", "rotation.steps=2")
     ok("prune", "dense", *recipe, *text, "-o", "rotated")
     ok("report", "rotated")
-    root = parse(Path("rotated.report.html").read_text(encoding="utf-8"))
-    assert heading("rotated.report.html") == "dense, pruned by denoise-rotator-sparsegpt-2-4"
+    html = Path("rotated.report.html").read_text(encoding="utf-8")
+    root = parse(html)
+    assert heading("rotated.report.html") == "dense, pruned by recipe denoise-rotator-sparsegpt-2-4"
+    assert [words(h) for h in root.iter("h2")] == ["Recipe", "Size", "Rotation", "Mask", "Origin"]
     assert [words(h) for h in root.iter("h3")] == [
-        "Output error of the linears",
         "Entropy of the importance",
         "Entropy over steps",
         "Importance of model.layers.0.self_attn.o_proj.weight",
+        "Output error of the linears",
     ]
-    assert [words(li) for li in next(root.iter("ul"))] == ["q", "k", "v", "o", "gate", "up", "down"]
-    assert [words(s) for s in root.iter("summary")] == ["Every linear", "Every rotation", "Every stage"]
-    sentences = [words(p) for p in root.find(".//header").iter("p")]
-    assert sentences[1].startswith("50.00% of ")
-    assert " linears were zeroed (sparsegpt, 2:4). " in sentences[1]
-    assert sentences[-1].endswith(", in 2 steps per block.")
-    ok("prune", "dense", "--recipe", "magnitude-50", "-o", "masked")
-    ok("report", "masked")
-    root = parse(Path("masked.report.html").read_text(encoding="utf-8"))
-    assert list(root.iter("h3")) == []
-    assert [words(s) for s in root.iter("summary")] == ["Every linear", "Every stage"]
+    assert [words(li) for li in list(root.iter("ul"))[-1]] == ["q", "k", "v", "o", "gate", "up", "down"]
+    assert list(details(html)) == ["Every rotation", "Every linear", "Time and memory"]
 
 
 def test_what_prune_and_plan_write(place):
     """Nothing in the output changes: `verify` still finds the files as written."""
     ok("report", "pruned")
-    assert heading("pruned.report.html") == "dense, pruned by rcpu"
+    assert heading("pruned.report.html") == "dense, pruned by recipe rcpu"
     figures = [words(h) for h in parse(Path("pruned.report.html").read_text(encoding="utf-8")).iter("h3")]
     assert {"MLP: output error", "Attention heads: output error"} <= set(figures)
     ok("verify", "pruned", "--against", "dense")

@@ -67,7 +67,7 @@ def test_pairs_go_by_a_plan_or_at_once(here):
     assert "rotary 1/2 (ratio 0.5)" in ok("plan", "dense", *given, "-o", "plan.json")
     ok("prune", "dense", "--plan", "plan.json", "--statistics", "pairs", "-o", "planned")
     said = ok("prune", "dense", *given, "-o", "out")
-    assert "rotary: mean error of the logits on the calibration samples" in said
+    assert "(of queries and keys: of the attention logits)" in said
     assert "no stock class has queries and keys without some of their rotary pairs" in said
     for name in ("model.safetensors", "config.json"):
         assert (here / "planned" / name).read_bytes() == (here / "out" / name).read_bytes()

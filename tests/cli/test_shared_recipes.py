@@ -40,7 +40,7 @@ def test_a_recipe_of_the_hub_prunes_as_a_file_does_and_is_on_record(place: Path,
         "sha256": hashlib.sha256(MINE.encode()).hexdigest(),
     }
     assert (a["recipe_digest"], a["files"]) == (b["recipe_digest"], b["files"])
-    assert f"`org/recipes/deep/er/mine.yaml@{recipes.head}`" in Path("b/README.md").read_text()
+    assert f"| file of the recipe | org/recipes/deep/er/mine.yaml@{recipes.head} |" in Path("b/README.md").read_text()
 
 
 def test_a_plan_hands_the_origin_on(place: Path, recipes: Repo):

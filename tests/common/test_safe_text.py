@@ -6,8 +6,8 @@ import pytest
 
 from ckpt_prune.common.safe_text import as_code, as_markdown, escape_controls, escape_output, to_one_line
 from ckpt_prune.job.report import Report
-from ckpt_prune.report.card import model_card
-from tests.reporting.examples import report
+from ckpt_prune.runner.card import model_card
+from tests.show.examples import report
 
 
 @pytest.mark.parametrize(

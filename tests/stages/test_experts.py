@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import ckpt_prune
-from ckpt_prune.cli.rendering import warning_lines
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.records import SiteRecord
 from ckpt_prune.job.report_file import report_of
@@ -25,6 +24,7 @@ from ckpt_prune.runner.plan import prepare_plan
 from ckpt_prune.scoring.expert_scores import EXPERT_SCORES
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.spaces.pruner import SWEEPS
+from ckpt_prune.stages.spaces.show import warn_of_sites
 from ckpt_prune.verification.verify import verify
 from tests.contract.dense import Dense, spaces_recipe
 from tests.contract.models import BLOCKS, LED, Case, first_cases
@@ -90,9 +90,9 @@ def test_an_expert_without_tokens_takes_those_of_its_layer(lonely: Dense, target
     sites = reported(tmp_path / "out")
     few = {(site.block, site.expert): site.few for site in sites if site.few is not None}
     assert few == {(block, expert): 0 for block in range(BLOCKS) for expert in (2, UNSEEN)}
-    assert next(iter(warning_lines(sites))) == (
-        "the router sent too few tokens to expert 2 of block 0 (0), 3 of block 0 (0), 2 of block 1 (0), "
-        "3 of block 1 (0): they were measured on all tokens of their layer; use more samples"
+    assert next(iter(warn_of_sites(sites))) == (
+        "The router sent too few tokens to expert 2 of block 0 (0), 3 of block 0 (0), 2 of block 1 (0), "
+        "3 of block 1 (0): they were measured on all tokens of their layer; use more samples."
     )
     kept, weight = expected_of(lonely, 0)
     (site,) = (site for site in sites if (site.block, site.expert) == (0, UNSEEN))
@@ -473,9 +473,9 @@ def test_a_plan_names_experts_and_is_applied(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "config.json").read_text())["moe_intermediate_size"] == 11
     # The default implementation of transformers runs no such width.
     assert (
-        "experts of 11 columns do not run by transformers' default, which wants a multiple of 8: say --set "
-        'spaces.mlp.multiple_of=8, or load them by ckpt_prune.load or with experts_implementation="eager"'
-    ) in list(warning_lines(reported(tmp_path / "out")))
+        "Experts of 11 columns do not run by transformers' default, which wants a multiple of 8: say --set "
+        'spaces.mlp.multiple_of=8, or load them by ckpt_prune.load or with experts_implementation="eager".'
+    ) in list(warn_of_sites(reported(tmp_path / "out")))
     with torch.no_grad():
         logits = ckpt_prune.load(tmp_path / "out")(torch.arange(3, 12)[None]).logits
     assert torch.isfinite(logits).all()
@@ -500,7 +500,7 @@ def test_experts_run_by_the_default_of_transformers(model_type: str, way: str, t
     dense.prune(case, recipe, tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["moe_intermediate_size"] in (24, 32)
-    assert not any("do not run" in line for line in warning_lines(reported(tmp_path / "out")))
+    assert not any("do not run" in line for line in warn_of_sites(reported(tmp_path / "out")))
     for dtype in (torch.float32, torch.bfloat16):
         stock = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=dtype)
         assert stock.config._experts_implementation == "grouped_mm"
@@ -513,4 +513,4 @@ def test_a_width_of_experts_that_is_asked_for_is_kept(tmp_path: Path) -> None:
     spaces = {"mlp": {"score": "corp", "ratio": 0.3, "multiple_of": 14}}
     dense.prune(case, FullRecipe.model_validate({"version": 1, "name": "test", "spaces": spaces}), tmp_path / "out")
     assert {len(site.kept) for site in reported(tmp_path / "out")} == {28}
-    assert "experts of 28 columns do not run" in next(iter(warning_lines(reported(tmp_path / "out"))))
+    assert "Experts of 28 columns do not run" in next(iter(warn_of_sites(reported(tmp_path / "out"))))

@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ckpt_prune.common.filenames import REPORT, ROTATIONS
+from ckpt_prune.job.report_file import read_report_or_plan
 from ckpt_prune.recipe.reading import load_recipe
-from ckpt_prune.reporting.document import read_document
-from ckpt_prune.reporting.page import page
+from ckpt_prune.runner.sections import titled_sections
+from ckpt_prune.show.html import print_page
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.verification.verify import verify
 from tests import encoders, families
@@ -244,7 +245,7 @@ def test_recovering_again_keeps_what_is_known(dense, tmp_path):
     assert third["recovery"]["earlier"]["recovery"]["earlier"] == second["recovery"]["earlier"]
     told = [(tmp_path / name / "README.md").read_text().count("recovery.earlier") for name in ("first", "third")]
     assert told == [0, 1]
-    assert read_document(tmp_path / "third").layers
+    assert read_report_or_plan(tmp_path / "third").layers
 
 
 def test_no_two_blocks_of_a_model_are_read_together(dense, tmp_path, monkeypatch):
@@ -363,7 +364,7 @@ def test_what_another_tool_pruned(dense, tmp_path, variant, how):
     assert [report[when]["parameters"] for when in ("before", "after")] == counts
     card = (tmp_path / "out" / "README.md").read_text()
     assert "pruned elsewhere and recovered" in card
-    html = page(read_document(tmp_path / "out"))
+    html = print_page(*titled_sections(read_report_or_plan(tmp_path / "out")))
     assert "pruned elsewhere" in html
     assert "CKA" in html
     assert all(c.passed is not False for c in verify(tmp_path / "out", folder))

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpt_prune.common.ratios import FAR
 from ckpt_prune.job.selection import units_kept
-from ckpt_prune.stages.spaces.ratio_gaps import FAR, Gap, allowed_widths, gap, ratio_for
+from ckpt_prune.stages.spaces.ratio_gaps import Gap, allowed_widths, gap, ratio_for
 
 ROUNDINGS = st.sampled_from(["floor", "ceil", "nearest"])
 UNITS, MULTIPLES = st.integers(1, 3000), st.sampled_from([1, 2, 8, 64, 4000])

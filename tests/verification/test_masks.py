@@ -13,7 +13,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.verification.verify import Check, verify
 from tests.evaluation.tiny import tiny_llama
-from tests.reporting import examples
+from tests.show import examples
 
 UP = "model.layers.0.mlp.up_proj.weight"
 GATE = "model.layers.0.mlp.gate_proj.weight"

@@ -14,7 +14,9 @@ from ckpt_prune.measure.statistics.files import Collect
 
 if TYPE_CHECKING:
     from ckpt_prune.job.prepared import Prepared
+    from ckpt_prune.job.report import Report
     from ckpt_prune.job.run import Run
+    from ckpt_prune.show.section import Section
 
 Choice = Literal["influence", "cosine", "divergence", "loss"]
 """How blocks are chosen where they are not given."""
@@ -259,3 +261,10 @@ class Depth(Stage):
 
     def report(self, prepared: "Prepared", records: Sequence[Any], run: "Run") -> dict[str, Any]:
         return {"depth": prepared.depth}
+
+    @classmethod
+    def sections(cls, report: "Report") -> "Sequence[Section]":
+        """Return what a report says of the stage."""
+        from ckpt_prune.stages.depth import show
+
+        return show.sections(report)

@@ -12,8 +12,10 @@ from ckpt_prune.options.training import Part
 
 if TYPE_CHECKING:
     from ckpt_prune.job.prepared import Prepared
+    from ckpt_prune.job.report import Report
     from ckpt_prune.job.run import Run
     from ckpt_prune.job.step import BlockPruner, Step
+    from ckpt_prune.show.section import Section
 
 
 class LowRank(Stage):
@@ -122,3 +124,10 @@ class LowRank(Stage):
 
     def report(self, prepared: "Prepared", records: Sequence[Any], run: "Run") -> dict[str, Any]:
         return {"factored": list(records)}
+
+    @classmethod
+    def sections(cls, report: "Report") -> "Sequence[Section]":
+        """Return what a report says of the stage."""
+        from ckpt_prune.stages.low_rank import show
+
+        return show.sections(report)

@@ -13,7 +13,7 @@ from ckpt_prune.common.filenames import QUANTISED_RECORD
 from ckpt_prune.common.formatting import human_bytes, plural
 from ckpt_prune.common.records import Count, Figure, FixedRecord
 from ckpt_prune.common.safe_text import as_code, as_markdown
-from ckpt_prune.job.front_matter import described_by_card, front_matter
+from ckpt_prune.job.model_card import described_by_card, front_matter
 from ckpt_prune.job.report import Source
 from ckpt_prune.stages.quantize.scheme import Format, PackingScheme
 
@@ -122,8 +122,7 @@ def make_card(record: QuantizationRecord) -> str:
     rounded = "to nearest" if record.rounding == "nearest" else "by GPTQ"
     return "\n".join(
         [
-            *front_matter(card_metadata(record)),
-            "",
+            front_matter(card_metadata(record)),
             f"# {as_markdown(f'{record.source.name}, {record.format}')}",
             "",
             f"{as_markdown(f'Made by ckpt_prune {record.ckpt_prune}')} from {as_code(record.source.name)}: "

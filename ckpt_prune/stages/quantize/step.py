@@ -17,11 +17,11 @@ from ckpt_prune.common.versions import versions
 from ckpt_prune.job.cost import cost_of
 from ckpt_prune.job.form import Form
 from ckpt_prune.job.layout import Layout, Output
+from ckpt_prune.job.model_card import source_card
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.report import Source
 from ckpt_prune.job.report_file import report_of
 from ckpt_prune.job.run import Run
-from ckpt_prune.job.source_card import source_card
 from ckpt_prune.job.step import Step, Tensors
 from ckpt_prune.measure.moments.inputs import Moments, sum_folds
 from ckpt_prune.measure.statistics.folder import Statistics

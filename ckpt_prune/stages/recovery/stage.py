@@ -14,8 +14,10 @@ from ckpt_prune.options.training import LoraSettings, RecoverySettings
 if TYPE_CHECKING:
     from ckpt_prune.job.form import Form
     from ckpt_prune.job.prepared import Prepared
+    from ckpt_prune.job.report import Report
     from ckpt_prune.job.run import Run
     from ckpt_prune.job.step import Step
+    from ckpt_prune.show.section import Section
 
 
 class Recovery(RecoverySettings, Stage):
@@ -95,6 +97,13 @@ class Recovery(RecoverySettings, Stage):
             "adapters": run.done.get("adapters"),
             "layers": list(records),
         }
+
+    @classmethod
+    def sections(cls, report: "Report") -> "Sequence[Section]":
+        """Return what a report says of the stage."""
+        from ckpt_prune.stages.recovery import show
+
+        return show.sections(report)
 
 
 class Afterwards(Recovery):

@@ -17,8 +17,10 @@ from ckpt_prune.stages.mask.stage import Mask
 
 if TYPE_CHECKING:
     from ckpt_prune.job.prepared import Prepared
+    from ckpt_prune.job.report import Report
     from ckpt_prune.job.run import Run
     from ckpt_prune.job.step import Step
+    from ckpt_prune.show.section import Section
 
 RetractionName = Annotated[names.RetractionName, OneOf("retraction", get_args(names.RetractionName))]
 
@@ -190,3 +192,10 @@ class Rotation(Stage):
         from ckpt_prune.stages.rotation.run import report_rotation
 
         return report_rotation(self, prepared, run)
+
+    @classmethod
+    def sections(cls, report: "Report") -> "Sequence[Section]":
+        """Return what a report says of the stage."""
+        from ckpt_prune.stages.rotation import show
+
+        return show.sections(report)

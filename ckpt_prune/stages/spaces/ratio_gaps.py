@@ -3,11 +3,10 @@
 from dataclasses import dataclass
 
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.ratios import is_far
 from ckpt_prune.job.selection import units_kept
 from ckpt_prune.model.spaces import Rounding
 
-FAR = 0.1
-"""A share that is reached counts as another one if it differs from the requested share by more than this part of it."""
 _DIGITS = 12
 
 
@@ -54,11 +53,6 @@ class Gap:
     dropped: int
     other: int | None
     ratio: float | None
-
-
-def is_far(asked: float, dropped: float) -> bool:
-    """Return True if the share that goes differs from the requested one by more than `FAR` of it."""
-    return abs(dropped - asked) > FAR * asked
 
 
 def gap(units: int, asked: float, rounding: Rounding, multiple_of: int = 1) -> Gap | None:

@@ -14,8 +14,10 @@ from ckpt_prune.model.spaces import COUPLED, ENDS, recipe_space
 
 if TYPE_CHECKING:
     from ckpt_prune.job.prepared import Prepared
+    from ckpt_prune.job.report import Report
     from ckpt_prune.job.run import Run
     from ckpt_prune.job.step import BlockPruner, Step
+    from ckpt_prune.show.section import Section
 
 
 class Spaces(Stage):
@@ -194,3 +196,10 @@ class Spaces(Stage):
 
         sites = [SiteRecord.model_validate(record.model_dump(exclude={"scores"})) for record in records]
         return {"sites": sites, "lambda_search": run.done.get("search")}
+
+    @classmethod
+    def sections(cls, report: "Report") -> "Sequence[Section]":
+        """Return what a report says of the stage."""
+        from ckpt_prune.stages.spaces import show
+
+        return show.sections(report)

@@ -16,6 +16,7 @@ from ckpt_prune.stages.rotation.importance import (
     rotate_weight,
     sensitivity,
 )
+from ckpt_prune.stages.rotation.learner import _thin_out
 from tests.oracles import rotation_entropy as oracle
 from tests.problems import BACKBONES, DAMP, make_block, orthogonal
 
@@ -244,3 +245,11 @@ def test_the_sum_over_groups_keeps_what_bfloat16_rounds_off():
     coarse, fine = entropy(values.bfloat16(), 1), entropy(values.bfloat16().double(), 1)
     assert coarse.dtype == torch.float32
     assert float(coarse) == pytest.approx(float(fine), rel=2e-3)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 51, 52, 2001])
+def test_a_curve_is_thinned_to_its_ends_and_what_fits(count):
+    found = _thin_out([float(step) for step in range(count)])
+    assert len(found) <= 52
+    assert [step for step, _ in found] == [value for _, value in found]
+    assert not count or (found[0][0], found[-1][0]) == (0, count - 1)

@@ -1,0 +1,53 @@
+"""What a comparison of two models says."""
+
+from collections.abc import Callable, Mapping
+
+from ckpt_prune.common.formatting import plural
+from ckpt_prune.evaluation.block_comparison import BlockComparison, Comparison
+from ckpt_prune.show.section import MISSING, Section, Table, draw_figure, draw_line
+
+_NOTES = {
+    "MSE": "Lower is better: mean squared difference of hidden states.",
+    "relative error": "Lower is better: squared difference over squared length.",
+    "cosine": "Higher is better: mean over tokens.",
+    "CKA": "Higher is better: linear centred kernel alignment, which no rotation of the states changes.",
+    "lens": "Lower is better: divergence of what each model's own head makes of the block's states (logit lens).",
+}
+
+
+def show_comparison(comparison: Comparison) -> Section:
+    """Say how far the outputs are apart, and show a row and a figure of what leaves every block."""
+    columns: Mapping[str, Callable[[BlockComparison], float | None]] = {
+        "MSE": lambda block: block.states.mse,
+        "relative error": lambda block: block.states.relative_error,
+        "cosine": lambda block: block.states.cosine,
+        "CKA": lambda block: block.states.cka,
+    }
+    if comparison.blocks[0].divergence is not None:
+        columns = {**columns, "lens": lambda block: block.divergence}
+    rows = [
+        [
+            str(block.block),
+            *(MISSING if (value := pick(block)) is None else f"{value:.4g}" for pick in columns.values()),
+        ]
+        for block in comparison.blocks
+    ]
+    figures = [
+        figure
+        for name, pick in columns.items()
+        for figure in draw_figure(
+            name,
+            _NOTES[name],
+            name,
+            draw_line(name, comparison.blocks, pick),
+            full=(0, 1) if name in ("cosine", "CKA") else None,
+            log=name not in ("cosine", "CKA"),
+        )
+    ]
+    what = "KL divergence of the outputs" if comparison.logits else "relative error of the last hidden states"
+    sentence = (
+        f"{what} {comparison.divergence:.4g}{' nats' if comparison.logits else ''}, mean over "
+        f"{plural(comparison.samples, 'sample')} of {plural(comparison.tokens, 'token')}"
+    )
+    table = Table(["block", *columns], rows)
+    return Section("Hidden states, block by block", [sentence], tables=[table], figures=figures)

@@ -1,1 +1,0 @@
-"""One page of HTML that shows what an output lost and kept, block by block."""

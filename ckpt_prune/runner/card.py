@@ -1,0 +1,47 @@
+"""The model card of an output: metadata for the Hub, how to load it, and what was done."""
+
+from ckpt_prune.common.safe_text import as_code, as_markdown
+from ckpt_prune.job.model_card import front_matter, metadata, sentence_class_of
+from ckpt_prune.job.report import Report
+from ckpt_prune.runner.sections import all_sections, name_report
+from ckpt_prune.show.markdown import print_markdown
+
+
+def model_card(report: Report) -> str:
+    """Return README.md of an output."""
+    made = f"{as_markdown(f'Made by ckpt_prune {report.ckpt_prune}')} from {as_code(report.source.name)}."
+    if report.container.remote_code:
+        made += " Load it as follows: `from_pretrained` of every other class refuses it."
+    return "\n".join(
+        [
+            front_matter(metadata(report)),
+            f"# {as_markdown(name_report(report))}",
+            "",
+            made,
+            "",
+            "```python",
+            *_loading(report),
+            "```",
+            "",
+            print_markdown(all_sections(report)),
+            "Figures of every block are in `ckpt_prune.json`; `ckpt-prune report` draws them.",
+            "",
+        ]
+    )
+
+
+def _loading(report: Report) -> list[str]:
+    """Return the lines of code that load the output from "PATH"."""
+    auto, remote = report.container.auto_class, report.container.remote_code
+    trusted = ", trust_remote_code=True" if remote else ""
+    lines = [f"from transformers import {auto}", "", f'model = {auto}.from_pretrained("PATH"{trusted})']
+    if remote:
+        lines[0] += "  # without ckpt_prune"
+        ours = "import ckpt_prune  # without running the code in the folder"
+        lines = [ours, "", 'model = ckpt_prune.load("PATH")', "", *lines]
+    loader = sentence_class_of(report)
+    if loader is not None:
+        what = "scores of pairs of texts" if loader == "CrossEncoder" else "embeddings of texts"
+        lines += ["", f"from sentence_transformers import {loader}  # for {what}", ""]
+        lines += [f'model = {loader}("PATH"{trusted})']
+    return lines

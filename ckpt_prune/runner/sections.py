@@ -1,0 +1,226 @@
+"""What a report says to people: recipe, sizes, what each stage did, and where everything came from."""
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from ckpt_prune.common.formatting import human_bytes, human_count
+from ckpt_prune.job.latency import TRUSTED
+from ckpt_prune.job.records import Cost
+from ckpt_prune.job.report import UNKNOWN, Report, Stage
+from ckpt_prune.job.report_file import AnyPlan
+from ckpt_prune.job.sizes import TargetSize
+from ckpt_prune.recipe.reading import load_recipe
+from ckpt_prune.recipe.shipped import shipped_recipes
+from ckpt_prune.show.section import Section, Table, make_tables
+from ckpt_prune.stages import STAGES
+from ckpt_prune.stages.recovery.show import is_recovered
+
+_STORED = "stored as "
+_OFF = 0.05
+"""Timings of one model differ by so much."""
+_CHANGED = "; it was changed here, and ckpt_prune.json has it as it was used."
+
+
+def name_report(report: Report) -> str:
+    """Return a heading: the model and what was done to it."""
+    recipe = report.recipe
+    how = recipe.name if recipe.elsewhere else f"pruned by recipe {recipe.name}"
+    how = how if report.part is None else f"its {report.part} part {how}"
+    return f"{report.source.name}, {how}{' and recovered' if is_recovered(report) else ''}"
+
+
+def all_sections(report: Report) -> list[Section]:
+    """Return everything that a report says."""
+    size = Section("Size", latency_sentences(report), tables=[cost_table(report.before, report.after)])
+    return [*recipe_sections(report), size, *stage_sections(report), provenance(report)]
+
+
+def stage_sections(report: Report) -> list[Section]:
+    """Return what each stage did."""
+    return [section for stage in STAGES for section in stage.sections(report)]
+
+
+# ---- the recipe --------------------------------------------------------------------------------------------------
+
+
+def recipe_sections(report: Report) -> list[Section]:
+    """Say by which recipe, and how it differs from the shipped one of its name."""
+    summary = report.recipe.summary
+    sentences = [line for line in (f"{summary}{_beside_shipped(report)}".strip(),) if line]
+    return [Section("Recipe", sentences)] if sentences else []
+
+
+def _beside_shipped(report: Report) -> str:
+    """Say how the recipe differs from the shipped one of its name: nothing, how much goes, or more than that."""
+    name = report.recipe.name
+    if name not in shipped_recipes():
+        return ""
+    shipped = load_recipe(name)
+    if report.lambda_search is not None:  # the recipe itself says that the strength is searched for
+        shipped = shipped.with_strength(report.lambda_search.chosen)
+    if shipped.digest == report.recipe_digest:
+        return ""
+    start, used = " That is the shipped recipe of this name", report.read_recipe()
+    if used is None or used.without_amount != shipped.without_amount:
+        return start + _CHANGED
+    try:
+        size = used.size if report.asked is None else TargetSize.model_validate(report.asked.size)
+    except ValidationError:
+        return start + _CHANGED
+    if size is not None:
+        return f"{start}, for {size.words}."
+    ratios = {space: used.ratio_of(space) for space in used.spaces}
+    if len(set(ratios.values())) > 1:
+        return f"{start}, at ratios of {', '.join(f'{ratio:g} ({space})' for space, ratio in ratios.items())}."
+    return f"{start}, at a ratio of {next(iter(ratios.values()), used.ratio):g}."
+
+
+# ---- sizes -------------------------------------------------------------------------------------------------------
+
+
+def cost_table(before: Cost, after: Cost) -> Table:
+    """Make the table of parameters, bytes and FLOPs; and of what a token takes in the cache, if that changes."""
+    flops = "FLOPs" if before.tokens is None else f"FLOPs / {before.tokens} tokens"
+    costs = [
+        ("parameters", human_count, before.parameters, after.parameters),
+        ("bytes", human_bytes, before.bytes, after.bytes),
+        (flops, human_count, before.flops, after.flops),
+    ]
+    if before.cache and after.cache is not None and after.cache != before.cache:
+        costs.append(("KV cache / token", human_bytes, before.cache, after.cache))
+    rows = [[name, show(old), show(new), f"{new / old:.1%}"] for name, show, old, new in costs]
+    return Table(["", "before", "after", "share"], rows)
+
+
+def latency_sentences(report: Report) -> list[str]:
+    """Say what an output takes beside what a table of the machine had foreseen, if its size was a time."""
+    latency = report.latency
+    if latency is None or not latency.dense or not latency.foreseen:
+        return []
+    share = latency.foreseen / latency.dense
+    foreseen = f"foreseen {share:.1%} of the dense model's ({latency.foreseen:.4g} of {latency.dense:.4g} ms)"
+    if latency.off is not None and latency.off > TRUSTED:
+        foreseen += f" by a table that was {latency.off:.0%} off and is not to be relied on"
+    start = f"{latency.of[0].upper()}{latency.of[1:]} on the machine that pruned it: {foreseen}"
+    if not latency.measured or not latency.measured_dense:
+        return [f"{start}; the output was not timed here: see ckpt-prune benchmark."]
+    took = latency.measured / latency.measured_dense
+    more = "; more than was foreseen" if took > (1 + _OFF) * share else ""
+    return [f"{start}, measured {took:.1%} ({latency.measured:.4g} of {latency.measured_dense:.4g} ms){more}."]
+
+
+# ---- where everything came from ----------------------------------------------------------------------------------
+
+
+def provenance(report: Report) -> Section:
+    """Say from which model, by which recipe and samples, by which versions, and how long it took."""
+    recipe, container = report.recipe, report.container
+    stored = "remote code" if container.remote_code else container.model_type
+    if container.note is not None:
+        whole = container.note.startswith(_STORED)
+        stored = container.note.removeprefix(_STORED) if whole else f"{stored}: {container.note}"
+    written = f"ckpt_prune {report.ckpt_prune}, torch {report.torch}, transformers {report.transformers}"
+    recovery = report.recovery
+    facts = {
+        "source": report.source.name,
+        "fingerprint": report.source.fingerprint,
+        "recipe": recipe.name,
+        "source of the method": recipe.source,
+        "file of the recipe": "" if report.origin is None else report.origin.pinned,
+        "digest of the recipe": report.recipe_digest,
+        "calibration": _in_words(report.calibration.entries),
+        **(
+            {}
+            if recovery is None
+            else {
+                "recovered against": f"{recovery.dense.name}, fingerprint {recovery.dense.fingerprint}",
+                "recovery data": _in_words(recovery.data.entries),
+                "recovery settings": _in_words(recovery.settings.entries),
+            }
+        ),
+        "stored as": stored,
+        "written by": "" if report.ckpt_prune == UNKNOWN else written,
+    }
+    rows = [[name, fact] for name, fact in facts.items() if fact]
+    return Section("Origin", tables=[Table(["", ""], rows, words=2)], details=_phases(report))
+
+
+def _in_words(provenance: Mapping[str, Any]) -> str:
+    """List every entry, whatever the modality has: `target dense, 128 samples, window 2048, ...`."""
+    parts = []
+    for key, value in provenance.items():
+        if value is None or isinstance(value, dict | list) or (isinstance(value, float) and not math.isfinite(value)):
+            continue
+        words = key.replace("_", " ")
+        if key in {"samples", "tokens", "folds", "epochs"} and isinstance(value, int):
+            parts.append(f"{value:,} {words.removesuffix('s') if value == 1 else words}")
+        else:
+            parts.append(f"{words} {value}")
+    return ", ".join(parts)
+
+
+def _phases(report: Report) -> list[Table]:
+    """Make the table of time and memory: that of the process is the largest so far, of an accelerator the phase's."""
+    inner = dict.fromkeys(name for stage in report.stages for name in stage.phases)
+    return [
+        *make_tables(
+            "Time and memory",
+            report.stages,
+            {
+                "phase": lambda stage: stage.name,
+                "seconds": lambda stage: _seconds(stage.seconds, 1),
+                **{f"of these {name}": _inner_seconds(name) for name in inner},
+                "memory, largest so far": lambda stage: _bytes(stage.peak_bytes),
+                "device memory": lambda stage: _bytes(stage.device_peak_bytes),
+            },
+        )
+    ]
+
+
+def _inner_seconds(name: str) -> Callable[[Stage], str | None]:
+    return lambda stage: _seconds(stage.phases.get(name), 2)
+
+
+def _seconds(value: float | None, digits: int) -> str | None:
+    return None if value is None else f"{value:,.{digits}f}"
+
+
+def _bytes(size: int | None) -> str | None:
+    return None if size is None else human_bytes(size)
+
+
+# ---- plans -------------------------------------------------------------------------------------------------------
+
+
+def report_of_plan(plan: AnyPlan) -> Report:
+    """Return a plan as a report, as far as it goes."""
+    statistics = plan.statistics
+    given = {} if statistics is None else {"statistics": f"{statistics.path}, digest {statistics.digest}"}
+    stored = {"model_type": plan.container, "remote_code": plan.container == "remote", "note": plan.container_note}
+    return Report.read(
+        {
+            "recipe": plan.recipe,
+            "recipe_digest": plan.recipe_digest,
+            "origin": plan.origin,
+            "source": {"name": plan.model_path, "fingerprint": plan.model},
+            "calibration": given or {"statistics": "none"},
+            "container": stored,
+            "before": plan.before,
+            "after": plan.after,
+            "depth": plan.depth,
+            "sites": plan.sites,
+        }
+    )
+
+
+def titled_sections(document: Report | AnyPlan) -> tuple[str, list[Section]]:
+    """Return the title and the sections of the page of a report or a plan."""
+    if isinstance(document, Report):
+        return name_report(document), all_sections(document)
+    return f"Plan for {Path(document.model_path).name}, by {document.recipe.name}", all_sections(
+        report_of_plan(document)
+    )

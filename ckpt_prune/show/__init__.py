@@ -1,0 +1,1 @@
+"""Sections, and one printer each for the terminal, Markdown and HTML."""

@@ -1,0 +1,232 @@
+"""A section says, once, what was done. The terminal, the model card and the page print it.
+
+A stage returns its sections from `stages/STAGE/show.py`. Text is plain: printers escape it.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from ckpt_prune.common.records import Record
+
+R = TypeVar("R")
+MISSING = "–"
+DECADES = 1e4
+"""The scale of a heat map covers so much at most, below the largest value."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text under headings.
+
+    Attributes:
+        words: so many of the first columns are words; the others are numbers.
+        title: of a table that stands among the details.
+    """
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    words: int = 1
+    title: str = ""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A value at a place, with the ends of the spread it is the mean of, and its text for a tooltip."""
+
+    place: int
+    value: float
+    low: float
+    high: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Line:
+    """Points with ascending places."""
+
+    name: str
+    points: Sequence[Point]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Lines over the blocks of a model, or over something else.
+
+    Attributes:
+        note: which direction is better, and why.
+        unit: of the values.
+        full: values that the axis covers in any case.
+        log: whether a log scale may be taken.
+        across: what the places are.
+        joined: whether lines continue over places without a point.
+    """
+
+    title: str
+    note: str
+    unit: str
+    lines: Sequence[Line]
+    full: tuple[float, float] | None = None
+    log: bool = True
+    across: str = "block"
+    joined: bool = False
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """Panels of cells on one scale: name of a panel → rows of values, from 0 up."""
+
+    title: str
+    note: str
+    panels: Mapping[str, Sequence[Sequence[float | None]]]
+
+
+@dataclass(frozen=True)
+class Section:
+    """What there is to say about one thing.
+
+    Attributes:
+        sentences: the facts, and advice.
+        explanations: for readers of the card and the page who did not run the command.
+        drawing: a line of characters of equal width.
+        details: tables that the page alone prints, folded away.
+    """
+
+    title: str
+    sentences: Sequence[str] = ()
+    explanations: Sequence[str] = ()
+    drawing: str = ""
+    tables: Sequence[Table] = ()
+    figures: Sequence[Figure | HeatMap] = ()
+    details: Sequence[Table] = ()
+
+
+Pick = str | Callable[[Any], float | Mapping[str, float] | None]
+"""What to draw of a record: the number under a key, or what a function returns: one number, or several by name."""
+
+
+def draw_line(
+    name: str,
+    records: Sequence[Any],
+    pick: Pick,
+    *,
+    remark: Callable[[Any], str] | None = None,
+    place: Callable[[Any], int] = lambda record: int(record.block),
+) -> Line:
+    """Make a line with a point for each record that has the number; of several numbers, their mean and their spread."""
+    points = []
+    for record in records:
+        picked = record.figure(pick) if isinstance(pick, str) else pick(record)
+        values = picked if isinstance(picked, Mapping) else {} if picked is None else {"": picked}
+        if values:
+            text = format_figure(mean := sum(values.values()) / len(values))
+            if len(values) > 1:
+                least, most = (end(values, key=lambda own: values[own]) for end in (min, max))
+                text = (
+                    f"mean {text}, from {format_figure(values[least])} ({least}) to {format_figure(values[most])} "
+                    f"({most})"
+                )
+            remarks = remark(record) if remark is not None else ""
+            low, high = min(values.values()), max(values.values())
+            # The mean of equal numbers may lie a rounding outside them.
+            mean = min(max(mean, low), high)
+            points.append(Point(place(record), mean, low, high, f"{text}, {remarks}" if remarks else text))
+    return Line(name, points)
+
+
+def draw_figure(
+    title: str, note: str, unit: str, *lines: Line, varying: bool = False, **options: Any
+) -> Sequence[Figure]:
+    """Make a figure of those lines that have points; none if no line has any.
+
+    Args:
+        title, note, unit, lines: as in `Figure`.
+        varying: make no figure if every line is constant.
+        options: of `Figure`.
+    """
+    drawn = [line for line in lines if line.points]
+    if varying:
+        varies = any(len({point.value for point in line.points}) > 1 for line in drawn)
+        drawn = drawn if varies else []
+    return [Figure(title, note, unit, drawn, **options)] if drawn else []
+
+
+def draw_shares(
+    title: str, note: str, unit: str, curves: Collection[Sequence[tuple[int, float | None]]], across: str
+) -> Sequence[Figure]:
+    """Draw curves (place, value), each as a share of its beginning: their mean, from the least to the most."""
+    shares: dict[int, list[float]] = {}
+    for curve in curves:
+        start = curve[0][1] if curve else None
+        for place, value in curve:
+            if start is not None and start > 0 and value is not None:
+                shares.setdefault(place, []).append(value / start)
+    # Curves that end early are missing from later places, which would move the mean.
+    most = max(map(len, shares.values()), default=0)
+    points = [
+        Point(
+            place,
+            mean := min(max(sum(own) / len(own), min(own)), max(own)),
+            min(own),
+            max(own),
+            f"mean {format_figure(mean)}, {format_figure(min(own))} to {format_figure(max(own))}",
+        )
+        for place, own in sorted(shares.items())
+        if len(own) == most
+    ]
+    line = Line("mean of blocks, least to most", points)
+    return [Figure(title, note, unit, [line], log=False, across=across, joined=True)] if len(points) > 1 else []
+
+
+def make_tables(
+    title: str, records: Sequence[R], columns: Mapping[str, Callable[[R], str | float | None]], *, words: int = 1
+) -> Sequence[Table]:
+    """Make a table with a row for each record, without those columns that no record has a value for.
+
+    Args:
+        title: of the table.
+        records: none of them, no table.
+        columns: heading → value of a record. Numbers get three digits.
+        words: as in `Table`.
+    """
+    rows = [[column(record) for column in columns.values()] for record in records]
+    filled = [number for number in range(len(columns)) if any(row[number] is not None for row in rows)]
+    headings = list(columns)
+    cells = [[format_cell(row[number]) for number in filled] for row in rows]
+    return [Table([headings[number] for number in filled], cells, words, title)] if rows else []
+
+
+def number_under(key: str) -> Callable[[Record], float | None]:
+    """Return the column of `make_tables` with the number under a key."""
+    return lambda record: record.figure(key)
+
+
+def format_cell(value: str | float | None) -> str:
+    """Format a value of a table."""
+    return MISSING if value is None else value if isinstance(value, str) else format_figure(value)
+
+
+def format_figure(value: float) -> str:
+    """Format a number with three significant digits; whole numbers and large ones without a point."""
+    if abs(value) >= 1e6:  # or infinite, between ends of an axis that are both near the largest float
+        return f"{value:.2e}"
+    if value == round(value) or abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:#.3g}" if abs(value) >= 1e-4 else f"{value:.2e}"
+
+
+def format_span(numbers: Collection[int]) -> str:
+    """Format the range of numbers, such as "2" or "2 to 5"."""
+    least, most = min(numbers), max(numbers)
+    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
+
+
+def name_some(names: Sequence[str], most: int = 8) -> str:
+    """List the first names, and say how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def mean_of(values: Collection[float | None]) -> float | None:
+    """Return the mean of the numbers that are known; None if none is."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

@@ -1,0 +1,61 @@
+"""What the stage `hidden` says of its work, and which amounts of blocks and dimensions were tried."""
+
+from ckpt_prune.job.records import DepthRecord, HiddenRecord
+from ckpt_prune.job.report import Report
+from ckpt_prune.show.section import Section, Table
+
+_KINDS = {
+    "per-block": "Attention and mlp of every block read it in bases of their own",
+    "shared": "All blocks share one basis",
+}
+
+
+def sections(report: Report) -> list[Section]:
+    """Say how many dimensions of the residual stream stay, in which bases, and which amounts were tried."""
+    stream = [] if report.hidden is None else [_show_stream(report.hidden)]
+    return stream + _show_tried(report.depth, report.hidden)
+
+
+def _show_stream(hidden: HiddenRecord) -> Section:
+    sentences, explanations, details = [f"{dimensions_line(hidden)}."], [], []
+    known = [share for share in hidden.energy if share is not None]
+    if known:
+        energy = f"{known[0]:.2%} of the energy stays"
+        if len(known) > 1:
+            least = hidden.energy.index(min(known))
+            energy = f"{sum(known) / len(known):.2%} of the energy stays on average, {min(known):.2%} in basis {least}"
+        signal = "what norms make of it" if hidden.signal == "normed" else "the stream itself"
+        sentences.append(f"{_KINDS[hidden.kind]}, principal directions of {signal}: {energy}.")
+        if hidden.tied is not None:
+            sentences.append(f"{'Embedding and head stay one table' if hidden.tied else 'The head has its own table'}.")
+    if hidden.kind == "per-block":
+        explanations = ["Matrices on the skip connections take the stream from one basis to the next."]
+    if len(hidden.energy) > 1:
+        rows = [(str(basis), "" if share is None else f"{share:.4%}") for basis, share in enumerate(hidden.energy)]
+        details = [Table(("basis", "energy kept"), rows, title="Every basis")]
+    return Section("Residual stream", sentences, explanations, details=details)
+
+
+def dimensions_line(hidden: HiddenRecord) -> str:
+    """Say how many dimensions stay."""
+    share = 1 - hidden.kept / hidden.dimensions
+    return f"{hidden.kept} of {hidden.dimensions} dimensions stay (ratio {share:.3g})"
+
+
+def _show_tried(depth: DepthRecord | None, hidden: HiddenRecord | None) -> list[Section]:
+    """Show numbers of blocks or dimensions, or pairs of both, with the divergence of each."""
+    gone = 0 if depth is None else depth.blocks - len(depth.kept)
+    taken: tuple[int, ...]
+    tried: list[tuple[tuple[int, ...], float]]
+    if hidden is not None and any(each.blocks is not None for each in hidden.tried):
+        axes, taken = ["blocks gone", "dimensions"], (gone, hidden.kept)
+        tried = [((each.blocks or 0, each.kept), each.measured) for each in hidden.tried]
+    elif hidden is not None and hidden.tried:
+        axes, taken, tried = ["dimensions"], (hidden.kept,), [((each.kept,), each.measured) for each in hidden.tried]
+    elif depth is not None and depth.tried:
+        axes, taken, tried = ["blocks gone"], (gone,), [((each.blocks,), each.measured) for each in depth.tried]
+    else:
+        return []
+    rows = [[*map(str, counts), f"{loss:.4f}", "taken" if counts == taken else ""] for counts, loss in tried]
+    sentence = "Divergence from the dense model on held-out samples, the rest of the size met by widths."
+    return [Section("Amounts that were tried", [sentence], tables=[Table([*axes, "divergence", ""], rows)])]

@@ -1,0 +1,73 @@
+"""What the stage `mask` says of its work."""
+
+from ckpt_prune.common.formatting import human_count, plural
+from ckpt_prune.job.report import Report
+from ckpt_prune.show.section import Section, make_tables, name_some, number_under
+from ckpt_prune.sparsity.patterns import describe_mask
+from ckpt_prune.stages.show_linears import draw_by_kind, error_sentences, label_of, place_of
+
+_DENSE = (
+    "The tensors keep their dense shapes, zeros included, so size and speed are unchanged by the mask unless a runtime "
+    "makes use of the zeros."
+)
+_PACKED = (
+    "For 2:4 torch.sparse.to_sparse_semi_structured does, on NVIDIA GPUs of compute capability 8.0 or later; vLLM "
+    "removed its support of 2:4."
+)
+
+
+def sections(report: Report) -> list[Section]:
+    """Say how many weights are zero, and what error that leaves at the outputs of the linear modules."""
+    mask, damp = report.mask, report.recipe.damp
+    linears = sorted(report.linears, key=lambda linear: linear.block)
+    if not linears:
+        return []
+    zeros, size = sum(linear.zeros for linear in linears), sum(linear.size for linear in linears)
+    how = "" if mask is None else f"by {describe_mask(mask.method, mask.pattern)}"
+    count = plural(len(linears), "linear weight")
+    sentences = [f"Masked {how}: {zeros / size:.2%} zeros in {count} of {human_count(size)} parameters."]
+    if mask is not None and mask.shares is not None and mask.shares.ratios:
+        ratios, kept = mask.shares.ratios, mask.shares.kept
+        span = f"{min(ratios):.1%} to {max(ratios):.1%} zeros"
+        if kept:
+            span = f"{min(kept)} to {max(kept)} of {mask.pattern.partition(':')[2]} weights kept"
+        sentences.append(f"Zeros are shared out over blocks by {mask.allocation}: {span}.")
+    sentences += error_sentences(linears)
+    damped = [linear for linear in linears if linear.damp is not None and damp is not None and linear.damp > damp]
+    if damped:
+        most = max(linear.damp or 0 for linear in damped)
+        sentences.append(
+            f"{len(damped)} of {len(linears)} Hessians were singular with damping {damp:g} and took up to {most:g}: "
+            f"use more samples ({name_some([place_of(linear) for linear in damped], 3)})."
+        )
+    explanations = [_DENSE] if zeros else []
+    explanations += [_PACKED] if zeros and mask is not None and mask.pattern == "2:4" else []
+    if all(linear.error is None for linear in linears):
+        why = "it needs --diagnostics and the Grams of their inputs"
+        if mask is not None and mask.method == "magnitude":
+            why = "a magnitude mask looks at no calibration data"
+        explanations.append(f"The error of their outputs was not measured: {why}.")
+    figures = draw_by_kind(
+        "Output error of the linears",
+        "Lower is better: what the mask changed in a linear's own output, on the calibration data.",
+        "share of output energy",
+        linears,
+        "error",
+    )
+    details = make_tables(
+        "Every linear",
+        linears,
+        {
+            "block": lambda linear: str(linear.block),
+            "linear": label_of,
+            "weight": lambda linear: linear.weight,
+            "shape": lambda linear: f"{linear.rows:,} × {linear.columns:,}",
+            "zeros": lambda linear: f"{linear.zeros:,}",
+            "share": lambda linear: f"{linear.zeros / linear.size:.1%}",
+            "error": number_under("error"),
+            "damping": number_under("damp"),
+            "dead inputs": number_under("dead"),
+        },
+        words=3,
+    )
+    return [Section("Mask", sentences, explanations, figures=figures, details=details)]

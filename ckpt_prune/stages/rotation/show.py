@@ -1,0 +1,118 @@
+"""What the stage `rotation` says of its work."""
+
+import math
+
+from ckpt_prune.common.filenames import ROTATIONS
+from ckpt_prune.job.report import ImportanceMap, Learned, Report, Rotation
+from ckpt_prune.show.section import (
+    DECADES,
+    Figure,
+    HeatMap,
+    Section,
+    draw_figure,
+    draw_line,
+    draw_shares,
+    format_figure,
+    format_span,
+    make_tables,
+    number_under,
+)
+
+_ABSORBED = "which is absorbed by the weights and adds no computation at run time"
+
+
+def sections(report: Report) -> list[Section]:
+    """Say what was turned, what of it remains at run time, and how far it concentrated the importance of weights."""
+    rotation = report.rotation
+    if rotation is None:
+        return []
+    turns = rotation.turns if report.hidden is None else report.hidden.kind == "per-block"
+    learned = sorted(rotation.learned, key=lambda entry: -1 if entry.block is None else entry.block)
+    own_block = [entry for entry in learned if entry.block is not None]
+    if rotation.kind == "values":
+        what = f"the values of every head turn, {_ABSORBED}"
+    elif turns:
+        what = (
+            "every block has its own basis of the residual stream, so a d x d matrix per block (d is the width of the "
+            "stream) turns the stream at run time, which takes remote code"
+        )
+    else:
+        what = f"all blocks share one basis of the residual stream, {_ABSORBED}"
+    figures: list[Figure | HeatMap] = [
+        *draw_figure(
+            "Entropy of the importance",
+            "Lower is better: the same importance in fewer weights, so the others can go to zero.",
+            "nats",
+            draw_line("before rotation", own_block, "entropy_before"),
+            draw_line("after rotation", own_block, "entropy_after", remark=_steps),
+            log=False,
+        ),
+        *draw_shares(
+            "Entropy over steps",
+            "Lower is better: of the importance of weights while rotations were learned, as a share of what it was.",
+            "share of entropy",
+            [entry.curve for entry in learned],
+            "step",
+        ),
+        *(heat_map for entry in learned if entry.map is not None for heat_map in _heat_map(entry.map)),
+    ]
+    details = make_tables(
+        "Every rotation",
+        learned,
+        {
+            "blocks": lambda entry: "all" if entry.block is None else str(entry.block),
+            "entropy before (nats)": number_under("entropy_before"),
+            "entropy after (nats)": number_under("entropy_after"),
+            "change": lambda entry: _change(entry.entropy_before, entry.entropy_after) or None,
+            "steps": number_under("steps"),
+        },
+    )
+    sentences = _entropies(rotation, learned)
+    explanations = [
+        f"Rotation {rotation.kind}: {what}.",
+        f"The rotations themselves, which no loader needs, are in {ROTATIONS}.",
+    ]
+    return [Section("Rotation", sentences, explanations, figures=figures, details=details)]
+
+
+def _entropies(rotation: Rotation, learned: list[Learned]) -> list[str]:
+    """Say how far the importance is more concentrated, if the entropies of all rotations are known."""
+    before, after = (
+        [value for entry in learned if (value := entry.figure(key)) is not None]
+        for key in ("entropy_before", "entropy_after")
+    )
+    if not learned or min(len(before), len(after)) < len(learned):
+        return []
+    sums = math.fsum(before), math.fsum(after)
+    importance = f"{rotation.importance} importance" if rotation.importance else "importance"
+    steps = [entry.steps for entry in learned if entry.steps is not None]
+    each = "" if learned[0].block is None else " per block"
+    trained = f", in {format_span(steps)} {'step' if max(steps) == 1 else 'steps'}{each}" if steps else ""
+    change = f" ({told})" if (told := _change(*sums)) else ""
+    return [
+        f"Entropy of the {importance} of weights: {format_figure(sums[0])} nats before rotation {rotation.kind}, "
+        f"{format_figure(sums[1])} nats after{change}{trained}."
+    ]
+
+
+def _steps(entry: Learned) -> str:
+    return "" if entry.steps is None else f"{entry.steps:,} step{'' if entry.steps == 1 else 's'}"
+
+
+def _change(before: float | None, after: float | None) -> str:
+    return f"{after / before - 1:+.1%}" if before is not None and after is not None and before > 0 else ""
+
+
+def _heat_map(own: ImportanceMap) -> list[HeatMap]:
+    shares = {"before rotation": own.largest_before, "after": own.largest_after}
+    known = None not in shares.values()
+    ends = [f"{name}: the largest hundredth holds {share:.1%}" for name, share in shares.items() if known]
+    values = [value for cells in (own.before, own.after) for row in cells for value in row if value and value > 0]
+    if not values:
+        return []
+    note = (
+        f"Darker is more: means over cells of its {own.rows:,} rows and {own.columns:,} columns, from "
+        f"{format_figure(max(min(values), max(values) / DECADES))} to {format_figure(max(values))} times the mean, log "
+        f"scale. {'; '.join(ends) or 'Before rotation; after'}."
+    )
+    return [HeatMap(f"Importance of {own.weight}", note, {"before": own.before, "after": own.after})]

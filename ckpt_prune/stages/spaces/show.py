@@ -1,0 +1,450 @@
+"""What the stage `spaces` says of its work."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt_prune.common.formatting import plural
+from ckpt_prune.common.ratios import is_far
+from ckpt_prune.job.recipe import Recipe
+from ckpt_prune.job.records import HeadErrors, SiteRecord
+from ckpt_prune.job.report import Report, StrengthSearch
+from ckpt_prune.model.family_keys import GROUPED
+from ckpt_prune.model.spaces import ENDS, expert_space, recipe_space
+from ckpt_prune.show.section import (
+    MISSING,
+    Figure,
+    Line,
+    Pick,
+    Point,
+    Section,
+    Table,
+    draw_figure,
+    draw_line,
+    format_figure,
+    format_span,
+    make_tables,
+    mean_of,
+    name_some,
+    number_under,
+)
+
+SOLVED = 1e-6
+"""Relative residual below which a logit solve is as good as the float32 moments it was made from."""
+NO_PERPLEXITY = "errors are of each site's output, no perplexity or accuracy"
+YARDSTICK = ": 0.18 (heads) and 0.09 (mlp) came with 1.5 times the perplexity on a small llama"
+"""llama-pystdlib-3m, ridge at 50 %, 32 windows: 14.873 against 10.066. Errors that hold earlier ones are larger."""
+_DRIFT = "relative to what the dense model's residual stream asks for (target drift), all that came before included"
+
+
+@dataclass(frozen=True)
+class _Space:
+    """How a space is spoken of: in titles and legends; what its units are; and what its errors are errors of."""
+
+    label: str
+    units: str = ""
+    target: str = "output"
+
+
+_SPACES = {
+    "mlp": _Space("MLP", "columns of the MLP"),
+    "heads": _Space("Attention heads", "heads, or KV groups"),
+    "queries": _Space("Query heads in groups", "query heads inside KV groups"),
+    "values": _Space("Values", "directions of values"),
+    "qk": _Space("Q/K", "dimensions of queries and keys", "logit"),
+    "rotary": _Space("Rotary pairs", "", "logit"),
+}
+
+
+def sections(report: Report) -> list[Section]:
+    """Say how many units stay, and what error that leaves at the outputs that they belong to."""
+    sites = sorted(report.sites, key=lambda site: site.block)
+    if not sites:
+        return []
+    search, recipe = report.lambda_search, report.read_recipe()
+    sentences = [*_errors(sites, language=report.before.cache is not None), *compare_errors(sites)]
+    if sentences and (report.recovery is not None or report.adapters is not None):
+        sentences.append("These errors are from before recovery.")
+    sentences += warn_of_sites(sites)
+    explanations = [] if recipe is None or report.asked is not None else [*_coarse(sites, recipe)]
+    if search is not None:
+        sentences.append(f"Lambda {search.chosen:g} has the least calibration perplexity of those that were tried.")
+    figures = [*draw_sites(sites), *([] if search is None else _draw_search(search))]
+    if not figures:
+        explanations.append(
+            "Nothing was measured per layer: errors and diagnostics need statistics with Grams "
+            "(ckpt-prune calibrate --collect moments,gram)."
+        )
+    return [Section("Units", sentences, explanations, tables=_kept(sites), figures=figures, details=_details(sites))]
+
+
+def _by_space(sites: Sequence[SiteRecord]) -> dict[str, list[SiteRecord]]:
+    return {name: [s for s in sites if s.space == name] for name in dict.fromkeys(s.space for s in sites)}
+
+
+def _words(space: str) -> _Space:
+    return _SPACES.get(space, _Space(space))
+
+
+# ---- errors, in words --------------------------------------------------------------------------------------------
+
+
+def mean_errors(sites: Sequence[SiteRecord]) -> tuple[float, float] | None:
+    """Return the means of the errors without and with compensation, over those sites that have both."""
+    known = [
+        (a, b)
+        for site in sites
+        if (a := site.error_uncompensated) is not None and (b := site.error_compensated) is not None
+    ]
+    return (sum(a for a, _ in known) / len(known), sum(b for _, b in known) / len(known)) if known else None
+
+
+def mean_held_out(sites: Sequence[SiteRecord]) -> float | None:
+    """Return the mean error on held-out folds over the sites that are compensated."""
+    return mean_of([site.error_held_out for site in sites if site.method != "none"])
+
+
+def _kept(sites: Sequence[SiteRecord]) -> Sequence[Table]:
+    """Make the table with a row for every space: its units, and the means of its errors."""
+
+    def error(pair: tuple[float, float] | None, which: int) -> str | None:
+        return None if pair is None else f"{pair[which]:.4f}"
+
+    def name(own: Sequence[SiteRecord]) -> str:
+        units = _words(own[0].space).units
+        return f"{own[0].space} ({units})" if units else own[0].space
+
+    return make_tables(
+        "",
+        list(_by_space(sites).values()),
+        {
+            "space": name,
+            "units kept": lambda own: f"{format_span([len(site.kept) for site in own])} of {own[0].units:,}",
+            "error before": lambda own: error(mean_errors(own), 0),
+            "after": lambda own: error(mean_errors(own), 1),
+            "held out": lambda own: None if (value := mean_held_out(own)) is None else f"{value:.4f}",
+        },
+    )
+
+
+def _errors(sites: Sequence[SiteRecord], *, language: bool) -> Iterator[str]:
+    """Say what the errors are; what they mean for perplexity is known of a language model alone."""
+    measured = [own for own in _by_space(sites).values() if mean_errors(own) is not None]
+    if measured:
+        drift = any(site.share is not None for own in measured for site in own)
+        logits = any(ENDS.get(recipe_space(own[0].space)) in ("logits", "rotary") for own in measured)
+        of = " (of queries and keys: of the attention logits)" if logits else ""
+        yield (
+            f"Errors are shares of the energy of each site's output{of} on the calibration samples, means over blocks"
+            f"{f', {_DRIFT}' if drift else ''}; they are no perplexity or accuracy"
+            f"{YARDSTICK if language and not drift else ''}."
+        )
+
+
+def mean_lines(sites: Sequence[SiteRecord]) -> Iterator[str]:
+    """Yield the mean error of every space on held-out folds."""
+    for space, own in _by_space(sites).items():
+        if (error := mean_held_out(own)) is not None:
+            yield f"{space}: mean error on held-out folds, compensated, {error:.4f}"
+
+
+def compare_errors(sites: Sequence[SiteRecord], *, warnings: bool = False) -> Iterator[str]:
+    """Say at how many sites compensation lowers the error, on calibration samples and on held-out ones.
+
+    Args:
+        sites: of a report or a plan.
+        warnings: say it only if it fails somewhere.
+    """
+    for key, where, advice in (
+        ("error_compensated", "calibration", ""),
+        ("error_held_out", "held-out", ": use more samples or a larger lambda"),
+    ):
+        pairs = [
+            (site, before, after)
+            for site in sites
+            if len(site.kept) < site.units and site.method != "none"
+            if (before := site.error_uncompensated) is not None and (after := site.figure(key)) is not None
+        ]
+        worse = [_place(site) for site, before, after in pairs if after >= before and before > 0]
+        if pairs and (worse or not warnings):
+            told = f"; not at {name_some(worse)}{advice}" if worse else ""
+            count = f"{len(pairs) - len(worse)} of {len(pairs)} sites"
+            yield f"Compensation lowers the error on {where} samples at {count}{told}."
+
+
+def _place(site: SiteRecord) -> str:
+    return f"{expert_space(site.space, site.expert)} of block {site.block}"
+
+
+def warn_of_sites(sites: Sequence[SiteRecord]) -> Iterator[str]:
+    """Warn of solves that stopped short, and of experts with too few tokens or widths that do not run everywhere."""
+    few = [f"{site.expert} of block {site.block} ({site.few})" for site in sites if site.few is not None]
+    if few:
+        yield (
+            f"The router sent too few tokens to expert {name_some(few, 5)}: they were measured on all tokens of their "
+            "layer; use more samples."
+        )
+    experts = [site for site in sites if site.expert is not None]
+    odd = sorted({len(site.kept) for site in experts if len(site.kept) % GROUPED})
+    if odd and any(len(site.kept) < site.units for site in experts):
+        yield (
+            f"Experts of {odd[0]} columns do not run by transformers' default, which wants a multiple of {GROUPED}: "
+            f"say --set spaces.mlp.multiple_of={GROUPED}, or load them by ckpt_prune.load or with "
+            'experts_implementation="eager".'
+        )
+    for site in sites:
+        if site.residual is not None and site.residual > SOLVED:
+            yield (
+                f"The logits of block {site.block} are not solved to the end (relative residual {site.residual:.1g}): "
+                "use more samples or a larger lambda."
+            )
+
+
+def _coarse(sites: Sequence[SiteRecord], recipe: Recipe) -> Iterator[str]:
+    """Say of which spaces another share of the units went than the recipe asks for: they are too few to divide so."""
+    if recipe.allocation != "uniform" or recipe.size is not None:
+        return
+    blocks = recipe.blocks(1 + max((site.block for site in sites), default=0))
+    for space, own in recipe.spaces.items():
+        site = next((site for site in sites if site.space == space and site.block in blocks), None)
+        if site is None:
+            continue
+        ratio, dropped = recipe.ratio_of(space), site.units - len(site.kept)
+        if is_far(ratio, dropped / site.units):
+            steps = f" in multiples of {own.multiple_of}" if own.multiple_of > 1 else ""
+            gone = f"{dropped} ({dropped / site.units:.3g}) went" if dropped else "none went"
+            yield (
+                f"Space {space} has {plural(site.units, 'unit')} per block{steps}, too coarse for a ratio of "
+                f"{ratio:g}: {gone}."
+            )
+
+
+# ---- figures -----------------------------------------------------------------------------------------------------
+
+
+def relative_floor(site: SiteRecord) -> float | None:
+    """Return the least error that any weights and bias can reach, relative as the errors are; None if not known.
+
+    Floor and j0 are per token; their ratio, times the uncompensated error, stands beside the errors.
+    """
+    if site.floor is None or site.j0 is None or site.error_uncompensated is None:
+        return None
+    # Where nothing is lost there is nothing to be relative to.
+    return site.floor / site.j0 * site.error_uncompensated if site.j0 > 0 else 0.0 if site.floor == 0 else None
+
+
+def inputs_of(site: SiteRecord) -> int | None:
+    """Return the inputs of the consumer. Units of an MLP are its inputs; a head is several, which the record counts."""
+    width = site.width or (site.units if site.space == "mlp" else None)
+    return width if width is not None and width > 0 else None
+
+
+def _of_inputs(key: str) -> Pick:
+    def share(site: SiteRecord) -> float | None:
+        value, width = site.figure(key), inputs_of(site)
+        return None if value is None or width is None else value / width
+
+    return share
+
+
+def _of_heads(key: str) -> Pick:
+    def by_head(site: SiteRecord) -> Mapping[str, float]:
+        heads = site.heads or []
+        return {f"head {head.head}": value for head in heads if (value := head.figure(key)) is not None}
+
+    return by_head
+
+
+def _of_shift(key: str) -> Callable[[SiteRecord], float | None]:
+    return lambda site: None if site.shift is None else site.shift.figure(key)
+
+
+_PER_HEAD = "Line: mean of the heads; band: from the least to the largest."
+_DROPPED = "share of the dropped variance"
+FIGURES: Sequence[tuple[str, str, str, Pick | Mapping[str, Pick], Mapping[str, Any]]] = (
+    (
+        "{space}: {target} error",
+        "Lower is better. No compensation of this kind gets below the floor.",
+        "share of {target} energy",
+        {
+            "uncompensated": "error_uncompensated",
+            "compensated": "error_compensated",
+            "held out": "error_held_out",
+            "floor": relative_floor,
+        },
+        {},
+    ),
+    (
+        "{space}: {target} error per head",
+        f"Lower is better. {_PER_HEAD}",
+        "share of the head's {target} energy",
+        {"uncompensated": _of_heads("error_uncompensated"), "compensated": _of_heads("error_compensated")},
+        {},
+    ),
+    (
+        "ρ²: what the kept units predict",
+        "Higher is better: the share of what was dropped that compensation can restore at most.",
+        _DROPPED,
+        "rho2",
+        {"full": (0, 1)},
+    ),
+    ("ρ² per head", f"Higher is better. {_PER_HEAD}", _DROPPED, _of_heads("rho2"), {"full": (0, 1)}),
+    (
+        "{space}: rank of the inputs",
+        "Lower means more redundant, easier to prune. k95: directions that hold 95 % of the variance.",
+        "share of the width",
+        {"effective rank": _of_inputs("effective_rank"), "k95": _of_inputs("k95")},
+        {"log": False},
+    ),
+    (
+        "Active inputs",
+        "Lower means sparser: inputs that are zero on most tokens cost little when dropped.",
+        "mean share of tokens",
+        "active",
+        {"full": (0, 1)},
+    ),
+    (
+        "{space}: {target} error on other samples",
+        "Lower is better: of what was made from the calibration samples, on those of --test.",
+        "share of {target} energy",
+        {
+            "uncompensated": _of_shift("uncompensated"),
+            "compensated": _of_shift("test"),
+            "compensated, calibration": lambda site: None if site.shift is None else site.figure("error_compensated"),
+            "floor": _of_shift("floor"),
+        },
+        {},
+    ),
+    (
+        "How far other samples are from the calibration's",
+        "Lower is nearer: the norm of the difference of covariances (of Q/K: of the equations of the fit).",
+        "share of the calibration's norm",
+        _of_shift("covariances"),
+        {},
+    ),
+    (
+        "Degrees of freedom",
+        "Lower overfits less: the numbers that the compensation is free to choose (RCPU, section 4.2).",
+        "numbers",
+        _of_shift("freedom"),
+        {},
+    ),
+    (
+        "Units kept",
+        "Where the budget went: the recipe lets blocks differ.",
+        "share of the units",
+        lambda site: len(site.kept) / site.units,
+        {"full": (0, 1), "varying": True},
+    ),
+)
+"""Title, note, unit, what to draw, options of `draw_figure`. Several quantities make a figure for each space, one makes
+one figure with a line for each space."""
+
+
+def draw_sites(sites: Sequence[SiteRecord]) -> Iterator[Figure]:
+    """Draw everything that was measured of the sites: errors, what bounds them, and what the inputs are like."""
+    spaces = _by_space(sites)
+    order = [name for name in _SPACES if name in spaces] + [name for name in spaces if name not in _SPACES]
+    groups = [(_words(name), spaces[name]) for name in order]
+    for title, note, unit, picks, options in FIGURES:
+        if isinstance(picks, Mapping):
+            for space, own in groups:
+                named = [text.format(space=space.label, target=space.target) for text in (title, unit)]
+                lines = [draw_line(name, own, pick) for name, pick in picks.items()]
+                yield from draw_figure(named[0], note, named[1], *lines, **options)
+        else:
+            lines = [draw_line(space.label, own, picks) for space, own in groups]
+            yield from draw_figure(title, note, unit, *lines, **options)
+
+
+def _draw_search(search: StrengthSearch) -> Sequence[Figure]:
+    """Draw calibration perplexity over the exponent of λ (RCPU, Figures 5 and 6); nothing without powers of ten."""
+    points = []
+    for text, perplexity in search.perplexity.items():
+        try:
+            strength = float(text)
+        except ValueError:
+            continue
+        if perplexity is None or not strength > 0:
+            continue
+        exponent = math.log10(strength)
+        if abs(exponent - round(exponent)) > 1e-9:
+            return []
+        chosen = " (chosen)" if strength == search.chosen else ""
+        points.append(
+            Point(round(exponent), perplexity, perplexity, perplexity, f"{format_figure(perplexity)}{chosen}")
+        )
+    if len(points) < 2:
+        return []
+    return draw_figure(
+        "Perplexity over λ",
+        f"Lower is better: of the pruned model on the calibration text. {search.chosen:g} was taken.",
+        "perplexity",
+        Line("calibration text", sorted(points, key=lambda point: point.place)),
+        across="power of ten of λ",
+        joined=True,
+    )
+
+
+# ---- every site --------------------------------------------------------------------------------------------------
+
+
+def _of_pair(key: str) -> Callable[[tuple[SiteRecord, HeadErrors]], float | None]:
+    return lambda pair: pair[1].figure(key)
+
+
+def _details(sites: Sequence[SiteRecord]) -> list[Table]:
+    place = {"block": lambda site: str(site.block), "space": lambda site: _words(site.space).label}
+    shifts = {
+        "uncompensated": "uncompensated",
+        "compensated": "test",
+        "floor": "floor",
+        "|Σ − Σ′| / |Σ|": "covariances",
+        "|μ − μ′|² / E|x|²": "means",
+        "least eigenvalue": "smallest",
+        "CORP's bound": "bound",
+        "degrees of freedom": "freedom",
+        "calibration tokens": "tokens",
+    }
+    heads = {"uncompensated": "error_uncompensated", "compensated": "error_compensated", "floor": "floor", "ρ²": "rho2"}
+    return [
+        *make_tables(
+            "Every site",
+            sites,
+            {
+                **place,
+                "compensation": lambda site: site.method,
+                "λ": lambda site: MISSING if site.strength is None else f"{site.strength:g}",
+                "kept": lambda site: f"{len(site.kept):,} of {site.units:,}",
+                "uncompensated": number_under("error_uncompensated"),
+                "compensated": number_under("error_compensated"),
+                "held out": number_under("error_held_out"),
+                "margin": number_under("margin"),
+                "drift share": number_under("share"),
+                "floor": relative_floor,
+                "ρ²": number_under("rho2"),
+                "effective rank": number_under("effective_rank"),
+                "k95": number_under("k95"),
+                "active": number_under("active"),
+            },
+            words=3,
+        ),
+        *make_tables(
+            "Every site on other samples",
+            [site for site in sites if site.shift is not None],
+            {**place, **{name: _of_shift(key) for name, key in shifts.items()}},
+            words=2,
+        ),
+        *make_tables(
+            "Every head",
+            [(site, head) for site in sites for head in site.heads or []],
+            {
+                "block": lambda pair: str(pair[0].block),
+                "space": lambda pair: _words(pair[0].space).label,
+                "head": lambda pair: str(pair[1].head),
+                **{name: _of_pair(key) for name, key in heads.items()},
+            },
+            words=2,
+        ),
+    ]

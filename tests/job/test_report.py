@@ -1,0 +1,202 @@
+"""The report's model: what it writes it reads, and files of other versions are read as well."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from ckpt_prune.common.records import Record
+from ckpt_prune.job.records import MaskedLinear, SiteRecord
+from ckpt_prune.job.report import Report, Stage
+from tests.show.examples import (
+    Json,
+    elsewhere,
+    kept,
+    layer,
+    learned,
+    linear,
+    masked,
+    recovery,
+    report,
+    site,
+)
+
+HEAD = {"head": 0, "error_uncompensated": 0.5, "error_compensated": 0.25, "floor": 0.1, "rho2": 0.5}
+STAGES = [
+    {"name": "blocks", "seconds": 1.25, "peak_bytes": 2**30, "device_peak_bytes": None},
+    {"name": "publishing", "seconds": 0.5, "peak_bytes": 2**31, "device_peak_bytes": 7, "phases": {"ranking": 0.25}},
+]
+EARLIER = {"recovery": recovery(), "layers": [layer(0)]}
+EXAMPLES = {
+    "units": report([site(0), site(0, "heads", width=16), site(0, "qk", consumer=None, heads=[HEAD])]),
+    "a search": report([site(0)], lambda_search={"chosen": 0.1, "perplexity": {"0.1": 5.5, "1": 6.25}}),
+    "a size": report([site(0)], asked={"size": {"params": "70%"}, "digest": "cafe"}),
+    "a mask": masked([linear(0), linear(1, "mlp.up_proj", error=None, damp=None, dead=None)]),
+    "rotations": masked([linear(0)], learned(0), learned(1)),
+    "recovery": report([site(0)], recovery=recovery(on_the_fly=True), layers=[layer(0), kept(1)]),
+    "twice": elsewhere([layer(0)], recovery=recovery(earlier=EARLIER)),
+    "perplexities": elsewhere(
+        [layer(0)],
+        recovery=recovery(perplexity_after=[{"blocks": 0, "perplexity": 9.5}, {"blocks": 1, "perplexity": None}]),
+    ),
+    "stages": report([site(0)], stages=STAGES),
+    "files": report([site(0)], files={"config.json": "ab"}),
+}
+
+
+def within(less: Any, more: Any) -> bool:
+    """Whether everything in `less` stands in `more` too, of the same type."""
+    if isinstance(less, dict):
+        return isinstance(more, dict) and all(key in more and within(value, more[key]) for key, value in less.items())
+    if isinstance(less, list):
+        return isinstance(more, list) and len(less) == len(more) and all(map(within, less, more))
+    return type(less) is type(more) and less == more
+
+
+@pytest.mark.parametrize("made", EXAMPLES.values(), ids=EXAMPLES)
+def test_what_is_read_is_written(made):
+    """Keys that were absent may be added, as null or empty; nothing is lost, no number becomes another."""
+    written = Report.read(made).data()
+    assert within(made, written)
+    assert json.loads(json.dumps(written)) == written
+    assert Report.read(written).data() == written
+
+
+@pytest.mark.parametrize("made", EXAMPLES.values(), ids=EXAMPLES)
+def test_what_is_written_needs_no_patience(made):
+    """What this version writes it could have made itself."""
+    written = Report.read(made).data()
+    assert Report.model_validate(written).data() == written
+
+
+def test_without_a_recovery_there_is_no_key_of_one():
+    assert not {"recovery", "layers"} & Report.read(report([])).data().keys()
+    assert "earlier" not in Report.read(EXAMPLES["recovery"]).data()["recovery"]
+    assert Report.read(elsewhere([], recovery=recovery(earlier=None))).data()["recovery"]["earlier"] is None
+
+
+def test_the_recipe_is_as_it_was_used():
+    """Key by key, in its order; what a recipe has not is not added."""
+    made = report([])
+    assert list(Report.read(made).data()["recipe"].items()) == list(made["recipe"].items())
+    assert Report.read(elsewhere([], recipe={"name": "pruned elsewhere"})).data()["recipe"] == {
+        "name": "pruned elsewhere"
+    }
+
+
+# ---- other versions --------------------------------------------------------------------------------------------
+
+NEWER = {
+    "the report": lambda made: made,
+    "a site": lambda made: made["sites"][0],
+    "a linear": lambda made: made["linears"][0],
+    "a layer": lambda made: made["layers"][0],
+    "the mask": lambda made: made["mask"],
+    "the rotation": lambda made: made["rotation"],
+    "a rotation": lambda made: made["rotation"]["learned"][0],
+    "the container": lambda made: made["container"],
+    "the cost": lambda made: made["before"],
+    "the recovery": lambda made: made["recovery"],
+    "a stage": lambda made: made["stages"][0],
+}
+
+
+def everything() -> Json:
+    made = masked([linear(0)], learned(0), recovery=recovery(), layers=[layer(0)], stages=STAGES)
+    made["sites"] = [site(0)]
+    return json.loads(json.dumps(made))
+
+
+@pytest.mark.parametrize("place", NEWER.values(), ids=NEWER)
+def test_a_key_of_a_newer_version_is_kept_in_reading_and_refused_in_making(place):
+    made = everything()
+    place(made)["later"] = {"more": [1]}
+    read = Report.read(made)
+    assert place(read.data())["later"] == {"more": [1]}
+    with pytest.raises(ValidationError, match="unknown key 'later'"):
+        Report.model_validate(made)
+
+
+def test_an_older_report_has_defaults():
+    made = report([{k: site(0)[k] for k in ("block", "space", "units", "kept", "method")}])
+    for key in ("version", "torch", "transformers", "plan", "lambda_search", "recipe_digest"):
+        del made[key]
+    found = Report.read(made)
+    assert (found.version, found.torch, found.linears, found.stages, found.recovery) == (1, "?", [], [], None)
+    assert (found.sites[0].error_compensated, found.sites[0].heads) == (None, None)
+
+
+def test_another_version_of_the_format_is_not_read():
+    with pytest.raises(ValidationError, match="version"):
+        Report.read(report([], version=2))
+
+
+# ---- numbers that are none -------------------------------------------------------------------------------------
+
+NO_NUMBERS = ["0.5", True, [1.0], {}, float("nan"), float("inf"), 10**400, -1e301]
+
+
+@pytest.mark.parametrize("value", NO_NUMBERS)
+@pytest.mark.parametrize("key", ["rho2", "error_held_out", "k95", "width", "later"])
+def test_what_is_no_finite_number_is_missing(key, value):
+    assert SiteRecord.read(site(0, **{key: value})).figure(key) is None
+
+
+@pytest.mark.parametrize("value", ["0.5", [1.0], {}])
+def test_a_record_that_is_made_has_numbers(value):
+    with pytest.raises(ValidationError):
+        SiteRecord.model_validate(site(0, rho2=value, consumer=None) | {"rho2": [value]})
+
+
+@pytest.mark.parametrize(("value", "whole"), [(4, 4), (4.0, 4), (4.5, None), ("4", None), (True, None), (None, None)])
+def test_whole_numbers(value, whole):
+    assert SiteRecord.read(site(0, k95=value)).k95 == whole
+    assert Record.read({"samples": value}).amount("samples") == whole
+
+
+def test_entries_keep_their_order():
+    made = {"b": 1, "a": None, "b c": "x"}
+    assert list(Record.read(made).entries.items()) == list(made.items())
+    assert (Record.read(made).text("b c"), Record.read(made).text("b"), Record.read(made).text("gone")) == (
+        "x",
+        None,
+        None,
+    )
+
+
+TEXT = st.sampled_from(["", "block", "name", "kind", "blocks", "0.5"])
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.dictionaries(st.sampled_from(sorted(everything())), JSON_VALUES, max_size=4))
+def test_a_damaged_report_is_refused_in_one_way(changes):
+    """Whatever stands under its keys: it is read, and written again, or a validation error."""
+    try:
+        found = Report.read(everything() | changes)
+    except ValidationError:
+        return
+    found.data()
+
+
+def test_a_mask_within_its_weight():
+    with pytest.raises(ValidationError, match="more zeros than weights"):
+        MaskedLinear.model_validate(linear(0, zeros=33))
+    assert MaskedLinear.model_validate(linear(0, zeros=32)).size == 32
+
+
+def test_a_stage_of_unknown_memory():
+    assert Stage(name="rest", seconds=0.5).model_dump() == {
+        "name": "rest",
+        "seconds": 0.5,
+        "peak_bytes": None,
+        "device_peak_bytes": None,
+        "phases": {},
+    }

@@ -1,0 +1,152 @@
+"""The model card: metadata, how the output is loaded, and what was done to it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_prune.job.report import Report
+from ckpt_prune.recipe.reading import load_recipe
+from ckpt_prune.runner.card import model_card
+from tests.show.examples import Json, elsewhere, layer, report, site
+
+SHIPPED = "That is the shipped recipe of this name"
+CHANGED = f"{SHIPPED}; it was changed here, and ckpt_prune.json has it as it was used."
+CARD = """---
+library_name: transformers
+base_model: org/tiny
+base_model_relation: finetune
+license: mit
+language: [en]
+pipeline_tag: text-generation
+tags: [ckpt-prune, pruned]
+---
+
+# org/tiny, pruned by recipe corp
+
+Made by ckpt_prune 0.1.0 from `org/tiny`.
+
+```python
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("PATH")
+```
+
+## Recipe
+
+Affine. That is the shipped recipe of this name; it was changed here, and ckpt_prune.json has it as it was used.
+
+## Size
+
+|  | before | after | share |
+|---|---:|---:|---:|
+| parameters | 2.00M | 1.50M | 75.0% |
+| bytes | 8.00 MiB | 6.00 MiB | 75.0% |
+| FLOPs / 1024 tokens | 4.00B | 3.00B | 75.0% |
+
+## Units
+
+| space | units kept | error before | after | held out |
+|---|---:|---:|---:|---:|
+| mlp (columns of the MLP) | 4 of 8 | 0.5000 | 0.2500 | 0.3000 |
+
+- Errors are shares of the energy of each site's output on the calibration samples, means over blocks; they are no \
+perplexity or accuracy.
+- Compensation lowers the error on calibration samples at 1 of 1 sites.
+- Compensation lowers the error on held-out samples at 1 of 1 sites.
+
+## Origin
+
+|  |  |
+|---|---|
+| source | org/tiny |
+| fingerprint | f00d |
+| recipe | corp |
+| source of the method | CORP, eq. 7 |
+| digest of the recipe | beef |
+| calibration | target dense, statistics cafe, 128 samples, window 16, 2,048 tokens, 1 fold |
+| stored as | llama |
+| written by | ckpt_prune 0.1.0, torch 2.13.0, transformers 5.23.0 |
+
+Figures of every block are in `ckpt_prune.json`; `ckpt-prune report` draws them.
+"""
+
+
+def card(made: Json, **container: Any) -> str:
+    stored = {"model_type": "llama", "auto_class": "AutoModelForCausalLM"} | container
+    return model_card(Report.read(made | {"container": stored}))
+
+
+def test_a_card():
+    source = {"name": "org/tiny", "fingerprint": "f00d", "card": {"license": "mit", "language": ["en"]}}
+    assert card(report([site(0)], source=source)) == CARD
+
+
+def test_remote_code_is_loaded_with_this_package_or_with_trust():
+    made = card(report([site(0)]), remote_code=True, note="no slot", sentence_class="CrossEncoder")
+    assert "from `tiny`. Load it as follows: `from_pretrained` of every other class refuses it.\n" in made
+    assert "| stored as | remote code: no slot |" in made
+    assert (
+        '```python\nimport ckpt_prune  # without running the code in the folder\n\nmodel = ckpt_prune.load("PATH")\n\n'
+        "from transformers import AutoModelForCausalLM  # without ckpt_prune\n\n"
+        'model = AutoModelForCausalLM.from_pretrained("PATH", trust_remote_code=True)\n\n'
+        "from sentence_transformers import CrossEncoder  # for scores of pairs of texts\n\n"
+        'model = CrossEncoder("PATH", trust_remote_code=True)\n```'
+    ) in made
+    assert "library_name: sentence-transformers\npipeline_tag: text-ranking\n" in made
+
+
+def test_what_another_tool_pruned_has_no_recipe():
+    made = card(elsewhere([layer(0)], recipe={"name": "pruned elsewhere"}))
+    assert "# tiny, pruned elsewhere and recovered\n" in made
+    assert "## Recipe" not in made
+
+
+# ---- how a recipe differs from the shipped one -------------------------------------------------------------------
+
+
+def said(used, asked=None, name="magnitude") -> str:
+    """What the card says of the recipe after its summary."""
+    made = report([site(0)]) | {
+        "recipe": used.model_dump(mode="json", by_alias=True),
+        "recipe_digest": used.digest,
+        "asked": asked,
+    }
+    return card(made).partition(f"{load_recipe(name).summary}")[2].partition("\n")[0].strip()
+
+
+def magnitude(*changes: str, **amount):
+    return load_recipe("magnitude", changes, **amount)
+
+
+def test_another_amount_is_told():
+    assert said(magnitude()) == ""
+    assert said(magnitude(ratio=0.35)) == f"{SHIPPED}, at a ratio of 0.35."
+    own = magnitude("spaces.heads.ratio=0.25", "spaces.mlp.ratio=0.4")
+    assert said(own) == f"{SHIPPED}, at ratios of 0.25 (heads), 0.4 (mlp)."
+    assert said(load_recipe("wanda-50", ratio=0.6), name="wanda-50") == f"{SHIPPED}, at a ratio of 0.6."
+    asked = {"size": {"params": "70%"}, "digest": "0"}
+    assert said(magnitude(ratio=0.35), asked) == f"{SHIPPED}, for 70% of the parameters."
+    best = load_recipe("best", size={"bytes": "9.5GiB"})
+    assert said(best, name="best") == f"{SHIPPED}, for 9.5GiB bytes."
+
+
+def test_a_strength_that_was_searched_for_is_no_change():
+    used = load_recipe("ridge-perplexity").with_strength(10.0)
+    search = {"chosen": 10.0, "perplexity": {"10": 3.0}}
+    made = report([site(0)]) | {"recipe": used.model_dump(mode="json", by_alias=True), "recipe_digest": used.digest}
+    assert SHIPPED not in card(made | {"lambda_search": search})
+    assert CHANGED in card(made)
+
+
+@pytest.mark.parametrize("change", ["spaces.mlp.score=wanda-sp", "spaces.mlp.multiple_of=8", "container=any"])
+def test_more_than_the_amount_is_a_change(change):
+    assert said(magnitude(change)) == CHANGED
+    assert said(magnitude(change, ratio=0.35)) == CHANGED
+
+
+def test_a_recipe_of_another_name_is_not_compared(tmp_path: Path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("version: 1\nname: mine\nsummary: Mine.\nspaces: {mlp: {score: magnitude}}\n")
+    made = report([site(0)]) | {"recipe": load_recipe(str(path)).model_dump(mode="json"), "recipe_digest": "0"}
+    assert SHIPPED not in card(made)

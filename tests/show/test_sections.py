@@ -1,0 +1,567 @@
+"""What each stage says of its records, against numbers worked out by hand."""
+
+from typing import Any
+
+import pytest
+
+from ckpt_prune.job.records import MaskedLinear, SiteRecord
+from ckpt_prune.job.report import Report
+from ckpt_prune.model.descriptions import known_families, load_family, variants_of
+from ckpt_prune.runner.sections import all_sections, name_report
+from ckpt_prune.show.section import Figure, HeatMap, Section, format_figure
+from ckpt_prune.stages.show_linears import KINDS, label_of
+from ckpt_prune.stages.spaces.show import inputs_of, mean_errors, mean_held_out, relative_floor, warn_of_sites
+from tests.show.examples import Json, bare, elsewhere, kept, layer, learned, linear, masked, recovery, report, site
+
+
+def sections(made: Json) -> dict[str, Section]:
+    found = {section.title: section for section in all_sections(Report.read(made))}
+    for section in found.values():
+        titles = [figure.title for figure in section.figures]
+        assert len(set(titles)) == len(titles)
+        notes = [figure.note for figure in section.figures]
+        assert all(note.startswith(("Lower", "Higher", "Where the", "Darker is more")) for note in notes)
+    return found
+
+
+def figures(section: Section) -> dict[str, Figure]:
+    return {figure.title: figure for figure in section.figures if isinstance(figure, Figure)}
+
+
+def values(figure: Figure) -> dict[str, dict[int, float]]:
+    return {line.name: {point.place: point.value for point in line.points} for line in figure.lines}
+
+
+def texts(figure: Figure) -> dict[str, list[str]]:
+    return {line.name: [point.text for point in line.points] for line in figure.lines}
+
+
+def tables(section: Section) -> dict[str, list[list[str]]]:
+    return {table.title: [list(table.columns), *map(list, table.rows)] for table in (*section.tables, *section.details)}
+
+
+# ---- sizes and provenance ----------------------------------------------------------------------------------------
+
+
+def test_sizes_and_provenance():
+    found = sections(report([], latency=None, part="text"))
+    assert tables(found["Size"])[""] == [
+        ["", "before", "after", "share"],
+        ["parameters", "2.00M", "1.50M", "75.0%"],
+        ["bytes", "8.00 MiB", "6.00 MiB", "75.0%"],
+        ["FLOPs / 1024 tokens", "4.00B", "3.00B", "75.0%"],
+    ]
+    assert tables(found["Origin"])[""][1:] == [
+        ["source", "tiny"],
+        ["fingerprint", "f00d"],
+        ["recipe", "corp"],
+        ["source of the method", "CORP, eq. 7"],
+        ["digest of the recipe", "beef"],
+        ["calibration", "target dense, statistics cafe, 128 samples, window 16, 2,048 tokens, 1 fold"],
+        ["stored as", "vit"],
+        ["written by", "ckpt_prune 0.1.0, torch 2.13.0, transformers 5.23.0"],
+    ]
+    assert name_report(Report.read(report([], part="text"))) == "tiny, its text part pruned by recipe corp"
+
+
+@pytest.mark.parametrize("note", ["q narrower than v", "stored as llama with remote code (q narrower than v)"])
+def test_a_note_on_the_container_stands_once(note):
+    container = {"model_type": "llama", "remote_code": True, "note": note}
+    facts = dict(tables(sections(report([], container=container))["Origin"])[""][1:])
+    assert facts["stored as"] in ("remote code: q narrower than v", "llama with remote code (q narrower than v)")
+
+
+def test_calibration_of_another_kind_is_listed_by_its_keys():
+    calibration = {"target": "sequential", "samples": 1, "image_size": 224, "skipped": None, "names": ["a"]}
+    facts = dict(tables(sections(report([], calibration=calibration))["Origin"])[""][1:])
+    assert facts["calibration"] == "target sequential, 1 sample, image size 224"
+
+
+def test_seconds_of_inner_phases_stand_beside_their_phase():
+    stage = {"name": "blocks", "seconds": 12.345, "peak_bytes": 2**20, "device_peak_bytes": None}
+    stages = [stage | {"phases": {"calibration": 2.5}}, stage | {"name": "rest", "phases": {"calibration": None}}]
+    assert tables(sections(report([], stages=stages))["Origin"])["Time and memory"] == [
+        ["phase", "seconds", "of these calibration", "memory, largest so far"],
+        ["blocks", "12.3", "2.50", "1.00 MiB"],
+        ["rest", "12.3", "–", "1.00 MiB"],
+    ]
+
+
+# ---- units of spaces ---------------------------------------------------------------------------------------------
+
+
+def units(*made: Json, **changes: Any) -> Section:
+    return sections(report(list(made), **changes))["Units"]
+
+
+def heads(*errors: tuple[float, float | None], rho2: float | None = None) -> list[Json]:
+    return [
+        {"head": h, "error_uncompensated": a, "error_compensated": b, "floor": 9.0, "rho2": rho2}
+        for h, (a, b) in enumerate(errors)
+    ]
+
+
+def test_units():
+    qk = site(0, "qk", consumer=None, error_held_out=None, strength=None, effective_rank=None, k95=None, active=None)
+    found = units(site(1, kept=[0]), qk | {"heads": heads((0.5, 0.1), rho2=0.5)}, site(0, "heads", width=16), site(0))
+    assert found.sentences == [
+        "Errors are shares of the energy of each site's output (of queries and keys: of the attention logits) on the "
+        "calibration samples, means over blocks; they are no perplexity or accuracy.",
+        "Compensation lowers the error on calibration samples at 4 of 4 sites.",
+        "Compensation lowers the error on held-out samples at 3 of 3 sites.",
+    ]
+    assert tables(found)[""] == [
+        ["space", "units kept", "error before", "after", "held out"],
+        ["qk (dimensions of queries and keys)", "4 of 8", "0.5000", "0.2500", "–"],
+        ["heads (heads, or KV groups)", "4 of 8", "0.5000", "0.2500", "0.3000"],
+        ["mlp (columns of the MLP)", "1 to 4 of 8", "0.5000", "0.2500", "0.3000"],
+    ]
+    assert list(figures(found)) == [
+        "MLP: output error",
+        "Attention heads: output error",
+        "Q/K: logit error",
+        "Q/K: logit error per head",
+        "ρ²: what the kept units predict",
+        "ρ² per head",
+        "MLP: rank of the inputs",
+        "Attention heads: rank of the inputs",
+        "Active inputs",
+        "Units kept",
+    ]
+    names = ["uncompensated", "compensated", "held out", "floor", "ρ²", "effective rank", "k95", "active"]
+    assert tables(found)["Every site"][:3] == [
+        ["block", "space", "compensation", "λ", "kept", *names],
+        ["0", "Q/K", "affine", "–", "4 of 8", "0.500", "0.250", "–", "0.125", "0.750", "–", "–", "–"],
+        [
+            "0",
+            "Attention heads",
+            "affine",
+            "0.01",
+            "4 of 8",
+            *["0.500", "0.250", "0.300", "0.125", "0.750", "2", "4", "0.500"],
+        ],
+    ]
+    assert tables(found)["Every head"] == [
+        ["block", "space", "head", "uncompensated", "compensated", "floor", "ρ²"],
+        ["0", "Q/K", "0", "0.500", "0.100", "9", "0.500"],
+    ]
+
+
+def test_errors_of_a_language_model_have_a_yardstick_unless_they_hold_earlier_ones():
+    cost = report([])["before"] | {"cache": 64}
+    (first, *_) = units(site(0), before=cost).sentences
+    assert first.endswith("0.18 (heads) and 0.09 (mlp) came with 1.5 times the perplexity on a small llama.")
+    (first, *_) = units(site(0, share=0.5), before=cost).sentences
+    assert "(target drift), all that came before included; they are no perplexity or accuracy." in first
+    assert "These errors are from before recovery." in units(site(0), adapters={"modules": 1}).sentences
+
+
+def test_means_are_of_sites_with_both_errors_and_of_those_that_are_compensated():
+    made = [site(0), site(1, error_uncompensated=0.25, error_compensated=0.0), site(2, error_compensated=None), bare(3)]
+    assert mean_errors([SiteRecord.read(each) for each in made]) == (0.375, 0.125)
+    made = [site(0, error_held_out=0.5), site(1, error_held_out=0.25), site(2, error_held_out=9.0, method="none")]
+    assert mean_held_out([SiteRecord.read(each) for each in made]) == 0.375
+    assert (mean_errors([]), mean_held_out([])) == (None, None)
+
+
+def test_sites_where_compensation_fails_are_named():
+    """Those where nothing is dropped or nothing was to compensate do not count."""
+    sites = [site(b, error_compensated=0.6, error_held_out=0.5) for b in range(9)]
+    sites += [site(9), site(9, "qk", error_held_out=None), site(10, kept=list(range(8))), site(11, method="none")]
+    sites.append(site(12, error_uncompensated=0.0, error_compensated=0.0, error_held_out=0.0))
+    names = ", ".join(f"mlp of block {b}" for b in range(8))
+    assert units(*sites).sentences[1:] == [
+        f"Compensation lowers the error on calibration samples at 3 of 12 sites; not at {names} and 1 more.",
+        f"Compensation lowers the error on held-out samples at 2 of 11 sites; not at {names} and 1 more: use more "
+        "samples or a larger lambda.",
+    ]
+
+
+def test_solves_that_stopped_short_are_told():
+    made = [SiteRecord.read(site(block, residual=value)) for block, value in enumerate((1e-6, 2e-6, None))]
+    assert list(warn_of_sites(made)) == [
+        "The logits of block 1 are not solved to the end (relative residual 2e-06): use more samples or a larger "
+        "lambda."
+    ]
+
+
+def test_without_figures_the_way_to_them_is_told():
+    found = units(bare(0))
+    assert (found.figures, tables(found)["Every site"]) == (
+        [],
+        [["block", "space", "compensation", "λ", "kept"], ["0", "MLP", "none", "–", "4 of 8"]],
+    )
+    (sentence,) = found.explanations
+    assert sentence.startswith("Nothing was measured per layer: errors and diagnostics need statistics with Grams")
+
+
+def test_errors_are_relative_the_floor_too():
+    found = figures(units(site(0), site(1, error_uncompensated=0.2, floor=3.0, j0=6.0), site(2, error_held_out=None)))
+    assert values(found["MLP: output error"]) == {
+        "uncompensated": {0: 0.5, 1: 0.2, 2: 0.5},
+        "compensated": {0: 0.25, 1: 0.25, 2: 0.25},
+        "held out": {0: 0.3, 1: 0.3},
+        "floor": {0: pytest.approx(0.125), 1: pytest.approx(0.1), 2: pytest.approx(0.125)},
+    }
+    assert found["MLP: output error"].unit == "share of output energy"
+
+
+@pytest.mark.parametrize(
+    ("changes", "floor"),
+    [
+        ({"floor": 0.0, "j0": 0.0, "error_uncompensated": 0.0}, 0.0),
+        ({"floor": 1.0, "j0": 0.0}, None),
+        ({"floor": None}, None),
+        ({"j0": None}, None),
+        ({"error_uncompensated": None}, None),
+    ],
+)
+def test_a_floor_that_is_relative_to_nothing(changes, floor):
+    assert relative_floor(SiteRecord.read(site(0, **changes))) == floor
+
+
+@pytest.mark.parametrize(
+    ("made", "inputs"),
+    [
+        *[(site(0), 8), (site(0, width=12), 12), (site(0, width=0), 8)],
+        *[(site(0, "heads"), None), (site(0, "heads", width=16), 16), (site(0, "heads", width=-4), None)],
+    ],
+)
+def test_inputs_of_the_consumer(made, inputs):
+    assert inputs_of(SiteRecord.read(made)) == inputs
+
+
+def test_heads_are_drawn_as_a_mean_and_a_spread():
+    found = units(site(2, "qk", heads=heads((0.5, 0.1), (0.2, None), (0.8, 0.2))))
+    before, after = (line.points[0] for line in figures(found)["Q/K: logit error per head"].lines)
+    assert (before.place, before.value, before.low, before.high) == (2, pytest.approx(0.5), 0.2, 0.8)
+    assert before.text == "mean 0.500, from 0.200 (head 1) to 0.800 (head 2)"
+    assert after.text == "mean 0.150, from 0.100 (head 0) to 0.200 (head 2)"
+
+
+def test_ranks_are_shares_of_the_width():
+    found = figures(units(site(0), site(0, "heads", effective_rank=3.0, k95=6, width=12), site(0, "queries")))
+    assert values(found["MLP: rank of the inputs"]) == {"effective rank": {0: 0.25}, "k95": {0: 0.5}}
+    assert values(found["Attention heads: rank of the inputs"]) == {"effective rank": {0: 0.25}, "k95": {0: 0.5}}
+    assert "Query heads in groups: rank of the inputs" not in found
+
+
+def test_units_are_drawn_if_blocks_differ():
+    assert "Units kept" not in figures(units(site(0), site(1), site(0, "heads", kept=[1])))
+    found = figures(units(site(0), site(1, kept=[0, 1]), site(0, "heads", kept=[1])))
+    assert values(found["Units kept"]) == {"MLP": {0: 0.5, 1: 0.25}, "Attention heads": {0: 0.125}}
+
+
+def test_a_space_of_a_later_version_is_shown_by_its_name():
+    assert "experts: output error" in figures(units(site(0, "experts")))
+
+
+@pytest.mark.parametrize("value", ["0.5", True, [1.0], float("nan"), float("inf"), 10**400])
+def test_what_is_no_finite_number_is_missing(value):
+    found = figures(units(site(0, rho2=value), site(1)))
+    assert values(found["ρ²: what the kept units predict"]) == {"MLP": {1: 0.75}}
+
+
+def test_errors_on_other_samples():
+    shift = {"test": 0.4, "uncompensated": 0.6, "covariances": 0.3, "freedom": 12.5}
+    found = units(site(0, shift=shift), site(1))
+    assert values(figures(found)["MLP: output error on other samples"]) == {
+        "uncompensated": {0: 0.6},
+        "compensated": {0: 0.4},
+        "compensated, calibration": {0: 0.25},
+    }
+    assert tables(found)["Every site on other samples"] == [
+        ["block", "space", "uncompensated", "compensated", "|Σ − Σ′| / |Σ|", "degrees of freedom"],
+        ["0", "MLP", "0.600", "0.400", "0.300", "12.5"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("perplexity", "points"),
+    [
+        ({"100": 9.0, "1": 5.0, "0.01": 6.0, "1e+06": None}, {-2: 6.0, 0: 5.0, 2: 9.0}),
+        ({"1": 5.0}, None),
+        ({"1": 5.0, "3": 4.0}, None),
+    ],
+)
+def test_perplexity_is_drawn_over_powers_of_ten(perplexity, points):
+    found = units(site(0), lambda_search={"chosen": 1.0, "perplexity": perplexity})
+    assert "Lambda 1 has the least calibration perplexity of those that were tried." in found.sentences
+    figure = figures(found).get("Perplexity over λ")
+    assert (None if figure is None else values(figure)["calibration text"]) == points
+    assert figure is None or texts(figure)["calibration text"][1] == "5 (chosen)"
+
+
+# ---- masks, factors and rotations ----------------------------------------------------------------------------------
+
+
+def test_a_mask():
+    linears = [linear(b, m) for b in (1, 0) for m in ("self_attn.q_proj", "mlp.down_proj")]
+    linears[1] |= {"rows": 2000, "columns": 500, "zeros": 500_003, "error": 0.5, "damp": 0.1}
+    found = sections(masked(linears))["Mask"]
+    assert found.sentences == [
+        "Masked by sparsegpt 2:4: 50.00% zeros in 4 linear weights of 1.00M parameters.",
+        "The error of their outputs on the calibration samples is 0.312 on average, 0.500 at most (down of block 1).",
+        "1 of 4 Hessians were singular with damping 0.01 and took up to 0.1: use more samples (down of block 1).",
+    ]
+    assert [explanation[:24] for explanation in found.explanations] == [
+        "The tensors keep their d",
+        "For 2:4 torch.sparse.to_",
+    ]
+    assert values(figures(found)["Output error of the linears"]) == {"q": {0: 0.25, 1: 0.25}, "down": {0: 0.25, 1: 0.5}}
+    rows = tables(found)["Every linear"]
+    assert rows[0] == ["block", "linear", "weight", "shape", "zeros", "share", "error", "damping", "dead inputs"]
+    assert rows[4][:5] == ["1", "down", "model.layers.1.mlp.down_proj.weight", "2,000 × 500", "500,003"]
+
+
+@pytest.mark.parametrize(
+    ("method", "why"),
+    [
+        ("magnitude", "a magnitude mask looks at no calibration data"),
+        ("wanda", "it needs --diagnostics and the Grams of their inputs"),
+    ],
+)
+def test_a_mask_without_errors(method, why):
+    made = linear(0, error=None, damp=None, dead=None, zeros=0)
+    mask = {"method": method, "pattern": "unstructured"}
+    found = sections(masked([made], mask=mask))["Mask"]
+    assert found.sentences == [f"Masked by {method}: 0.00% zeros in 1 linear weight of 32 parameters."]
+    assert found.explanations == [f"The error of their outputs was not measured: {why}."]
+    assert found.figures == []
+    assert tables(found)["Every linear"][0] == ["block", "linear", "weight", "shape", "zeros", "share"]
+
+
+def test_shares_of_zeros():
+    shares = {"ratios": [0.25, 0.5], "kept": [2, 3]}
+    mask = {"method": "wanda", "pattern": "2:4", "allocation": "owl", "shares": shares}
+    assert sections(masked([linear(0)], mask=mask))["Mask"].sentences[1] == (
+        "Zeros are shared out over blocks by owl: 2 to 3 of 4 weights kept."
+    )
+    mask |= {"pattern": "unstructured", "shares": {"ratios": [0.25, 0.5]}}
+    assert sections(masked([linear(0)], mask=mask))["Mask"].sentences[1] == (
+        "Zeros are shared out over blocks by owl: 25.0% to 50.0% zeros."
+    )
+
+
+def test_the_order_of_kinds_does_not_depend_on_the_report():
+    modules = [f"mlp.{name}_proj" for name in ("down", "up", "gate")] + [f"self_attn.{n}_proj" for n in "ovkq"]
+    figure = figures(sections(masked([linear(0, m) for m in [*modules, "mixer"]]))["Mask"])[
+        "Output error of the linears"
+    ]
+    assert list(values(figure)) == [*KINDS, "mixer"]
+
+
+@pytest.mark.parametrize(
+    ("weight", "kind"),
+    [
+        ("model.layers.11.self_attn.v_proj.weight", "self_attn.v_proj"),
+        ("model.layers.11.mlp.experts.11.up_proj.weight", "mlp.experts.11.up_proj"),
+        ("model.layers.1.self_attn.v_proj.weight", "model.layers.1.self_attn.v_proj"),
+        ("", ""),
+    ],
+)
+def test_a_linear_without_a_kind_has_the_name_of_its_module(weight, kind):
+    """In reports of before there was one."""
+    assert label_of(MaskedLinear.read(linear(11, weight=weight, kind=None))) == kind
+    assert label_of(MaskedLinear.read(linear(11, weight=weight, kind="gate"))) == "gate"
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"), [(name, variant) for name in known_families() for variant in (None, *variants_of(name))]
+)
+def test_every_linear_of_every_family_has_a_kind_of_its_own(name, variant):
+    family = load_family(name, variant)
+    assert set(family.labels) == set(family.linears)
+    shared = {module for name, space in family.consumers.items() if name == "shared" for module in space.modules}
+    found = [label for module, label in family.labels.items() if module not in shared]
+    assert set(found) <= set(KINDS)
+    assert len(set(found)) == len(found)
+    attention = family.attention
+    apart = "qkvo" if len({attention.query, attention.key, attention.value}) == 3 else "qo"
+    assert set("" if attention.latent else apart) <= set(found)
+
+
+def test_factored_linears():
+    made = {"block": 0, "weight": "w", "kind": "q", "rows": 8, "columns": 8, "rank": 2, "error": 0.25, "change": 0.5}
+    found = sections(report([], factored=[made, made | {"block": 1, "rank": 3, "error": 0.5}]))["Low rank"]
+    assert found.sentences == [
+        "2 linear modules became the product of two, of ranks 2 to 3: 80 of the 128 parameters of their weights are "
+        "left (62.5%).",
+        "The error of their outputs on the calibration samples is 0.375 on average, 0.500 at most (q of block 1).",
+    ]
+    assert list(figures(found)) == ["Output error of the factored linears", "Parameters of the factors"]
+    assert tables(found)["Every linear"][1] == ["0", "q", "w", "8 × 8", "2", "50.0%", "0.250", "0.500"]
+
+
+def test_rotations_of_every_block():
+    curves = [{"curve": [[0, 10], [1, 8], [2, 6]]}, {"curve": [[0, 10], [1, 9]]}]
+    rotations = [learned(1, 50.0, 20.0, 15) | curves[0], learned(0, 50.0, 40.0, 1) | curves[1]]
+    found = sections(masked([linear(0)], *rotations))["Rotation"]
+    assert found.sentences == [
+        "Entropy of the wanda importance of weights: 100 nats before rotation per-layer, 60 nats after (-40.0%), in 1 "
+        "to 15 steps per block."
+    ]
+    assert "takes remote code" in found.explanations[0]
+    entropy, steps = figures(found).values()
+    assert texts(entropy) == {"before rotation": ["50", "50"], "after rotation": ["40, 1 step", "20, 15 steps"]}
+    (line,) = steps.lines  # of those steps that every block took, as a share of the beginning
+    assert [(point.place, point.value, point.low, point.high) for point in line.points] == [
+        (0, 1.0, 1.0, 1.0),
+        (1, pytest.approx(0.85), 0.8, 0.9),
+    ]
+    assert tables(found)["Every rotation"][1:] == [["0", "50", "40", "-20.0%", "1"], ["1", "50", "20", "-60.0%", "15"]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"), [("shared", "all blocks share one basis"), ("values", "the values of every head turn")]
+)
+def test_rotations_that_are_folded_away(kind, what):
+    found = sections(masked([linear(0)], learned(None, 100.0, 80.0, 1), kind=kind))["Rotation"]
+    assert found.sentences[0].endswith("80 nats after (-20.0%), in 1 step.")
+    assert found.explanations[0].startswith(f"Rotation {kind}: {what}")
+    assert found.explanations[0].endswith("absorbed by the weights and adds no computation at run time.")
+    assert found.figures == []
+
+
+def test_entropies_that_are_not_known_are_not_summed():
+    nothing = {"block": 1, "entropy_before": 0.0, "entropy_after": 0.0}
+    found = sections(masked([linear(0)], learned(0), nothing, {"block": 2}))["Rotation"]
+    assert found.sentences == []
+    assert tables(found)["Every rotation"][2:] == [["1", "0", "0", "–", "–"], ["2", "–", "–", "–", "–"]]
+    (sentence,) = sections(masked([linear(0)], nothing))["Rotation"].sentences
+    assert sentence.endswith("0 nats before rotation per-layer, 0 nats after.")
+
+
+def test_a_map_of_the_importance():
+    cells = {"weight": "o.weight", "rows": 4, "columns": 2, "before": [[1.0, 0.5]], "after": [[0.0, 4.0]]}
+    held = {"largest_before": 0.0123, "largest_after": 0.4}
+    (heat_map,) = (
+        figure
+        for figure in sections(masked([linear(0)], learned(0) | {"map": cells | held}))["Rotation"].figures
+        if isinstance(figure, HeatMap)
+    )
+    assert heat_map.note == (
+        "Darker is more: means over cells of its 4 rows and 2 columns, from 0.500 to 4 times the mean, log scale. "
+        "before rotation: the largest hundredth holds 1.2%; after: the largest hundredth holds 40.0%."
+    )
+    assert heat_map.panels == {"before": [[1.0, 0.5]], "after": [[0.0, 4.0]]}
+
+
+# ---- recovery ------------------------------------------------------------------------------------------------------
+
+
+def recovered(*layers: Json, **changes: Any) -> Section:
+    return sections(elsewhere(list(layers), recovery=recovery(**changes)))["Recovery"]
+
+
+def test_recovery_of_blocks():
+    layers = [layer(1, mse_after=0.05, cka_after=0.9375, curve=[0.4, 0.1]), layer(0, curve=[0.2, 0.1])]
+    layers.append(kept(2, mse_after=0.5, cka_after=0.75, epochs=4))
+    found = recovered(*layers)
+    assert found.sentences == [
+        "2 of 3 blocks have new weights, trained towards the hidden states of dense; zeros stay zero.",
+        "Hidden states on 13 held-out samples, mean over blocks, before -> after: mean squared error 0.5 -> 0.2667, "
+        "linear CKA 0.75 -> 0.8542.",
+        "No epoch was better than the old weights in 1 block (2), with lr 0.001 and less: use more samples or epochs.",
+    ]
+    assert found.explanations == [
+        "Recovered with LaCo: Layer-wise Compensation for Pruned Large Language Models, ACL 2026 long.1342: the "
+        "weights that pruning left were trained, block by block after pruning, on 128 windows of 256 tokens, 13 "
+        "of them held out, up to 10 epochs at a learning rate of 0.001."
+    ]
+    assert values(figures(found)["Error of the hidden states"])["after recovery"] == {0: 0.25, 1: 0.05, 2: 0.5}
+    assert texts(figures(found)["Linear CKA of the hidden states"])["after recovery"] == [
+        *("0.875", "0.938", "0.750, old weights kept")
+    ]
+    (line,) = figures(found)["Error over epochs"].lines
+    assert [point.value for point in line.points] == pytest.approx([1.0, 0.375])
+    assert tables(found)["Every block"][1:] == [
+        ["0", "weights of epoch 9", "10", "0.500", "0.400", "0.250", "0.750", "0.875"],
+        ["1", "weights of epoch 9", "10", "0.500", "0.400", "0.0500", "0.750", "0.938"],
+        ["2", "old weights kept", "4", "0.500", "0.400", "0.500", "0.750", "0.750"],
+    ]
+
+
+def test_recovery_of_a_part():
+    made = recovery(on_the_fly=True, data={"modality": "image", "samples": 64, "held_out": 6}, earlier=None)
+    made["settings"] |= {"only": "mlp", "layers": "2:5"}
+    made["earlier"] = {"recovery": recovery(), "layers": [layer(0)]}
+    found = sections(elsewhere([layer(0)], recovery=made))["Recovery"].explanations
+    assert "the MLP weights that pruning left of layers 2:5 were trained, each block right after it" in found[0]
+    assert "on 64 images, 6 of them held out" in found[0]
+    assert found[1] == "It had been recovered before; that record is in ckpt_prune.json as recovery.earlier."
+
+
+def test_blocks_to_warn_of():
+    layers = [kept(0, epochs=4), kept(1, epochs=0), kept(2, diverged=True), layer(3, diverged=True, mse_after=None)]
+    assert [sentence[:40] for sentence in recovered(*layers, layer(4, mse_after=0.75)).sentences[2:]] == [
+        "The hidden states after block 3 are not ",
+        "No epoch was better than the old weights",
+        "After the last block the squared error i",
+        "Training diverged in 2 blocks (2, 3) and",
+    ]
+    assert len(recovered(layer(0, mse_before=None, mse_after=0.75)).sentences) == 2
+
+
+@pytest.mark.parametrize("nothing", [None, float("nan"), float("inf")])
+def test_means_are_of_the_blocks_with_both_figures(nothing):
+    sentences = recovered(layer(0, mse_after=nothing, cka_before=nothing), layer(1, cka_after=nothing)).sentences
+    assert sentences[1].endswith("before -> after: mean squared error 0.5 -> 0.25 (1 block).")
+    empty = dict.fromkeys(("mse_before", "mse_start", "mse_after", "cka_before", "cka_after"), nothing)
+    found = recovered(kept(0, **empty))
+    assert (found.figures, len(found.sentences)) == ([], 3)
+    assert tables(found)["Every block"][1] == ["0", "old weights kept", "10"]
+
+
+def test_perplexity_over_recovered_blocks():
+    curve = [{"blocks": b, "perplexity": p} for b, p in ((4, 10.0), (0, 50.0), (1, None), (2, 20.5))]
+    found = recovered(*(layer(b) for b in range(4)), perplexity_after=curve)
+    assert found.sentences[-1] == (
+        "Perplexity on held-out windows of 256 tokens: 50.000 with 0, inf with 1, 20.500 with 2, 10.000 with 4 of 4 "
+        "blocks recovered."
+    )
+    figure = figures(found)["Perplexity over recovered blocks"]
+    assert values(figure) == {"perplexity": {0: 50.0, 2: 20.5, 4: 10.0}}
+    assert (figure.across, figure.joined) == ("blocks recovered", True)
+    assert tables(found)["Every perplexity"][1:] == [["0", "50"], ["1", "–"], ["2", "20.5"], ["4", "10"]]
+
+
+def test_what_another_tool_pruned():
+    made = elsewhere([layer(0)])
+    found = sections(made)
+    assert name_report(Report.read(made)) == "tiny, pruned elsewhere and recovered"
+    assert list(found) == ["Recipe", "Size", "Recovery", "Origin"]
+    assert [row[0] for row in tables(found["Origin"])[""][1:]] == [
+        *("source", "fingerprint", "recipe", "digest of the recipe", "recovered against", "recovery data"),
+        *("recovery settings", "stored as", "written by"),
+    ]
+
+
+# ---- every report --------------------------------------------------------------------------------------------------
+
+
+def test_an_older_report_says_the_same():
+    """It has neither the keys nor anything under them."""
+    made = report([site(0), site(1, "heads")])
+    later = {"mask": None, "rotation": None, "linears": [], "recovery": None, "layers": []}
+    assert sections(made) == sections(made | later)
+
+
+def test_the_order_of_records_does_not_matter():
+    made = masked(
+        [linear(b, error=0.1 * b) for b in range(4)], layers=[layer(b) for b in range(4)], recovery=recovery()
+    )
+    made["sites"] = [site(b, error_compensated=0.1 * b) for b in range(4)]
+    turned = made | {key: made[key][::-1] for key in ("sites", "linears", "layers")}
+    assert sections(turned) == sections(made)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        *[(0.0, "0"), (4.0, "4"), (1536.0, "1,536"), (0.25, "0.250"), (0.123456, "0.123"), (186.4, "186")],
+        *[(float("inf"), "inf"), (12.34, "12.3"), (0.0001, "0.000100"), (0.0000123, "1.23e-05"), (2e9, "2.00e+09")],
+    ],
+)
+def test_numbers_have_three_digits(value, text):
+    assert format_figure(value) == text
