@@ -88,7 +88,15 @@ OUTPUT_KIND = FolderKind(
     REPORT,
     "an output of this tool",
     # Older reports do not list these, which come with every output.
-    frozenset({"README.md", "model.safetensors.index.json", "modeling_pruned.py", f"{GRAPH_FOLDER}{EXPORT_ERROR}"}),
+    frozenset(
+        {
+            "README.md",
+            "model.safetensors.index.json",
+            "modeling_pruned.py",
+            "mlx_pruned.py",
+            f"{GRAPH_FOLDER}{EXPORT_ERROR}",
+        }
+    ),
     _find_graph_folder,
 )
 """Written by `prune` and `recover`."""

@@ -17,7 +17,7 @@ from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.report import Report
 from ckpt_prune.job.run import Announce, Run
 from ckpt_prune.model.composites import merge_part_config
-from ckpt_prune.model.containers.remote import REMOTE_MODULE
+from ckpt_prune.model.containers.remote import MLX_FAMILIES, MLX_KEY, MLX_MODULE, REMOTE_MODULE
 from ckpt_prune.model.containers.side_files import carried_files, find_side_files, top_names
 from ckpt_prune.modeling_pruned import REFUSAL, WEIGHTS_KEY
 from ckpt_prune.runner.card import model_card
@@ -50,12 +50,15 @@ def publish(prepared: Prepared, records: Mapping[str, Sequence[Any]], run: Run) 
         config, remote = output.container.config, output.container.remote_class is not None
         if source.within is not None:
             config = merge_part_config(source, config)
+        modules = []
         if remote:
-            config = config | {WEIGHTS_KEY: REFUSAL}
+            config, modules = config | {WEIGHTS_KEY: REFUSAL}, [REMOTE_MODULE]
+            if source.within is None and config["model_type"] in MLX_FAMILIES:
+                config, modules = config | {MLX_KEY: f"{MLX_MODULE}.py"}, [REMOTE_MODULE, MLX_MODULE]
         writer.write_json(CONFIG, config)
-        if remote:
-            code = files("ckpt_prune") / f"{REMOTE_MODULE}.py"
-            writer.write_text(f"{REMOTE_MODULE}.py", code.read_text(encoding="utf-8"))
+        for module in modules:
+            code = files("ckpt_prune") / f"{module}.py"
+            writer.write_text(code.name, code.read_text(encoding="utf-8"))
         for name in output.copied:
             writer.copy(source.path / name)
         for name, path in carried_files(source).items():
@@ -100,6 +103,6 @@ def replace_record(out: Path, report: Report) -> None:
 
 def wanted_names(source: Checkpoint, recipe: Recipe) -> WantedNames:
     """Return the names that an output will have at its top, as far as they are known."""
-    made = {*source.files, CONFIG, form_of(recipe).kind.record, _CARD, f"{REMOTE_MODULE}.py"}
+    made = {*source.files, CONFIG, form_of(recipe).kind.record, _CARD, f"{REMOTE_MODULE}.py", f"{MLX_MODULE}.py"}
     made |= {name for stage in stages_of(recipe) for name in stage.writes}
     return top_names(find_side_files(source.path)) | WEIGHT_NAMES | dict.fromkeys(made)

@@ -26,7 +26,7 @@ from ckpt_prune.measure.samples.text import load_tokenizer
 from ckpt_prune.model.composites import composite_names, extract_part, known_composites, load_composite
 from ckpt_prune.model.containers.checking import check_shapes
 from ckpt_prune.model.containers.container import stored_container
-from ckpt_prune.model.containers.remote import REMOTE_MODULE, remote_class
+from ckpt_prune.model.containers.remote import MLX_MODULE, REMOTE_MODULE, remote_class
 from ckpt_prune.model.descriptions import OUTSIDE_KEY, read_description
 from ckpt_prune.model.matching import match_family
 from ckpt_prune.model.skeleton import quiet_transformers
@@ -215,13 +215,16 @@ def _check_digests(folder: Path, report: Report | None) -> tuple[bool | None, st
         return False, f"{changed[0]} changed since it was written{more}"
     unknown = sorted({*(report.side_files or ())} - {*report.files, REPORT, _CARD})
     former = f"; a former version took no digest of {unknown[0]} and what else is no tensor" if unknown else ""
-    code, author = folder / f"{REMOTE_MODULE}.py", ""
-    if report.container.remote_code and code.is_file():
-        author = f", {code.name} by ckpt_prune {report.ckpt_prune}"
-        if code.read_bytes() == (files("ckpt_prune") / code.name).read_bytes():
-            author = f", {code.name} is this package's"
+    author = ""
+    for code, runtime in ((f"{REMOTE_MODULE}.py", "transformers"), (f"{MLX_MODULE}.py", "MLX-LM")):
+        if not report.container.remote_code or not (folder / code).is_file():
+            continue
+        if (folder / code).read_bytes() == (files("ckpt_prune") / code).read_bytes():
+            author += f", {code} is this package's"
         elif report.ckpt_prune == __version__:
-            return False, f"{code.name} is not this package's, and transformers would run it with trust_remote_code"
+            return False, f"{code} is not this package's, and {runtime} would run it with trust_remote_code"
+        else:
+            author += f", {code} by ckpt_prune {report.ckpt_prune}"
     return True, f"{len(report.files)} file(s) as written{author}{former}"
 
 

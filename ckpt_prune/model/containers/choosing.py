@@ -16,7 +16,7 @@ from transformers import AutoConfig
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.blocks import block_facts, module_paths
 from ckpt_prune.model.containers.container import Container, Ranks, Widths
-from ckpt_prune.model.containers.remote import BLOCKS_KEY, RANKS_KEY, REMOTE_MODULE
+from ckpt_prune.model.containers.remote import BLOCKS_KEY, MLX_KEY, RANKS_KEY, REMOTE_MODULE
 from ckpt_prune.model.descriptions import load_family
 from ckpt_prune.model.family import REMOTE_PREFIX, Family
 from ckpt_prune.model.model import Model
@@ -366,6 +366,7 @@ def _build(candidate: Family, output: _Output, *, remote: bool, reasons: list[st
     values = copy.deepcopy(model.checkpoint.config) if is_same else _relabel(candidate, model)
     # Remote code of the source, if any, is not used and does not travel.
     values.pop("auto_map", None)
+    values.pop(MLX_KEY, None)
     # Remote code reads the width of a multiple under a key that the stock class does not know.
     multiples = {name: model.units(name) for name, each in family.spaces.items() if each.units in family.multiples}
     has_own_keys = remote or not any(space.fixed for space in family.spaces.values())
@@ -388,8 +389,8 @@ def _build(candidate: Family, output: _Output, *, remote: bool, reasons: list[st
     values["architectures"] = [remote_class]
     values["auto_map"] = {candidate.auto_class: f"{REMOTE_MODULE}.{remote_class}"}
     base = candidate.class_of("AutoModel")
-    if family.used_for == "sentence-similarity" and base is not None:
-        # sentence-transformers loads the base model, also of a class with a head.
+    if base is not None:
+        # vLLM, sentence-transformers and feature extraction load the base model.
         values["auto_map"]["AutoModel"] = f"{REMOTE_MODULE}.{REMOTE_PREFIX}{base}"
     values[BLOCKS_KEY] = block_facts(candidate, model.dimension)
     slotless = _slotless(candidate, output)

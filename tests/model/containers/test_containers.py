@@ -165,7 +165,10 @@ def test_uneven_widths_need_consent_and_remote_code():
     container = choose("mistral", raw, widths=UNEVEN, per_layer=True)
     assert container.remote_class == "PrunedMistralForCausalLM"
     assert container.config["architectures"] == ["PrunedMistralForCausalLM"]
-    assert container.config["auto_map"] == {"AutoModelForCausalLM": "modeling_pruned.PrunedMistralForCausalLM"}
+    assert container.config["auto_map"] == {
+        "AutoModelForCausalLM": "modeling_pruned.PrunedMistralForCausalLM",
+        "AutoModel": "modeling_pruned.PrunedMistralModel",
+    }
     assert container.config["per_layer_config"] == {
         "1": {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 20}
     }
