@@ -4,7 +4,7 @@ A file may come from another version, or be damaged. When one is read, unknown k
 a number and is not one counts as missing. Anything else that does not fit is an error that names its place.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import (
@@ -94,8 +94,9 @@ class FixedRecord(Record):
 
     @model_validator(mode="after")
     def _refuse_unknown(self, info: ValidationInfo) -> Self:
-        if self.model_extra and info.context != _READING:
-            raise ValueError(f"unknown key {next(iter(self.model_extra))!r}")
+        unknown = [key for key in self.entries if key not in self.more_keys()]
+        if unknown and info.context != _READING:
+            raise ValueError(f"unknown key {unknown[0]!r}")
         return self
 
     @model_serializer(mode="wrap")
@@ -104,3 +105,8 @@ class FixedRecord(Record):
         if self.as_given:
             values = {key: value for key, value in values.items() if key in self.model_fields_set}
         return {key: value for key, value in values.items() if key not in self.optional or value not in _ABSENT}
+
+    @classmethod
+    def more_keys(cls) -> Collection[str]:
+        """Return keys that the class does not declare and that are known all the same."""
+        return ()

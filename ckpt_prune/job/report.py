@@ -4,6 +4,7 @@ Files of every version with version number 1 are read: keys that are absent have
 Nothing here needs torch.
 """
 
+from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
@@ -356,6 +357,11 @@ class Report(FixedRecord):
     files: dict[str, str] = Field(default_factory=dict)
     side_files: list[str] | None = None
     job: str | None = None
+
+    @classmethod
+    def more_keys(cls) -> Collection[str]:
+        """Return the keys of stages: a stage without a field of its own here has its records under its key."""
+        return {kind.key for kind in Recipe.full.kinds}
 
     def __repr_args__(self) -> list[tuple[str | None, Any]]:
         """What is worth a glance."""

@@ -212,9 +212,7 @@ def _explain(error: Any, path: Path, lines: Lines) -> str:
     if line != 0 and any(lines[each] == 0 and each[: len(keys)] == keys for each in lines):
         where += ", with --set"  # keys that do not go together, one of them set
     key = ".".join(keys)
-    if error["type"] in {"extra_forbidden", "literal_error"} and (
-        error["type"] == "extra_forbidden" or error["loc"][-1] == "[key]"
-    ):
+    if error["type"] == "extra_forbidden" or error["loc"][-1:] == ("[key]",):
         allowed = _allowed_keys(loc)
         near = difflib.get_close_matches(keys[-1], allowed, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""

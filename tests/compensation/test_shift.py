@@ -59,9 +59,9 @@ def test_degrees_of_freedom(strength):
     expected = {"none": 0, "bias": 5, "rotation": 10, "rotation-scale": 11, "centred-rotation": 15, "least-squares": 25}
     plain, centred = (oracle.freedom(site.inputs.numpy(), 5, strength, each) for each in (False, True))
     expected |= {"ridge": plain, "affine": centred, "grail": plain}
-    for method in METHODS.values():
-        found = degrees_of_freedom(method, 5, site.moments, site.kept, strength)
-        assert found == pytest.approx(expected[method.name], rel=1e-9)
+    for name, freedom in expected.items():
+        found = degrees_of_freedom(METHODS[name], 5, site.moments, site.kept, strength)
+        assert found == pytest.approx(freedom, rel=1e-9)
     assert (plain, centred) == (15, 20) if strength == 0 else plain < 15
 
 
