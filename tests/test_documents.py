@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
-from ckpt_prune.model.descriptions import known_families
 from ckpt_prune.recipe.reading import json_schema, load_recipe
 from ckpt_prune.recipe.shipped import shipped_recipes
+from tools import families
 from tools.lowest import constraints
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -21,7 +21,7 @@ PACKAGE = ROOT / "ckpt_prune"
 RECIPES = ROOT / "recipes" / "README.md"
 DOCUMENTS = sorted(
     path.relative_to(ROOT).as_posix()
-    for path in (ROOT / "README.md", RECIPES, *ROOT.glob("tools/*.md"), *PACKAGE.rglob("README.md"))
+    for path in (ROOT / "README.md", RECIPES, *ROOT.glob("tools/*.md"), *PACKAGE.rglob("README.md"), families.PAGE)
 )
 LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
 CITED = re.compile(r"([\w/]+)/README\.md(?:, sections? (\d+)(?: and (\d+))?)?")
@@ -63,10 +63,9 @@ def test_links_lead_to_files_and_headings_that_exist(name: str):
     assert list(dangling(ROOT / name)) == []
 
 
-def test_the_front_page_names_every_family_and_no_other() -> None:
-    (said,) = re.findall(r"^Families: (.+?)\. ", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-    plain = re.sub(r"\([^)]*\)|, each with or without.*", "", " ".join(said.split()))
-    assert sorted(re.split(r"[;,\s]+(?:and )?", plain.replace(" and ", ", ").strip())) == list(known_families())
+def test_the_page_of_families_is_that_of_the_descriptions() -> None:
+    """`python tools/families.py` writes it."""
+    assert families.PAGE.read_text(encoding="utf-8") == families.page()
 
 
 def test_links_that_lead_nowhere_are_noticed(tmp_path: Path):
