@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
+from ckpt_prune.model import family_keys
+from ckpt_prune.model.family import Family
+from ckpt_prune.model.spaces import ConsumerSpace, Incidence, RotarySpace, Space, StrictModel
 from ckpt_prune.recipe.reading import json_schema, load_recipe
 from ckpt_prune.recipe.shipped import shipped_recipes
 from tools import families
@@ -66,6 +69,18 @@ def test_links_lead_to_files_and_headings_that_exist(name: str):
 def test_the_page_of_families_is_that_of_the_descriptions() -> None:
     """`python tools/families.py` writes it."""
     assert families.PAGE.read_text(encoding="utf-8") == families.page()
+
+
+def test_every_key_of_a_description_is_explained() -> None:
+    text = (families.ROOM / "README.md").read_text(encoding="utf-8")
+    added = {"architecture", "used_for", "variant", "prefixed", "outside", "angles"}
+    models = (Family, *family_keys_models(), *(Space, ConsumerSpace, RotarySpace, Incidence))
+    keys = {key for model in models for key in model.model_fields} - added
+    assert [key for key in sorted(keys) if f"`{key}`" not in text] == []
+
+
+def family_keys_models() -> list[type[StrictModel]]:
+    return [each for each in vars(family_keys).values() if isinstance(each, type) and issubclass(each, StrictModel)]
 
 
 def test_links_that_lead_nowhere_are_noticed(tmp_path: Path):
