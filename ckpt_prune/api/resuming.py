@@ -30,4 +30,4 @@ def _holds(left: Path) -> bool:
         journal = Journal.read(left)
     except ValueError:  # a kill before its first journal
         return False
-    return bool(journal.units) or journal.complete
+    return bool(journal.entries) or journal.complete

@@ -13,7 +13,7 @@ from ckpt_prune.common.errors import UserError
 # Hidden and unlike any published file: it is removed only after the swap, so that a kill there costs nothing.
 JOURNAL = ".ckpt_prune_journal.json"
 _FRESH = f"{JOURNAL}.tmp"
-_VERSION = 2
+_VERSION = 3
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Journal:
         resumable: whether another run can continue it.
         layout: digest of the output's files, tensors and shapes; None until they are known.
         complete: whether only the swap of folders is left to do.
-        units: finished entries, each with the names of its tensors.
+        entries: finished entries, each with the names of its tensors.
         notes: JSON that was noted with an entry.
     """
 
@@ -36,7 +36,7 @@ class Journal:
     resumable: bool = True
     layout: str | None = None
     complete: bool = False
-    units: dict[str, list[str]] = field(default_factory=dict)
+    entries: dict[str, list[str]] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -53,17 +53,17 @@ class Journal:
                 bool(values["resumable"]),
                 values["layout"],
                 bool(values["complete"]),
-                dict(values["units"]),
+                dict(values["entries"]),
                 dict(values["notes"]),
             )
         except (OSError, KeyError, TypeError) as error:
             raise ValueError(str(error)) from error
 
-    def record(self, unit: str, names: Iterable[str] = (), note: Any = None) -> None:
-        """Enter a finished unit and a JSON note. Its bytes must be on disk already."""
-        self.units[unit] = sorted(names)
+    def record(self, entry: str, names: Iterable[str] = (), note: Any = None) -> None:
+        """Record a finished entry and a JSON note. Its bytes must be on disk already."""
+        self.entries[entry] = sorted(names)
         if note is not None:
-            self.notes[unit] = note
+            self.notes[entry] = note
         self.save()
 
     def save(self) -> None:

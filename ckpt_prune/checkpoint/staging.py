@@ -28,7 +28,7 @@ class Staging:
     """`OUT.partial` and its journal, from the first byte to the swap. Use it as a context manager, and `publish()`.
 
     Creating the object checks the rules and writes nothing, except that it finishes a swap that was killed. Entering it
-    writes. The staging folder stays after a kill or Ctrl-C, and after a crash or a full disk once a unit is done. It is
+    writes. The staging folder stays after a kill or Ctrl-C, and after a crash or full disk once an entry is made. It is
     removed after any other UserError in a run that was not resumed, after leaving without `publish()`, and whenever
     unfinished runs of this kind are of no use. A complete one stays until it is in its place.
 
@@ -44,8 +44,8 @@ class Staging:
         out: folder to make, absolute.
         path: staging folder.
         scratch: folder in it for files that the output does not hold.
-        journal: of finished units.
-        resumed: whether some units are done by an earlier run.
+        journal: of finished entries.
+        resumed: whether some entries are done by an earlier run.
         active: whether the object is entered and not published yet.
     """
 
@@ -83,7 +83,7 @@ class Staging:
                 self._continue()
             elif not overwrite:
                 self._refuse_unfinished()
-        self.resumed = bool(self.journal.units) or self.journal.complete
+        self.resumed = bool(self.journal.entries) or self.journal.complete
         self._check_out(self._wants)
 
     def __enter__(self) -> "Staging":
@@ -131,7 +131,7 @@ class Staging:
             return True
         if issubclass(kind, UserError) and not issubclass(kind, DiskError):
             return False
-        return bool(self.journal.units) or not issubclass(kind, Exception)
+        return bool(self.journal.entries) or not issubclass(kind, Exception)
 
     def _make(self) -> None:
         try:

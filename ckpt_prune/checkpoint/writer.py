@@ -29,15 +29,15 @@ _MARGIN_BYTES = 64 * 2**20
 class CheckpointWriter:
     """Writes a checkpoint into an entered staging folder, until `finish()`.
 
-    Tensors are written in any order, and committed in units such as a block. Units that an earlier run of the same job
-    committed are done, and the files get the same bytes as from one run.
+    Tensors are written in any order, and committed in entries such as a block. What an earlier run of the same job
+    committed is done, and the files get the same bytes as from one run.
 
         with Staging(out, job=digest) as staging:
             writer = CheckpointWriter(staging, layout, sharded=True)
-            for unit in units:
-                if unit.name not in writer.done:
+            for entry in entries:
+                if entry.name not in writer.done:
                     writer.write("model.norm.weight", tensor)
-                    writer.commit(unit.name)
+                    writer.commit(entry.name)
             writer.write_json("config.json", config)
             writer.finish()
 
@@ -106,7 +106,7 @@ class CheckpointWriter:
         ).hexdigest()
         self.out, self.folder, self.scratch, self.job = staging.out, staging.path, staging.scratch, staging.journal.job
         self._staging, self._journal = staging, staging.journal
-        self._written = {name for names in self._journal.units.values() for name in names}
+        self._written = {name for names in self._journal.entries.values() for name in names}
         self._pending: list[str] = []
         self._side_names: set[str] = set()
         staging.settle_layout(digest)
@@ -126,8 +126,8 @@ class CheckpointWriter:
 
     @property
     def done(self) -> frozenset[str]:
-        """Committed units, also those of the resumed run."""
-        return frozenset(self._journal.units)
+        """Committed entries, also those of the resumed run."""
+        return frozenset(self._journal.entries)
 
     @property
     def side_names(self) -> frozenset[str]:
@@ -152,18 +152,18 @@ class CheckpointWriter:
             write_tensor(handle, info, tensor)
 
     def rewrite(
-        self, unit: str, names: Iterable[str], change: Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
+        self, entry: str, names: Iterable[str], change: Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
     ) -> None:
-        """Change tensors of committed units, and record that as a unit.
+        """Change tensors of committed entries, and record that as an entry.
 
         New values are on disk in a file of their own before the first old byte goes. If the run is killed in between,
         the next one takes that file, and never reads half-written tensors.
 
         `change` receives the named tensors and returns those of them that change.
         """
-        if unit in self.done:
-            raise ValueError(f"unit {unit!r} is already done")
-        changed = self.scratch / f"{unit}.safetensors"
+        if entry in self.done:
+            raise ValueError(f"entry {entry!r} is already done")
+        changed = self.scratch / f"{entry}.safetensors"
         if not changed.exists():
             new = change(self.read(names))
             self.keep(changed.name, {name: tensor.cpu().contiguous() for name, tensor in new.items()})
@@ -173,7 +173,7 @@ class CheckpointWriter:
                 self._put(name, tensor)
             for file in sorted({self._plan[name].file for name in new}):
                 sync(self.folder / file)
-            self._journal.record(unit)
+            self._journal.record(entry)
             changed.unlink()
 
     def keep(self, name: str, tensors: Mapping[str, Tensor]) -> None:
@@ -189,18 +189,18 @@ class CheckpointWriter:
 
     @property
     def notes(self) -> dict[str, Any]:
-        """Notes of committed units, also those of the resumed run."""
+        """Notes of committed entries, also those of the resumed run."""
         return dict(self._journal.notes)
 
-    def commit(self, unit: str, note: Any = None) -> None:
-        """Record everything written since the last commit as a unit that is on disk, with JSON for a resumed run."""
+    def commit(self, entry: str, note: Any = None) -> None:
+        """Record everything written since the last commit as an entry that is on disk, with JSON for a resumed run."""
         self._check_active()
-        if unit in self.done:
-            raise ValueError(f"unit {unit!r} is already done")
+        if entry in self.done:
+            raise ValueError(f"entry {entry!r} is already done")
         with disk_failures(self.folder):
             for file in sorted({self._plan[name].file for name in self._pending}):
                 sync(self.folder / file)
-            self._journal.record(unit, self._pending, note)
+            self._journal.record(entry, self._pending, note)
         self._pending = []
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:

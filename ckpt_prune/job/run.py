@@ -16,7 +16,7 @@ from ckpt_prune.job.model_view import ModelView
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.step import Step
 from ckpt_prune.job.store import BlockStore
-from ckpt_prune.job.timing import Stages
+from ckpt_prune.job.timing import PhaseTimer
 from ckpt_prune.parallel.group import process_group
 
 Announce = Callable[[str], None]
@@ -35,7 +35,7 @@ class Run:
     Attributes:
         out: the folder to write.
         staging: where the output grows; None in a process that does not write.
-        stages: times the parts of the run.
+        timer: times the phases of the run.
         announce: says a line to the user.
         store: where finished blocks are, once the output is laid out.
         steps: key of a stage → what it does to each block, once they are made.
@@ -45,7 +45,7 @@ class Run:
 
     out: Path
     staging: Staging | None
-    stages: Stages
+    timer: PhaseTimer
     announce: Announce = say_nothing
     store: BlockStore | None = None
     steps: dict[str, Step] = field(default_factory=dict)
@@ -99,7 +99,7 @@ class Run:
     def write_rest(self, view: ModelView) -> None:
         """Write the tensors outside the blocks."""
         assert self.store is not None
-        with self.stages.stage("rest"):
+        with self.timer.time("rest"):
             self.store.write_rest(view)
             self.store.write_outside(view.model.checkpoint)
 

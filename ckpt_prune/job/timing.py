@@ -11,7 +11,7 @@ from ckpt_prune.common.phases import time_phases
 from ckpt_prune.job.report import Stage
 
 
-class Stages:
+class PhaseTimer:
     """Records of the timed parts of one run, in the order in which they ended."""
 
     def __init__(self, device: torch.device) -> None:
@@ -19,7 +19,7 @@ class Stages:
         self.records: list[Stage] = []
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
+    def time(self, name: str) -> Iterator[None]:
         """Record what the body takes, unless it raises."""
         cuda = self._device.type == "cuda"
         if cuda:

@@ -11,7 +11,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.form import Form
 from ckpt_prune.job.job import Job
 from ckpt_prune.job.run import Announce, Run
-from ckpt_prune.job.timing import Stages
+from ckpt_prune.job.timing import PhaseTimer
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.runner.checks import stages_of
 from ckpt_prune.runner.publish import form_of, publish_complete, wanted_names
@@ -29,7 +29,7 @@ def open_run(job: Job, out: Path, *, resume: bool, overwrite: bool, announce: An
         refuse_overlap(source.path, out)
     report = group.once(lambda: _finished(out, digest, form, announce) if resume and not overwrite else None)
     if report is not None:
-        yield Run(out, None, Stages(job.device), announce, report=report)
+        yield Run(out, None, PhaseTimer(job.device), announce, report=report)
         return
 
     def begin() -> Staging:
@@ -47,7 +47,7 @@ def open_run(job: Job, out: Path, *, resume: bool, overwrite: bool, announce: An
 
     staging = group.on_first(begin)
     with nullcontext() if staging is None else staging:
-        run = Run(out, staging, Stages(job.device), announce)
+        run = Run(out, staging, PhaseTimer(job.device), announce)
         run.report = group.once(
             lambda: publish_complete(staging, form, announce) if staging and staging.journal.complete else None
         )
@@ -73,42 +73,42 @@ def summary(journal: Journal, blocks: int, done: str) -> str:
     """Return what a journal says is done, in words. `done` is what was done to a block that is written."""
     if journal.complete:
         return "all done but putting it in its place"
-    units = journal.units
+    entries = journal.entries
 
     def counted(prefix: str) -> int:
-        return sum(unit.rpartition(" ")[0] == prefix for unit in units)
+        return sum(entry.rpartition(" ")[0] == prefix for entry in entries)
 
     parts = []
-    if "statistics of the unpruned model" in units:
+    if "statistics of the unpruned model" in entries:
         parts.append("unpruned model measured")
     for stage in ("statistics", "effects"):
-        if stage in units:
+        if stage in entries:
             parts.append(f"{stage} measured")
         elif counted(stage):
             parts.append(f"{stage} of {counted(stage)} of {blocks} blocks measured")
-    if "depth" in units:
+    if "depth" in entries:
         parts.append("blocks to drop chosen")
     elif counted("removal"):
         parts.append(f"{counted('removal')} blocks to drop chosen")
     for tried, chosen in (("depth tried", "depth"), ("dimensions tried", "hidden"), ("axes tried", "depth")):
-        if counted(tried) and chosen not in units:
+        if counted(tried) and chosen not in entries:
             parts.append(f"{counted(tried)} models of the size tried")
-    if "hidden" in units:
+    if "hidden" in entries:
         parts.append("dimensions to drop chosen")
-    if "basis" in units:
+    if "basis" in entries:
         parts.append("basis of the residual stream measured")
     elif counted("basis"):
         parts.append(f"bases of {counted('basis')} of {blocks} blocks measured")
-    if "search" in units:
+    if "search" in entries:
         parts.append("lambda chosen")
-    if "rotations" in units or counted("rotation") == blocks:
+    if "rotations" in entries or counted("rotation") == blocks:
         parts.append("rotations learned")
     elif counted("rotation"):
         parts.append(f"{counted('rotation')} of {blocks} rotations learned")
-    if "adapters" in units:
+    if "adapters" in entries:
         parts.append("adapters trained")
     if counted("block"):
         parts.append(f"{counted('block')} of {blocks} blocks {done}")
-    if "scales" in units:
+    if "scales" in entries:
         parts.append(f"scales fitted, {counted('scaled')} of {blocks} blocks scaled")
     return ", ".join(parts)

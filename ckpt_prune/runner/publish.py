@@ -46,7 +46,7 @@ def publish(prepared: Prepared, records: Mapping[str, Sequence[Any]], run: Run) 
     source, output, writer, form = prepared.job.model.checkpoint, prepared.output, run.writer, form_of(prepared.recipe)
     assert writer is not None
     record = form.make(prepared, records, run)
-    with run.stages.stage("publishing"):
+    with run.timer.time("publishing"):
         config, remote = output.container.config, output.container.remote_class is not None
         if source.within is not None:
             config = merge_part_config(source, config)
@@ -68,7 +68,7 @@ def publish(prepared: Prepared, records: Mapping[str, Sequence[Any]], run: Run) 
         digests = sha256_files(writer.folder, dict.fromkeys(names))
         carried_files(source)  # raises if one changed while it was copied
     ends = {
-        "stages": run.stages.records,
+        "stages": run.timer.records,
         "files": digests,
         "side_files": sorted(writer.side_names - {CONFIG} | {form.kind.record, _CARD}),
         "job": writer.job,

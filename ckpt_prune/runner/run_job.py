@@ -111,7 +111,7 @@ def write_blocks(prepared: Prepared, run: Run) -> Records:
     """Take every block through the steps of the stages, and write what stands outside the blocks."""
     store, stages = run.store, stages_of(prepared.recipe)
     assert store is not None
-    with run.stages.stage("blocks"):
+    with run.timer.time("blocks"):
         for stage in stages:
             step = stage.step(prepared, run)
             if step is not None:

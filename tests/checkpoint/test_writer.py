@@ -205,7 +205,7 @@ class TestOutput:
             writer.rewrite("twice", [first], lambda read: {first: 2 * read[first]})
             assert writer.done == {"all", "twice"}
             assert list(staging.scratch.iterdir()) == []
-            with pytest.raises(ValueError, match="unit 'twice' is already done"):
+            with pytest.raises(ValueError, match="entry 'twice' is already done"):
                 writer.rewrite("twice", [first], lambda read: read)
             writer.finish()
         ours, theirs = (
@@ -245,7 +245,7 @@ class TestMisuse:
                 "tensor 'model.embed.weight' is already written",
                 [("write", "model.embed.weight", torch.ones(7, 5))] * 2,
             ),
-            ("unit 'block 0' is already done", [("commit", "block 0")] * 2),
+            ("entry 'block 0' is already done", [("commit", "block 0")] * 2),
             (
                 "5 planned tensors were not written, the first is 'model.layers.0.down.weight'",
                 [("write", "model.embed.weight", torch.ones(7, 5)), ("finish",)],
@@ -260,7 +260,7 @@ class TestMisuse:
 
         with pytest.raises(ValueError, match=match):
             call_all()
-        assert [path.name for path in out.parent.iterdir()] == (["out.partial"] if "unit" in match else [])
+        assert [path.name for path in out.parent.iterdir()] == (["out.partial"] if "entry" in match else [])
 
     @pytest.mark.parametrize("name", ["../x.json", "a/b", ".hidden", "model.safetensors", ""])
     def test_side_file_elsewhere(self, out: Path, name: str) -> None:

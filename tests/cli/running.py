@@ -69,7 +69,7 @@ def interrupted(job: list[str], commit: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         interrupt_at(patch, CheckpointWriter, "commit", commit)
         result = run(*job, "-o", "out")
-    holds = Journal.read(Path("out.partial")).units
+    holds = Journal.read(Path("out.partial")).entries
     said = "keeps what is done: the same command with --resume continues"
     if not holds:
         said = "holds nothing that is done yet: the same command with --resume starts afresh"

@@ -8,7 +8,7 @@ import torch
 
 from ckpt_prune.common import phases
 from ckpt_prune.common.phases import phase, time_phases
-from ckpt_prune.job.timing import Stages
+from ckpt_prune.job.timing import PhaseTimer
 
 
 @pytest.fixture
@@ -47,9 +47,9 @@ def test_what_fails_ends_its_phase(at):
 def test_each_stage_has_its_phases_and_outside_of_stages_none_is_timed(at):
     with phase("ranking"):
         at(5.0)
-    stages = Stages(torch.device("cpu"))
-    with stages.stage("first"), phase("ranking"):
+    timer = PhaseTimer(torch.device("cpu"))
+    with timer.time("first"), phase("ranking"):
         at(6.25)
-    with stages.stage("second"):
+    with timer.time("second"):
         at(9.0)
-    assert [stage.phases for stage in stages.records] == [{"ranking": 1.25}, {}]
+    assert [stage.phases for stage in timer.records] == [{"ranking": 1.25}, {}]

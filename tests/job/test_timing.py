@@ -7,16 +7,16 @@ import torch
 
 from ckpt_prune.common import memory
 from ckpt_prune.job import timing as module
-from ckpt_prune.job.timing import Stages
+from ckpt_prune.job.timing import PhaseTimer
 
 
 def test_time_is_that_of_the_body(monkeypatch):
     ticks = iter([10.0, 12.5, 20.0, 20.25])
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=ticks.__next__))
-    found = Stages(torch.device("cpu"))
-    with found.stage("first"):
+    found = PhaseTimer(torch.device("cpu"))
+    with found.time("first"):
         pass
-    with found.stage("second"):
+    with found.time("second"):
         pass
     assert [(stage.name, stage.seconds) for stage in found.records] == [("first", 2.5), ("second", 0.25)]
 
@@ -24,15 +24,15 @@ def test_time_is_that_of_the_body(monkeypatch):
 def test_memory_is_the_largest_so_far():
     if memory.peak_bytes() is None:
         pytest.skip("the system does not say")
-    found = Stages(torch.device("cpu"))
-    with found.stage("before"):
+    found = PhaseTimer(torch.device("cpu"))
+    with found.time("before"):
         pass
     start = memory.resident_bytes()
     assert start is not None
-    with found.stage("large"):
+    with found.time("large"):
         large = torch.ones(64 << 20)  # 256 MiB, every page touched
         del large
-    with found.stage("after"):
+    with found.time("after"):
         pass
     before, during, after = (stage.peak_bytes for stage in found.records)
     assert before is not None
@@ -44,8 +44,8 @@ def test_memory_is_the_largest_so_far():
 
 
 def test_a_stage_that_fails_is_not_recorded():
-    found = Stages(torch.device("cpu"))
-    with pytest.raises(RuntimeError), found.stage("broken"):
+    found = PhaseTimer(torch.device("cpu"))
+    with pytest.raises(RuntimeError), found.time("broken"):
         raise RuntimeError
     assert found.records == []
 
@@ -54,11 +54,11 @@ def test_a_stage_that_fails_is_not_recorded():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_memory_of_a_gpu_is_the_stages_own():
     device = torch.device("cuda")
-    found = Stages(device)
-    with found.stage("large"):
+    found = PhaseTimer(device)
+    with found.time("large"):
         large = torch.ones(64 << 20, device=device)
         del large
-    with found.stage("small"):
+    with found.time("small"):
         pass
     first, second = (stage.device_peak_bytes for stage in found.records)
     assert first is not None
@@ -71,8 +71,8 @@ def test_an_accelerator_is_awaited_and_counted_anew_for_each_stage(monkeypatch):
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: calls.append(("reset", device.type)))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append(("awaited", device.type)))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 123)
-    found = Stages(torch.device("cuda"))
-    with found.stage("first"):
+    found = PhaseTimer(torch.device("cuda"))
+    with found.time("first"):
         calls.append("body")
     assert calls == [("reset", "cuda"), "body", ("awaited", "cuda")]
     assert [stage.device_peak_bytes for stage in found.records] == [123]

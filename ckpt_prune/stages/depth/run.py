@@ -14,7 +14,7 @@ from ckpt_prune.checkpoint.staging import disk_failures
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.records import DepthRecord, HiddenRecord
 from ckpt_prune.job.run import Run
-from ckpt_prune.job.timing import Stages
+from ckpt_prune.job.timing import PhaseTimer
 from ckpt_prune.model.depth import output_tensors, shorten_model
 from ckpt_prune.model.model import Model
 from ckpt_prune.stages.depth.choice import chosen_depth
@@ -31,13 +31,13 @@ _MAPS = "depth.safetensors"
 
 def drop_blocks(prepared: Prepared, run: Run) -> Prepared:
     """Return the state of the model without the blocks that the recipe drops: every later stage sees it so."""
-    journal, folder, stages = run.own_journal, run.scratch, run.stages
+    journal, folder, timer = run.own_journal, run.scratch, run.timer
     with disk_failures(folder):
         folder.mkdir(exist_ok=True)
-    weighing = _weighing(prepared, folder, journal, stages) if depth_of(prepared).auto else None
+    weighing = _weighing(prepared, folder, journal, timer) if depth_of(prepared).auto else None
 
     def choose() -> DepthRecord:
-        with stages.stage("depth"):
+        with timer.time("depth"):
             record = chosen_depth(prepared, journal) if weighing is None else _weighed(weighing, run)
             return _made_up_for(prepared, record, folder / _MAPS)
 
@@ -50,16 +50,16 @@ def drop_blocks(prepared: Prepared, run: Run) -> Prepared:
     return short
 
 
-def _weighing(prepared: Prepared, folder: Path, journal: Journal, stages: Stages) -> BlockCountSearch | PairSearch:
+def _weighing(prepared: Prepared, folder: Path, journal: Journal, timer: PhaseTimer) -> BlockCountSearch | PairSearch:
     """What numbers of blocks are held against each other by: the unpruned model is measured, where it was not."""
-    statistics = measure_unpruned(prepared, folder / "whole", journal, stages)
+    statistics = measure_unpruned(prepared, folder / "whole", journal, timer)
 
     def shorten(few: Prepared, record: DepthRecord) -> tuple[DepthRecord, Model]:
         file = folder / f"without-{record.blocks - len(record.kept)}.safetensors"
         told = _made_up_for(few, record, file)
         return told, _left(few.model, told, file)
 
-    with stages.stage("ranking"):
+    with timer.time("ranking"):
         if not prepared.recipe.has("hidden"):
             return BlockCountSearch(prepared, statistics, chosen_depth, shorten, journal)
         return PairSearch(prepared, statistics, chosen_depth, shorten, shared_gram, shared_basis, journal)

@@ -69,12 +69,12 @@ def narrow_stream(prepared: Prepared, run: Run) -> Prepared:
     """Return the state in which the recipe's dimensions of the stream are gone: later stages see other bases."""
     if prepared.recipe.spaces:
         return _jointly(prepared, run)
-    journal, folder, stages = run.own_journal, run.scratch, run.stages
+    journal, folder, timer = run.own_journal, run.scratch, run.timer
     view = unmeasured(prepared).basis
     if not isinstance(view, SlicedCheckpoint):
         return unmeasured(prepared)
     bases = WrittenBases(folder / "bases", view.shared, len(view.sublayers))
-    with stages.stage("hidden"):
+    with timer.time("hidden"):
         with disk_failures(folder):
             bases.folder.mkdir(parents=True, exist_ok=True)
         energy = (_shared if bases.shared else _by_block)(prepared, view, bases, journal)
@@ -83,18 +83,18 @@ def narrow_stream(prepared: Prepared, run: Run) -> Prepared:
 
 def _jointly(prepared: Prepared, run: Run) -> Prepared:
     """The job on a model with a narrower stream, of which spaces then lose units."""
-    journal, folder, stages = run.own_journal, run.scratch, run.stages
+    journal, folder, timer = run.own_journal, run.scratch, run.timer
     with disk_failures(folder):
         folder.mkdir(exist_ok=True)
     weighing = None
     # Where they were weighed with whole blocks, the sites are ranked and the number is known.
     if hidden_of(prepared).auto and prepared.ranked is None:
-        statistics = measure_unpruned(prepared, folder / "whole", journal, stages)
-        with stages.stage("ranking"):
+        statistics = measure_unpruned(prepared, folder / "whole", journal, timer)
+        with timer.time("ranking"):
             weighing = DimensionCountSearch(prepared, statistics, shared_gram, shared_basis, journal)
 
     def choose() -> HiddenRecord:
-        with stages.stage("hidden"):
+        with timer.time("hidden"):
             return hidden_record(prepared, wanted_width(prepared)) if weighing is None else weighing.record()
 
     record, view = run.remember(HIDDEN, HiddenRecord, choose), None
@@ -103,7 +103,7 @@ def _jointly(prepared: Prepared, run: Run) -> Prepared:
         bases = WrittenBases(folder / "bases", True, len(bare.sublayers))
         with disk_failures(folder):
             bases.folder.mkdir(exist_ok=True)
-        with stages.stage("hidden"):
+        with timer.time("hidden"):
             energy = _shared(prepared, bare, bases, journal)
         record, view = record.model_copy(update={"energy": energy}), view_of(prepared, record.kept, bases)
     left = jointly_narrowed(prepared, record, view)
@@ -129,9 +129,9 @@ def _by_block(prepared: Prepared, view: SlicedCheckpoint, bases: WrittenBases, j
     shares: list[float] = []
     for block in track(range(model.blocks), "measuring the stream", total=model.blocks):
         tensors, unit = model.read_block(block), f"{BASIS} {block}"
-        if unit in journal.units and sequential:
+        if unit in journal.entries and sequential:
             sliced.skip(block, tensors, bases(block))
-        elif unit in journal.units:
+        elif unit in journal.entries:
             sliced.stream.advance(block, tensors)
         else:
             found: list[Tensor] = []
@@ -154,7 +154,7 @@ def _by_block(prepared: Prepared, view: SlicedCheckpoint, bases: WrittenBases, j
 
 def _shared(prepared: Prepared, view: SlicedCheckpoint, bases: WrittenBases, journal: Journal) -> list[float]:
     """Measure one basis for all that reads the stream of the dense model."""
-    if BASIS in journal.units:
+    if BASIS in journal.entries:
         shares: list[float] = journal.notes[BASIS]
         return shares
     basis, share = shared_basis(view, shared_gram(prepared))

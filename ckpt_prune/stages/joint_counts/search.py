@@ -26,7 +26,7 @@ from ckpt_prune.job.decisions import Decision, Decisions
 from ckpt_prune.job.job import LiveSamples
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.records import Tried
-from ckpt_prune.job.timing import Stages
+from ckpt_prune.job.timing import PhaseTimer
 from ckpt_prune.measure.moment_sources import CachedMoments, KnownMoments
 from ckpt_prune.measure.moments.inputs import sum_folds
 from ckpt_prune.measure.samples.samples import SampleRange, Samples
@@ -240,14 +240,14 @@ class SingleCountSearch(CountSearch[int]):
         return min(divergences, key=lambda count: (divergences[count], count), default=None)
 
 
-def measure_unpruned(prepared: Prepared, folder: Path, journal: Journal, stages: Stages) -> Statistics:
+def measure_unpruned(prepared: Prepared, folder: Path, journal: Journal, timer: PhaseTimer) -> Statistics:
     """Return statistics of the unpruned model to compare counts by, measured into a folder if there are none."""
     if prepared.statistics is not None:
         return prepared.statistics
-    if _UNPRUNED in journal.units:
+    if _UNPRUNED in journal.entries:
         return Statistics(folder)
     assert prepared.live is not None
-    with stages.stage("measuring"), phase("calibration"):
+    with timer.time("measuring"), phase("calibration"):
         plain = replace(prepared, recipe=prepared.recipe.spaces_alone)
         statistics = measure_first(plain, prepared.live, folder, None)
     with disk_failures(folder):

@@ -43,7 +43,7 @@ def share_zeros(mask: Mask, prepared: Prepared, run: Run) -> Prepared:
         return prepared
 
     def choose() -> MaskShares:
-        with run.stages.stage("shares"):
+        with run.timer.time("shares"):
             return shared_out(prepared, mask)
 
     return replace(prepared, shares=run.remember("shares", MaskShares, choose))

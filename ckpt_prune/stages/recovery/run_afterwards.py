@@ -122,9 +122,9 @@ def _train_adapters(recovery: Afterwards, prepared: Prepared, run: Run) -> None:
     samples, dtype = training.samples, training.compute_dtype
     modules = adapted_modules(recovery, prepared.model)
     run.announce(_memory_line(recovery, prepared.model, modules, dtype))
-    with run.stages.stage("loading"):
+    with run.timer.time("loading"):
         model = load_model(pruned.path, device=prepared.device, dtype=dtype)
-    with run.stages.stage("training"), meter(recovery.epochs, "training adapters", unit="epoch") as epochs:
+    with run.timer.time("training"), meter(recovery.epochs, "training adapters", unit="epoch") as epochs:
         adapted = train_adapters(
             model,
             {name: stored_dtype for name, (_, stored_dtype) in modules.items()},

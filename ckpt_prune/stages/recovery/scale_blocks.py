@@ -34,7 +34,7 @@ def scale_blocks(recovery: Recovery, prepared: Prepared, run: Run) -> Adapters:
         _fit(recovery, prepared, run, writer)
     scales = _read(writer)
     todo = [block for block in range(model.blocks) if f"{SCALED} {block}" not in writer.done]
-    with run.stages.stage("scaling"):
+    with run.timer.time("scaling"):
         for block in track(todo if scales else [], "scaling"):
             prefix = model.family.block.format(block=block)
             names = [name for name in scales if name.startswith(prefix)]
@@ -64,7 +64,7 @@ def _fit(recovery: Recovery, prepared: Prepared, run: Run, writer: CheckpointWri
         f"fitting scales of {plural(len(recovery.blocks(model.blocks)), 'block')} on {len(samples)} {what}, {held}, "
         f"up to {plural(recovery.epochs, 'epoch')} in steps of {recovery.batch}{rate}"
     )
-    with run.stages.stage("scales"), meter(recovery.epochs, "fitting scales", unit="epoch") as epochs:
+    with run.timer.time("scales"), meter(recovery.epochs, "fitting scales", unit="epoch") as epochs:
         fitted = fit_scales(
             pruned,
             dense,

@@ -54,7 +54,7 @@ def learn_rotations(rotation: Rotation, prepared: Prepared, run: Run) -> Prepare
     if rotation.in_turn and prepared.sequential:
         rotations = InTurn(prepared, run.writer)
     else:
-        with run.stages.stage("rotations"):
+        with run.timer.time("rotations"):
             learner = learner_of(prepared)
             run.done["learned"] = learner.run(run.writer)
         rotations = WrittenRotations(run.writer.read, learner.sizes)

@@ -33,7 +33,7 @@ def measure_dense(prepared: Prepared, run: Run) -> Prepared:
     """
     if not prepared.measures_first or prepared.live is None:
         return prepared
-    with run.stages.stage("measuring"), phase("calibration"):
+    with run.timer.time("measuring"), phase("calibration"):
         return replace(prepared, statistics=measure_first(prepared, prepared.live, run.scratch, run.journal))
 
 
@@ -41,7 +41,7 @@ def measure_and_choose(prepared: Prepared, run: Run, choose: Choose) -> Prepared
     """Measure the dense model if the recipe needs it, then decide what goes."""
     known = prepared.widths_known
     measured = measure_dense(prepared, run)
-    with nullcontext() if known else run.stages.stage("ranking"), phase("ranking"):
+    with nullcontext() if known else run.timer.time("ranking"), phase("ranking"):
         return choose(measured)
 
 
@@ -64,7 +64,7 @@ def measure_first(prepared: Prepared, live: LiveSamples, folder: Path, journal: 
     """
     recipe, group = prepared.recipe, process_group()
     data: dict[str, Any] = {"device": prepared.device, "compute_dtype": live.compute_dtype, "allocate": live.allocate}
-    done = group.once(lambda: set[str]() if journal is None else set(journal.units))
+    done = group.once(lambda: set[str]() if journal is None else set(journal.entries))
 
     def make_folder() -> None:
         with disk_failures(folder):

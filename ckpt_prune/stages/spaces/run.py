@@ -47,7 +47,7 @@ def choose_strength(prepared: Prepared, run: Run) -> Prepared:
         return prepared
 
     def search() -> StrengthSearch:
-        with run.stages.stage("lambda search"):
+        with run.timer.time("lambda search"):
             return search_strength(prepared)
 
     run.done["search"] = record = run.remember("search", StrengthSearch, search)
