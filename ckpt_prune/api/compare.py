@@ -47,7 +47,6 @@ def compare(options: CompareOptions) -> "Comparison":
     from ckpt_prune.evaluation import block_comparison
     from ckpt_prune.evaluation.comparison_section import show_comparison
     from ckpt_prune.job.model_view import ModelView
-    from ckpt_prune.job.report_file import report_of
     from ckpt_prune.measure.samples.choose import choose_samples
     from ckpt_prune.measure.samples.text import read_text
     from ckpt_prune.measure.streams.state_memory import StateMemory
@@ -56,12 +55,13 @@ def compare(options: CompareOptions) -> "Comparison":
     from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
     from ckpt_prune.show.html import print_page
     from ckpt_prune.stages.recovery.pairs import at_same_depth, check_models, check_same_reader, rotated_as
+    from ckpt_prune.stages.report import find_report
 
     trust = options.trust_remote_code
     say = Notices()
     target = resolve_device(options.device)
     theirs, ours = (open_model(each, Opening.of(options)) for each in (options.reference, options.model))
-    report = report_of(ours.checkpoint.path)
+    report = find_report(ours.checkpoint.path)
     beside, leaps = at_same_depth(ours, theirs, report)
     check_models(ours, beside, WHY)
     chosen = choose_samples(theirs, options, options, trust=trust, say=say)

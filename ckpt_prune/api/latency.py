@@ -8,7 +8,7 @@ from ckpt_prune.common.progress import Notices
 
 if TYPE_CHECKING:
     from ckpt_prune.job.job import Job
-    from ckpt_prune.job.report import Report
+    from ckpt_prune.stages.report import Report
 
 
 def with_latencies(job: "Job", say: Notices, *, trust: bool) -> "Job":

@@ -27,10 +27,10 @@ from ckpt_prune.recipe.places import check_recipe
 
 if TYPE_CHECKING:
     from ckpt_prune.job.prepared import Prepared
-    from ckpt_prune.job.report import Report
     from ckpt_prune.model.model import Model
     from ckpt_prune.onnx.export import Exported, GraphStep
     from ckpt_prune.runner.read_recipe import ChosenRecipe
+    from ckpt_prune.stages.report import Report
 
 
 @dataclass(frozen=True)
@@ -258,12 +258,12 @@ def _missing_graph(
     options: PruneOptions, chosen: "ChosenRecipe", model: "Model", say: Notices, written: Callable[[Pruned], None]
 ) -> Pruned | None:
     """Make the graph of an output that an interrupted run of this recipe on this model left before its export."""
-    from ckpt_prune.job.report_file import report_of
+    from ckpt_prune.stages.report import find_report
 
     recipe, out = chosen.recipe, options.output
     if not recipe.has("export") or (out / GRAPH_FOLDER).exists():
         return None
-    report = report_of(out)
+    report = find_report(out)
     if report is None:
         return None
     digest = report.recipe_digest if report.asked is None else report.asked.digest

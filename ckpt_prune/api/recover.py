@@ -19,7 +19,7 @@ from ckpt_prune.parallel.group import process_group
 from ckpt_prune.stages.recovery.stage import recover_recipe
 
 if TYPE_CHECKING:
-    from ckpt_prune.job.report import Report
+    from ckpt_prune.stages.report import Report
 
 
 @dataclass(frozen=True)

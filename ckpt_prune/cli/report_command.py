@@ -20,9 +20,9 @@ def report(options: ReportOptions) -> Path:
     kept units can predict; ranks and activity of the inputs; hidden states before and after recovery.
     """
     from ckpt_prune.checkpoint.staging import write_atomically
-    from ckpt_prune.job.report_file import read_report_or_plan
     from ckpt_prune.runner.sections import titled_sections
     from ckpt_prune.show.html import check_page, print_page
+    from ckpt_prune.stages.report import read_report_or_plan
 
     source = options.source
     title, sections = titled_sections(read_report_or_plan(source))

@@ -5,6 +5,7 @@ a number and is not one counts as missing. Anything else that does not fit is an
 """
 
 from collections.abc import Collection, Mapping
+from functools import cache
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import (
@@ -99,12 +100,17 @@ class FixedRecord(Record):
             raise ValueError(f"unknown key {unknown[0]!r}")
         return self
 
+    @classmethod
+    @cache
+    def _all_optional(cls) -> frozenset[str]:
+        return frozenset().union(*(base.__dict__.get("optional", ()) for base in cls.__mro__))
+
     @model_serializer(mode="wrap")
     def _without_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         values: dict[str, Any] = handler(self)
         if self.as_given:
             values = {key: value for key, value in values.items() if key in self.model_fields_set}
-        return {key: value for key, value in values.items() if key not in self.optional or value not in _ABSENT}
+        return {key: value for key, value in values.items() if key not in self._all_optional() or value not in _ABSENT}
 
     @classmethod
     def more_keys(cls) -> Collection[str]:

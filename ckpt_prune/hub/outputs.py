@@ -16,9 +16,9 @@ from ckpt_prune.common.filenames import GRAPH_FOLDER, GRAPH_RECORD, REPORT
 from ckpt_prune.hub.figures import figures_table, read_figures, to_model_index
 from ckpt_prune.hub.repository import Repository
 from ckpt_prune.job.model_card import CARD, PRUNED, front_matter, metadata, split_card
-from ckpt_prune.job.report_file import report_of
 from ckpt_prune.options.commands import PushOptions
 from ckpt_prune.stages.quantize.record import QUANTISATION_KIND, QUANTISED_FROM, card_metadata, read_record
+from ckpt_prune.stages.report import find_report
 
 _PATH = '"PATH"'
 """Stands in a card for the folder; on the Hub it becomes the repository."""
@@ -137,6 +137,6 @@ def _metadata(output: OutputFiles) -> tuple[dict[str, Any], str]:
     """Return the metadata that an output's card has by itself, and its relation to the base model."""
     if output.kind is QUANTISATION_KIND:
         return card_metadata(read_record(output.folder)), QUANTISED_FROM
-    report = report_of(output.folder)
+    report = find_report(output.folder)
     assert report is not None
     return metadata(report), PRUNED

@@ -26,7 +26,6 @@ from ckpt_prune.job.cost import cost_of
 from ckpt_prune.job.job import Job
 from ckpt_prune.job.prepared import begin
 from ckpt_prune.job.recipe import Recipe
-from ckpt_prune.job.report_file import report_of
 from ckpt_prune.model.containers.checking import check_source, check_stock
 from ckpt_prune.model.containers.choosing import choose_container
 from ckpt_prune.model.containers.remote import remote_class
@@ -41,6 +40,7 @@ from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.runner.messages import coarse_lines, ignored_words, tied_words
 from ckpt_prune.sparsity.zeros import Sparsity, find_zeros, pattern_of_all, share_of_all, weights_by_module
 from ckpt_prune.stages.output import plan_output
+from ckpt_prune.stages.report import find_report
 from ckpt_prune.stages.spaces.checks import check_spaces
 
 
@@ -78,7 +78,7 @@ def _model(
     family = model.family
     check_stock(model, "units are counted alike in every block, and its blocks may differ")
     check_source(model)
-    report = report_of(checkpoint.path)
+    report = find_report(checkpoint.path)
     asked: list[float | None] = [*ratios] or ([] if recipe is None else [None])
     recipes = [_recipe(recipe or "rcpu", ratio) for ratio in asked]
     pruned = [_size_at(model, each, ratio) for each, ratio in zip(recipes, asked, strict=True)]
@@ -185,7 +185,7 @@ def _size_at(model: Model, recipe: Recipe, ratio: float | None) -> SizeAtRatio:
 
 
 def _remote(checkpoint: Checkpoint, remote: str, zeros: SparsityDescription | None) -> RemoteDescription:
-    report = report_of(checkpoint.path)
+    report = find_report(checkpoint.path)
     return RemoteDescription(
         model=str(checkpoint.path),
         family=declared_family(checkpoint.config).model_type,

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_prune.checkpoint.folder_kinds import OUTPUT_KIND, FolderKind
-from ckpt_prune.job.report_file import report_of
 
 if TYPE_CHECKING:
     from ckpt_prune.job.prepared import Prepared
@@ -19,12 +18,12 @@ class Form:
 
     Attributes:
         make: returns the record, from the job at its end, the records of each stage's step, and the run.
-        kind: of folder; it names the record's file.
         read: returns the record of a finished folder, or None if it has none.
+        kind: of folder; it names the record's file.
         card: returns the text of README.md for a record; None for the card of a report.
     """
 
     make: Callable[["Prepared", Mapping[str, Sequence[Any]], "Run"], Any]
+    read: Callable[[Path], Any]
     kind: FolderKind = OUTPUT_KIND
-    read: Callable[[Path], Any] = report_of
     card: Callable[[Any], str] | None = None

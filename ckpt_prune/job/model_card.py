@@ -10,7 +10,7 @@ from ckpt_prune.checkpoint.files import read_input
 from ckpt_prune.checkpoint.sentence_modules import MODULES
 from ckpt_prune.common.safe_text import escape_controls
 from ckpt_prune.common.yaml12 import read_yaml
-from ckpt_prune.job.report import Report, SourceCard
+from ckpt_prune.job.report import CommonReport, SourceCard
 
 CARD = "README.md"
 PRUNED = "finetune"
@@ -86,7 +86,7 @@ def _lines(value: Any) -> list[str]:
 # ---- of the output -----------------------------------------------------------------------------------------------
 
 
-def metadata(report: Report) -> dict[str, Any]:
+def metadata(report: CommonReport) -> dict[str, Any]:
     """Return what an output's card tells the Hub: what it was made from and may be used for."""
     loader = sentence_class_of(report)
     library = "transformers" if loader is None else "sentence-transformers"
@@ -96,7 +96,7 @@ def metadata(report: Report) -> dict[str, Any]:
     return {"library_name": library, **base, **described, "tags": ["ckpt-prune", "pruned"]}
 
 
-def sentence_class_of(report: Report) -> str | None:
+def sentence_class_of(report: CommonReport) -> str | None:
     """Return the class of sentence-transformers that loads an output, or None if that package does not."""
     plain = "SentenceTransformer" if MODULES in (report.side_files or ()) else None
     return report.container.sentence_class or plain

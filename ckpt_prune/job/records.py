@@ -4,9 +4,9 @@ Nothing here needs torch: reading a report must not take seconds.
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Generic, Literal, Self, TypeVar
+from typing import Annotated, Generic, Literal, TypeVar
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field
 
 from ckpt_prune.common.records import Amount, Block, Count, Figure, FixedRecord
 
@@ -147,73 +147,6 @@ class MaskShares(FixedRecord):
     ratios: list[Annotated[float, Field(ge=0, lt=1)]]
     kept: list[Annotated[int, Field(ge=1, le=32)]] | None = None
     figures: Sequence[Figure] = ()
-
-
-class MaskedLinear(FixedRecord):
-    """What a mask did to one linear module of one block.
-
-    Attributes:
-        weight: on-disk name.
-        kind: what tables call the module (`Family.labels`); None in old files.
-        zeros: weights that the mask zeroed. Weights that were zero before are among them.
-        error: Σ‖y − ŷ‖² / Σ‖y‖² at the module's output on the calibration tokens; None without Grams.
-        damp: what SparseGPT added to the diagonal of the Hessian, as a share of its mean.
-        dead: inputs that were zero on every calibration token. SparseGPT zeroes their columns.
-    """
-
-    block: Block
-    weight: str
-    kind: str | None = None
-    rows: Annotated[int, Field(ge=1, le=2**31)]
-    columns: Annotated[int, Field(ge=1, le=2**31)]
-    zeros: Count
-    error: Figure = None
-    damp: Figure = None
-    dead: Amount = None
-
-    @model_validator(mode="after")
-    def _within(self) -> Self:
-        if self.zeros > self.size:
-            raise ValueError("more zeros than weights")
-        return self
-
-    @property
-    def size(self) -> int:
-        """Its weights."""
-        return self.rows * self.columns
-
-
-class FactoredLinear(FixedRecord):
-    """What became of one linear module of one block that two thin ones stand in for.
-
-    Attributes:
-        weight: on-disk name of the weight that is gone.
-        kind: what tables call the module (`Family.labels`).
-        rows, columns: of that weight.
-        rank: outputs of the first factor and inputs of the second.
-        error: Σ‖y − ŷ‖² / Σ‖y‖² at the module's output on the calibration tokens, before factors are rounded to the
-            checkpoint's type; None without Grams.
-        change: ‖W − Ŵ‖ / ‖W‖ of the factors as they are stored.
-    """
-
-    block: Block
-    weight: str
-    kind: str | None = None
-    rows: Annotated[int, Field(ge=1, le=2**31)]
-    columns: Annotated[int, Field(ge=1, le=2**31)]
-    rank: Annotated[int, Field(ge=1, le=2**31)]
-    error: Figure = None
-    change: Figure = None
-
-    @property
-    def size(self) -> int:
-        """Weights that are gone."""
-        return self.rows * self.columns
-
-    @property
-    def left(self) -> int:
-        """Weights of the factors."""
-        return self.rank * (self.rows + self.columns)
 
 
 class GapRecord(FixedRecord):

@@ -8,7 +8,6 @@ from ckpt_prune.job.recipe import StageKeys
 if TYPE_CHECKING:
     from ckpt_prune.job.form import Form
     from ckpt_prune.job.prepared import Prepared
-    from ckpt_prune.job.report import Report
     from ckpt_prune.job.run import Run
     from ckpt_prune.job.step import BlockPruner, Step
     from ckpt_prune.show.section import Section
@@ -74,6 +73,6 @@ class Stage(StageKeys):
         return {}
 
     @classmethod
-    def sections(cls, report: "Report") -> "Sequence[Section]":
-        """Return what a report says of the stage, for people."""
+    def sections(cls, report: Any) -> "Sequence[Section]":
+        """Return what a report (`stages.report.Report`) says of the stage, for people."""
         return ()

@@ -2,9 +2,9 @@
 
 from ckpt_prune.common.safe_text import as_code, as_markdown
 from ckpt_prune.job.model_card import front_matter, metadata, sentence_class_of
-from ckpt_prune.job.report import Report
 from ckpt_prune.runner.sections import all_sections, name_report
 from ckpt_prune.show.markdown import print_markdown
+from ckpt_prune.stages.report import Report
 
 
 def model_card(report: Report) -> str:

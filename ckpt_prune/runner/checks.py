@@ -5,13 +5,13 @@ from ckpt_prune.job.job import Job
 from ckpt_prune.job.plan import Plan
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.recipe import Recipe
-from ckpt_prune.job.report_file import report_of
 from ckpt_prune.job.stage import Stage
 from ckpt_prune.model.containers.checking import check_source, check_stock
 from ckpt_prune.model.family import DATA_OPTIONS
 from ckpt_prune.model.model import Model
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.stages.hidden.sliced_checkpoint import SLICING_KEY
+from ckpt_prune.stages.report import find_report
 from ckpt_prune.stages.rotation.rotated_checkpoint import CONFIG_KEY
 from ckpt_prune.stages.spaces.checks import check_spaces
 
@@ -24,7 +24,7 @@ def stages_of(recipe: Recipe) -> list[Stage]:
 def check_fit(prepared: Prepared) -> None:
     """Refuse a job whose model, recipe, statistics and plan do not fit together, whatever there is to measure on."""
     # It is read again when all is done: a damaged one would be found after the output has got its name.
-    report_of(prepared.model.checkpoint.path)
+    find_report(prepared.model.checkpoint.path)
     check_source(prepared.model)
     check_again(prepared.model, prepared.recipe)
     check_spaces(prepared.model.family, prepared.recipe)

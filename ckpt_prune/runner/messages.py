@@ -12,7 +12,6 @@ from ckpt_prune.job.decisions import multiple_of, rounding_of
 from ckpt_prune.job.plan import Plan
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.recipe import Recipe
-from ckpt_prune.job.report_file import report_of
 from ckpt_prune.job.selection import units_kept
 from ckpt_prune.job.sizes import TargetSize, size_words
 from ckpt_prune.measure.samples.choose import DEFAULT_WINDOWS, MOST_IMAGES
@@ -27,6 +26,7 @@ from ckpt_prune.stages.depth.stage import Depth
 from ckpt_prune.stages.hidden.stage import Hidden
 from ckpt_prune.stages.low_rank.stage import LowRank
 from ckpt_prune.stages.mask.stage import Mask
+from ckpt_prune.stages.report import find_report
 from ckpt_prune.stages.rotation.stage import Rotation
 from ckpt_prune.stages.spaces.ratio_gaps import gap
 from ckpt_prune.stages.spaces.size_search import dense_size, output_size
@@ -83,7 +83,7 @@ def messages(prepared: Prepared) -> list[str]:
             f"{ignored_words(prepared.model)}: they are left out, and the output's config.json no longer speaks of them"
         )
     found += filter(None, [tied_words(prepared.model)])
-    made = report_of(prepared.model.checkpoint.path)
+    made = find_report(prepared.model.checkpoint.path)
     if made is not None and made.mask is not None:
         masked = describe_mask(made.mask.method, made.mask.pattern)
         found.append(

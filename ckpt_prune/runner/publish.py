@@ -14,7 +14,6 @@ from ckpt_prune.common.filenames import GRAPH_RECORD, REPORT
 from ckpt_prune.job.form import Form
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.recipe import Recipe
-from ckpt_prune.job.report import Report
 from ckpt_prune.job.run import Announce, Run
 from ckpt_prune.model.composites import merge_part_config
 from ckpt_prune.model.containers.remote import MLX_FAMILIES, MLX_KEY, MLX_MODULE, REMOTE_MODULE
@@ -23,9 +22,10 @@ from ckpt_prune.modeling_pruned import REFUSAL, WEIGHTS_KEY
 from ckpt_prune.runner.card import model_card
 from ckpt_prune.runner.checks import stages_of
 from ckpt_prune.runner.report import report_of
+from ckpt_prune.stages.report import Report, find_report
 
 _CARD = "README.md"
-_PRUNED = Form(report_of)
+_PRUNED = Form(report_of, find_report)
 
 
 def form_of(recipe: Recipe) -> Form:

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from ckpt_prune.checkpoint.staging import check_output, partial_of, refuse_overlap
 from ckpt_prune.job.job import Job, RecoverySamples
-from ckpt_prune.job.report_file import report_of
 from ckpt_prune.measure.samples.choose import choose_fresh_samples, choose_samples
 from ckpt_prune.measure.samples.text import read_text
 from ckpt_prune.measure.streams.state_memory import StateMemory
@@ -20,9 +19,10 @@ from ckpt_prune.runner.run_job import check_job
 from ckpt_prune.stages.recovery.lora import classes_of, require_peft
 from ckpt_prune.stages.recovery.pairs import check_same_reader
 from ckpt_prune.stages.recovery.stage import RecoverRecipe
+from ckpt_prune.stages.report import find_report
 
 if TYPE_CHECKING:
-    from ckpt_prune.job.report import Report
+    from ckpt_prune.stages.report import Report
 
 MOST_SAMPLES = 2048
 """Samples if no number is given, as in the paper, or all there are."""
@@ -58,7 +58,7 @@ def read_recovery(options: RecoverOptions, recipe: RecoverRecipe, say: Callable[
     seen = classes = None
     if method == "scales":
         assert dense is not None
-        known = _known_samples(report_of(pruned.checkpoint.path))
+        known = _known_samples(find_report(pruned.checkpoint.path))
         fresh = choose_fresh_samples(dense, options, options, known, trust=trust, most=FEW_SAMPLES, say=say)
         samples, seen = fresh.samples, fresh.seen
     else:

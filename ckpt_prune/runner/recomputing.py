@@ -14,14 +14,13 @@ from ckpt_prune.common.formatting import plural
 from ckpt_prune.common.progress import track
 from ckpt_prune.job.job import Job
 from ckpt_prune.job.recipe import Recipe
-from ckpt_prune.job.report import Report
-from ckpt_prune.job.report_file import report_of
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.model.model import Model
 from ckpt_prune.runner.checks import stages_of
 from ckpt_prune.runner.run_job import preview_job
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.moments import open_moments
+from ckpt_prune.stages.report import Report, find_report
 
 BLOCKS = 4
 """So many are computed again, chosen at random."""
@@ -39,7 +38,7 @@ def recomputed(folder: Path, dense: Path, statistics: Path) -> tuple[bool | None
         Whether they are the same; None where an output of its kind cannot be made again block by block. And what was
         found.
     """
-    report = report_of(folder)
+    report = find_report(folder)
     if report is None:
         raise UserError(f"{folder} has no {REPORT}: nothing says how it was made")
     measured = Statistics(statistics)

@@ -6,11 +6,12 @@ from typing import Any
 from ckpt_prune.common.records import Record
 from ckpt_prune.common.versions import versions
 from ckpt_prune.job.prepared import Prepared
-from ckpt_prune.job.report import Asked, Latency, Report, UsedRecipe
+from ckpt_prune.job.report import Asked, Latency, UsedRecipe
 from ckpt_prune.job.run import Run
 from ckpt_prune.job.source_facts import part_name, source_of, stored_as, stored_whole
 from ckpt_prune.measure.moments.inputs import ACTIVE_THRESHOLD
 from ckpt_prune.runner.checks import stages_of
+from ckpt_prune.stages.report import Report
 from ckpt_prune.stages.spaces.size_search import dense_size, size_at
 
 

@@ -10,14 +10,14 @@ from pydantic import ValidationError
 from ckpt_prune.common.formatting import human_bytes, human_count
 from ckpt_prune.job.latency import TRUSTED
 from ckpt_prune.job.records import Cost
-from ckpt_prune.job.report import UNKNOWN, Report, Stage
-from ckpt_prune.job.report_file import AnyPlan
+from ckpt_prune.job.report import UNKNOWN, Stage
 from ckpt_prune.job.sizes import TargetSize
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.recipe.shipped import shipped_recipes
 from ckpt_prune.show.section import Section, Table, make_tables
 from ckpt_prune.stages import STAGES
 from ckpt_prune.stages.recovery.show import is_recovered
+from ckpt_prune.stages.report import AnyPlan, Report
 
 _STORED = "stored as "
 _OFF = 0.05

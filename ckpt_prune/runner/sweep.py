@@ -9,13 +9,13 @@ from ckpt_prune.job.job import Job
 from ckpt_prune.job.prepared import Prepared, RankedUnits, begin
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.records import Cost, DepthRecord, SiteRecord
-from ckpt_prune.job.report import Report
 from ckpt_prune.model.depth import can_shorten
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import Site, SpaceName, first_expert_spaces
 from ckpt_prune.runner.plan import make_plan, prepare_plan
 from ckpt_prune.stages.depth.preview import without
 from ckpt_prune.stages.depth.runs import least_runs
+from ckpt_prune.stages.report import Report
 from ckpt_prune.stages.spaces.widths import dense_ranking
 
 

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from ckpt_prune.job.records import FactoredLinear, MaskedLinear
 from ckpt_prune.show.section import Figure, Pick, draw_figure, draw_line, format_figure, mean_of
+from ckpt_prune.stages.low_rank.records import FactoredLinear
+from ckpt_prune.stages.mask.records import MaskedLinear
 
 Linear = MaskedLinear | FactoredLinear
 KINDS = ("q", "k", "v", "o", "gate", "up", "down")

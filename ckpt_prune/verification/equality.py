@@ -12,9 +12,9 @@ from ckpt_prune.common.filenames import REPORT
 from ckpt_prune.common.formatting import plural
 from ckpt_prune.common.progress import track
 from ckpt_prune.job.records import DepthRecord
-from ckpt_prune.job.report import Report
 from ckpt_prune.model.depth import output_tensors, shorten_model
 from ckpt_prune.model.model import Model
+from ckpt_prune.stages.report import Report
 
 
 def is_same(ours: Tensor, theirs: Tensor, *, or_zero: bool = False) -> bool:

@@ -18,7 +18,6 @@ from ckpt_prune.common.formatting import plural
 from ckpt_prune.common.progress import track
 from ckpt_prune.job.names import RotationKind
 from ckpt_prune.job.records import HiddenRecord, SiteRecord
-from ckpt_prune.job.report import Report
 from ckpt_prune.measure.streams.blocks import BlockFactory
 from ckpt_prune.measure.streams.readout import Readout
 from ckpt_prune.model.containers.container import stored_container
@@ -30,6 +29,7 @@ from ckpt_prune.model.spaces import expert_space
 from ckpt_prune.runner.recomputing import BLOCKS, away
 from ckpt_prune.stages.hidden.bases import stream_scale
 from ckpt_prune.stages.hidden.sliced_checkpoint import SlicedCheckpoint
+from ckpt_prune.stages.report import Report
 from ckpt_prune.stages.rotation.absorbing import residual_of, subtract_mean
 from ckpt_prune.stages.rotation.learner import RotationSizes, WrittenRotations
 from ckpt_prune.stages.rotation.rotated_checkpoint import RotatedCheckpoint, not_learned

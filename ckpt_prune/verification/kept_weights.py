@@ -8,8 +8,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import REPORT
 from ckpt_prune.common.formatting import plural
 from ckpt_prune.common.progress import track
-from ckpt_prune.job.records import FactoredLinear, SiteRecord
-from ckpt_prune.job.report import Report
+from ckpt_prune.job.records import SiteRecord
 from ckpt_prune.model.cuts import list_cuts, positions_among
 from ckpt_prune.model.factors import factor_names
 from ckpt_prune.model.family import KINDS
@@ -17,6 +16,8 @@ from ckpt_prune.model.matching import match_checkpoint
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.skeleton import parse_config
 from ckpt_prune.model.spaces import SpaceName, expert_space
+from ckpt_prune.stages.low_rank.records import FactoredLinear
+from ckpt_prune.stages.report import Report
 from ckpt_prune.verification.equality import (
     check_kept_blocks,
     check_outside_blocks,

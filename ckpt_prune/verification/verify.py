@@ -20,8 +20,6 @@ from ckpt_prune.common.errors import UserError, refuse_unreadable
 from ckpt_prune.common.filenames import REPORT
 from ckpt_prune.common.progress import track
 from ckpt_prune.evaluation.whole_model import stock_load_report
-from ckpt_prune.job.report import Report
-from ckpt_prune.job.report_file import report_of
 from ckpt_prune.measure.samples.text import load_tokenizer
 from ckpt_prune.model.composites import composite_names, extract_part, known_composites, load_composite
 from ckpt_prune.model.containers.checking import check_shapes
@@ -32,6 +30,7 @@ from ckpt_prune.model.matching import match_family
 from ckpt_prune.model.skeleton import quiet_transformers
 from ckpt_prune.model.supported import attach_description
 from ckpt_prune.modeling_pruned import WEIGHTS_KEY
+from ckpt_prune.stages.report import Report, find_report
 from ckpt_prune.verification.equality import read_dense_at_depth
 from ckpt_prune.verification.kept_stream import check_head
 from ckpt_prune.verification.kept_weights import check_kept
@@ -144,7 +143,7 @@ def run_side_file_check(folder: Path) -> list[Check]:
 def _read_report(folder: Path) -> Report | None:
     path = folder / REPORT
     try:
-        report = report_of(folder)
+        report = find_report(folder)
         if report is None:
             return None
         if "files" not in report.model_fields_set:

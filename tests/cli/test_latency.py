@@ -11,8 +11,8 @@ from torch import nn
 
 from ckpt_prune.benchmarking import latency_table
 from ckpt_prune.evaluation.whole_model import quiet_transformers
-from ckpt_prune.job.report import Report
 from ckpt_prune.runner.sections import latency_sentences
+from ckpt_prune.stages.report import Report
 from tests.cli.running import TEXT, ok, read_json, refused, run
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
 from tests.show.examples import report

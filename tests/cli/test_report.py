@@ -218,7 +218,7 @@ DAMAGE = {
     "a rotation of no block": (masked([], {"entropy_before": 1.0}), "rotation.learned.0.block: field required"),
     "recovery is a list": (
         elsewhere([], recovery=[]),
-        "recovery: input should be a valid dictionary or instance of Recovery",
+        "recovery: input should be a valid dictionary or instance of RecoveryRecord",
     ),
     "a perplexity of nothing": (
         elsewhere([], recovery=recovery(perplexity_after=[{"blocks": 0}, {"perplexity": 9.0}])),

@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from ckpt_prune.common.records import Record
-from ckpt_prune.job.records import MaskedLinear, SiteRecord
-from ckpt_prune.job.report import Report, Stage
+from ckpt_prune.job.records import SiteRecord
+from ckpt_prune.job.report import Stage
+from ckpt_prune.stages.mask.records import MaskedLinear
+from ckpt_prune.stages.report import Report
 from tests.show.examples import (
     Json,
     elsewhere,

@@ -6,12 +6,12 @@ from importlib import resources
 import pytest
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.job.report_file import read_report_or_plan
 from ckpt_prune.runner.sections import titled_sections
 from ckpt_prune.show.html import print_page
 from ckpt_prune.show.markdown import print_markdown
 from ckpt_prune.show.section import Section, Table
 from ckpt_prune.show.terminal import section_lines
+from ckpt_prune.stages.report import read_report_or_plan
 from tests.show.examples import Json, details, learned, linear, masked, parse, report, site, words, write
 
 STYLE = resources.files("ckpt_prune.show").joinpath("style.css").read_text(encoding="utf-8")

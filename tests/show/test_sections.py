@@ -4,11 +4,12 @@ from typing import Any
 
 import pytest
 
-from ckpt_prune.job.records import MaskedLinear, SiteRecord
-from ckpt_prune.job.report import Report
+from ckpt_prune.job.records import SiteRecord
 from ckpt_prune.model.descriptions import known_families, load_family, variants_of
 from ckpt_prune.runner.sections import all_sections, name_report
 from ckpt_prune.show.section import Figure, HeatMap, Section, format_figure
+from ckpt_prune.stages.mask.records import MaskedLinear
+from ckpt_prune.stages.report import Report
 from ckpt_prune.stages.show_linears import KINDS, label_of
 from ckpt_prune.stages.spaces.show import inputs_of, mean_errors, mean_held_out, relative_floor, warn_of_sites
 from tests.show.examples import Json, bare, elsewhere, kept, layer, learned, linear, masked, recovery, report, site

@@ -17,12 +17,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import ckpt_prune
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.records import SiteRecord
-from ckpt_prune.job.report_file import report_of
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.runner.plan import prepare_plan
 from ckpt_prune.scoring.expert_scores import EXPERT_SCORES
 from ckpt_prune.stages import FullRecipe
+from ckpt_prune.stages.report import find_report
 from ckpt_prune.stages.spaces.pruner import SWEEPS
 from ckpt_prune.stages.spaces.show import warn_of_sites
 from ckpt_prune.verification.verify import verify
@@ -61,7 +61,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Dense:
 
 def reported(out: Path) -> Sequence[SiteRecord]:
     """Sites of an output's report."""
-    report = report_of(out)
+    report = find_report(out)
     assert report is not None
     return report.sites
 

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from ckpt_prune.job.records import DepthRecord, GapRecord
-from ckpt_prune.job.report import Report
 from ckpt_prune.show.section import Section, Table, make_tables, number_under
+from ckpt_prune.stages.report import Report
 
 STAYS, GONE, MAPPED = "#", ".", "+"
 

@@ -14,9 +14,9 @@ from ckpt_prune.measure.statistics.files import Collect
 
 if TYPE_CHECKING:
     from ckpt_prune.job.prepared import Prepared
-    from ckpt_prune.job.report import Report
     from ckpt_prune.job.run import Run
     from ckpt_prune.show.section import Section
+    from ckpt_prune.stages.report import Report
 
 Choice = Literal["influence", "cosine", "divergence", "loss"]
 """How blocks are chosen where they are not given."""

@@ -1,8 +1,8 @@
 """What the stage `hidden` says of its work, and which amounts of blocks and dimensions were tried."""
 
 from ckpt_prune.job.records import DepthRecord, HiddenRecord
-from ckpt_prune.job.report import Report
 from ckpt_prune.show.section import Section, Table
+from ckpt_prune.stages.report import Report
 
 _KINDS = {
     "per-block": "Attention and mlp of every block read it in bases of their own",

@@ -12,7 +12,6 @@ from ckpt_prune.common.phases import phase
 from ckpt_prune.common.progress import track
 from ckpt_prune.compensation.factoring import direction_energies, factor, refit_factors
 from ckpt_prune.job.prepared import Prepared
-from ckpt_prune.job.records import FactoredLinear
 from ckpt_prune.measure.moment_sources import CachedMoments, MomentSource
 from ckpt_prune.measure.moments.inputs import sum_folds
 from ckpt_prune.measure.moments.kinds import SpaceMoments, select_input_moments
@@ -22,6 +21,7 @@ from ckpt_prune.model.factors import factor_names
 from ckpt_prune.model.family import Family
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.stages.low_rank.ranks import Thin, ranks_by_energy, uniform_ranks
+from ckpt_prune.stages.low_rank.records import FactoredLinear
 from ckpt_prune.stages.low_rank.stage import LowRank
 from ckpt_prune.stages.spaces.pruner import check_overflow
 

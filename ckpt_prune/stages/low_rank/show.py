@@ -1,8 +1,8 @@
 """What the stage `low_rank` says of its work."""
 
 from ckpt_prune.common.formatting import human_count, plural
-from ckpt_prune.job.report import Report
 from ckpt_prune.show.section import Section, format_span, make_tables, number_under
+from ckpt_prune.stages.report import Report
 from ckpt_prune.stages.show_linears import draw_by_kind, error_sentences, label_of
 
 

@@ -1,9 +1,9 @@
 """What the stage `mask` says of its work."""
 
 from ckpt_prune.common.formatting import human_count, plural
-from ckpt_prune.job.report import Report
 from ckpt_prune.show.section import Section, make_tables, name_some, number_under
 from ckpt_prune.sparsity.patterns import describe_mask
+from ckpt_prune.stages.report import Report
 from ckpt_prune.stages.show_linears import draw_by_kind, error_sentences, label_of, place_of
 
 _DENSE = (

@@ -14,10 +14,10 @@ from ckpt_prune.sparsity.patterns import UNSTRUCTURED, Compare, GroupPattern, pa
 
 if TYPE_CHECKING:
     from ckpt_prune.job.prepared import Prepared
-    from ckpt_prune.job.report import Report
     from ckpt_prune.job.run import Run
     from ckpt_prune.job.step import BlockPruner, Step
     from ckpt_prune.show.section import Section
+    from ckpt_prune.stages.report import Report
 
 _SPREADS = {"owl": 0.08, "alpha": 0.3, "divergence": 0.08}
 """OWL's and AlphaPruning's of LLaMA-7B at 70 %."""
@@ -210,9 +210,9 @@ class Mask(Stage):
         return mask_step(self, prepared)
 
     def report(self, prepared: "Prepared", records: Sequence[Any], run: "Run") -> dict[str, Any]:
-        from ckpt_prune.job import report as model
+        from ckpt_prune.stages.mask.records import MaskRecord
 
-        mask = model.Mask(
+        mask = MaskRecord(
             method=self.method,
             pattern=self.pattern,
             ratio=prepared.recipe.ratio,

@@ -20,7 +20,6 @@ from ckpt_prune.job.layout import Layout, Output
 from ckpt_prune.job.model_card import source_card
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.report import Source
-from ckpt_prune.job.report_file import report_of
 from ckpt_prune.job.run import Run
 from ckpt_prune.job.step import Step, Tensors
 from ckpt_prune.measure.moments.inputs import Moments, sum_folds
@@ -47,6 +46,7 @@ from ckpt_prune.stages.quantize.record import (
 )
 from ckpt_prune.stages.quantize.scheme import PackingScheme, choose_scheme
 from ckpt_prune.stages.quantize.stage import Quantize
+from ckpt_prune.stages.report import find_report
 
 _WEIGHT = ".weight"
 _COLLECT = "calibrate with --collect moments,gram,linears"
@@ -204,7 +204,7 @@ def _make_record(prepared: Prepared, records: Mapping[str, Sequence[Any]], run: 
     assert isinstance(step, QuantizeStep)
     rounded = {weight.weight: weight for weight in records[Quantize.key]}
     shapes = [shape for tensors in prepared.output.layout.values() for shape in tensors.values()]
-    report, used = report_of(checkpoint.path), versions()
+    report, used = find_report(checkpoint.path), versions()
     return QuantizationRecord(
         ckpt_prune=used["ckpt_prune"],
         torch=used["torch"],
@@ -223,4 +223,4 @@ def _make_record(prepared: Prepared, records: Mapping[str, Sequence[Any]], run: 
     )
 
 
-QUANTIZED = Form(_make_record, QUANTISATION_KIND, find_record, make_card)
+QUANTIZED = Form(_make_record, find_record, QUANTISATION_KIND, make_card)

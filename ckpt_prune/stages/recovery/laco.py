@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import Meter
-from ckpt_prune.job.recovery_records import RecoveredLayer
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
 from ckpt_prune.options.training import RecoverySettings
@@ -23,6 +22,7 @@ from ckpt_prune.stages.recovery.block_training import (
     train_block,
     trainable_tensors,
 )
+from ckpt_prune.stages.recovery.records import RecoveredLayer
 from ckpt_prune.stages.recovery.similarity import StateSimilarity
 
 _UNLIKE = 0.3

@@ -17,8 +17,6 @@ from ckpt_prune.job.cost import cost_of
 from ckpt_prune.job.layout import Output, layout_of
 from ckpt_prune.job.model_view import ModelView
 from ckpt_prune.job.prepared import Prepared
-from ckpt_prune.job.report import Adapters
-from ckpt_prune.job.report_file import report_of
 from ckpt_prune.job.run import Run
 from ckpt_prune.job.step import Step, Tensors
 from ckpt_prune.model.containers.container import container_of
@@ -32,8 +30,10 @@ from ckpt_prune.stages.recovery.pairs import (
     refuse_factored,
     rotated_as,
 )
+from ckpt_prune.stages.recovery.records import Adapters
 from ckpt_prune.stages.recovery.run import recover_step
 from ckpt_prune.stages.recovery.stage import Afterwards
+from ckpt_prune.stages.report import find_report
 
 _WEIGHT = ".weight"
 _ADAPTERS = "adapters"
@@ -50,7 +50,7 @@ def check_afterwards(recovery: Afterwards, prepared: Prepared) -> None:
         check_one_stream(pruned, "adapters have no place beside its skip connections")
         return
     assert dense is not None
-    same_depth, _ = at_same_depth(pruned, dense, report_of(pruned.checkpoint.path))
+    same_depth, _ = at_same_depth(pruned, dense, find_report(pruned.checkpoint.path))
     check_models(pruned, same_depth, "a model is recovered against the dense one it was made from")
 
 
@@ -58,7 +58,7 @@ def lay_out(recovery: Afterwards, prepared: Prepared) -> Prepared:
     """Return the job with an output of the model's own shape, and with the dense model in the model's basis."""
     pruned, dense, container, target = prepared.model, prepared.job.dense, container_of(prepared.model), None
     if dense is not None and recovery.method != "lora":
-        report = report_of(pruned.checkpoint.path)
+        report = find_report(pruned.checkpoint.path)
         same_depth, all_blocks = at_same_depth(pruned, dense, report)
         rotated = rotated_as(pruned, dense, prepared.device, report)
         # Masks leave shapes alone: in another basis, the dense model is built as the pruned one is.
@@ -75,7 +75,7 @@ def doubt_of(prepared: Prepared) -> str | None:
         return None
     if pruned.fingerprint == dense.checkpoint.fingerprint:
         return f"{pruned.path} and {dense.checkpoint.path} are the same model: there is nothing to recover"
-    report = report_of(pruned.path)
+    report = find_report(pruned.path)
     if report is None or report.source.fingerprint == dense.checkpoint.fingerprint:
         return None
     return (

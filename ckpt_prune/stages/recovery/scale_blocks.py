@@ -10,9 +10,9 @@ from ckpt_prune.common.formatting import plural
 from ckpt_prune.common.progress import meter, track
 from ckpt_prune.job.model_view import ModelView
 from ckpt_prune.job.prepared import Prepared
-from ckpt_prune.job.report import Adapters
 from ckpt_prune.job.run import Run
 from ckpt_prune.stages.recovery.block_training import SampleSplit
+from ckpt_prune.stages.recovery.records import Adapters
 from ckpt_prune.stages.recovery.scales import ModelInBlocks, apply_scales, fit_scales
 from ckpt_prune.stages.recovery.stage import Recovery
 

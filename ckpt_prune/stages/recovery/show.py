@@ -4,8 +4,6 @@ import math
 from collections.abc import Sequence
 
 from ckpt_prune.common.formatting import plural
-from ckpt_prune.job.recovery_records import RecoveredLayer
-from ckpt_prune.job.report import Adapters, Perplexity, Recovery, Report
 from ckpt_prune.show.section import (
     Section,
     Table,
@@ -16,6 +14,8 @@ from ckpt_prune.show.section import (
     name_some,
     number_under,
 )
+from ckpt_prune.stages.recovery.records import Adapters, Perplexity, RecoveredLayer, RecoveryRecord
+from ckpt_prune.stages.report import Report
 
 _LACO = "LaCo: Layer-wise Compensation for Pruned Large Language Models, ACL 2026 long.1342"
 
@@ -29,7 +29,7 @@ def sections(report: Report) -> list[Section]:
     return blocks + _show_adapters(report.adapters)
 
 
-def _show_blocks(recovery: Recovery, records: Sequence[RecoveredLayer]) -> Section:
+def _show_blocks(recovery: RecoveryRecord, records: Sequence[RecoveredLayer]) -> Section:
     """Say what was trained towards which model, and how much nearer that brought the hidden states."""
     layers = sorted(records, key=lambda layer: layer.block)
     perplexities = sorted(recovery.perplexity_after or [], key=lambda entry: entry.blocks)
@@ -115,24 +115,24 @@ def _unless_recovered(layer: RecoveredLayer) -> str:
     return "" if layer.recovered and not layer.diverged else _outcome(layer)
 
 
-def _samples(recovery: Recovery) -> str:
+def _samples(recovery: RecoveryRecord) -> str:
     """Say which samples errors are of."""
     return "held-out" if recovery.data.amount("held_out") != 0 else "training"
 
 
-def _rate(recovery: Recovery) -> float:
+def _rate(recovery: RecoveryRecord) -> float:
     rate = recovery.settings.figure("lr")
     return math.nan if rate is None else rate
 
 
-def _new_weights(recovery: Recovery, layers: Sequence[RecoveredLayer]) -> list[str]:
+def _new_weights(recovery: RecoveryRecord, layers: Sequence[RecoveredLayer]) -> list[str]:
     if not layers:
         return []
     count = f"{sum(layer.recovered for layer in layers)} of {len(layers)} blocks"
     return [f"{count} have new weights, trained towards the hidden states of {recovery.dense.name}; zeros stay zero."]
 
 
-def _training(recovery: Recovery) -> str:
+def _training(recovery: RecoveryRecord) -> str:
     """Say what was trained, how, and on which samples."""
     data, settings = recovery.data, recovery.settings
     only, where = settings.text("only"), settings.text("layers")
@@ -147,7 +147,7 @@ def _training(recovery: Recovery) -> str:
     )
 
 
-def _likeness(recovery: Recovery, layers: Sequence[RecoveredLayer]) -> list[str]:
+def _likeness(recovery: RecoveryRecord, layers: Sequence[RecoveredLayer]) -> list[str]:
     """Say how near the dense model's the hidden states are, over those blocks that have both figures."""
     changes = []
     for key, what in (("mse", "mean squared error"), ("cka", "linear CKA")):
@@ -162,7 +162,7 @@ def _likeness(recovery: Recovery, layers: Sequence[RecoveredLayer]) -> list[str]
     return [f"Hidden states on {samples}, mean over blocks, before -> after: {', '.join(changes)}."] if changes else []
 
 
-def _warnings(recovery: Recovery, layers: Sequence[RecoveredLayer]) -> list[str]:
+def _warnings(recovery: RecoveryRecord, layers: Sequence[RecoveredLayer]) -> list[str]:
     """Warn of blocks that training did not help, and of those where it got lost."""
     warnings = []
     broken = [layer.block for layer in layers if layer.mse_after is None]
@@ -193,7 +193,7 @@ def _blocks(numbers: Sequence[int]) -> str:
     return f"{plural(len(numbers), 'block')} ({name_some([str(number) for number in numbers])})"
 
 
-def _perplexities(recovery: Recovery, perplexities: Sequence[Perplexity], blocks: int) -> list[str]:
+def _perplexities(recovery: RecoveryRecord, perplexities: Sequence[Perplexity], blocks: int) -> list[str]:
     """List the perplexities by the number of recovered blocks; never without their window."""
     if not perplexities:
         return []

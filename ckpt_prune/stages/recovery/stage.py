@@ -14,10 +14,10 @@ from ckpt_prune.options.training import LoraSettings, RecoverySettings
 if TYPE_CHECKING:
     from ckpt_prune.job.form import Form
     from ckpt_prune.job.prepared import Prepared
-    from ckpt_prune.job.report import Report
     from ckpt_prune.job.run import Run
     from ckpt_prune.job.step import Step
     from ckpt_prune.show.section import Section
+    from ckpt_prune.stages.report import Report
 
 
 class Recovery(RecoverySettings, Stage):
@@ -144,7 +144,7 @@ class Afterwards(Recovery):
         return afterwards_step(self, prepared, run)
 
     def form(self) -> "Form":
-        from ckpt_prune.stages.recovery.record import RECOVERED
+        from ckpt_prune.stages.recovery.reports import RECOVERED
 
         return RECOVERED
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import Meter, meter
-from ckpt_prune.job import report as model
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.run import Run
 from ckpt_prune.job.step import Step, Tensors
@@ -20,6 +19,7 @@ from ckpt_prune.measure.moment_sources import CachedMoments, MomentSource, NoMom
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.stages.mask.stage import Mask
 from ckpt_prune.stages.rotation.learner import Learner, WrittenRotations, journal_entry
+from ckpt_prune.stages.rotation.records import Learned, RotationRecord
 from ckpt_prune.stages.rotation.rotated_checkpoint import (
     BlockRotations,
     RotatedCheckpoint,
@@ -187,10 +187,10 @@ def report_rotation(rotation: Rotation, prepared: Prepared, run: Run) -> dict[st
     """Return what the report says of rotations."""
     basis = prepared.basis
     assert isinstance(basis, RotatedCheckpoint)
-    record = model.Rotation(
+    record = RotationRecord(
         kind=rotation.kind,
         importance=rotation.importance_for(prepared.recipe),
         turns=bool(basis.turns),
-        learned=[model.Learned.model_validate(entry) for entry in run.done["learned"]],
+        learned=[Learned.model_validate(entry) for entry in run.done["learned"]],
     )
     return {"rotation": record}

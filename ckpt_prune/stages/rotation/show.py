@@ -3,7 +3,6 @@
 import math
 
 from ckpt_prune.common.filenames import ROTATIONS
-from ckpt_prune.job.report import ImportanceMap, Learned, Report, Rotation
 from ckpt_prune.show.section import (
     DECADES,
     Figure,
@@ -17,6 +16,8 @@ from ckpt_prune.show.section import (
     make_tables,
     number_under,
 )
+from ckpt_prune.stages.report import Report
+from ckpt_prune.stages.rotation.records import ImportanceMap, Learned, RotationRecord
 
 _ABSORBED = "which is absorbed by the weights and adds no computation at run time"
 
@@ -75,7 +76,7 @@ def sections(report: Report) -> list[Section]:
     return [Section("Rotation", sentences, explanations, figures=figures, details=details)]
 
 
-def _entropies(rotation: Rotation, learned: list[Learned]) -> list[str]:
+def _entropies(rotation: RotationRecord, learned: list[Learned]) -> list[str]:
     """Say how far the importance is more concentrated, if the entropies of all rotations are known."""
     before, after = (
         [value for entry in learned if (value := entry.figure(key)) is not None]

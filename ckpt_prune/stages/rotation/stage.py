@@ -17,10 +17,10 @@ from ckpt_prune.stages.mask.stage import Mask
 
 if TYPE_CHECKING:
     from ckpt_prune.job.prepared import Prepared
-    from ckpt_prune.job.report import Report
     from ckpt_prune.job.run import Run
     from ckpt_prune.job.step import Step
     from ckpt_prune.show.section import Section
+    from ckpt_prune.stages.report import Report
 
 RetractionName = Annotated[names.RetractionName, OneOf("retraction", get_args(names.RetractionName))]
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.decisions import planned
 from ckpt_prune.job.prepared import Prepared
-from ckpt_prune.job.report import StrengthSearch
 from ckpt_prune.job.run import Run
 from ckpt_prune.job.walk import walk
 from ckpt_prune.measure.moment_sources import SequentialMoments
@@ -14,6 +13,7 @@ from ckpt_prune.stages.moments import prune_step
 from ckpt_prune.stages.output import plan_output
 from ckpt_prune.stages.spaces.checks import check_enough_samples
 from ckpt_prune.stages.spaces.pruner import Pruner
+from ckpt_prune.stages.spaces.records import StrengthSearch
 from ckpt_prune.stages.spaces.size_search import at_size
 from ckpt_prune.stages.spaces.stage import Spaces
 from ckpt_prune.stages.spaces.widths import decide, ranking_of

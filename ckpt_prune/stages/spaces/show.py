@@ -9,7 +9,6 @@ from ckpt_prune.common.formatting import plural
 from ckpt_prune.common.ratios import is_far
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.records import HeadErrors, SiteRecord
-from ckpt_prune.job.report import Report, StrengthSearch
 from ckpt_prune.model.family_keys import GROUPED
 from ckpt_prune.model.spaces import ENDS, expert_space, recipe_space
 from ckpt_prune.show.section import (
@@ -29,6 +28,8 @@ from ckpt_prune.show.section import (
     name_some,
     number_under,
 )
+from ckpt_prune.stages.report import Report
+from ckpt_prune.stages.spaces.records import StrengthSearch
 
 SOLVED = 1e-6
 """Relative residual below which a logit solve is as good as the float32 moments it was made from."""

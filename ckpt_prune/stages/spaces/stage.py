@@ -14,10 +14,10 @@ from ckpt_prune.model.spaces import COUPLED, ENDS, recipe_space
 
 if TYPE_CHECKING:
     from ckpt_prune.job.prepared import Prepared
-    from ckpt_prune.job.report import Report
     from ckpt_prune.job.run import Run
     from ckpt_prune.job.step import BlockPruner, Step
     from ckpt_prune.show.section import Section
+    from ckpt_prune.stages.report import Report
 
 
 class Spaces(Stage):

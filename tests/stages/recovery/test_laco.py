@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import Meter, meter
-from ckpt_prune.job.recovery_records import RecoveredLayer
 from ckpt_prune.options.training import RecoverySettings
 from ckpt_prune.stages.recovery import laco as module
 from ckpt_prune.stages.recovery.laco import Recoverer, check_same_start
+from ckpt_prune.stages.recovery.records import RecoveredLayer
 from tests.oracles import laco, similarity
 from tests.oracles.perplexity import perplexity
 

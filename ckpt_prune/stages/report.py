@@ -1,4 +1,7 @@
-"""Reading reports and plans from disk, whole or damaged, without torch."""
+"""`ckpt_prune.json`: what an output says of itself; reading it, or a plan, without torch.
+
+Files of every version with version number 1 are read: keys that are absent have defaults, unknown keys stay.
+"""
 
 from pathlib import Path
 
@@ -11,14 +14,28 @@ from ckpt_prune.checkpoint.model_folder import suggest_folders
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import REPORT
 from ckpt_prune.job.records import PlanFile, SiteRecord
-from ckpt_prune.job.report import Report, UsedRecipe
+from ckpt_prune.job.report import CommonReport, UsedRecipe
+from ckpt_prune.stages.depth.records import DepthFields
+from ckpt_prune.stages.hidden.records import HiddenFields
+from ckpt_prune.stages.low_rank.records import LowRankFields
+from ckpt_prune.stages.mask.records import MaskFields
+from ckpt_prune.stages.recovery.records import RecoveryFields
+from ckpt_prune.stages.rotation.records import RotationFields
+from ckpt_prune.stages.spaces.records import SpacesFields
+
+
+class Report(
+    RecoveryFields, LowRankFields, MaskFields, SpacesFields, RotationFields, HiddenFields, DepthFields, CommonReport
+):
+    """What an output's `ckpt_prune.json` holds: common fields, and those of every stage."""
+
 
 AnyPlan = PlanFile[UsedRecipe, SiteRecord]
 """A plan of any version, to be shown."""
 _WANTED = "give a folder that `ckpt-prune prune` wrote, or a plan file"
 
 
-def report_of(folder: Path) -> Report | None:
+def find_report(folder: Path) -> Report | None:
     """What an output of this tool says of itself; None for other checkpoints.
 
     Raises:

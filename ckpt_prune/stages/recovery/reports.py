@@ -10,15 +10,16 @@ from ckpt_prune.common.versions import versions
 from ckpt_prune.job.cost import cost_of
 from ckpt_prune.job.form import Form
 from ckpt_prune.job.prepared import Prepared
-from ckpt_prune.job.report import Earlier, Perplexity, Recovery, Report, UsedRecipe
-from ckpt_prune.job.report_file import report_of
+from ckpt_prune.job.report import UsedRecipe
 from ckpt_prune.job.run import Run
 from ckpt_prune.job.source_facts import source_of, stored_as
 from ckpt_prune.model.model import Model
 from ckpt_prune.stages.recovery.laco import Recoverer
+from ckpt_prune.stages.recovery.records import Earlier, Perplexity, RecoveryRecord
+from ckpt_prune.stages.report import Report, find_report
 
 
-def recovery_of(recoverer: Recoverer, dense: Checkpoint, *, on_the_fly: bool) -> Recovery:
+def recovery_of(recoverer: Recoverer, dense: Checkpoint, *, on_the_fly: bool) -> RecoveryRecord:
     """Return how blocks were recovered.
 
     Args:
@@ -27,7 +28,7 @@ def recovery_of(recoverer: Recoverer, dense: Checkpoint, *, on_the_fly: bool) ->
     settings, samples = recoverer.settings, recoverer.pruned.samples
     chosen = settings.model_dump(mode="json", exclude={"samples", "seed", "lora"})
     perplexities = recoverer.perplexities()
-    return Recovery(
+    return RecoveryRecord(
         dense=source_of(dense).model_copy(update={"card": None}),
         on_the_fly=on_the_fly,
         settings=Record.model_validate(chosen | {"lr": recoverer.rate, "seed": recoverer.seed}),
@@ -49,7 +50,7 @@ def recovery_of(recoverer: Recoverer, dense: Checkpoint, *, on_the_fly: bool) ->
 def _recovered_report(prepared: Prepared, records: Mapping[str, Sequence[Any]], run: Run) -> Report:
     """Return the model's own report with what was done to it added."""
     pruned, recovery, adapters = prepared.model, run.done.get("recovery"), run.done.get("adapters")
-    own = report_of(pruned.checkpoint.path)
+    own = find_report(pruned.checkpoint.path)
     changes: dict[str, Any] = dict(versions())
     if recovery is not None:
         earlier = None
@@ -80,5 +81,5 @@ def _pruned_elsewhere(prepared: Prepared, dense: Model) -> Report:
     )
 
 
-RECOVERED = Form(_recovered_report)
+RECOVERED = Form(_recovered_report, find_report)
 """Output of `recover`."""

@@ -1,0 +1,61 @@
+"""What a report says of rotations."""
+
+from pydantic import Field
+
+from ckpt_prune.common.records import Amount, Block, Count, Figure, FixedRecord
+
+
+class ImportanceMap(FixedRecord):
+    """Where the importance of a weight lies, before and after it was rotated (DenoiseRotator, Figure 2).
+
+    Attributes:
+        rows, columns: shape of the weight.
+        before, after: means over cells, from the first row on, as shares of the mean over the whole weight.
+        largest_before, largest_after: share of the importance in the largest hundredth of the weights.
+    """
+
+    weight: str
+    rows: Count
+    columns: Count
+    before: list[list[Figure]]
+    after: list[list[Figure]]
+    largest_before: Figure = None
+    largest_after: Figure = None
+
+
+class Learned(FixedRecord):
+    """The rotations of one block, or of all (block None): entropy of the importance in nats, and steps of training.
+
+    Attributes:
+        curve: steps and the entropy there, as it was computed while training; no more than a plot needs.
+        map: of the output projection of the first block alone, if it is turned.
+    """
+
+    optional = frozenset({"curve", "map"})
+
+    block: Block | None
+    entropy_before: Figure = None
+    entropy_after: Figure = None
+    steps: Amount = None
+    curve: list[tuple[Count, Figure]] = Field(default_factory=list)
+    map: ImportanceMap | None = None
+
+
+class RotationRecord(FixedRecord):
+    """What was rotated before the mask.
+
+    Attributes:
+        importance: whose importance of weights was to concentrate.
+        turns: whether matrices between blocks stay in the model.
+    """
+
+    kind: str
+    importance: str | None = None
+    turns: bool = False
+    learned: list[Learned]
+
+
+class RotationFields(FixedRecord):
+    """What was rotated before the mask."""
+
+    rotation: RotationRecord | None = None

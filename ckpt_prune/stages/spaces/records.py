@@ -1,0 +1,20 @@
+"""What a report says of the units of spaces; `SiteRecord` stands in plans, too."""
+
+from pydantic import Field
+
+from ckpt_prune.common.records import Figure, FixedRecord
+from ckpt_prune.job.records import SiteRecord
+
+
+class StrengthSearch(FixedRecord):
+    """The λ that was chosen, and text of every λ that was tried → its calibration perplexity; None: not finite."""
+
+    chosen: float
+    perplexity: dict[str, Figure] = Field(default_factory=dict)
+
+
+class SpacesFields(FixedRecord):
+    """What was pruned, and how the strength of compensation was chosen by perplexity."""
+
+    lambda_search: StrengthSearch | None = None
+    sites: list[SiteRecord]
