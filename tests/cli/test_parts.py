@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import LlavaForConditionalGeneration, Qwen2_5_VLForConditionalGeneration
 
 import ckpt_prune
-from ckpt_prune.model import part
+from ckpt_prune.model import composites
 from ckpt_prune.model.skeleton import quiet_transformers
 from tests.cli.running import TEXT, edit_weights, interrupted, ok, read_json, refused, resumed, run, set_config
 from tests.contract.test_parts import PartCase
@@ -192,7 +192,7 @@ def test_a_tower_of_no_known_family_and_a_class_without_slots(place):
         "no stock container fits: gemma3_text has no slot for a bias on "
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(part, "known_families", lambda: ())
+        patch.setattr(composites, "known_families", lambda: ())
         assert refused("inspect", "gemma3", "--part", "vision") == (
             "--part vision of gemma3 is a siglip_vision_model, which this version has no description of"
         )

@@ -117,17 +117,6 @@ def test_fused_tensors_keep_the_same(kept):
         assert (module, 1 - dim) not in found
 
 
-@given(kept=kept_units)
-def test_only_modules_of_pruned_spaces_are_there(kept):
-    found = remaining_lines(family_of(APART), dimension, tensors(kept), SIZES)
-    assert {module for module, _ in found} == {module for space in kept for module in APART[space].modules}
-    for (module, dim), (axis, lines) in found.items():
-        assert axis == ("columns" if module in ("o", "out") else "rows")
-        assert dim == (axis == "columns")
-        assert lines.dtype == torch.int64
-        assert torch.equal(lines, lines.unique())
-
-
 @given(kept=kept_units, more=kept_units)
 def test_a_tensor_that_is_cut_already_is_cut_further(kept, more):
     """By the places of its lines among those that stay: one cut after the other is one cut of both."""
@@ -141,13 +130,6 @@ def test_a_tensor_that_is_cut_already_is_cut_further(kept, more):
         present = first[module, dim][1] if (module, dim) in first else torch.arange(SIZES[module][dim])
         once = cut(weight, dim, first, module)
         assert torch.equal(once.index_select(dim, positions_among(lines, present)), cut(weight, dim, last, module))
-
-
-@given(others=st.sets(st.integers(0, 50)), data=st.data())
-def test_places_among_others(others, data):
-    taken = data.draw(st.sets(st.sampled_from(sorted(others)))) if others else set()
-    lines, all_ = (torch.tensor(sorted(chosen), dtype=torch.int64) for chosen in (taken, others))
-    assert positions_among(lines, all_).tolist() == [sorted(others).index(line) for line in sorted(taken)]
 
 
 @pytest.mark.parametrize(("spaces", "sizes"), [(APART, SIZES), (FUSED, FUSED_SIZES)])

@@ -113,31 +113,17 @@ def test_units_that_stand_side_by_side():
     assert plain.first(3, dimension).tolist() == [0, 1, 2]
 
 
-def test_a_space_of_columns():
+def test_what_a_space_says_of_its_modules():
     space = columns()
-    assert [(axis, i.module) for axis, i in space.incidences] == [
-        ("rows", "gate_up"),
-        ("rows", "extra"),
-        ("columns", "down"),
-    ]
     assert space.modules == ["gate_up", "extra", "down"]
     assert space.readers == ["gate_up", "extra"]
     assert space.consumer == space.measured == "down"
     assert space.solved_from == space.rewritten("none") == space.rewritten("ridge") == ["down"]
-
-
-def test_a_space_of_logits():
     space = logits()
-    assert [(axis, i.module) for axis, i in space.incidences] == [("rows", "q"), ("rows", "k")]
     assert space.modules == space.readers == space.solved_from == ["q", "k"]
-    assert space.measured == "q"
-    assert (space.rewritten("logit"), space.rewritten("none")) == (["q", "k"], [])
-
-
-def test_a_module_with_two_incidences_is_named_once():
-    whole = ["heads", "head_dim"]
-    space = logits(rows=[Incidence(module="qkv"), Incidence(module="qkv", after=[whole])])
-    assert space.modules == ["qkv"]
+    assert (space.measured, space.rewritten("logit"), space.rewritten("none")) == ("q", ["q", "k"], [])
+    fused = [Incidence(module="qkv"), Incidence(module="qkv", after=[["heads", "head_dim"]])]
+    assert logits(rows=fused).modules == ["qkv"]
 
 
 @pytest.mark.parametrize(
