@@ -5,7 +5,6 @@ from typing import ClassVar, Literal, Self
 from pydantic import model_validator
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.common.text_encoding import TEXT_FILE
 from ckpt_prune.datasets.texts import NamedText, Split, parse_text_name
 from ckpt_prune.options.option import DATA, MACHINE, File, Options, Texts, option
 
@@ -19,8 +18,10 @@ class TextOptions(Options):
 
     group = DATA
     usual_split: ClassVar[Split] = "test"
-    text: Texts = option("Text file. May be repeated.", default=(), metavar="FILE")
-    window: int | None = option("Tokens per window.", default=None, ge=2)
+    text: Texts = option(default=(), metavar="FILE")
+    """Text file. May be repeated."""
+    window: int | None = option(default=None, ge=2)
+    """Tokens per window."""
 
     @model_validator(mode="after")
     def _find_named_texts(self) -> Self:
@@ -38,146 +39,105 @@ class SampleOptions(TextOptions):
     """Which windows of which text, or how many images, to run a model on."""
 
     usual_split: ClassVar[Split] = "train"
-    text: Texts = option(
-        f"Text to run the model on: a {TEXT_FILE}, or a named text: wikitext2, c4, ptb. May be repeated.",
-        default=(),
-        metavar="FILE",
-    )
-    samples: int | None = option(
-        "Number of windows, or of images; all, if there are fewer. [default: 128 windows; at most 4000 images]",
-        default=None,
-        ge=1,
-    )
-    window: int | None = option(
-        "Tokens per window. [default: the model's context length, at most 2048]", default=None, ge=2
-    )
-    seed: int = option("Seed of the random choice of samples.", default=0, ge=0, le=2**63 - 1)
-    choose: Literal["random", "first"] = option(
-        "random: windows from all over the text, or any images. first: from the start, as the code of several papers "
-        "does.",
-        default="random",
-    )
-    bos: Bos = option(_BOS, default="auto")
-    compute_dtype: ComputeDtype = option(
-        "Type in which the model runs while it is measured or trained. auto: bfloat16 if the model is stored in it and "
-        "the device is faster in it, else float32. `compare`, and `recover` except by scales, always take float32 for "
-        "auto.",
-        default="auto",
-        group=MACHINE,
-    )
+    text: Texts = option(default=(), metavar="FILE")
+    """Text to run the model on: a .txt, .jsonl, .ndjson or .json file, or a named text: wikitext2, c4, ptb. May be
+    repeated."""
+    samples: int | None = option(default=None, ge=1)
+    """Number of windows, or of images; all, if there are fewer. [default: 128 windows; at most 4000 images]"""
+    window: int | None = option(default=None, ge=2)
+    """Tokens per window. [default: the model's context length, at most 2048]"""
+    seed: int = option(default=0, ge=0, le=2**63 - 1)
+    """Seed of the random choice of samples."""
+    choose: Literal["random", "first"] = option(default="random")
+    """random: windows from all over the text, or any images. first: from the start, as the code of several papers
+    does."""
+    bos: Bos = option(default="auto")
+    """Put a begin-of-sequence token before the text. auto: if the tokenizer itself adds one."""
+    compute_dtype: ComputeDtype = option(default="auto", group=MACHINE)
+    """Type in which the model runs while it is measured or trained. auto: bfloat16 if the model is stored in it and the
+    device is faster in it, else float32. `compare`, and `recover` except by scales, always take float32 for auto."""
 
 
 class CalibrationOptions(SampleOptions):
     """Samples to measure statistics on."""
 
-    folds: int | None = option(
-        "Keep sums apart for this many groups of samples. Recipes that choose lambda by folds need it, and so do "
-        "held-out errors. [default: 1, or 4 if the recipe needs folds]",
-        default=None,
-        ge=1,
-    )
+    folds: int | None = option(default=None, ge=1)
+    """Keep sums apart for this many groups of samples. Recipes that choose lambda by folds need it, and so do held-out
+    errors. [default: 1, or 4 if the recipe needs folds]"""
 
 
 class TrainingOptions(SampleOptions):
     """Samples to train on."""
 
-    samples: int | None = option(
-        "Number of windows, or of images; all, if there are fewer. [default: 2048; 32 for --method scales]",
-        default=None,
-        ge=2,
-    )
+    samples: int | None = option(default=None, ge=2)
+    """Number of windows, or of images; all, if there are fewer. [default: 2048; 32 for --method scales]"""
 
 
 class DecodingOptions(Options):
     """Images that do not decode."""
 
     group = DATA
-    max_corrupt: float = option("Share of the images that may fail to decode.", default=0.05, ge=0, le=1)
+    max_corrupt: float = option(default=0.05, ge=0, le=1)
+    """Share of the images that may fail to decode."""
 
 
 class ImageOptions(DecodingOptions):
     """Images or audio to run a model on."""
 
-    images: File = option(
-        "Folder of images to run a vision model on, instead of --text: plain, with a labels.csv, or with a sub-folder "
-        "per class.",
-        default=None,
-        metavar="DIR",
-    )
-    labels: File = option(
-        "CSV file with a column file, and perhaps a column split: then the rows calib are taken. [default: labels.csv "
-        "in the folder of images or beside it]",
-        default=None,
-        metavar="CSV",
-    )
-    audio: File = option(
-        "Folder of audio to run a speech encoder on, instead of --text: .wav files at its sampling rate, or features, "
-        "one file per sound (.npy, .safetensors).",
-        default=None,
-        metavar="DIR",
-    )
+    images: File = option(default=None, metavar="DIR")
+    """Folder of images to run a vision model on, instead of --text: plain, with a labels.csv, or with a sub-folder per
+    class."""
+    labels: File = option(default=None, metavar="CSV")
+    """CSV file with a column file, and perhaps a column split: then the rows calib are taken. [default: labels.csv in
+    the folder of images or beside it]"""
+    audio: File = option(default=None, metavar="DIR")
+    """Folder of audio to run a speech encoder on, instead of --text: .wav files at its sampling rate, or features, one
+    file per sound (.npy, .safetensors)."""
 
 
 class LabelledImageOptions(DecodingOptions):
     """Images with classes."""
 
-    images: File = option(
-        "Folder of images: with a labels.csv, with a sub-folder per class, or plain.", default=None, metavar="DIR"
-    )
-    labels: File = option(
-        "CSV file with the columns file and label, and perhaps a column split: then the rows eval are taken. "
-        "[default: labels.csv in the folder of images or beside it]",
-        default=None,
-        metavar="CSV",
-    )
+    images: File = option(default=None, metavar="DIR")
+    """Folder of images: with a labels.csv, with a sub-folder per class, or plain."""
+    labels: File = option(default=None, metavar="CSV")
+    """CSV file with the columns file and label, and perhaps a column split: then the rows eval are taken. [default:
+    labels.csv in the folder of images or beside it]"""
 
 
 class EvaluationOptions(TextOptions, LabelledImageOptions):
     """What a model is measured on."""
 
-    text: Texts = option(
-        "Text file to measure perplexity on, or a named text: wikitext2, c4, ptb, also wikitext2:validation, or with "
-        "the window wikitext2@128, wikitext2@2048. May be repeated.",
-        default=(),
-        metavar="FILE",
-    )
-    window: int | None = option("Tokens per window. --text needs it.", default=None, ge=2)
-    images: File = option(
-        "Folder of images to measure an image classifier on: with a labels.csv, with a sub-folder per class, or, with "
-        "--against, plain.",
-        default=None,
-        metavar="DIR",
-    )
-    samples: int | None = option(
-        "Use only this many: the first windows of the text, images at random (seed 0), or a task's first items. "
-        "[default: all]",
-        default=None,
-        ge=1,
-    )
-    bos: Bos = option(_BOS, default="auto")
+    text: Texts = option(default=(), metavar="FILE")
+    """Text file to measure perplexity on, or a named text: wikitext2, c4, ptb, also wikitext2:validation, or with the
+    window wikitext2@128, wikitext2@2048. May be repeated."""
+    window: int | None = option(default=None, ge=2)
+    """Tokens per window. --text needs it."""
+    images: File = option(default=None, metavar="DIR")
+    """Folder of images to measure an image classifier on: with a labels.csv, with a sub-folder per class, or, with
+    --against, plain."""
+    samples: int | None = option(default=None, ge=1)
+    """Use only this many: the first windows of the text, images at random (seed 0), or a task's first items. [default:
+    all]"""
+    bos: Bos = option(default="auto")
+    """Put a begin-of-sequence token before the text. auto: if the tokenizer itself adds one."""
 
 
 class ProofOptions(TextOptions, LabelledImageOptions):
     """What a graph is compared with PyTorch on."""
 
-    text: Texts = option(
-        f"Text to compare on: a {TEXT_FILE}. May be repeated. [default: the sources of Python's standard library]",
-        default=(),
-        metavar="FILE",
-    )
-    images: File = option(
-        "Folder of images to compare on: plain, with a labels.csv, or with a sub-folder per class. [default: noise; "
-        "accuracy is not compared]",
-        default=None,
-        metavar="DIR",
-    )
-    samples: int | None = option(
-        "Number of windows, or of images. [default: 16 windows, 64 images]", default=None, ge=1
-    )
-    window: int | None = option(
-        "Tokens per window. [default: the model's context length, at most 512]", default=None, ge=2
-    )
-    seed: int = option("Seed of the random choice of images, and of noise.", default=0, ge=0, le=2**63 - 1)
+    text: Texts = option(default=(), metavar="FILE")
+    """Text to compare on: a .txt, .jsonl, .ndjson or .json file. May be repeated. [default: the sources of Python's
+    standard library]"""
+    images: File = option(default=None, metavar="DIR")
+    """Folder of images to compare on: plain, with a labels.csv, or with a sub-folder per class. [default: noise;
+    accuracy is not compared]"""
+    samples: int | None = option(default=None, ge=1)
+    """Number of windows, or of images. [default: 16 windows, 64 images]"""
+    window: int | None = option(default=None, ge=2)
+    """Tokens per window. [default: the model's context length, at most 512]"""
+    seed: int = option(default=0, ge=0, le=2**63 - 1)
+    """Seed of the random choice of images, and of noise."""
 
 
 def has_data(calibration: SampleOptions, images: ImageOptions) -> bool:

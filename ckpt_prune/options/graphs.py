@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal, get_args
 
-from pydantic import BeforeValidator, WithJsonSchema, field_serializer, field_validator, model_validator
+from pydantic import BeforeValidator, ConfigDict, WithJsonSchema, field_serializer, field_validator, model_validator
 
 from ckpt_prune.common.fields import Strict
 from ckpt_prune.common.graph_types import ROUNDED_TYPES, GraphType
@@ -37,65 +37,43 @@ _ONE_OR_SEVERAL = {
 class GraphSettings(Strict):
     """How a model becomes an ONNX graph."""
 
+    model_config = ConfigDict(use_attribute_docstrings=True)
     group: ClassVar[str] = GRAPH
-    task: AskedTask = option(
-        "What the graph is for. auto: what the checkpoint's own head is for. feature-extraction: no head.",
-        default="auto",
-    )
-    opset: int | None = option(
-        f"ONNX opset, {OPSETS[0]} to {OPSETS[-1]}. [default: 20]", default=None, ge=OPSETS[0], le=OPSETS[-1]
-    )
+    task: AskedTask = option(default="auto")
+    """What the graph is for. auto: what the checkpoint's own head is for. feature-extraction: no head."""
+    opset: int | None = option(default=None, ge=OPSETS[0], le=OPSETS[-1])
+    """ONNX opset, 18 to 23. [default: 20]"""
     dtype: Annotated[
         Accepts[GraphType | Sequence[GraphType], tuple[GraphType, ...]],
         BeforeValidator(as_tuple),
         WithJsonSchema(_ONE_OR_SEVERAL),
-    ] = option(
-        "Type of the weights and of the computation. May be repeated: each makes a graph in OUT. int8: inputs are "
-        "rounded to 8 bits, too; those of text as they come, those of images to ranges measured on --images. int4: "
-        "weights in blocks of 4 bits. q4f16: the same, computed in fp16.",
-        default=("fp32",),
-    )
-    cache: bool | None = option(
-        "Make keys and values of earlier tokens inputs and outputs. [default: if the model generates text]",
-        default=None,
-    )
-    optimize: Literal["cpu", "cuda", "none"] = option(
-        "Fuse operators for this provider into onnxruntime's own; only onnxruntime runs such a graph. none: keep "
-        "ONNX's operators, which onnxruntime fuses when it loads them.",
-        default="none",
-    )
-    tolerance: float | None = option(
-        "Largest difference between onnxruntime and PyTorch that passes in fp32 and fp16, as a share of the largest "
-        "output. [default: by dtype]",
-        default=None,
-        gt=0,
-    )
-    max_loss: Accepts[float | str | None, Ratio | None] = option(
-        "What rounding to int8 or int4 may cost of the task's metric, such as 0.01 or 1%: the share by which a "
-        "perplexity grows, or what top-1, agreement or cosine loses. Weights that cost too much are stored in 8 bits, "
-        "with inputs as they are. [default: 2% for int8, 10% for int4 and q4f16]",
-        default=None,
-        gt=0,
-        lt=1,
-    )
-    block_size: Literal[16, 32, 64, 128, 256] | None = option(
-        "Weights that share a scale, along the inputs. [default: 32; the last block is padded if a width is no "
-        "multiple]",
-        default=None,
-    )
-    symmetric: bool = option(
-        "Give blocks no zero point of their own: a little smaller, and less exact in 4 bits.", default=False
-    )
-    accuracy_level: Literal[0, 1, 2, 3, 4] = option(
-        "Type in which onnxruntime may multiply blocks: 1 float32, 2 float16, 3 bfloat16, 4 inputs rounded to int8 "
-        "block by block, the fastest on a CPU. 0: onnxruntime decides.",
-        default=4,
-    )
-    rounding: Literal["nearest", "gptq"] = option(
-        "How weights of int4 and q4f16 are rounded: to the nearest, or so that later inputs make up for it (GPTQ), by "
-        "Grams of the inputs on the text or images.",
-        default="nearest",
-    )
+    ] = option(default=("fp32",))
+    """Type of the weights and of the computation. May be repeated: each makes a graph in OUT. int8: inputs are rounded
+    to 8 bits, too; those of text as they come, those of images to ranges measured on --images. int4: weights in blocks
+    of 4 bits. q4f16: the same, computed in fp16."""
+    cache: bool | None = option(default=None)
+    """Make keys and values of earlier tokens inputs and outputs. [default: if the model generates text]"""
+    optimize: Literal["cpu", "cuda", "none"] = option(default="none")
+    """Fuse operators for this provider into onnxruntime's own; only onnxruntime runs such a graph. none: keep ONNX's
+    operators, which onnxruntime fuses when it loads them."""
+    tolerance: float | None = option(default=None, gt=0)
+    """Largest difference between onnxruntime and PyTorch that passes in fp32 and fp16, as a share of the largest
+    output. [default: by dtype]"""
+    max_loss: Accepts[float | str | None, Ratio | None] = option(default=None, gt=0, lt=1)
+    """What rounding to int8 or int4 may cost of the task's metric, such as 0.01 or 1%: the share by which a perplexity
+    grows, or what top-1, agreement or cosine loses. Weights that cost too much are stored in 8 bits, with inputs as
+    they are. [default: 2% for int8, 10% for int4 and q4f16]"""
+    block_size: Literal[16, 32, 64, 128, 256] | None = option(default=None)
+    """Weights that share a scale, along the inputs. [default: 32; the last block is padded if a width is no
+    multiple]"""
+    symmetric: bool = option(default=False)
+    """Give blocks no zero point of their own: a little smaller, and less exact in 4 bits."""
+    accuracy_level: Literal[0, 1, 2, 3, 4] = option(default=4)
+    """Type in which onnxruntime may multiply blocks: 1 float32, 2 float16, 3 bfloat16, 4 inputs rounded to int8 block
+    by block, the fastest on a CPU. 0: onnxruntime decides."""
+    rounding: Literal["nearest", "gptq"] = option(default="nearest")
+    """How weights of int4 and q4f16 are rounded: to the nearest, or so that later inputs make up for it (GPTQ), by
+    Grams of the inputs on the text or images."""
 
     @field_validator("dtype")
     @classmethod

@@ -14,13 +14,11 @@ class TrustOptions(Options):
 
     group = MACHINE
     harmless = True
-    trust_remote_code: bool = option(
-        "Accept a model whose config.json or image processor asks for code of its own. Only evaluate, export, validate "
-        "and benchmark run the model's code; every other command uses the stock class of its model_type if each tensor "
-        "fits it. An image processor's code runs if transformers has no such class. A tokenizer's code never runs, and "
-        "code is never downloaded from the Hub.",
-        default=False,
-    )
+    trust_remote_code: bool = option(default=False)
+    """Accept a model whose config.json or image processor asks for code of its own. Only evaluate, export, validate and
+    benchmark run the model's code; every other command uses the stock class of its model_type if each tensor fits it.
+    An image processor's code runs if transformers has no such class. A tokenizer's code never runs, and code is never
+    downloaded from the Hub."""
 
 
 class OpeningOptions(TrustOptions):
@@ -28,52 +26,41 @@ class OpeningOptions(TrustOptions):
 
     group = MODEL
     harmless = False
-    family: File = option(
-        "JSON file that describes the model's family, as those in ckpt_prune/model/families, for a family that this "
-        "version does not know. `ckpt-prune inspect MODEL` drafts one. Outputs carry it along.",
-        default=None,
-        metavar="FILE",
-    )
-    part: PartName | None = option(
-        "Part of a model that is made of several (qwen2_5_vl, gemma3, llava, ...). Only this part is measured and "
-        "pruned; every other tensor keeps its bytes.",
-        default=None,
-    )
+    family: File = option(default=None, metavar="FILE")
+    """JSON file that describes the model's family, as those in ckpt_prune/model/families, for a family that this
+    version does not know. `ckpt-prune inspect MODEL` drafts one. Outputs carry it along."""
+    part: PartName | None = option(default=None)
+    """Part of a model that is made of several (qwen2_5_vl, gemma3, llava, ...). Only this part is measured and pruned;
+    every other tensor keeps its bytes."""
 
 
 class DeviceOptions(Options):
     """Where the work is done."""
 
     group = MACHINE
-    device: str = option("Where the work is done.", default="auto", metavar="auto|cpu|cuda[:N]")
+    device: str = option(default="auto", metavar="auto|cpu|cuda[:N]")
+    """Where the work is done."""
 
 
 class ProviderOptions(Options):
     """What onnxruntime runs on."""
 
     group = MACHINE
-    provider: Provider | None = option(
-        "Device that onnxruntime runs on. If CUDA cannot be loaded, a notice says so and the CPU is used. [default: "
-        "the device that the graph is fused for, else cpu]",
-        default=None,
-    )
+    provider: Provider | None = option(default=None)
+    """Device that onnxruntime runs on. If CUDA cannot be loaded, a notice says so and the CPU is used. [default: the
+    device that the graph is fused for, else cpu]"""
 
 
 class SpreadOptions(Options):
     """How a whole model is spread over devices."""
 
     group = MACHINE
-    device_map: Literal["auto"] | None = option(
-        "auto: spread a whole model over GPUs, memory and disk, with accelerate (needs the extra devices). [default: "
-        "one device]",
-        default=None,
-    )
-    max_memory: Strings = option(
-        "Most memory that a device gives to it: cpu=24GiB, or 0=70GiB for the first GPU. May be repeated. [default: "
-        "what is free]",
-        default=(),
-        metavar="DEVICE=SIZE",
-    )
+    device_map: Literal["auto"] | None = option(default=None)
+    """auto: spread a whole model over GPUs, memory and disk, with accelerate (needs the extra devices). [default: one
+    device]"""
+    max_memory: Strings = option(default=(), metavar="DEVICE=SIZE")
+    """Most memory that a device gives to it: cpu=24GiB, or 0=70GiB for the first GPU. May be repeated. [default: what
+    is free]"""
 
 
 class StateMemoryOptions(Options):
@@ -81,17 +68,13 @@ class StateMemoryOptions(Options):
 
     group = MACHINE
     harmless = True
-    state_memory: float = option(
-        "GiB of hidden states to keep in memory. More of them go to memory-mapped files; no result changes. They take "
-        "samples x tokens x hidden size x 4 bytes (2 in bfloat16), twice if two models are run.",
-        default=8.0,
-        ge=0,
-        le=2**20,
-        metavar="GIB",
-    )
+    state_memory: float = option(default=8.0, ge=0, le=2**20, metavar="GIB")
+    """GiB of hidden states to keep in memory. More of them go to memory-mapped files; no result changes. They take
+    samples x tokens x hidden size x 4 bytes (2 in bfloat16), twice if two models are run."""
 
 
 class SourceOptions(DeviceOptions, OpeningOptions):
     """Which model to read, and where to work."""
 
-    model: Model = option("Folder of a model, or a Hub id.", kw_only=False, group=MODEL)
+    model: Model = option(kw_only=False, group=MODEL)
+    """Folder of a model, or a Hub id."""

@@ -1,10 +1,7 @@
 """What a class of options is made of.
 
-`api/function.py` makes a Python function from such a class, and `cli/command.py` a command:
-
-class SampleOptions(Options):
-group = DATA
-samples: int | None = option("Number of windows.", default=None, ge=1)
+`api/function.py` makes a Python function from such a class, and `cli/command.py` a command. The string below an option
+explains it in both. A type checker knows the options of the function, too.
 """
 
 import json
@@ -75,7 +72,6 @@ class Shell:
 
 
 def option(
-    help: str,
     *,
     default: Any = ...,
     default_factory: Any = None,
@@ -90,7 +86,6 @@ def option(
     """State an option.
 
     Args:
-        help: its sentence in `--help` and in the docstring of the Python function.
         default: used if the option is not given; without one, the option is required.
         default_factory: makes the default from the options before it; they are a mapping.
         flags: as in `Shell`, like metavar, several, shown and group.
@@ -103,7 +98,6 @@ def option(
     """
     how = {"default": default} if default_factory is None else {"default_factory": default_factory}
     return Field(
-        description=help,
         json_schema_extra=Shell(flags, metavar, several, shown, group),
         kw_only=kw_only,
         **how,
@@ -122,12 +116,16 @@ GROUPS = (MODEL, RECIPE, SIZE, TRAINING, DATA, MEASURE, GRAPH, TIMING, SWEEP, RO
 class Options(BaseModel):
     """A class of options. The options of a command are one class, made of several of these."""
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=False)
+    model_config = ConfigDict(
+        extra="forbid", allow_inf_nan=False, frozen=False, use_attribute_docstrings=True, defer_build=True
+    )
     group: ClassVar[str] = OUTPUT
     """Title of the options' group in `--help`."""
-    harmless: ClassVar[bool] = False
-    """True if no option of this class changes an output: an interrupted run goes on under other ones."""
-    progress: bool = option("Show progress bars and notices on stderr.", default=True, shown=False)
+    harmless: ClassVar[bool] = True
+    """True if the options that this very class states change no output, so that an interrupted run goes on under other
+    values. A class that does not say it is not harmless."""
+    progress: bool = option(default=True, shown=False)
+    """Show progress bars and notices on stderr."""
 
 
 T = TypeVar("T", bound=BaseModel)
@@ -163,6 +161,11 @@ def shell_of(field: FieldInfo) -> Shell:
 def same_option(kind: type[BaseModel], name: str) -> Any:
     """Return an option of another class, for a class that has it, too."""
     return kind.model_fields[name]
+
+
+def is_harmless(kind: type[BaseModel], name: str) -> bool:
+    """Return True if an option changes no output, and so is not in the digest of a job."""
+    return bool(vars(defining_class(kind, name)).get("harmless", False))
 
 
 def defining_class(kind: type[BaseModel], name: str) -> Any:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import field_validator
+from pydantic import ConfigDict, field_validator
 
 from ckpt_prune.common.block_range import blocks_of, checked_range
 from ckpt_prune.common.fields import Strict
@@ -34,60 +34,38 @@ def _by_method(others: float, scales: float) -> Any:
 class RecoverySettings(Strict):
     """How what stays is trained."""
 
+    model_config = ConfigDict(use_attribute_docstrings=True)
     group: ClassVar[str] = TRAINING
-    method: Method = option(
-        "laco: train block by block towards the dense model's hidden states. scales: fit factors of what the linear "
-        "modules read and write, towards the dense model's predictions. lora: train adapters on the whole model, which "
-        "is in memory, on the next token or the images' classes, and merge them; zeros stay zeros (needs the extra "
-        "lora).",
-        default="laco",
-    )
-    epochs: Accepts[int | None, int] = option(
-        "Passes over the samples; for laco per block, at most. [default: 10; 1 for scales]",
-        default_factory=_by_method(10, 1),
-        ge=1,
-    )
-    lr: float | None = option(
-        "Learning rate of Adam. [default: the paper's 5e-5 at a hidden size of 4096, larger at smaller sizes in "
-        "inverse proportion; for scales 3e-3, or 7.5e-3 times the root of the divergence if that is less]",
-        default=None,
-        gt=0,
-        le=1e6,
-    )
-    batch: Accepts[int | None, int] = option(
-        "Samples per step of the optimizer. [default: 4; 1 for scales]", default_factory=_by_method(4, 1), ge=1
-    )
-    accumulate: int = option(
-        "Send a batch through the block in this many parts at most, which takes less memory; gradients add up.",
-        default=1,
-        ge=1,
-    )
-    schedule: Literal["cosine", "constant"] = option(
-        "Learning rate over a block's steps: down to zero along a cosine, or constant.", default="cosine"
-    )
-    only: Part | None = option("Train only these linear modules. [default: all]", default=None)
-    layers: str | None = option(
-        "Train only blocks A to B - 1; A or B may be left out. The other blocks stay as they are.",
-        default=None,
-        metavar="A:B",
-    )
-    norms: bool = option("Train the norms, too, as the paper does.", default=False)
-    teacher: Teacher = option(
-        "Which hidden states the dense block is given: the dense model's (the paper's Algorithm 1) or the pruned "
-        "model's (its eq. 9).",
-        default="dense",
-    )
-    held_out: Accepts[float | None, float] = option(
-        "Share of the samples that is not trained on. It decides which epoch's weights are kept, if any. 0: keep the "
-        "last epoch's, as the paper does; no other learning rate is tried, and errors are those of training samples. "
-        "[default: 0.1; 0 for scales]",
-        default_factory=_by_method(0.1, 0.0),
-        ge=0,
-        lt=1,
-    )
-    patience: int = option(
-        "Stop a block after this many epochs in which the error on held-out samples did not fall.", default=3, ge=1
-    )
+    method: Method = option(default="laco")
+    """laco: train block by block towards the dense model's hidden states. scales: fit factors of what the linear
+    modules read and write, towards the dense model's predictions. lora: train adapters on the whole model, which is in
+    memory, on the next token or the images' classes, and merge them; zeros stay zeros (needs the extra lora)."""
+    epochs: Accepts[int | None, int] = option(default_factory=_by_method(10, 1), ge=1)
+    """Passes over the samples; for laco per block, at most. [default: 10; 1 for scales]"""
+    lr: float | None = option(default=None, gt=0, le=1e6)
+    """Learning rate of Adam. [default: the paper's 5e-5 at a hidden size of 4096, larger at smaller sizes in inverse
+    proportion; for scales 3e-3, or 7.5e-3 times the root of the divergence if that is less]"""
+    batch: Accepts[int | None, int] = option(default_factory=_by_method(4, 1), ge=1)
+    """Samples per step of the optimizer. [default: 4; 1 for scales]"""
+    accumulate: int = option(default=1, ge=1)
+    """Send a batch through the block in this many parts at most, which takes less memory; gradients add up."""
+    schedule: Literal["cosine", "constant"] = option(default="cosine")
+    """Learning rate over a block's steps: down to zero along a cosine, or constant."""
+    only: Part | None = option(default=None)
+    """Train only these linear modules. [default: all]"""
+    layers: str | None = option(default=None, metavar="A:B")
+    """Train only blocks A to B - 1; A or B may be left out. The other blocks stay as they are."""
+    norms: bool = option(default=False)
+    """Train the norms, too, as the paper does."""
+    teacher: Teacher = option(default="dense")
+    """Which hidden states the dense block is given: the dense model's (the paper's Algorithm 1) or the pruned model's
+    (its eq. 9)."""
+    held_out: Accepts[float | None, float] = option(default_factory=_by_method(0.1, 0.0), ge=0, lt=1)
+    """Share of the samples that is not trained on. It decides which epoch's weights are kept, if any. 0: keep the last
+    epoch's, as the paper does; no other learning rate is tried, and errors are those of training samples. [default:
+    0.1; 0 for scales]"""
+    patience: int = option(default=3, ge=1)
+    """Stop a block after this many epochs in which the error on held-out samples did not fall."""
 
     @field_validator("layers")
     @classmethod
@@ -111,11 +89,11 @@ class RecoverySettings(Strict):
 class LoraSettings(Strict):
     """Adapters on a whole model."""
 
+    model_config = ConfigDict(use_attribute_docstrings=True)
     group: ClassVar[str] = TRAINING
-    rank: int = option("Rank of the adapters (lora).", default=8, ge=1, le=2**16)
-    alpha: float = option(
-        "The adapters are multiplied by this number divided by the rank (lora).", default=16.0, gt=0, le=1e6
-    )
-    seconds: float | None = option(
-        "End training after this many seconds, whatever --epochs says (lora).", default=None, gt=0
-    )
+    rank: int = option(default=8, ge=1, le=2**16)
+    """Rank of the adapters (lora)."""
+    alpha: float = option(default=16.0, gt=0, le=1e6)
+    """The adapters are multiplied by this number divided by the rank (lora)."""
+    seconds: float | None = option(default=None, gt=0)
+    """End training after this many seconds, whatever --epochs says (lora)."""
