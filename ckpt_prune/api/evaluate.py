@@ -93,16 +93,8 @@ def evaluate(options: EvaluateOptions) -> "Result":
         if options.generate and (graph or other) is not None:
             raise UserError(f"{graph or other} is a graph: --generate is for checkpoints; validate lets both continue")
         measures = [bool(options.text), bool(names), bool(options.generate)]
-        pair = Pair(
-            folder,
-            reference,
-            target,
-            options.trust_remote_code,
-            graph,
-            other,
-            _open_graph,
-            keeps=sum(measures) > 1,
-        )
+        trust, keeps = options.trust_remote_code, sum(measures) > 1
+        pair = Pair(folder, reference, target, trust, graph, other, _open_graph, keeps=keeps)
         results: dict[str, OneResult] = {}
         # Answers first: they are quick, and refuse what does not suit the model before the long run over the text.
         if options.generate:
@@ -149,7 +141,7 @@ def _lm_eval(options: EvaluateOptions, names: Sequence[str], pair: "Pair") -> "T
 
 
 def _place(name: str) -> tuple[Path | None, Path]:
-    """The graph that a model is, if it is one, and its folder."""
+    """Return the graph that a model is, if it is one, and its folder."""
     from ckpt_prune.checkpoint.model_folder import resolve_model
 
     graph = find_graph(name)
@@ -167,12 +159,10 @@ def _names(tasks: str | None) -> list[str]:
 
 
 def _are_files(names: Sequence[str]) -> bool:
-    """Whether tasks are files, in place of names that lm-eval knows."""
     return all(map(has_row_suffix, names))
 
 
 def _check(options: EvaluateOptions) -> None:
-    """What does not go together, told before anything is loaded."""
     given = {
         "--text": bool(options.text),
         "--images": options.images is not None,
@@ -180,14 +170,6 @@ def _check(options: EvaluateOptions) -> None:
         "--generate": bool(options.generate),
     }
     asked = [name for name, there in given.items() if there]
-    if options.tasks is None and options.include_path is not None:
-        raise UserError("--include-path goes with --tasks")
-    if options.images is None and options.labels is not None:
-        raise UserError("--labels goes with --images")
-    if options.images is None and options.probe is not None:
-        raise UserError("--probe goes with --images")
-    if options.images is None and options.patch_head is not None:
-        raise UserError("--patch-head goes with --images")
     if (options.patch_head is None) != (options.label_maps is None):
         raise UserError("--patch-head and --label-maps go together")
     if options.patch_head is not None and options.probe is not None:

@@ -16,23 +16,10 @@ from ckpt_prune.model.containers.remote import remote_class
 def load(
     path: str | Path, *, device: str | torch.device = "cpu", dtype: torch.dtype | str | None = None
 ) -> PreTrainedModel:
-    """Load a checkpoint that this tool wrote, a stock one or one with blocks of different widths.
+    """Load a checkpoint that this tool wrote, a stock one or one with blocks of different widths, into memory.
 
-    The whole model is held in memory. Code in the folder is never run: a checkpoint with remote code is built by the
-    same implementation inside this package (`ckpt_prune.modeling_pruned`).
-
-    Args:
-        path: the folder.
-        device: where the model goes.
-        dtype: of the parameters; the checkpoint's own by default.
-
-    Raises:
-        UserError: the folder has no config, its remote code is not this tool's, or a tensor of the model is missing or
-            of another shape.
-
-    Example:
-        >>> import ckpt_prune
-        >>> model = ckpt_prune.load("pruned")  # doctest: +SKIP
+    Code in the folder is never run: a checkpoint with remote code is built by the same implementation inside this
+    package (`ckpt_prune.modeling_pruned`). The parameters keep the checkpoint's dtype unless another is given.
     """
     folder = Path(path)
     if not (folder / "config.json").is_file():

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_prune.api.function import takes
-from ckpt_prune.api.latency import with_latencies
 from ckpt_prune.common.progress import Notices
 from ckpt_prune.job.sizes import asked_size
 from ckpt_prune.measure.statistics.files import check_statistics
 from ckpt_prune.model.supported import check_supported
 from ckpt_prune.options.commands import PlanOptions
 from ckpt_prune.recipe.places import check_recipe
+from ckpt_prune.runner.latency import with_latencies
 
 if TYPE_CHECKING:
     from ckpt_prune.job.plan import Plan
@@ -23,14 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan, with what it was made from.
-
-    Attributes:
-        plan: which units of which sites stay, with scores and predicted errors; `prune(plan=…)` takes it.
-        settled: the job that it plans.
-        path: the file it was written to, or None.
-        shifting: what its sites lose on the statistics of `test`; None without any.
-    """
+    """A plan, which `prune(plan=…)` takes, its job, and what its sites lose on the statistics of `test`."""
 
     plan: "Plan"
     settled: "Prepared" = field(repr=False)
@@ -39,40 +32,33 @@ class Planned:
 
     @property
     def messages(self) -> list[str]:
-        """What a user should know of the sizes: where units are too coarse for them, and what else would lose less."""
+        """Say which sizes units are too coarse for, and what else would lose less."""
         from ckpt_prune.runner.messages import size_lines, wider_choice
 
         return [line for line in (*size_lines(self.settled), wider_choice(self.settled)) if line]
 
     @property
     def takes(self) -> str:
-        """What a prune by the plan will take on this machine, in words."""
+        """Say what a prune by the plan will take on this machine."""
         from ckpt_prune.runner.estimate import estimate_plan
 
         return f"pruning by it takes {estimate_plan(self.settled.job, self.plan).line}"
 
     def data(self) -> dict[str, Any]:
-        """As `--json` prints it."""
-        found: dict[str, Any] = json.loads(self.plan.to_json())
-        return found
+        data: dict[str, Any] = json.loads(self.plan.to_json())
+        return data
 
 
 @dataclass(frozen=True)
 class ComparedPlan:
-    """A plan in a row, to be held beside others of the same model and statistics.
+    """A plan in a row, to be compared with others of the same model and statistics.
 
     Attributes:
-        recipe: its name.
-        before: size of the dense model.
-        after: size of the output.
-        container: what the output is stored as: a stock model type, or remote code.
         errors: space → mean over blocks of the error after compensation, relative to each output's energy; None
             without second moments.
-        held_out: the same on folds that the fit has not seen; None where nothing is fitted, or the statistics have one
-            fold.
-        divergence: what it is predicted to do to the model's own output, in nats (or, without a head, as a share of the
-            energy of its last hidden states); None where the statistics have no Fisher metric.
-        messages: what a user should know of the sizes.
+        held_out: the same on folds that the fit has not seen; None if nothing is fitted, or there is one fold.
+        divergence: predicted KL of the model's own output, in nats (without a head, a share of the energy of its last
+            hidden states); None if the statistics have no Fisher metric.
     """
 
     recipe: str
@@ -85,20 +71,12 @@ class ComparedPlan:
     messages: list[str]
 
     def data(self) -> dict[str, Any]:
-        """As `--json` prints it."""
-        return {
-            "recipe": self.recipe,
-            "after": self.after.model_dump(),
-            "container": self.container,
-            "errors": self.errors,
-            "held_out": self.held_out,
-            "divergence": self.divergence,
-            "messages": self.messages,
-        }
+        """Return what `--json` prints; the size of the dense model stands there once for all."""
+        names = ("recipe", "container", "errors", "held_out", "divergence", "messages")
+        return {**{name: getattr(self, name) for name in names}, "after": self.after.model_dump()}
 
 
 def compared_plan(planned: Planned) -> ComparedPlan:
-    """The row of a plan."""
     from ckpt_prune.model.spaces import first_expert_spaces
     from ckpt_prune.stages.spaces.show import mean_errors, mean_held_out
 

@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_prune.api.function import takes
-from ckpt_prune.api.latency import timed, with_latencies
 from ckpt_prune.api.push import Pushed
 from ckpt_prune.api.push import push as push_output
-from ckpt_prune.api.resuming import resumable
 from ckpt_prune.checkpoint.staging import check_output
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import GRAPH_FOLDER
@@ -24,6 +22,8 @@ from ckpt_prune.options.commands import PruneOptions
 from ckpt_prune.options.data import has_data
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.recipe.places import check_recipe
+from ckpt_prune.runner.latency import timed, with_latencies
+from ckpt_prune.runner.resuming import resumable
 
 if TYPE_CHECKING:
     from ckpt_prune.job.prepared import Prepared
@@ -35,15 +35,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Pruned:
-    """What became of a prune.
+    """The output of a prune.
 
     Attributes:
-        path: the output; where it was a dry run, the one that would be written.
-        settled: the job with all that was decided; None where an earlier run had done all of it, but perhaps the graph.
+        settled: the job with all that was decided; None if an earlier run had done everything but the graph.
         report: as in the output's ckpt_prune.json; None after a dry run.
-        graph: the ONNX graph of a recipe with `export`, or None.
-        notices: lines that were said while it ran.
-        pushed: where it was pushed to, or None.
+        graph: the ONNX graph of a recipe with `export`.
     """
 
     path: Path
@@ -55,22 +52,15 @@ class Pruned:
 
     def __repr__(self) -> str:
         job = self.settled if self.report is None else None
-        return short_repr(
-            self,
-            path=str(self.path),
-            settled=job,
-            report=self.report,
-            graph=self.graph,
-            pushed=self.pushed,
-        )
+        shown = {"settled": job, "report": self.report, "graph": self.graph, "pushed": self.pushed}
+        return short_repr(self, path=str(self.path), **shown)
 
     @property
     def passed(self) -> bool:
-        """Whether the graph, if there is to be one, computes what the model does."""
+        """True if there is no graph, or it computes what the model does."""
         return self.graph is None or self.graph.passed
 
     def data(self) -> dict[str, Any]:
-        """As `--json` prints it."""
         if self.report is None:
             return _dry_data(self.settled)
         data = self.report.data()
@@ -84,12 +74,7 @@ class Pruned:
 
 
 class AfterwardsError(UserError):
-    """The output is complete, and what was to be done with it cannot be.
-
-    Args:
-        message: why.
-        pruned: the output.
-    """
+    """The output, `pruned`, is complete, but what was to be done with it afterwards failed."""
 
     def __init__(self, message: str, pruned: Pruned) -> None:
         super().__init__(message)
@@ -97,11 +82,11 @@ class AfterwardsError(UserError):
 
 
 class GraphFailedError(AfterwardsError):
-    """Its graph cannot be made."""
+    """The output's graph cannot be made."""
 
 
 class PushFailedError(AfterwardsError):
-    """It cannot be pushed."""
+    """The output cannot be pushed."""
 
 
 @takes(PruneOptions)
@@ -136,20 +121,18 @@ def prune(options: PruneOptions) -> Pruned:
 
 def prune_as(options: PruneOptions, written: Callable[[Pruned], None] = lambda _pruned: None) -> Pruned:
     """Prune, and call `written` with the output as soon as it is complete, before its graph is made."""
-    pruned = _pruned(options, written)
+    pruned = _prune(options, written)
     if options.push is None or options.dry_run or not pruned.passed:
         return pruned
+    send = partial(push_output, pruned, options.push, public=options.public, progress=options.progress)
     try:
-        pushed = process_group().alone(
-            partial(push_output, pruned, options.push, public=options.public, progress=options.progress)
-        )
-        return replace(pruned, pushed=pushed)
+        return replace(pruned, pushed=process_group().alone(send))
     except UserError as error:
         again = f"`ckpt-prune push {pruned.path} {options.push}`"
         raise PushFailedError(f"{error}; {pruned.path} is complete: {again}", pruned) from error
 
 
-def _pruned(options: PruneOptions, written: Callable[[Pruned], None]) -> Pruned:
+def _prune(options: PruneOptions, written: Callable[[Pruned], None]) -> Pruned:
     out = options.output
     # Refuse what can be refused before torch is imported.
     _check_together(options)
@@ -211,7 +194,6 @@ def _pruned(options: PruneOptions, written: Callable[[Pruned], None]) -> Pruned:
 
 
 def _check_together(options: PruneOptions) -> None:
-    """Refuse options that contradict each other, whatever the files say that they name."""
     has_data(options, options)
     if options.public and options.push is None:
         raise UserError("--public goes with --push")
@@ -225,7 +207,6 @@ def _check_together(options: PruneOptions) -> None:
 
 
 def _check_pushed(repo: str, options: PruneOptions) -> None:
-    """Refuse what cannot be pushed to, before anything is computed."""
     from ckpt_prune.hub.repository import find_repository
 
     place = find_repository(repo, public=options.public)
@@ -278,7 +259,7 @@ def _missing_graph(
 
 
 def _check_before_measuring(settled: "Prepared", step: "GraphStep | None", out: Path) -> None:
-    """What running would find after measuring: refused here, a NaN would otherwise pass for an overflow."""
+    """Refuse what the run would only find after measuring, where a NaN would pass for an overflow."""
     from ckpt_prune.checkpoint.writer import check_free_space
 
     process_group().on_first(settled.model.checkpoint.check_finite)
@@ -292,14 +273,11 @@ def _dry_data(settled: "Prepared | None") -> dict[str, Any]:
     from ckpt_prune.runner.messages import messages, unmeasured_lines
 
     assert settled is not None
+    stored = settled.output.container
+    container = {"model_type": stored.model_type, "remote_code": stored.remote_class is not None}
     return {
         "recipe": settled.recipe.model_dump(mode="json", by_alias=True),
-        "container": {
-            "model_type": settled.output.container.model_type,
-            "remote_code": settled.output.container.remote_class is not None,
-        }
-        if settled.container_known
-        else None,
+        "container": container if settled.container_known else None,
         "widths": [dict(width) for width in settled.widths],
         "widths_are_known": not settled.foreseen,
         "before": settled.before.model_dump(),

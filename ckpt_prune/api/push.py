@@ -1,6 +1,6 @@
 """`ckpt_prune.push`."""
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,19 +14,20 @@ if TYPE_CHECKING:
     from ckpt_prune.hub.outputs import OutputFiles
     from ckpt_prune.hub.repository import Repository
 
+CARD = "README.md"
+_READ = 2**24
+"""Bytes up to which a file goes to the Hub in the commit itself."""
+
 
 @dataclass(frozen=True)
 class Pushed:
     """What was pushed, or would be.
 
     Attributes:
-        repo: the repository.
-        public: whether all may read it.
         files: name in the repository → bytes.
-        removed: names of files that were there and are no more.
-        left_out: what else is in the folder, and was not pushed.
-        url: of the repository; None after a dry run.
-        commit: that holds it; None after a dry run.
+        removed: names of files that were in the repository before.
+        left_out: what else is in the folder.
+        url: of the repository; None after a dry run, like `commit`.
     """
 
     repo: str
@@ -38,29 +39,11 @@ class Pushed:
     commit: str | None = None
 
     def __repr__(self) -> str:
-        size = sum(self.files.values())
-        return short_repr(
-            self,
-            repo=self.repo,
-            public=self.public,
-            files=len(self.files),
-            bytes=size,
-            url=self.url,
-            commit=self.commit,
-        )
+        shown = {"files": len(self.files), "bytes": sum(self.files.values()), "url": self.url, "commit": self.commit}
+        return short_repr(self, repo=self.repo, public=self.public, **shown)
 
     def data(self) -> dict[str, Any]:
-        """As `--json` prints it."""
-        return {
-            "repo": self.repo,
-            "public": self.public,
-            "files": self.files,
-            "bytes": sum(self.files.values()),
-            "removed": list(self.removed),
-            "left_out": list(self.left_out),
-            "url": self.url,
-            "commit": self.commit,
-        }
+        return asdict(self) | {"bytes": sum(self.files.values())}
 
 
 @takes(PushOptions)
@@ -87,17 +70,12 @@ def push(options: PushOptions) -> Pushed:
     return pushed if options.dry_run else _sent(pushed, place, own, card)
 
 
-CARD = "README.md"
-_READ = 2**24
-"""Bytes of a file up to which it may go to the Hub in the commit itself."""
-
-
 def _sent(pushed: Pushed, place: "Repository", own: "OutputFiles", card: bytes) -> Pushed:
     from ckpt_prune._version import __version__
     from ckpt_prune.hub.repository import commit
 
     files: dict[str, Path | bytes] = {
-        # What is not read here is read by the Hub's client when it uploads, and refused if it is another file then.
+        # The Hub's client reads the other files when it uploads; they are refused if they have changed by then.
         name: card if name == CARD else own.folder / name if size > _READ else (own.folder / name).read_bytes()
         for name, size in pushed.files.items()
     }

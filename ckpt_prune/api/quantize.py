@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_prune.api.function import takes
-from ckpt_prune.api.resuming import resumable
 from ckpt_prune.common.progress import Notices
 from ckpt_prune.measure.statistics.files import check_statistics
 from ckpt_prune.model.supported import check_supported
 from ckpt_prune.options.commands import QuantizeOptions
+from ckpt_prune.runner.resuming import resumable
 from ckpt_prune.stages.quantize.stage import quantize_recipe
 
 if TYPE_CHECKING:
@@ -18,18 +18,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class QuantizedModel:
-    """What was written.
-
-    Attributes:
-        path: the output.
-        record: as in the output's ckpt_prune_quantised.json.
-    """
+    """The output of `quantize`, and the record in its ckpt_prune_quantised.json."""
 
     path: Path
     record: "QuantizationRecord"
 
     def data(self) -> dict[str, Any]:
-        """As `--json` prints it."""
         return self.record.data()
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_prune.api.function import takes
-from ckpt_prune.api.resuming import resumable
 from ckpt_prune.checkpoint.staging import check_output, refuse_overlap
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import Notices
@@ -16,6 +15,7 @@ from ckpt_prune.options.data import has_data
 from ckpt_prune.options.option import select_options
 from ckpt_prune.options.training import LoraSettings, RecoverySettings
 from ckpt_prune.parallel.group import process_group
+from ckpt_prune.runner.resuming import resumable
 from ckpt_prune.stages.recovery.stage import recover_recipe
 
 if TYPE_CHECKING:
@@ -24,20 +24,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Recovered:
-    """What became of a recovery.
-
-    Attributes:
-        path: the output.
-        report: as in the output's ckpt_prune.json.
-        notices: lines that were said while it ran.
-    """
+    """The output of `recover`, the report in its ckpt_prune.json, and the notices of the run."""
 
     path: Path
     report: "Report"
     notices: tuple[str, ...] = field(default=(), repr=False)
 
     def data(self) -> dict[str, Any]:
-        """As `--json` prints it."""
         return self.report.data()
 
 
@@ -99,9 +92,12 @@ def recover(options: RecoverOptions) -> Recovered:
 
 
 def _check_whole(options: RecoverOptions, settings: RecoverySettings) -> None:
-    """What LaCo alone can do."""
+    """Refuse what only LaCo can do."""
     lora = settings.method == "lora"
-    for given, said in (
+    why = "lora trains the pruned model by itself, in one go"
+    if not lora:
+        why = "scales are of linear modules, fitted to all blocks at once"
+    for given, flag in (
         (lora and options.dense, "--dense"),
         (lora and options.part, "--part"),
         (options.perplexity_after, "--perplexity-after"),
@@ -109,15 +105,10 @@ def _check_whole(options: RecoverOptions, settings: RecoverySettings) -> None:
         (settings.teacher != "dense", f"--teacher {settings.teacher}"),
     ):
         if given:
-            if not lora:
-                raise UserError(
-                    f"{said} is for --method laco: scales are of linear modules, fitted to all blocks at once"
-                )
-            raise UserError(f"{said} is for --method laco: lora trains the pruned model by itself, in one go")
+            raise UserError(f"{flag} is for --method laco: {why}")
 
 
 def _refuse_adapters(given: LoraSettings) -> None:
-    """What LoRA alone can do."""
-    for name in ("rank", "alpha", "seconds"):
-        if getattr(given, name) != LoraSettings.model_fields[name].default:
+    for name, own in LoraSettings.model_fields.items():
+        if getattr(given, name) != own.default:
             raise UserError(f"--{name} is for --method lora")

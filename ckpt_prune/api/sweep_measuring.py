@@ -1,4 +1,4 @@
-"""Points of a sweep that are measured: the model is pruned at each value, and held against the dense one."""
+"""Measured points of a sweep: the model is pruned at each value and compared with the dense one."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,13 +24,13 @@ OptionsAt = Callable[[float | str], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Scores:
-    """What a point has on the data that it is measured on.
+    """What a point measures.
 
     Attributes:
-        metric: what `score` is, as JSON names it: perplexity, masked_perplexity or top1.
-        score: of the pruned model; None where it is not finite.
-        kl: its divergence from the dense model, in nats a token or an image; None where it is not finite.
-        told: what it was measured on, and the dense model's own score, in words.
+        metric: perplexity, masked_perplexity or top1.
+        score: of the pruned model; None if it is not finite.
+        kl: divergence from the dense model, in nats per token or image; None if it is not finite.
+        told: what was measured on, and the dense model's own score, in words.
     """
 
     metric: str
@@ -41,12 +41,12 @@ class Scores:
 
 @dataclass(frozen=True)
 class Measuring:
-    """On what points are measured, and how they are made.
+    """How points are made and measured.
 
     Attributes:
-        model: the dense one.
+        model: the dense model.
         data: text files, or one folder of images.
-        window: tokens of a window of text.
+        window: tokens per window of text.
         samples: windows, or images, at most.
         at: options of `prune` at a value.
     """
@@ -59,18 +59,10 @@ class Measuring:
 
     @property
     def images(self) -> Path | None:
-        """The folder of images, where that is what points are measured on."""
         return self.data[0] if len(self.data) == 1 and self.data[0].is_dir() else None
 
     def check(self, *, of_images: bool) -> None:
-        """Refuse what cannot be measured on, before any work.
-
-        Args:
-            of_images: whether the model is calibrated on images.
-
-        Raises:
-            UserError: text that is not there, or without a window; no samples; text for a model of images.
-        """
+        """Refuse data that cannot be measured on, for a model that is calibrated on images or on text."""
         if of_images and self.images is None:
             raise UserError("--images calibrates a model of images: give --evaluate DIR, a folder of images, too")
         if self.samples is not None and self.samples < 1:
@@ -83,11 +75,7 @@ class Measuring:
             raise UserError("--evaluate needs --window: perplexities of different windows cannot be compared")
 
     def foresee(self, values: Sequence[float | str]) -> None:
-        """Check every job before the first begins.
-
-        Raises:
-            UserError: one of them will not do.
-        """
+        """Check every job before the first begins."""
         from ckpt_prune.api.prune import prune
         from ckpt_prune.runner.run_job import check_job
 
@@ -98,26 +86,14 @@ class Measuring:
                 check_job(told.settled.job)  # a dry run needs no data
 
     def each(self, key: str, values: Sequence[float | str]) -> Iterator[tuple["Pruned", Scores]]:
-        """What came of every value, which is named before it is begun.
-
-        Args:
-            key: that has the values.
-            values: in this order.
-
-        Raises:
-            UserError: as `measured`.
-        """
+        """Yield the result at every value, and print the value before."""
         say = Notices()
         for place, value in enumerate(values, start=1):
             say(f"{words(key, value)} ({place} of {len(values)})")
             yield self.measured(value)
 
     def measured(self, value: float | str) -> tuple["Pruned", Scores]:
-        """Prune at a value into a folder that goes again, and measure what came out.
-
-        Raises:
-            UserError: as `prune` and `evaluate`, or the model has none of the metrics.
-        """
+        """Prune at a value into a temporary folder, and measure the output."""
         from ckpt_prune.api.evaluate import evaluate
         from ckpt_prune.api.prune import prune
 

@@ -1,31 +1,23 @@
-"""Which values of which key a sweep goes through."""
+"""Values of the key that a sweep goes through."""
 
 from decimal import Decimal
 
 from ckpt_prune.common.errors import UserError
 
 RATIO = "ratio"
-"""The key that is swept where none is named."""
+"""The key that is swept if none is named."""
 OF_DATA = ("samples", "seed")
-"""How many calibration samples, and which: what is no key of a recipe."""
+"""Keys that are no keys of a recipe: how many calibration samples, and which."""
 MOST = 1000
-"""Values of one sweep."""
+"""Most values of one sweep."""
 
 
 def words(key: str, value: float | str) -> str:
-    """A key at a value, as it is given."""
     return f"{key}={value}" if isinstance(value, str) else f"{key}={value:g}"
 
 
 def asked_values(text: str) -> tuple[str, list[float | str]]:
-    """The key and its values.
-
-    Args:
-        text: FROM:TO:STEP of ratios, or KEY=A,B,C or KEY=FROM:TO:STEP of another key.
-
-    Raises:
-        UserError: it is none of these.
-    """
+    """Parse FROM:TO:STEP of ratios, or KEY=A,B,C or KEY=FROM:TO:STEP of another key."""
     key, equals, values = text.rpartition("=")
     if not equals and "," in text:
         return asked_values(f"{RATIO}={text}")
@@ -57,13 +49,7 @@ def _number(text: str) -> float | str:
 
 
 def _steps(text: str, values: str, refusal: str) -> list[float]:
-    """The numbers of FROM:TO:STEP, both ends included.
-
-    Args:
-        text: what was given.
-        values: its numbers.
-        refusal: what to say where they do not go up.
-    """
+    """Return the numbers of FROM:TO:STEP, both ends included; `refusal` is the error if they do not go up."""
     try:
         start, stop, step = (Decimal(part) for part in values.split(":"))
         if not all(number.is_finite() for number in (start, stop, step)):
@@ -77,7 +63,6 @@ def _steps(text: str, values: str, refusal: str) -> list[float]:
 
 
 def _ratios(text: str) -> list[float]:
-    """The ratios of FROM:TO:STEP, both ends included."""
     refusal = f"--sweep {text}: ratios go up from 0 or more to less than 1, in at most {MOST} steps"
     found = _steps(text, text, refusal)
     if not (found[0] >= 0 and found[-1] < 1):

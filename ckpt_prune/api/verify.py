@@ -16,21 +16,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Verification:
-    """What was checked of an output.
-
-    Attributes:
-        checks: each with its name, whether it passed (None where it could not be made), and what was found.
-    """
+    """Checks of an output, each with its name, whether it passed (None if it could not be made), and a detail."""
 
     checks: tuple["Check", ...]
 
     @property
     def passed(self) -> bool:
-        """Whether no check failed."""
+        """True if no check failed."""
         return all(check.passed is not False for check in self.checks)
 
     def data(self) -> dict[str, Any]:
-        """As `--json` prints it."""
         return {"passed": self.passed, "checks": [asdict(check) for check in self.checks]}
 
 

@@ -5,13 +5,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt_prune.api.benchmark import benchmark
-from ckpt_prune.cli.command import Command, table
+from ckpt_prune.cli.command import Command, figure, table_of
 
 if TYPE_CHECKING:
-    from ckpt_prune.benchmarking.results import Block, Result, Row, Run
-
-NONE = "-"
-"""Stands for a figure that is not known."""
+    from ckpt_prune.benchmarking.results import Block, Result, Run
 
 
 def _show(result: "Result", _options: dict[str, Any]) -> None:
@@ -35,55 +32,47 @@ def _runs(runs: "list[Run]") -> str:
     from ckpt_prune.common.formatting import human_bytes, human_count
 
     def size(count: int | None) -> str:
-        return NONE if count is None else human_bytes(count)
+        return "-" if count is None else human_bytes(count)
 
-    gpu = any(run.gpu_bytes is not None for run in runs)
-    headers = ["", "runtime", "on", "type", "parameters", "on disk", "base memory", "peak memory"]
-    rows = [
-        [
-            run.label,
-            run.runtime,
-            run.device,
-            run.dtype if run.optimize in (None, "none") else f"{run.dtype}, fused for {run.optimize}",
-            NONE if run.parameters is None else human_count(run.parameters),
-            size(run.disk_bytes),
-            size(run.base_bytes),
-            size(run.peak_bytes),
-            *([size(run.gpu_bytes)] if gpu else []),
-        ]
-        for run in runs
-    ]
-    return table([*headers, "GPU memory"] if gpu else headers, rows)
+    has_gpu = any(run.gpu_bytes is not None for run in runs)
+    rows = []
+    for run in runs:
+        fused = "" if run.optimize in (None, "none") else f", fused for {run.optimize}"
+        row = {
+            "": run.label,
+            "runtime": run.runtime,
+            "on": run.device,
+            "type": run.dtype + fused,
+            "parameters": "-" if run.parameters is None else human_count(run.parameters),
+            "on disk": size(run.disk_bytes),
+            "base memory": size(run.base_bytes),
+            "peak memory": size(run.peak_bytes),
+        }
+        rows.append(row | ({"GPU memory": size(run.gpu_bytes)} if has_gpu else {}))
+    return table_of(rows)
 
 
 def _block(block: "Block") -> str:
-    if block.phase == "decode":
-        what = f"decode, one of {block.steps} tokens after {block.tokens}"
-    elif block.tokens is not None:
-        what = f"{block.phase} of {block.tokens} tokens"
-    else:
-        what = "forward"
-    headers = ["", "runtime", "p50 ms", "p95 ms", f"{block.unit}/s", "p50 to A's", "FLOPs", "FLOPs to A's"]
-    return f"batch {block.batch}, {what}:\n" + table(headers, [_row(row) for row in block.rows])
-
-
-def _row(row: "Row") -> list[str]:
     from ckpt_prune.common.formatting import human_count
 
-    return [
-        row.label,
-        row.runtime,
-        f"{row.p50_ms:.2f}",
-        f"{row.p95_ms:.2f}",
-        f"{row.throughput:,.1f}",
-        _share(row.p50_ratio),
-        NONE if row.flops is None else human_count(row.flops),
-        _share(row.flops_ratio),
+    if block.phase == "decode":
+        what = f"decode, one of {block.steps} tokens after {block.tokens}"
+    else:
+        what = "forward" if block.tokens is None else f"{block.phase} of {block.tokens} tokens"
+    rows = [
+        {
+            "": row.label,
+            "runtime": row.runtime,
+            "p50 ms": f"{row.p50_ms:.2f}",
+            "p95 ms": f"{row.p95_ms:.2f}",
+            f"{block.unit}/s": f"{row.throughput:,.1f}",
+            "p50 to A's": figure(row.p50_ratio, ".2f"),
+            "FLOPs": "-" if row.flops is None else human_count(row.flops),
+            "FLOPs to A's": figure(row.flops_ratio, ".2f"),
+        }
+        for row in block.rows
     ]
-
-
-def _share(value: float | None) -> str:
-    return NONE if value is None else f"{value:.2f}"
+    return f"batch {block.batch}, {what}:\n{table_of(rows)}"
 
 
 command = Command(

@@ -2,15 +2,19 @@
 
 import json
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
 
 import click
 from pydantic.fields import FieldInfo
 
 from ckpt_prune.api.function import group_of, ordered_options
+from ckpt_prune.common.formatting import human_bytes, human_count
 from ckpt_prune.options.option import OUTPUT, Options, flags_of, shell_of
+
+if TYPE_CHECKING:
+    from ckpt_prune.job.records import Cost
 
 Result = Any
 """What a function of the package returns."""
@@ -126,6 +130,26 @@ def _plain_type(annotation: Any) -> Any:
 def echo_json(value: Any) -> None:
     """Print a value as JSON, indented by two spaces."""
     click.echo(json.dumps(value, indent=2))
+
+
+def table_of(rows: Sequence[Mapping[str, str]]) -> str:
+    """Return a table of rows that have the same columns, header → cell."""
+    return table(list(rows[0]), [list(row.values()) for row in rows])
+
+
+def size_cells(after: "Cost", before: "Cost") -> dict[str, str]:
+    """Return the columns that say how large an output is."""
+    return {
+        "parameters": human_count(after.parameters),
+        "share": f"{after.parameters / before.parameters:.1%}",
+        "bytes": human_bytes(after.bytes),
+        "FLOPs": human_count(after.flops),
+    }
+
+
+def figure(value: float | None, form: str = ".4f") -> str:
+    """Return a figure, or a dash if it is not known."""
+    return "-" if value is None else format(value, form)
 
 
 def table(headers: list[str], rows: list[list[str]]) -> str:

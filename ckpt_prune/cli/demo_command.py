@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt_prune.api.function import takes
-from ckpt_prune.cli.command import Command, table
+from ckpt_prune.cli.command import Command, table_of
 from ckpt_prune.options.commands import DemoOptions
 
 if TYPE_CHECKING:
@@ -42,18 +42,18 @@ def _show(rows: "list[Row]", options: dict[str, Any]) -> None:
     from ckpt_prune.demo.run import CALIBRATION_WINDOWS, EVALUATION_WINDOWS, WINDOW
 
     cells = [
-        [
-            row.model,
-            f"{row.ratio:.0%}",
-            f"{row.parameters:,}",
-            human_bytes(row.bytes),
-            f"{row.perplexity:.2f}",
-            row.container,
-            f"{row.seconds:.1f} s",
-        ]
+        {
+            "recipe": row.model,
+            "ratio": f"{row.ratio:.0%}",
+            "parameters": f"{row.parameters:,}",
+            "bytes": human_bytes(row.bytes),
+            "perplexity": f"{row.perplexity:.2f}",
+            "stored as": row.container,
+            "pruning": f"{row.seconds:.1f} s",
+        }
         for row in rows
     ]
-    click.echo(table(["recipe", "ratio", "parameters", "bytes", "perplexity", "stored as", "pruning"], cells))
+    click.echo(table_of(cells))
     click.echo(
         f"\nperplexity: window {WINDOW}, {EVALUATION_WINDOWS} windows of standard-library modules that neither "
         f"training nor calibration saw; calibrated on {CALIBRATION_WINDOWS} windows"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt_prune.api.inspect import inspect
-from ckpt_prune.cli.command import Command, echo_json, table
+from ckpt_prune.cli.command import Command, echo_json, table, table_of
 
 if TYPE_CHECKING:
     from ckpt_prune.inspection.answer import (
@@ -33,18 +33,17 @@ def _print_sparsity(found: "SparsityDescription") -> None:
     from ckpt_prune.common.formatting import human_count
 
     rows = [
-        [
-            name,
-            str(zeros.tensors),
-            human_count(zeros.weights),
-            *(f"{share:.1%}" for share in (zeros.min, zeros.mean, zeros.max)),
-            zeros.pattern or "-",
-        ]
+        {
+            "module": name,
+            "tensors": str(zeros.tensors),
+            "weights": human_count(zeros.weights),
+            **{each: f"{getattr(zeros, each):.1%}" for each in ("min", "mean", "max")},
+            "pattern": zeros.pattern or "-",
+        }
         for name, zeros in [*found.modules.items(), ("all", found.blocks)]
     ]
-    click.echo()
-    click.echo("zeros in the linear weights of the blocks; pattern: N:M, held in every group of all the tensors:")
-    click.echo(table(["module", "tensors", "weights", "min", "mean", "max", "pattern"], rows))
+    click.echo("\nzeros in the linear weights of the blocks; pattern: N:M, held in every group of all the tensors:")
+    click.echo(table_of(rows))
 
 
 def _print_remote(found: "RemoteDescription") -> None:
@@ -117,38 +116,36 @@ def _print(found: "ModelDescription") -> None:
         if value:
             click.echo(f"{key:<11} {value}")
     rows = [
-        [
-            name,
-            f"{space.units} x {space.unit}",
-            human_count(space.parameters),
-            space.containers["weights"],
-            space.containers["weights and bias"],
-        ]
+        {
+            "space": name,
+            "units per block": f"{space.units} x {space.unit}",
+            "parameters": human_count(space.parameters),
+            "container": space.containers["weights"],
+            "with a bias": space.containers["weights and bias"],
+        }
         for name, space in found.spaces.items()
     ]
     click.echo()
-    click.echo(table(["space", "units per block", "parameters", "container", "with a bias"], rows))
+    click.echo(
+        table_of(rows) if rows else table(["space", "units per block", "parameters", "container", "with a bias"], [])
+    )
     if found.sparsity is not None:
         _print_sparsity(found.sparsity)
     if found.pruned:
-        spaces = list(found.pruned[0].units)
         shrinks = any(size.cache != found.cache for size in found.pruned)
         rows = [
-            [
-                "own" if size.ratio is None else f"{size.ratio:g}",
-                *(str(size.units[space]) for space in spaces),
-                f"{size.parameters:,}",
-                human_bytes(size.bytes),
-                human_count(size.flops),
-                *([human_bytes(size.cache or 0)] if shrinks else []),
-                size.container,
-            ]
+            {
+                "ratio": "own" if size.ratio is None else f"{size.ratio:g}",
+                **{space: str(units) for space, units in size.units.items()},
+                "parameters": f"{size.parameters:,}",
+                "bytes": human_bytes(size.bytes),
+                "FLOPs": human_count(size.flops),
+                **({"KV cache / token": human_bytes(size.cache or 0)} if shrinks else {}),
+                "container": size.container,
+            }
             for size in found.pruned
         ]
-        click.echo()
-        click.echo(f"by recipe {found.recipe}:")
-        cache = ["KV cache / token"] if shrinks else []
-        click.echo(table(["ratio", *spaces, "parameters", "bytes", "FLOPs", *cache, "container"], rows))
+        click.echo(f"\nby recipe {found.recipe}:\n{table_of(rows)}")
         for line in found.messages:
             click.echo(line)
 

@@ -17,12 +17,11 @@ from ckpt_prune.common.errors import UserError, to_user_error
 from ckpt_prune.common.safe_text import escape_output, to_one_line
 from ckpt_prune.parallel.torchrun import is_started_by_torchrun, join_processes
 
-# Threads that spin while they wait cost minutes on a machine that is doing anything else (measured: the demo in 45 s
-# instead of 190 s beside one busy process). Read when torch is first imported, which commands do; a user's own setting
-# stays.
+# Threads that spin while they wait cost minutes on a busy machine (the demo took 190 s next to one busy process, and
+# takes 45 s). torch reads this when it is first imported, which commands do. A user's own setting stays.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# Large tensors come and go all the time. In pages of 4 KiB the kernel takes as long to hand them out as the processor
-# to fill them (measured: absolute values of 4096 x 1536 in 33 ms; 13 ms in huge pages). Read as above; Linux only.
+# Large tensors come and go all the time. With pages of 4 KiB the kernel takes as long to hand them out as the processor
+# to fill them (absolute values of 4096 x 1536 take 33 ms; 13 ms with huge pages). Read as above; Linux only.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 COMMANDS = {
@@ -57,7 +56,7 @@ class Refusal(click.ClickException):
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """A signal that asks to stop is a line, and its exit code."""
+    """Turn a signal that asks to stop into one line and its exit code."""
     try:
         yield
     except KeyboardInterrupt as error:
@@ -70,11 +69,9 @@ class LazyGroup(click.Group):
     """A group whose commands are imported when they are called, so that `--help` does not load torch."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Every command, in the order of work."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import one command."""
         if cmd_name not in COMMANDS:
             return None
         module = importlib.import_module(f"ckpt_prune.cli.{cmd_name}_command")
@@ -84,7 +81,7 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """The command that is called; where there is none, the nearest names are suggested."""
+        """Find the command that is called; if there is none, suggest the nearest names."""
         near = " or ".join(repr(name) for name in difflib.get_close_matches(args[0], COMMANDS))
         if near and args[0] not in COMMANDS:
             raise click.UsageError(f"No such command {args[0]!r}. Did you mean {near}?", ctx)
@@ -93,30 +90,27 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the commands from the table above, without importing them."""
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 
     def main(self, *args: Any, **more: Any) -> Any:
-        """Run as a program; Ctrl-C is what it is later, also where click does not listen yet."""
+        """Run as a program, and handle Ctrl-C also while click does not."""
         with interruptible():
             return super().main(*args, **more)
 
     def make_context(self, *args: Any, **more: Any) -> click.Context:
-        """Read the command line; Ctrl-C is what it is later."""
         with interruptible():
             return super().make_context(*args, **more)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; bad input becomes one line and exit code 2, a signal 128 and its number (Ctrl-C: 130)."""
+        """Run a command. Bad input becomes one line and exit code 2, a signal 128 plus its number (Ctrl-C: 130)."""
         try:
             with interruptible(), stoppable(), escape_output(sys.stdout), join_processes(), unmasked():
                 return super().invoke(ctx)
         except UserError as error:
             raise Refusal(to_one_line(str(error))) from error
         except OSError as error:
-            # Where nobody listens any more, click knows what to do.
-            if error.errno == errno.EPIPE:
+            if error.errno == errno.EPIPE:  # nobody reads what is printed: click ends the program
                 raise
             raise Refusal(to_one_line(str(to_user_error(error)))) from error
 
@@ -126,10 +120,10 @@ class LazyGroup(click.Group):
 def main() -> None:
     """Make a transformer smaller today, offline.
 
-    Reads a Hugging Face checkpoint (a folder or a Hub id) of a language or a vision model, drops attention heads, MLP
+    Reads a Hugging Face checkpoint (a folder or a Hub id) of a language or vision model, drops attention heads, MLP
     columns or dimensions of q and k, lets the tensors that stay absorb a closed-form compensation, and writes a
-    checkpoint that transformers loads (with code that it carries where blocks differ in width, as by recipe best). Or
-    it zeroes single weights. What is lost can be trained back, one block at a time, against the dense model (recover).
+    checkpoint that transformers loads (with code of its own if blocks differ in width, as with recipe best). Or it
+    zeroes single weights. What is lost can be trained back, one block at a time, towards the dense model (recover).
 
     \b
       ckpt-prune demo

@@ -7,7 +7,7 @@ import click
 
 from ckpt_prune.api.plan import Planned, compared_plan, plan
 from ckpt_prune.api.sweep import Sweep, sweep
-from ckpt_prune.cli.command import Command, echo_json, table
+from ckpt_prune.cli.command import Command, echo_json, figure, size_cells, table_of
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.safe_text import escape_controls
 from ckpt_prune.model.spaces import expert_space
@@ -114,22 +114,22 @@ def _predicted() -> str:
 
 
 def _print_shifts(sites: "Sequence[SitePlan]", left: Sequence[str]) -> None:
-    def figure(value: float | None, form: str = ".4f") -> str:
-        return "-" if value is None else format(value, form)
-
     rows = [
-        [
-            *(str(site.block), expert_space(site.space, site.expert), f"{len(site.kept)}/{site.units}"),
-            *(figure(value) for value in (site.error_compensated, shift.test, shift.uncompensated, shift.floor)),
-            figure(shift.covariances, ".3f"),
-            figure(shift.freedom, ".0f"),
-        ]
+        {
+            "block": str(site.block),
+            "space": expert_space(site.space, site.expert),
+            "kept": f"{len(site.kept)}/{site.units}",
+            "calibration": figure(site.error_compensated),
+            "test": figure(shift.test),
+            "before": figure(shift.uncompensated),
+            "floor": figure(shift.floor),
+            "apart": figure(shift.covariances, ".3f"),
+            "freedom": figure(shift.freedom, ".0f"),
+        }
         for site in sites
         if (shift := site.shift) is not None
     ]
-    click.echo()
-    click.echo(table(["block", "space", "kept", "calibration", "test", "before", "floor", "apart", "freedom"], rows))
-    click.echo()
+    click.echo(f"\n{table_of(rows)}\n")
     click.echo("calibration, test: the error on the samples of --statistics and of --test, after compensation")
     click.echo("before, floor: on those of --test without compensation, and the least there can be")
     click.echo(
@@ -141,33 +141,21 @@ def _print_shifts(sites: "Sequence[SitePlan]", left: Sequence[str]) -> None:
 
 
 def _print_compared(compared: "list[ComparedPlan]") -> None:
-    from ckpt_prune.common.formatting import human_bytes, human_count
-
-    def figure(value: float | None) -> str:
-        return "-" if value is None else f"{value:.4f}"
-
-    before = compared[0].before
     spaces = list(dict.fromkeys(space for each in compared for space in each.errors))
     held_out = any(error is not None for each in compared for error in each.held_out.values())
     predicted = any(each.divergence is not None for each in compared)
     rows = [
-        [
-            each.recipe,
-            human_count(each.after.parameters),
-            f"{each.after.parameters / before.parameters:.1%}",
-            human_bytes(each.after.bytes),
-            human_count(each.after.flops),
-            each.container,
-            *(figure(each.errors.get(space)) for space in spaces),
-            *(figure(each.held_out.get(space)) for space in spaces if held_out),
-            *([figure(each.divergence)] if predicted else []),
-        ]
+        {
+            "recipe": each.recipe,
+            **size_cells(each.after, compared[0].before),
+            "stored as": each.container,
+            **{f"{space} error": figure(each.errors.get(space)) for space in spaces},
+            **{f"{space} held out": figure(each.held_out.get(space)) for space in spaces if held_out},
+            **({"predicted": figure(each.divergence)} if predicted else {}),
+        }
         for each in compared
     ]
-    headers = ["recipe", "parameters", "share", "bytes", "FLOPs", "stored as"]
-    headers += [f"{space} error" for space in spaces]
-    headers += [f"{space} held out" for space in spaces if held_out]
-    click.echo(table([*headers, "predicted"] if predicted else headers, rows))
+    click.echo(table_of(rows))
     click.echo(
         "errors: means over blocks, relative to each output's energy, after compensation; they are no perplexity"
     )
@@ -188,132 +176,85 @@ def _print_plan(settled: Any, plan: Any) -> None:
     from ckpt_prune.stages.depth.show import show_depth
     from ckpt_prune.stages.spaces.show import compare_errors, mean_lines, relative_floor, warn_of_sites
 
-    click.echo(print_table(cost_table(plan.before, plan.after)))
-    click.echo()
+    click.echo(f"{print_table(cost_table(plan.before, plan.after))}\n")
     rows = []
-    chosen = any(site.margin is not None for site in plan.sites)
+    has_margins = any(site.margin is not None for site in plan.sites)
     pruned = {site.space for site in plan.sites if len(site.kept) < site.units}
     for site in plan.sites:
         if site.space not in pruned and pruned:
-            continue  # of a space that stays whole in every block the line of what is kept says enough
-        floor = relative_floor(site)
-        figures = [site.error_uncompensated, site.error_compensated, floor, site.rho2, site.error_held_out]
-        strength = "" if site.strength is None else f" {site.strength:g}"
-        margin = [] if not chosen else ["-" if site.margin is None else f"{site.margin:.1%}"]
-        rows.append(
-            [
-                str(site.block),
-                expert_space(site.space, site.expert),
-                f"{len(site.kept)}/{site.units}",
-                site.method + strength,
-                *("-" if f is None else f"{f:.4f}" for f in figures),
-                *margin,
-            ]
-        )
-    headers = ["block", "space", "kept", "compensation", "error before", "error after", "floor", "rho2", "held out"]
+            continue  # the line about what is kept says enough of a space that stays whole in every block
+        row = {
+            "block": str(site.block),
+            "space": expert_space(site.space, site.expert),
+            "kept": f"{len(site.kept)}/{site.units}",
+            "compensation": site.method + ("" if site.strength is None else f" {site.strength:g}"),
+            "error before": figure(site.error_uncompensated),
+            "error after": figure(site.error_compensated),
+            "floor": figure(relative_floor(site)),
+            "rho2": figure(site.rho2),
+            "held out": figure(site.error_held_out),
+        }
+        rows.append(row | ({"margin": figure(site.margin, ".1%")} if has_margins else {}))
     if plan.depth is None:
-        click.echo(table([*headers, "margin"] if chosen else headers, rows))
-        click.echo()
+        click.echo(f"{table_of(rows)}\n")
         lines = plan_legend(settled.model, plan.sites, language=plan.before.cache is not None)
     else:
         lines = section_lines([show_depth(plan.depth)])
     for line in lines:
         click.echo(line)
     click.echo(f"\n{kept_line(settled)}")
-    predicted = predicted_line(settled.model, plan)
-    if predicted:
-        click.echo(predicted)
-    for line in size_lines(settled):
+    for line in filter(None, (predicted_line(settled.model, plan), *size_lines(settled))):
         click.echo(line)
     if settled.recipe.recovery is not None:
         click.echo(
             f"the recipe ends with recovery ({settled.recipe.recovery.method}), which these figures leave out: "
             "`prune --plan` asks for the samples that it takes"
         )
-    few = few_tokens(settled, errors="above")
-    if few:
-        click.echo(few)
-    for line in (*warn_of_sites(plan.sites), *mean_lines(plan.sites), *compare_errors(plan.sites, warnings=True)):
+    warnings = (*warn_of_sites(plan.sites), *mean_lines(plan.sites), *compare_errors(plan.sites, warnings=True))
+    for line in filter(None, (few_tokens(settled, errors="above"), *warnings)):
         click.echo(line)
-    if plan.container_note:
-        click.echo(f"\n{plan.container_note}")
-    wider = wider_choice(settled)
-    if wider:
-        click.echo(f"\n{wider}")
+    for line in filter(None, (plan.container_note, wider_choice(settled))):
+        click.echo(f"\n{line}")
 
 
-def _print_sweep(found: Sweep) -> None:
-    from ckpt_prune.common.formatting import human_bytes, human_count
-
+def _print_sweep(sweep: Sweep) -> None:
+    points = sweep.points
+    predicted = any(point.divergence is not None for point in points)
+    axes = [axis for axis in ("blocks", "dimensions") if any(getattr(point, axis) is not None for point in points)]
+    metric, form = ("top-1", ".1%") if sweep.metric == "top1" else (sweep.metric.replace("_", " "), ".3f")
     rows = []
-    predicted = any(point.divergence is not None for point in found.points)
-    counted = {name: [getattr(point, name) for point in found.points] for name in ("blocks", "dimensions")}
-    axes = {name: counts for name, counts in counted.items() if set(counts) != {None}}
-    for index, point in enumerate(found.points):
-        kept = [str(low) if low == high else f"{low}-{high}" for low, high in (point.widths[s] for s in found.spaces)]
-        errors = ["-" if point.errors[s] is None else f"{point.errors[s]:.4f}" for s in found.spaces]
-        rows.append(
-            [
-                point.value if isinstance(point.value, str) else f"{point.value:g}",
-                human_count(point.after.parameters),
-                f"{point.after.parameters / found.before.parameters:.1%}",
-                human_bytes(point.after.bytes),
-                human_count(point.after.flops),
-                *("-" if own[index] is None else str(own[index]) for own in axes.values()),
-                *kept,
-                *errors,
-                *(["-" if point.divergence is None else f"{point.divergence:.4f}"] if predicted else []),
-                *(["-" if point.measured is None else f"{point.measured:.4f}"] if found.measured else []),
-                *(["-" if point.score is None else _scored(found.metric, point.score)] if found.measured else []),
-            ]
-        )
-    headers = [
-        found.key,
-        "parameters",
-        "share",
-        "bytes",
-        "FLOPs",
-        *axes,
-        *found.spaces,
-        *(f"{space} error" for space in found.spaces),
-        *(["predicted"] if predicted else []),
-        *(["KL", "top-1" if found.metric == "top1" else found.metric.replace("_", " ")] if found.measured else []),
-    ]
-    click.echo(table(headers, rows))
-    if found.spaces:
+    for point in points:
+        row = {sweep.key: point.value if isinstance(point.value, str) else f"{point.value:g}"}
+        row |= size_cells(point.after, sweep.before)
+        row |= {axis: figure(getattr(point, axis), "") for axis in axes}
+        row |= {space: "-".join(map(str, dict.fromkeys(point.widths[space]))) for space in sweep.spaces}
+        row |= {f"{space} error": figure(point.errors[space]) for space in sweep.spaces}
+        row |= {"predicted": figure(point.divergence)} if predicted else {}
+        row |= {"KL": figure(point.measured), metric: figure(point.score, form)} if sweep.measured else {}
+        rows.append(row)
+    click.echo(table_of(rows))
+    if sweep.spaces:
         click.echo("errors: means over blocks, relative to each output's energy, after compensation; no perplexity")
-    if predicted and not found.depth:
+    if predicted and not sweep.depth:
         click.echo(_predicted())
-    if found.measured:
-        click.echo(found.measured)
-    for note in found.notes:
-        click.echo(note)
-    if found.depth:
-        _print_blocks(found)
+    for line in filter(None, (sweep.measured, *sweep.notes)):
+        click.echo(line)
+    if sweep.depth:
+        _print_blocks(sweep)
 
 
-def _scored(metric: str, score: float) -> str:
-    return f"{score:.1%}" if metric == "top1" else f"{score:.3f}"
-
-
-def _print_blocks(found: Sweep) -> None:
-    from ckpt_prune.common.formatting import human_bytes, human_count
-
+def _print_blocks(sweep: Sweep) -> None:
     rows = [
-        [
-            f"{point.ratio:g}",
-            str(point.gone),
-            human_count(point.after.parameters),
-            f"{point.after.parameters / found.before.parameters:.1%}",
-            human_bytes(point.after.bytes),
-            human_count(point.after.flops),
-            f"{point.divergence:.4f}",
-        ]
-        for point in found.depth
+        {
+            "ratio": f"{point.ratio:g}",
+            "blocks gone": str(point.gone),
+            **size_cells(point.after, sweep.before),
+            "predicted": f"{point.divergence:.4f}",
+        }
+        for point in sweep.depth
     ]
-    click.echo()
-    click.echo("whole blocks instead (--recipe depth), the run of the least predicted divergence, without a map:")
-    click.echo(table(["ratio", "blocks gone", "parameters", "share", "bytes", "FLOPs", "predicted"], rows))
+    click.echo("\nwhole blocks instead (--recipe depth), the run of the least predicted divergence, without a map:")
+    click.echo(table_of(rows))
     click.echo(
         "predicted: the divergence (KL, in nats) of the output from the dense model's, by second order; of blocks and "
         "of units it is on different footings: what decides is measured (drop: auto, in recipes)"

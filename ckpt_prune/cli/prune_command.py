@@ -41,7 +41,7 @@ def _prune(options: dict[str, Any], as_json: bool) -> None:
 
 
 def _print_done(pruned: Pruned) -> None:
-    """What was pruned: before its graph, which takes long and may end in the middle."""
+    """Print what was pruned, before its graph is made, which takes long and may fail."""
     from ckpt_prune.cli.rendering import kept_line
     from ckpt_prune.runner.messages import messages
     from ckpt_prune.runner.sections import cost_table, latency_sentences, stage_sections

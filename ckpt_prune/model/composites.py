@@ -1,6 +1,7 @@
 """Composites: models made of others, one JSON description each (`composites/*.json`), of which a part can be pruned.
 
 A part is opened as a checkpoint of its own (`extract_part`), and written back into the whole (`merge_part_config`).
+Descriptions are read without torch and transformers.
 """
 
 import copy
@@ -8,13 +9,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import transformers
 from pydantic import Field
-from transformers import PreTrainedConfig
 
-from ckpt_prune.checkpoint.checkpoint import Checkpoint, PartOf
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.descriptions import (
     FUNCTION_KEYS,
@@ -24,10 +22,14 @@ from ckpt_prune.model.descriptions import (
     load_family,
     variants_of,
 )
-from ckpt_prune.model.skeleton import Names, build_skeleton, parse_config, stock_names
 from ckpt_prune.model.spaces import SpaceName, StrictModel
-from ckpt_prune.model.ties import apply_ties, ties_on_disk
 from ckpt_prune.options.machine import PartName
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from ckpt_prune.checkpoint.checkpoint import Checkpoint
+    from ckpt_prune.model.skeleton import Names
 
 
 class Part(StrictModel):
@@ -104,18 +106,24 @@ def load_composite(model_type: str) -> Composite:
     return Composite.model_validate_json((_folder() / f"{model_type}.json").read_text(encoding="utf-8"))
 
 
-def composite_names(config: Mapping[str, Any]) -> Names:
+def composite_names(config: Mapping[str, Any]) -> "Names":
     """Return what the stock class of a composite saves and loads."""
+    from ckpt_prune.model.skeleton import Names, build_skeleton, parse_config
+
     composite = load_composite(str(config["model_type"]))
     return Names(build_skeleton(parse_config(dict(config)), composite.architecture))
 
 
-def extract_part(whole: Checkpoint, name: str) -> Checkpoint:
+def extract_part(whole: "Checkpoint", name: str) -> "Checkpoint":
     """Return a part of a composite as the checkpoint of a stock class, under that class's names and config.
 
     The config carries a description of the part: that of its family without the containers and the spaces that the
     whole's own class has no room for.
     """
+    from ckpt_prune.checkpoint.checkpoint import PartOf
+    from ckpt_prune.model.skeleton import parse_config, stock_names
+    from ckpt_prune.model.ties import apply_ties, ties_on_disk
+
     composite = load_composite(str(whole.config.get("model_type")))
     part = composite.part(name)
     names = composite_names(whole.config)
@@ -135,7 +143,7 @@ def extract_part(whole: Checkpoint, name: str) -> Checkpoint:
     return replace(whole, config=config, tensors=tensors, within=within)
 
 
-def merge_part_config(part: Checkpoint, config: Mapping[str, Any]) -> dict[str, Any]:
+def merge_part_config(part: "Checkpoint", config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the whole's config.json with what `config` changes in that of a part.
 
     Args:
@@ -157,7 +165,7 @@ def merge_part_config(part: Checkpoint, config: Mapping[str, Any]) -> dict[str, 
     return merged
 
 
-def _part_config(composite: Composite, part: Part, name: str, config: PreTrainedConfig) -> dict[str, Any]:
+def _part_config(composite: Composite, part: Part, name: str, config: "PreTrainedConfig") -> dict[str, Any]:
     nested = config if part.config is None else getattr(config, part.config)
     values: dict[str, Any] = nested.to_dict()
     model_type = part.family or values["model_type"]
@@ -177,6 +185,8 @@ def _part_config(composite: Composite, part: Part, name: str, config: PreTrained
 def _stock_class(config: Mapping[str, Any], part: Part) -> str:
     if part.described is not None:
         return str(next(iter(part.described["architectures"])))
+    import transformers
+
     family = load_family(config["model_type"])
     for name, architecture in family.architectures.items():
         if architecture.auto == part.auto and hasattr(transformers, name):

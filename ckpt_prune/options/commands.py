@@ -389,10 +389,10 @@ class EvaluateOptions(SpreadOptions, EvaluationOptions, DeviceOptions, TrustOpti
         Accepts[AnyModel | None, str | None], BeforeValidator(path_of), AfterValidator(_check_graph_or_model)
     ] = option(default=None, metavar="MODEL2", group=MODEL)
     """A reference, usually the dense model: both are measured, and the KL divergence between them."""
-    probe: Literal["knn", "linear"] | None = option(default=None)
+    probe: Literal["knn", "linear"] | None = option(default=None, needs="images")
     """With --images: how well the model's features, without a head, tell the classes apart, by 20 nearest neighbours or
     by ridge regression."""
-    patch_head: File = option(default=None, metavar="FILE")
+    patch_head: File = option(default=None, metavar="FILE", needs="images")
     """With --images and --label-maps: a linear head on every patch, a safetensors file with weight, perhaps bias and a
     batch norm (bn.*). It gives classes (segmentation) or one number (depth)."""
     label_maps: File = option(default=None, metavar="DIR")
@@ -405,7 +405,7 @@ class EvaluateOptions(SpreadOptions, EvaluationOptions, DeviceOptions, TrustOpti
     """Files of multiple-choice items (.jsonl), or names of lm-eval tasks (needs the extra eval). For a model with a
     sequence-classification head: files of labelled texts, or tasks of GLUE: glue:sst2, FOLDER/glue:mrpc. May be
     repeated."""
-    include_path: File = option(default=None, metavar="DIR")
+    include_path: File = option(default=None, metavar="DIR", needs="tasks")
     """For --tasks: folder with lm-eval task files of your own."""
     generate: Strings = option(default=(), metavar="PROMPT")
     """Show what the model writes after PROMPT, greedily. May be repeated."""

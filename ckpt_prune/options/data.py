@@ -87,7 +87,7 @@ class ImageOptions(DecodingOptions):
     images: File = option(default=None, metavar="DIR")
     """Folder of images to run a vision model on, instead of --text: plain, with a labels.csv, or with a sub-folder per
     class."""
-    labels: File = option(default=None, metavar="CSV")
+    labels: File = option(default=None, metavar="CSV", needs="images")
     """CSV file with a column file, and perhaps a column split: then the rows calib are taken. [default: labels.csv in
     the folder of images or beside it]"""
     audio: File = option(default=None, metavar="DIR")
@@ -100,7 +100,7 @@ class LabelledImageOptions(DecodingOptions):
 
     images: File = option(default=None, metavar="DIR")
     """Folder of images: with a labels.csv, with a sub-folder per class, or plain."""
-    labels: File = option(default=None, metavar="CSV")
+    labels: File = option(default=None, metavar="CSV", needs="images")
     """CSV file with the columns file and label, and perhaps a column split: then the rows eval are taken. [default:
     labels.csv in the folder of images or beside it]"""
 
@@ -150,6 +150,4 @@ def has_data(calibration: SampleOptions, images: ImageOptions) -> bool:
     given = [name for name, is_given in data.items() if is_given]
     if len(given) > 1:
         raise UserError(f"give {' or '.join(given)}, not both")
-    if images.images is None and images.labels is not None:
-        raise UserError("--labels goes with --images")
     return bool(given)

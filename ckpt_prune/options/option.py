@@ -16,11 +16,12 @@ from typing import (
     ClassVar,
     Generic,
     Protocol,
+    Self,
     TypeVar,
     dataclass_transform,
 )
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from ckpt_prune.checkpoint.files import check_place
@@ -59,6 +60,7 @@ class Shell:
         several: True if the option may be repeated.
         shown: False if only Python has the option.
         group: its group, if that is not the one of its class.
+        needs: name of an option without which this one means nothing.
     """
 
     flags: tuple[str, ...] = ()
@@ -66,6 +68,7 @@ class Shell:
     several: bool = False
     shown: bool = True
     group: str | None = None
+    needs: str | None = None
 
     def __call__(self, schema: dict[str, Any]) -> None:
         """Leave the JSON Schema of recipes as it is; pydantic calls this with it."""
@@ -80,6 +83,7 @@ def option(
     several: bool = False,
     shown: bool = True,
     group: str | None = None,
+    needs: str | None = None,
     kw_only: bool = True,
     **checks: Any,
 ) -> Any:
@@ -88,17 +92,13 @@ def option(
     Args:
         default: used if the option is not given; without one, the option is required.
         default_factory: makes the default from the options before it; they are a mapping.
-        flags: as in `Shell`, like metavar, several, shown and group.
-        metavar: the word that stands for a value.
-        several: True if the option may be repeated.
-        shown: False if only Python has the option.
-        group: the title of its group, if not the one of its class.
+        flags: as in `Shell`, like metavar, several, shown, group and needs.
         kw_only: False for an argument, which is given without its name.
         checks: limits, as pydantic's `Field` takes them.
     """
     how = {"default": default} if default_factory is None else {"default_factory": default_factory}
     return Field(
-        json_schema_extra=Shell(flags, metavar, several, shown, group),
+        json_schema_extra=Shell(flags, metavar, several, shown, group, needs),
         kw_only=kw_only,
         **how,
         **checks,
@@ -126,6 +126,15 @@ class Options(BaseModel):
     values. A class that does not say it is not harmless."""
     progress: bool = option(default=True, shown=False)
     """Show progress bars and notices on stderr."""
+
+    @model_validator(mode="after")
+    def _check_needs(self) -> Self:
+        for name in self.model_fields_set:
+            field = type(self).model_fields[name]
+            needed = shell_of(field).needs
+            if needed is not None and getattr(self, name) != field.default and not getattr(self, needed):
+                raise ValueError(f"{flags_of(name, field)[-1]} goes with --{needed.replace('_', '-')}")
+        return self
 
 
 T = TypeVar("T", bound=BaseModel)

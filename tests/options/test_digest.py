@@ -1,4 +1,4 @@
-"""Options of `prune` that are not marked harmless change the digest of a job, so that no run is resumed under others."""
+"""Options of `prune` that are not marked harmless change the digest of a job: no run is resumed under others."""
 
 from collections.abc import Callable
 from pathlib import Path

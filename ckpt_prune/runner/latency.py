@@ -1,4 +1,4 @@
-"""Sizes in time: the table of this machine for a request, and what an output takes beside what it was to take."""
+"""Sizes in time: a table of this machine before a prune, and a measurement of its output afterwards."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -12,16 +12,7 @@ if TYPE_CHECKING:
 
 
 def with_latencies(job: "Job", say: Notices, *, trust: bool) -> "Job":
-    """The request with the table of this machine, where its recipe's size is a latency.
-
-    Args:
-        job: as it was asked for.
-        say: told what the table is.
-        trust: run the checkpoint's own code for its config.
-
-    Raises:
-        UserError: the model cannot be timed so.
-    """
+    """Return the job with this machine's table of latencies, if the recipe's size is a latency."""
     size = job.recipe.size
     if size is None or size.kind != "latency" or job.plan is not None:
         return job
@@ -42,20 +33,10 @@ def with_latencies(job: "Job", say: Notices, *, trust: bool) -> "Job":
 
 
 def timed(report: "Report", job: "Job", out: Path, say: Notices, *, trust: bool) -> "Report":
-    """The report of an output with what it takes, where its size was a time and both models are small enough.
+    """Time an output whose size was a time, if both models are small enough, and return its report with the times.
 
-    It is in its place by then, so that nothing is lost where it cannot be timed: its report says what was foreseen, and
-    that and its card are replaced whole by such as say what was measured. No digest is of them.
-
-    Args:
-        report: of the output.
-        job: as it was asked for.
-        out: where the output is.
-        say: told that the output is complete, where it is not timed to the end.
-        trust: run the checkpoint's own code.
-
-    Raises:
-        UserError: it cannot be timed, or the report cannot be written.
+    The output is in its place by then, so nothing is lost if it cannot be timed. Its report and card, which no digest
+    covers, are replaced as a whole.
     """
     size, latency = job.recipe.size, report.latency
     if size is None or latency is None or latency.measured is not None:

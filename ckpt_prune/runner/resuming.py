@@ -1,4 +1,4 @@
-"""What is said where work is interrupted that can be gone on with."""
+"""Say that interrupted work can be continued."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from ckpt_prune.common.errors import DiskError, UserError
 
 @contextmanager
 def resumable(out: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Say on Ctrl-C, SIGTERM and SIGHUP, after a crash or on a full disk that the work so far is kept, where it is."""
+    """Say after Ctrl-C, SIGTERM, SIGHUP, a crash or a full disk that the work so far is kept, if it is."""
     try:
         yield
     except (KeyboardInterrupt, Exception) as error:
@@ -18,16 +18,15 @@ def resumable(out: Path, say: Callable[[str], None]) -> Iterator[None]:
         left = out.with_name(f"{out.name}.partial")
         if not bad_input and left.exists():
             what = "keeps what is done: the same command with --resume continues"
-            if not _holds(left):
+            if not _has_finished_work(left):
                 what = "holds nothing that is done yet: the same command with --resume starts afresh"
             say(f"{out}.partial {what}")
         raise
 
 
-def _holds(left: Path) -> bool:
-    """Whether what an unfinished run left says that something of it is done."""
+def _has_finished_work(partial: Path) -> bool:
     try:
-        journal = Journal.read(left)
+        journal = Journal.read(partial)
     except ValueError:  # a kill before its first journal
         return False
     return bool(journal.entries) or journal.complete
