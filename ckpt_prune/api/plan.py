@@ -72,8 +72,9 @@ class ComparedPlan:
 
     def data(self) -> dict[str, Any]:
         """Return what `--json` prints; the size of the dense model stands there once for all."""
-        names = ("recipe", "container", "errors", "held_out", "divergence", "messages")
-        return {**{name: getattr(self, name) for name in names}, "after": self.after.model_dump()}
+        names = ("container", "errors", "held_out", "divergence", "messages")
+        rest = {name: getattr(self, name) for name in names}
+        return {"recipe": self.recipe, "after": self.after.model_dump(), **rest}
 
 
 def compared_plan(planned: Planned) -> ComparedPlan:
