@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_prune.api.function import takes
+from ckpt_prune.api.latency import with_latencies
 from ckpt_prune.common.progress import Notices
 from ckpt_prune.job.sizes import asked_size
 from ckpt_prune.measure.statistics.files import check_statistics
 from ckpt_prune.model.supported import check_supported
 from ckpt_prune.options.commands import PlanOptions
 from ckpt_prune.recipe.places import check_recipe
-from ckpt_prune.runner.latency import with_latencies
 
 if TYPE_CHECKING:
     from ckpt_prune.job.plan import Plan

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_prune.api.function import takes
+from ckpt_prune.api.latency import timed, with_latencies
 from ckpt_prune.api.push import Pushed
 from ckpt_prune.api.push import push as push_output
 from ckpt_prune.checkpoint.staging import check_output
@@ -22,7 +23,6 @@ from ckpt_prune.options.commands import PruneOptions
 from ckpt_prune.options.data import has_data
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.recipe.places import check_recipe
-from ckpt_prune.runner.latency import timed, with_latencies
 from ckpt_prune.runner.resuming import resumable
 
 if TYPE_CHECKING:
