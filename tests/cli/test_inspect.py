@@ -112,13 +112,7 @@ def test_llama_7b_from_its_config_alone(tmp_path):
     sizes = {p["ratio"]: p["parameters"] for p in report["pruned"]}
     assert sizes == {0: 6_738_415_616, 0.1: 6_104_158_208, 0.2: 5_469_900_800, 0.3: 4_835_643_392}
     assert report["bytes"] == 2 * 6_738_415_616
-
-
-def test_config_only_says_so(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA_7B))
-    text = ok("inspect", str(tmp_path), "--ratio", "0.1")
-    assert text.splitlines()[0].endswith("(config only)")
-    assert "6,104,158,208" in text
+    assert ok("inspect", str(tmp_path)).splitlines()[0].endswith("(config only)")
 
 
 def test_nan_in_the_weights_is_not_looked_for(place):
@@ -131,13 +125,9 @@ def test_nan_in_the_weights_is_not_looked_for(place):
     [
         ("1", "--ratio 1: a ratio is in [0, 1)"),
         ("-0.1", "--ratio -0.1: a ratio is in [0, 1)"),
-        ("nan", "--ratio nan: a ratio is in [0, 1)"),
         ("0.1,20", "--ratio 20: a ratio is in [0, 1): did you mean 20% or 0.2?"),
-        ("0.1, 1.5,20", "--ratio 1.5: a ratio is in [0, 1)"),
         ("0.1,a,20%", "--ratio a: expected numbers, for example 0.1,0.2,0.3"),
         ("120%", "--ratio 120%: a ratio is in [0, 1)"),
-        ("a%", "--ratio a%: expected numbers, for example 0.1,0.2,0.3"),
-        ("a", "--ratio a: expected numbers, for example 0.1,0.2,0.3"),
         ("0.99", "ratio 0.99 would drop all 24 units of a space: at least one must stay"),
     ],
 )
@@ -183,19 +173,10 @@ def test_configs_that_transformers_refuses(place, changes, message):
     ("content", "message"),
     [
         ("[1]", "{path} is not a readable JSON object (a list instead of an object); download or restore the file"),
-        (
-            "null",
-            "{path} is not a readable JSON object (a NoneType instead of an object); download or restore the file",
-        ),
-        ("{}", "config.json has no model_type, so the family of this checkpoint is unknown"),
         ("[" * 100_000, "{path} is not a readable JSON object (nested too deeply); download or restore the file"),
         (
             json.dumps(LLAMA_7B | {"architectures": 5}),
             "{path}: architectures is 5, not a list of class names; download it again",
-        ),
-        (
-            json.dumps(LLAMA_7B | {"architectures": [5]}),
-            "{path}: architectures is [5], not a list of class names; download it again",
         ),
     ],
 )
@@ -276,11 +257,6 @@ def test_zeros_of_every_tensor_in_json(place):
     assert found["blocks"] | {"tensors": 14, "weights": 3840, "zeros": 992} == found["blocks"]
 
 
-def test_zeros_of_shards(place):
-    found = json.loads(ok("inspect", "sharded", "--sparsity", "--json"))["sparsity"]
-    assert (found["blocks"]["tensors"], found["blocks"]["zeros"]) == (14, 0)
-
-
 def test_zeros_of_an_output_with_remote_code(place):
     """Blocks of different widths."""
     args = ["--recipe", "flap-global", "--statistics", "stats", "--set", "spaces.heads.ratio=0.5"]
@@ -302,7 +278,3 @@ def test_a_config_has_no_zeros(tmp_path):
     assert refused("inspect", str(tmp_path), "--sparsity") == (
         f"{tmp_path} has a config.json and no weights: --sparsity counts zeros in weights; leave it out"
     )
-
-
-def test_the_help_says_that_zeros_take_reading(place):
-    assert "Reads all weights." in " ".join(ok("inspect", "-h").split())

@@ -184,10 +184,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"global_pool": "avg"},
         "timm pools its tokens by global_pool 'avg', where ViT reads the class token",
     ),
-    "pooling-argument": (
-        {"model_args": {"in_chans": 3, "num_classes": 3, "global_pool": "map"}},
-        "timm pools its tokens by global_pool 'map', where ViT reads the class token",
-    ),
     "changed": (
         {"model_args": {"qk_norm": True}},
         "timm changes vit_tiny_patch4_12 by model_args.qk_norm, which is not known to be a ViT",
@@ -200,10 +196,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "data": (
         {"pretrained_cfg": {}},
-        "timm: config.json has no pretrained_cfg with input_size, mean and std, three numbers each",
-    ),
-    "size": (
-        {"pretrained_cfg": DATA | {"input_size": 224}},
         "timm: config.json has no pretrained_cfg with input_size, mean and std, three numbers each",
     ),
     "crop": (

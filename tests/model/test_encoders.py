@@ -13,7 +13,7 @@ from ckpt_prune.model.matching import match_family
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.skeleton import Names, build_skeleton, parse_config
 from ckpt_prune.model.supported import declared_family
-from tests.encoders import BLOCKS, HIDDEN, VARIANTS, edit_files, make, stock
+from tests.encoders import HIDDEN, VARIANTS, edit_files, make, stock
 from tests.pairs import every
 
 PUBLISHED = {
@@ -58,35 +58,6 @@ def test_the_class_that_holds_every_tensor_is_found(folders, variant):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_description_names_the_tensors_of_every_space(folders, variant):
-    """Every linear module of a block belongs to a space, and no other tensor of two dimensions is in a block."""
-    checkpoint, chosen = Checkpoint.open(folders[variant]), VARIANTS[variant]
-    family = match_family(checkpoint)
-    for block in range(BLOCKS):
-        prefix = chosen.disk["block"].format(block)
-        weights = {
-            name for name, info in checkpoint.tensors.items() if name.startswith(prefix) and len(info.shape) == 2
-        }
-        assert {family.tensor(block, module) for module in family.linears} == weights
-        roles = ("query", "key", "value", "heads", "in", "mlp")
-        assert {chosen.tensor(block, role) for role in roles} == weights
-    assert {module: family.tensor(0, module, "bias") in checkpoint.tensors for module in family.linears} == {
-        module: bool(slot if isinstance(slot, bool) else getattr(parse_config(checkpoint.config), slot))
-        for module, slot in family.bias_slots.items()
-    }
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_units_and_columns(folders, variant):
-    model, chosen = Model.open(folders[variant]), VARIANTS[variant]
-    assert {s: model.units(s) for s in ("qk", "heads", "mlp")} == {"qk": 4, "heads": 4, "mlp": chosen.mlp}
-    assert {s: model.unit_columns(s) for s in ("qk", "heads", "mlp")} == {"qk": 1, "heads": 4, "mlp": 1}
-    for space in ("heads", "mlp"):
-        columns = model.checkpoint.tensors[chosen.tensor(0, space)].shape[1]
-        assert model.units(space) * model.unit_columns(space) == columns
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_names_round_trip(folders, variant):
     """Disk → model → disk, and values: each tensor on disk is the model's parameters, one after the other."""
     checkpoint = Checkpoint.open(folders[variant])
@@ -106,15 +77,6 @@ def test_names_round_trip(folders, variant):
     assert set(names.missing(stored)) <= tied
     assert names.parameters("encoder.layer.0.nothing.weight") == ()
     assert names.shape("nothing") is None
-
-
-def test_a_fused_gate_and_up_are_two_parameters(folders):
-    checkpoint = Checkpoint.open(folders["dinov2-swiglu-classifier"])
-    names = Names(build_skeleton(parse_config(checkpoint.config), "Dinov2ForImageClassification"))
-    prefix = "dinov2.encoder.layer.1.mlp."
-    assert names.parameters(f"{prefix}weights_in.weight") == (f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight")
-    assert names.shape(f"{prefix}weights_in.weight") == (96, HIDDEN)
-    assert names.shape(f"{prefix}weights_in.bias") == (96,)
 
 
 @pytest.mark.parametrize("variant", every(2, VARIANTS))

@@ -77,14 +77,6 @@ def test_a_stand_in_rotates_as_an_old_config_says(tmp_path, rope, container):
     assert torch.equal(logits(stock(tmp_path / "out"), ids), dense)
 
 
-def test_an_unnamed_rope_base_is_the_sources_default_not_the_stand_ins():
-    raw = {"model_type": "llama", **SIZES}
-    skeletons = choose("llama", raw, requested="seed_oss").skeleton(), choose("llama", raw).skeleton()
-    rope = [s.config.rope_parameters["rope_theta"] for s in skeletons]
-    assert rope[0] == rope[1]
-    assert skeletons[0].config.rms_norm_eps == skeletons[1].config.rms_norm_eps
-
-
 def choose(model_type, raw, biases=frozenset(), widths=None, **options):
     same = [{"heads": raw["num_key_value_heads"], "mlp": raw["intermediate_size"]}] * BLOCKS
     return choose_container(model_of(raw), widths or same, biases, **options)
@@ -223,17 +215,6 @@ def test_the_note_says_why_code_is_carried(model_type, config, given, requested,
 def test_even_widths_stay_stock_though_uneven_ones_were_allowed():
     container = choose("mistral", config_of("mistral"), per_layer=True)
     assert (container.remote_class, "auto_map" in container.config) == (None, False)
-
-
-def test_any_says_why_nothing_stock_fits():
-    raw = config_of("qwen3")
-    made = choose("qwen3", raw, frozenset({"mlp.down_proj"}), requested="any")
-    assert made.remote_class == "PrunedQwen3ForCausalLM"
-    assert made.note == (
-        "stored as qwen3 with remote code (qwen3 has no slot for a bias on mlp.down_proj): "
-        "load with ckpt_prune.load or trust_remote_code"
-    )
-    assert choose("qwen3", raw, requested="any").remote_class is None
 
 
 def test_any_takes_uneven_blocks_where_they_are_allowed():
