@@ -8,6 +8,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import REPORT
 from ckpt_prune.common.formatting import plural
 from ckpt_prune.common.progress import track
+from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.records import SiteRecord
 from ckpt_prune.model.cuts import list_cuts, positions_among
 from ckpt_prune.model.factors import factor_names
@@ -134,6 +135,12 @@ def check_kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tup
 
 
 def _check_blocks(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tuple[bool | None, str]:
+    rewriting = [kind.key for kind in Recipe.full.kinds if kind.rewrites and kind.key in report.entries]
+    if rewriting:
+        return (
+            None,
+            f"{' and '.join(rewriting)} changed weights that stay: they are not compared with the dense model's",
+        )
     hidden = report.hidden
     if report.recovery is not None or report.adapters is not None:
         if hidden is not None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.stages.spaces import budget as module
-from ckpt_prune.stages.spaces.budget import BudgetError, Crossing, Curve, least_error, merged, total_error
+from ckpt_prune.stages.spaces.budget import BudgetError, Crossing, Curve, least_error, merge_curves, total_error
 from tests.oracles.budget import (
     Crossed,
     Site,
@@ -304,7 +304,7 @@ def test_what_is_no_curve_is_refused(arguments, message):
 )
 def test_sites_that_share_a_width_are_one_curve(falls, costs, multiples, budget):
     sites = [Site([0, *accumulate(f)], c, m) for f, c, m in zip(falls, costs, multiples, strict=False)]
-    shared = merged([Curve(s.errors, s.cost, s.multiple) for s in sites])
+    shared = merge_curves([Curve(s.errors, s.cost, s.multiple) for s in sites])
     common = [width for width in widths(sites[0]) if all(width in widths(site) for site in sites)]
     assert shared.unit_cost == sum(site.cost for site in sites)
     fitting = [width for width in common if width * shared.unit_cost <= budget]
@@ -318,9 +318,9 @@ def test_sites_that_share_a_width_are_one_curve(falls, costs, multiples, budget)
 
 def test_sites_of_other_widths_share_none():
     with pytest.raises(ValueError, match=r"^curves that share a width have the same number of units, not \[1, 2\]$"):
-        merged([Curve([0, 1, 2], 1), Curve([0, 1], 1)])
+        merge_curves([Curve([0, 1, 2], 1), Curve([0, 1], 1)])
     with pytest.raises(ValueError, match=r"^curves that share a width have the same number of units, not \[\]$"):
-        merged([])
+        merge_curves([])
 
 
 # ---- sites that cross ------------------------------------------------------------------------------------------

@@ -145,7 +145,7 @@ class _Choices:
         return -np.diff(self.errors[self.hull]) / self.steps
 
 
-def merged(curves: Sequence[Curve]) -> Curve:
+def merge_curves(curves: Sequence[Curve]) -> Curve:
     """Return the curve of sites that share one width: errors and unit costs are the sums of theirs.
 
     A width is allowed if every site allows it.
@@ -184,7 +184,7 @@ class Crossing(Generic[K]):
         return sum(errors.values())
 
     def choices(self, curves: Mapping[K, Curve]) -> "_Choices":
-        """Return combinations of widths, each as one number (`apart`), without those that another beats at its cost."""
+        """Return combinations of widths, each as one number (`split`), without those that another beats at its cost."""
         own = {site: curves[site].choices for site in self.sites}
         grid = dict(zip(own, np.meshgrid(*(np.arange(len(each)) for each in own.values()), indexing="ij"), strict=True))
         combined, costs = np.zeros(1, np.int64), np.zeros(1)
@@ -204,7 +204,7 @@ class Crossing(Generic[K]):
         order = order[falls | (order == combined.size - 1)]
         return _Choices(combined[order], costs[order], np.minimum.accumulate(errors[order]))
 
-    def apart(self, combined: int, curves: Mapping[K, Curve]) -> dict[K, int]:
+    def split(self, combined: int, curves: Mapping[K, Curve]) -> dict[K, int]:
         """Return the widths of a combination."""
         widths: dict[K, int] = {}
         for site in reversed(self.sites):
@@ -261,7 +261,7 @@ def least_error(curves: Mapping[K, Curve], budget: float, crossings: Sequence[Cr
     widths: dict[K, int] = {}
     for key, c, index in zip(keys, choices, at, strict=True):
         width = int(c.widths[index])
-        widths |= together[key].apart(width, curves) if key in together else {key: width}
+        widths |= together[key].split(width, curves) if key in together else {key: width}
     return {key: widths[key] for key in curves}
 
 
@@ -362,7 +362,6 @@ def _at_vertices(choices: Sequence[_Choices], vertices: Sequence[int]) -> list[i
 
 
 def _slack(choices: Sequence[_Choices], at: Sequence[int], budget: float) -> float:
-    """Return the part of the budget that these choices leave."""
     return budget - float(sum(c.costs[here] for c, here in zip(choices, at, strict=True)))
 
 

@@ -39,9 +39,9 @@ def measure_dense(prepared: Prepared, run: Run) -> Prepared:
 
 def measure_and_choose(prepared: Prepared, run: Run, choose: Choose) -> Prepared:
     """Measure the dense model if the recipe needs it, then decide what goes."""
-    known = prepared.widths_known
+    are_known = prepared.widths_known
     measured = measure_dense(prepared, run)
-    with nullcontext() if known else run.timer.time("ranking"), phase("ranking"):
+    with nullcontext() if are_known else run.timer.time("ranking"), phase("ranking"):
         return choose(measured)
 
 
@@ -51,8 +51,8 @@ def preview_choice(prepared: Prepared, choose: Choose) -> Prepared:
         return choose(prepared)
     alike = choose(replace(prepared, recipe=prepared.recipe.at_one_ratio))
     # Widths of spaces may decide the container; ranks never do.
-    known = not prepared.recipe.spaces
-    return replace(prepared, decided=alike.decided, planned=alike.planned, foreseen=True, shape_known=known)
+    shape_known = not prepared.recipe.spaces
+    return replace(prepared, decided=alike.decided, planned=alike.planned, foreseen=True, shape_known=shape_known)
 
 
 def measure_first(prepared: Prepared, live: LiveSamples, folder: Path, journal: Journal | None) -> Statistics:

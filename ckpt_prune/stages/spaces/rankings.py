@@ -33,7 +33,7 @@ def standardised_scores(model: Model, recipe: Recipe, source: MomentSource, devi
     return scores
 
 
-def ranked(model: Model, recipe: Recipe, scores: Mapping[Site, Tensor]) -> dict[Site, Tensor]:
+def keep_ranked(model: Model, recipe: Recipe, scores: Mapping[Site, Tensor]) -> dict[Site, Tensor]:
     """Return the units that stay under FLAP's ranking over layers, or over layers and spaces, at the recipe's ratio.
 
     `scores` are those of `standardised_scores`.

@@ -26,12 +26,12 @@ def ratio_for(units: int, kept: int, rounding: Rounding, multiple_of: int = 1) -
         # The nearest of so many digits, and those on either side: counts may be rounded down or up.
         for aside in (0.0, 0.5, -0.5):
             ratio = round(share + aside * 10.0**-digits, digits)
-            if 0 <= ratio < 1 and _kept(units, ratio, rounding, multiple_of) == kept:
+            if 0 <= ratio < 1 and _try_keep(units, ratio, rounding, multiple_of) == kept:
                 return ratio
     raise ValueError(f"no ratio leaves {kept} of {units} units in multiples of {multiple_of}")
 
 
-def _kept(units: int, ratio: float, rounding: Rounding, multiple_of: int) -> int | None:
+def _try_keep(units: int, ratio: float, rounding: Rounding, multiple_of: int) -> int | None:
     try:
         return units_kept(units, ratio, rounding, multiple_of)
     except UserError:

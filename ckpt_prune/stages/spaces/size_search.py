@@ -19,7 +19,7 @@ from ckpt_prune.model.spaces import COUPLED, Site, SpaceName, recipe_space
 from ckpt_prune.stages.hidden.sliced_checkpoint import SlicedCheckpoint
 from ckpt_prune.stages.output import output_at
 from ckpt_prune.stages.spaces.budget import Crossing
-from ckpt_prune.stages.spaces.rankings import ranked
+from ckpt_prune.stages.spaces.rankings import keep_ranked
 from ckpt_prune.stages.spaces.ratio_gaps import allowed_widths, ratio_for
 
 ROUNDS = 5
@@ -72,7 +72,7 @@ def at_size(prepared: Prepared, ranking: Ranking | None = None) -> Prepared:
         tried = at(step)
         if ranking is None:
             return Decisions(tried).widths(model)
-        return kept_units(model, tried, ranked(model, tried, ranking)).widths(model)
+        return kept_units(model, tried, keep_ranked(model, tried, ranking)).widths(model)
 
     def cost(at_widths: Widths) -> int:
         return size_at(prepared, kind, at_widths)

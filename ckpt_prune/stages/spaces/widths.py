@@ -17,8 +17,8 @@ from ckpt_prune.measure.moment_sources import CachedMoments, NoMoments
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.model.spaces import Site, recipe_space
 from ckpt_prune.parallel.group import process_group
-from ckpt_prune.stages.spaces.budget import BudgetError, Crossing, Curve, least_error, merged, total_error
-from ckpt_prune.stages.spaces.rankings import ranked, standardised_scores
+from ckpt_prune.stages.spaces.budget import BudgetError, Crossing, Curve, least_error, merge_curves, total_error
+from ckpt_prune.stages.spaces.rankings import keep_ranked, standardised_scores
 from ckpt_prune.stages.spaces.size_search import (
     ROUNDS,
     CrossedSpaces,
@@ -69,7 +69,7 @@ def decide(prepared: Prepared, ranking: Ranking | None = None) -> Decisions:
         }
         return Decisions(recipe, sites)
     assert ranking is not None
-    return kept_units(model, recipe, ranked(model, recipe, ranking))
+    return kept_units(model, recipe, keep_ranked(model, recipe, ranking))
 
 
 def dense_ranking(prepared: Prepared) -> dict[Site, list[RankedUnits]]:
@@ -243,7 +243,7 @@ def _least_error_counts(
         by_space.setdefault(recipe_space(site.space), []).append(curve)
     blocks = prepared.model.blocks
     crossings = [Crossing(c.inside, {own: cost * blocks for own, cost in c.shared.items()}) for c in crossed]
-    kept = least_error({space: merged(own) for space, own in by_space.items()}, budget, crossings)
+    kept = least_error({space: merge_curves(own) for space, own in by_space.items()}, budget, crossings)
     return {site: kept[recipe_space(site.space)] for site in curves}
 
 
@@ -253,7 +253,7 @@ def _counts_per_block(curves: Mapping[Site, Curve], budget: float, crossed: Sequ
     grouped: dict[Site, list[Curve]] = {}
     for site, curve in curves.items():
         grouped.setdefault(merged_site[site], []).append(curve)
-    sites = {site: own[0] if len(own) == 1 else merged(own) for site, own in grouped.items()}
+    sites = {site: own[0] if len(own) == 1 else merge_curves(own) for site, own in grouped.items()}
     kept = least_error(sites, budget, _crossings(sites, crossed))
     return {site: kept[merged_site[site]] for site in curves}
 

@@ -21,8 +21,8 @@ from ckpt_prune.stages.spaces.solvers.columns import ColumnSolver
 
 def tried_out(model: Model, spaces: Collection[SpaceName] | None = None) -> list[SpaceName]:
     """Return spaces with a consumer of which something can go: of those named, or of those that stand in no other."""
-    wanted = model.family.consumers if spaces is None else spaces
-    return [space for space in model.family.columns if space in wanted and model.units(space) > 1]
+    named = model.family.consumers if spaces is None else spaces
+    return [space for space in model.family.columns if space in named and model.units(space) > 1]
 
 
 @dataclass

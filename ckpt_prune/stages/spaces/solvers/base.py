@@ -1,4 +1,4 @@
-"""What every solver of sites does."""
+"""The base of all solvers of sites."""
 
 import math
 from abc import ABC, abstractmethod
@@ -37,9 +37,6 @@ class Solver(ABC):
     has, by on-disk name, and `folds` are moments of the site, one for each fold.
 
     Args:
-        model: the dense model.
-        recipe: scores and compensation.
-        space: which of its spaces.
         device: where the closed forms are solved, in float64.
         diagnostics: also compute CORP's errors, spectra and held-out errors.
     """
