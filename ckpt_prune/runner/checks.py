@@ -1,4 +1,4 @@
-"""What has to fit together before a job writes its first byte. Every stage checks its own part, this the rest."""
+"""Checks before a job writes its first byte. Every stage checks its own part; these are the others."""
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.job import Job

@@ -1,4 +1,4 @@
-"""What a run will take: memory and disk from sizes, time from the first block of the model, run on one sample.
+"""Estimates of a run: memory and disk from sizes, time from the first block, run on one sample.
 
 Time of a recipe = time of `ridge` times the recipe's own `time` (tools/time_recipes.py). Recipes without that key get
 no estimate of time. `ridge` is: every block run twice on every sample with the Grams of its inputs, and one solve as
@@ -40,7 +40,7 @@ _SHARE = 4
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run will take.
+    """Time, memory and disk of a run.
 
     Attributes:
         seconds: wall time, if nothing else runs on this machine; None if it is not known.
@@ -61,7 +61,7 @@ class Estimate:
 
     @property
     def warning(self) -> str | None:
-        """What to say of a long run before it begins."""
+        """The warning before a long run; None for a short one."""
         return f"this takes {self.line}" if self.seconds is not None and self.seconds >= WORTH_SAYING else None
 
     def data(self) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class BlockTimes:
-    """What the first block takes.
+    """Times of the first block.
 
     Attributes:
         run: seconds to run it on one sample, with the Grams of its inputs.

@@ -1,4 +1,4 @@
-"""What a user should know of a job beside its sizes, in lines."""
+"""Messages about a job for the user, one line each."""
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -40,7 +40,7 @@ _ALIKE = 0.005
 
 
 def cache_line(prepared: Prepared) -> str | None:
-    """Where a recipe runs the pruned prefix, and statistics of the dense model are used instead; else None."""
+    """Say that statistics of the dense model replace the pruned prefix that the recipe asks for; else None."""
     recipe = prepared.recipe
     if recipe.target == "dense" or prepared.sequential or prepared.statistics is None or prepared.plan is not None:
         return None
@@ -50,7 +50,7 @@ def cache_line(prepared: Prepared) -> str | None:
 
 
 def messages(prepared: Prepared) -> list[str]:
-    """What a user should know of a job beside its sizes."""
+    """Return the messages about a job, besides its sizes."""
     found = []
     recipe = prepared.recipe
     within = prepared.model.checkpoint.within
@@ -96,7 +96,7 @@ def messages(prepared: Prepared) -> list[str]:
 
 
 def ignored_words(model: Model) -> str:
-    """How many tensors of a checkpoint its class does not load, and which."""
+    """Say how many tensors of a checkpoint its class does not load, and name some."""
     names = sorted(model.checkpoint.ignored)
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     numbers = sum(info.numel for info in model.checkpoint.ignored.values())
@@ -107,7 +107,7 @@ def ignored_words(model: Model) -> str:
 
 
 def tied_words(model: Model) -> str | None:
-    """What a checkpoint stores otherwise than its config ties it; None if nothing."""
+    """Say how stored tensors differ from what the config ties; None if they do not."""
     seen = model.checkpoint
     if seen.stated:
         return (
@@ -126,11 +126,11 @@ def tied_words(model: Model) -> str | None:
 
 
 def few_tokens(prepared: Prepared, *, errors: str) -> str | None:
-    """A warning where the calibration tokens are too few for the fits to be more than memory, or None.
+    """Warn if there are so few calibration tokens that a fit only memorises them, or return None.
 
     Args:
         prepared: what was measured on how much.
-        errors: where they stand: above or below.
+        errors: where they are printed: above or below.
     """
     model, recipe = prepared.model, prepared.recipe
     if prepared.lacks_moments:
@@ -167,13 +167,13 @@ def few_tokens(prepared: Prepared, *, errors: str) -> str | None:
 
 
 def asked_size_of(prepared: Prepared) -> TargetSize | None:
-    """The size that was asked for, also where it was turned into ratios."""
+    """Return the requested size, even if it was turned into ratios."""
     asked = prepared.unsized
     return prepared.recipe.size or (None if asked is None else asked.size)
 
 
 def size_lines(prepared: Prepared) -> Iterable[str]:
-    """Where units are too coarse for what was asked: the ratio, or the size, and what there is beside it."""
+    """Say if units are too coarse for the requested ratio or size, and name the neighbours."""
     if prepared.unsized is None:
         settles_counts = prepared.plan is None and prepared.recipe.size is None
         yield from coarse_lines(prepared.model, prepared.recipe) if settles_counts else ()
@@ -193,7 +193,7 @@ def size_lines(prepared: Prepared) -> Iterable[str]:
 
 
 def coarse_lines(model: Model, recipe: Recipe) -> Iterable[str]:
-    """A line for every space whose units are too coarse for its ratio: what goes instead, and the size beside it."""
+    """Yield a line for every space whose units are too coarse for its ratio."""
     if recipe.has("mask") or recipe.allocation != "uniform":
         return
     recipe = recipe.at(model.family)
@@ -215,7 +215,7 @@ def coarse_lines(model: Model, recipe: Recipe) -> Iterable[str]:
 
 
 def _inside(model: Model, recipe: Recipe, space: SpaceName) -> str:
-    """What could go inside the units of a space that loses none; empty where nothing could, or does."""
+    """Say what could be dropped inside the units of a space that loses none; empty if nothing."""
     inner = next((name for name, each in model.family.columns.items() if each.within == space), None)
     if inner is None or inner in recipe.spaces:
         return ""
@@ -228,7 +228,7 @@ def _inside(model: Model, recipe: Recipe, space: SpaceName) -> str:
 
 
 def unmeasured_lines(prepared: Prepared) -> Iterable[str]:
-    """What a dry run cannot tell, because it is to be measured: what, on what, and which command tells it before."""
+    """Say what a dry run cannot know because it is measured, on which data, and which command shows it earlier."""
     model, recipe = prepared.model, prepared.recipe
     depth, hidden = prepared.whole.recipe.get(Depth), prepared.whole.recipe.get(Hidden)
     if not prepared.foreseen and not prepared.whole.lacks_moments:
@@ -259,7 +259,7 @@ def unmeasured_lines(prepared: Prepared) -> Iterable[str]:
 
 
 def wider_choice(prepared: Prepared) -> str | None:
-    """What widths per block would do, for those who named no recipe and got the same widths in every block; or None."""
+    """Say what widths per block would gain, if no recipe was named and all blocks got the same widths; or None."""
     recipe = prepared.recipe
     if not prepared.job.by_default or (recipe.name, recipe.widths) != (DEFAULT_RECIPE, "uniform"):
         return None
@@ -281,7 +281,7 @@ SECOND_ORDER = (
 
 
 def predicted_line(model: Model, plan: Plan) -> str | None:
-    """What a plan is predicted to do to the model's own output; None where that is not known or nothing."""
+    """Say what a plan is predicted to do to the model's output; None if that is unknown or nothing."""
     found = plan.divergence
     if not found:
         return None

@@ -27,7 +27,7 @@ def open_run(job: Job, out: Path, *, resume: bool, overwrite: bool, announce: An
     sources = [model.checkpoint for model in (job.model, job.dense) if model is not None]
     for source in sources:
         refuse_overlap(source.path, out)
-    report = group.once(lambda: _finished(out, digest, form, announce) if resume and not overwrite else None)
+    report = group.once(lambda: _find_finished(out, digest, form, announce) if resume and not overwrite else None)
     if report is not None:
         yield Run(out, None, PhaseTimer(job.device), announce, report=report)
         return
@@ -54,7 +54,7 @@ def open_run(job: Job, out: Path, *, resume: bool, overwrite: bool, announce: An
         yield run
 
 
-def _finished(out: Path, digest: str, form: Form, announce: Announce) -> Any:
+def _find_finished(out: Path, digest: str, form: Form, announce: Announce) -> Any:
     """Return the record of an output that this very job has finished, or None. Finish its swap."""
     if partial_of(out).exists():
         return None

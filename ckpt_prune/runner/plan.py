@@ -32,15 +32,15 @@ _WORDS = {
 
 
 class Shifting:
-    """Looks on while a plan is made, and asks of every site what it loses on other statistics.
+    """Watches a plan being made, and computes what every site loses on other statistics.
 
     Args:
         statistics: of the same model on other text or images.
 
     Attributes:
         source: of the other moments, for `Pruner.sites`.
-        left: spaces of which nothing is told: moments do not say what becomes of whole experts.
-        same: whether both were measured on the same samples, so that nothing is held against others.
+        left: spaces without a figure: moments do not say what becomes of whole experts.
+        same: True if both were measured on the same samples, so that nothing is tested.
     """
 
     def __init__(self, prepared: Prepared, statistics: Statistics) -> None:
@@ -56,7 +56,7 @@ class Shifting:
                 f"--test {statistics.folder} holds the same statistics as --statistics: measure others, on other "
                 "samples"
             )
-        needed = _needed(prepared)
+        needed = _needed_kinds(prepared)
         for each in (own, statistics):
             if each is None:
                 raise UserError("--test holds a plan against other statistics than it was made from: give --statistics")
@@ -71,7 +71,7 @@ class Shifting:
         self.same = own is not None and own.index.data == statistics.index.data
 
     def see(self, block: int, at: AtSite) -> None:
-        """One site, solved: its plan gets what it loses on the others."""
+        """Add to a solved site what it loses on the other statistics."""
         plan, new = at.solved
         if new is None:
             return
@@ -80,8 +80,8 @@ class Shifting:
             self.left.append(plan.space)
 
 
-def _needed(prepared: Prepared) -> list[str]:
-    """Kinds of moments that the sites of a recipe are held against other samples by, beside vectors."""
+def _needed_kinds(prepared: Prepared) -> list[str]:
+    """Return the kinds of moments that the comparison needs, besides vectors."""
     recipe, spaces = prepared.recipe, prepared.model.family.spaces
     found = {SOLVERS[spaces[space].ends].collects for space in recipe.spaces}
     return [kind for kind in _WORDS if kind in found or (kind == "centred" and kind in recipe.collect)]

@@ -1,4 +1,4 @@
-"""Whether an output is what its recipe makes of its source: some of its blocks are computed again, and compared."""
+"""Compute some blocks of an output again, and compare them."""
 
 import random
 from pathlib import Path

@@ -142,7 +142,7 @@ def test_a_resumed_run_shares_out_once(here, monkeypatch):
     with pytest.MonkeyPatch.context() as patch:
         interrupt_at(patch, Masker, "block", 2)
         assert run("prune", "dense", "-o", "again", "--recipe", "wanda-owl", *TEXT).exit_code == 130
-    monkeypatch.setattr(running, "shared_out", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(running, "choose_shares", lambda *_: pytest.fail("measured again"))
     ok("prune", "dense", "-o", "again", "--recipe", "wanda-owl", *TEXT, "--resume")
     found = load_file("again/model.safetensors")
     assert all((found[name] == tensor).all() for name, tensor in expected.items())

@@ -23,7 +23,7 @@ from ckpt_prune.runner.plan import prepare_plan
 from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.hidden.bases import SlicedStream, directions_keeping_ones, stream_scale
-from ckpt_prune.stages.hidden.preview import hidden_record, jointly_narrowed, view_of
+from ckpt_prune.stages.hidden.preview import hidden_record, narrow_jointly, view_of
 from ckpt_prune.stages.moments import open_moments
 from ckpt_prune.stages.rotation.absorbing import residual_of
 from ckpt_prune.stages.rotation.moments import stream_gram
@@ -167,7 +167,7 @@ def test_drift_beside_a_narrower_stream_is_from_the_dense_one(dense: Dense, case
     layer = residual_of(model.family).norm == "layer"
     basis = directions_keeping_ones(own @ own.T, kept)[0] if layer else torch.linalg.qr(own[:, :kept])[0]
     view = view_of(request, kept, lambda _block: (basis, basis))
-    narrow = jointly_narrowed(request, hidden_record(request, kept), view)
+    narrow = narrow_jointly(request, hidden_record(request, kept), view)
     source = open_moments(narrow, {"heads": True})
     (space,) = source.group_keys(["heads"])
     tensors = narrow.model.read_block(0)

@@ -165,8 +165,8 @@ def _measure_cosine(
     return max(0.0, distance / tokens)
 
 
-def chosen_depth(prepared: Prepared, journal: Journal | None = None) -> DepthRecord:
-    """Which blocks go, and what is known of the gaps that they leave; nothing makes up for these yet.
+def choose_depth(prepared: Prepared, journal: Journal | None = None) -> DepthRecord:
+    """Choose the blocks that go, and return them with the distances of the gaps; no map is fitted.
 
     Args:
         prepared: of a recipe that drops blocks.
@@ -175,7 +175,7 @@ def chosen_depth(prepared: Prepared, journal: Journal | None = None) -> DepthRec
     if prepared.plan is not None:
         assert prepared.plan.depth is not None
         return prepared.plan.depth
-    gone, distances = _chosen(prepared, journal)
+    gone, distances = _choose_blocks(prepared, journal)
     record = depth_record(prepared.model, gone, depth_of(prepared))
     if record.part == "block":
         check_shortened(prepared.model, record.kept)
@@ -184,19 +184,19 @@ def chosen_depth(prepared: Prepared, journal: Journal | None = None) -> DepthRec
 
 def drop_planned_blocks(prepared: Prepared) -> Prepared:
     """Return the state without the blocks that the recipe drops, for a plan: no map is fitted."""
-    return at_depth(prepared, chosen_depth(prepared)) if prepared.recipe.has("depth") else prepared
+    return at_depth(prepared, choose_depth(prepared)) if prepared.recipe.has("depth") else prepared
 
 
-def _chosen(prepared: Prepared, journal: Journal | None) -> tuple[list[int], Distances | None]:
-    """The blocks that go, ascending, and what was measured of all runs to choose them."""
+def _choose_blocks(prepared: Prepared, journal: Journal | None) -> tuple[list[int], Distances | None]:
+    """Return the blocks that go, ascending, and the distances of all runs that they were chosen by."""
     depth, wanted = depth_of(prepared), wanted_depth(prepared)
     if depth.choice is None or not wanted.count:
         return list(wanted.allowed[: wanted.count]), None
     if depth.choice == "loss":
-        return _by_loss(prepared, wanted, journal), None
+        return _choose_by_loss(prepared, wanted, journal), None
     if depth.part != "block":
-        return _parts(prepared, wanted)
-    distances = _distances(prepared, gradients=depth.choice == "divergence")
+        return _choose_parts(prepared, wanted)
+    distances = _read_distances(prepared, gradients=depth.choice == "divergence")
     if depth.choice == "influence":
         costs = [distances.cosine[block][block + 1] for block in range(prepared.model.blocks)]
         return least_blocks(costs, wanted.count, wanted.allowed), distances
@@ -211,8 +211,8 @@ def _chosen(prepared: Prepared, journal: Journal | None) -> tuple[list[int], Dis
     return found, distances
 
 
-def _by_loss(prepared: Prepared, wanted: Wanted, journal: Journal | None) -> list[int]:
-    """The blocks that go one after the other, each the one without which the loss is least; of equal ones the first."""
+def _choose_by_loss(prepared: Prepared, wanted: Wanted, journal: Journal | None) -> list[int]:
+    """Choose blocks one after the other, each the one without which the loss is least; of equal ones the first."""
     live = live_samples(prepared)
     some = SampleRange(live.samples, 0, min(len(live.samples), max(1, LOSS_TOKENS // live.samples.tokens)))
     units = {} if journal is None else journal.notes
@@ -235,13 +235,13 @@ def _by_loss(prepared: Prepared, wanted: Wanted, journal: Journal | None) -> lis
     return sorted(gone)
 
 
-def _parts(prepared: Prepared, wanted: Wanted) -> tuple[list[int], Distances]:
-    """The blocks whose part does least, each by itself."""
+def _choose_parts(prepared: Prepared, wanted: Wanted) -> tuple[list[int], Distances]:
+    """Choose the blocks whose part does least, each by itself."""
     live, depth = live_samples(prepared), depth_of(prepared)
     gradients = depth.choice == "divergence"
     found = measure_part_distances(
         prepared.model,
-        _some(prepared, gradients=gradients),
+        _compared_samples(prepared, gradients=gradients),
         depth.part,
         device=prepared.device,
         compute_dtype=live.compute_dtype,
@@ -252,15 +252,15 @@ def _parts(prepared: Prepared, wanted: Wanted) -> tuple[list[int], Distances]:
     return least_blocks(costs, wanted.count, wanted.allowed), found.distances
 
 
-def _some(prepared: Prepared, *, gradients: bool) -> SampleRange:
-    """The samples that blocks are compared on."""
+def _compared_samples(prepared: Prepared, *, gradients: bool) -> SampleRange:
+    """Return the samples that blocks are compared on."""
     samples = live_samples(prepared).samples
     most = LIMITS[prepared.model.family.modality] if gradients else SAMPLES
     return SampleRange(samples, 0, min(len(samples), most))
 
 
-def _distances(prepared: Prepared, *, gradients: bool) -> Distances:
-    """What is known of runs of blocks by statistics, or is measured."""
+def _read_distances(prepared: Prepared, *, gradients: bool) -> Distances:
+    """Return the distances of runs of blocks: from statistics, or measured now."""
     if prepared.statistics is not None:
         known = prepared.statistics.index.stream
         assert known is not None
@@ -268,7 +268,7 @@ def _distances(prepared: Prepared, *, gradients: bool) -> Distances:
     live = live_samples(prepared)
     return measure_distances(
         prepared.model,
-        _some(prepared, gradients=gradients),
+        _compared_samples(prepared, gradients=gradients),
         device=prepared.device,
         compute_dtype=live.compute_dtype,
         gradients=gradients,

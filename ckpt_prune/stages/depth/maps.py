@@ -38,7 +38,7 @@ class _Waiting:
 
 
 def fit_maps(prepared: Prepared, gaps: Sequence[GapRecord]) -> tuple[list[GapRecord], dict[str, Tensor]]:
-    """The gaps with their maps, and what these are absorbed in, by names of the output.
+    """Fit the maps of all gaps. Return the gaps with their figures, and the changed tensors by their output names.
 
     The dense model's blocks run one after the other. Where a gap begins, the states that enter the block before it wait
     for the dense states behind it; the block with its map then runs on them. So every map sees what those before it
@@ -67,11 +67,13 @@ def fit_maps(prepared: Prepared, gaps: Sequence[GapRecord]) -> tuple[list[GapRec
             stream.pass_through(stream.factory.build_block(block, tensors), block, ours, ours)
         stream.advance(block, tensors)
         if block + 1 in stops and waiting is not None:
-            solved, new = _map_of(prepared, stream, waiting)
-            name = _all_of(_consumers(model, numbers[waiting.block]))
-            found.append(_with_map(stops[block + 1], solved, name))
+            solved, new = _fit_map(prepared, stream, waiting)
+            name = _join_names(_consumers(model, numbers[waiting.block]))
+            found.append(_record_map(stops[block + 1], solved, name))
             if not solved.identity:
-                maps |= {_renamed(model, each, waiting.block, numbers[waiting.block]): t for each, t in new.items()}
+                maps |= {
+                    _rename_tensor(model, each, waiting.block, numbers[waiting.block]): t for each, t in new.items()
+                }
             ours = waiting.entering
             if block + 1 < max(stops):
                 mapped = stream.factory.build_block(waiting.block, {**waiting.tensors, **new})
@@ -80,8 +82,8 @@ def fit_maps(prepared: Prepared, gaps: Sequence[GapRecord]) -> tuple[list[GapRec
     return found, maps
 
 
-def _map_of(prepared: Prepared, stream: Any, waiting: _Waiting) -> tuple[GapMap, dict[str, Tensor]]:
-    """The map of a gap that the stream is behind of, and what it is absorbed in."""
+def _fit_map(prepared: Prepared, stream: Any, waiting: _Waiting) -> tuple[GapMap, dict[str, Tensor]]:
+    """Fit the map of the gap that the stream has just passed; return it and the tensors that absorb it."""
     model, own = prepared.model, depth_of(prepared).compensation
     spaces = find_map_spaces(model.family)
     folds = observe_gap(stream, waiting.block, waiting.tensors, spaces, waiting.entering, stream.states)
@@ -108,7 +110,7 @@ def _map_of(prepared: Prepared, stream: Any, waiting: _Waiting) -> tuple[GapMap,
     return solved, cast
 
 
-def _with_map(gap: GapRecord, solved: GapMap, into: str) -> GapRecord:
+def _record_map(gap: GapRecord, solved: GapMap, into: str) -> GapRecord:
     figures = {
         "method": solved.method,
         "strength": solved.strength,
@@ -121,13 +123,13 @@ def _with_map(gap: GapRecord, solved: GapMap, into: str) -> GapRecord:
 
 
 def _consumers(model: Model, block: int, kind: Kind = "weight") -> list[str]:
-    """On-disk names of what a map is absorbed in: of the mlp's last projection, or of every expert's."""
+    """Return the on-disk names of the tensors that absorb a map: the mlp's last projection, or every expert's."""
     columns = model.family.columns
     return [model.tensor(block, columns[space].consumer, kind) for space in find_map_spaces(model.family)]
 
 
-def _all_of(names: Sequence[str]) -> str:
-    """One name for what is the same in every expert: `*` in place of its number."""
+def _join_names(names: Sequence[str]) -> str:
+    """Return one name for the same tensor of all experts: `*` replaces the number."""
     if len(names) == 1:
         return names[0]
     first, second = names[:2]
@@ -135,8 +137,8 @@ def _all_of(names: Sequence[str]) -> str:
     return f"{first[:place]}*{first[place + 1 :]}"
 
 
-def _renamed(model: Model, name: str, old: int, new: int) -> str:
-    """A tensor's name in the output."""
+def _rename_tensor(model: Model, name: str, old: int, new: int) -> str:
+    """Return the name that a tensor has in the output."""
     prefix = model.family.block
     return prefix.format(block=new) + name.removeprefix(prefix.format(block=old))
 

@@ -1,4 +1,4 @@
-"""How many blocks go, what stands in for the choice before it is made, and what cannot go."""
+"""How many blocks go, placeholders for the choice before it is made, and what cannot go."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ from ckpt_prune.stages.spaces.size_search import at_own_size, check_reachable, d
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is asked of a model's depth.
+    """How many blocks are to go, and among which.
 
     Attributes:
         count: blocks that go; the most that may where how many is found by measuring.
@@ -33,7 +33,7 @@ class Wanted:
 
 
 def depth_of(prepared: Prepared) -> Depth:
-    """What the recipe says of whole blocks."""
+    """Return the recipe's stage `depth`."""
     depth = prepared.recipe.get(Depth)
     assert depth is not None
     return depth
@@ -46,7 +46,7 @@ def _left_to_do(recipe: Recipe) -> Recipe:
 
 
 def wanted_depth(prepared: Prepared) -> Wanted:
-    """How many blocks are to go, and among which."""
+    """Find how many blocks are to go, and among which."""
     model, recipe, depth = prepared.model, prepared.recipe, depth_of(prepared)
     blocks, name = model.blocks, recipe.name
     if depth.blocks is not None:
@@ -94,7 +94,7 @@ def allowed_blocks(prepared: Prepared) -> list[int]:
 
 
 def _count_for_size(prepared: Prepared, allowed: Sequence[int]) -> int:
-    """The fewest blocks without which a model is within the recipe's size."""
+    """Return the fewest blocks without which a model is within the recipe's size."""
     size = prepared.recipe.size
     assert size is not None
     count, reached = _fewest(prepared, allowed)
@@ -108,7 +108,7 @@ def _count_for_size(prepared: Prepared, allowed: Sequence[int]) -> int:
 
 
 def _fewest(prepared: Prepared, allowed: Sequence[int]) -> tuple[int | None, int]:
-    """The fewest blocks without which a model is within the recipe's size, None where none are, and what is left."""
+    """Return the fewest blocks without which a model is within the recipe's size, or None, and the size reached."""
     model, size = prepared.model, prepared.recipe.size
     assert size is not None
     limit, reached = limit_of(prepared), 0
@@ -120,18 +120,18 @@ def _fewest(prepared: Prepared, allowed: Sequence[int]) -> tuple[int | None, int
 
 
 def _most(prepared: Prepared, allowed: Sequence[int]) -> int:
-    """Blocks that may go at the most where their number is found by measuring: then nothing else has to."""
+    """Return the most blocks that may go if their number is found by measuring: then nothing else has to."""
     count, _ = _fewest(at_own_size(prepared), allowed)
     return min(len(allowed), prepared.model.blocks - 1) if count is None else count
 
 
 def without(model: Model, gone: Sequence[int]) -> Model:
-    """A model without some of its blocks."""
+    """Return a model without some of its blocks."""
     return shorten_model(model, [block for block in range(model.blocks) if block not in set(gone)])
 
 
 def check_depth(prepared: Prepared) -> None:
-    """Refuse to drop blocks where that cannot be, before anything is measured."""
+    """Refuse blocks that cannot be dropped, before anything is measured."""
     model, recipe, depth = prepared.model, prepared.recipe, depth_of(prepared)
     family = model.family
     data = DATA_OPTIONS[family.modality]
@@ -211,26 +211,26 @@ def _check_planned(model: Model, plan: Plan) -> None:
 
 
 def gaps_of(gone: Sequence[int], part: str = "block") -> list[GapRecord]:
-    """A record of every run of blocks that go, or of every one that loses a part, without figures."""
+    """Return a record for every run of blocks that goes, or every block that loses a part, without figures."""
     if part != "block":
         return [GapRecord(first=block, blocks=1) for block in sorted(gone)]
     return [GapRecord(first=run.start, blocks=len(run)) for run in runs_of(sorted(gone))]
 
 
 def shortest(prepared: Prepared) -> Prepared:
-    """The request for what is left to do once as many blocks are gone as may go."""
+    """Return the state in which as many blocks are gone as may go."""
     return last_blocks(prepared, wanted_depth(prepared).count)
 
 
 def last_blocks(prepared: Prepared, count: int) -> Prepared:
-    """The request for what is left to do once so many blocks are gone: the last ones, in place of any others."""
+    """Return the state in which `count` blocks are gone: the last ones, as placeholders."""
     allowed = wanted_depth(prepared).allowed
     gone = allowed[len(allowed) - count :]
     return at_depth(prepared, depth_record(prepared.model, gone, depth_of(prepared)))
 
 
 def depth_record(model: Model, gone: Sequence[int], depth: Depth) -> DepthRecord:
-    """What is gone of a model."""
+    """Return the record of the blocks that are gone."""
     kept = [block for block in range(model.blocks) if block not in set(gone)]
     return DepthRecord(
         blocks=model.blocks, kept=kept, part=depth.part, choose=depth.choice, gaps=gaps_of(gone, depth.part)

@@ -17,7 +17,7 @@ from ckpt_prune.job.run import Run
 from ckpt_prune.job.timing import PhaseTimer
 from ckpt_prune.model.depth import output_tensors, shorten_model
 from ckpt_prune.model.model import Model
-from ckpt_prune.stages.depth.choice import chosen_depth
+from ckpt_prune.stages.depth.choice import choose_depth
 from ckpt_prune.stages.depth.maps import fit_maps
 from ckpt_prune.stages.depth.preview import at_depth, depth_of
 from ckpt_prune.stages.hidden.run import HIDDEN, shared_basis, shared_gram
@@ -34,15 +34,15 @@ def drop_blocks(prepared: Prepared, run: Run) -> Prepared:
     journal, folder, timer = run.own_journal, run.scratch, run.timer
     with disk_failures(folder):
         folder.mkdir(exist_ok=True)
-    weighing = _weighing(prepared, folder, journal, timer) if depth_of(prepared).auto else None
+    weighing = _open_search(prepared, folder, journal, timer) if depth_of(prepared).auto else None
 
     def choose() -> DepthRecord:
         with timer.time("depth"):
-            record = chosen_depth(prepared, journal) if weighing is None else _weighed(weighing, run)
-            return _made_up_for(prepared, record, folder / _MAPS)
+            record = choose_depth(prepared, journal) if weighing is None else _find_counts(weighing, run)
+            return _compensate(prepared, record, folder / _MAPS)
 
     record = run.remember(DEPTH, DepthRecord, choose)
-    short = at_depth(prepared, record, _left(prepared.model, record, folder / _MAPS))
+    short = at_depth(prepared, record, _remaining_model(prepared.model, record, folder / _MAPS))
     if weighing is not None:
         # The widths are those that were tried. If all of the model stays, so do the statistics of it.
         known = None if record.gaps or isinstance(weighing, PairSearch) else weighing.statistics
@@ -50,23 +50,25 @@ def drop_blocks(prepared: Prepared, run: Run) -> Prepared:
     return short
 
 
-def _weighing(prepared: Prepared, folder: Path, journal: Journal, timer: PhaseTimer) -> BlockCountSearch | PairSearch:
-    """What numbers of blocks are held against each other by: the unpruned model is measured, where it was not."""
+def _open_search(
+    prepared: Prepared, folder: Path, journal: Journal, timer: PhaseTimer
+) -> BlockCountSearch | PairSearch:
+    """Return the search for the best number of blocks. The unpruned model is measured first if it was not."""
     statistics = measure_unpruned(prepared, folder / "whole", journal, timer)
 
     def shorten(few: Prepared, record: DepthRecord) -> tuple[DepthRecord, Model]:
         file = folder / f"without-{record.blocks - len(record.kept)}.safetensors"
-        told = _made_up_for(few, record, file)
-        return told, _left(few.model, told, file)
+        told = _compensate(few, record, file)
+        return told, _remaining_model(few.model, told, file)
 
     with timer.time("ranking"):
         if not prepared.recipe.has("hidden"):
-            return BlockCountSearch(prepared, statistics, chosen_depth, shorten, journal)
-        return PairSearch(prepared, statistics, chosen_depth, shorten, shared_gram, shared_basis, journal)
+            return BlockCountSearch(prepared, statistics, choose_depth, shorten, journal)
+        return PairSearch(prepared, statistics, choose_depth, shorten, shared_gram, shared_basis, journal)
 
 
-def _weighed(weighing: BlockCountSearch | PairSearch, run: Run) -> DepthRecord:
-    """Which blocks go; how many dimensions of the stream stay, where that was weighed with it, is kept for later."""
+def _find_counts(weighing: BlockCountSearch | PairSearch, run: Run) -> DepthRecord:
+    """Find how many blocks go. If dimensions were tried with them, enter their number in the journal."""
     if isinstance(weighing, BlockCountSearch):
         return weighing.record()
     record, hidden = weighing.records()
@@ -74,8 +76,8 @@ def _weighed(weighing: BlockCountSearch | PairSearch, run: Run) -> DepthRecord:
     return record
 
 
-def _made_up_for(prepared: Prepared, record: DepthRecord, file: Path) -> DepthRecord:
-    """The record of what makes up for blocks that go; the tensors of the output that this changes go into a file."""
+def _compensate(prepared: Prepared, record: DepthRecord, file: Path) -> DepthRecord:
+    """Fit maps for the blocks that go, write the tensors that change to a file, and return the record."""
     depth, gaps = depth_of(prepared), record.gaps
     found: dict[str, Tensor] = {}
     if depth.part != "block":
@@ -89,8 +91,8 @@ def _made_up_for(prepared: Prepared, record: DepthRecord, file: Path) -> DepthRe
     return record.model_copy(update={"gaps": gaps})
 
 
-def _left(model: Model, record: DepthRecord, file: Path) -> Model:
-    """What stays of a model, with the tensors of a file in place of its own where there is one."""
+def _remaining_model(model: Model, record: DepthRecord, file: Path) -> Model:
+    """Return the model without the blocks that go. If the file exists, its tensors replace the model's."""
     left = shorten_model(model, record.kept) if record.part == "block" else model
     if not file.is_file():
         return left

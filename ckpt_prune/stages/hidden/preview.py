@@ -1,4 +1,4 @@
-"""How many dimensions of the residual stream stay, what stands in for its bases, and what cannot be sliced."""
+"""How many dimensions of the residual stream stay, placeholders for its bases, and what cannot be sliced."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,7 +21,7 @@ from ckpt_prune.stages.spaces.size_search import at_own_size, check_reachable, d
 
 
 def hidden_of(prepared: Prepared) -> Hidden:
-    """What the recipe says of the residual stream."""
+    """Return the recipe's stage `hidden`."""
     hidden = prepared.recipe.get(Hidden)
     assert hidden is not None
     return hidden
@@ -34,7 +34,7 @@ def _left_to_do(recipe: Recipe) -> Recipe:
 
 
 def wanted_width(prepared: Prepared) -> int:
-    """How many dimensions of the stream are to stay; all, where that is still to be measured."""
+    """Return how many dimensions of the stream are to stay; all if that is still to be measured."""
     model, recipe, hidden = prepared.model, prepared.recipe, hidden_of(prepared)
     width, step = model.dimension("hidden"), hidden.multiple_of
     least = least_width(prepared)
@@ -56,7 +56,7 @@ def wanted_width(prepared: Prepared) -> int:
 
 
 def possible_widths(prepared: Prepared) -> list[int]:
-    """Numbers of dimensions that may stay where spaces meet the rest of a size, descending: from all of them on.
+    """Return the numbers of dimensions that may stay if spaces meet the rest of a size, descending from all of them.
 
     The last one meets the size by itself, or is the least that a model can have.
     """
@@ -69,23 +69,23 @@ def possible_widths(prepared: Prepared) -> list[int]:
 
 
 def open_widths(prepared: Prepared) -> list[int]:
-    """Numbers of dimensions that may stay, descending: those that are measured, or the one that the recipe says."""
+    """Return the numbers of dimensions that may stay, descending: those to measure, or the one that the recipe says."""
     return possible_widths(prepared) if hidden_of(prepared).auto else [wanted_width(prepared)]
 
 
 def least_width(prepared: Prepared) -> int:
-    """The fewest dimensions that a model can have."""
+    """Return the fewest dimensions that a model can have."""
     step = hidden_of(prepared).multiple_of
-    least = 2 if hidden_of(prepared).kind == "shared" and _centred(prepared.model) else 1
+    least = 2 if hidden_of(prepared).kind == "shared" and _is_centred(prepared.model) else 1
     return -(-least // step) * step
 
 
-def _centred(model: Model) -> bool:
+def _is_centred(model: Model) -> bool:
     return residual_of(model.family).norm == "layer"
 
 
 def _width_for_size(prepared: Prepared, least: int) -> int:
-    """The most dimensions with which a model is within the recipe's size."""
+    """Return the most dimensions with which a model is within the recipe's size."""
     model, size, step = prepared.model, prepared.recipe.size, hidden_of(prepared).multiple_of
     assert size is not None
     dense, width = dense_size(prepared, size.kind), model.dimension("hidden")
@@ -112,14 +112,14 @@ def _width_for_size(prepared: Prepared, least: int) -> int:
 
 
 def _cost(prepared: Prepared, kept: int) -> Cost:
-    """What the output of some width costs."""
+    """Return the cost of an output with so many dimensions."""
     model = prepared.model
     widths = [{space: model.units(space) for space in model.family.spaces}] * model.blocks
     return sliced_output(model, view_of(prepared, kept), widths).cost
 
 
 def check_hidden(prepared: Prepared) -> None:
-    """Refuse to slice a residual stream where that cannot be, before anything is measured."""
+    """Refuse a residual stream that cannot be sliced, before anything is measured."""
     model, recipe, hidden = prepared.model, prepared.recipe, hidden_of(prepared)
     if model.checkpoint.within is not None:
         raise UserError(
@@ -129,7 +129,7 @@ def check_hidden(prepared: Prepared) -> None:
     check_sliceable(model, hidden.kind)
     if hidden.tied is not None and not model.tied:
         raise UserError(f"recipe {recipe.name} says hidden.tied, and the head of this model is not its embedding")
-    if hidden.tied == "keep" and _centred(model):
+    if hidden.tied == "keep" and _is_centred(model):
         raise UserError(
             f"recipe {recipe.name} says hidden.tied: keep, and the mean that a LayerNorm subtracts leaves no basis in "
             "which embedding and head are one table: leave it out"
@@ -147,7 +147,7 @@ def check_hidden(prepared: Prepared) -> None:
 
 
 def _check_statistics(prepared: Prepared, statistics: Statistics) -> None:
-    """Refuse statistics that do not tell the bases of a recipe."""
+    """Refuse statistics from which the bases cannot be computed."""
     recipe = prepared.recipe
     if not hidden_of(prepared).basis_from_statistics(recipe):
         data = DATA_OPTIONS[prepared.model.family.modality]
@@ -166,7 +166,7 @@ def _check_joint(prepared: Prepared) -> None:
     widths = open_widths(own)
     if len(widths) > 1:
         _cost(own, widths[1])
-    check_reachable(jointly_narrowed(own, hidden_record(own, widths[-1])))
+    check_reachable(narrow_jointly(own, hidden_record(own, widths[-1])))
 
 
 def unmeasured(prepared: Prepared) -> Prepared:
@@ -183,14 +183,14 @@ def narrowed(prepared: Prepared, bases: Bases, energy: Sequence[float]) -> Prepa
     kept, width = wanted_width(prepared), prepared.model.dimension("hidden")
     record = hidden_record(prepared, kept, energy)
     if prepared.recipe.spaces:
-        return jointly_narrowed(prepared, record, None if kept == width else view_of(prepared, kept, bases))
+        return narrow_jointly(prepared, record, None if kept == width else view_of(prepared, kept, bases))
     left = replace(prepared, start=prepared.whole, recipe=_left_to_do(prepared.recipe), hidden=record)
     if prepared.recipe.size is not None and kept == width:
         return left
     return replace(left, basis=view_of(prepared, kept, bases))
 
 
-def jointly_narrowed(prepared: Prepared, record: HiddenRecord, view: SlicedCheckpoint | None = None) -> Prepared:
+def narrow_jointly(prepared: Prepared, record: HiddenRecord, view: SlicedCheckpoint | None = None) -> Prepared:
     """Return the state once the stream has lost dimensions, for spaces that then lose units.
 
     Args:
@@ -206,7 +206,7 @@ def jointly_narrowed(prepared: Prepared, record: HiddenRecord, view: SlicedCheck
 
 
 def hidden_record(prepared: Prepared, kept: int, energy: Sequence[float] = ()) -> HiddenRecord:
-    """What is left of a stream of which so many dimensions stay.
+    """Return the record of a stream of which so many dimensions stay.
 
     Args:
         energy: of their signals that they keep, basis by basis.
@@ -220,19 +220,19 @@ def hidden_record(prepared: Prepared, kept: int, energy: Sequence[float] = ()) -
         signal=hidden.signal,
         dimensions=width,
         kept=kept,
-        tied=not _untied(prepared) if tied else None,
+        tied=not _is_untied(prepared) if tied else None,
         energy=list(energy),
     )
 
 
-def _untied(prepared: Prepared) -> bool:
-    """Whether a head that is the embedding gets a table of its own."""
+def _is_untied(prepared: Prepared) -> bool:
+    """Return whether a head that is the embedding gets a table of its own."""
     hidden = hidden_of(prepared)
-    return hidden.tied == "untie" or (hidden.tied is None and _centred(prepared.model))
+    return hidden.tied == "untie" or (hidden.tied is None and _is_centred(prepared.model))
 
 
 def half_stream(prepared: Prepared) -> tuple[int, Callable[[Model], Model]]:
-    """About half the dimensions, and a model with all of them → with so many; for names and shapes alone.
+    """Return about half the dimensions, and a function that narrows a model to them (names and shapes only).
 
     Args:
         prepared: the whole one, of a recipe with one basis for all blocks.
@@ -245,9 +245,9 @@ def half_stream(prepared: Prepared) -> tuple[int, Callable[[Model], Model]]:
 
 
 def view_of(prepared: Prepared, kept: int, bases: Bases = not_measured) -> SlicedCheckpoint:
-    """The model in bases of so many dimensions."""
+    """Return the model in bases of so many dimensions."""
     model, hidden = prepared.model, hidden_of(prepared)
-    view = SlicedCheckpoint(model, hidden.kind, kept, bases, untied=_untied(prepared), device=prepared.device)
+    view = SlicedCheckpoint(model, hidden.kind, kept, bases, untied=_is_untied(prepared), device=prepared.device)
     if not view.shared:
         return view
     container, _ = narrow_container(view)

@@ -1,4 +1,4 @@
-"""Slicing the residual stream: its bases are measured block by block, and kept for a run that goes on (rotations)."""
+"""Slice the residual stream: its bases are measured block by block, and kept on disk for a resumed run."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from ckpt_prune.stages.hidden.bases import SlicedStream, directions_keeping_ones
 from ckpt_prune.stages.hidden.preview import (
     hidden_of,
     hidden_record,
-    jointly_narrowed,
+    narrow_jointly,
     narrowed,
     unmeasured,
     view_of,
@@ -34,7 +34,7 @@ from ckpt_prune.stages.rotation.absorbing import residual_of
 from ckpt_prune.stages.rotation.moments import stream_gram
 
 HIDDEN = "hidden"
-"""Entry of the journal: how many dimensions stay, where spaces lose units besides."""
+"""Entry of the journal: how many dimensions stay, if spaces lose units, too."""
 BASIS = "basis"
 """Before the number of a block, of entries of the journal; alone, the one basis of all blocks."""
 _SHARED = "shared"
@@ -68,7 +68,7 @@ class WrittenBases:
 def narrow_stream(prepared: Prepared, run: Run) -> Prepared:
     """Return the state in which the recipe's dimensions of the stream are gone: later stages see other bases."""
     if prepared.recipe.spaces:
-        return _jointly(prepared, run)
+        return _narrow_jointly(prepared, run)
     journal, folder, timer = run.own_journal, run.scratch, run.timer
     view = unmeasured(prepared).basis
     if not isinstance(view, SlicedCheckpoint):
@@ -77,12 +77,12 @@ def narrow_stream(prepared: Prepared, run: Run) -> Prepared:
     with timer.time("hidden"):
         with disk_failures(folder):
             bases.folder.mkdir(parents=True, exist_ok=True)
-        energy = (_shared if bases.shared else _by_block)(prepared, view, bases, journal)
+        energy = (_measure_shared_basis if bases.shared else _measure_bases)(prepared, view, bases, journal)
     return narrowed(prepared, bases, energy)
 
 
-def _jointly(prepared: Prepared, run: Run) -> Prepared:
-    """The job on a model with a narrower stream, of which spaces then lose units."""
+def _narrow_jointly(prepared: Prepared, run: Run) -> Prepared:
+    """Return the state with a narrower stream, whose spaces then lose units."""
     journal, folder, timer = run.own_journal, run.scratch, run.timer
     with disk_failures(folder):
         folder.mkdir(exist_ok=True)
@@ -104,9 +104,9 @@ def _jointly(prepared: Prepared, run: Run) -> Prepared:
         with disk_failures(folder):
             bases.folder.mkdir(exist_ok=True)
         with timer.time("hidden"):
-            energy = _shared(prepared, bare, bases, journal)
+            energy = _measure_shared_basis(prepared, bare, bases, journal)
         record, view = record.model_copy(update={"energy": energy}), view_of(prepared, record.kept, bases)
-    left = jointly_narrowed(prepared, record, view)
+    left = narrow_jointly(prepared, record, view)
     if weighing is not None:
         # The widths are those that were tried. Where all dimensions stay, so do what they were measured on.
         left = replace(left, ranked=weighing.ranking, statistics=statistics if view is None else None)
@@ -121,8 +121,8 @@ def _stream(prepared: Prepared) -> SlicedStream:
     return SlicedStream(stream, list_sublayers(model), normed=hidden_of(prepared).signal == "normed", centred=centred)
 
 
-def _by_block(prepared: Prepared, view: SlicedCheckpoint, bases: WrittenBases, journal: Journal) -> list[float]:
-    """Measure the bases of every block, in the model whose blocks before are sliced where the recipe is sequential."""
+def _measure_bases(prepared: Prepared, view: SlicedCheckpoint, bases: WrittenBases, journal: Journal) -> list[float]:
+    """Measure the bases of every block. If the recipe is sequential, the blocks before it are sliced already."""
     model = prepared.model
     centred, sequential = residual_of(model.family).norm == "layer", prepared.recipe.target == "sequential"
     sliced = _stream(prepared)
@@ -152,8 +152,10 @@ def _by_block(prepared: Prepared, view: SlicedCheckpoint, bases: WrittenBases, j
     return shares
 
 
-def _shared(prepared: Prepared, view: SlicedCheckpoint, bases: WrittenBases, journal: Journal) -> list[float]:
-    """Measure one basis for all that reads the stream of the dense model."""
+def _measure_shared_basis(
+    prepared: Prepared, view: SlicedCheckpoint, bases: WrittenBases, journal: Journal
+) -> list[float]:
+    """Measure one basis for everything that reads the stream of the dense model."""
     if BASIS in journal.entries:
         shares: list[float] = journal.notes[BASIS]
         return shares
@@ -165,9 +167,9 @@ def _shared(prepared: Prepared, view: SlicedCheckpoint, bases: WrittenBases, jou
 
 
 def shared_gram(prepared: Prepared) -> Tensor:
-    """The Gram of what all norms of the dense model make of the stream, (d, d) float64.
+    """Return the Gram of the normed stream, summed over all norms of the dense model, (d, d) float64.
 
-    By statistics those of its blocks alone: nothing tells what the final norm reads.
+    Statistics have only the norms of the blocks: they do not say what the final norm reads.
     """
     if prepared.statistics is not None:
         return stream_gram(prepared.model, CachedMoments(prepared.statistics, prepared.model)).to(prepared.device)
@@ -184,7 +186,7 @@ def shared_gram(prepared: Prepared) -> Tensor:
 
 
 def shared_basis(view: SlicedCheckpoint, gram: Tensor) -> tuple[Tensor, float]:
-    """One basis of a view's dimensions for all that reads the stream, and the share of the energy in it."""
+    """Return one basis for everything that reads the stream, and the share of the energy in it."""
     centred = residual_of(view.family).norm == "layer"
     basis, share = (
         directions_keeping_ones(gram, view.kept) if centred else principal_directions(gram, view.kept, centred=False)

@@ -13,7 +13,7 @@ from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import Site
 from ckpt_prune.stages.depth.preview import at_depth, depth_of, last_blocks, wanted_depth
-from ckpt_prune.stages.hidden.preview import hidden_record, jointly_narrowed, open_widths, possible_widths, view_of
+from ckpt_prune.stages.hidden.preview import hidden_record, narrow_jointly, open_widths, possible_widths, view_of
 from ckpt_prune.stages.hidden.sliced_checkpoint import SlicedCheckpoint
 from ckpt_prune.stages.joint_counts.search import CountSearch, SingleCountSearch, Trial
 
@@ -122,7 +122,7 @@ def _narrow(prepared: Prepared, kept: int, find: Find, gram: Callable[[], Tensor
         bare = view_of(prepared, kept)
         basis, _ = find(bare, gram())
         view = replace(bare, bases=lambda _block: (basis,) * len(bare.sublayers))
-    return jointly_narrowed(prepared, record, view)
+    return narrow_jointly(prepared, record, view)
 
 
 def least_pair(

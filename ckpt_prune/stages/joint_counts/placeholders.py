@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.stages.depth.preview import at_depth, depth_of, last_blocks, wanted_depth
-from ckpt_prune.stages.hidden.preview import hidden_of, hidden_record, jointly_narrowed, open_widths, unmeasured
+from ckpt_prune.stages.hidden.preview import hidden_of, hidden_record, narrow_jointly, open_widths, unmeasured
 from ckpt_prune.stages.spaces.size_search import at_own_size, is_reachable
 
 
@@ -44,7 +44,7 @@ def narrow_unmeasured(prepared: Prepared) -> Prepared:
 
 
 def _at_width(prepared: Prepared, kept: int) -> Prepared:
-    return jointly_narrowed(prepared, hidden_record(prepared, kept))
+    return narrow_jointly(prepared, hidden_record(prepared, kept))
 
 
 def _first(most: int, is_enough: Callable[[int], bool]) -> int:

@@ -1,4 +1,4 @@
-"""The engine for low rank: one block in, the same block with two thin linears in the place of each out."""
+"""Factor one block: two thin linear modules replace each of its linear modules."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from ckpt_prune.stages.spaces.pruner import check_overflow
 
 @dataclass(frozen=True)
 class Factorer:
-    """Puts two thin linears in the place of every linear module of a block.
+    """Replaces every linear module of a block by two thin ones.
 
     Args:
         ranks: of each block, module → rank; modules that are not there stay.
@@ -67,9 +67,9 @@ class Factorer:
                 own = gram if unpruned is None else _gram(unpruned.get(first), self.device)
                 for module in groups[first]:
                     name = self.family.tensor(block, module)
-                    # As in `engine`: the first of several processes has the moments.
+                    # Of several processes, the first one has the moments.
                     (down, up), record = process_group().once(
-                        partial(self._stored, block, module, tensors[name], own, gram)
+                        partial(self._factor_linear, block, module, tensors[name], own, gram)
                     )
                     # What comes behind it is measured with the factors as they are stored.
                     running[name] = up.float() @ down.float()
@@ -82,7 +82,7 @@ class Factorer:
         return new, factored
 
     @phase("compensation")
-    def _stored(
+    def _factor_linear(
         self, block: int, module: str, tensor: Tensor, gram: Tensor | None, reaches: Tensor | None
     ) -> tuple[tuple[Tensor, Tensor], FactoredLinear]:
         weight = tensor.to(self.device, torch.float64)
@@ -115,7 +115,7 @@ def ranks_of(prepared: Prepared, recipe: LowRank) -> Ranks:
     shapes = {place: tensors[family.tensor(*place)].shape for place in places}
     linears = {place: Thin(rows, columns) for place, (rows, columns) in shapes.items()}
     if recipe.allocation == "energy":
-        found = ranks_by_energy(dict(_measured(prepared, linears)), prepared.recipe.ratio, recipe.multiple_of)
+        found = ranks_by_energy(dict(_measure_energies(prepared, linears)), prepared.recipe.ratio, recipe.multiple_of)
     else:
         found = uniform_ranks(linears, prepared.recipe.ratio, recipe.multiple_of)
     if not found:
@@ -129,8 +129,10 @@ def ranks_of(prepared: Prepared, recipe: LowRank) -> Ranks:
     return tuple(ranks)
 
 
-def _measured(prepared: Prepared, linears: Mapping[tuple[int, str], Thin]) -> Iterator[tuple[tuple[int, str], Thin]]:
-    """Linear modules with their energies, by the Grams of the dense model where there are any."""
+def _measure_energies(
+    prepared: Prepared, linears: Mapping[tuple[int, str], Thin]
+) -> Iterator[tuple[tuple[int, str], Thin]]:
+    """Yield the linear modules with their energies, by Grams of the dense model if there are any."""
     model = prepared.model
     source = None if prepared.statistics is None else CachedMoments(prepared.statistics, model)
     first_of = {module: first for first, own in model.family.inputs.items() for module in own}
@@ -146,7 +148,7 @@ def _measured(prepared: Prepared, linears: Mapping[tuple[int, str], Thin]) -> It
 
 
 def _gram(folds: SpaceMoments | None, device: torch.device) -> Tensor | None:
-    """The Gram of all folds, float64; None without moments."""
+    """Return the Gram of all folds, float64; None without moments."""
     own = select_input_moments(folds)
     if not own:
         return None

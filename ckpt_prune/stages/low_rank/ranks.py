@@ -26,13 +26,13 @@ class Thin:
 
 
 def rounded(linear: Thin, rank: int, multiple_of: int) -> int | None:
-    """A rank rounded up to a multiple; None where its factors would save nothing, so that the linear stays."""
+    """Round a rank up to a multiple; None if its factors would save nothing, so that the module stays."""
     up = -(-rank // multiple_of) * multiple_of
     return up if saves_parameters(linear.rows, linear.columns, up) else None
 
 
 def uniform_ranks(linears: Mapping[L, Thin], ratio: float, multiple_of: int = 1) -> dict[L, int]:
-    """The published ranks: the same share of every weight's parameters goes (`factoring.rank_for_ratio`).
+    """Return the published ranks: every weight loses the same share of its parameters (`factoring.rank_for_ratio`).
 
     Returns:
         Ranks of those that become two.
@@ -44,7 +44,7 @@ def uniform_ranks(linears: Mapping[L, Thin], ratio: float, multiple_of: int = 1)
 
 
 def ranks_by_energy(linears: Mapping[L, Thin], ratio: float, multiple_of: int = 1) -> dict[L, int]:
-    """The ranks of least error for as many parameters as one ratio leaves.
+    """Return the ranks of least error for as many parameters as one ratio leaves.
 
     The error of a linear is Σ_{i ≥ r} e_i / Σ e_i, convex in r, and every rank costs d_out + d_in parameters: taking
     directions in the order of what they save for a parameter is optimal up to the last one. A linear whose factors
@@ -61,7 +61,7 @@ def ranks_by_energy(linears: Mapping[L, Thin], ratio: float, multiple_of: int = 
     queue: list[tuple[float, int]] = []
 
     def offer(index: int) -> None:
-        """The next direction of a linear, where there is one that saves."""
+        """Enter the next direction of a module, if it saves parameters."""
         own = linears[keys[index]]
         rank = taken[keys[index]]
         if rank < len(own.energies) and saves_parameters(own.rows, own.columns, rank):

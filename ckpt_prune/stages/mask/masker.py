@@ -1,4 +1,4 @@
-"""The engine for masks: one block in, the same block with zeros in its linear modules out."""
+"""Mask one block: zero weights of its linear modules."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,12 +29,12 @@ class Masker:
     """Zeroes weights of every linear module of a block that spaces lie on (sparsity/README.md).
 
     Args:
-        ratio: share of weights to zero, where the pattern is unstructured.
-        groups: N:M; None where it is unstructured.
+        ratio: share of weights to zero, if the pattern is unstructured.
+        groups: N:M; None if unstructured.
         biases: linear modules of a block that have a bias in the output container.
         device: where scores and updates are computed, in float64.
-        diagnostics: also compute the error at every linear's output, where there are Grams.
-        shares: share of weights to zero of every block, where they differ. Of N:M it says N.
+        diagnostics: also compute the error at every linear's output, if there are Grams.
+        shares: share of weights to zero of every block, if they differ; for N:M it gives N.
     """
 
     model: Model
@@ -75,7 +75,7 @@ class Masker:
                 whole = sum_folds(folds).to(self.device) if folds else None
                 for module in readers[first]:
                     name = self.model.tensor(block, module)
-                    # As in `engine`: the first of several processes has the moments.
+                    # Of several processes, the first one has the moments.
                     current[name], record = process_group().once(
                         partial(self.stored, block, module, current[name], whole)
                     )
@@ -84,12 +84,12 @@ class Masker:
         return current, masked
 
     def stored(self, block: int, module: str, tensor: Tensor, moments: Moments | None) -> tuple[Tensor, MaskedLinear]:
-        """One weight with its zeros as it is stored, and what was done to it."""
+        """Return a masked weight as it is stored, and its record."""
         new, record = self.linear(block, module, tensor, moments)
         return new.to(tensor.dtype).cpu(), record
 
     def linear(self, block: int, module: str, tensor: Tensor, moments: Moments | None) -> tuple[Tensor, MaskedLinear]:
-        """One weight with its zeros, float64, and what was done to it."""
+        """Return a masked weight, float64, and its record."""
         name = self.model.tensor(block, module)
         weight = tensor.to(self.device)
         damp, dead = None, None

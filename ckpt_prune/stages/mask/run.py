@@ -10,7 +10,7 @@ from ckpt_prune.job.step import PruneStep
 from ckpt_prune.measure.moment_sources import SequentialMoments
 from ckpt_prune.model.family import DATA_OPTIONS
 from ckpt_prune.stages.mask.masker import Masker, check_widths
-from ckpt_prune.stages.mask.shares import shared_out
+from ckpt_prune.stages.mask.shares import choose_shares
 from ckpt_prune.stages.mask.stage import Mask
 from ckpt_prune.stages.moments import check_collected, prune_step
 from ckpt_prune.stages.rotation.run import rotations_in_turn
@@ -44,7 +44,7 @@ def share_zeros(mask: Mask, prepared: Prepared, run: Run) -> Prepared:
 
     def choose() -> MaskShares:
         with run.timer.time("shares"):
-            return shared_out(prepared, mask)
+            return choose_shares(prepared, mask)
 
     return replace(prepared, shares=run.remember("shares", MaskShares, choose))
 

@@ -1,4 +1,4 @@
-"""Sharing the zeros of a mask out over blocks, on the dense model, before the first block is masked."""
+"""Share the zeros of a mask out over blocks, on the dense model, before the first block is masked."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -36,18 +36,18 @@ TRIED = (0.25, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 """Ratios at which every block is tried out."""
 
 
-def shared_out(prepared: Prepared, mask: Mask) -> MaskShares:
+def choose_shares(prepared: Prepared, mask: Mask) -> MaskShares:
     """Choose every block's share of zeros by the recipe's `mask.allocation`."""
     model = prepared.model
     if mask.allocation == "divergence":
-        return _by_divergence(prepared, mask)
+        return _choose_by_divergence(prepared, mask)
     sizes = [_size(model, block) for block in model.spaced_blocks]
     ratio = prepared.recipe.ratio if mask.groups is None else mask.groups.ratio
     if mask.allocation == "owl":
-        figures = _outliers(prepared, mask)
+        figures = _measure_outliers(prepared, mask)
         ratios = ratios_by_outliers(figures, ratio, mask.chosen_spread)
     else:
-        figures = _exponents(model)
+        figures = _measure_exponents(model)
         ratios = ratios_by_exponents(figures, sizes, ratio, mask.chosen_spread)
     if not all(torch.isfinite(torch.tensor(figures))):
         raise UserError(f"mask.allocation {mask.allocation}: a block's weights or inputs tell no finite figure")
@@ -72,8 +72,8 @@ def _size(model: Model, block: int) -> int:
 # ---- by what blocks are -----------------------------------------------------------------------------------------
 
 
-def _outliers(prepared: Prepared, mask: Mask) -> list[float]:
-    """OWL's D of every block of the dense model."""
+def _measure_outliers(prepared: Prepared, mask: Mask) -> list[float]:
+    """Measure OWL's D of every block of the dense model."""
     model, family = prepared.model, prepared.model.family
     source: MomentSource
     if prepared.statistics is not None:
@@ -98,8 +98,8 @@ def _outliers(prepared: Prepared, mask: Mask) -> list[float]:
     return found
 
 
-def _exponents(model: Model) -> list[float]:
-    """AlphaPruning's metric of every block: the mean over its linear modules."""
+def _measure_exponents(model: Model) -> list[float]:
+    """Compute AlphaPruning's metric of every block: the mean over its linear modules."""
     found = []
     for block in track(model.spaced_blocks, "spectra", total=len(model.spaced_blocks)):
         own = [hill_exponent(weight) for weight in model.checkpoint.read(model.weights(block)).values()]
@@ -110,8 +110,8 @@ def _exponents(model: Model) -> list[float]:
 # ---- by what masking them does ----------------------------------------------------------------------------------
 
 
-def _by_divergence(prepared: Prepared, mask: Mask) -> MaskShares:
-    """Shares of the least sum of predicted divergences (this project).
+def _choose_by_divergence(prepared: Prepared, mask: Mask) -> MaskShares:
+    """Choose the shares of the least sum of predicted divergences (this project).
 
     A few samples go through the dense model, and their gradients back, as for the Fisher metric (measure/README.md,
     section 5). At every block its mask is made at several shares, on its dense inputs, and the masked block is run:
@@ -133,7 +133,7 @@ def _by_divergence(prepared: Prepared, mask: Mask) -> MaskShares:
     for block in track(range(model.blocks - 1, -1, -1), "trying masks", total=model.blocks):
         tensors, before = model.read_block(block), states.pop()
         source = (
-            NoMoments() if mask.method == "magnitude" else KnownMoments(_observed(stream, block, tensors, before, mask))
+            NoMoments() if mask.method == "magnitude" else KnownMoments(_observe(stream, block, tensors, before, mask))
         )
         sums = []
         for ratio in tried:
@@ -157,10 +157,10 @@ def _by_divergence(prepared: Prepared, mask: Mask) -> MaskShares:
     return MaskShares(ratios=ratios, figures=[divergence_at(own, r) for own, r in zip(points, ratios, strict=True)])
 
 
-def _observed(
+def _observe(
     stream: HiddenStream, block: int, tensors: Mapping[str, Tensor], states: Tensor, mask: Mask
 ) -> dict[str, SpaceMoments]:
-    """Moments of the dense block's inputs."""
+    """Measure moments of the dense block's inputs."""
     stream.states = states
     return dict(stream.observe(block, tensors, dict.fromkeys(stream.factory.family.inputs, mask.method == "sparsegpt")))
 
@@ -174,7 +174,7 @@ def _divergence(
     end: Tensor,
     drawn: Sequence[DrawnGradients],
 ) -> float:
-    """½ E[Σ_t (g_t·δ_t)²] of a masked block."""
+    """Return ½ E[Σ_t (g_t·δ_t)²] of a masked block."""
     module, found = stream.factory.build_block(block, masked), 0.0
     for _, rows in stream.batches:
         lacks = (stream.run(module, block, before[rows]) - end[rows].to(stream.factory.device)).float()
