@@ -874,7 +874,7 @@ def test_a_ratio(here):
     rows = 2 * sum(shape[0] for shape in WIDTHS.values() if shape[1] == 16), 2 * 16
     expected = rows[0] * 4 + rows[1] * 7
     assert zeros("out") == expected == 992
-    assert "masked by wanda: 25.83% zeros in 14 weights of 3.84K\n" in said
+    assert "Masked by wanda: 25.83% zeros in 14 linear weights of 3.84K parameters.\n" in said
     found = tensors("out")
     assert all(zeros_per_row(found[name]) == {7 if shape[1] == 24 else 4} for name, shape in LINEARS.items())
 
