@@ -9,6 +9,7 @@ from ckpt_prune.model.containers.choosing import ANY
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import first_expert_spaces
 from ckpt_prune.runner.messages import asked_size_of
+from ckpt_prune.show.section import format_span
 from ckpt_prune.stages.depth.show import name_gone
 from ckpt_prune.stages.depth.stage import Depth
 from ckpt_prune.stages.hidden.show import dimensions_line
@@ -16,129 +17,120 @@ from ckpt_prune.stages.hidden.stage import Hidden
 from ckpt_prune.stages.spaces.show import NO_PERPLEXITY, YARDSTICK, relative_floor
 
 
-def kept_line(settled: Prepared) -> str:
-    """Units kept per block, with the share that goes or the size that this is for."""
-    recipe, shortened, narrowed = settled.recipe, settled.depth, settled.hidden
-    if recipe.spaces:
-        told = [] if shortened is None else [_blocks_gone(settled, shortened)]
-        told += [] if narrowed is None else [_dimensions_left(settled, narrowed)]
-        return "; ".join([*told, _kept_units(settled)])
-    if shortened is not None and narrowed is not None:
-        return f"{_blocks_gone(settled, shortened)}; {_hidden_line(settled, narrowed)}"
-    if shortened is not None:
-        return _depth_line(settled, shortened)
-    return _kept_units(settled) if narrowed is None else _hidden_line(settled, narrowed)
+def kept_line(prepared: Prepared) -> str:
+    """Say how many units stay per block, which blocks go, and how many dimensions of the residual stream stay."""
+    depth, hidden = prepared.depth, prepared.hidden
+    if prepared.recipe.spaces:
+        lines = [] if depth is None else [_blocks_line(prepared, depth)]
+        lines += [] if hidden is None else [_dimensions_line(prepared, hidden)]
+        return "; ".join([*lines, _units_line(prepared)])
+    if depth is not None and hidden is not None:
+        return f"{_blocks_line(prepared, depth)}; {_hidden_line(prepared, hidden)}"
+    if depth is not None:
+        return _depth_line(prepared, depth)
+    return _units_line(prepared) if hidden is None else _hidden_line(prepared, hidden)
 
 
-def _blocks_gone(settled: Prepared, record: DepthRecord) -> str:
-    """Which whole blocks go, where more than that does."""
-    depth = settled.job.recipe.get(Depth)
-    if settled.foreseen and depth is not None and depth.auto:
+def _blocks_line(prepared: Prepared, record: DepthRecord) -> str:
+    """Say which blocks go, beside something else that does."""
+    depth = prepared.job.recipe.get(Depth)
+    if prepared.foreseen and depth is not None and depth.auto:
         return f"how many whole blocks go is measured first; were it {_fewest(record.blocks - len(record.kept))}"
     if not record.gaps:
         return "no whole block goes"
-    return f"{len(record.kept)} of {record.blocks} blocks stay" if settled.foreseen else f"gone: {name_gone(record)}"
+    return f"{len(record.kept)} of {record.blocks} blocks stay" if prepared.foreseen else f"gone: {name_gone(record)}"
 
 
-def _dimensions_left(settled: Prepared, record: HiddenRecord) -> str:
-    """How many dimensions of the residual stream stay, where units of what reads it go besides."""
-    hidden = settled.job.recipe.get(Hidden)
-    gone = record.dimensions - record.kept
-    if settled.foreseen and hidden is not None and hidden.auto:
+def _dimensions_line(prepared: Prepared, record: HiddenRecord) -> str:
+    hidden, gone = prepared.job.recipe.get(Hidden), record.dimensions - record.kept
+    if prepared.foreseen and hidden is not None and hidden.auto:
         return f"how many dimensions of the residual stream go is measured first; were it {_fewest(gone)}"
     return f"residual stream: {dimensions_line(record)}"
 
 
 def _fewest(gone: int) -> str:
-    """How many go where what else does makes up for as much of the size as it can."""
     return f"{gone}, the fewest for this size" if gone else "none"
 
 
-def _kept_units(settled: Prepared) -> str:
-    """Units kept per block."""
-    asked = asked_size_of(settled)
-    model, recipe, widths = settled.model, settled.recipe, settled.spaced_widths
-    if settled.foreseen:
-        return _foreseen_line(settled)
-    if asked is not None and all(width[space] == model.units(space) for width in widths for space in width):
-        return f"nothing is dropped: the model is within {asked.words} as it is"
-    kept = []
+def _units_line(prepared: Prepared) -> str:
+    size, model, recipe = asked_size_of(prepared), prepared.model, prepared.recipe
+    if prepared.foreseen:
+        return _foreseen_line(prepared)
+    widths = prepared.spaced_widths
+    if size is not None and all(width[space] == model.units(space) for width in widths for space in width):
+        return f"nothing is dropped: the model is within {size.words} as it is"
+    uneven, kept = recipe.allocation == "least-error", []
     for name, space in first_expert_spaces(recipe.spaces).items():
-        counts = sorted({width[space] for width in widths})
-        span = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-        told = f" (ratio {1 - fmean(width[space] for width in widths) / model.units(space):.3g})"
-        if recipe.allocation == "least-error":
-            told = ""
-        kept.append(f"{name} {span}/{model.units(space)}{told}")
-    if asked is not None:
-        why = f" ({asked.words})" if recipe.allocation == "least-error" else f", for {asked.words}"
+        counts, units = [width[space] for width in widths], model.units(space)
+        ratio = "" if uneven else f" (ratio {1 - fmean(counts) / units:.3g})"
+        kept.append(f"{name} {format_span(counts)}/{units}{ratio}")
+    if size is None:
+        why = f" (the size of ratio {recipe.ratio:g})" if uneven else ""
     else:
-        why = f" (the size of ratio {recipe.ratio:g})" if recipe.allocation == "least-error" else ""
+        why = f" ({size.words})" if uneven else f", for {size.words}"
     return f"kept per block: {', '.join(kept)}{why}"
 
 
-def _depth_line(settled: Prepared, record: DepthRecord) -> str:
-    """How many whole blocks stay, and which where that is known."""
-    size = settled.job.recipe.size
+def _depth_line(prepared: Prepared, record: DepthRecord) -> str:
+    """Say how many blocks stay if nothing else goes, and which if that is known."""
+    size = prepared.job.recipe.size
     why = "" if size is None else f", for {size.words}"
     if not record.gaps:
         return f"nothing is dropped: the model is within {'its size' if size is None else size.words} as it is"
-    if settled.foreseen:
+    if prepared.foreseen:
         what = "blocks stay" if record.part == "block" else f"blocks keep their {record.part}"
         return f"{len(record.kept)} of {record.blocks} {what}{why}: which ones is measured first"
     return f"gone: {name_gone(record)}{why}"
 
 
-def _hidden_line(settled: Prepared, record: HiddenRecord) -> str:
-    """How many dimensions of the residual stream stay."""
-    size = settled.job.recipe.size
+def _hidden_line(prepared: Prepared, record: HiddenRecord) -> str:
+    size = prepared.job.recipe.size
     if size is not None and record.kept == record.dimensions:
         return f"nothing is dropped: the model is within {size.words} as it is"
     return f"residual stream: {dimensions_line(record)}" + ("" if size is None else f", for {size.words}")
 
 
-def _foreseen_line(settled: Prepared) -> str:
-    """What one ratio everywhere keeps, where widths of about that size are found by measuring."""
-    asked, recipe = settled.recipe.size, settled.recipe
-    widths = settled.widths[-1]
+def _foreseen_line(prepared: Prepared) -> str:
+    """Say how much one ratio everywhere keeps; measuring will find the widths."""
+    recipe, widths = prepared.recipe, prepared.widths[-1]
     spaces = first_expert_spaces(widths).items()
-    kept = ", ".join(f"{name} {widths[space]}/{settled.model.units(space)}" for name, space in spaces)
-    size = f"ratio {recipe.ratio:g}" if asked is None else asked.words
+    kept = ", ".join(f"{name} {widths[space]}/{prepared.model.units(space)}" for name, space in spaces)
+    size = f"ratio {recipe.ratio:g}" if recipe.size is None else recipe.size.words
     return (
         f"kept per block at one ratio everywhere: {kept} ({size}); measuring finds widths of that size that lose less"
     )
 
 
-def ranks_line(settled: Prepared) -> str:
-    """How many linears become two, and between which ranks."""
-    ranks = [rank for own in settled.output.ranks for rank in own.values()]
-    if settled.foreseen:
+def ranks_line(prepared: Prepared) -> str:
+    """Say how many linear modules become two, and of which ranks."""
+    ranks = [rank for block in prepared.output.ranks for rank in block.values()]
+    if prepared.foreseen:
         return (
-            f"to be factored: {len(ranks)} linears, at one share everywhere into ranks of "
-            f"{_span(min(ranks), max(ranks))}; measuring finds ranks of that size that lose less"
+            f"to be factored: {len(ranks)} linears, at one share everywhere into ranks of {format_span(ranks)}; "
+            "measuring finds ranks of that size that lose less"
         )
-    return f"to be factored: {len(ranks)} linears, into ranks of {_span(min(ranks), max(ranks))}"
+    return f"to be factored: {len(ranks)} linears, into ranks of {format_span(ranks)}"
 
 
-def container_line(settled: Prepared) -> str:
-    """What an output that does not exist yet will be stored as."""
-    container, uneven = settled.output.container, settled.recipe.widths == "per_layer"
-    if settled.container_known:
+def container_line(prepared: Prepared) -> str:
+    """Say what the output of a dry run will be stored as."""
+    container, uneven = prepared.output.container, prepared.recipe.widths == "per_layer"
+    if prepared.container_known:
         if container.remote_class is not None:
             return "to be stored with code of its own"
         other = ", or with code of its own where blocks differ in width" if uneven else ""
         return f"to be stored as {container.model_type}{other}"
-    family = settled.job.model.family
+    family = prepared.job.model.family
     stock = f"{family.model_type}{' or one that computes the same' if family.stand_ins else ''}"
-    own = ["there is none"] if settled.recipe.container == ANY else []
-    own += ["blocks differ in width"] if uneven else []
+    reasons = ["there is none"] if prepared.recipe.container == ANY else []
+    reasons += ["blocks differ in width"] if uneven else []
     return f"to be stored as a stock class with the shape that measuring finds ({stock})" + (
-        f", or with code of its own where {' or '.join(own)}" if own else ""
+        f", or with code of its own where {' or '.join(reasons)}" if reasons else ""
     )
 
 
 def plan_legend(model: Model, sites: Sequence[SiteRecord], *, language: bool) -> Iterable[str]:
-    """What the columns of a plan say: a line for each that holds a figure somewhere; `language` as in `error_lines`."""
+    """Explain the columns of a plan that hold a number; for a language model, say what errors mean for perplexity."""
     known = first_expert_spaces(model.family.spaces)
     named = {site.space: model.family.spaces[known[site.space]].unit for site in sites if site.space in known}
     units = ", ".join(f"{space}: {unit}s" for space, unit in named.items())
@@ -159,7 +151,3 @@ def plan_legend(model: Model, sites: Sequence[SiteRecord], *, language: bool) ->
         yield "margin: how much larger, at least, the held-out error of the next best method is"
     if any(site.error_uncompensated is not None for site in sites):
         yield NO_PERPLEXITY + (YARDSTICK if language else "")
-
-
-def _span(least: int, most: int) -> str:
-    return str(least) if least == most else f"{least} to {most}"

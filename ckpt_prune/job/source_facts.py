@@ -1,4 +1,4 @@
-"""What a report says of the source and of how the output is stored."""
+"""Facts for reports: the source, and how the output is stored."""
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.sentence_modules import find_sentence_class
@@ -9,23 +9,13 @@ from ckpt_prune.model.containers.container import Container
 from ckpt_prune.model.model import Model
 
 
-def part_name(checkpoint: Checkpoint) -> str | None:
-    """Which part of a composite a checkpoint is; None where it is a whole."""
-    return None if checkpoint.within is None else checkpoint.within.part
-
-
 def source_of(checkpoint: Checkpoint) -> Source:
-    """Which model a checkpoint is."""
+    """Name a model in a report."""
     return Source(name=checkpoint.name, fingerprint=checkpoint.fingerprint, card=source_card(checkpoint.path))
 
 
 def stored_as(container: Container, model: Model) -> StoredAs:
-    """What an output is stored as.
-
-    Args:
-        container: of the output.
-        model: that it was made from, or itself.
-    """
+    """Describe how an output is stored that was made from a model."""
     loader = find_sentence_class(model.checkpoint.path, container.config)
     return StoredAs(
         model_type=container.model_type,
@@ -38,7 +28,7 @@ def stored_as(container: Container, model: Model) -> StoredAs:
 
 
 def stored_whole(checkpoint: Checkpoint, stored: StoredAs) -> StoredAs:
-    """What an output is stored as: the whole, where its source is a part of one."""
+    """Describe how an output is stored whose source may be a part of a composite."""
     if checkpoint.within is None:
         return stored
     composite = load_composite(str(checkpoint.within.whole.config["model_type"]))

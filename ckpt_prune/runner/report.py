@@ -8,7 +8,7 @@ from ckpt_prune.common.versions import versions
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.report import Asked, Latency, UsedRecipe
 from ckpt_prune.job.run import Run
-from ckpt_prune.job.source_facts import part_name, source_of, stored_as, stored_whole
+from ckpt_prune.job.source_facts import source_of, stored_as, stored_whole
 from ckpt_prune.measure.moments.inputs import ACTIVE_THRESHOLD
 from ckpt_prune.runner.checks import stages_of
 from ckpt_prune.stages.report import Report
@@ -39,7 +39,7 @@ def report_of(prepared: Prepared, records: Mapping[str, Sequence[Any]], run: Run
         origin=whole.job.origin,
         source=source_of(whole.model.checkpoint),
         ignored=sorted([*checkpoint.ignored, *checkpoint.shadowed]),
-        part=part_name(checkpoint),
+        part=None if checkpoint.within is None else checkpoint.within.part,
         asked=asked,
         calibration=Record.model_validate(describe_data(prepared)),
         plan=whole.plan.digest if whole.plan else None,

@@ -83,10 +83,10 @@ class HeatMap:
 
 @dataclass(frozen=True)
 class Section:
-    """What there is to say about one thing.
+    """Everything that is said about one thing.
 
     Attributes:
-        sentences: the facts, and advice.
+        sentences: facts and advice, which all printers print.
         explanations: for readers of the card and the page who did not run the command.
         drawing: a line of characters of equal width.
         details: tables that the page alone prints, folded away.
@@ -187,7 +187,6 @@ def make_tables(
         title: of the table.
         records: none of them, no table.
         columns: heading → value of a record. Numbers get three digits.
-        words: as in `Table`.
     """
     rows = [[column(record) for column in columns.values()] for record in records]
     filled = [number for number in range(len(columns)) if any(row[number] is not None for row in rows)]
@@ -218,7 +217,7 @@ def format_figure(value: float) -> str:
 def format_span(numbers: Collection[int]) -> str:
     """Format the range of numbers, such as "2" or "2 to 5"."""
     least, most = min(numbers), max(numbers)
-    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
+    return f"{least}" if least == most else f"{least} to {most}"
 
 
 def name_some(names: Sequence[str], most: int = 8) -> str:

@@ -36,24 +36,13 @@ _WANTED = "give a folder that `ckpt-prune prune` wrote, or a plan file"
 
 
 def find_report(folder: Path) -> Report | None:
-    """What an output of this tool says of itself; None for other checkpoints.
-
-    Raises:
-        UserError: it is damaged.
-    """
+    """Read the report of an output of this tool; None for other checkpoints."""
     path = folder / REPORT
     return _read_report(path) if path.is_file() else None
 
 
 def read_report_or_plan(path: Path) -> Report | AnyPlan:
-    """Read the report of an output folder, or a plan.
-
-    Args:
-        path: the folder, the report inside it, or the plan file.
-
-    Raises:
-        UserError: not there, not written by this tool, or damaged.
-    """
+    """Read the report of an output, given the folder or the report in it; or a plan."""
     file = _file(path)
     if file.name == REPORT:
         return _read_report(file)
@@ -92,7 +81,7 @@ def _file(path: Path) -> Path:
 
 
 def _reason(error: ValueError) -> str:
-    """In one line: the place of the first thing that does not fit, or what the JSON parser says."""
+    """Return the place of the first thing that does not fit, or the words of the JSON parser, in one line."""
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False, include_input=False)[0]
         return f"{'.'.join(map(str, first['loc']))}: {first['msg'][0].lower()}{first['msg'][1:]}"

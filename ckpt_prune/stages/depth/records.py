@@ -1,4 +1,4 @@
-"""What a report says of whole blocks that are gone."""
+"""Records of whole blocks that are gone."""
 
 from ckpt_prune.common.records import FixedRecord
 from ckpt_prune.job.records import DepthRecord

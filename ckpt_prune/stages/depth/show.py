@@ -1,4 +1,4 @@
-"""What the stage `depth` says of its work."""
+"""Sections of the stage `depth`."""
 
 from collections.abc import Sequence
 

@@ -1,11 +1,11 @@
-"""What a report says of the residual stream."""
+"""Records of a narrower residual stream."""
 
 from ckpt_prune.common.records import FixedRecord
 from ckpt_prune.job.records import HiddenRecord
 
 
 class HiddenFields(FixedRecord):
-    """What is left of the residual stream; None if it is whole."""
+    """The narrower residual stream; None if it is whole."""
 
     optional = frozenset({"hidden"})
 

@@ -1,4 +1,4 @@
-"""What the stage `hidden` says of its work, and which amounts of blocks and dimensions were tried."""
+"""Sections of the stage `hidden`."""
 
 from ckpt_prune.job.records import DepthRecord, HiddenRecord
 from ckpt_prune.show.section import Section, Table

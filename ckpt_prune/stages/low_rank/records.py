@@ -1,4 +1,4 @@
-"""What a report says of linear modules that two thin ones stand in for."""
+"""Records of linear modules that two thin ones stand in for."""
 
 from typing import Annotated
 
@@ -8,7 +8,7 @@ from ckpt_prune.common.records import Block, Figure, FixedRecord
 
 
 class FactoredLinear(FixedRecord):
-    """What became of one linear module of one block that two thin ones stand in for.
+    """One linear module of one block that two thin ones stand in for.
 
     Attributes:
         weight: on-disk name of the weight that is gone.
@@ -41,7 +41,7 @@ class FactoredLinear(FixedRecord):
 
 
 class LowRankFields(FixedRecord):
-    """What became two thin linear modules."""
+    """Linear modules that became two thin ones."""
 
     optional = frozenset({"factored"})
 

@@ -1,4 +1,4 @@
-"""What the stage `low_rank` says of its work."""
+"""Sections of the stage `low_rank`."""
 
 from ckpt_prune.common.formatting import human_count, plural
 from ckpt_prune.show.section import Section, format_span, make_tables, number_under

@@ -1,4 +1,4 @@
-"""What a report says of masks."""
+"""Records of masks."""
 
 from typing import Annotated, Self
 
@@ -9,7 +9,7 @@ from ckpt_prune.job.records import MaskShares
 
 
 class MaskedLinear(FixedRecord):
-    """What a mask did to one linear module of one block.
+    """The mask of one linear module of one block.
 
     Attributes:
         weight: on-disk name.

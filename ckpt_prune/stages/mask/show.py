@@ -1,4 +1,4 @@
-"""What the stage `mask` says of its work."""
+"""Sections of the stage `mask`."""
 
 from ckpt_prune.common.formatting import human_count, plural
 from ckpt_prune.show.section import Section, make_tables, name_some, number_under

@@ -1,4 +1,4 @@
-"""What a report says of recovery, block by block and of the model as a whole."""
+"""Records of recovery, block by block and of the model as a whole."""
 
 import math
 from typing import Annotated, Any, Literal

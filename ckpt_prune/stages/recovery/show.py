@@ -1,4 +1,4 @@
-"""What the stage `recovery` says of its work, block by block (LaCo) and on the model as a whole (LoRA, scales)."""
+"""Sections of the stage `recovery`."""
 
 import math
 from collections.abc import Sequence

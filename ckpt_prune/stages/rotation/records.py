@@ -1,4 +1,4 @@
-"""What a report says of rotations."""
+"""Records of rotations."""
 
 from pydantic import Field
 
@@ -6,7 +6,7 @@ from ckpt_prune.common.records import Amount, Block, Count, Figure, FixedRecord
 
 
 class ImportanceMap(FixedRecord):
-    """Where the importance of a weight lies, before and after it was rotated (DenoiseRotator, Figure 2).
+    """Importance of the cells of a weight, before and after it was rotated (DenoiseRotator, Figure 2).
 
     Attributes:
         rows, columns: shape of the weight.
@@ -42,7 +42,7 @@ class Learned(FixedRecord):
 
 
 class RotationRecord(FixedRecord):
-    """What was rotated before the mask.
+    """Rotations before the mask.
 
     Attributes:
         importance: whose importance of weights was to concentrate.
@@ -56,6 +56,6 @@ class RotationRecord(FixedRecord):
 
 
 class RotationFields(FixedRecord):
-    """What was rotated before the mask."""
+    """Rotations before the mask; None without any."""
 
     rotation: RotationRecord | None = None

@@ -1,4 +1,4 @@
-"""What the stage `rotation` says of its work."""
+"""Sections of the stage `rotation`."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What a report says of the units of spaces; `SiteRecord` stands in plans, too."""
+"""Records of the units of spaces."""
 
 from pydantic import Field
 
@@ -14,7 +14,7 @@ class StrengthSearch(FixedRecord):
 
 
 class SpacesFields(FixedRecord):
-    """What was pruned, and how the strength of compensation was chosen by perplexity."""
+    """Pruned sites, and the search for a strength by perplexity."""
 
     lambda_search: StrengthSearch | None = None
     sites: list[SiteRecord]

@@ -1,4 +1,4 @@
-"""What the stage `spaces` says of its work."""
+"""Sections of the stage `spaces`."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -121,7 +121,7 @@ def _kept(sites: Sequence[SiteRecord]) -> Sequence[Table]:
         list(_by_space(sites).values()),
         {
             "space": name,
-            "units kept": lambda own: f"{format_span([len(site.kept) for site in own])} of {own[0].units:,}",
+            "units kept": lambda own: f"{format_span([len(site.kept) for site in own])} of {own[0].units}",
             "error before": lambda own: error(mean_errors(own), 0),
             "after": lambda own: error(mean_errors(own), 1),
             "held out": lambda own: None if (value := mean_held_out(own)) is None else f"{value:.4f}",
