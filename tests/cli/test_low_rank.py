@@ -175,10 +175,8 @@ def test_what_does_not_read_it(factored):
     [
         (("ratio=0",), "low_rank with ratio 0 leaves nothing to do: say which share of the parameters goes"),
         (("target=drift",), "target drift is for spaces, whose consumers are refitted: say sequential with low_rank"),
-        (("allocation=across-layers",), "allocation speaks of units of spaces: it does not go with low_rank"),
         (("container=padded",), "low_rank needs remote code, which container padded rules out"),
         (("mask.method=wanda",), "low_rank factors linears of the dense model: mask does not go with it"),
-        (("low_rank.rank=3",), "low_rank.rank"),
         (
             ("low_rank.update=true",),
             "low_rank.update fits to what reaches a linear: say method: whitened, target: sequential",

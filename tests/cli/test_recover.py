@@ -31,7 +31,6 @@ from tests.cli.running import (
     same_files,
     set_config,
 )
-from tests.cli.test_prune import CRASHES, KEEPS, crash
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
 from tests.images import write_images, write_vit
 from tests.interrupting import interrupt_at
@@ -406,27 +405,6 @@ def test_the_same_twice_and_other_seeds(whole):
     assert changed("c", "d") == linears(0, 1)
 
 
-def test_recovering_what_was_recovered(place):
-    """It goes on from where the first ended, and the report is of the second run, that of the first inside it."""
-    ok(*RECOVER, "-o", "once")
-    ok("recover", "once", *RECOVER[2:], "--epochs", "3", "--lr", "0.002", "-o", "twice")
-    first, second = (report_of(out) for out in ("once", "twice"))
-    assert [layer["mse_before"] for layer in second["layers"]] == pytest.approx(
-        [layer["mse_after"] for layer in first["layers"]], rel=1e-5
-    )
-    assert second["recovery"]["perplexity_after"][0]["perplexity"] == pytest.approx(
-        first["recovery"]["perplexity_after"][-1]["perplexity"], rel=1e-5
-    )
-    assert (second["recovery"]["settings"]["epochs"], second["recovery"]["settings"]["lr"]) == (3, 0.002)
-    assert list(second) == list(first)
-    assert second["recovery"]["earlier"] == {"recovery": first["recovery"], "layers": first["layers"]}
-    told = "It had been recovered before; that record is in ckpt_prune.json as recovery.earlier."
-    assert [told in Path(f"{name}/README.md").read_text() for name in ("once", "twice")] == [False, True]
-    ok("report", "twice")
-    assert second["recipe"] == first["recipe"]
-    assert json.loads(ok("verify", "twice", "--against", "dense", "--json"))["passed"]
-
-
 def test_recovering_what_was_recovered_on_the_way(place):
     args = ("--recipe", "magnitude-50", *TEXT, *TWO, "--set", "recovery.seed=3")
     ok("prune", "dense", *args, "-o", "once")
@@ -437,20 +415,6 @@ def test_recovering_what_was_recovered_on_the_way(place):
     assert second["recovery"]["earlier"] == {"recovery": first["recovery"], "layers": first["layers"]}
     assert "recovery.earlier" in Path("twice/README.md").read_text()
     assert "recovery.earlier" not in Path("once/README.md").read_text()
-
-
-@pytest.mark.parametrize(("commit", "error"), crossed([2, 3], CRASHES))
-def test_a_crash_keeps_the_blocks_that_are_done(whole, commit, error):
-    before = {Path(name).parts[0] for name in listing()}
-    with pytest.MonkeyPatch.context() as patch:
-        interrupt_at(patch, CheckpointWriter, "commit", commit, error)
-        result = crash(*RECOVER, "-o", "out")
-    assert result.exception is error
-    assert result.stdout == ""
-    assert result.stderr.endswith(KEEPS)
-    assert {Path(name).parts[0] for name in listing()} - before == {"out.partial"}
-    ok(*RECOVER, "-o", "out", "--resume")
-    assert same_files("out", "whole")
 
 
 @pytest.mark.parametrize("commit", chosen([1, 2, 3], lambda commit: commit == 2))

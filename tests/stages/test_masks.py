@@ -1,15 +1,11 @@
 """Masks in every family, against whole models masked by hand: the dense cache and both sequential targets."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 
-from ckpt_prune.common.errors import UserError
 from ckpt_prune.measure.samples.samples import TokenWindows
-from ckpt_prune.measure.statistics.folder import Statistics
-from ckpt_prune.stages import FullRecipe
 from tests import encoders, families
 from tests.families import prune
 from tests.oracles import masked_model
@@ -141,43 +137,6 @@ def test_shards_are_kept(tmp_path):
     assert kept["weight_map"] == json.loads((folder / index).read_text())["weight_map"]
     by_hand = whole(families.stock(folder), "qwen2-mha").mask(data_of("qwen2-mha"), masked_model.magnitude, "dense")
     assert_masked(tmp_path / "out", folder, by_hand)
-
-
-# ---- refusals ----------------------------------------------------------------------------------------------------
-
-
-def refusal(folder: Path, recipe: FullRecipe, statistics: Statistics | None = None) -> str:
-    with pytest.raises(UserError) as error:
-        encoders.job_on(folder, recipe, statistics)
-    text = str(error.value)
-    assert "\n" not in text
-    return text
-
-
-def test_a_width_that_no_group_divides(dense):
-    text = refusal(dense.folder("llama"), wanted("magnitude 2:4"))
-    assert text == (
-        "model.layers.0.mlp.down_proj.weight has 22 inputs, which 2:4 does not divide into groups of 4: "
-        "use another pattern, or unstructured"
-    )
-
-
-def test_a_mask_that_needs_data(dense):
-    text = refusal(dense.folder("llama"), wanted("wanda"))
-    assert text == "recipe test needs statistics: give --statistics, or --text to measure them"
-
-
-def test_statistics_without_the_inputs_of_linears(dense, tmp_path):
-    folder = dense.folder("llama")
-    plain = families.calibrate(folder, tmp_path / "plain")
-    text = refusal(folder, wanted("wanda"), plain)
-    assert text == (
-        f"recipe test needs moments and linears, and {plain.folder} has no linears: "
-        "calibrate with --collect moments,linears"
-    )
-    vectors = families.calibrate(folder, tmp_path / "vectors", collect=("moments", "linears"))
-    encoders.job_on(folder, wanted("wanda"), vectors)
-    assert "has no gram: calibrate with --collect moments,gram,linears" in refusal(folder, wanted("sparsegpt"), vectors)
 
 
 # ---- memory ------------------------------------------------------------------------------------------------------

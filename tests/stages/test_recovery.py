@@ -82,12 +82,6 @@ def test_every_variant(dense, tmp_path, variant, way):
     assert all(int((after[name] == 0).sum()) == zeros[name] > 0 for name in linears)
 
 
-def test_every_family_is_masked_and_narrower():
-    described = families.VARIANTS | encoders.VARIANTS
-    found = {(described[variant].model_type, way) for variant, way in dealt(VARIANTS, ["masked", "narrower"])}
-    assert found == {(each.model_type, way) for each in described.values() for way in ("masked", "narrower")}
-
-
 # ---- kinds of pruning --------------------------------------------------------------------------------------------
 
 PAD = {"container": "padded"}
@@ -206,17 +200,6 @@ def test_shards(dense, tmp_path, variant):
     index = "model.safetensors.index.json"
     ours, theirs = (json.loads((each / index).read_text()) for each in (outs["10KB"], tmp_path / "pruned-10KB"))
     assert ours == theirs
-
-
-def test_an_unpruned_model_is_left_as_it_is(dense, tmp_path):
-    for variant in ("llama-gqa-tied", "vit"):
-        copy = shutil.copytree(dense.folder(variant), tmp_path / f"copy-{variant}")
-        out = tmp_path / f"out-{variant}"
-        report = recovered(copy, dense.folder(variant), out, training_data(variant))
-        assert (out / "model.safetensors").read_bytes() == (copy / "model.safetensors").read_bytes()
-        for layer in report["layers"]:
-            assert (layer["mse_before"], layer["mse_after"], layer["epochs"], layer["recovered"]) == (0, 0, 0, False)
-            assert layer["cka_before"] == pytest.approx(1)
 
 
 def test_parts_that_are_not_asked_for_keep_their_bits(dense, tmp_path):
