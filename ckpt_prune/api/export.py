@@ -50,7 +50,7 @@ def export(options: ExportOptions) -> "Exported | ExportedGguf":
     from ckpt_prune.onnx.export import GraphWriter, write_proven
     from ckpt_prune.onnx.proof import find_dense
     from ckpt_prune.onnx.quantization.deciding import check_rounding
-    from ckpt_prune.onnx.samples import choose_samples
+    from ckpt_prune.onnx.samples import FEW_WINDOWS, WINDOWS, choose_proof_samples
     from ckpt_prune.onnx.session import default_provider
 
     trust = options.trust_remote_code
@@ -61,8 +61,11 @@ def export(options: ExportOptions) -> "Exported | ExportedGguf":
         provider = options.provider or default_provider(settings.optimize)
         check_rounding(settings, writer.task, images=options.images is not None, provider=provider)
         samples = None
-        if options.proof or settings.quantised:
-            samples = choose_samples(source.path, writer.task, options, trust=trust, rounded=settings.quantised)
+        if options.proof or settings.is_rounded:
+            windows = WINDOWS if settings.is_rounded or options.dense else FEW_WINDOWS
+            samples = choose_proof_samples(
+                source.path, writer.task, options, trust=trust, rounded=settings.is_rounded, windows=windows
+            )
         return write_proven(
             writer,
             samples,

@@ -45,7 +45,7 @@ def validate(options: ValidateOptions) -> "Validations | Proof":
     from ckpt_prune.onnx import proof
     from ckpt_prune.onnx.isolation import isolate_sessions
     from ckpt_prune.onnx.records import read_manifest
-    from ckpt_prune.onnx.samples import choose_samples
+    from ckpt_prune.onnx.samples import FEW_WINDOWS, WINDOWS, choose_proof_samples
 
     trust, provider = options.trust_remote_code, options.provider
     with isolate_sessions(), spread(options):
@@ -61,10 +61,13 @@ def validate(options: ValidateOptions) -> "Validations | Proof":
             _warn_of_other_data(place, options)
         if options.metric_only:
             return proof.validate_metric(place, model, options, provider=provider, dense=dense, trust=trust)
+        manifest = read_manifest(place)
+        rounded = any(entry.quantization is not None for entry in manifest.graphs)
+        windows = WINDOWS if rounded or dense else FEW_WINDOWS
         validations = proof.validate(
             place,
             model,
-            choose_samples(place, read_manifest(place).full_task, options, trust=trust),
+            choose_proof_samples(place, manifest.full_task, options, trust=trust, windows=windows),
             provider=provider,
             tolerance=options.tolerance,
             max_loss=options.max_loss,

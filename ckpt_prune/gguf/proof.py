@@ -11,7 +11,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.gguf.llama_cpp import Answer, Task, require_runtime, run_llama_cpp
 from ckpt_prune.measure.samples.text import load_tokenizer
-from ckpt_prune.onnx.samples import choose_samples
+from ckpt_prune.onnx.samples import choose_proof_samples
 from ckpt_prune.onnx.tasks import Task as GraphTask
 from ckpt_prune.options.data import ProofOptions
 
@@ -91,7 +91,7 @@ def prove(
         UserError: llama.cpp is not installed, does not load the file, or splits text into other tokens.
     """
     require_runtime()
-    samples = choose_samples(folder, GraphTask("text-generation", "text", False), options, trust=trust)
+    samples = choose_proof_samples(folder, GraphTask("text-generation", "text", False), options, trust=trust)
     if samples.windows is None:
         raise UserError(f"{folder}: there is no text to compare on: {(samples.description or {}).get('what')}")
     windows = samples.windows[: options.samples or WINDOWS]

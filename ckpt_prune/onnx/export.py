@@ -47,7 +47,7 @@ from ckpt_prune.onnx.records import (
     hash_tensors,
     runtime_versions,
 )
-from ckpt_prune.onnx.samples import ProofSamples, choose_samples
+from ckpt_prune.onnx.samples import FEW_WINDOWS, WINDOWS, ProofSamples, choose_proof_samples
 from ckpt_prune.onnx.session import DATA, FILES, Provider, default_provider
 from ckpt_prune.onnx.tasks import check_padding, choose_task, remove_head
 from ckpt_prune.onnx.tracing import get_image_size, trace_model
@@ -358,7 +358,7 @@ class GraphStep:
         provider = default_provider(recipe.optimize)
         check_rounding(recipe, task, images=images.images is not None, provider=provider)
         samples = None
-        if recipe.proof or recipe.quantised:
+        if recipe.proof or recipe.is_rounded:
             options = ProofOptions(
                 text=calibration.text,
                 window=calibration.window,
@@ -366,7 +366,15 @@ class GraphStep:
                 labels=images.labels,
                 max_corrupt=images.max_corrupt,
             )
-            samples = choose_samples(source.path, task, options, trust=trust, split="calib", rounded=recipe.quantised)
+            samples = choose_proof_samples(
+                source.path,
+                task,
+                options,
+                trust=trust,
+                split="calib",
+                rounded=recipe.is_rounded,
+                windows=WINDOWS if recipe.is_rounded else FEW_WINDOWS,
+            )
         return cls(recipe, samples, trust)
 
     def bytes(self, parameters: int) -> int:

@@ -53,7 +53,7 @@ from ckpt_prune.onnx.records import (
     runtime_versions,
 )
 from ckpt_prune.onnx.reference import Reference
-from ckpt_prune.onnx.samples import ProofSamples, choose_samples
+from ckpt_prune.onnx.samples import ProofSamples, choose_proof_samples
 from ckpt_prune.onnx.session import OnnxModel, Provider, complete_inputs, default_provider, describe, next_cache
 from ckpt_prune.onnx.tasks import PAST, PRESENT, Task, choose_task
 from ckpt_prune.onnx.tracing import get_image_size
@@ -290,7 +290,7 @@ def validate_metric(
     checkpoint = Checkpoint.open(model)
     graphs = _open_graphs(place, checkpoint, options, provider)
     first = next(graphs)
-    samples = choose_samples(checkpoint.path, first.task, options, trust=trust)
+    samples = choose_proof_samples(checkpoint.path, first.task, options, trust=trust)
     if samples.windows is None and samples.images is None:
         option = "--text" if first.task.modality == "text" else "--images"
         raise UserError(f"no metric is measured on noise: give {option}")

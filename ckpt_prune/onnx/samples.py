@@ -29,6 +29,8 @@ from ckpt_prune.options.data import ProofOptions
 
 WINDOWS, IMAGES, WINDOW = 16, 64, 512
 """By default: windows and their length, at most the context; images."""
+FEW_WINDOWS = 2
+"""Enough for a graph that is held to a tolerance: its perplexity is compared, not estimated."""
 ROUNDING_SAMPLES = 32
 """Windows, or images, that rounding is measured on."""
 CHARACTERS = 400_000
@@ -53,7 +55,7 @@ class ProofSamples:
         return int((self.description or {}).get("seed") or 0)
 
 
-def choose_samples(
+def choose_proof_samples(
     folder: Path,
     task: Task,
     options: ProofOptions,
@@ -61,6 +63,7 @@ def choose_samples(
     trust: bool = False,
     split: ImageSplit = "eval",
     rounded: bool = False,
+    windows: int = WINDOWS,
 ) -> ProofSamples:
     """Read the text or images of the options.
 
@@ -74,6 +77,7 @@ def choose_samples(
         trust: run the checkpoint's own code for its config and image processor.
         split: which rows of a labels.csv with a split to take images from.
         rounded: also take samples to measure on what rounding costs.
+        windows: their number by default.
     """
     if options.labels is not None and options.images is None:
         raise UserError("--labels goes with --images")
@@ -83,10 +87,12 @@ def choose_samples(
         return _choose_images(folder, task, options, trust, split, rounded)
     if options.images is not None:
         raise UserError(f"{folder} reads text: --images does not go with it; give --text FILE")
-    return _choose_text(folder, task, options, trust, rounded)
+    return _choose_text(folder, task, options, trust, rounded, options.samples or windows)
 
 
-def _choose_text(folder: Path, task: Task, options: ProofOptions, trust: bool, rounded: bool) -> ProofSamples:
+def _choose_text(
+    folder: Path, task: Task, options: ProofOptions, trust: bool, rounded: bool, count: int
+) -> ProofSamples:
     config = config_of(folder, trust=trust).get_text_config()
     context = context_length(config) or WINDOW
     window = options.window or min(context, WINDOW)
@@ -105,7 +111,6 @@ def _choose_text(folder: Path, task: Task, options: ProofOptions, trust: bool, r
         if window < frame + 2:
             raise UserError(f"--window {window} is too short: the tokenizer adds {frame} tokens of its own")
         stream = tokenise_text(tokenizer, text, bos="auto" if generates else "never")
-        count = options.samples or WINDOWS
         limit = count + ROUNDING_SAMPLES if rounded else count
         windows = cut_windows(stream, window=window, limit=limit, frame=frame)
         windows = add_frame(windows, tokenizer) if frame else windows

@@ -133,7 +133,7 @@ class ProofOptions(TextOptions, LabelledImageOptions):
     """Folder of images to compare on: plain, with a labels.csv, or with a sub-folder per class. [default: noise;
     accuracy is not compared]"""
     samples: int | None = option(default=None, ge=1)
-    """Number of windows, or of images. [default: 16 windows, 64 images]"""
+    """Number of windows, or of images. [default: 2 windows, 16 for rounded graphs or --dense; 64 images]"""
     window: int | None = option(default=None, ge=2)
     """Tokens per window. [default: the model's context length, at most 512]"""
     seed: int = option(default=0, ge=0, le=2**63 - 1)

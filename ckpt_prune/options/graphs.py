@@ -87,7 +87,7 @@ class GraphSettings(Strict):
         return value[0] if len(value) == 1 else list(value)
 
     @property
-    def quantised(self) -> bool:
+    def is_rounded(self) -> bool:
         """True if any of the graphs is rounded."""
         return any(each in ROUNDED_TYPES for each in self.dtype)
 
@@ -95,7 +95,7 @@ class GraphSettings(Strict):
     def _check_rounded(self) -> "GraphSettings":
         plain = {"max_loss": None, "block_size": None, "rounding": "nearest"}
         asked = [name for name, value in plain.items() if getattr(self, name) != value]
-        if asked and not self.quantised:
+        if asked and not self.is_rounded:
             option = asked[0].replace("_", "-")
             raise ValueError(f"--{option} goes with --dtype int8, int4 or q4f16")
         return self

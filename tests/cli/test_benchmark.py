@@ -23,7 +23,7 @@ from ckpt_prune.onnx.records import Manifest, Source
 from ckpt_prune.options.commands import BenchmarkOptions
 from ckpt_prune.options.machine import SpreadOptions
 from tests.benchmarking import targets
-from tests.cli.running import edit_weights, ok, refused, run
+from tests.cli.running import ok, refused, run
 from tests.graphs import exports, traced_before
 
 DENSE = {"label": "A", "model": "dense"}
@@ -196,10 +196,6 @@ def parameters(folder: str) -> int:
     return sum(tensor.numel() for tensor in load_file(f"{folder}/model.safetensors").values())
 
 
-def size(*files: str) -> int:
-    return sum(len(Path(file).read_bytes()) for file in files)
-
-
 @pytest.fixture
 def imported_once(monkeypatch) -> None:
     """Processes fork from one that has imported what they need, in place of importing it each.
@@ -235,20 +231,16 @@ def test_dense_against_pruned_in_both_runtimes(place, imported_once, scratch, mo
 
     assert (found.rounds, found.warmup) == (2, 1)
     assert found.machine.threads == torch.get_num_threads()
-    assert found.machine.cores >= 1
-    assert {"torch", "transformers", "onnxruntime"} <= set(found.machine.versions)
     seats = [(each.label, each.model, each.runtime) for each in found.runs]
     models = [("A", "dense"), ("B", "pruned")]
     assert seats == [(*model, runtime) for runtime in ("PyTorch", "onnxruntime") for model in models]
     assert [each.parameters for each in found.runs] == [parameters("dense"), parameters("pruned")] * 2
-    disk = [each.disk_bytes for each in found.runs]
-    assert disk[:2] == [size(f"{name}/model.safetensors") for name in ("dense", "pruned")]
-    assert disk[2] == size("dense/onnx/model.onnx")
-    assert disk[3] > 4 * parameters("pruned")
+    files = ["dense/model.safetensors", "pruned/model.safetensors", "dense/onnx/model.onnx"]
+    assert [each.disk_bytes for each in found.runs[:3]] == [Path(file).stat().st_size for file in files]
+    assert found.runs[3].disk_bytes > 4 * parameters("pruned")
     for each in found.runs:
         assert (each.device, each.dtype, each.gpu_bytes) == ("cpu", "fp32", None)
         assert 0 < each.base_bytes <= each.peak_bytes
-
     assert [(each.batch, each.phase) for each in found.blocks] == [
         *[(2, "prefill"), (2, "decode"), (1, "prefill"), (1, "decode")]
     ]
@@ -256,24 +248,10 @@ def test_dense_against_pruned_in_both_runtimes(place, imported_once, scratch, mo
         assert (block.tokens, block.steps, block.unit) == (29, 3, "tokens")
         assert [(each.label, each.model, each.runtime) for each in block.rows] == seats
         steps = 3 if block.phase == "decode" else 1
-        for each in block.rows:
+        for each, dense in zip(block.rows, [block.rows[0]] * 2 + [block.rows[2]] * 2, strict=True):
             assert [len(timed) for timed in each.latencies_ms] == [steps, steps]
-            assert min(map(min, each.latencies_ms)) > 0
-            assert each.p50_ms <= each.p95_ms <= max(map(max, each.latencies_ms))
-            dense = block.rows[0 if each.runtime == "PyTorch" else 2]
             assert math.isclose(each.p50_ratio, each.p50_ms / dense.p50_ms)
-            assert math.isclose(each.flops_ratio, each.flops / dense.flops)
         assert block.rows[1].flops < block.rows[0].flops == block.rows[2].flops
-
-
-@pytest.mark.thorough  # it starts two processes
-def test_a_model_that_does_not_load(place, monkeypatch):
-    monkeypatch.setattr(benchmark, "start_workers", partial(start_workers, target=targets.serving_one))
-    edit_weights("pruned", lambda tensors: tensors.pop("model.layers.0.mlp.up_proj.weight"), "model.safetensors")
-    assert refused("benchmark", "pruned", "dense").startswith(
-        "pruned in PyTorch: pruned: tensors are missing or of the wrong shape: model.layers.0.mlp.up_proj.weight; "
-    )
-    assert multiprocessing.active_children() == []
 
 
 def test_ctrl_c(place, monkeypatch):

@@ -12,7 +12,6 @@ from ckpt_prune.cli.main import main
 from ckpt_prune.onnx import export as exporting
 from tests.cli.running import edit_weights, listing, ok, poison, read_json, refused, run, set_config
 from tests.graphs import traced_before, undisturbed
-from tests.images import write_image
 from tests.onnx_graphs.exports import made
 
 VISION, DECODER = "deit-teacher", "llama-gqa-tied"
@@ -163,15 +162,6 @@ def test_a_graph_of_other_weights_is_not_written(vision):
     assert lines[1].endswith("FAILED")
     assert any(line.startswith("cls_logits: 1 image: row 0, unit 0 is ") for line in lines)
     assert listing() == before
-
-
-def test_images_to_compare_on(vision):
-    for index in range(3):
-        write_image(Path("photos") / f"{index}.png", index)
-    lines = without_figures(ok("export", "vision", "-o", "out", "--images", "photos"))
-    assert lines[-2:-1] == [AGREES]
-    assert "compared on: photos" in lines
-    assert any(re.fullmatch(r"agreement \d+\.\d\d% \(3 images\)", line) for line in lines), lines
 
 
 def test_inside_the_model(vision):

@@ -66,7 +66,7 @@ def test_text(finished):
     lines = graph.splitlines()
     assert lines[0].startswith("onnxruntime - PyTorch ")
     assert not [line for line in lines if "FAILED" in line]
-    assert re.fullmatch(r"perplexity (\d+\.\d{3}) in onnxruntime, \1 in PyTorch \(16 windows of 16 tokens\)", lines[-4])
+    assert re.fullmatch(r"perplexity (\d+\.\d{3}) in onnxruntime, \1 in PyTorch \(2 windows of 16 tokens\)", lines[-4])
     assert lines[-3:-1] == [
         "compared on: calib.txt",
         "the graph agrees with out (fp32, cpu, tolerance 0.0001 of the largest output)",

@@ -15,7 +15,6 @@ from transformers.models.vit.modeling_vit import ViTMLP
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.cli.main import main
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.onnx import tracing
 from ckpt_prune.onnx.export import GraphWriter
 from ckpt_prune.onnx.tasks import Task
 from ckpt_prune.onnx.tracing import _captured, trace_model
@@ -178,14 +177,6 @@ def refusal(model: Path, out: Path, **settings: Any) -> str:
     assert {path.name for path in out.parent.iterdir()} <= {f"{out.name}.export-error.log"}
     assert "\n" not in str(error.value)
     return str(error.value)
-
-
-def test_an_example_of_one_image_would_fix_the_batch(vit, tmp_path, monkeypatch):
-    monkeypatch.setattr(tracing, "_TEXTS", 1)
-    assert refusal(vit, tmp_path / "out") == (
-        "pixel_values of the exported graph has shape ['1', '3', '12', '12'], where axes [0] should be dynamic: the "
-        "model computes with a fixed size there"
-    )
 
 
 def test_a_model_that_computes_with_a_fixed_batch(vit, tmp_path, monkeypatch):

@@ -63,20 +63,6 @@ def test_half_precision_goes_in_and_out(exported):
     assert graph(input_ids=torch.tensor([[3, 4]])).logits.dtype == torch.float16
 
 
-def test_no_cache_has_the_sizes_of_each_layer(exported):
-    found = OnnxModel(exported("narrow-opt")[1]).empty_cache(5) | {
-        f"uneven {name}": value for name, value in OnnxModel(exported("uneven-llama")[1]).empty_cache(5).items()
-    }
-    assert {name: tuple(value.shape) for name, value in found.items()} == {
-        **{f"past_key_values.0.{what}": (5, 3, 0, width) for what, width in (("key", 2), ("value", 4))},
-        **{
-            f"uneven past_key_values.{layer}.{what}": (5, heads, 0, 4)
-            for layer, heads in enumerate((2, 1))
-            for what in ("key", "value")
-        },
-    }
-
-
 def test_what_is_filled_in():
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
     ids = torch.tensor([[7, 8], [9, 6]])

@@ -16,7 +16,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.onnx.reference import Reference
 from ckpt_prune.onnx.tasks import Task
 from ckpt_prune.onnx.tracing import get_image_size, make_example, trace_model
-from tests import encoders, families
+from tests import families
 
 from .exports import in_pytorch, made
 
@@ -48,21 +48,6 @@ def test_a_decoder_with_a_cache():
     assert example.dynamic == dict.fromkeys(names, DYNAMIC) | {PAST: [{0: Dim.AUTO, 2: Dim.AUTO}] * 6}
 
 
-def test_a_decoder_without_one():
-    example = make_example(small(), Task("text-generation", "text", False))
-    assert shapes(example.inputs) == dict.fromkeys(
-        ("input_ids", "attention_mask", "position_ids"), ((2, 3), torch.int64)
-    )
-    assert example.inputs["position_ids"].tolist() == [[0, 1, 2]] * 2
-    assert example.inputs["use_cache"] is False
-    assert PAST not in example.inputs
-
-
-def test_features_of_a_decoder_count_their_own_positions():
-    example = make_example(small().base_model, Task("feature-extraction", "text", False))
-    assert set(shapes(example.inputs)) == {"input_ids", "attention_mask"}
-
-
 def test_layers_of_different_widths(tmp_path_factory):
     """Two widths of keys, and keys narrower than values, as the cache of a real pass has them."""
     graphs = made(tmp_path_factory)
@@ -78,23 +63,6 @@ def test_a_window_does_not_cut_the_cache():
     config = AutoConfig.for_model("mistral", **(families.SIZES | {"sliding_window": 2}))
     cache = make_example(AutoModelForCausalLM.from_config(config).eval(), GENERATION).inputs[PAST]
     assert [layer.keys.shape[2] for layer in cache.layers] == [4, 4, 4]
-
-
-def test_an_encoder_of_text(tmp_path):
-    model = encoders.stock(encoders.make(tmp_path / "bert", "bert-mlm"), "bert-mlm")
-    example = make_example(model, Task("fill-mask", "text", False))
-    names = ("input_ids", "attention_mask", "token_type_ids")
-    assert shapes(example.inputs) == dict.fromkeys(names, ((2, 3), torch.int64))
-    assert example.dynamic == dict.fromkeys(names, DYNAMIC)
-    assert not example.inputs["token_type_ids"].any()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_images(tmp_path, dtype):
-    model = encoders.stock(encoders.make(tmp_path / "vit", "vit"), "vit", dtype=dtype)
-    example = make_example(model, Task("image-classification", "image", False))
-    assert shapes(example.inputs) == {"pixel_values": ((2, 3, 12, 12), dtype)}
-    assert example.dynamic == {"pixel_values": {0: Dim.AUTO}}
 
 
 @pytest.mark.parametrize(("size", "expected"), [(224, (224, 224)), ([192, 256], (192, 256)), ((8, 4), (8, 4))])

@@ -290,15 +290,6 @@ def test_an_image_may_change_its_class_only_where_pytorch_itself_has_the_two_nea
     assert found.passed == all(row[other] - row[mine] <= 2 * tolerance * largest for mine, other, row in flips)
 
 
-def test_an_image_that_is_near_does_not_excuse_another() -> None:
-    near, far = [1.0, 0.99], [10.0, 1.0]
-    assert top_1([near[::-1], far], [near, far], 1e-3).passed
-    found = top_1([near, far[::-1]], [near, far], 1e-3)
-    assert (found.passed, found.difference, found.tolerance) == (False, 0.5, 0.0)
-    # Nor a class that is near one that is not.
-    assert not top_1([[1.0, 0.99, 2.0]], [[1.0, 0.99, -5.0]], 1e-2).passed
-
-
 # ---- what both are run on ------------------------------------------------------------------------------------------
 
 
@@ -779,23 +770,6 @@ def test_an_input_that_the_model_ignores_may_be_gone(
     found = validate(graph, model, TEXT)
     assert found.passed
     assert detail(found, "interface") == "2 inputs and 1 outputs as the model has them"
-
-
-@pytest.mark.parametrize(
-    ("variant", "task", "needs"),
-    [
-        (DECODER, GENERATION, ["input_ids", "attention_mask", "position_ids"]),
-        (ENCODER, Task("fill-mask", "text", cached=False), ["input_ids", "attention_mask", "token_type_ids"]),
-        ("deit-teacher", Task("image-classification", "image", cached=False), ["pixel_values"]),
-    ],
-)
-def test_models_depend_on_what_they_are_traced_with(
-    exported: Exported, variant: str, task: Task, needs: list[str]
-) -> None:
-    model, _ = exported(variant)
-    reference = Reference(load_model(model, device="cpu", dtype=torch.float32), task, set())
-    assert reference.needs == needs
-    assert all(reference.depends_on(name) for name in needs)
 
 
 def test_segments_of_which_there_is_one_kind_are_not_read(exported: Exported) -> None:
