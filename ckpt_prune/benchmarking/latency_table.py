@@ -127,10 +127,7 @@ def load_or_measure_table(
     It is measured again if its error is above `TRUSTED`; after `ATTEMPTS` the best is returned, and not kept.
 
     Args:
-        model: the dense model.
         spaces: whose units may go.
-        workload: what is timed.
-        device: where.
         half: given if dimensions of the residual stream may go.
     """
     spaces = [space for space in spaces if model.units(space) > 1]

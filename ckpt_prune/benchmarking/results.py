@@ -117,8 +117,6 @@ def make_blocks(
     """The figures of one workload, a block per phase.
 
     Args:
-        workload: that was timed.
-        participants: what was timed.
         timings: of each participant, by round.
         costs: of A and of B; None if they are not known.
     """

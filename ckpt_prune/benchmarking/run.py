@@ -41,7 +41,6 @@ def compare(options: BenchmarkOptions, batches: Sequence[int], spread: SpreadOpt
 
     Args:
         options: the two models, and how they are timed.
-        batches: sizes of batches.
         spread: over which devices a model in PyTorch is spread.
         say: is told in a line what takes long and what is not as asked for.
     """
@@ -111,8 +110,6 @@ def take_turns(
     What slows the machine down for a while slows them all down alike.
 
     Args:
-        timed: what is timed.
-        workload: one of them.
         rounds: that are counted.
         warmup: rounds before them.
         tick: is called after every round.

@@ -109,9 +109,6 @@ def choose_workloads(
     Tokens are below the smaller vocabulary. Text and what is generated after it fit into the shorter context.
 
     Args:
-        inputs: what each model reads.
-        names: of both, for errors.
-        batches: sizes of batches.
         tokens: of a text; None for 128, or what the context has room for.
         steps: tokens to generate; None for 16 if both models can, or half the context if that is less.
     """

@@ -23,8 +23,6 @@ def make_card(
     """README.md of an exported folder.
 
     Args:
-        manifest: its record.
-        config: config.json.
         proved: whether there is a validation.json.
         genai: what is in genai_config.json, or why there is none.
     """
@@ -165,7 +163,6 @@ def make_genai_config(graphs: Sequence[GraphEntry], task: Task, config: Any, gen
     """`genai_config.json`, with which onnxruntime-genai generates with a graph, or why it cannot be written.
 
     Args:
-        graphs: of the folder.
         task: of them.
         config: transformers' config object of the text model.
         generation: transformers' generation config, or None.

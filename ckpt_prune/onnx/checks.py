@@ -186,8 +186,6 @@ def check_interface(
     Whether their sizes are right, and free where they should be, shows when the graph is run.
 
     Args:
-        folder: of the graph.
-        manifest: its record.
         outputs: names of what PyTorch returns, the main one first.
         cache: names of the keys and values it keeps, `present.i.key` and `present.i.value`.
         missing: inputs that its outputs depend on and the record does not name.

@@ -30,7 +30,6 @@ from ckpt_prune.onnx.card import make_card, make_genai_config
 from ckpt_prune.onnx.proof import Dense, validate
 from ckpt_prune.onnx.quantization.deciding import (
     Decision,
-    Measuring,
     check_block_size,
     check_rounding,
     decide,
@@ -114,7 +113,6 @@ class GraphWriter:
     Args:
         source: checkpoint that is exported.
         out: folder to make: outside the checkpoint, or a new one inside it.
-        settings: of the graphs.
         overwrite: replace an existing export, and drop what a killed one left.
     """
 
@@ -146,7 +144,6 @@ class GraphWriter:
         Args:
             prove: is given the finished folder before it takes its place, and says whether it may.
             samples: what rounding is measured on; None: all weights are rounded alike.
-            trust: run the checkpoint's own code, if it is not this tool's.
             embedded: weights above so many bytes go to a file of their own.
 
         Returns:
@@ -173,9 +170,20 @@ class GraphWriter:
                     graph = self._trace(model)
                     bar.to(2)
                 generation, config = getattr(model, "generation_config", None), model.config.get_text_config()
-                measuring = self._measure(graph, model, samples) if rounded and samples is not None else None
+                measuring = None
+                if rounded and samples is not None:
+                    size = (0, 0, 0)
+                    if self.task.modality == "image":
+                        size = (getattr(model.config, "num_channels", 3), *get_image_size(model.config))
+                    measuring = make_measuring(graph, self.task, samples, getattr(config, "vocab_size", 0), size)
                 for dtype in rounded:
-                    decisions[dtype] = self._decide(graph, dtype, samples, measuring, decisions)
+                    check_block_size(graph, settings)
+                    if dtype == "q4f16" and "int4" in decisions:  # they differ in what is computed in
+                        decisions[dtype] = decisions["int4"]
+                        continue
+                    ranges = samples is not None and samples.images is not None
+                    scheme = make_scheme(dtype, settings, self.task, ranges=ranges)
+                    decisions[dtype] = decide(graph, scheme, measuring, folder)
                 for dtype in types:
                     stored = store(graph, decisions[dtype], measuring, folder) if dtype in decisions else graph
                     with disk_failures(folder):
@@ -201,30 +209,6 @@ class GraphWriter:
         )
         log.unlink(missing_ok=True)  # of an earlier attempt
         return graph
-
-    def _measure(self, graph: onnx_ir.Model, model: PreTrainedModel, samples: ProofSamples) -> Measuring:
-        size = (0, 0, 0)
-        if self.task.modality == "image":
-            size = (getattr(model.config, "num_channels", 3), *get_image_size(model.config))
-        vocabulary = getattr(model.config.get_text_config(), "vocab_size", 0)
-        return make_measuring(graph, self.task, samples, vocabulary, size)
-
-    def _decide(
-        self,
-        graph: onnx_ir.Model,
-        dtype: GraphType,
-        samples: ProofSamples | None,
-        measuring: Measuring | None,
-        earlier: dict[GraphType, Decision],
-    ) -> Decision:
-        """How weights are stored; int4 and q4f16 differ in what is computed in, not in that."""
-        check_block_size(graph, self._settings)
-        if dtype == "q4f16" and "int4" in earlier:
-            return earlier["int4"]
-        ranges = samples is not None and samples.images is not None
-        return decide(
-            graph, make_scheme(dtype, self._settings, self.task, ranges=ranges), measuring, self._staging.path
-        )
 
     def _fill(
         self, folder: Path, graphs: list[GraphEntry], text_config: Any, generation: Any, proved: bool
@@ -347,11 +331,9 @@ class GraphStep:
         """The step for an output that is still to be made.
 
         Args:
-            recipe: of the graphs.
             source: the model that is pruned: it reads what its output will.
             calibration: its text, in its windows, is what the graph is proved on.
             images: the same of a vision model.
-            trust: run the checkpoint's own code, if it is not this tool's.
         """
         task = choose_task(source.config, folder=source.path, task=recipe.task, cache=recipe.cache)
         check_padding(source.config, task)

@@ -52,9 +52,6 @@ def measure_text_metric(
     """The metric of a model of text, or why there is none.
 
     Args:
-        graph: open.
-        reference: in PyTorch.
-        task: of the graph.
         windows: int64 (N, T), real text.
         folder: with the tokenizer, which knows the mask token.
         allowance: how far it may be from PyTorch.

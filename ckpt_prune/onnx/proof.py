@@ -122,12 +122,8 @@ def validate(
     Args:
         folder: an exported folder.
         model: the checkpoint it was made from.
-        samples: what to compare on.
         provider: what onnxruntime runs on; None: what the graph is fused for, else the CPU.
-        tolerance: see above.
-        max_loss: see above.
         dense: another model that the metric is compared with as well.
-        trust: run the checkpoint's own code, if it is not this tool's.
 
     Returns:
         The outcome, also if the graph is damaged or wrong.
@@ -285,7 +281,6 @@ def validate_metric(
         options: what to measure on, and what may be lost.
         provider: what onnxruntime runs on; None: what the graph is fused for, else the CPU.
         dense: another model that the metric is compared with as well.
-        trust: run the checkpoint's own code, if it is not this tool's.
     """
     checkpoint = Checkpoint.open(model)
     graphs = _open_graphs(place, checkpoint, options, provider)
@@ -374,9 +369,6 @@ class Proof:
     """The checks, in order; what needs an earlier one that failed is skipped.
 
     Args:
-        folder: of the graph.
-        manifest: its record.
-        reference: the model.
         samples: what both are run on.
         allowance: how far outputs may be apart, or how much the metric may lose.
         others: models that the metric is compared with as well.
@@ -490,7 +482,6 @@ class Proof:
         Args:
             given: of onnxruntime, or its error.
             expected: of PyTorch, (B, ...), of a text's tokens (B, T, ...).
-            padding: of the input.
             keep: bool (B, T), false where a token is padding; None for images.
             cache: how the text was read.
             segments: whether it was in two.

@@ -19,8 +19,6 @@ class Reference:
     """A model that is run on what a graph is run on.
 
     Args:
-        model: loaded.
-        task: of the graph.
         inputs: names of the graph's inputs: the model is given those of them that its forward knows, and all that a
             graph of it is traced with, whether or not this graph has kept it.
 
@@ -88,7 +86,6 @@ class Reference:
         Args:
             ids: int64 (B, T), padded on the left.
             mask: int64 (B, T), 0 where a token is padding.
-            steps: number of tokens.
 
         Yields:
             The inputs of each step, without the cache: new tokens, the whole mask, positions; and the logits of the

@@ -72,8 +72,6 @@ def choose_proof_samples(
 
     Args:
         folder: of the graph or of its model: config.json, and a tokenizer or an image processor.
-        task: of the graph.
-        options: which text or images.
         trust: run the checkpoint's own code for its config and image processor.
         split: which rows of a labels.csv with a split to take images from.
         rounded: also take samples to measure on what rounding costs.

@@ -65,9 +65,7 @@ def open_session(graph: Path, *, provider: Provider = "cpu", threads: int | None
 
     Args:
         graph: an ONNX file; external data lies beside it.
-        provider: what to run it on.
         threads: of one operator; by default as many as torch uses, which heeds the cores this process may run on.
-        device: number of the GPU.
     """
     threads = threads or torch.get_num_threads()
     note = None
@@ -103,10 +101,6 @@ class OnnxModel:
 
     Args:
         folder: of the graph, with config.json.
-        file: the graph.
-        provider: what to run it on.
-        threads: of one operator.
-        device: number of the GPU.
         described: the folder with config.json, if that is another one.
 
     Attributes:

@@ -126,8 +126,6 @@ def trace_model(model: Any, task: Task, *, opset: int | None, fusions: str | Non
     named `batch_size`, `sequence_length`, `past_sequence_length` and `total_sequence_length` (past and new).
 
     Args:
-        model: in evaluation mode.
-        task: of the graph.
         opset: None for `DEFAULT_OPSET`.
         fusions: provider, cpu or cuda, whose fused operators of onnxruntime are used; None: ONNX's own operators.
         log: file that gets the exporter's output and traceback if it fails.

@@ -84,7 +84,6 @@ def round_by_gptq(matrix: Array, gram: Tensor, grid: Grid, *, damp: float = DAMP
     Args:
         matrix: (K, N), float32 or float16.
         gram: (K, K), of its inputs, times any positive factor.
-        grid: of the blocks.
         damp: share of the mean diagonal that is added to it.
 
     Raises:

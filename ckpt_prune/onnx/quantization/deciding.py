@@ -139,8 +139,6 @@ def make_measuring(
     """What harm is measured on: the samples' own text or images, or noise if there are none.
 
     Args:
-        model: the graph.
-        task: of it.
         samples: see `ProofSamples.for_rounding`.
         vocabulary: of a model of text.
         size: (C, H, W) of a model of images.
@@ -333,7 +331,6 @@ def store(model: onnx_ir.Model, decision: Decision, measuring: Measuring | None,
 
     Args:
         model: the one that was decided on, or the same traced in float16; not changed.
-        decision: of it.
         measuring: its calibration gives the ranges of a static scheme.
         scratch: folder for copies of the graph meanwhile.
     """

@@ -35,7 +35,6 @@ def quantize_to_int8(
 
     Args:
         model: in float32.
-        nodes: names of those nodes.
         feeds: what ranges of inputs are measured on; None: they are taken at each call.
         scratch: folder for copies of the graph meanwhile, the quantizers' own too.
     """

@@ -34,7 +34,6 @@ class Probe:
         classes: outputs are logits: harm is KL(as it was ‖ rounded) in nats. Otherwise it is the share of the outputs'
             energy that is lost.
         inputs: rounded runs can also round what a weight is multiplied with, to 8 bits for a whole tensor.
-        threads: of one operator.
 
     Attributes:
         weights: name → those that can be rounded.
@@ -137,7 +136,6 @@ def measure_grams(
         model: in float32; not changed.
         feeds: batches of inputs, without padding.
         scratch: folder for a copy of the graph meanwhile.
-        threads: of one operator.
     """
     copy = copy_with_split_gemms(model)
     inputs: dict[str, str] = {}

@@ -160,9 +160,6 @@ def store_in_blocks(graph: onnx_ir.Graph, weight: Weight, blocks: Blocks, accura
     MatMulNBits takes the place of MatMul, GatherBlockQuantized that of Gather.
 
     Args:
-        graph: of the weight.
-        weight: one of its weights.
-        blocks: of it.
         accuracy: MatMulNBits' accuracy_level: 0 computes in the graph's own type, 4 rounds inputs to int8.
     """
     packed = _add_initializer(graph, f"{weight.name}_Q{blocks.grid.bits}", blocks.packed)
