@@ -1,4 +1,4 @@
-"""`tools/bench_export.py` and `tools/bench_quantised.py`: what they make of graphs."""
+"""`tools/bench_export.py` and `tools/bench_rounded_graphs.py`: what they make of graphs."""
 
 import importlib
 import json
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import bench_quantised
+from tools import bench_rounded_graphs
 
 FAILED = {"max_abs": None, "mean_abs": None, "agreement": None}
 PASSED = {"max_abs": 2e-6, "mean_abs": 1e-7, "agreement": 0.5}
@@ -78,21 +78,21 @@ def test_each_graph_is_a_line_and_the_best_are_marked(tmp_path, monkeypatch, cap
             return json.dumps({"bytes": {"fp32": 4 << 20, "int4": 1 << 20}, "manifest": {"graphs": graphs}})
         return json.dumps({"graphs": [graph("fp32", 0.02, 0.01, None), graph("int4", 0.1, 0.05, 0.1)]})
 
-    monkeypatch.setattr(bench_quantised, "ckpt_prune", ckpt_prune)
-    monkeypatch.setattr(bench_quantised, "checkpoint", lambda model, ratio, work: model.folder)
-    model = bench_quantised.Model("tiny", tmp_path, "ridge", (), ())
+    monkeypatch.setattr(bench_rounded_graphs, "ckpt_prune", ckpt_prune)
+    monkeypatch.setattr(bench_rounded_graphs, "checkpoint", lambda model, ratio, work: model.folder)
+    model = bench_rounded_graphs.Model("tiny", tmp_path, "ridge", (), ())
     args = Namespace(out=tmp_path / "out", work=tmp_path, dtypes=["fp32", "int4"])
-    bench_quantised.graphs(model, 0.2, args, set())
+    bench_rounded_graphs.graphs(model, 0.2, args, set())
     lines = [json.loads(line) for line in args.out.read_text().splitlines()]
     assert [line["key"] for line in lines] == ["tiny | 0.2 | fp32", "tiny | 0.2 | int4"]
     assert [(line["lost"], line["lost_by_rounding"]) for line in lines] == [(0.02, None), (0.1, 0.05)]
-    bench_quantised.graphs(model, 0.2, args, {line["key"] for line in lines})
+    bench_rounded_graphs.graphs(model, 0.2, args, {line["key"] for line in lines})
     assert called == ["export", "validate"]  # what is done is not done again
     worse = lines[1] | {"key": "worse", "bytes": 2 << 20, "lost": 0.11}
     infinite = lines[1] | {"key": "infinite", "bytes": 1, "lost": None}
-    assert bench_quantised.frontier([*lines, worse, infinite]) == {line["key"] for line in lines}
+    assert bench_rounded_graphs.frontier([*lines, worse, infinite]) == {line["key"] for line in lines}
     capsys.readouterr()
-    bench_quantised.show(
+    bench_rounded_graphs.show(
         [*lines, {"model": "tiny", "speed": {"0.2 fp32": {"prefill 1": 2.0}, "0.2 int4": {"prefill 1": 1.0}}}]
     )
     assert capsys.readouterr().out.splitlines()[1:] == [

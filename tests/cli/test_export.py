@@ -77,7 +77,7 @@ def size(folder: str) -> str:
 # ---- what it says --------------------------------------------------------------------------------------------------
 
 
-def test_traced_compared_and_written(graphs, tmp_path, monkeypatch):
+def test_a_model_is_traced_compared_and_written(graphs, tmp_path, monkeypatch):
     """Once with nothing left out: every other test takes the graph that is there."""
     shutil.copytree(graphs[VISION][0], tmp_path / "vision")
     monkeypatch.chdir(tmp_path)
@@ -92,7 +92,7 @@ def test_traced_compared_and_written(graphs, tmp_path, monkeypatch):
     assert Path("out/model.onnx").read_bytes() == (graphs[VISION][1] / "model.onnx").read_bytes()
 
 
-def test_a_decoder(decoder):
+def test_a_decoder_is_compared_on_its_text(decoder):
     said = ok("export", "decoder", "-o", "out", "--text", "text.txt", "--samples", "4").splitlines()
     assert re.fullmatch(r"perplexity (\d+\.\d{3}) in onnxruntime, \1 in PyTorch \(4 windows of 32 tokens\)", said[-4])
     assert said[-3:] == [
@@ -117,7 +117,7 @@ def test_json_alone_is_on_standard_output(vision):
     assert said["validation"] == read_json("out/validation.json")
 
 
-def test_not_compared(vision):
+def test_without_validation_the_graph_is_written_uncompared(vision):
     assert ok("export", "vision", "-o", "out", "--no-validate").splitlines() == [
         "not compared with PyTorch: `ckpt-prune validate` does it",
         f"image-classification, fp32, opset 20, {size('out')}: written to out",
@@ -164,7 +164,7 @@ def test_a_graph_of_other_weights_is_not_written(vision):
     assert listing() == before
 
 
-def test_inside_the_model(vision):
+def test_a_graph_inside_the_model_is_verified_with_it(vision):
     ok("export", "vision", "-o", "vision/onnx")
     assert files("vision/onnx") == sorted([*VISION_FILES, "validation.json"])
     said = ok("verify", "vision")
@@ -172,7 +172,7 @@ def test_inside_the_model(vision):
     assert said.splitlines()[-1] == "onnx: source: exported from vision"
 
 
-def test_overwrite(vision):
+def test_overwrite_keeps_the_old_graph_until_the_new_one_passes(vision):
     ok("export", "vision", "-o", "out", "--no-validate")
     Path("out/note.txt").write_text("mine")
     assert refused("export", "vision", "-o", "out") == f"{Path.cwd() / 'out'} exists; --overwrite replaces it"
@@ -232,7 +232,7 @@ def test_several_types_share_the_trace_and_lie_side_by_side(decoder):
     ]
 
 
-def test_more_than_is_allowed_is_lost(decoder):
+def test_a_graph_that_loses_more_than_is_allowed_is_not_written(decoder):
     """A model that holds all tokens alike is better than this random one."""
     shutil.copytree("decoder", "flat")
     edit_weights("flat", lambda tensors: tensors["model.norm.weight"].zero_())
@@ -258,7 +258,7 @@ def test_more_than_is_allowed_is_lost(decoder):
         ),
     ],
 )
-def test_what_does_not_go_together(decoder, untraced, options, message):
+def test_options_that_do_not_go_together_are_refused(decoder, untraced, options, message):
     assert refused("export", "decoder", "-o", "out", *options) == message
 
 
@@ -268,7 +268,7 @@ def test_ranges_of_inputs_are_measured_on_images(vision, untraced):
     )
 
 
-def test_a_block_size_that_does_not_divide(decoder):
+def test_a_block_size_that_does_not_divide_is_refused(decoder):
     before = listing()
     said = refused("export", "decoder", "-o", "out", *ROUNDED[2:], "--block-size", "64")
     assert said == (
@@ -291,21 +291,21 @@ def untraced(monkeypatch):
     monkeypatch.setattr(exporting, "load_model", loaded)
 
 
-def test_what_a_model_cannot_do(vision, untraced):
+def test_what_a_model_cannot_do_is_refused(vision, untraced):
     assert refused("export", "vision", "-o", "out", "--task", "fill-mask") == (
         "this model has no head for fill-mask: it can be exported for image-classification or feature-extraction"
     )
     assert refused("export", "vision", "-o", "out", "--text", "nowhere.txt").startswith("nowhere.txt")
 
 
-def test_code_of_others(vision, untraced):
+def test_code_of_others_is_refused(vision, untraced):
     set_config("vision", auto_map={"AutoModelForImageClassification": "other.Model"})
     said = refused("export", "vision", "-o", "out")
     assert said.startswith("vision asks for remote code that is not this tool's (auto_map in config.json)")
     assert said.endswith("where you have read and trust it, say --trust-remote-code")
 
 
-def test_what_is_no_model(vision):
+def test_what_is_no_model_is_refused(vision):
     message = "{} has no config.json; give a checkpoint folder as published on the Hub"
     Path("empty").mkdir()
     assert refused("export", "empty", "-o", "out") == message.format("empty")
@@ -315,7 +315,7 @@ def test_what_is_no_model(vision):
     )
 
 
-def test_a_weight_that_is_missing(vision):
+def test_a_weight_that_is_missing_is_refused(vision):
     edit_weights("vision", lambda tensors: tensors.pop("deit.layernorm.weight"))
     assert refused("export", "vision", "-o", "out") == (
         "vision: tensors are missing or of the wrong shape: deit.layernorm.weight; "
@@ -323,7 +323,7 @@ def test_a_weight_that_is_missing(vision):
     )
 
 
-def test_weights_that_are_no_numbers(vision):
+def test_weights_that_are_no_numbers_do_not_pass(vision):
     """They go into the graph and do not pass: what is not a number is no small difference."""
     edit_weights("vision", poison("cls_classifier.bias"))
     before = listing()

@@ -58,7 +58,7 @@ def assert_complete(out: str) -> None:
 # ---- one command ---------------------------------------------------------------------------------------------------
 
 
-def test_text(finished):
+def test_one_command_says_what_was_pruned_and_how_its_graph_compares(finished):
     said = (finished / "said").read_text()
     assert said.startswith(COSTS)
     pruned, graph = said.split("\nwritten to out\n")
@@ -74,7 +74,7 @@ def test_text(finished):
     assert re.fullmatch(r"text-generation, with cache, fp32, opset 20, \d+\.\d KiB: written to out/onnx", lines[-1])
 
 
-def test_what_is_there(finished):
+def test_the_graph_lies_in_the_output(finished):
     out = finished / "out"
     assert files(out / "onnx") == sorted([*GRAPH, "validation.json"])
     assert sorted(path.name for path in finished.iterdir()) == ["calib.txt", "dense", "out", "said"]
@@ -129,7 +129,7 @@ def test_json_alone_is_on_standard_output(again):
     assert not Path("plain/onnx").exists()
 
 
-def test_not_compared(again):
+def test_without_validation_the_graph_is_written_uncompared(again):
     said = ok(*PRUNE, *EXPORT, "--set", "export.validate=false", "-o", "out").splitlines()
     assert said[-3:-1] == ["written to out", "not compared with PyTorch: `ckpt-prune validate` does it"]
     assert said[-1].endswith(": written to out/onnx")
@@ -149,7 +149,7 @@ def test_a_plan_ends_in_a_graph(again):
 # ---- a dry run -----------------------------------------------------------------------------------------------------
 
 
-def test_a_dry_run_says_so(place):
+def test_a_dry_run_announces_the_graph(place):
     before = listing()
     said = ok(*PRUNE, *EXPORT, "--set", "export.dtype=fp16", "-o", "out", "--dry-run")
     assert said.startswith(COSTS + "to be exported to the output's folder onnx, fp16\nit takes ")
@@ -180,7 +180,7 @@ def test_the_disk_has_room_for_both(place, monkeypatch, dtype, size):
 # ---- what fails before the first block -----------------------------------------------------------------------------
 
 
-def test_what_the_model_cannot_do(place):
+def test_what_the_model_cannot_do_is_refused_first(place):
     args = [*PRUNE, "-o", "out", *EXPORT, "--set"]
     assert refused(*args, "export.task=fill-mask") == (
         "this model has no head for fill-mask: it can be exported for text-generation or feature-extraction"
@@ -193,7 +193,7 @@ def test_what_the_model_cannot_do(place):
 # ---- what fails after the last -------------------------------------------------------------------------------------
 
 
-def test_a_graph_that_does_not_pass(again):
+def test_a_graph_that_does_not_pass_leaves_the_output_complete(again):
     result = run(*PRUNE, *EXPORT, "--set", "export.tolerance=1e-12", "-o", "out")
     assert (result.exit_code, result.stderr) == (1, "")
     lines = result.stdout.splitlines()
@@ -220,7 +220,9 @@ def stop_with(error: BaseException):
     ("error", "code", "last"),
     [(KeyboardInterrupt(), 130, "Interrupted."), (UserError("cannot be exported"), 2, "Error: cannot be exported")],
 )
-def test_an_export_that_ends_in_the_middle(again, monkeypatch, error, code, last, as_json):
+def test_an_export_that_ends_in_the_middle_names_the_command_that_finishes(
+    again, monkeypatch, error, code, last, as_json
+):
     monkeypatch.setattr(exporting, "trace_model", stop_with(error))
     result = CliRunner().invoke(main, [*PRUNE, *EXPORT, "-o", "out", *(["--json"] if as_json else [])])
     assert result.exit_code == code

@@ -77,19 +77,19 @@ def assert_sees(graph: Graph, module, limit: float) -> None:
 
 
 @pytest.mark.parametrize("name", chosen(DECODERS, lambda name: name != "opt-350m-like"))
-def test_decoders(graphs, name):
+def test_decoders_compute_what_pytorch_does(graphs, name):
     model, graph = graphs(name)
     assert_decodes(Graph(graph), in_pytorch(model), EXACT)
 
 
 @pytest.mark.parametrize("name", chosen(IMAGES, lambda name: "swiglu" not in name))
-def test_images(graphs, name):
+def test_models_of_images_compute_what_pytorch_does(graphs, name):
     model, graph = graphs(name)
     assert_sees(Graph(graph), in_pytorch(model), EXACT)
 
 
 @pytest.mark.parametrize("name", chosen(ENCODERS, lambda name: name != "bert-two-heads"))
-def test_encoders(graphs, name):
+def test_encoders_compute_what_pytorch_does_and_read_segments(graphs, name):
     model, folder = graphs(name)
     graph, module = Graph(folder), in_pytorch(model)
     assert "position_ids" not in graph.inputs
@@ -152,7 +152,7 @@ def operators(folder) -> set[str]:
 @pytest.mark.parametrize(
     ("name", "settings"), chosen(WAYS, lambda way: way[0] not in ("vit", "shallow-llama-gqa-tied"))
 )
-def test_ways(graphs, name, settings):
+def test_every_way_to_export_computes_what_pytorch_does(graphs, name, settings):
     model, folder = graphs(name, **settings)
     graph = Graph(folder)
     assert_stated(folder, GraphSettings(**settings))

@@ -88,7 +88,7 @@ def test_modules_of_a_sentence_transformers_folder_travel_and_are_replaced(vit):
 @pytest.mark.parametrize(
     "name", ["llama-gqa-tied", "uneven-llama", "turned-llama", "bert-mlm", "dinov2-model", "narrow-opt"]
 )
-def test_files(exported, name):
+def test_a_folder_holds_what_travels_and_nothing_of_the_checkpoint_alone(exported, name):
     settings: dict[str, Any] = {"optimize": "cpu"} if name == "turned-llama" else {}
     model, folder = exported(name, **settings)
     of_model, found = contents(model), contents(folder)
@@ -113,7 +113,7 @@ def test_files(exported, name):
 
 
 @pytest.mark.parametrize("name", ["llama-gqa-tied", "uneven-llama"])
-def test_the_record(exported, name):
+def test_the_record_names_files_weights_and_source(exported, name):
     model, folder = exported(name)
     record = json.loads((folder / "ckpt_prune_onnx.json").read_text())
     deployed = {path.name for path in folder.iterdir()} - {"ckpt_prune_onnx.json", "README.md"}
@@ -178,14 +178,14 @@ def test_the_record_is_read_back(exported, tmp_path):
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [("fp32", 400), ("fp16", 200), (("fp32", "int8"), 500), ("int4", 56)])
-def test_types(dtype, expected):
+def test_sizes_are_estimated_by_type(dtype, expected):
     assert estimate_graphs_bytes(GraphSettings(dtype=dtype), 100) == expected
 
 
 # ---- external data -------------------------------------------------------------------------------------------------
 
 
-def test_external_data(vit, exported):
+def test_weights_in_a_file_of_their_own_compute_the_same(vit, exported):
     manifest = writer(vit).write(embedded=0)
     whole = exported("dinov2-model")[1]
     out = Path("out")
@@ -220,7 +220,7 @@ def test_weights_go_to_a_file_of_their_own_above_a_size(vit, exported, spare, ex
 # ---- where it goes -------------------------------------------------------------------------------------------------
 
 
-def test_an_output_that_exists(vit):
+def test_an_output_is_replaced_with_overwrite_alone(vit):
     writer(vit).write()
     before = everything()
     assert refusal(vit) == f"{Path.cwd() / 'out'} exists; --overwrite replaces it"
@@ -240,7 +240,7 @@ def test_what_is_no_export_is_never_replaced(vit, overwrite):
     )
 
 
-def test_a_new_folder_inside_the_model(vit):
+def test_a_graph_inside_the_model_changes_nothing_of_it(vit):
     before, fingerprint = contents(vit), Checkpoint.open(vit).fingerprint
     manifest = writer(vit, "vit/onnx").write()
     assert manifest is not None
@@ -256,7 +256,7 @@ def test_a_new_folder_inside_the_model(vit):
 
 @pytest.mark.parametrize("out", [".", "vit/../vit", "link"])
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_an_output_that_holds_the_model(vit, out, overwrite):
+def test_an_output_that_holds_the_model_is_refused(vit, out, overwrite):
     Path("link").symlink_to("vit")
     assert refusal(vit, out, overwrite=overwrite) == (
         f"output {Path(out)} holds the model vit: choose another place, or a new folder inside"
@@ -304,7 +304,7 @@ def test_a_proof_that_fails_leaves_nothing(vit, overwrite):
     assert seen == [OWN | {"preprocessor_config.json"}]
 
 
-def test_a_proof_that_passes(vit, overwrite):
+def test_what_a_proof_writes_stays_in_the_folder(vit, overwrite):
     """What it leaves in the folder stays there."""
 
     def prove(folder: Path) -> bool:
@@ -354,7 +354,7 @@ def largest_file(limit: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("embedded", [0, 1 << 30], ids=["external data", "embedded"])
-def test_a_disk_that_fills_up(vit, overwrite, embedded):
+def test_a_disk_that_fills_up_leaves_nothing(vit, overwrite, embedded):
     assert sum(each["size"] for each in sizes_of(vit)) > 2 * 8192
     with largest_file(8192):
         error = ending(vit, UserError, overwrite=overwrite, embedded=embedded)
@@ -368,7 +368,7 @@ def sizes_of(model: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("dtype", "each"), [("fp32", 4), ("fp16", 2)])
-def test_no_room_to_begin_with(vit, monkeypatch, dtype, each):
+def test_too_little_room_is_refused_before_anything_is_written(vit, monkeypatch, dtype, each):
     before = everything()
     monkeypatch.setattr(writing, "_MARGIN_BYTES", 0)
     monkeypatch.setattr(writing.shutil, "disk_usage", lambda _: SimpleNamespace(free=4 * 1024))
@@ -393,7 +393,7 @@ def kill_in_the_middle(model: Path, monkeypatch: pytest.MonkeyPatch, *, overwrit
     assert Path("out.partial/model.onnx").is_file()
 
 
-def test_a_killed_run(vit, overwrite, monkeypatch):
+def test_what_a_killed_run_left_is_dropped_with_overwrite_alone(vit, overwrite, monkeypatch):
     before = everything()
     kill_in_the_middle(vit, monkeypatch, overwrite=overwrite)
     assert {key: value for key, value in everything().items() if not key.startswith("out.partial")} == before

@@ -118,7 +118,7 @@ def read(values: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", chosen(PUBLIC, lambda name: name not in ("vit", "bert-model", "bert-two-heads")))
-def test_inputs_and_outputs(exported, name):
+def test_inputs_and_outputs_have_the_names_and_axes_of_the_hub(exported, name):
     settings, inputs, outputs = PUBLIC[name]
     graph = onnx.load(graph_of(exported(name, **settings)[1])).graph
     assert read(graph.input) == inputs
@@ -179,7 +179,7 @@ def refusal(model: Path, out: Path, **settings: Any) -> str:
     return str(error.value)
 
 
-def test_a_model_that_computes_with_a_fixed_batch(vit, tmp_path, monkeypatch):
+def test_a_model_that_computes_with_a_fixed_batch_is_refused(vit, tmp_path, monkeypatch):
     original = ViTMLP.forward
     monkeypatch.setattr(ViTMLP, "forward", lambda self, x: original(self, x) + torch.zeros(2, 1, 1))
     assert refusal(vit, tmp_path / "out") == (
@@ -195,7 +195,7 @@ def depending_on_data(original: Any) -> Any:
     return forward
 
 
-def test_a_model_that_branches_on_what_it_reads(vit, tmp_path, monkeypatch):
+def test_a_model_that_branches_on_what_it_reads_leaves_a_log(vit, tmp_path, monkeypatch):
     monkeypatch.setattr(ViTMLP, "forward", depending_on_data(ViTMLP.forward))
     before = [(each.handlers[:], each.propagate) for each in map(logging.getLogger, ("torch", "transformers"))]
     said = refusal(vit, tmp_path / "out")
@@ -211,7 +211,7 @@ def test_a_model_that_branches_on_what_it_reads(vit, tmp_path, monkeypatch):
 
 
 @posix
-def test_one_line_on_the_terminal(vit, tmp_path, monkeypatch):
+def test_a_failed_trace_is_one_line_on_the_terminal(vit, tmp_path, monkeypatch):
     """Whoever writes there: click's runner would not see what is written past Python."""
     monkeypatch.setattr(ViTMLP, "forward", depending_on_data(ViTMLP.forward))
     done = forked(lambda: main(["export", str(vit), "-o", "out", "--no-validate"]), tmp_path)
@@ -221,7 +221,7 @@ def test_one_line_on_the_terminal(vit, tmp_path, monkeypatch):
     assert line.startswith("Error: ViTForImageClassification cannot be exported: ")
 
 
-def test_an_opset_that_the_exporter_does_not_write(vit, tmp_path):
+def test_an_opset_that_the_exporter_does_not_write_is_refused(vit, tmp_path):
     from ckpt_prune.evaluation.whole_model import load_model
 
     task = Task("image-classification", "image", False)

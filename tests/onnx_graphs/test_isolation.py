@@ -117,7 +117,7 @@ def test_commands_run_graphs_apart(exported: Exported, tmp_path, monkeypatch):
     assert len(opened) == 2
 
 
-def test_a_loop_without_end(tmp_path, monkeypatch):
+def test_a_loop_without_end_is_stopped(tmp_path, monkeypatch):
     path = endless(tmp_path)
     with isolate_sessions():
         inner = open_session(path).inner
@@ -128,14 +128,14 @@ def test_a_loop_without_end(tmp_path, monkeypatch):
             inner.run(None, IDS)
 
 
-def test_a_graph_that_takes_all_memory(tmp_path, capfd):
+def test_a_graph_that_takes_all_memory_is_stopped(tmp_path, capfd):
     path = huge(tmp_path)
     with isolate_sessions(), pytest.raises(RuntimeError, match="Failed to allocate memory"):
         open_session(path).inner.run(None, IDS)
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_file_that_is_no_graph(tmp_path):
+def test_a_file_that_is_no_graph_is_refused(tmp_path):
     (tmp_path / "model.onnx").write_bytes(b"no graph")
     with isolate_sessions(), pytest.raises(UserError, match="onnxruntime cannot load it: "):
         open_session(tmp_path / "model.onnx")

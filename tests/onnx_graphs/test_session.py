@@ -63,7 +63,7 @@ def test_half_precision_goes_in_and_out(exported):
     assert graph(input_ids=torch.tensor([[3, 4]])).logits.dtype == torch.float16
 
 
-def test_what_is_filled_in():
+def test_inputs_that_are_left_out_are_filled_in():
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
     ids = torch.tensor([[7, 8], [9, 6]])
     found = complete_inputs({"input_ids": ids, "attention_mask": mask})
@@ -81,7 +81,7 @@ def test_what_is_filled_in():
     assert whole["position_ids"].tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 3, 4]]
 
 
-def test_cuda_that_cannot_be_loaded(exported, capfd):
+def test_without_cuda_the_cpu_is_used_and_a_line_says_so(exported, capfd):
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     found = open_session(exported("dinov2-model")[1] / "model.onnx", provider="cuda")
@@ -111,7 +111,7 @@ def test_as_many_threads_as_torch_uses(exported, monkeypatch):
 
 
 @pytest.mark.parametrize("content", [b"", b"no graph", b"\x08\x0a" * 40])
-def test_a_file_that_is_no_graph(tmp_path, content):
+def test_a_file_that_is_no_graph_is_refused_in_one_line(tmp_path, content):
     (tmp_path / "model.onnx").write_bytes(content)
     with pytest.raises(UserError) as error:
         open_session(tmp_path / "model.onnx")
@@ -120,7 +120,7 @@ def test_a_file_that_is_no_graph(tmp_path, content):
     assert "\n" not in said
 
 
-def test_inputs_that_the_graph_cannot_take(exported):
+def test_inputs_that_the_graph_cannot_take_are_refused(exported):
     graph = OnnxModel(exported("llama-gqa-tied")[1])
     with pytest.raises(UserError) as error:
         graph.run(complete_inputs({"input_ids": torch.tensor([[99]])}) | graph.empty_cache(1))

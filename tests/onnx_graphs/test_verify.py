@@ -95,7 +95,7 @@ def overwrite(path: Path, offset: int, data: bytes) -> None:
         file.write(data)
 
 
-def test_whole(folder, model):
+def test_a_whole_folder_passes(folder, model):
     checks = verify_graph(folder, model)
     assert {check.name: check.passed for check in checks} == dict.fromkeys([*NAMES, "source"], True)
     details = {check.name: check.detail for check in checks}
@@ -112,7 +112,7 @@ def test_whole(folder, model):
     assert [check.name for check in verify_graph(folder)] == NAMES
 
 
-def test_a_byte_of_a_weight(folder):
+def test_a_changed_byte_names_its_weight(folder):
     name = some_weight(folder)
     offset, _ = place(folder, name)
     before = (folder / "model.onnx_data").read_bytes()[offset]
@@ -124,7 +124,7 @@ def test_a_byte_of_a_weight(folder):
     }
 
 
-def test_a_byte_of_the_graph(folder):
+def test_a_changed_byte_outside_weights_is_told_from_a_weight(folder):
     """Where it is no weight: the name that made it."""
     data = (folder / "model.onnx").read_bytes()
     (folder / "model.onnx").write_bytes(data.replace(b"ckpt_prune", b"ckpt_prunE", 1))
@@ -144,7 +144,7 @@ def test_names_in_a_damaged_graph_are_not_printed(folder, capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_data_cut_off(folder):
+def test_data_that_is_cut_off_fails(folder):
     os.truncate(folder / "model.onnx_data", (folder / "model.onnx_data").stat().st_size // 2)
     found = failures(folder)
     assert set(found) == {"files", "finite", "load", "validation"}
@@ -155,7 +155,7 @@ def test_data_cut_off(folder):
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
-def test_a_graph_cut_off(folder, share):
+def test_a_graph_that_is_cut_off_fails_in_one_line_each(folder, share):
     os.truncate(folder / "model.onnx", int(share * (folder / "model.onnx").stat().st_size))
     found = failures(folder)
     assert {"files", "load"} <= set(found)
@@ -164,7 +164,7 @@ def test_a_graph_cut_off(folder, share):
 
 
 @pytest.mark.parametrize("name", ["model.onnx", "model.onnx_data", "config.json"])
-def test_a_file_that_is_gone(folder, name):
+def test_a_file_that_is_gone_is_named(folder, name):
     (folder / name).unlink()
     found = failures(folder)
     assert found["files"] == f"{name} is gone"
@@ -173,7 +173,7 @@ def test_a_file_that_is_gone(folder, name):
 
 @pytest.mark.parametrize("value", [b"\x00\x00\xc0\x7f", b"\x00\x00\x80\xff"], ids=["nan", "inf"])
 @pytest.mark.parametrize("validated", [False, True])
-def test_a_number_that_is_none(folder, value, validated):
+def test_nan_and_inf_fail_however_the_records_are_fixed_up(folder, value, validated):
     """However the records were fixed up for it."""
     name = some_weight(folder)
     overwrite(folder / "model.onnx_data", place(folder, name)[0] + 8, value)
@@ -223,7 +223,7 @@ def test_damaged_records_are_refused(folder):
 # ---- what it is of -------------------------------------------------------------------------------------------------
 
 
-def test_of_another_model(folder, model, tmp_path):
+def test_a_graph_of_another_model_fails(folder, model, tmp_path):
     shutil.copytree(model, tmp_path / "other")
     weights = bytearray((tmp_path / "other" / "model.safetensors").read_bytes())
     weights[-1] ^= 1
@@ -233,7 +233,7 @@ def test_of_another_model(folder, model, tmp_path):
     }
 
 
-def test_against_what_is_no_model(folder, tmp_path):
+def test_a_source_that_is_no_model_fails(folder, tmp_path):
     (tmp_path / "empty").mkdir()
     found = failures(folder, tmp_path / "empty")
     assert set(found) == {"source"}

@@ -1,6 +1,6 @@
 """Pruned and rounded graphs side by side: bytes, what is lost of the task's metric, and latency, in one run.
 
-    PYTHONPATH=. python tools/bench_quantised.py --out quantised.jsonl --work DIR [--models NAME ...]
+    PYTHONPATH=. python tools/bench_rounded_graphs.py --out rounded.jsonl --work DIR [--models NAME ...]
 
 Everything but the timing is done by the command line, as a user would. Each line of the output is one measurement; a
 run goes on where the last one stopped, and ends by printing the table. A star marks the best points: no other graph of
