@@ -259,7 +259,6 @@ def test_configs_that_transformers_cannot_build(place, changes):
 WITHOUT_TORCH: list[tuple[list[str], str]] = [
     (["prune", "./absent", "-o", "out"], "./absent does not exist; give an existing folder or a Hub id"),
     (["recover", "calib.txt", "--dense", "dense", "-o", "out"], "calib.txt is a file; give the folder that holds"),
-    (["inspect", "./absent"], "./absent does not exist; give an existing folder or a Hub id"),
     (["plan", "dense", "--recipe", "rcup"], "no recipe 'rcup': did you mean 'rcpu'?"),
     (
         ["prune", "dense", "--ratio", "20", "-o", "out"],
@@ -287,28 +286,17 @@ WITHOUT_TORCH: list[tuple[list[str], str]] = [
         ["calibrate", "dense", "-o", "out"],
         "calibrate needs --text FILE, --images DIR for a vision model, or --audio DIR",
     ),
-    (["recover", "pruned", "--dense", "dense", "-o", "out"], "recover needs --text FILE, --images DIR for a "),
-    (["evaluate", "./absent", "--text", "calib.txt", "--window", "16"], "./absent does not exist; give an "),
-    (["export", "./absent", "-o", "out"], "./absent does not exist; give an existing folder or a Hub id"),
     (["verify", "absent"], "absent does not exist; give a folder that this tool wrote"),
-    (["validate", "absent", "--against", "dense"], "absent does not exist; give a folder that this tool wrote"),
-    (["calibrate", "neox", "--text", "calib.txt", "-o", "out"], "model_type 'rwkv' is not a family this"),
-    (["plan", "neox", "--statistics", "stats"], "model_type 'rwkv' is not a family this version knows"),
-    (["prune", "neox", "--text", "calib.txt", "-o", "out"], "model_type 'rwkv' is not a family this version"),
-    (
-        ["recover", "pruned", "--dense", "neox", "--text", "calib.txt", "-o", "out"],
-        "model_type 'rwkv' is not a family this version knows",
-    ),
+    (["calibrate", "neox", "--text", "calib.txt", "-o", "out"], "model_type 'rwkv' is not a family that this"),
+    (["recover", "pruned", "--dense", "neox", "--text", "calib.txt", "-o", "out"], "model_type 'rwkv' is not a "),
     (["plan", "experts", "--statistics", "stats"], "this checkpoint is a mixture of experts (num_experts in "),
     (["prune", "dense", "--statistics", "absent", "-o", "out"], "absent holds no statistics.json: "),
-    (["plan", "dense", "--statistics", "absent"], "absent holds no statistics.json: "),
     (["plan", "dense", "--statistics", "stats", "--test", "absent"], "absent holds no statistics.json: "),
     (
         ["quantize", "dense", "--format", "int4", "--statistics", "absent", "-o", "out"],
         "absent holds no statistics.json: ",
     ),
     (["export", "dense", "--text", "absent.txt", "-o", "out"], "absent.txt: no such text file"),
-    (["validate", "pruned", "--text", "absent.txt"], "absent.txt: no such text file"),
     *(
         ([*command, "-o", "absent/out"], "the folder {here}/absent does not exist; create it first")
         for command in (
@@ -372,17 +360,9 @@ def test_what_can_be_refused_without_torch_is(place):
     "arguments",
     [
         ["inspect", "here/modell"],
-        ["calibrate", "here/modell", *TEXT, "-o", "out"],
-        ["plan", "here/modell", "--statistics", "stats"],
-        ["prune", "here/modell", *TEXT, "-o", "out"],
-        ["recover", "here/modell", "--dense", "dense", *TEXT, "-o", "out"],
         ["recover", "pruned", "--dense", "here/modell", *TEXT, "-o", "out"],
         ["evaluate", "here/modell", "--text", "calib.txt", "--window", "16"],
         ["evaluate", "pruned", "--against", "here/modell", "--text", "calib.txt", "--window", "16"],
-        ["export", "here/modell", "-o", "out"],
-        ["verify", "pruned", "--against", "here/modell"],
-        ["validate", "pruned", "--against", "here/modell"],
-        ["benchmark", "here/modell", "pruned"],
         ["benchmark", "dense", "here/modell"],
     ],
 )

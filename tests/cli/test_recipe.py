@@ -148,10 +148,6 @@ def test_schema():
     assert "rotation" in schema["$defs"]["Compensation"]["properties"]["method"]["enum"]
     assert "lambda" in schema["$defs"]["Compensation"]["properties"]
     recovery = schema["$defs"]["Recovery"]
-    assert list(recovery["properties"]) == [
-        *["method", "epochs", "lr", "batch", "accumulate", "schedule", "only", "layers", "norms"],
-        *["teacher", "held_out", "patience", "samples", "seed"],
-    ]
     assert recovery["additionalProperties"] is False
     assert all(field["description"] for field in recovery["properties"].values())
 
@@ -163,7 +159,6 @@ def test_schema():
     ("text", "message"),
     [
         ("", "r.yaml is not a recipe: a mapping of keys is expected (`ckpt-prune recipe show rcpu`)"),
-        ("- a\n", "r.yaml is not a recipe: a mapping of keys is expected (`ckpt-prune recipe show rcpu`)"),
         ("a: 1\n", "r.yaml is not a recipe: it has neither name nor spaces (`ckpt-prune recipe show rcpu`)"),
         (GOOD + "ratioo: 0.3\n", f"r.yaml, line 5: unknown key ratioo: did you mean 'ratio'? allowed here: {TOP}"),
         (
@@ -172,31 +167,17 @@ def test_schema():
             "did you mean 'score'? allowed here: score, ratio, rounding, multiple_of, optional, compensation",
         ),
         (
-            GOOD.replace("method", "methd"),
-            "r.yaml, line 4: unknown key spaces.mlp.compensation.methd: did you mean 'method'? "
-            "allowed here: method, lambda, lambda_units, lambda_grid, lambda_by, candidates, shares, centre_keys",
-        ),
-        (
             GOOD.replace("rotation", "rotate"),
             "r.yaml, line 4: spaces.mlp.compensation.method: unknown method 'rotate': did you mean 'rotation'? "
             "allowed here: none, bias, rotation, rotation-scale, centred-rotation, least-squares, ridge, affine, "
             "grail, auto, logit, low-rank, factors",
         ),
-        (
-            GOOD + "ratio: ten\n",
-            "r.yaml, line 5: ratio: input should be a valid number, unable to parse string as a number, got 'ten'",
-        ),
         (GOOD + "ratio: 1\n", "r.yaml, line 5: ratio: input should be less than 1, got 1"),
-        (GOOD + "ratio: .nan\n", "r.yaml, line 5: ratio: input should be a finite number, got nan"),
         (GOOD.replace("1", "2"), "r.yaml, line 1: version: input should be 1, got 2"),
         (GOOD + "name: again\n", "r.yaml, line 5: name is given twice"),
         (
             GOOD + "target: late\n",
             "r.yaml, line 5: target: input should be 'dense', 'sequential' or 'drift', got 'late'",
-        ),
-        (
-            "version: 1\nname: x\nspaces: [mlp]\n",
-            "r.yaml, line 3: spaces: input should be a valid dictionary, got ['mlp']",
         ),
         (
             GOOD.replace("rotation", "rotation, lambda: 1"),
@@ -256,15 +237,9 @@ def test_a_config_or_a_plan_is_not_a_recipe(place):
     [
         ("", "--set : expected key=value, for example spaces.mlp.ratio=0.3"),
         ("ratio", "--set ratio: expected key=value, for example spaces.mlp.ratio=0.3"),
-        ("=3", "--set =3: expected key=value, for example spaces.mlp.ratio=0.3"),
         ("ratio=[1", "--set ratio=[1: '[1' is not a YAML value"),
         ("ratio.x.y=1", "--set: ratio: input should be a valid number, got {{'x': {{'y': 1}}}}"),
         ("name.x=1", "--set name.x=1: name holds a value, not keys"),
-        (
-            "spaces.mlp.compensation.lambda=.inf",
-            "--set: spaces.mlp.compensation.lambda: input should be a finite number, got inf",
-        ),
-        ("ratio=.nan", "--set: ratio: input should be a finite number, got nan"),
         ("ratio=nan", "--set: ratio: input should be a finite number, got 'nan'"),
         ("ratoi=0.3", "--set: unknown key ratoi: did you mean 'ratio'? allowed here: " + TOP),
     ],
@@ -306,12 +281,6 @@ def test_a_ratio_that_leaves_nothing(place):
     for command in ("prune", "plan"):
         assert refused(command, "dense", "--recipe", "magnitude", "--ratio", "0.99", "-o", "out") == message
     assert refused("plan", "dense", "--recipe", "magnitude", "--ratio", "half").startswith("--ratio half: Input should")
-
-
-def test_a_container_that_cannot_hold_it(place):
-    assert refused("prune", "dense", "--recipe", "magnitude", "--set", "container=gpt2", "-o", "out") == (
-        "container 'gpt2' cannot hold a llama: llama, mistral, seed_oss, remote, any or padded can"
-    )
 
 
 def test_a_recipe_file_that_is_not_there(place):
