@@ -92,13 +92,17 @@ JOBS = {
     "values": _prune("values", *_HALF),
     "factored": _prune("low-rank", "--ratio", "0.3"),
     "depth-alone": _prune("shortgpt", "--set", "depth.drop=1"),
-    "lora": Job(("recover", f"{IN}/pruned", "--method", "lora", *TEXT, "--epochs", "1", "--batch", "2", "-o", "out")),
-    "recover-scales": Job(
-        ("recover", f"{IN}/pruned", "--dense", f"{IN}/dense", "--method", "scales", *TEXT, "-o", "out")
+    "lora": Job(
+        ("recover", f"{IN}/pruned", "--method", "lora", *TEXT, "--epochs", "1", "--batch", "2", "-o", "out"),
+        resumable=True,
     ),
-    "quantize": Job(("quantize", f"{IN}/wide", "--format", "int8", "-o", "out")),
+    "recover-scales": Job(
+        ("recover", f"{IN}/pruned", "--dense", f"{IN}/dense", "--method", "scales", *TEXT, "-o", "out"), resumable=True
+    ),
+    "quantize": Job(("quantize", f"{IN}/wide", "--format", "int8", "-o", "out"), resumable=True),
     "quantize-gptq": Job(
         ("quantize", f"{IN}/wide", "--format", "int4", "--statistics", f"{IN}/wide-stats", "-o", "out", "--overwrite"),
+        resumable=True,
         old="eight-bits",
     ),
     "push": Job(("push", f"{IN}/pruned", "team/small"), repo="team/small"),

@@ -139,7 +139,7 @@ def test_what_is_gone_on_with_is_said_first(sources, tmp_path, name, record, lin
     ],
 )
 def test_other_stages_are_named_too(tmp_path, units, line):
-    assert summary(Journal(tmp_path, "job", units={unit: [] for unit in units}), 3, "masked") == line
+    assert summary(Journal(tmp_path, "job", entries={unit: [] for unit in units}), 3, "masked") == line
 
 
 @pytest.mark.parametrize("resume", [False, True])
