@@ -1,9 +1,7 @@
 """What a report says to people: recipe, sizes, what each stage did, and where everything came from."""
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -14,7 +12,7 @@ from ckpt_prune.job.report import UNKNOWN, Stage
 from ckpt_prune.job.sizes import TargetSize
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.recipe.shipped import shipped_recipes
-from ckpt_prune.show.section import Section, Table, make_tables
+from ckpt_prune.show.section import Section, Table, list_entries, make_tables
 from ckpt_prune.stages import STAGES
 from ckpt_prune.stages.recovery.show import is_recovered
 from ckpt_prune.stages.report import AnyPlan, Report
@@ -124,7 +122,6 @@ def provenance(report: Report) -> Section:
         whole = container.note.startswith(_STORED)
         stored = container.note.removeprefix(_STORED) if whole else f"{stored}: {container.note}"
     written = f"ckpt_prune {report.ckpt_prune}, torch {report.torch}, transformers {report.transformers}"
-    recovery = report.recovery
     facts = {
         "source": report.source.name,
         "fingerprint": report.source.fingerprint,
@@ -132,35 +129,12 @@ def provenance(report: Report) -> Section:
         "source of the method": recipe.source,
         "file of the recipe": "" if report.origin is None else report.origin.pinned,
         "digest of the recipe": report.recipe_digest,
-        "calibration": _in_words(report.calibration.entries),
-        **(
-            {}
-            if recovery is None
-            else {
-                "recovered against": f"{recovery.dense.name}, fingerprint {recovery.dense.fingerprint}",
-                "recovery data": _in_words(recovery.data.entries),
-                "recovery settings": _in_words(recovery.settings.entries),
-            }
-        ),
+        "calibration": list_entries(report.calibration.entries),
         "stored as": stored,
         "written by": "" if report.ckpt_prune == UNKNOWN else written,
     }
     rows = [[name, fact] for name, fact in facts.items() if fact]
     return Section("Origin", tables=[Table(["", ""], rows, words=2)], details=_phases(report))
-
-
-def _in_words(provenance: Mapping[str, Any]) -> str:
-    """List every entry, whatever the modality has: `target dense, 128 samples, window 2048, ...`."""
-    parts = []
-    for key, value in provenance.items():
-        if value is None or isinstance(value, dict | list) or (isinstance(value, float) and not math.isfinite(value)):
-            continue
-        words = key.replace("_", " ")
-        if key in {"samples", "tokens", "folds", "epochs"} and isinstance(value, int):
-            parts.append(f"{value:,} {words.removesuffix('s') if value == 1 else words}")
-        else:
-            parts.append(f"{words} {value}")
-    return ", ".join(parts)
 
 
 def _phases(report: Report) -> list[Table]:

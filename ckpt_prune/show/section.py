@@ -3,6 +3,7 @@
 A stage returns its sections from `stages/STAGE/show.py`. Text is plain: printers escape it.
 """
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -223,6 +224,20 @@ def format_span(numbers: Collection[int]) -> str:
 def name_some(names: Sequence[str], most: int = 8) -> str:
     """List the first names, and say how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def list_entries(entries: Mapping[str, Any]) -> str:
+    """List every entry, whatever the modality has: `target dense, 128 samples, window 2048, ...`."""
+    parts = []
+    for key, value in entries.items():
+        if value is None or isinstance(value, dict | list) or (isinstance(value, float) and not math.isfinite(value)):
+            continue
+        words = key.replace("_", " ")
+        if key in {"samples", "tokens", "folds", "epochs"} and isinstance(value, int):
+            parts.append(f"{value:,} {words.removesuffix('s') if value == 1 else words}")
+        else:
+            parts.append(f"{words} {value}")
+    return ", ".join(parts)
 
 
 def mean_of(values: Collection[float | None]) -> float | None:

@@ -10,6 +10,7 @@ from ckpt_prune.show.section import (
     draw_figure,
     draw_line,
     draw_shares,
+    list_entries,
     make_tables,
     name_some,
     number_under,
@@ -78,10 +79,19 @@ def _show_blocks(recovery: RecoveryRecord, records: Sequence[RecoveredLayer]) ->
             "epoch",
         ),
     ]
-    return Section("Recovery", sentences, explanations, figures=figures, details=_details(layers, perplexities))
+    return Section(
+        "Recovery", sentences, explanations, figures=figures, details=_details(recovery, layers, perplexities)
+    )
 
 
-def _details(layers: Sequence[RecoveredLayer], perplexities: Sequence[Perplexity]) -> list[Table]:
+def _details(
+    recovery: RecoveryRecord, layers: Sequence[RecoveredLayer], perplexities: Sequence[Perplexity]
+) -> list[Table]:
+    facts = [
+        ("dense model", f"{recovery.dense.name}, fingerprint {recovery.dense.fingerprint}"),
+        ("data", list_entries(recovery.data.entries)),
+        ("settings", list_entries(recovery.settings.entries)),
+    ]
     return [
         *make_tables(
             "Every block",
@@ -103,6 +113,7 @@ def _details(layers: Sequence[RecoveredLayer], perplexities: Sequence[Perplexity
             perplexities,
             {"blocks recovered": lambda entry: f"{entry.blocks:,}", "perplexity": number_under("perplexity")},
         ),
+        Table(("", ""), facts, words=2, title="Data and settings"),
     ]
 
 
