@@ -186,10 +186,10 @@ def check_spaces(family: Family, recipe: Recipe) -> None:
             + f"Heads and mlp can be pruned: recipes corp-heads and corp-mlp, or leave out spaces.{missing[0]}"
         )
     if missing and ENDS[missing[0]] == "rotary":
-        lies = family.unpaired or "its description does not say how they lie"
-        found = f"in {family.model_type} none can go: {lies}" if family.rope else f"{family.model_type} has none"
+        problem = family.unpaired or "its description does not say how they lie"
+        reason = f"in {family.model_type} none can go: {problem}" if family.rope else f"{family.model_type} has none"
         remedy = "; spaces.qk prunes dimensions of its queries and keys" if family.logits else ""
-        raise UserError(f"recipe {recipe.name} prunes {missing[0]}, pairs of rotary positions, and {found}{remedy}")
+        raise UserError(f"recipe {recipe.name} prunes {missing[0]}, pairs of rotary positions, and {reason}{remedy}")
     if missing and missing[0] in BESIDE and ENDS[missing[0]] == "columns":
         raise UserError(
             f"recipe {recipe.name} prunes {missing[0]}, query heads inside KV groups, and none can go by itself in "
@@ -215,12 +215,12 @@ def check_spaces(family: Family, recipe: Recipe) -> None:
         )
     for name in recipe.spaces:
         if family.spaces[name].whole is not None:
-            left = {each: own for each, own in family.spaces.items() if own.whole is None and own.ends != "experts"}
-            plain = (each for each, own in left.items() if each in family.columns and own.fixed is None)
-            others = list(first_expert_spaces(plain)) or list(first_expert_spaces(left))
+            prunable = {each: own for each, own in family.spaces.items() if own.whole is None and own.ends != "experts"}
+            plain = (each for each, own in prunable.items() if each in family.columns and own.fixed is None)
+            others = list(first_expert_spaces(plain)) or list(first_expert_spaces(prunable))
             alone = " and ".join(f"recipe corp-{other}" for other in others)
-            reason = family.spaces[name].whole
+            obstacle = family.spaces[name].whole
             raise UserError(
-                f"recipe {recipe.name} prunes {name}, of which none can go in {family.model_type}: {reason}. "
+                f"recipe {recipe.name} prunes {name}, of which none can go in {family.model_type}: {obstacle}. "
                 f"Leave out spaces.{name}: {' and '.join(others)} can be pruned, by itself in {alone}"
             )

@@ -49,15 +49,8 @@ def add_gradients(
     2 d_in d_out flops a token and point.
 
     Args:
-        statistics: of the same model and samples.
-        samples: those that the moments were measured on.
-        device: where blocks run and are refitted.
-        compute_dtype: in which they run.
+        statistics: of the same model and samples; the result is the same with the metric in it.
         spaces: whose sites are tried; by default those that stand in no other (`Family.consumers`).
-        allocate: makes the tensors that hold hidden states.
-
-    Returns:
-        The statistics with the metric in them.
     """
     last = split_folds(len(samples), statistics.index.folds)[-1]
     some = SampleRange(samples, last.start, min(last.stop, last.start + LIMITS[model.family.modality]))

@@ -65,13 +65,9 @@ def measure_effects(
 
     Args:
         statistics: of the same model, with Grams of consumers' inputs, and with logits if q and k are among the spaces.
-        samples: the first `limit` are run.
         spaces: whose sites are pruned; those that the family has.
-        device: where blocks run and are refitted.
-        compute_dtype: in which they run.
         points: shares of the units of a site to drop, nearest counts from 1 to all but one.
-        limit: of samples; by default `LIMITS`.
-        allocate: makes the tensors that hold hidden states.
+        limit: so many of the first samples are run; by default `LIMITS`.
         journal: of the run, to record the effects of each block's sites in; recorded effects are not measured again.
 
     Returns:

@@ -45,11 +45,8 @@ def measure_spaces(
     Memory: the hidden states of the samples as often. Several processes share the variants, each on all samples.
 
     Args:
-        refits: of the dense model's sites.
         samples: of the last fold.
-        predicted: of every site.
-        compute_dtype: in which blocks run.
-        allocate: makes the tensors that hold hidden states.
+        predicted: of every site, by gradients.
 
     Returns:
         Space → (units dropped of every block, the mean over samples of `Readout.divergence`), ascending; and for spaces
