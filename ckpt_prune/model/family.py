@@ -62,7 +62,7 @@ class Family(StrictModel):
     registers: str | None = None
     layers: str
     block: str
-    entry: list[str]
+    entry: list[str] = Field(min_length=1)
     embedding: str | None = None
     flat: bool = False
     usual: tuple[int, int] | None = None
