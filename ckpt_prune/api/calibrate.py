@@ -45,16 +45,14 @@ class ForeseenStatistics:
 
     def summary(self) -> dict[str, Any]:
         """Return what `--json` prints: the keys of `Statistics.summary` that are known, and the estimate."""
+        names = ("modality", "samples", "window", "folds", "collect", "blocks", "bytes")
+        known = {name: getattr(self, name) for name in names}
+        tokens = self.samples * self.window
         return {
             "written": False,
-            "modality": self.modality,
-            "samples": self.samples,
-            "window": self.window,
-            "tokens": self.samples * self.window,
-            "folds": self.folds,
+            **known,
             "collect": list(self.collect),
-            "blocks": self.blocks,
-            "bytes": self.bytes,
+            "tokens": tokens,
             "estimate": self.estimate.data(),
         }
 
