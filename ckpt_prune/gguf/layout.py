@@ -292,7 +292,7 @@ def _rotary(source: Source, architecture: Architecture) -> tuple[dict[str, Any],
         values |= {"rope.scaling.type": "yarn", "rope.scaling.factor": float(parameters["factor"])}
         values["rope.scaling.original_context_length"] = int(parameters[_ORIGINAL])
     elif kind == "llama3" and architecture.name in ("llama", "deci", "granite", "smollm3"):
-        tables["rope_freqs"] = _llama3_divisors(parameters, rotated)
+        tables["rope_freqs"] = llama3_divisors(parameters, rotated)
     elif kind == "longrope" and architecture.name == "phi3":
         original = int(parameters.get(_ORIGINAL) or source.value(_ORIGINAL))
         scale = max(1.0, int(source.value("max_position_embeddings")) / original)
@@ -305,7 +305,7 @@ def _rotary(source: Source, architecture: Architecture) -> tuple[dict[str, Any],
     return values, tensors, context
 
 
-def _llama3_divisors(parameters: Mapping[str, Any], rotated: int) -> Tensor:
+def llama3_divisors(parameters: Mapping[str, Any], rotated: int) -> Tensor:
     """Return what each rotary frequency is divided by: 1 if it turns often, the factor if rarely, between: a mix."""
     frequencies = 1.0 / parameters["rope_theta"] ** (torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)
     turns = parameters[_ORIGINAL] * frequencies / (2 * math.pi)

@@ -18,14 +18,19 @@ from ckpt_prune.common.filenames import CONVERSION_RECORD
 from ckpt_prune.common.progress import track
 from ckpt_prune.conversion.convert import CONVERSION, Conversion
 from ckpt_prune.gguf.architectures import ARCHITECTURES, DIFFERENT, KEY, QUERY, Architecture
-from ckpt_prune.gguf.layout import Weight
+from ckpt_prune.gguf.layout import Weight, llama3_divisors
 from ckpt_prune.gguf.reading import GgufFile, open_gguf
 from ckpt_prune.gguf.tokenizer import tokenizer_of
+from ckpt_prune.job.model_card import front_matter
 from ckpt_prune.model.containers.checking import check_shapes
 from ckpt_prune.model.descriptions import load_family
 from ckpt_prune.model.skeleton import stock_names
 
 _DTYPES = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
+_CARD = {"license": "license", "license_name": "license.name", "license_link": "license.link", "language": "languages"}
+_LLAMA3_TABLE = "rope_freqs.weight"
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""What all Llama 3 have in common; a file holds what follows from it."""
 _EPSILONS = {
     "starcoder2": "norm_epsilon",
     "cohere": "layer_norm_eps",
@@ -61,6 +66,8 @@ def convert_gguf(path: Path, out: Path, *, overwrite: bool = False) -> Conversio
         writer.commit("tensors")
         writer.write_json(CONFIG, config)
         writer.write_json("generation_config.json", _generation(file, config))
+        if card := {key: value for key in _CARD if (value := file.values.get(f"general.{_CARD[key]}"))}:
+            writer.write_text("README.md", f"{front_matter(card)}\nMade from {path.name}.\n")
         tokenizer.save_pretrained(folder)
         for each in sorted(Path(folder).iterdir()):
             writer.copy(each, each.name)
@@ -150,7 +157,13 @@ def _rope(file: GgufFile, name: str, head_dim: int) -> dict[str, Any]:
     kind = file.values.get(f"{name}.rope.scaling.type", "none")
     if kind == "linear":
         parameters |= {"rope_type": "linear", "factor": file.value(f"{name}.rope.scaling.factor", float)}
-    elif kind != "none" or any(key in file.tensors for key in ("rope_freqs.weight", "rope_factors_long.weight")):
+    elif kind == "none" and _LLAMA3_TABLE in file.tensors:
+        table = file.read(_LLAMA3_TABLE)
+        parameters |= {"rope_type": "llama3", "factor": float(table.max()), **_LLAMA3}
+        expected = llama3_divisors(parameters, rotated)
+        if table.shape != expected.shape or not torch.allclose(table.double(), expected, rtol=1e-4):
+            raise UserError(f"{file.path}: {_LLAMA3_TABLE} is not that of a Llama 3, and is not converted")
+    elif kind != "none" or "rope_factors_long.weight" in file.tensors:
         raise UserError(f"{file.path}: its rotary positions are scaled in a way that is not converted ({kind})")
     return parameters
 
@@ -191,6 +204,8 @@ def _tensors(file: GgufFile, architecture: Architecture, config: Mapping[str, An
     outer = {mapped: module for module, mapped in architecture.outer.items()}
     inner = {mapped: module for module, mapped in architecture.block.items()}
     for name, info in file.tensors.items():
+        if name == _LLAMA3_TABLE and config["rope_parameters"].get("rope_type") == "llama3":
+            continue
         base, _, kind = name.rpartition(".")
         parts = base.split(".", 2)
         in_block = len(parts) == 3 and parts[0] == "blk" and parts[1].isdigit()

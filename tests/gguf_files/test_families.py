@@ -11,17 +11,17 @@ pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
-    "factor": 4.0,
+    "factor": 32.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
+    "original_max_position_embeddings": 8192,
 }
 LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "long_factor": [1.5] * 4, "short_factor": [1.2] * 4}
 WINDOWED = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 20, "tie_word_embeddings": True}
 FAMILIES = {
     "llama": ("llama", {}),
     "llama-biases-tied": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
-    "llama-llama3": ("llama", {"rope_parameters": LLAMA3}),
+    "llama-llama3": ("llama", {"rope_parameters": LLAMA3, "head_dim": 32}),
     "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
     "mistral": ("mistral", {"head_dim": 16, "sliding_window": None}),
     "qwen2": ("qwen2", {}),

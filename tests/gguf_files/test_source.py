@@ -17,10 +17,11 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.gguf.export import export_gguf
 from ckpt_prune.gguf.reading import open_gguf
 from ckpt_prune.gguf.source import convert_gguf
+from ckpt_prune.job.model_card import source_card
 from tests.gguf_files.test_families import FAMILIES
 from tests.gguf_files.tiny import proving, save
 
-UNREAD = {"llama-llama3", "phi3-longrope", "phi3"}  # scaled rotary positions; a window that llama.cpp ignores
+UNREAD = {"phi3-longrope", "phi3"}  # scaled rotary positions; a window that llama.cpp ignores
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +165,15 @@ def test_an_unknown_architecture_is_refused(llama, tmp_path):
     (tmp_path / "m.gguf").write_bytes(data)
     with pytest.raises(UserError, match="GGUF files of mamba are not converted"):
         convert_gguf(tmp_path / "m.gguf", tmp_path / "out")
+
+
+def test_the_licence_comes_along(llama, tmp_path):
+    card = {"general.license": "apache-2.0", "general.languages": ["en"]}
+    file = edited(llama[1], tmp_path / "m.gguf", **card)
+    convert_gguf(file, tmp_path / "out")
+    assert source_card(tmp_path / "out").license == "apache-2.0"
+    export_gguf(str(tmp_path / "out"), tmp_path / "again.gguf", proving(tmp_path / "out"), proof=False)
+    assert card.items() <= open_gguf(tmp_path / "again.gguf").values.items()
 
 
 def test_the_folder_is_a_checkpoint_that_this_tool_opens(llama, tmp_path):
