@@ -1,5 +1,7 @@
 """Factor of the inverse Gram, for inputs that are visited from left to right (see `sparsegpt`)."""
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from ckpt_prune.sparsity.damping import damped_cholesky, live_mean
@@ -15,6 +17,30 @@ def factorise(hessian: Tensor, dead: Tensor, damp: float, most_damp: float) -> t
     matrix[:, dead] = 0
     matrix.diagonal()[dead] = 1
     return damped_cholesky(matrix, damp, most_damp)
+
+
+@dataclass(frozen=True)
+class OrderedFactor:
+    """The factor of a Gram whose inputs are taken in another order.
+
+    Attributes:
+        order: inputs in the order in which they are visited, (d_in,) int64.
+        factor: of the Gram with its inputs in that order, as `factorise` gives it, (d_in, d_in) float64.
+    """
+
+    order: Tensor
+    factor: Tensor
+
+
+def factorise_largest_first(gram: Tensor, damp: float, most_damp: float) -> OrderedFactor:
+    """Factorise a Gram (d_in, d_in) with its inputs in the order of their energy, largest first.
+
+    Inputs that are visited first are rounded before they carry the errors of others, and have the most inputs left to
+    make up for theirs (`actorder` of GPTQ's released code).
+    """
+    order = gram.diagonal().argsort(descending=True, stable=True)
+    ordered = gram[order][:, order]
+    return OrderedFactor(order, factorise(ordered, ordered.diagonal() == 0, damp, most_damp)[0])
 
 
 def part(factor: Tensor, rows: slice, columns: slice) -> Tensor:

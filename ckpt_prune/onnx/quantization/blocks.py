@@ -6,7 +6,7 @@ cut into blocks, each with a scale s and a zero z: a weight is s (q - z), q bein
 
 import functools
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ckpt_prune.sparsity.damping import DAMP
-from ckpt_prune.sparsity.inverse import factorise
+from ckpt_prune.sparsity.inverse import factorise_largest_first
 from ckpt_prune.sparsity.visiting import fix_in_turn, visit_inputs
 
 Array = NDArray[Any]
@@ -78,8 +78,8 @@ def round_by_gptq(matrix: Array, gram: Tensor, grid: Grid, *, damp: float = DAMP
 
     GPTQ (Frantar et al. 2022, arXiv 2210.17323): with H the Gram of the inputs and H⁻¹ = UᵀU, the error of the weights
     of input j, divided by U_jj, times U_j,later goes to the later ones. That is SparseGPT's update with "rounded" in
-    the place of "zero" (`sparsity/visiting.py`). The scale and the zero of a block are those that onnxruntime gives the
-    block's weights when its first input is visited, moved as they are by then.
+    the place of "zero" (`sparsity/visiting.py`). Inputs of large energy come first; scales and zeros are those that
+    onnxruntime gives the matrix as it is.
 
     Args:
         matrix: (K, N), float32 or float16.
@@ -89,44 +89,30 @@ def round_by_gptq(matrix: Array, gram: Tensor, grid: Grid, *, damp: float = DAMP
     Raises:
         SingularHessianError: the Gram cannot be factorised with any damping.
     """
-    factor, _ = factorise(gram, gram.diagonal() == 0, damp, 1.0)
-    scales: list[Array] = []
-    zeros: list[Array] = []
-    codes: list[Array] = []
+    ordered = factorise_largest_first(gram, damp, 1.0)
+    inputs = ordered.order.tolist()
+    nearest = round_to_nearest(matrix, grid)
+    codes = nearest.unpack_codes().reshape(matrix.shape[1], -1)
+    scales = torch.from_numpy(nearest.scales.T.astype(np.float64))  # (blocks, N)
+    zeros, most = torch.from_numpy(nearest.unpack_zeros().T.astype(np.float64)), (1 << grid.bits) - 1
 
-    def visit(W: Tensor, U: Tensor, _here: slice) -> None:
-        blocks = round_to_nearest(W.to(torch.float32).numpy().astype(matrix.dtype), grid)
-        scale = torch.from_numpy(blocks.scales[:, 0].astype(np.float64))
-        stored = blocks.unpack_zeros()
-        zero, most = torch.from_numpy(stored[:, 0].astype(np.float64)), (1 << grid.bits) - 1
-        step = torch.where(scale == 0, 1.0, scale)
-        rounded = torch.empty_like(W)
-
+    def visit(W: Tensor, U: Tensor, here: slice) -> None:
         def round_input(j: int, weights: Tensor) -> Tensor:
-            rounded[j] = torch.round(weights / step + zero).clamp_(0, most)
-            return (rounded[j] - zero) * scale
+            at = inputs[here.start + j]
+            scale, zero = scales[at // grid.block], zeros[at // grid.block]
+            rounded = torch.round(weights / torch.where(scale == 0, 1.0, scale) + zero).clamp_(0, most)
+            codes[:, at] = rounded.numpy()
+            return (rounded - zero) * scale
 
         fix_in_turn(W, U, round_input)
-        padding = np.broadcast_to(stored, (len(stored), grid.block - len(rounded)))
-        codes.append(np.concatenate([rounded.T.numpy(), padding], 1).astype(np.uint8))
-        scales.append(blocks.scales[:, 0])
-        zeros.append(stored[:, 0].astype(np.uint8))
 
-    visit_inputs(torch.tensor(matrix, dtype=torch.float64), factor, grid.block, visit)
-    return pack_blocks(grid, len(matrix), np.stack(codes, 1), np.stack(scales, 1), np.stack(zeros, 1))
-
-
-def pack_blocks(grid: Grid, rows: int, codes: Array, scales: Array, zeros: Array) -> Blocks:
-    """Blocks of uint8 codes (N, blocks, block), scales (N, blocks) and uint8 zeros (N, blocks); `rows` is K."""
-    stored = None if grid.symmetric else _pack(zeros, grid.bits)
-    return Blocks(grid, rows, _pack(codes, grid.bits), scales, stored)
+    visit_inputs(torch.tensor(matrix, dtype=torch.float64)[ordered.order], ordered.factor, grid.block, visit)
+    return replace(nearest, packed=_pack(codes.reshape(*nearest.scales.shape, grid.block), grid.bits))
 
 
 def _pack(values: Array, bits: int) -> Array:
     if bits == 8:
         return np.ascontiguousarray(values)
-    if values.shape[-1] % 2:
-        values = np.concatenate([values, np.zeros_like(values[..., :1])], -1)
     packed: Array = values[..., 0::2] | (values[..., 1::2] << 4)
     return packed
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.sparsity.inverse import OrderedFactor
 from ckpt_prune.stages.quantize.rounding import codes_of, gptq_codes, scales_of, weights_of
 from ckpt_prune.stages.quantize.scheme import LIBRARY, PackingScheme
 
@@ -62,18 +63,18 @@ def packed_shapes(
 
 
 def pack_weight(
-    module: str, weight: Tensor, scheme: PackingScheme, factor: Tensor | None = None
+    module: str, weight: Tensor, scheme: PackingScheme, gram: OrderedFactor | None = None
 ) -> tuple[dict[str, Tensor], float]:
     """Return the tensors that replace a weight (rows, columns), and the sum of squared differences from rounding.
 
-    `factor` is of the Gram of its inputs (`inverse.factorise`), for GPTQ; None rounds to nearest.
+    `gram` is of its inputs, for GPTQ; None rounds to nearest.
     """
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
     words, scales, change, rows = [], [], 0.0, max(1, _MOST_AT_ONCE // weight.shape[1])
     for part in weight.tensor_split(list(range(rows, len(weight), rows))):
         scale = scales_of(part, scheme, weight.dtype)
-        codes = codes_of(part, scale, scheme) if factor is None else gptq_codes(part, factor, scale, scheme)
+        codes = codes_of(part, scale, scheme) if gram is None else gptq_codes(part, gram, scale, scheme)
         change += float((weights_of(codes, scale, scheme) - part).square().sum())
         words.append(pack_to_int32(codes, scheme.bits))
         scales.append(scale)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ckpt_prune.sparsity.inverse import OrderedFactor
 from ckpt_prune.sparsity.visiting import fix_in_turn, visit_inputs
 from ckpt_prune.stages.quantize.scheme import PackingScheme
 
@@ -12,32 +13,35 @@ _BLOCK = 128
 """Columns that are updated at once by those before them."""
 
 
-def gptq_codes(weight: Tensor, factor: Tensor, scales: Tensor, scheme: PackingScheme) -> Tensor:
+def gptq_codes(weight: Tensor, gram: OrderedFactor, scales: Tensor, scheme: PackingScheme) -> Tensor:
     """Round a weight under given scales so that its outputs change least: (rows, columns) int8; zeros stay zeros.
 
+    GPTQ (Frantar et al. 2022, Algorithm 1) on the columns in the order of `gram`; groups stay where they are.
     Memory beyond the arguments: three float64 matrices of the weight's size.
 
     Args:
         weight: (rows, columns).
-        factor: of H, as `sparsity.inverse.factorise` gives it, (columns, columns) float64.
+        gram: factor of the Gram of the weight's inputs.
         scales: of every group, as `scales_of` gives them, (rows, groups).
     """
-    old = weight.T.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
+    order = gram.order
+    old = weight.T[order].to(torch.float64, copy=True, memory_format=torch.contiguous_format)
     steps, size = scales.T.double(), weight.shape[1] // scales.shape[1]
+    groups = (order // size).tolist()
     codes = torch.zeros(old.shape, dtype=torch.int8, device=weight.device)
     row = PackingScheme(scheme.format, None)
 
     def visit(W: Tensor, U: Tensor, here: slice) -> None:
         def nearest(j: int, weights: Tensor) -> Tensor:
             at = here.start + j
-            step = steps[at // size]
+            step = steps[groups[at]]
             codes[at] = codes_of(weights[:, None], step[:, None], row)[:, 0].masked_fill(old[at] == 0, 0)
             return codes[at] * step
 
         fix_in_turn(W, U, nearest)
 
-    visit_inputs(old, factor, _BLOCK, visit)
-    return codes.T.contiguous()
+    visit_inputs(old, gram.factor, _BLOCK, visit)
+    return torch.empty_like(codes).index_copy_(0, order, codes).T.contiguous()
 
 
 SHRINKS = tuple(1 - step / 20 for step in range(8))

@@ -28,7 +28,7 @@ from ckpt_prune.model.containers.container import stored_container
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.skeleton import Names
 from ckpt_prune.sparsity.damping import DAMP, MOST_DAMP
-from ckpt_prune.sparsity.inverse import factorise
+from ckpt_prune.sparsity.inverse import OrderedFactor, factorise_largest_first
 from ckpt_prune.sparsity.zeros import weights_by_module
 from ckpt_prune.stages.quantize.packing import (
     pack_weight,
@@ -164,8 +164,8 @@ class QuantizeStep(Step):
             if name not in self._weights:
                 new[name] = tensor
                 continue
-            factor = None if self._factors is None else self._factors.of(block, name)
-            packed, change = pack_weight(name.removesuffix(_WEIGHT), tensor, self.chosen.scheme, factor)
+            gram = None if self._factors is None else self._factors.of(block, name)
+            packed, change = pack_weight(name.removesuffix(_WEIGHT), tensor, self.chosen.scheme, gram)
             energy = float(tensor.double().square().sum())
             rounded.append(RoundedWeight(weight=name, error=change / energy if energy else 0.0))
             new |= packed
@@ -177,10 +177,10 @@ class GramFactors:
 
     def __init__(self, model: Model, statistics: Statistics) -> None:
         self._model, self._statistics = model, statistics
-        self._block, self._factors = -1, dict[str, Tensor]()
+        self._block, self._factors = -1, dict[str, OrderedFactor]()
 
-    def of(self, block: int, weight: str) -> Tensor:
-        """Return the factor of the damped Gram of a weight's inputs (`factorise`); refuse statistics without one."""
+    def of(self, block: int, weight: str) -> OrderedFactor:
+        """Return the factor of the damped Gram of a weight's inputs; refuse statistics without one."""
         if block != self._block:
             self._block, self._factors = block, {}
         model = self._model
@@ -195,7 +195,7 @@ class GramFactors:
             moments = sum_folds(folds) if folds else None
             if not isinstance(moments, Moments) or moments.gram is None:
                 raise UserError(f"{self._statistics.folder} has no Gram of the inputs of {weight}: {_COLLECT}")
-            self._factors[name] = factorise(moments.gram, moments.gram.diagonal() == 0, DAMP, MOST_DAMP)[0]
+            self._factors[name] = factorise_largest_first(moments.gram, DAMP, MOST_DAMP)
         return self._factors[name]
 
 

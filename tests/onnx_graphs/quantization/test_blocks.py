@@ -13,7 +13,6 @@ from onnx import helper
 
 from ckpt_prune.onnx.quantization.blocks import (
     Grid,
-    pack_blocks,
     round_to_nearest,
 )
 from ckpt_prune.options.graphs import GraphSettings
@@ -57,17 +56,6 @@ def test_the_matrix_in_them_is_what_onnxruntime_multiplies_with(rows, block, bit
     assert np.allclose(blocks.to_matrix(), products(blocks, 21), atol=1e-6)
     step = blocks.scales.max()
     assert np.abs(blocks.to_matrix() - matrix).max() <= step * (1.01 if symmetric else 0.51)
-
-
-@pytest.mark.parametrize("symmetric", [False, True])
-@pytest.mark.parametrize("bits", [4, 8])
-def test_they_are_put_together_from_their_numbers(bits, symmetric):
-    """Three blocks: in 4 bits their zeros fill a byte and a half."""
-    blocks = round_to_nearest(RNG.standard_normal((48, 6), dtype=np.float32), Grid(bits, 16, symmetric))
-    codes, zeros = blocks.unpack_codes(), blocks.unpack_zeros().astype(np.uint8)
-    again = pack_blocks(blocks.grid, blocks.rows, codes, blocks.scales, zeros)
-    assert np.array_equal(again.to_matrix(), blocks.to_matrix())
-    assert np.array_equal(again.packed, blocks.packed)
 
 
 def test_sizes_are_those_that_onnxruntime_has():

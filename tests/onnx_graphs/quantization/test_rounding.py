@@ -16,17 +16,19 @@ def inputs(rows: int, tokens: int = 400) -> np.ndarray:
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
-def test_one_block_is_rounded_as_in_the_paper(symmetric):
-    x, grid = inputs(32), Grid(4, 32, symmetric)
-    matrix = RNG.standard_normal((32, 5)).astype(np.float32)
-    blocks = round_by_gptq(matrix, torch.from_numpy(x.T @ x), grid, damp=0.01)
-    known = round_to_nearest(matrix, grid)  # in the first block weights have not moved yet: scales are the same
-    assert np.array_equal(blocks.scales, known.scales)
+def test_blocks_are_rounded_as_in_the_paper_inputs_of_large_energy_first(symmetric):
+    x, grid = inputs(64), Grid(4, 32, symmetric)
+    matrix = RNG.standard_normal((64, 5)).astype(np.float32)
+    gram = x.T @ x
+    blocks, nearest = round_by_gptq(matrix, torch.from_numpy(gram), grid, damp=0.01), round_to_nearest(matrix, grid)
+    assert np.array_equal(blocks.scales, nearest.scales)
+    order = np.argsort(-np.diag(gram), kind="stable")
+    ordered, hessian = matrix[order].astype(np.float64), gram[np.ix_(order, order)]
     for column in range(5):
-        scale = np.full(32, known.scales[column, 0], np.float64)
-        zero = np.full(32, known.unpack_zeros()[column, 0], np.float64)
-        expected = round_row(matrix[:, column].astype(np.float64), x.T @ x, scale, zero, 15, 0.01)
-        assert np.array_equal(blocks.unpack_codes()[column, 0], expected)
+        scale = np.repeat(nearest.scales[column].astype(np.float64), 32)[order]
+        zero = np.repeat(nearest.unpack_zeros()[column].astype(np.float64), 32)[order]
+        expected = round_row(ordered[:, column], hessian, scale, zero, 15, 0.01)
+        assert np.array_equal(blocks.unpack_codes()[column].reshape(-1)[order], expected)
 
 
 @pytest.mark.parametrize("rows", [64, 72])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt_prune.sparsity.inverse import factorise
+from ckpt_prune.sparsity.inverse import factorise_largest_first
 from ckpt_prune.stages.quantize.packing import pack_weight, unpack_codes
 from ckpt_prune.stages.quantize.rounding import SHRINKS, codes_of, gptq_codes, scales_of, weights_of
 from ckpt_prune.stages.quantize.scheme import PackingScheme
@@ -92,16 +92,21 @@ def test_words_hold_the_codes_bit_by_bit(monkeypatch, format, bits, columns):
 
 
 def slow_gptq(weight: np.ndarray, gram: np.ndarray, scales: np.ndarray, bits: int) -> np.ndarray:
-    """GPTQ as its paper states it: after every column the inverse is taken anew, of the inputs that are left."""
+    """GPTQ as its paper states it, columns of large inputs first: each time with the inverse of what is left.
+
+    `scales` is of every weight.
+    """
     low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
     damped = gram / np.diag(gram).mean() + 0.01 * np.eye(len(gram))
-    moved, codes, size = weight.copy(), np.zeros_like(weight), weight.shape[1] // scales.shape[1]
-    for j in range(weight.shape[1]):
-        inverse = np.linalg.inv(damped[j:, j:])
-        scale = scales[:, j // size]
-        codes[:, j] = np.clip(np.round(moved[:, j] / scale), low, high)
+    moved, codes = weight.copy(), np.zeros_like(weight)
+    left = sorted(range(weight.shape[1]), key=lambda j: -gram[j, j])
+    while left:
+        j = left[0]
+        inverse = np.linalg.inv(damped[np.ix_(left, left)])
+        codes[:, j] = np.clip(np.round(moved[:, j] / scales[:, j]), low, high)
         codes[weight[:, j] == 0, j] = 0
-        moved[:, j:] -= ((moved[:, j] - codes[:, j] * scale) / inverse[0, 0])[:, None] * inverse[0]
+        moved[:, left] -= ((moved[:, j] - codes[:, j] * scales[:, j]) / inverse[0, 0])[:, None] * inverse[0]
+        left = left[1:]
     return codes
 
 
@@ -115,8 +120,9 @@ def test_gptq_is_the_textbook_one_and_keeps_outputs(group):
     weight[:, ::5] = 0
     gram, scheme = inputs.T @ inputs, PackingScheme("int4", group)
     scales = scales_of(weight, scheme, torch.float64)
-    codes = gptq_codes(weight, factorise(gram, gram.diagonal() == 0, 0.01, 1.0)[0], scales, scheme)
-    assert (codes.double().numpy() == slow_gptq(weight.numpy(), gram.numpy(), scales.numpy(), 4)).all()
+    codes = gptq_codes(weight, factorise_largest_first(gram, 0.01, 1.0), scales, scheme)
+    by_weight = scales.repeat_interleave(160 // scales.shape[1], dim=1)
+    assert (codes.double().numpy() == slow_gptq(weight.numpy(), gram.numpy(), by_weight.numpy(), 4)).all()
     assert (codes[weight == 0] == 0).all()
 
     def lost(found):
