@@ -1,0 +1,55 @@
+"""Every command of a guide runs, on tiny models: names of files are those that the guides speak of."""
+
+import random
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import WORDS
+from tests.cli.running import ok
+from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
+from tests.images import CLASSES, write_csv, write_images, write_vit
+
+GUIDES = sorted((Path(__file__).parents[1] / "recipes" / "guides").glob("*.md"))
+SMALLER = {"--window": "16", "--samples": "8", "--generate": "2"}
+"""The tiny models read short texts."""
+
+
+def commands(guide: Path) -> list[list[str]]:
+    blocks = re.findall(r"^```bash\n(.*?)^```$", guide.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    lines = [line for block in blocks for line in block.splitlines() if line]
+    assert all(line.startswith("ckpt-prune ") for line in lines)
+    return [shlex.split(line, comments=True)[1:] for line in lines]
+
+
+def smaller(words: list[str]) -> list[str]:
+    return [SMALLER.get(before, word) for before, word in zip(["", *words], words, strict=False)]
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    rng = random.Random(0)
+    for name in ("calib.txt", "held_out.txt"):
+        Path(name).write_text(" ".join(rng.choice(WORDS) for _ in range(400)))
+    tiny_llama(max_position_embeddings=32).save_pretrained("MODEL")
+    tiny_tokenizer("<s> $A").save_pretrained("MODEL")
+    write_vit(Path("VIT"))
+    names = [f"{number}.png" for number in range(16)]
+    write_images(Path("photos"), names)
+    write_csv(
+        Path("photos/labels.csv"),
+        "file,label",
+        *(f"{name},{CLASSES[i % len(CLASSES)]}" for i, name in enumerate(names)),
+    )
+
+
+@pytest.mark.usefixtures("workplace")
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.stem)
+def test_every_command_of_a_guide_runs(guide):
+    written = commands(guide)
+    assert written
+    for words in written:
+        ok(*smaller(words))
