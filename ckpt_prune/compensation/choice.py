@@ -20,6 +20,7 @@ from torch import Tensor
 from ckpt_prune.compensation.fit import Blend, Fit, Solution, squared_error
 from ckpt_prune.compensation.held_out import HeldOut
 from ckpt_prune.compensation.methods import METHODS, Method, Units, absolute_strength
+from ckpt_prune.compensation.strength_walk import StrengthWalk
 
 RESOLUTION = 1e-12
 """Relative errors that differ by less than this count as equal: the difference is rounding."""
@@ -27,6 +28,8 @@ SMALLEST_SCALE = 1e-6
 """The scaled rotation is divided by its scale to get the plain one, unless the scale is smaller than this."""
 ENOUGH_FOR_TWO_FOLDS = 8
 """With so many training tokens for each kept input, two folds held out choose as well as all."""
+WIDE = 1024
+"""With more kept inputs than this the strength of a ridge is found by `StrengthWalk`, not by eigenvectors."""
 
 NEAR = 0.1
 """A rotation that is so much worse than the best, at the ridges' share of the drift, is tried at no other share."""
@@ -204,14 +207,28 @@ class _Trials:
         bounds: dict[str, float] = dict.fromkeys(bounded_names, 0.0)
         compared = len(bounded_names) < len(methods)
         bounding = dict(_fits(bounded_names, self.weight_kept, self.total.at(1.0))) if compared else {}
-        energy, fewest = 0.0, self.total.fit.count
+        ridges = [method for method in methods if method.ridge_towards and self.weight_kept.shape[1] > WIDE]
+        walks = [StrengthWalk(ridge, self.weight_kept, self.grid, shares, self.units) for ridge in ridges]
+        others = [method for method in methods if not method.best_of_form and method not in ridges]
+        energy, fewest, count = 0.0, self.total.fit.count, 0
         for train, fold in split_folds(self.folds, self.total, self.weight_kept.shape[1]):
             fewest = min(fewest, train.fit.count)
             energy += fold.second_moments()[2]
-            for key, fold_error in self._others([m for m in methods if not m.best_of_form], train, fold, shares):
+            for key, fold_error in self._others(others, train, fold, shares):
                 sums[key] += fold_error
+            for walk in walks:
+                walk.see(count, train, fold)
+            count += 1
             for name, solution in bounding.items():
                 bounds[name] += squared_error(solution, fold)
+        going_on = [walk for walk in walks if walk.move(count)]
+        while going_on:
+            for number, (train, fold) in enumerate(split_folds(self.folds, self.total, self.weight_kept.shape[1])):
+                for walk in going_on:
+                    walk.see(number, train, fold)
+            going_on = [walk for walk in going_on if walk.move(count)]
+        for walk in walks:
+            sums |= walk.errors()
         unit = energy if energy > 0 else 1.0
         least = min(sums.values(), default=math.inf)
         ruled_out = {name for name, bound in bounds.items() if bound > least + RESOLUTION * unit}

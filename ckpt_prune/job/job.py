@@ -78,7 +78,7 @@ class Job:
         live: samples to measure on.
         device: where blocks run and closed forms are solved.
         plan: decisions that were made before.
-        diagnostics: also compute errors and spectra that no result depends on.
+        diagnostics: also compute errors and spectra that no result depends on; None for those that cost little.
         training: samples for a recipe with recovery.
         by_default: True if the user named no recipe.
         origin: where the recipe, or that of the plan, was fetched from; None if it was here.
@@ -93,7 +93,7 @@ class Job:
     live: LiveSamples | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     plan: Plan | None = None
-    diagnostics: bool = False
+    diagnostics: bool | None = False
     training: RecoverySamples | None = None
     by_default: bool = False
     origin: Origin | None = None

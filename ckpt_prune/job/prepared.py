@@ -130,7 +130,7 @@ class Prepared:
         return self.job.device
 
     @property
-    def diagnostics(self) -> bool:
+    def diagnostics(self) -> bool | None:
         return self.job.diagnostics
 
     @property

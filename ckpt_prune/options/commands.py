@@ -168,6 +168,15 @@ class DiagnosticsOptions(Options):
     factorizations per site."""
 
 
+class PruneDiagnosticsOptions(Options):
+    """What is measured besides, which costs time."""
+
+    group = MEASURE
+    diagnostics: bool | None = option(default=None)
+    """Also record floors, rho2, spectra and, with folds, held-out errors of every site, and the errors of a Wanda mask.
+    This takes one or two more factorizations per site. [default: only what costs little]"""
+
+
 class PlanOptions(OverwriteOptions, DiagnosticsOptions, RecipeOptions):
     """What to plan."""
 
@@ -257,7 +266,7 @@ class PruneOptions(
     ResumeOptions,
     StateMemoryOptions,
     RecoveryMeasureOptions,
-    DiagnosticsOptions,
+    PruneDiagnosticsOptions,
     ImageOptions,
     CalibrationOptions,
     RecipeOrPlanOptions,

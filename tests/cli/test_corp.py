@@ -118,7 +118,7 @@ def test_low_rank_is_nearer_at_the_same_cost(here):
     sites = {}
     for recipe in ("corp-qk", "corp-qk-low-rank"):
         ok("plan", "vit", "--recipe", recipe, "--statistics", "stats", "-o", f"{recipe}.json")
-        ok("prune", "vit", "--plan", f"{recipe}.json", "-o", recipe)
+        ok("prune", "vit", "--plan", f"{recipe}.json", "-o", recipe, "--diagnostics")
         report = read_json(f"{recipe}/ckpt_prune.json")
         sites[recipe] = report["sites"], report["after"], report["container"]
         assert json.loads(ok("verify", recipe, "--against", "vit", "--json"))["passed"]

@@ -181,7 +181,7 @@ def assert_masked_by_half(folder: str, recipe: str) -> None:
 @pytest.mark.parametrize("recipe", MASKS)
 def test_masks(here, recipe):
     said = ok(*PRUNE, recipe, *TEXT)
-    errors = "" if recipe.startswith("magnitude") else error_line("out")
+    errors = error_line("out") if recipe.startswith("sparsegpt") else ""
     assert said == COSTS + masked_line(recipe) + errors + "written to out\n"
     assert_masked_by_half("out", recipe)
     before, after = tensors("dense"), tensors("out")
@@ -215,7 +215,7 @@ def test_rotations_and_masks(here, recipe):
         f"{'shared' if shared else 'per-layer'}, {format_figure(after)} nats after "
         f"({100 * (after - before) / before:+.1f}%), in 3 steps{'' if shared else ' per block'}.\n"
     )
-    errors = "" if importance == "magnitude" else error_line("out")
+    errors = error_line("out") if importance == "sparsegpt" else ""
     assert said == (COSTS if shared else TURNED) + rotated + masked_line(recipe) + errors + "written to out\n"
     assert_masked_by_half("out", recipe)
     model = stock("out") if shared else ckpt_prune.load("out")
@@ -508,9 +508,11 @@ def test_no_plan_lists_single_weights(here, recipe):
     assert refused("plan", "dense", "--recipe", recipe, "--statistics", "stats", "-o", "plan.json") == message
 
 
-def test_no_diagnostics(here):
-    assert ok(*PRUNE, "wanda-50", *TEXT, "--no-diagnostics") == COSTS + masked_line("wanda-50") + "written to out\n"
-    ok("prune", "dense", "--recipe", "wanda-50", *TEXT, "-o", "with")
+@pytest.mark.parametrize("recipe", ["wanda-50", "sparsegpt-50"])
+def test_no_diagnostics(here, recipe):
+    assert ok(*PRUNE, recipe, *TEXT, "--no-diagnostics") == COSTS + masked_line(recipe) + "written to out\n"
+    said = ok("prune", "dense", "--recipe", recipe, *TEXT, "--diagnostics", "-o", "with")
+    assert error_line("with") in said
     assert (Path("out") / "model.safetensors").read_bytes() == (Path("with") / "model.safetensors").read_bytes()
 
 

@@ -58,7 +58,7 @@ def masker_of(mask: Mask, prepared: Prepared) -> Masker:
         mask.groups,
         prepared.output.container.biases,
         prepared.device,
-        prepared.diagnostics,
+        prepared.diagnostics is not False,
         None if prepared.shares is None else prepared.shares.ratios,
     )
 

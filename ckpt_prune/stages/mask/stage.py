@@ -202,7 +202,8 @@ class Mask(Stage):
     def grams(self, prepared: "Prepared") -> dict[str, bool] | None:
         if not self.reads_inputs:
             return None
-        return dict.fromkeys(prepared.model.family.inputs, prepared.diagnostics or self.method == "sparsegpt")
+        # Wanda needs norms, and Grams for the errors that the report states, if they are asked for.
+        return dict.fromkeys(prepared.model.family.inputs, bool(prepared.diagnostics) or self.method == "sparsegpt")
 
     def step(self, prepared: "Prepared", run: "Run") -> "Step":
         from ckpt_prune.stages.mask.run import mask_step

@@ -37,7 +37,7 @@ def choose_widths(prepared: Prepared) -> Prepared:
 
 
 def pruner_of(prepared: Prepared) -> Pruner:
-    container, diagnostics = prepared.output.container, prepared.diagnostics
+    container, diagnostics = prepared.output.container, bool(prepared.diagnostics)
     return Pruner(prepared.model, prepared.decisions, container.biases, prepared.device, diagnostics, container.padded)
 
 
