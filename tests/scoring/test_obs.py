@@ -196,3 +196,28 @@ def test_infinities_and_nan_are_refused(which, value):
 def test_what_does_not_fit_is_refused(weight, gram, per_unit, damp, message):
     with pytest.raises(ValueError, match=message):
         remove_greedily(torch.ones(weight), torch.ones(gram), per_unit, damp=damp)
+
+
+@pytest.mark.parametrize("per_unit", [1, 4])
+def test_wide_inputs_go_in_float32_at_the_same_cost(monkeypatch, per_unit):
+    weight, gram = layer(20, 120)
+    gram *= torch.outer(*[torch.logspace(0, 1.5, 120, dtype=torch.float64)] * 2)
+    exact = remove_greedily(weight, gram, per_unit)
+    monkeypatch.setattr(obs, "WIDE", 0)
+    found = remove_greedily(weight, gram, per_unit)
+    assert found.costs.dtype == torch.float64
+    assert not torch.equal(found.costs, exact.costs)
+    torch.testing.assert_close(found.costs, exact.costs, rtol=1e-4, atol=0)
+    assert sorted(found.order.tolist()) == sorted(exact.order.tolist())
+
+
+def test_what_float32_gets_wrong_is_done_in_float64(monkeypatch):
+    weight, gram = layer(20, 60)
+    exact = remove_greedily(weight, gram)
+    monkeypatch.setattr(obs, "WIDE", 0)
+    monkeypatch.setattr(obs, "AGREES", 0.0)
+    found = remove_greedily(weight, gram)
+    assert torch.equal(found.costs, exact.costs)
+    # Hardly any damping, which nothing but float64 resolves.
+    monkeypatch.setattr(obs, "AGREES", 1.0)
+    assert torch.equal(remove_greedily(weight, gram, damp=1e-6).costs[-1:] > 0, torch.tensor([True]))
