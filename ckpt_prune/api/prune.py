@@ -26,6 +26,7 @@ from ckpt_prune.recipe.places import check_recipe
 from ckpt_prune.runner.resuming import resumable
 
 if TYPE_CHECKING:
+    from ckpt_prune.evaluation.results import Result
     from ckpt_prune.job.prepared import Prepared
     from ckpt_prune.model.model import Model
     from ckpt_prune.onnx.export import Exported, GraphStep
@@ -41,6 +42,7 @@ class Pruned:
         settled: the job with all that was decided; None if an earlier run had done everything but the graph.
         report: as in the output's ckpt_prune.json; None after a dry run.
         graph: the ONNX graph of a recipe with `export`.
+        evaluation: what `evaluate` measured, as `cp.evaluate` returns it.
     """
 
     path: Path
@@ -48,6 +50,7 @@ class Pruned:
     report: "Report | None"
     graph: "Exported | None" = None
     notices: tuple[str, ...] = ()
+    evaluation: "Result | None" = None
     pushed: "Pushed | None" = None
 
     def __repr__(self) -> str:
@@ -70,6 +73,8 @@ class Pruned:
             data["messages"] = messages(self.settled)
         if self.graph is not None:
             data["onnx"] = self.graph.data()
+        if self.evaluation is not None:
+            data["evaluation"] = self.evaluation.data()
         return data if self.pushed is None else data | {"pushed": self.pushed.data()}
 
 
@@ -83,6 +88,10 @@ class AfterwardsError(UserError):
 
 class GraphFailedError(AfterwardsError):
     """The output's graph cannot be made."""
+
+
+class EvaluationFailedError(AfterwardsError):
+    """The output cannot be measured."""
 
 
 class PushFailedError(AfterwardsError):
@@ -113,8 +122,8 @@ def prune(options: PruneOptions) -> Pruned:
     A long run starts with an estimate of time, memory and disk; --dry-run always prints one. The output appears only
     when it is complete. An interrupted run leaves OUT.partial, which --resume continues.
 
-    Raises `GraphFailedError` or `PushFailedError`, which are UserErrors, if the output is written but its graph
-    cannot be made, or it cannot be pushed.
+    Raises `GraphFailedError`, `EvaluationFailedError` or `PushFailedError`, which are UserErrors, if the output is
+    written but its graph cannot be made, or it cannot be measured or pushed.
     """
     return prune_as(options)
 
@@ -122,6 +131,8 @@ def prune(options: PruneOptions) -> Pruned:
 def prune_as(options: PruneOptions, written: Callable[[Pruned], None] = lambda _pruned: None) -> Pruned:
     """Prune, and call `written` with the output as soon as it is complete, before its graph is made."""
     pruned = _prune(options, written)
+    if options.evaluate and not options.dry_run:
+        pruned = process_group().alone(lambda: _evaluate(options, pruned))
     if options.push is None or options.dry_run or not pruned.passed:
         return pruned
     send = partial(push_output, pruned, options.push, public=options.public, progress=options.progress)
@@ -143,6 +154,7 @@ def _prune(options: PruneOptions, written: Callable[[Pruned], None]) -> Pruned:
         process_group().on_first(lambda: check_output(model, out, resume=options.resume, overwrite=options.overwrite))
     check_supported(options.model, options.family, options.part)
     check_texts(options.text)
+    check_texts(tuple(place for place in options.evaluate if not Path(place).is_dir()))
     if options.statistics is not None:
         check_statistics(options.statistics)
     if options.push is not None:
@@ -191,6 +203,28 @@ def _prune(options: PruneOptions, written: Callable[[Pruned], None]) -> Pruned:
         return pruned
     graph = process_group().alone(lambda: _graph(pruned, step, say))
     return replace(pruned, graph=graph, notices=tuple(say.lines))
+
+
+def _evaluate(options: PruneOptions, pruned: Pruned) -> Pruned:
+    """Measure the output and the dense model on held-out data."""
+    from ckpt_prune.api.evaluate import evaluate
+    from ckpt_prune.model.containers.opening import Opening, open_model
+
+    given: dict[str, Any] = {"images": options.evaluate[0]}
+    if not Path(options.evaluate[0]).is_dir():
+        window = options.window or open_model(options.model, Opening.of(options)).tokens
+        given = {"text": options.evaluate, "window": window}
+    how: dict[str, Any] = {
+        "device": options.device,
+        "trust_remote_code": options.trust_remote_code,
+        "progress": options.progress,
+    }
+    try:
+        result = evaluate(pruned.path, against=options.model, samples=options.evaluate_samples, **given, **how)
+    except UserError as error:
+        again = f"`ckpt-prune evaluate {pruned.path} --against {options.model}`"
+        raise EvaluationFailedError(f"{error}; {pruned.path} is complete: {again}", pruned) from error
+    return replace(pruned, evaluation=result)
 
 
 def _check_together(options: PruneOptions) -> None:

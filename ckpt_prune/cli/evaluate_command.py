@@ -8,8 +8,12 @@ from ckpt_prune.api.evaluate import evaluate
 from ckpt_prune.cli.command import Command, table
 
 
+def result_text(result: Any) -> str:
+    return "\n\n".join(part if isinstance(part, str) else table(*part) for part in result.paragraphs())
+
+
 def _show(result: Any, _options: dict[str, Any]) -> None:
-    click.echo("\n\n".join(part if isinstance(part, str) else table(*part) for part in result.paragraphs()))
+    click.echo(result_text(result))
 
 
 command = Command(

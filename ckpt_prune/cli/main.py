@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import click
@@ -24,26 +25,39 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # to fill them (absolute values of 4096 x 1536 take 33 ms; 13 ms with huge pages). Read as above; Linux only.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
-COMMANDS = {
-    "inspect": "What a checkpoint is, what can be pruned, and into which container.",
-    "convert": "Write timm's ViT, or an MAE, as the stock class that computes it.",
-    "calibrate": "Measure activation statistics once, to reuse with any recipe.",
-    "plan": "Decide what stays and predict the cost; write only the plan.",
-    "prune": "Write a smaller checkpoint, or one with zeros, that transformers loads.",
-    "recover": "Train what a pruned checkpoint has left, one block at a time (LaCo).",
-    "verify": "Prove that an output is whole and loads.",
-    "quantize": "Write weights of 8 or 4 bits, for transformers and vLLM.",
-    "export": "Write an ONNX graph, compared with PyTorch in onnxruntime.",
-    "validate": "Compare an exported graph with its model again.",
-    "benchmark": "Latency, throughput, size and memory of two models side by side.",
-    "report": "Show what pruning cost, block by block, as one HTML page.",
-    "compare": "What leaves every block of two models, side by side.",
-    "evaluate": "Perplexity, accuracy on images and KL divergence, or lm-eval tasks.",
-    "push": "Share an output through the Hub, verified first.",
-    "recipe": "List, show, copy, validate and share recipes.",
-    "statistics": "Show or add statistics folders.",
-    "demo": "The whole path on the model the package carries.",
+GROUPS = {
+    "The four to start with": {
+        "prune": "Write a smaller checkpoint, or one with zeros.",
+        "verify": "Prove that an output is whole and loads.",
+        "evaluate": "Measure perplexity, accuracy, KL divergence or tasks.",
+        "export": "Write a graph for ONNX Runtime, or a GGUF file for llama.cpp.",
+    },
+    "Measure": {
+        "inspect": "Say what a checkpoint is, and what can be pruned.",
+        "calibrate": "Measure activation statistics once, for any recipe.",
+        "statistics": "Show or add statistics folders.",
+    },
+    "Decide": {
+        "recipe": "List, show, copy, validate and share recipes.",
+        "plan": "Decide what stays and predict the cost; write only the plan.",
+    },
+    "Prune": {
+        "recover": "Train what a pruned checkpoint has left.",
+        "quantize": "Write weights of 8 or 4 bits, for transformers and vLLM.",
+        "convert": "Write timm's ViT, an MAE or a GGUF file as a checkpoint.",
+    },
+    "Check": {
+        "compare": "Compare what leaves every block of two models.",
+        "report": "Show what pruning cost, block by block, as an HTML page.",
+    },
+    "Deploy and share": {
+        "validate": "Compare an exported graph with its model again.",
+        "benchmark": "Time two models side by side; size and memory.",
+        "push": "Share an output through the Hub, verified first.",
+        "demo": "Try it all on the model that the package carries.",
+    },
 }
+COMMANDS = {name: text for group in GROUPS.values() for name, text in group.items()}
 TOGETHER = ("calibrate", "prune", "recover")
 """Commands that torchrun may start in several processes."""
 
@@ -90,8 +104,9 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
+        for title, commands in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name.ljust(max(map(len, COMMANDS))), text) for name, text in commands.items()])
 
     def main(self, *args: Any, **more: Any) -> Any:
         """Run as a program, and handle Ctrl-C also while click does not."""
@@ -115,22 +130,28 @@ class LazyGroup(click.Group):
             raise Refusal(to_one_line(str(to_user_error(error)))) from error
 
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
-@click.version_option(__version__, prog_name="ckpt-prune")
-def main() -> None:
-    """Make a transformer smaller today, offline.
+def _show_versions(ctx: click.Context, _option: click.Parameter, wanted: bool) -> None:
+    if not wanted or ctx.resilient_parsing:
+        return
+    click.echo(f"ckpt-prune {__version__}")
+    for package in ("torch", "transformers", "onnxruntime-gpu", "onnxruntime"):
+        with suppress(PackageNotFoundError):
+            click.echo(f"{package} {version(package)}")
+    ctx.exit()
 
-    Reads a Hugging Face checkpoint (a folder or a Hub id) of a language or vision model, drops attention heads, MLP
-    columns or dimensions of q and k, lets the tensors that stay absorb a closed-form compensation, and writes a
-    checkpoint that transformers loads (with code of its own if blocks differ in width, as with recipe best). Or it
-    zeroes single weights. What is lost can be trained back, one block at a time, towards the dense model (recover).
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.option(
+    "--version", is_flag=True, callback=_show_versions, expose_value=False, is_eager=True, help="Show versions."
+)
+def main() -> None:
+    """Make a transformer smaller today, offline, without a training run.
+
+    MODEL is a Hugging Face checkpoint: a folder or a Hub id.
 
     \b
-      ckpt-prune demo
-      ckpt-prune prune MODEL --recipe rcpu --ratio 0.2 --text calib.txt -o OUT
-      ckpt-prune evaluate OUT --against MODEL --text held_out.txt --window 2048
-      ckpt-prune export OUT -o OUT/onnx
+      ckpt-prune prune MODEL --ratio 0.2 --text calib.txt -o OUT
+      ckpt-prune evaluate OUT --against MODEL --text held_out.txt
 
-    Bad input exits with code 2 and leaves nothing behind; a check that fails exits with code 1. Ctrl-C,
-    SIGTERM and SIGHUP keep what is done, for --resume, and exit with 128 and the signal's number.
+    Bad input exits with 2 and leaves nothing behind, a failed check with 1. Ctrl-C keeps what is done, for --resume.
     """

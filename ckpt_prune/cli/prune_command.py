@@ -32,6 +32,10 @@ def _prune(options: dict[str, Any], as_json: bool) -> None:
         from ckpt_prune.cli.proof import exported_lines
 
         click.echo("\n".join(exported_lines(pruned.graph)))
+    if not as_json and pruned.evaluation is not None:
+        from ckpt_prune.cli.evaluate_command import result_text
+
+        click.echo(result_text(pruned.evaluation))
     if not as_json and pruned.pushed is not None:
         from ckpt_prune.cli.push_command import pushed_lines
 
@@ -57,6 +61,18 @@ def _print_done(pruned: Pruned) -> None:
         for line in (*section_lines(stage_sections(report)), *latency_sentences(report)):
             click.echo(line)
         click.echo(f"written to {pruned.path}")
+        for hint in _hints(pruned, settled):
+            click.echo(hint, err=True)
+
+
+def _hints(pruned: Pruned, settled: Any) -> list[str]:
+    """Say how to check an output, and how to run it."""
+    container, out = settled.output.container, pruned.path
+    source = settled.model.checkpoint.path
+    load = f'transformers: {settled.model.family.auto_class}.from_pretrained("{out}")'
+    if container.remote_class is not None:
+        load = f'ckpt_prune.load("{out}"), or transformers with trust_remote_code=True'
+    return [f"check it: ckpt-prune verify {out} --against {source}", f"run it: {load}"]
 
 
 def _print_dry(settled: Any) -> None:
@@ -112,7 +128,7 @@ command = Command(
     prune,
     call=_prune,
     examples=[
-        "prune MODEL --target-params 70% --text calib.txt -o OUT",
+        "prune MODEL --target-params 70% --text calib.txt -o OUT --evaluate held_out.txt",
         "prune MODEL --recipe rcpu --ratio 0.2 --text calib.txt -o OUT",
         "prune MODEL --recipe ridge --set spaces.mlp.ratio=0.4 --statistics STATS -o OUT",
         "prune VIT --recipe corp --ratio 0.5 --images photos -o OUT",

@@ -277,6 +277,11 @@ class PruneOptions(
     harmless = True
     dry_run: bool = option(default=False)
     """Check everything and print sizes; measure and write nothing. Data to measure on may be left out."""
+    evaluate: Texts = option(default=(), metavar="FILE|DIR", group=MEASURE)
+    """When OUT is complete, measure it and MODEL on this held-out text (perplexity and KL, in windows of --window
+    tokens), or on this folder of images. It loads both whole. May be repeated."""
+    evaluate_samples: int = option(default=16, ge=1, group=MEASURE)
+    """Use at most this many windows, or images, of --evaluate."""
     push: str | None = option(default=None, metavar="REPO", group=HUB)
     """Push OUT to this new repository on the Hub (ORG/NAME) when it is complete, as `ckpt-prune push` does. Token and
     name are checked before any work."""

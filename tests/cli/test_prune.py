@@ -711,3 +711,29 @@ def test_recovery_that_a_model_or_its_data_does_not_allow(place):
     assert refused(*rest, "--set", "recovery=true") == (
         f"--set: recovery: keys are expected ({RECOVERY_KEYS}), got True"
     )
+
+
+# ---- what it cost, measured at the end ---------------------------------------------------------------------------------
+
+
+def test_evaluate_ends_with_what_evaluate_prints(place):
+    Path("held_out.txt").write_text(Path("calib.txt").read_text()[:600])
+    job = ("prune", "dense", "--recipe", "magnitude", "--ratio", "0.5", "--window", "16", "--evaluate", "held_out.txt")
+    said = ok(*job, "-o", "out")
+    alone = ok("evaluate", "out", "--against", "dense", "--text", "held_out.txt", "--window", "16", "--samples", "16")
+    assert said.endswith(f"written to out\n{alone}")
+    found = json.loads(ok(*job, "--json", "--overwrite", "-o", "out"))["evaluation"]
+    assert found["kl"] > 0
+    assert found["against"]["perplexity"] > 1
+
+
+def test_what_cannot_be_evaluated_on_is_refused_first(place):
+    assert refused("prune", "dense", "--recipe", "magnitude", "-o", "out", "--evaluate", "nothing.txt") == (
+        "nothing.txt: no such text file"
+    )
+
+
+def test_what_to_do_next_is_said_beside_the_result(place):
+    result = run("prune", "dense", "--recipe", "magnitude", "--ratio", "0.5", "-o", "out")
+    assert "check it: ckpt-prune verify out --against dense\n" in result.stderr
+    assert 'run it: transformers: AutoModelForCausalLM.from_pretrained("out")\n' in result.stderr
