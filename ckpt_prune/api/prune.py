@@ -214,13 +214,9 @@ def _evaluate(options: PruneOptions, pruned: Pruned) -> Pruned:
     if not Path(options.evaluate[0]).is_dir():
         window = options.window or open_model(options.model, Opening.of(options)).tokens
         given = {"text": options.evaluate, "window": window}
-    how: dict[str, Any] = {
-        "device": options.device,
-        "trust_remote_code": options.trust_remote_code,
-        "progress": options.progress,
-    }
+    given |= {"device": options.device, "trust_remote_code": options.trust_remote_code, "progress": options.progress}
     try:
-        result = evaluate(pruned.path, against=options.model, samples=options.evaluate_samples, **given, **how)
+        result = evaluate(pruned.path, against=options.model, samples=options.evaluate_samples, **given)
     except UserError as error:
         again = f"`ckpt-prune evaluate {pruned.path} --against {options.model}`"
         raise EvaluationFailedError(f"{error}; {pruned.path} is complete: {again}", pruned) from error

@@ -64,7 +64,16 @@ def test_the_group_lists_every_command_with_its_line():
 
 
 def test_version():
-    assert ok("--version") == f"ckpt-prune, version {__version__}\n"
+    lines = ok("--version").splitlines()
+    assert lines[0] == f"ckpt-prune {__version__}"
+    assert {line.split()[0] for line in lines} >= {"ckpt-prune", "torch", "transformers"}
+
+
+def test_help_fits_a_screen_and_names_the_first_four_first():
+    lines = ok("--help").splitlines()
+    assert len(lines) <= 48
+    first = lines.index("The four to start with:")
+    assert [line.split()[0] for line in lines[first + 1 : first + 5]] == ["prune", "verify", "evaluate", "export"]
 
 
 def test_no_command_shows_the_help():

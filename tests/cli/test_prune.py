@@ -713,7 +713,7 @@ def test_recovery_that_a_model_or_its_data_does_not_allow(place):
     )
 
 
-# ---- what it cost, measured at the end ---------------------------------------------------------------------------------
+# ---- what it cost, measured at the end -------------------------------------------------------------------------
 
 
 def test_evaluate_ends_with_what_evaluate_prints(place):

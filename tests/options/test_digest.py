@@ -47,6 +47,8 @@ CHANGES = {
 OF_OTHER_JOBS = {"target_latency", "plan", "statistics", "images", "labels", "audio", "max_corrupt", "family", "part"}
 """Options that a text model, a recipe or its samples cannot have beside those above; their files are in the digest."""
 HARMLESS = {
+    "evaluate": ("held_out.txt",),
+    "evaluate_samples": 4,
     "output": "elsewhere",
     "overwrite": True,
     "resume": True,
