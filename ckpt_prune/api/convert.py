@@ -4,10 +4,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_prune.api.function import takes
+from ckpt_prune.common.progress import Notices
 from ckpt_prune.options.commands import ConvertOptions
+from ckpt_prune.runner.resuming import resumable
 
 if TYPE_CHECKING:
-    from ckpt_prune.conversion.convert import Conversion
+    from ckpt_prune.conversion.stock_checkpoint import Conversion
 
 
 @takes(ConvertOptions)
@@ -20,16 +22,24 @@ def convert(options: ConvertOptions) -> "Conversion":
     the reason.
 
     Or MODEL is a GGUF file of a model that generates text. The output has its tokenizer and chat template. Rounded
-    weights become float16.
+    weights become float16. An interrupted run leaves OUT.partial, which --resume continues.
     """
+    from ckpt_prune.conversion.stock_checkpoint import write_stock
+
     if options.model.endswith(".gguf") and Path(options.model).is_file():
         from ckpt_prune.gguf import require_gguf
 
         require_gguf()
-        from ckpt_prune.gguf.source import convert_gguf
+        from ckpt_prune.checkpoint.staging import refuse_overlap
+        from ckpt_prune.gguf.source import stock_of_gguf
 
-        return convert_gguf(Path(options.model), options.output, overwrite=options.overwrite)
-    from ckpt_prune.checkpoint.checkpoint import Checkpoint
-    from ckpt_prune.conversion.convert import convert_checkpoint
+        refuse_overlap(Path(options.model), options.output)
+        stock = stock_of_gguf(Path(options.model))
+    else:
+        from ckpt_prune.checkpoint.checkpoint import Checkpoint
+        from ckpt_prune.conversion.convert import stock_of_checkpoint
 
-    return convert_checkpoint(Checkpoint.open(options.model), options.output, overwrite=options.overwrite)
+        stock = stock_of_checkpoint(Checkpoint.open(options.model))
+    say = Notices()
+    with resumable(options.output, say):
+        return write_stock(stock, options.output, resume=options.resume, overwrite=options.overwrite, announce=say)

@@ -8,7 +8,7 @@ from ckpt_prune.api.convert import convert
 from ckpt_prune.cli.command import Command
 
 if TYPE_CHECKING:
-    from ckpt_prune.conversion.convert import Conversion
+    from ckpt_prune.conversion.stock_checkpoint import Conversion
 
 
 def _show(conversion: "Conversion", _options: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +10,10 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.checkpoint.digests import PROCESSOR
+from ckpt_prune.checkpoint.json_files import pretty_json
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.conversion.plain import PlainCheckpoint, TensorSource, copy_tensor
+from ckpt_prune.conversion.stock_checkpoint import NewTensor, StockCheckpoint
 
 PLAIN = re.compile(r"(vit|deit|deit3)_(tiny|small|medium|base|large|huge)(_distilled)?_patch\d+_\d+")
 """Models of timm that compute what transformers' ViT does: a norm before each part, GELU, the class token read out."""
@@ -35,7 +38,7 @@ _SCALES = {"attn.proj": "ls1.gamma", "mlp.fc2": "ls2.gamma"}
 """Projection → the layer scale of its output."""
 
 
-def vit_of_timm(checkpoint: Checkpoint) -> PlainCheckpoint:
+def vit_of_timm(checkpoint: Checkpoint) -> StockCheckpoint:
     """Return a timm folder as ViT or DeiT; UserError if neither computes the same.
 
     Layer scales are absorbed by the projections before them: in float64, rounded once.
@@ -52,7 +55,8 @@ def vit_of_timm(checkpoint: Checkpoint) -> PlainCheckpoint:
         )
     absorbed = f"{renamer.scales} layer scales are absorbed by the projections before them"
     notes = (absorbed,) if renamer.scales else ()
-    return PlainCheckpoint(source.config(), renamer.tensors, source.processor(), notes)
+    texts = {PROCESSOR: pretty_json(source.processor())}
+    return StockCheckpoint.of(checkpoint, source.config(), renamer.tensors, texts=texts, notes=notes)
 
 
 @dataclass(frozen=True)
@@ -217,25 +221,25 @@ class _Renamer:
     def __init__(self, source: _Source) -> None:
         self.source = source
         self.base = source.config()["model_type"] + "." if source.headed else ""
-        self.tensors: dict[str, TensorSource] = {}
+        self.tensors: dict[str, NewTensor] = {}
         self.used: set[str] = set()
         self.scales = 0
 
-    def _put(self, name: str, own: str, made: TensorSource | None = None) -> None:
+    def _put(self, name: str, own: str, made: NewTensor | None = None) -> None:
         """Give the source's tensor `own` a new name, unchanged by default."""
         self.used.add(own)
-        self.tensors[name] = made or copy_tensor(self._stored(own), self.source.shape(own))
+        self.tensors[name] = made or self._new([own], self.source.shape(own))
 
-    def _stored(self, name: str) -> str:
-        return f"{self.source.prefix}{name}"
+    def _new(self, names: Sequence[str], shape: tuple[int, ...], *make: Callable[..., Tensor]) -> NewTensor:
+        return NewTensor.of(self.source.checkpoint, [f"{self.source.prefix}{name}" for name in names], shape, *make)
 
     def add_outside(self) -> None:
         source, base = self.source, self.base
         embeddings = f"{base}embeddings."
         self._put(f"{embeddings}cls_token", "cls_token")
         lacking, (_, positions, hidden) = source.lacking, source.shape("pos_embed")
-        places = TensorSource(
-            (self._stored("pos_embed"),),
+        places = self._new(
+            ["pos_embed"],
             (1, positions + lacking, hidden),
             lambda own: torch.cat([own.new_zeros(1, lacking, hidden), own], 1),
         )
@@ -263,17 +267,17 @@ class _Renamer:
             rows, *rest = source.shape(fused)
             for place, name in enumerate(("query", "key", "value")):
                 part = slice(place * rows // 3, (place + 1) * rows // 3)
-                made = TensorSource((self._stored(fused),), (rows // 3, *rest), lambda own, part=part: own[part])
+                made = self._new([fused], (rows // 3, *rest), lambda own, part=part: own[part])
                 self._put(f"{new}attention.attention.{name}.{kind}", fused, made)
 
-    def _scaled(self, block: str, module: str, kind: str) -> TensorSource | None:
+    def _scaled(self, block: str, module: str, kind: str) -> NewTensor | None:
         """A projection with its layer scale absorbed; None if it has none."""
         if module not in _SCALES or not self.source.has(block + _SCALES[module]):
             return None
         scale, own = block + _SCALES[module], f"{block}{module}.{kind}"
         self.used.add(scale)
         self.scales += kind == "weight"
-        return TensorSource((self._stored(own), self._stored(scale)), self.source.shape(own), _times)
+        return self._new([own, scale], self.source.shape(own), _times)
 
 
 def _times(projection: Tensor, scale: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""Writing a GGUF file as a checkpoint folder, so that it can be pruned. Rounded weights become float16."""
+"""Reading a GGUF file as a checkpoint, so that it can be pruned. Rounded weights become float16."""
 
-import hashlib
 import tempfile
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +10,10 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
-from ckpt_prune.checkpoint.checkpoint import CONFIG, SINGLE
-from ckpt_prune.checkpoint.staging import Staging
-from ckpt_prune.checkpoint.writer import CheckpointWriter
+from ckpt_prune.checkpoint.digests import sha256_files
+from ckpt_prune.checkpoint.json_files import pretty_json
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.common.filenames import CONVERSION_RECORD
-from ckpt_prune.common.progress import track
-from ckpt_prune.conversion.convert import CONVERSION, Conversion
+from ckpt_prune.conversion.stock_checkpoint import NewTensor, StockCheckpoint
 from ckpt_prune.gguf.architectures import ARCHITECTURES, DIFFERENT, KEY, QUERY, Architecture
 from ckpt_prune.gguf.layout import Weight, llama3_divisors
 from ckpt_prune.gguf.reading import GgufFile, open_gguf
@@ -39,8 +36,8 @@ _EPSILONS = {
 }
 
 
-def convert_gguf(path: Path, out: Path, *, overwrite: bool = False) -> Conversion:
-    """Write a GGUF file as the class of transformers that computes the same, one tensor at a time.
+def stock_of_gguf(path: Path) -> StockCheckpoint:
+    """Return a GGUF file as the class of transformers that computes the same.
 
     Raises:
         UserError: the file is damaged, or no class of transformers is known to compute what its architecture does.
@@ -48,38 +45,29 @@ def convert_gguf(path: Path, out: Path, *, overwrite: bool = False) -> Conversio
     file = open_gguf(path)
     architecture = _architecture(file)
     config = _config(file, architecture)
-    tensors = dict(_tensors(file, architecture, config))
-    shapes = {name: weight.shape for name, weight in tensors.items()}
+    weights = dict(_tensors(file, architecture, config))
+    shapes = {name: weight.shape for name, weight in weights.items()}
     check_shapes(shapes, stock_names(config, config["architectures"][0]), str(path))
     dtype = _dtype(file)
     config["dtype"] = str(dtype).removeprefix("torch.")
-    tokenizer = tokenizer_of(file.values, path)
-    names = dict.fromkeys([SINGLE, CONFIG, CONVERSION_RECORD])
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        Staging(out, job="", overwrite=overwrite, kind=CONVERSION, wants=names) as staging,
-    ):
-        layout = {SINGLE: {name: (dtype, shape) for name, shape in shapes.items()}}
-        writer = CheckpointWriter(staging, layout, sharded=False)
-        for name, weight in track(list(tensors.items()), "converting", unit="tensor"):
-            writer.write(name, _rounded(name, weight.read(), dtype))
-        writer.commit("tensors")
-        writer.write_json(CONFIG, config)
-        writer.write_json("generation_config.json", _generation(file, config))
-        if card := {key: value for key in _CARD if (value := file.values.get(f"general.{_CARD[key]}"))}:
-            writer.write_text("README.md", f"{front_matter(card)}\nMade from {path.name}.\n")
-        tokenizer.save_pretrained(folder)
-        for each in sorted(Path(folder).iterdir()):
-            writer.copy(each, each.name)
-        with (writer.folder / SINGLE).open("rb") as stored:
-            digest = hashlib.file_digest(stored, "sha256").hexdigest()
-        record = {"source": path.name, "files": {SINGLE: digest}, "notes": []}
-        writer.write_json(CONVERSION_RECORD, record | {"side_files": sorted(writer.side_names | {CONVERSION_RECORD})})
-        writer.finish()
-    parameters = sum(torch.Size(shape).numel() for shape in shapes.values())
+    texts = {"generation_config.json": pretty_json(_generation(file, config))}
+    if card := {key: value for key in _CARD if (value := file.values.get(f"general.{_CARD[key]}"))}:
+        texts["README.md"] = f"{front_matter(card)}\nMade from {path.name}.\n"
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer_of(file.values, path).save_pretrained(folder)
+        texts |= {saved.name: saved.read_bytes().decode() for saved in sorted(Path(folder).iterdir())}
     kinds = sorted({info.kind.name for info in file.tensors.values()})
-    note = f"written in {config['dtype']} from {', '.join(kinds)}"
-    return Conversion(out, config["model_type"], config["architectures"][0], parameters, (note,))
+    return StockCheckpoint(
+        path.name,
+        sha256_files(path.parent, [path.name])[path.name],
+        config,
+        {
+            name: NewTensor(dtype, weight.shape, partial(_read_rounded, name, weight, dtype))
+            for name, weight in weights.items()
+        },
+        texts,
+        notes=(f"written in {config['dtype']} from {', '.join(kinds)}",),
+    )
 
 
 def _generation(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -233,8 +221,8 @@ def _dtype(file: GgufFile) -> torch.dtype:
     return max(sizes, key=lambda dtype: sizes[dtype])
 
 
-def _rounded(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    found = tensor.to(dtype).contiguous()
-    if not torch.isfinite(found).all():
+def _read_rounded(name: str, weight: Weight, dtype: torch.dtype) -> Tensor:
+    rounded = weight.read().to(dtype)
+    if not torch.isfinite(rounded).all():
         raise UserError(f"{name} has NaN, Inf, or numbers beyond {dtype}: write the file anew")
-    return found
+    return rounded

@@ -17,13 +17,14 @@ class Form:
     """How an output describes itself.
 
     Attributes:
-        make: returns the record, from the job at its end, the records of each stage's step, and the run.
         read: returns the record of a finished folder, or None if it has none.
+        make: returns the record, from the job at its end, the records of each stage's step, and the run; None if no
+            stages made the output.
         kind: of folder; it names the record's file.
-        card: returns the text of README.md for a record; None for the card of a report.
+        card: returns the text of README.md for a record that is no report; None if there is no card.
     """
 
-    make: Callable[["Prepared", Mapping[str, Sequence[Any]], "Run"], Any]
     read: Callable[[Path], Any]
+    make: Callable[["Prepared", Mapping[str, Sequence[Any]], "Run"], Any] | None = None
     kind: FolderKind = OUTPUT_KIND
     card: Callable[[Any], str] | None = None

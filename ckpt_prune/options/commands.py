@@ -347,7 +347,7 @@ class CalibrateOptions(OutputOptions, ImageOptions, CalibrationOptions, SourceOp
     """Check everything, and print what would be measured, its time and memory; measure and write nothing."""
 
 
-class ConvertOptions(OutputOptions):
+class ConvertOptions(ResumeOptions):
     """What to convert."""
 
     model: Folder = option(kw_only=False)

@@ -1,10 +1,13 @@
 """Entering the staging folder of a run: begin, continue, or find that an earlier run has done everything."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.checkpoint.folder_kinds import WantedNames
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.staging import Staging, complete_swap, partial_of, refuse_overlap
 from ckpt_prune.common.errors import UserError
@@ -19,53 +22,85 @@ from ckpt_prune.runner.publish import form_of, publish_complete, wanted_names
 
 @contextmanager
 def open_run(job: Job, out: Path, *, resume: bool, overwrite: bool, announce: Announce) -> Iterator[Run]:
-    """Enter the staging folder of a run. `Run.report` is set if an earlier run has done everything.
-
-    In several processes, the first one writes. Sources with values that are not finite are refused.
-    """
-    group, form, digest = process_group(), form_of(job.recipe), job.digest
-    sources = [model.checkpoint for model in (job.model, job.dense) if model is not None]
-    for source in sources:
-        refuse_overlap(source.path, out)
-    report = group.once(lambda: _find_finished(out, digest, form, announce) if resume and not overwrite else None)
-    if report is not None:
-        yield Run(out, None, PhaseTimer(job.device), announce, report=report)
-        return
-
-    def begin() -> Staging:
-        wants = wanted_names(job.model.checkpoint, job.recipe)
-        staging = Staging(out, job=digest, resume=resume, overwrite=overwrite, kind=form.kind, wants=wants)
-        if resume and not staging.resumed:
-            announce("nothing to resume: starting afresh")
-        elif resume:
-            doing = next(stage.doing for stage in reversed(stages_of(job.recipe)) if stage.prunes)
-            announce(f"resuming {out}.partial: {summary(staging.journal, job.model.blocks, doing)}")
-        if not staging.resumed:
-            for source in sources:
-                source.check_finite()
-        return staging
-
-    staging = group.on_first(begin)
-    with nullcontext() if staging is None else staging:
-        run = Run(out, staging, PhaseTimer(job.device), announce)
-        run.report = group.once(
-            lambda: publish_complete(staging, form, announce) if staging and staging.journal.complete else None
-        )
+    """Enter the staging folder of a job's run."""
+    doing = next((stage.doing for stage in reversed(stages_of(job.recipe)) if stage.prunes), "")
+    opening = Opening(
+        form_of(job.recipe),
+        job.digest,
+        [model.checkpoint for model in (job.model, job.dense) if model is not None],
+        lambda: wanted_names(job.model.checkpoint, job.recipe),
+        lambda journal: summary(journal, job.model.blocks, doing),
+    )
+    run = Run(out, None, PhaseTimer(job.device), announce)
+    with open_staging(opening, run, resume=resume, overwrite=overwrite):
         yield run
 
 
-def _find_finished(out: Path, digest: str, form: Form, announce: Announce) -> Any:
+@dataclass(frozen=True)
+class Opening:
+    """What is known of an output before it is begun.
+
+    Attributes:
+        form: its record and card.
+        digest: of everything that it depends on.
+        sources: checkpoints that it is made from. Values that are not finite are refused.
+        wanted: returns the names that it will have, as far as they are known.
+        summary: says what is done, by the journal of an interrupted run.
+    """
+
+    form: Form
+    digest: str
+    sources: Sequence[Checkpoint]
+    wanted: Callable[[], WantedNames]
+    summary: Callable[[Journal], str]
+
+
+@contextmanager
+def open_staging(opening: Opening, run: Run, *, resume: bool, overwrite: bool) -> Iterator[None]:
+    """Enter the staging folder of a run, or set `run.report` if an earlier run has done everything.
+
+    In several processes, the first one writes.
+    """
+    group, form, out, announce = process_group(), opening.form, run.out, run.announce
+    for source in opening.sources:
+        refuse_overlap(source.path, out)
+    run.report = group.once(lambda: _find_finished(opening, run) if resume and not overwrite else None)
+    if run.report is not None:
+        yield
+        return
+
+    def begin() -> Staging:
+        wants = opening.wanted()
+        staging = Staging(out, job=opening.digest, resume=resume, overwrite=overwrite, kind=form.kind, wants=wants)
+        if resume and not staging.resumed:
+            announce("nothing to resume: starting afresh")
+        elif resume:
+            announce(f"resuming {out}.partial: {opening.summary(staging.journal)}")
+        if not staging.resumed:
+            for source in opening.sources:
+                source.check_finite()
+        return staging
+
+    staging = run.staging = group.on_first(begin)
+    with nullcontext() if staging is None else staging:
+        run.report = group.once(
+            lambda: publish_complete(staging, form, announce) if staging and staging.journal.complete else None
+        )
+        yield
+
+
+def _find_finished(opening: Opening, run: Run) -> Any:
     """Return the record of an output that this very job has finished, or None. Finish its swap."""
-    if partial_of(out).exists():
+    if partial_of(run.out).exists():
         return None
     try:
-        record = form.read(out)
+        record = opening.form.read(run.out)
     except UserError:
         return None  # It is damaged: a run that wants to replace it says so.
-    if record is None or record.job != digest:
+    if record is None or record.job != opening.digest:
         return None
-    complete_swap(out)
-    announce(f"{out} is finished: nothing is left to do")
+    complete_swap(run.out, opening.form.kind)
+    run.announce(f"{run.out} is finished: nothing is left to do")
     return record
 
 

@@ -7,9 +7,10 @@ from typing import Any
 
 from ckpt_prune.checkpoint.checkpoint import CONFIG, Checkpoint
 from ckpt_prune.checkpoint.digests import sha256_files
-from ckpt_prune.checkpoint.folder_kinds import WEIGHT_NAMES, WantedNames
+from ckpt_prune.checkpoint.folder_kinds import OUTPUT_KIND, WEIGHT_NAMES, WantedNames
 from ckpt_prune.checkpoint.json_files import pretty_json
 from ckpt_prune.checkpoint.staging import Staging, write_atomically
+from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.common.filenames import GRAPH_RECORD, REPORT
 from ckpt_prune.job.form import Form
 from ckpt_prune.job.prepared import Prepared
@@ -25,7 +26,7 @@ from ckpt_prune.runner.report import report_of
 from ckpt_prune.stages.report import Report, find_report
 
 _CARD = "README.md"
-_PRUNED = Form(report_of, find_report)
+_PRUNED = Form(find_report, report_of)
 
 
 def form_of(recipe: Recipe) -> Form:
@@ -45,6 +46,7 @@ def publish(prepared: Prepared, records: Mapping[str, Sequence[Any]], run: Run) 
     """
     source, output, writer, form = prepared.job.model.checkpoint, prepared.output, run.writer, form_of(prepared.recipe)
     assert writer is not None
+    assert form.make is not None
     record = form.make(prepared, records, run)
     with run.timer.time("publishing"):
         config, remote = output.container.config, output.container.remote_class is not None
@@ -67,15 +69,23 @@ def publish(prepared: Prepared, records: Mapping[str, Sequence[Any]], run: Run) 
         names = [*output.layout, *output.aside, *output.copied, CONFIG, *sorted(writer.side_names)]
         digests = sha256_files(writer.folder, dict.fromkeys(names))
         carried_files(source)  # raises if one changed while it was copied
+    return put_in_place(writer, record, form, digests, run)
+
+
+def put_in_place(writer: CheckpointWriter, record: Any, form: Form, digests: Mapping[str, str], run: Run) -> Any:
+    """Write record and card, and put an output with these files in its place. Return the record with their digests."""
+    make_card = model_card if form.kind is OUTPUT_KIND else form.card
+    made = {form.kind.record} if make_card is None else {form.kind.record, _CARD}
     ends = {
         "stages": run.timer.records,
         "files": digests,
-        "side_files": sorted(writer.side_names - {CONFIG} | {form.kind.record, _CARD}),
+        "side_files": sorted(writer.side_names - {CONFIG} | made),
         "job": writer.job,
     }
     record = record.model_copy(update={key: end for key, end in ends.items() if key in type(record).model_fields})
     writer.write_json(form.kind.record, record.data())
-    writer.write_text(_CARD, (form.card or model_card)(record))
+    if make_card is not None:
+        writer.write_text(_CARD, make_card(record))
     _announce_stale(writer.out, writer.finish(), run.announce)
     return record
 

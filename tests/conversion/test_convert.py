@@ -1,6 +1,7 @@
 """`convert`: folders of timm and of masked autoencoders as stock classes, against timm's own arithmetic in float64."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,12 @@ from transformers import (
 )
 
 import ckpt_prune
-from tests.cli.running import ok, refused
+from ckpt_prune.checkpoint.writer import CheckpointWriter
+from tests.cli.running import ok, refused, run
 from tests.encoders import randomise
+from tests.families import contents
 from tests.images import write_images
+from tests.interrupting import interrupt_at
 from tests.oracles import timm_vit
 
 HIDDEN, HEADS, DEPTH, MLP, SIDE, PATCH, CLASSES = 16, 4, 2, 24, 12, 4, 3
@@ -172,6 +176,32 @@ def test_an_existing_output_is_replaced_when_asked_to() -> None:
         "parameters": 4963,
         "notes": [],
     }
+
+
+def test_a_killed_run_is_resumed_to_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    timm(Path("timm"), **KINDS["deit3"])
+    ok("convert", "timm", "-o", "whole")
+    ok("convert", "timm", "-o", "out")
+    job = ("convert", "timm", "-o", "out", "--overwrite")
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, CheckpointWriter, "commit", 8)
+        assert "out.partial keeps what is done" in run(*job).stderr
+    assert "is left from an unfinished run; --resume continues it" in refused(*job[:-1])
+    assert "7 of 40 tensors converted" in run(*job[:-1], "--resume").stderr
+    assert contents(Path("out")) == contents(Path("whole"))
+    # A kill between the swap and the end of deleting what was replaced.
+    shutil.copytree("whole", ".out.ckpt_prune-replaced")
+    assert "out is finished: nothing is left to do" in run(*job[:-1], "--resume").stderr
+    assert {path.name for path in Path().iterdir()} == {"timm", "whole", "out"}
+
+
+def test_sources_that_cannot_be_converted_are_refused_before_anything_is_written() -> None:
+    tensors = timm(Path("timm"))
+    assert "overlaps the source" in refused("convert", "timm", "-o", "timm/out")
+    tensors["norm.bias"][0] = torch.nan
+    save_file(tensors, "timm/model.safetensors")
+    assert "norm.bias" in refused("convert", "timm", "-o", "out")
+    assert [path.name for path in Path().iterdir()] == ["timm"]
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {

@@ -107,7 +107,7 @@ JOBS = {
     ),
     "push": Job(("push", f"{IN}/pruned", "team/small"), repo="team/small"),
     "report": Job(("report", f"{IN}/pruned", "-o", "out.html"), out="out.html"),
-    "convert": Job(("convert", f"{IN}/timm", "-o", "out")),
+    "convert": Job(("convert", f"{IN}/timm", "-o", "out"), resumable=True),
 }
 
 

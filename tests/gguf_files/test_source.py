@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+import ckpt_prune
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.gguf.export import export_gguf
 from ckpt_prune.gguf.reading import open_gguf
-from ckpt_prune.gguf.source import convert_gguf
 from ckpt_prune.job.model_card import source_card
 from tests.gguf_files.test_families import FAMILIES
 from tests.gguf_files.tiny import proving, save
@@ -37,7 +37,7 @@ def test_a_file_becomes_the_checkpoint_that_it_was_made_of(name, tmp_path):
     model_type, changes = FAMILIES[name]
     folder = save(tmp_path / "model", model_type, **changes)
     export_gguf(str(folder), tmp_path / "m.gguf", proving(folder), kind="f32", proof=False)
-    convert_gguf(tmp_path / "m.gguf", tmp_path / "back")
+    ckpt_prune.convert(tmp_path / "m.gguf", output=tmp_path / "back")
     dense, back = (load_file(place / "model.safetensors") for place in (folder, tmp_path / "back"))
     assert back.keys() == dense.keys()
     for key in dense:
@@ -102,7 +102,7 @@ def test_a_hostile_file_is_refused_in_a_line_that_names_it(llama, tmp_path, what
     file = tmp_path / "bad.gguf"
     file.write_bytes(broken(llama[1].read_bytes(), what))
     with pytest.raises(UserError) as refusal:
-        convert_gguf(file, tmp_path / "out")
+        ckpt_prune.convert(file, output=tmp_path / "out")
     assert "bad.gguf" in str(refusal.value)
     assert "\n" not in str(refusal.value)
     assert list(tmp_path.iterdir()) == [file]
@@ -115,7 +115,7 @@ def test_whatever_is_written_over_a_header_is_read_or_refused(llama, place, byte
     file = llama[1].with_name("fuzzed.gguf")
     file.write_bytes(data)
     try:
-        convert_gguf(file, llama[1].with_name("out"), overwrite=True)
+        ckpt_prune.convert(file, output=llama[1].with_name("out"), overwrite=True)
     except UserError as error:
         assert "\n" not in str(error)  # noqa: PT017
 
@@ -156,7 +156,7 @@ def edited(file: Path, out: Path, **values: object) -> Path:
 def test_keys_that_contradict_the_rest_are_refused(llama, tmp_path, key, value, says):
     file = edited(llama[1], tmp_path / "bad.gguf", **{key: value})
     with pytest.raises(UserError, match=says):
-        convert_gguf(file, tmp_path / "out")
+        ckpt_prune.convert(file, output=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -164,20 +164,22 @@ def test_an_unknown_architecture_is_refused(llama, tmp_path):
     data = llama[1].read_bytes().replace(b"llama", b"mamba", 1)
     (tmp_path / "m.gguf").write_bytes(data)
     with pytest.raises(UserError, match="GGUF files of mamba are not converted"):
-        convert_gguf(tmp_path / "m.gguf", tmp_path / "out")
+        ckpt_prune.convert(tmp_path / "m.gguf", output=tmp_path / "out")
 
 
 def test_the_licence_comes_along(llama, tmp_path):
     card = {"general.license": "apache-2.0", "general.languages": ["en"]}
     file = edited(llama[1], tmp_path / "m.gguf", **card)
-    convert_gguf(file, tmp_path / "out")
+    ckpt_prune.convert(file, output=tmp_path / "out")
     assert source_card(tmp_path / "out").license == "apache-2.0"
     export_gguf(str(tmp_path / "out"), tmp_path / "again.gguf", proving(tmp_path / "out"), proof=False)
     assert card.items() <= open_gguf(tmp_path / "again.gguf").values.items()
 
 
 def test_the_folder_is_a_checkpoint_that_this_tool_opens(llama, tmp_path):
-    convert_gguf(llama[1], tmp_path / "out")
+    ckpt_prune.convert(llama[1], output=tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
+    with pytest.raises(UserError, match="overlaps the source"):
+        ckpt_prune.convert(llama[1], output=llama[1].parent, overwrite=True)
     with pytest.raises(UserError, match="exists; --overwrite"):
-        convert_gguf(llama[1], tmp_path / "out")
+        ckpt_prune.convert(llama[1], output=tmp_path / "out")

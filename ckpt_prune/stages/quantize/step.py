@@ -223,4 +223,4 @@ def _make_record(prepared: Prepared, records: Mapping[str, Sequence[Any]], run: 
     )
 
 
-QUANTIZED = Form(_make_record, find_record, QUANTISATION_KIND, make_card)
+QUANTIZED = Form(find_record, _make_record, QUANTISATION_KIND, make_card)

@@ -81,5 +81,5 @@ def _pruned_elsewhere(prepared: Prepared, dense: Model) -> Report:
     )
 
 
-RECOVERED = Form(_recovered_report, find_report)
+RECOVERED = Form(find_report, _recovered_report)
 """Output of `recover`."""
