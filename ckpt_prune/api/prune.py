@@ -209,6 +209,7 @@ def _evaluate(options: PruneOptions, pruned: Pruned) -> Pruned:
     """Measure the output and the dense model on held-out data."""
     from ckpt_prune.api.evaluate import evaluate
     from ckpt_prune.model.containers.opening import Opening, open_model
+    from ckpt_prune.runner.publish import replace_record
 
     given: dict[str, Any] = {"images": options.evaluate[0]}
     if not Path(options.evaluate[0]).is_dir():
@@ -220,7 +221,11 @@ def _evaluate(options: PruneOptions, pruned: Pruned) -> Pruned:
     except UserError as error:
         again = f"`ckpt-prune evaluate {pruned.path} --against {options.model}`"
         raise EvaluationFailedError(f"{error}; {pruned.path} is complete: {again}", pruned) from error
-    return replace(pruned, evaluation=result)
+    report, loss = pruned.report, result.loss()
+    if report is not None and loss is not None:
+        report = report.model_copy(update={"loss": loss})
+        replace_record(pruned.path, report)
+    return replace(pruned, evaluation=result, report=report)
 
 
 def _check_together(options: PruneOptions) -> None:

@@ -4,6 +4,8 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+from ckpt_prune.job.report import Loss
+
 
 class Table(NamedTuple):
     """Rows of text under headings. The first column is a name."""
@@ -54,6 +56,10 @@ class Result(ABC):
     @abstractmethod
     def data(self) -> dict[str, Any]:
         """Return what `--json` prints."""
+
+    def loss(self) -> Loss | None:
+        """Return what the report of an output says of it; None if it has no place there."""
+        return None
 
     @abstractmethod
     def paragraphs(self) -> list[Table | str]:

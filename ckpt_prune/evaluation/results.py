@@ -24,6 +24,7 @@ from ckpt_prune.evaluation.patch_heads import Depth, Segmentation
 from ckpt_prune.evaluation.perplexity import Score
 from ckpt_prune.evaluation.probes import Probe
 from ckpt_prune.evaluation.sentences import SentenceComparison
+from ckpt_prune.job.report import Loss
 
 _NAMED_IMAGES = 10
 """So many images that do not decode are named in text; JSON names all."""
@@ -69,6 +70,20 @@ class ScoredResult(Result, Generic[S]):
             "agreement": self.agreement,
             "against": None if self.reference is None else self._data_of(self.against, self.reference),
         }
+
+    def loss(self) -> Loss | None:
+        """Return both figures of the first column, with what they were measured on."""
+        if self.reference is None:
+            return None
+        of, key, _ = self.score.columns[0]
+        amount = ", ".join(
+            f"{heading} {cell}"
+            for (heading, name, _), cell in zip(self.score.columns, self.score.cells(), strict=True)
+            if isinstance(getattr(self.score, name), int)
+        )
+        of = "top-1 accuracy" if of == "top-1" else of
+        before, after = getattr(self.reference, key), getattr(self.score, key)
+        return Loss(of=of, before=before, after=after, kl=self.kl, agreement=self.agreement, data=amount)
 
     def paragraphs(self) -> list[Table | str]:
         """Return tables and sentences for people, in order."""

@@ -117,6 +117,25 @@ class Latency(FixedRecord):
     measured: Figure = None
 
 
+class Loss(FixedRecord):
+    """What pruning cost on held-out data, beside the dense model.
+
+    Attributes:
+        of: what was measured: perplexity, top-1 accuracy.
+        before, after: of the dense model and of the output.
+        kl: mean KL(dense ‖ output) over tokens or images, nats.
+        agreement: share of them for which both put the same token or class first.
+        data: how much was measured on, in words.
+    """
+
+    of: str
+    before: Figure = None
+    after: Figure = None
+    kl: Figure = None
+    agreement: Figure = None
+    data: str = ""
+
+
 class Stage(FixedRecord):
     """What one phase of the run took; of a resumed run, the rest of it.
 
@@ -144,6 +163,7 @@ class CommonReport(FixedRecord):
             to them has the same values.
         part: of a source that is made of several models; all other figures are about this part.
         asked: what the recipe was changed for.
+        loss: measured after pruning (`prune --evaluate`); None if it was not.
         calibration: where the moments came from; empty if another tool pruned.
         plan: digest of the plan that was applied.
         stages: phases of the run, in order.
@@ -152,7 +172,7 @@ class CommonReport(FixedRecord):
         job: digest of all that the output depends on: another run of the same job has nothing to do. None in old files.
     """
 
-    optional = frozenset({"origin", "ignored", "part", "latency"})
+    optional = frozenset({"origin", "ignored", "part", "latency", "loss"})
 
     version: Literal[1] = 1
     ckpt_prune: str = UNKNOWN
@@ -171,6 +191,7 @@ class CommonReport(FixedRecord):
     before: Cost
     after: Cost
     latency: Latency | None = None
+    loss: Loss | None = None
     stages: list[Stage] = Field(default_factory=list)
     files: dict[str, str] = Field(default_factory=dict)
     side_files: list[str] | None = None

@@ -9,22 +9,29 @@ from ckpt_prune.stages.report import Report
 
 def model_card(report: Report) -> str:
     """Return README.md of an output."""
-    made = f"{as_markdown(f'Made by ckpt_prune {report.ckpt_prune}')} from {as_code(report.source.name)}."
+    made = as_markdown(f"Made by ckpt_prune {report.ckpt_prune}")
+    load = "Replace PATH by this folder, or by its id on the Hub."
     if report.container.remote_code:
-        made += " Load it as follows: `from_pretrained` of every other class refuses it."
+        load += " `from_pretrained` of every other class refuses it."
+    size, *others = all_sections(report)
     return "\n".join(
         [
             front_matter(metadata(report)),
             f"# {as_markdown(name_report(report))}",
             "",
-            made,
+            f"{made} from {as_code(report.source.name)}.",
+            "",
+            print_markdown([size]),
+            "## How to load it",
+            "",
+            load,
             "",
             "```python",
             *_loading(report),
             "```",
             "",
-            print_markdown(all_sections(report)),
-            "Figures of every block are in `ckpt_prune.json`; `ckpt-prune report` draws them.",
+            print_markdown(others),
+            "`ckpt_prune.json` has these figures for every block. `ckpt-prune report PATH` draws them as one page.",
             "",
         ]
     )

@@ -12,7 +12,7 @@ from ckpt_prune.job.report import UNKNOWN, Stage
 from ckpt_prune.job.sizes import TargetSize
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.recipe.shipped import shipped_recipes
-from ckpt_prune.show.section import Section, Table, list_entries, make_tables
+from ckpt_prune.show.section import MISSING, Section, Table, list_entries, make_tables
 from ckpt_prune.stages import STAGES
 from ckpt_prune.stages.recovery.show import is_recovered
 from ckpt_prune.stages.report import AnyPlan, Report
@@ -33,8 +33,7 @@ def name_report(report: Report) -> str:
 
 def all_sections(report: Report) -> list[Section]:
     """Return everything that a report says."""
-    size = Section("Size", latency_sentences(report), tables=[cost_table(report.before, report.after)])
-    return [*recipe_sections(report), size, *stage_sections(report), provenance(report)]
+    return [size_section(report), *recipe_sections(report), *stage_sections(report), provenance(report)]
 
 
 def stage_sections(report: Report) -> list[Section]:
@@ -78,6 +77,27 @@ def _beside_shipped(report: Report) -> str:
 
 
 # ---- sizes -------------------------------------------------------------------------------------------------------
+
+
+def size_section(report: Report) -> Section:
+    """Say what was gained, and what was lost if that was measured."""
+    table, loss = cost_table(report.before, report.after), report.loss
+    rows, sentences, explanations = [*table.rows], latency_sentences(report), []
+    if zeros := sum(linear.zeros for linear in report.linears):
+        old, new = report.before.parameters, report.after.parameters - zeros
+        rows.insert(1, ["not zero", human_count(old), human_count(new), f"{new / old:.1%}"])
+    if loss is None:
+        explanations = ["The cost in quality was not measured: ckpt-prune evaluate OUT --against MODEL does that."]
+    else:
+        if loss.before is not None and loss.after is not None:
+            style = ".2%" if loss.of.endswith("accuracy") else ".3f"
+            share = f"{loss.after / loss.before:.1%}" if loss.before else MISSING
+            rows.append([loss.of, format(loss.before, style), format(loss.after, style), share])
+        apart = [] if loss.kl is None else [f"KL divergence from the dense model {loss.kl:.4f} nats"]
+        apart += [] if loss.agreement is None else [f"the same first choice in {loss.agreement:.1%}"]
+        sentences.append(f"On held-out data ({loss.data}): {', '.join(apart) or loss.of}.")
+    title = "Size" if loss is None else "Size and loss"
+    return Section(title, sentences, explanations, tables=[Table(table.columns, rows, bars=True)])
 
 
 def cost_table(before: Cost, after: Cost) -> Table:

@@ -82,6 +82,21 @@ def draw_legend(number: int) -> str:
     )
 
 
+def draw_bar(share: float, most: float) -> str:
+    """Draw a percentage as a bar on a track that ends at 100, and what is above 100 in another colour.
+
+    Args:
+        share: the percentage, 0 or more.
+        most: the percentage that fills the width, at least 100.
+    """
+    track, bar, more = (_pixel(120 * value / most) for value in (100, min(share, 100), max(share - 100, 0)))
+    return (
+        '<svg class="bar" viewBox="0 0 120 10" width="120" height="10" aria-hidden="true">'
+        f'<rect class="track" width="{track}" height="10"/><rect y="2" width="{bar}" height="6"/>'
+        f'<rect class="more" x="{track}" y="2" width="{more}" height="6"/></svg>'
+    )
+
+
 def _svg(description: str, parts: Sequence[str]) -> str:
     head = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(description)}">'
     return "\n".join([head, *filter(None, parts), "</svg>"])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ckpt_prune.checkpoint.files import check_place
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.show.charts import draw, draw_heat_map, draw_legend, escape, has_hidden
+from ckpt_prune.show.charts import draw, draw_bar, draw_heat_map, draw_legend, escape, has_hidden
 from ckpt_prune.show.section import Figure, HeatMap, Section, Table
 
 MARKER = '<meta name="generator" content="ckpt-prune report">'
@@ -67,9 +67,20 @@ def _table(table: Table) -> str:
         scope = ' scope="col"' if tag == "th" else ""
         return "".join(f"<{tag}{kind}{scope}>{escape(cell)}</{tag}>" for kind, cell in zip(kinds, cells, strict=True))
 
-    head = f"<thead><tr>{line('th', table.columns)}</tr></thead>\n" if any(table.columns) else ""
-    body = "\n".join(f"<tr>{line('td', row)}</tr>" for row in table.rows)
-    return f'<div class="scroll">\n<table>\n{head}<tbody>\n{body}\n</tbody>\n</table>\n</div>'
+    bars = [""] * len(table.rows)
+    if table.bars:
+        shares = [_percentage(row[-1]) for row in table.rows]
+        bars = [f"<td>{draw_bar(share, max(100.0, *shares))}</td>" for share in shares]
+    corner = "<th></th>" if table.bars else ""
+    head = f"<thead><tr>{line('th', table.columns)}{corner}</tr></thead>\n" if any(table.columns) else ""
+    body = "\n".join(f"<tr>{line('td', row)}{bar}</tr>" for row, bar in zip(table.rows, bars, strict=True))
+    # A table of words alone is read, not compared: its lines break.
+    kind = ' class="facts"' if table.words == len(table.columns) else ""
+    return f'<div class="scroll">\n<table{kind}>\n{head}<tbody>\n{body}\n</tbody>\n</table>\n</div>'
+
+
+def _percentage(cell: str) -> float:
+    return float(cell.removesuffix("%")) if cell.endswith("%") else 0.0
 
 
 def check_page(out: Path, overwrite: bool) -> None:

@@ -23,12 +23,14 @@ class Table:
     Attributes:
         words: so many of the first columns are words; the others are numbers.
         title: of a table that stands among the details.
+        bars: whether the page draws the last column, percentages, as bars.
     """
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     words: int = 1
     title: str = ""
+    bars: bool = False
 
 
 @dataclass(frozen=True)

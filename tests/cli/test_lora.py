@@ -54,7 +54,7 @@ def test_zeros_stay_and_the_stored_model_has_the_loss_that_is_said(place: Path):
         "LoRA",
         f"  Recovered by LoRA of rank 8 on 14 linear modules, merged; 29 samples, 3 epochs ({lora['steps']} steps), "
         f"{lora['parameters']} parameters; zeros stay zero.",
-        f"  Loss on 3 held-out samples: {lora['loss_before']:.4f} -> {lora['loss_after']:.4f}.",
+        f"  Loss on 3 held-out samples: {lora['loss_before']:.4f} → {lora['loss_after']:.4f}.",
         "written to out",
     ]
     assert said.stderr.startswith("LoRA holds the whole model, ")

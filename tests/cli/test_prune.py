@@ -457,8 +457,8 @@ def recovered_lines(out: str, blocks: int) -> list[str]:
     kind, count = "held-out" if recovery["data"]["held_out"] else "training", recovery["data"]["measured"]
     return [
         f"  {blocks} of 2 blocks have new weights, trained towards the hidden states of dense; zeros stay zero.",
-        f"  Hidden states on {count} {kind} samples, mean over blocks, before -> after: mean squared error "
-        f"{means['mse_before']:.4g} -> {means['mse_after']:.4g}, linear CKA {means['cka_before']:.4g} -> "
+        f"  Hidden states on {count} {kind} samples, mean over blocks, before → after: mean squared error "
+        f"{means['mse_before']:.4g} → {means['mse_after']:.4g}, linear CKA {means['cka_before']:.4g} → "
         f"{means['cka_after']:.4g}.",
         f"  Perplexity on {kind} windows of 16 tokens: {told} of 2 blocks recovered.",
     ]
@@ -722,9 +722,15 @@ def test_evaluate_ends_with_what_evaluate_prints(place):
     said = ok(*job, "-o", "out")
     alone = ok("evaluate", "out", "--against", "dense", "--text", "held_out.txt", "--window", "16", "--samples", "16")
     assert said.endswith(f"written to out\n{alone}")
-    found = json.loads(ok(*job, "--json", "--overwrite", "-o", "out"))["evaluation"]
-    assert found["kl"] > 0
-    assert found["against"]["perplexity"] > 1
+    found = json.loads(ok(*job, "--json", "--overwrite", "-o", "out"))
+    evaluation, loss = found["evaluation"], json.loads(Path("out/ckpt_prune.json").read_text())["loss"]
+    assert evaluation["kl"] > 0
+    assert (loss["of"], loss["before"], loss["after"], loss["kl"]) == (
+        *("perplexity", evaluation["against"]["perplexity"], evaluation["perplexity"], evaluation["kl"]),
+    )
+    assert found["loss"] == loss
+    assert "| perplexity | " in Path("out/README.md").read_text()
+    ok("verify", "out", "--against", "dense")
 
 
 def test_what_cannot_be_evaluated_on_is_refused_first(place):

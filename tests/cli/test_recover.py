@@ -91,9 +91,9 @@ def summary(layers: list[dict[str, Any]], recovered: int) -> list[str]:
         "Recovery",
         f"  {recovered} of {len(layers)} blocks have new weights, trained towards the hidden states of dense; zeros "
         "stay zero.",
-        "  Hidden states on 3 held-out samples, mean over blocks, before -> after: mean squared error "
-        f"{mean(layers, 'mse_before'):.4g} -> {mean(layers, 'mse_after'):.4g}, linear CKA "
-        f"{mean(layers, 'cka_before'):.4g} -> {mean(layers, 'cka_after'):.4g}.",
+        "  Hidden states on 3 held-out samples, mean over blocks, before → after: mean squared error "
+        f"{mean(layers, 'mse_before'):.4g} → {mean(layers, 'mse_after'):.4g}, linear CKA "
+        f"{mean(layers, 'cka_before'):.4g} → {mean(layers, 'cka_after'):.4g}.",
     ]
 
 

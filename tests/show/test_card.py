@@ -26,6 +26,20 @@ tags: [ckpt-prune, pruned]
 
 Made by ckpt_prune 0.1.0 from `org/tiny`.
 
+## Size
+
+|  | before | after | share |
+|---|---:|---:|---:|
+| parameters | 2.00M | 1.50M | 75.0% |
+| bytes | 8.00 MiB | 6.00 MiB | 75.0% |
+| FLOPs / 1024 tokens | 4.00B | 3.00B | 75.0% |
+
+The cost in quality was not measured: ckpt-prune evaluate OUT --against MODEL does that.
+
+## How to load it
+
+Replace PATH by this folder, or by its id on the Hub.
+
 ```python
 from transformers import AutoModelForCausalLM
 
@@ -35,14 +49,6 @@ model = AutoModelForCausalLM.from_pretrained("PATH")
 ## Recipe
 
 Affine. That is the shipped recipe of this name; it was changed here, and ckpt_prune.json has it as it was used.
-
-## Size
-
-|  | before | after | share |
-|---|---:|---:|---:|
-| parameters | 2.00M | 1.50M | 75.0% |
-| bytes | 8.00 MiB | 6.00 MiB | 75.0% |
-| FLOPs / 1024 tokens | 4.00B | 3.00B | 75.0% |
 
 ## Units
 
@@ -68,7 +74,7 @@ perplexity or accuracy.
 | stored as | llama |
 | written by | ckpt_prune 0.1.0, torch 2.13.0, transformers 5.23.0 |
 
-Figures of every block are in `ckpt_prune.json`; `ckpt-prune report` draws them.
+`ckpt_prune.json` has these figures for every block. `ckpt-prune report PATH` draws them as one page.
 """
 
 
@@ -84,7 +90,7 @@ def test_a_card():
 
 def test_remote_code_is_loaded_with_this_package_or_with_trust():
     made = card(report([site(0)]), remote_code=True, note="no slot", sentence_class="CrossEncoder")
-    assert "from `tiny`. Load it as follows: `from_pretrained` of every other class refuses it.\n" in made
+    assert "its id on the Hub. `from_pretrained` of every other class refuses it.\n" in made
     assert "| stored as | remote code: no slot |" in made
     assert (
         '```python\nimport ckpt_prune  # without running the code in the folder\n\nmodel = ckpt_prune.load("PATH")\n\n'

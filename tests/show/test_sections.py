@@ -296,6 +296,17 @@ def test_perplexity_is_drawn_over_powers_of_ten(perplexity, points):
 # ---- masks, factors and rotations ----------------------------------------------------------------------------------
 
 
+def test_what_a_mask_zeroes_and_what_was_lost_stand_beside_the_size():
+    loss = {"of": "perplexity", "before": 10.0, "after": 12.5, "kl": 0.25, "agreement": 0.75, "data": "window 64"}
+    found = sections(masked([linear(0)], loss=loss))["Size and loss"]
+    zeros = linear(0)["zeros"]
+    assert tables(found)[""][2] == ["not zero", "2.00M", "1.50M", f"{(1_500_000 - zeros) / 2_000_000:.1%}"]
+    assert tables(found)[""][-1] == ["perplexity", "10.000", "12.500", "125.0%"]
+    assert found.sentences[-1] == (
+        "On held-out data (window 64): KL divergence from the dense model 0.2500 nats, the same first choice in 75.0%."
+    )
+
+
 def test_a_mask():
     linears = [linear(b, m) for b in (1, 0) for m in ("self_attn.q_proj", "mlp.down_proj")]
     linears[1] |= {"rows": 2000, "columns": 500, "zeros": 500_003, "error": 0.5, "damp": 0.1}
@@ -461,8 +472,8 @@ def test_recovery_of_blocks():
     found = recovered(*layers)
     assert found.sentences == [
         "2 of 3 blocks have new weights, trained towards the hidden states of dense; zeros stay zero.",
-        "Hidden states on 13 held-out samples, mean over blocks, before -> after: mean squared error 0.5 -> 0.2667, "
-        "linear CKA 0.75 -> 0.8542.",
+        "Hidden states on 13 held-out samples, mean over blocks, before → after: mean squared error 0.5 → 0.2667, "
+        "linear CKA 0.75 → 0.8542.",
         "No epoch was better than the old weights in 1 block (2), with lr 0.001 and less: use more samples or epochs.",
     ]
     assert found.explanations == [
@@ -515,7 +526,7 @@ def test_blocks_to_warn_of():
 @pytest.mark.parametrize("nothing", [None, float("nan"), float("inf")])
 def test_means_are_of_the_blocks_with_both_figures(nothing):
     sentences = recovered(layer(0, mse_after=nothing, cka_before=nothing), layer(1, cka_after=nothing)).sentences
-    assert sentences[1].endswith("before -> after: mean squared error 0.5 -> 0.25 (1 block).")
+    assert sentences[1].endswith("before → after: mean squared error 0.5 → 0.25 (1 block).")
     empty = dict.fromkeys(("mse_before", "mse_start", "mse_after", "cka_before", "cka_after"), nothing)
     found = recovered(kept(0, **empty))
     assert (found.figures, len(found.sentences)) == ([], 3)
@@ -539,7 +550,7 @@ def test_what_another_tool_pruned():
     made = elsewhere([layer(0)])
     found = sections(made)
     assert name_report(Report.read(made)) == "tiny, pruned elsewhere and recovered"
-    assert list(found) == ["Recipe", "Size", "Recovery", "Origin"]
+    assert list(found) == ["Size", "Recipe", "Recovery", "Origin"]
     assert [row[0] for row in tables(found["Origin"])[""][1:]] == [
         *("source", "fingerprint", "recipe", "digest of the recipe", "stored as", "written by")
     ]

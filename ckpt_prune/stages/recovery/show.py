@@ -43,11 +43,12 @@ def _show_blocks(recovery: RecoveryRecord, records: Sequence[RecoveredLayer]) ->
     explanations = [_training(recovery)]
     if recovery.earlier is not None:
         explanations.append("It had been recovered before; that record is in ckpt_prune.json as recovery.earlier.")
+    samples = f"{_samples(recovery)} samples"
     figures = [
         *draw_figure(
             "Error of the hidden states",
-            "Lower is better: against the dense model, on held-out samples. Start: the block with its old weights, "
-            "behind recovered blocks.",
+            f"Lower is better: against the dense model, on {samples}. Start: the block with its old weights, behind "
+            "recovered blocks.",
             "mean squared error",
             draw_line("before recovery", layers, "mse_before"),
             draw_line("after recovery", layers, "mse_after", remark=_unless_recovered),
@@ -55,7 +56,7 @@ def _show_blocks(recovery: RecoveryRecord, records: Sequence[RecoveredLayer]) ->
         ),
         *draw_figure(
             "Linear CKA of the hidden states",
-            "Higher is better: 1 where they are those of the dense model but for rotation and scale. Held-out samples.",
+            f"Higher is better: 1 if they are those of the dense model but for rotation and scale. On {samples}.",
             "linear CKA",
             draw_line("before recovery", layers, "cka_before"),
             draw_line("after recovery", layers, "cka_after", remark=_unless_recovered),
@@ -63,8 +64,7 @@ def _show_blocks(recovery: RecoveryRecord, records: Sequence[RecoveredLayer]) ->
         ),
         *draw_figure(
             "Perplexity over recovered blocks",
-            "Lower is better: on held-out windows, with only so many of the first blocks recovered and the others as "
-            "pruned.",
+            f"Lower is better: on {samples}, with only so many of the first blocks recovered and the others as pruned.",
             "perplexity",
             draw_line("perplexity", perplexities, "perplexity", place=lambda entry: entry.blocks),
             across="blocks recovered",
@@ -72,8 +72,7 @@ def _show_blocks(recovery: RecoveryRecord, records: Sequence[RecoveredLayer]) ->
         ),
         *draw_shares(
             "Error over epochs",
-            "Lower is better: of hidden states on held-out samples while blocks were recovered, as a share of what it "
-            "was.",
+            f"Lower is better: of hidden states on {samples} while blocks were recovered, as a share of what it was.",
             "share of error",
             [[*enumerate(layer.curve)] for layer in layers],
             "epoch",
@@ -154,7 +153,7 @@ def _training(recovery: RecoveryRecord) -> str:
     return (
         f"Recovered with {_LACO}: the {which}weights that pruning left{'' if where is None else f' of layers {where}'} "
         f"were trained, {when}, on {data.amount('samples')} {samples}, {data.amount('held_out')} of them held out, up "
-        f"to {settings.amount('epochs')} epochs at a learning rate of {_rate(recovery):.3g}."
+        f"to {plural(settings.amount('epochs') or 0, 'epoch')} at a learning rate of {_rate(recovery):.3g}."
     )
 
 
@@ -167,10 +166,10 @@ def _likeness(recovery: RecoveryRecord, layers: Sequence[RecoveredLayer]) -> lis
         if known:
             before, after = (math.fsum(values) / len(known) for values in zip(*known, strict=True))
             of = "" if len(known) == len(layers) else f" ({plural(len(known), 'block')})"
-            changes.append(f"{what} {before:.4g} -> {after:.4g}{of}")
+            changes.append(f"{what} {before:.4g} → {after:.4g}{of}")
     measured = recovery.data.amount("measured") or recovery.data.amount("held_out")
     samples = f"{_samples(recovery)} samples" if measured is None else plural(measured, f"{_samples(recovery)} sample")
-    return [f"Hidden states on {samples}, mean over blocks, before -> after: {', '.join(changes)}."] if changes else []
+    return [f"Hidden states on {samples}, mean over blocks, before → after: {', '.join(changes)}."] if changes else []
 
 
 def _warnings(recovery: RecoveryRecord, layers: Sequence[RecoveredLayer]) -> list[str]:
@@ -262,5 +261,5 @@ def _adapter_sentences(adapters: Adapters) -> list[str]:
     if adapters.loss_before is not None and adapters.loss_after is not None:
         loss = "Divergence from the dense model" if scales else "Loss"
         more = "" if held_out else "; other samples may gain less: evaluate --against MODEL tells"
-        sentences.append(f"{loss} on {measured}: {adapters.loss_before:.4f} -> {adapters.loss_after:.4f}{more}.")
+        sentences.append(f"{loss} on {measured}: {adapters.loss_before:.4f} → {adapters.loss_after:.4f}{more}.")
     return sentences
