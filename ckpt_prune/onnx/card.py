@@ -171,16 +171,14 @@ def make_genai_config(graphs: Sequence[GraphEntry], task: Task, config: Any, gen
         return "onnxruntime-genai runs graphs that generate text with a cache"
     graph = min(graphs, key=lambda each: PREFERRED.index(each.dtype))
     past = [port for port in graph.inputs if port.name.startswith(PAST)]
-    sizes = {(port.shape[1], port.shape[3]) for port in past}
-    if len(sizes) != 1:
-        return "onnxruntime-genai knows one number of heads and one width for keys and values of all layers"
     unknown = [port.name for port in graph.inputs if port not in past and port.name not in _GENAI_INPUTS]
     if unknown:
         return f"onnxruntime-genai has nothing to feed the input {unknown[0]} with"
     context = context_length(config)
     if context is None:
         return "config.json does not say how long a text may be"
-    ((heads, width),) = sizes
+    # The runtime makes the cache by the shapes of the graph, layer by layer. These numbers must only be there.
+    heads, width = past[0].shape[1], past[0].shape[3]
     end = getattr(generation, "eos_token_id", None)
     end = getattr(config, "eos_token_id", None) if end is None else end
     if end is None:
@@ -202,7 +200,7 @@ def make_genai_config(graphs: Sequence[GraphEntry], task: Task, config: Any, gen
                 "session_options": {"log_id": "onnxruntime-genai", "provider_options": []},
                 "head_size": width,
                 "hidden_size": config.hidden_size,
-                "num_attention_heads": config.num_attention_heads,
+                "num_attention_heads": vars(config).get("num_attention_heads", heads),
                 "num_hidden_layers": len(past) // 2,
                 "num_key_value_heads": heads,
                 "inputs": {name: name for name in _GENAI_INPUTS if name in names}
