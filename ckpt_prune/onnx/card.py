@@ -171,6 +171,9 @@ def make_genai_config(graphs: Sequence[GraphEntry], task: Task, config: Any, gen
         return "onnxruntime-genai runs graphs that generate text with a cache"
     graph = min(graphs, key=lambda each: PREFERRED.index(each.dtype))
     past = [port for port in graph.inputs if port.name.startswith(PAST)]
+    keys, values = ([port.shape[3] for port in past if port.name.endswith(kind)] for kind in (".key", ".value"))
+    if keys != values:
+        return "onnxruntime-genai makes the values of a layer as wide as its keys"
     unknown = [port.name for port in graph.inputs if port not in past and port.name not in _GENAI_INPUTS]
     if unknown:
         return f"onnxruntime-genai has nothing to feed the input {unknown[0]} with"

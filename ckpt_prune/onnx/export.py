@@ -3,7 +3,7 @@
 import gc
 import json
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,9 @@ from ckpt_prune.common.filenames import EXPORT_ERROR, GENAI, GRAPH_FOLDER, GRAPH
 from ckpt_prune.common.graph_types import ROUNDED_TYPES, GraphType
 from ckpt_prune.common.progress import meter
 from ckpt_prune.evaluation.whole_model import load_model
+from ckpt_prune.model.containers.remote import MLX_KEY
 from ckpt_prune.model.containers.side_files import carried_files, find_side_files, top_names
+from ckpt_prune.model.skeleton import RefusedConfigError, parse_config
 from ckpt_prune.modeling_pruned import WEIGHTS_KEY
 from ckpt_prune.onnx.card import make_card, make_genai_config
 from ckpt_prune.onnx.proof import Dense, validate
@@ -219,8 +221,9 @@ class GraphWriter:
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(path.read_bytes())
         carried_files(source)  # raises if one changed while it was copied
-        # The code it names does not travel: the graph needs none.
-        config = {key: value for key, value in source.config.items() if key not in ("auto_map", WEIGHTS_KEY)}
+        config = make_graph_config(
+            source.config, [graph.file for graph in graphs if (folder / (graph.file + DATA)).is_file()]
+        )
         (folder / CONFIG).write_text(pretty_json(config), encoding="utf-8")
         if task.name == "text-generation" and generation and not (folder / GENERATION_CONFIG_NAME).is_file():
             generation.save_pretrained(folder)
@@ -242,6 +245,29 @@ class GraphWriter:
         (folder / GRAPH_RECORD).write_text(json.dumps(manifest.model_dump(), indent=2) + "\n", encoding="utf-8")
         (folder / "README.md").write_text(make_card(manifest, config, proved=proved, genai=genai), encoding="utf-8")
         return manifest
+
+
+def make_graph_config(config: dict[str, Any], external: Sequence[str]) -> dict[str, Any]:
+    """Return config.json of an exported folder.
+
+    The code that the source's names does not travel: a graph needs none. transformers.js chooses a class by the
+    `model_type`, and has none of the name seed_oss, as which Llamas are stored whose head count or biases their own
+    config class refuses.
+
+    Args:
+        config: of the source.
+        external: graphs whose weights lie in a file beside them, which transformers.js must be told.
+    """
+    values = {key: value for key, value in config.items() if key not in ("auto_map", WEIGHTS_KEY, MLX_KEY)}
+    if values.get("model_type") == "seed_oss":
+        values |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+        try:
+            parse_config(values)
+        except RefusedConfigError:  # heads that do not divide the hidden size
+            values |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": None}
+    if external:
+        values["transformers.js_config"] = {"use_external_data_format": dict.fromkeys(external, 1)}
+    return values
 
 
 def _tracing_type(dtype: GraphType) -> torch.dtype:

@@ -26,6 +26,12 @@ def test_it_names_the_graph_and_its_cache(exported):
     assert "onnxruntime-genai generates with `model.onnx`" in (folder / "README.md").read_text()
 
 
+def test_keys_of_another_width_than_values_cannot_be_said(exported):
+    _, folder = exported("narrow-opt")
+    assert not (folder / "genai_config.json").exists()
+    assert "There is no `genai_config.json`: onnxruntime-genai makes the values" in (folder / "README.md").read_text()
+
+
 @pytest.mark.parametrize("name", ["llama-gqa-tied", "uneven-llama"])
 def test_it_generates(exported, name):
     """The same tokens as PyTorch, read whole each time, also if blocks have heads of their own number."""
