@@ -36,7 +36,7 @@ class Run:
     model: str
     recipe: str
     options: str = ""
-    ratio: float = 0.2
+    ratio: float | None = 0.2
     texts: tuple[str, str] = WIKITEXT
 
     @property
@@ -44,10 +44,15 @@ class Run:
         return f"{self.model}/{self.recipe}"
 
     @property
+    def amount(self) -> str:
+        """The option that says how much goes; none where a pattern such as 2:4 says it."""
+        return "" if self.ratio is None else f"--ratio {self.ratio:g} "
+
+    @property
     def command(self) -> str:
         """The command as a reader would type it."""
         return (
-            f"ckpt-prune prune {self.model} --recipe {self.recipe} --ratio {self.ratio:g}{self.options} "
+            f"ckpt-prune prune {self.model} --recipe {self.recipe} {self.amount}{self.options}"
             f"--text {Path(self.texts[0]).name} --samples 32 --window 512 -o OUT"
         )
 
@@ -57,8 +62,8 @@ RUNS = (
     Run("smollm2-135m", "best-uniform"),
     Run("smollm2-135m", "best"),
     Run("smollm2-135m", "best-scaled"),
-    Run("smollm2-135m", "sparsegpt-2-4"),
-    Run("gemma3-270m", "best-uniform", " --container any"),
+    Run("smollm2-135m", "sparsegpt-2-4", ratio=None),
+    Run("gemma3-270m", "best-uniform", "--container any "),
     Run("gemma3-270m", "best"),
     Run("qwen2.5-0.5b", "ridge", texts=PYTHON_CODE),
 )
@@ -88,7 +93,7 @@ def measure_run(run: Run, model: Path, data: Path) -> dict[str, Any]:
     calibration, held_out = (data / text for text in run.texts)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out"
-        words = ["prune", model, "--recipe", run.recipe, "--ratio", run.ratio, *shlex.split(run.options)]
+        words = ["prune", model, "--recipe", run.recipe, *shlex.split(run.amount + run.options)]
         words += ["--text", calibration, "--samples", 32, "--window", 512, "-o", out]
         start = time.monotonic()
         _, peak = call(*words)
@@ -151,26 +156,43 @@ def table(results: dict[str, Any]) -> str:
 
 
 def chart(results: dict[str, Any]) -> str:
-    """Draw the rise of the perplexity of every run as bars, in an SVG that reads on light and dark pages."""
-    width, bar, left = 640, 26, 230
-    rises = {name: row["perplexity"][1] / row["perplexity"][0] - 1 for name, row in results.items()}
-    scale = (width - left - 70) / max(rises.values())
-    height = 46 + bar * len(rises)
+    """Draw what stays of the parameters, and the perplexity, of every run beside the dense model.
+
+    The SVG has a background of its own, so that it reads on light and dark pages, whatever the browser prefers. Bars
+    are those of the page of `ckpt-prune report`: a track to 100 %, and what lies above it in another colour.
+    """
+    width, left, line, head = 560, 100, 17, 34
+    rows = [
+        (name, [(what, row[what][1] / row[what][0]) for what in ("parameters", "perplexity")])
+        for name, row in results.items()
+    ]
+    scale = (width - left - 60) / max(1.0, *(share for _, bars in rows for _, share in bars))
+    height = head + len(rows) * (3 * line + 8) + 4
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" font-size="13"'
         ' font-family="system-ui, sans-serif">',
-        "<title>Rise of perplexity by model and recipe</title>",
-        # A grey of middle lightness has enough contrast on white and on black.
-        "<style>text{fill:#767676}.strong{font-weight:600}rect{fill:#3b82c4}</style>",
-        '<text class="strong" x="0" y="16">Rise of perplexity after pruning (lower is better)</text>',
+        "<title>Parameters and perplexity after pruning, by model and recipe</title>",
+        "<style>.page{fill:#fff}text{fill:#1c1f23}.soft{fill:#5a626c}.strong{font-weight:600}.track{fill:#dfe3e8}"
+        ".bar{fill:#1b5fc1}.more{fill:#b84a0e}@media(prefers-color-scheme:dark){.page{fill:#15181c}text{fill:#e8eaed}"
+        ".soft{fill:#a3abb5}.track{fill:#2b3037}.bar{fill:#6ea8fe}.more{fill:#f0904f}}</style>",
+        f'<rect class="page" width="{width}" height="{height}" rx="6"/>',
+        '<text class="soft" x="12" y="20">After pruning, as a share of the dense model</text>',
     ]
-    for place, (name, rise) in enumerate(rises.items()):
-        y = 34 + bar * place
-        lines += [
-            f'<text x="{left - 8}" y="{y + 14}" text-anchor="end">{name.replace("/", " · ")}</text>',
-            f'<rect x="{left}" y="{y}" width="{max(2, rise * scale):.0f}" height="{bar - 8}" rx="3"/>',
-            f'<text x="{left + rise * scale + 8:.0f}" y="{y + 14}">{rise:+.0%}</text>',
-        ]
+    for place, (name, bars) in enumerate(rows):
+        y = head + place * (3 * line + 8) + 12
+        lines.append(f'<text class="strong" x="12" y="{y}">{name.replace("/", " · ")}</text>')
+        for below, (what, share) in enumerate(bars, start=1):
+            top = y + below * line - 10
+            lines.append(f'<text class="soft" x="12" y="{top + 10}">{what}</text>')
+            for kind, start, stop in (("track", 0, 1), ("bar", 0, min(share, 1)), ("more", 1, share)):
+                if stop > start:
+                    inset = 0 if kind == "track" else 2
+                    lines.append(
+                        f'<rect class="{kind}" x="{left + start * scale:.1f}" y="{top + inset}" '
+                        f'width="{(stop - start) * scale:.1f}" height="{11 - 2 * inset}"/>'
+                    )
+            end = left + max(1, share) * scale
+            lines.append(f'<text x="{end + 8:.1f}" y="{top + 10}">{share:.0%}</text>')
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 

@@ -49,9 +49,9 @@ def test_margin_where_methods_were_chosen(place):
 
 def test_errors_that_prune_prints_are_no_perplexity(place):
     said = ok("prune", "dense", "--recipe", "rcpu", "--ratio", "0.5", "--statistics", "stats", "-o", "out").splitlines()
-    (line,) = (line for line in said if "no perplexity or accuracy: 0.18 (heads) and 0.09 (mlp) came with" in line)
+    (line,) = (line for line in said if "not perplexity or accuracy: 0.18 (heads) and 0.09 (mlp) came with" in line)
     assert said[said.index(line) - 1].startswith("  mlp (columns of the MLP) ")
-    assert "no perplexity" not in ok("prune", "dense", "--recipe", "magnitude", "-o", "bare")
+    assert "not perplexity" not in ok("prune", "dense", "--recipe", "magnitude", "-o", "bare")
 
 
 def test_what_drift_is_is_said_with_the_word(place):

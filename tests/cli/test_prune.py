@@ -69,7 +69,7 @@ def test_statistics(place):
     assert (title, columns.split()) == ("Units", ["space", "units", "kept", "error", "before", "after"])
     assert re.fullmatch(rf"  heads \(.*\) +1 of 2 +0\.\d{{4}}  {mean_error('out', 'heads'):.4f}", heads)
     assert re.fullmatch(rf"  mlp \(.*\) +12 of 24 +0\.\d{{4}}  {mean_error('out', 'mlp'):.4f}", mlp)
-    assert honest.startswith("  Errors are shares of the energy of each site's output on the calibration samples")
+    assert honest.startswith("  Error: what pruning changes in the output of a module, before and after compensation")
     assert verdict == "  Compensation lowers the error on calibration samples at 4 of 4 sites."
     assert end == "written to out"
     assert calibration("out")["target"] == "dense"

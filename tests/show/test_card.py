@@ -56,8 +56,8 @@ Affine. That is the shipped recipe of this name; it was changed here, and ckpt_p
 |---|---:|---:|---:|---:|
 | mlp (columns of the MLP) | 4 of 8 | 0.5000 | 0.2500 | 0.3000 |
 
-- Errors are shares of the energy of each site's output on the calibration samples, means over blocks; they are no \
-perplexity or accuracy.
+- Error: what pruning changes in the output of a module, before and after compensation, as a share of its energy on \
+the calibration samples; the mean over blocks. It is not perplexity or accuracy.
 - Compensation lowers the error on calibration samples at 1 of 1 sites.
 - Compensation lowers the error on held-out samples at 1 of 1 sites.
 

@@ -106,8 +106,9 @@ def test_units():
     qk = site(0, "qk", consumer=None, error_held_out=None, strength=None, effective_rank=None, k95=None, active=None)
     found = units(site(1, kept=[0]), qk | {"heads": heads((0.5, 0.1), rho2=0.5)}, site(0, "heads", width=16), site(0))
     assert found.sentences == [
-        "Errors are shares of the energy of each site's output (of queries and keys: of the attention logits) on the "
-        "calibration samples, means over blocks; they are no perplexity or accuracy.",
+        "Error: what pruning changes in the output of a module (of queries and keys: of the attention logits), before "
+        "and after compensation, as a share of its energy on the calibration samples; the mean over blocks. It is not "
+        "perplexity or accuracy.",
         "Compensation lowers the error on calibration samples at 4 of 4 sites.",
         "Compensation lowers the error on held-out samples at 3 of 3 sites.",
     ]
@@ -153,7 +154,7 @@ def test_errors_of_a_language_model_have_a_yardstick_unless_they_hold_earlier_on
     (first, *_) = units(site(0), before=cost).sentences
     assert first.endswith("0.18 (heads) and 0.09 (mlp) came with 1.5 times the perplexity on a small llama.")
     (first, *_) = units(site(0, share=0.5), before=cost).sentences
-    assert "(target drift), all that came before included; they are no perplexity or accuracy." in first
+    assert "(target drift), all that came before included. It is not perplexity or accuracy." in first
     assert "These errors are from before recovery." in units(site(0), adapters={"modules": 1}).sentences
 
 

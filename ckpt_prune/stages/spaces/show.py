@@ -137,9 +137,9 @@ def _errors(sites: Sequence[SiteRecord], *, language: bool) -> Iterator[str]:
         logits = any(ENDS.get(recipe_space(own[0].space)) in ("logits", "rotary") for own in measured)
         of = " (of queries and keys: of the attention logits)" if logits else ""
         yield (
-            f"Errors are shares of the energy of each site's output{of} on the calibration samples, means over blocks"
-            f"{f', {_DRIFT}' if drift else ''}; they are no perplexity or accuracy"
-            f"{YARDSTICK if language and not drift else ''}."
+            f"Error: what pruning changes in the output of a module{of}, before and after compensation, as a share of "
+            f"its energy on the calibration samples; the mean over blocks{f', {_DRIFT}' if drift else ''}. It is not "
+            f"perplexity or accuracy{YARDSTICK if language and not drift else ''}."
         )
 
 
