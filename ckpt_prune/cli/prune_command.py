@@ -7,6 +7,7 @@ import click
 from ckpt_prune.api.prune import Pruned, PushFailedError, prune, prune_as
 from ckpt_prune.cli.command import Command, echo_json
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.safe_text import escape_controls
 from ckpt_prune.options.commands import PruneOptions
 from ckpt_prune.options.option import check_options
 
@@ -62,7 +63,7 @@ def _print_done(pruned: Pruned) -> None:
             click.echo(line)
         click.echo(f"written to {pruned.path}")
         for hint in _hints(pruned, settled):
-            click.echo(hint, err=True)
+            click.echo(escape_controls(hint), err=True)
 
 
 def _hints(pruned: Pruned, settled: Any) -> list[str]:

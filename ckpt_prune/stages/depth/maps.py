@@ -2,20 +2,26 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from ckpt_prune.checkpoint.files import sync
+from ckpt_prune.checkpoint.shard import read_header
+from ckpt_prune.checkpoint.staging import disk_failures
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.finite import all_finite
 from ckpt_prune.common.progress import track
 from ckpt_prune.compensation.gap import GapMap, absorb_map, fit_map
 from ckpt_prune.job.prepared import Prepared
-from ckpt_prune.job.records import GapRecord
+from ckpt_prune.job.records import DepthRecord, GapRecord
 from ckpt_prune.measure.moments.inputs import Drift, Moments
 from ckpt_prune.measure.streams.drift import Residual
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
+from ckpt_prune.model.depth import output_tensors, shorten_model
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import Kind, SpaceName
 from ckpt_prune.stages.depth.choice import live_samples
@@ -35,6 +41,37 @@ class _Waiting:
     block: int
     tensors: Mapping[str, Tensor]
     entering: Tensor
+
+
+def compensate(prepared: Prepared, record: DepthRecord, file: Path) -> DepthRecord:
+    """Fit maps for the blocks that go, write the tensors that change to a file, and return the record."""
+    depth, gaps = depth_of(prepared), record.gaps
+    found: dict[str, Tensor] = {}
+    if depth.part != "block":
+        found = _zeros(prepared.model, record)
+    elif depth.compensation.linear and gaps:
+        gaps, found = fit_maps(prepared, gaps)
+    with disk_failures(file.parent):
+        if found:
+            save_file(found, file)
+            sync(file)
+    return record.model_copy(update={"gaps": gaps})
+
+
+def remaining_model(model: Model, record: DepthRecord, file: Path) -> Model:
+    """Return the model without the blocks that go. If the file exists, its tensors replace the model's."""
+    left = shorten_model(model, record.kept) if record.part == "block" else model
+    if not file.is_file():
+        return left
+    maps = {name: replace(info, file=str(file)) for name, info in read_header(file).tensors.items()}
+    return replace(left, checkpoint=replace(left.checkpoint, replaced=maps))
+
+
+def _zeros(model: Model, record: DepthRecord) -> dict[str, Tensor]:
+    """What stands in place of parts that are gone."""
+    names = [name for gap in record.gaps for name in output_tensors(model, gap.first, record.part)]
+    infos = model.checkpoint.tensors
+    return {name: torch.zeros(infos[name].shape, dtype=infos[name].dtype) for name in names}
 
 
 def fit_maps(prepared: Prepared, gaps: Sequence[GapRecord]) -> tuple[list[GapRecord], dict[str, Tensor]]:

@@ -15,9 +15,7 @@ from ckpt_prune.common.progress import track
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.records import HiddenRecord
 from ckpt_prune.job.run import Run
-from ckpt_prune.measure.moment_sources import CachedMoments
-from ckpt_prune.model.sublayers import list_sublayers
-from ckpt_prune.stages.hidden.bases import SlicedStream, directions_keeping_ones, principal_directions
+from ckpt_prune.stages.hidden.bases import principal_directions
 from ckpt_prune.stages.hidden.preview import (
     hidden_of,
     hidden_record,
@@ -27,11 +25,11 @@ from ckpt_prune.stages.hidden.preview import (
     view_of,
     wanted_width,
 )
-from ckpt_prune.stages.hidden.sliced_checkpoint import SlicedCheckpoint, tied_basis
+from ckpt_prune.stages.hidden.shared_basis import open_sliced_stream, shared_basis, shared_gram
+from ckpt_prune.stages.hidden.sliced_checkpoint import SlicedCheckpoint
 from ckpt_prune.stages.joint_counts.counts import DimensionCountSearch
 from ckpt_prune.stages.joint_counts.search import measure_unpruned
 from ckpt_prune.stages.rotation.absorbing import residual_of
-from ckpt_prune.stages.rotation.moments import stream_gram
 
 HIDDEN = "hidden"
 """Entry of the journal: how many dimensions stay, if spaces lose units, too."""
@@ -86,16 +84,16 @@ def _narrow_jointly(prepared: Prepared, run: Run) -> Prepared:
     journal, folder, timer = run.own_journal, run.scratch, run.timer
     with disk_failures(folder):
         folder.mkdir(exist_ok=True)
-    weighing = None
+    search = None
     # Where they were weighed with whole blocks, the sites are ranked and the number is known.
     if hidden_of(prepared).auto and prepared.ranked is None:
-        statistics = measure_unpruned(prepared, folder / "whole", journal, timer)
+        statistics = measure_unpruned(prepared, run)
         with timer.time("ranking"):
-            weighing = DimensionCountSearch(prepared, statistics, shared_gram, shared_basis, journal)
+            search = DimensionCountSearch(prepared, statistics, run)
 
     def choose() -> HiddenRecord:
         with timer.time("hidden"):
-            return hidden_record(prepared, wanted_width(prepared)) if weighing is None else weighing.record()
+            return hidden_record(prepared, wanted_width(prepared)) if search is None else search.record()
 
     record, view = run.remember(HIDDEN, HiddenRecord, choose), None
     if record.kept < record.dimensions:
@@ -107,25 +105,17 @@ def _narrow_jointly(prepared: Prepared, run: Run) -> Prepared:
             energy = _measure_shared_basis(prepared, bare, bases, journal)
         record, view = record.model_copy(update={"energy": energy}), view_of(prepared, record.kept, bases)
     left = narrow_jointly(prepared, record, view)
-    if weighing is not None:
+    if search is not None:
         # The widths are those that were tried. Where all dimensions stay, so do what they were measured on.
-        left = replace(left, ranked=weighing.ranking, statistics=statistics if view is None else None)
+        left = replace(left, ranked=search.ranking, statistics=statistics if view is None else None)
     return left
-
-
-def _stream(prepared: Prepared) -> SlicedStream:
-    live, model = prepared.live, prepared.model
-    assert live is not None
-    stream = prepared.live_stream(prepared.plain_view)
-    centred = residual_of(model.family).norm == "layer"
-    return SlicedStream(stream, list_sublayers(model), normed=hidden_of(prepared).signal == "normed", centred=centred)
 
 
 def _measure_bases(prepared: Prepared, view: SlicedCheckpoint, bases: WrittenBases, journal: Journal) -> list[float]:
     """Measure the bases of every block. If the recipe is sequential, the blocks before it are sliced already."""
     model = prepared.model
     centred, sequential = residual_of(model.family).norm == "layer", prepared.recipe.target == "sequential"
-    sliced = _stream(prepared)
+    sliced = open_sliced_stream(prepared)
     shares: list[float] = []
     for block in track(range(model.blocks), "measuring the stream", total=model.blocks):
         tensors, unit = model.read_block(block), f"{BASIS} {block}"
@@ -164,31 +154,3 @@ def _measure_shared_basis(
         bases.write(0, [basis])
         journal.record(BASIS, note=[share])
     return [share]
-
-
-def shared_gram(prepared: Prepared) -> Tensor:
-    """Return the Gram of the normed stream, summed over all norms of the dense model, (d, d) float64.
-
-    Statistics have only the norms of the blocks: they do not say what the final norm reads.
-    """
-    if prepared.statistics is not None:
-        return stream_gram(prepared.model, CachedMoments(prepared.statistics, prepared.model)).to(prepared.device)
-    model, sliced = prepared.model, _stream(prepared)
-    grams: list[Tensor] = []
-
-    def add(_place: int, gram: Tensor) -> None:
-        grams[:] = [gram + grams[0] if grams else gram]
-
-    for block in track(range(model.blocks), "measuring the stream", total=model.blocks):
-        sliced.block(block, model.read_block(block), add)
-    add(0, sliced.end(sliced.stream.factory.skeleton.get_submodule(residual_of(model.family).final)))
-    return grams[0].to(prepared.device)
-
-
-def shared_basis(view: SlicedCheckpoint, gram: Tensor) -> tuple[Tensor, float]:
-    """Return one basis for everything that reads the stream, and the share of the energy in it."""
-    centred = residual_of(view.family).norm == "layer"
-    basis, share = (
-        directions_keeping_ones(gram, view.kept) if centred else principal_directions(gram, view.kept, centred=False)
-    )
-    return tied_basis(view.model, basis) if view.keeps_tie else basis, share

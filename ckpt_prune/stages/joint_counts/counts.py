@@ -3,28 +3,23 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from torch import Tensor
 
-from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.job.prepared import Prepared, RankedUnits
 from ckpt_prune.job.records import DepthRecord, HiddenRecord, TriedDepth, TriedHidden
+from ckpt_prune.job.run import Run
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import Site
+from ckpt_prune.stages.depth.choice import choose_depth
+from ckpt_prune.stages.depth.maps import compensate, remaining_model
 from ckpt_prune.stages.depth.preview import at_depth, depth_of, last_blocks, wanted_depth
 from ckpt_prune.stages.hidden.preview import hidden_record, narrow_jointly, open_widths, possible_widths, view_of
-from ckpt_prune.stages.hidden.sliced_checkpoint import SlicedCheckpoint
+from ckpt_prune.stages.hidden.shared_basis import shared_basis, shared_gram
 from ckpt_prune.stages.joint_counts.search import CountSearch, SingleCountSearch, Trial
 
-Choose = Callable[[Prepared], DepthRecord]
-"""Chooses which blocks go, if the recipe says how many."""
-Shorten = Callable[[Prepared, DepthRecord], tuple[DepthRecord, Model]]
-"""Drops blocks: returns the record of what makes up for them, and the model that is left."""
-Measure = Callable[[Prepared], Tensor]
-"""Returns the Gram of what all norms make of the stream of the samples, (d, d) float64."""
-Find = Callable[[SlicedCheckpoint, Tensor], tuple[Tensor, float]]
-"""Returns the basis of a view, by that Gram, and the share of the energy that lies in it."""
 Pair = tuple[int, int]
 """A number of blocks, and of steps down to a narrower stream."""
 
@@ -39,26 +34,19 @@ class BlockCountSearch(SingleCountSearch):
 
     entry = "depth tried"
 
-    def __init__(
-        self, prepared: Prepared, statistics: Statistics, choose: Choose, shorten: Shorten, journal: Journal | None
-    ) -> None:
-        super().__init__(prepared, statistics, journal)
-        self._choose, self._shorten = choose, shorten
-
     @property
     def most(self) -> int:
         return wanted_depth(self.prepared).count
 
     def record(self) -> DepthRecord:
         """Return the blocks that go, and what was tried."""
-        chosen = _choose_blocks(self.prepared, self.statistics, self._choose, self.best())
+        chosen = _choose_blocks(self.prepared, self.statistics, self.best())
         return chosen.model_copy(
             update={"tried": [TriedDepth(blocks=count, **tried.model_dump()) for count, tried in self.fitting]}
         )
 
     def trial(self, count: int) -> Trial:
-        few = replace(self.prepared, live=self.fitted)
-        record, model = self._shorten(few, _choose_blocks(self.prepared, self.statistics, self._choose, count))
+        record, model = _shorten(self, count)
         bare = replace(at_depth(self.prepared, record, model), live=None, statistics=self.statistics)
         short = replace(bare, ranked=ranked_at(self.ranking, record))
         gaps = [gap.divergence for gap in record.gaps]
@@ -66,10 +54,19 @@ class BlockCountSearch(SingleCountSearch):
         return Trial(short, record.kept, f"without {record.blocks - model.blocks} blocks", predicted)
 
 
-def _choose_blocks(prepared: Prepared, statistics: Statistics, choose: Choose, count: int) -> DepthRecord:
+def _choose_blocks(prepared: Prepared, statistics: Statistics, count: int) -> DepthRecord:
     recipe, depth = prepared.recipe, depth_of(prepared)
     fixed = depth.model_copy(update={"drop": count} if count else {"drop": None, "blocks": []})
-    return choose(replace(prepared, recipe=recipe.model_copy(update={"depth": fixed}), statistics=statistics))
+    return choose_depth(replace(prepared, recipe=recipe.model_copy(update={"depth": fixed}), statistics=statistics))
+
+
+def _shorten(search: CountSearch[Any], count: int) -> tuple[DepthRecord, Model]:
+    """Drop so many blocks: return the record of what makes up for them, and the model that is left."""
+    record = _choose_blocks(search.prepared, search.statistics, count)
+    file = search.run.scratch / f"without-{record.blocks - len(record.kept)}.safetensors"
+    few = replace(search.prepared, live=search.fitted)
+    record = compensate(few, record, file)
+    return record, remaining_model(few.model, record, file)
 
 
 def ranked_at(ranking: Mapping[Site, Sequence[RankedUnits]], record: DepthRecord) -> dict[Site, Sequence[RankedUnits]]:
@@ -86,11 +83,8 @@ class DimensionCountSearch(SingleCountSearch):
 
     entry = "dimensions tried"
 
-    def __init__(
-        self, prepared: Prepared, statistics: Statistics, measure: Measure, find: Find, journal: Journal | None
-    ) -> None:
-        super().__init__(prepared, statistics, journal)
-        self._measure_gram, self._find = measure, find
+    def __init__(self, prepared: Prepared, statistics: Statistics, run: Run) -> None:
+        super().__init__(prepared, statistics, run)
         self._widths = possible_widths(self.prepared)
 
     @property
@@ -105,22 +99,22 @@ class DimensionCountSearch(SingleCountSearch):
 
     def trial(self, count: int) -> Trial:
         prepared, kept = self.prepared, self._widths[count]
-        narrow = _narrow(prepared, kept, self._find, lambda: self._gram)
+        narrow = _narrow(prepared, kept, lambda: self._gram)
         short = replace(narrow, live=None, statistics=self.statistics, ranked=self.ranking)
         description = f"with {kept} of {prepared.model.dimension('hidden')} dimensions"
         return Trial(short, range(prepared.model.blocks), description, own_ends=count > 0)
 
     @cached_property
     def _gram(self) -> Tensor:
-        return self._measure_gram(replace(self.prepared, live=self.fitted))
+        return shared_gram(replace(self.prepared, live=self.fitted))
 
 
-def _narrow(prepared: Prepared, kept: int, find: Find, gram: Callable[[], Tensor]) -> Prepared:
+def _narrow(prepared: Prepared, kept: int, gram: Callable[[], Tensor]) -> Prepared:
     """Return the state for what is left to do once the stream has so many dimensions, which may be all."""
     record, view = hidden_record(prepared, kept), None
     if kept < record.dimensions:
         bare = view_of(prepared, kept)
-        basis, _ = find(bare, gram())
+        basis, _ = shared_basis(bare, gram())
         view = replace(bare, bases=lambda _block: (basis,) * len(bare.sublayers))
     return narrow_jointly(prepared, record, view)
 
@@ -182,11 +176,10 @@ class _Shorter:
 
     prepared: Prepared
     record: DepthRecord
-    measure: Measure
 
     @cached_property
     def gram(self) -> Tensor:
-        return self.measure(self.prepared)
+        return shared_gram(self.prepared)
 
 
 class PairSearch(CountSearch[Pair]):
@@ -197,18 +190,8 @@ class PairSearch(CountSearch[Pair]):
 
     entry = "axes tried"
 
-    def __init__(
-        self,
-        prepared: Prepared,
-        statistics: Statistics,
-        choose: Choose,
-        shorten: Shorten,
-        measure: Measure,
-        find: Find,
-        journal: Journal | None,
-    ) -> None:
-        super().__init__(prepared, statistics, journal)
-        self._choose, self._shorten, self._measure_gram, self._find = choose, shorten, measure, find
+    def __init__(self, prepared: Prepared, statistics: Statistics, run: Run) -> None:
+        super().__init__(prepared, statistics, run)
         self._widths_by_count: dict[int, list[int]] = {}
         self._shorter_models: dict[int, _Shorter] = {}
 
@@ -228,12 +211,12 @@ class PairSearch(CountSearch[Pair]):
             for (count, own), figures in self.fitting
         ]
         hidden = hidden_record(self.prepared, self._widths(blocks)[step]).model_copy(update={"tried": tried})
-        return _choose_blocks(self.prepared, self.statistics, self._choose, blocks), hidden
+        return _choose_blocks(self.prepared, self.statistics, blocks), hidden
 
     def trial(self, count: Pair) -> Trial:
         blocks, step = count
         shorter, kept = self._without(blocks), self._widths(blocks)[step]
-        narrow = _narrow(shorter.prepared, kept, self._find, lambda: shorter.gram)
+        narrow = _narrow(shorter.prepared, kept, lambda: shorter.gram)
         ranking = ranked_at(self.ranking, shorter.record)
         short = replace(narrow, live=None, statistics=self.statistics, ranked=ranking)
         width = shorter.prepared.model.dimension("hidden")
@@ -248,7 +231,7 @@ class PairSearch(CountSearch[Pair]):
 
     def _without(self, blocks: int) -> _Shorter:
         if blocks not in self._shorter_models:
+            record, model = _shorten(self, blocks)
             few = replace(self.prepared, live=self.fitted)
-            record, model = self._shorten(few, _choose_blocks(self.prepared, self.statistics, self._choose, blocks))
-            self._shorter_models[blocks] = _Shorter(at_depth(few, record, model), record, self._measure_gram)
+            self._shorter_models[blocks] = _Shorter(at_depth(few, record, model), record)
         return self._shorter_models[blocks]

@@ -11,13 +11,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.staging import disk_failures
 from ckpt_prune.common.errors import DiskError, UserError, find_unreadable_file
 from ckpt_prune.common.phases import phase
@@ -26,7 +24,7 @@ from ckpt_prune.job.decisions import Decision, Decisions
 from ckpt_prune.job.job import LiveSamples
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.records import Tried
-from ckpt_prune.job.timing import PhaseTimer
+from ckpt_prune.job.run import Run
 from ckpt_prune.measure.moment_sources import CachedMoments, KnownMoments
 from ckpt_prune.measure.moments.inputs import sum_folds
 from ckpt_prune.measure.samples.samples import SampleRange, Samples
@@ -89,14 +87,14 @@ class CountSearch(ABC, Generic[Count]):
     Args:
         prepared: of a recipe that leaves the count open, with samples to run.
         statistics: of the unpruned model, with all that widths of the least error need.
-        journal: of the run, to record the divergence of each count in.
+        run: in whose journal the divergence of each count is recorded.
     """
 
     entry: str
     """Before a count, in entries of the journal."""
 
-    def __init__(self, prepared: Prepared, statistics: Statistics, journal: Journal | None = None) -> None:
-        self.prepared, self.statistics, self.journal = at_own_size(prepared), statistics, journal
+    def __init__(self, prepared: Prepared, statistics: Statistics, run: Run) -> None:
+        self.prepared, self.statistics, self.run = at_own_size(prepared), statistics, run
         spaces = replace(self.prepared, recipe=self.prepared.recipe.spaces_alone, statistics=statistics)
         self.ranking = dense_ranking(spaces)
         self.tried: dict[Count, Tried | None] = {}
@@ -127,15 +125,14 @@ class CountSearch(ABC, Generic[Count]):
         return None if tried is None else tried.measured
 
     def _recorded_or_tried(self, count: Count) -> Tried | None:
-        entry = f"{self.entry} {self.name(count)}"
-        note = None if self.journal is None else self.journal.notes.get(entry)
-        if note is not None:
-            return Tried.model_validate(note)
-        try:
+        def try_count() -> Tried:
             trial = self.trial(count)
             decisions = decide(trial.short)
             predicted = None if trial.predicted is None else trial.predicted + _predict_sites(trial.short, decisions)
-            tried = Tried(predicted=predicted, measured=self._measure(trial, decisions))
+            return Tried(predicted=predicted, measured=self._measure(trial, decisions))
+
+        try:
+            return self.run.remember(f"{self.entry} {self.name(count)}", Tried, try_count)
         except UserError as error:
             if find_unreadable_file(error) is not None or isinstance(error, DiskError):
                 raise  # that says nothing of the count
@@ -143,10 +140,6 @@ class CountSearch(ABC, Generic[Count]):
             # recorded, so that a resumed run meets the error again and can raise it if no count works.
             self.refusal = error
             return None
-        if self.journal is not None:
-            with disk_failures(self.journal.folder):
-                self.journal.record(entry, note=tried.model_dump(mode="json"))
-        return tried
 
     def found(self, best: Count | None) -> Count:
         """Return the best count if there is one; else raise why the last one did not work."""
@@ -240,18 +233,19 @@ class SingleCountSearch(CountSearch[int]):
         return min(divergences, key=lambda count: (divergences[count], count), default=None)
 
 
-def measure_unpruned(prepared: Prepared, folder: Path, journal: Journal, timer: PhaseTimer) -> Statistics:
-    """Return statistics of the unpruned model to compare counts by, measured into a folder if there are none."""
+def measure_unpruned(prepared: Prepared, run: Run) -> Statistics:
+    """Return statistics of the unpruned model to compare counts by, measured if there are none."""
     if prepared.statistics is not None:
         return prepared.statistics
-    if _UNPRUNED in journal.entries:
+    folder = run.scratch / "whole"
+    if _UNPRUNED in run.own_journal.entries:
         return Statistics(folder)
     assert prepared.live is not None
-    with timer.time("measuring"), phase("calibration"):
+    with run.timer.time("measuring"), phase("calibration"):
         plain = replace(prepared, recipe=prepared.recipe.spaces_alone)
         statistics = measure_first(plain, prepared.live, folder, None)
     with disk_failures(folder):
-        journal.record(_UNPRUNED)
+        run.own_journal.record(_UNPRUNED)
     return statistics
 
 
