@@ -4,17 +4,21 @@ The methods of a stage import what works on tensors, which knows the stage's cla
 """
 
 import ast
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 import ckpt_prune
 
 PACKAGE = Path(ckpt_prune.__file__).parent
+ROOT = PACKAGE.parent
 
 
-def modules() -> dict[str, Path]:
+@cache
+def modules(folder: Path = PACKAGE) -> dict[str, Path]:
     names = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    for path in sorted(folder.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
         names[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return names
 
@@ -25,7 +29,7 @@ def imports(*, lazily: bool = False) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for name, path in known.items():
         own = found[name] = set()
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = parse(path)
         for node in tree.body if lazily and path.name == "stage.py" else ast.walk(tree):
             if isinstance(node, ast.Import):
                 own |= {alias.name for alias in node.names if alias.name in known}
@@ -75,39 +79,57 @@ def test_a_circle_is_found():
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
 
 
+@cache
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
 def names_of(path: Path) -> set[str]:
-    """Names that a module defines or imports anywhere."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    """Names that a module defines or imports at its top level."""
+    names: set[str] = set()
+    nodes: list[ast.AST] = [parse(path)]
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found.add(node.name)
+            names.add(node.name)
         elif isinstance(node, ast.Import | ast.ImportFrom):
-            found |= {alias.asname or alias.name for alias in node.names}
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
-    return found
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Name):
+            names |= {node.id} if isinstance(node.ctx, ast.Store) else set()
+        else:
+            nodes += ast.iter_child_nodes(node)
+    return names
 
 
-def missing(script: str) -> list[str]:
-    """Pieces of this package that a script imports and that are not there."""
-    known = modules()
+def missing(script: ast.Module) -> list[str]:
+    """Names of this package and its tests that a script imports and that do not exist."""
+    known = modules() | modules(ROOT / "tests")
     found = []
-    for node in ast.walk(ast.parse(script)):
-        if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith(f"{PACKAGE.name}."):
-            continue
-        path = known.get(str(node.module))
-        there = set() if path is None else names_of(path)
-        wanted = [alias.name for alias in node.names if f"{node.module}.{alias.name}" not in known]
-        found += [f"{node.module}.{name}" for name in wanted if name not in there]
+    for node in ast.walk(script):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names if is_own(alias.name) and alias.name not in known]
+        elif isinstance(node, ast.ImportFrom) and not node.level and is_own(node.module or ""):
+            wanted = [alias.name for alias in node.names if f"{node.module}.{alias.name}" not in known]
+            found += [f"{node.module}.{name}" for name in wanted if not has(str(node.module), name)]
     return found
 
 
-def test_tools_import_what_there_is():
-    tools = sorted((PACKAGE.parent / "tools").glob("*.py"))
-    assert tools
-    assert {path.name: gone for path in tools if (gone := missing(path.read_text(encoding="utf-8")))} == {}
+def has(module: str, name: str) -> bool:
+    """Whether a module has a name, perhaps one that only exists once the module has run."""
+    path = (modules() | modules(ROOT / "tests")).get(module)
+    return path is not None and (name in names_of(path) or hasattr(import_module(module), name))
 
 
-def test_what_is_not_there_is_found():
-    script = "from ckpt_prune.job.job import Job, Nothing\nfrom ckpt_prune.nowhere import some\nimport ckpt_prune"
-    assert missing(script) == ["ckpt_prune.job.job.Nothing", "ckpt_prune.nowhere.some"]
+def is_own(module: str) -> bool:
+    return module.split(".")[0] in (PACKAGE.name, "tests")
+
+
+def test_every_import_names_what_exists():
+    scripts = [path for room in ("ckpt_prune", "tests", "tools") for path in sorted((ROOT / room).rglob("*.py"))]
+    assert len(scripts) > 500
+    assert {str(path): gone for path in scripts if (gone := missing(parse(path)))} == {}
+
+
+def test_an_import_of_nothing_is_found():
+    script = "from ckpt_prune.job.job import Job, Nothing\nfrom ckpt_prune.nowhere import some\nimport ckpt_prune.no"
+    assert missing(ast.parse(script)) == ["ckpt_prune.job.job.Nothing", "ckpt_prune.nowhere.some", "ckpt_prune.no"]
