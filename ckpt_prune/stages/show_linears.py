@@ -1,13 +1,14 @@
 """What stages that work on every linear module say of them alike."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
-from ckpt_prune.show.section import Figure, Pick, draw_figure, draw_line, format_figure, mean_of
+from ckpt_prune.show.section import Figure, Pick, Table, draw_figure, draw_line, format_figure, make_tables, mean_of
 from ckpt_prune.stages.low_rank.records import FactoredLinear
 from ckpt_prune.stages.mask.records import MaskedLinear
 
 Linear = MaskedLinear | FactoredLinear
+L = TypeVar("L", bound=Linear)
 KINDS = ("q", "k", "v", "o", "gate", "up", "down")
 """Names of modules (`Family.labels`), in the order of figures."""
 
@@ -36,6 +37,22 @@ def error_sentences(linears: Sequence[Linear]) -> list[str]:
         f"The error of their outputs on the calibration samples is {format_figure(mean)} on average, "
         f"{format_figure(worst.error or 0.0)} at most ({place_of(worst)})."
     ]
+
+
+def list_linears(linears: Sequence[L], columns: Mapping[str, Callable[[L], str | float | None]]) -> Sequence[Table]:
+    """Make the table of every linear module: which it is, its shape, and the given columns."""
+    return make_tables(
+        "Every linear",
+        linears,
+        {
+            "block": lambda linear: str(linear.block),
+            "linear": label_of,
+            "weight": lambda linear: linear.weight,
+            "shape": lambda linear: f"{linear.rows:,} × {linear.columns:,}",
+            **columns,
+        },
+        words=3,
+    )
 
 
 def draw_by_kind(

@@ -217,6 +217,13 @@ def test_layers(place, layers, blocks):
     assert report_of("out")["recovery"]["settings"]["layers"] == layers
 
 
+def test_a_loss_that_was_measured_before_is_not_passed_on(place):
+    pruned = Path(RECOVER[1]) / "ckpt_prune.json"
+    pruned.write_text(json.dumps(read_json(str(pruned)) | {"loss": {"of": "perplexity", "before": 2.0, "after": 3.0}}))
+    ok(*RECOVER, "--layers", "0:1", "-o", "out")
+    assert "loss" not in report_of("out")
+
+
 @pytest.mark.parametrize("layers", ["a:b", "", "0:1.5", "²:3"])
 def test_layers_that_are_no_range(place, layers):
     assert refused(*RECOVER, "--layers", layers, "-o", "out") == (

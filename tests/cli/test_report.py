@@ -66,12 +66,9 @@ def test_the_working_folder(here, monkeypatch):
     assert heading("../out.report.html") == "tiny, pruned by recipe corp"
     assert ok("report", REPORT, "--overwrite") == f"report written to {here / 'out.report.html'}\n"
     assert [path.name for path in Path().iterdir()] == [REPORT]
-
-
-def test_the_parent_of_the_working_folder(here, monkeypatch):
-    Path("out/inner").mkdir()
-    monkeypatch.chdir("out/inner")
-    assert ok("report", "..") == f"report written to {here / 'out.report.html'}\n"
+    Path("inner").mkdir()
+    monkeypatch.chdir("inner")
+    assert ok("report", "..", "--overwrite") == f"report written to {here / 'out.report.html'}\n"
 
 
 def test_a_plan(here):
@@ -83,12 +80,6 @@ def test_a_place_of_ones_own(here):
     assert ok("report", "out", "-o", "a.html") == "report written to a.html\n"
     assert heading("a.html") == "tiny, pruned by recipe corp"
     assert not Path("out.report.html").exists()
-
-
-def test_overwrite(here):
-    ok("report", "out", "-o", "a.html")
-    ok("report", "plan.json", "-o", "a.html", "--overwrite")
-    assert heading("a.html") == "Plan for tiny, by corp"
 
 
 def test_a_new_file_may_be_read_by_whom_the_umask_lets(here):
@@ -199,26 +190,16 @@ def without(*keys: str) -> Json:
 
 
 DAMAGE = {
-    "empty": ("", "Expecting value: line 1 column 1 (char 0)"),
     "cut": ('{"version": 1, "sites": [', "Expecting value: line 1 column 26 (char 25)"),
-    "list": ("[]", "a list instead of an object"),
     "twice": ('{"sites": [], "sites": []}', "key 'sites' is given twice"),
-    "no sites": (without("sites"), "sites: field required"),
     "no name": (without("source", "name"), "source.name: field required"),
     "no parameters": (
         report([], before={"parameters": 0, "bytes": 1, "flops": 1}),
         "before.parameters: input should be greater than or equal to 1",
     ),
-    "a block beyond all": (report([site(10**7)]), "sites.0.block: input should be less than or equal to 1000000"),
-    "kept is text": (report([site(0, kept="all")]), "sites.0.kept: input should be a valid list"),
     "more zeros than weights": (
         masked([linear(0), linear(1, zeros=33)]),
         "linears.1: value error, more zeros than weights",
-    ),
-    "a rotation of no block": (masked([], {"entropy_before": 1.0}), "rotation.learned.0.block: field required"),
-    "recovery is a list": (
-        elsewhere([], recovery=[]),
-        "recovery: input should be a valid dictionary or instance of RecoveryRecord",
     ),
     "a perplexity of nothing": (
         elsewhere([], recovery=recovery(perplexity_after=[{"blocks": 0}, {"perplexity": 9.0}])),

@@ -63,6 +63,7 @@ def test_marks_of_a_linear_plot():
         assert y == pytest.approx(interpolated(plot.y, wanted), abs=0.02)
         assert kind == "mark"
     assert plot.unit == "u"
+    assert plot.path("band", "line-0") == []
 
 
 def test_marks_of_a_logarithmic_plot():
@@ -88,12 +89,6 @@ def test_exact_pixels():
     assert plot.path("line", "line-0") == [[(left + pitch / 2, 196), (left + 3 * pitch / 2, 28)]]
 
 
-def test_up_is_more_and_right_is_deeper():
-    marks = drawn(line([1.0, 2.0, 3.0])).marks("line-0")
-    assert [m[0] for m in marks] == sorted(m[0] for m in marks)
-    assert [m[1] for m in marks] == sorted((m[1] for m in marks), reverse=True)
-
-
 def test_blocks_keep_their_numbers():
     plot = drawn(Line("a", [Point(b, 1.0, 1.0, 1.0, "") for b in (5, 6, 9)]))
     assert plot.labels[0] == ["5", "6", "7", "8", "9"]
@@ -117,29 +112,10 @@ def test_a_joined_line_goes_on_over_places_nobody_asked_for():
     plot = drawn(series, across="blocks recovered", joined=True)
     assert plot.path("line", "line-0") == [[mark[:2] for mark in plot.marks("line-0")]]
     assert drawn(series).path("line", "line-0") == []
+    assert [text.text for text in plot.svg.iter("text") if text.get("class") == "unit"] == ["u", "blocks recovered"]
     for place, (x, _, _) in zip(points, plot.marks("line-0"), strict=True):
         assert x == pytest.approx(interpolated(plot.x, place), abs=0.02)
     assert plot.tooltips() == [f"blocks recovered {place}\na: {v:g}" for place, v in points.items()]
-
-
-def test_the_axis_says_what_it_counts():
-    last = [
-        [text.text for text in plot.svg.iter("text") if text.get("class") == "unit"][-1]
-        for plot in (drawn(line([1.0])), drawn(line([1.0]), across="blocks recovered"))
-    ]
-    assert last == ["block", "blocks recovered"]
-
-
-def test_one_block_has_a_mark_and_no_line():
-    plot = drawn(line([0.3]))
-    assert len(plot.marks("line-0")) == 1
-    assert plot.path("line", "line-0") == []
-    assert plot.labels[0] == ["0"]
-
-
-def test_a_series_without_points_is_no_error():
-    plot = drawn(line([1.0]), Line("b", ()))
-    assert plot.marks("line-1") == []
 
 
 def test_a_band_from_low_to_high():
@@ -158,10 +134,6 @@ def test_a_band_is_parted_too_and_a_lone_block_has_a_bar():
     assert len({x for x, _ in lone}) == 2
     assert sum(x for x, _ in lone) / 4 == pytest.approx(interpolated(plot.x, 0), abs=0.02)
     assert len(pair) == 4
-
-
-def test_no_spread_no_band():
-    assert drawn(line([1.0, 2.0])).path("band", "line-0") == []
 
 
 def test_what_a_log_scale_cannot_show_lies_hollow_at_its_foot():
@@ -195,14 +167,15 @@ def test_negative_values_are_linear():
     assert plot.y[0][1] < 0
 
 
-@pytest.mark.parametrize(("values", "log"), [([0.05, 0.99], False), ([0.05, 1.0], True), ([0.05, 0.9, 0.0], False)])
-def test_a_log_scale_from_a_factor_of_twenty(values, log):
-    assert (drawn(line(values)).unit == "u, log scale") is log
-
-
-def test_no_log_scale_where_it_is_not_wanted():
-    assert drawn(line([1e-5, 1.0]), log=False).unit == "u"
-    assert drawn(line([1e-5, 1.0]), full=(0, 1)).unit == "u"
+@pytest.mark.parametrize(
+    ("values", "options", "log"),
+    [
+        *[([0.05, 0.99], {}, False), ([0.05, 1.0], {}, True), ([0.05, 0.9, 0.0], {}, False)],
+        *[([1e-5, 1.0], {"log": False}, False), ([1e-5, 1.0], {"full": (0, 1)}, False)],
+    ],
+)
+def test_a_log_scale_from_a_factor_of_twenty_where_it_is_wanted(values, options, log):
+    assert (drawn(line(values), **options).unit == "u, log scale") is log
 
 
 def test_a_full_range_is_covered_and_grows():

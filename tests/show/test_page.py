@@ -66,18 +66,13 @@ def test_a_page_loads_and_runs_nothing(page):
     assert not {n for n in names if n in {"src", "href", "xlink:href", "srcset", "action"} or n.startswith("on")}
     assert not re.search(r"url\(|@import|@font-face|//", STYLE)
     assert not re.search(r"https?:|//\w", html)
+    assert html.startswith('<!doctype html>\n<html lang="en">')
+    assert (html.count("<style>"), STYLE in html) == (1, True)
+    metas = [dict(m.attrib) for m in root.iter("meta")]
+    assert metas[0] == {"charset": "utf-8"}
+    assert {"name": "viewport", "content": "width=device-width, initial-scale=1"} in metas
     policy = next(m.get("content") for m in root.iter("meta") if m.get("http-equiv") == "Content-Security-Policy")
     assert policy == "default-src 'none'; style-src 'unsafe-inline'"
-
-
-def test_a_page_stands_by_itself(page):
-    html = page(report([site(0)]))
-    assert html.startswith('<!doctype html>\n<html lang="en">')
-    assert html.count("<style>") == 1
-    assert STYLE in html
-    metas = [dict(m.attrib) for m in parse(html).iter("meta")]
-    assert {"charset": "utf-8"} in metas
-    assert {"name": "viewport", "content": "width=device-width, initial-scale=1"} in metas
 
 
 def test_captions_say_when_marks_lie_below_the_scale(page):

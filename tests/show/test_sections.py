@@ -21,7 +21,7 @@ def sections(made: Json) -> dict[str, Section]:
         titles = [figure.title for figure in section.figures]
         assert len(set(titles)) == len(titles)
         notes = [figure.note for figure in section.figures]
-        assert all(note.startswith(("Lower", "Higher", "Where the", "Darker is more")) for note in notes)
+        assert all(note.startswith(("Lower", "Higher", "Where the", "Stronger colour is more")) for note in notes)
     return found
 
 
@@ -454,8 +454,8 @@ def test_a_map_of_the_importance():
         if isinstance(figure, HeatMap)
     )
     assert heat_map.note == (
-        "Darker is more: means over cells of its 4 rows and 2 columns, from 0.500 to 4 times the mean, log scale. "
-        "before rotation: the largest hundredth holds 1.2%; after: the largest hundredth holds 40.0%."
+        "Stronger colour is more: means over cells of its 4 rows and 2 columns, from 0.500 to 4 times the mean, log "
+        "scale. before rotation: the largest hundredth holds 1.2%; after: the largest hundredth holds 40.0%."
     )
     assert heat_map.panels == {"before": [[1.0, 0.5]], "after": [[0.0, 4.0]]}
 

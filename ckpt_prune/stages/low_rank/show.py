@@ -1,9 +1,12 @@
 """Sections of the stage `low_rank`."""
 
+from collections.abc import Callable
+
 from ckpt_prune.common.formatting import human_count, plural
-from ckpt_prune.show.section import Section, format_span, make_tables, number_under
+from ckpt_prune.show.section import Section, format_span, number_under
+from ckpt_prune.stages.low_rank.records import FactoredLinear
 from ckpt_prune.stages.report import Report
-from ckpt_prune.stages.show_linears import draw_by_kind, error_sentences, label_of
+from ckpt_prune.stages.show_linears import draw_by_kind, error_sentences, list_linears
 
 
 def sections(report: Report) -> list[Section]:
@@ -36,19 +39,14 @@ def sections(report: Report) -> list[Section]:
             varying=True,
         ),
     ]
-    details = make_tables(
-        "Every linear",
-        factored,
-        {
-            "block": lambda linear: str(linear.block),
-            "linear": label_of,
-            "weight": lambda linear: linear.weight,
-            "shape": lambda linear: f"{linear.rows:,} × {linear.columns:,}",
-            "rank": lambda linear: f"{linear.rank:,}",
-            "share": lambda linear: f"{linear.left / linear.size:.1%}",
-            "error": number_under("error"),
-            "change of the weight": number_under("change"),
-        },
-        words=3,
-    )
-    return [Section("Low rank", [sentence, *error_sentences(factored)], figures=figures, details=details)]
+    columns: dict[str, Callable[[FactoredLinear], str | float | None]] = {
+        "rank": lambda linear: f"{linear.rank:,}",
+        "share": lambda linear: f"{linear.left / linear.size:.1%}",
+        "error": number_under("error"),
+        "change of the weight": number_under("change"),
+    }
+    return [
+        Section(
+            "Low rank", [sentence, *error_sentences(factored)], figures=figures, details=list_linears(factored, columns)
+        )
+    ]

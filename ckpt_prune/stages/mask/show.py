@@ -1,10 +1,13 @@
 """Sections of the stage `mask`."""
 
+from collections.abc import Callable
+
 from ckpt_prune.common.formatting import human_count, plural
-from ckpt_prune.show.section import Section, make_tables, name_some, number_under
+from ckpt_prune.show.section import Section, name_some, number_under
 from ckpt_prune.sparsity.patterns import describe_mask
+from ckpt_prune.stages.mask.records import MaskedLinear
 from ckpt_prune.stages.report import Report
-from ckpt_prune.stages.show_linears import draw_by_kind, error_sentences, label_of, place_of
+from ckpt_prune.stages.show_linears import draw_by_kind, error_sentences, list_linears, place_of
 
 _DENSE = (
     "The tensors keep their dense shapes, zeros included, so size and speed are unchanged by the mask unless a runtime "
@@ -54,20 +57,11 @@ def sections(report: Report) -> list[Section]:
         linears,
         "error",
     )
-    details = make_tables(
-        "Every linear",
-        linears,
-        {
-            "block": lambda linear: str(linear.block),
-            "linear": label_of,
-            "weight": lambda linear: linear.weight,
-            "shape": lambda linear: f"{linear.rows:,} × {linear.columns:,}",
-            "zeros": lambda linear: f"{linear.zeros:,}",
-            "share": lambda linear: f"{linear.zeros / linear.size:.1%}",
-            "error": number_under("error"),
-            "damping": number_under("damp"),
-            "dead inputs": number_under("dead"),
-        },
-        words=3,
-    )
-    return [Section("Mask", sentences, explanations, figures=figures, details=details)]
+    columns: dict[str, Callable[[MaskedLinear], str | float | None]] = {
+        "zeros": lambda linear: f"{linear.zeros:,}",
+        "share": lambda linear: f"{linear.zeros / linear.size:.1%}",
+        "error": number_under("error"),
+        "damping": number_under("damp"),
+        "dead inputs": number_under("dead"),
+    }
+    return [Section("Mask", sentences, explanations, figures=figures, details=list_linears(linears, columns))]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.formatting import plural
 from ckpt_prune.common.progress import Meter
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
@@ -86,7 +87,7 @@ class Recoverer:
         what = "images" if image else f"windows of {samples.tokens} tokens"
         return (
             f"recovering {len(self.recovered_blocks)} of {self.blocks} blocks on {self.split.samples} {what}, "
-            f"{held_out} of them held out, up to {self.settings.epochs} epochs at lr {self.rate:.3g}"
+            f"{held_out} of them held out, up to {plural(self.settings.epochs, 'epoch')} at lr {self.rate:.3g}"
         )
 
     @property

@@ -51,7 +51,7 @@ def _recovered_report(prepared: Prepared, records: Mapping[str, Sequence[Any]], 
     """Return the model's own report with what was done to it added."""
     pruned, recovery, adapters = prepared.model, run.done.get("recovery"), run.done.get("adapters")
     own = find_report(pruned.checkpoint.path)
-    changes: dict[str, Any] = dict(versions())
+    changes: dict[str, Any] = {**versions(), "loss": None}  # measured before this
     if recovery is not None:
         earlier = None
         if own is not None and own.recovery is not None:

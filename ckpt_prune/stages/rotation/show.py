@@ -112,7 +112,7 @@ def _heat_map(own: ImportanceMap) -> list[HeatMap]:
     if not values:
         return []
     note = (
-        f"Darker is more: means over cells of its {own.rows:,} rows and {own.columns:,} columns, from "
+        f"Stronger colour is more: means over cells of its {own.rows:,} rows and {own.columns:,} columns, from "
         f"{format_figure(max(min(values), max(values) / DECADES))} to {format_figure(max(values))} times the mean, log "
         f"scale. {'; '.join(ends) or 'Before rotation; after'}."
     )

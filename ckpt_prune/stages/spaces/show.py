@@ -263,10 +263,11 @@ def _of_shift(key: str) -> Callable[[SiteRecord], float | None]:
 
 _PER_HEAD = "Line: mean of the heads; band: from the least to the largest."
 _DROPPED = "share of the dropped variance"
+_BELOW = " No compensation of this kind gets below the floor."
 FIGURES: Sequence[tuple[str, str, str, Pick | Mapping[str, Pick], Mapping[str, Any]]] = (
     (
         "{space}: {target} error",
-        "Lower is better. No compensation of this kind gets below the floor.",
+        f"Lower is better.{_BELOW}",
         "share of {target} energy",
         {
             "uncompensated": "error_uncompensated",
@@ -353,7 +354,9 @@ def draw_sites(sites: Sequence[SiteRecord]) -> Iterator[Figure]:
             for space, own in groups:
                 named = [text.format(space=space.label, target=space.target) for text in (title, unit)]
                 lines = [draw_line(name, own, pick) for name, pick in picks.items()]
-                yield from draw_figure(named[0], note, named[1], *lines, **options)
+                floor = any(line.name == "floor" and line.points for line in lines)
+                own_note = note if floor else note.removesuffix(_BELOW)
+                yield from draw_figure(named[0], own_note, named[1], *lines, **options)
         else:
             lines = [draw_line(space.label, own, picks) for space, own in groups]
             yield from draw_figure(title, note, unit, *lines, **options)
