@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.spaces.effects.gradients import add_gradients
 from tests.evaluation.tiny import BOS, EOS, VOCAB, random_windows, tiny_tokenizer
 from tests.images import write_processor
-from tests.oracles import closed_forms, logits, scores
+from tests.oracles import closed_forms, logits
 
 Array = NDArray[np.float64]
 
@@ -470,107 +470,3 @@ def heads_of(projection: Array) -> list[Array]:
 def pairs_of(queries: Array, keys: Array) -> list[logits.Samples]:
     """Q_b and K_b of every sample, by head."""
     return [list(zip(q, k, strict=True)) for q, k in zip(heads_of(queries), heads_of(keys), strict=True)]
-
-
-@dataclass
-class Whole:
-    """The stock dense model with its weights as if pruned: of the dense shapes, zeros where something went.
-
-    Attributes:
-        model: edited in place.
-        kept: (block, space) → units that stay.
-    """
-
-    variant: str
-    model: PreTrainedModel
-    kept: dict[tuple[int, str], list[int]] = field(default_factory=dict)
-
-    def prune(
-        self,
-        data: Samples,
-        keep: Mapping[str, int],
-        methods: Mapping[str, str],
-        *,
-        target: Literal["dense", "by block", "by site"] = "dense",
-    ) -> "Whole":
-        """Prune spaces in the order given.
-
-        Args:
-            data: what is measured on.
-            keep: space → units that stay.
-            methods: space → compensation.
-            target: measured on the dense model, or on what is pruned before the block, or before the site.
-        """
-        sites = [(block, space) for block in range(BLOCKS) for space in keep]
-        stages = {
-            "dense": [sites],
-            "by block": [[(block, space) for space in keep] for block in range(BLOCKS)],
-            "by site": [[site] for site in sites],
-        }
-        for stage in stages[target]:
-            seen = watch(self.model, data, **self._paths(stage))
-            with torch.no_grad():
-                for block, space in stage:
-                    prune = self._logits if space == "qk" else self._columns
-                    prune(block, space, seen, keep[space], methods[space])
-        return self
-
-    def _paths(self, sites: list[tuple[int, str]]) -> dict[str, list[str]]:
-        chosen = VARIANTS[self.variant]
-        found: dict[str, list[str]] = {"inputs": [], "results": []}
-        for block, space in sites:
-            if space == "qk":
-                found["results"] += [chosen.module(block, role) for role in ("query", "key")]
-            else:
-                found["inputs"].append(chosen.module(block, space))
-        return found
-
-    def _columns(self, block: int, space: str, seen: dict[str, Array], keep: int, method: str) -> None:
-        path = VARIANTS[self.variant].module(block, space)
-        consumer: Any = self.model.get_submodule(path)
-        X = seen[path].reshape(-1, seen[path].shape[2])
-        W = consumer.weight.double().numpy()
-        per = HEAD_DIM if space == "heads" else 1
-        units = scores.kept_units(scores.SCORES["corp"](W, X), per, keep)
-        self.kept[block, space] = units
-        K = columns_of(units, per)
-        Y = X @ W.T
-        if method in WITH_STRENGTH:
-            strength = STRENGTH * float(np.mean(np.sum(X[:, K] ** 2, axis=0)))
-            weight, bias = WITH_STRENGTH[method](W[:, K], X[:, K], Y, strength)
-        else:
-            weight, bias = STRENGTHLESS[method](W[:, K], X[:, K], Y)
-        consumer.weight.zero_()
-        consumer.weight[:, K] = torch.from_numpy(weight).float()
-        if consumer.bias is None:
-            consumer.bias = nn.Parameter(torch.zeros(len(W)))
-        consumer.bias += torch.from_numpy(bias).float()
-
-    def _logits(self, block: int, space: str, seen: dict[str, Array], keep: int, method: str) -> None:
-        """What a product of factors is split into does not show in the logits: all of I + M goes into the queries."""
-        chosen = VARIANTS[self.variant]
-        paths = [chosen.module(block, role) for role in ("query", "key")]
-        projections: list[Any] = [self.model.get_submodule(path) for path in paths]
-        kept: list[int] = []
-        for head, pairs in enumerate(pairs_of(*(seen[path] for path in paths))):
-            best = np.argsort(-logits.logit_energy(pairs), kind="stable")[:keep]
-            S = sorted(int(j) for j in best)
-            rows = [head * HEAD_DIM + j for j in S]
-            kept += rows
-            M = np.zeros((keep, keep))
-            if method == "logit":
-                M = logits.solve(pairs, S, STRENGTH * logits.diagonal_mean(pairs, S))
-            left, right = np.eye(HEAD_DIM)[:, S] @ (np.eye(keep) + M), np.eye(HEAD_DIM)[:, S]
-            if method == "low-rank":
-                left, right = logits.low_rank(pairs, keep, STRENGTH * logits.whole_mean(pairs), starts=3)
-            own = slice(head * HEAD_DIM, (head + 1) * HEAD_DIM)
-            for projection, factor in zip(projections, (left, right), strict=True):
-                mix = torch.from_numpy(factor).T
-                for tensor in filter(lambda each: each is not None, (projection.weight, projection.bias)):
-                    tensor[rows] = (mix @ tensor[own].double()).float()
-        self.kept[block, space] = kept
-        gone = [row for row in range(HIDDEN) if row not in kept]
-        for projection in projections:
-            projection.weight[gone] = 0
-            if projection.bias is not None:
-                projection.bias[gone] = 0

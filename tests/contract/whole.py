@@ -4,8 +4,11 @@ It takes from the family's description which modules a space ends in, and how wi
 from the stock model itself, on activations of all its tokens.
 """
 
+import copy
 from collections.abc import Iterable, Mapping
 from math import prod
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -17,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ckpt_prune.compensation.methods import METHODS
 from ckpt_prune.measure.samples.samples import Samples
+from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import ConsumerSpace, expert_of, recipe_space
 from tests.encoders import STRENGTH, STRENGTHLESS, WITH_STRENGTH
 from tests.oracles import logits, rotary, scores, values
@@ -90,6 +94,20 @@ class Whole:
         open_up(self.model, case.family)
         self.kept: dict[tuple[int, str], list[int]] = {}
         self._paths = paths_of(case.family)
+
+    @classmethod
+    def of_folder(cls, folder: Path, stock: PreTrainedModel, ratios: Mapping[str, float]) -> "Whole":
+        """A copy of the stock model of a folder."""
+        model = Model.open(folder)
+        case: Any = SimpleNamespace(
+            family=model.family,
+            config=model.config,
+            units=model.units,
+            spaced_blocks=model.spaced_blocks,
+            ratio=ratios.__getitem__,
+            model=lambda: copy.deepcopy(stock),
+        )
+        return cls(case)
 
     def path(self, block: int, module: str) -> str:
         """Of a linear module of the family, the first where it is several."""

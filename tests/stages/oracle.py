@@ -8,28 +8,19 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ckpt_prune.model.descriptions import load_family
+from tests.encoders import STRENGTH, STRENGTHLESS, WITH_STRENGTH, columns_of
 from tests.families import BLOCKS, stock
-from tests.oracles import closed_forms, scores
+from tests.oracles import scores
 from tests.oracles.streams import inputs_of
 
-STRENGTH = 0.1
 CONSUMERS = {"heads": "self_attn.o_proj", "mlp": "mlp.down_proj"}
-STRENGTHLESS = {
-    "none": closed_forms.none,
-    "bias": closed_forms.bias,
-    "rotation-scale": closed_forms.rotation_scale,
-}
-WITH_STRENGTH = {"ridge": closed_forms.ridge, "affine": closed_forms.affine, "grail": closed_forms.grail}
+METHODS = ["none", "bias", "rotation-scale", *WITH_STRENGTH]
 BIASED = {"bias", "affine"}
 
 
 def per_unit(model: PreTrainedModel, space: str) -> int:
     columns, config = load_family(model.config.model_type).columns[space].columns, model.config
     return columns.per_unit(lambda name: load_family(config.model_type).dimension(config, name))
-
-
-def columns_of(units: list[int], per: int) -> list[int]:
-    return [unit * per + i for unit in units for i in range(per)]
 
 
 def prune_whole(

@@ -1,6 +1,5 @@
 """Vision transformers, OPT and BERT: streams, heads and mlp, containers and remote code, against whole models."""
 
-import copy
 import json
 import math
 from pathlib import Path
@@ -18,6 +17,7 @@ from ckpt_prune.measure.streams.blocks import BlockFactory
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.model.model import Model
 from ckpt_prune.modeling_pruned import cache_argument
+from tests.contract.whole import Whole
 from tests.encoders import (
     BLOCKS,
     FOR_CORP,
@@ -25,7 +25,6 @@ from tests.encoders import (
     HEADS,
     HIDDEN,
     VARIANTS,
-    Whole,
     assert_same_outputs,
     calibrate,
     job_on,
@@ -165,7 +164,6 @@ def test_nll_is_that_of_the_whole_model(dense, variant):
 # ---- heads and mlp, with every compensation ------------------------------------------------------------------------
 
 RATIOS = {"heads": 0.25, "mlp": 0.3}
-KEEP_MLP = {22: 15, 64: 44, 48: 33}  # ceil of 6.6, 19.2 and 14.4 columns go
 
 
 def check_against_whole(dense, variant, method, out, *, sequential=False, container="any"):
@@ -178,11 +176,10 @@ def check_against_whole(dense, variant, method, out, *, sequential=False, contai
     data, folder = samples(variant), dense.folder(variant)
     source = {"live": data} if sequential else {"statistics": dense.statistics(variant)}
     report = prune(job_on(folder, wanted, **source), out)
-    whole = Whole(variant, copy.deepcopy(unchanged(folder, variant)))
-    keep = {"heads": 3, "mlp": KEEP_MLP[VARIANTS[variant].mlp]}
-    whole.prune(data, keep, {"heads": method, "mlp": method}, target="by site" if sequential else "dense")
+    whole = Whole.of_folder(folder, unchanged(folder, variant), RATIOS)
+    whole.prune(data, {"heads": method, "mlp": method}, "by site" if sequential else "dense")
     assert {(s["block"], s["space"]): s["kept"] for s in report["sites"]} == whole.kept
-    assert_same_outputs(loaded(out, variant, report), whole.model, samples(variant, 6, seed=9), tolerance=5e-4)
+    assert_same_outputs(loaded(out, variant, report), whole.model.float(), samples(variant, 6, seed=9), tolerance=5e-4)
     return report
 
 

@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 
 import ckpt_prune
 from ckpt_prune.common.errors import UserError
+from tests.encoders import STRENGTH, WITH_STRENGTH
 from tests.families import (
     BLOCKS,
     VARIANTS,
@@ -23,7 +24,7 @@ from tests.families import (
     windows,
 )
 from tests.pairs import dealt, every, pairwise
-from tests.stages.oracle import BIASED, STRENGTH, STRENGTHLESS, WITH_STRENGTH, prune_whole
+from tests.stages.oracle import BIASED, METHODS, prune_whole
 
 STORED_AS = {
     # variant: model_type without added biases, with them
@@ -47,7 +48,6 @@ def pruned_recipe(variant, method, **top):
     return recipe(method, heads=one_group(variant), mlp=0.25, lam=lam, **top)
 
 
-METHODS = [*STRENGTHLESS, *WITH_STRENGTH]
 PLAIN = [method for method in METHODS if method not in BIASED]
 
 

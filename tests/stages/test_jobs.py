@@ -18,12 +18,13 @@ from ckpt_prune.runner.plan import make_plan, prepare_plan
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.spaces.pruner import Pruner
 from ckpt_prune.stages.spaces.run import search_strength
+from tests.encoders import columns_of
 from tests.families import BLOCKS, calibrate, contents, job_on, make, prune, recipe, stock, windows
 from tests.interrupting import interrupt_at
 from tests.oracles import closed_forms, perplexity
 from tests.oracles.streams import inputs_of
 from tests.pairs import crossed
-from tests.stages.oracle import CONSUMERS, columns_of, per_unit
+from tests.stages.oracle import CONSUMERS, per_unit
 
 GRID = [0.01, 1.0, 100.0]
 BY_PERPLEXITY = {"lambda_by": "perplexity", "lambda_grid": GRID}

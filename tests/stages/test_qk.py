@@ -1,6 +1,5 @@
 """Queries and keys narrower than values: logits, scale and containers, against a whole model pruned by hand."""
 
-import copy
 import itertools
 
 import numpy as np
@@ -15,6 +14,7 @@ from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.runner.plan import make_plan
 from ckpt_prune.stages.spaces.pruner import Pruner
 from ckpt_prune.verification.verify import verify
+from tests.contract.whole import Whole
 from tests.encoders import (
     BLOCKS,
     FOR_CORP,
@@ -23,7 +23,6 @@ from tests.encoders import (
     HIDDEN,
     STRENGTH,
     VARIANTS,
-    Whole,
     assert_same_outputs,
     calibrate,
     edit_files,
@@ -65,6 +64,10 @@ def run(dense, variant, out, wanted, *, live=False, **more):
     return report, ckpt_prune.load(out) if report["container"]["remote_code"] else stock(out, variant)
 
 
+def whole_of(dense, variant, ratios) -> Whole:
+    return Whole.of_folder(dense.folder(variant), unchanged(dense.folder(variant), variant), ratios)
+
+
 def logits_of(model, variant, data, block) -> list[np.ndarray]:
     """Logits of each head of a block as the softmax takes them but for masks, (samples, tokens, tokens)."""
     paths = [VARIANTS[variant].module(block, role) for role in ("query", "key")]
@@ -98,17 +101,16 @@ def test_logits_are_those_of_the_dense_kronecker_solve(dense, place, ratio, tmp_
     """Q_S (I + M) K_Sᵀ of every layer, each on its own pruned prefix, and what the model makes of them."""
     variant, container = place
     report, model = run(dense, variant, tmp_path / "out", recipe({"qk": ratio}, container=container))
-    whole = Whole(variant, copy.deepcopy(unchanged(dense.folder(variant), variant)))
-    whole.prune(samples(variant), {"qk": KEPT[ratio]}, {"qk": "logit"})
+    whole = whole_of(dense, variant, {"qk": ratio}).prune(samples(variant), {"qk": "logit"})
     assert {(s["block"], s["space"]): s["kept"] for s in report["sites"]} == whole.kept
-    data = samples(variant, 4, seed=9)
+    data, expected_model = samples(variant, 4, seed=9), whole.model.float()
     for block in range(BLOCKS):
-        ours, expected = (logits_of(m, variant, data, block) for m in (model, whole.model))
+        ours, expected = (logits_of(m, variant, data, block) for m in (model, expected_model))
         for head in range(HEADS):
             np.testing.assert_allclose(
                 ours[head], expected[head], rtol=1e-4, atol=1e-4 * float(np.abs(expected[head]).max())
             )
-    assert_same_outputs(model, whole.model, data, tolerance=1e-3)
+    assert_same_outputs(model, expected_model, data, tolerance=1e-3)
     rows = HEADS * KEPT[ratio] if container == "remote" else HIDDEN
     stored = load_file(tmp_path / "out" / "model.safetensors")
     assert stored[VARIANTS[variant].tensor(0, "query")].shape == (rows, HIDDEN)
@@ -287,25 +289,22 @@ def test_spaces_together(dense, variant, ratios, target, container, tmp_path):
         methods |= {"heads": "ridge", "mlp": "ridge"}
     wanted = recipe(ratios, methods=methods, target=target, container=container)
     report, model = run(dense, variant, tmp_path / "out", wanted, live=target == "sequential")
-    mlp = {22: 15, 64: 44, 48: 33}[VARIANTS[variant].mlp]
-    keep = {"qk": KEPT[ratios["qk"]], "heads": 4 - int(4 * ratios.get("heads", 0)), "mlp": mlp}
-    whole = Whole(variant, copy.deepcopy(unchanged(dense.folder(variant), variant)))
-    stages = {"dense": "dense", "sequential": "by site"}[target]
-    whole.prune(samples(variant), {s: keep[s] for s in ratios}, methods, target=stages)
+    stage = {"dense": "dense", "sequential": "by site"}[target]
+    whole = whole_of(dense, variant, ratios).prune(samples(variant), {s: methods[s] for s in ratios}, stage)
     assert {(s["block"], s["space"]): s["kept"] for s in report["sites"]} == whole.kept
-    assert_same_outputs(model, whole.model, samples(variant, 4, seed=9), tolerance=1e-3)
+    assert_same_outputs(model, whole.model.float(), samples(variant, 4, seed=9), tolerance=1e-3)
     assert report["container"]["remote_code"] == (container == "remote")
 
 
 @pytest.mark.parametrize("variant", ["vit", "opt"])
 def test_once_per_block(dense, variant, tmp_path):
     """Not true-sequential: all spaces of a block measured before any of them is pruned."""
-    wanted = recipe({"qk": 0.5, "mlp": 0.3}, target="sequential", true_sequential=False)
+    ratios = {"qk": 0.5, "mlp": 0.3}
+    wanted = recipe(ratios, target="sequential", true_sequential=False)
     report, model = run(dense, variant, tmp_path / "out", wanted, live=True)
-    whole = Whole(variant, copy.deepcopy(unchanged(dense.folder(variant), variant)))
-    whole.prune(samples(variant), {"qk": 2, "mlp": 15}, {"qk": "logit", "mlp": "affine"}, target="by block")
+    whole = whole_of(dense, variant, ratios).prune(samples(variant), {"qk": "logit", "mlp": "affine"}, "by block")
     assert {(s["block"], s["space"]): s["kept"] for s in report["sites"]} == whole.kept
-    assert_same_outputs(model, whole.model, samples(variant, 4, seed=9), tolerance=1e-3)
+    assert_same_outputs(model, whole.model.float(), samples(variant, 4, seed=9), tolerance=1e-3)
 
 
 @pytest.mark.parametrize(

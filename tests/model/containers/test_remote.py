@@ -14,9 +14,10 @@ from ckpt_prune import modeling_pruned
 from ckpt_prune.modeling_pruned import REFUSAL, WEIGHTS_KEY
 from ckpt_prune.recipe.reading import load_recipe
 from tests import encoders, families
+from tests.encoders import columns_of
 from tests.families import BLOCKS, calibrate, job_on, logits, make, prune, recipe, stock, windows
 from tests.oracles.streams import inputs_of
-from tests.stages.oracle import CONSUMERS, columns_of, per_unit
+from tests.stages.oracle import CONSUMERS, per_unit
 from tests.stages.test_rotations import random_rotations, rotating
 from tests.stored import run_elsewhere
 
