@@ -1,6 +1,7 @@
 """What a report says to people: recipe, sizes, what each stage did, and where everything came from."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -215,6 +216,6 @@ def titled_sections(document: Report | AnyPlan) -> tuple[str, list[Section]]:
     """Return the title and the sections of the page of a report or a plan."""
     if isinstance(document, Report):
         return name_report(document), all_sections(document)
-    return f"Plan for {Path(document.model_path).name}, by {document.recipe.name}", all_sections(
-        report_of_plan(document)
-    )
+    size, *others = all_sections(report_of_plan(document))
+    title = f"Plan for {Path(document.model_path).name}, by {document.recipe.name}"
+    return title, [replace(size, explanations=()), *others]  # there is no output yet that could be measured

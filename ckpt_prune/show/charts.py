@@ -54,12 +54,14 @@ def draw(figure: Figure) -> str:
     x = block_axis(
         places[0], places[-1], 10 + DIGIT * max(len(label) for label in y.labels), WIDTH - _RIGHT, digit=DIGIT
     )
-    runs = [_runs(line, joined=figure.joined) for line in figure.lines]
+    # The first line comes last, so that it is seen where others lie on it.
+    lines = list(enumerate(figure.lines))[::-1]
+    runs = [(_runs(line, joined=figure.joined), number) for number, line in lines]
     parts = [
         *_frame(x, y, figure.unit, figure.across),
-        *(_band(own, number, x, y) for number, own in enumerate(runs)),
-        *(_stroke(own, number, x, y) for number, own in enumerate(runs)),
-        *(_marks(line, number, x, y) for number, line in enumerate(figure.lines)),
+        *(_band(own, number, x, y) for own, number in runs),
+        *(_stroke(own, number, x, y) for own, number in runs),
+        *(_marks(line, number, x, y) for number, line in lines),
         *_tooltips(figure, places, x, y),
     ]
     return _svg(f"{figure.title}. {figure.note}", parts)

@@ -56,7 +56,8 @@ def _figure(figure: Figure | HeatMap) -> str:
         drawing = draw(figure)
         note += _HIDDEN if has_hidden(figure) else ""
         names = "".join(f"<li>{draw_legend(n)}{escape(line.name)}</li>" for n, line in enumerate(figure.lines))
-        legend = f'<ul class="legend">{names}</ul>\n'
+        if [line.name for line in figure.lines] != [figure.unit]:
+            legend = f'<ul class="legend">{names}</ul>\n'
     caption = f"<figcaption><h3>{escape(figure.title)}</h3><p>{escape(note)}</p></figcaption>"
     return f"<figure>\n{caption}\n{legend}{drawing}\n</figure>" if drawing else ""
 
