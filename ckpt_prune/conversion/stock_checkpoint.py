@@ -120,7 +120,7 @@ class ConversionRecord(FixedRecord):
         return self.model_dump(mode="json")
 
 
-def _find_record(folder: Path) -> ConversionRecord | None:
+def find_conversion(folder: Path) -> ConversionRecord | None:
     """Return the record of a converted checkpoint; None if it is missing or damaged."""
     try:
         return ConversionRecord.read(parse_json_object(read_input(folder / CONVERSION_RECORD)))
@@ -128,7 +128,7 @@ def _find_record(folder: Path) -> ConversionRecord | None:
         return None
 
 
-_CONVERTED = Form(_find_record, kind=FolderKind(CONVERSION_RECORD, "what `convert` wrote"))
+_CONVERTED = Form(find_conversion, kind=FolderKind(CONVERSION_RECORD, "what `convert` wrote"))
 
 
 def write_stock(

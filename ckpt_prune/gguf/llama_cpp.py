@@ -70,14 +70,9 @@ class Answer:
     memory: int
 
 
-def is_installed() -> bool:
-    """Whether llama.cpp is there."""
-    return find_spec("xllamacpp") is not None
-
-
 def require_runtime() -> None:
     """Refuse where llama.cpp is not installed."""
-    if not is_installed():
+    if find_spec("xllamacpp") is None:
         raise UserError(f"llama.cpp is not installed, and the file is proven in it: {INSTALL}, or give --no-validate")
 
 

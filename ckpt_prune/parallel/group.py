@@ -124,10 +124,6 @@ class Group:
                 chunk.copy_(add_in_order(parts))
         return flat.view(tensor.shape)
 
-    def add_for_all(self, tensor: "Tensor") -> "Tensor":
-        """Return the same sum as `add` in all processes."""
-        return self.spread(self.add(tensor))
-
     def total(self, value: float) -> float:
         """Return the sum of every process's number, in order of ranks, in all of them."""
         values = self.gather(value) or []

@@ -12,7 +12,9 @@ from ckpt_prune.checkpoint.json_files import pretty_json
 from ckpt_prune.checkpoint.staging import Staging, write_atomically
 from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.common.filenames import GRAPH_RECORD, REPORT
+from ckpt_prune.common.safe_text import as_code, as_markdown
 from ckpt_prune.job.form import Form
+from ckpt_prune.job.model_card import front_matter, metadata, sentence_class_of
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.run import Announce, Run
@@ -20,9 +22,10 @@ from ckpt_prune.model.composites import merge_part_config
 from ckpt_prune.model.containers.remote import MLX_FAMILIES, MLX_KEY, MLX_MODULE, REMOTE_MODULE
 from ckpt_prune.model.containers.side_files import carried_files, find_side_files, top_names
 from ckpt_prune.modeling_pruned import REFUSAL, WEIGHTS_KEY
-from ckpt_prune.runner.card import model_card
 from ckpt_prune.runner.checks import stages_of
 from ckpt_prune.runner.report import report_of
+from ckpt_prune.runner.sections import all_sections, name_report
+from ckpt_prune.show.markdown import print_markdown
 from ckpt_prune.stages.report import Report, find_report
 
 _CARD = "README.md"
@@ -116,3 +119,50 @@ def wanted_names(source: Checkpoint, recipe: Recipe) -> WantedNames:
     made = {*source.files, CONFIG, form_of(recipe).kind.record, _CARD, f"{REMOTE_MODULE}.py", f"{MLX_MODULE}.py"}
     made |= {name for stage in stages_of(recipe) for name in stage.writes}
     return top_names(find_side_files(source.path)) | WEIGHT_NAMES | dict.fromkeys(made)
+
+
+def model_card(report: Report) -> str:
+    """Return README.md of an output."""
+    made = as_markdown(f"Made by ckpt_prune {report.ckpt_prune}")
+    load = "Replace PATH by this folder, or by its id on the Hub."
+    if report.container.remote_code:
+        load += " `from_pretrained` of every other class refuses it."
+    size, *others = all_sections(report)
+    return "\n".join(
+        [
+            front_matter(metadata(report)),
+            f"# {as_markdown(name_report(report))}",
+            "",
+            f"{made} from {as_code(report.source.name)}.",
+            "",
+            print_markdown([size]),
+            "## How to load it",
+            "",
+            load,
+            "",
+            "```python",
+            *_loading(report),
+            "```",
+            "",
+            print_markdown(others),
+            "`ckpt_prune.json` has these figures for every block. `ckpt-prune report PATH` draws them as one page.",
+            "",
+        ]
+    )
+
+
+def _loading(report: Report) -> list[str]:
+    """Return the lines of code that load the output from "PATH"."""
+    auto, remote = report.container.auto_class, report.container.remote_code
+    trusted = ", trust_remote_code=True" if remote else ""
+    lines = [f"from transformers import {auto}", "", f'model = {auto}.from_pretrained("PATH"{trusted})']
+    if remote:
+        lines[0] += "  # without ckpt_prune"
+        ours = "import ckpt_prune  # without running the code in the folder"
+        lines = [ours, "", 'model = ckpt_prune.load("PATH")', "", *lines]
+    loader = sentence_class_of(report)
+    if loader is not None:
+        what = "scores of pairs of texts" if loader == "CrossEncoder" else "embeddings of texts"
+        lines += ["", f"from sentence_transformers import {loader}  # for {what}", ""]
+        lines += [f'model = {loader}("PATH"{trusted})']
+    return lines

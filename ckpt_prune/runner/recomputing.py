@@ -48,7 +48,8 @@ def recomputed(folder: Path, dense: Path, statistics: Path) -> tuple[bool | None
     if made_from != measured.index.digest:
         raise UserError(f"{folder} was made from other statistics than {statistics}: give those")
     prepared = preview_job(Job(Model.open(dense), _recipe(report), measured))
-    out = _as_read(Checkpoint.open(folder), prepared.model)
+    checkpoint = prepared.model.checkpoint
+    out = Checkpoint.open(folder).rename(checkpoint.aliases).transpose(checkpoint.transposed).split(checkpoint.stacks)
     pruners = [(stage, stage.pruner(prepared)) for stage in stages_of(prepared.recipe)]
     stage, pruner = next((stage, pruner) for stage, pruner in pruners if pruner is not None)
     source = open_moments(prepared, stage.grams(prepared))
@@ -93,11 +94,6 @@ def _recipe(report: Report) -> Recipe:
     if recipe.digest != report.recipe_digest:
         raise UserError(f"{REPORT} holds another recipe than its digest is of: prune again")
     return recipe
-
-
-def _as_read(out: Checkpoint, model: Model) -> Checkpoint:
-    """The output's tensors as the dense model's are read."""
-    return out.rename(model.checkpoint.aliases).transpose(model.checkpoint.transposed).split(model.checkpoint.stacks)
 
 
 def away(ours: Tensor, made: Tensor) -> float:

@@ -19,6 +19,7 @@ from ckpt_prune.checkpoint.json_files import parse_json_object, read_json_object
 from ckpt_prune.common.errors import UserError, refuse_unreadable
 from ckpt_prune.common.filenames import REPORT
 from ckpt_prune.common.progress import track
+from ckpt_prune.conversion.stock_checkpoint import find_conversion
 from ckpt_prune.evaluation.whole_model import stock_load_report
 from ckpt_prune.measure.samples.text import load_tokenizer
 from ckpt_prune.model.composites import composite_names, extract_part, known_composites, load_composite
@@ -38,11 +39,6 @@ from ckpt_prune.verification.masks import check_masks, group_pattern
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", TOKENIZER_CONFIG)
-
-
-def has_side_files(folder: Path) -> bool:
-    """Return whether a folder has a tokenizer or a generation_config.json."""
-    return any((folder / name).is_file() for name in (*TOKENIZERS, GENERATION_CONFIG_NAME))
 
 
 def check_side_files(folder: Path) -> tuple[bool | None, str]:
@@ -137,7 +133,19 @@ def run_check(name: str, check: Callable[[], tuple[bool | None, str]]) -> Check:
 
 def run_side_file_check(folder: Path) -> list[Check]:
     """Check the tokenizer and generation_config.json, if the folder has one of them."""
-    return [run_check("side files", lambda: check_side_files(folder))] if has_side_files(folder) else []
+    present = any((folder / name).is_file() for name in (*TOKENIZERS, GENERATION_CONFIG_NAME))
+    return [run_check("side files", lambda: check_side_files(folder))] if present else []
+
+
+def check_digests(folder: Path, digests: Mapping[str, str]) -> tuple[bool, str]:
+    """Compare files of a folder with their recorded SHA-256."""
+    gone, changed = find_changed_files(folder, digests)
+    if gone is not None:
+        return False, f"{gone} is gone"
+    if changed:
+        more = f", and {len(changed) - 1} more" if len(changed) > 1 else ""
+        return False, f"{changed[0]} changed since it was written{more}"
+    return True, f"{len(digests)} file(s) as written"
 
 
 def _read_report(folder: Path) -> Report | None:
@@ -205,13 +213,13 @@ def _check_load(checkpoint: Checkpoint) -> tuple[bool, str]:
 
 def _check_digests(folder: Path, report: Report | None) -> tuple[bool | None, str]:
     if report is None:
-        return None, f"no {REPORT}: not written by this tool"
-    gone, changed = find_changed_files(folder, report.files)
-    if gone is not None:
-        return False, f"{gone} is gone"
-    if changed:
-        more = f", and {len(changed) - 1} more" if len(changed) > 1 else ""
-        return False, f"{changed[0]} changed since it was written{more}"
+        record = find_conversion(folder)
+        return (
+            (None, f"no {REPORT}: not written by this tool") if record is None else check_digests(folder, record.files)
+        )
+    passed, detail = check_digests(folder, report.files)
+    if not passed:
+        return False, detail
     unknown = sorted({*(report.side_files or ())} - {*report.files, REPORT, _CARD})
     former = f"; a former version took no digest of {unknown[0]} and what else is no tensor" if unknown else ""
     author = ""
@@ -224,7 +232,7 @@ def _check_digests(folder: Path, report: Report | None) -> tuple[bool | None, st
             return False, f"{code} is not this package's, and {runtime} would run it with trust_remote_code"
         else:
             author += f", {code} by ckpt_prune {report.ckpt_prune}"
-    return True, f"{len(report.files)} file(s) as written{author}{former}"
+    return True, f"{detail}{author}{former}"
 
 
 def _check_other_parts(part: Checkpoint, dense: Checkpoint) -> tuple[bool, str]:

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint, read_tensors
-from ckpt_prune.checkpoint.digests import find_changed_files
 from ckpt_prune.checkpoint.shard import TensorInfo, read_header
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.finite import all_finite
@@ -16,7 +15,7 @@ from ckpt_prune.model.matching import match_checkpoint
 from ckpt_prune.stages.quantize.packing import PACKED, SCALE, SHAPE, packed_shapes, require_library, unpack_codes
 from ckpt_prune.stages.quantize.record import QuantizationRecord, read_record
 from ckpt_prune.stages.quantize.rounding import codes_of, scales_of
-from ckpt_prune.verification.verify import Check, run_check, run_side_file_check
+from ckpt_prune.verification.verify import Check, check_digests, run_check, run_side_file_check
 
 
 def verify_quantized(folder: Path, against: Path | None = None) -> list[Check]:
@@ -38,7 +37,7 @@ def verify_quantized(folder: Path, against: Path | None = None) -> list[Check]:
         run_check("tensors", headers),
         run_check("finite", lambda: _check_finite(folder, tensors)),
         run_check("load", lambda: _check_load(folder)),
-        run_check("digests", lambda: _check_digests(folder, record)),
+        run_check("digests", lambda: check_digests(folder, record.files)),
         *run_side_file_check(folder),
     ]
     if source is not None:
@@ -81,15 +80,6 @@ def _check_load(folder: Path) -> tuple[bool, str]:
     require_library()
     report = stock_load_report(folder)
     return report.clean, report.fault or "by stock transformers: no key missing, unexpected or mismatched"
-
-
-def _check_digests(folder: Path, record: QuantizationRecord) -> tuple[bool, str]:
-    gone, changed = find_changed_files(folder, record.files)
-    if gone is not None:
-        return False, f"{gone} is gone"
-    if changed:
-        return False, f"{changed[0]} changed since it was written"
-    return True, f"{len(record.files)} file(s) as written"
 
 
 def _compare_weights(

@@ -5,7 +5,7 @@ import io
 import pytest
 
 from ckpt_prune.common.safe_text import as_code, as_markdown, escape_controls, escape_output, to_one_line
-from ckpt_prune.runner.card import model_card
+from ckpt_prune.runner.publish import model_card
 from ckpt_prune.stages.report import Report
 from tests.show.examples import report
 

@@ -154,6 +154,8 @@ def test_what_is_converted_is_pruned() -> None:
         "out: vit, ViTForImageClassification, 4963 parameters\n"
         "4 layer scales are absorbed by the projections before them\n"
     )
+    checks = {check.name: check for check in ckpt_prune.verify("out").checks}
+    assert (checks["digests"].passed, checks["digests"].detail) == (True, "3 file(s) as written")
     write_images(Path("photos"), [f"{index}.png" for index in range(6)])
     ok("prune", "out", "--recipe", "corp-mlp", "--ratio", "0.25", "--images", "photos", "-o", "small")
     assert not Path("small/ckpt_prune_converted.json").exists()

@@ -29,14 +29,8 @@ FAMILIES = {
     "seed_oss": ("seed_oss", {"head_dim": 16, "attention_bias": True}),
     "smollm3": ("smollm3", {}),
     "gemma": ("gemma", {"head_dim": 16, "tie_word_embeddings": True}),
-    "gemma2": (
-        "gemma2",
-        {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 20, "tie_word_embeddings": True},
-    ),
-    "gemma3_text": (
-        "gemma3_text",
-        {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 20, "tie_word_embeddings": True},
-    ),
+    "gemma2": ("gemma2", WINDOWED),
+    "gemma3_text": ("gemma3_text", WINDOWED),
     "phi3": ("phi3", {"sliding_window": None}),
     "phi3-longrope": (
         "phi3",

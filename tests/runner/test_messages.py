@@ -1,13 +1,15 @@
-"""What is said of widths that are the same in every block, and of units too coarse for a ratio."""
+"""Messages about widths that are the same in every block, units too coarse for a ratio, and work that is done."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.job.decisions import Losses
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.runner.messages import coarse_lines, wider_choice
+from ckpt_prune.runner.open_run import summary
 
 DEFAULT = load_recipe("best-uniform", ratio=0.3)
 
@@ -40,3 +42,29 @@ def test_who_named_a_recipe_is_told_of_no_other():
 def test_weights_are_never_too_coarse():
     model: Any = None
     assert list(coarse_lines(model, load_recipe("wanda-50"))) == []
+
+
+@pytest.mark.parametrize(
+    ("units", "told"),
+    [
+        (["statistics of the unpruned model"], "unpruned model measured"),
+        (
+            ["statistics of the unpruned model", "dimensions tried 0", "dimensions tried 8"],
+            "unpruned model measured, 2 models of the size tried",
+        ),
+        (
+            ["statistics of the unpruned model", "dimensions tried 0", "hidden", "basis", "block 0"],
+            "unpruned model measured, dimensions to drop chosen, basis of the residual stream measured, "
+            "1 of 4 blocks done",
+        ),
+        (["depth tried 1", "depth"], "blocks to drop chosen"),
+        (["axes tried 0:0", "axes tried 0:2"], "2 models of the size tried"),
+        (["axes tried 0:0", "hidden", "depth"], "blocks to drop chosen, dimensions to drop chosen"),
+        (["statistics", "effects 0"], "statistics measured, effects of 1 of 4 blocks measured"),
+    ],
+)
+def test_what_a_resumed_run_says_is_done(tmp_path, units, told):
+    journal = Journal(tmp_path, "job")
+    for unit in units:
+        journal.record(unit)
+    assert summary(journal, 4, "done") == told

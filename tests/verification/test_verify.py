@@ -60,7 +60,6 @@ def test_side_files(
     monkeypatch.setattr(verifying, "find_spec", lambda name: None)
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
-    assert verifying.has_side_files(tmp_path)
-    check = run_check("side files", lambda: verifying.check_side_files(tmp_path))
+    (check,) = verifying.run_side_file_check(tmp_path)
     assert check.passed is passed
     assert detail in check.detail

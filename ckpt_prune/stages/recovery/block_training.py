@@ -308,7 +308,7 @@ class _Block:
         if group.size > 1:
             for parameter in self.parameters:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                parameter.grad = group.add_for_all(gradient)
+                parameter.grad = group.spread(group.add(gradient))
         return group.total(loss)
 
     @torch.no_grad()
