@@ -6,6 +6,7 @@ A stage returns its sections from `stages/STAGE/show.py`. Text is plain: printer
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, TypeVar
 
 from ckpt_prune.common.records import Record
@@ -122,17 +123,13 @@ def draw_line(
         picked = record.figure(pick) if isinstance(pick, str) else pick(record)
         values = picked if isinstance(picked, Mapping) else {} if picked is None else {"": picked}
         if values:
-            text = format_figure(mean := sum(values.values()) / len(values))
-            if len(values) > 1:
-                least, most = (end(values, key=lambda own: values[own]) for end in (min, max))
-                text = (
-                    f"mean {text}, from {format_figure(values[least])} ({least}) to {format_figure(values[most])} "
-                    f"({most})"
-                )
-            remarks = remark(record) if remark is not None else ""
-            low, high = min(values.values()), max(values.values())
+            (low, least), (high, most) = (end((value, name) for name, value in values.items()) for end in (min, max))
             # The mean of equal numbers may lie a rounding outside them.
-            mean = min(max(mean, low), high)
+            mean = min(max(sum(values.values()) / len(values), low), high)
+            text = format_figure(mean)
+            if len(values) > 1:
+                text = f"mean {text}, from {format_figure(low)} ({least}) to {format_figure(high)} ({most})"
+            remarks = remark(record) if remark is not None else ""
             points.append(Point(place(record), mean, low, high, f"{text}, {remarks}" if remarks else text))
     return Line(name, points)
 
@@ -155,30 +152,20 @@ def draw_figure(
 
 
 def draw_shares(
-    title: str, note: str, unit: str, curves: Collection[Sequence[tuple[int, float | None]]], across: str
+    title: str, note: str, unit: str, curves: Mapping[str, Sequence[tuple[int, float | None]]], across: str
 ) -> Sequence[Figure]:
     """Draw curves (place, value), each as a share of its beginning: their mean, from the least to the most."""
-    shares: dict[int, list[float]] = {}
-    for curve in curves:
+    shares: dict[int, dict[str, float]] = {}
+    for name, curve in curves.items():
         start = curve[0][1] if curve else None
         for place, value in curve:
             if start is not None and start > 0 and value is not None:
-                shares.setdefault(place, []).append(value / start)
+                shares.setdefault(place, {})[name] = value / start
     # Curves that end early are missing from later places, which would move the mean.
     most = max(map(len, shares.values()), default=0)
-    points = [
-        Point(
-            place,
-            mean := min(max(sum(own) / len(own), min(own)), max(own)),
-            min(own),
-            max(own),
-            f"mean {format_figure(mean)}, {format_figure(min(own))} to {format_figure(max(own))}",
-        )
-        for place, own in sorted(shares.items())
-        if len(own) == most
-    ]
-    line = Line("mean of blocks, least to most", points)
-    return [Figure(title, note, unit, [line], log=False, across=across, joined=True)] if len(points) > 1 else []
+    whole = [(place, values) for place, values in sorted(shares.items()) if len(values) == most]
+    line = draw_line("mean of blocks, least to most", whole, itemgetter(1), place=itemgetter(0))
+    return [Figure(title, note, unit, [line], log=False, across=across, joined=True)] if len(whole) > 1 else []
 
 
 def make_tables(

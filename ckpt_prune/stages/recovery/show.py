@@ -74,7 +74,7 @@ def _show_blocks(recovery: RecoveryRecord, records: Sequence[RecoveredLayer]) ->
             "Error over epochs",
             f"Lower is better: of hidden states on {samples} while blocks were recovered, as a share of what it was.",
             "share of error",
-            [[*enumerate(layer.curve)] for layer in layers],
+            {f"block {layer.block}": [*enumerate(layer.curve)] for layer in layers},
             "epoch",
         ),
     ]

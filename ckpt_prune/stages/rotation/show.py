@@ -52,7 +52,7 @@ def sections(report: Report) -> list[Section]:
             "Entropy over steps",
             "Lower is better: of the importance of weights while rotations were learned, as a share of what it was.",
             "share of entropy",
-            [entry.curve for entry in learned],
+            {f"block {entry.block}": entry.curve for entry in learned},
             "step",
         ),
         *(heat_map for entry in learned if entry.map is not None for heat_map in _heat_map(entry.map)),
