@@ -21,7 +21,7 @@ from ckpt_prune.stages.report import AnyPlan, Report
 _STORED = "stored as "
 _OFF = 0.05
 """Timings of one model differ by so much."""
-_CHANGED = "; it was changed here, and ckpt_prune.json has it as it was used."
+_CHANGED = " with changes; ckpt_prune.json has it as it was used."
 
 
 def name_report(report: Report) -> str:
@@ -144,10 +144,10 @@ def provenance(report: Report) -> Section:
         stored = container.note.removeprefix(_STORED) if whole else f"{stored}: {container.note}"
     written = f"ckpt_prune {report.ckpt_prune}, torch {report.torch}, transformers {report.transformers}"
     facts = {
-        "source": report.source.name,
-        "fingerprint": report.source.fingerprint,
+        "dense model": report.source.name,
+        "its fingerprint": report.source.fingerprint,
         "recipe": recipe.name,
-        "source of the method": recipe.source,
+        "method from": recipe.source,
         "file of the recipe": "" if report.origin is None else report.origin.pinned,
         "digest of the recipe": report.recipe_digest,
         "calibration": list_entries(report.calibration.entries),
@@ -155,7 +155,7 @@ def provenance(report: Report) -> Section:
         "written by": "" if report.ckpt_prune == UNKNOWN else written,
     }
     rows = [[name, fact] for name, fact in facts.items() if fact]
-    return Section("Origin", tables=[Table(["", ""], rows, words=2)], details=_phases(report))
+    return Section("How it was made", tables=[Table(["", ""], rows, words=2)], details=_phases(report))
 
 
 def _phases(report: Report) -> list[Table]:

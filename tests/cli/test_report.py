@@ -254,7 +254,7 @@ def test_what_prune_writes_of_masks_and_rotations(place):
     html = Path("rotated.report.html").read_text(encoding="utf-8")
     root = parse(html)
     assert heading("rotated.report.html") == "dense, pruned by recipe denoise-rotator-sparsegpt-2-4"
-    assert [words(h) for h in root.iter("h2")] == ["Size", "Recipe", "Rotation", "Mask", "Origin"]
+    assert [words(h) for h in root.iter("h2")] == ["Size", "Recipe", "Rotation", "Mask", "How it was made"]
     assert [words(h) for h in root.iter("h3")] == [
         "Entropy of the importance",
         "Entropy over steps",

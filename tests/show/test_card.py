@@ -11,7 +11,7 @@ from ckpt_prune.stages.report import Report
 from tests.show.examples import Json, elsewhere, layer, report, site
 
 SHIPPED = "That is the shipped recipe of this name"
-CHANGED = f"{SHIPPED}; it was changed here, and ckpt_prune.json has it as it was used."
+CHANGED = f"{SHIPPED} with changes; ckpt_prune.json has it as it was used."
 CARD = """---
 library_name: transformers
 base_model: org/tiny
@@ -48,7 +48,7 @@ model = AutoModelForCausalLM.from_pretrained("PATH")
 
 ## Recipe
 
-Affine. That is the shipped recipe of this name; it was changed here, and ckpt_prune.json has it as it was used.
+Affine. That is the shipped recipe of this name with changes; ckpt_prune.json has it as it was used.
 
 ## Units
 
@@ -61,14 +61,14 @@ the calibration samples; the mean over blocks. It is not perplexity or accuracy.
 - Compensation lowers the error on calibration samples at 1 of 1 sites.
 - Compensation lowers the error on held-out samples at 1 of 1 sites.
 
-## Origin
+## How it was made
 
 |  |  |
 |---|---|
-| source | org/tiny |
-| fingerprint | f00d |
+| dense model | org/tiny |
+| its fingerprint | f00d |
 | recipe | corp |
-| source of the method | CORP, eq. 7 |
+| method from | CORP, eq. 7 |
 | digest of the recipe | beef |
 | calibration | target dense, statistics cafe, 128 samples, window 16, 2,048 tokens, 1 fold |
 | stored as | llama |

@@ -52,11 +52,11 @@ def test_sizes_and_provenance():
         ["bytes", "8.00 MiB", "6.00 MiB", "75.0%"],
         ["FLOPs / 1024 tokens", "4.00B", "3.00B", "75.0%"],
     ]
-    assert tables(found["Origin"])[""][1:] == [
-        ["source", "tiny"],
-        ["fingerprint", "f00d"],
+    assert tables(found["How it was made"])[""][1:] == [
+        ["dense model", "tiny"],
+        ["its fingerprint", "f00d"],
         ["recipe", "corp"],
-        ["source of the method", "CORP, eq. 7"],
+        ["method from", "CORP, eq. 7"],
         ["digest of the recipe", "beef"],
         ["calibration", "target dense, statistics cafe, 128 samples, window 16, 2,048 tokens, 1 fold"],
         ["stored as", "vit"],
@@ -68,20 +68,20 @@ def test_sizes_and_provenance():
 @pytest.mark.parametrize("note", ["q narrower than v", "stored as llama with remote code (q narrower than v)"])
 def test_a_note_on_the_container_stands_once(note):
     container = {"model_type": "llama", "remote_code": True, "note": note}
-    facts = dict(tables(sections(report([], container=container))["Origin"])[""][1:])
+    facts = dict(tables(sections(report([], container=container))["How it was made"])[""][1:])
     assert facts["stored as"] in ("remote code: q narrower than v", "llama with remote code (q narrower than v)")
 
 
 def test_calibration_of_another_kind_is_listed_by_its_keys():
     calibration = {"target": "sequential", "samples": 1, "image_size": 224, "skipped": None, "names": ["a"]}
-    facts = dict(tables(sections(report([], calibration=calibration))["Origin"])[""][1:])
+    facts = dict(tables(sections(report([], calibration=calibration))["How it was made"])[""][1:])
     assert facts["calibration"] == "target sequential, 1 sample, image size 224"
 
 
 def test_seconds_of_inner_phases_stand_beside_their_phase():
     stage = {"name": "blocks", "seconds": 12.345, "peak_bytes": 2**20, "device_peak_bytes": None}
     stages = [stage | {"phases": {"calibration": 2.5}}, stage | {"name": "rest", "phases": {"calibration": None}}]
-    assert tables(sections(report([], stages=stages))["Origin"])["Time and memory"] == [
+    assert tables(sections(report([], stages=stages))["How it was made"])["Time and memory"] == [
         ["phase", "seconds", "of these calibration", "memory, largest so far"],
         ["blocks", "12.3", "2.50", "1.00 MiB"],
         ["rest", "12.3", "–", "1.00 MiB"],
@@ -551,9 +551,9 @@ def test_what_another_tool_pruned():
     made = elsewhere([layer(0)])
     found = sections(made)
     assert name_report(Report.read(made)) == "tiny, pruned elsewhere and recovered"
-    assert list(found) == ["Size", "Recipe", "Recovery", "Origin"]
-    assert [row[0] for row in tables(found["Origin"])[""][1:]] == [
-        *("source", "fingerprint", "recipe", "digest of the recipe", "stored as", "written by")
+    assert list(found) == ["Size", "Recipe", "Recovery", "How it was made"]
+    assert [row[0] for row in tables(found["How it was made"])[""][1:]] == [
+        *("dense model", "its fingerprint", "recipe", "digest of the recipe", "stored as", "written by")
     ]
 
 
