@@ -45,6 +45,7 @@ EXAMPLES = {
         recovery=recovery(perplexity_after=[{"blocks": 0, "perplexity": 9.5}, {"blocks": 1, "perplexity": None}]),
     ),
     "stages": report([site(0)], stages=STAGES),
+    "a loss": report([site(0)], loss={"of": "perplexity", "before": 2.0, "after": None, "kl": 0.5, "data": "window 8"}),
     "files": report([site(0)], files={"config.json": "ab"}),
 }
 

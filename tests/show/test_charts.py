@@ -18,6 +18,7 @@ from ckpt_prune.show.charts import (
     TEXT,
     WIDTH,
     draw,
+    draw_bar,
     draw_heat_map,
     draw_legend,
     has_hidden,
@@ -312,6 +313,14 @@ def test_tick_labels(tick, step, label):
 def test_block_axis_leaves_half_a_block_free():
     axis = block_axis(0, 3, 40, 80, digit=7)
     assert [axis.at(b) for b in range(4)] == [45, 55, 65, 75]
+
+
+@pytest.mark.parametrize(
+    ("share", "most", "widths"), [(75.0, 100.0, [120, 90, 0]), (0.0, 100.0, [120, 0, 0]), (150.0, 150.0, [80, 80, 40])]
+)
+def test_a_bar_ends_where_its_percentage_is(share, most, widths):
+    """Track, what is below 100, what is above."""
+    assert [float(r.get("width")) for r in ElementTree.fromstring(draw_bar(share, most))] == widths
 
 
 # ---- heat maps ---------------------------------------------------------------------------------------------------
