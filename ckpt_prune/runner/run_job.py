@@ -22,7 +22,7 @@ class Done:
     Attributes:
         prepared: the job with everything that was decided while it ran.
         report: the record that the output carries; of a prune, that of ckpt_prune.json.
-        finished: True if an earlier run had done all of it; then the job is as it was before anything was measured.
+        finished: True if an earlier run had done all of it; `prepared` then lacks what that run measured and decided.
     """
 
     prepared: Prepared
@@ -33,7 +33,7 @@ class Done:
 def check_job(job: Job, *, needs_data: bool = True) -> Prepared:
     """Refuse a job that cannot work, before any data is read. Return the state in which it starts.
 
-    A dry run needs no data: it may have nothing to measure on.
+    Data is checked too, except in a dry run (`needs_data` is False) that was given none.
     """
     start = begin(job)
     check_fit(start)
@@ -68,8 +68,8 @@ def run_job(
     that was not interrupted. Bad input leaves nothing behind.
 
     Args:
-        start: what `check_job` has returned, or `preview_job` if it has decided all widths; by default the job is
-            checked here.
+        start: the state that `check_job` returned, or the later one of `preview_job` if that knows all widths. By
+            default the job is checked here.
         resume: continue an interrupted run of the same job.
         overwrite: replace an existing output, or start an interrupted run afresh.
     """
@@ -89,7 +89,7 @@ def run_job(
             prepared = stage.run(prepared, run)
             if stage.changes_model:
                 check_fit(prepared)
-        # Every process decides by itself, from what the first one has measured.
+        # All processes have the same measurements, so each decides alone, and must come to the same widths.
         prepared = plan_output(prepared)
         process_group().agree({"choice of widths": prepared.widths})
 
@@ -117,7 +117,7 @@ def write_blocks(prepared: Prepared, run: Run) -> Records:
             if step is not None:
                 run.steps[stage.key] = step
         if process_group().once(lambda: any(stage.rewrites_blocks(run) for stage in stages)):
-            # Blocks may be half rewritten, and only what was done to them is still asked for.
+            # All blocks are written, and a later stage has begun to rewrite them: only their records are still needed.
             records = read_records(prepared.model, run.steps, store)
         else:
             records = walk(prepared.view, run.steps, store, doing=stages[0].bar if stages else "pruning")

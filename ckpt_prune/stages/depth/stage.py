@@ -29,18 +29,21 @@ class DepthCompensation(Strict):
 
     method: Literal["none", "linear"] = Field(
         "none",
-        description="linear: a map of what the mlp before a gap gives, absorbed by its last projection (ReplaceMe); it "
-        "tends to the identity as lambda grows.",
+        description="linear: a linear map takes the place of the blocks that go. It acts on the output of the MLP "
+        "before them, whose last projection absorbs it (ReplaceMe). As lambda grows it tends to the identity.",
     )
     lam: float | None = Field(
-        None, alias="lambda", ge=0, description="Ridge strength of the map, times the mean diagonal of its Gram. 0.001."
+        None,
+        alias="lambda",
+        ge=0,
+        description="Ridge strength of the map, in units of its Gram's mean diagonal. Default: 0.001.",
     )
     lambda_grid: list[float] | None = Field(
-        None, min_length=2, description="Strengths to choose from; lambda_by: folds has a grid of its own."
+        None, min_length=2, description="Strengths to choose from with lambda_by: folds. Default: a grid around 0.001."
     )
     lambda_by: Literal["folds"] | None = Field(
         None,
-        description="folds: the strength of least held-out error, gap by gap, or no map where none lowers it.",
+        description="folds: for each gap the strength of least held-out error, or no map if none lowers the error.",
     )
 
     @model_validator(mode="after")
@@ -80,34 +83,35 @@ class Depth(Stage):
     summary = "Whole blocks that go, before anything else is done to those that stay."
     changes_model = True
     excludes: ClassVar[Mapping[str, str]] = {
-        "mask": "depth drops whole blocks: for a mask as well, prune twice, the blocks first, since the others see "
-        "another stream then",
+        "mask": "depth does not go with mask: prune twice, first the blocks and then the mask, because the mask must "
+        "be chosen on the shorter model",
         "low_rank": "low_rank factors linears of the dense model: depth does not go with it",
     }
 
     part: DepthPart = Field(
         "block",
-        description="What of a block goes: all of it, or its attention or mlp, whose last projection is then zeros. "
-        "These load with a stock class and save nothing there.",
+        description="What goes of a block: all of it, or its attention or MLP. The last projection of an attention or "
+        "MLP that goes becomes zeros: the output loads with a stock class, but is no smaller.",
     )
     drop: Annotated[int, Field(ge=1)] | Literal["auto"] | None = Field(
         None,
-        description="Blocks to drop. Default: the recipe's ratio of them, rounded. Beside spaces: a number, or auto "
-        "for as many as change the model's output least, what else goes of the same size included.",
+        description="Blocks to drop. Default: the recipe's ratio of them, rounded. If spaces are pruned too: a number, "
+        "or auto for the number with which the whole output, at the size that is asked for, changes least.",
     )
     under: list[SizeKind] | None = Field(
         None,
         min_length=1,
-        description="Only where the size that is asked for is one of params, bytes, flops and latency; else no block "
-        "goes. Default: always.",
+        description="Drop blocks only if the recipe's size is of one of these kinds: params, bytes, flops, latency. "
+        "Default: always.",
     )
     blocks: list[int] | None = Field(
         None, min_length=1, description="These blocks go, counted from 0; nothing is chosen."
     )
     choose: Choice | None = Field(
         None,
-        description="influence: the blocks that turn the stream least, one by one (ShortGPT); cosine: runs of blocks "
-        "between whose ends it turns least (ReplaceMe); divergence: runs that are predicted to change the model's own "
+        description="influence: the blocks whose input and output have the largest cosine, one by one (ShortGPT); "
+        "cosine: runs of blocks whose first input and last output have the largest cosine (ReplaceMe); divergence: "
+        "runs that are predicted to change the model's own "
         "output least, by its gradients; loss: one after the other, the one without which the loss is least (SLEB). "
         "Default: cosine; influence for a part.",
     )
