@@ -28,7 +28,7 @@ def demo(options: DemoOptions) -> "list[Row]":
 
     target = resolve_device(options.device)
     with nullcontext(options.output) if options.output else scratch_folder() as folder:
-        return run.run(folder, target)
+        return run.run(folder, target, options.recipe or run.RECIPES)
 
 
 def _data(rows: "list[Row]") -> dict[str, Any]:
@@ -62,4 +62,4 @@ def _show(rows: "list[Row]", options: dict[str, Any]) -> None:
         click.echo(f"the pruned checkpoints are in {options['output']}")
 
 
-command = Command(demo, _show, examples=["demo", "demo -o pruned --device cpu"], data=_data)
+command = Command(demo, _show, examples=["demo", "demo --recipe magnitude --recipe ridge -o pruned"], data=_data)

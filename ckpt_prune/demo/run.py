@@ -1,6 +1,7 @@
 """The demo: calibrate the packaged model, prune it by several recipes at two ratios, verify and measure."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -44,7 +45,7 @@ def model_folder() -> Path:
     return Path(str(resources.files("ckpt_prune.demo") / "model"))
 
 
-def run(out: Path, device: torch.device) -> list[Row]:
+def run(out: Path, device: torch.device, recipes: Sequence[str] = RECIPES) -> list[Row]:
     """Prune the packaged model into subfolders of `out`, an empty or new folder, and measure every result."""
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is not a folder: choose another one for the demo")
@@ -74,7 +75,7 @@ def run(out: Path, device: torch.device) -> list[Row]:
     dense = cost_of(model)
     rows = [Row("dense", 0.0, dense.parameters, dense.bytes, measure_perplexity(folder), "llama", 0.0)]
     for ratio in RATIOS:
-        for name in RECIPES:
+        for name in recipes:
             start = time.monotonic()
             recipe = load_recipe(name, ratio=ratio)
             folds = min(4, CALIBRATION_WINDOWS) if recipe.needs_folds else 1

@@ -565,6 +565,8 @@ class DemoOptions(DeviceOptions):
 
     output: File = option(default=None, flags=("-o", "--output"), metavar="DIR", group=OUTPUT)
     """Keep the pruned checkpoints in this new folder."""
+    recipe: Strings = option(default=(), metavar="NAME")
+    """Prune by this shipped recipe instead. May be repeated."""
 
 
 class RecipeListOptions(Options):

@@ -47,7 +47,7 @@ def test_the_demo_compares_what_it_promises():
 
 
 def test_table(small, monkeypatch):
-    monkeypatch.setattr(demo, "run", lambda out, device: ROWS)
+    monkeypatch.setattr(demo, "run", lambda out, device, recipes: ROWS)
     assert ok("demo") == (
         "recipe      ratio  parameters     bytes  perplexity  stored as  pruning\n"
         "dense          0%   2,345,678  4.47 MiB       10.13      llama    0.0 s\n"

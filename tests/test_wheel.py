@@ -1,0 +1,45 @@
+"""The sdist makes a wheel that runs where no checkout is seen."""
+
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def python(*words: object, cwd: Path, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *map(str, words)], cwd=cwd, env=os.environ | environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of the wheel, which is built from the unpacked sdist; what it needs, the environment has."""
+    pytest.importorskip("hatchling")
+    folder = tmp_path_factory.mktemp("wheel")
+    python("-m", "hatchling", "build", "-t", "sdist", "-d", folder / "sdist", cwd=ROOT)
+    (sdist,) = (folder / "sdist").iterdir()
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    python("-m", "hatchling", "build", "-t", "wheel", "-d", folder, cwd=folder / sdist.name.removesuffix(".tar.gz"))
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder / "site")
+    return folder / "site"
+
+
+def test_the_wheel_runs_the_demo(site, tmp_path):
+    run = {"cwd": tmp_path, "PYTHONPATH": str(site), "HF_HUB_OFFLINE": "1"}
+    where = python("-c", "import ckpt_prune; print(ckpt_prune.__file__)", **run)
+    assert Path(where.strip()).is_relative_to(site)
+    assert "best-uniform is the default." in python("-m", "ckpt_prune", "recipe", "list", **run)
+    table = python("-m", "ckpt_prune", "demo", "--recipe", "magnitude", **run)
+    assert [line.split()[0] for line in table.splitlines()[:4]] == ["recipe", "dense", "magnitude", "magnitude"]
