@@ -217,21 +217,32 @@ def find_structure(block: nn.Module, linears: Collection[str], run: Callable[[],
         handle.remove()
     single = {path: of_module[0] for path, of_module in calls.items() if len(of_module) == 1}
 
-    def split(parent: str) -> Iterator[Piece]:
-        for name, child in block.get_submodule(parent).named_children():
-            path = f"{parent}.{name}".removeprefix(".")
-            inside = {linear for linear in linears if Piece(path).holds(linear)}
-            call = single.get(path)
-            if call is not None and next(child.parameters(), None) is not None:
-                last = call.last if call.last in single else None
-                if last or inside <= {path} or isinstance(child, SplitExperts):
-                    yield Piece(path, last, call.nones)
-                    continue
-            if call is not None or path not in calls:
-                yield from split(path)
-
     order = list(calls)  # of a dict: in which modules have first ended
-    return Structure(tuple(sorted(split(""), key=lambda piece: order.index(piece.path))), frozenset(single))
+    return Structure(
+        tuple(sorted(_split(block, "", linears, calls, single), key=lambda piece: order.index(piece.path))),
+        frozenset(single),
+    )
+
+
+def _split(
+    block: nn.Module,
+    parent: str,
+    linears: Collection[str],
+    calls: Mapping[str, list["_Call"]],
+    single: Mapping[str, "_Call"],
+) -> Iterator[Piece]:
+    """Yield the pieces below a module. It is no closure: one that calls itself would keep the block in a circle."""
+    for name, child in block.get_submodule(parent).named_children():
+        path = f"{parent}.{name}".removeprefix(".")
+        inside = {linear for linear in linears if Piece(path).holds(linear)}
+        call = single.get(path)
+        if call is not None and next(child.parameters(), None) is not None:
+            last = call.last if call.last in single else None
+            if last or inside <= {path} or isinstance(child, SplitExperts):
+                yield Piece(path, last, call.nones)
+                continue
+        if call is not None or path not in calls:
+            yield from _split(block, path, linears, calls, single)
 
 
 @dataclass(frozen=True)
