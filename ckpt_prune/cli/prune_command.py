@@ -1,5 +1,6 @@
 """`ckpt-prune prune`."""
 
+import sys
 from typing import Any
 
 import click
@@ -62,11 +63,11 @@ def _print_done(pruned: Pruned) -> None:
         for line in (*section_lines(stage_sections(report)), *latency_sentences(report)):
             click.echo(line)
         click.echo(f"written to {pruned.path}")
-        for hint in _hints(pruned, settled):
+        for hint in hints(pruned, settled) if sys.stderr.isatty() else []:
             click.echo(escape_controls(hint), err=True)
 
 
-def _hints(pruned: Pruned, settled: Any) -> list[str]:
+def hints(pruned: Pruned, settled: Any) -> list[str]:
     """Say how to check an output, and how to run it."""
     container, out = settled.output.container, pruned.path
     source = settled.model.checkpoint.path

@@ -348,8 +348,10 @@ def test_an_input_that_asks_for_code_of_its_own(here, model):
     ok("prune", model, "--plan", "plan.json", trust, "-o", "out")
     ok("prune", model, "--recipe", "corp-mlp", *data, trust, "-o", "live")
     assert not Path("out/their_code.py").exists()
+    stem = "ViT" if model == "vit" else "OPT"
     assert read_json("out/config.json")["auto_map"] == {
-        name: f"modeling_pruned.Pruned{'ViTForImageClassification' if model == 'vit' else 'OPTForCausalLM'}"
+        name: f"modeling_pruned.Pruned{stem}For{'ImageClassification' if model == 'vit' else 'CausalLM'}",
+        "AutoModel": f"modeling_pruned.Pruned{stem}Model",
     }
     assert "auto_map" not in read_json("live/config.json")
 

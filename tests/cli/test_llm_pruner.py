@@ -99,5 +99,5 @@ def test_a_vision_model(here):
         "models, and this one is for image-classification: choose another score"
     )
     assert refused("calibrate", "vit", *data, "--collect", "taylor", "-o", "out").startswith(
-        "--collect taylor: of a vit"
+        "--collect taylor: choose from moments,gram,"
     )

@@ -42,7 +42,7 @@ def test_every_block_has_its_own_share(here, method, allocation):
     assert sum(ratios) / 2 == pytest.approx(0.5, abs=1e-5)
     assert ratios[0] != ratios[1]
     assert all(figure >= 0 for figure in found["shares"]["figures"])
-    line = f"zeros shared out over blocks by {allocation}: {min(ratios):.1%} to {max(ratios):.1%} zeros"
+    line = f"  Zeros are shared out over blocks by {allocation}: {min(ratios):.1%} to {max(ratios):.1%} zeros."
     assert line in said.splitlines()
     for name, share in zeros().items():
         # Rows of 16 are rounded down.
