@@ -218,7 +218,7 @@ PRE_NORM, POST_NORM = "opt", "opt-350m-like"
         (PRE_NORM, ["mlp"], {"dense begun": 1, "dense": 1, "pruned begun": 2, "pruned": 2}),
         (PRE_NORM, ["heads"], {"dense begun": 1, "dense": 1, "pruned begun": 2, "pruned": 1}),
         (PRE_NORM, ["mlp", "heads"], {"dense begun": 2, "pruned begun": 3, "pruned": 2}),
-        (PRE_NORM, ["qk", "heads", "mlp"], {"dense begun": 1, "dense": 1, "pruned begun": 4, "pruned": 3}),
+        (PRE_NORM, ["qk", "heads", "mlp"], {"dense begun": 1, "dense": 1, "pruned begun": 4, "pruned": 2}),
         (POST_NORM, ["heads", "mlp"], {"dense begun": 2, "pruned begun": 3, "pruned": 2}),
     ],
     ids=["both", "mlp", "heads", "mlp first", "qk too", "post-norm"],
@@ -227,10 +227,14 @@ def test_the_dense_block_runs_once_where_its_output_serves_what_is_left(dense, v
     """And what is measured is bit for bit what it is where every stage runs it again."""
     job = job_on(dense.folder(variant), variant, HALF, true_sequential=True)
     counts, found = runs(job, spaces, monkeypatch)
+    # The first block is run once more on one of all batches, which shows its structure.
+    probe = 1 / (len(source_of(job).dense.batches) * BLOCKS)
+    expected = {name: count + probe * name.startswith("pruned") for name, count in expected.items()}
     assert {name: counts[name] for name in expected} == pytest.approx(expected)
     monkeypatch.setattr(DriftMoments, "group_keys", lambda self, keys: [[key] for key in keys])
     again, every = runs(job, spaces, monkeypatch)
-    assert again["dense begun"] == len([space for space in spaces if space != "qk"]) + 1
+    alone = len([space for space in spaces if space != "qk"]) + 1
+    assert again["dense begun"] == pytest.approx(alone + probe)
     for ours, theirs in zip(found, every, strict=True):
         assert ours.keys() == theirs.keys()
         for key in ours.keys() - {"qk"}:

@@ -67,8 +67,9 @@ def observe_drift(
     passed = dense_tensors is None
     if not spaces:
         return pruned.observe(index, tensors, gram), passed
-    theirs = None if dense_tensors is None else Residual(dense, index, dense_tensors, spaces)
     ours = Residual(pruned, index, tensors, spaces)
+    pruned.learn_structure(ours.block, index, tensors)  # before there is a dense block, so that two are held at most
+    theirs = None if dense_tensors is None else Residual(dense, index, dense_tensors, spaces)
     experts = factory.find_experts(ours.block)
     observers = {key: pruned.watch(ours.block, index, key, with_gram) for key, with_gram in gram.items()}
     ours.whole = any(key not in factory.family.spaces for key in gram)

@@ -246,6 +246,16 @@ class HiddenStream:
                         self.states[rows] = output.cpu()
         return pool_moments(self.group, {key: observer.finish() for key, observer in observers.items()})
 
+    def learn_structure(self, block: nn.Module, index: int, tensors: Mapping[str, Tensor]) -> Structure:
+        """Return the structure of a block. For the first block of a kind, a second one of these tensors is run."""
+
+        def probe() -> Structure:
+            twin = self.factory.build_block(index, tensors)
+            linears = [path for path, module in twin.named_modules() if isinstance(module, nn.Linear)]
+            return find_structure(twin, linears, lambda: self.run(twin, index, self.states[self.batches[0][1]]))
+
+        return self.memory.structure(block, probe)
+
     @contextmanager
     def replay(
         self, block: nn.Module, index: int, tensors: Mapping[str, Tensor], *, keep: bool = True
@@ -263,16 +273,9 @@ class HiddenStream:
         Yields:
             Paths of the modules that a run of the block calls once.
         """
-        factory = self.factory
-
-        def probe() -> Structure:
-            twin = factory.build_block(index, tensors)
-            linears = [path for path, module in twin.named_modules() if isinstance(module, nn.Linear)]
-            return find_structure(twin, linears, lambda: self.run(twin, index, self.states[self.batches[0][1]]))
-
-        structure = self.memory.structure(block, probe)
+        structure = self.learn_structure(block, index, tensors)
         state = index, id(self.states), self.states._version
-        find_paths = partial(factory.find_paths, index)
+        find_paths = partial(self.factory.find_paths, index)
         with self.memory.attached(block, structure, state, tensors, find_paths, keep=keep):
             yield structure.single
         if not keep:
