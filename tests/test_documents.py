@@ -16,7 +16,7 @@ from ckpt_prune.model.family import Family
 from ckpt_prune.model.spaces import ConsumerSpace, Incidence, RotarySpace, Space, StrictModel
 from ckpt_prune.recipe.reading import json_schema, load_recipe
 from ckpt_prune.recipe.shipped import shipped_recipes
-from tools import families
+from tools import families, runtimes
 from tools.lowest import constraints
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -69,6 +69,11 @@ def test_links_lead_to_files_and_headings_that_exist(name: str):
 def test_the_page_of_families_is_that_of_the_descriptions() -> None:
     """`python tools/families.py` writes it."""
     assert families.PAGE.read_text(encoding="utf-8") == families.page()
+
+
+def test_the_page_of_runtimes_is_that_of_their_data() -> None:
+    """`python tools/runtimes.py` writes it."""
+    assert runtimes.PAGE.read_text(encoding="utf-8") == runtimes.page()
 
 
 def test_every_key_of_a_description_is_explained() -> None:

@@ -130,9 +130,11 @@ def plan(options: PlanOptions) -> Planned:
     from ckpt_prune.measure.statistics.folder import Statistics
     from ckpt_prune.runner.plan import Shifting, make_plan, prepare_plan
     from ckpt_prune.runner.read_job import check_plan_place, read_plan_job
+    from ckpt_prune.runner.runtimes import check_stored
 
     job = with_latencies(read_plan_job(options, file, wanted), Notices(), trust=options.trust_remote_code)
     settled = prepare_plan(job)
+    check_stored(settled)
     job.model.checkpoint.check_finite()
     shifting = None if options.test is None else Shifting(settled, Statistics(options.test))
     made = make_plan(settled, shifting)

@@ -170,10 +170,12 @@ def _prune(options: PruneOptions, written: Callable[[Pruned], None]) -> Pruned:
     from ckpt_prune.runner.estimate import estimate_job
     from ckpt_prune.runner.read_job import read_job
     from ckpt_prune.runner.run_job import check_job, preview_job, run_job
+    from ckpt_prune.runner.runtimes import check_stored, fit_to_runtimes
     from ckpt_prune.verification.forward_pass import check_forward
 
     say = Notices()
     dense = open_model(options.model, Opening.of(options))
+    chosen = replace(chosen, recipe=fit_to_runtimes(chosen.recipe, dense, say))
     if options.resume and not options.overwrite and not options.dry_run:
         finished = process_group().alone(lambda: _missing_graph(options, chosen, dense, say, written))
         if finished is not None:
@@ -182,6 +184,8 @@ def _prune(options: PruneOptions, written: Callable[[Pruned], None]) -> Pruned:
     start = check_job(job, needs_data=not options.dry_run)
     preview = preview_job(job, start) if options.dry_run or start.widths_known else None
     settled = preview or start
+    if preview is not None:
+        check_stored(preview)
     check_training(start)
     step = _graph_step(options, chosen, dense)
     if options.dry_run or settled.measures_first:
@@ -235,9 +239,10 @@ def _check_together(options: PruneOptions) -> None:
     if options.recipe is not None and options.plan is not None:
         raise UserError("a plan has settled its recipe: give --recipe or --plan, not both")
     size = asked_size(options.sizes, options.ratio)
-    if options.plan is not None and (options.ratio is not None or size or options.overrides or options.container):
+    changed = options.ratio is not None or size or options.overrides or options.container or options.runs_on
+    if options.plan is not None and changed:
         raise UserError(
-            "a plan has settled ratio and recipe: --ratio, --target-*, --set and --container do not go with it"
+            "a plan has settled ratio and recipe: --ratio, --target-*, --set, --for and --container do not go with it"
         )
 
 

@@ -68,13 +68,20 @@ def _print_done(pruned: Pruned) -> None:
 
 
 def hints(pruned: Pruned, settled: Any) -> list[str]:
-    """Say how to check an output, and how to run it."""
+    """Say how to check an output, and how and where to run it."""
+    from ckpt_prune.model.runtimes import changes_of_config, places
+
     container, out = settled.output.container, pruned.path
     source = settled.model.checkpoint.path
+    changes = changes_of_config(container.config) | ({"zeros"} if settled.recipe.has("mask") else set())
+    runtimes = places(container.config, changes, generates=settled.model.family.causal)
+    within = settled.model.checkpoint.within is not None
+    others = [name for name in runtimes if name != "transformers" and not within]
     load = f'transformers: {settled.model.family.auto_class}.from_pretrained("{out}")'
     if container.remote_class is not None:
         load = f'ckpt_prune.load("{out}"), or transformers with trust_remote_code=True'
-    return [f"check it: ckpt-prune verify {out} --against {source}", f"run it: {load}"]
+    lines = [f"check it: ckpt-prune verify {out} --against {source}", f"run it: {load}"]
+    return [*lines, f"it also runs in {', '.join(others)} ({out}/README.md has the commands)"] if others else lines
 
 
 def _print_dry(settled: Any) -> None:

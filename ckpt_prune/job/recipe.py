@@ -16,6 +16,7 @@ from pydantic import (
 )
 
 from ckpt_prune.common.block_range import blocks_of, checked_range
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.fields import Strict
 from ckpt_prune.common.ratios import Ratio
 from ckpt_prune.job.names import Goal
@@ -24,6 +25,7 @@ from ckpt_prune.job.space_kinds import CANDIDATES, CHOSEN, SpaceSettings, kind_o
 from ckpt_prune.job.space_recipe import SpaceRecipe
 from ckpt_prune.measure.statistics.files import Collect
 from ckpt_prune.model.family import Family
+from ckpt_prune.model.runtimes import read_target
 from ckpt_prune.model.spaces import SpaceName, recipe_space
 
 
@@ -203,6 +205,11 @@ class Recipe(Strict):
         "code where none fits; remote: remote code; padded: a stock class, with zeros where it has no narrower shape, "
         "which saves nothing there; or a model_type to force.",
     )
+    runs_on: list[str] | None = Field(
+        None,
+        description="Runtimes that the output is for (model/RUNTIMES.md), as [llama.cpp:q4_0, vllm]: what does not run "
+        "there is refused, and widths are multiples of what the type behind the colon wants.",
+    )
     spaces: dict[SpaceName, SpaceRecipe] = Field(
         default_factory=dict, description="Spaces to prune; others stay whole."
     )
@@ -225,6 +232,16 @@ class Recipe(Strict):
             for kind in cls.kinds
             if isinstance(name := values.get(kind.key), str) and name in kind.named
         }
+
+    @field_validator("runs_on")
+    @classmethod
+    def _check_runtimes(cls, value: list[str] | None) -> list[str] | None:
+        for text in value or []:
+            try:
+                read_target(text)
+            except UserError as error:
+                raise ValueError(str(error)) from error
+        return value
 
     @field_validator("layers")
     @classmethod
@@ -438,7 +455,7 @@ class Recipe(Strict):
             if kind.later and keys is not None:
                 values[kind.key] = {k: v for k, v in keys.items() if k not in kind.later or v != kind.later[k]}
         optional = [kind.key for kind in self.kinds if kind.key != "spaces"]
-        return json.dumps(_without_absent(values, *optional, "size", "weigh_by", "layers"), sort_keys=True)
+        return json.dumps(_without_absent(values, *optional, "size", "weigh_by", "layers", "runs_on"), sort_keys=True)
 
     @property
     def without_amount(self) -> str:

@@ -121,6 +121,10 @@ class RecipeKeyOptions(SourceOptions):
     """Folder of statistics that `ckpt-prune calibrate` wrote."""
     overrides: Changes = option(default=(), flags=("--set",), metavar="KEY=VALUE", several=True)
     """Change a key of the recipe: spaces.mlp.ratio=0.4. May be repeated."""
+    runs_on: Listed = option(default=None, flags=("--for",), metavar="RUNTIME[,RUNTIME...]")
+    """Runtimes that the output is for: transformers, onnxruntime, genai, llama.cpp, vllm, mlx, transformers.js or
+    openvino. What does not run there is refused before any data is read. llama.cpp:q4_0 (q8_0, q4_1, q4_k, q5_k, q6_k),
+    vllm:tp2 (tp4, tp8), mlx:4bit (8bit), onnxruntime:int4 (q4f16) also make widths multiples of what that wants."""
     container: str | None = option(default=None, metavar="NAME")
     """What the output is stored as: a stock model_type; remote for remote code; any for remote code if no stock class
     fits; padded for a stock class, filled up with zeros if it has no narrower shape."""

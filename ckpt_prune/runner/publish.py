@@ -8,7 +8,7 @@ from typing import Any
 from ckpt_prune.checkpoint.checkpoint import CONFIG, Checkpoint
 from ckpt_prune.checkpoint.digests import sha256_files
 from ckpt_prune.checkpoint.folder_kinds import OUTPUT_KIND, WEIGHT_NAMES, WantedNames
-from ckpt_prune.checkpoint.json_files import pretty_json
+from ckpt_prune.checkpoint.json_files import pretty_json, read_json_object
 from ckpt_prune.checkpoint.staging import Staging, write_atomically
 from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.common.filenames import GRAPH_RECORD, REPORT
@@ -19,8 +19,9 @@ from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.run import Announce, Run
 from ckpt_prune.model.composites import merge_part_config
-from ckpt_prune.model.containers.remote import MLX_FAMILIES, MLX_KEY, MLX_MODULE, REMOTE_MODULE
+from ckpt_prune.model.containers.remote import MLX_KEY, MLX_MODULE, REMOTE_MODULE
 from ckpt_prune.model.containers.side_files import carried_files, find_side_files, top_names
+from ckpt_prune.model.runtimes import MLX_FAMILIES, places
 from ckpt_prune.modeling_pruned import REFUSAL, WEIGHTS_KEY
 from ckpt_prune.runner.checks import stages_of
 from ckpt_prune.runner.report import report_of
@@ -77,8 +78,8 @@ def publish(prepared: Prepared, records: Mapping[str, Sequence[Any]], run: Run) 
 
 def put_in_place(writer: CheckpointWriter, record: Any, form: Form, digests: Mapping[str, str], run: Run) -> Any:
     """Write record and card, and put an output with these files in its place. Return the record with their digests."""
-    make_card = model_card if form.kind is OUTPUT_KIND else form.card
-    made = {form.kind.record} if make_card is None else {form.kind.record, _CARD}
+    is_output = form.kind is OUTPUT_KIND
+    made = {form.kind.record, _CARD} if is_output or form.card is not None else {form.kind.record}
     ends = {
         "stages": run.timer.records,
         "files": digests,
@@ -87,8 +88,10 @@ def put_in_place(writer: CheckpointWriter, record: Any, form: Form, digests: Map
     }
     record = record.model_copy(update={key: end for key, end in ends.items() if key in type(record).model_fields})
     writer.write_json(form.kind.record, record.data())
-    if make_card is not None:
-        writer.write_text(_CARD, make_card(record))
+    if is_output:
+        writer.write_text(_CARD, model_card(record, read_json_object(writer.folder / CONFIG)))
+    elif form.card is not None:
+        writer.write_text(_CARD, form.card(record))
     _announce_stale(writer.out, writer.finish(), run.announce)
     return record
 
@@ -110,7 +113,7 @@ def replace_record(out: Path, report: Report) -> None:
 
     The report is last, so that a run which ends between the two has it still to do.
     """
-    write_atomically(out / _CARD, model_card(report))
+    write_atomically(out / _CARD, model_card(report, read_json_object(out / CONFIG)))
     write_atomically(out / REPORT, pretty_json(report.data()))
 
 
@@ -121,8 +124,8 @@ def wanted_names(source: Checkpoint, recipe: Recipe) -> WantedNames:
     return top_names(find_side_files(source.path)) | WEIGHT_NAMES | dict.fromkeys(made)
 
 
-def model_card(report: Report) -> str:
-    """Return README.md of an output."""
+def model_card(report: Report, config: Mapping[str, Any]) -> str:
+    """Return README.md of an output, whose config.json is `config`."""
     made = as_markdown(f"Made by ckpt_prune {report.ckpt_prune}")
     load = "Replace PATH by this folder, or by its id on the Hub."
     if report.container.remote_code:
@@ -144,6 +147,7 @@ def model_card(report: Report) -> str:
             *_loading(report),
             "```",
             "",
+            *_running(report, config),
             print_markdown(others),
             "`ckpt_prune.json` has these figures for every block. `ckpt-prune report PATH` draws them as one page.",
             "",
@@ -166,3 +170,13 @@ def _loading(report: Report) -> list[str]:
         lines += ["", f"from sentence_transformers import {loader}  # for {what}", ""]
         lines += [f'model = {loader}("PATH"{trusted})']
     return lines
+
+
+def _running(report: Report, config: Mapping[str, Any]) -> list[str]:
+    """Return a table of the runtimes that take an output, with the command for each; empty for a part of a model."""
+    if report.part is not None:
+        return []
+    generates = report.container.auto_class == "AutoModelForCausalLM"
+    commands = places(config, masked=report.mask is not None, generates=generates)
+    rows = [f"| {name} | `{command.replace('OUT', 'PATH')}` |" for name, command in commands.items()]
+    return ["## Where it runs", "", "| runtime | command |", "|---|---|", *rows, ""]

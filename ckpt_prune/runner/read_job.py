@@ -8,6 +8,7 @@ import torch
 from ckpt_prune.checkpoint.files import check_place
 from ckpt_prune.checkpoint.staging import check_output, partial_of, refuse_overlap
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.progress import Notices
 from ckpt_prune.job.job import Job, LiveSamples, RecoverySamples
 from ckpt_prune.job.plan import Plan, read_plan
 from ckpt_prune.job.recipe import Recipe
@@ -27,6 +28,7 @@ from ckpt_prune.runner.checks import check_again, check_planned
 from ckpt_prune.runner.plan import check_plannable
 from ckpt_prune.runner.publish import wanted_names
 from ckpt_prune.runner.read_recipe import ChosenRecipe, runs_model
+from ckpt_prune.runner.runtimes import fit_to_runtimes
 from ckpt_prune.stages.recovery.stage import Recovery
 from ckpt_prune.stages.spaces.checks import check_spaces
 
@@ -53,6 +55,7 @@ def read_plan_job(options: PlanOptions, file: RecipeFile, recipe: Recipe) -> Job
     model = open_model(options.model, Opening.of(options))
     if options.output is not None:
         refuse_overlap(model.checkpoint.path, options.output)
+    recipe = fit_to_runtimes(recipe, model, Notices())
     check_spaces(model.family, recipe)
     statistics = None if options.statistics is None else Statistics(options.statistics)
     by_default = options.recipe is None

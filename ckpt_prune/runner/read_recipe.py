@@ -68,6 +68,8 @@ def recipe_of(options: RecipeOptions) -> tuple[RecipeFile, Recipe]:
     """A recipe's file, and the recipe with the changes that options make to it."""
     file = locate_recipe(DEFAULT_RECIPE if options.recipe is None else options.recipe)
     changes = options.overrides
+    if options.runs_on is not None:
+        changes = (*changes, f"runs_on=[{options.runs_on}]")
     if options.container is not None:
         changes = (*changes, f"container={options.container}")
     return file, load_recipe(file, changes, options.ratio, asked_size(options.sizes, options.ratio))

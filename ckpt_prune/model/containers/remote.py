@@ -15,8 +15,6 @@ REMOTE_MODULE = "modeling_pruned"
 """Name, without suffix, of the file of remote code that an output carries."""
 MLX_MODULE, MLX_KEY = "mlx_pruned", "model_file"
 """Name, without suffix, of the file that builds an output in MLX-LM, and the config key that names it there."""
-MLX_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "seed_oss", "smollm3", "granite", "ernie4_5", "nemotron")
-"""Families whose outputs MLX-LM computes by that file within 1e-5 of PyTorch's log-probabilities."""
 RANKS_KEY = "ckpt_prune_ranks"
 """Config key of the ranks of linear modules that two thin ones stand in for."""
 BLOCKS_KEY = "ckpt_prune_blocks"

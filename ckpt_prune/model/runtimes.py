@@ -1,0 +1,233 @@
+"""Which runtimes take which outputs, as data: families, what was pruned, and multiples of widths.
+
+`--for` and `runs_on` refuse by it before any data is read, RUNTIMES.md is made from it (tools/runtimes.py), and so is
+what `prune` and the model card say of where an output runs.
+"""
+
+import re
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
+from math import gcd, lcm
+from typing import Any, Literal, get_args
+
+from ckpt_prune.common.errors import UserError
+
+Change = Literal["zeros", "widths", "heads", "biases", "low rank", "qk", "rotary", "values", "slicing", "rotations"]
+CHANGES: dict[Change, tuple[str, str]] = {
+    "zeros": ("zeros of a mask", "recipe `wanda`"),
+    "widths": ("columns, another number in each block", "recipe `best`"),
+    "heads": ("heads, another number in each block", "recipe `flap-global`"),
+    "biases": ("biases that the class has no place for", "recipe `flap` on a qwen3"),
+    "low rank": ("two thin matrices in place of one", "recipe `svd-llm`"),
+    "qk": ("dimensions of queries and keys", "recipe `corp-qk`"),
+    "rotary": ("rotary pairs", "recipe `rotary`"),
+    "values": ("dimensions of values", "recipe `values`"),
+    "slicing": ("dimensions of the residual stream, in a basis per block", "recipe `slicegpt`"),
+    "rotations": ("nothing, but the residual stream turns between blocks", "`rotation: cayley`"),
+}
+"""What an output may have that its dense model has not → in words, and how it comes about.
+
+An output with none of these has the same widths and heads in all blocks, or fewer blocks, or a narrower stream: its
+class is a stock one.
+"""
+_INSTEAD: dict[Change, str] = {
+    "zeros": "a recipe without a mask",
+    "widths": "--recipe best-uniform, or --set widths=uniform",
+    "heads": "--recipe best-uniform, or --set widths=uniform",
+    "biases": "a compensation without a bias, as in --recipe ridge",
+    "low rank": "a recipe that drops columns, as --recipe best",
+    "qk": "--recipe best, which leaves queries and keys whole",
+    "rotary": "--recipe best, which leaves rotary pairs whole",
+    "values": "--recipe best, which leaves values whole",
+    "slicing": "--recipe slicegpt-shared, with one basis for all blocks",
+    "rotations": "--set rotation=shared, with one rotation for all blocks",
+}
+_ALL = frozenset(get_args(Change))
+_SHAPES: frozenset[Change] = frozenset({"widths", "heads", "biases", "low rank"})
+_ROWS = {"q8_0": 32, "q4_0": 32, "q4_1": 32, "q4_k": 256, "q5_k": 256, "q6_k": 256}
+_GRAPH = {"int4": 32, "q4f16": 32}
+_TENSOR_PARALLEL = {f"tp{size}": size for size in (2, 4, 8)}
+
+MLX_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "seed_oss", "smollm3", "granite", "ernie4_5", "nemotron")
+"""Families whose outputs MLX-LM computes by the `model_file` within 1e-5 of PyTorch's log-probabilities."""
+_LLAMA_CPP = (
+    *("llama", "mistral", "qwen2", "qwen3", "seed_oss", "smollm3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2"),
+    *("granite", "starcoder2", "cohere", "ernie4_5", "stablelm", "nemotron"),
+)
+_TRANSFORMERS_JS = (
+    *("beit", "bert", "bloom", "camembert", "cohere", "cohere2", "deberta-v2", "deepseek_v3", "deit", "dinov2"),
+    *("dinov2_with_registers", "dinov3_vit", "distilbert", "electra", "ernie4_5", "falcon", "gemma", "gemma2"),
+    *("gemma3_text", "glm", "gpt2", "gpt_neox", "gptj", "granite", "llama", "mistral", "modernbert", "mpnet", "mpt"),
+    *("olmo2", "olmo3", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "roberta", "seed_oss"),
+    *("smollm3", "stablelm", "starcoder2", "vit", "xlm-roberta"),
+)
+_MLX = (
+    *MLX_FAMILIES,
+    *("cohere", "cohere2", "deepseek_v2", "deepseek_v3", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4"),
+    *("gpt2", "gpt_neox", "granitemoe", "mixtral", "olmo2", "olmo3", "olmoe", "phi", "phi3", "qwen2_moe"),
+    *("qwen3_moe", "stablelm", "starcoder2"),
+)
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """A runtime, and what it takes.
+
+    Attributes:
+        command: that runs an output there, with OUT for its folder; `--trust-remote-code` is left out of stock outputs.
+        install: with pip or npm.
+        changes: that it takes.
+        families: that it has; None: all.
+        own_shapes: families of which it takes `widths`, `heads`, `biases` and `low rank`; None: as `families`.
+        generates: it takes models that generate text, and no others.
+        rows: option → what the rows of a weight are a multiple of, in the types of that name.
+        units: option → what the numbers of heads and of columns are a multiple of.
+        note: what else to know.
+    """
+
+    command: str
+    install: str
+    changes: frozenset[Change] = _ALL
+    families: tuple[str, ...] | None = None
+    own_shapes: tuple[str, ...] | None = None
+    generates: bool = False
+    rows: Mapping[str, int] = field(default_factory=dict)
+    units: Mapping[str, int] = field(default_factory=dict)
+    note: str = ""
+
+
+RUNTIMES: dict[str, Runtime] = {
+    "transformers": Runtime(
+        'AutoModel….from_pretrained("OUT", trust_remote_code=True)', "pip install transformers",
+        note="A stock output needs no `trust_remote_code`.",
+    ),
+    "onnxruntime": Runtime(
+        "ckpt-prune export OUT -o OUT/onnx", "pip install onnxruntime", rows=_GRAPH,
+        note="`OUT/onnx/README.md` has a few lines that run the graph.",
+    ),
+    "genai": Runtime(
+        'ckpt-prune export OUT -o OUT/onnx, then onnxruntime_genai.Model("OUT/onnx")',
+        'pip install "ckpt-prune[genai]"', _ALL - {"qk", "rotary", "values"}, generates=True, rows=_GRAPH,
+        note="From 0.18 on. It makes values as wide as keys.",
+    ),
+    "llama.cpp": Runtime(
+        "ckpt-prune export OUT --format gguf -o OUT.gguf, then llama-cli -m OUT.gguf",
+        'pip install "ckpt-prune[llamacpp]"', _SHAPES - {"low rank"} | {"zeros"}, _LLAMA_CPP,
+        ("llama", "mistral", "qwen2", "qwen3", "seed_oss", "granite", "phi3"), generates=True, rows=_ROWS,
+        note="A qwen3 whose blocks differ needs a tied head, and no biases.",
+    ),
+    "vllm": Runtime(
+        "vllm serve OUT --trust-remote-code", 'pip install "ckpt-prune[vllm]"', _SHAPES | {"zeros"}, generates=True,
+        units=_TENSOR_PARALLEL, note="From 0.32 on. Blocks of their own shapes run in its Transformers backend; tried "
+        "with Llamas.",
+    ),
+    "mlx": Runtime(
+        "mlx_lm.generate --model OUT --trust-remote-code", 'pip install "ckpt-prune[mlx]"', _SHAPES | {"zeros"}, _MLX,
+        MLX_FAMILIES, generates=True, rows={"4bit": 64, "8bit": 64},
+        note="4bit and 8bit are those of `mlx_lm.convert -q`, in groups of 64.",
+    ),
+    "transformers.js": Runtime(
+        'ckpt-prune export OUT -o OUT/onnx, then from_pretrained("onnx", {subfolder: ""})',
+        "npm install @huggingface/transformers", families=_TRANSFORMERS_JS, rows=_GRAPH, note="From 4.3 on.",
+    ),
+    "openvino": Runtime(
+        'ckpt-prune export OUT -o OUT/onnx, then openvino.Core().compile_model("OUT/onnx/model.onnx")',
+        'pip install "ckpt-prune[openvino]"', note="The graph in float32; those in few bits have operators of "
+        "onnxruntime's own.",
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Target:
+    """A runtime that an output is for, perhaps with the type of its weights or the number of its devices."""
+
+    name: str
+    option: str = ""
+
+    @property
+    def runtime(self) -> Runtime:
+        return RUNTIMES[self.name]
+
+    def multiple(self, columns: int) -> int:
+        """Return what a number of units is a multiple of, if each is so many columns of a row."""
+        rows = self.runtime.rows.get(self.option, 1)
+        return lcm(rows // gcd(rows, columns), self.runtime.units.get(self.option, 1))
+
+
+def read_target(text: str) -> Target:
+    """Read `vllm` or `llama.cpp:q4_0`; UserError for what is none."""
+    name, _, option = text.strip().partition(":")
+    if name not in RUNTIMES:
+        raise UserError(f"{text.strip()!r} is no runtime: choose from {', '.join(RUNTIMES)}")
+    options = [*RUNTIMES[name].rows, *RUNTIMES[name].units]
+    if ":" in text and option not in options:
+        known = f"choose from {', '.join(f'{name}:{each}' for each in options)}" if options else "it takes no option"
+        raise UserError(f"{text.strip()!r} is no option of {name}: {known}")
+    return Target(name, option)
+
+
+def refusal(name: str, model_type: str, changes: Set[Change], *, generates: bool) -> str | None:
+    """Return why a runtime does not take an output, and what to take instead; None if it does.
+
+    Args:
+        name: of the runtime.
+        model_type: of the output.
+        changes: that the output has.
+        generates: True if it is a model that generates text.
+    """
+    runtime = RUNTIMES[name]
+    if runtime.generates and not generates:
+        return f"{name} runs models that generate text, and this one does not"
+    if runtime.families is not None and model_type not in runtime.families:
+        others = ", ".join(other for other, each in RUNTIMES.items() if each.families is None)
+        return f"{name} has no {model_type} that this tool writes for it: take {others}"
+    for change in get_args(Change):
+        if change not in changes:
+            continue
+        only = runtime.own_shapes if change in _SHAPES else None
+        if change not in runtime.changes or (only is not None and model_type not in only):
+            of = "" if change not in runtime.changes else f" of {model_type}"
+            return f"{name} does not take outputs{of} with {CHANGES[change][0]}: take {_INSTEAD[change]}"
+    return None
+
+
+def changes_of_config(config: Mapping[str, Any]) -> set[Change]:
+    """Return what an output has by its config.json. A mask cannot be seen there."""
+    if not config.get("auto_map"):
+        return set()
+    blocks = (config.get("per_layer_config") or {}).values()
+    own: set[str] = {key for block in blocks for key in block}
+    keys = own | {key for key, value in config.items() if value}
+    named: dict[str, Change] = {
+        "ckpt_prune_biases": "biases",
+        "ckpt_prune_ranks": "low rank",
+        "qk_head_dim": "qk",
+        "num_rotary_pairs": "rotary",
+        "v_head_dim": "values",
+        "ckpt_prune_slicing": "slicing",
+        "ckpt_prune_rotations": "rotations",
+        "num_kept_heads": "heads",
+    }
+    changes = {change for key, change in named.items() if key in keys}
+    if any("heads" in key or key == "n_head" for key in own):
+        changes.add("heads")
+    if any(re.search("intermediate|ffn|inner|mlp", key) for key in own):
+        changes.add("widths")
+    return changes
+
+
+def places(config: Mapping[str, Any], changes: Set[Change], *, generates: bool) -> dict[str, str]:
+    """Return the runtimes that take an output, each with the command that runs it there."""
+    model_type, stock = str(config.get("model_type")), not config.get("auto_map")
+    commands = {
+        name: runtime.command
+        for name, runtime in RUNTIMES.items()
+        if refusal(name, model_type, changes, generates=generates) is None
+    }
+    if not stock:
+        return commands
+    return {
+        name: command.replace(" --trust-remote-code", "").replace(", trust_remote_code=True", "")
+        for name, command in commands.items()
+    }

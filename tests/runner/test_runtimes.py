@@ -1,0 +1,102 @@
+"""`--for` and `runs_on`: what does not run where it is meant to is refused early, and widths are multiples."""
+
+import json
+
+import pytest
+
+import ckpt_prune
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.gguf.architectures import ARCHITECTURES, DIFFERENT
+from ckpt_prune.model.runtimes import RUNTIMES, changes_of_config, read_target, refusal
+from tests.contract.models import Case
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return Case("llama", "LlamaForCausalLM").write(tmp_path_factory.mktemp("models") / "llama")
+
+
+def test_families_of_llama_cpp_are_those_that_gguf_files_are_written_of():
+    runtime = RUNTIMES["llama.cpp"]
+    assert set(runtime.families or ()) == {each.model_type for each in ARCHITECTURES}
+    assert set(runtime.own_shapes or ()) == {each.model_type for each in DIFFERENT}
+
+
+@pytest.mark.parametrize("text", ["ollama", "vllm:q4_0", "llama.cpp:", "transformers:int4", ""])
+def test_what_is_no_runtime_is_refused(text):
+    with pytest.raises(UserError, match=r"is no (runtime|option)"):
+        read_target(text)
+
+
+@pytest.mark.parametrize(
+    ("target", "columns", "multiple"),
+    [
+        ("llama.cpp:q4_0", 1, 32),
+        ("llama.cpp:q6_k", 64, 4),
+        ("llama.cpp:q4_0", 64, 1),
+        ("vllm:tp4", 64, 4),
+        ("mlx", 1, 1),
+    ],
+)
+def test_multiples_are_of_rows_or_of_units(target, columns, multiple):
+    assert read_target(target).multiple(columns) == multiple
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "runtime", "instead"),
+    [
+        ("values", {}, "vllm", "--recipe best, which leaves values whole"),
+        ("rotary", {}, "llama.cpp", "--recipe best, which leaves rotary pairs whole"),
+        ("slicegpt", {}, "mlx", "--recipe slicegpt-shared"),
+        ("svd-llm", {}, "llama.cpp", "a recipe that drops columns"),
+        ("wanda", {"rotation": "cayley"}, "vllm", "--set rotation=shared"),
+    ],
+)
+def test_what_a_runtime_does_not_take_is_refused_before_data_is_read(
+    tmp_path, llama, recipe, overrides, runtime, instead
+):
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"\xff")  # no text: reading it would be another error
+    with pytest.raises(UserError, match=f"--for {runtime}: {runtime} does not take outputs") as error:
+        ckpt_prune.prune(
+            llama,
+            recipe=recipe,
+            overrides=overrides,
+            runs_on=runtime,
+            text=text,
+            output=tmp_path / "out",
+            progress=False,
+        )
+    assert instead in str(error.value)
+
+
+def test_a_family_that_a_runtime_lacks_for_different_blocks_is_refused():
+    assert refusal("llama.cpp", "gemma3_text", set(), generates=True) is None
+    reason = refusal("llama.cpp", "gemma3_text", {"widths"}, generates=True)
+    assert reason is not None
+    assert "best-uniform" in reason
+    assert refusal("llama.cpp", "bert", set(), generates=False) is not None
+    assert refusal("openvino", "bert", {"heads"}, generates=False) is None
+
+
+@pytest.mark.parametrize("by", ["option", "recipe"])
+def test_widths_are_multiples(tmp_path, llama, by):
+    given = {"runs_on": "vllm:tp4"} if by == "option" else {"overrides": {"runs_on": ["vllm:tp4", "transformers"]}}
+    out = tmp_path / "out"
+    ckpt_prune.prune(llama, recipe="magnitude", ratio=0.3, output=out, progress=False, **given)
+    config, dense = (json.loads((folder / "config.json").read_text()) for folder in (out, llama))
+    assert config["intermediate_size"] % 4 == 0
+    assert config["intermediate_size"] < dense["intermediate_size"]
+    assert changes_of_config(config) == set()
+    card = (out / "README.md").read_text()
+    assert "| vllm | `vllm serve OUT` |" in card
+    assert ckpt_prune.verify(out).passed
+
+
+def test_the_card_names_no_runtime_that_refuses_the_output(tmp_path, llama):
+    out = tmp_path / "out"
+    uneven = {"widths": "per_layer", "allocation": "across-layers", "container": "remote", "ratio": 0.3}
+    ckpt_prune.prune(llama, recipe="magnitude", overrides=uneven, output=out, progress=False)
+    assert changes_of_config(json.loads((out / "config.json").read_text())) <= {"widths", "heads"}
+    card = (out / "README.md").read_text()
+    assert "| vllm | `vllm serve OUT --trust-remote-code` |" in card

@@ -1,0 +1,51 @@
+"""Writes ckpt_prune/model/RUNTIMES.md, the table of runtimes by what was pruned, from ckpt_prune/model/runtimes.py."""
+
+from pathlib import Path
+
+from ckpt_prune.model import runtimes
+from ckpt_prune.model.runtimes import CHANGES, RUNTIMES, Runtime
+
+PAGE = Path(runtimes.__file__).parent / "RUNTIMES.md"
+_HEAD = """# Where outputs run
+
+Written by `python tools/runtimes.py` from [runtimes.py](runtimes.py); do not edit. `plan` and `prune` refuse by the
+same data with `--for RUNTIME` (in a recipe `runs_on: [RUNTIME]`), before any data is read. `RUNTIME:TYPE` also makes
+the widths multiples of what that type wants. `validate OUT --runtime RUNTIME` proves an output in the runtime itself.
+
+Outputs that have the same widths and heads in all blocks, fewer blocks, or a narrower stream in one basis are stock
+models: every runtime that has the family takes them. The table is about the others: • taken, – refused.
+"""
+
+
+def _families(names: tuple[str, ...] | None) -> str:
+    return "all" if names is None else ", ".join(f"`{name}`" for name in sorted(names))
+
+
+def _multiples(runtime: Runtime) -> str:
+    each = runtime.rows | runtime.units
+    return ", ".join(f"`{option}` {number}" for option, number in each.items()) or "–"
+
+
+def page() -> str:
+    """Return the text of the page."""
+    text = f"{_HEAD}\n| what was pruned | for example | {' | '.join(RUNTIMES)} |\n"
+    text += "|---|---|" + "---|" * len(RUNTIMES) + "\n"
+    for change, (words, example) in CHANGES.items():
+        marks = ["•" if change in runtime.changes else "–" for runtime in RUNTIMES.values()]
+        text += f"| {words} | {example} | {' | '.join(marks)} |\n"
+    text += "\n| runtime | run it | options, and multiples | only text generation |\n|---|---|---|---|\n"
+    for name, runtime in RUNTIMES.items():
+        only = "yes" if runtime.generates else "no"
+        text += f"| {name} | `{runtime.command}` | {_multiples(runtime)} | {only} |\n"
+    text += "\n| runtime | families | families whose blocks may differ |\n|---|---|---|\n"
+    for name, runtime in RUNTIMES.items():
+        own = "the same" if runtime.own_shapes is None else _families(runtime.own_shapes)
+        text += f"| {name} | {_families(runtime.families)} | {own} |\n"
+    text += "\n"
+    for name, runtime in RUNTIMES.items():
+        text += f"- {name}: `{runtime.install}`.{' ' + runtime.note if runtime.note else ''}\n"
+    return text
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
