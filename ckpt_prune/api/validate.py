@@ -1,7 +1,7 @@
 """`ckpt_prune.validate`."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from ckpt_prune.api.function import takes
 from ckpt_prune.checkpoint.model_folder import check_output_folder, find_graph, resolve_model
@@ -28,7 +28,8 @@ def validate(options: ValidateOptions) -> "Validations | Proof":
     This loads the whole model once. The result is printed and kept in DIR/validation.json. The exit code is 1 if
     anything is outside the tolerance, with a table of where.
 
-    A GGUF file is compared in llama.cpp: tokens of texts, KL divergence, top-1 and perplexity.
+    A GGUF file is compared in llama.cpp: tokens of texts, KL divergence, top-1 and perplexity. --runtime does the same
+    in other runtimes, if they are installed, with a checkpoint or an exported folder.
     """
     name = options.folder
     if name.endswith(".gguf") and Path(name).is_file():
@@ -37,6 +38,8 @@ def validate(options: ValidateOptions) -> "Validations | Proof":
         raise UserError(
             f"{name} is no GGUF file, which llama.cpp runs: write one with `ckpt-prune export --format gguf`"
         )
+    if options.runtime not in (None, "onnxruntime"):
+        return _validate_in_runtime(options)
     graph = find_graph(name) if options.metric_only and not (Path(name) / GRAPH_RECORD).is_file() else None
     place = check_output_folder(Path(name)) if graph is None else graph
     check_texts(options.text)
@@ -94,6 +97,20 @@ def _validate_gguf(options: ValidateOptions) -> "Proof":
 
     with spread(options):
         return validate_gguf(Path(options.folder), options.against, options, trust=options.trust_remote_code)
+
+
+def _validate_in_runtime(options: ValidateOptions) -> "Proof":
+    from ckpt_prune.runtimes.proof import RuntimeName, require_runtime, validate_in
+
+    runtime = cast(RuntimeName, options.runtime)
+    require_runtime(runtime)
+    check_texts(options.text)
+
+    from ckpt_prune.evaluation.device_map import spread
+
+    against = None if options.against is None else resolve_model(options.against)
+    with spread(options):
+        return validate_in(runtime, resolve_model(options.folder), against, options, trust=options.trust_remote_code)
 
 
 def _warn_of_other_data(place: Path, options: ValidateOptions) -> None:

@@ -69,12 +69,12 @@ def _print_done(pruned: Pruned) -> None:
 
 def hints(pruned: Pruned, settled: Any) -> list[str]:
     """Say how to check an output, and how and where to run it."""
-    from ckpt_prune.model.runtimes import changes_of_config, places
+    from ckpt_prune.model.runtimes import places
 
     container, out = settled.output.container, pruned.path
     source = settled.model.checkpoint.path
-    changes = changes_of_config(container.config) | ({"zeros"} if settled.recipe.has("mask") else set())
-    runtimes = places(container.config, changes, generates=settled.model.family.causal)
+    masked = settled.recipe.has("mask")
+    runtimes = places(container.config, masked=masked, generates=settled.model.family.causal)
     within = settled.model.checkpoint.within is not None
     others = [name for name in runtimes if name != "transformers" and not within]
     load = f'transformers: {settled.model.family.auto_class}.from_pretrained("{out}")'

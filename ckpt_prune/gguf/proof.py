@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import BaseModel, computed_field
@@ -27,22 +28,24 @@ _CHAT = [{"role": "user", "content": "Hello"}]
 
 
 class Proof(BaseModel):
-    """How a file compares with PyTorch.
+    """How a file, or what another runtime loads, compares with PyTorch.
 
     Attributes:
-        type: of the file's matrices.
+        runtime: that it was run in.
+        type: of its matrices.
         text: what it was compared on.
         positions: predictions that were compared.
-        kl: mean divergence KL(PyTorch ‖ llama.cpp) in nats, over the likeliest 4,096 tokens.
+        kl: mean divergence KL(PyTorch ‖ runtime) in nats, over the likeliest 4,096 tokens.
         largest_kl: of one prediction.
         top1: share of predictions whose likeliest token is the same.
-        perplexity: in PyTorch and in llama.cpp, at the same positions.
-        texts: texts that both tokenizers split alike.
+        perplexity: in PyTorch and in the runtime, at the same positions.
+        texts: texts that both tokenizers split alike; None if the runtime was given tokens.
         speeds: tokens a second, read and generated.
         memory: of the process, in bytes.
         allowed: the mean divergence that passes; None: any.
     """
 
+    runtime: str = "llama.cpp"
     type: str
     text: str
     positions: int
@@ -50,7 +53,7 @@ class Proof(BaseModel):
     largest_kl: float
     top1: float
     perplexity: tuple[float, float]
-    texts: int
+    texts: int | None = None
     speeds: tuple[float, float]
     memory: int
     allowed: float | None
@@ -65,12 +68,13 @@ class Proof(BaseModel):
         """As the terminal shows it."""
         ours, theirs = self.perplexity
         limit = "" if self.allowed is None else f" (at most {self.allowed:g})"
+        split = "" if self.texts is None else f"; {self.texts} texts are split into the same tokens"
         return [
-            f"llama.cpp, {self.type}: KL to PyTorch {self.kl:.2g}{limit}, top-1 the same {self.top1:.1%}, perplexity "
-            f"{theirs:.4f} (PyTorch {ours:.4f}), at {self.positions} positions of {self.text}",
+            f"{self.runtime}, {self.type}: KL to PyTorch {self.kl:.2g}{limit}, top-1 the same {self.top1:.1%}, "
+            f"perplexity {theirs:.4f} (PyTorch {ours:.4f}), at {self.positions} positions of {self.text}",
             f"tokens a second: {self.speeds[0]:.0f} read, {self.speeds[1]:.0f} generated; memory "
-            f"{self.memory / 2**20:.0f} MiB; {self.texts} texts are split into the same tokens",
-            "passed" if self.passed else "failed: llama.cpp computes something else",
+            f"{self.memory / 2**20:.0f} MiB{split}",
+            "passed" if self.passed else f"failed: {self.runtime} computes something else",
         ]
 
 
@@ -95,7 +99,7 @@ def prove(
     if samples.windows is None:
         raise UserError(f"{folder}: there is no text to compare on: {(samples.description or {}).get('what')}")
     windows = samples.windows[: options.samples or WINDOWS]
-    positions = _positions(windows.shape[1])
+    positions = choose_positions(windows.shape[1])
     texts, expected, chat = _texts(folder, windows)
     task = Task(
         model=str(file),
@@ -111,18 +115,31 @@ def prove(
     _check_tokens(texts, expected, answer)
     if chat is not None and answer.chat != chat:
         raise UserError(f"llama.cpp fills the chat template differently: {answer.chat!r}, and transformers {chat!r}")
+    return compare_logs(
+        reference_logs(folder, windows, positions, trust=trust),
+        windows[:, positions],
+        torch.from_numpy(answer.ids),
+        torch.from_numpy(answer.logs).double(),
+        torch.from_numpy(answer.actual).double(),
+        torch.from_numpy(answer.ids[..., 0]),
+        type=kind,
+        text=str((samples.description or {}).get("what")),
+        texts=len(answer.tokens),
+        speeds=(answer.prompt_speed, answer.generation_speed),
+        memory=answer.memory,
+        allowed=LARGEST_KL.get(kind),
+    )
+
+
+def reference_logs(folder: Path, windows: Tensor, positions: list[int], *, trust: bool) -> Tensor:
+    """Return log-probabilities by PyTorch, (windows, positions, vocabulary), float64."""
     model = load_model(folder, device="cpu", dtype=torch.float32, trust_remote_code=trust)
+    places = [position - 1 for position in positions]
     with torch.inference_mode():
-        logs = torch.stack(
-            [
-                model(window[None, :-1]).logits[0, [p - 1 for p in positions]].double().log_softmax(-1)
-                for window in windows
-            ]
-        )
-    return _compare(logs, windows[:, positions], answer, kind, str((samples.description or {}).get("what")))
+        return torch.stack([model(window[None, :-1]).logits[0, places].double().log_softmax(-1) for window in windows])
 
 
-def _positions(length: int) -> list[int]:
+def choose_positions(length: int) -> list[int]:
     """Places all over a window: distances differ, and prompts of several lengths are read."""
     count = min(POSITIONS, length - 1)
     return sorted({max(1, (index + 1) * (length - 1) // count) for index in range(count)})
@@ -149,9 +166,20 @@ def _check_tokens(texts: list[str], expected: list[list[int]], answer: Answer) -
             )
 
 
-def _compare(logs: Tensor, actual: Tensor, answer: Answer, kind: str, text: str) -> Proof:
-    """Compare log-probabilities of PyTorch, (windows, positions, vocabulary), with those of llama.cpp."""
-    ids, theirs = torch.from_numpy(answer.ids), torch.from_numpy(answer.logs).double()
+def compare_logs(
+    logs: Tensor, actual: Tensor, ids: Tensor, theirs: Tensor, theirs_actual: Tensor, likeliest: Tensor, **others: Any
+) -> Proof:
+    """Compare log-probabilities of PyTorch with those of a runtime.
+
+    Args:
+        logs: of PyTorch, (windows, positions, vocabulary).
+        actual: the tokens that follow, (windows, positions).
+        ids: tokens that the runtime's are known of, (windows, positions, top).
+        theirs: their log-probabilities in the runtime.
+        theirs_actual: those of `actual`.
+        likeliest: the likeliest tokens in the runtime, (windows, positions).
+        others: fields of the proof.
+    """
     ours = logs.gather(-1, ids)
     # The server adds probabilities up in float32: all its logarithms are some 1e-4 too high, which says nothing of the
     # file. So both are normalised over the listed tokens; what PyTorch holds likelier than a listed one counts in full.
@@ -160,15 +188,10 @@ def _compare(logs: Tensor, actual: Tensor, answer: Answer, kind: str, text: str)
     kl = kl.clamp_min(0)
     dense = -logs.gather(-1, actual[..., None]).mean()
     return Proof(
-        type=kind,
-        text=text,
         positions=kl.numel(),
         kl=float(kl.mean()),
         largest_kl=float(kl.max()),
-        top1=float((logs.argmax(-1) == ids[..., 0]).double().mean()),
-        perplexity=(float(dense.exp()), float(math.exp(-answer.actual.mean(dtype="float64")))),
-        texts=len(answer.tokens),
-        speeds=(answer.prompt_speed, answer.generation_speed),
-        memory=answer.memory,
-        allowed=LARGEST_KL.get(kind),
+        top1=float((logs.argmax(-1) == likeliest).double().mean()),
+        perplexity=(float(dense.exp()), float((-theirs_actual.mean()).exp())),
+        **others,
     )

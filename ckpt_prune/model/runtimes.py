@@ -217,8 +217,11 @@ def changes_of_config(config: Mapping[str, Any]) -> set[Change]:
     return changes
 
 
-def places(config: Mapping[str, Any], changes: Set[Change], *, generates: bool) -> dict[str, str]:
-    """Return the runtimes that take an output, each with the command that runs it there."""
+def places(config: Mapping[str, Any], *, masked: bool, generates: bool) -> dict[str, str]:
+    """Return the runtimes that take an output, by its config.json, each with the command that runs it there."""
+    changes: set[Change] = changes_of_config(config)
+    if masked:
+        changes.add("zeros")
     model_type, stock = str(config.get("model_type")), not config.get("auto_map")
     commands = {
         name: runtime.command

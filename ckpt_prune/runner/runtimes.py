@@ -34,11 +34,10 @@ def fit_to_runtimes(recipe: Recipe, model: Model, say: Callable[[str], None]) ->
         for space, settings in recipe.spaces.items()
     }
     changed = recipe.model_copy(update={"spaces": spaces})
-    for kind in (Hidden, LowRank):
-        stage = recipe.get(kind)
+    for stage in (recipe.get(Hidden), recipe.get(LowRank)):
         if stage is not None:
-            stage = stage.model_copy(update={"multiple_of": lcm(stage.multiple_of, rows)})
-            changed = changed.model_copy(update={kind.key: stage})
+            rounded_stage = stage.model_copy(update={"multiple_of": lcm(stage.multiple_of, rows)})
+            changed = changed.model_copy(update={stage.key: rounded_stage})
     rounded = ", ".join(f"{space} {multiple}" for space, multiple in multiples.items() if multiple > 1)
     if rounded:
         names = ", ".join(recipe.runs_on or [])

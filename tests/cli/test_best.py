@@ -269,7 +269,7 @@ def test_a_plan_has_settled_the_size(here):
     ok("plan", "llama", *BEST, "-o", "plan.json")
     for option in zip(TARGETS[::2], TARGETS[1::2], strict=True):
         assert refused("prune", "llama", "--plan", "plan.json", *option, "-o", "out") == (
-            "a plan has settled ratio and recipe: --ratio, --target-*, --set and --container do not go with it"
+            "a plan has settled ratio and recipe: --ratio, --target-*, --set, --for and --container do not go with it"
         )
 
 

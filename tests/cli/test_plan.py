@@ -125,8 +125,14 @@ def test_an_edited_plan(place):
 def test_a_plan_has_settled_everything(place):
     ok("plan", "dense", *RCPU, "-o", "plan.json")
     prune = ("prune", "dense", "--plan", "plan.json", "-o", "out")
-    message = "a plan has settled ratio and recipe: --ratio, --target-*, --set and --container do not go with it"
-    for option in (["--ratio", "0.3"], ["--set", "ratio=0.3"], ["--container", "any"], ["--ratio", "0.3", *TEXT]):
+    message = "a plan has settled ratio and recipe: --ratio, --target-*, --set, --for and --container do not go with it"
+    for option in (
+        ["--ratio", "0.3"],
+        ["--set", "ratio=0.3"],
+        ["--container", "any"],
+        ["--for", "vllm"],
+        ["--ratio", "0.3", *TEXT],
+    ):
         assert refused(*prune, *option) == message
     for given, data in (("--text", TEXT), ("--images", ("--images", "."))):
         assert refused(*prune, *data) == f"a plan has settled its statistics: {given} does not go with it"

@@ -89,7 +89,7 @@ def test_widths_are_multiples(tmp_path, llama, by):
     assert config["intermediate_size"] < dense["intermediate_size"]
     assert changes_of_config(config) == set()
     card = (out / "README.md").read_text()
-    assert "| vllm | `vllm serve OUT` |" in card
+    assert "| vllm | `vllm serve PATH` |" in card
     assert ckpt_prune.verify(out).passed
 
 
@@ -99,4 +99,4 @@ def test_the_card_names_no_runtime_that_refuses_the_output(tmp_path, llama):
     ckpt_prune.prune(llama, recipe="magnitude", overrides=uneven, output=out, progress=False)
     assert changes_of_config(json.loads((out / "config.json").read_text())) <= {"widths", "heads"}
     card = (out / "README.md").read_text()
-    assert "| vllm | `vllm serve OUT --trust-remote-code` |" in card
+    assert "| vllm | `vllm serve PATH --trust-remote-code` |" in card

@@ -1,0 +1,28 @@
+"""transformers itself, by its Auto class and the code that the folder carries."""
+
+from collections.abc import Iterator
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from ckpt_prune.runtimes.task import Array, RuntimeAnswer, RuntimeTask, compute
+
+
+def run(task: RuntimeTask) -> RuntimeAnswer:
+    torch.set_num_threads(task.threads)
+    model = AutoModelForCausalLM.from_pretrained(task.folder, trust_remote_code=True, dtype=torch.float32).eval()
+
+    def logits_of(ids: Array) -> Array:
+        logits: Array = model(torch.from_numpy(ids)[None], use_cache=False).logits[0].numpy()
+        return logits
+
+    def steps(prompt: Array) -> Iterator[int]:
+        ids = torch.from_numpy(prompt)[None]
+        output = model(ids, use_cache=True)
+        while True:
+            ids = output.logits[:, -1:].argmax(-1)
+            yield int(ids)
+            output = model(ids, past_key_values=output.past_key_values, use_cache=True)
+
+    with torch.inference_mode():
+        return compute(task, logits_of, steps)

@@ -1,0 +1,125 @@
+"""Proving an output in a runtime: what it computes on held-out text, beside what PyTorch computes."""
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from ckpt_prune.checkpoint.checkpoint import CONFIG
+from ckpt_prune.checkpoint.json_files import read_json_object
+from ckpt_prune.checkpoint.model_folder import check_output_folder
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.filenames import GENAI, GRAPH_FOLDER, GRAPH_RECORD
+from ckpt_prune.gguf.proof import GENERATED, LARGEST_KL, WINDOWS, Proof, choose_positions, compare_logs, reference_logs
+from ckpt_prune.model.containers.remote import MLX_KEY, MLX_MODULE, REMOTE_MODULE
+from ckpt_prune.model.runtimes import RUNTIMES
+from ckpt_prune.onnx.proof import find_source
+from ckpt_prune.onnx.records import read_manifest
+from ckpt_prune.onnx.samples import choose_proof_samples
+from ckpt_prune.onnx.tasks import Task
+from ckpt_prune.options.data import ProofOptions
+from ckpt_prune.runtimes.isolation import run_isolated
+from ckpt_prune.runtimes.task import RuntimeTask
+
+RuntimeName = Literal["transformers", "mlx", "vllm", "genai", "openvino"]
+_MODULES: dict[RuntimeName, str] = {
+    "transformers": "transformers",
+    "mlx": "mlx_lm",
+    "vllm": "vllm",
+    "genai": "onnxruntime_genai",
+    "openvino": "openvino",
+}
+"""Runtime → the package that is imported."""
+_TYPES = {"fp32": "f32", "fp16": "f16"}
+
+
+def require_runtime(runtime: RuntimeName) -> None:
+    """Refuse a runtime that is not installed."""
+    if find_spec(_MODULES[runtime]) is None:
+        raise UserError(f"{runtime} is not installed: {RUNTIMES[runtime].install}")
+
+
+def validate_in(
+    runtime: RuntimeName, folder: Path, against: Path | None, options: ProofOptions, *, trust: bool
+) -> Proof:
+    """Run a folder in a runtime and compare it with PyTorch. The whole model is loaded, twice.
+
+    Args:
+        folder: a checkpoint; for genai and openvino a folder that `export` wrote, or the checkpoint that holds it.
+        against: the checkpoint that PyTorch runs; None: the folder itself, or what it was exported from.
+        options: text, number of windows and their length.
+        trust: run code of the folder that is not this package's.
+
+    Raises:
+        UserError: the runtime is not installed or does not run the folder.
+    """
+    require_runtime(runtime)
+    if runtime in ("genai", "openvino"):
+        folder = folder / GRAPH_FOLDER if (folder / GRAPH_FOLDER / GRAPH_RECORD).is_file() else folder
+        kind = _check_graph(runtime, check_output_folder(folder))
+        model = against or find_source(folder, read_manifest(folder))
+    else:
+        config = read_json_object(folder / CONFIG)
+        _check_code(runtime, folder, trust=trust)
+        # mlx_lm.convert -q writes `quantization`.
+        kind = "fewer bits" if config.get("quantization") or config.get("quantization_config") else "f32"
+        model = against or folder
+    samples = choose_proof_samples(model, Task("text-generation", "text", False), options, trust=trust)
+    if samples.windows is None:
+        raise UserError(f"{model}: there is no text to compare on: {(samples.description or {}).get('what')}")
+    windows = samples.windows[: options.samples or WINDOWS]
+    positions = choose_positions(windows.shape[1])
+    generate = min(GENERATED, windows.shape[1] // 2)
+    task = RuntimeTask(str(folder), windows.numpy(), positions, generate, torch.get_num_threads())
+    answer, memory = run_isolated(runtime, task)
+    logs = reference_logs(model, windows, positions, trust=trust)
+    theirs = torch.from_numpy(answer.logs)
+    if theirs.shape[-1] < logs.shape[-1]:
+        raise UserError(f"{runtime} gives {theirs.shape[-1]} logits and PyTorch {logs.shape[-1]}")
+    ids = logs.topk(min(4096, logs.shape[-1])).indices
+    actual = windows[:, positions]
+    return compare_logs(
+        logs,
+        actual,
+        ids,
+        theirs.gather(-1, ids).double(),
+        theirs.gather(-1, actual[..., None])[..., 0].double(),
+        theirs[..., : logs.shape[-1]].argmax(-1),
+        runtime=runtime,
+        type=kind,
+        text=str((samples.description or {}).get("what")),
+        speeds=(answer.read, answer.generated),
+        memory=memory,
+        allowed=LARGEST_KL.get(kind),
+    )
+
+
+def _check_graph(runtime: RuntimeName, folder: Path) -> str:
+    """Return the type of the graph that a runtime takes out of a folder."""
+    manifest = read_manifest(folder)
+    if manifest.task != "text-generation" or not manifest.cached:
+        raise UserError(f"{folder} is not for generating text with a cache, which this compares in {runtime}")
+    graphs = {graph.file: str(graph.dtype) for graph in manifest.graphs}
+    file = "model.onnx"
+    if runtime == "genai":
+        if not (folder / GENAI).is_file():
+            raise UserError(f"{folder} has no {GENAI}: README.md says why, or export it again")
+        file = json.loads((folder / GENAI).read_text(encoding="utf-8"))["model"]["decoder"]["filename"]
+    if file not in graphs:
+        raise UserError(f"{folder} has no graph {file}, which {runtime} takes: export --dtype fp32 as well")
+    return _TYPES.get(graphs[file], graphs[file])
+
+
+def _check_code(runtime: RuntimeName, folder: Path, *, trust: bool) -> None:
+    """Refuse to run code of a folder that is not this package's, unless it is trusted."""
+    config = read_json_object(folder / CONFIG)
+    named = {f"{str(target).partition('.')[0]}.py" for target in (config.get("auto_map") or {}).values()}
+    if runtime == "mlx":
+        named = {str(config[MLX_KEY])} if config.get(MLX_KEY) else set()
+    package = Path(__file__).parents[1]
+    ours = {f"{name}.py" for name in (REMOTE_MODULE, MLX_MODULE)}
+    for name in sorted(named):
+        if not trust and (name not in ours or (folder / name).read_bytes() != (package / name).read_bytes()):
+            raise UserError(f"{runtime} runs {folder / name}, which is not this package's: say --trust-remote-code")
