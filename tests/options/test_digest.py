@@ -24,6 +24,7 @@ GIVEN = {
 RECIPE = "version: 1\nname: mine\nratio: 0.5\nspaces:\n  mlp: {score: rcpu, compensation: {method: ridge}}\n"
 RECIPE += "recovery: {epochs: 1}\n"
 CHANGES = {
+    "runs_on": ("vllm",),
     "model": "pruned",
     "recipe": "ridge",
     "ratio": 0.25,
