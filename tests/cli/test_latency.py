@@ -96,9 +96,9 @@ def test_what_was_foreseen_and_what_was_measured_is_in_the_report_and_on_its_pag
         f"{measured / 49.4:.1%} ({measured:.4g} of 49.4 ms); more than was foreseen.</p>"
     ) in Path("page.html").read_text(encoding="utf-8")
     assert (
-        f"\nLatency of one pass on the machine that pruned it: foreseen {foreseen / 49.4:.1%} of the dense model's "
+        f"Latency of one pass on the machine that pruned it: foreseen {foreseen / 49.4:.1%} of the dense model's "
         f"({foreseen:.4g} of 49.4 ms), measured {measured / 49.4:.1%} ({measured:.4g} of 49.4 ms); more than was "
-        "foreseen.\n"
+        "foreseen."
     ) in Path("out/README.md").read_text(encoding="utf-8")
 
 

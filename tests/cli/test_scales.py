@@ -74,7 +74,7 @@ def test_zeros_stay_and_the_stored_model_has_the_divergence_that_is_said(place: 
         "Scales",
         f"  {TRAINED}; 29 samples that it had not seen before, 3 epochs ({told['steps']} steps), "
         f"{told['parameters']} parameters; zeros stay zero.",
-        f"  Divergence from the dense model on 3 held-out samples: {told['loss_before']:.4f} -> "
+        f"  Divergence from the dense model on 3 held-out samples: {told['loss_before']:.4f} → "
         f"{told['loss_after']:.4f}.",
         "written to out",
     ]
