@@ -124,8 +124,8 @@ def wanted_names(source: Checkpoint, recipe: Recipe) -> WantedNames:
     return top_names(find_side_files(source.path)) | WEIGHT_NAMES | dict.fromkeys(made)
 
 
-def model_card(report: Report, config: Mapping[str, Any]) -> str:
-    """Return README.md of an output, whose config.json is `config`."""
+def model_card(report: Report, config: Mapping[str, Any] | None = None) -> str:
+    """Return README.md of an output. With its config.json the card also says which runtimes take it."""
     made = as_markdown(f"Made by ckpt_prune {report.ckpt_prune}")
     load = "Replace PATH by this folder, or by its id on the Hub."
     if report.container.remote_code:
@@ -172,9 +172,9 @@ def _loading(report: Report) -> list[str]:
     return lines
 
 
-def _running(report: Report, config: Mapping[str, Any]) -> list[str]:
+def _running(report: Report, config: Mapping[str, Any] | None) -> list[str]:
     """Return a table of the runtimes that take an output, with the command for each; empty for a part of a model."""
-    if report.part is not None:
+    if report.part is not None or config is None:
         return []
     generates = report.container.auto_class == "AutoModelForCausalLM"
     commands = places(config, masked=report.mask is not None, generates=generates)

@@ -89,7 +89,7 @@ def test_what_was_fetched_is_there_without_the_hub(place: Path, hub: Hub, recipe
             "org/recipes/huge.yaml",
             "org/recipes/huge.yaml has 400000 bytes on the Hub, and 262144 are the most of such a file",
         ),
-        ("org/recipes/strange.yaml", "strange.yaml, line 4: unknown key run: allowed here: "),
+        ("org/recipes/strange.yaml", "strange.yaml, line 4: unknown key run: did you mean 'runs_on'? allowed here: "),
         ("org/recipes/code.yaml", "code.yaml is not YAML: could not determine a constructor for the tag"),
         ("org/recipes/binary.yaml", "binary.yaml cannot be read as text: a recipe is a YAML file"),
         ("../recipes/mine.yaml", "../recipes/mine.yaml: no such recipe file"),
