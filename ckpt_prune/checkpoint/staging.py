@@ -286,9 +286,19 @@ def disk_failures(path: Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file whole or not at all.
+    """Write a file whole or not at all."""
+    with staged_file(path) as (_, descriptor):
+        os.ftruncate(descriptor, 0)
+        with open(descriptor, "wb", closefd=False) as file:
+            file.write(text.encode())
+
+
+@contextmanager
+def staged_file(path: Path) -> Iterator[tuple[Path, int]]:
+    """Yield a file, with its open descriptor, that takes the place of `path` if the body ends without an exception.
 
     It grows next to its place under a name that follows from its own, so that the next writer takes what a kill left.
+    UserError if another run writes it.
     """
     fresh = path.with_name(f".{path.name}.ckpt_prune-partial")
     with disk_failures(path):
@@ -297,9 +307,7 @@ def write_atomically(path: Path, text: str) -> None:
         try:
             lock_file(descriptor, fresh, path)
             try:
-                os.ftruncate(descriptor, 0)
-                with open(descriptor, "wb", closefd=False) as file:
-                    file.write(text.encode())
+                yield fresh, descriptor
                 sync(fresh)
                 fresh.replace(path)
             except BaseException:

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ckpt_prune.checkpoint.files import check_place
+from ckpt_prune.checkpoint.staging import staged_file
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import human_bytes
 from ckpt_prune.common.graph_types import GgufType
@@ -11,7 +13,7 @@ from ckpt_prune.gguf.layout import lay_out
 from ckpt_prune.gguf.llama_cpp import require_runtime
 from ckpt_prune.gguf.proof import Proof, prove
 from ckpt_prune.gguf.tokenizer import tokenizer_values
-from ckpt_prune.gguf.writing import check_gguf_place, staged_file, type_of, write_gguf
+from ckpt_prune.gguf.writing import check_gguf_place, type_of, write_gguf
 from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.options.data import ProofOptions
 
@@ -101,7 +103,7 @@ def export_gguf(
     result: Proof | None = None
     name, size, notes = layout.architecture.name, 0, layout.notes
     try:
-        with staged_file(out, overwrite=overwrite) as place:
+        with staged_file(check_place(out)) as (place, _):
             written = write_gguf(place, layout, chosen, tokenizer, folder)
             notes = written.notes
             if proof:
@@ -109,6 +111,7 @@ def export_gguf(
                 if not result.passed:
                     raise _FailedProofError
             size = written.bytes
+            check_gguf_place(out, overwrite=overwrite)  # another program may have put a file there
     except _FailedProofError:
         pass
     return ExportedGguf(out, name, chosen, size, notes, result)

@@ -4,8 +4,7 @@ import math
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,6 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
-from ckpt_prune.checkpoint.files import check_place, sync
-from ckpt_prune.checkpoint.locks import lock_file
 from ckpt_prune.checkpoint.staging import disk_failures
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.finite import all_finite
@@ -156,32 +153,6 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
         writer.add_string(key, value)
     else:
         writer.add_array(key, value)
-
-
-@contextmanager
-def staged_file(out: Path, *, overwrite: bool) -> Iterator[Path]:
-    """A place to write a file that takes its own place when the block ends without an exception.
-
-    Raises:
-        UserError: OUT exists and may not be replaced, or another run writes it.
-    """
-    place = check_place(out)
-    check_gguf_place(place, overwrite=overwrite)
-    fresh = place.with_name(f".{place.name}.ckpt_prune-partial")
-    with disk_failures(place):
-        descriptor = os.open(fresh, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
-        try:
-            lock_file(descriptor, fresh, place)
-            try:
-                yield fresh
-                sync(fresh)
-                check_gguf_place(place, overwrite=overwrite)
-                fresh.replace(place)
-            except BaseException:
-                fresh.unlink(missing_ok=True)
-                raise
-        finally:
-            os.close(descriptor)
 
 
 def check_gguf_place(out: Path, *, overwrite: bool) -> None:
