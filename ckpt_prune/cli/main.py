@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import click
@@ -133,6 +132,8 @@ class LazyGroup(click.Group):
 def _show_versions(ctx: click.Context, _option: click.Parameter, wanted: bool) -> None:
     if not wanted or ctx.resilient_parsing:
         return
+    from importlib.metadata import PackageNotFoundError, version
+
     click.echo(f"ckpt-prune {__version__}")
     for package in ("torch", "transformers", "onnxruntime-gpu", "onnxruntime"):
         with suppress(PackageNotFoundError):
