@@ -9,6 +9,8 @@ from ckpt_prune.job.names import Goal
 from ckpt_prune.recipe.catalogue import GOALS, WANTS, Entry
 from ckpt_prune.recipe.reading import explain_keys
 from ckpt_prune.recipe.shipped import DEFAULT_RECIPE
+from ckpt_prune.show.section import Table
+from ckpt_prune.show.terminal import print_table
 
 _LEGEND = (
     "time: of pruning, as a multiple of ridge. stock: classes of transformers; own code:\nckpt_prune.load, or "
@@ -39,10 +41,8 @@ def long_list(groups: Mapping[Goal, Sequence[Entry]]) -> list[str]:
     return [*lines, _LEGEND]
 
 
-def _table(headers: list[str], rows: list[list[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [headers, *rows]]
-    return "\n".join(line.rstrip() for line in lines)
+def _table(columns: list[str], rows: list[list[str]]) -> str:
+    return print_table(Table(columns, rows, words=len(columns)))
 
 
 def _time(entry: Entry) -> str:

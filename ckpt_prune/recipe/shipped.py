@@ -11,6 +11,7 @@ import yaml
 
 from ckpt_prune.checkpoint.files import read_input
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.yaml12 import read_yaml
 from ckpt_prune.job.records import Origin
 
 DEFAULT_RECIPE = "best-uniform"
@@ -56,7 +57,7 @@ def shipped_recipes() -> Mapping[str, RecipeFile]:
     recipes = {path.stem: RecipeFile(path, name=path.stem, is_first=True) for path in folder.glob("*.yaml")}
     del recipes["names"]
     recipes |= {path.stem: RecipeFile(path, name=path.stem) for path in (folder / "papers").glob("*.yaml")}
-    names = yaml.safe_load((folder / "names.yaml").read_text(encoding="utf-8"))
+    _, names = read_yaml((folder / "names.yaml").read_text(encoding="utf-8"))
     for name, keys in names.items():
         changes = {key: value for key, value in keys.items() if key != "of"}
         recipes[name] = RecipeFile(recipes[keys["of"]].path, name=name, changes={"name": name, **changes})
@@ -105,6 +106,7 @@ def recipe_text(file: RecipeFile) -> str:
         raise UserError(f"{file.path} cannot be read as text: a recipe is a YAML file") from error
     if not file.changes:
         return text
-    values = {key: value for key, value in (yaml.safe_load(text) | file.changes).items() if value is not None}
+    _, stated = read_yaml(text)
+    values = {key: value for key, value in (stated | file.changes).items() if value is not None}
     header = f"# Recipe {file.path.stem} with other keys.\n"
     return header + yaml.safe_dump(values, sort_keys=False, width=120)

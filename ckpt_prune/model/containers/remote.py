@@ -24,7 +24,7 @@ BLOCKS_KEY = "ckpt_prune_blocks"
 def remote_class(config: dict[str, Any], folder: Path) -> str | None:
     """Return the class of `modeling_pruned` that a config.json's `auto_map` asks for; None if it asks for no code.
 
-    An embedder that stores a head asks for two classes: its own, which `architectures` names, and its base model.
+    An output with a head asks for two classes: its own, which `architectures` names, and its base model.
     UserError if it asks for code that is not this tool's.
     """
     auto_map = config.get("auto_map")
