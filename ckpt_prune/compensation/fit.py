@@ -152,6 +152,22 @@ class Blend:
             target_energy=energy + 2 * share * self.along + share * share * self.energy,
         )
 
+    def with_fold(self, fold: Fit, *, centred: bool) -> tuple[Fit, Fit, Tensor | None, Tensor]:
+        """Return what scores fits to these tokens on a fold: the fit to W x, the fold, Σ δ xᵀ, and the mean of δ.
+
+        If `centred`, inputs and targets of both are measured from the means of these tokens, so that a bias matches
+        them. The target of `fold` is W x + δ if there is drift. The mean of δ is zero without drift or centring.
+        """
+        seen, drift, drift_mean = self.fit, self.cross, torch.zeros_like(self.fit.target_sum)
+        if centred:
+            mean, target_mean = seen.mean, seen.target_mean
+            if drift is not None and self.sum is not None:
+                drift = torch.addr(drift, self.sum, mean, alpha=-1)
+                drift_mean = self.sum / seen.count
+                target_mean = target_mean + drift_mean
+            seen, fold = seen.centre(), fold.shift_origin(mean, target_mean)
+        return seen, fold, drift, drift_mean
+
 
 @dataclass(frozen=True)
 class Solution:

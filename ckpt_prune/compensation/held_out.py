@@ -63,14 +63,7 @@ class HeldOut:
             fold: fit of other tokens. Its target is at α = 1 where `train` has drift.
             centred: whether a bias is fitted, by matching the training means.
         """
-        seen, drift, drift_mean = train.fit, train.cross, torch.zeros_like(train.fit.target_sum)
-        if centred:
-            mean, target_mean = seen.mean, seen.target_mean
-            if drift is not None and train.sum is not None:
-                drift = torch.addr(drift, train.sum, mean, alpha=-1)
-                drift_mean = train.sum / seen.count
-                target_mean = target_mean + drift_mean
-            seen, fold = seen.centre(), fold.shift_origin(mean, target_mean)
+        seen, fold, drift, drift_mean = train.with_fold(fold, centred=centred)
         gram, cross, _ = seen.second_moments()
         fold_gram, fold_cross, energy = fold.second_moments()
         values, vectors = torch.linalg.eigh(gram)

@@ -54,13 +54,7 @@ class RidgeErrors:
     @classmethod
     def of(cls, train: Blend, fold: Fit, base: Tensor | None, *, centred: bool) -> "RidgeErrors":
         """Prepare to score ridges towards `base` (None for zero), fitted to `train`, on `fold`; both float64."""
-        seen, drift, drift_mean = train.fit, train.cross, torch.zeros_like(train.fit.target_sum)
-        if centred:
-            mean, target_mean = seen.mean, seen.target_mean
-            if drift is not None and train.sum is not None:
-                drift = torch.addr(drift, train.sum, mean, alpha=-1)
-                drift_mean = train.sum / seen.count
-            seen, fold = seen.centre(), fold.shift_origin(mean, target_mean + drift_mean)
+        seen, fold, drift, drift_mean = train.with_fold(fold, centred=centred)
         gram, cross, _ = seen.second_moments()
         fold_gram, residual, energy = fold.second_moments()
         target_sum = fold.target_sum
