@@ -23,7 +23,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, CHART, FRONT_PAGE = ROOT / "tools/results.json", ROOT / "tools/results.svg", ROOT / "README.md"
-BEGIN, END = "<!-- results: made by tools/results.py -->", "<!-- end of results -->"
+BEGIN, END = "<!-- results: `tools/results.py write` replaces what follows -->", "<!-- end of results -->"
 WIKITEXT = "text-wikitext2/wiki.train.first1MB.raw.txt", "text-wikitext2/wiki.test.raw"
 PYTHON_CODE = "text-pycode/calib.txt", "text-pycode/eval.txt"
 
