@@ -93,9 +93,13 @@ class GraphFailedError(AfterwardsError):
 class EvaluationFailedError(AfterwardsError):
     """The output cannot be measured."""
 
+    key = "evaluation"
+
 
 class PushFailedError(AfterwardsError):
     """The output cannot be pushed."""
+
+    key = "pushed"
 
 
 @takes(PruneOptions)

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from ckpt_prune.api.prune import Pruned, PushFailedError, prune, prune_as
+from ckpt_prune.api.prune import EvaluationFailedError, Pruned, PushFailedError, prune, prune_as
 from ckpt_prune.cli.command import Command, echo_json
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.safe_text import escape_controls
@@ -17,9 +17,9 @@ def _prune(options: dict[str, Any], as_json: bool) -> None:
     complete: list[Pruned] = []
     try:
         pruned = prune_as(check_options(PruneOptions, options), complete.append if as_json else _print_done)
-    except PushFailedError as error:
+    except (EvaluationFailedError, PushFailedError) as error:
         if complete:
-            echo_json(error.pruned.data() | {"pushed": {"error": str(error)}})
+            echo_json(error.pruned.data() | {error.key: {"error": str(error)}})
         raise
     except (UserError, KeyboardInterrupt) as error:
         if complete:

@@ -735,6 +735,17 @@ def test_evaluate_ends_with_what_evaluate_prints(place):
     ok("verify", "out", "--against", "dense")
 
 
+def test_an_evaluation_that_fails_leaves_the_output_and_says_so(place):
+    Path("short.txt").write_text("the cat")
+    job = ("prune", "dense", "--recipe", "magnitude", "--window", "16", "--evaluate", "short.txt")
+    result = run(*job, "--json", "-o", "out")
+    assert result.exit_code == 2
+    printed = json.loads(result.stdout)
+    assert "out is complete: `ckpt-prune evaluate out --against dense`" in printed["evaluation"]["error"]
+    assert "onnx" not in printed
+    ok("verify", "out")
+
+
 def test_what_cannot_be_evaluated_on_is_refused_first(place):
     assert refused("prune", "dense", "--recipe", "magnitude", "-o", "out", "--evaluate", "nothing.txt") == (
         "nothing.txt: no such text file"
