@@ -12,8 +12,8 @@ from ckpt_prune.measure.samples.text_files import check_texts
 from ckpt_prune.options.commands import ValidateOptions
 
 if TYPE_CHECKING:
-    from ckpt_prune.gguf.proof import Proof
     from ckpt_prune.onnx.records import Validations
+    from ckpt_prune.runtimes.comparison import Proof
 
 
 @takes(ValidateOptions)

@@ -8,8 +8,8 @@ from ckpt_prune.api.validate import validate
 from ckpt_prune.cli.command import Command
 
 if TYPE_CHECKING:
-    from ckpt_prune.gguf.proof import Proof
     from ckpt_prune.onnx.records import Validations
+    from ckpt_prune.runtimes.comparison import Proof
 
 
 def _show(validations: "Validations | Proof", _options: dict[str, Any]) -> None:

@@ -11,11 +11,12 @@ from ckpt_prune.common.formatting import human_bytes
 from ckpt_prune.common.graph_types import GgufType
 from ckpt_prune.gguf.layout import lay_out
 from ckpt_prune.gguf.llama_cpp import require_runtime
-from ckpt_prune.gguf.proof import Proof, prove
+from ckpt_prune.gguf.proof import prove
 from ckpt_prune.gguf.tokenizer import tokenizer_values
 from ckpt_prune.gguf.writing import check_gguf_place, type_of, write_gguf
 from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.options.data import ProofOptions
+from ckpt_prune.runtimes.comparison import Proof
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,12 @@ from ckpt_prune.checkpoint.json_files import read_json_object
 from ckpt_prune.checkpoint.model_folder import check_output_folder
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import GENAI, GRAPH_FOLDER, GRAPH_RECORD
-from ckpt_prune.gguf.proof import GENERATED, LARGEST_KL, WINDOWS, Proof, choose_positions, compare_logs, reference_logs
 from ckpt_prune.model.containers.remote import MLX_KEY, MLX_MODULE, REMOTE_MODULE
 from ckpt_prune.model.runtimes import RUNTIMES
 from ckpt_prune.onnx.proof import find_source
 from ckpt_prune.onnx.records import read_manifest
-from ckpt_prune.onnx.samples import choose_proof_samples
-from ckpt_prune.onnx.tasks import Task
 from ckpt_prune.options.data import ProofOptions
+from ckpt_prune.runtimes.comparison import LARGEST_KL, Proof, choose_windows, compare_logs, reference_logs
 from ckpt_prune.runtimes.isolation import run_isolated
 from ckpt_prune.runtimes.task import RuntimeTask
 
@@ -66,30 +64,24 @@ def validate_in(
         # mlx_lm.convert -q writes `quantization`.
         kind = "fewer bits" if config.get("quantization") or config.get("quantization_config") else "f32"
         model = against or folder
-    samples = choose_proof_samples(model, Task("text-generation", "text", False), options, trust=trust)
-    if samples.windows is None:
-        raise UserError(f"{model}: there is no text to compare on: {(samples.description or {}).get('what')}")
-    windows = samples.windows[: options.samples or WINDOWS]
-    positions = choose_positions(windows.shape[1])
-    generate = min(GENERATED, windows.shape[1] // 2)
-    task = RuntimeTask(str(folder), windows.numpy(), positions, generate, torch.get_num_threads())
+    chosen = choose_windows(model, options, trust=trust)
+    task = RuntimeTask(str(folder), chosen.windows.numpy(), chosen.positions, chosen.generate, torch.get_num_threads())
     answer, memory = run_isolated(runtime, task)
-    logs = reference_logs(model, windows, positions, trust=trust)
+    logs = reference_logs(model, chosen, trust=trust)
     theirs = torch.from_numpy(answer.logs)
     if theirs.shape[-1] < logs.shape[-1]:
         raise UserError(f"{runtime} gives {theirs.shape[-1]} logits and PyTorch {logs.shape[-1]}")
     ids = logs.topk(min(4096, logs.shape[-1])).indices
-    actual = windows[:, positions]
     return compare_logs(
         logs,
-        actual,
+        chosen.actual,
         ids,
         theirs.gather(-1, ids).double(),
-        theirs.gather(-1, actual[..., None])[..., 0].double(),
+        theirs.gather(-1, chosen.actual[..., None])[..., 0].double(),
         theirs[..., : logs.shape[-1]].argmax(-1),
         runtime=runtime,
         type=kind,
-        text=str((samples.description or {}).get("what")),
+        text=chosen.text,
         speeds=(answer.read, answer.generated),
         memory=memory,
         allowed=LARGEST_KL.get(kind),
