@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.memory import peak_bytes
 
 INSTALL = 'pip install "ckpt-prune[llamacpp]" (package xllamacpp, a prebuilt llama.cpp)'
 TOP = 4096
@@ -116,8 +117,6 @@ def _reason(log: str, code: int) -> str:
 
 
 def _serve(task: Task) -> tuple[dict[str, Any], dict[str, Any]]:
-    import resource
-
     import xllamacpp
 
     params = xllamacpp.CommonParams()
@@ -160,14 +159,13 @@ def _serve(task: Task) -> tuple[dict[str, Any], dict[str, Any]]:
             "temperature": 0,
         }
         speeds = server.handle_completions(body)["timings"]
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     shape = (len(task.windows), len(task.positions))
     answer = {
         "tokens": tokens,
         "chat": chat,
         "prompt_speed": speeds["prompt_per_second"],
         "generation_speed": speeds["predicted_per_second"],
-        "memory": memory,
+        "memory": peak_bytes() or 0,
     }
     arrays: dict[str, Any] = {
         "ids": np.array(ids, dtype=np.int64).reshape(*shape, -1),
