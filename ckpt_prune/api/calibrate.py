@@ -31,7 +31,7 @@ NEEDS = {CENTRED: ("logits", "keys are those of logits"), EFFECTS: ("gram", "nee
 
 @dataclass(frozen=True)
 class ForeseenStatistics:
-    """What a calibration will measure, and the bytes that its folder will take; `estimate`: time, memory and disk."""
+    """A calibration that is checked but not run: what it would measure, its bytes on disk, and its `estimate`."""
 
     folder: Path
     modality: str

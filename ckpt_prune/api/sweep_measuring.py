@@ -24,7 +24,7 @@ OptionsAt = Callable[[float | str], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Scores:
-    """What a point measures.
+    """The score of a pruned model at one point of a sweep.
 
     Attributes:
         metric: perplexity, masked_perplexity or top1.

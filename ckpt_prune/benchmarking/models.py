@@ -29,7 +29,7 @@ class BenchmarkModel:
 
     label: Label
     name: str
-    """As the user gave it."""
+    """The path that the user gave."""
     folder: Path
     checkpoint: Checkpoint | None
     """None of an exported folder."""

@@ -1,4 +1,4 @@
-"""What is timed, and what its process says of itself. Nothing heavy is imported here."""
+"""The types that the processes of a benchmark exchange. Nothing heavy is imported here."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -23,7 +23,7 @@ class Participant:
     """As the user named it."""
     runtime: Runtime
     folder: str
-    """Of the checkpoint, or of the graph."""
+    """Path of the checkpoint or of the graph."""
     device: str
     """As torch names it: cpu, cuda or cuda:1."""
     threads: int
@@ -38,7 +38,7 @@ class Participant:
 
 @dataclass(frozen=True)
 class Loaded:
-    """Where a model runs, and why that is not the device that was asked for."""
+    """The device that a model runs on; `note` says why it is not the one that was asked for."""
 
     device: str
     note: str | None

@@ -132,7 +132,7 @@ class Worker:
 
 
 def _describe_exit(code: int | None) -> str:
-    """What an exit code of `multiprocessing` means; below 0 it is that of a signal."""
+    """Put an exit code of `multiprocessing` into words. A negative one is the number of a signal."""
     if code is None:
         return "hung up"
     if code >= 0:

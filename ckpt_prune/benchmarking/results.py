@@ -78,7 +78,7 @@ class Run(_Frozen):
 
 
 class Machine(_Frozen):
-    """What it was measured on: `cores` that this process may use, `threads` of each model."""
+    """The machine: `cores` are those that this process may use, `threads` those of each model."""
 
     processor: str
     gpu: str | None

@@ -91,7 +91,7 @@ def compare(options: BenchmarkOptions, batches: Sequence[int], spread: SpreadOpt
 
 
 class Timed(Protocol):
-    """What can be told to run a workload once."""
+    """Something that runs a workload once."""
 
     def time(self, workload: Workload) -> Timing: ...
 

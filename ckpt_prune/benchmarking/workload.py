@@ -24,7 +24,7 @@ SEED = 0
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """What a model reads."""
+    """The inputs of a model."""
 
     task: TaskName
     modality: Literal["text", "image"]
@@ -83,7 +83,7 @@ class Workload:
 
 
 def read_model_inputs(folder: Path, manifest: Manifest | None = None, *, trust: bool = False) -> ModelInputs:
-    """What a model reads, by its config, and by the record of its graph if it is an exported folder."""
+    """Return the inputs of a model by its config, or of an exported folder by the record of its graph."""
     task = choose_task(read_config(folder), folder=folder) if manifest is None else manifest.full_task
     config = config_of(folder, trust=trust)
     if task.modality == "image":

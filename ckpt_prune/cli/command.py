@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ckpt_prune.job.records import Cost
 
 Result = Any
-"""What a function of the package returns."""
+"""The value that a function of the package returns."""
 
 
 class Command(click.Command):

@@ -1,4 +1,4 @@
-"""What `recipe list` and `recipe show` print."""
+"""Tables of `recipe list`, and the explanations of `recipe show`."""
 
 import textwrap
 from collections.abc import Mapping, Sequence

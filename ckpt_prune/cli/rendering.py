@@ -1,4 +1,4 @@
-"""What commands print of prepared jobs and of plans, in lines."""
+"""Lines that commands print about prepared jobs and plans."""
 
 from collections.abc import Iterable, Sequence
 from statistics import fmean

@@ -85,7 +85,7 @@ class StockCheckpoint:
 
 @dataclass(frozen=True)
 class Conversion:
-    """What was written: the folder, the stock class that it loads with, and lines for the user."""
+    """A converted checkpoint: its folder, the stock class that loads it, and lines for the user."""
 
     output: Path
     model_type: str

@@ -1,4 +1,4 @@
-"""What a comparison of two models says."""
+"""The section about a comparison of two models."""
 
 from collections.abc import Callable, Mapping
 

@@ -108,7 +108,7 @@ ARCHITECTURES = (
     Architecture("nemotron", "nemotron", NORMS | ATTENTION | {"mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"},
                  norm_offset=1, only={"hidden_act": ("relu2",)}, epsilon="layer_norm_epsilon"),
 )  # fmt: skip
-"""Of one shape for all blocks, by `model_type`."""
+"""Architectures whose blocks all have one shape, by `model_type`."""
 
 _DECI = dict.fromkeys(("llama", "mistral", "qwen2", "seed_oss", "granite", "phi3"), LLAMA)
 DIFFERENT = (
@@ -116,4 +116,4 @@ DIFFERENT = (
     Architecture("openelm", "qwen3", LLAMA | HEAD_NORMS, only=_SILU | {"use_sliding_window": (False,)}, biases=_NONE,
                  differs=True),
 )  # fmt: skip
-"""Of blocks that differ."""
+"""Architectures whose blocks may differ."""

@@ -21,7 +21,7 @@ from ckpt_prune.runtimes.comparison import Proof
 
 @dataclass(frozen=True)
 class ExportedGguf:
-    """What became of an export.
+    """The result of an export.
 
     Attributes:
         path: of the file.
@@ -45,7 +45,7 @@ class ExportedGguf:
         return self.bytes > 0
 
     def data(self) -> dict[str, Any]:
-        """As `--json` prints it."""
+        """Return what `--json` prints."""
         proof = None if self.proof is None else self.proof.model_dump()
         return {
             "written": self.passed,
@@ -58,7 +58,7 @@ class ExportedGguf:
         }
 
     def lines(self) -> list[str]:
-        """As the terminal shows it."""
+        """Return the lines that the terminal shows."""
         lines = [*self.notes, *(self.proof.lines() if self.proof else ["not compared with PyTorch"])]
         if not self.passed:
             return [*lines, f"nothing is written to {self.path}"]

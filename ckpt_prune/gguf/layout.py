@@ -1,4 +1,4 @@
-"""What a GGUF file of a checkpoint holds: its architecture, its keys and its tensors, read one at a time."""
+"""The contents of a checkpoint's GGUF file: architecture, keys, and tensors that are read one at a time."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -170,7 +170,7 @@ def _read(model: Model, name: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Layout:
-    """What a file holds.
+    """The contents of a file.
 
     Attributes:
         architecture: of llama.cpp.

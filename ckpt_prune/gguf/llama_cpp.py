@@ -23,7 +23,7 @@ TOP = 4096
 
 @dataclass(frozen=True)
 class Task:
-    """What llama.cpp is to do with a file.
+    """A task for llama.cpp.
 
     Attributes:
         model: path of the file.
@@ -48,7 +48,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Answer:
-    """What llama.cpp computed.
+    """The results of a task.
 
     Attributes:
         tokens: of each text.

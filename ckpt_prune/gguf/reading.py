@@ -28,7 +28,7 @@ _STRING, _ARRAY = 8, 9
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """Where a tensor stands in its file; the shape is that of PyTorch, the last dimension the fastest."""
+    """The place of a tensor in its file. The shape is in PyTorch's order, with the fastest dimension last."""
 
     name: str
     shape: tuple[int, ...]

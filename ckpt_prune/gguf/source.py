@@ -27,7 +27,7 @@ _DTYPES = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bf
 _CARD = {"license": "license", "license_name": "license.name", "license_link": "license.link", "language": "languages"}
 _LLAMA3_TABLE = "rope_freqs.weight"
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What all Llama 3 have in common; a file holds what follows from it."""
+"""Rotary settings that all Llama 3 models share. A file holds only factors that follow from them."""
 _EPSILONS = {
     "starcoder2": "norm_epsilon",
     "cohere": "layer_norm_eps",

@@ -47,7 +47,7 @@ PRE_TOKENIZERS: Mapping[tuple[str, ...], str] = {
 }
 """Expressions that split a text, in their order → the name under which llama.cpp has them."""
 _IGNORING_MERGES = ("llama-bpe", "tekken")
-"""Where llama.cpp looks a whole word up before it merges. Without that, llama-bpe is dbrx."""
+"""Pre-tokenizers with which llama.cpp looks up a whole word before it merges. dbrx is llama-bpe without that."""
 
 
 def tokenizer_values(folder: Path, rows: int) -> dict[str, Any]:

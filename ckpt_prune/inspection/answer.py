@@ -79,7 +79,7 @@ class SparsityDescription(_Frozen):
 
 
 class Origin(_Frozen):
-    """What an output of this tool was made from."""
+    """The model and recipe that an output of this tool was made from."""
 
     source: str
     recipe: str

@@ -16,7 +16,7 @@ from ckpt_prune.model.spaces import Rounding, Site, SpaceName
 
 @dataclass(frozen=True)
 class Decision:
-    """What is decided for one site.
+    """The decisions for one site.
 
     Attributes:
         keep: how many units stay; for q and k, in every head.
@@ -48,7 +48,7 @@ class Losses:
 
 @dataclass(frozen=True)
 class Decisions:
-    """What is decided for all sites of a model before the first block.
+    """The decisions for all sites of a model, made before the first block.
 
     Attributes:
         recipe: scores, counts and compensation.

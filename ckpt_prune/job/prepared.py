@@ -176,7 +176,7 @@ class Prepared:
 
     @property
     def decisions(self) -> Decisions:
-        """How many units of every site stay, and other decisions for it."""
+        """The number of units that stay at every site, and other decisions for it."""
         if self.decided is None:
             raise self._unknown()
         return self.decided

@@ -44,7 +44,7 @@ class UsedRecipe(Record):
 
 
 class SourceCard(FixedRecord):
-    """What the model card of the source says that holds of the output too, under the Hub's keys."""
+    """Metadata of the source's model card that is true of the output too, under the Hub's keys."""
 
     optional = frozenset({"license", "license_name", "license_link", "language", "datasets", "pipeline_tag"})
 
@@ -67,7 +67,7 @@ class Source(FixedRecord):
 
 
 class Asked(FixedRecord):
-    """What was asked for, if the recipe was changed to reach it.
+    """The size that was asked for, if the recipe was changed to reach it.
 
     Attributes:
         size: to come down to, as the recipe had it.
@@ -118,7 +118,7 @@ class Latency(FixedRecord):
 
 
 class Loss(FixedRecord):
-    """What pruning cost on held-out data, beside the dense model.
+    """The loss by pruning: scores of the output and of the dense model on held-out data.
 
     Attributes:
         of: what was measured: perplexity, top-1 accuracy.
@@ -137,7 +137,7 @@ class Loss(FixedRecord):
 
 
 class Stage(FixedRecord):
-    """What one phase of the run took; of a resumed run, the rest of it.
+    """The time of one phase. A resumed run counts only its own time.
 
     Attributes:
         seconds: wall time.
@@ -155,7 +155,7 @@ class Stage(FixedRecord):
 
 
 class CommonReport(FixedRecord):
-    """What a report says whatever the stages were. README.md of show/ lists the keys.
+    """The fields of a report that no stage owns. README.md of show/ lists the keys.
 
     Attributes:
         origin: where the recipe was fetched from; None for a file on this machine.

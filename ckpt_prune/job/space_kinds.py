@@ -1,4 +1,4 @@
-"""What a recipe may say about a space, by what the space ends in (`model.spaces.ENDS`)."""
+"""The keys that a recipe may have for a space, by the end of the space (`model.spaces.ENDS`)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ def _no_score(*_: object) -> NoReturn:
 
 
 class SpaceSettings(NamedTuple):
-    """What a recipe says about one space.
+    """The settings of a recipe for one space.
 
     Attributes:
         score: name of the score that ranks its units.
@@ -45,7 +45,7 @@ class SpaceSettings(NamedTuple):
 
 @dataclass(frozen=True)
 class SpaceKind:
-    """What spaces of one kind have in common for recipes.
+    """Facts that recipes need about all spaces of one kind.
 
     Attributes:
         scores: scores that rank the units, by name.
@@ -137,7 +137,7 @@ KINDS: dict[Ends, SpaceKind] = {
         candidates=tuple(VALUE_SCORES),
     ),
 }
-"""What a space ends in → what a recipe may say about it."""
+"""End of a space → the facts about spaces of that kind."""
 _BESIDE = replace(
     _COLUMNS,
     # Gradients of the loss are gathered for whole KV groups.

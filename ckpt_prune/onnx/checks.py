@@ -1,4 +1,4 @@
-"""What can be checked of an exported folder without running its graphs: files, operators, inputs and outputs."""
+"""Checks of an exported folder that run no graph: files, operators, inputs and outputs."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -142,7 +142,7 @@ def _hash_tensor(tensor: Any) -> str | None:
 
 
 def check_operators(folder: Path, graph: Manifest) -> tuple[bool, str]:
-    """What `onnx.checker` says, shape inference included."""
+    """Run `onnx.checker`, with shape inference."""
     path = folder / graph.file
     detail = f"onnx.checker, opset {graph.graph.opset}"
     try:

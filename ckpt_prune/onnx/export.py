@@ -79,7 +79,7 @@ def count_graph_bytes(folder: Path, file: str) -> int:
 
 @dataclass(frozen=True)
 class Exported:
-    """What became of an export.
+    """The result of an export.
 
     Attributes:
         path: the folder that was to be written.
@@ -99,7 +99,7 @@ class Exported:
         return self.manifest is not None
 
     def data(self) -> dict[str, Any]:
-        """As `--json` prints it."""
+        """Return what `--json` prints."""
         return {
             "written": self.passed,
             "out": str(self.path),
@@ -271,7 +271,7 @@ def make_graph_config(config: dict[str, Any], external: Sequence[str]) -> dict[s
 
 
 def _tracing_type(dtype: GraphType) -> torch.dtype:
-    """What a graph of a type is traced in: a model in float16 knows what it computes in float32."""
+    """Return the dtype that a model is traced in. One in float16 says itself what it computes in float32."""
     return torch.float16 if dtype in ("fp16", "q4f16") else torch.float32
 
 

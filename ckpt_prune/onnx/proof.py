@@ -191,7 +191,7 @@ def _check_source(folder: Path, manifest: Manifest, checkpoint: Checkpoint) -> N
 
 
 def _load_others(dense: Dense | None, task: Task, trust: bool) -> list[Other]:
-    """What else the metric is compared with, loaded WHOLE."""
+    """Load the dense model that the metric is also compared with, WHOLE; none if there is none."""
     if dense is None:
         return []
     other = Checkpoint.open(dense.folder)

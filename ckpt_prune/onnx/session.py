@@ -47,7 +47,7 @@ _TYPES = {
 
 
 def default_provider(optimize: Literal["cpu", "cuda", "none"]) -> Provider:
-    """What a graph runs on by default: what it is fused for, else the CPU."""
+    """Return the device that a graph runs on by default: the one that it is fused for, else the CPU."""
     return "cpu" if optimize == "none" else optimize
 
 
@@ -92,7 +92,7 @@ def _load(graph: Path, threads: int, providers: list[Any]) -> Any:
 
 
 def describe(error: Exception) -> str:
-    """What an error of a library says, in one line."""
+    """Return the message of a library's error in one line."""
     return (" ".join(str(error).split()) or type(error).__name__)[:300]
 
 

@@ -19,7 +19,7 @@ _TASKS: dict[Purpose, TaskName] = {"sentence-similarity": "feature-extraction", 
 
 @dataclass(frozen=True)
 class Task:
-    """What a graph does and reads; `cached`: keys and values of earlier tokens go in and out."""
+    """The task and inputs of a graph. `cached`: keys and values of earlier tokens go in and out."""
 
     name: TaskName
     modality: Literal["text", "image"]

@@ -1,4 +1,4 @@
-"""What a class of options is made of.
+"""The parts of a class of options.
 
 `api/function.py` makes a Python function from such a class, and `cli/command.py` a command. The string below an option
 explains it in both. A type checker knows the options of the function, too.

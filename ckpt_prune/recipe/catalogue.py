@@ -23,7 +23,7 @@ GOALS: dict[Goal, str] = {
     "recovery": "Recovery: what stays is trained",
     "paper": "Baselines of papers",
 }
-"""What recipes are for, in the order of the list, with the heading of each group."""
+"""Goal → heading of its group, in the order of the list."""
 
 
 WANTS: dict[Goal, str] = {
@@ -39,7 +39,7 @@ WANTS: dict[Goal, str] = {
     "recovery": "training afterwards",
     "paper": "a paper's method",
 }
-"""The same in a few words, for a table."""
+"""Goal → a few words for a table."""
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ def open_run(job: Job, out: Path, *, resume: bool, overwrite: bool, announce: An
 
 @dataclass(frozen=True)
 class Opening:
-    """What is known of an output before it is begun.
+    """The facts about an output that are known before it is begun.
 
     Attributes:
         form: its record and card.

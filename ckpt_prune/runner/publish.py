@@ -1,4 +1,4 @@
-"""What an output holds beside its tensors: config, record, model card, remote code, and the source's side files."""
+"""Write everything of an output but its tensors: config, record, model card, remote code, side files."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files

@@ -1,4 +1,4 @@
-"""What a report says to people: recipe, sizes, what each stage did, and where everything came from."""
+"""The sections of a report: size and loss, recipe, what each stage did, and how the output was made."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What another runtime computes, compared with what PyTorch does, on the same windows of text."""
+"""Compare the predictions of another runtime with those of PyTorch, on the same windows of text."""
 
 import math
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from ckpt_prune.onnx.tasks import Task
 from ckpt_prune.options.data import ProofOptions
 
 WINDOWS, POSITIONS, GENERATED = 8, 16, 64
-"""Where nothing is asked for: windows; places in each at which the next token is predicted; tokens that are timed."""
+"""Defaults: windows; places in each at which the next token is predicted; tokens that are timed."""
 LARGEST_KL = {"f32": 1e-5, "f16": 1e-3, "bf16": 1e-3, "q8_0": 1e-2}
 """Mean divergence from PyTorch, in nats a token, up to which a file passes. With 4 bits it is only measured."""
 
@@ -59,7 +59,7 @@ class Proof(BaseModel):
         return math.isfinite(self.kl) and (self.allowed is None or self.kl <= self.allowed)
 
     def lines(self) -> list[str]:
-        """As the terminal shows it."""
+        """Return the lines that the terminal shows."""
         ours, theirs = self.perplexity
         limit = "" if self.allowed is None else f" (at most {self.allowed:g})"
         split = "" if self.texts is None else f"; {self.texts} texts are split into the same tokens"
@@ -74,7 +74,7 @@ class Proof(BaseModel):
 
 @dataclass(frozen=True)
 class ProofWindows:
-    """What both are run on.
+    """The windows that both are run on.
 
     Attributes:
         windows: token ids, (windows, length), int64.

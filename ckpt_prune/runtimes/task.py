@@ -1,4 +1,4 @@
-"""What a runtime is to compute, and what it computed. `run(task)` of every module here makes one of the other."""
+"""Tasks for runtimes, and their answers. `run(task)` of every module here returns an answer."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -32,7 +32,7 @@ class RuntimeTask:
 
 @dataclass(frozen=True)
 class RuntimeAnswer:
-    """What a runtime computed.
+    """The answer of a runtime.
 
     Attributes:
         logs: log-probabilities of the next token, (windows, positions, vocabulary), float32.

@@ -30,7 +30,7 @@ WIDE = 1024
 """More inputs than this go in float32 if the damping is at least `SINGLE_DAMP`: twice as fast, in half the memory."""
 SINGLE_DAMP = 1e-3
 AGREES = 1e-3
-"""Of the cost of dropping everything, which is known beforehand: if float32 is further off, all is done in float64."""
+"""Largest relative error in the cost of dropping everything, which is known. Beyond it, all is done in float64."""
 ROWS = 1024
 """Rows of a matrix in one product: few enough to waste little of a triangle, enough for fast products."""
 

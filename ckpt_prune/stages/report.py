@@ -27,7 +27,7 @@ from ckpt_prune.stages.spaces.records import SpacesFields
 class Report(
     RecoveryFields, LowRankFields, MaskFields, SpacesFields, RotationFields, HiddenFields, DepthFields, CommonReport
 ):
-    """What an output's `ckpt_prune.json` holds: common fields, and those of every stage."""
+    """The contents of an output's `ckpt_prune.json`: common fields, and those of every stage."""
 
 
 AnyPlan = PlanFile[UsedRecipe, SiteRecord]

@@ -1,4 +1,4 @@
-"""What stages that work on every linear module say of them alike."""
+"""Sentences and figures shared by the stages that work on every linear module."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar

@@ -1,4 +1,4 @@
-"""What runs of a block have computed, so that the next one, with other weights, starts at the first that changed."""
+"""Results of a block's modules, kept so that its next run starts at the first module whose weights changed."""
 
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -247,7 +247,7 @@ def _split(
 
 @dataclass(frozen=True)
 class _Call:
-    """What a module gave: a tensor, alone or with so many None in a tuple, and the linear inside that it is of."""
+    """The output of a module: a tensor, alone or followed by `nones` in a tuple. `last` is the linear that made it."""
 
     output: Callable[[], Tensor | None] = lambda: None
     version: int = 0

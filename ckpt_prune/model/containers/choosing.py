@@ -41,7 +41,7 @@ class NothingFitsError(UserError):
 
 @dataclass(frozen=True)
 class _Output:
-    """What a container must hold.
+    """The output that a container must hold.
 
     Attributes:
         model: the source.

@@ -68,7 +68,7 @@ def remaining_model(model: Model, record: DepthRecord, file: Path) -> Model:
 
 
 def _zeros(model: Model, record: DepthRecord) -> dict[str, Tensor]:
-    """What stands in place of parts that are gone."""
+    """Return zeros for the last projections of the parts that are gone."""
     names = [name for gap in record.gaps for name in output_tensors(model, gap.first, record.part)]
     infos = model.checkpoint.tensors
     return {name: torch.zeros(infos[name].shape, dtype=infos[name].dtype) for name in names}

@@ -1,4 +1,4 @@
-"""What a report says of recovery, and reports of models that were recovered afterwards."""
+"""The fields of recovery in reports, and reports of models that were recovered afterwards."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

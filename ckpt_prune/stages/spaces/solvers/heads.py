@@ -1,4 +1,4 @@
-"""What sites that end in attention logits share: one strength for all heads, and errors head by head."""
+"""Base of the solvers of sites that end in attention logits: one strength for all heads, errors head by head."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
