@@ -24,7 +24,14 @@ PACKAGE = ROOT / "ckpt_prune"
 RECIPES = ROOT / "recipes" / "README.md"
 DOCUMENTS = sorted(
     path.relative_to(ROOT).as_posix()
-    for path in (ROOT / "README.md", RECIPES, *ROOT.glob("tools/*.md"), *PACKAGE.rglob("README.md"), families.PAGE)
+    for path in (
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        RECIPES,
+        *ROOT.glob("tools/*.md"),
+        *PACKAGE.rglob("README.md"),
+        families.PAGE,
+    )
 )
 LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
 CITED = re.compile(r"([\w/]+)/README\.md(?:, sections? (\d+)(?: and (\d+))?)?")
@@ -96,10 +103,12 @@ def test_links_that_lead_nowhere_are_noticed(tmp_path: Path):
     assert list(dangling(document)) == ["no.md", "other.md#f", "#there"]
 
 
-def test_the_front_page_leads_to_every_other():
-    named = set(LINK.findall(prose(ROOT / "README.md")))
-    assert {path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("README.md")} <= named
-    assert {"recipes/README.md", "tools/README.md"} <= named
+def test_every_page_is_linked_from_the_front_page_or_from_where_it_leads_for_all_of_them():
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    linked = {link.partition("#")[0] for page in pages for link in LINK.findall(prose(page))}
+    guides = {path.relative_to(ROOT).as_posix() for path in (ROOT / "recipes" / "guides").glob("*.md")}
+    assert {path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("README.md")} <= linked
+    assert {"recipes/README.md", "tools/README.md", "CONTRIBUTING.md"} | guides <= linked
 
 
 def test_every_shipped_recipe_is_named():
