@@ -262,16 +262,17 @@ def check_output(
     overwrite: bool = False,
     inputs: Iterable[Path | None] = (),
     wants: WantedNames | None = None,
+    kind: FolderKind = OUTPUT_KIND,
 ) -> None:
     """Refuse an impossible place for the output before any work is done.
 
     With `resume`, the rules of the unfinished run count. `inputs` are other files and folders that are read, `wants`
-    names that the output will have, as far as they are known.
+    names that the output will have, as far as they are known, `kind` what kind of folder it will be.
     """
     refuse_overlap(source, out)
     refuse_inside(out, inputs)
     if not resume:
-        Staging(out, job="", overwrite=overwrite, wants=wants)
+        Staging(out, job="", overwrite=overwrite, kind=kind, wants=wants)
 
 
 @contextmanager

@@ -28,7 +28,7 @@ command = Command(
     quantize,
     _show,
     examples=[
-        "quantize OUT -o OUT4 --format int4",
+        "quantize OUT --text wikitext2 -o OUT4 --format int4",
         "quantize MODEL -o OUT8 --format int8 --group-size channel",
     ],
 )

@@ -11,6 +11,7 @@ from ckpt_prune.common.phases import phase
 from ckpt_prune.measure.moment_sources import MomentSource, SequentialMoments
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.model.factors import multiply_factors
+from ckpt_prune.model.packed import unpack_weights
 
 Tensors = Mapping[str, Tensor]
 """On-disk name → tensor of a block."""
@@ -89,6 +90,7 @@ class PruneStep(Step):
         return self.pruner.block(block, tensors, self.source)
 
     def advance(self, block: int, tensors: Tensors) -> None:
+        tensors = unpack_weights(tensors)
         with phase("calibration"):
             self.source.advance(block, multiply_factors(tensors))
         if self._carried is not None:

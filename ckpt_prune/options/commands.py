@@ -358,7 +358,7 @@ class ConvertOptions(ResumeOptions):
     """Folder of a model, a Hub id, or a GGUF file."""
 
 
-class QuantizeOptions(ResumeOptions):
+class QuantizeOptions(ResumeOptions, StateMemoryOptions, ImageOptions, SampleOptions, DeviceOptions):
     """What to quantise, how, and into what."""
 
     model: Model = option(kw_only=False)
@@ -372,8 +372,8 @@ class QuantizeOptions(ResumeOptions):
     """Columns that share a scale: 32, 64 or 128, or channel for whole rows. [default: channel for int8; for int4 the
     largest that divides every weight]"""
     statistics: StatisticsFolder = option(default=None, metavar="STATS", group=ROUNDING)
-    """Statistics of MODEL (`ckpt-prune calibrate MODEL --collect moments,gram,linears`): round by GPTQ, so that later
-    columns make up for earlier ones, instead of to the nearest."""
+    """Statistics of MODEL (`ckpt-prune calibrate MODEL --collect moments,gram,linears`), to round by GPTQ without
+    running the model. Every block is then rounded as if those before it were not."""
 
 
 class PushOptions(PublicOptions):

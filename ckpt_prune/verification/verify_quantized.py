@@ -12,7 +12,8 @@ from ckpt_prune.common.finite import all_finite
 from ckpt_prune.common.progress import track
 from ckpt_prune.evaluation.whole_model import stock_load_report
 from ckpt_prune.model.matching import match_checkpoint
-from ckpt_prune.stages.quantize.packing import PACKED, SCALE, SHAPE, packed_shapes, require_library, unpack_codes
+from ckpt_prune.model.packed import PACKED, SCALE, SHAPE
+from ckpt_prune.stages.quantize.packing import packed_shapes, require_library, unpack_codes
 from ckpt_prune.stages.quantize.record import QuantizationRecord, read_record
 from ckpt_prune.stages.quantize.rounding import codes_of, scales_of
 from ckpt_prune.verification.verify import Check, check_digests, run_check, run_side_file_check

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -22,7 +23,7 @@ from tests.families import contents
 from tests.hub_server import Hub
 from tests.interrupting import stop_before
 from tests.once import once, run_folder
-from tests.stages.quantize.test_rounding import bits_of
+from tests.stages.quantize.test_rounding import bits_of, slow_gptq
 
 LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
@@ -320,21 +321,15 @@ def test_code_of_its_own_is_refused(place: Path):
     )
 
 
-def test_by_statistics_it_rounds_so_that_outputs_stay(here: Path):
-    ok(
-        "calibrate",
-        "dense",
-        "--text",
-        "calib.txt",
-        "--window",
-        "16",
-        "--collect",
-        "moments,gram,linears",
-        "-o",
-        "stats",
-    )
+TEXT = ("--text", "calib.txt", "--window", "16")
+CALIBRATE = ("calibrate", "dense", *TEXT, "--collect", "moments,gram,linears", "-o", "stats")
+
+
+@pytest.mark.parametrize("measured", [TEXT, ("--statistics", "stats")])
+def test_by_gptq_it_rounds_so_that_outputs_stay(here: Path, measured: tuple[str, ...]):
+    ok(*CALIBRATE)
     ok("quantize", "dense", "-o", "plain", "--format", "int4")
-    ok("quantize", "dense", "-o", "out", "--format", "int4", "--statistics", "stats")
+    ok("quantize", "dense", "-o", "out", "--format", "int4", *measured)
     ids = calibration_ids("calib.txt")
     with torch.no_grad():
         dense, plain, gptq = (loaded(name)(ids).logits for name in ("dense", "plain", "out"))
@@ -345,8 +340,41 @@ def test_by_statistics_it_rounds_so_that_outputs_stay(here: Path):
     )
     record = json.loads(Path("out/ckpt_prune_quantised.json").read_text())
     assert record["rounding"] == "gptq"
-    assert record["statistics"]
+    assert bool(record["statistics"]) == ("stats" in measured)
+    assert record["samples"] == (None if "stats" in measured else len(ids))
     assert "rounded by GPTQ" in Path("out/README.md").read_text()
+
+
+def test_every_weight_is_rounded_by_what_reaches_it_in_the_rounded_model(here: Path):
+    """The inputs of each linear module of the output are those that its weight was rounded by."""
+    ok("quantize", "dense", "-o", "out", "--format", "int4", *TEXT)
+    ids, dense, rounded, tensors = calibration_ids("calib.txt"), loaded("dense"), loaded("out"), tensors_of("out")
+    grams: dict[str, np.ndarray] = {}
+
+    def watch(name: str, module: torch.nn.Module) -> None:
+        def see(_module: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+            tokens = given[0].double().flatten(0, 1).numpy()
+            grams[name] = tokens.T @ tokens
+
+        module.register_forward_pre_hook(see)
+
+    names = [name.removesuffix(".weight_packed") for name in tensors if name.endswith(".weight_packed")]
+    for name in names:
+        watch(name, rounded.get_submodule(name))
+    with torch.no_grad():
+        rounded(ids)
+    for name in names:
+        weight = dense.get_submodule(name).weight.detach().double()
+        scales = tensors[f"{name}.weight_scale"].double().repeat_interleave(64, dim=1).numpy()
+        codes = bits_of(tensors[f"{name}.weight_packed"].numpy(), 4, weight.shape[1])
+        assert (codes == slow_gptq(weight.numpy(), grams[name], scales, 4)).mean() > 0.999, name
+
+
+def test_statistics_take_the_place_of_text(here: Path):
+    ok(*CALIBRATE)
+    assert refused("quantize", "dense", "-o", "out", "--format", "int4", "--statistics", "stats", *TEXT) == (
+        "--statistics takes the place of --text: give one of them"
+    )
 
 
 def test_statistics_of_another_kind_or_model_are_refused(here: Path):
@@ -378,10 +406,13 @@ def test_a_tokenizer_that_changes_meanwhile_is_an_error(here, monkeypatch) -> No
     assert not (here / "out").exists()
 
 
+@pytest.mark.parametrize("measured", [TEXT, ("--statistics", "stats")])
 @pytest.mark.parametrize("entry", ["block 1", "rest"])
-def test_a_killed_run_is_resumed_to_the_same_bytes(here: Path, monkeypatch: pytest.MonkeyPatch, entry: str):
-    ok("calibrate", "dense", "--text", "calib.txt", "--window", "16", "--collect", "moments,gram,linears", "-o", "st")
-    words = ("quantize", "dense", "--format", "int4", "--statistics", "st", "-o")
+def test_a_killed_run_is_resumed_to_the_same_bytes(
+    here: Path, monkeypatch: pytest.MonkeyPatch, entry: str, measured: tuple[str, ...]
+):
+    ok(*CALIBRATE)
+    words = ("quantize", "dense", "--format", "int4", *measured, "-o")
     ok(*words, "whole")
     with monkeypatch.context() as patch:
         stop_before(patch, entry)

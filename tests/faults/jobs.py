@@ -105,6 +105,7 @@ JOBS = {
         resumable=True,
         old="eight-bits",
     ),
+    "quantize-text": Job(("quantize", f"{IN}/wide", "--format", "int4", *TEXT, "-o", "out"), resumable=True),
     "push": Job(("push", f"{IN}/pruned", "team/small"), repo="team/small"),
     "report": Job(("report", f"{IN}/pruned", "-o", "out.html"), out="out.html"),
     "convert": Job(("convert", f"{IN}/timm", "-o", "out"), resumable=True),

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.model.packed import PACKED, SCALE, SHAPE
 from ckpt_prune.sparsity.inverse import OrderedFactor
 from ckpt_prune.stages.quantize.rounding import codes_of, gptq_codes, scales_of, weights_of
 from ckpt_prune.stages.quantize.scheme import LIBRARY, PackingScheme
 
-PACKED, SCALE, SHAPE = "weight_packed", "weight_scale", "weight_shape"
 _MOST_AT_ONCE = 2**22
 """Weights that are rounded at once: packing takes some forty bytes for each."""
 

@@ -36,7 +36,8 @@ class QuantizationRecord(FixedRecord):
         auto_class: of transformers; it loads both checkpoints.
         group_size: columns that share a scale; None for whole rows.
         before, after: bytes of tensors.
-        statistics: digest of those that gptq rounded by; None for nearest.
+        statistics: digest of those that gptq rounded by, if they were measured before.
+        samples, sample_digest: number and fingerprint of the samples that it measured behind the rounded blocks.
         report: `ckpt_prune.json` of the source, if it has one.
         files: file → sha256.
         side_files: names of other files written.
@@ -56,6 +57,8 @@ class QuantizationRecord(FixedRecord):
     after: Count
     rounding: Literal["nearest", "gptq"] = "nearest"
     statistics: str | None = None
+    samples: Count | None = None
+    sample_digest: str | None = None
     weights: list[RoundedWeight]
     report: dict[str, Any] | None = None
     files: dict[str, str] = Field(default_factory=dict)

@@ -1,11 +1,12 @@
-"""The stage `quantize`: weights of few bits. It is the only stage of its job, which the command `quantize` runs."""
+"""The stage `quantize`: weights of few bits. The command `quantize` runs it alone."""
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
 from ckpt_prune.job.recipe import Recipe, StageKeys
 from ckpt_prune.job.stage import Stage
+from ckpt_prune.measure.statistics.files import Collect
 from ckpt_prune.stages.quantize.scheme import Format
 
 if TYPE_CHECKING:
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
     from ckpt_prune.job.prepared import Prepared
     from ckpt_prune.job.run import Run
     from ckpt_prune.job.step import Step
+
+
+Rounding = Literal["nearest", "gptq"]
 
 
 class Quantize(Stage):
@@ -26,6 +30,16 @@ class Quantize(Stage):
 
     format: Format = Field(description="What weights are stored as.")
     group_size: str | None = Field(None, description="Columns that share a scale, or channel.")
+    rounding: Rounding = Field("gptq", description="nearest: to the nearest number; gptq: so that outputs stay.")
+
+    def needs_moments(self, recipe: Recipe) -> bool:
+        return self.rounding == "gptq"
+
+    def measures_prefix(self, recipe: Recipe) -> bool:
+        return self.rounding == "gptq"
+
+    def collects(self, recipe: Recipe) -> set[Collect]:
+        return {"gram", "linears"} if self.rounding == "gptq" else set()
 
     def check(self, prepared: "Prepared") -> None:
         from ckpt_prune.stages.quantize.step import choose_weights
@@ -38,9 +52,9 @@ class Quantize(Stage):
         return lay_out(self, prepared)
 
     def step(self, prepared: "Prepared", run: "Run") -> "Step":
-        from ckpt_prune.stages.quantize.step import QuantizeStep, choose_weights
+        from ckpt_prune.stages.quantize.step import quantize_step
 
-        return QuantizeStep(choose_weights(self, prepared), prepared)
+        return quantize_step(self, prepared)
 
     def form(self) -> "Form":
         from ckpt_prune.stages.quantize.step import QUANTIZED
@@ -56,7 +70,7 @@ class QuantizeRecipe(Recipe):
     quantize: Quantize
 
 
-def quantize_recipe(format: Format, group_size: str | None = None) -> QuantizeRecipe:
-    """Return the recipe that stores a model's weights in a format."""
-    stage = {"format": format, "group_size": group_size}
-    return QuantizeRecipe.model_validate({"version": 1, "name": "quantize", "quantize": stage})
+def quantize_recipe(format: Format, group_size: str | None, rounding: Rounding) -> QuantizeRecipe:
+    """Return the recipe that stores a model's weights in a format; samples are measured behind rounded blocks."""
+    stage = {"format": format, "group_size": group_size, "rounding": rounding}
+    return QuantizeRecipe.model_validate({"version": 1, "name": "quantize", "target": "sequential", "quantize": stage})

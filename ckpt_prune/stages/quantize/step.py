@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass, replace
+from functools import partial
 from io import StringIO
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.quantised import QUANTISATION_KEY
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.phases import phase
 from ckpt_prune.common.versions import versions
 from ckpt_prune.job.cost import cost_of
 from ckpt_prune.job.form import Form
@@ -21,15 +23,19 @@ from ckpt_prune.job.model_card import source_card
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.report import Source
 from ckpt_prune.job.run import Run
-from ckpt_prune.job.step import Step, Tensors
-from ckpt_prune.measure.moments.inputs import Moments, sum_folds
-from ckpt_prune.measure.statistics.folder import Statistics
+from ckpt_prune.job.step import PruneStep, Tensors
+from ckpt_prune.measure.moment_sources import MomentSource
+from ckpt_prune.measure.moments.inputs import sum_folds
+from ckpt_prune.measure.moments.kinds import SpaceMoments, select_input_moments
 from ckpt_prune.model.containers.container import stored_container
 from ckpt_prune.model.model import Model
+from ckpt_prune.model.packed import unpack_weights
 from ckpt_prune.model.skeleton import Names
+from ckpt_prune.parallel.group import process_group
 from ckpt_prune.sparsity.damping import DAMP, MOST_DAMP
-from ckpt_prune.sparsity.inverse import OrderedFactor, factorise_largest_first
+from ckpt_prune.sparsity.inverse import factorise_largest_first
 from ckpt_prune.sparsity.zeros import weights_by_module
+from ckpt_prune.stages.moments import open_moments
 from ckpt_prune.stages.quantize.packing import (
     pack_weight,
     packed_shapes,
@@ -49,7 +55,6 @@ from ckpt_prune.stages.quantize.stage import Quantize
 from ckpt_prune.stages.report import find_report
 
 _WEIGHT = ".weight"
-_COLLECT = "calibrate with --collect moments,gram,linears"
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,10 @@ def choose_weights(stage: Quantize, prepared: Prepared) -> ChosenWeights:
     ignored = tuple(name for name in linears if name not in modules)
     _check_loads(stored_container(checkpoint).skeleton(), scheme, ignored, checkpoint)
     if prepared.statistics is not None and not {"gram", "linears"} <= set(prepared.statistics.index.collect):
-        raise UserError(f"{prepared.statistics.folder} has no Grams of the inputs of all linear weights: {_COLLECT}")
+        raise UserError(
+            f"{prepared.statistics.folder} has no Grams of the inputs of all linear weights: calibrate with --collect "
+            "moments,gram,linears"
+        )
     return ChosenWeights(ordered, ignored, scheme)
 
 
@@ -147,61 +155,71 @@ def lay_out(stage: Quantize, prepared: Prepared) -> Prepared:
     return replace(prepared, planned=Output(container, layout, cost_of(model)))
 
 
-class QuantizeStep(Step):
-    """Rounds the weights of a block to nearest, or by GPTQ if there are statistics."""
+def quantize_step(stage: Quantize, prepared: Prepared) -> PruneStep:
+    """Return the step that rounds the weights of a block, at the first block."""
+    by_gptq = stage.rounding == "gptq"
+    rounder = Rounder(prepared.model, choose_weights(stage, prepared), by_gptq)
+    grams = dict.fromkeys(prepared.model.family.inputs, True) if by_gptq else None
+    with phase("calibration"):
+        return PruneStep(rounder, open_moments(prepared, grams))
+
+
+class Rounder:
+    """Rounds the weights of a block, by GPTQ or to nearest."""
 
     record = RoundedWeight
-    apart = True
 
-    def __init__(self, chosen: ChosenWeights, prepared: Prepared) -> None:
-        self.chosen, self._weights = chosen, set(chosen.names)
-        self._factors = None if prepared.statistics is None else GramFactors(prepared.model, prepared.statistics)
+    def __init__(self, model: Model, chosen: ChosenWeights, by_gptq: bool) -> None:
+        self.chosen, self._model, self._by_gptq = chosen, model, by_gptq
 
-    def act(self, block: int, tensors: Tensors) -> tuple[Tensors, list[BaseModel]]:
-        new: dict[str, Tensor] = {}
-        rounded: list[BaseModel] = []
-        for name, tensor in tensors.items():
-            if name not in self._weights:
-                new[name] = tensor
-                continue
-            gram = None if self._factors is None else self._factors.of(block, name)
-            packed, change = pack_weight(name.removesuffix(_WEIGHT), tensor, self.chosen.scheme, gram)
-            energy = float(tensor.double().square().sum())
-            rounded.append(RoundedWeight(weight=name, error=change / energy if energy else 0.0))
-            new |= packed
-        return new, rounded
+    def block(self, block: int, tensors: Tensors, source: MomentSource) -> tuple[Tensors, list[BaseModel]]:
+        """Round one block, one group of linear modules that read the same input after the other.
 
+        Returns:
+            The block's tensors with packed ones in place of weights, and what rounding has changed.
+        """
+        new, rounded = dict(tensors), dict[str, BaseModel]()
+        readers = self._model.family.inputs
+        for keys in source.group_keys(list(readers)):
+            with phase("calibration"):
+                moments = source.moments(block, unpack_weights(new), keys)
+            for first in keys:
+                names = [self._model.tensor(block, module) for module in readers[first]]
+                names = [name for name in names if name in tensors and name in self.chosen.names]
+                # Of several processes, the first one has the moments.
+                for name, (packed, record) in (
+                    process_group()
+                    .once(partial(self._round, {name: tensors[name] for name in names}, moments.get(first)))
+                    .items()
+                ):
+                    del new[name]
+                    new |= packed
+                    rounded[name] = record
+        return new, [rounded[name] for name in tensors if name in rounded]
 
-class GramFactors:
-    """Factors that GPTQ rounds weights by: of the Grams of their inputs, from statistics. One block's are held."""
-
-    def __init__(self, model: Model, statistics: Statistics) -> None:
-        self._model, self._statistics = model, statistics
-        self._block, self._factors = -1, dict[str, OrderedFactor]()
-
-    def of(self, block: int, weight: str) -> OrderedFactor:
-        """Return the factor of the damped Gram of a weight's inputs; refuse statistics without one."""
-        if block != self._block:
-            self._block, self._factors = block, {}
-        model = self._model
-        first = next(
-            first
-            for first, modules in model.family.inputs.items()
-            if weight in {model.tensor(block, module) for module in modules}
-        )
-        name = model.moments_name(block, first)
-        if name not in self._factors:
-            folds = self._statistics.read_moments(block, {name}).get(name)
-            moments = sum_folds(folds) if folds else None
-            if not isinstance(moments, Moments) or moments.gram is None:
-                raise UserError(f"{self._statistics.folder} has no Gram of the inputs of {weight}: {_COLLECT}")
-            self._factors[name] = factorise_largest_first(moments.gram, DAMP, MOST_DAMP)
-        return self._factors[name]
+    def _round(
+        self, weights: Tensors, moments: SpaceMoments | None
+    ) -> dict[str, tuple[dict[str, Tensor], RoundedWeight]]:
+        """Round weights that read the same input. Return the tensors that stand in for each, and its record."""
+        folds = select_input_moments(moments)
+        gram = sum_folds(folds).gram if folds else None
+        if self._by_gptq and gram is None:
+            raise UserError(f"there is no Gram of the inputs of {' and '.join(weights)}: calibrate again")
+        factor = None if gram is None else factorise_largest_first(gram, DAMP, MOST_DAMP)
+        rounded = {}
+        with phase("compensation"):
+            for name, weight in weights.items():
+                packed, change = pack_weight(name.removesuffix(_WEIGHT), weight, self.chosen.scheme, factor)
+                energy = float(weight.double().square().sum())
+                rounded[name] = packed, RoundedWeight(weight=name, error=change / energy if energy else 0.0)
+        return rounded
 
 
 def _make_record(prepared: Prepared, records: Mapping[str, Sequence[Any]], run: Run) -> QuantizationRecord:
-    checkpoint, step = prepared.model.checkpoint, run.steps[Quantize.key]
-    assert isinstance(step, QuantizeStep)
+    checkpoint, step, live = prepared.model.checkpoint, run.steps[Quantize.key], prepared.live
+    assert isinstance(step, PruneStep)
+    assert isinstance(step.pruner, Rounder)
+    chosen = step.pruner.chosen
     rounded = {weight.weight: weight for weight in records[Quantize.key]}
     shapes = [shape for tensors in prepared.output.layout.values() for shape in tensors.values()]
     report, used = find_report(checkpoint.path), versions()
@@ -212,13 +230,15 @@ def _make_record(prepared: Prepared, records: Mapping[str, Sequence[Any]], run: 
         compressed_tensors=str(require_library().__version__),
         source=Source(name=checkpoint.name, fingerprint=checkpoint.fingerprint, card=source_card(checkpoint.path)),
         auto_class=prepared.model.family.loading_class,
-        format=step.chosen.scheme.format,
-        group_size=step.chosen.scheme.group_size,
-        rounding="nearest" if prepared.statistics is None else "gptq",
+        format=chosen.scheme.format,
+        group_size=chosen.scheme.group_size,
+        rounding="gptq" if prepared.recipe.needs_moments else "nearest",
         statistics=None if prepared.statistics is None else prepared.statistics.index.digest,
+        samples=None if live is None else len(live.samples),
+        sample_digest=None if live is None else live.samples.fingerprint,
         before=sum(info.nbytes for info in checkpoint.tensors.values()),
         after=sum(torch.empty(shape, dtype=dtype, device="meta").nbytes for dtype, shape in shapes),
-        weights=[rounded[name] for name in step.chosen.names],
+        weights=[rounded[name] for name in chosen.names],
         report=None if report is None else report.data(),
     )
 
