@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
 from fnmatch import fnmatch
@@ -61,6 +62,8 @@ FIRST = (
     "stages/test_resuming.py",
 )
 """The dearest files: what is begun last should be short, as one worker may wait for the other then."""
+
+SUMMARY = pytest.StashKey[str]()
 
 MEMORY, ROOM = Path("/dev/shm"), 4 * 2**30
 """Where Linux keeps files in memory, and the bytes that must be free there: a run leaves some hundred MiB at once."""
@@ -123,6 +126,23 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Count what passed, and what was skipped by its reason."""
+    counts = Counter(
+        report.longrepr[2].removeprefix("Skipped: ").removeprefix("could not import ")
+        for report in terminalreporter.stats.get("skipped", ())
+    )
+    reasons = "; ".join(f"{reason}: {count}" for reason, count in counts.most_common())
+    passed = len(terminalreporter.stats.get("passed", ()))
+    config.stash[SUMMARY] = f"{passed} tests passed" + (f", {counts.total()} skipped. {reasons}" if counts else "")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Print the counts as the last line, behind what pytest says itself."""
+    if SUMMARY in config.stash:
+        print(config.stash[SUMMARY])
 
 
 @pytest.fixture(autouse=True, scope="session")

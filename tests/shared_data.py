@@ -12,5 +12,5 @@ def shared_data(*names: str) -> list[Path]:
     paths = [FOLDER / name for name in names]
     for path in paths:
         if not path.exists():
-            pytest.skip(f"real-data test: {path} is not on this machine")
+            pytest.skip("the real models and texts of ../shared/data are not on this machine")
     return paths

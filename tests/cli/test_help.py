@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from ckpt_prune import __version__
 from ckpt_prune.api.function import group_of
@@ -87,3 +88,15 @@ def test_a_misspelt_command_is_refused():
     assert misused("validat") == "No such command 'validat'. Did you mean 'validate' or 'evaluate' or 'calibrate'?"
     assert misused("xyz") == "No such command 'xyz'."
     assert misused("statistics", "shw") == "No such command 'shw'. Did you mean 'show'?"
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [("pru", "prune"), ("recover --meth", "--method"), ("statistics a", "add"), ("sta", "statistics")],
+)
+def test_a_shell_completes_words(typed, offered):
+    """By click's own script, which README.md says how to load."""
+    words = f"ckpt-prune {typed}"
+    asked = {"_CKPT_PRUNE_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    result = CliRunner().invoke(main, prog_name="ckpt-prune", env=asked)
+    assert result.output == f"plain,{offered}\n"
