@@ -5,7 +5,6 @@ import signal
 from threading import Event
 
 from ckpt_prune.benchmarking.participants import Loaded, Memory
-from ckpt_prune.benchmarking.processes import serve
 from ckpt_prune.common.errors import UserError
 
 WAITS = os.environ.get("OMP_WAIT_POLICY", "actively")
@@ -50,14 +49,6 @@ def endless(connection, participant):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     connection.send(Loaded("cpu", None))
     Event().wait()
-
-
-def serving_one(connection, participant):
-    """Of two models the first is really loaded, and the other's process need not import what loads it."""
-    if participant.label == "A":
-        serve(connection, participant)
-    else:
-        waiting(connection, participant)
 
 
 def waiting(connection, participant):

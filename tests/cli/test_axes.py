@@ -5,14 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.stages.joint_counts.counts import LIMIT
 from tests.cli.joint_axes import JOB, WIDTHS, divergence_on_the_second_fold
-from tests.cli.running import ok, read_json, refused, resumed, run, untimed
+from tests.cli.running import ok, read_json, refused, run
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
 from tests.families import stock
-from tests.interrupting import interrupt_at
 
 HIDDEN = "hidden: {kind: shared, drop: auto, multiple_of: 4}\n"
 DEPTH = "depth: {choose: divergence, drop: auto, compensation: {method: linear}}\n"
@@ -94,34 +92,16 @@ def test_what_is_measured_is_the_divergence_of_stock_transformers(here) -> None:
     assert tried[2, 8] == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize(("target", "spaces"), [("drift", True), ("dense", False)])
-def test_given_numbers_are_two_prunes_one_after_the_other(here, target: str, spaces: bool) -> None:
+def test_given_numbers_are_two_prunes_one_after_the_other(here) -> None:
     """Blocks first, their map absorbed, then the basis and the units of what is left: the same bytes."""
     Path("depth.yaml").write_text(f"version: 1\nname: depth\n{DEPTH.replace('auto', '2')}")
-    widths = [*UNIFORM, "--set", f"target={target}"] if spaces else BARE
-    given = ("--set", "depth.drop=2", "--set", "hidden.drop=4", *widths)
-    ratio = ("--ratio", "0.5") if spaces else ()
+    given = ("--set", "depth.drop=2", "--set", "hidden.drop=4", "--set", "allocation=uniform", "--set", "target=drift")
+    ratio = ("--ratio", "0.5")
     ok("prune", "flat", *JOB, *given, *ratio, "-o", "one")
     ok("prune", "flat", "--recipe", "depth.yaml", *JOB[2:], "-o", "short")
     ok("prune", "short", *JOB, "--set", "depth=null", *given[2:], *ratio, "-o", "two")
     assert Path("one/model.safetensors").read_bytes() == Path("two/model.safetensors").read_bytes()
     assert read_json("one/config.json") == read_json("two/config.json")
-
-
-def test_dimensions_given_and_blocks_found(here) -> None:
-    ok("prune", "flat", *JOB, "--set", "hidden.drop=4", "--target-params", "40%", "-o", "blocks")
-    tried = read_json("blocks/ckpt_prune.json")["hidden"]["tried"]
-    assert {each["kept"] for each in tried} == {12}
-    assert len({each["blocks"] for each in tried}) > 1
-
-
-@pytest.mark.thorough
-def test_blocks_given_and_dimensions_found(here) -> None:
-    ok("prune", "flat", *JOB, "--set", "depth.drop=2", "--target-params", "40%", "-o", "stream")
-    report = read_json("stream/ckpt_prune.json")
-    assert len(report["depth"]["kept"]) == 2
-    assert {each.get("blocks") for each in report["hidden"]["tried"]} == {None}
-    assert report["after"]["parameters"] <= 0.4 * report["before"]["parameters"]
 
 
 def test_where_nothing_goes_it_is_the_recipe_of_widths(here) -> None:
@@ -131,24 +111,6 @@ def test_where_nothing_goes_it_is_the_recipe_of_widths(here) -> None:
     said = ok("prune", "flat", "--recipe", "mine.yaml", *job, "-o", "out")
     assert "no whole block goes; residual stream: 16 of 16 dimensions stay (ratio 0); nothing is dropped" in said
     assert Path("out/model.safetensors").read_bytes() == Path("plain/model.safetensors").read_bytes()
-
-
-def test_an_interrupted_choice_goes_on(here) -> None:
-    job = ["prune", "flat", *JOB, "--target-params", "40%"]
-    ok(*job, "-o", "whole")
-    with pytest.MonkeyPatch.context() as patch:
-        interrupt_at(patch, Journal, "record", 12)  # both numbers are chosen, and one of them is entered
-        assert run(*job, "-o", "out").exit_code == 130
-    resumed(job)
-
-
-def test_a_dry_run(here) -> None:
-    said = untimed(ok("prune", "flat", *JOB, "--target-params", "70%", "--dry-run", "-o", "out")).splitlines()
-    assert (
-        "how many whole blocks go is measured first; were it none; how many dimensions of the residual stream go is "
-        "measured first; were it none; kept per block at one ratio everywhere: heads 2/2, mlp 9/24 (70% of the "
-        "parameters); measuring finds widths of that size that lose less"
-    ) in said
 
 
 @pytest.mark.parametrize(

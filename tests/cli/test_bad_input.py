@@ -12,7 +12,6 @@ import torch
 
 from ckpt_prune.common.text_encoding import ENCODINGS, TEXT_FILE
 from ckpt_prune.model.descriptions import known_families
-from ckpt_prune.parallel.devices import resolve_device
 from tests.cli.running import TEXT, edit_weights, ok, poison, read_json, refused, set_config
 from tests.evaluation.tiny import tiny_tokenizer
 
@@ -84,13 +83,6 @@ def test_only_pickles(place, command):
     )
 
 
-def test_only_a_config(place):
-    Path("dense/model.safetensors").unlink()
-    assert refusal(COMMANDS["prune"], "dense").startswith(
-        "dense has neither model.safetensors nor model.safetensors.index.json; if it was published as .bin pickles, "
-    )
-
-
 @pytest.mark.parametrize("content", [b"", b"[1]", b"{", b"5", b'{"a": 1, "a": 2}'])
 def test_configs_that_are_no_objects(place, content):
     Path("dense/config.json").write_bytes(content)
@@ -122,15 +114,6 @@ def test_class_names_that_are_none(place, command, names):
     assert refusal(command, "dense") == (
         f"dense/config.json: architectures is {names!r}, not a list of class names; download it again"
     )
-
-
-def test_models_to_evaluate_whose_config_is_no_object(place):
-    command = ["evaluate", "dense", "--text", "calib.txt", "--window", "16"]
-    set_config("dense", architectures=5)
-    assert refused(*command) == "dense/config.json: architectures is 5, not a list of class names; download it again"
-    for content, reason in ("[1]", "a list instead of an object"), ("[" * 100_000, "nested too deeply"):
-        Path("dense/config.json").write_text(content)
-        assert refused(*command) == f"dense/config.json: not valid JSON: {reason}"
 
 
 @pytest.mark.parametrize(
@@ -195,12 +178,6 @@ def test_weights_that_are_not_finite(place, command, value):
     )
 
 
-def test_dense_recipes_with_text_look_before_they_measure(place):
-    edit_weights("dense", poison("model.layers.1.mlp.up_proj.weight"))
-    said = refused("prune", "dense", "--recipe", "flap", *TEXT, "-o", "out")
-    assert said.startswith("dense/model.safetensors: tensor 'model.layers.1.mlp.up_proj.weight' has 1 NaN or Inf")
-
-
 # ---- families --------------------------------------------------------------------------------------------------
 
 
@@ -243,14 +220,6 @@ def test_quantised_weights(place, command):
 def test_a_config_that_contradicts_itself_is_not_blamed_on_the_tokenizer(place, command):
     set_config("dense", num_attention_heads=3)
     assert refusal(command, "dense").startswith("transformers refuses this config.json: ")
-
-
-@pytest.mark.parametrize(
-    "changes", [{"hidden_act": "nonsense"}, {"num_key_value_heads": 0}, {"rope_scaling": {"rope_type": "nonsense"}}]
-)
-def test_configs_that_transformers_cannot_build(place, changes):
-    set_config("dense", **changes)
-    assert refusal(COMMANDS["prune"], "dense").startswith("transformers refuses this config.json: ")
 
 
 # ---- where models are ------------------------------------------------------------------------------------------
@@ -422,14 +391,6 @@ def test_what_is_not_a_device(place, device):
     )
 
 
-def test_devices(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert resolve_device("cpu") == torch.device("cpu")
-    assert resolve_device("auto") == torch.device("cuda")
-    assert resolve_device("cuda:1") == torch.device("cuda:1")
-
-
 # ---- texts -----------------------------------------------------------------------------------------------------
 
 MEASURING = {
@@ -483,11 +444,6 @@ def test_a_token_that_the_model_has_no_row_for(place, command):
         f"token id {tokenizer.convert_tokens_to_ids('<x9>')} is outside the model's vocabulary of 40; the tokenizer "
         "belongs to another model"
     )
-
-
-@reading
-def test_a_folder_is_no_text(place, command):
-    assert refusal([*command, "--text", "dense"], "dense") == "dense: a folder, not a text file"
 
 
 @measuring

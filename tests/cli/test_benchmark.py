@@ -16,12 +16,9 @@ from safetensors.torch import load_file
 from ckpt_prune.benchmarking import run as benchmark
 from ckpt_prune.benchmarking.processes import Worker, start_workers
 from ckpt_prune.benchmarking.results import Block, Machine, Result, Row, Run
-from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import GRAPH_RECORD
 from ckpt_prune.onnx.records import Manifest, Source
-from ckpt_prune.options.commands import BenchmarkOptions
-from ckpt_prune.options.machine import SpreadOptions
 from tests.benchmarking import targets
 from tests.cli.running import ok, refused, run
 from tests.graphs import exports, traced_before
@@ -151,26 +148,6 @@ def test_memory_of_a_gpu_has_a_column_where_there_is_one(asked, monkeypatch):
         ["-", "-", "-"],
         ["GiB", "1.00", "GiB"],
     ]
-
-
-def test_json(asked):
-    assert json.loads(ok("benchmark", "dense", "pruned", "--json")) == RESULT.model_dump()
-
-
-def test_every_option_arrives(asked):
-    ok(
-        *["benchmark", "a", "b", "--onnx", "--batch", "8, 1,8", "--tokens", "9", "--generate", "0", "--rounds", "4"],
-        *["--warmup", "0", "--threads", "2", "--provider", "cuda", "--device", "cpu", "--optimize", "cpu"],
-        *["--dtype", "fp16", "--two-four", "--trust-remote-code"],
-    )
-    ((options, batches),) = asked
-    assert batches == (8, 1)
-    given = options.model_dump(exclude={"batches"}, exclude_defaults=True)
-    assert given == {
-        **{"a": "a", "b": "b", "onnx": True, "tokens": 9, "generate": 0, "rounds": 4, "warmup": 0, "threads": 2},
-        **{"provider": "cuda", "device": "cpu", "optimize": "cpu", "dtype": "fp16", "two_four": True},
-        "trust_remote_code": True,
-    }
 
 
 @pytest.mark.parametrize("batch", ["0", "1,", "1.5"])
@@ -312,44 +289,6 @@ def test_two_of_four_is_left_out_on_a_cpu_with_a_reason(place, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("device", "provider", "place_of_graphs"),
-    [
-        ("cuda:1", None, "cuda:1"),
-        ("cuda:1", "cpu", "cpu"),
-        ("cpu", "cuda", "cuda"),
-    ],
-)
-def test_both_runtimes_run_on_the_same_gpu(place, monkeypatch, device, provider, place_of_graphs):
-    graph_folder("graph")
-    shutil.copytree("graph", "dense/onnx")
-    fingerprint = Checkpoint.open(Path("dense")).fingerprint
-    record = Path("dense/onnx", GRAPH_RECORD)
-    record.write_text(json.dumps(json.loads(record.read_text()) | {"source": {"name": "", "fingerprint": fingerprint}}))
-
-    def seated(seats):
-        raise UserError(", ".join(f"{each.runtime} {each.label} {each.device}" for each in seats))
-
-    monkeypatch.setattr(benchmark, "start_workers", seated)
-    monkeypatch.setattr(benchmark, "resolve_device", lambda name: name)
-    options = BenchmarkOptions(a="dense", b="graph", onnx=True, device=device, provider=provider)
-    with pytest.raises(UserError) as caught:
-        benchmark.compare(options, (1,), SpreadOptions(), lambda line: None)
-    assert str(caught.value) == (
-        f"PyTorch A {device}, onnxruntime A {place_of_graphs}, onnxruntime B {place_of_graphs}"
-    )
-
-
-@pytest.mark.parametrize(
-    ("devices", "gpu"),
-    [(["cpu", "cuda:1"], "GPU 1"), (["cuda", "cpu"], "GPU 0"), (["cpu", "cpu"], None)],
-)
-def test_the_gpu_that_was_used_is_named(monkeypatch, devices, gpu):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
-    assert benchmark._describe_machine(1, devices).gpu == gpu
-
-
-@pytest.mark.parametrize(
     ("options", "said"),
     [
         (("--optimize", "cpu"), "--optimize is for onnxruntime: say --onnx as well"),
@@ -359,7 +298,3 @@ def test_the_gpu_that_was_used_is_named(monkeypatch, devices, gpu):
 )
 def test_what_cannot_be_timed_is_refused(place, idle, options, said):
     assert refused("benchmark", "dense", "pruned", *options) == said
-
-
-def test_what_is_no_model(place, idle):
-    assert refused("benchmark", "dense", "nowhere/at/all").startswith("nowhere/at/all does not exist; ")

@@ -11,7 +11,6 @@ import torch
 import ckpt_prune
 from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.evaluation.whole_model import quiet_transformers
-from ckpt_prune.recipe.reading import load_recipe
 from tests import encoders, families
 from tests.cli.running import TEXT, edit_weights, listing, ok, poison, read_json, refused, run, same_files
 from tests.families import logits
@@ -55,47 +54,6 @@ BEST = ("--recipe", "best", "--statistics", "weighed", *QUICK)
 
 
 # ---- effects -----------------------------------------------------------------------------------------------------
-
-
-def test_effects_are_in_the_statistics(here):
-    effects = read_json("weighed/statistics.json")["effects"]
-    assert set(effects) == {
-        f"model.layers.{block}.{module}.weight" for block in (0, 1) for module in ("self_attn.o_proj", "mlp.down_proj")
-    }
-    for name, own in effects.items():
-        assert [count for count, _ in own] == ([1] if "o_proj" in name else [6, 12, 18])
-        assert all(value > 0 for _, value in own)
-    ok("calibrate", "llama", *TEXT, "--folds", "4", "--collect", "gram", "-o", "bare")
-    assert not {"effects", "fisher"} & read_json("bare/statistics.json").keys()
-    assert read_json("weighed/statistics.json")["fisher"] == 2  # a fold of four
-    assert sorted(path.name for path in Path("bare").iterdir()) == [
-        "block-00000.safetensors",
-        "block-00001.safetensors",
-        "statistics.json",
-    ]
-    metrics = {f"fisher-{block:05d}.safetensors" for block in (0, 1)}
-    assert {path.name for path in Path("weighed").iterdir()} - {path.name for path in Path("bare").iterdir()} == metrics
-
-
-def test_effects_of_deep_models_are_measured_where_that_is_asked_for(here, monkeypatch):
-    monkeypatch.setattr("ckpt_prune.stages.spaces.effects.measured.SHALLOW", 1)
-    ok("calibrate", "llama", *TEXT, "-o", "predicted")
-    found = read_json("predicted/statistics.json")
-    assert "effects" not in found
-    assert found["fisher"] == 8
-    ok("calibrate", "llama", *TEXT, "--collect", "gram,effects", "-o", "measured")
-    found = read_json("measured/statistics.json")
-    assert "fisher" not in found
-    assert len(found["effects"]) == 4
-
-
-def test_effects_of_a_vision_model_are_of_its_logits_too(here):
-    ok("calibrate", "vit", *IMAGES, "-o", "all")
-    ok("calibrate", "vit", *IMAGES, "--collect", "gram,effects", "-o", "columns")
-    every, columns = (read_json(f"{folder}/statistics.json")["effects"] for folder in ("all", "columns"))
-    assert len(every) == 6
-    assert len(columns) == 4
-    assert columns == {name: own for name, own in every.items() if "query" not in name}
 
 
 def test_effects_need_grams(here):
@@ -273,19 +231,6 @@ def test_a_plan_has_settled_the_size(here):
         )
 
 
-def test_an_output_says_which_size_its_ratio_was_found_for(here):
-    """A run is known again by the recipe that was asked for, not by the ratios found."""
-    ok("prune", "llama", "--recipe", "magnitude", *TARGETS[:2], "-o", "out")
-    report = read_json("out/ckpt_prune.json")
-    asked = load_recipe("magnitude", size={"params": "4K"})
-    assert report["asked"] == {"size": {"params": "4K"}, "digest": asked.digest}
-    found = {space: own["ratio"] for space, own in report["recipe"]["spaces"].items()}
-    used = load_recipe("magnitude", tuple(f"spaces.{s}.ratio={r}" for s, r in found.items() if r is not None))
-    assert report["recipe"]["size"] is None
-    assert report["recipe_digest"] == used.model_copy(update={"ratio": report["recipe"]["ratio"]}).digest
-    assert report["recipe_digest"] != asked.digest
-
-
 # ---- the curve -----------------------------------------------------------------------------------------------------
 
 SWEEP = ("plan", "llama", "--recipe", "magnitude", "--sweep")
@@ -336,17 +281,6 @@ def test_the_curve_of_best(here):
     assert rows[-2].split()[-1] == f"{block['divergence']:.4f}"
 
 
-def test_both_ends_are_in_the_curve(here):
-    """Steps are decimal: 0.1 three times is 0.3."""
-    for sweep, ratios in {
-        "0.1:0.7:0.1": [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7],
-        "0.1:0.5:0.3": [0.1, 0.4],
-        "0.3:0.3:0.1": [0.3],
-        "0:0.2:1": [0.0],
-    }.items():
-        assert [p["ratio"] for p in json.loads(ok(*SWEEP, sweep, "--json"))["points"]] == ratios
-
-
 @pytest.mark.parametrize("text", ["0.1", "a:b:c", "0.1:0.2:0.1:0.1", "::", "0:0.5:nan", "0:inf:0.1"])
 def test_what_is_no_curve(here, text):
     assert refused(*SWEEP, text) == f"--sweep {text}: expected FROM:TO:STEP, such as 0.1:0.7:0.1"
@@ -371,29 +305,6 @@ def test_what_does_not_go_with_a_curve(here, more):
 
 RIDGE = ("plan", "llama", "--recipe", "ridge", "--statistics", "stats", "--set", "ratio=0.5")
 STRENGTH = "spaces.mlp.compensation.lambda"
-
-
-def test_the_curve_of_another_key(here):
-    """Each point is the plan with that key, and keeps what --set says."""
-    before = listing()
-    said = json.loads(ok(*RIDGE, "--sweep", f"{STRENGTH}=0.001,10", "--json"))
-    rows = ok(*RIDGE, "--sweep", f"{STRENGTH}=0.001,10").splitlines()
-    assert listing() == before
-    assert rows[0].split()[0] == STRENGTH
-    assert [point[STRENGTH] for point in said["points"]] == [0.001, 10.0]
-    for point, row in zip(said["points"], rows[1:3], strict=True):
-        plan = json.loads(ok(*RIDGE, "--set", f"{STRENGTH}={row.split()[0]}", "--json"))
-        own = [site["error_compensated"] for site in plan["sites"] if site["space"] == "mlp"]
-        assert point["errors"]["mlp"] == pytest.approx(fmean(own))
-    assert said["points"][0]["errors"]["mlp"] < said["points"][1]["errors"]["mlp"]
-    assert said["points"][0]["errors"]["heads"] == said["points"][1]["errors"]["heads"]
-
-
-def test_the_curve_of_words_and_of_steps(here):
-    words = json.loads(ok(*RIDGE, "--sweep", "spaces.heads.score=rcpu,magnitude", "--json"))["points"]
-    assert [point["spaces.heads.score"] for point in words] == ["rcpu", "magnitude"]
-    steps = json.loads(ok(*RIDGE, "--sweep", "spaces.mlp.ratio=0.25:0.75:0.25", "--json"))["points"]
-    assert [point["widths"]["mlp"] for point in steps] == [[18, 18], [12, 12], [6, 6]]
 
 
 def test_a_curve_that_is_measured(here):
@@ -435,13 +346,3 @@ def test_what_cannot_be_swept(here, options, why):
 def test_a_curve_of_broken_weights_is_refused(here):
     edit_weights("llama", poison("model.layers.0.mlp.down_proj.weight"))
     assert "has 1 NaN or Inf" in refused(*SWEEP, "0.1:0.2:0.1")
-
-
-def test_effects_that_are_not_measured_twice(here, monkeypatch):
-    """Statistics that hold them are used as they are."""
-    monkeypatch.setattr(
-        "ckpt_prune.stages.spaces.measure_dense.measure_effects", lambda *_a, **_k: pytest.fail("measured")
-    )
-    monkeypatch.setattr("ckpt_prune.stages.spaces.measure_dense.measure_into", lambda *_a, **_k: pytest.fail("again"))
-    ok("prune", "llama", *BEST, "--ratio", "0.4", "-o", "out")
-    ok("prune", "llama", "--recipe", "best", "--set=weigh_by=energy", "--statistics", "weighed", *QUICK, "-o", "other")

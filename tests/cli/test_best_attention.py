@@ -36,12 +36,6 @@ def test_what_a_family_has_shares_one_budget(place, family):
         assert check["passed"] is not False, check
 
 
-def test_what_is_not_optional_is_refused_as_ever(place):
-    strict = ("--set", "spaces.qk.optional=false")
-    said = refused("prune", "dense", "--recipe", "best-attention", *strict, *TEXT, "-o", "out")
-    assert said.startswith("recipe best-attention prunes q and k, and llama rotates them by position in fixed pairs")
-
-
 def test_a_recipe_that_is_left_with_nothing(place):
     Path("only.yaml").write_text(
         "version: 1\nname: only\nspaces:\n  qk: {score: logit-energy, optional: true, ratio: 0.5}\n"

@@ -1,6 +1,5 @@
 """Rules that a stock config class has beyond shapes: they are asked before anything is planned."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -51,12 +50,6 @@ def here(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     shutil.copytree(written, tmp_path / "here")
     monkeypatch.chdir(tmp_path / "here")
     return tmp_path / "here"
-
-
-def test_inspect_promises_no_class_that_refuses_fewer_heads(here):
-    spaces = json.loads(ok("inspect", "phi3", "--json"))["spaces"]
-    assert spaces["heads"]["containers"]["weights"] == "remote code"
-    assert spaces["mlp"]["containers"]["weights"] == "phi3"
 
 
 def test_a_recipe_that_insists_is_told_the_rule_and_what_to_do(here):

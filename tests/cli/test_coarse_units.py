@@ -9,7 +9,6 @@ from tests.cli.running import ok, refused
 INSIDE = "; spaces.queries in a recipe of your own drops 1 of 2 grouped query heads in each"
 NONE = "heads: 2 units per block, so a ratio of 0.3 drops none; the next size drops 1 (ratio 0.5)" + INSIDE
 FEWER = "heads: 2 units per block, so a ratio of 0.7 drops 1 (0.5); that is the most that can go"
-STEPS = "mlp: 24 units per block in multiples of 16, so a ratio of 0.5 drops 8 (0.333); that is the most that can go"
 MAGNITUDE = ("dense", "--recipe", "magnitude")
 DRY = ("prune", *MAGNITUDE, "-o", "out", "--dry-run")
 
@@ -49,35 +48,9 @@ def test_the_model_card_says_so(place):
         assert coarse(out) == []
 
 
-def test_steps_and_the_only_size_there_is(place):
-    said = ok("plan", *MAGNITUDE, "--ratio", "0.5", "--set", "spaces.mlp.multiple_of=16")
-    assert STEPS in said.splitlines()
-    assert heads(ok("plan", *MAGNITUDE, "--ratio", "0.7")) == [FEWER]
-
-
 def kept(said: str) -> str:
     (line,) = (line for line in said.splitlines() if line.startswith("kept per block: "))
     return line
-
-
-def test_the_share_of_every_space_is_told_as_it_is(place):
-    assert (
-        kept(ok("plan", *MAGNITUDE, "--ratio", "0.3")) == "kept per block: heads 2/2 (ratio 0), mlp 16/24 (ratio 0.333)"
-    )
-    said = ok("plan", *MAGNITUDE, "--target-params", "80%")
-    assert kept(said) == "kept per block: heads 2/2 (ratio 0), mlp 13/24 (ratio 0.458), for 80% of the parameters"
-    assert heads(said) == []
-
-
-def test_a_size_between_two_sizes(place):
-    said = ok("plan", *MAGNITUDE, "--target-params", "80%", "--set", "spaces.mlp.multiple_of=8")
-    assert kept(said) == "kept per block: heads 1/2 (ratio 0.5), mlp 16/24 (ratio 0.333), for 80% of the parameters"
-    (line,) = (line for line in said.splitlines() if "lies between" in line)
-    assert line == (
-        "80% of the parameters lies between two sizes that recipe magnitude gives: 3.66K (70.5%), taken here, and "
-        "4.43K (85.2%)"
-    )
-    assert "lies between" not in ok("plan", *MAGNITUDE, "--target-params", "100%")
 
 
 @pytest.mark.parametrize("command", ["plan", "prune"])

@@ -56,17 +56,6 @@ def test_figures_are_those_of_whole_models(monkeypatch):
 
 
 @pytest.mark.usefixtures("place")
-def test_a_model_beside_itself():
-    assert ok("compare", "dense", "dense", *TEXT) == (
-        "block  MSE  relative error  cosine  CKA\n"
-        "0        0               0       1    1\n"
-        "1        0               0       1    1\n"
-        "\n"
-        "KL divergence of the outputs 0 nats, mean over 8 samples of 16 tokens\n"
-    )
-
-
-@pytest.mark.usefixtures("place")
 def test_the_page():
     said = ok(*BOTH, "--plot", "page.html")
     assert said.endswith("drawn in page.html\n")

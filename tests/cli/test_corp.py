@@ -10,7 +10,7 @@ import ckpt_prune
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from tests.cli.running import TEXT, edit_weights, ok, read_json, refused, run, same_files, set_config
 from tests.encoders import assert_same_outputs, make, samples, stock
-from tests.images import write_csv, write_image, write_images, write_vit
+from tests.images import write_csv, write_images, write_vit
 from tests.pairs import every
 
 IMAGES = ("--images", "images", "--samples", "12")
@@ -101,14 +101,6 @@ def test_from_images_to_a_report(here):
     assert "modality image, " in Path("out/README.md").read_text()
 
 
-def test_measured_while_pruning(here):
-    """The dense target on the same images: the same files as from statistics but for nothing at all."""
-    ok("prune", "vit", "--recipe", "corp", *IMAGES, "-o", "live")
-    ok("calibrate", "vit", *IMAGES, "--collect", "moments,gram,logits", "-o", "needed")
-    ok("prune", "vit", "--recipe", "corp", "--statistics", "needed", "-o", "cached")
-    assert same_files("live", "cached")
-
-
 def weights(folder: str) -> bytes:
     return (Path(folder) / "model.safetensors").read_bytes()
 
@@ -182,16 +174,6 @@ def test_containers(here, container):
     assert_same_outputs(ours, ckpt_prune.load("pruned"), samples("vit", 3), tolerance=1e-4)
 
 
-@pytest.mark.parametrize("recipe", every(2, ["corp-mlp", "corp", "corp-heads"]))
-def test_dry_runs_say_the_size_that_is_written(here, recipe):
-    arguments = ("prune", "vit", "--recipe", recipe, "--statistics", "stats", "-o", "out")
-    told = json.loads(ok(*arguments, "--dry-run", "--json"))
-    assert not Path("out").exists()
-    ok(*arguments)
-    report = read_json("out/ckpt_prune.json")
-    assert (told["before"], told["after"]) == (report["before"], report["after"])
-
-
 def test_verify_looks_inside_padding(here):
     """Rows of q and k without compensation are the dense ones at their places."""
     none = ("--set", "spaces.qk.compensation={method: none}")
@@ -238,30 +220,6 @@ def test_queries_and_keys_of_a_rope_family(here):
     assert refused("prune", "llama", "--recipe", "corp", *TEXT, "-o", "out") == said
     assert refused("plan", "llama", "--recipe", "corp", "--statistics", "llama-stats") == said
     assert refused("inspect", "llama", "--recipe", "corp", "--ratio", "0.5") == said
-
-
-def test_statistics_without_logits(here):
-    ok("calibrate", "vit", *IMAGES, "--collect", "moments,gram", "-o", "bare")
-    said = "recipe corp-qk prunes q and k, and bare has no moments of them: calibrate with --collect moments,logits"
-    assert refused("prune", "vit", "--recipe", "corp-qk", "--statistics", "bare", "-o", "out") == said
-    ok("prune", "vit", "--recipe", "corp-mlp", "--statistics", "bare", "-o", "mlp")
-
-
-def test_statistics_with_logits_alone(here):
-    ok("calibrate", "vit", *IMAGES, "--collect", "logits", "-o", "bare")
-    assert refused("prune", "vit", "--recipe", "corp", "--statistics", "bare", "-o", "out") == (
-        "compensation affine needs Grams, and bare has none: calibrate with --collect moments,gram,logits"
-    )
-    ok("prune", "vit", "--recipe", "corp-qk", "--statistics", "bare", "-o", "qk")
-
-
-def test_what_a_family_cannot_collect(here):
-    assert refused("calibrate", "llama", *TEXT, "--collect", "logits", "-o", "out") == (
-        "--collect logits: choose from moments,gram,rotary,linears,fisher,taylor,effects,queries,values (llama)"
-    )
-    assert refused("calibrate", "vit", *IMAGES, "--collect", "grams", "-o", "out") == (
-        "--collect grams: choose from moments,gram,logits,centred,linears,fisher,effects,values (vit)"
-    )
 
 
 def test_data_of_the_wrong_kind(here):
@@ -356,31 +314,6 @@ def test_an_input_that_asks_for_code_of_its_own(here, model):
     assert "auto_map" not in read_json("live/config.json")
 
 
-def test_an_output_of_our_own_is_not_pruned_again(here):
-    said = (
-        "pruned was pruned into a shape that no stock class has (remote code): units are counted alike in every block, "
-        "and its blocks may differ; masks alone go into it; start from the dense model"
-    )
-    assert refused("prune", "pruned", "--recipe", "magnitude", "-o", "out") == said
-    ok("prune", "opt", "--recipe", "corp-heads", *TEXT, "-o", "heads")
-    assert refused("prune", "heads", "--recipe", "magnitude", "-o", "out") == said.replace("pruned was", "heads was")
-
-
-def test_more_samples_than_images(here):
-    for number, arguments in enumerate((["calibrate", "vit"], ["prune", "vit", "--recipe", "corp"])):
-        done = run(*arguments, "--images", "images", "--samples", "13", "-o", f"out{number}")
-        assert done.exit_code == 0
-        assert done.stderr.splitlines()[0] == "images has 12 images to calibrate on: all are used, not 13"
-    assert (
-        read_json("out0/statistics.json")["samples"]
-        == read_json("out1/ckpt_prune.json")["calibration"]["samples"]
-        == 12
-    )
-    said = "13 folds of 12 samples: every fold needs at least one"
-    assert refused("prune", "vit", "--recipe", "corp", *IMAGES, "--folds", "13", "-o", "out") == said
-    assert refused("calibrate", "vit", *IMAGES, "--folds", "13", "-o", "out") == said
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -396,16 +329,6 @@ def test_an_edited_plan_is_refused(here, change, message):
     plan["sites"][0]["kept"] = sorted(change(plan["sites"][0]["kept"]))
     Path("plan.json").write_text(json.dumps(plan))
     assert message in refused("prune", "vit", "--plan", "plan.json", "-o", "out")
-
-
-def test_grey_images_and_many_formats(here):
-    shutil.rmtree("images")
-    for index, (suffix, mode) in enumerate(
-        [("png", "L"), ("jpg", "RGB"), ("bmp", "RGB"), ("png", "RGBA"), ("gif", "P")]
-    ):
-        write_image(Path("images") / f"{index}.{suffix}", index, mode=mode)
-    said = ok("calibrate", "vit", "--images", "images", "-o", "out")
-    assert said.startswith("out: 5 images of 10 tokens")
 
 
 def test_a_ranking_over_blocks_with_lambda_0_and_images(here):

@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import SwinConfig, SwinForImageClassification
 
-from ckpt_prune.evaluation import image_classes as classification
 from ckpt_prune.evaluation.image_classes import classify, compare_classifiers
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.measure.samples.image_files import ImageFiles, choose_images
@@ -18,7 +17,6 @@ from ckpt_prune.measure.samples.images import ImageSamples
 from tests.cli.running import edit_weights, ok, poison, refused, set_config
 from tests.images import tiny_vit, write_csv, write_images, write_processor, write_vit
 
-SCORE = classification.Classification(0.5, 1.0, images=6, classes=6)
 LABELS = [3, 0, 5, 1, 2, 4, 0, 1, 2, 3, 4, 5]
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.cli.running import ok, refused, run, untimed
+from tests.cli.running import ok, refused, run
 from tests.pairs import every
 
-from .test_masks import COSTS, LINEARS, PRUNE, TEXT
+from .test_masks import LINEARS, PRUNE, TEXT
 
 
 @pytest.fixture
@@ -75,21 +75,6 @@ def test_shares_that_do_not_hold_are_found(here):
     values["mask"]["shares"]["kept"] = [1]
     path.write_text(json.dumps(values))
     assert "is damaged: prune again" in run("verify", "out", "--against", "dense").output
-
-
-def test_statistics_share_out_by_outliers_as_text_does(here):
-    owl = ("--set", "mask.allocation=owl", "--set", "target=dense")
-    ok(*PRUNE, "wanda-50", *owl, "--statistics", "stats")
-    cached = report()["mask"]["shares"]
-    ok(*PRUNE, "wanda-50", *owl, *TEXT, "--overwrite")
-    assert report()["mask"]["shares"] == cached
-
-
-def test_dry_run(here):
-    assert untimed(ok(*PRUNE, "wanda-owl", *TEXT, "--dry-run")) == (
-        COSTS + "to be masked by wanda: 70.0% of all linear weights, shared out over blocks by owl\n"
-        "everything checked, nothing written\n"
-    )
 
 
 @pytest.mark.parametrize(

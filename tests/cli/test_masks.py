@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageClassification, AutoModelForMaskedLM
 
 import ckpt_prune
-from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.common.progress import Meter
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.recipe.shipped import shipped_recipes
@@ -23,12 +22,10 @@ from tests import encoders, families
 from tests.cli.running import (
     TEXT,
     edit_weights,
-    interrupted,
     listing,
     ok,
     read_json,
     refused,
-    resumed,
     run,
     same_files,
     set_config,
@@ -240,17 +237,6 @@ def test_rotated_and_unmasked_is_the_dense_model(here, model, kind):
     assert not torch.allclose(tensors("out")[values], tensors("dense")[values], atol=1e-2)
 
 
-def test_no_steps_leave_the_identity(here):
-    """Only the gains of norms move: the mask is the plain one's, since a gain does not change Wanda's score."""
-    said = ok(*PRUNE, "cayley-rotator-shared-wanda-2-4", *TEXT, "--set", "rotation.steps=0")
-    assert re.search(
-        r"Entropy of the wanda importance of weights: (\S+) nats .*, \1 nats after \(\+0\.0%\), in 0 ", said
-    )
-    ok("prune", "dense", "--recipe", "wanda-2-4", *TEXT, "-o", "plain")
-    ours, theirs = tensors("out"), tensors("plain")
-    assert all(torch.equal(ours[name] == 0, theirs[name] == 0) for name in LINEARS)
-
-
 def test_a_head_that_is_no_longer_tied_is_said(here):
     said = ok("prune", "tied", "--recipe", "cayley-rotator-shared-magnitude-50", *FEW, "-o", "out")
     assert said.startswith("the head is no longer tied to the embedding: it reads another basis\n")
@@ -258,12 +244,6 @@ def test_a_head_that_is_no_longer_tied_is_said(here):
     model = stock("out")
     assert model.num_parameters() == read_json("out/ckpt_prune.json")["after"]["parameters"]
     assert not torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
-
-
-def test_an_importance_of_its_own(here):
-    said = ok(*PRUNE, "denoise-rotator-magnitude-50", *TEXT, *FEW, "--set", "rotation.importance=sparsegpt")
-    assert "Entropy of the sparsegpt importance" in said
-    assert "Masked by magnitude: 50.00%" in said
 
 
 # ---- every family --------------------------------------------------------------------------------------------------
@@ -338,17 +318,6 @@ def test_a_pattern_is_its_own_ratio(here, recipe):
     assert "with changes" not in (Path("as-it-is") / "README.md").read_text()
 
 
-@pytest.mark.parametrize(("pattern", "gone"), [("4:8", 4), ("1:4", 3), ("3:4", 1), ("1:2", 1), ("7:8", 1)])
-def test_other_patterns(here, pattern, gone):
-    said = ok(*PRUNE, "wanda-2-4", "--set", f"mask.pattern={pattern}", *TEXT)
-    kept, of = map(int, pattern.split(":"))
-    assert f"Masked by wanda {pattern}: {gone / of:.2%} zeros in 14 linear weights of 3.84K parameters.\n" in said
-    found = tensors("out")
-    assert {count for name in LINEARS for count in zeros_per_group(found[name], of)} == {gone}
-    report = read_json("out/ckpt_prune.json")
-    assert report["mask"] == {"method": "wanda", "pattern": pattern, "ratio": 1 - kept / of}
-
-
 @pytest.mark.parametrize("recipe", ["magnitude-50", "magnitude-2-4", "cayley-rotator-shared-magnitude-2-4"])
 def test_magnitude_needs_no_data(here, recipe):
     ok("prune", "dense", "--recipe", recipe, *few(recipe), *TEXT, "-o", "with")
@@ -374,22 +343,6 @@ def test_statistics(here, recipe):
     assert "sequential" in read_json("sequential/ckpt_prune.json")["calibration"]["target"]
 
 
-@pytest.mark.parametrize("kind", ["per-layer", "shared"])
-def test_rotations_are_learned_on_the_dense_model(here, kind):
-    """Also where the mask is measured on what is masked already."""
-    args = (*("prune", "dense", "--recipe", "cayley-rotator-wanda-50"), *FEW, "--set", f"rotation.kind={kind}")
-    ok(*args, *TEXT, "-o", "live")
-    ok(*args, "--statistics", "stats", "-o", "cached")
-    live, cached = (load_file(f"{out}/rotations.st") for out in ("live", "cached"))
-    residual = {"residual"} if kind == "shared" else {"blocks.0.residual", "blocks.1.residual"}
-    assert live.keys() == cached.keys() == {*residual, "blocks.0.heads", "blocks.1.heads"}
-    for name, rotation in live.items():
-        torch.testing.assert_close(rotation, cached[name], rtol=0, atol=1e-5)
-        size = rotation.shape[-1]
-        torch.testing.assert_close(rotation @ rotation.mT, torch.eye(size).expand_as(rotation), rtol=0, atol=1e-5)
-        assert (rotation - torch.eye(size)).abs().max() > 1e-3
-
-
 @pytest.mark.parametrize(
     ("recipe", "collected", "lacks", "wants"),
     [
@@ -404,15 +357,6 @@ def test_statistics_that_lack_something(here, recipe, collected, lacks, wants):
     assert message == f"recipe {recipe} needs {needs}, and less has no {lacks}: calibrate with --collect {wants}"
     ok("calibrate", "dense", *TEXT, "--collect", wants, "-o", "enough")
     ok(*PRUNE, recipe, "--statistics", "enough", *few(recipe))
-
-
-def test_a_machine_without_products_of_bfloat16_is_told(here, monkeypatch):
-    monkeypatch.setattr("torch.cpu.get_capabilities", dict, raising=False)
-    said = ok(*PRUNE, "denoise-rotator-magnitude-50", *FEW, "--dry-run").splitlines()[0]
-    assert said == (
-        "this machine has no instructions for products of bfloat16, in which recipe denoise-rotator-magnitude-50 "
-        "learns its rotations, and emulates them: --set rotation.compute_dtype=float32 is faster here"
-    )
 
 
 @pytest.mark.parametrize(
@@ -438,20 +382,6 @@ def test_rotations_that_cannot_be_learned_so(here, recipe, change, why):
     assert "\n" not in message
 
 
-def test_what_a_mask_needs(here):
-    assert refused(*PRUNE, "wanda-50") == (
-        "recipe wanda-50 needs statistics: give --statistics, or --text to measure them"
-    )
-    assert refused("prune", "vit", "--recipe", "sparsegpt-50", "-o", "out") == (
-        "recipe sparsegpt-50 needs statistics: give --statistics, or --images to measure them"
-    )
-    importance = ("--set", "rotation.importance=wanda")
-    assert refused(*PRUNE, "denoise-rotator-magnitude-50", *importance) == (
-        "recipe denoise-rotator-magnitude-50 needs statistics: give --statistics, or --text to measure them"
-    )
-    assert refused(*PRUNE, "wanda-50", *TEXT, "--statistics", "stats") == "give --statistics or --text, not both"
-
-
 @pytest.mark.parametrize(
     ("recipe", "expected"),
     [
@@ -471,65 +401,7 @@ def test_dry_run(here, recipe, expected):
     assert listing() == before
 
 
-@pytest.mark.parametrize(
-    ("recipe", "model"),
-    every(
-        4,
-        product(["wanda-50", "cayley-rotator-shared-wanda-50", "denoise-rotator-wanda-50"], ["dense", "tied", "opt"]),
-    ),
-)
-def test_dry_runs_say_the_size_that_is_written(here, model, recipe):
-    args = ("prune", model, "--recipe", recipe, *TEXT, *few(recipe), "-o", "out")
-    before = listing()
-    told = json.loads(ok(*args, "--dry-run", "--json"))
-    assert listing() == before
-    ok(*args)
-    report = read_json("out/ckpt_prune.json")
-    assert (told["before"], told["after"]) == (report["before"], report["after"])
-    assert told["after"]["parameters"] == ckpt_prune.load("out").num_parameters()
-    assert told["widths"] == [{}] * (2 if model == "dense" else 3)
-    remote = recipe == "denoise-rotator-wanda-50"
-    assert told["container"]["remote_code"] == report["container"]["remote_code"] == remote
-
-
-@pytest.mark.parametrize("recipe", ["cayley-rotator-shared-sparsegpt-50"])
-def test_json_alone_is_on_standard_output(here, recipe):
-    result = run(*PRUNE, recipe, *TEXT, *few(recipe), "--json")
-    assert (result.exit_code, result.stderr) == (0, "")
-    said = json.loads(result.stdout)
-    assert said.pop("messages") == []
-    assert said == read_json("out/ckpt_prune.json")
-
-
-@pytest.mark.parametrize("recipe", ["cayley-rotator-shared-sparsegpt-50"])
-def test_no_plan_lists_single_weights(here, recipe):
-    message = f"recipe {recipe} zeroes single weights, which a plan does not list: `ckpt-prune prune` applies it"
-    assert refused("plan", "dense", "--recipe", recipe) == message
-    assert refused("plan", "dense", "--recipe", recipe, "--statistics", "stats", "-o", "plan.json") == message
-
-
-@pytest.mark.parametrize("recipe", ["wanda-50", "sparsegpt-50"])
-def test_no_diagnostics(here, recipe):
-    assert ok(*PRUNE, recipe, *TEXT, "--no-diagnostics") == COSTS + masked_line(recipe) + "written to out\n"
-    said = ok("prune", "dense", "--recipe", recipe, *TEXT, "--diagnostics", "-o", "with")
-    assert error_line("with") in said
-    assert (Path("out") / "model.safetensors").read_bytes() == (Path("with") / "model.safetensors").read_bytes()
-
-
 # ---- recipes -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "mask", ["mask:\n  method: magnitude\n  pattern: 2:4\n", "mask: {method: magnitude, pattern: '2:4'}\n"]
-)
-def test_a_recipe_of_ones_own(here, mask):
-    """YAML 1.1 would read 2:4 without quotes as 124."""
-    Path("mine.yaml").write_text(f"version: 1\nname: mine\n{mask}")
-    assert ok("recipe", "validate", "mine.yaml") == "mine.yaml: recipe mine is valid\n"
-    assert json.loads(ok("recipe", "validate", "mine.yaml", "--json"))["mask"]["pattern"] == "2:4"
-    assert ok(*PRUNE, "mine.yaml") == COSTS + masked_line("magnitude-2-4") + "written to out\n"
-    ok("prune", "dense", "--recipe", "magnitude-2-4", "-o", "shipped")
-    assert (Path("out") / "model.safetensors").read_bytes() == (Path("shipped") / "model.safetensors").read_bytes()
 
 
 HEAD = "version: 1\nname: mine\n"
@@ -600,13 +472,6 @@ def test_a_width_that_groups_do_not_fill(here, pattern, what):
         )
 
 
-def test_a_width_that_groups_do_not_fill_on_bert(here):
-    assert refused("prune", "bert", "--recipe", "sparsegpt-2-4", *BERT_TEXT, "-o", "out") == (
-        "bert.encoder.layer.0.output.dense.weight has 22 inputs, which 2:4 does not divide into groups of 4: "
-        "use another pattern, or unstructured"
-    )
-
-
 POST_NORM = "it normalises after every addition to its residual stream (post-norm), and no rotation passes through that"
 
 
@@ -661,13 +526,6 @@ def test_a_container_that_cannot_turn(here, container):
     )
 
 
-@pytest.mark.parametrize("container", chosen(["any", "remote"], lambda each: each == "any"))
-def test_containers_that_can_turn(here, container):
-    assert ok(*PRUNE, "denoise-rotator-wanda-50", "--container", container, *TEXT, *FEW).startswith(TURNED)
-    ok("prune", "dense", "--recipe", "denoise-rotator-wanda-50", *TEXT, *FEW, "-o", "auto")
-    assert (Path("out") / "model.safetensors").read_bytes() == (Path("auto") / "model.safetensors").read_bytes()
-
-
 def in_half(folder: str, changes: dict[str, float]) -> None:
     """Store a model in float16, with tensors of these endings multiplied."""
 
@@ -698,15 +556,6 @@ def test_gains_that_the_head_cannot_take_in(here, kind):
     args = (*PRUNE, "denoise-rotator-magnitude-50", *FEW, "--set", f"rotation.kind={kind}")
     assert refused(*args).startswith("lm_head.weight: with the gains of norms absorbed it does not fit its dtype ")
     assert not Path("out").exists()
-
-
-@pytest.mark.parametrize("recipe", ["wanda-50", "denoise-rotator-wanda-50", "cayley-rotator-shared-wanda-50"])
-def test_a_weight_that_is_no_number_is_named(here, recipe):
-    """Whichever is measured first, the model is not said to overflow."""
-    edit_weights("dense", lambda found: found["model.layers.1.mlp.up_proj.weight"].fill_(float("nan")))
-    assert "tensor 'model.layers.1.mlp.up_proj.weight' has 384 NaN or Inf" in refused(
-        *PRUNE, recipe, *TEXT, *few(recipe)
-    )
 
 
 def test_zeros_that_another_prune_loses(here):
@@ -781,22 +630,6 @@ def test_seeds(here):
     assert not any(torch.equal(sampled[0][name], sampled[1][name]) for name in LINEARS)
 
 
-COMMITS = {
-    "sparsegpt-2-4": 3,  # two blocks and the rest
-    "cayley-rotator-shared-wanda-50": 4,  # the rotations first
-    "denoise-rotator-sparsegpt-2-4": 5,  # those of each block
-}
-
-
-@pytest.mark.parametrize("recipe", chosen(COMMITS, lambda recipe: recipe.startswith("denoise")))
-def test_ctrl_c_between_blocks_and_resume(here, recipe):
-    job = ["prune", "dense", "--recipe", recipe, *TEXT, *few(recipe)]
-    ok(*job, "-o", "whole")
-    for commit in range(1, COMMITS[recipe] + 1):
-        interrupted(job, commit)
-        resumed(job)
-
-
 @pytest.mark.parametrize(
     ("recipe", "step"), dealt(["denoise-rotator-sparsegpt-2-4", "denoise-rotator-wanda-50"], [2, 5])
 )
@@ -830,20 +663,6 @@ def test_ctrl_c_while_learning_one_rotation(here, recipe):
     assert same_files("out", "whole")
 
 
-def test_another_job_does_not_resume(here):
-    job = (*PRUNE, "denoise-rotator-wanda-50", *TEXT, *FEW)
-    with pytest.MonkeyPatch.context() as patch:
-        interrupt_at(patch, CheckpointWriter, "commit", 3)
-        assert run(*job).exit_code == 130
-    message = (
-        f"{Path('out.partial').absolute()} was begun by a different job; "
-        "--resume needs the same one, --overwrite starts afresh"
-    )
-    for other in (["--set", "rotation.seed=1"], ["--set", "rotation.steps=4"], ["--set", "mask.compare=matrix"]):
-        assert refused(*job, *other, "--resume") == message
-    ok(*job, "--resume")
-
-
 # ---- what other commands make of it --------------------------------------------------------------------------------
 
 
@@ -856,20 +675,6 @@ def test_verify_and_report(here, recipe):
     assert "perplexity" in ok("evaluate", "out", "--text", "calib.txt", "--window", "16", "--samples", "2")
 
 
-def test_a_mask_after_units(here):
-    """For both, prune twice."""
-    ok("prune", "dense", "--recipe", "rcpu", "--ratio", "0.5", *TEXT, "-o", "narrow")
-    ok("prune", "narrow", "--recipe", "wanda-2-4", *TEXT, "-o", "out")
-    found, before = tensors("out"), tensors("narrow")
-    linear = [name for name in LINEARS if name in found]
-    assert len(linear) == 14
-    assert found["model.layers.0.mlp.down_proj.weight"].shape == (16, 12)
-    for name in linear:
-        assert found[name].shape == before[name].shape
-        assert zeros_per_group(found[name], 4) == {2}
-    stock("out")
-
-
 def test_a_ratio(here):
     """Rounded down in every row: 4 of 16 and 7 of 24."""
     said = ok(*PRUNE, "wanda-50", "--ratio", "0.3", *TEXT)
@@ -879,9 +684,3 @@ def test_a_ratio(here):
     assert "Masked by wanda: 25.83% zeros in 14 linear weights of 3.84K parameters.\n" in said
     found = tensors("out")
     assert all(zeros_per_row(found[name]) == {7 if shape[1] == 24 else 4} for name, shape in LINEARS.items())
-
-
-def test_a_pattern_has_one_spelling(here):
-    ok(*PRUNE, "magnitude-2-4", "--set", "mask.pattern=02:04")
-    ok("prune", "dense", "--recipe", "magnitude-2-4", "-o", "plain")
-    assert same_files("out", "plain")

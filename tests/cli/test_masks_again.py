@@ -97,16 +97,6 @@ def inputs(folder: str, batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return found
 
 
-def test_uneven_blocks_differ_as_meant(here):
-    """What the other tests stand on."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in weights("llama").items()}
-    attention = [{p: shapes[f"model.layers.{b}.self_attn.{p}_proj.weight"] for p in "qkvo"} for b in range(2)]
-    columns = [shapes[f"model.layers.{block}.mlp.up_proj.weight"] for block in range(2)]
-    assert attention[0] != attention[1] or columns[0] != columns[1]
-    assert any(own["v"][0] < 8 for own in attention)
-    assert read_json("vit/config.json")["auto_map"]
-
-
 @pytest.mark.parametrize("family", every(2, ["llama", "opt", "vit"]))
 def test_zeros_are_those_that_the_whole_model_says(here, family):
     """Wanda's score by inputs of the loaded output; statistics and what is measured at once give the same bytes."""
@@ -198,15 +188,6 @@ def test_what_is_refused(here):
     assert refused("recover", "dense-llama", "--dense", "llama", *TEXT, "-o", "out") == REFUSED.format(
         "llama", "no other model is held against it"
     )
-
-
-def test_a_pattern_that_the_last_block_alone_cannot_have(here):
-    ok("prune", "dense-llama", "--recipe", "flap-global", *TEXT, "--set", "spaces.heads.ratio=0", "-o", "uneven")
-    columns = [weights("uneven")[f"model.layers.{block}.mlp.down_proj.weight"].shape[1] for block in range(2)]
-    assert columns[0] != columns[1]
-    odd = next(block for block, width in enumerate(columns) if width % 4)
-    said = refused("prune", "uneven", "--recipe", "wanda-2-4", *TEXT, "-o", "out")
-    assert said.startswith(f"model.layers.{odd}.mlp.down_proj.weight has {columns[odd]} inputs, which 2:4 does not ")
 
 
 def test_statistics_of_one_output_are_not_those_of_another(here):

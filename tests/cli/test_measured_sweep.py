@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-import ckpt_prune
 from ckpt_prune.evaluation.whole_model import quiet_transformers
-from tests.cli.running import edit_weights, listing, ok, poison, refused, run
+from tests.cli.running import listing, ok, refused
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
 from tests.images import CLASSES, write_csv, write_images, write_vit
 
@@ -32,24 +31,6 @@ def swept(model: str, *how: str) -> tuple[list[str], dict[str, Any]]:
     return rows, said
 
 
-def test_masks(place):
-    """Sizes stay; what is measured is what pruning and evaluating by hand gives."""
-    rows, said = swept("dense", "--recipe", "magnitude-50", "--sweep", "ratio=0.25,0.75", *HELD_OUT)
-    assert [point["ratio"] for point in said["points"]] == [0.25, 0.75]
-    assert rows[0].split() == ["ratio", "parameters", "share", "bytes", "FLOPs", "KL", "perplexity"]
-    for point, row in zip(said["points"], rows[1:3], strict=True):
-        report, alone = by_hand("dense", "--recipe", "magnitude-50", "--ratio", str(point["ratio"]))
-        assert {key: point[key] for key in report["after"]} == report["after"]
-        assert (point["perplexity"], point["kl"]) == pytest.approx((alone["perplexity"], alone["kl"]), rel=1e-9)
-        assert row.split()[-2:] == [f"{alone['kl']:.4f}", f"{alone['perplexity']:.3f}"]
-        assert (point["widths"], point["errors"], point["divergence"]) == ({}, {}, None)
-    assert said["points"][0]["kl"] < said["points"][1]["kl"]
-    dense = alone["against"]["perplexity"]
-    told = f"perplexity (dense: {dense:.3f}) and KL on 4 windows of 16 tokens"
-    assert rows[3:] == [told]
-    assert said["measured"] == told
-
-
 def test_calibration_samples(place):
     """Of a recipe that a plan could say: from text it is pruned all the same."""
     how = ("--recipe", "ridge", "--set", "ratio=0.5", "--text", "calib.txt", "--window", "16")
@@ -63,13 +44,6 @@ def test_calibration_samples(place):
         assert point["perplexity"] == pytest.approx(alone["perplexity"], rel=1e-9)
     first, second = said["points"]
     assert first["errors"] != second["errors"]
-
-
-def test_seeds(place):
-    how = ("--recipe", "ridge", "--set", "ratio=0.5", *TRAIN, *HELD_OUT, "--sweep", "seed=0:1:1")
-    _, said = swept("dense", *how)
-    assert [point["seed"] for point in said["points"]] == [0, 1]
-    assert said["points"][0]["errors"] != said["points"][1]["errors"]
 
 
 @pytest.fixture
@@ -89,13 +63,6 @@ def test_dimensions_of_the_stream(tied):
     assert [row.split()[-3] for row in rows[1:3]] == ["14", "10"]
     assert [point["dimensions"] for point in said["points"]] == [14, 10]
     assert said["points"][0]["kl"] < said["points"][1]["kl"]
-
-
-def test_blocks(tied):
-    rows, said = swept("tied", "--recipe", "replaceme", *TRAIN, *HELD_OUT, "--sweep", "depth.drop=1,2")
-    assert rows[0].split()[5] == "blocks"
-    assert [row.split()[-3] for row in rows[1:3]] == ["2", "1"]
-    assert [point["blocks"] for point in said["points"]] == [2, 1]
 
 
 @pytest.mark.parametrize("labelled", [True, False])
@@ -123,22 +90,6 @@ def test_images(tmp_path, monkeypatch, labelled):
     assert table[2].split()[-2:] == [f"{alone['kl']:.4f}", score]
     dense = f"top-1 (dense: {alone['against']['top1']:.1%})" if labelled else "top-1 (no labels)"
     assert said["measured"] == f"{dense} and KL on 12 images"
-
-
-def test_the_same_from_python(place):
-    found = ckpt_prune.sweep(
-        "dense",
-        "ratio=0.25,0.5",
-        recipe="wanda-50",
-        text="calib.txt",
-        samples=4,
-        window=16,
-        evaluate=["calib.txt"],
-        evaluate_samples=4,
-        progress=False,
-    )
-    how = ("--recipe", "wanda-50", *TRAIN, *HELD_OUT, "--sweep", "ratio=0.25,0.5")
-    assert json.loads(ok("plan", "dense", *how, "--json")) == found.data()
 
 
 @pytest.mark.parametrize(
@@ -172,25 +123,7 @@ def test_bad_input(place, options, why):
     assert refused("plan", "dense", *options) == why
 
 
-def test_a_key_that_no_recipe_has(place):
-    told = refused("plan", "dense", "--recipe", "magnitude-50", *HELD_OUT, "--sweep", "foo.bar=1,2")
-    assert told.startswith("--sweep foo.bar=1: unknown key foo: allowed here: version, name, ")
-
-
-def test_each_value_is_named_before_it_is_pruned(place):
-    how = ("--recipe", "magnitude-50", "--sweep", "0.2,0.4", *HELD_OUT)
-    told = run("plan", "dense", *how)
-    lines = [line for line in told.stderr.splitlines() if line.startswith("ratio=")]
-    assert lines == ["ratio=0.2 (1 of 2)", "ratio=0.4 (2 of 2)"]
-
-
 def test_all_values_are_checked_before_the_first_is_pruned(place, monkeypatch):
     monkeypatch.setattr("ckpt_prune.runner.run_job.run_job", lambda *_a, **_k: pytest.fail("pruned"))
     how = ("--recipe", "shortgpt", *TRAIN, *HELD_OUT, "--sweep", "depth.drop=1,9")
     assert "9" in refused("plan", "dense", *how)
-
-
-def test_broken_weights(place):
-    edit_weights("dense", poison("model.layers.0.mlp.down_proj.weight"))
-    how = ("--recipe", "magnitude-50", "--sweep", "ratio=0.2,0.4", *HELD_OUT)
-    assert "has 1 NaN or Inf" in refused("plan", "dense", *how)

@@ -7,8 +7,8 @@ import torch
 
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.evaluation.whole_model import quiet_transformers
-from tests.cli.joint_axes import JOB, WIDTHS, divergence_on_the_second_fold
-from tests.cli.running import TEXT, ok, read_json, refused, resumed, run, untimed
+from tests.cli.joint_axes import JOB, WIDTHS
+from tests.cli.running import ok, read_json, refused, resumed, run, untimed
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
 from tests.families import stock
 from tests.interrupting import interrupt_at
@@ -60,24 +60,6 @@ def test_dimensions_that_are_empty_go_first(here) -> None:
     assert "dimensions stay" in ok("report", "out", "-o", "page.html") + Path("page.html").read_text()
 
 
-def test_what_is_measured_is_the_divergence_of_stock_transformers(here) -> None:
-    """The narrowest stream that was tried meets the size by itself: it is `slicegpt-shared` on the first fold."""
-    ok("prune", "dense", *JOB, "--target-params", "80%", "-o", "out")
-    narrowest = read_json("out/ckpt_prune.json")["hidden"]["tried"][-1]
-    hidden = {"kind": "shared", "multiple_of": 2, "drop": 16 - narrowest["kept"]}
-    expected = divergence_on_the_second_fold("dense", hidden=hidden)
-    assert narrowest["measured"] == pytest.approx(expected, rel=1e-4)
-
-
-def test_where_no_dimension_goes_it_is_the_recipe_without_hidden(here) -> None:
-    """A size that the model has: nothing goes, and what is written is what the recipe without it writes."""
-    job = (*JOB[2:], "--target-params", "100%")
-    ok("prune", "dense", "--recipe", "widths.yaml", *job, "-o", "plain")
-    said = ok("prune", "dense", "--recipe", "mine.yaml", *job, "-o", "out")
-    assert "residual stream: 16 of 16 dimensions stay" in said
-    assert Path("out/model.safetensors").read_bytes() == Path("plain/model.safetensors").read_bytes()
-
-
 def test_a_given_number_beside_spaces(here) -> None:
     """A share of the size is of the model with all its dimensions; a ratio is of the units of what is left."""
     ok("prune", "flat", *JOB, "--set", "hidden.drop=4", "--target-params", "60%", "-o", "out")
@@ -95,11 +77,10 @@ def test_a_given_number_beside_spaces(here) -> None:
 def test_an_interrupted_choice_goes_on(here) -> None:
     job = ["prune", "dense", *JOB, "--target-params", "80%"]
     ok(*job, "-o", "whole")
-    for call in (3, 5):
-        with pytest.MonkeyPatch.context() as patch:
-            interrupt_at(patch, Journal, "record", call)
-            assert run(*job, "-o", "out").exit_code == 130
-        resumed(job)
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt_at(patch, Journal, "record", 5)
+        assert run(*job, "-o", "out").exit_code == 130
+    resumed(job)
 
 
 def test_a_dry_run(here) -> None:
@@ -146,34 +127,3 @@ def test_recipes_that_contradict_themselves(here, changes: list[str], why: str) 
     given = [part for change in changes for part in ("--set", change)]
     said = refused("prune", "flat", *JOB, *given, "-o", "out")
     assert said.endswith(why), said
-
-
-def test_a_plan_is_made_in_two_steps(here) -> None:
-    """What is refused says them, and they do."""
-    said = refused("plan", "flat", "--recipe", "mine.yaml", "--statistics", "stats", "--target-params", "70%")
-    assert said == (
-        "recipe mine narrows the residual stream and then prunes spaces of what is left, which no statistics are of "
-        "yet: `ckpt-prune prune --text` (or --images) does both at once; for a plan, `ckpt-prune prune --recipe "
-        "slicegpt-shared --set hidden.drop=N` first, then calibrate and plan what it has written, by a recipe of "
-        "spaces alone such as best-uniform"
-    )
-    ok(
-        "prune",
-        "flat",
-        "--recipe",
-        "slicegpt-shared",
-        "--set",
-        "hidden={kind: shared, drop: 4, multiple_of: 2}",
-        *TEXT,
-        "-o",
-        "narrow",
-    )
-    ok("calibrate", "narrow", *TEXT, "--folds", "2", "-o", "narrow-stats")
-    ok("plan", "narrow", "--recipe", "widths.yaml", "--statistics", "narrow-stats", "--ratio", "0.3", "-o", "plan.json")
-    ok("prune", "narrow", "--plan", "plan.json", "-o", "out")
-    assert read_json("out/config.json")["hidden_size"] == 12
-
-
-def test_what_cannot_be(here) -> None:
-    said = refused("prune", "flat", *JOB, "--target-params", "1", "-o", "out")
-    assert said.startswith("1 parameters: out of reach of recipe mine, whose stream and spaces leave "), said

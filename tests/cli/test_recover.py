@@ -1,6 +1,5 @@
 """`recover`: exact output, every option, what other commands make of an output, and what is refused."""
 
-import importlib
 import json
 import math
 import re
@@ -38,7 +37,6 @@ from tests.pairs import chosen, crossed, every
 from tests.reports import without_stages
 from tests.stages.recovering import is_linear
 
-TWO = ("--set", "recovery.epochs=2")
 BARE = ("recover", "pruned", "--dense", "dense")
 RECOVER = (*BARE, *TEXT, "--samples", "32", "--epochs", "2")
 """Of a model of two blocks of hidden size 16, half of which is gone; 32 windows of 16, three of them held out."""
@@ -46,7 +44,6 @@ ABOUT = "recovering 2 of 2 blocks on 32 windows of 16 tokens, 3 of them held out
 STATES = 32 * 16 * 16
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
-RATE = 5e-5 * 4096 / 16
 
 
 def tensors(folder: str) -> dict[str, torch.Tensor]:
@@ -139,58 +136,6 @@ def test_text(place):
     assert changed("out") == linears(0, 1)
 
 
-def test_json_alone_is_on_standard_output(place):
-    result = run(*RECOVER, "-o", "out", "--json")
-    assert (result.exit_code, result.stderr) == (0, ABOUT)
-    said = json.loads(result.stdout)
-    assert said == report_of("out")
-    before = report_of("pruned")
-    assert set(said) == {*before, "recovery", "layers"}
-    kept = [key for key in before if key not in ("files", "stages", "job")]
-    assert [said[key] for key in kept] == [before[key] for key in kept]
-    recovery = said["recovery"]
-    assert list(recovery) == ["dense", "on_the_fly", "settings", "data", "perplexity_after", "earlier"]
-    assert recovery["earlier"] is None
-    assert recovery["dense"] == before["source"]
-    assert recovery["on_the_fly"] is False
-    assert recovery["settings"] == {
-        **{"method": "laco", "epochs": 2, "lr": RATE, "batch": 4, "accumulate": 1, "schedule": "cosine"},
-        **{"only": None, "layers": None, "norms": False, "teacher": "dense", "held_out": 0.1, "patience": 3, "seed": 0},
-    }
-    data = recovery["data"]
-    assert data | {"data": ""} == {
-        **{"modality": "text", "data": "", "samples": 32, "held_out": 3, "measured": 3, "window": 16, "tokens": 512}
-    }
-    ok("calibrate", "dense", *TEXT, "--samples", "32", "-o", "same")
-    assert [data["data"]] == read_json("same/statistics.json")["data"]
-    assert [entry["blocks"] for entry in recovery["perplexity_after"]] == [0, 2]
-    assert [list(layer) for layer in said["layers"]] == [
-        [
-            *["block", "mse_before", "mse_start", "mse_after", "cka_before", "cka_after"],
-            *["epochs", "best_epoch", "rate", "diverged", "recovered", "curve"],
-        ]
-    ] * 2
-    assert all(0 <= layer[key] <= 1 for layer in said["layers"] for key in ("cka_before", "cka_after"))
-
-
-def test_by_default_all_windows_of_the_context_are_taken(place):
-    ok(*BARE, "--text", "calib.txt", "--epochs", "1", "-o", "out")
-    tokens = len(Path("calib.txt").read_text()) + 1  # one a character, and one at the start
-    data = report_of("out")["recovery"]["data"]
-    assert (data["samples"], data["window"], data["held_out"]) == (tokens // 32, 32, round(tokens // 32 / 10))
-
-
-def test_by_default_no_more_samples_than_the_paper_has(place, monkeypatch):
-    module = importlib.import_module("ckpt_prune.runner.read_recovery")
-    assert module.MOST_SAMPLES == 2048
-    monkeypatch.setattr(module, "MOST_SAMPLES", 5)
-    text = ("--text", "calib.txt", "--window", "16", "--epochs", "1")
-    ok(*BARE, *text, "-o", "out")
-    assert report_of("out")["recovery"]["data"]["samples"] == 5
-    ok(*BARE, *text, "--samples", "7", "-o", "more")
-    assert report_of("more")["recovery"]["data"]["samples"] == 7
-
-
 # ---- which weights ---------------------------------------------------------------------------------------------
 
 
@@ -215,13 +160,6 @@ def test_layers(place, layers, blocks):
     assert [cells(line)[1] for line in lines[1:3]] == kept
     assert lines[3:6] == summary(found, len(blocks))
     assert report_of("out")["recovery"]["settings"]["layers"] == layers
-
-
-def test_a_loss_that_was_measured_before_is_not_passed_on(place):
-    pruned = Path(RECOVER[1]) / "ckpt_prune.json"
-    pruned.write_text(json.dumps(read_json(str(pruned)) | {"loss": {"of": "perplexity", "before": 2.0, "after": 3.0}}))
-    ok(*RECOVER, "--layers", "0:1", "-o", "out")
-    assert "loss" not in report_of("out")
 
 
 @pytest.mark.parametrize("layers", ["a:b", "", "0:1.5", "²:3"])
@@ -331,26 +269,6 @@ def test_hidden_states_that_are_not_finite(place, model, block):
     assert without_stages(again) == without_stages(report)
 
 
-def test_hidden_states_that_are_not_finite_are_resumed(place):
-    """Notes of blocks without figures are read back."""
-    edit_weights("pruned", lambda found: found["model.layers.0.mlp.down_proj.weight"].mul_(1e38))
-    ok(*RECOVER, "-o", "whole")
-    with pytest.MonkeyPatch.context() as patch:
-        interrupt_at(patch, CheckpointWriter, "commit", 3)
-        assert run(*RECOVER, "-o", "out").exit_code == 130
-    ok(*RECOVER, "-o", "out", "--resume")
-    assert same_files("out", "whole")
-
-
-def test_hidden_states_that_are_not_finite_on_the_way(place):
-    """In `prune`, with a recipe that looks at no data but to recover."""
-    edit_weights("dense", lambda found: found["model.layers.1.mlp.down_proj.weight"].mul_(1e38))
-    lines = ok("prune", "dense", "--recipe", "magnitude-50", *RECOVER[4:8], "--window", "16", *TWO, "-o", "out")
-    assert "not finite" in lines
-    layers = strict(Path("out/ckpt_prune.json").read_text())["layers"]
-    assert [layer["mse_after"] is None for layer in layers] == [False, True]
-
-
 # ---- perplexity on the way -------------------------------------------------------------------------------------
 
 
@@ -363,16 +281,6 @@ def test_perplexity_after(whole, after, blocks):
     assert [entry["blocks"] for entry in report_of("out")["recovery"]["perplexity_after"]] == blocks
     assert curve("out") in said.splitlines()
     assert changed("out", "whole") == set()
-
-
-def test_perplexity_after_is_that_of_the_model_recovered_so_far(place):
-    """With the first block recovered and the second as pruned."""
-    ok(*RECOVER, "--perplexity-after", "all", "-o", "out")
-    ok(*RECOVER, "--layers", ":1", "-o", "half")
-    found, half = (report_of(out)["recovery"]["perplexity_after"] for out in ("out", "half"))
-    assert half[0] == found[0]
-    assert half[-1]["perplexity"] == pytest.approx(found[1]["perplexity"], rel=1e-6)
-    assert len({entry["perplexity"] for entry in found}) == 3
 
 
 @pytest.mark.parametrize("after", ["x", "3", "0,,1", "-1", "²"])
@@ -412,18 +320,6 @@ def test_the_same_twice_and_other_seeds(whole):
     assert changed("c", "d") == linears(0, 1)
 
 
-def test_recovering_what_was_recovered_on_the_way(place):
-    args = ("--recipe", "magnitude-50", *TEXT, *TWO, "--set", "recovery.seed=3")
-    ok("prune", "dense", *args, "-o", "once")
-    ok("recover", "once", *RECOVER[2:], "-o", "twice")
-    first, second = (report_of(out) for out in ("once", "twice"))
-    assert first["recovery"]["on_the_fly"] is True
-    assert second["recovery"]["on_the_fly"] is False
-    assert second["recovery"]["earlier"] == {"recovery": first["recovery"], "layers": first["layers"]}
-    assert "recovery.earlier" in Path("twice/README.md").read_text()
-    assert "recovery.earlier" not in Path("once/README.md").read_text()
-
-
 @pytest.mark.parametrize("commit", chosen([1, 2, 3], lambda commit: commit == 2))
 def test_ctrl_c_and_resume(place, commit):
     ok(*RECOVER, "--perplexity-after", "all", "-o", "whole")
@@ -461,15 +357,6 @@ def test_a_disk_without_room_for_states(place, monkeypatch):
         "MiB; free space or choose another place, or take fewer samples, shorter windows or --compute-dtype bfloat16"
     )
     ok(*RECOVER, "-o", "out")
-
-
-def test_states_are_kept_elsewhere_when_resumed(whole):
-    """Where hidden states are is no part of the job."""
-    with pytest.MonkeyPatch.context() as patch:
-        interrupt_at(patch, CheckpointWriter, "commit", 2)
-        assert run(*RECOVER, "-o", "out").exit_code == 130
-    ok(*RECOVER, "-o", "out", "--state-memory", "0", "--resume")
-    assert same_files("out", "whole")
 
 
 # ---- models of every kind --------------------------------------------------------------------------------------
@@ -561,17 +448,6 @@ def test_kinds_of_models(here, kind):
     ckpt_prune.load("out")
 
 
-def test_a_recovered_output_with_remote_code_is_recovered_again(here):
-    ok("prune", "dense", *GLOBAL, "-o", "uneven")
-    ok("recover", "uneven", "--dense", "dense", *TEXT, "--epochs", "1", "-o", "once")
-    ok("recover", "once", "--dense", "dense", *TEXT, "--epochs", "1", "-o", "twice")
-    ok("verify", "twice", "--against", "dense")
-    assert refused("recover", "dense", "--dense", "once", *TEXT, "-o", "out") == (
-        "once was pruned into a shape that no stock class has (remote code): no other model is held against it; "
-        "start from the dense model"
-    )
-
-
 def test_pruned_elsewhere(here):
     """Half of every weight at zero, and no report beside it."""
 
@@ -592,33 +468,6 @@ def test_pruned_elsewhere(here):
     assert "perplexity" in ok("evaluate", "out", "--text", "calib.txt", "--window", "16", "--samples", "2")
     ok("recover", "out", "--dense", "dense", *TEXT, "--epochs", "1", "-o", "again")
     assert report_of("again")["recipe"] == {"name": "pruned elsewhere"}
-
-
-def test_narrowed_elsewhere(here):
-    """Twelve of 24 columns of every MLP, and a config that says so."""
-
-    def narrow(found: dict[str, torch.Tensor]) -> None:
-        for block in (0, 1):
-            for name in MLP:
-                key = f"model.layers.{block}.mlp.{name}.weight"
-                found[key] = (found[key][:, :12] if name == "down_proj" else found[key][:12]).contiguous()
-
-    shutil.copytree("dense", "theirs")
-    edit_weights("theirs", narrow)
-    set_config("theirs", intermediate_size=12)
-    ok("recover", "theirs", *RECOVER[2:], "-o", "out")
-    assert changed("out", "theirs") == linears(0, 1)
-    report = report_of("out")
-    assert report["before"]["parameters"] - report["after"]["parameters"] == 2 * 3 * 12 * 16
-    assert json.loads(ok("verify", "out", "--json"))["passed"]
-    ok("report", "out")
-
-
-def test_bfloat16_computes_and_float32_is_stored(whole):
-    ok(*RECOVER, "--compute-dtype", "bfloat16", "-o", "out")
-    assert changed("out", "whole") == linears(0, 1)
-    layers = report_of("out")["layers"]
-    assert all(layer["recovered"] and layer["mse_after"] < layer["mse_start"] for layer in layers)
 
 
 # ---- a dense model that is not the source ----------------------------------------------------------------------
@@ -648,18 +497,6 @@ def test_another_dense_model_is_doubted_and_taken(place, option):
     assert (report["source"]["name"], report["recovery"]["dense"]["name"]) == ("dense", "tuned")
     assert report["source"]["fingerprint"] != report["recovery"]["dense"]["fingerprint"]
     assert not option or json.loads(result.stdout) == report
-
-
-def test_the_source_is_not_doubted(place):
-    """Nor is any dense model of what another tool pruned, nor the one that another recovery took."""
-    ok("prune", "dense", "--recipe", "magnitude-50", "-o", "theirs")
-    Path("theirs/ckpt_prune.json").unlink()
-    for pruned, out in (("pruned", "a"), ("theirs", "b"), ("a", "c"), ("b", "d")):
-        result = run("recover", pruned, *RECOVER[2:], "-o", out)
-        assert result.exit_code == 0
-        assert "another model" not in result.stderr
-    tune()
-    assert "another model" not in run("recover", "theirs", "--dense", "tuned", *RECOVER[4:], "-o", "e").stderr
 
 
 # ---- options that mean nothing ---------------------------------------------------------------------------------

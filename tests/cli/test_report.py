@@ -1,6 +1,5 @@
 """`report`: one file beside the output, whole or not at all, and one line for whatever is wrong."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from ckpt_prune.common.filenames import REPORT
-from tests.cli.running import listing, misused, ok, refused
+from tests.cli.running import listing, ok, refused
 from tests.show.examples import (
     Json,
-    details,
     elsewhere,
     layer,
     linear,
@@ -53,13 +51,6 @@ def test_beside_the_folder(here):
     assert {name: value for name, value in listing().items() if name in before} == before
 
 
-@pytest.mark.parametrize("name", ["out/", "out/ckpt_prune.json", "./out", "other/../out"])
-def test_other_names_of_the_folder(here, name):
-    Path("other").mkdir()
-    ok("report", name)
-    assert heading("out.report.html") == "tiny, pruned by recipe corp"
-
-
 def test_the_working_folder(here, monkeypatch):
     monkeypatch.chdir("out")
     assert ok("report", ".") == f"report written to {here / 'out.report.html'}\n"
@@ -74,17 +65,6 @@ def test_the_working_folder(here, monkeypatch):
 def test_a_plan(here):
     assert ok("report", "plan.json") == "report written to plan.report.html\n"
     assert heading("plan.report.html") == "Plan for tiny, by corp"
-
-
-def test_a_place_of_ones_own(here):
-    assert ok("report", "out", "-o", "a.html") == "report written to a.html\n"
-    assert heading("a.html") == "tiny, pruned by recipe corp"
-    assert not Path("out.report.html").exists()
-
-
-def test_a_new_file_may_be_read_by_whom_the_umask_lets(here):
-    ok("report", "out")
-    assert Path("out.report.html").stat().st_mode == write("other.json", {}).stat().st_mode
 
 
 def test_a_link_is_replaced_and_what_it_names_stays(here):
@@ -135,35 +115,11 @@ def test_nothing_is_written_into_the_checkpoint(here, place):
         )
 
 
-def test_a_parent_that_is_not_there(here):
-    assert refused("report", "out", "-o", "no/a.html") == f"the folder {here / 'no'} does not exist; create it first"
-    assert (
-        refused("report", "out", "-o", "plan.json/a.html")
-        == f"the folder {here / 'plan.json'} does not exist; create it first"
-    )
-
-
 def test_a_place_that_cannot_be_written(here):
     place = "a" * 300 + ".html"
     assert refused("report", "out", "-o", place) == (
         f"cannot write {place} (File name too long); free space or choose another place"
     )
-
-
-def test_a_full_disk_leaves_nothing(here, monkeypatch):
-    def full(_path: Path) -> None:
-        raise OSError(28, os.strerror(28))
-
-    monkeypatch.setattr("ckpt_prune.checkpoint.staging.sync", full)
-    message = "cannot write {} (No space left on device); free space or choose another place"
-    assert refused("report", "out") == message.format("out.report.html")
-    monkeypatch.undo()
-    monkeypatch.chdir(here)
-    ok("report", "plan.json", "-o", "a.html")
-    before = Path("a.html").read_bytes()
-    monkeypatch.setattr("ckpt_prune.checkpoint.staging.sync", full)
-    assert refused("report", "out", "-o", "a.html", "--overwrite") == message.format("a.html")
-    assert Path("a.html").read_bytes() == before
 
 
 def test_what_is_not_there(here):
@@ -222,14 +178,6 @@ def test_a_damaged_report(here, value, reason):
     assert refused("report", "out") == f"out/ckpt_prune.json is damaged ({reason}): prune again"
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"[" * 100_000], ids=["not text", "too deep"])
-def test_what_is_not_json_at_all(here, content):
-    (Path("out") / REPORT).write_bytes(content)
-    message = refused("report", "out")
-    assert message.startswith("out/ckpt_prune.json is damaged (")
-    assert message.endswith("): prune again")
-
-
 def test_what_is_no_plan(here):
     write("config.json", {"model_type": "vit"})
     assert refused("report", "config.json") == f"config.json is no plan (recipe: field required): {WANTED}"
@@ -239,30 +187,7 @@ def test_what_is_no_plan(here):
     assert refused("report", "text.txt").startswith("text.txt is no plan (Expecting value")
 
 
-def test_usage(here):
-    assert misused("report") == "Missing argument 'OUT'."
-
-
 # ---- real outputs ----------------------------------------------------------------------------------------------
-
-
-def test_what_prune_writes_of_masks_and_rotations(place):
-    text = ("--text", "calib.txt", "--samples", "6", "--window", "8")
-    recipe = ("--recipe", "denoise-rotator-sparsegpt-2-4", "--set", "rotation.steps=2")
-    ok("prune", "dense", *recipe, *text, "-o", "rotated")
-    ok("report", "rotated")
-    html = Path("rotated.report.html").read_text(encoding="utf-8")
-    root = parse(html)
-    assert heading("rotated.report.html") == "dense, pruned by recipe denoise-rotator-sparsegpt-2-4"
-    assert [words(h) for h in root.iter("h2")] == ["Size", "Recipe", "Rotation", "Mask", "How it was made"]
-    assert [words(h) for h in root.iter("h3")] == [
-        "Entropy of the importance",
-        "Entropy over steps",
-        "Importance of model.layers.0.self_attn.o_proj.weight",
-        "Output error of the linears",
-    ]
-    assert [words(li) for li in list(root.iter("ul"))[-1]] == ["q", "k", "v", "o", "gate", "up", "down"]
-    assert list(details(html)) == ["Every rotation", "Every linear", "Time and memory"]
 
 
 def test_what_prune_and_plan_write(place):

@@ -10,8 +10,7 @@ from transformers import PhiConfig, PhiForCausalLM
 
 import ckpt_prune
 from ckpt_prune.evaluation.whole_model import quiet_transformers
-from tests import encoders
-from tests.cli.running import TEXT, interrupted, ok, read_json, refused, resumed, run
+from tests.cli.running import TEXT, ok, read_json, refused, run
 from tests.evaluation.tiny import tiny_tokenizer
 
 RECIPE = """\
@@ -114,13 +113,6 @@ def test_a_budget_shares_out_pairs_heads_query_heads_and_columns(here):
     ok("statistics", "show", "more")
 
 
-def test_interrupted_runs_go_on(here):
-    job = ["prune", "dense", "--recipe", "beside.yaml", "--set", "target=drift", *TEXT]
-    ok(*job, "-o", "whole")
-    interrupted(job, 3)
-    resumed(job)
-
-
 def test_an_output_is_measured_and_recovered(here):
     ok("prune", "dense", "--recipe", "beside.yaml", *TEXT, "-o", "out")
     assert json.loads(ok("evaluate", "out", "--text", "calib.txt", "--window", "16", "--json"))["perplexity"] > 1
@@ -130,14 +122,6 @@ def test_an_output_is_measured_and_recovered(here):
 
 
 # ---- what is refused ---------------------------------------------------------------------------------------------
-
-
-def test_a_model_without_rotary_positions(here):
-    encoders.make(Path("opt"), "opt")
-    assert refused("prune", "opt", "--recipe", "mine.yaml", *TEXT, "-o", "out") == (
-        "recipe mine prunes rotary, pairs of rotary positions, and opt has none; spaces.qk prunes dimensions of its "
-        "queries and keys"
-    )
 
 
 def test_a_model_that_is_rotated_in_part(here):

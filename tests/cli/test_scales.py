@@ -26,10 +26,6 @@ from tests.reports import without_stages
 SCALES = ("--dense", "dense", "--method", "scales", *TEXT, "--samples", "32", "--epochs", "3", "--batch", "4")
 SCALES += ("--lr", "0.05", "--held-out", "0.1")
 FEW = "there are fewer than 2 other samples than those that the model has seen: it is fitted to those again"
-OTHERS = (
-    "it is not known whether the model has seen these samples: some that it was pruned on or fitted to were chosen in "
-    "another way (other data, --window, --seed or --choose)"
-)
 TRAINED = "Recovered by scales of the inputs and outputs of 14 linear modules, merged"
 
 
@@ -298,32 +294,6 @@ def test_where_there_are_too_few_others_that_is_said(place: Path):
         card = Path(f"out-{beside}/README.md").read_text()
         assert ("samples that it had seen before, 1 epoch" in card) == (told != beside)
         assert ("samples that it had not seen before, 1 epoch" in card) == (told == beside)
-
-
-def test_what_is_known_of_samples_is_said_and_recorded(place: Path):
-    """Of another choice, and where nothing says what a model was pruned on; without a reason no line."""
-    data = ("--text", "calib.txt", "--window", "16", "--samples", "24")
-    ok("prune", "dense", "--recipe", "ridge", "--ratio", "0.5", *data, "-o", "narrow")
-    ok("prune", "dense", "--recipe", "magnitude-50", "-o", "masked")
-    shutil.copytree("masked", "unknown")
-    Path("unknown/ckpt_prune.json").unlink()
-    more = ("--dense", "dense", "--method", "scales", "--text", "calib.txt", "--samples", "8")
-    for folder, options, seen, line in (
-        ("narrow", ("--window", "16"), False, None),
-        ("narrow", ("--window", "8"), None, OTHERS),
-        ("narrow", ("--window", "16", "--seed", "1"), None, OTHERS),
-        ("masked", ("--window", "16"), False, None),
-        ("unknown", ("--window", "16"), None, None),
-    ):
-        done = run("recover", folder, *more, *options, "-o", "out", "--overwrite")
-        assert done.exit_code == 0, done.output
-        assert [each for each in done.stderr.splitlines() if "the model has seen" in each] == [line] * bool(line)
-        told = report_of("out")["adapters"]
-        assert told.get("seen") == seen
-        assert ("seen" in told) == (seen is not None)
-        words = Path("out/README.md").read_text()
-        assert ("8 samples that it had not seen before, 1 epoch" in words) == (seen is False)
-        assert ("8 samples (whether it had seen them before is not known), 1 epoch" in words) == (seen is None)
 
 
 def test_a_text_that_fails_the_second_time_is_no_text_without_others(place: Path, monkeypatch: pytest.MonkeyPatch):

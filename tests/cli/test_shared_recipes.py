@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_prune.recipe.places import locate_recipe
-from ckpt_prune.recipe.shipped import recipe_text, shipped_recipes
 from tests.cli.running import ok, refused
 from tests.hub_server import Hub, Repo
 
@@ -41,14 +39,6 @@ def test_a_recipe_of_the_hub_prunes_as_a_file_does_and_is_on_record(place: Path,
     }
     assert (a["recipe_digest"], a["files"]) == (b["recipe_digest"], b["files"])
     assert f"| file of the recipe | org/recipes/deep/er/mine.yaml@{recipes.head} |" in Path("b/README.md").read_text()
-
-
-def test_a_plan_hands_the_origin_on(place: Path, recipes: Repo):
-    pinned = f"org/recipes/mine.yaml@{recipes.head}"
-    ok("plan", "dense", "--recipe", pinned, "-o", "plan.json")
-    ok("prune", "dense", "--plan", "plan.json", "-o", "out")
-    assert json.loads(Path("plan.json").read_text())["origin"]["revision"] == recipes.head
-    assert json.loads(Path("out/ckpt_prune.json").read_text())["origin"]["reference"] == "org/recipes/mine.yaml"
 
 
 def test_other_commands_take_it_too(place: Path, recipes: Repo):
@@ -120,13 +110,6 @@ def test_what_is_no_recipe_is_one_line(place: Path, hub: Hub, recipes: Repo, ref
     assert not any("huge" in path for method, path in hub.asked if method == "GET")
 
 
-def test_a_private_recipe_needs_a_token(place: Path, recipes: Repo, monkeypatch):
-    recipes.private = True
-    assert ok("recipe", "show", "org/recipes/mine.yaml").startswith(MINE)
-    monkeypatch.delenv("HF_TOKEN")
-    assert "org/recipes is no Hub repository you can read" in refused("recipe", "show", "org/recipes/deep/er/mine.yaml")
-
-
 def test_a_folder_stands_for_its_only_recipe():
     Path("mine").mkdir()
     assert refused("recipe", "show", "mine") == "mine is a folder without a recipe; give a .yaml file"
@@ -135,11 +118,6 @@ def test_a_folder_stands_for_its_only_recipe():
     Path("mine/second.yaml").write_text("x: 1\n")
     assert refused("recipe", "show", "mine") == "mine has 2 recipes; give one of them: mine/first, mine/second"
     assert ok("recipe", "show", "mine/second") == "x: 1\n"
-
-
-def test_shipped_names_come_first():
-    Path("rcpu").mkdir()
-    assert ok("recipe", "show", "rcpu").startswith(recipe_text(shipped_recipes()["rcpu"]))
 
 
 # ---- the web
@@ -273,12 +251,3 @@ def test_a_server_that_nobody_vouches_for_is_refused(web: Web, monkeypatch: pyte
     assert said.startswith(f"{web.url}/mine.yaml cannot be fetched (")
     assert "certificate" in said.lower()
     assert web.asked == []
-
-
-def test_the_origin_can_be_given_again(recipes: Repo):
-    origin = locate_recipe("org/recipes/mine.yaml").origin
-    assert origin is not None
-    recipes.commit(recipes.files | {"mine.yaml": b"changed"}, "changed")
-    again = locate_recipe(origin.pinned)
-    assert again.origin == origin
-    assert recipe_text(again) == MINE

@@ -152,28 +152,6 @@ def test_on_other_statistics_of_the_same_text_nothing_moves(place, method):
             assert found["freedom"] == 0 if method == "none" else 6 < found["freedom"] < 8
 
 
-def test_page_and_refusals_of_pairs(other):
-    (other / "pairs.yaml").write_text(PAIRS.replace("METHOD", FACTORS))
-    ok("calibrate", "dense", *TEXT, "--collect", "moments,gram,rotary", "-o", "first")
-    made = ("plan", "dense", "--recipe", "pairs.yaml", "--statistics", "first")
-    assert refused(*made, "--test", "others") == (
-        "--test needs moments of rotary pairs, and others has none: calibrate with --collect moments,gram,rotary"
-    )
-    kinds = ("--collect", "moments,gram,rotary")
-    ok("calibrate", "dense", "--text", "other.txt", *ALL, *kinds, "-o", "theirs")
-    ok(*made, "--test", "theirs", "-o", "plan.json")
-    ok("report", "plan.json")
-    page = (other / "plan.report.html").read_text()
-    for said in (
-        "Rotary pairs: logit error on other samples",
-        "Query heads in groups: output error on other samples",
-        "How far other samples are from the calibration",
-        "Degrees of freedom",
-        "Every site on other samples",
-    ):
-        assert said in page
-
-
 def test_bad_input(other):
     assert refused("plan", "dense", *RIDGE, "--recipe", "rcpu", "--test", "others") == (
         "--test holds one plan against other statistics: it goes with one --recipe and no --sweep"

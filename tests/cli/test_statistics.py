@@ -24,12 +24,6 @@ def test_calibrate_says_what_it_wrote(place):
     assert same_files("again", "stats")
 
 
-def test_calibrate_json(place):
-    said = json.loads(ok("calibrate", "dense", *TEXT, "--collect", "moments", "--folds", "2", "-o", "s", "--json"))
-    assert said == Statistics(Path("s")).summary()
-    assert (said["collect"], said["folds"], said["samples"], said["tokens"]) == (["moments"], 2, 8, 128)
-
-
 DRY = ("calibrate", "dense", *TEXT, "--folds", "2", "--dry-run", "-o", "s")
 
 
@@ -66,12 +60,6 @@ def test_a_dry_run_says_what_would_be_measured_and_writes_nothing(place):
 def test_a_dry_run_refuses_what_a_run_would(place):
     assert refused(*DRY[:-1], "stats") == f"{place / 'stats'} exists; --overwrite replaces it"
     assert refused(*DRY, "--folds", "9") == "9 folds of 8 samples: every fold needs at least one"
-
-
-def test_defaults_are_the_models_context_and_one_fold(place):
-    assert ok("calibrate", "dense", "--text", "calib.txt", "--samples", "4", "-o", "s").startswith(
-        "s: 4 windows of 32 tokens, 2 blocks, moments+gram+linears+fisher+effects, folds 1, "
-    )
 
 
 def test_text_may_be_given_twice_and_be_jsonl(place):
@@ -206,15 +194,6 @@ def test_bad_options(place):
     assert misused("calibrate", "dense", *TEXT) == "Missing option '-o' / '--output'."
 
 
-def test_weights_that_are_not_finite(place):
-    """Also in a tensor that no window touches: the last row of the embedding."""
-    edit_weights("dense", poison("model.embed_tokens.weight", float("inf")))
-    assert refused("calibrate", "dense", *TEXT, "-o", "s") == (
-        "dense/model.safetensors: tensor 'model.embed_tokens.weight' has 1 NaN or Inf among 640 elements; "
-        "download it again or repair it"
-    )
-
-
 # ---- show and add ----------------------------------------------------------------------------------------------
 
 
@@ -234,10 +213,6 @@ def test_show(place):
     index = Statistics(Path("stats")).index
     assert said["model"] == f"of the checkpoint it was measured on, sha256 {index.model[:12]}…"
     assert said["data"] == f"of the samples, text by text, sha256 {index.data[0][:12]}…"
-
-
-def test_show_json(place):
-    assert json.loads(ok("statistics", "show", "stats", "--json")) == Statistics(Path("stats")).summary()
 
 
 def test_add(place):
@@ -276,19 +251,6 @@ def test_statistics_of_a_retokenised_or_edited_model(place):
     assert refused("prune", "dense", "--recipe", "rcpu", "--statistics", "stats", "-o", "out") == (
         "stats was measured with another tokenizer than this checkpoint's: measure again"
     )
-
-
-def test_shards_do_not_make_another_model(place):
-    ok("prune", "sharded", "--recipe", "rcpu", "--statistics", "stats", "--ratio", "0.5", "-o", "out")
-    assert "FAILED" not in ok("verify", "out", "--against", "dense")
-
-
-def test_statistics_without_grams(place):
-    ok("calibrate", "dense", *TEXT, "--collect", "moments", "-o", "vectors")
-    assert refused("prune", "dense", "--recipe", "rcpu", "--statistics", "vectors", "-o", "out") == (
-        "compensation rotation needs Grams, and vectors has none: calibrate with --collect moments,gram"
-    )
-    ok("prune", "dense", "--recipe", "wanda-sp", "--statistics", "vectors", "-o", "out")
 
 
 def test_statistics_without_folds(place):
@@ -346,14 +308,6 @@ def test_a_block_with_other_numbers(place):
     assert refused("prune", "dense", "--recipe", "rcpu", "--statistics", "stats", "-o", "out") == (
         "stats/block-00001.safetensors is not the file that was measured (its digest differs): measure again"
     )
-
-
-def test_an_unfinished_prune_is_left_alone(place):
-    """`calibrate -o OUT` has nothing to do with the OUT.partial of an interrupted prune."""
-    Path("s.partial").mkdir()
-    Path("s.partial/kept").write_text("")
-    ok("calibrate", "dense", *TEXT, "-o", "s")
-    assert Path("s.partial/kept").exists()
 
 
 # ---- shards ----------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import weakref
 from itertools import count
 from pathlib import Path
 
-import click
 import pytest
 from pydantic import BaseModel, model_serializer
 
@@ -63,17 +62,6 @@ def test_the_first_signal_stops_and_others_do_not_disturb(name):
         signal.signal(number, before)
     assert exit_code(caught.value) == 128 + number
     assert exit_code(KeyboardInterrupt()) == 130
-
-
-def test_ctrl_c_while_the_command_line_is_read(monkeypatch):
-    """click's own word for it is another, and its exit code 1."""
-
-    def interrupted(*_args, **_options):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(click.Group, "parse_args", interrupted)
-    result = run("recipe", "list")
-    assert (result.exit_code, result.stdout, result.stderr) == (130, "", "Interrupted.\n")
 
 
 def stopped_and_masked(*_given, **_options):
@@ -142,13 +130,3 @@ def test_a_signal_that_python_loses_comes_again(name, capfd):
         work()
     assert exit_code(caught.value) == 128 + number
     assert capfd.readouterr().err == ""
-
-
-def test_ctrl_c_before_click_listens(monkeypatch, capsys):
-    def stopped(*_args, **_more):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(click.Group, "main", stopped)
-    with pytest.raises(SystemExit) as ended:
-        main(["recipe", "list"])
-    assert (ended.value.code, capsys.readouterr().err) == (130, "Interrupted.\n")

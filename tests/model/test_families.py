@@ -32,10 +32,6 @@ UNEQUAL = SIZES | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim
 """Every dimension differs from every other, so that no two can be mistaken."""
 
 
-def config_of(model_type, **changes):
-    return AutoConfig.for_model(model_type, **{**UNEQUAL, **changes})
-
-
 def shapes_of(config) -> dict[str, tuple[int, ...]]:
     return Names(build_skeleton(config, load_family(config.model_type).architecture)).shapes
 

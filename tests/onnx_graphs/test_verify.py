@@ -20,7 +20,6 @@ from ckpt_prune.onnx.samples import ProofSamples
 from .exports import made
 
 NAMES = ["files", "checker", "finite", "load", "validation"]
-WEIGHT = "layernorm.weight"
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,6 @@ from tests.oracles import perplexity
 from tests.pairs import dealt, every
 from tests.stored import Sources
 
-BIASED = {"bias", "centred-rotation", "affine"}
 SPECIAL = [name for name, variant in VARIANTS.items() if variant.config or variant.edit]
 """Those that `tests/contract` has not: it has one plain model of every class."""
 CHOSEN = ["vit", "deit-teacher", "dinov2-model", "opt", "bert-mlm", "bert-model", *SPECIAL]

@@ -37,13 +37,6 @@ def refusal(pruned: Path, dense: Path, out: Path, samples: Samples | None = None
     return text
 
 
-OTHERS: dict[str, tuple[dict[str, Any], str]] = {
-    "depth": ({"num_hidden_layers": 2}, "has 3 blocks and {dense} has 2"),
-    "hidden size": ({"hidden_size": 32}, "has 16 hidden dimensions and {dense} has 32"),
-    "vocabulary": ({"vocab_size": 41}, "have vocabularies of 40 and 41 tokens"),
-}
-
-
 def test_a_stand_in_of_another_depth(dense, tmp_path):
     recipe = families.recipe("none", "magnitude", heads=0.25)
     pruned = pruned_by(dense.folder("llama"), tmp_path / "pruned", recipe, None)

@@ -198,10 +198,6 @@ def scale(*names: str, by: float = 1.5) -> Any:
     return change
 
 
-def put(name: str, tensor: torch.Tensor) -> Any:
-    return lambda made: made.tensors.update({name: tensor})
-
-
 def widen(name: str) -> Any:
     return lambda made: made.tensors.update({name: made.tensors[name].double()})
 
