@@ -23,7 +23,8 @@ def _families(names: tuple[str, ...] | None) -> str:
 
 def _multiples(runtime: Runtime) -> str:
     each = runtime.rows | runtime.units
-    return ", ".join(f"`{option}` {number}" for option, number in each.items()) or "–"
+    options = {number: [f"`{name}`" for name in each if each[name] == number] for number in each.values()}
+    return "; ".join(f"{', '.join(names)}: {number}" for number, names in options.items()) or "–"
 
 
 def page() -> str:

@@ -1,9 +1,13 @@
 """Number formats of exported graphs."""
 
-from typing import Literal
+from typing import Literal, get_args
 
-GgufType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1"]
-"""Types of the matrices of a GGUF file."""
+PlainGgufType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1"]
+MixedGgufType = Literal["q2_k", "q3_k_s", "q3_k_m", "q3_k_l", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m", "q6_k"]
+GgufType = Literal[PlainGgufType, MixedGgufType]
+"""Types of the matrices of a GGUF file. The mixtures have blocks of 256, and more bits in some matrices than others."""
+GGUF_ROWS = dict.fromkeys(("q8_0", "q4_0", "q4_1"), 32) | dict.fromkeys(get_args(MixedGgufType), 256)
+"""GGUF type → what rows are a multiple of, so that no matrix gets another type."""
 GraphType = Literal["fp32", "fp16", "int8", "int4", "q4f16"]
 """32 or 16 bits; 8 or 4 bits computed in float32; 4 bits computed in float16."""
 ROUNDED_TYPES: tuple[GraphType, ...] = ("int8", "int4", "q4f16")

@@ -1,5 +1,7 @@
 """Writing a checkpoint as a GGUF file that llama.cpp runs, and proving the file before it takes its place."""
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,12 +10,15 @@ from ckpt_prune.checkpoint.files import check_place
 from ckpt_prune.checkpoint.staging import staged_file
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import human_bytes
-from ckpt_prune.common.graph_types import GgufType
-from ckpt_prune.gguf.layout import lay_out
+from ckpt_prune.common.graph_types import GGUF_ROWS, GgufType
+from ckpt_prune.common.progress import Notices
+from ckpt_prune.gguf.layout import Layout, lay_out
 from ckpt_prune.gguf.llama_cpp import require_runtime
 from ckpt_prune.gguf.proof import prove
+from ckpt_prune.gguf.rounding import needs_program, run_program
 from ckpt_prune.gguf.tokenizer import tokenizer_values
-from ckpt_prune.gguf.writing import check_gguf_place, type_of, write_gguf
+from ckpt_prune.gguf.types import kinds_of, tensor_bytes, type_of, zero_bytes
+from ckpt_prune.gguf.writing import check_gguf_place, write_gguf
 from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.options.data import ProofOptions
 from ckpt_prune.runtimes.comparison import Proof
@@ -28,7 +33,7 @@ class ExportedGguf:
         architecture: of llama.cpp that it names.
         type: of its matrices.
         bytes: of the file; 0 if it did not pass, and nothing is left.
-        notes: what else to say, a line each.
+        notes: what else to say, a line each, printed before the file was written.
         proof: the comparison with PyTorch; None if none was asked for.
     """
 
@@ -58,8 +63,8 @@ class ExportedGguf:
         }
 
     def lines(self) -> list[str]:
-        """Return the lines that the terminal shows."""
-        lines = [*self.notes, *(self.proof.lines() if self.proof else ["not compared with PyTorch"])]
+        """Return the lines that the terminal shows at the end; the notes were shown before."""
+        lines = self.proof.lines() if self.proof else ["not compared with PyTorch"]
         if not self.passed:
             return [*lines, f"nothing is written to {self.path}"]
         return [*lines, f"{self.architecture}, {self.type}, {human_bytes(self.bytes)}: written to {self.path}"]
@@ -98,24 +103,45 @@ def export_gguf(
         require_runtime()
     source = open_model(model, Opening(trust))
     folder = source.checkpoint.path
-    layout = lay_out(source)
-    tokenizer = tokenizer_values(folder, layout.values["vocab_size"])
     chosen = kind or type_of(source.checkpoint.dtype)
+    layout = lay_out(source, 32 if chosen in GGUF_ROWS else 1)
+    tokenizer = tokenizer_values(folder, layout.values["vocab_size"])
+    kinds, changed = kinds_of(layout, chosen)
+    by_program = needs_program(chosen)
+    notes = Notices()
+    whole, zeros = sum(tensor_bytes(layout, kinds).values()), zero_bytes(layout, kinds)
+    filled = [f"zeros take {human_bytes(zeros)} of {human_bytes(whole)}"] if zeros else []
+    for line in (*layout.notes, *filled, *changed):
+        notes(line)
     result: Proof | None = None
-    name, size, notes = layout.architecture.name, 0, layout.notes
+    name, size = layout.architecture.name, 0
     try:
         with staged_file(check_place(out)) as (place, _):
-            written = write_gguf(place, layout, chosen, tokenizer, folder)
-            notes = written.notes
+            if by_program:
+                with _plain(place, layout, type_of(source.checkpoint.dtype), tokenizer, folder) as plain:
+                    run_program(plain, place, chosen)
+            else:
+                write_gguf(place, layout, chosen, kinds, tokenizer, folder)
             if proof:
                 result = prove(place, folder, chosen, proving, trust=trust)
                 if not result.passed:
                     raise _FailedProofError
-            size = written.bytes
+            size = place.stat().st_size
             check_gguf_place(out, overwrite=overwrite)  # another program may have put a file there
     except _FailedProofError:
         pass
-    return ExportedGguf(out, name, chosen, size, notes, result)
+    return ExportedGguf(out, name, chosen, size, tuple(notes.lines), result)
+
+
+@contextmanager
+def _plain(place: Path, layout: Layout, kind: GgufType, tokenizer: Mapping[str, Any], folder: Path) -> Iterator[Path]:
+    """Yield a file for llama.cpp's own program to round, beside its place."""
+    plain = place.with_name(f"{place.name}-{kind}")
+    try:
+        write_gguf(plain, layout, kind, kinds_of(layout, kind)[0], tokenizer, folder)
+        yield plain
+    finally:
+        plain.unlink(missing_ok=True)
 
 
 def validate_gguf(file: Path, against: str, proving: ProofOptions, *, trust: bool = False) -> Proof:

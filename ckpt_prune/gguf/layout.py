@@ -1,7 +1,7 @@
 """The contents of a checkpoint's GGUF file: architecture, keys, and tensors that are read one at a time."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from ckpt_prune.model.skeleton import is_stored_buffer
 
 _FUSED_ATTENTION, _FUSED_GATES = "self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"
 _INPUTS = tuple(f"{module}.weight" for module in (QUERY, KEY, VALUE))
+_GATES = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
 _ORIGINAL = "original_max_position_embeddings"
 
 
@@ -25,14 +26,39 @@ class CannotMapError(UserError):
 
 @dataclass(frozen=True)
 class Weight:
-    """A tensor that is read and changed when it is asked for."""
+    """A tensor that is read and changed when it is asked for.
+
+    Attributes:
+        zeros: elements that it was filled up with.
+    """
 
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
+    zeros: int = 0
 
     def then(self, change: Callable[[Tensor], Tensor], shape: tuple[int, ...] | None = None) -> "Weight":
         """Return the same tensor in float32, changed."""
-        return Weight(shape or self.shape, lambda: change(self.read().float()))
+        return Weight(shape or self.shape, lambda: change(self.read().float()), self.zeros)
+
+    def fill(self, axis: int, now: tuple[int, ...], filled: tuple[int, ...]) -> "Weight":
+        """Return it with zeros behind what an axis holds.
+
+        Args:
+            axis: of the tensor.
+            now: how the axis divides, such as (groups, heads of a group, rows of a head).
+            filled: the same afterwards.
+        """
+        if now == filled:
+            return self
+        shape = (*self.shape[:axis], math.prod(filled), *self.shape[axis + 1 :])
+
+        def change(tensor: Tensor) -> Tensor:
+            new = tensor.new_zeros(*shape[:axis], *filled, *shape[axis + 1 :])
+            part = (slice(None),) * axis + tuple(slice(size) for size in now)
+            new[part] = tensor.reshape(*shape[:axis], *now, *shape[axis + 1 :])
+            return new.reshape(shape)
+
+        return replace(self.then(change, shape), zeros=self.zeros + math.prod(shape) - math.prod(self.shape))
 
     def rows(self, start: int, stop: int) -> "Weight":
         """Return some of its rows."""
@@ -58,6 +84,11 @@ class BlockShape(NamedTuple):
     heads: int
     kv_heads: int
     columns: int
+
+    @property
+    def group(self) -> int:
+        """Heads of queries that share one of keys and values."""
+        return self.heads // max(1, self.kv_heads)
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,13 +156,50 @@ class Source:
             rows = [block[name].shape[0] for name in _INPUTS if name in block]
             kv_heads = rows[1] // dim if len(rows) == 3 else 0
             fits = rows == [heads * dim, kv_heads * dim, kv_heads * dim]
-        own = (self.model.checkpoint.config.get("per_layer_config") or {}).items()
-        stated: Mapping[str, Any] = next((values for name, values in own if name.isdigit() and int(name) == index), {})
-        if not fits or heads != stated.get("num_attention_heads", self.value("num_attention_heads")):
-            raise CannotMapError(
-                f"all heads have {dim} rows of q, k and v each, and those of block {index} have others"
-            )
+        if not fits:
+            raise self._other_heads(index)
         return BlockShape(heads, kv_heads, down.shape[-1])
+
+    def check_heads(self) -> None:
+        """Refuse blocks whose heads are not as many as config.json says: they have other rows."""
+        own = (self.model.checkpoint.config.get("per_layer_config") or {}).items()
+        stated = {int(name): values for name, values in own if name.isdigit()}
+        for index, shape in enumerate(self.shapes):
+            values: Mapping[str, Any] = stated.get(index, {})
+            if shape.heads != values.get("num_attention_heads", self.value("num_attention_heads")):
+                raise self._other_heads(index)
+
+    def _other_heads(self, index: int) -> CannotMapError:
+        return CannotMapError(
+            f"all heads have {self.head_dim} rows of q, k and v each, and those of block {index} have others"
+        )
+
+    def fill(self, shapes: Sequence[BlockShape]) -> "Source":
+        """Return the same, computing the same, in blocks of these shapes: what is added is zero.
+
+        Added heads attend to all tokens alike, and no column of o_proj takes them up.
+        """
+        blocks = tuple(map(self._filled, self.split().blocks, self.shapes, shapes, self.blocks))
+        return replace(self, blocks=blocks)
+
+    def _filled(self, block: Block, now: BlockShape, then: BlockShape, stored: Block) -> Block:
+        dim = self.head_dim
+        heads = (now.kv_heads, now.group, dim), (then.kv_heads, then.group, dim)
+        groups, columns = ((now.kv_heads, dim), (then.kv_heads, dim)), ((now.columns,), (then.columns,))
+        places = {
+            **{QUERY: (0, heads), KEY: (0, groups), VALUE: (0, groups), OUTPUT: (1, heads)},
+            **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj", "mlp.c_fc"), (0, columns)),
+            **dict.fromkeys(("mlp.down_proj", "mlp.c_proj"), (1, columns)),
+        }
+        filled = dict(block)
+        for name, weight in filled.items():
+            axis, sizes = places.get(name.rpartition(".")[0], (0, None))
+            if sizes is not None and axis < len(weight.shape):
+                filled[name] = weight.fill(axis, *sizes)
+        for fused, parts in ((_FUSED_ATTENTION, _INPUTS), (_FUSED_GATES, _GATES)):
+            if fused in stored:
+                filled[fused] = _fused([filled.pop(part) for part in parts])
+        return filled
 
     def split(self) -> "Source":
         """Return the same with fused projections as several tensors."""
@@ -143,8 +211,8 @@ class Source:
                 for name, heads in zip(_INPUTS, (shape.heads, shape.kv_heads, shape.kv_heads), strict=True):
                     split[name] = fused.rows(start, start := start + heads * self.head_dim)
             if (gates := split.pop(_FUSED_GATES, None)) is not None:
-                split["mlp.gate_proj.weight"] = gates.rows(0, shape.columns)
-                split["mlp.up_proj.weight"] = gates.rows(shape.columns, 2 * shape.columns)
+                for place, name in enumerate(_GATES):
+                    split[name] = gates.rows(place * shape.columns, (place + 1) * shape.columns)
             return split
 
         return replace(self, blocks=tuple(map(apart, self.blocks, self.shapes)))
@@ -185,8 +253,12 @@ class Layout:
     notes: tuple[str, ...] = ()
 
 
-def lay_out(model: Model) -> Layout:
+def lay_out(model: Model, multiple: int = 1) -> Layout:
     """Choose llama.cpp's architecture for a checkpoint, and name everything that its file holds.
+
+    Args:
+        model: of a family that is mapped.
+        multiple: what columns are filled up to.
 
     Raises:
         CannotMapError: none computes what the checkpoint computes; the reason of each is named.
@@ -198,26 +270,45 @@ def lay_out(model: Model) -> Layout:
         known = ", ".join(sorted({each.model_type for each in ARCHITECTURES}))
         raise CannotMapError(f"{model_type} is not written as GGUF; these are: {known}")
     reasons: list[str] = []
-    for candidate in candidates:
+    alike = len(set(source.shapes)) == 1
+    # Rather an architecture that takes blocks as they are than one that needs zeros.
+    for candidate in sorted(candidates, key=lambda each: each.differs != (not alike)):
         try:
-            return _lay_out(source, candidate)
+            return _lay_out(source, candidate, multiple)
         except CannotMapError as error:
             reasons.append(f"{candidate.name}: {error}")
     raise CannotMapError(f"no architecture of llama.cpp computes this model. {'; '.join(reasons)}")
 
 
-def _lay_out(source: Source, architecture: Architecture) -> Layout:
+def _lay_out(source: Source, architecture: Architecture, multiple: int) -> Layout:
     _check_config(source, architecture)
+    source.check_heads()
+    notes = []
+    shapes = source.shapes
+    if not architecture.differs and len(set(shapes)) > 1:
+        if wrong := next((shape for shape in shapes if shape.heads != shape.group * shape.kv_heads), None):
+            raise CannotMapError(f"{wrong.heads} heads do not share {wrong.kv_heads} of keys and values evenly")
+        groups, kv_heads, columns = (
+            max(getattr(shape, name) for shape in shapes) for name in ("group", "kv_heads", "columns")
+        )
+        shapes = (BlockShape(groups * kv_heads, kv_heads, columns),) * len(shapes)
+        notes.append(
+            f"blocks differ, and {architecture.name} has one shape for all: they are filled up with zeros to "
+            f"{groups * kv_heads} heads and {columns} columns (--recipe best-uniform makes blocks alike)"
+        )
+    if any(shape.columns % multiple for shape in shapes):
+        shapes = tuple(shape._replace(columns=-(-shape.columns // multiple) * multiple) for shape in shapes)
+        notes.append(f"columns are filled up with zeros to multiples of {multiple}")
+    if shapes != source.shapes:
+        source = source.fill(shapes)
     if architecture.differs:
         source = source.split()
         source = source.absorb_scales() if architecture.model_type == "granite" else source
-    elif len(set(source.shapes)) > 1:
-        raise CannotMapError("its blocks have one shape, and these differ")
     rotary, factors, context = _rotary(source, architecture)
-    note = f"context_length is {context}, the sliding window: llama.cpp applies none in {architecture.name}"
-    notes = (note,) if context < int(source.value("max_position_embeddings")) else ()
+    if context < int(source.value("max_position_embeddings")):
+        notes.append(f"context_length is {context}, the sliding window: llama.cpp applies none in {architecture.name}")
     tensors = dict(_tensors(source, architecture)) | factors
-    return Layout(architecture, _values(source, architecture, context) | rotary, tensors, notes)
+    return Layout(architecture, _values(source, architecture, context) | rotary, tensors, tuple(notes))
 
 
 def _check_config(source: Source, architecture: Architecture) -> None:
@@ -347,5 +438,6 @@ def _offset(architecture: Architecture, name: str, weight: Weight) -> Weight:
 
 
 def _fused(parts: list[Weight]) -> Weight:
-    rows = sum(part.shape[0] for part in parts)
-    return Weight((rows, parts[0].shape[1]), lambda: torch.cat([part.read().float() for part in parts]))
+    shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
+    zeros = sum(part.zeros for part in parts)
+    return Weight(shape, lambda: torch.cat([part.read().float() for part in parts]), zeros)

@@ -11,6 +11,7 @@ from math import gcd, lcm
 from typing import Any, Literal, get_args
 
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.graph_types import GGUF_ROWS
 
 Change = Literal["zeros", "widths", "heads", "biases", "low rank", "qk", "rotary", "values", "slicing", "rotations"]
 CHANGES: dict[Change, tuple[str, str]] = {
@@ -44,7 +45,6 @@ _INSTEAD: dict[Change, str] = {
 }
 _ALL = frozenset(get_args(Change))
 _SHAPES: frozenset[Change] = frozenset({"widths", "heads", "biases", "low rank"})
-_ROWS = {"q8_0": 32, "q4_0": 32, "q4_1": 32, "q4_k": 256, "q5_k": 256, "q6_k": 256}
 _GRAPH = {"int4": 32, "q4f16": 32}
 _TENSOR_PARALLEL = {f"tp{size}": size for size in (2, 4, 8)}
 
@@ -79,6 +79,7 @@ class Runtime:
         changes: that it takes.
         families: that it has; None: all.
         own_shapes: families of which it takes `widths`, `heads`, `biases` and `low rank`; None: as `families`.
+        own_biases: the same of `biases`; None: as `own_shapes`.
         generates: it takes models that generate text, and no others.
         rows: option → what the rows of a weight are a multiple of, in the types of that name.
         units: option → what the numbers of heads and of columns are a multiple of.
@@ -90,6 +91,7 @@ class Runtime:
     changes: frozenset[Change] = _ALL
     families: tuple[str, ...] | None = None
     own_shapes: tuple[str, ...] | None = None
+    own_biases: tuple[str, ...] | None = None
     generates: bool = False
     rows: Mapping[str, int] = field(default_factory=dict)
     units: Mapping[str, int] = field(default_factory=dict)
@@ -113,8 +115,9 @@ RUNTIMES: dict[str, Runtime] = {
     "llama.cpp": Runtime(
         "ckpt-prune export OUT --format gguf -o OUT.gguf, then llama-cli -m OUT.gguf",
         'pip install "ckpt-prune[llamacpp]"', _SHAPES - {"low rank"} | {"zeros"}, _LLAMA_CPP,
-        ("llama", "mistral", "qwen2", "qwen3", "seed_oss", "granite", "phi3"), generates=True, rows=_ROWS,
-        note="A qwen3 whose blocks differ needs a tied head, and no biases.",
+        own_biases=("llama", "mistral", "qwen2", "seed_oss", "granite", "phi3"), generates=True, rows=GGUF_ROWS,
+        note="It takes blocks as they are in llama, mistral, qwen2, seed_oss, granite and phi3, and in qwen3 with a "
+        "tied head. In other families the file fills all blocks up with zeros to the widest, which saves less.",
     ),
     "vllm": Runtime(
         "vllm serve OUT --trust-remote-code", 'pip install "ckpt-prune[vllm]"', _SHAPES | {"zeros"}, generates=True,
@@ -186,6 +189,8 @@ def refusal(name: str, model_type: str, changes: Set[Change], *, generates: bool
         if change not in changes:
             continue
         only = runtime.own_shapes if change in _SHAPES else None
+        if change == "biases" and runtime.own_biases is not None:
+            only = runtime.own_biases
         if change not in runtime.changes or (only is not None and model_type not in only):
             of = "" if change not in runtime.changes else f" of {model_type}"
             return f"{name} does not take outputs{of} with {CHANGES[change][0]}: take {_INSTEAD[change]}"

@@ -123,7 +123,7 @@ class RecipeKeyOptions(SourceOptions):
     """Change a key of the recipe: spaces.mlp.ratio=0.4. May be repeated."""
     runs_on: Listed = option(default=None, flags=("--for",), metavar="RUNTIME[,RUNTIME...]")
     """Runtimes that the output is for: transformers, onnxruntime, genai, llama.cpp, vllm, mlx, transformers.js or
-    openvino. What does not run there is refused before any data is read. llama.cpp:q4_0 (q8_0, q4_1, q4_k, q5_k, q6_k),
+    openvino. What does not run there is refused before any data is read. llama.cpp:q4_0 (q8_0, q4_k_m, and so on),
     vllm:tp2 (tp4, tp8), mlx:4bit (8bit), onnxruntime:int4 (q4f16) also make widths multiples of what that wants."""
     container: str | None = option(default=None, metavar="NAME")
     """What the output is stored as: a stock model_type; remote for remote code; any for remote code if no stock class
@@ -468,7 +468,8 @@ class ExportOptions(
     format: Literal["onnx", "gguf"] = option(default="onnx", group=MODEL)
     """onnx: a graph for onnxruntime, in a folder. gguf: a file for llama.cpp, whose name ends in .gguf."""
     type: GgufType | None = option(default=None, group=GRAPH)
-    """Type of the matrices of a GGUF file; norms and biases are float32. [default: that of the checkpoint]"""
+    """Type of the matrices of a GGUF file; norms and biases are float32. The mixtures, such as q4_k_m, are rounded by
+    llama.cpp, that of xllamacpp or its program llama-quantize. [default: that of the checkpoint]"""
     proof: bool = option(default=True, flags=("--validate",), group=MEASURE)
     """Compare the graph in onnxruntime, or the file in llama.cpp, with PyTorch before it takes its place."""
 

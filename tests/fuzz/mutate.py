@@ -3,6 +3,7 @@
 import copy
 import json
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -53,7 +54,7 @@ def mutated(data: bytes, kind: str, rng: random.Random) -> bytes:
 
     Args:
         data: the file.
-        kind: "json", "safetensors" (whose header is JSON) or "bytes".
+        kind: "json", "safetensors" (whose header is JSON), "gguf" or "bytes".
         rng: decides.
     """
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
@@ -61,6 +62,8 @@ def mutated(data: bytes, kind: str, rng: random.Random) -> bytes:
             data = _in_json(data, rng)
         elif kind == "safetensors" and rng.random() < 0.6:
             data = _in_header(data, rng)
+        elif kind == "gguf" and rng.random() < 0.8:
+            data = _in_gguf(data, rng)
         else:
             data = _in_bytes(data, rng)
     return data
@@ -121,6 +124,19 @@ def _in_header(data: bytes, rng: random.Random) -> bytes:
     header = _in_json(data[8 : 8 + length], rng) if rng.random() < 0.8 else data[8 : 8 + length]
     told = len(header) if rng.random() < 0.85 else rng.choice([0, 1, 7, len(header) + 1, 2**31, 2**63 - 1, 2**64 - 1])
     return told.to_bytes(8, "little") + header + data[8 + length :]
+
+
+def _in_gguf(data: bytes, rng: random.Random) -> bytes:
+    """Change a count, a length, a type, a number or a name near one of the file's keys, or at its start."""
+    keys = [match.span() for match in re.finditer(rb"(?:general|tokenizer|llama|blk|token_embd)\.[\w.]+", data)]
+    start, end = rng.choice([(4, 4), *keys])
+    if rng.random() < 0.2 and end > start:
+        other = rng.choice(keys)
+        return data[:start] + data[other[0] : other[1]][: end - start].ljust(end - start, b"\xff") + data[end:]
+    at = max(4, start - 8 if rng.random() < 0.2 else end + rng.choice([0, 4, 8, 12, 16, 20, 24]))
+    size = rng.choice([4, 8])
+    number = rng.choice([0, 1, 2, 3, 7, 8, 9, 31, 33, 255, 2**16, 2**31 - 1, 2**31, 2**48, 2**63, 2**64 - 1])
+    return data[:at] + (number % 2 ** (8 * size)).to_bytes(size, "little") + data[at + size :]
 
 
 def _in_bytes(data: bytes, rng: random.Random) -> bytes:

@@ -134,10 +134,10 @@ def _work(place: Path, target: str, seed: int, first: int, end: int, told: Path,
 
 
 def _clear() -> None:
-    out = Path("out")
-    if out.is_dir():
-        shutil.rmtree(out)
-    out.unlink(missing_ok=True)
+    for out in (Path("out"), Path("out.gguf")):
+        if out.is_dir():
+            shutil.rmtree(out)
+        out.unlink(missing_ok=True)
 
 
 def _hung(*_: object) -> None:

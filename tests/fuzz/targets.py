@@ -14,6 +14,7 @@ from ckpt_prune.common.filenames import QUANTISED_RECORD
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from tests.cli.running import ok
 from tests.faults.jobs import make_inputs
+from tests.gguf_files.tiny import save
 from tests.images import write_csv, write_images, write_processor, write_vit
 
 TEXT = ("--text", "calib.txt", "--samples", "4", "--window", "16")
@@ -34,6 +35,7 @@ class Target:
 
 _JOB = ("prune", "dense", *_MAGNITUDE)
 _RECOVER = ("recover", "rotated", "--dense", "dense", *TEXT, "--epochs", "1", "-o", "out")
+_TO_GGUF = ("export", "to-gguf", "--format", "gguf", "--type", "q8_0", "--no-validate", "-o", "out.gguf")
 TARGETS = {
     "config": Target(
         "dense/config.json",
@@ -97,6 +99,9 @@ TARGETS = {
         "eight-bits/config.json", "json", (("verify", "eight-bits"), ("inspect", "eight-bits", "--json"))
     ),
     "quantised weights": Target("eight-bits/model.safetensors", "safetensors", (("verify", "eight-bits"),)),
+    "gguf": Target("model.gguf", "gguf", (("convert", "model.gguf", "-o", "out"),)),
+    "gguf tokenizer": Target("to-gguf/tokenizer.json", "json", (_TO_GGUF,)),
+    "gguf tokenizer settings": Target("to-gguf/tokenizer_config.json", "json", (_TO_GGUF,)),
     "graph record": Target("onnx/ckpt_prune_onnx.json", "json", (("verify", "onnx"),)),
     "graph": Target("onnx/model.onnx", "bytes", (("verify", "onnx"),)),
 }
@@ -120,6 +125,10 @@ RECIPE = {
 def make_place(folder: Path, *, graphs: bool = True) -> Path:
     """Every file of `TARGETS`, and what stands beside them."""
     place = make_inputs(folder, graphs=graphs)
+    save(place / "to-gguf", "llama", num_hidden_layers=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        ok("export", "to-gguf", "--format", "gguf", "--type", "f16", "--no-validate", "-o", "model.gguf")
     (place / "recipe.json").write_text(json.dumps(RECIPE))
     shutil.copy(Path(__file__).parents[2] / "recipes" / "best.yaml", place / "recipe.yaml")
     lines = [json.dumps({"text": line}) for line in (place / "calib.txt").read_text().split(" then ")]

@@ -1,11 +1,12 @@
-"""Outputs whose blocks differ run in llama.cpp as deci or openelm, and what neither computes is refused."""
+"""Outputs whose blocks differ run in llama.cpp: as deci or openelm, or filled up with zeros as their own family."""
 
 import pytest
 
 import ckpt_prune
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.gguf.export import export_gguf
-from tests.gguf_files.tiny import proving, save
+from ckpt_prune.gguf.reading import open_gguf
+from tests.gguf_files.tiny import LONGROPE, WINDOWED, proving, save
 
 GRANITE = {"attention_multiplier": 0.3, "residual_multiplier": 0.5, "embedding_multiplier": 3.0, "logits_scaling": 2.0}
 FORMS = {
@@ -16,16 +17,22 @@ FORMS = {
     "granite-tied": ("granite", GRANITE | {"tie_word_embeddings": True}, "deci"),
     "phi3": ("phi3", {"sliding_window": None}, "deci"),
     "qwen3": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}, "openelm"),
+    "qwen3-untied": ("qwen3", {"head_dim": 16}, "qwen3"),
+    "gemma3_text": ("gemma3_text", WINDOWED, "gemma3"),
+    "olmo2": ("olmo2", {}, "olmo2"),
+    "phi3-longrope": ("phi3", LONGROPE, "phi3"),
+    "starcoder2": ("starcoder2", {"sliding_window": None}, "starcoder2"),
 }
+HAS_BIASES = ("llama", "mistral", "qwen2", "granite", "starcoder2")
 
 
 BARE = ["spaces.heads.compensation.method=none", "spaces.mlp.compensation.method=none"]
 
 
-def pruned(folder, *settings):
+def pruned(folder, *settings, recipe="flap-global"):
     out, text = folder.parent / "pruned", proving(folder).text
     options = {"text": text, "samples": 4, "window": 32, "ratio": 0.4, "progress": False, "overrides": settings}
-    ckpt_prune.prune(folder, output=out, recipe="flap-global", **options)
+    ckpt_prune.prune(folder, output=out, recipe=recipe, **options)
     return out
 
 
@@ -34,16 +41,35 @@ def test_blocks_of_their_own_shape_compute_what_pytorch_does(name, tmp_path):
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
     model_type, changes, architecture = FORMS[name]
     folder = save(tmp_path / "model", model_type, **changes)
-    out = pruned(folder, *(BARE if model_type in ("phi3", "qwen3") else ()))
+    if model_type == "olmo2":  # its heads cannot be pruned
+        out = pruned(
+            folder, *BARE[1:], "widths=per_layer", "allocation=across-layers", "container=remote", recipe="corp-mlp"
+        )
+    else:
+        out = pruned(folder, *(() if model_type in HAS_BIASES else BARE))
     exported = export_gguf(str(out), tmp_path / "m.gguf", proving(folder), kind="f32")
     assert exported.architecture == architecture
+    alike = architecture not in ("deci", "openelm")
+    assert alike == any("filled up with zeros to" in note for note in exported.notes)
+    assert alike == any(note.startswith("zeros take ") for note in exported.notes)
     assert exported.passed, exported.proof
     assert exported.proof.kl < 1e-5
 
 
+def test_columns_are_filled_up_to_whole_blocks_of_a_type(tmp_path):
+    pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
+    folder = save(tmp_path / "model", "llama", intermediate_size=96)
+    out = pruned(folder)
+    exported = export_gguf(str(out), tmp_path / "m.gguf", proving(folder), kind="q8_0")
+    assert exported.passed, exported.proof
+    assert "columns are filled up with zeros to multiples of 32" in exported.notes
+    tensors = open_gguf(exported.path).tensors
+    assert {tensor.kind.name for name, tensor in tensors.items() if "ffn_down.weight" in name} == {"Q8_0"}
+
+
 def test_what_no_architecture_computes_is_refused_by_its_reason_and_leaves_nothing(tmp_path):
     folder = save(tmp_path / "model", "qwen3", head_dim=16)
-    out = pruned(folder, *BARE)
-    with pytest.raises(UserError, match=r"qwen3: its blocks have one shape.*openelm: its head"):
+    out = pruned(folder, "container=remote")
+    with pytest.raises(UserError, match=r"openelm: its head.*qwen3: it has no place for .*bias"):
         export_gguf(str(out), tmp_path / "m.gguf", proving(folder), proof=False)
     assert not list(tmp_path.glob("*gguf*"))

@@ -4,7 +4,7 @@ import pytest
 
 from ckpt_prune.gguf.architectures import ARCHITECTURES
 from ckpt_prune.gguf.export import export_gguf
-from tests.gguf_files.tiny import proving, save
+from tests.gguf_files.tiny import LONGROPE, WINDOWED, proving, save
 
 pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
 
@@ -16,8 +16,6 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "long_factor": [1.5] * 4, "short_factor": [1.2] * 4}
-WINDOWED = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 20, "tie_word_embeddings": True}
 FAMILIES = {
     "llama": ("llama", {}),
     "llama-biases-tied": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
@@ -32,15 +30,7 @@ FAMILIES = {
     "gemma2": ("gemma2", WINDOWED),
     "gemma3_text": ("gemma3_text", WINDOWED),
     "phi3": ("phi3", {"sliding_window": None}),
-    "phi3-longrope": (
-        "phi3",
-        {
-            "sliding_window": None,
-            "rope_parameters": LONGROPE,
-            "original_max_position_embeddings": 256,
-            "max_position_embeddings": 512,
-        },
-    ),
+    "phi3-longrope": ("phi3", LONGROPE),
     "olmo2": ("olmo2", {}),
     "granite": (
         "granite",

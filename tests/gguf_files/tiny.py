@@ -26,6 +26,20 @@ SIZES = {
     "pad_token_id": None,
     "tie_word_embeddings": False,
 }
+WINDOWED = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 20, "tie_word_embeddings": True}
+"""Gemma's own settings."""
+LONGROPE = {
+    "sliding_window": None,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "long_factor": [1.5] * 4,
+        "short_factor": [1.2] * 4,
+    },
+    "original_max_position_embeddings": 256,
+    "max_position_embeddings": 512,
+}
+"""Phi-3's rotary positions for long texts."""
 TEXT = "".join(f"def f{i}(x, y={i}):\n    return x + {i * i} * y  # it's {i}\n\n" for i in range(200))
 
 

@@ -1,0 +1,108 @@
+"""Rounding rows of weights to the types of GGUF files: by gguf-py, and mixtures by llama.cpp itself."""
+
+import ctypes
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, get_args
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Kind
+from torch import Tensor
+
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.finite import all_finite
+from ckpt_prune.common.graph_types import GgufType, MixedGgufType
+
+Array = np.ndarray[Any, Any]
+_PROGRAM = "llama-quantize"
+_CHUNK = 2**22
+"""Elements that are rounded at once."""
+_BY_LLAMA_CPP = (Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)
+"""Types that gguf-py reads and does not write."""
+
+
+def needs_program(chosen: GgufType) -> bool:
+    """Return whether llama.cpp's own program rounds a file, since xllamacpp does not.
+
+    Raises:
+        UserError: neither is there.
+    """
+    if chosen not in get_args(MixedGgufType) or _rounder() is not None:
+        return False
+    if shutil.which(_PROGRAM) is None:
+        raise UserError(
+            f'{chosen} is rounded by llama.cpp, which is not installed: pip install "ckpt-prune[llamacpp]" (package '
+            f"xllamacpp), or put its program {_PROGRAM} on the PATH"
+        )
+    return True
+
+
+def run_program(plain: Path, rounded: Path, chosen: GgufType) -> None:
+    """Round a file by llama.cpp's own program."""
+    command = [_PROGRAM, str(plain), str(rounded), chosen.upper(), str(torch.get_num_threads())]
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False
+    )
+    if done.returncode:
+        lines = [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+        telling = [line for line in lines if re.search(r"error|failed|assert|invalid", line, re.IGNORECASE)]
+        said = (telling or lines or ["it said nothing"])[-1]
+        raise UserError(f"{_PROGRAM} cannot write {chosen}: {said[:300]} (exit code {done.returncode})")
+
+
+def encode(name: str, tensor: Tensor, kind: Kind) -> Array:
+    """Return a tensor's rows as bytes of a type.
+
+    Raises:
+        UserError: a weight is NaN, Inf, or beyond float16.
+    """
+    if not all_finite(tensor):
+        raise UserError(f"{name} has NaN or Inf: repair the checkpoint first")
+    rows = tensor.reshape(-1, tensor.shape[-1])
+    size = max(1, _CHUNK // rows.shape[1])
+
+    def encode_rows(start: int) -> Array:
+        part = np.ascontiguousarray(rows[start : start + size].float().numpy())
+        if kind == Kind.F16 and np.abs(part).max(initial=0) > np.finfo(np.float16).max:
+            raise UserError(f"{name} has weights beyond the range of float16: give --type bf16 or f32")
+        return _by_llama_cpp(part, kind) if kind in _BY_LLAMA_CPP else gguf.quantize(part, kind)
+
+    starts = range(0, rows.shape[0], size)
+    if kind not in _BY_LLAMA_CPP:
+        return np.concatenate([encode_rows(start) for start in starts])
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        return np.concatenate(list(pool.map(encode_rows, starts)))
+
+
+def _by_llama_cpp(rows: Array, kind: Kind) -> Array:
+    rounder = _rounder()
+    assert rounder is not None
+    elements, size = gguf.GGML_QUANT_SIZES[kind]
+    count, width = rows.shape
+    out = np.empty((count, width // elements * size), np.uint8)
+    rounder(int(kind), rows.ctypes.data, out.ctypes.data, 0, count, width, None)
+    return out
+
+
+@cache
+def _rounder() -> Callable[..., int] | None:
+    """Return ggml's function of xllamacpp's library; None if it is not installed, or keeps it to itself."""
+    found = find_spec("xllamacpp.xllamacpp") if find_spec("xllamacpp") is not None else None
+    if found is None or found.origin is None:
+        return None
+    try:
+        function = ctypes.CDLL(found.origin).ggml_quantize_chunk
+    except (OSError, AttributeError):
+        return None
+    number, data = ctypes.c_int64, ctypes.c_void_p
+    function.argtypes = [ctypes.c_int, data, data, number, number, number, data]
+    function.restype = ctypes.c_size_t
+    return function

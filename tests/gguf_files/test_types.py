@@ -1,0 +1,104 @@
+"""Mixtures of types: more bits where llama.cpp gives them, rounded by llama.cpp, and proven in it."""
+
+import sys
+from collections import Counter
+from typing import get_args
+
+import pytest
+import torch
+
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.graph_types import MixedGgufType
+from ckpt_prune.gguf import rounding
+from ckpt_prune.gguf.export import export_gguf
+from ckpt_prune.gguf.layout import lay_out
+from ckpt_prune.gguf.reading import open_gguf
+from ckpt_prune.model.containers.opening import Opening, open_model
+from tests.gguf_files.tiny import proving, save
+
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "initializer_range": 0.03}
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    return save(tmp_path_factory.mktemp("types") / "model", "llama", **WIDE)
+
+
+def types(file, tensor):
+    return [open_gguf(file).tensors[f"blk.{index}.{tensor}.weight"].kind.name for index in range(8)]
+
+
+def test_more_bits_leave_less_error(wide, tmp_path):
+    pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
+    weights = lay_out(open_model(str(wide), Opening(False))).tensors
+    errors, sizes = [], []
+    for kind in get_args(MixedGgufType):
+        out = tmp_path / f"{kind}.gguf"
+        sizes.append(export_gguf(str(wide), out, proving(wide), kind=kind, proof=False).bytes)
+        file = open_gguf(out)
+        assert file.tensors["output.weight"].kind.name == "Q6_K"
+        errors.append(
+            sum(float((file.read(name) - weight.read().float()).square().sum()) for name, weight in weights.items())
+        )
+    assert sizes == sorted(sizes)
+    assert errors == sorted(errors, reverse=True)
+    whole = sum(float(weight.read().float().square().sum()) for weight in weights.values())
+    assert errors[0] < 0.1 * whole
+    assert errors[-1] < 5e-4 * whole
+
+
+def test_a_mixture_runs_in_llama_cpp_and_gives_more_bits_to_the_blocks_that_llama_cpp_gives_them(wide, tmp_path):
+    pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
+    out = tmp_path / "m.gguf"
+    exported = export_gguf(str(wide), out, proving(wide), kind="q4_k_m")
+    assert exported.passed
+    assert exported.proof.kl < 0.05
+    more = ["Q6_K", "Q4_K", "Q4_K", "Q6_K", "Q4_K", "Q4_K", "Q6_K", "Q6_K"]  # first and last eighth, every third
+    assert types(out, "attn_v") == types(out, "ffn_down") == more
+    assert types(out, "attn_q") == types(out, "ffn_up") == ["Q4_K"] * 8
+    assert open_gguf(out).values["general.file_type"] == 15
+
+
+def test_rows_that_do_not_divide_get_other_types_and_a_line_says_so_before_work_starts(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
+    folder = save(tmp_path / "model", "llama", intermediate_size=272)
+    said = []
+    monkeypatch.setattr("ckpt_prune.gguf.export.write_gguf", lambda *_: said.append(capsys.readouterr().err) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        export_gguf(str(folder), tmp_path / "m.gguf", proving(folder), kind="q4_k_m", proof=False)
+    monkeypatch.undo()
+    assert "rows of 32, 288 are no multiple of 256" in said[0]
+    assert "39 matrices are q5_0 and not q4_k" in said[0]
+    assert "(prune with --for llama.cpp:q4_k_m)" in said[0]
+    exported = export_gguf(str(folder), tmp_path / "m.gguf", proving(folder), kind="q4_k_m", proof=False)
+    kinds = Counter(tensor.kind.name for tensor in open_gguf(exported.path).tensors.values())
+    assert kinds == {"F32": 13, "Q5_0": 39, "Q8_0": 5}
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the program is a shell script")
+def test_where_xllamacpp_does_not_round_the_program_does(wide, tmp_path, monkeypatch):
+    monkeypatch.setattr(rounding, "_rounder", lambda: None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    program, out = tmp_path / "llama-quantize", tmp_path / "m.gguf"
+    with pytest.raises(UserError, match=r'pip install "ckpt-prune\[llamacpp\]".*or put its program llama-quantize on'):
+        export_gguf(str(wide), out, proving(wide), kind="q4_k_m", proof=False)
+    program.write_text(f'#!/bin/sh\necho "$3 $4" > {tmp_path}/said; /bin/cp "$1" "$2"\n')
+    program.chmod(0o755)
+    assert export_gguf(str(wide), out, proving(wide), kind="q4_k_m", proof=False).passed
+    assert (tmp_path / "said").read_text() == f"Q4_K_M {torch.get_num_threads()}\n"
+    assert types(out, "attn_q") == ["F32"] * 8  # a copy of what it was given
+    out.unlink()
+    program.write_text("#!/bin/sh\necho error: out of luck\nexit 3\n")
+    with pytest.raises(UserError, match=r"llama-quantize cannot write q4_k_m: error: out of luck \(exit code 3\)"):
+        export_gguf(str(wide), out, proving(wide), kind="q4_k_m", proof=False)
+    assert {path.name for path in tmp_path.iterdir()} == {"llama-quantize", "said"}
+
+
+def test_the_numbers_of_types_are_those_of_llama_cpp():
+    from gguf import LlamaFileType
+
+    from ckpt_prune.gguf.types import FILE_TYPES
+
+    numbers = LlamaFileType.__members__.items()
+    names = {name.removeprefix("MOSTLY_").removeprefix("ALL_").lower(): int(number) for name, number in numbers}
+    assert {name: names[name] for name in FILE_TYPES} == dict(FILE_TYPES)
