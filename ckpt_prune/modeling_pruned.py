@@ -41,12 +41,22 @@ from typing import Any, NotRequired, TypedDict
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import EncoderDecoderCache
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.import_utils import is_torchdynamo_exporting
+
+try:
+    from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
+    from transformers.conversion_mapping import (
+        get_checkpoint_conversion_mapping,
+        register_checkpoint_conversion_mapping,
+    )
+except ImportError as error:
+    raise ImportError(
+        f"modeling_pruned.py needs transformers 5.19 or later, and this is {transformers.__version__}: "
+        "pip install -U transformers"
+    ) from error
 
 WEIGHTS_KEY = "transformers_weights"
 """Config key of the file that transformers reads weights from; by default it is model.safetensors."""

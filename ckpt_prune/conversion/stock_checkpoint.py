@@ -24,6 +24,7 @@ from ckpt_prune.common.records import FixedRecord
 from ckpt_prune.job.form import Form
 from ckpt_prune.job.run import Announce, Run, say_nothing
 from ckpt_prune.job.timing import PhaseTimer
+from ckpt_prune.model.containers.rope_keys import state_rope
 from ckpt_prune.model.containers.side_files import carried_files, top_names
 from ckpt_prune.runner.open_run import Opening, open_staging
 from ckpt_prune.runner.publish import put_in_place
@@ -164,7 +165,7 @@ def _write(stock: StockCheckpoint, record: ConversionRecord, run: Run) -> None:
         if name not in writer.done:
             writer.write(name, tensor.read().contiguous())
             writer.commit(name)
-    for name, text in {CONFIG: pretty_json(stock.config), **stock.texts}.items():
+    for name, text in {CONFIG: pretty_json(state_rope(stock.config)), **stock.texts}.items():
         writer.write_text(name, text)
     for name, path in stock.copied.items():
         writer.copy(path, name)

@@ -20,6 +20,7 @@ from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.run import Announce, Run
 from ckpt_prune.model.composites import merge_part_config
 from ckpt_prune.model.containers.remote import MLX_KEY, MLX_MODULE, REMOTE_MODULE
+from ckpt_prune.model.containers.rope_keys import OLDER_KEYS, PARAMETERS, state_rope
 from ckpt_prune.model.containers.side_files import carried_files, find_side_files, top_names
 from ckpt_prune.model.runtimes import MLX_FAMILIES, places
 from ckpt_prune.modeling_pruned import REFUSAL, WEIGHTS_KEY
@@ -56,6 +57,7 @@ def publish(prepared: Prepared, records: Mapping[str, Sequence[Any]], run: Run) 
         config, remote = output.container.config, output.container.remote_class is not None
         if source.within is not None:
             config = merge_part_config(source, config)
+        config = state_rope(config)
         modules = []
         if remote:
             config, modules = config | {WEIGHTS_KEY: REFUSAL}, [REMOTE_MODULE]
@@ -129,7 +131,12 @@ def model_card(report: Report, config: Mapping[str, Any] | None = None) -> str:
     made = as_markdown(f"Made by ckpt_prune {report.ckpt_prune}")
     load = "Replace PATH by this folder, or by its id on the Hub."
     if report.container.remote_code:
-        load += " `from_pretrained` of every other class refuses it."
+        load += " `from_pretrained` of every other class refuses it. Its code needs transformers 5.19 or later."
+    elif config is not None and PARAMETERS in config and config.keys() & OLDER_KEYS:
+        load += (
+            " transformers 4.57 reads the same rotary positions: config.json also states them under the keys that it "
+            "knows."
+        )
     size, *others = all_sections(report)
     return "\n".join(
         [

@@ -88,9 +88,18 @@ def test_a_card():
     assert card(report([site(0)], source=source)) == CARD
 
 
+@pytest.mark.parametrize(("older", "said"), [({"rope_theta": 500.0}, True), ({}, False)])
+def test_the_card_says_what_older_versions_of_transformers_read(older, said):
+    config = {"model_type": "llama", "rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}, **older}
+    container = {"model_type": "llama", "auto_class": "AutoModelForCausalLM"}
+    made = model_card(Report.read(report([site(0)]) | {"container": container}), config)
+    assert ("transformers 4.57 reads the same rotary positions" in made) == said
+
+
 def test_remote_code_is_loaded_with_this_package_or_with_trust():
     made = card(report([site(0)]), remote_code=True, note="no slot", sentence_class="CrossEncoder")
-    assert "its id on the Hub. `from_pretrained` of every other class refuses it.\n" in made
+    assert "its id on the Hub. `from_pretrained` of every other class refuses it. " in made
+    assert "Its code needs transformers 5.19 or later.\n" in made
     assert "| stored as | remote code: no slot |" in made
     assert (
         '```python\nimport ckpt_prune  # without running the code in the folder\n\nmodel = ckpt_prune.load("PATH")\n\n'
