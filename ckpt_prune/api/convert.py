@@ -21,6 +21,8 @@ def convert(options: ConvertOptions) -> "Conversion":
     token. Layer scales are absorbed by the projections before them. A model that computes anything else is refused with
     the reason.
 
+    Or MODEL is a folder with a LoRA adapter of peft's. The output is its base model with the adapter merged.
+
     Or MODEL is a GGUF file of a model that generates text. The output has its tokenizer and chat template. Rounded
     weights become float16. An interrupted run leaves OUT.partial, which --resume continues.
     """

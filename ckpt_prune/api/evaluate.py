@@ -142,10 +142,12 @@ def _lm_eval(options: EvaluateOptions, names: Sequence[str], pair: "Pair") -> "T
 
 def _place(name: str) -> tuple[Path | None, Path]:
     """Return the graph that a model is, if it is one, and its folder."""
-    from ckpt_prune.checkpoint.model_folder import resolve_model
+    from ckpt_prune.checkpoint.model_folder import refuse_adapter, resolve_model
 
     graph = find_graph(name)
-    return graph, resolve_model(name) if graph is None else graph.parent
+    folder = resolve_model(name) if graph is None else graph.parent
+    refuse_adapter(folder)
+    return graph, folder
 
 
 def _open_graph(path: Path) -> "PreTrainedModel":

@@ -10,6 +10,7 @@ from ckpt_prune.api.function import takes
 from ckpt_prune.api.latency import timed, with_latencies
 from ckpt_prune.api.push import Pushed
 from ckpt_prune.api.push import push as push_output
+from ckpt_prune.checkpoint.model_folder import refuse_adapter
 from ckpt_prune.checkpoint.staging import check_output
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import GRAPH_FOLDER
@@ -159,6 +160,8 @@ def _prune(options: PruneOptions, written: Callable[[Pruned], None]) -> Pruned:
     check_supported(options.model, options.family, options.part)
     check_texts(options.text)
     check_texts(tuple(place for place in options.evaluate if not Path(place).is_dir()))
+    if options.evaluate:
+        refuse_adapter(Path(options.model))
     if options.statistics is not None:
         check_statistics(options.statistics)
     if options.push is not None:

@@ -11,17 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ckpt_prune.checkpoint.adapters import attach_adapter, base_of_adapter
 from ckpt_prune.checkpoint.digests import checkpoint_fingerprint
 from ckpt_prune.checkpoint.files import Stamp, find_changed, open_input, stamp_of
 from ckpt_prune.checkpoint.fp8 import attach_scales
 from ckpt_prune.checkpoint.journal import refuse_unfinished
 from ckpt_prune.checkpoint.json_files import check_side_files, read_json_object
-from ckpt_prune.checkpoint.model_folder import model_name, resolve_model
+from ckpt_prune.checkpoint.model_folder import ADAPTER_CONFIG, is_adapter, model_name, refuse_adapter, resolve_model
 from ckpt_prune.checkpoint.quantised import class_name, drop_quantisation, is_plain_fp8, refuse_quantised
 from ckpt_prune.checkpoint.shard import (
     Header,
     Stack,
     TensorInfo,
+    add_adapter,
     apply_scales,
     read_flat_chunks,
     read_header,
@@ -90,6 +92,7 @@ class Checkpoint:
         shadowed: tied tensors that are left out because another of `tensors` has their bytes.
         copies: tensor that no file has under this name → the one on disk whose bytes it has.
         stated: values of config.json that `config` replaces; None for absent keys.
+        adapter: folder of the adapter that is merged into tensors as they are read.
     """
 
     path: Path
@@ -107,15 +110,20 @@ class Checkpoint:
     shadowed: Mapping[str, TensorInfo] = field(default_factory=dict)
     copies: Mapping[str, str] = field(default_factory=dict)
     stated: Mapping[str, Any] = field(default_factory=dict)
+    adapter: Path | None = None
 
     @classmethod
     def open(cls, model: str | Path) -> "Checkpoint":
         """Open a folder or Hub id, reading config, index and headers only.
 
+        A folder with an adapter is its base model, whose tensors have the adapter merged as they are read.
+
         Raises:
             UserError: the model is not found, or a file is missing, damaged, not supported or contradicts the index.
         """
         path = resolve_model(str(model))
+        if is_adapter(path):
+            return cls._open_adapter(path)
         config = _read_config(path)
         check_side_files(path)
         # The order of transformers: the single file wins if both are there.
@@ -137,6 +145,21 @@ class Checkpoint:
             metadata={file: headers[file].metadata for file in files},
             stamps={file.name: stamp_of(file) for file in path.iterdir() if file.is_file()},
         )
+
+    @classmethod
+    def _open_adapter(cls, folder: Path) -> "Checkpoint":
+        name = base_of_adapter(folder)
+        try:
+            path = resolve_model(name)
+            if is_adapter(path):
+                raise UserError("it is an adapter itself: merge that first with `convert`")
+            base = cls.open(path)
+        except UserError as error:
+            raise UserError(
+                f"{folder} is an adapter of {name}, which cannot be opened: {error}. base_model_name_or_path in "
+                f"{folder / ADAPTER_CONFIG} is where it is looked for"
+            ) from error
+        return replace(base, tensors=attach_adapter(folder, base.path, base.tensors), adapter=folder)
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Read tensors to CPU in the order asked, with on-disk shape and dtype, in memory of their own."""
@@ -248,7 +271,14 @@ class Checkpoint:
     @property
     def name(self) -> str:
         """Name of the model: its folder, or its Hub id if the folder is a snapshot of one."""
-        return model_name(self.path)
+        return model_name(self.adapter or self.path)
+
+    @property
+    def whole(self) -> Path:
+        """The folder, for loading the WHOLE model; UserError if an adapter is merged only as tensors are read."""
+        if self.adapter is not None:
+            refuse_adapter(self.adapter)
+        return self.path
 
     @property
     def dtype(self) -> torch.dtype:
@@ -309,6 +339,9 @@ def read_tensors(folder: Path, infos: Iterable[TensorInfo]) -> dict[str, Tensor]
     for info in infos:
         if info.scaled is not None:
             stored[info.name] = apply_scales(info, stored[info.name], stored[info.scaled.scale.name])
+        if info.adapter is not None:
+            down, up = stored[info.adapter.down.name], stored[info.adapter.up.name]
+            stored[info.name] = add_adapter(info, stored[info.name], down, up)
     return {info.name: stored[info.name] for info in infos}
 
 
@@ -316,7 +349,7 @@ def read_tensors(folder: Path, infos: Iterable[TensorInfo]) -> dict[str, Tensor]
 def _equal(folder: Path, one: TensorInfo, other: TensorInfo, *_stamps: Stamp | None) -> bool:
     if one.shape != other.shape:
         return False
-    if one.dtype != other.dtype or one.scaled or other.scaled:
+    if one.dtype != other.dtype or len((*one.parts, *other.parts)) > 2:
         return torch.equal(
             *(tensor.double() for info in (one, other) for tensor in read_tensors(folder, [info]).values())
         )

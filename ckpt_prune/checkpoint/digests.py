@@ -81,6 +81,10 @@ def checkpoint_fingerprint(path: Path, config: dict[str, Any], tensors: Iterable
     digest = hashlib.sha256(
         canonical_json({key: value for key, value in config.items() if key not in _LOADING_KEYS}).encode()
     )
+    tensors = list(tensors)
+    for info in sorted((info for info in tensors if info.adapter is not None), key=lambda info: info.name):
+        assert info.adapter is not None
+        digest.update(canonical_json([info.name, info.adapter.factor]).encode())
     stored = (part for info in tensors for part in info.parts)
     for info in sorted(stored, key=lambda info: info.name):
         digest.update(canonical_json([info.name, CODES[info.dtype], info.stored_shape]).encode())

@@ -21,6 +21,7 @@ _CACHED = "models--"
 _NEAR = 0.75
 """Likeness of names that are suggested (`difflib`): one letter more or less in four."""
 _GRAPH_SUFFIX = ".onnx"
+ADAPTER_CONFIG = "adapter_config.json"
 
 
 def resolve_model(model: str) -> Path:
@@ -51,6 +52,19 @@ def find_local_folder(model: str) -> Path | None:
     if "/" in model and _is_folder(path.parent):
         raise UserError(f"the folder {path.parent} has no {path.name}{suggest_folders(model)}; give an existing folder")
     return None
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder holds an adapter, and no model of its own."""
+    return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
+
+
+def refuse_adapter(folder: Path) -> None:
+    """Refuse an adapter where a whole model is loaded."""
+    if is_adapter(folder):
+        raise UserError(
+            f"{folder} is an adapter, and this loads whole models: `ckpt-prune convert {folder} -o MERGED` makes one"
+        )
 
 
 def model_name(folder: Path) -> str:

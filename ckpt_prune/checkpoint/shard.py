@@ -87,6 +87,23 @@ class Scaled:
 
 
 @dataclass(frozen=True)
+class Adapter:
+    """Two thin matrices whose product is added to a tensor when it is read.
+
+    Attributes:
+        down: A, (rank, inputs).
+        up: B, (outputs, rank).
+        factor: of the product.
+        transposed: whether the file has the tensor as (inputs, outputs).
+    """
+
+    down: "TensorInfo"
+    up: "TensorInfo"
+    factor: float
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
 class TensorInfo:
     """A tensor as its file's header describes it.
 
@@ -98,6 +115,7 @@ class TensorInfo:
         offset: of its data, in bytes from the start of the file.
         transposed: whether the file holds the transpose of this matrix.
         scaled: how it is stored, if its elements are multiplied by scales when they are read.
+        adapter: what is added when it is read.
         stamp: of its file when the header was read; None in a file that is still to be written.
     """
 
@@ -109,15 +127,17 @@ class TensorInfo:
     offset: int
     transposed: bool = False
     scaled: Scaled | None = None
+    adapter: Adapter | None = None
     stamp: Stamp | None = field(default=None, compare=False, repr=False)
 
     @property
     def parts(self) -> tuple["TensorInfo", ...]:
-        """The tensors on disk that it is read from: itself, or its stored elements and their scales."""
+        """The tensors on disk that it is read from: itself, or its stored elements, and their scales or an adapter."""
+        added = () if self.adapter is None else (self.adapter.down, self.adapter.up)
         if self.scaled is None:
-            return (self,)
-        stored = replace(self, dtype=self.scaled.dtype, shape=self.stored_shape, transposed=False, scaled=None)
-        return stored, self.scaled.scale
+            return (replace(self, adapter=None), *added) if added else (self,)
+        plain = replace(self, dtype=self.scaled.dtype, shape=self.stored_shape, transposed=False)
+        return replace(plain, scaled=None, adapter=None), self.scaled.scale, *added
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -249,6 +269,26 @@ def apply_scales(info: TensorInfo, stored: Tensor, scale: Tensor) -> Tensor:
         tall = wide[..., first // rows : -(-(first + step) // rows), :].repeat_interleave(rows, dim=-2)
         product[..., first : first + step, :] = (part * tall[..., : part.shape[-2], :]).to(info.dtype)
     return product.T.contiguous() if info.transposed else product
+
+
+def add_adapter(info: TensorInfo, tensor: Tensor, down: Tensor, up: Tensor) -> Tensor:
+    """Add factor · B A to a tensor as it is read; computed in float32, some rows at a time.
+
+    Args:
+        info: with `adapter`.
+        tensor: `info.shape`; it is written over.
+        down: A, (rank, inputs).
+        up: B, (outputs, rank).
+    """
+    assert info.adapter is not None
+    # Rows of the tensor as it is read are outputs, unless just one of file and view is transposed.
+    left, right = (down.T, up.T) if info.adapter.transposed != info.transposed else (up, down)
+    left, right = left.float() * info.adapter.factor, right.float()
+    step = max(1, _CHUNK_BYTES // (4 * tensor.shape[1]))
+    for first in range(0, tensor.shape[0], step):
+        rows = slice(first, first + step)
+        tensor[rows] = (tensor[rows].float() + left[rows] @ right).to(tensor.dtype)
+    return tensor
 
 
 def read_flat_chunks(handle: io.FileIO, info: TensorInfo) -> Iterator[Tensor]:

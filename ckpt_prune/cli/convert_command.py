@@ -25,5 +25,6 @@ command = Command(
         "convert timm/deit3_large_patch16_224.fb_in22k_ft_in1k -o deit3-large",
         "convert facebook/vit-mae-base -o vit-base",
         "convert model-q8_0.gguf -o model",
+        "convert lora-adapter -o merged",
     ],
 )

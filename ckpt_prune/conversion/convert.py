@@ -14,7 +14,13 @@ from ckpt_prune.model.supported import is_timm
 
 
 def stock_of_checkpoint(checkpoint: Checkpoint) -> StockCheckpoint:
-    """Return a checkpoint as the stock class that computes the same; UserError if none is known."""
+    """Return a checkpoint as the stock class that computes the same, or with its adapter merged."""
+    if checkpoint.adapter is not None:
+        tensors = {
+            name: NewTensor.of(checkpoint, [name], info.stored_shape) for name, info in checkpoint.tensors.items()
+        }
+        notes = (f"{checkpoint.path} with the adapter merged",)
+        return StockCheckpoint.of(checkpoint, checkpoint.config, tensors, notes=notes)
     if is_timm(checkpoint.config):
         stock = vit_of_timm(checkpoint)
     elif checkpoint.config.get("model_type") == "vit_mae":

@@ -16,6 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 from ckpt_prune.checkpoint.checkpoint import Checkpoint, check_config, check_index
 from ckpt_prune.checkpoint.files import read_input
 from ckpt_prune.checkpoint.json_files import parse_json_object
+from ckpt_prune.checkpoint.model_folder import refuse_adapter
 from ckpt_prune.checkpoint.quantised import is_packed, is_plain_fp8, refuse_quantised
 from ckpt_prune.checkpoint.sentence_modules import find_sentence_use
 from ckpt_prune.common.errors import UserError
@@ -226,6 +227,7 @@ def _run_odd_experts_eagerly(model: nn.Module) -> None:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Read a folder's config.json."""
+    refuse_adapter(folder)
     path = folder / "config.json"
     try:
         config = parse_json_object(read_input(path))

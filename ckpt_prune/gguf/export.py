@@ -102,7 +102,7 @@ def export_gguf(
     if proof:
         require_runtime()
     source = open_model(model, Opening(trust))
-    folder = source.checkpoint.path
+    folder = source.checkpoint.whole if proof else source.checkpoint.path
     chosen = kind or type_of(source.checkpoint.dtype)
     layout = lay_out(source, 32 if chosen in GGUF_ROWS else 1)
     tokenizer = tokenizer_values(folder, layout.values["vocab_size"])
@@ -152,7 +152,7 @@ def validate_gguf(file: Path, against: str, proving: ProofOptions, *, trust: boo
     """
     require_runtime()
     source = open_model(against, Opening(trust))
-    return prove(file, source.checkpoint.path, type_of_file(file), proving, trust=trust)
+    return prove(file, source.checkpoint.whole, type_of_file(file), proving, trust=trust)
 
 
 def type_of_file(file: Path) -> str:

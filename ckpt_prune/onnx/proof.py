@@ -137,7 +137,7 @@ def validate(
     _check_source(folder, manifest, checkpoint)
     if (samples.images if manifest.modality == "text" else samples.windows) is not None:
         raise UserError(f"{folder} reads {manifest.modality}: it cannot be compared on the other")
-    module = load_model(checkpoint.path, device="cpu", dtype=torch.float32, trust_remote_code=trust)
+    module = load_model(checkpoint.whole, device="cpu", dtype=torch.float32, trust_remote_code=trust)
     others = _load_others(dense, manifest.full_task, trust)
     validations = []
     for graph in manifest.split():
@@ -195,7 +195,7 @@ def _load_others(dense: Dense | None, task: Task, trust: bool) -> list[Other]:
     if dense is None:
         return []
     other = Checkpoint.open(dense.folder)
-    module = load_model(other.path, device="cpu", dtype=torch.float32, trust_remote_code=trust)
+    module = load_model(other.whole, device="cpu", dtype=torch.float32, trust_remote_code=trust)
     return [Other(other.name, Reference(module, task, set()), dense.max_loss)]
 
 
@@ -289,7 +289,7 @@ def validate_metric(
     if samples.windows is None and samples.images is None:
         option = "--text" if first.task.modality == "text" else "--images"
         raise UserError(f"no metric is measured on noise: give {option}")
-    module = load_model(checkpoint.path, device="cpu", dtype=torch.float32, trust_remote_code=trust)
+    module = load_model(checkpoint.whole, device="cpu", dtype=torch.float32, trust_remote_code=trust)
     if samples.windows is not None:
         check_windows(module, samples.windows)
     others = _load_others(dense, first.task, trust)

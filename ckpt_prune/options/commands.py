@@ -355,7 +355,7 @@ class ConvertOptions(ResumeOptions):
     """What to convert."""
 
     model: Folder = option(kw_only=False)
-    """Folder of a model, a Hub id, or a GGUF file."""
+    """Folder of a model or of a LoRA adapter, a Hub id, or a GGUF file."""
 
 
 class QuantizeOptions(ResumeOptions, StateMemoryOptions, ImageOptions, SampleOptions, DeviceOptions):

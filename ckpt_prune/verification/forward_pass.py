@@ -76,6 +76,8 @@ def _find_obstacle(model: Model, dtype: torch.dtype) -> str | None:
     checkpoint = model.checkpoint
     if checkpoint.within is not None:
         return "it is a part of another model"
+    if checkpoint.adapter is not None:
+        return "an adapter is merged into it as it is read"
     if "auto_map" in read_config(checkpoint.path):
         return "it brings code of its own, which is not run"
     size = sum(info.numel for info in checkpoint.tensors.values()) * dtype.itemsize
@@ -98,7 +100,7 @@ def _run_whole(model: Model, sample: Samples, dtype: torch.dtype) -> list[Tensor
     """Return what enters every block of transformers' own model, and what it returns."""
     family = model.family
     # If several classes are for one task, an Auto class would take its first.
-    whole: Any = load_model(model.checkpoint.path, device="cpu", dtype=dtype, auto=family.architecture, whole=True)
+    whole: Any = load_model(model.checkpoint.whole, device="cpu", dtype=dtype, auto=family.architecture, whole=True)
     states: list[Tensor] = []
 
     def record(_module: object, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:

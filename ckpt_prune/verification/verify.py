@@ -202,7 +202,7 @@ def _check_load(checkpoint: Checkpoint) -> tuple[bool, str]:
     else:
         family = match_family(checkpoint)
         auto, architecture = family.auto_class, family.architecture
-    loaded = stock_load_report(checkpoint.path, auto)
+    loaded = stock_load_report(checkpoint.whole, auto)
     if not loaded.clean:
         return False, loaded.fault
     if remote is None:

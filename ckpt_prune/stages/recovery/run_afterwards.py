@@ -123,7 +123,7 @@ def _train_adapters(recovery: Afterwards, prepared: Prepared, run: Run) -> None:
     modules = adapted_modules(recovery, prepared.model)
     run.announce(_memory_line(recovery, prepared.model, modules, dtype))
     with run.timer.time("loading"):
-        model = load_model(pruned.path, device=prepared.device, dtype=dtype)
+        model = load_model(pruned.whole, device=prepared.device, dtype=dtype)
     with run.timer.time("training"), meter(recovery.epochs, "training adapters", unit="epoch") as epochs:
         adapted = train_adapters(
             model,

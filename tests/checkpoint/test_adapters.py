@@ -1,0 +1,168 @@
+"""A folder with a LoRA adapter of peft's as a model: merged as it is read."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import ckpt_prune
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.cli.main import main
+from tests.contract.models import Case
+from tests.families import make, windows
+
+GPT2 = Case("gpt2", "GPT2LMHeadModel")
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated", "ignore::UserWarning:peft")
+
+
+def adapt(base, folder, targets, **settings):
+    """Save an adapter with values unlike zero; returns the model that peft merges."""
+    model = ckpt_prune.load(base, dtype=torch.float32)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=3, lora_alpha=5, target_modules=targets, **settings))
+    torch.manual_seed(4)
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    adapted.save_pretrained(folder)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = str(base)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return adapted.merge_and_unload().eval()
+
+
+def change(folder, **values):
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | values))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    place = tmp_path_factory.mktemp("adapters")
+    base = make(place / "base", "llama")
+    merged = adapt(base, place / "adapter", ["q_proj", "down_proj"], rank_pattern={"q_proj": 2}, use_rslora=True)
+    return base, place / "adapter", merged
+
+
+@pytest.fixture
+def adapter(llama, tmp_path):
+    return shutil.copytree(llama[1], tmp_path / "adapter")
+
+
+def run(*arguments):
+    done = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    return done.exit_code, done.output
+
+
+def logits(folder, ids):
+    with torch.no_grad():
+        return ckpt_prune.load(folder, dtype=torch.float32)(ids).logits
+
+
+def test_convert_writes_what_peft_merges(llama, tmp_path):
+    base, adapter, merged = llama
+    code, said = run("convert", adapter, "-o", tmp_path / "out")
+    assert code == 0, said
+    assert "with the adapter merged" in said
+    ids = windows(2, 16)
+    with torch.no_grad():
+        assert torch.allclose(logits(tmp_path / "out", ids), merged(ids).logits, atol=1e-5)
+    assert not torch.allclose(logits(tmp_path / "out", ids), logits(base, ids), atol=1e-2)
+
+
+def test_a_prune_of_an_adapter_is_that_of_the_merged_model(llama, tmp_path):
+    _, adapter, merged = llama
+    merged.save_pretrained(tmp_path / "merged")
+    for name in ("adapter", "merged"):
+        source = adapter if name == "adapter" else tmp_path / name
+        code, said = run("prune", source, "--recipe", "magnitude", "-o", tmp_path / f"{name}-out")
+        assert code == 0, said
+    ids = windows(2, 16)
+    assert torch.allclose(logits(tmp_path / "adapter-out", ids), logits(tmp_path / "merged-out", ids), atol=1e-5)
+    assert json.loads((tmp_path / "adapter-out" / "ckpt_prune.json").read_text())["source"]["name"] == "adapter"
+
+
+def test_matrices_that_are_stored_transposed(tmp_path):
+    base = GPT2.write(tmp_path / "base")
+    merged = adapt(base, tmp_path / "adapter", ["c_attn", "c_proj"], fan_in_fan_out=True)
+    ckpt_prune.convert(tmp_path / "adapter", output=tmp_path / "out")
+    ids = windows(2, 16)
+    with torch.no_grad():
+        assert torch.allclose(logits(tmp_path / "out", ids), merged(ids).logits, atol=1e-5)
+    view = Checkpoint.open(tmp_path / "adapter")
+    name = next(name for name in view.tensors if name.endswith("h.0.attn.c_attn.weight"))
+    assert torch.allclose(view.transpose([name]).read([name])[name], view.read([name])[name].T, atol=1e-6)
+
+
+def test_another_alpha_is_another_model(adapter):
+    before = Checkpoint.open(adapter).fingerprint
+    change(adapter, lora_alpha=6)
+    assert Checkpoint.open(adapter).fingerprint != before
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"peft_type": "LOHA"}, "an adapter of type LOHA"),
+        ({"use_dora": True}, "not a plain LoRA adapter (use_dora: True"),
+        ({"modules_to_save": ["lm_head"]}, "not a plain LoRA adapter (modules_to_save"),
+        ({"bias": "all"}, "not a plain LoRA adapter (bias: 'all'"),
+        ({"rank_pattern": {}}, "are no adapter of rank 3 for"),
+        ({"lora_alpha": "8"}, "lora_alpha of"),
+        ({"base_model_name_or_path": None}, "names no base model"),
+        ({"base_model_name_or_path": "/nowhere/base"}, "/nowhere/base, which cannot be opened"),
+    ],
+)
+def test_what_cannot_be_merged_is_refused(adapter, tmp_path, values, message):
+    change(adapter, **values)
+    code, said = run("prune", adapter, "--recipe", "magnitude", "-o", tmp_path / "out")
+    assert code == 2
+    assert message in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_of_itself_or_without_weights_is_refused(adapter):
+    (adapter / "adapter_model.safetensors").rename(adapter / "adapter_model.bin")
+    code, said = run("inspect", adapter)
+    assert code == 2
+    assert "has no adapter_model.safetensors" in said
+    change(adapter, base_model_name_or_path=str(adapter))
+    code, said = run("inspect", adapter)
+    assert code == 2
+    assert "it is an adapter itself" in said
+
+
+def test_an_adapter_of_another_model_is_refused(adapter, tmp_path):
+    change(adapter, base_model_name_or_path=str(GPT2.write(tmp_path / "other")))
+    code, said = run("inspect", adapter)
+    assert code == 2
+    assert "base_model_name_or_path names another model than the adapter was trained on" in said
+
+
+def test_whole_models_are_wanted_elsewhere(adapter, tmp_path):
+    (tmp_path / "text.txt").write_text("some words of a text " * 100)
+    code, said = run("evaluate", adapter, "--text", tmp_path / "text.txt", "--window", 16)
+    assert code == 2
+    assert f"`ckpt-prune convert {adapter} -o MERGED` makes one" in said
+    code, said = run("prune", adapter, "--recipe", "magnitude", "-o", tmp_path / "out", "--evaluate", tmp_path)
+    assert code == 2
+    assert "-o MERGED` makes one" in said
+
+
+def test_an_output_with_code_of_its_own_takes_adapters(tmp_path):
+    """peft puts adapters beside its linears, saves them, and loads them again."""
+    uneven = {"widths": "per_layer", "allocation": "across-layers", "container": "remote", "ratio": 0.3}
+    ckpt_prune.prune(
+        make(tmp_path / "base"), recipe="magnitude", overrides=uneven, output=tmp_path / "out", progress=False
+    )
+    merged = adapt(tmp_path / "out", tmp_path / "adapter", "all-linear")
+    ids = windows(2, 16)
+    model = peft.PeftModel.from_pretrained(ckpt_prune.load(tmp_path / "out", dtype=torch.float32), tmp_path / "adapter")
+    with torch.no_grad():
+        expected = model(ids).logits
+        assert torch.allclose(merged(ids).logits, expected, atol=1e-5)
+    ckpt_prune.convert(tmp_path / "adapter", output=tmp_path / "merged")
+    assert torch.allclose(logits(tmp_path / "merged", ids), expected, atol=1e-5)
+    assert not torch.allclose(logits(tmp_path / "out", ids), expected, atol=1e-2)
