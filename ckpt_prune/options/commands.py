@@ -484,18 +484,19 @@ class ExportOptions(
         return self
 
 
+RuntimeName = Literal["onnxruntime", "llama.cpp", "genai", "openvino", "transformers.js", "transformers", "vllm", "mlx"]
+
+
 class ValidateOptions(DenseOptions, ProofOptions, ProviderOptions, SpreadOptions, TrustOptions):
     """What to compare, on what, and how strictly."""
 
     group = MEASURE
     folder: Folder = option(kw_only=False, metavar="DIR")
     """Folder that `ckpt-prune export` wrote, a GGUF file, or with --runtime mlx, vllm or transformers a checkpoint."""
-    runtime: Literal["onnxruntime", "llama.cpp", "genai", "openvino", "transformers", "vllm", "mlx"] | None = option(
-        default=None
-    )
-    """What runs DIR. transformers, vllm and mlx run a checkpoint; genai and openvino a folder that `export` wrote, or
-    the checkpoint that it lies in. All but onnxruntime are compared on text alone: KL divergence, top-1, perplexity,
-    and tokens a second. [default: llama.cpp for a GGUF file, else onnxruntime]"""
+    runtime: RuntimeName | None = option(default=None)
+    """What runs DIR. transformers, vllm and mlx run a checkpoint; genai, openvino and transformers.js a folder that
+    `export` wrote, or the checkpoint that it lies in. All but onnxruntime are compared on text alone: KL divergence,
+    top-1, perplexity, and tokens a second. [default: llama.cpp for a GGUF file, else onnxruntime]"""
     against: OtherModel = option(default=None, metavar="MODEL", group=MODEL)
     """The checkpoint that DIR was exported from; needed for GGUF. [default: the one that DIR lies in, or next to]"""
     metric_only: bool = option(default=False)

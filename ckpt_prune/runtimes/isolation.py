@@ -49,8 +49,8 @@ def run_isolated(runtime: str, task: RuntimeTask) -> tuple[RuntimeAnswer, int]:
 def _main(runtime: str, place: Path) -> None:
     values = json.loads((place / "task.json").read_text(encoding="utf-8"))
     task = RuntimeTask(**values | {"windows": np.array(values["windows"], np.int64)})
-    answer = importlib.import_module(f"ckpt_prune.runtimes.in_{runtime}").run(task)
-    figures = np.array([answer.read, answer.generated, peak_bytes() or 0])
+    answer = importlib.import_module(f"ckpt_prune.runtimes.in_{runtime.replace('.', '_')}").run(task)
+    figures = np.array([answer.read, answer.generated, answer.memory or peak_bytes() or 0])
     np.savez(place / "partial.npz", logs=answer.logs, figures=figures)
     (place / "partial.npz").rename(place / "answer.npz")
     sys.stdout.flush()

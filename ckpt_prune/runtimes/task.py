@@ -38,11 +38,13 @@ class RuntimeAnswer:
         logs: log-probabilities of the next token, (windows, positions, vocabulary), float32.
         read: tokens a second of a prompt.
         generated: tokens a second of generation.
+        memory: the most bytes that it took, if it ran in another process than the task.
     """
 
     logs: Array
     read: float
     generated: float
+    memory: int = 0
 
 
 def log_softmax(logits: Array) -> Array:

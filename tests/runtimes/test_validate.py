@@ -1,16 +1,21 @@
-"""`validate --runtime`, as people call it: outputs of blocks that differ, in each runtime that is installed."""
+"""`validate --runtime`, as people call it: the carried model, its blocks pruned to shapes of their own.
+
+In each runtime that is installed: `tools/test` installs llama.cpp, onnxruntime-genai and OpenVINO, `tools/test
+--runtimes` the others.
+"""
 
 import json
-from importlib.util import find_spec
+import shutil
 
 import pytest
 from click.testing import CliRunner
 
 import ckpt_prune
 from ckpt_prune.cli.main import main
-from ckpt_prune.model.runtimes import RUNTIMES
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.demo.corpus import read_corpus
+from ckpt_prune.demo.run import model_folder
 from ckpt_prune.runtimes import proof
-from tests.gguf_files.tiny import proving, save
 
 
 def run(*arguments: object) -> tuple[int, str]:
@@ -18,30 +23,40 @@ def run(*arguments: object) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
+def copy_of(output, place):
+    return shutil.copytree(output, place / "copy", ignore=shutil.ignore_patterns("onnx"))
+
+
 @pytest.fixture(scope="module")
 def output(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runtimes")
-    dense = save(folder / "dense", "llama", tie_word_embeddings=True)
+    out = tmp_path_factory.mktemp("runtimes") / "out"
     uneven = {"widths": "per_layer", "allocation": "across-layers", "container": "remote", "ratio": 0.3}
-    ckpt_prune.prune(dense, recipe="magnitude", overrides=uneven, output=folder / "out", progress=False)
-    return folder / "out"
+    ckpt_prune.prune(model_folder(), recipe="magnitude", overrides=uneven, output=out, progress=False)
+    return out
 
 
 @pytest.fixture(scope="module")
-def graph(output):
-    text = proving(output).text[0]
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("texts") / "held_out.txt"
+    path.write_text(read_corpus(held_out=True)[:20_000])
+    return path
+
+
+@pytest.fixture(scope="module")
+def graph(output, text):
     ckpt_prune.export(output, output=output / "onnx", text=text, samples=2, window=48, progress=False)
     return output / "onnx"
 
 
-@pytest.mark.parametrize("runtime", ["transformers", "mlx", "vllm", "genai", "openvino"])
-def test_a_runtime_computes_what_pytorch_does(output, request, runtime):
-    module = proof._MODULES[runtime]
-    if find_spec(module) is None:
-        pytest.skip(f"{runtime} is not installed: {RUNTIMES[runtime].install}")
-    if runtime in ("genai", "openvino"):
+@pytest.mark.parametrize("runtime", ["transformers", "mlx", "vllm", "genai", "openvino", "transformers.js"])
+def test_a_runtime_computes_what_pytorch_does(output, text, request, runtime):
+    try:
+        proof.require_runtime(runtime)
+    except UserError as error:
+        pytest.skip(str(error))
+    if runtime in proof.GRAPHS:
         request.getfixturevalue("graph")
-    compare = ["--text", proving(output).text[0], "--samples", 2, "--window", 48]
+    compare = ["--text", text, "--samples", 2, "--window", 48]
     code, said = run("validate", output, "--runtime", runtime, *compare, "--json")
     assert code == 0, said
     values = json.loads(said)
@@ -52,9 +67,11 @@ def test_a_runtime_computes_what_pytorch_does(output, request, runtime):
     assert min(values["speeds"]) > 0
 
 
-def test_other_weights_fail(output, tmp_path):
-    other = save(tmp_path / "other", "llama", tie_word_embeddings=True, rms_norm_eps=0.1)
-    compare = ["--text", proving(output).text[0], "--samples", 2, "--window", 48]
+def test_other_weights_fail(output, text, tmp_path):
+    other = copy_of(output, tmp_path)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
+    compare = ["--text", text, "--samples", 2, "--window", 48]
     code, said = run("validate", output, "--runtime", "transformers", "--against", other, *compare)
     assert code == 1
     assert "failed: transformers computes something else" in said
@@ -67,27 +84,33 @@ def test_a_runtime_that_is_not_installed_is_named_with_the_command_that_installs
     assert 'mlx is not installed: pip install "ckpt-prune[mlx]"' in said
 
 
-def test_code_that_is_not_this_packages_is_not_run(output, tmp_path):
-    import shutil
+def test_node_and_its_package_are_asked_for(output, monkeypatch, tmp_path):
+    monkeypatch.delenv("NODE_PATH", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    code, said = run("validate", output, "--runtime", "transformers.js")
+    assert code == 2
+    assert "there is no `node` on PATH: install it" in said
+    node = tmp_path / "node"
+    node.write_text("#!/bin/sh\nexit 1\n")
+    node.chmod(0o755)
+    code, said = run("validate", output, "--runtime", "transformers.js")
+    assert code == 2
+    assert "is not installed in this folder or above it: npm install @huggingface/transformers" in said
 
-    copy = tmp_path / "copy"
-    shutil.copytree(output, copy)
+
+def test_code_that_is_not_this_packages_is_not_run(output, text, tmp_path):
+    copy = copy_of(output, tmp_path)
     (copy / "modeling_pruned.py").write_text("raise SystemExit")
-    code, said = run("validate", copy, "--runtime", "transformers", "--text", proving(output).text[0])
+    code, said = run("validate", copy, "--runtime", "transformers", "--text", text)
     assert code == 2
     assert "which is not this package's: say --trust-remote-code" in said
 
 
-def test_a_folder_that_a_runtime_cannot_load_is_refused_in_its_words(output, tmp_path):
-    import shutil
-
-    copy = tmp_path / "copy"
-    shutil.copytree(output, copy, ignore=shutil.ignore_patterns("onnx"))
+def test_a_folder_that_a_runtime_cannot_load_is_refused_in_its_words(output, text, tmp_path):
+    copy = copy_of(output, tmp_path)
     config = json.loads((copy / "config.json").read_text())
     del config["auto_map"]
     (copy / "config.json").write_text(json.dumps(config))
-    code, said = run(
-        "validate", copy, "--runtime", "transformers", "--against", output, "--text", proving(output).text[0]
-    )
+    code, said = run("validate", copy, "--runtime", "transformers", "--against", output, "--text", text)
     assert code == 2
     assert "transformers does not run" in said
