@@ -81,6 +81,7 @@ def test_the_page_of_families_is_that_of_the_descriptions() -> None:
 def test_the_page_of_runtimes_is_that_of_their_data() -> None:
     """`python tools/runtimes.py` writes it."""
     assert runtimes.PAGE.read_text(encoding="utf-8") == runtimes.page()
+    assert runtimes.front_table() in runtimes.README.read_text(encoding="utf-8")
 
 
 def test_every_key_of_a_description_is_explained() -> None:

@@ -1,10 +1,13 @@
-"""Writes ckpt_prune/model/RUNTIMES.md, the table of runtimes by what was pruned, from ckpt_prune/model/runtimes.py."""
+"""Writes ckpt_prune/model/RUNTIMES.md and the table of runtimes in README.md, from ckpt_prune/model/runtimes.py."""
 
+import re
 from pathlib import Path
 
 from ckpt_prune.model import runtimes
 from ckpt_prune.model.runtimes import CHANGES, RUNTIMES, Runtime
 
+README = Path(__file__).parents[1] / "README.md"
+FRONT_HEAD = "| runtime | what runs | stock classes | blocks of different shapes (`best`) |"
 PAGE = Path(runtimes.__file__).parent / "RUNTIMES.md"
 _HEAD = """# Where outputs run
 
@@ -48,5 +51,29 @@ def page() -> str:
     return text
 
 
+def front_table() -> str:
+    """Return the table of the front page."""
+    text = f"{FRONT_HEAD}\n|---|---|---|---|\n"
+    for name, runtime in RUNTIMES.items():
+        families = "all families" if runtime.families is None else f"{len(runtime.families)} families"
+        own = "the same" if runtime.own_shapes is None else f"{len(runtime.own_shapes)} families"
+        exported = "ckpt-prune export" in runtime.command
+        by = (
+            "`export --format gguf`"
+            if "--format gguf" in runtime.command
+            else "`export`"
+            if exported
+            else "the checkpoint"
+        )
+        text += f"| {name} | {by} | {families} | {own} |\n"
+    return text
+
+
+def with_front_table(readme: str) -> str:
+    """Return the front page with the table in place of that which it has."""
+    return re.sub(rf"{re.escape(FRONT_HEAD)}\n(\|.*\n)*", lambda _: front_table(), readme)
+
+
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
+    README.write_text(with_front_table(README.read_text(encoding="utf-8")), encoding="utf-8")

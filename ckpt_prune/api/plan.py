@@ -32,10 +32,11 @@ class Planned:
 
     @property
     def messages(self) -> list[str]:
-        """Say which sizes units are too coarse for, and what else would lose less."""
-        from ckpt_prune.runner.messages import size_lines, wider_choice
+        """Say which sizes units are too coarse for, what multiples cost, and what else would lose less."""
+        from ckpt_prune.runner.messages import multiples_line, size_lines, wider_choice
 
-        return [line for line in (*size_lines(self.settled), wider_choice(self.settled)) if line]
+        others = wider_choice(self.settled), multiples_line(self.settled)
+        return [line for line in (*size_lines(self.settled), *others) if line]
 
     @property
     def takes(self) -> str:

@@ -27,6 +27,7 @@ class Command(click.Command):
         function: made by `api.function.takes`; its docstring is the text of `--help`.
         show: prints the function's result. It is given the result and the options that were given.
         examples: command lines for `--help`, without `ckpt-prune`.
+        tables: title → rows that `--help` has before the examples.
         call: does all of the work instead: it is given the options by name, and whether to print JSON.
         data: makes of a result what `--json` prints, by default with its method `data`; None if there is no `--json`.
         options: the class of the command's options, if it is not that of the function.
@@ -39,6 +40,7 @@ class Command(click.Command):
         show: Callable[[Result, dict[str, Any]], None] | None = None,
         *,
         examples: Sequence[str],
+        tables: Mapping[str, Sequence[tuple[str, str]]] | None = None,
         call: Callable[[dict[str, Any], bool], None] | None = None,
         data: Callable[[Result], Any] | None = lambda result: result.data(),
         options: type[Options] | None = None,
@@ -46,6 +48,7 @@ class Command(click.Command):
     ) -> None:
         described: Any = function
         self.function, self.show, self.call, self.data, self.examples = function, show, call, data, examples
+        self.tables = tables or {}
         self.options: type[Options] = options or described.options
         names = [name for name in ordered_options(self.options) if shell_of(self.options.model_fields[name]).shown]
         params: list[click.Parameter] = [_parameter(name, self.options.model_fields[name]) for name in names]
@@ -67,7 +70,7 @@ class Command(click.Command):
             click.get_current_context().exit(1)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write a section for each group of options, and then the examples."""
+        """Write a section for each group of options, and then tables and examples."""
         sections: dict[str, list[tuple[str, str]]] = {"Arguments": []}
         for parameter in self.get_params(ctx):
             field = self.options.model_fields.get(parameter.name or "")
@@ -80,6 +83,9 @@ class Command(click.Command):
             if rows:
                 with formatter.section(title):
                     formatter.write_dl(rows)
+        for title, lines in self.tables.items():
+            with formatter.section(title):
+                formatter.write_dl(lines, col_max=56)
         with formatter.section("Examples"):
             formatter.write("".join(f"{'':{formatter.current_indent}}ckpt-prune {line}\n" for line in self.examples))
 

@@ -170,7 +170,7 @@ def _print_compared(compared: "list[ComparedPlan]") -> None:
 
 def _print_plan(settled: Any, plan: Any) -> None:
     from ckpt_prune.cli.rendering import kept_line, plan_legend
-    from ckpt_prune.runner.messages import few_tokens, predicted_line, size_lines, wider_choice
+    from ckpt_prune.runner.messages import few_tokens, multiples_line, predicted_line, size_lines, wider_choice
     from ckpt_prune.runner.sections import cost_table
     from ckpt_prune.show.terminal import print_table, section_lines
     from ckpt_prune.stages.depth.show import show_depth
@@ -213,7 +213,7 @@ def _print_plan(settled: Any, plan: Any) -> None:
     warnings = (*warn_of_sites(plan.sites), *mean_lines(plan.sites), *compare_errors(plan.sites, warnings=True))
     for line in filter(None, (few_tokens(settled, errors="above"), *warnings)):
         click.echo(line)
-    for line in filter(None, (plan.container_note, wider_choice(settled))):
+    for line in filter(None, (plan.container_note, wider_choice(settled), multiples_line(settled))):
         click.echo(f"\n{line}")
 
 

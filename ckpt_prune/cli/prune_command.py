@@ -9,6 +9,7 @@ from ckpt_prune.api.prune import EvaluationFailedError, Pruned, PushFailedError,
 from ckpt_prune.cli.command import Command, echo_json
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.safe_text import escape_controls
+from ckpt_prune.model.runtimes import takers_by_change
 from ckpt_prune.options.commands import PruneOptions
 from ckpt_prune.options.option import check_options
 
@@ -144,4 +145,5 @@ command = Command(
         "prune MODEL --recipe wanda-2-4 --text calib.txt -o OUT",
         "prune MODEL --plan plan.json -o OUT",
     ],
+    tables={"Where outputs run, by what was pruned (families and multiples: RUNTIMES.md)": takers_by_change()},
 )

@@ -141,6 +141,15 @@ RUNTIMES: dict[str, Runtime] = {
 }  # fmt: skip
 
 
+def takers_by_change() -> list[tuple[str, str]]:
+    """Return what an output may have and the runtimes that take it, in words, as `prune --help` shows them."""
+    rows = [("the same widths in every block, or fewer blocks", "all that have the family")]
+    for change, (words, _) in CHANGES.items():
+        others = [name for name, runtime in RUNTIMES.items() if change not in runtime.changes]
+        rows.append((words, f"all but {', '.join(others)}" if others else "all"))
+    return rows
+
+
 @dataclass(frozen=True)
 class Target:
     """A runtime that an output is for, perhaps with the type of its weights or the number of its devices."""

@@ -91,7 +91,8 @@ def messages(prepared: Prepared) -> list[str]:
             "chooses anew; see `ckpt-prune inspect OUT --sparsity`"
         )
     found += size_lines(prepared)
-    found += filter(None, [few_tokens(prepared, errors="below"), wider_choice(prepared)])
+    others = [few_tokens(prepared, errors="below"), wider_choice(prepared), multiples_line(prepared)]
+    found += filter(None, others)
     return found
 
 
@@ -212,6 +213,33 @@ def coarse_lines(model: Model, recipe: Recipe) -> Iterable[str]:
             f"{name}: {plural(units, 'unit')} per block{in_steps}, so a ratio of {found.asked:g} "
             f"drops {drops}; {beside}{'' if found.dropped else _inside(model, recipe, space)}"
         )
+
+
+def multiples_line(prepared: Prepared) -> str | None:
+    """Say how much larger the multiples that runtimes want make an output than its ratio asks for, or return None.
+
+    A requested size is kept to with them, so that they cost none there.
+    """
+    recipe, model = prepared.recipe, prepared.model
+    if not recipe.runs_on or recipe.has("mask") or asked_size_of(prepared) is not None:
+        return None
+    if all(settings.multiple_of == 1 for settings in recipe.spaces.values()):
+        return None
+    units, ratio = model.units, recipe.ratio_of
+    asked = {
+        space: units_kept(units(space), ratio(space), rounding_of(model, recipe, space), model.multiple(space))
+        for space in recipe.spaces
+    }
+    kept = ((space, count) for widths in prepared.spaced_widths for space, count in widths.items() if space in asked)
+    more = sum((count - asked[space]) * model.unit_weights(space) for space, count in kept)
+    names = ", ".join(recipe.runs_on)
+    if more <= 0:
+        return f"multiples for {names} make the output no larger than the ratio does"
+    dense, stand_in = prepared.before.parameters, " about" if prepared.foreseen else ""
+    return (
+        f"multiples for {names} leave{stand_in} {human_count(more)} parameters ({more / dense:.1%} of the dense model) "
+        "more than the ratio alone: another ratio, or --target-params, makes up for them"
+    )
 
 
 def _inside(model: Model, recipe: Recipe, space: SpaceName) -> str:

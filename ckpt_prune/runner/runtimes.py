@@ -41,7 +41,7 @@ def fit_to_runtimes(recipe: Recipe, model: Model, say: Callable[[str], None]) ->
     rounded = ", ".join(f"{space} {multiple}" for space, multiple in multiples.items() if multiple > 1)
     if rounded:
         names = ", ".join(recipe.runs_on or [])
-        say(f"for {names} widths are multiples of these numbers, which may leave the output larger: {rounded}")
+        say(f"for {names} widths are multiples of these numbers: {rounded}")
     return changed
 
 

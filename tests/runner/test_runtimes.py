@@ -3,9 +3,12 @@
 import json
 
 import pytest
+from click.testing import CliRunner
 
 import ckpt_prune
+from ckpt_prune.cli.main import main
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.formatting import human_count
 from ckpt_prune.gguf.architectures import ARCHITECTURES, DIFFERENT
 from ckpt_prune.model.runtimes import RUNTIMES, changes_of_config, read_target, refusal
 from tests.contract.models import Case
@@ -20,6 +23,12 @@ def test_families_of_llama_cpp_are_those_that_gguf_files_are_written_of():
     runtime = RUNTIMES["llama.cpp"]
     assert set(runtime.families or ()) == {each.model_type for each in ARCHITECTURES}
     assert set(runtime.own_biases or ()) == {each.model_type for each in DIFFERENT if each.biases is None}
+
+
+def test_the_help_of_prune_says_what_runs_where():
+    said = " ".join(run("prune", "--help").split())
+    assert "two thin matrices in place of one all but llama.cpp" in said
+    assert "rotary pairs all but genai, llama.cpp, vllm, mlx" in said
 
 
 @pytest.mark.parametrize("text", ["ollama", "vllm:q4_0", "llama.cpp:", "transformers:int4", ""])
@@ -90,6 +99,28 @@ def test_widths_are_multiples(tmp_path, llama, by):
     card = (out / "README.md").read_text()
     assert "| vllm | `vllm serve PATH` |" in card
     assert ckpt_prune.verify(out).passed
+
+
+def run(*arguments):
+    done = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_multiples_say_what_they_cost_in_size(tmp_path, llama):
+    """Against the same prune without them, parameter by parameter; in a dry run, a plan and a prune."""
+    shared = [llama, "--recipe", "magnitude", "--set", "spaces.heads.ratio=0", "--ratio", "0.3"]
+    run("prune", *shared, "-o", tmp_path / "plain")
+    said = run("prune", *shared, "--for", "llama.cpp:q4_0", "-o", tmp_path / "out")
+    reports = [json.loads((tmp_path / name / "ckpt_prune.json").read_text()) for name in ("plain", "out")]
+    sizes = [report["after"]["parameters"] for report in reports]
+    more = human_count(sizes[1] - sizes[0])
+    line = f"multiples for llama.cpp:q4_0 leave {more} parameters ("
+    assert sizes[1] > sizes[0]
+    assert line in said
+    assert line in run("prune", *shared, "--for", "llama.cpp:q4_0", "-o", tmp_path / "dry", "--dry-run")
+    assert line in run("plan", *shared, "--for", "llama.cpp:q4_0", "-o", tmp_path / "plan.json")
+    assert "multiples for" not in run("prune", *shared, "--for", "vllm", "-o", tmp_path / "dry", "--dry-run")
 
 
 def test_the_card_names_no_runtime_that_refuses_the_output(tmp_path, llama):
