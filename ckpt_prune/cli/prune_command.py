@@ -73,7 +73,7 @@ def hints(pruned: Pruned, settled: Any) -> list[str]:
     from ckpt_prune.model.runtimes import places
 
     container, out = settled.output.container, pruned.path
-    source = settled.model.checkpoint.path
+    source = settled.model.checkpoint.adapter or settled.model.checkpoint.path
     masked = settled.recipe.has("mask")
     runtimes = places(container.config, masked=masked, generates=settled.model.family.causal)
     within = settled.model.checkpoint.within is not None

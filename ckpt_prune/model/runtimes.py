@@ -120,9 +120,10 @@ RUNTIMES: dict[str, Runtime] = {
         "tied head. In other families the file fills all blocks up with zeros to the widest, which saves less.",
     ),
     "vllm": Runtime(
-        "vllm serve OUT --trust-remote-code", 'pip install "ckpt-prune[vllm]"', _SHAPES | {"zeros"}, generates=True,
-        units=_TENSOR_PARALLEL, note="From 0.32 on. Blocks of their own shapes run in its Transformers backend; tried "
-        "with Llamas.",
+        "vllm serve OUT --trust-remote-code", "pip install vllm", _SHAPES | {"zeros"}, generates=True,
+        units=_TENSOR_PARALLEL, note="From 0.32 on, which wants transformers before 5.20: "
+        "for `validate` make an environment of its own by `pip install vllm click onnx onnxscript tqdm` and `pip "
+        "install --no-deps ckpt-prune`. Blocks of their own shapes run in its Transformers backend; tried with Llamas.",
     ),
     "mlx": Runtime(
         "mlx_lm.generate --model OUT --trust-remote-code", 'pip install "ckpt-prune[mlx]"', _SHAPES | {"zeros"}, _MLX,

@@ -8,7 +8,9 @@ import json
 import shutil
 
 import pytest
+import torch
 from click.testing import CliRunner
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import ckpt_prune
 from ckpt_prune.cli.main import main
@@ -27,12 +29,28 @@ def copy_of(output, place):
     return shutil.copytree(output, place / "copy", ignore=shutil.ignore_patterns("onnx"))
 
 
+def prune_unevenly(dense, out):
+    uneven = {"widths": "per_layer", "allocation": "across-layers", "container": "remote", "ratio": 0.3}
+    ckpt_prune.prune(dense, recipe="magnitude", overrides=uneven, output=out, progress=False)
+    return out
+
+
 @pytest.fixture(scope="module")
 def output(tmp_path_factory):
-    out = tmp_path_factory.mktemp("runtimes") / "out"
-    uneven = {"widths": "per_layer", "allocation": "across-layers", "container": "remote", "ratio": 0.3}
-    ckpt_prune.prune(model_folder(), recipe="magnitude", overrides=uneven, output=out, progress=False)
-    return out
+    return prune_unevenly(model_folder(), tmp_path_factory.mktemp("runtimes") / "out")
+
+
+@pytest.fixture(scope="module")
+def wide_heads(tmp_path_factory):
+    """Heads of 64 and random weights: vLLM has no attention for the carried model's heads of 24."""
+    folder = tmp_path_factory.mktemp("wide")
+    dense = shutil.copytree(model_folder(), folder / "dense")
+    config = json.loads((dense / "config.json").read_text())
+    shape = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    torch.manual_seed(2)
+    model = LlamaForCausalLM(LlamaConfig(**config | shape | {"intermediate_size": 96, "num_hidden_layers": 2}))
+    model.save_pretrained(dense)
+    return prune_unevenly(dense, folder / "out")
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +74,9 @@ def test_a_runtime_computes_what_pytorch_does(output, text, request, runtime):
         pytest.skip(str(error))
     if runtime in proof.GRAPHS:
         request.getfixturevalue("graph")
+    folder = request.getfixturevalue("wide_heads") if runtime == "vllm" else output
     compare = ["--text", text, "--samples", 2, "--window", 48]
-    code, said = run("validate", output, "--runtime", runtime, *compare, "--json")
+    code, said = run("validate", folder, "--runtime", runtime, *compare, "--json")
     assert code == 0, said
     values = json.loads(said)
     assert values["runtime"] == runtime
@@ -65,6 +84,17 @@ def test_a_runtime_computes_what_pytorch_does(output, text, request, runtime):
     assert values["kl"] < values["allowed"] == 1e-5
     assert values["top1"] == 1
     assert min(values["speeds"]) > 0
+
+
+def test_llama_cpp_computes_what_pytorch_does(output, text, tmp_path):
+    """`export` proves a file before it keeps it."""
+    for package in ("gguf", "xllamacpp"):
+        pytest.importorskip(package)
+    proving = ["--text", text, "--samples", 2, "--window", 48]
+    code, said = run("export", output, "--format", "gguf", "--type", "f32", "-o", tmp_path / "out.gguf", *proving)
+    assert code == 0, said
+    assert "llama.cpp, f32: KL to PyTorch" in said
+    assert "passed" in said
 
 
 def test_other_weights_fail(output, text, tmp_path):
