@@ -13,7 +13,7 @@ from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.recipe.shipped import DEFAULT_RECIPE, WIDER_CHOICE
 from ckpt_prune.scoring.costs import DropOrder
 from tests import families
-from tests.cli.running import TEXT, listing, ok, read_json, refused, run, untimed
+from tests.cli.running import TEXT, listing, ok, read_json, refused, untimed
 from tests.oracles import whole_best
 
 SIZE = ("--target-params", "70%")
@@ -67,22 +67,6 @@ def test_a_plan_and_a_dry_run_tell_what_widths_per_block_would_do(here):
 @pytest.mark.parametrize("more", [("--recipe", "best-uniform"), ("--recipe", "best"), ("--set", "widths=per_layer")])
 def test_who_chose_is_not_told(here, more):
     assert told(ok("plan", "llama", "--statistics", "weighed", *SIZE, *QUICK, *more)) == []
-
-
-def test_what_is_predicted_is_what_the_other_recipe_is_decided_by(here):
-    """The figure in the line is of the two allocations of the same curves, worked out here from two plans."""
-    (line,) = told(ok("plan", "llama", "--statistics", "weighed", *SIZE, *QUICK))
-    index = read_json("weighed/statistics.json")
-
-    def loss(recipe: str) -> float:
-        plan = str(here / f"{recipe}.json")
-        ok("plan", "llama", "--recipe", recipe, "--statistics", "weighed", *SIZE, *QUICK, "-o", plan)
-        return sum(whole(site, index) for site in read_json(plan)["sites"])
-
-    uniform, free = loss("best-uniform"), loss("best")
-    assert free <= uniform
-    saved = f"{1 - free / uniform:.0%}"
-    assert f"predicted: {saved} less" in line if saved != "0%" else "as much" in line
 
 
 def whole(site, index) -> float:
@@ -156,8 +140,3 @@ def test_a_dry_run_still_refuses_what_is_wrong(place, option, message):
     shutil.rmtree("stats")
     Path("stats").mkdir()
     assert refused("prune", "dense", "-o", "out", "--dry-run", *option).startswith(message)
-
-
-def test_help_names_it():
-    for command in ("prune", "plan"):
-        assert "[default: best-uniform]" in " ".join(run(command, "--help").output.split())

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-import ckpt_prune
 from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.runner.messages import SECOND_ORDER
@@ -138,15 +137,6 @@ def test_an_interrupted_run_goes_on(here, commit: int) -> None:
     resumed(job)
 
 
-def test_a_run_that_has_chosen_by_loss_does_not_choose_again(here) -> None:
-    job = ["prune", "deep", "--recipe", "sleb", "--set", "depth.drop=2", *TEXT]
-    ok(*job, "-o", "whole")
-    interrupted(job, 1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ckpt_prune.stages.depth.choice.measure_losses_without", None)
-        resumed(job)
-
-
 def test_influence_and_cosine(here) -> None:
     ids = windows()
     ends = [each.flatten(0, 1) for each in states(stock(Path("deep")), ids)]
@@ -164,23 +154,6 @@ def test_influence_and_cosine(here) -> None:
     ok("prune", "deep", "--recipe", "replaceme", "--set", "depth.drop=3", *TEXT, "-o", "b")
     start = min(range(1, 4), key=lambda first: apart(first, first + 3))
     assert [(gap["first"], gap["blocks"]) for gap in read_json("b/ckpt_prune.json")["depth"]["gaps"]] == [(start, 3)]
-
-
-def test_loss(here) -> None:
-    """SLEB: one after the other, by the loss of whole models without them."""
-    ids, gone = windows(), []
-    while len(gone) < 2:
-        losses = {}
-        for block in set(range(6)) - set(gone):
-            model = stock(Path("deep"))
-            model.model.layers = torch.nn.ModuleList(
-                [layer for index, layer in enumerate(model.model.layers) if index not in (*gone, block)]
-            )
-            with torch.no_grad():
-                losses[block] = float(model(input_ids=ids, labels=ids, use_cache=False).loss)
-        gone.append(min(losses, key=lambda block: losses[block]))
-    ok("prune", "deep", "--recipe", "sleb", "--set", "depth.drop=2", *TEXT, "-o", "out")
-    assert read_json("out/ckpt_prune.json")["depth"]["kept"] == [block for block in range(6) if block not in gone]
 
 
 def test_a_size_takes_the_fewest_blocks(here) -> None:
@@ -302,17 +275,6 @@ def test_a_plan_chooses_the_blocks(here) -> None:
     assert said == "recipe sleb chooses blocks by the loss without them, on text: use `ckpt-prune prune --text`"
 
 
-def test_depth_beside_width_in_one_table(here) -> None:
-    ok("calibrate", "deep", *TEXT, "-o", "deep-stats")
-    said = ok(
-        *("plan", "deep", "--recipe", "shortgpt", "--recipe", "wanda-sp", "--statistics", "deep-stats"),
-        *("--target-params", "80%", "--json"),
-    )
-    first, second = json.loads(said)["recipes"]
-    assert (first["recipe"], second["recipe"]) == ("shortgpt", "wanda-sp")
-    assert min(first["divergence"], second["divergence"]) > 0
-
-
 def test_statistics_that_do_not_say_what_blocks_do(here) -> None:
     ok("calibrate", "deep", *TEXT, "--collect", "moments,gram", "-o", "deep-stats")
     said = refused("plan", "deep", "--recipe", "depth", "--statistics", "deep-stats")
@@ -327,13 +289,6 @@ def test_blocks_that_share_keys_and_values_stay(here) -> None:
     Path("deep/config.json").write_text(json.dumps(config))
     said = refused(*GIVEN, "-o", "out")
     assert "num_kv_shared_layers" in said
-
-
-def test_an_output_is_pruned_and_exported_like_any_other(here) -> None:
-    ok(*LINEAR, "-o", "short")
-    ok("prune", "short", "--recipe", "wanda-sp", "--ratio", "0.5", *TEXT, "-o", "out")
-    assert ckpt_prune.load("out").config.num_hidden_layers == 3
-    ok("verify", "out", "--against", "short")
 
 
 def test_what_is_left_is_recovered_to_the_dense_states_behind_the_gap(here) -> None:
@@ -355,44 +310,6 @@ def test_what_is_left_is_recovered_to_the_dense_states_behind_the_gap(here) -> N
         interrupt_at(patch, CheckpointWriter, "commit", 2)
         assert run(*job, "-o", "out").exit_code == 130
     resumed(job)
-
-
-def test_compare_holds_blocks_against_the_dense_ones_behind_the_gap(here) -> None:
-    ok(*GIVEN, "-o", "out")
-    found = json.loads(ok("compare", "deep", "out", *TEXT, "--json"))
-    ids = windows()
-    target, own = states(stock(Path("deep")), ids), states(stock(Path("out")), ids)
-    for block, end in enumerate((2, 5, 6)):
-        apart = 1 - functional.cosine_similarity(target[end], own[block + 1], dim=-1).mean()
-        assert 1 - found["blocks"][block]["cosine"] == pytest.approx(float(apart), abs=1e-4)
-
-
-def test_a_model_that_lost_blocks_before_it_lost_columns_is_compared_with_its_own_source(here) -> None:
-    ok(*GIVEN, "-o", "short")
-    ok("prune", "short", "--recipe", "magnitude", "-o", "out")
-    said = refused("recover", "out", "--dense", "deep", *TEXT, "-o", "again")
-    assert said == (
-        "out has 3 blocks and deep has 6: a model is recovered against the dense one it was made from, block by block"
-    )
-    ok("recover", "out", "--dense", "short", *TEXT, "--epochs", "1", "-o", "again")
-
-
-def test_the_card_and_the_page_show_what_is_left(here) -> None:
-    ok(*LINEAR, "-o", "out")
-    first, second = read_json("out/ckpt_prune.json")["depth"]["gaps"]
-    card = Path("out/README.md").read_text()
-    gaps = ((first, "block 1", 0), (second, "blocks 3 to 4", 1))
-    rows = [
-        f"| {name} | ridge (lambda 0.1) in model.layers.{into}.mlp.down_proj.weight | "
-        f"{gap['error_uncompensated']:#.3g} | {gap['error_compensated']:#.3g} |"
-        for gap, name, into in gaps
-    ]
-    assert "```\nblocks +.+..# 3 of 6 stay (. is gone, + makes up for it)\n```" in card
-    assert "\n".join([*rows, "", "Whole blocks are gone, and those that stay are numbered anew."]) in card
-    ok("report", "out", "-o", "page.html")
-    page = Path("page.html").read_text()
-    assert "<h2>Blocks</h2>\n<pre>blocks +.+..# 3 of 6 stay (. is gone, + makes up for it)</pre>" in page
-    assert '<td class="left">blocks 3 to 4</td><td class="left">ridge (lambda 0.1) in model.layers.1.mlp.' in page
 
 
 def silenced(model: Any, block: int, part: str) -> Any:

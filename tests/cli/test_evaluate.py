@@ -49,16 +49,6 @@ def test_what_evaluate_needs(place):
     )
 
 
-def test_options_that_do_not_go_together(place):
-    assert refused("evaluate", "dense", "--generate", "the", "--images", "photos") == (
-        "--images and --generate: a model reads either images or text; measure each by itself"
-    )
-    window = ("--window", "16")
-    assert refused("evaluate", "dense", "--tasks", "a", *window) == "--window goes with --text, not with --tasks"
-    assert refused("evaluate", "dense", "--generate", "a", *window) == "--window goes with --text, not with --generate"
-    assert refused("evaluate", "dense", *TEXT, "--include-path", "dense") == "--include-path goes with --tasks"
-
-
 def test_different_tokenizers(place):
     shutil.copytree("dense", "other")
     tiny_tokenizer().save_pretrained("other")
@@ -81,12 +71,6 @@ def test_windows_that_do_not_fit(place):
     assert refused("evaluate", "dense", "--text", "short.txt", "--window", "16") == (
         "the text is too short for one window: it has 8 tokens, a window takes 16; say --window 8, or give more text"
     )
-
-
-def test_what_is_not_a_model(place):
-    message = "stats has no config.json; give a checkpoint folder as published on the Hub"
-    assert refused("evaluate", "stats", *TEXT) == message
-    assert refused("evaluate", "dense", "--against", "stats", *TEXT) == message
 
 
 def test_models_that_are_not_whole(place):

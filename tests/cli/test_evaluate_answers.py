@@ -60,24 +60,6 @@ def test_a_model_agrees_with_itself_and_limit_takes_the_first(tasks):
     assert len(alone) == 2
 
 
-def test_what_it_says(tasks):
-    lines = ok("evaluate", "pruned", "--against", "dense", "--generate", "the cat", "--generate-tokens", "6").split(
-        "\n"
-    )
-    said = json.loads(
-        ok(
-            *("evaluate", "pruned", "--against", "dense", "--generate", "the cat", "--generate", "dog"),
-            *("--generate-tokens", "6", "--json"),
-        )
-    )
-    assert (said["model"], said["against"]) == ("pruned", "dense")
-    first, second = said["generated"]
-    assert (first["prompt"], second["prompt"]) == ("the cat", "dog")
-    assert lines[:3] == ["'the cat'", "", f"pruned ({first['tokens']} tokens, {first['repeated']:.0%} repeated):"]
-    assert f"dense ({first['against']['tokens']} tokens, {first['against']['repeated']:.0%} repeated):" in lines
-    assert first["text"].split("\n")[0] == lines[3]
-
-
 def test_without_a_reference(tasks):
     said = json.loads(ok("evaluate", "dense", "--generate", "the cat", "--generate-tokens", "3", "--json"))
     assert said["against"] is None

@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers.processors import TemplateProcessing
 
 from ckpt_prune.evaluation.features import compare_features
 from ckpt_prune.evaluation.masked import choose_masked, fill_in
 from ckpt_prune.evaluation.whole_model import load_model, quiet_transformers
-from ckpt_prune.measure.samples.image_files import choose_images, find_images
 from ckpt_prune.measure.samples.samples import TokenWindows
 from ckpt_prune.measure.samples.text import add_frame, count_frame_tokens
 from tests.cli.running import edit_weights, ok, refused
@@ -172,38 +170,6 @@ def pixels(paths) -> Pixels:
 class TestFeaturesOfImages:
     PAIR = ("dinov2-model-2", "--against", "dinov2-model", "--images", "flat")
 
-    def test_json(self, encoders):
-        said = json.loads(ok("evaluate", *self.PAIR, "--json"))
-        found = features("dinov2-model-2", "dinov2-model", pixels(sorted(Path("flat").iterdir())))
-        assert said == {
-            "model": "dinov2-model-2",
-            "against": "dinov2-model",
-            "cosine": pytest.approx(found.cosine, rel=1e-6),
-            "relative_error": pytest.approx(found.relative_error, rel=1e-5),
-            "samples": 8,
-            "tokens": 80,
-            "skipped": [],
-        }
-        assert found.cosine < 0.999
-
-    def test_limit(self, encoders):
-        chosen = choose_images(find_images(Path("flat"), split="eval"), samples=3, seed=0).paths
-        found = features("dinov2-model-2", "dinov2-model", pixels(chosen))
-        said = json.loads(ok("evaluate", *self.PAIR, "--samples", "3", "--json"))
-        assert (said["samples"], said["cosine"]) == (3, pytest.approx(found.cosine, rel=1e-6))
-        assert json.loads(ok("evaluate", *self.PAIR, "--samples", "99", "--json"))["samples"] == 8
-
-    def test_images_that_do_not_decode(self, encoders):
-        for i in (4, 6):
-            Path(f"flat/{i:02}.png").write_text("no image")
-        assert refused("evaluate", *self.PAIR).startswith(
-            "2 of 8 images do not decode, more than the allowed share of 0.05; the first is flat/04.png: "
-        )
-        lenient = (*self.PAIR, "--max-corrupt", "0.5")
-        said = json.loads(ok("evaluate", *lenient, "--json"))
-        assert (said["samples"], said["skipped"]) == (6, ["flat/04.png", "flat/06.png"])
-        assert ok("evaluate", *lenient).endswith("\nleft out, 2 not decoding: flat/04.png, flat/06.png\n")
-
     def test_images_of_another_size(self, encoders):
         for name in ("vit-model", "vit-model-2"):
             write_processor(Path(name))
@@ -217,19 +183,6 @@ class TestRefusals:
         said = "{} has no head, so there is nothing to score: compare it with --against MODEL2"
         assert refused("evaluate", "bert-model", *DATA) == said.format("bert-model")
         assert refused("evaluate", "dinov2-model", "--images", "flat") == said.format("dinov2-model")
-
-    @pytest.mark.parametrize(
-        ("model", "reference", "purposes"),
-        [
-            ("bert-mlm", "bert-model", ("fill-mask", "feature-extraction")),
-            ("bert-model", "bert-mlm", ("feature-extraction", "fill-mask")),
-            ("bert-mlm", "bert-classifier", ("fill-mask", "text-classification")),
-        ],
-    )
-    def test_references_of_another_kind(self, encoders, model, reference, purposes):
-        assert refused("evaluate", model, "--against", reference, *DATA) == (
-            f"{model} is for {purposes[0]} and {reference} is for {purposes[1]}: what they give cannot be compared"
-        )
 
     def test_what_is_not_measured(self, encoders):
         assert refused("evaluate", "bert-classifier", *DATA) == (
@@ -277,11 +230,3 @@ class TestFrame:
         assert found.tolist() == [tokenizer(text)["input_ids"] for text in texts]
         assert count_frame_tokens(tokenizer) == before + after == found.shape[1] - plain.shape[1]
         assert torch.equal(found[:, before : before + plain.shape[1]], plain)
-
-    def test_several_tokens_at_an_end(self):
-        tokenizer = tiny_tokenizer()
-        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-            single="<s> </s> $A </s>", special_tokens=[("<s>", BOS), ("</s>", EOS)]
-        )
-        assert add_frame(torch.tensor([[7, 8]]), tokenizer).tolist() == [[BOS, EOS, 7, 8, EOS]]
-        assert count_frame_tokens(tokenizer) == 3

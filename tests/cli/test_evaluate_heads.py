@@ -89,16 +89,6 @@ def test_figures(head: str) -> None:
     assert found["rank_correlation"] is None
 
 
-def test_what_is_printed(head: str) -> None:
-    texts = len(windows())
-    count = texts * {"texts": 1, "ranks": 1, "answers": 2}.get(head, 12)
-    figures = ["–", "–", "1.0000"] if head == "ranks" else ["0.0000", "100.0%", "–"]
-    lines = ok("evaluate", "dense", "--against", "dense", *DATA).splitlines()
-    assert lines[0] == "model  KL divergence  agreement  rank correlation  window  predictions"
-    assert lines[1].split() == ["dense", *figures, "12", f"{count:,}"]
-    assert lines[2:] == ["", "predictions against those of dense; nothing here says which are right"]
-
-
 def test_other_classes_and_broken_weights_are_refused(head: str) -> None:
     if head == "texts":
         config = json.loads(Path("near/config.json").read_text())

@@ -78,12 +78,6 @@ def test_layouts_agree(pictures):
     assert json.loads(ok("evaluate", "vit", "--images", "flat", "--labels", "mine.csv", "--json")) == whole
 
 
-def test_limit(pictures):
-    said = json.loads(ok("evaluate", "vit", "--images", "listed", "--samples", "5", "--json"))
-    assert (said["images"], said["top1"]) == (5, classify(tiny_vit(), expected(5)).top1)
-    assert json.loads(ok("evaluate", "vit", "--images", "listed", "--samples", "99", "--json"))["images"] == 12
-
-
 def test_against(pictures):
     found = compare_classifiers(tiny_vit(1), tiny_vit(0), expected())
     said = json.loads(ok("evaluate", "other", "--against", "vit", "--images", "listed", "--json"))
@@ -109,16 +103,6 @@ def test_against(pictures):
     ]
 
 
-def test_against_without_labels(pictures):
-    labelled = json.loads(ok("evaluate", "other", "--against", "vit", "--images", "listed", "--json"))
-    said = json.loads(ok("evaluate", "other", "--against", "vit", "--images", "flat", "--json"))
-    assert (said["kl"], said["agreement"]) == (labelled["kl"], labelled["agreement"])
-    assert (said["top1"], said["top5"]) == (None, None)
-    assert (said["against"]["top1"], said["against"]["top5"]) == (None, None)
-    lines = ok("evaluate", "other", "--against", "vit", "--images", "flat").splitlines()
-    assert lines[1].split() == ["other", "–", "–", "12"]
-
-
 def test_images_that_do_not_decode(pictures):
     for i in (4, 7):
         Path(f"listed/images/{i:02}.png").write_text("no image")
@@ -131,14 +115,6 @@ def test_images_that_do_not_decode(pictures):
     assert (said["images"], said["skipped"]) == (10, ["listed/images/04.png", "listed/images/07.png"])
     result = ok("evaluate", "vit", *lenient)
     assert result.splitlines()[1].split()[-1] == "10"
-
-
-def test_images_that_do_not_decode_are_named(pictures):
-    for i in range(11):
-        Path(f"flat/{i:02}.png").write_text("no image")
-    named = ", ".join(f"flat/{i:02}.png" for i in range(10))
-    said = ok("evaluate", "vit", "--against", "other", "--images", "flat", "--max-corrupt", "1")
-    assert said.endswith(f"\nleft out, 11 not decoding: {named} and 1 more\n")
 
 
 def test_options_that_do_not_go_together(pictures):

@@ -1,7 +1,6 @@
 """`evaluate --tasks` of models with a sequence-classification head: tasks of GLUE, and rows of one's own."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -155,15 +154,6 @@ def test_parquet(here):
     Path("glue/mrpc").mkdir(parents=True)
     parquet.write_table(pyarrow.Table.from_pylist(pairs()), "glue/mrpc/validation-00000-of-00001.parquet")
     assert figures("dense", "--tasks", "glue/glue:mrpc") == figures("dense", "--tasks", "data/glue:mrpc")
-
-
-def test_parquet_without_pyarrow(here, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pyarrow", None)  # what Python itself knows an absent package by
-    Path("glue/mrpc").mkdir(parents=True)
-    Path("glue/mrpc/validation-00000-of-00001.parquet").write_bytes(b"PAR1")
-    assert refused("evaluate", "dense", "--tasks", "glue/glue:mrpc") == (
-        "glue/mrpc/validation-00000-of-00001.parquet: reading parquet needs pyarrow: pip install 'ckpt-prune[eval]'"
-    )
 
 
 def test_bad_input(here):

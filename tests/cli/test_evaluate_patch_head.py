@@ -17,7 +17,7 @@ from ckpt_prune.measure.samples.image_files import ImageFiles
 from ckpt_prune.measure.samples.image_processor import load_processor
 from ckpt_prune.measure.samples.images import ImageSamples
 from tests.cli.running import ok, refused
-from tests.images import tiny_vit, write_processor
+from tests.images import write_processor
 from tests.oracles.dense_labels import drawn_out, miou, normalised
 
 COLOURS = ((250, 10, 10), (10, 250, 10), (10, 10, 250))
@@ -223,11 +223,3 @@ def test_refusals(here):
         "number a pixel",
     }.items():
         assert refused("evaluate", "base", *args) == message
-
-
-def test_the_backbone_of_a_classifier(here):
-    with quiet_transformers():
-        tiny_vit(0).save_pretrained("vit")
-    write_processor(Path("vit"))
-    save_file({"weight": torch.eye(16)[:3]}, "head.safetensors")
-    assert json.loads(ok("evaluate", "vit", *ARGS, "--samples", "2", "--json"))["size"] == [8, 8]

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from ckpt_prune.cli.main import main
 from ckpt_prune.onnx import export as exporting
-from tests.cli.running import edit_weights, listing, ok, poison, read_json, refused, run, set_config
+from tests.cli.running import edit_weights, listing, ok, poison, read_json, refused, run
 from tests.graphs import traced_before, undisturbed
 from tests.onnx_graphs.exports import made
 
@@ -106,17 +106,6 @@ def test_a_decoder_is_compared_on_its_text(decoder):
     assert graph["files"] == read_json("out/ckpt_prune_onnx.json")["files"]
 
 
-def test_json_alone_is_on_standard_output(vision):
-    result = run("export", "vision", "-o", "out", "--json")
-    assert (result.exit_code, result.stderr) == (0, "")
-    said = json.loads(result.stdout)
-    assert set(said) == {"written", "out", "bytes", "manifest", "validation"}
-    assert (said["written"], said["out"]) == (True, "out")
-    assert said["bytes"] == {"fp32": Path("out/model.onnx").stat().st_size}
-    assert said["manifest"] == read_json("out/ckpt_prune_onnx.json")
-    assert said["validation"] == read_json("out/validation.json")
-
-
 def test_without_validation_the_graph_is_written_uncompared(vision):
     assert ok("export", "vision", "-o", "out", "--no-validate").splitlines() == [
         "not compared with PyTorch: `ckpt-prune validate` does it",
@@ -162,14 +151,6 @@ def test_a_graph_of_other_weights_is_not_written(vision):
     assert lines[1].endswith("FAILED")
     assert any(line.startswith("cls_logits: 1 image: row 0, unit 0 is ") for line in lines)
     assert listing() == before
-
-
-def test_a_graph_inside_the_model_is_verified_with_it(vision):
-    ok("export", "vision", "-o", "vision/onnx")
-    assert files("vision/onnx") == sorted([*VISION_FILES, "validation.json"])
-    said = ok("verify", "vision")
-    assert "onnx: validation      ok\n" in said
-    assert said.splitlines()[-1] == "onnx: source: exported from vision"
 
 
 def test_overwrite_keeps_the_old_graph_until_the_new_one_passes(vision):
@@ -296,23 +277,6 @@ def test_what_a_model_cannot_do_is_refused(vision, untraced):
         "this model has no head for fill-mask: it can be exported for image-classification or feature-extraction"
     )
     assert refused("export", "vision", "-o", "out", "--text", "nowhere.txt").startswith("nowhere.txt")
-
-
-def test_code_of_others_is_refused(vision, untraced):
-    set_config("vision", auto_map={"AutoModelForImageClassification": "other.Model"})
-    said = refused("export", "vision", "-o", "out")
-    assert said.startswith("vision asks for remote code that is not this tool's (auto_map in config.json)")
-    assert said.endswith("where you have read and trust it, say --trust-remote-code")
-
-
-def test_what_is_no_model_is_refused(vision):
-    message = "{} has no config.json; give a checkpoint folder as published on the Hub"
-    Path("empty").mkdir()
-    assert refused("export", "empty", "-o", "out") == message.format("empty")
-    ok("export", "vision", "-o", "graph", "--no-validate")
-    assert refused("export", "graph", "-o", "out") == (
-        "graph holds a graph (model.onnx) and no weights: give the model it was exported from"
-    )
 
 
 def test_a_weight_that_is_missing_is_refused(vision):

@@ -11,7 +11,7 @@ from transformers import ArceeConfig, ArceeForCausalLM
 import ckpt_prune
 from ckpt_prune.model.descriptions import OUTSIDE_KEY
 from ckpt_prune.model.skeleton import quiet_transformers
-from tests.cli.running import TEXT, interrupted, ok, read_json, refused, resumed, set_config
+from tests.cli.running import TEXT, ok, read_json, refused, set_config
 from tests.evaluation.tiny import VOCAB, tiny_tokenizer
 
 SIZES = {
@@ -84,27 +84,6 @@ def test_outputs_carry_the_description(arcee):
     assert loaded.config.intermediate_size == 11
     ok("recover", "out", "--dense", "arcee", *FAMILY, *TEXT, "--epochs", "1", "-o", "recovered")
     assert read_json("recovered/config.json")[OUTSIDE_KEY] == read_json("arcee.json")
-
-
-def test_remote_code_is_built_from_it(arcee):
-    ok(*PRUNE, "--container", "remote", "-o", "out")
-    assert type(ckpt_prune.load("out")).__name__ == "PrunedArceeForCausalLM"
-    assert "FAILED" not in ok("verify", "out", "--against", "arcee")
-
-
-def test_an_interrupted_run_goes_on(arcee):
-    ok(*PRUNE, "-o", "whole")
-    interrupted(PRUNE, 2)
-    resumed(PRUNE)
-
-
-def test_from_python(arcee):
-    statistics = ckpt_prune.calibrate(
-        "arcee", family="arcee.json", text="calib.txt", samples=8, window=16, output="own", progress=False
-    )
-    plan = ckpt_prune.plan("arcee", family="arcee.json", statistics=statistics, recipe="flap", ratio=0.5)
-    out = ckpt_prune.prune("arcee", family="arcee.json", plan=plan, output="out", progress=False)
-    assert ckpt_prune.verify(out, against="arcee", progress=False).passed
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------

@@ -25,38 +25,8 @@ def test_more_than_there_are(place, many):
     assert measured("--samples", many) == (USED + many, 98)
 
 
-def test_as_many_as_there_are_need_no_word(place):
-    line, samples = measured("--samples", "98")
-    assert samples == 98
-    assert "all are used" not in line
-
-
-def test_prune_takes_what_there_is_too(place):
-    done = run(
-        "prune", "dense", "--recipe", "rcpu", "--ratio", "0.5", "--text", "calib.txt", "--window", "16", "-o", "out"
-    )
-    assert done.stderr.splitlines()[0] == f"{USED}128"
-    assert read_json("out/ckpt_prune.json")["calibration"]["samples"] == 98
-
-
-def test_one_window_of_several_files(place):
-    for name in ("a.txt", "b.txt"):
-        Path(name).write_text("the cat")
-    done = run("calibrate", "dense", "--text", "a.txt", "--text", "b.txt", "--window", "12", "-o", "own")
-    assert done.stderr.splitlines()[0] == "the text has 1 window of 12 tokens: all are used, not 128"
-    assert read_json("own/statistics.json")["samples"] == 1
-
-
 def test_no_window_is_an_error_with_the_remedy_that_works(place):
     Path("short.txt").write_text("the cat")
     said = refused("calibrate", "dense", "--text", "short.txt", "-o", "own")
     assert said.endswith("it has 8 tokens, a window takes 32; say --window 8, or give more text")
     ok("calibrate", "dense", "--text", "short.txt", "--window", "8", "-o", "own")
-
-
-def test_folds_are_still_counted_against_what_there_is(place):
-    Path("short.txt").write_text("the cat sat")
-    common = ("calibrate", "dense", "--text", "short.txt", "--window", "4", "--folds")
-    few = run(*common, "9", "-o", "own")
-    assert few.exit_code == 2
-    assert few.stderr.splitlines()[-1].startswith("Error: 9 folds of ")

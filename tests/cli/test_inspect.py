@@ -1,13 +1,12 @@
 """`inspect`: headers and configs only."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.cli.running import edit_weights, misused, ok, poison, refused, set_config
+from tests.cli.running import edit_weights, misused, ok, poison, refused
 
 LLAMA_7B = {
     "architectures": ["LlamaForCausalLM"],
@@ -74,10 +73,6 @@ def test_a_recipe_that_is_named_has_a_row_by_its_own_ratios(place):
     )
 
 
-def test_shards_are_counted(place):
-    assert "20.3 KiB in 3 file(s)" in ok("inspect", "sharded")
-
-
 def test_json(place):
     report = json.loads(ok("inspect", "dense", "--ratio", "0.5", "--json"))
     assert report["family"] == "llama"
@@ -140,33 +135,6 @@ def test_wrong_arguments(place):
     assert misused("inspect", "dense", "dense") == "Got unexpected extra argument (dense)"
     assert refused("inspect", "calib.txt") == "calib.txt is a file; give the folder that holds config.json"
     assert refused("inspect", "stats") == "stats has no config.json; give a checkpoint folder as published on the Hub"
-
-
-def test_code_of_others_is_no_obstacle(place):
-    """Only the config and headers are read."""
-    set_config("dense", auto_map={"AutoModelForCausalLM": "theirs.Model"})
-    assert ok("inspect", "dense") == DENSE
-
-
-def test_odd_paths(place):
-    shutil.copytree("dense", "a folder/ö 模型")
-    assert ok("inspect", "a folder/ö 模型").splitlines()[0] == "model       a folder/ö 模型"
-    assert ok("inspect", str(Path("a folder/ö 模型").absolute()) + "/").startswith("model       /")
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"hidden_size": "wide"}, "Field 'hidden_size' expected int, got str (value: 'wide')"),
-        ({"num_attention_heads": 3}, "The hidden size (16) is not a multiple of the number of attention heads (3)."),
-        ({"max_position_embeddings": None}, "Field 'max_position_embeddings' expected int, got NoneType (value: None)"),
-    ],
-)
-def test_configs_that_transformers_refuses(place, changes, message):
-    set_config("dense", **changes)
-    said = refused("inspect", "dense")
-    assert said.startswith("transformers refuses this config.json: ")
-    assert said.endswith(message)
 
 
 @pytest.mark.parametrize(
@@ -233,28 +201,6 @@ def test_zeros(place):
     assert ok("inspect", "dense") == DENSE
     assert ok("inspect", "dense", "--sparsity") == DENSE + MASKED
     assert ok("inspect", "dense", "--sparsity", "--ratio", "0.5,0") == DENSE + MASKED + DENSE_PRUNED
-
-
-def test_zeros_of_every_tensor_in_json(place):
-    masked()
-    zero("dense", "lm_head.weight", "1000")
-    assert "sparsity" not in json.loads(ok("inspect", "dense", "--json"))
-    found = json.loads(ok("inspect", "dense", "--sparsity", "--json"))["sparsity"]
-    tensors = {each.pop("name"): each for each in found["tensors"]}
-    assert len(tensors) == 21
-    assert tensors["lm_head.weight"] == {"shape": [40, 16], "zeros": 480, "share": 0.75, "pattern": "1:4"}
-    assert tensors["model.norm.weight"] == {"shape": [16], "zeros": 0, "share": 0.0, "pattern": None}
-    assert tensors["model.layers.0.mlp.gate_proj.weight"]["pattern"] == "4:8"
-    assert found["modules"]["mlp.up_proj"] == {
-        "tensors": 2,
-        "weights": 768,
-        "zeros": 480,
-        "min": 0.5,
-        "mean": 0.625,
-        "max": 0.75,
-        "pattern": "2:4",
-    }
-    assert found["blocks"] | {"tensors": 14, "weights": 3840, "zeros": 992} == found["blocks"]
 
 
 def test_zeros_of_an_output_with_remote_code(place):

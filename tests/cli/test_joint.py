@@ -8,14 +8,11 @@ import pytest
 import torch
 import yaml
 
-from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.evaluation.whole_model import quiet_transformers
-from ckpt_prune.stages.joint_counts.search import counts_beside, tried_counts
 from tests.cli.joint_axes import divergence
-from tests.cli.running import TEXT, ok, read_json, refused, resumed, run, same_files, untimed
+from tests.cli.running import TEXT, ok, read_json, refused, run, same_files
 from tests.cli.test_depth import windows
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
-from tests.interrupting import interrupt_at
 
 RECIPE = """\
 version: 1
@@ -47,15 +44,6 @@ def here(place: Path) -> Path:
     return place
 
 
-def test_numbers_that_are_tried() -> None:
-    assert tried_counts(0) == [0]
-    assert tried_counts(3) == [0, 1, 2, 3]
-    assert tried_counts(12) == [0, 3, 6, 9, 12]
-    assert counts_beside(6, [0, 3, 6, 9, 12]) == [4, 7]
-    assert counts_beside(0, [0, 3, 6]) == [1]
-    assert counts_beside(1, [0, 1, 2]) == []
-
-
 def test_blocks_that_do_little_go_first(here) -> None:
     """What was measured without blocks, and without anything else gone, is the divergence of stock transformers."""
     said = ok("prune", "deep", *JOB, "--target-params", "70%", "-o", "out").splitlines()
@@ -81,16 +69,6 @@ def test_blocks_that_do_little_go_first(here) -> None:
     assert run("verify", "out", "--against", "deep").exit_code == 0
 
 
-def test_where_no_block_goes_it_is_the_recipe_without_depth(here) -> None:
-    """Every block of this one does much."""
-    job = (*JOB[2:], "--target-params", "80%")
-    ok("prune", "dense", "--recipe", "widths.yaml", *job, "-o", "plain")
-    said = ok("prune", "dense", "--recipe", "mine.yaml", *job, "-o", "out")
-    assert read_json("out/ckpt_prune.json")["depth"]["gaps"] == []
-    assert "no whole block goes; kept per block: " in said
-    assert Path("out/model.safetensors").read_bytes() == Path("plain/model.safetensors").read_bytes()
-
-
 def test_a_given_number_beside_spaces(here) -> None:
     """A share of the size is of the model with all its blocks; a ratio is of the blocks that stay."""
     ok("prune", "deep", *JOB, "--set", "depth.drop=2", "--target-params", "60%", "-o", "out")
@@ -103,23 +81,6 @@ def test_a_given_number_beside_spaces(here) -> None:
     ok("prune", "deep", *JOB, *uniform, "-o", "half")
     sites = read_json("half/ckpt_prune.json")["sites"]
     assert {(len(site["kept"]), site["units"]) for site in sites if site["space"] == "mlp"} == {(12, 24)}
-
-
-def test_an_interrupted_choice_goes_on(here) -> None:
-    job = ["prune", "deep", *JOB, "--target-params", "70%"]
-    ok(*job, "-o", "whole")
-    with pytest.MonkeyPatch.context() as patch:
-        interrupt_at(patch, Journal, "record", 4)
-        assert run(*job, "-o", "out").exit_code == 130
-    resumed(job)
-
-
-def test_a_dry_run(here) -> None:
-    said = untimed(ok("prune", "deep", *JOB, "--target-params", "70%", "--dry-run", "-o", "out")).splitlines()
-    assert said[-4] == (
-        "how many whole blocks go is measured first; were it none; kept per block at one ratio everywhere: heads 2/2, "
-        "mlp 10/24 (70% of the parameters); measuring finds widths of that size that lose less"
-    )
 
 
 def test_a_ratio_is_the_size_that_it_leaves(here) -> None:

@@ -177,26 +177,6 @@ def test_blocks_by_time(here, timed) -> None:
     assert ", for 60% of the latency of a single token\n" in said
 
 
-def test_best_holds_blocks_against_units_under_a_latency_alone(here, timed) -> None:
-    said = ok("prune", "deep", "--recipe", "best", *TEXT, "--target-latency", "60%", "-o", "out")
-    depth = read_json("out/ckpt_prune.json")["depth"]
-    assert [each["blocks"] for each in depth["tried"]] == sorted({each["blocks"] for each in depth["tried"]})
-    assert "\n  blocks gone  divergence\n" in said
-    ok("prune", "dense", "--recipe", "best", *TEXT, "--target-params", "80%", "-o", "plain")
-    assert read_json("plain/ckpt_prune.json").get("depth") is None
-
-
-def test_scales_come_after_the_blocks_are_chosen(here, timed) -> None:
-    """Numbers of blocks are held against each other without, and the target is the model with all of them."""
-    for recipe, out in (("best", "plain"), ("best-scaled", "out")):
-        ok("prune", "deep", "--recipe", recipe, *TEXT, "--target-latency", "60%", "-o", out)
-    plain, ours = (read_json(f"{out}/ckpt_prune.json") for out in ("plain", "out"))
-    assert ours["depth"] == plain["depth"]
-    assert ours["sites"] == plain["sites"]
-    assert ours["adapters"]["loss_after"] < ours["adapters"]["loss_before"]
-    assert "FAILED" not in ok("verify", "out")
-
-
 @pytest.mark.parametrize(
     ("asked", "why"),
     [
@@ -219,13 +199,6 @@ def test_what_is_out_of_reach(here, timed) -> None:
         "Error: 1ns latency of one pass: out of reach of recipe ridge, whose spaces leave 23.6 ms at the least, of "
         "49.4 ms",
     ]
-
-
-def test_times_that_noise_has_made_absurd_are_kept_in_bounds() -> None:
-    found = latency_table._bound_units({"heads": -1.0, "mlp": 10.0}, 100.0, {"heads": 2, "mlp": 24})
-    assert found["heads"] > 0
-    assert 2 * found["heads"] + 24 * found["mlp"] == pytest.approx(95.0)
-    assert latency_table._bound_units({"mlp": 1.0}, 100.0, {"mlp": 24}) == {"mlp": 1.0}
 
 
 def test_a_variant_has_the_shape_that_is_timed(here) -> None:
@@ -279,23 +252,6 @@ def took(report: dict[str, Any], *, whole: bool = False) -> float:
     return OUTSIDE + (REST + 6 * ATTENTION + groups * HEAD + columns * COLUMN) * width / 16
 
 
-def test_dimensions_by_time(here, narrow) -> None:
-    """As many stay as the time lets stay, which the table foresees exactly here."""
-    sliced = ("--recipe", "slicegpt-shared", "--set", "hidden.multiple_of=2")
-    said = ok("prune", "deep", *sliced, *TEXT, "--target-latency", "60%", "-o", "out").splitlines()
-    report = read_json("out/ckpt_prune.json")
-    dense = took(report, whole=True)
-    assert took(report) <= 0.6 * dense < took({"hidden": {"kept": report["hidden"]["kept"] + 2}, "sites": []})
-    share = f"{took(report) / dense:.1%}"
-    assert said[-2] == (
-        f"Latency of one pass on the machine that pruned it: foreseen {share} of the dense model's "
-        f"({took(report) / 1e6:.4g} of {dense / 1e6:.4g} ms), measured {share} "
-        f"({took(report) / 1e6:.4g} of {dense / 1e6:.4g} ms)."
-    )
-    # A dense model, half as deep, both of half the stream, half of everything; then the two whole ones.
-    assert narrow == [(5, "32 tokens, 0 steps"), (2, "32 tokens, 0 steps")]
-
-
 def test_dimensions_and_units_by_time(here, narrow) -> None:
     """Units of a narrower model take less, so that more of them stay; the table is kept for each stream."""
     said = ok("prune", "deep", *NARROW, "60%", "--set", "hidden.drop=4", "-o", "out")
@@ -311,9 +267,3 @@ def test_dimensions_and_units_by_time(here, narrow) -> None:
     assert "of the dense model's (" in said
     assert "more than was foreseen" not in said
     assert [count for count, _ in narrow] == [7, 2, 2]
-
-
-def test_all_dimensions_take_something_and_no_more_than_there_is() -> None:
-    """Whatever noise there was."""
-    found = latency_table._time_stream(16, 8, (10.0, 100.0), (12.0, 20.0))
-    assert (16 * found.rest, 16 * found.block) == (pytest.approx(1e-3), pytest.approx(100.0))

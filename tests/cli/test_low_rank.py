@@ -83,17 +83,6 @@ def test_an_interrupted_run_goes_on(place, recipe):
     resumed(job)
 
 
-def test_ranks_by_energy_differ_from_block_to_block(place):
-    ok("prune", "dense", "--recipe", "low-rank", "--ratio", "0.4", *TEXT, "-o", "out")
-    own = read_json("out/ckpt_prune.json")
-    per_layer = read_json("out/config.json")["per_layer_config"]
-    assert any("ckpt_prune_ranks" in values for values in per_layer.values())
-    ok(*PRUNE, *TEXT, "-o", "even")
-    assert own["after"]["parameters"] <= read_json("even/ckpt_prune.json")["after"]["parameters"]
-    ok("verify", "out", "--against", "dense")
-    assert float(json.loads(ok("evaluate", "out", "--text", "calib.txt", "--window", "16", "--json"))["perplexity"]) > 1
-
-
 def test_the_update_is_that_of_the_dense_weights_behind_factored_blocks(place):
     """Block by block: D is that of svd-llm-w, U the least squares on what the pruned model lets through."""
     every_window = ("--text", "calib.txt", "--samples", "99", "--window", "16", "--compute-dtype", "float32")
@@ -134,11 +123,6 @@ def test_the_update_needs_data(place):
     assert refused(*given, "-o", "out") == (
         "recipe svd-llm fits factors to what reaches them behind factored blocks: give --text in place of --statistics"
     )
-
-
-def test_without_data(place):
-    ok(*PRUNE, "--set", "low_rank.method=plain", "-o", "out")
-    assert all(each["error"] is None for each in read_json("out/ckpt_prune.json")["factored"])
 
 
 def test_a_dry_run(place):

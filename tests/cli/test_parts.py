@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from PIL import Image
 from safetensors.torch import load_file
-from transformers import LlavaForConditionalGeneration, Qwen2_5_VLForConditionalGeneration
+from transformers import LlavaForConditionalGeneration
 
 import ckpt_prune
 from ckpt_prune.model import composites
 from ckpt_prune.model.skeleton import quiet_transformers
-from tests.cli.running import TEXT, edit_weights, interrupted, ok, read_json, refused, resumed, run, set_config
+from tests.cli.running import TEXT, edit_weights, ok, read_json, refused, run, set_config
 from tests.contract.test_parts import PartCase
 from tests.evaluation.tiny import tiny_tokenizer
 from tests.images import write_images, write_processor
@@ -91,13 +91,6 @@ def test_the_vision_tower_by_its_images(llava):
     assert "FAILED" not in ok("verify", "out", "--against", "llava")
 
 
-def test_an_interrupted_run_goes_on(llava):
-    ok(*RIDGE, "-o", "whole")
-    for commit in (1, 4):  # between blocks, before what is outside the part
-        interrupted(RIDGE, commit)
-        resumed(RIDGE)
-
-
 def test_another_part_that_was_changed_is_noticed(llava):
     ok(*RIDGE, "-o", "out")
     shutil.copytree("llava", "other")
@@ -115,21 +108,6 @@ def run_verify() -> str:
     result = run("verify", "out", "--against", "llava")
     assert result.exit_code == 1
     return result.stdout
-
-
-def test_configs_of_old_say_the_text_models_keys_beside_the_others(place):
-    save("qwen2_5_vl")
-    config = read_json("qwen2_5_vl/config.json")
-    flat = config.pop("text_config")
-    config |= {key: value for key, value in flat.items() if key not in ("model_type", "architectures", "dtype")}
-    Path("qwen2_5_vl/config.json").write_text(json.dumps(config))
-    Path("mlp.yaml").write_text(
-        "version: 1\nname: mlp\nspaces:\n"
-        "  mlp: {score: rcpu, ratio: 0.5, compensation: {method: ridge, lambda: 0.01}}\n"
-    )
-    ok("prune", "qwen2_5_vl", "--part", "text", "--recipe", "mlp.yaml", *TEXT, "-o", "out")
-    assert changes(config, read_json("out/config.json")) == {"intermediate_size": 11}
-    assert type(ckpt_prune.load("out")) is Qwen2_5_VLForConditionalGeneration
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------

@@ -46,14 +46,6 @@ def test_with_folds_held_out_errors_stand_beside(place):
     )
 
 
-def test_json(place):
-    said = json.loads(ok(*BOTH, "--statistics", "stats", "--json"))
-    assert list(said) == ["before", "recipes"]
-    assert [each["recipe"] for each in said["recipes"]] == ["wanda-sp", "ridge"]
-    assert list(said["recipes"][0]) == ["recipe", "after", "container", "errors", "held_out", "divergence", "messages"]
-    assert said["recipes"][1]["held_out"] == {"heads": None, "mlp": None}
-
-
 def test_what_a_recipe_has_to_say_stands_below_with_its_name(place):
     lines = ok("plan", "dense", "--recipe", "wanda-sp", "--recipe", "ridge", "--ratio", "0.3", "--statistics", "stats")
     said = [line for line in lines.splitlines() if line.startswith(("wanda-sp: ", "ridge: "))]

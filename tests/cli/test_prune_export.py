@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -74,17 +73,6 @@ def test_one_command_says_what_was_pruned_and_how_its_graph_compares(finished):
     assert re.fullmatch(r"text-generation, with cache, fp32, opset 20, \d+\.\d KiB: written to out/onnx", lines[-1])
 
 
-def test_the_graph_lies_in_the_output(finished):
-    out = finished / "out"
-    assert files(out / "onnx") == sorted([*GRAPH, "validation.json"])
-    assert sorted(path.name for path in finished.iterdir()) == ["calib.txt", "dense", "out", "said"]
-    assert read_json(out / "onnx" / "validation.json")["passed"] is True
-    recipe = read_json(out / "ckpt_prune.json")["recipe"]
-    assert (recipe["export"]["format"], recipe["export"]["validate"]) == ("onnx", True)
-    # The same model as without it.
-    assert files(out) == sorted([*files(finished / "dense"), "README.md", "ckpt_prune.json", "onnx"])
-
-
 def test_verify_checks_model_and_graph(finished, monkeypatch):
     monkeypatch.chdir(finished)
     said = ok("verify", "out", "--against", "dense")
@@ -114,28 +102,6 @@ def test_a_graph_of_another_model_inside(again, finished):
     )
 
 
-def test_json_alone_is_on_standard_output(again):
-    result = run(*PRUNE, *EXPORT, "-o", "out", "--json")
-    assert (result.exit_code, result.stderr) == (0, "")
-    said = json.loads(result.stdout)
-    graph = said.pop("onnx")
-    assert said.pop("messages") == []
-    assert said == read_json("out/ckpt_prune.json")
-    assert (graph["written"], graph["out"]) == (True, "out/onnx")
-    assert graph["manifest"] == read_json("out/onnx/ckpt_prune_onnx.json")
-    assert graph["validation"] == read_json("out/onnx/validation.json")
-    # Without a graph there is no word of one.
-    assert "onnx" not in json.loads(ok(*PRUNE, "-o", "plain", "--json"))
-    assert not Path("plain/onnx").exists()
-
-
-def test_without_validation_the_graph_is_written_uncompared(again):
-    said = ok(*PRUNE, *EXPORT, "--set", "export.validate=false", "-o", "out").splitlines()
-    assert said[-3:-1] == ["written to out", "not compared with PyTorch: `ckpt-prune validate` does it"]
-    assert said[-1].endswith(": written to out/onnx")
-    assert files("out/onnx") == sorted(GRAPH)
-
-
 def test_a_plan_ends_in_a_graph(again):
     plan = ("plan", "dense", "--recipe", "rcpu", "--ratio", "0.5", "--statistics", "stats", "-o", "plan.json")
     ok(*plan, *EXPORT, "--set", "export.validate=false")
@@ -147,16 +113,6 @@ def test_a_plan_ends_in_a_graph(again):
 
 
 # ---- a dry run -----------------------------------------------------------------------------------------------------
-
-
-def test_a_dry_run_announces_the_graph(place):
-    before = listing()
-    said = ok(*PRUNE, *EXPORT, "--set", "export.dtype=fp16", "-o", "out", "--dry-run")
-    assert said.startswith(COSTS + "to be exported to the output's folder onnx, fp16\nit takes ")
-    assert said.endswith("of disk\neverything checked, nothing written\n")
-    recipe = json.loads(ok(*PRUNE, *EXPORT, "-o", "out", "--dry-run", "--json"))["recipe"]
-    assert recipe["export"]["dtype"] == "fp32"
-    assert listing() == before
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("fp32", 4), ("fp16", 2)])
@@ -241,21 +197,6 @@ def test_an_export_that_ends_in_the_middle_names_the_command_that_finishes(
     assert_complete("out")
 
 
-def test_the_pruning_is_told_before_the_export_begins(again, monkeypatch):
-    """Whatever becomes of the process then: it may be killed for its memory."""
-    told = []
-
-    def killed(*_, **__):
-        sys.stdout.flush()
-        told.append(sys.stdout.buffer.getvalue().decode())
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(exporting, "trace_model", killed)
-    run(*PRUNE, *EXPORT, "-o", "out")
-    assert told[0].startswith(COSTS)
-    assert told[0].endswith("written to out\n")
-
-
 def leave_without_graph(monkeypatch: pytest.MonkeyPatch, *more: str) -> str:
     """Standard error of a run that cannot make its graph."""
     with monkeypatch.context() as patch:
@@ -321,9 +262,3 @@ def test_the_command_that_is_named_has_the_recipes_settings(place, monkeypatch):
         "out is complete without its graph: `ckpt-prune export out -o out/onnx --opset 18 --dtype fp16 --no-cache "
         "--optimize cpu --no-validate` writes it"
     )
-
-
-def test_the_command_that_is_named_then_writes_it(again, monkeypatch):
-    (command,) = re.findall(r"`ckpt-prune (.*)`", leave_without_graph(monkeypatch))
-    ok(*command.split(), "--text", "calib.txt", "--window", "16")
-    assert INSIDE in ok("verify", "out", "--against", "dense")

@@ -138,20 +138,6 @@ def test_an_embedder_made_of_a_decoder(here: Path, kind: str) -> None:
     assert 'SentenceTransformer("PATH")' in card
 
 
-def test_the_graph_of_an_embedder(here: Path) -> None:
-    write_embedder("dense", named="Qwen3ForCausalLM")
-    ok("export", "dense", "-o", "onnx", "--text", "held_out.txt")
-    record = json.loads(Path("onnx/ckpt_prune_onnx.json").read_text())
-    assert (record["task"], record["cached"]) == ("feature-extraction", False)
-    proved = json.loads(Path("onnx/validation.json").read_text())["graphs"][0]["cases"]
-    assert {case["padding"] for case in proved} == {"none", "left", "right"}
-    told = json.loads(ok("evaluate", "onnx/model.onnx", "--against", "dense", *HELD_OUT, "--json"))
-    assert told["cosine"] == pytest.approx(1, abs=1e-6)
-    assert refused("export", "dense", "-o", "other", "--task", "text-generation") == (
-        "this model is for sentence-similarity, not for text-generation: it can be exported for feature-extraction"
-    )
-
-
 def test_sentence_transformers_loads_own_code_of_an_embedder_with_a_head(here: Path) -> None:
     """flap gives the mlp a bias that the stock class has no slot for; the base model is loaded without the head."""
     write_embedder("dense", "Qwen3ForCausalLM", tie_word_embeddings=False)
@@ -196,27 +182,6 @@ def test_effects_on_an_embedder_are_those_on_its_features(here: Path) -> None:
         effects.append([point[1] for points in found.values() for point in points])
     assert len(effects[0]) == 8
     assert effects[1] == pytest.approx(effects[0], rel=1e-5)
-
-
-def write_bidirectional(folder: str) -> Path:
-    window = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
-    write_embedder(folder, "Gemma3TextModel", "mean", use_bidirectional_attention=True, **window)
-    return Path(folder)
-
-
-def test_an_embedder_whose_tokens_look_at_later_ones(here: Path) -> None:
-    write_bidirectional("dense")
-    ok("prune", "dense", *RIDGE, "-o", "out")
-    told = json.loads(ok("evaluate", "out", "--against", "dense", *HELD_OUT, "--json"))
-    assert told["cosine"] == pytest.approx(cosine("out", "dense", lambda states: states.mean(0)), abs=1e-6)
-    ok("export", "out", "-o", "onnx", "--text", "held_out.txt")
-    edit("dense", architectures=["Gemma3ForCausalLM"])
-    (Path("dense") / "modules.json").unlink()
-    assert refused("inspect", "dense") == (
-        "gemma3_text with use_bidirectional_attention true in config.json is not supported: its tokens look at later "
-        "ones, so that it predicts none of them; an embedder has a modules.json, or names Gemma3TextModel in "
-        "architectures"
-    )
 
 
 def numbers(folder: str, windows: Tensor) -> np.ndarray[Any, Any]:
@@ -273,26 +238,6 @@ def test_a_reward_model_of_a_causal_family(here: Path, padding: int | None) -> N
         # A causal model rotates by position, and what is between two tokens does not change with what stands before.
         (logits,) = session.run(None, {"input_ids": ids, "attention_mask": (ids != padding).astype(np.int64)})
         assert np.abs(logits[:, 0] - alone).max() < 1e-5
-
-
-def test_labels_of_texts_by_a_classifier_of_a_causal_family(here: Path) -> None:
-    """A tokenizer that pads on the left, by a token that is not the config's, changes no answer."""
-    write("dense", "Qwen3ForSequenceClassification", num_labels=3, pad_token_id=None)
-    tokenizer = AutoTokenizer.from_pretrained("dense")
-    tokenizer.padding_side = "left"
-    tokenizer.save_pretrained("dense")
-    texts = [line.strip()[:12] for line in LINES]
-    ids = [torch.tensor(tokenizer(text)["input_ids"])[None] for text in texts]
-    model = AutoModelForSequenceClassification.from_pretrained("dense")
-    with torch.no_grad():
-        classes = [int(model(input_ids=row).logits.argmax()) for row in ids]
-    assert len(set(classes)) > 1
-    rows = [{"text": text, "label": label} for text, label in zip(texts, classes, strict=True)]
-    for padding in (None, 5):
-        edit("dense", pad_token_id=padding)
-        Path("mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        told = json.loads(ok("evaluate", "dense", "--tasks", "mine.jsonl", "--json"))
-        assert told["tasks"]["mine"]["accuracy"] == 1.0
 
 
 @pytest.mark.parametrize(

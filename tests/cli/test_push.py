@@ -1,10 +1,7 @@
 """`push`: an output goes to the Hub whole, by one commit, or not at all."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -126,11 +123,6 @@ def test_a_dry_run_lists_and_uploads_nothing(licensed: Path, hub: Hub):
     assert said[-1].endswith(", for team/small (private): everything checked, nothing uploaded")
     assert hub.uploads() == []
     assert hub.repos == {}
-
-
-def test_a_public_one_is_asked_for(licensed: Path, hub: Hub):
-    assert "(public)" in ok("push", "out", "team/small", "--public")
-    assert not hub.repos["team/small"].private
 
 
 def test_overwriting_replaces_what_was_pushed_and_nothing_else(licensed: Path, hub: Hub):
@@ -279,16 +271,6 @@ def test_an_upload_that_fails_leaves_an_empty_repository(licensed: Path, hub: Hu
     assert "model.safetensors" in repo.files
 
 
-def test_the_hub_may_be_named_by_its_variable(hub: Hub, tmp_path: Path):
-    """A process of its own, as a shell starts it."""
-    hub.repos["team/recipes"] = Repo()
-    hub.repos["team/recipes"].commit({"mine.yaml": b"name: mine\n"}, "mine")
-    environment = os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"}
-    words = [sys.executable, "-m", "ckpt_prune", "recipe", "show", "team/recipes/mine.yaml"]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True)
-    assert (done.returncode, done.stdout.partition("\n")[0], done.stderr) == (0, "name: mine", "")
-
-
 # ---- recipes
 
 
@@ -364,15 +346,3 @@ def test_a_push_that_fails_leaves_the_output(place: Path, hub: Hub):
         "it was made, and is empty: push again; out is complete: `ckpt-prune push out team/small`\n"
     )
     assert "ok" in ok("verify", "out")
-
-
-def test_a_dry_run_of_both_uploads_nothing(place: Path, hub: Hub):
-    assert ok(*PUSHED, "--dry-run").endswith("checked, nothing written\n")
-    assert hub.uploads() == []
-    assert not Path("out").exists()
-
-
-def test_json_has_the_push(place: Path, hub: Hub):
-    found = json.loads(ok(*PUSHED, "--public", "--json"))
-    assert found["pushed"]["commit"] == hub.repos["team/small"].head
-    assert found["pushed"]["public"] is True

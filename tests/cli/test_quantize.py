@@ -149,15 +149,6 @@ def test_verify_proves_it(here: Path):
     ]
 
 
-def test_a_graph_is_no_checkpoint(here: Path):
-    Path("graph").mkdir()
-    for name in ("model.onnx", "config.json"):
-        Path("graph", name).write_bytes(Path("dense/config.json").read_bytes())
-    assert refused("quantize", "graph", "-o", "out", "--format", "int8") == (
-        "graph holds a graph (model.onnx) and no weights: give the model it was exported from"
-    )
-
-
 def test_verify_finds_what_was_changed(here: Path):
     ok("quantize", "dense", "-o", "out", "--format", "int4")
     name = "model.layers.0.mlp.up_proj.weight_packed"
@@ -191,18 +182,6 @@ def test_verify_of_groups_that_make_up_no_row(here: Path, size: int, code: int):
     assert result.exit_code == code, result.output
 
 
-def test_zeros_of_a_mask_stay(here: Path):
-    ok("prune", "dense", "--recipe", "magnitude-50", "-o", "masked")
-    ok("quantize", "masked", "-o", "out", "--format", "int4")
-    masked = tensors_of("masked")["model.layers.1.mlp.down_proj.weight"]
-    words = tensors_of("out")["model.layers.1.mlp.down_proj.weight_packed"]
-    codes = bits_of(words.numpy(), 4, masked.shape[1])
-    assert (masked == 0).float().mean() > 0.4
-    assert (codes[(masked == 0).numpy()] == 0).all()
-    report = json.loads(Path("out/ckpt_prune_quantised.json").read_text())["report"]
-    assert report["recipe"]["name"] == "magnitude-50"
-
-
 def test_it_is_evaluated_and_pushed_like_any_other(here: Path, hub: Hub):
     Path("out").mkdir()
     Path("out").rmdir()
@@ -217,13 +196,6 @@ def test_it_is_evaluated_and_pushed_like_any_other(here: Path, hub: Hub):
     assert "base_model: org/dense\nbase_model_relation: quantized\n" in card
     assert "model-index:" in card
     assert {"ckpt_prune_quantised.json", "LICENSE"} <= set(hub.repos["team/q8"].files)
-
-
-def test_a_base_model_is_quantised(here: Path):
-    case = next(case for case in CASES if case.model_type == "bert" and case.architecture == "BertModel")
-    case.write(here / "bert")
-    ok("quantize", "bert", "-o", "out", "--format", "int8")
-    assert "load: by stock transformers: no key missing" in ok("verify", "out", "--against", "bert")
 
 
 @pytest.mark.parametrize(

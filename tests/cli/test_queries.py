@@ -16,7 +16,7 @@ from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import Site
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.stages.spaces.widths import dense_ranking
-from tests.cli.running import TEXT, interrupted, ok, read_json, refused, resumed, run
+from tests.cli.running import TEXT, ok, read_json, refused, run
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
 from tests.families import stock
 
@@ -115,29 +115,6 @@ def test_a_plan_does_what_its_recipe_does(here, recipe):
 # ---- beside whole groups -----------------------------------------------------------------------------------------
 
 
-def test_query_heads_go_in_the_groups_that_stay(here):
-    ok("prune", "dense", "--recipe", "beside.yaml", *TEXT, "-o", "out")
-    assert heads("out") == (1, 1)
-    assert [len(each) for each in kept("out", "queries")] == [2, 2]
-    assert [len(each) for each in kept("out", "heads")] == [1, 1]
-    stock(Path("out"))
-    said = ok("verify", "out", "--against", "dense")
-    assert "producers of 6 pruned spaces hold the dense rows, bit for bit" in said
-    before, after = (json.loads(ok("inspect", model, "--json"))["parameters"] for model in ("dense", "out"))
-    assert after == sum(parameter.numel() for parameter in stock(Path("out")).parameters()) < before
-    assert read_json("out/ckpt_prune.json")["after"]["parameters"] == after
-
-
-def test_importances_of_groups_hold_where_query_heads_have_gone(here):
-    """Gradients tell them of whole groups, before anything has gone."""
-    ok("calibrate", "dense", *TEXT, "--collect", "moments,gram,taylor", "-o", "told")
-    changes = ("--set", "spaces.heads.score=taylor1", "--set", "target=dense")
-    ok("prune", "dense", "--recipe", "beside.yaml", *changes, "--statistics", "told", "-o", "out")
-    model, statistics = Model.open("dense"), Statistics(Path("told"))
-    for block, units in enumerate(kept("out", "heads")):
-        assert units == [int(statistics.read_taylor(block)[model.moments_name(block, "heads")].first.argmax())]
-
-
 def test_widths_by_the_least_error(here):
     """A size is met where query heads, groups and columns share it: what goes with two of them counts once."""
     given = ("--recipe", "budget.yaml", *TEXT, "--folds", "4", "--target-params", "60%")
@@ -181,13 +158,6 @@ def test_effects_of_query_heads_are_measured_on_request(here):
 
 
 # ---- what follows ------------------------------------------------------------------------------------------------
-
-
-def test_interrupted_runs_go_on(here):
-    job = ["prune", "dense", "--recipe", "beside.yaml", *TEXT]
-    ok(*job, "-o", "whole")
-    interrupted(job, 3)
-    resumed(job)
 
 
 def test_an_output_is_measured_masked_recovered_and_pruned_again(here):

@@ -100,22 +100,6 @@ def test_what_is_chosen_is_best_on_folds_of_the_dense_models_tokens(dense, varia
     assert len(chosen) > 1
 
 
-def test_diagnostics_change_nothing_that_is_chosen(dense):
-    statistics, recipe = dense.statistics("opt", 4), wanted({"method": "auto"})
-    fields = {"method", "strength", "share", "runner_up", "margin", "error_held_out", "error_compensated", "kept"}
-    plain, full = (
-        make_plan(encoders.job_on(dense.folder("opt"), recipe, statistics, diagnostics=diagnostics)).sites
-        for diagnostics in (False, True)
-    )
-    for a, b in zip(plain, full, strict=True):
-        ours, theirs = a.model_dump(include=fields), b.model_dump(include=fields)
-        if a.method == "none":  # of one method the error is the same however its folds are added
-            assert ours.pop("error_held_out") == pytest.approx(theirs.pop("error_held_out"))
-        assert ours == theirs
-        assert a.floor is None
-        assert b.floor is not None
-
-
 # ---- the drift -----------------------------------------------------------------------------------------------------
 
 FIXED = {"method": "ridge", "lambda": 0.1}
@@ -201,16 +185,6 @@ def test_consumers_are_refitted_to_the_dense_residual_stream(dense, case, tmp_pa
         assert len(widths) > len({space for space, _ in widths})
 
 
-def test_of_statistics_there_is_no_drift(dense):
-    """The dense cache is used, and shares say nothing."""
-    plans = [
-        make_plan(encoders.job_on(dense.folder("llama"), recipe, dense.statistics("llama", 2)))
-        for recipe in (wanted({"method": "auto"}, target="drift"), wanted({"method": "auto"}))
-    ]
-    assert plans[0].sites == plans[1].sites
-    assert {site.share for site in plans[0].sites} == {None}
-
-
 # ---- what is chosen among ------------------------------------------------------------------------------------------
 
 
@@ -240,17 +214,6 @@ def test_a_bias_is_a_candidate_where_there_is_one_or_on_request(dense, variant, 
     assert {site.method for site in plan.sites} <= set(methods)
     consumers = {job.model.family.columns[space].consumer for space in RATIOS}
     assert consumers <= job.output.container.biases if "bias" in methods else not job.output.container.biases
-
-
-def test_a_bias_that_is_asked_for_gets_a_slot(dense, tmp_path):
-    recipe = wanted({"method": "auto", "candidates": ["bias", "none"]})
-    report = prune(encoders.job_on(dense.folder("llama"), recipe, dense.statistics("llama", 2)), tmp_path / "out")
-    assert "bias" in {site["method"] for site in report["sites"]}
-    tensors = whole_best.read(tmp_path / "out")
-    for site in report["sites"]:
-        filled = np.abs(tensors[site["consumer"].replace(".weight", ".bias")]).max() > 0
-        assert filled == (site["method"] == "bias")
-    assert stock(tmp_path / "out", "llama").config.model_type == report["container"]["model_type"]
 
 
 @pytest.mark.parametrize(

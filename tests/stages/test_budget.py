@@ -19,7 +19,6 @@ from tests.oracles.budget import (
     dynamic_programme,
     error,
     hull_segments,
-    steepest_first,
     widths,
 )
 
@@ -91,17 +90,6 @@ def test_the_relaxation_is_exact_where_the_budget_is_spent_at_a_hull_vertex(site
     assert total(sites, kept) == dynamic_programme(sites, budget)
 
 
-@settings(max_examples=40, deadline=None)
-@given(SITES, st.floats(0, 1))
-def test_before_exchanges_the_steepest_segments_that_fit_are_taken(sites, share):
-    least, most = extremes(sites)
-    # Where everything fits there is nothing to choose.
-    budget = min(least + int(share * (most - least)), most - 1)
-    if budget >= least:
-        with patch.object(module, "ROUNDS", 0):
-            assert solve(sites, budget, combinations=0) == steepest_first(sites, budget)
-
-
 @settings(max_examples=30, deadline=None)
 @given(SITES, st.integers(0, 60), st.integers(0, 60))
 def test_a_larger_budget_is_never_worse(sites, smaller, more):
@@ -144,10 +132,6 @@ def test_a_budget_is_a_number():
         least_error({"mlp": Curve([0, 1], 1)}, math.nan)
 
 
-def test_no_site_takes_no_budget():
-    assert least_error({}, 0) == {}
-
-
 @pytest.mark.parametrize("combinations", [None, 0])
 @pytest.mark.parametrize(
     ("units", "multiple", "reached"),
@@ -161,61 +145,6 @@ def test_no_site_takes_no_budget():
 def test_widths_are_multiples_or_whole(combinations, units, multiple, reached):
     site = Site(list(range(units + 1)), 1, multiple)
     assert [solve([site], budget, combinations) for budget in range(reached[0], units + 1)] == [[w] for w in reached]
-
-
-def two_widths(gain, unit):
-    """A site of two units, of which one must stay."""
-    return Site([0, gain, gain], unit)
-
-
-KNAPSACK = [two_widths(10, 5), two_widths(7, 4), two_widths(7, 4)]
-"""Beyond 13, the least: 8 more take the last two and save 14; the steepest first saves 10 and leaves 3 unused."""
-
-
-@pytest.mark.parametrize(("combinations", "kept"), [(4, [1, 2, 2]), (3, [2, 1, 1])])
-def test_what_is_enumerated_leaves_out_the_site_with_most_choices(combinations, kept):
-    assert solve(KNAPSACK, 13 + 8, combinations) == kept
-
-
-def test_ties_go_to_the_earlier_site():
-    sites = [Site([0, 1, 2, 3], 2)] * 3
-    for combinations in (None, 0):
-        assert solve(sites, 10, combinations) == [3, 1, 1]
-        assert solve(sites, 11, combinations) == [3, 1, 1]
-        assert solve(sites, 12, combinations) == [3, 2, 1]
-
-
-def test_the_site_with_most_choices_counts_as_the_last_in_ties():
-    assert solve([Site([0, 1, 2, 3], 2), Site([0, 1, 2], 2)], 6) == [1, 2]
-
-
-def test_what_is_left_goes_to_the_next_segment_that_fits():
-    """Heads are steeper but do not fit any more; two columns do."""
-    heads, mlp = Site([0, 50, 100], 10), Site([0, 1, 2, 3, 4], 1)
-    assert solve([heads, mlp], 11 + 2, combinations=0) == [1, 3]
-    assert solve([mlp, heads], 11 + 2, combinations=0) == [3, 1]
-    assert solve([heads, mlp], 11 + 12, combinations=0) == [2, 3]
-    with patch.object(module, "ROUNDS", 0):
-        assert solve([heads, mlp], 11 + 2, combinations=0) == [1, 3]
-
-
-def test_a_step_is_exchanged_for_a_better_one():
-    """Steepest first takes the first site, which keeps out the second: 10 saved instead of 13."""
-    assert solve([two_widths(10, 5), two_widths(13, 8)], 13 + 8, combinations=0) == [1, 2]
-    assert solve([two_widths(13, 8), two_widths(10, 5)], 13 + 8, combinations=0) == [2, 1]
-
-
-def test_exchanges_follow_each_other():
-    sites = [Site([0, 8, 15, 20, 21], 5), Site([0, 5, 13], 3), Site([0, 2, 10], 5)]
-    assert total(sites, solve(sites, 30, combinations=0)) == dynamic_programme(sites, 30) == 7
-
-
-def test_sites_that_pay_only_as_a_whole_are_exchanged_as_a_whole():
-    """Steepest first takes the first, 40 for 11; the budget is 13, for which the second gives 44."""
-    sites = [Site([0] + [40] * 12, 1), Site([0] + [44] * 14, 1)]
-    assert min(11, 13) > module.NEARBY
-    assert solve(sites, 2 + 13, combinations=0) == [1, 14]
-    assert solve(sites[::-1], 2 + 13, combinations=0) == [14, 1]
 
 
 def dual_bound(curves, budget):
@@ -262,20 +191,6 @@ def test_many_wide_sites_stay_near_the_dual_bound(seed, share):
     bound = dual_bound(curves, budget)
     largest = max(curve.error(n) - curve.error(n + 1) for curve in curves.values() for n in range(1, curve.units))
     assert bound - 1e-9 * found <= found <= bound + largest
-
-
-def test_the_answer_does_not_depend_on_the_container_or_dtype():
-    rises = [0.0, 0.5, 1.25, 4.0, 8.0]
-    for errors in (rises, tuple(rises), torch.tensor(rises), torch.tensor(rises, dtype=torch.bfloat16)):
-        curve = Curve(errors, 2)
-        assert curve.units == 4
-        assert [curve.error(kept) for kept in range(5)] == [8.0, 4.0, 1.25, 0.5, 0.0]
-        assert least_error({0: curve, 1: Curve(torch.tensor(rises), 2)}, 8) == {0: 2, 1: 2}
-
-
-def test_a_fall_within_rounding_does_not_narrow_a_site():
-    dented = Site([0, 1_000_000, 999_999, 2_000_000], 1)
-    assert solve([dented, Site([0, 1, 1, 1, 1], 1)], 3) == [2, 1]
 
 
 @pytest.mark.parametrize(
@@ -362,15 +277,6 @@ def test_units_that_stand_in_others_cost_what_is_left_of_these(blocks, others, s
     assert total_error(curves, kept, crossings) == pytest.approx(float(best), abs=1e-12)
     if budget == most:
         assert kept == {key: curve.units for key, curve in curves.items()}
-
-
-def test_sites_that_cross_stay_whole_where_everything_fits():
-    curves = {"inner": Curve([0, 0, 0], 5), "outer": Curve([0, 0, 0], 5)}
-    crossings = [Crossing([("inner", "outer")], {("inner", "outer"): 1})]
-    assert least_error(curves, 20, crossings) == {"inner": 2, "outer": 2}
-    assert least_error(curves, 11, crossings) == {"inner": 1, "outer": 1}
-    with pytest.raises(BudgetError):
-        least_error(curves, 10, crossings)
 
 
 @settings(max_examples=40, deadline=None)

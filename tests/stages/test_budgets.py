@@ -31,11 +31,10 @@ from ckpt_prune.stages.spaces.widths import (
     dense_ranking,
     effects_on,
     scaled,
-    weighed_by_energy,
 )
 from ckpt_prune.verification.verify import verify
 from tests.encoders import job_on, request_on
-from tests.families import BLOCKS, calibrate, contents, prune
+from tests.families import BLOCKS, calibrate, prune
 from tests.oracles import whole_best
 from tests.pairs import dealt, every
 from tests.stages.whole import data_of, make_wide
@@ -274,26 +273,6 @@ def test_no_widths_of_spaces_that_cross_do_better(dense, crossing, share):
     assert error(job.widths[0]) == pytest.approx(min(map(error, fitting)), rel=1e-9)
 
 
-@pytest.mark.parametrize("widths", ["uniform", "per_layer"])
-def test_widths_are_multiples(dense, weighed, widths):
-    recipe = wanted("llama", weigh_by="effect", widths=widths, multiple=8, size={"params": "75%"})
-    job = job_on(dense.folder("llama"), recipe, weighed("llama"))
-    groups = groups_of(job, "llama", "params")
-    assert {site.multiple for sites in groups for site in sites} == {1, 8}
-    assert {width["mlp"] for width in job.widths} <= {8, 16, 22}
-    fixed = job.before.parameters - sum((len(s.errors) - 1) * s.cost for own in groups for s in own)
-    error, _ = whole_best.total(groups, widths_of(job))
-    assert error == pytest.approx(whole_best.least(groups, job.before.parameters * 3 // 4 - fixed), rel=1e-9)
-
-
-def test_without_a_size_the_ratio_is_the_budget(dense, weighed):
-    """As many parameters as the same ratio everywhere leaves, and not one unit less than fits."""
-    uniform = job_on(dense.folder("llama"), load_recipe("magnitude", ratio=0.4))
-    recipe = wanted("llama", widths="per_layer", weigh_by="energy", ratio=0.4)
-    job = job_on(dense.folder("llama"), recipe, weighed("llama"))
-    assert 0 <= uniform.after.parameters - job.output.cost.parameters < 48
-
-
 def test_nothing_goes_where_everything_fits(dense, weighed):
     for size in ({"params": "100%"}, {"flops": "1T"}):
         job = job_on(dense.folder("opt"), wanted("opt", widths="per_layer", size=size), weighed("opt"))
@@ -359,16 +338,6 @@ def test_biases_of_the_container_count(dense, weighed, share, widths, kind):
     assert 0 <= left < 268 * (BLOCKS if widths == "uniform" else 1) * (4 if kind == "bytes" else 1)
 
 
-def test_a_head_alone_in_its_block_stays(tmp_path):
-    """One group of queries: there is nothing to choose."""
-    folder = make_wide(tmp_path / "dense", "llama", num_key_value_heads=1)
-    statistics = calibrate(folder, tmp_path / "statistics", folds=2)
-    recipe = wanted("llama", weigh_by="energy", widths="per_layer", size={"params": "70%"})
-    job = job_on(folder, recipe, statistics)
-    assert {width["heads"] for width in job.widths} == {1}
-    assert 0 <= job.before.parameters * 7 // 10 - job.output.cost.parameters < 48
-
-
 @pytest.mark.parametrize("widths", ["uniform", "per_layer"])
 def test_a_size_below_the_least_widths_is_refused(dense, weighed, widths):
     def job(text: str) -> Prepared:
@@ -416,16 +385,6 @@ def test_least_error_needs_statistics_and_the_metric(dense, tmp_path):
     job_on(folder, wanted("llama", weigh_by="energy"), bare)
 
 
-def test_a_plan_prunes_as_its_recipe_does(dense, weighed, tmp_path):
-    folder, statistics = dense.folder("vit"), weighed("vit")
-    recipe = wanted("vit", widths="per_layer", compensation={"method": "auto"}, size={"params": "70%"})
-    plan = make_plan(job_on(folder, recipe, statistics))
-    prune(job_on(folder, recipe, statistics), tmp_path / "direct")
-    prune(job_on(folder, plan.recipe, statistics, plan=plan), tmp_path / "planned")
-    direct, planned = contents(tmp_path / "direct"), contents(tmp_path / "planned")
-    assert {name for name in direct | planned if direct.get(name) != planned.get(name)} == {"ckpt_prune.json"}
-
-
 # ---- one ratio for a size ----------------------------------------------------------------------------------------
 
 
@@ -462,11 +421,6 @@ def test_a_ratio_that_leaves_room_for_biases_is_found(dense, name, share):
     assert job.output.cost.parameters <= job.before.parameters * share // 100
 
 
-def test_nothing_goes_where_the_dense_model_fits_though_dropping_adds_biases(dense):
-    job = sized(dense.folder("llama"), "flap", dense.statistics("llama"), {"params": "100%"})
-    assert (job.recipe.ratio, job.output.cost) == (0.0, job.before)
-
-
 def test_a_job_without_a_size_or_with_widths_of_its_own_stays(dense, weighed):
     for recipe in (load_recipe("wanda-sp"), wanted("llama", size={"params": "70%"})):
         request = begin(request_on(dense.folder("llama"), recipe, weighed("llama")))
@@ -474,13 +428,6 @@ def test_a_job_without_a_size_or_with_widths_of_its_own_stays(dense, weighed):
     ranked_recipe = load_recipe("flap-global", size={"params": "70%"})
     ranked = begin(request_on(dense.folder("llama"), ranked_recipe, None, data_of("llama")))
     assert at_size(ranked) is ranked
-
-
-def test_a_size_that_biases_take_up_is_not_said_to_be_above_the_least(dense):
-    """2,304 parameters are left by 0.9999, and 2,442 with the biases that flap adds."""
-    with pytest.raises(UserError) as caught:
-        sized(dense.folder("llama"), "flap", dense.statistics("llama"), {"params": "2400"})
-    assert "whose spaces leave 2,304 at the least" not in str(caught.value)
 
 
 @pytest.mark.parametrize("heads", [1, 2])
@@ -499,19 +446,6 @@ def test_a_size_is_settled_before_anything_else(dense):
 
 
 # ---- curves ------------------------------------------------------------------------------------------------------
-
-SCORES = st.lists(st.floats(0, 100), min_size=1, max_size=9)
-
-
-@given(SCORES)
-def test_shares_of_the_energy_end_at_one(scores):
-    curve = torch.tensor([0.0, *sorted(scores)], dtype=torch.float64)
-    shares = weighed_by_energy(curve)
-    if curve[-1] == 0:
-        assert torch.equal(shares, curve)
-    else:
-        assert shares[-1] == 1
-        torch.testing.assert_close(shares * curve[-1], curve)
 
 
 @st.composite
@@ -532,40 +466,6 @@ def test_effects_are_met_where_each_error_is_worth_more_than_the_last(drawn):
     found = scaled(curve, effects)
     assert found.numpy() == pytest.approx(whole_best.as_effects(curve.numpy(), effects))
     assert [float(found[k]) for k, _ in effects] == pytest.approx([effect for _, effect in effects])
-
-
-@given(measured())
-def test_effects_never_fall_and_have_no_scale_of_the_errors(drawn):
-    curve, points, worths = drawn
-    effects = list(zip(points, itertools.accumulate(worths), strict=True))
-    found = scaled(curve, effects)
-    assert found[0] == 0
-    assert (found.diff() >= 0).all()
-    assert [float(found[k]) for k, _ in effects] == pytest.approx([effect for _, effect in effects])
-    torch.testing.assert_close(scaled(7 * curve, effects), found)
-    doubled = scaled(curve, [(k, 2 * effect) for k, effect in effects])
-    torch.testing.assert_close(doubled, 2 * found)
-
-
-@pytest.mark.parametrize(
-    ("curve", "effects"),
-    [
-        ([0, 1, 10, 10, 11], [(1, 1.0), (3, 2.0)]),
-        ([0, 1, 8, 9, 10, 100], [(1, 1.0), (4, 1.5)]),
-    ],
-)
-def test_effects_are_met_at_every_measured_point(curve, effects):
-    found = scaled(torch.tensor(curve, dtype=torch.float64), effects)
-    assert [float(found[k]) for k, _ in effects] == pytest.approx([effect for _, effect in effects])
-
-
-def test_effects_of_nothing():
-    """A site of one unit has none; one whose outputs are all zero has no shape to scale."""
-    curve = torch.tensor([0.0, 2.0, 4.0], dtype=torch.float64)
-    assert scaled(curve, []).tolist() == [0, 2, 4]
-    assert scaled(torch.zeros(3, dtype=torch.float64), [(1, 0.5)]).tolist() == [0, 0, 0]
-    late = torch.tensor([0.0, 0.0, 4.0, 8.0], dtype=torch.float64)
-    assert scaled(late, [(1, 0.5), (2, 1.0)]).tolist() == [0, 0, 1, 2]
 
 
 def test_scores_of_the_dense_model_are_what_pruning_selects_by(dense, weighed):

@@ -11,7 +11,6 @@ from torch import Tensor
 from ckpt_prune.job.space_kinds import CANDIDATES
 from ckpt_prune.measure.moments.inputs import Moments
 from ckpt_prune.measure.samples.samples import SampleRange
-from ckpt_prune.measure.statistics.folder import record_effects
 from ckpt_prune.measure.streams import readout
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import Site
@@ -20,7 +19,7 @@ from ckpt_prune.runner.plan import make_plan
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.spaces.effects import predicted as space_effects
 from ckpt_prune.stages.spaces.solvers import solver_of
-from ckpt_prune.stages.spaces.widths import decide, dense_ranking, effects_on
+from ckpt_prune.stages.spaces.widths import decide, dense_ranking
 from tests.encoders import calibrate, job_on
 from tests.families import BLOCKS, prune
 from tests.measure.test_fisher import losses_of, unlikeliest
@@ -79,19 +78,6 @@ def test_errors_are_those_of_a_refit_in_the_metric(dense: Sources, variant, scor
                 assert float(found[k]) == pytest.approx(expected, rel=2e-3, abs=1e-9)
 
 
-def test_errors_of_logits_are_their_energies_in_the_metric(dense):
-    source, statistics = Model.open(dense.folder("vit")), dense.statistics("vit")
-    recipe = recipe_of({"qk": "logit-energy"})
-    solver, name = solver_of(source, recipe, "qk", CPU), source.moments_name(0, "qk")
-    tensors, folds, fisher = solver.read(0), statistics.read_moments(0)[name], statistics.read_fisher(0)[name]
-    scores = solver.scores(0, tensors, folds)  # (heads, dimensions), energies per sample
-    for metric, weights in ((None, torch.ones(len(scores))), (fisher, fisher.sums / fisher.samples / 2)):
-        found = solver.errors(0, tensors, folds, scores, metric).tolist()
-        for k in range(scores.shape[1] + 1):
-            lost = [float(w) * sum(sorted(own)[:k]) for w, own in zip(weights, scores.tolist(), strict=True)]
-            assert found[k] == pytest.approx(sum(lost), rel=1e-5)
-
-
 def lost_by_hand(weight: Tensor, moments: Moments, kept: list[int], *, biased: bool) -> tuple[Tensor, Tensor]:
     """W − Ŵ of a ridge refit of some columns, and the mean of the inputs that a bias makes up for (else 0)."""
     mean = moments.mean if biased else torch.zeros_like(moments.mean)
@@ -142,25 +128,6 @@ def test_predictions_are_of_samples_that_no_refit_has_seen(variant, monkeypatch,
             moved = (g.double() * ((x.double() - mean) @ lost.T)).sum(-1)
             square = moved.sum(1).square() if whole else moved.square().sum(1)
             assert value == pytest.approx(float(square.sum()) / 2 / len(some), rel=5e-3)
-
-
-def test_measured_effects_scale_what_is_predicted_of_other_scores(dense, tmp_path):
-    folder = dense.folder("opt")
-    statistics = calibrate(folder, tmp_path / "statistics", data_of("opt"), folds=2)
-    name = Model.open(folder).moments_name(0, "mlp")
-    predicted = statistics.index.predicted[name]
-    assert effects_on(statistics, name, "obs") == predicted["obs"]
-    assert effects_on(statistics, name, "rcpu") == predicted["rcpu"]
-    tripled = record_effects(statistics, {name: [(count, 3 * value) for count, value in predicted["obs"]]})
-    assert effects_on(tripled, name, "obs") == [(count, 3 * value) for count, value in predicted["obs"]]
-    assert effects_on(tripled, name, "rcpu") == [
-        (count, pytest.approx(3 * value)) for count, value in predicted["rcpu"]
-    ]
-    elsewhere = record_effects(statistics, {name: [(1, 0.5)]})
-    assert effects_on(elsewhere, name, "obs") == [(1, 0.5)]
-    assert effects_on(elsewhere, name, "rcpu") == predicted["rcpu"]
-    bare = calibrate(folder, tmp_path / "bare", data_of("opt"), collect=("moments", "gram"))
-    assert effects_on(bare, name, "obs") == []
 
 
 def test_the_score_of_a_site_is_the_best_at_its_width(dense, tmp_path):
@@ -223,20 +190,6 @@ def test_a_plan_predicts_what_every_site_does(variant, dense, tmp_path):
     assert plan.divergence == pytest.approx(sum(site.divergence for site in plan.sites))
 
 
-def test_a_plan_predicts_nothing_that_it_has_no_metric_or_moments_for(dense, tmp_path):
-    folder, statistics = dense.folder("vit"), dense.statistics("vit")
-    logits = {"qk": {"score": "logit-energy", "ratio": 0.5, "compensation": {"method": "logit"}}}
-    whole = {"qk": logits["qk"] | {"ratio": 0.0}}
-    for spaces, known in ((logits, None), (whole, 0.0)):
-        recipe = FullRecipe.model_validate({"version": 1, "name": "test", "container": "any", "spaces": spaces})
-        assert make_plan(job_on(folder, recipe, statistics)).divergence == known
-    bare = calibrate(folder, tmp_path / "bare", data_of("vit"), collect=("moments", "gram"))
-    own = {"mlp": {"score": "rcpu", "ratio": 0.5, "compensation": {"method": "none"}}}
-    plan = make_plan(job_on(folder, FullRecipe.model_validate({"version": 1, "name": "test", "spaces": own}), bare))
-    assert plan.divergence is None
-    assert "divergence" not in plan.to_json()
-
-
 @pytest.mark.parametrize(
     ("variant", "line"),
     [
@@ -294,20 +247,6 @@ def test_spaces_are_measured_on_the_whole_model(variant, monkeypatch, dense, tmp
                         consumer.bias += (lost @ mean).float()
             monkeypatch.setattr(f"{ByHand.__module__}.LIMIT", len(some))
             assert value == pytest.approx(by_hand.effect(pruned, 0), rel=1e-2)
-
-
-def test_errors_are_scaled_to_what_a_space_does_as_a_whole(dense, tmp_path):
-    folder = dense.folder("opt")
-    statistics = calibrate(folder, tmp_path / "statistics", data_of("opt"), folds=2)
-    request = job_on(folder, recipe_of({"heads": "auto", "mlp": "auto"}, ratio=0.4), statistics)
-    before = dense_ranking(request)
-    told = sum(min(float(own.errors[11]) for own in before[Site(block, "mlp")]) for block in range(BLOCKS))
-    statistics.index.spaces["mlp"] = [(11, 3 * told)]
-    after = dense_ranking(request)
-    for site, own in after.items():
-        for ours, theirs in zip(own, before[site], strict=True):
-            factor = 3 if site.space == "mlp" else 1
-            torch.testing.assert_close(ours.errors, factor * theirs.errors)
 
 
 def test_a_score_that_does_better_everywhere_ranks_the_whole_space(dense, tmp_path, monkeypatch):

@@ -11,7 +11,6 @@ import torch
 from transformers import PreTrainedModel
 
 import ckpt_prune
-from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.job.job import Job, LiveSamples
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.measure.moment_sources import DriftMoments
@@ -20,11 +19,9 @@ from ckpt_prune.measure.streams.blocks import BlockFactory
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.runner.plan import prepare_plan
 from ckpt_prune.stages import FullRecipe
-from ckpt_prune.stages.spaces.run import pruner_of
 from tests import encoders, families
 from tests.encoders import BLOCKS, Pixels
 from tests.families import prune
-from tests.interrupting import interrupt_at
 from tests.oracles import drift
 from tests.oracles.masked_model import Model
 from tests.pairs import every
@@ -121,36 +118,6 @@ def test_drift_is_that_of_the_pruned_prefix(dense, case, true_sequential, tmp_pa
         mixed = until(pruned, model, block, space, true_sequential=true_sequential)
         expected = drift.target(model, mixed, block, drift.SITES[sites][space], samples_of(variant))
         drift.assert_measured(folds, expected)
-
-
-def test_blocks_may_be_passed_over(dense):
-    """What is measured at the last block does not depend on whether anything was at those before."""
-    job = job_on(dense.folder("opt"), "opt", HALF, true_sequential=True)
-    asked, resumed = source_of(job), source_of(job)
-    pruner = pruner_of(job)
-    for block in range(BLOCKS - 1):
-        tensors, _ = pruner.block(block, job.view.block(block), asked)
-        asked.advance(block, tensors)
-        resumed.advance(block, tensors)
-    last = job.view.block(BLOCKS - 1)
-    found = [source.moments(BLOCKS - 1, last, ["heads", "mlp"]) for source in (asked, resumed)]
-    for space in ("heads", "mlp"):
-        for a, b in zip(found[0][space], found[1][space], strict=True):
-            assert a.drift.energy == b.drift.energy > 0
-            assert torch.equal(a.drift.cross, b.drift.cross)
-            assert torch.equal(a.gram, b.gram)
-
-
-def test_a_resumed_run_is_byte_identical(dense, tmp_path, monkeypatch):
-    job = job_on(dense.folder("opt"), "opt", HALF, true_sequential=True)
-    monkeypatch.setattr("ckpt_prune.stages.moments.open_moments", lambda prepared, _: source_of(prepared))
-    with pytest.MonkeyPatch.context() as patch:
-        interrupt_at(patch, CheckpointWriter, "commit", 2)
-        with pytest.raises(KeyboardInterrupt):
-            prune(job, tmp_path / "out")
-    prune(job, tmp_path / "out", resume=True)
-    prune(job, tmp_path / "whole")
-    assert families.contents(tmp_path / "out") == families.contents(tmp_path / "whole")
 
 
 def test_two_blocks_are_held_at_most(dense, monkeypatch):

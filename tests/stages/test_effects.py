@@ -1,7 +1,6 @@
 """Effects of single sites, against whole stock models with columns zeroed and consumers refitted by plain solves."""
 
 import copy
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -9,15 +8,13 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.measure.samples.samples import Samples
-from ckpt_prune.measure.statistics.folder import Statistics, record_effects
+from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.measure.streams.readout import Readout
-from ckpt_prune.measure.streams.state_memory import StateMemory
 from ckpt_prune.model.family import Family
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.skeleton import Names
@@ -204,35 +201,6 @@ def test_effects_are_those_on_the_whole_model(dense, variant):
     assert_close(found, expected(dense.folder(variant), variant), 2e-4)
 
 
-def test_sites_are_named_as_statistics_name_them(dense):
-    """Two KV groups leave one count to drop; of q and k counts are of one head's dimensions."""
-    found = measured(dense, "llama-gqa-tied")
-    assert list(found) == [
-        f"model.layers.{block}.{site}"
-        for block in range(BLOCKS)
-        for site in (
-            *("self_attn.o_proj.weight/queries", "self_attn.o_proj.weight", "self_attn.o_proj.weight/values"),
-            "mlp.down_proj.weight",
-        )
-    ]
-    assert [count for count, _ in found["model.layers.1.self_attn.o_proj.weight"]] == [1]
-    assert [count for count, _ in found["model.layers.1.mlp.down_proj.weight"]] == [6, 16]
-    vit = measured(dense, "vit", spaces=["qk"])
-    assert list(vit) == [f"vit.encoder.layer.{block}.attention.attention.query.weight" for block in range(BLOCKS)]
-    assert all([count for count, _ in own] == [1, 3] for own in vit.values())
-    # One space says what it says among others.
-    whole = measured(dense, "vit")
-    assert {name: whole[name] for name in vit} == vit
-    assert record_effects(copied(dense, "vit"), whole).index.effects == whole
-
-
-def copied(sources: Sources, variant: str) -> Statistics:
-    statistics = sources.statistics(variant)
-    folder = statistics.folder.with_name(f"{statistics.folder.name}-copy")
-    shutil.copytree(statistics.folder, folder)
-    return Statistics(folder)
-
-
 @pytest.mark.parametrize(
     ("units", "points", "counts"),
     [
@@ -270,16 +238,6 @@ def test_the_model_is_read_once_for_every_block_that_is_pruned(dense, monkeypatc
     measured(dense, variant, statistics=statistics)
     assert read == [block for site in range(BLOCKS) for block in range(site, BLOCKS)]
     assert measured_blocks == list(range(BLOCKS))
-
-
-@pytest.mark.parametrize("variant", ["llama-gqa-tied", "vit"])
-def test_batches_and_where_states_are_change_nothing(dense, variant, monkeypatch, tmp_path):
-    whole = measured(dense, variant)
-    tokens = data_of(variant).tokens
-    # Five samples as 2 + 2 + 1 through blocks, one by one through the head, states on disk.
-    monkeypatch.setattr("ckpt_prune.measure.streams.hidden_stream.TOKENS_PER_BATCH", 2 * tokens)
-    monkeypatch.setattr("ckpt_prune.measure.streams.readout.READOUT_TOKENS", tokens - 1)
-    assert_close(measured(dense, variant, allocate=StateMemory(0, tmp_path)), whole, 1e-3)
 
 
 def refusal(*args, **options) -> str:
@@ -323,14 +281,3 @@ def test_a_site_of_one_unit_has_no_effect(tmp_path, monkeypatch):
     found = measure_effects(source, statistics, samples, spaces=["heads", "mlp"], **options)
     assert list(found) == [f"model.layers.{block}.mlp.down_proj.weight" for block in range(BLOCKS)]
     assert measure_effects(source, statistics, samples, spaces=["heads"], **options) == {}
-
-
-def test_nothing_of_the_statistics_or_the_checkpoint_is_changed(dense):
-    statistics, folder = dense.statistics("opt"), dense.folder("opt")
-    before = families.contents(folder) | families.contents(statistics.folder)
-    once: list[Tensor] = []
-    measured(dense, "opt", allocate=lambda shape, dtype: once.append(torch.empty(shape, dtype=dtype)) or once[-1])
-    assert families.contents(folder) | families.contents(statistics.folder) == before
-    # The stream's states, one of each variant (four spaces, two counts), and the dense model's last.
-    assert len(once) == 10
-    assert all(tensor.shape[0] == LIMIT for tensor in once)

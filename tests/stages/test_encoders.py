@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import DynamicCache
 
 import ckpt_prune
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
@@ -16,7 +15,6 @@ from ckpt_prune.measure.streams import hidden_stream as streams
 from ckpt_prune.measure.streams.blocks import BlockFactory
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.model.model import Model
-from ckpt_prune.modeling_pruned import cache_argument
 from tests.contract.whole import Whole
 from tests.encoders import (
     BLOCKS,
@@ -36,7 +34,6 @@ from tests.encoders import (
     unchanged,
     watch,
 )
-from tests.evaluation.tiny import random_windows
 from tests.families import prune
 from tests.oracles import perplexity
 from tests.pairs import dealt, every
@@ -182,23 +179,6 @@ def check_against_whole(dense, variant, method, out, *, sequential=False, contai
     return report
 
 
-# With a new bias, which says where all tensors of a consumer are; without one, each kind of model once.
-@pytest.mark.parametrize(
-    ("variant", "method"),
-    [
-        *((variant, "affine") for variant in SPECIAL),
-        *((variant, "none") for variant in ("vit-no-qkv-bias", "dinov2-swiglu", "opt-no-bias")),
-    ],
-)
-def test_every_special_config_and_naming(dense, variant, method, tmp_path):
-    check_against_whole(dense, variant, method, tmp_path / "out")
-
-
-@pytest.mark.parametrize("variant", every(2, ["opt-350m-like", "vit-no-qkv-bias", "bert-pretraining", "dinov2-swiglu"]))
-def test_sequential_targets(dense, variant, tmp_path):
-    check_against_whole(dense, variant, "affine", tmp_path / "out", sequential=True)
-
-
 @pytest.mark.parametrize(
     "variant",
     every(2, ["vit", "deit-teacher", "dinov2-swiglu", "opt", "opt-no-bias", "bert-model"]),
@@ -225,17 +205,6 @@ def test_nothing_dropped_is_the_source_byte_for_byte(dense, variant, tmp_path):
     assert not report["container"]["remote_code"]
     assert_same_outputs(unchanged(folder, variant), stock(tmp_path / "out", variant), samples(variant, 2), tolerance=0)
     assert report["before"] == report["after"]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_shards_and_dtypes_stay(dense, dtype, tmp_path):
-    folder = dense.folder("deit", dtype, "8KB")
-    statistics = calibrate(folder, tmp_path / "statistics", samples("deit"), collect=("moments",))
-    report = prune(job_on(folder, recipe({"mlp": 0.5}, methods="none"), statistics), tmp_path / "out")
-    files = sorted(path.name for path in folder.glob("*.safetensors*"))
-    assert len(files) > 2
-    assert sorted(path.name for path in (tmp_path / "out").glob("*.safetensors*")) == files
-    assert loaded(tmp_path / "out", "deit", report).dtype == dtype
 
 
 # ---- containers ----------------------------------------------------------------------------------------------------
@@ -323,24 +292,6 @@ def test_heads_of_vision_transformers_are_stock(dense, variant, tmp_path):
     assert attention.scaling == 0.5  # of the four dimensions a head has, not of 16 / 3
 
 
-def test_a_stock_output_is_pruned_again(dense, tmp_path):
-    """Heads first and columns then: the same as both at once, without compensation and data-free scores."""
-    once = {"score": "magnitude"}
-
-    def run(folder, out, ratios):
-        wanted = recipe(ratios, methods="none")
-        values = wanted.model_dump(by_alias=True)
-        for space in values["spaces"].values():
-            space |= once
-        return prune(job_on(folder, type(wanted).model_validate(values)), out)
-
-    run(dense.folder("vit"), tmp_path / "first", {"heads": 0.25})
-    run(tmp_path / "first", tmp_path / "second", {"mlp": 0.25})
-    run(dense.folder("vit"), tmp_path / "both", {"heads": 0.25, "mlp": 0.25})
-    name = "model.safetensors"
-    assert (tmp_path / "second" / name).read_bytes() == (tmp_path / "both" / name).read_bytes()
-
-
 # ---- remote code ---------------------------------------------------------------------------------------------------
 
 REMOTE = [name for name in CHOSEN if name not in OLD]
@@ -369,34 +320,6 @@ def test_generating_with_the_cache_equals_generating_without(remote, variant):
         following = model(input_ids=ids, use_cache=False).logits[:, -1].argmax(-1)
         ids = torch.cat([ids, following[:, None]], 1)
     assert torch.equal(cached, ids)
-
-
-def test_the_cache_holds_narrow_keys_and_wide_values(remote):
-    """And a second call that reads them gives the logits of one call over all."""
-    model = ckpt_prune.load(remote["opt"])
-    ids = random_windows(2, 10, seed=3)
-    cache = DynamicCache(config=model.config)
-    given = {cache_argument(model.forward): cache, "use_cache": True}
-    with torch.inference_mode():
-        model(input_ids=ids[:, :7], **given)
-        rest = model(input_ids=ids[:, 7:], **given).logits
-        at_once = model(input_ids=ids, use_cache=False).logits
-    assert cache.layers[0].keys.shape == (2, 3, 10, 2)
-    assert cache.layers[0].values.shape == (2, 3, 10, 4)
-    torch.testing.assert_close(rest, at_once[:, 7:], rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("variant", ["opt", "bert-mlm"])
-def test_padding_is_masked(remote, variant):
-    """A shorter text beside a longer one gives what it gives alone."""
-    model = ckpt_prune.load(remote[variant])
-    ids = random_windows(2, 10, seed=3)
-    mask = torch.ones_like(ids)
-    mask[1, 7:] = 0
-    with torch.inference_mode():
-        together = model(input_ids=ids, attention_mask=mask).logits[1, :7]
-        alone = model(input_ids=ids[1:, :7]).logits[0]
-    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("variant", every(2, REMOTE))

@@ -365,15 +365,6 @@ def test_tokens_that_lose_nothing_stay_with_their_experts(case: Case, score: str
     assert stayed > 200
 
 
-def test_groups_that_limit_nothing_are_passed_over(tmp_path: Path) -> None:
-    """The best experts of all stay, in any number."""
-    dense, case = Dense(tmp_path), replace(BY_BEST, settings=json.dumps(GROUPED | {"topk_method": "greedy"}))
-    dense.prune(case, experts_recipe("frequency", 0.3), tmp_path / "out")
-    moments: Any = dense.statistics(case).read_moments(0)["model.layers.0.mlp.gate.weight"]
-    best = sum(fold.tokens for fold in moments).sort(descending=True, stable=True).indices
-    assert reported(tmp_path / "out")[0].kept == sorted(best[:11].tolist())
-
-
 def test_a_plan_that_moves_experts_to_other_groups_is_refused(tmp_path: Path) -> None:
     dense = Dense(tmp_path)
     folder, statistics = dense.folder(BY_TWO_BEST), dense.statistics(BY_TWO_BEST)
@@ -506,11 +497,3 @@ def test_experts_run_by_the_default_of_transformers(model_type: str, way: str, t
         assert stock.config._experts_implementation == "grouped_mm"
         with torch.no_grad():
             assert torch.isfinite(stock(torch.arange(3, 12)[None]).logits).all()
-
-
-def test_a_width_of_experts_that_is_asked_for_is_kept(tmp_path: Path) -> None:
-    dense, case = Dense(tmp_path), replace(TWO, settings=json.dumps(WIDE))
-    spaces = {"mlp": {"score": "corp", "ratio": 0.3, "multiple_of": 14}}
-    dense.prune(case, FullRecipe.model_validate({"version": 1, "name": "test", "spaces": spaces}), tmp_path / "out")
-    assert {len(site.kept) for site in reported(tmp_path / "out")} == {28}
-    assert "Experts of 28 columns do not run" in next(iter(warn_of_sites(reported(tmp_path / "out"))))

@@ -8,12 +8,10 @@ import torch
 from ckpt_prune.measure.samples.samples import TokenWindows
 from tests import encoders, families
 from tests.families import prune
-from tests.oracles import masked_model
 from tests.oracles.masked_model import Target
 from tests.pairs import dealt, every
 from tests.stages.whole import (
     RULES,
-    TARGETS,
     assert_masked,
     data_of,
     make_wide,
@@ -76,20 +74,6 @@ def test_blocks_equal_the_whole_model_masked_by_hand(dense, tmp_path, variant, r
     assert config == json.loads((folder / "config.json").read_text())
 
 
-def test_the_targets_differ(dense, tmp_path):
-    """So that no test above passes with another's moments."""
-    folder, data = dense.folder("qwen3"), data_of("qwen3")
-    found = []
-    for target in TARGETS:
-        masked(folder, tmp_path / target, wanted("wanda", target), data)
-        found.append(tensors_of(tmp_path / target))
-    for one, other in ((0, 1), (0, 2), (1, 2)):
-        differing = {name for name in found[0] if not torch.equal(found[one][name], found[other][name])}
-        assert differing
-        # The first input of the first block is the same in all of them.
-        assert not any("layers.0.self_attn.q_proj" in name for name in differing)
-
-
 def test_a_ratio_of_zero_changes_no_bit(dense, tmp_path):
     folder = dense.folder("opt")
     for rule in ("magnitude", "wanda", "sparsegpt"):
@@ -111,32 +95,6 @@ def test_errors_are_those_of_the_whole_models_outputs(dense, tmp_path):
         X, W = seen[each["block"], at], before[each["weight"]].double()
         lost = (X @ (W - after[each["weight"]].double()).T).square().sum() / (X @ W.T).square().sum()
         assert each["error"] == pytest.approx(float(lost), rel=1e-4)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_kept(tmp_path, dtype):
-    """The mask is chosen on the stored weights, and what stays of them keeps its bits."""
-    folder = families.make(tmp_path / "dense", "mistral", dtype=dtype)
-    masked(folder, tmp_path / "out", wanted("wanda", "by block"), data_of("mistral"))
-    found, before = tensors_of(tmp_path / "out"), tensors_of(folder)
-    linears = [name for name in found if "_proj" in name]
-    assert len(linears) == 7 * families.BLOCKS
-    for name, tensor in found.items():
-        assert tensor.dtype == dtype
-        stays = tensor != 0
-        assert torch.equal(tensor[stays], before[name][stays])
-        if name in linears:
-            assert (tensor == 0).sum(1).tolist() == [tensor.shape[1] // 2] * tensor.shape[0]
-
-
-def test_shards_are_kept(tmp_path):
-    folder = families.make(tmp_path / "dense", "qwen2-mha", shard="10KB")
-    masked(folder, tmp_path / "out", wanted("magnitude"), data_of("qwen2-mha"))
-    index = "model.safetensors.index.json"
-    kept = json.loads((tmp_path / "out" / index).read_text())
-    assert kept["weight_map"] == json.loads((folder / index).read_text())["weight_map"]
-    by_hand = whole(families.stock(folder), "qwen2-mha").mask(data_of("qwen2-mha"), masked_model.magnitude, "dense")
-    assert_masked(tmp_path / "out", folder, by_hand)
 
 
 # ---- memory ------------------------------------------------------------------------------------------------------

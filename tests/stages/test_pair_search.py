@@ -37,28 +37,7 @@ def test_no_more_is_measured_than_the_limit_and_the_best_of_that_counts() -> Non
     assert found == min(bowl.asked, key=lambda pair: Bowl((5, 7))(pair))
 
 
-def test_the_first_pairs_are_a_quarter_of_what_may_go_apart() -> None:
-    bowl = Bowl((0, 0))
-    assert bowl.found() == (0, 0)
-    assert bowl.asked == [(0, 0), (2, 0), (0, 3), (1, 0), (0, 2), (0, 1)]
-
-
-def test_where_none_of_either_is_no_pair_it_begins_where_there_is_one() -> None:
-    bowl = Bowl((1, 4), impossible=4)
-    assert bowl.found() == (1, 4)
-    assert bowl.asked[:2] == [(0, 0), (0, 12)]
-
-
 def test_where_there_is_no_pair_at_all() -> None:
     bowl = Bowl((0, 0), impossible=100)
     assert bowl.found() is None
     assert bowl.asked == [(0, 0), (0, 12), (8, 4)]
-
-
-def test_of_equal_ones_the_one_with_fewer_of_the_first() -> None:
-    assert least_pair(4, lambda _first: 4, lambda _pair: 1.0) == (0, 0)
-
-
-def test_one_axis_alone_is_searched_where_the_other_has_nothing_to_give() -> None:
-    assert least_pair(0, lambda _first: 9, lambda pair: abs(pair[1] - 4.0)) == (0, 4)
-    assert least_pair(6, lambda _first: 0, lambda pair: abs(pair[0] - 4.0)) == (4, 0)

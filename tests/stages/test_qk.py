@@ -8,11 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 import ckpt_prune
-from ckpt_prune.common.errors import UserError
 from ckpt_prune.compensation.logit_methods import LOGIT_METHODS
-from ckpt_prune.recipe.reading import load_recipe
-from ckpt_prune.runner.plan import make_plan
-from ckpt_prune.stages.spaces.pruner import Pruner
 from ckpt_prune.verification.verify import verify
 from tests.contract.whole import Whole
 from tests.encoders import (
@@ -40,7 +36,6 @@ from tests.encoders import (
 from tests.families import prune
 from tests.oracles import logits, perplexity
 from tests.pairs import dealt, every, pairwise
-from tests.reports import comparable
 from tests.stored import Sources
 
 CHOSEN = ["vit", "vit-no-qkv-bias", "deit-teacher", "dinov2-model", "dinov2-swiglu-classifier", "opt", "opt-350m-like"]
@@ -296,43 +291,6 @@ def test_spaces_together(dense, variant, ratios, target, container, tmp_path):
     assert report["container"]["remote_code"] == (container == "remote")
 
 
-@pytest.mark.parametrize("variant", ["vit", "opt"])
-def test_once_per_block(dense, variant, tmp_path):
-    """Not true-sequential: all spaces of a block measured before any of them is pruned."""
-    ratios = {"qk": 0.5, "mlp": 0.3}
-    wanted = recipe(ratios, target="sequential", true_sequential=False)
-    report, model = run(dense, variant, tmp_path / "out", wanted, live=True)
-    whole = whole_of(dense, variant, ratios).prune(samples(variant), {"qk": "logit", "mlp": "affine"}, "by block")
-    assert {(s["block"], s["space"]): s["kept"] for s in report["sites"]} == whole.kept
-    assert_same_outputs(model, whole.model.float(), samples(variant, 4, seed=9), tolerance=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("variant", "target", "container"), every(2, pairwise(["vit", "opt"], ["dense", "sequential"], CONTAINERS))
-)
-def test_a_resumed_run_is_byte_identical(dense, variant, target, container, tmp_path, monkeypatch):
-    """Killed in the second block."""
-    methods = {"qk": "low-rank"}
-    wanted = recipe({"qk": 0.5, "heads": 0.25, "mlp": 0.3}, methods=methods, target=target, container=container)
-    live = target == "sequential"
-    run(dense, variant, tmp_path / "through", wanted, live=live)
-    original = Pruner.block
-
-    def dying(self, block, *rest):
-        if block == 1:
-            raise KeyboardInterrupt
-        return original(self, block, *rest)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Pruner, "block", dying)
-        with pytest.raises(KeyboardInterrupt):
-            run(dense, variant, tmp_path / "out", wanted, live=live)
-    source = {"live": samples(variant)} if live else {"statistics": dense.statistics(variant)}
-    prune(job_on(dense.folder(variant), wanted, **source), tmp_path / "out", resume=True)
-    for name in ("model.safetensors", "config.json", "ckpt_prune.json"):
-        assert comparable(tmp_path / "through" / name) == comparable(tmp_path / "out" / name), name
-
-
 def test_lambda_by_perplexity_is_that_of_the_pruned_model(dense, tmp_path):
     """One value for queries, keys and columns alike."""
     grid = [0.001, 1.0]
@@ -386,79 +344,4 @@ def test_padded_and_remote_are_the_same_function(dense, variant, ratios, tmp_pat
     assert (
         "padded with zeros to the dense width for a stock class: nothing is saved there"
         in (reports["padded"]["container"]["note"])
-    )
-
-
-# Every kind of class with the joint ones, which does what the other two do.
-@pytest.mark.parametrize(
-    ("variant", "name"),
-    every(
-        2,
-        [
-            *((variant, "corp") for variant in ("vit", "dinov2-swiglu", "opt", "bert-mlm")),
-            *(("opt", "corp-mlp"), ("deit-teacher", "corp-low-rank"), ("bert-mlm", "corp-qk-low-rank")),
-            *(("dinov2-swiglu", "corp-low-rank"), ("bert-mlm", "corp-qk")),
-        ],
-    ),
-)
-def test_the_shipped_recipes(dense, variant, name, tmp_path):
-    report, model = run(dense, variant, tmp_path / "out", load_recipe(name))
-    assert {s["space"] for s in report["sites"]} == set(load_recipe(name).spaces)
-    for site in report["sites"]:
-        assert site["strength"] == 0.001
-        assert site["error_compensated"] < site["error_uncompensated"]
-        assert len(site["kept"]) == site["units"] - site["units"] // 2
-    assert all(tensor.isfinite().all() for tensor in outputs(model, samples(variant, 2)).values())
-
-
-def test_a_plan_gives_the_same_output(dense, tmp_path):
-    wanted = recipe({"qk": 0.5, "heads": 0.25, "mlp": 0.3})
-    run(dense, "bert-mlm", tmp_path / "recipe", wanted)
-    job = job_on(dense.folder("bert-mlm"), wanted, dense.statistics("bert-mlm"), diagnostics=True)
-    plan = make_plan(job)
-    assert plan.container == "remote"
-    assert plan.after == job.output.cost
-    run(dense, "bert-mlm", tmp_path / "plan", wanted, plan=plan)
-    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("recipe", "plan")]
-    assert files[0] == files[1]
-
-
-def test_no_compensation_needs_no_statistics(dense, tmp_path):
-    values = recipe({"qk": 0.5}, methods="none").model_dump(by_alias=True)
-    values["spaces"]["qk"]["score"] = "magnitude"
-    job = job_on(dense.folder("vit"), type(load_recipe("corp")).model_validate(values))
-    report = prune(job, tmp_path / "out")
-    assert report["calibration"] == {"target": "none"}
-    stored, source = (load_file(f / "model.safetensors") for f in (tmp_path / "out", dense.folder("vit")))
-    for site in report["sites"]:
-        for role in ("query", "key"):
-            for kind in ("weight", "bias"):
-                name = VARIANTS["vit"].tensor(site["block"], role, kind)
-                assert torch.equal(stored[name], source[name][site["kept"]])
-        norms = [source[VARIANTS["vit"].tensor(site["block"], r)].norm(dim=1) for r in ("query", "key")]
-        best = (norms[0] * norms[1]).view(HEADS, HEAD_DIM).topk(2).indices.sort().values
-        assert site["kept"] == (best + HEAD_DIM * torch.arange(HEADS)[:, None]).flatten().tolist()
-
-
-def test_a_ratio_that_leaves_no_dimension(dense, tmp_path):
-    """floor(4 x 0.8) = 3 go and one stays; 0.99 of 4 is still 3."""
-    report, _ = run(dense, "vit", tmp_path / "out", recipe({"qk": 0.99}))
-    assert {len(s["kept"]) for s in report["sites"]} == {HEADS}
-    values = recipe({"qk": 0.9}).model_dump(by_alias=True)
-    values["spaces"]["qk"]["rounding"] = "ceil"
-    with pytest.raises(UserError, match=r"ratio 0.9 would drop all 4 units of a space: at least one must stay"):
-        run(dense, "vit", tmp_path / "none", type(load_recipe("corp")).model_validate(values))
-
-
-def test_lambda_zero_needs_samples(dense, tmp_path):
-    """3 x 3 unknowns of a head take one image of ten tokens; 16 columns take two."""
-    statistics = calibrate(dense.folder("vit"), tmp_path / "statistics", samples("vit", 1), collect=FOR_CORP)
-    job_on(dense.folder("vit"), recipe({"qk": 0.25}, methods={"qk": {"method": "logit", "lambda": 0.0}}), statistics)
-    bare = {"method": "affine", "lambda": 0.0}
-    job_on(dense.folder("vit"), recipe({"mlp": 0.55}, methods={"mlp": bare}), statistics)
-    with pytest.raises(UserError) as caught:
-        job_on(dense.folder("vit"), recipe({"mlp": 0.25}, methods={"mlp": bare}), statistics)
-    assert str(caught.value) == (
-        "affine with lambda 0 needs at least 2 images for the 16 inputs of a projection, and there are 1: "
-        "give more, or a lambda above 0"
     )

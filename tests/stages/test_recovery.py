@@ -18,7 +18,7 @@ from ckpt_prune.stages.report import read_report_or_plan
 from ckpt_prune.verification.verify import verify
 from tests import encoders, families
 from tests.families import BLOCKS, one_group
-from tests.pairs import chosen, dealt, every
+from tests.pairs import dealt, every
 from tests.stages.recovering import (
     SAMPLES,
     assert_recovered,
@@ -151,28 +151,6 @@ def test_padding_stays_zero(dense, tmp_path):
         assert not after[name(site["block"], "heads")][:, gone].any()
 
 
-def test_a_dead_row_stays_dead(dense, tmp_path):
-    """Where a whole row is zero and its bias is, as padded containers hold dropped units."""
-    folder = dense.folder("opt")
-    pruned = shutil.copytree(folder, tmp_path / "pruned")
-    tensors = load_file(pruned / "model.safetensors")
-    for kind in ("weight", "bias"):
-        tensors[f"model.decoder.layers.0.fc2.{kind}"][3] = 0
-    save_file(tensors, pruned / "model.safetensors", {"format": "pt"})
-    report = recovered(pruned, folder, tmp_path / "out", training_data("opt"))
-    assert any(assert_recovered(tmp_path / "out", pruned, report)[0])
-
-
-@pytest.mark.parametrize("rate", every(2, [0.01, 0.05]))
-def test_a_rate_that_is_too_high_makes_no_block_worse(dense, tmp_path, rate):
-    """What is written is no worse than what was there, whatever the later epochs do."""
-    variant, recipe, _ = KINDS["narrow q and k, opt"]
-    pruned = pruned_by(dense.folder(variant), tmp_path / "pruned", recipe, data_of(variant))
-    report = recovered(pruned, dense.folder(variant), tmp_path / "out", training_data(variant), lr=rate)
-    assert_recovered(tmp_path / "out", pruned, report)
-    assert any(layer["best_epoch"] < layer["epochs"] for layer in report["layers"])
-
-
 @pytest.mark.parametrize(
     ("variant", "dtype"),
     every(2, dealt(["mistral", "opt", "vit"], [torch.bfloat16, torch.float16])),
@@ -183,52 +161,6 @@ def test_half_precision(dense, tmp_path, variant, dtype):
     check(folder, pruned, tmp_path / "out", variant)
     linears = [t for n, t in tensors_of(tmp_path / "out").items() if "layer" in n and n.endswith("weight")]
     assert {tensor.dtype for tensor in linears} == {dtype}
-
-
-@pytest.mark.parametrize("variant", every(2, ["qwen2-mha", "opt"]))
-def test_shards(dense, tmp_path, variant):
-    """The same tensors as in one file, where the source has them."""
-    outs = {}
-    for shard in (None, "10KB"):
-        folder = dense.folder(variant, shard=shard)
-        pruned = pruned_by(folder, tmp_path / f"pruned-{shard}", wanted("magnitude"), None)
-        outs[shard] = tmp_path / f"out-{shard}"
-        assert_recovered(outs[shard], pruned, recovered(pruned, folder, outs[shard], training_data(variant)))
-    whole, parts = (tensors_of(out) for out in outs.values())
-    assert whole.keys() == parts.keys()
-    assert all(torch.equal(parts[name], tensor) for name, tensor in whole.items())
-    index = "model.safetensors.index.json"
-    ours, theirs = (json.loads((each / index).read_text()) for each in (outs["10KB"], tmp_path / "pruned-10KB"))
-    assert ours == theirs
-
-
-def test_parts_that_are_not_asked_for_keep_their_bits(dense, tmp_path):
-    folder = dense.folder("opt")
-    pruned = pruned_by(folder, tmp_path / "pruned", wanted("magnitude"), None)
-    for only, modules in (("mlp", ("fc1", "fc2")), ("attention", ("q_proj", "k_proj", "v_proj", "out_proj"))):
-        report = recovered(pruned, folder, tmp_path / only, training_data("opt"), only=only, layers="1:2")
-        changed = assert_recovered(tmp_path / only, pruned, report)
-        assert (changed[0], changed[2]) == ([], [])
-        assert {name.split(".")[-2] for name in changed[1]} == set(modules)
-
-
-def test_recovering_again_keeps_what_is_known(dense, tmp_path):
-    """A recovered output is a pruned model like any other; the last recovery is told, and those before are in it."""
-    folder, data = dense.folder("llama"), training_data("llama")
-    pruned = pruned_by(folder, tmp_path / "pruned", wanted("magnitude"), None)
-    first = recovered(pruned, folder, tmp_path / "first", data)
-    second = recovered(tmp_path / "first", folder, tmp_path / "second", data, lr=0.003)
-    assert_recovered(tmp_path / "second", tmp_path / "first", second)
-    assert [a["mse_before"] for a in second["layers"]] == pytest.approx([a["mse_after"] for a in first["layers"]])
-    assert (second["linears"], second["mask"]) == (first["linears"], first["mask"])
-    assert second["recovery"]["settings"]["lr"] == 0.003
-    assert first["recovery"]["earlier"] is None
-    assert second["recovery"]["earlier"] == {"recovery": first["recovery"], "layers": first["layers"]}
-    third = recovered(tmp_path / "second", folder, tmp_path / "third", data)
-    assert third["recovery"]["earlier"]["recovery"]["earlier"] == second["recovery"]["earlier"]
-    told = [(tmp_path / name / "README.md").read_text().count("recovery.earlier") for name in ("first", "third")]
-    assert told == [0, 1]
-    assert read_report_or_plan(tmp_path / "third").layers
 
 
 def test_no_two_blocks_of_a_model_are_read_together(dense, tmp_path, monkeypatch):
@@ -295,14 +227,6 @@ def test_rotated_and_masked(dense, turned, tmp_path, variant, kind):
         assert report["layers"][-1][key] == pytest.approx(mse, rel=1e-3), key
 
 
-@pytest.mark.parametrize("kind", chosen(["values", "shared", "per-layer"], lambda kind: kind == "per-layer"))
-def test_rotated_in_bfloat16(dense, turned, tmp_path, kind):
-    pruned = turned("qwen3", kind, 0.5, torch.bfloat16)
-    folder = dense.folder("qwen3", dtype=torch.bfloat16)
-    report = recovered(pruned, folder, tmp_path / "out", training_data("qwen3"))
-    assert any(assert_recovered(tmp_path / "out", pruned, report).values())
-
-
 # ---- pruned by others --------------------------------------------------------------------------------------------
 
 
@@ -354,14 +278,6 @@ def test_what_another_tool_pruned(dense, tmp_path, variant, how):
 
 
 # ---- numbers that do not fit -------------------------------------------------------------------------------------
-
-
-def test_a_diverging_rate_in_half_precision_writes_the_old_weights(dense, tmp_path):
-    folder = dense.folder("opt", dtype=torch.float16)
-    pruned = pruned_by(folder, tmp_path / "pruned", wanted("magnitude"), None)
-    report = recovered(pruned, folder, tmp_path / "out", training_data("opt"), lr=1e6)
-    assert all(layer["diverged"] and not layer["recovered"] for layer in report["layers"])
-    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (pruned / "model.safetensors").read_bytes()
 
 
 def test_a_weight_beyond_half_precision_is_not_written(dense, tmp_path):

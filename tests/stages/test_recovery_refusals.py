@@ -13,8 +13,6 @@ from ckpt_prune.common.filenames import REPORT, ROTATIONS
 from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.model.model import Model
 from ckpt_prune.stages.recovery.pairs import check_same_reader
-from tests import families
-from tests.evaluation.tiny import tiny_tokenizer
 from tests.images import write_processor
 from tests.reports import recover
 from tests.stages.recovering import (
@@ -23,7 +21,7 @@ from tests.stages.recovering import (
     training_data,
 )
 from tests.stages.test_rotations import random_rotations, rotating
-from tests.stages.whole import make_wide, wanted
+from tests.stages.whole import wanted
 
 
 def refusal(pruned: Path, dense: Path, out: Path, samples: Samples | None = None, **changes: Any) -> str:
@@ -35,13 +33,6 @@ def refusal(pruned: Path, dense: Path, out: Path, samples: Samples | None = None
     text = str(error.value)
     assert "\n" not in text
     return text
-
-
-def test_a_stand_in_of_another_depth(dense, tmp_path):
-    recipe = families.recipe("none", "magnitude", heads=0.25)
-    pruned = pruned_by(dense.folder("llama"), tmp_path / "pruned", recipe, None)
-    other = make_wide(tmp_path / "other", "llama", num_hidden_layers=2)
-    assert "has 3 blocks" in refusal(pruned, other, tmp_path / "out")
 
 
 @pytest.fixture
@@ -118,19 +109,6 @@ def test_tokenizers(dense, masked_llama, tmp_path):
     assert reader_refusal(pruned, folder) == expected
     # What is not in the text is read differently, to no effect.
     assert reader_refusal(pruned, folder, "no such letters here".replace("a", "").replace("b", "")) is None
-
-
-def test_a_model_without_a_tokenizer_is_read_as_the_dense_one(dense, masked_llama, tmp_path):
-    pruned = shutil.copytree(masked_llama, tmp_path / "pruned")
-    for path in pruned.glob("tokenizer*"):
-        path.unlink()
-    assert reader_refusal(pruned, dense.folder("llama")) is None
-
-
-def test_tokens_that_the_tokenizer_adds(dense, masked_llama, tmp_path):
-    pruned = shutil.copytree(masked_llama, tmp_path / "pruned")
-    tiny_tokenizer("<s> $A </s>").save_pretrained(pruned)
-    assert "have different tokenizers" in str(reader_refusal(pruned, dense.folder("llama")))
 
 
 def test_image_processors(dense, tmp_path):

@@ -1,6 +1,5 @@
 """Recovery on the fly, interrupted, with states on disk."""
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import REPORT
 from ckpt_prune.job.job import Job, RecoverySamples
@@ -24,7 +22,6 @@ from ckpt_prune.stages.recovery import laco as recoverer
 from ckpt_prune.stages.recovery.stage import RecoverRecipe
 from tests import encoders, families
 from tests.families import BLOCKS, contents, prune, windows
-from tests.interrupting import interrupt_at
 from tests.oracles import masked_model
 from tests.pairs import chosen, dealt, every, first_of_each
 from tests.reports import recover
@@ -113,29 +110,6 @@ def test_on_the_fly_equals_prune_then_recover(dense, tmp_path, name, monkeypatch
     assert_recovered(tmp_path / "fly", tmp_path / "pruned", fly)
 
 
-def test_rotated_values_on_the_fly(dense, tmp_path, monkeypatch):
-    """The target is the rotated dense block's, afterwards the dense one's: the same but for rounding."""
-    reports = []
-    for name in ("pruned", "fly"):
-        with monkeypatch.context() as patch:
-            random_rotations(patch)
-            recipe, out = rotating("values", ratio=0.5), tmp_path / name
-            if name == "fly":
-                reports.append(on_the_fly(dense.folder("qwen3"), out, recipe, "qwen3"))
-            else:
-                pruned_by(dense.folder("qwen3"), out, recipe, None)
-                reports.append(recovered(out, dense.folder("qwen3"), tmp_path / "after", training_data("qwen3")))
-    after, fly = (report["layers"] for report in reports)
-    assert any(layer["recovered"] for layer in fly)
-    for ours, theirs in zip(fly, after, strict=True):
-        assert ours.pop("curve") == pytest.approx(theirs.pop("curve"), rel=1e-4)
-        assert ours == pytest.approx(theirs, rel=1e-4)
-    found, expected = tensors_of(tmp_path / "fly"), tensors_of(tmp_path / "after")
-    for name, tensor in found.items():
-        assert torch.equal(tensor == 0, expected[name] == 0)
-        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-3, msg=name)
-
-
 def test_what_is_pruned_next_sees_recovered_blocks(dense, tmp_path):
     """The mask of each block is that of a whole model whose earlier blocks are the recovered ones."""
     variant, folder = "llama", dense.folder("llama")
@@ -157,22 +131,6 @@ def test_what_is_pruned_next_sees_recovered_blocks(dense, tmp_path):
         for name in weights:
             if block_of(name) <= block:
                 assert torch.equal(found[name] == 0, expected[name] == 0), name
-
-
-def test_structured_pruning_sees_recovered_blocks(dense, tmp_path):
-    folder = dense.folder("llama")
-    recipe = families.recipe("ridge", heads=0.25, mlp=0.5, lam=0.1, target="sequential")
-    pruned_by(folder, tmp_path / "pruned", recipe, data_of("llama"))
-    fly = on_the_fly(folder, tmp_path / "fly", recipe, "llama")
-    after = recovered(tmp_path / "pruned", folder, tmp_path / "after", training_data("llama"))
-    assert fly["layers"][0] == after["layers"][0]
-    assert fly["layers"][1]["mse_start"] != after["layers"][1]["mse_start"]
-    assert_described(tmp_path / "fly", tmp_path / "pruned", fly)
-
-
-def test_a_recipe_without_recovery_says_nothing_of_it(dense, tmp_path):
-    pruned_by(dense.folder("llama"), tmp_path / "out", wanted("magnitude"), None)
-    assert not {"recovery", "layers"} & json.loads((tmp_path / "out" / REPORT).read_text()).keys()
 
 
 def test_a_recipe_with_recovery_needs_samples(dense, tmp_path):
@@ -321,19 +279,6 @@ def test_a_resumed_recovery_is_byte_identical(dense, prunings, recovered_through
     assert not (tmp_path / "out.partial").exists()
 
 
-@pytest.mark.parametrize("written", chosen([4, 15, 28], lambda written: written > 4))
-def test_a_recovery_killed_between_two_tensors_is_resumed(dense, masked_llama, tmp_path, written, monkeypatch):
-    """In the first block, in the second, and among the tensors outside the blocks."""
-    job = recovery_job(masked_llama, dense.folder("llama"), training_data("llama"))
-    recover(job, tmp_path / "through")
-    with monkeypatch.context() as patch:
-        interrupt_at(patch, CheckpointWriter, "write", written + 1)
-        with pytest.raises(KeyboardInterrupt):
-            recover(job, tmp_path / "out")
-    recover(job, tmp_path / "out", resume=True)
-    assert contents(tmp_path / "out") == contents(tmp_path / "through")
-
-
 CHANGED: dict[str, Any] = {
     **{"epochs": 3, "lr": 0.002, "batch": 3, "accumulate": 2, "schedule": "constant", "only": "mlp", "layers": "0:2"},
     **{"held_out": 0.5, "patience": 1, "seed": 1, "after": frozenset({1}), "norms": True, "teacher": "pruned"},
@@ -380,18 +325,6 @@ def test_another_job_does_not_resume(dense, masked_llama, tmp_path, key, monkeyp
     assert contents(tmp_path) == left
 
 
-def test_another_recipe_does_not_resume_on_the_fly(dense, tmp_path, monkeypatch):
-    arguments = (dense.folder("llama"), tmp_path / "out", wanted("magnitude"), "llama")
-    with monkeypatch.context() as patch:
-        stop_training_at(patch, 1)
-        with pytest.raises(KeyboardInterrupt):
-            on_the_fly(*arguments)
-    for options in ({"lr": 0.002}, {"seed": 1}, {"training": SEVERAL}):
-        with pytest.raises(UserError, match="was begun by a different job"):
-            on_the_fly(*arguments, resume=True, **options)
-    on_the_fly(*arguments, resume=True)
-
-
 @pytest.mark.parametrize(
     ("block", "error"),
     chosen(
@@ -425,14 +358,5 @@ def test_states_on_disk_change_no_byte(dense, masked_llama, tmp_path, limit):
     job = recovery_job(masked_llama, dense.folder("llama"), training_data("llama"), **SEVERAL)
     recover(job, tmp_path / "plain")
     recover(trained(job, allocate=memory), tmp_path / "mapped")
-    assert contents(tmp_path / "mapped") == contents(tmp_path / "plain")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["mapped", "plain"]
-
-
-def test_states_on_disk_on_the_fly_change_no_byte(dense, tmp_path):
-    arguments = (wanted("wanda", "by input"), "llama")
-    on_the_fly(dense.folder("llama"), tmp_path / "plain", *arguments)
-    training = {"allocate": StateMemory(0, tmp_path)}
-    on_the_fly(dense.folder("llama"), tmp_path / "mapped", *arguments, training=training)
     assert contents(tmp_path / "mapped") == contents(tmp_path / "plain")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mapped", "plain"]

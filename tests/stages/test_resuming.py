@@ -18,7 +18,6 @@ from ckpt_prune.measure.samples.samples import TokenWindows
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.recipe.reading import load_recipe
-from ckpt_prune.runner.open_run import summary
 from ckpt_prune.stages.recovery import scale_blocks
 from ckpt_prune.stages.spaces.effects import gradients
 from ckpt_prune.stages.spaces.effects.measured import measure_effects
@@ -102,52 +101,6 @@ def test_a_pass_back_that_was_interrupted_is_made_again(sources, tmp_path, whole
 def watch(patch: pytest.MonkeyPatch, owner: object, method: str, seen: list[Any]) -> None:
     original = getattr(owner, method)
     patch.setattr(owner, method, lambda *args, **options: seen.append(args) or original(*args, **options))
-
-
-@pytest.mark.parametrize(
-    ("name", "record", "line"),
-    [
-        ("best", 1, None),
-        ("best", 2, f"statistics of 1 of {BLOCKS} blocks measured"),
-        ("best", BLOCKS + 2, "statistics measured"),
-        ("best", BLOCKS + 3, f"statistics measured, effects of 1 of {BLOCKS} blocks measured"),
-        ("best", 2 * BLOCKS + 3, "statistics measured, effects measured"),
-        ("best", 2 * BLOCKS + 4, f"statistics measured, effects measured, 1 of {BLOCKS} blocks pruned"),
-        ("dense", 2 * BLOCKS + 2, f"statistics measured, {BLOCKS} of {BLOCKS} blocks pruned"),
-        (
-            "scaled",
-            3 * BLOCKS + 6,
-            f"statistics measured, effects measured, {BLOCKS} of {BLOCKS} blocks pruned, scales fitted, 1 of {BLOCKS} "
-            "blocks scaled",
-        ),
-    ],
-)
-def test_what_is_gone_on_with_is_said_first(sources, tmp_path, name, record, line):
-    out, said = tmp_path / "out", []
-    stopped(job(sources, name), out, record)
-    stopped(job(sources, name), out, 1, resume=True, announce=said.append)
-    assert said == ["nothing to resume: starting afresh" if line is None else f"resuming {out}.partial: {line}"]
-
-
-@pytest.mark.parametrize(
-    ("units", "line"),
-    [
-        ([*(f"rotation {n}" for n in range(2))], "2 of 3 rotations learned"),
-        ([*(f"rotation {n}" for n in range(3)), "block 0"], "rotations learned, 1 of 3 blocks masked"),
-        (["statistics 0", "statistics", "rotations"], "statistics measured, rotations learned"),
-        (["search", "block 0", "rest"], "lambda chosen, 1 of 3 blocks masked"),
-    ],
-)
-def test_other_stages_are_named_too(tmp_path, units, line):
-    assert summary(Journal(tmp_path, "job", entries={unit: [] for unit in units}), 3, "masked") == line
-
-
-@pytest.mark.parametrize("resume", [False, True])
-def test_a_run_without_anything_to_resume_says_so(sources, tmp_path, whole, resume):
-    said: list[str] = []
-    prune(job(sources, "dense"), tmp_path / "out", resume=resume, announce=said.append)
-    assert said == ["nothing to resume: starting afresh"] * resume
-    assert contents(tmp_path / "out") == whole["dense"]
 
 
 def test_other_data_is_another_job_before_anything_is_measured(sources, tmp_path, monkeypatch):

@@ -22,7 +22,6 @@ import ckpt_prune
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import ROTATIONS
 from ckpt_prune.measure.moments.inputs import sum_folds
-from ckpt_prune.measure.samples.samples import TokenWindows
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.skeleton import parse_config
 from ckpt_prune.modeling_pruned import PlainNorm
@@ -44,10 +43,8 @@ from tests.stages.whole import (
     TARGETS,
     assert_masked,
     data_of,
-    make_wide,
     masked,
     tensors_of,
-    watch_reading,
     whole,
 )
 from tests.stored import Sources
@@ -146,34 +143,6 @@ def test_values_alone_rotate_in_any_residual_stream(dense, turned, variant):
     data = data_of(variant)
     ours, theirs = (encoders.stock(folder, variant) for folder in (turned(variant, "values"), dense.folder(variant)))
     encoders.assert_same_outputs(ours.double(), theirs.double(), data, tolerance=1e-5)
-
-
-@pytest.mark.parametrize(("variant", "kind"), crossed(["llama-gqa-tied", "opt"], KINDS, 2))
-def test_shards(dense, turned, variant, kind):
-    """The same tensors, where the source has them; what is added beside what it belongs to."""
-    whole, parts = turned(variant, kind), turned(variant, kind, shard="10KB")
-    ours, theirs = tensors_of(parts), tensors_of(whole)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
-    index = "model.safetensors.index.json"
-    files = json.loads((parts / index).read_text())["weight_map"]
-    before = json.loads((dense.folder(variant, shard="10KB") / index).read_text())["weight_map"]
-    assert len(set(files.values())) > 2
-    assert files.keys() == ours.keys()
-    assert {name: files[name] for name in before} == before
-    # Not in the index, so no part of the model.
-    assert (parts / ROTATIONS).is_file()
-    assert ROTATIONS not in files.values()
-
-
-@pytest.mark.parametrize(("variant", "kind"), every(2, itertools.product(["qwen3", "opt"], KINDS)))
-def test_bfloat16(dense, turned, variant, kind):
-    """Folded wide and rounded once: as far from the dense logits as rounding the weights takes them."""
-    out = turned(variant, kind, dtype=torch.bfloat16)
-    assert {tensor.dtype for tensor in tensors_of(out).values()} == {torch.bfloat16}
-    expected = logits(families.stock(dense.folder(variant, dtype=torch.bfloat16)))
-    found = logits(loaded(out, kind))
-    assert 0 < float((found - expected).norm() / expected.norm()) < 0.03
 
 
 # ---- what became of the tensors ----------------------------------------------------------------------------------
@@ -332,13 +301,6 @@ def test_generating_with_the_cache_equals_the_dense_model(dense, turned, variant
     ]
     assert texts[0].shape == (1, 14)
     assert torch.equal(*texts)
-
-
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_the_attention_implementation_can_be_chosen(dense, turned, implementation):
-    model = ckpt_prune.load(turned("qwen3", "per-layer"))
-    model.set_attn_implementation(implementation)
-    assert distance(logits(model), logits(families.stock(dense.folder("qwen3")))) < 1e-5
 
 
 def test_hidden_states_between_blocks_are_in_the_basis_of_their_block(dense, turned):
@@ -579,17 +541,6 @@ def test_the_entropy_that_is_lowered_is_the_papers(dense, tmp_path, learned, bac
     assert [each["block"] for each in learned] == ([None] if kind == "shared" else list(range(BLOCKS)))
 
 
-def test_live_samples_teach_the_same_as_statistics(dense, tmp_path):
-    """A sequential recipe measures the dense model as it goes; what is masked before does not show."""
-    folder, data = dense.folder("opt"), data_of("opt")
-    entropies = []
-    for target in ("dense", "sequential"):
-        recipe = learning("per-layer", "wanda", 2, mask={"method": "wanda"}, ratio=0.5, target=target)
-        learned = masked(folder, tmp_path / target, recipe, data)["rotation"]["learned"]
-        entropies.append([(each["entropy_before"], each["entropy_after"]) for each in learned])
-    np.testing.assert_allclose(*entropies, rtol=1e-5)
-
-
 @pytest.mark.parametrize(("variant", "kind"), every(2, itertools.product(["llama-gqa-tied", "opt"], KINDS)))
 def test_learned_rotations_leave_the_function_as_it_is(dense, tmp_path, variant, kind):
     report = masked(dense.folder(variant), tmp_path / "out", learning(kind, "wanda", 20), data_of(variant))
@@ -652,19 +603,6 @@ def kill(patch: pytest.MonkeyPatch, owner: Any, name: str, calls: int) -> None:
 
 
 # ---- memory ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", every(2, KINDS))
-def test_no_two_blocks_are_read_together(tmp_path, monkeypatch, kind):
-    """A module between two blocks is made of their rotations; one R1 reads blocks again when they do not fit."""
-    folder = make_wide(tmp_path / "dense", "llama", num_hidden_layers=6)
-    monkeypatch.setattr(rotations, "_KEPT_BYTES", 0)
-    seen = watch_reading(monkeypatch)
-    recipe = learning(kind, "wanda", 1, mask={"method": "wanda"}, ratio=0.5, target="sequential")
-    masked(folder, tmp_path / "out", recipe, TokenWindows(windows(2, 8)))
-    assert seen.blocks == {str(block) for block in range(6)}
-    assert seen.together == 1
-    assert seen.alive <= 2
 
 
 def test_one_rotation_of_all_blocks_needs_statistics(tmp_path):

@@ -18,7 +18,7 @@ from tests import encoders, families
 from tests.families import BLOCKS, prune
 from tests.pairs import crossed
 from tests.stages.test_rotations import kill, random_rotations
-from tests.stages.whole import data_of, masked, tensors_of, watch_reading
+from tests.stages.whole import data_of, masked, tensors_of
 
 NORMS = {
     "llama-biases": ("input_layernorm", "post_attention_layernorm"),
@@ -89,13 +89,6 @@ def inputs_of(model: Any, block: int, states: Tensor | None, ids: Tensor) -> dic
     return found
 
 
-def test_heads_alone_in_turn_load_with_a_stock_class(dense, tmp_path):
-    report = masked(dense.folder("qwen3"), tmp_path / "out", in_turn("values", steps=20), data_of("qwen3"))
-    assert [each["block"] for each in report["rotation"]["learned"]] == list(range(BLOCKS))
-    assert all(each["entropy_after"] < each["entropy_before"] for each in report["rotation"]["learned"])
-    families.stock(tmp_path / "out")
-
-
 def test_what_is_masked_before_shows(dense, tmp_path):
     """The first block learns what it did on the dense model, the others something else."""
     folder, data = dense.folder("llama"), data_of("llama")
@@ -118,11 +111,3 @@ def test_a_resumed_run_is_byte_identical(dense, tmp_path, monkeypatch, place):
             prune(encoders.job_on(folder, in_turn(), None, data), tmp_path / "out")
     prune(encoders.job_on(folder, in_turn(), None, data), tmp_path / "out", resume=True)
     assert families.contents(tmp_path / "out") == families.contents(tmp_path / "through")
-
-
-def test_no_two_blocks_are_read_together(dense, tmp_path, monkeypatch):
-    folder = dense.folder("llama")
-    seen = watch_reading(monkeypatch)
-    masked(folder, tmp_path / "out", in_turn(), data_of("llama"))
-    assert seen.together == 1
-    assert seen.alive <= 2

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, MistralForCausalLM, PreTrainedModel
 
 from ckpt_prune.measure.moment_sources import SequentialMoments
-from ckpt_prune.measure.moments.inputs import Moments, sum_folds
+from ckpt_prune.measure.moments.inputs import Moments
 from ckpt_prune.measure.samples.samples import TokenWindows
 from ckpt_prune.measure.streams import hidden_stream as streams
 from ckpt_prune.measure.streams.blocks import BlockFactory
@@ -52,17 +52,6 @@ def test_dense_statistics_are_those_of_the_whole_model(sources, variant):
             for space in CONSUMERS:
                 path = consumer_path(block, space)
                 assert_moments_of(found[f"{path}.weight"][fold], inputs[path])
-
-
-def test_folds_sum_to_the_whole(sources):
-    folded, whole = sources.statistics("qwen2", folds=3), sources.statistics("qwen2")
-    for block in range(BLOCKS):
-        for consumer, folds in folded.read_moments(block).items():
-            assert len(folds) == 3
-            summed, at_once = sum_folds(folds), whole.read_moments(block)[consumer][0]
-            assert summed.count == at_once.count == 8 * 24
-            for name in ("sum", "square", "absolute", "active", "gram"):
-                torch.testing.assert_close(getattr(summed, name), getattr(at_once, name), rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("tokens", [24, 60, 4096])
@@ -149,16 +138,3 @@ def test_sequential_moments_are_of_the_pruned_prefix(sources, variant, true_sequ
         )
         path = consumer_path(block, space)
         assert_moments_of(moments, inputs_of(whole, [path], ids)[path])
-
-
-def test_sequential_is_not_the_dense_cache(sources, tmp_path):
-    """What the two targets measure differs from the second block on."""
-    folder, ids = sources.folder("llama"), windows()
-    reports = [
-        prune(job_on(folder, recipe("ridge", target="sequential"), **how), tmp_path / name)
-        for name, how in {"text": {"live": ids}, "cache": {"statistics": sources.statistics("llama")}}.items()
-    ]
-    first, second = ([s["error_compensated"] for s in report["sites"]] for report in reports)
-    assert first[0] == pytest.approx(second[0], rel=1e-6)
-    assert first[2:] != pytest.approx(second[2:], rel=1e-2)
-    assert [r["calibration"]["target"] for r in reports] == ["sequential", "dense"]

@@ -88,22 +88,6 @@ def test_the_space_of_the_smallest_steps_makes_up_for_the_rest(three):
     assert size_at(three, heads, mlp) <= limit < size_at(three, heads + 1, mlp)
 
 
-def test_the_next_larger_size_is_known(three):
-    job = settled(three, "70%")
-    heads, mlp = widths(job)
-    assert job.larger == size_at(three, heads, mlp + 1)
-    assert settled(three, "100%").larger is None
-
-
-def test_the_recipe_says_what_was_done(three):
-    """Widths follow from the recipe alone: a plan or a report of it needs no more."""
-    job = settled(three, "80%")
-    again = job_on(three, job.recipe)
-    assert again.widths == job.widths
-    assert job.recipe.size is None
-    assert job.unsized == load_recipe("magnitude", size={"params": "80%"})
-
-
 @pytest.mark.parametrize(
     ("size", "kind", "hint"),
     [

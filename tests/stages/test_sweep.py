@@ -13,7 +13,6 @@ from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.runner.plan import make_plan, prepare_plan
 from ckpt_prune.runner.sweep import Point, points_at
 from ckpt_prune.stages import FullRecipe
-from ckpt_prune.stages.spaces.widths import dense_ranking
 from tests.encoders import calibrate, request_on
 from tests.stages.whole import data_of
 
@@ -69,30 +68,6 @@ def test_points_are_plans(dense, case):
     assert set(points[0].errors.values()) == {0.0}
     assert points[0].after.parameters > points[1].after.parameters
     assert all(0 < error < 1 for error in points[1].errors.values())
-
-
-def test_units_are_ranked_once(dense, monkeypatch):
-    request = request_on(dense.folder("llama"), least_error(), dense.statistics("llama", 2))
-    calls = []
-    monkeypatch.setattr(
-        "ckpt_prune.runner.sweep.dense_ranking", lambda given: calls.append(given) or dense_ranking(given)
-    )
-    monkeypatch.setattr("ckpt_prune.stages.spaces.widths.dense_ranking", lambda _: pytest.fail("ranked again"))
-    points_at(request, RATIOS)
-    assert [call.job for call in calls] == [request]
-
-
-def test_widths_of_dimensions_are_those_of_one_head(dense):
-    request = request_on(dense.folder("vit"), CASES["q and k"][1], dense.statistics("vit", 2))
-    assert points_at(request, [0.0])[0].widths == {"qk": (4, 4), "mlp": (22, 22)}
-
-
-def test_without_grams_no_error_is_known(dense, tmp_path):
-    folder = dense.folder("llama")
-    statistics = calibrate(folder, tmp_path / "vectors", data_of("llama"), collect=("moments",))
-    points = points_at(request_on(folder, load_recipe("flap"), statistics), [0.0, 0.5])
-    assert [point.errors for point in points] == [{"heads": 0.0, "mlp": 0.0}, {"heads": None, "mlp": None}]
-    assert points_at(request_on(folder, load_recipe("magnitude")), [0.5])[0].errors == {"heads": None, "mlp": None}
 
 
 def test_a_score_without_moments_needs_none(dense, tmp_path):

@@ -162,16 +162,6 @@ def test_weights_are_those_of_algorithm_1(twins, case):
     assert at.chosen.held_out or errors.index(min(errors)) < best  # whether it is better or not
 
 
-def test_the_same_seed_gives_the_same_bits_and_another_seed_another_order(twins):
-    first, again, other = (site(twins("llama"), settings()).train(seed=seed) for seed in (3, 3, 4))
-    assert first.best_epoch == again.best_epoch > 0
-    assert_same_bits(first.tensors, again.tensors)
-    assert any(not torch.equal(first.tensors[name], other.tensors[name]) for name in first.tensors)
-    path, error = oracle(site(twins("llama"), settings()), seed=4)
-    errors = [error(weights) for weights in path.weights]
-    assert_kept(other, site(twins("llama"), settings()), path.weights[errors.index(min(errors))])
-
-
 # ---- which epoch is kept ---------------------------------------------------------------------------------------------
 
 
@@ -202,17 +192,6 @@ def test_training_stops_when_the_error_has_not_fallen_for_so_many_epochs(twins, 
     assert stop < 12
     found = at.train()
     assert (found.epochs, found.best_epoch, found.diverged) == (stop, lowest, False)
-
-
-def test_patience_is_not_lost_while_a_high_rate_lies_above_the_start(twins):
-    """The error doubles in the first epoch and falls ever after, in the end below the start."""
-    at = site(twins("opt"), settings(epochs=10, lr=0.35, patience=1))
-    path, error = oracle(at)
-    errors = [error(weights) for weights in path.weights]
-    assert errors[1:] == sorted(errors[1:], reverse=True)
-    assert errors[10] < errors[0] < errors[4]
-    found = at.train()
-    assert (found.epochs, found.best_epoch, found.diverged) == (10, 10, False)
 
 
 @pytest.fixture
@@ -347,14 +326,6 @@ def test_an_unpruned_block_is_left_alone(twins, variant, computed, stored):
     found = at.train()
     assert (found.epochs, found.best_epoch, found.diverged) == (0, 0, False)
     assert_same_bits(found.tensors, twins(variant).block(BLOCK, dense))
-
-
-def test_nothing_to_train_is_left_alone(twins):
-    at = site(twins("llama"), settings())
-    at.names = []
-    found = at.train()
-    assert found.epochs == 0
-    assert_same_bits(found.tensors, at.tensors)
 
 
 # ---- zeros -----------------------------------------------------------------------------------------------------------

@@ -5,12 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import Meter, meter
-from ckpt_prune.options.training import RecoverySettings
 from ckpt_prune.stages.recovery import laco as module
 from ckpt_prune.stages.recovery.laco import Recoverer, check_same_start
 from ckpt_prune.stages.recovery.records import RecoveredLayer
@@ -221,13 +219,6 @@ def start() -> Tensor:
     return torch.randn(11, 5, 16, generator=torch.Generator().manual_seed(2))
 
 
-def test_models_that_start_alike_are_accepted(start):
-    check_same_start(start, start.clone())
-    check_same_start(start, start + 0.2 * torch.randn(start.shape, generator=torch.Generator().manual_seed(3)))
-    check_same_start(start, start * 1.29)
-    check_same_start(torch.zeros(2, 3, 4), torch.zeros(2, 3, 4))
-
-
 @pytest.mark.parametrize(
     ("change", "figure"),
     [
@@ -266,37 +257,3 @@ def test_a_walk_does_not_begin_with_models_of_different_starts(twins, other):
 
 
 # ---- settings --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("layers", "expected"),
-    [
-        (None, [0, 1, 2, 3]),
-        (":", [0, 1, 2, 3]),
-        ("0:4", [0, 1, 2, 3]),
-        ("1:3", [1, 2]),
-        (" 3 : ", [3]),
-        (":1", [0]),
-    ],
-)
-def test_blocks_that_are_recovered(layers, expected):
-    assert list(RecoverySettings(layers=layers).blocks(4)) == expected
-
-
-@pytest.mark.parametrize("layers", ["3:1", "2:2", ":0", "4:", "0:5", "9:12"])
-def test_ranges_without_blocks_or_beyond_the_last_are_refused(layers):
-    with pytest.raises(UserError, match="blocks 0 to 3"):
-        RecoverySettings(layers=layers).blocks(4)
-
-
-@pytest.mark.parametrize("layers", ["", "2", "a:b", "1:2:3", "-1:2", "1,2", "²:"])
-def test_what_is_no_range_is_refused(layers):
-    with pytest.raises(ValidationError, match="not a range of blocks"):
-        RecoverySettings(layers=layers)
-
-
-def test_the_rate_is_the_papers_at_its_width_and_more_at_smaller_ones():
-    assert RecoverySettings().rate(4096) == 5e-5
-    assert RecoverySettings().rate(1024) == pytest.approx(2e-4)
-    assert RecoverySettings().rate(8192) == pytest.approx(2.5e-5)
-    assert RecoverySettings(lr=0.25).rate(16) == 0.25

@@ -144,15 +144,6 @@ def test_names_shapes_dtypes_and_zeros_stay(twins_of):
     assert {name.split(".")[-2] for name in fitted.scales} == set(linears)
 
 
-def test_the_same_again_and_other_orders(twins_of):
-    pair = Pair.of(twins_of("opt"))
-    one, two = pair.fit(), pair.fit()
-    assert replace(one, scales={}, seconds=0) == replace(two, scales={}, seconds=0)
-    assert one.scales.keys() == two.scales.keys()
-    for name, sides in one.scales.items():
-        assert all(map(torch.equal, sides, two.scales[name])), name
-
-
 def test_where_nothing_is_gained_there_are_no_scales(twins_of):
     pair = Pair.of(twins_of("llama-gqa-tied"))
     same = replace(pair, pruned=pair.dense).fit()
@@ -167,14 +158,6 @@ def test_without_held_out_samples_the_last_epoch_stays(twins_of):
     assert fitted.scales
     assert math.isfinite(fitted.after)
     assert fitted.after != fitted.before
-
-
-def test_the_rate_is_less_where_less_is_lost(twins_of):
-    assert [module.default_rate(lost) for lost in (4.0, 0.16, 0.04, 0.0, math.inf)] == pytest.approx(
-        [3e-3, 3e-3, 1.5e-3, 0.0, 3e-3]
-    )
-    fitted = Pair.of(twins_of("llama-gqa-tied")).fit(lr=None)
-    assert fitted.rate == module.default_rate(fitted.before) > 0
 
 
 @pytest.mark.parametrize(

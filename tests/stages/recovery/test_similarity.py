@@ -92,16 +92,6 @@ def test_massive_activations_cancel_no_digits(dtype, first):
     assert found.cka == pytest.approx(oracle.cka(X, Y), rel=2e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_rounding_does_not_lift_cka_above_one(dtype):
-    """Of a scaled copy the ratio rounds to either side of 1: over 20 of them, to above for some."""
-    for seed in range(20):
-        x = pair(30, 6, seed=seed)[0].to(dtype)
-        cka = similarity(x, 0.3 * x, (11,)).cka
-        assert cka <= 1.0
-        assert cka == pytest.approx(1.0, abs=TOLERANCE[dtype])
-
-
 @pytest.mark.parametrize("value", [0.1, 1000.1, 3e30])
 @pytest.mark.parametrize("cuts", [(), (1, 7)])
 def test_a_constant_stream(value, cuts):
@@ -138,12 +128,6 @@ def test_hidden_states_whose_squares_are_out_of_range(dtype, scale, cuts):
     x, y = pair(30, 6)
     expected = oracle.cka(x.numpy(), y.numpy())
     assert similarity((scale * x).to(dtype), y.to(dtype), cuts).cka == pytest.approx(expected, rel=TOLERANCE[dtype])
-
-
-def test_the_largest_doubles():
-    x = torch.tensor([[1.0], [-1.0], [1.0]], dtype=torch.float64) * sys.float_info.max
-    found = similarity(x, -x, (2,))
-    assert (found.mse, found.cka) == (math.inf, pytest.approx(1.0, abs=1e-12))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

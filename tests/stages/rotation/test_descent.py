@@ -12,7 +12,6 @@ from ckpt_prune.stages.rotation.descent import (
     RotationProblem,
     learn_rotations,
     learn_shared_rotation,
-    learning_rate,
 )
 from ckpt_prune.stages.rotation.importance import Term, objective
 from ckpt_prune.stages.rotation.orthogonal import RETRACTIONS
@@ -121,21 +120,6 @@ def test_preserves_a_direction_exactly(method):
     assert defect(learned.residual) < 1e-13
 
 
-def test_the_same_again_and_another_seed():
-    terms = make_block().terms("wanda")
-
-    def run(**changes):
-        return learn(terms, settings=quick(**changes))
-
-    plain = run()
-    assert torch.equal(plain.residual, run().residual)
-    assert torch.equal(plain.residual, run(seed=1).residual)
-    jittered = run(jitter=0.05)
-    assert torch.equal(jittered.residual, run(jitter=0.05).residual)
-    assert not torch.equal(jittered.residual, run(jitter=0.05, seed=1).residual)
-    assert not torch.equal(jittered.residual, plain.residual)
-
-
 def test_jitter_leaves_a_start_without_a_gradient():
     """All weights are as important: the entropy is at its maximum, and would be zero turned by the matrix itself."""
     pair = torch.tensor([[1.0, 1.0], [1.0, -1.0]]).double()
@@ -145,15 +129,6 @@ def test_jitter_leaves_a_start_without_a_gradient():
     free = learn(terms, "magnitude", sizes, quick(60, jitter=0.05), dtype=torch.float64)
     assert torch.equal(stuck.residual, torch.eye(4).double())
     assert free.entropy_after < 0.5 * stuck.entropy_after
-
-
-def test_no_steps_is_no_rotation():
-    terms = make_block().terms("wanda")
-    learned = learn(terms, settings=quick(0))
-    assert torch.equal(learned.residual, torch.eye(10).double())
-    assert torch.equal(learned.heads, torch.eye(3).double().expand(2, 3, 3))
-    assert learned.steps == 0
-    assert len(learned.curve) == 1
 
 
 def test_stops_early():
@@ -254,12 +229,6 @@ def test_shared_holds_one_block_at_a_time():
     learn_shared_rotation(4, terms_of, problem("wanda", WHOLE), quick(2))
     # Of the block before, the last term of the loop may still be there.
     assert most <= len(make_block().weights) + 1
-
-
-def test_rates():
-    assert [learning_rate(quick(4, retraction="qr"), step) for step in range(4)] == [0.01] * 4
-    cayley = [learning_rate(quick(4, learning_rate=1.0), step) for step in range(4)]
-    assert cayley == pytest.approx([1.0, 0.8535534, 0.5, 0.1464466])
 
 
 @pytest.mark.parametrize("method", sorted(RETRACTIONS))

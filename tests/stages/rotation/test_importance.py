@@ -16,7 +16,6 @@ from ckpt_prune.stages.rotation.importance import (
     rotate_weight,
     sensitivity,
 )
-from ckpt_prune.stages.rotation.learner import _thin_out
 from tests.oracles import rotation_entropy as oracle
 from tests.problems import BACKBONES, DAMP, make_block, orthogonal
 
@@ -82,16 +81,6 @@ def test_a_diagonal_is_enough_where_nothing_turns(backbone):
     torch.testing.assert_close(importance(full, backbone, R1, None), importance(diagonal, backbone, R1, None))
 
 
-def test_a_term_without_a_rotated_side_counts_nothing():
-    block = make_block()
-    R1, R2 = rotations(block, True, True)
-    terms = block.terms("wanda")
-    idle = Term("idle", torch.randn(10, 10).double(), torch.eye(10).double(), None, None)
-    assert objective([*terms, idle], "wanda", R1, R2) == objective(terms, "wanda", R1, R2)
-    assert float(objective([idle], "wanda", R1, R2)) == 0
-    assert float(objective(terms, "wanda", None, None)) == 0
-
-
 @settings(deadline=None, max_examples=25)
 @given(seed=st.integers(0, 10**6), backbone=st.sampled_from(BACKBONES), single=st.booleans())
 def test_totals_that_are_invariant(seed, backbone, single):
@@ -115,19 +104,6 @@ def test_totals_that_are_invariant(seed, backbone, single):
         turned = rotate_weight(W, left, right, R1, R2)
         H_turned = rotate_weight(rotate_weight(H, None, right, R1, R2).T.contiguous(), None, right, R1, R2)
         torch.testing.assert_close(((turned @ H_turned) * turned).sum(), ((W @ H) * W).sum(), rtol=tolerance, atol=0)
-
-
-def test_totals_of_wanda_and_sparsegpt_are_not_invariant_under_a_right_rotation():
-    """Against section 3.3.2: W = (1, 0), H = diag(1, 0) turned by 45° has half its importance."""
-    turn = torch.tensor([[1.0, -1.0], [1.0, 1.0]]).double() / math.sqrt(2)
-    weight = torch.tensor([[1.0, 0.0]]).double()
-    wanda = Term("w", weight, torch.diag(torch.tensor([1.0, 0.0])).double(), None, "residual")
-    assert float(importance(wanda, "wanda", None, None).sum()) == 1.0
-    assert float(importance(wanda, "wanda", turn, None).sum()) == pytest.approx(0.5)
-    # H = diag(1, 1/3): diag(H⁻¹) = (1, 3) becomes (2, 2).
-    sparsegpt = Term("w", weight, torch.diag(torch.tensor([1.0, 3.0])).double(), None, "residual")
-    assert float(importance(sparsegpt, "sparsegpt", None, None).sum()) == 1.0
-    assert float(importance(sparsegpt, "sparsegpt", turn, None).sum()) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -245,11 +221,3 @@ def test_the_sum_over_groups_keeps_what_bfloat16_rounds_off():
     coarse, fine = entropy(values.bfloat16(), 1), entropy(values.bfloat16().double(), 1)
     assert coarse.dtype == torch.float32
     assert float(coarse) == pytest.approx(float(fine), rel=2e-3)
-
-
-@pytest.mark.parametrize("count", [0, 1, 2, 51, 52, 2001])
-def test_a_curve_is_thinned_to_its_ends_and_what_fits(count):
-    found = _thin_out([float(step) for step in range(count)])
-    assert len(found) <= 52
-    assert [step for step, _ in found] == [value for _, value in found]
-    assert not count or (found[0][0], found[-1][0]) == (0, count - 1)

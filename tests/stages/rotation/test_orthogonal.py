@@ -7,7 +7,6 @@ from ckpt_prune.stages.rotation.orthogonal import (
     clip_slopes,
     identity,
     make_rotator,
-    near_identity,
     orthonormalise,
 )
 from tests.problems import orthogonal
@@ -109,14 +108,3 @@ def test_orthonormalised_is_the_nearest(shape):
     torch.testing.assert_close(found, u @ v, atol=1e-12, rtol=0)
     assert found.dtype == torch.float64
     assert defect(found) < 1e-13
-
-
-def test_near_identity():
-    u = torch.ones(30).double()
-    one, again, other = (near_identity((30, 30), 1e-2, torch.Generator().manual_seed(s), preserve=u) for s in (0, 0, 1))
-    assert torch.equal(one, again)
-    assert not torch.equal(one, other)
-    torch.testing.assert_close(one @ u, u)
-    assert defect(one) < 1e-12
-    angles = near_identity((5, 30, 30), 1e-2, torch.Generator().manual_seed(0)) - torch.eye(30)
-    assert 0.8e-2 < float(angles.square().mean().sqrt()) < 1.2e-2
