@@ -162,6 +162,7 @@ def one_machine() -> Iterator[None]:
         patch.setattr("torch.cpu.get_capabilities", dict, raising=False)
         patch.setattr("ckpt_prune.runner.estimate.time_block", lambda *_: BlockTimes(run=0.001, solve=0.01))
         patch.setattr("ckpt_prune.runner.estimate.resident_bytes", lambda: 2**30)
+        patch.setattr("ckpt_prune.runner.estimate.available_bytes", lambda: None)
         yield
 
 

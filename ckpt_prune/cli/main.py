@@ -13,7 +13,7 @@ import click
 
 from ckpt_prune._version import __version__
 from ckpt_prune.cli.stopping import exit_code, stoppable, unmasked
-from ckpt_prune.common.errors import UserError, to_user_error
+from ckpt_prune.common.errors import UserError, to_memory_error, to_user_error
 from ckpt_prune.common.safe_text import escape_output, to_one_line
 from ckpt_prune.parallel.torchrun import is_started_by_torchrun, join_processes
 
@@ -127,6 +127,12 @@ class LazyGroup(click.Group):
             if error.errno == errno.EPIPE:  # nobody reads what is printed: click ends the program
                 raise
             raise Refusal(to_one_line(str(to_user_error(error)))) from error
+        except (MemoryError, RuntimeError) as error:
+            command = self.get_command(ctx, ctx.invoked_subcommand or "")
+            has_dry_run = command is not None and any(option.name == "dry_run" for option in command.params)
+            if (told := to_memory_error(error, has_dry_run)) is None:
+                raise
+            raise Refusal(to_one_line(str(told))) from error
 
 
 def _show_versions(ctx: click.Context, _option: click.Parameter, wanted: bool) -> None:

@@ -26,6 +26,22 @@ def to_user_error(error: OSError) -> UserError:
     return UserError(f"{error.filename}: {error.strerror}; give another path or mend this one")
 
 
+def to_memory_error(error: Exception, dry_run: bool) -> UserError | None:
+    """Turn an error of Python or torch that says that memory ran out into a line for the user; None for any other.
+
+    Args:
+        dry_run: whether the command has the option `--dry-run`.
+    """
+    words = " ".join(str(error).split())
+    is_torch = isinstance(error, RuntimeError) and ("can't allocate memory" in words or "not enough memory" in words)
+    if not (isinstance(error, MemoryError) or is_torch or type(error).__name__ == "OutOfMemoryError"):
+        return None
+    remedy = "the same command with --dry-run says how much it needs" if dry_run else "free some and run it again"
+    return UserError(
+        f"memory ran out ({words[:200] or 'Python could get no more'}): {remedy}; fewer --samples need less"
+    )
+
+
 def find_interruption(error: BaseException) -> KeyboardInterrupt | None:
     """Return the Ctrl-C that led to an error, if one did.
 

@@ -179,8 +179,8 @@ def load_family(model_type: str, variant: str | None = None) -> Family:
     refuse_unsupported(model_type)
     if model_type not in known_families():
         raise UserError(
-            f"model_type {model_type!r} is not a family that this version knows: `ckpt-prune inspect` says which one "
-            f"it is like, --family takes a description of it; known are {', '.join(known_families())}"
+            f"model_type {model_type!r} is not one of the {len(known_families())} families that this version knows: "
+            "`ckpt-prune inspect MODEL` says which one it is like, and drafts a description of it for --family"
         )
     return _family(_description(model_type), variant)
 

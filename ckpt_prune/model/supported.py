@@ -10,6 +10,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.composites import known_composites, load_composite
 from ckpt_prune.model.descriptions import (
     OUTSIDE_KEY,
+    families_with_experts,
     family_for_config,
     has_description,
     known_families,
@@ -89,8 +90,8 @@ def check_model_type(config: Mapping[str, Any]) -> None:
     refuse_unsupported(model_type)
     experts = next((key for key in _EXPERT_KEYS if config.get(key)), None)
     if experts and (model_type not in known_families() or load_family(model_type).experts is None):
-        known = ", ".join(known_families())
+        known = ", ".join(families_with_experts())
         raise UserError(
-            f"this checkpoint is a mixture of experts ({experts} in config.json), which is not supported; "
-            f"known families: {known}; a description goes in ckpt_prune/model/families/"
+            f"model_type {model_type!r} is a mixture of experts ({experts} in config.json) that this version does not "
+            f"know; it knows {known}: `ckpt-prune inspect MODEL` says which family it is like"
         )

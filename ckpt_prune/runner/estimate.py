@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ckpt_prune.common.formatting import format_duration, human_bytes
-from ckpt_prune.common.memory import resident_bytes
+from ckpt_prune.common.memory import available_bytes, resident_bytes
 from ckpt_prune.job.job import Job
 from ckpt_prune.job.model_view import ModelView
 from ckpt_prune.job.plan import Plan
@@ -61,7 +61,13 @@ class Estimate:
 
     @property
     def warning(self) -> str | None:
-        """The warning before a long run; None for a short one."""
+        """The warning before a run that is long or needs more memory than is free; None for any other."""
+        free = available_bytes()
+        if free is not None and self.peak_bytes > free + (resident_bytes() or 0):
+            return (
+                f"this takes {self.line}, and only {human_bytes(free)} of memory are free: close other programs, or see "
+                "by --dry-run what fewer --samples take"
+            )
         return f"this takes {self.line}" if self.seconds is not None and self.seconds >= WORTH_SAYING else None
 
     def data(self) -> dict[str, Any]:

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from ckpt_prune.common.text_encoding import ENCODINGS, TEXT_FILE
-from ckpt_prune.model.descriptions import known_families
+from ckpt_prune.model.descriptions import families_with_experts, known_families
+from ckpt_prune.runner.estimate import Estimate
 from tests.cli.running import TEXT, edit_weights, ok, poison, read_json, refused, set_config
 from tests.evaluation.tiny import tiny_tokenizer
 
@@ -185,8 +186,8 @@ def test_weights_that_are_not_finite(place, command, value):
 def test_an_unknown_family(place, command):
     set_config("dense", model_type="rwkv")
     assert refusal(command, "dense") == (
-        "model_type 'rwkv' is not a family that this version knows: `ckpt-prune inspect` says which one it is like, "
-        f"--family takes a description of it; known are {', '.join(known_families())}"
+        f"model_type 'rwkv' is not one of the {len(known_families())} families that this version knows: "
+        "`ckpt-prune inspect MODEL` says which one it is like, and drafts a description of it for --family"
     )
 
 
@@ -195,9 +196,9 @@ def test_an_unknown_family(place, command):
 def test_a_mixture_of_experts(place, command, model_type):
     set_config("dense", model_type=model_type, num_local_experts=8)
     assert refusal(command, "dense") == (
-        "this checkpoint is a mixture of experts (num_local_experts in config.json), which is not supported; "
-        f"known families: {', '.join(known_families())}; "
-        "a description goes in ckpt_prune/model/families/"
+        f"model_type {model_type!r} is a mixture of experts (num_local_experts in config.json) that this version does "
+        f"not know; it knows {', '.join(families_with_experts())}: `ckpt-prune inspect MODEL` says which family it is "
+        "like"
     )
 
 
@@ -256,9 +257,12 @@ WITHOUT_TORCH: list[tuple[list[str], str]] = [
         "calibrate needs --text FILE, --images DIR for a vision model, or --audio DIR",
     ),
     (["verify", "absent"], "absent does not exist; give a folder that this tool wrote"),
-    (["calibrate", "neox", "--text", "calib.txt", "-o", "out"], "model_type 'rwkv' is not a family that this"),
-    (["recover", "pruned", "--dense", "neox", "--text", "calib.txt", "-o", "out"], "model_type 'rwkv' is not a "),
-    (["plan", "experts", "--statistics", "stats"], "this checkpoint is a mixture of experts (num_experts in "),
+    (["calibrate", "neox", "--text", "calib.txt", "-o", "out"], "model_type 'rwkv' is not one of the "),
+    (
+        ["recover", "pruned", "--dense", "neox", "--text", "calib.txt", "-o", "out"],
+        "model_type 'rwkv' is not one of the ",
+    ),
+    (["plan", "experts", "--statistics", "stats"], "model_type 'x' is a mixture of experts (num_experts in "),
     (["prune", "dense", "--statistics", "absent", "-o", "out"], "absent holds no statistics.json: "),
     (["plan", "dense", "--statistics", "stats", "--test", "absent"], "absent holds no statistics.json: "),
     (
@@ -544,3 +548,29 @@ def test_escapes_in_names_do_not_reach_the_terminal(place):
     index = read_json("stats/statistics.json")
     Path("stats/statistics.json").write_text(json.dumps(index | {"compute_dtype": "\x07"}))
     assert "compute_dtype  \\x07\n" in ok("statistics", "show", "stats")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (MemoryError(), "Python could get no more"),
+        (torch.OutOfMemoryError("CUDA out of memory.\nTried"), "CUDA out of memory. Tried"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
+def test_memory_that_runs_out_is_one_line(place, monkeypatch, error, words):
+    def run_out(*_given: object, **_named: object) -> None:
+        raise error
+
+    monkeypatch.setattr("ckpt_prune.runner.run_job.run_job", run_out)
+    assert refusal(["prune", "--recipe", "magnitude"], "dense") == (
+        f"memory ran out ({words}): the same command with --dry-run says how much it needs; fewer --samples need less"
+    )
+
+
+def test_too_little_memory_is_told_before_a_run(monkeypatch):
+    monkeypatch.setattr("ckpt_prune.runner.estimate.available_bytes", lambda: 2**30)
+    assert Estimate(1.0, 2 * 2**30, 0).warning is None  # the GiB that this process has counts
+    assert Estimate(1.0, 3 * 2**30, 0).warning.endswith(
+        "and only 1.00 GiB of memory are free: close other programs, or see by --dry-run what fewer --samples take"
+    )

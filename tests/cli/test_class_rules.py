@@ -54,8 +54,9 @@ def here(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 
 def test_a_recipe_that_insists_is_told_the_rule_and_what_to_do(here):
     assert refused("prune", "phi3", "--recipe", "magnitude", "--ratio", "0.5", "-o", "out") == (
-        f"no stock container fits: {RULE}. Say container: remote to accept self-contained remote code, or container: "
-        "padded to fill up with zeros, which saves nothing there; --set spaces.heads.ratio=0 leaves all heads in "
+        f"no stock class fits: {RULE}. Say --container any to store it with code of its own beside the weights, or "
+        "--container padded for a stock class that is filled up with zeros, which saves nothing there; --set "
+        "spaces.heads.ratio=0 leaves all heads in "
         "place, and the source is fine as it is"
     )
 
@@ -85,5 +86,5 @@ def test_padded_and_own_code_compute_the_same_under_short_and_long_factors(here)
 
 def test_a_narrower_stream_is_told_the_same(here):
     said = refused("prune", "phi3", "--recipe", "slicegpt-shared", "--set", "hidden.drop=8", *TEXT, "-o", "out")
-    assert said.startswith("no stock container fits: Phi3Config of transformers refuses a narrower stream (")
+    assert said.startswith("no stock class fits: Phi3Config of transformers refuses a narrower stream (")
     assert said.endswith("say --set hidden.kind=per-block, which needs remote code")

@@ -167,7 +167,7 @@ def test_biases_where_the_whole_has_slots_for_them(llava):
 def test_a_tower_of_no_known_family_and_a_class_without_slots(place):
     save("gemma3")
     assert refused("prune", "gemma3", "--part", "text", "--recipe", "flap", *TEXT, "-o", "out").startswith(
-        "no stock container fits: gemma3_text has no slot for a bias on "
+        "no stock class fits: gemma3_text has no slot for a bias on "
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(composites, "known_families", lambda: ())

@@ -195,8 +195,8 @@ def test_a_class_that_cannot_say_the_shape(here):
     assert heads("out") == (6, 2)
     shutil.rmtree("out")
     assert refused(*given, "--container", "llama") == (
-        "no stock container fits: llama refuses 6 heads on a hidden size of 16. Choose a compensation without a bias, "
-        "another ratio, or container: remote for remote code"
+        "no stock class fits: llama refuses 6 heads, which do not divide its hidden size of 16. Say --container any "
+        "to store it with code of its own beside the weights, or take another --ratio or a compensation without a bias"
     )
 
 

@@ -139,9 +139,9 @@ def test_a_model_that_is_rotated_in_part(here):
     [
         (
             ["--container", "auto"],
-            "no stock container fits: no stock class has queries and keys without some of their rotary pairs. Say "
-            "container: remote to accept self-contained remote code, or container: padded to fill up with zeros, which "
-            "saves nothing there",
+            "no stock class fits: no stock class has queries and keys without some of their rotary pairs. Say "
+            "--container any to store it with code of its own beside the weights, or --container padded for a stock "
+            "class that is filled up with zeros, which saves nothing there",
         ),
         (
             ["--set", "spaces.rotary.compensation.method=low-rank"],

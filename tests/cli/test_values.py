@@ -221,8 +221,9 @@ def test_padded_values_are_the_same_function(here):
 def test_what_is_refused(here):
     given = ("prune", "dense", "--recipe", "mine.yaml", "--statistics", "stats", "-o", "out")
     assert refused(*given, "--container", "auto") == (
-        "no stock container fits: no stock class has values narrower than queries and keys. Say container: remote to "
-        "accept self-contained remote code, or container: padded to fill up with zeros, which saves nothing there"
+        "no stock class fits: no stock class has values narrower than queries and keys. Say --container any to "
+        "store it with code of its own beside the weights, or --container padded for a stock class that is filled up "
+        "with zeros, which saves nothing there"
     )
     ranked = ("--set", "allocation=across-layers", "--set", "widths=per_layer")
     assert refused(*given, *ranked).endswith(

@@ -60,7 +60,7 @@ def refusal(case: Case, kind: str, *, sliced: bool = True) -> str | None:
         return f"{case.model_type} keeps all dimensions of its residual stream"
     if kind == "shared" and sliced and case.model_type in HEADS:
         return f"the heads of {case.model_type} are always as wide together as the hidden size"
-    return "no stock container fits: " if kind == "shared" and case.model_type in SLOTLESS else None
+    return "no stock class fits: " if kind == "shared" and case.model_type in SLOTLESS else None
 
 
 SHARED = [case for case in FIRST if refusal(case, "shared") is None]

@@ -26,7 +26,6 @@ from ckpt_prune.model.skeleton import (
 from ckpt_prune.model.supported import declared_family
 from tests.families import SIZES, VARIANTS, make, model_of
 
-KNOWN = ", ".join(known_families())
 FAMILIES = sorted({variant.model_type for variant in VARIANTS.values()})
 UNEQUAL = SIZES | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6}
 """Every dimension differs from every other, so that no two can be mistaken."""
@@ -107,8 +106,8 @@ def refusal(config) -> str:
 @pytest.mark.parametrize("model_type", ["rwkv", "../llama"])
 def test_an_unknown_family(model_type):
     assert refusal({"model_type": model_type}) == (
-        f"model_type {model_type!r} is not a family that this version knows: `ckpt-prune inspect` says which one "
-        f"it is like, --family takes a description of it; known are {KNOWN}"
+        f"model_type {model_type!r} is not one of the {len(known_families())} families that this version knows: "
+        "`ckpt-prune inspect MODEL` says which one it is like, and drafts a description of it for --family"
     )
 
 
@@ -139,8 +138,8 @@ def test_no_model_type(config):
 @pytest.mark.parametrize(("model_type", "key"), [("jamba", "num_experts"), ("llama", "moe_intermediate_size")])
 def test_experts(model_type, key):
     assert refusal({"model_type": model_type, key: 8}) == (
-        f"this checkpoint is a mixture of experts ({key} in config.json), which is not supported; "
-        f"known families: {KNOWN}; a description goes in ckpt_prune/model/families/"
+        f"model_type {model_type!r} is a mixture of experts ({key} in config.json) that this version does not know; it "
+        f"knows {', '.join(families_with_experts())}: `ckpt-prune inspect MODEL` says which family it is like"
     )
 
 

@@ -224,14 +224,14 @@ def refusal(dense, variant, ratios, methods="none", **top) -> str:
 
 
 STOCKLESS = (
-    ". Say container: remote to accept self-contained remote code, or container: padded to fill up with zeros, "
-    "which saves nothing there"
+    ". Say --container any to store it with code of its own beside the weights, or --container padded for a stock "
+    "class that is filled up with zeros, which saves nothing there"
 )
 
 
 def test_a_third_of_dinov2s_mlp_has_no_ratio(dense, tmp_path):
     message = refusal(dense, "dinov2-model", {"mlp": 0.3}, container="auto")
-    assert message == "no stock container fits: dinov2 knows only mlp widths of 16, 32, 48, not 44" + STOCKLESS + (
+    assert message == "no stock class fits: dinov2 knows only mlp widths of 16, 32, 48, not 44" + STOCKLESS + (
         "; --set spaces.mlp.multiple_of=16 rounds the mlp up to a stock width"
     )
     remote = pruned(dense, "dinov2-model", tmp_path / "any", {"mlp": 0.3})
@@ -263,7 +263,7 @@ def test_widths_of_a_swiglu_that_a_ratio_gives(dense, tmp_path):
         assert json.loads((out / "config.json").read_text())["mlp_ratio"] == stored
         stock(out, "dinov2-swiglu")
     message = refusal(dense, "dinov2-swiglu", {"mlp": 0.25}, container="auto")
-    assert message == "no stock container fits: dinov2 knows only mlp widths of 16, 24, 32, not 36" + STOCKLESS
+    assert message == "no stock class fits: dinov2 knows only mlp widths of 16, 24, 32, not 36" + STOCKLESS
 
 
 @pytest.mark.parametrize("variant", ["opt", "opt-350m-like", "bert-mlm", "bert-model"])
@@ -271,7 +271,7 @@ def test_heads_of_opt_and_bert_have_no_stock_class(dense, variant, tmp_path):
     message = refusal(dense, variant, {"heads": 0.25}, container="auto")
     kind = VARIANTS[variant].model_type
     reason = f"the heads of {kind} are always as wide together as the hidden size"
-    assert message == f"no stock container fits: {reason}{STOCKLESS}"
+    assert message == f"no stock class fits: {reason}{STOCKLESS}"
     report = pruned(dense, variant, tmp_path / "out", {"heads": 0.25}, container="remote")
     assert report["container"]["note"] == (
         f"stored as {kind} with remote code ({reason}): load with ckpt_prune.load or trust_remote_code"

@@ -76,8 +76,8 @@ def test_a_bias_that_qwen3_cannot_store_is_refused(sources, method):
     with pytest.raises(UserError) as caught:
         job_on(sources.folder("qwen3"), pruned_recipe("qwen3", method), sources.statistics("qwen3"))
     assert str(caught.value) == (
-        "no stock container fits: qwen3 has no slot for a bias on mlp.down_proj. Choose a compensation without a "
-        "bias, another ratio, or container: remote for remote code"
+        "no stock class fits: qwen3 has no slot for a bias on mlp.down_proj. Say --container any to store it "
+        "with code of its own beside the weights, or take another --ratio or a compensation without a bias"
     )
 
 

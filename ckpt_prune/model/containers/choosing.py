@@ -24,6 +24,7 @@ from ckpt_prune.model.skeleton import RefusedConfigError, parse_config, quiet_tr
 from ckpt_prune.model.spaces import SpaceName, first_expert_spaces, recipe_space
 
 REMOTE, PADDED, ANY = "remote", "padded", "any"
+OWN_CODE = "Say --container any to store it with code of its own beside the weights"
 _BASE_KEYS = frozenset({"dtype", "torch_dtype"})
 
 
@@ -35,7 +36,7 @@ class NothingFitsError(UserError):
     """
 
     def __init__(self, reasons: list[str], advice: str) -> None:
-        super().__init__(f"no stock container fits: {'; '.join(dict.fromkeys(reasons))}. {advice}")
+        super().__init__(f"no stock class fits: {'; '.join(dict.fromkeys(reasons))}. {advice}")
         self.reasons = reasons
 
 
@@ -267,7 +268,7 @@ def _obstacle(candidate: Family, output: _Output, *, remote: bool, slotless_ok: 
     odd = sorted(count for count in heads if hidden % count)
     refuses = candidate.heads_divide_hidden and not (remote and candidate.uneven)
     if refuses and odd:
-        return f"{candidate.model_type} refuses {odd[0]} heads on a hidden size of {hidden}"
+        return f"{candidate.model_type} refuses {odd[0]} heads, which do not divide its hidden size of {hidden}"
     if refuses and len(heads) > 1:
         return f"{candidate.model_type} refuses head counts that differ per block"
     slotless = _slotless(candidate, output)
@@ -342,10 +343,9 @@ def _advice(output: _Output, refused: list[SpaceName], *, remote: bool) -> str:
     family = output.model.family
     lacking = [*spaces_without_stock_class(output.model, output.widths), *refused]
     if not lacking:
-        return "Choose a compensation without a bias, another ratio, or container: remote for remote code"
+        return f"{OWN_CODE}, or take another --ratio or a compensation without a bias"
     advice = (
-        "Say container: remote to accept self-contained remote code, or container: padded to fill up with zeros, "
-        "which saves nothing there"
+        f"{OWN_CODE}, or --container padded for a stock class that is filled up with zeros, which saves nothing there"
     )
     for name in lacking:
         multiple = family.multiples.get(family.spaces[name].units)

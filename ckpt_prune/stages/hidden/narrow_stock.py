@@ -102,7 +102,7 @@ def narrow_container(view: SlicedCheckpoint) -> tuple[Container, Layout]:
     try:
         container = choose_container(narrow, widths, view.biases)
     except NothingFitsError as error:
-        raise UserError(f"no stock container fits: {'; '.join(dict.fromkeys(error.reasons))}: {OWN_CODE}") from error
+        raise UserError(f"no stock class fits: {'; '.join(dict.fromkeys(error.reasons))}: {OWN_CODE}") from error
     _check_heads(model, container)
     container = replace(container, config=view.config_values(container.config))
     if model.tied and not view.keeps_tie:

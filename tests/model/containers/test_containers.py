@@ -101,9 +101,9 @@ def test_sliding_windows_have_no_stand_in(model_type, window):
     assert choose(model_type, raw).model_type == model_type
     reason = "seed_oss is not offered for a model with sliding-window attention"
     message = refusal(model_type, raw, requested="seed_oss")
-    assert message.startswith(f"no stock container fits: {reason}. ")
+    assert message.startswith(f"no stock class fits: {reason}. ")
     both = f"{model_type} has no slot for a bias on mlp.down_proj; {reason}"
-    assert refusal(model_type, raw, {"mlp.down_proj"}).startswith(f"no stock container fits: {both}. ")
+    assert refusal(model_type, raw, {"mlp.down_proj"}).startswith(f"no stock class fits: {both}. ")
 
 
 def test_qwen2_with_a_window_that_is_off_may_be_relabelled():
@@ -116,10 +116,10 @@ def test_the_note_says_why_the_type_changed():
     assert (container.model_type, container.note) == ("llama", None)
     three = [{"heads": 3}] * BLOCKS
     container = choose("llama", config_of("llama", num_key_value_heads=4), frozenset(), three)
-    assert container.note == "stored as mistral: llama refuses 3 heads on a hidden size of 16"
+    assert container.note == "stored as mistral: llama refuses 3 heads, which do not divide its hidden size of 16"
     container = choose("llama", config_of("llama", num_key_value_heads=4), {"self_attn.o_proj"}, three)
     assert container.note == (
-        "stored as seed_oss: llama refuses 3 heads on a hidden size of 16; "
+        "stored as seed_oss: llama refuses 3 heads, which do not divide its hidden size of 16; "
         "mistral has no slot for a bias on self_attn.o_proj"
     )
 
@@ -182,7 +182,7 @@ def test_a_class_that_checks_its_heads_is_shown_the_dense_number_where_blocks_di
 def test_as_many_heads_everywhere_as_the_class_refuses_are_each_block_s_own():
     raw = config_of("gemma2", head_dim=4, num_attention_heads=8, num_key_value_heads=8, hidden_size=32)
     widths = [{"heads": 3}] * raw["num_hidden_layers"]
-    assert refusal("gemma2", raw, widths=widths).startswith("no stock container fits: gemma2 refuses 3 heads")
+    assert refusal("gemma2", raw, widths=widths).startswith("no stock class fits: gemma2 refuses 3 heads")
     container = choose("gemma2", raw, widths=widths, requested="any")
     assert container.config["num_attention_heads"] == 8
     assert [own["num_attention_heads"] for own in container.config["per_layer_config"].values()] == [3] * len(widths)
@@ -195,8 +195,20 @@ THREE, BIASED = [{"heads": 3}] * BLOCKS, {"mlp.down_proj"}
 @pytest.mark.parametrize(
     ("model_type", "config", "given", "requested", "reason"),
     [
-        ("gemma2", ODD_GEMMA, (set(), THREE), "remote", "gemma2 refuses 3 heads on a hidden size of 32"),
-        ("gemma2", ODD_GEMMA, (set(), THREE), "any", "gemma2 refuses 3 heads on a hidden size of 32"),
+        (
+            "gemma2",
+            ODD_GEMMA,
+            (set(), THREE),
+            "remote",
+            "gemma2 refuses 3 heads, which do not divide its hidden size of 32",
+        ),
+        (
+            "gemma2",
+            ODD_GEMMA,
+            (set(), THREE),
+            "any",
+            "gemma2 refuses 3 heads, which do not divide its hidden size of 32",
+        ),
         ("qwen3", {}, (BIASED,), "remote", "qwen3 has no slot for a bias on mlp.down_proj"),
         ("mistral", {}, (BIASED, UNEVEN), "remote", "blocks differ in width"),
         ("mistral", {}, (set(), UNEVEN), "auto", "blocks differ in width"),
