@@ -9,10 +9,9 @@ import pytest
 
 import ckpt_prune
 from ckpt_prune.api.prune import GraphFailedError
-from ckpt_prune.common.progress import Notices
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.parallel.group import process_group
-from tests.cli.running import TEXT, ok, read_json, same_files
+from tests.cli.running import ok, read_json
 from tests.graphs import traced_for_others
 from tests.parallel.threads import in_threads
 
@@ -44,14 +43,6 @@ def test_each_result_is_what_the_next_function_takes(place, finished, monkeypatc
     assert graph.path == Path("graph")
     assert ckpt_prune.validate(graph, against=recovered, text="calib.txt", window=16, **QUIET).passed
     assert capfd.readouterr() == ("", "")
-
-
-def test_files_are_those_of_the_commands(place):
-    overrides = {"spaces.mlp.ratio": 0.25, "spaces.mlp.compensation.lambda": 0.1}
-    ckpt_prune.prune("dense", recipe="ridge", statistics="stats", overrides=overrides, output="ours", **QUIET)
-    words = ("--set", "spaces.mlp.ratio=0.25", "--set", "spaces.mlp.compensation.lambda=0.1")
-    ok("prune", "dense", "--recipe", "ridge", "--statistics", "stats", *words, "-o", "theirs")
-    assert same_files("ours", "theirs")
 
 
 def test_data_is_what_json_prints(place):
@@ -124,17 +115,3 @@ def test_of_several_processes_one_makes_the_graph_and_pushes(place, monkeypatch)
     # What one does, it does alone; the look before any work shares nothing.
     assert done == [("look", 2), ("graph", 1), ("push", 1)]
     assert all(each.graph.passed and each.pushed.passed for each in made)
-
-
-def test_progress_is_quiet_for_one_call_alone(place, capsys):
-    ckpt_prune.inspect("dense", **QUIET)
-    Notices()("still heard")
-    assert capsys.readouterr().err == "still heard\n"
-
-
-def test_statistics_of_another_text_keep_their_order(place):
-    """The command line is given the same files as a list."""
-    Path("more.txt").write_text("dog ran far away and then the cat sat " * 40)
-    ckpt_prune.calibrate("dense", text=["calib.txt", Path("more.txt")], samples=8, window=16, output="a", **QUIET)
-    ok("calibrate", "dense", *TEXT, "--text", "more.txt", "-o", "b")
-    assert Statistics(Path("a")).index == Statistics(Path("b")).index

@@ -152,25 +152,6 @@ def test_what_a_command_refuses_its_function_refuses_in_the_same_words(place, ve
 
 
 @pytest.mark.parametrize(
-    ("verb", "given", "message"),
-    [
-        ("calibrate", {"samples": 0}, "--samples 0: Input should be greater than or equal to 1"),
-        ("calibrate", {"bos": "never ever"}, "--bos never ever: Input should be 'auto', 'always' or 'never'"),
-        ("prune", {"state_memory": float("nan")}, "--state-memory nan: Input should be a finite number"),
-        (
-            "prune",
-            {"ratio": "some"},
-            "--ratio some: Input should be a valid number, unable to parse string as a number",
-        ),
-    ],
-)
-def test_values_that_mean_nothing_are_named(place, verb, given, message):
-    with pytest.raises(UserError) as caught:
-        function(verb)("dense", output="out", **given)
-    assert str(caught.value) == message
-
-
-@pytest.mark.parametrize(
     "words",
     [
         ("calibrate", "dense", "-o", "s"),

@@ -86,27 +86,6 @@ def test_a_graph_for_another_task_is_not_taken(output, record, reason):
     assert said == [f"{output}: the graph in {output / 'onnx'} is not used: {reason}"]
 
 
-def test_without_onnx_no_graph_is_looked_for(output):
-    found, said = opened(output, onnx=False)
-    assert (found.graph, said) == (None, [])
-
-
-def test_an_exported_folder(exported):
-    _, graph = exported(VARIANT)
-    found, said = opened(graph, onnx=False)
-    assert (found.graph, found.checkpoint, found.manifest.dtype, said) == (graph, None, "fp32", [])
-    with pytest.raises(UserError) as caught:
-        opened(graph, dtype="fp16")
-    assert str(caught.value) == (
-        f"{graph} is an exported graph, and it is fp32: give the checkpoint, or leave that option out"
-    )
-
-
-def test_a_graph_that_is_there_is_not_made_again(output, tmp_path):
-    found, _ = opened(output)
-    assert add_graph(found, options(), tmp_path / "scratch", pytest.fail) is found
-
-
 def test_a_graph_is_made_as_wanted(exported, tmp_path, monkeypatch):
     """The exporter is another room's; here only what it is asked for."""
     model, graph = exported(VARIANT)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_prune.benchmarking import processes, run
+from ckpt_prune.benchmarking import processes
 from ckpt_prune.benchmarking.participants import Loaded, Memory, Participant
-from ckpt_prune.benchmarking.processes import Worker, _describe, _describe_exit, start_workers
+from ckpt_prune.benchmarking.processes import _describe, _describe_exit, start_workers
 from ckpt_prune.benchmarking.run import take_turns
 from ckpt_prune.benchmarking.workload import Workload
 from ckpt_prune.common.errors import UserError
@@ -122,26 +122,6 @@ def test_none_is_left(error, monkeypatch):
     assert not any(map(alive, pids))
 
 
-def test_none_is_left_where_the_second_cannot_start(monkeypatch):
-    started = []
-
-    class Second(Worker):
-        def __init__(self, *args) -> None:
-            if started:
-                raise OSError("no more processes")
-            super().__init__(*args)
-            started.append(self.pid)
-
-    monkeypatch.setattr(processes, "Worker", Second)
-    with (
-        pytest.raises(OSError, match="no more processes"),
-        start_workers([participant(), participant()], targets.waiting),
-    ):
-        pass
-    assert len(started) == 1
-    assert not alive(started[0])
-
-
 SCRIPT = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in the background deaf to it
@@ -226,19 +206,3 @@ def turns(names: str, **options: float) -> tuple[str, list[list[float]]]:
     log: list[str] = []
     found = take_turns([Runner(name, log) for name in names], WORK, tick=lambda: log.append("|"), **options)
     return "".join(log), [[timing["forward"][0] for timing in each] for each in found]
-
-
-def test_a_round_is_each_once_and_the_first_rotates():
-    assert turns("abcd", rounds=5, warmup=0)[0] == "abcd|bcda|cdab|dabc|abcd|"
-    assert turns("ab", rounds=3, warmup=0) == ("ab|ba|ab|", [[1, 4, 5], [2, 3, 6]])
-
-
-def test_warm_up_is_run_and_not_counted():
-    assert turns("ab", rounds=2, warmup=3) == ("ab|ba|ab|ba|ab|", [[8, 9], [7, 10]])
-
-
-def test_there_is_a_pause_before_each_turn(monkeypatch):
-    log: list[str] = []
-    monkeypatch.setattr(run, "sleep", lambda seconds: log.append(f"{seconds:g}"))
-    take_turns([Runner(name, log) for name in "ab"], WORK, rounds=1, warmup=1, tick=lambda: None, pause=0.5)
-    assert log == ["0.5", "a", "0.5", "b", "0.5", "b", "0.5", "a"]

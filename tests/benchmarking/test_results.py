@@ -74,12 +74,3 @@ def test_packed_weights_are_compared_with_those_that_are_not():
     timings = [[{"prefill": [seconds]}] for seconds in (1.0, 0.8, 0.5, 0.4)]
     (block,) = make_blocks(text(0), participants, timings, {"A": None, "B": None})
     assert [row.p50_ratio for row in block.rows] == [1, 0.8, 0.5, None]  # A was not timed in onnxruntime
-
-
-def test_images():
-    workload = Workload("image", 4, 0, 0, False, False, 0, (3, 8, 8))
-    costs = {"A": Costs(7, once=100, per_token=0, per_pair=0), "B": None}
-    (block,) = make_blocks(workload, [participant("A")], [[{"forward": [0.5]}, {"forward": [1.5]}]], costs)
-    assert (block.phase, block.tokens, block.unit) == ("forward", None, "images")
-    assert block.rows[0].throughput == pytest.approx(4)
-    assert block.rows[0].flops == 400

@@ -11,7 +11,7 @@ from ckpt_prune.benchmarking.runners import OnnxRunner, TorchRunner
 from ckpt_prune.benchmarking.workload import Workload
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.evaluation.whole_model import load_model
-from ckpt_prune.onnx.session import OnnxModel, Session
+from ckpt_prune.onnx.session import Session
 from tests.encoders import IMAGE
 
 GENERATION = Workload("text", batch=2, tokens=6, steps=4, generates=True, cached=True, vocabulary=30, image=(0, 0, 0))
@@ -82,47 +82,10 @@ def test_onnxruntime_reads_the_text_and_generates_with_the_cache(exported, way):
 
 
 @pytest.mark.parametrize("runtime", [TorchRunner, OnnxRunner])
-def test_nothing_is_generated_where_it_is_not_asked_for(exported, runtime):
-    runner = runtime(participant(exported("llama-gqa-tied")[runtime is OnnxRunner]))
-    timing = runner.time(Workload("text", 2, 6, 0, True, True, 30, (0, 0, 0)))
-    assert {phase: len(seconds) for phase, seconds in timing.items()} == {"prefill": 1}
-    assert timing["prefill"][0] > 0
-
-
-def test_torch_keeps_no_keys_where_graphs_keep_none(exported):
-    runner = TorchRunner(participant(exported("llama-gqa-tied")[0]))
-    (call,) = read_by_torch(runner, Workload("text", 2, 6, 0, True, False, 30, (0, 0, 0)))
-    assert call["use_cache"] is False
-
-
-@pytest.mark.parametrize("runtime", [TorchRunner, OnnxRunner])
 def test_images(exported, runtime):
     runner = runtime(participant(exported("deit-teacher")[runtime is OnnxRunner]))
     timing = runner.time(Workload("image", 2, 0, 0, False, False, 0, (3, IMAGE, IMAGE)))
     assert {phase: len(seconds) for phase, seconds in timing.items()} == {"forward": 1}
-
-
-def test_type_and_threads_are_as_asked(exported, monkeypatch):
-    before = torch.get_num_threads()
-    try:
-        runner = TorchRunner(participant(exported("deit-teacher")[0], threads=2, dtype="fp16"))
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
-    (call,) = read_by_torch(runner, Workload("image", 1, 0, 0, False, False, 0, (3, IMAGE, IMAGE)))
-    assert list(call) == ["pixel_values"]
-    assert runner._model.dtype == call["pixel_values"].dtype == torch.float16
-    asked = []
-
-    def opened(folder, file, **options):
-        asked.append((folder, file, options))
-        return OnnxModel(folder, file, **options)
-
-    monkeypatch.setattr(runners, "OnnxModel", opened)
-    graph = exported("deit-teacher")[1]
-    OnnxRunner(participant(graph, "onnxruntime", threads=2))
-    assert asked == [(graph, "model.onnx", {"provider": "cpu", "threads": 2, "device": 0})]
-    torch.set_num_threads(before)
 
 
 class Binding:
@@ -156,12 +119,6 @@ def test_onnxruntime_runs_on_the_gpu_that_is_asked_for(monkeypatch):
     assert binding.outputs == [("logits", "cpu"), ("present.0.key", "cuda", 1)]
     runner = OnnxRunner(Participant("A", "tiny", "onnxruntime", "graph", "cuda", 1, "fp32"))
     assert (asked[1]["device"], runner.device) == (0, "cuda")
-
-
-def test_onnxruntime_without_a_gpu_says_where_it_runs(exported):
-    runner = OnnxRunner(Participant("A", "tiny", "onnxruntime", str(exported("deit-teacher")[1]), "cuda:1", 1, "fp32"))
-    assert runner.device == "cpu"
-    assert runner.note.startswith("CUDA was asked for")
 
 
 def test_weights_that_hold_two_of_four_are_packed_and_others_are_not():

@@ -73,18 +73,6 @@ def test_what_does_not_fit_is_refused(asked, length, remedy):
     assert refusal(text(), text(), **asked) == f"a text of {length} more than the context of 256 tokens: {remedy}"
 
 
-def test_one_workload_per_batch_size_in_the_smaller_vocabulary():
-    found = choose(text(vocabulary=50), text(vocabulary=7), batches=(8, 1), tokens=30, steps=0)
-    assert [each.batch for each in found] == [8, 1]
-    for each in found:
-        inputs = each.make_inputs()
-        assert inputs["input_ids"].shape == (each.batch, 30)
-        assert int(inputs["input_ids"].max()) <= 6
-        assert inputs["attention_mask"].eq(1).all()
-        assert each.phases == ("prefill",)
-        assert each.count_items("prefill") == each.batch * 30
-
-
 def test_inputs_come_from_the_seed_alone():
     (workload,) = choose(text(), text())
     first = workload.make_inputs()["input_ids"]

@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import WhisperFeatureExtractor
 
-from ckpt_prune.measure.samples.audio import read_wave
 from ckpt_prune.model.skeleton import quiet_transformers
 from tests.cli.running import ok, refused
 from tests.contract.test_parts import FRAMES, MELS, PartCase
@@ -75,18 +74,6 @@ def test_sounds_are_what_the_extractor_makes_of_them(whisper: Path) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("width", [1, 2, 3, 4])
-def test_integers_of_every_width_are_the_same_sound(tmp_path: Path, width: int) -> None:
-    values = np.random.default_rng(0).integers(-128, 128, 50)
-    shifted = (values << 24).astype("<i4").view("u1").reshape(-1, 4)[:, 4 - width :]
-    with wave.open(str(tmp_path / "a.wav"), "wb") as file:
-        file.setnchannels(1)
-        file.setsampwidth(width)
-        file.setframerate(RATE)
-        file.writeframes((values + 128).astype("u1").tobytes() if width == 1 else shifted.tobytes())
-    assert np.array_equal(read_wave(tmp_path / "a.wav", RATE), (values / 128).astype(np.float32))
 
 
 def test_what_no_encoder_hears_is_refused(whisper: Path) -> None:

@@ -92,18 +92,6 @@ def test_what_is_measured_is_the_divergence_of_stock_transformers(here) -> None:
     assert tried[2, 8] == pytest.approx(expected, rel=1e-4)
 
 
-def test_given_numbers_are_two_prunes_one_after_the_other(here) -> None:
-    """Blocks first, their map absorbed, then the basis and the units of what is left: the same bytes."""
-    Path("depth.yaml").write_text(f"version: 1\nname: depth\n{DEPTH.replace('auto', '2')}")
-    given = ("--set", "depth.drop=2", "--set", "hidden.drop=4", "--set", "allocation=uniform", "--set", "target=drift")
-    ratio = ("--ratio", "0.5")
-    ok("prune", "flat", *JOB, *given, *ratio, "-o", "one")
-    ok("prune", "flat", "--recipe", "depth.yaml", *JOB[2:], "-o", "short")
-    ok("prune", "short", *JOB, "--set", "depth=null", *given[2:], *ratio, "-o", "two")
-    assert Path("one/model.safetensors").read_bytes() == Path("two/model.safetensors").read_bytes()
-    assert read_json("one/config.json") == read_json("two/config.json")
-
-
 def test_where_nothing_goes_it_is_the_recipe_of_widths(here) -> None:
     Path("widths.yaml").write_text(WIDTHS)
     job = (*JOB[2:], "--target-params", "100%")
@@ -161,21 +149,6 @@ def test_a_size_that_spaces_alone_cannot_reach(here) -> None:
     )
     said = ok(*job, "--target-params", "5%")
     assert "how many whole blocks go is measured first; were it 3, the fewest for this size" in said
-
-
-def test_a_pair_with_none_of_one_axis_is_what_the_other_alone_measures(here) -> None:
-    """To the last digit, units that go besides and the numbers of the blocks that they are of included."""
-    found = {}
-    for name, given in (("both", ()), ("depth", ("--set", "hidden=null")), ("hidden", ("--set", "depth=null"))):
-        ok("prune", "flat", *JOB, *given, "--target-params", "60%", "-o", name)
-        report = read_json(f"{name}/ckpt_prune.json")
-        tried = report["depth"]["tried"] if name == "depth" else report["hidden"]["tried"]
-        found[name] = {(each.get("blocks") or 0, each.get("kept", 16)): each["measured"] for each in tried}
-    both = found.pop("both")
-    for alone in found.values():
-        shared = both.keys() & alone.keys()
-        assert len(shared) > 1
-        assert {pair: both[pair] for pair in shared} == {pair: alone[pair] for pair in shared}
 
 
 def test_verify_computes_what_is_left_again_but_for_the_map(here) -> None:

@@ -508,12 +508,6 @@ def test_tokenizers_that_burst_or_panic(place, changes, message):
     assert refusal(COMMANDS["calibrate"], "dense") == message
 
 
-def test_a_model_without_a_tokenizer_can_be_pruned_without_text(place):
-    for path in Path("dense").glob("tokenizer*"):
-        path.unlink()
-    ok("prune", "dense", "--recipe", "magnitude", "-o", "out")
-
-
 def test_an_output_is_not_pruned_into_itself_but_may_be_pruned_again(place):
     ok("prune", "pruned", "--recipe", "rcpu", "--set", "spaces.heads.ratio=0", *TEXT, "-o", "twice")
     assert "FAILED" not in ok("verify", "twice", "--against", "pruned")

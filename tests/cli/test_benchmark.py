@@ -20,7 +20,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import GRAPH_RECORD
 from ckpt_prune.onnx.records import Manifest, Source
 from tests.benchmarking import targets
-from tests.cli.running import ok, refused, run
+from tests.cli.running import refused, run
 from tests.graphs import exports, traced_before
 
 DENSE = {"label": "A", "model": "dense"}
@@ -130,24 +130,6 @@ def asked(monkeypatch):
 def test_the_table(asked):
     result = run("benchmark", "dense", "pruned", "--device", "cpu")
     assert (result.exit_code, result.stdout, result.stderr) == (0, TABLE, "one remark\n")
-
-
-def test_memory_of_a_gpu_has_a_column_where_there_is_one(asked, monkeypatch):
-    runs = [
-        each.model_copy(update={"gpu_bytes": size}) for each, size in zip(RESULT.runs, (1 << 30, None), strict=True)
-    ]
-    runs.reverse()  # A is named first, whichever is timed first
-    machine = RESULT.machine.model_copy(update={"gpu": "H200", "cores": 1, "threads": 4})
-    changed = RESULT.model_copy(update={"runs": runs, "machine": machine, "blocks": []})
-    monkeypatch.setattr(benchmark, "compare", lambda *args: changed)
-    lines = ok("benchmark", "dense", "pruned").splitlines()
-    assert lines[:2] == ["A  dense", "B  pruned"]
-    assert lines[3] == "Abacus 3, 1 core, 4 threads a model, H200"
-    assert [line.split()[-3:] for line in lines[-3:]] == [
-        ["memory", "GPU", "memory"],
-        ["-", "-", "-"],
-        ["GiB", "1.00", "GiB"],
-    ]
 
 
 @pytest.mark.parametrize("batch", ["0", "1,", "1.5"])

@@ -12,7 +12,7 @@ import ckpt_prune
 from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from tests import encoders, families
-from tests.cli.running import TEXT, edit_weights, listing, ok, poison, read_json, refused, run, same_files
+from tests.cli.running import TEXT, listing, ok, read_json, refused, run, same_files
 from tests.families import logits
 from tests.images import write_images, write_vit
 from tests.interrupting import interrupt_at
@@ -56,12 +56,6 @@ BEST = ("--recipe", "best", "--statistics", "weighed", *QUICK)
 # ---- effects -----------------------------------------------------------------------------------------------------
 
 
-def test_effects_need_grams(here):
-    assert refused("calibrate", "llama", *TEXT, "--collect", "effects", "-o", "out") == (
-        "--collect effects: effects need Grams, add gram"
-    )
-
-
 def test_best_needs_the_metric_and_folds(here):
     lacks = (
         f"{Path('folded')} holds no Fisher metric, by which allocation least-error weighs errors: calibrate with "
@@ -78,24 +72,6 @@ def test_best_needs_the_metric_and_folds(here):
     )
     one = ("prune", "llama", "--recipe", "best", "--text", "calib.txt", "--window", "16", "-o", "out")
     assert refused(*one, "--samples", "1") == "method auto needs at least two folds: give at least two samples"
-
-
-def test_a_dry_run_on_text_has_no_widths_yet(here):
-    dry = ("prune", "llama", "--recipe", "best", "-o", "out", "--dry-run")
-    before = listing()
-    said = ok(*dry, *TEXT)
-    assert (
-        "to be stored as a stock class with the shape that measuring finds (llama or one that computes the same), or "
-        "with code of its own where there is none or blocks differ in width\n"
-    ) in said
-    said = json.loads(ok(*dry, *TEXT, "--target-params", "70%", "--json"))
-    assert (said["widths_are_known"], said["recipe"]["allocation"]) == (False, "least-error")
-    assert said["after"]["parameters"] <= said["before"]["parameters"] * 7 // 10
-    said = json.loads(ok(*dry, "--statistics", "weighed", "--target-params", "70%", "--json"))
-    assert listing() == before
-    assert said["after"]["parameters"] <= said["before"]["parameters"] * 7 // 10
-    assert said["recipe"]["size"] == {"params": "70%"}
-    assert said["widths_are_known"]
 
 
 # ---- best, from end to end -----------------------------------------------------------------------------------------
@@ -223,14 +199,6 @@ def test_sizes_that_are_refused(here, command):
     )
 
 
-def test_a_plan_has_settled_the_size(here):
-    ok("plan", "llama", *BEST, "-o", "plan.json")
-    for option in zip(TARGETS[::2], TARGETS[1::2], strict=True):
-        assert refused("prune", "llama", "--plan", "plan.json", *option, "-o", "out") == (
-            "a plan has settled ratio and recipe: --ratio, --target-*, --set, --for and --container do not go with it"
-        )
-
-
 # ---- the curve -----------------------------------------------------------------------------------------------------
 
 SWEEP = ("plan", "llama", "--recipe", "magnitude", "--sweep")
@@ -341,8 +309,3 @@ def test_a_curve_that_is_measured(here):
 )
 def test_what_cannot_be_swept(here, options, why):
     assert refused(*RIDGE, *options) == why
-
-
-def test_a_curve_of_broken_weights_is_refused(here):
-    edit_weights("llama", poison("model.layers.0.mlp.down_proj.weight"))
-    assert "has 1 NaN or Inf" in refused(*SWEEP, "0.1:0.2:0.1")

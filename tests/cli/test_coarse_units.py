@@ -2,9 +2,7 @@
 
 from pathlib import Path
 
-import pytest
-
-from tests.cli.running import ok, refused
+from tests.cli.running import ok
 
 INSIDE = "; spaces.queries in a recipe of your own drops 1 of 2 grouped query heads in each"
 NONE = "heads: 2 units per block, so a ratio of 0.3 drops none; the next size drops 1 (ratio 0.5)" + INSIDE
@@ -28,33 +26,6 @@ def coarse(out: str) -> list[str]:
     return [line for line in (Path(out) / "README.md").read_text().splitlines() if "too coarse" in line]
 
 
-def test_the_model_card_says_so(place):
-    none = [
-        "- Space heads has 2 units per block, too coarse for a ratio of 0.3: none went.",
-        "- Space mlp has 24 units per block, too coarse for a ratio of 0.3: 8 (0.333) went.",
-    ]
-    ok("prune", *MAGNITUDE, "--ratio", "0.3", "-o", "none")
-    assert coarse("none") == none
-    ok("plan", *MAGNITUDE, "--ratio", "0.3", "-o", "plan.json")
-    ok("prune", "dense", "--plan", "plan.json", "-o", "planned")
-    assert coarse("planned") == none
-    ok("prune", *MAGNITUDE, "--ratio", "0.7", "--set", "spaces.mlp.multiple_of=16", "-o", "both")
-    assert coarse("both") == [
-        "- Space heads has 2 units per block, too coarse for a ratio of 0.7: 1 (0.5) went.",
-        "- Space mlp has 24 units per block in multiples of 16, too coarse for a ratio of 0.7: 8 (0.333) went.",
-    ]
-    for out, size in (("half", ("--ratio", "0.5")), ("sized", ("--target-params", "80%"))):
-        ok("prune", *MAGNITUDE, *size, "-o", out)
-        assert coarse(out) == []
-
-
 def kept(said: str) -> str:
     (line,) = (line for line in said.splitlines() if line.startswith("kept per block: "))
     return line
-
-
-@pytest.mark.parametrize("command", ["plan", "prune"])
-def test_a_percentage_without_its_sign(place, command):
-    more = ("-o", "out") if command == "prune" else ()
-    assert refused(command, *MAGNITUDE, *more, "--target-params", "70").endswith(": did you mean 70%?")
-    assert not Path("out").exists()

@@ -149,20 +149,6 @@ def test_centred_keys(here):
     assert errors[0][1] != errors[1][1]
 
 
-def test_centred_keys_that_were_not_measured(here):
-    centre = ("--set", "spaces.qk.compensation.centre_keys=true")
-    assert refused("plan", "vit", "--recipe", "corp-qk-low-rank", *centre, "--statistics", "stats") == (
-        "recipe corp-qk-low-rank says centre_keys, and stats has no moments of centred keys: calibrate with --collect "
-        "moments,logits,centred"
-    )
-    assert refused("calibrate", "vit", *IMAGES, "--collect", "moments,centred", "-o", "out") == (
-        "--collect moments,centred: centred keys are those of logits, add logits"
-    )
-    none = ("--set", "spaces.qk.compensation.method=none", "--set", "spaces.qk.compensation.lambda=null")
-    said = refused("plan", "vit", "--recipe", "corp-qk", *none, *centre, "--statistics", "stats")
-    assert said.endswith("centre_keys is for logit and low-rank, not none")
-
-
 @pytest.mark.parametrize("container", ["padded", "remote"])
 def test_containers(here, container):
     ok("prune", "vit", "--recipe", "corp", "--statistics", "stats", "--container", container, "-o", "out")

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.cli.running import TEXT, ok
+from tests.pairs import every
 
 SHORT = (*TEXT, "--samples", "8")
 LIVE = ("prune", "dense", *SHORT, "-o", "out", "--recipe")
@@ -46,7 +47,7 @@ def circles() -> Iterator[list[object]]:
         gc.enable()
 
 
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("job", every(2, JOBS))
 def test_no_tensor_is_left_to_the_collector(place: Path, job: str):
     ok("inspect", "dense")  # what is imported leaves circles of its own
     with circles() as found:

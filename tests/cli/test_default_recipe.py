@@ -64,11 +64,6 @@ def test_a_plan_and_a_dry_run_tell_what_widths_per_block_would_do(here):
     assert LINE.fullmatch(planned)
 
 
-@pytest.mark.parametrize("more", [("--recipe", "best-uniform"), ("--recipe", "best"), ("--set", "widths=per_layer")])
-def test_who_chose_is_not_told(here, more):
-    assert told(ok("plan", "llama", "--statistics", "weighed", *SIZE, *QUICK, *more)) == []
-
-
 def whole(site, index) -> float:
     """A site's effect at the units it loses: of the score that ranked them, its curve through what was measured."""
     statistics, name, score = Statistics(Path("weighed")), site["consumer"], site["score"]

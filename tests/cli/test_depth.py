@@ -14,12 +14,11 @@ from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.runner.messages import SECOND_ORDER
 from ckpt_prune.stages.recovery.block_training import SampleSplit
-from tests.cli.running import TEXT, edit_weights, interrupted, ok, read_json, refused, resumed, run, untimed
+from tests.cli.running import TEXT, edit_weights, ok, read_json, refused, resumed, run, untimed
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
 from tests.families import stock
 from tests.interrupting import interrupt_at
 from tests.oracles.gap import ridge_map
-from tests.pairs import every
 
 RECIPE = """\
 version: 1
@@ -127,33 +126,6 @@ def test_two_gaps_and_their_maps(here) -> None:
         found = stock(Path("out")).double()(input_ids=ids, use_cache=False).logits
     assert torch.allclose(found, expected, atol=1e-4 * float(expected.abs().max()))
     assert first["error_compensated"] < first["error_uncompensated"]
-
-
-@pytest.mark.parametrize("commit", every(2, [3, 1]))
-def test_an_interrupted_run_goes_on(here, commit: int) -> None:
-    job = list(LINEAR)
-    ok(*job, "-o", "whole")
-    interrupted(job, commit)
-    resumed(job)
-
-
-def test_influence_and_cosine(here) -> None:
-    ids = windows()
-    ends = [each.flatten(0, 1) for each in states(stock(Path("deep")), ids)]
-
-    def apart(a: int, b: int) -> float:
-        return 1 - float(functional.cosine_similarity(ends[a], ends[b], dim=-1).mean())
-
-    ok("prune", "deep", "--recipe", "shortgpt", "--set", "depth.drop=2", *TEXT, "-o", "a")
-    least = sorted(range(6), key=lambda block: apart(block, block + 1))[:2]
-    depth = read_json("a/ckpt_prune.json")["depth"]
-    assert depth["kept"] == [block for block in range(6) if block not in least]
-    assert depth["gaps"][0]["distance"] == pytest.approx(
-        apart(depth["gaps"][0]["first"], depth["gaps"][0]["first"] + depth["gaps"][0]["blocks"]), rel=1e-4
-    )
-    ok("prune", "deep", "--recipe", "replaceme", "--set", "depth.drop=3", *TEXT, "-o", "b")
-    start = min(range(1, 4), key=lambda first: apart(first, first + 3))
-    assert [(gap["first"], gap["blocks"]) for gap in read_json("b/ckpt_prune.json")["depth"]["gaps"]] == [(start, 3)]
 
 
 def test_a_size_takes_the_fewest_blocks(here) -> None:

@@ -57,12 +57,6 @@ def test_different_tokenizers(place):
     )
 
 
-def test_no_tokenizer(place):
-    for path in Path("dense").glob("tokenizer*"):
-        path.unlink()
-    assert refused("evaluate", "dense", *TEXT).startswith("dense: no tokenizer (tokenizer.json, ")
-
-
 def test_windows_that_do_not_fit(place):
     assert refused("evaluate", "dense", "--text", "calib.txt", "--window", "33") == (
         "window of 33 tokens is longer than the model's context of 32; use a window of at most 32"

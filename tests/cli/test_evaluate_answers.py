@@ -47,19 +47,6 @@ def test_files_of_items(tasks):
     ]
 
 
-def test_a_model_agrees_with_itself_and_limit_takes_the_first(tasks):
-    said = json.loads(
-        ok("evaluate", "dense", "--against", "sharded", "--tasks", "pets.jsonl", "--samples", "3", "--json")
-    )
-    pets = said["tasks"]["pets"]
-    assert (pets["items"], pets["agreement"]) == (3, 1)
-    against = pets.pop("against")
-    assert (pets.pop("agreement"), pets.pop("difference"), pets.pop("difference_stderr")) == (1, 0, 0)
-    assert pets == against
-    alone = ok("evaluate", "dense", "--tasks", "pets.jsonl", "--samples", "3").splitlines()
-    assert len(alone) == 2
-
-
 def test_without_a_reference(tasks):
     said = json.loads(ok("evaluate", "dense", "--generate", "the cat", "--generate-tokens", "3", "--json"))
     assert said["against"] is None

@@ -12,7 +12,6 @@ from ckpt_prune.evaluation.features import compare_features
 from ckpt_prune.evaluation.masked import choose_masked, fill_in
 from ckpt_prune.evaluation.whole_model import load_model, quiet_transformers
 from ckpt_prune.measure.samples.samples import TokenWindows
-from ckpt_prune.measure.samples.text import add_frame, count_frame_tokens
 from tests.cli.running import edit_weights, ok, refused
 from tests.encoders import CONTEXT, Pixels, make
 from tests.evaluation.tiny import BOS, EOS, tiny_tokenizer
@@ -219,14 +218,3 @@ class TestRefusals:
 
 class TestFrame:
     PAIRS = (("<s> $A </s>", 1, 1), ("<s> $A", 1, 0), ("$A </s>", 0, 1), (None, 0, 0), ("$A", 0, 0))
-
-    @pytest.mark.parametrize(("template", "before", "after"), PAIRS)
-    def test_windows_are_what_the_tokenizer_makes_of_their_text(self, template, before, after):
-        tokenizer = tiny_tokenizer(template)
-        texts = ["the cat sat", "on the mats"]
-        plain = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts])
-        found = add_frame(plain, tokenizer)
-        assert found.dtype == torch.int64
-        assert found.tolist() == [tokenizer(text)["input_ids"] for text in texts]
-        assert count_frame_tokens(tokenizer) == before + after == found.shape[1] - plain.shape[1]
-        assert torch.equal(found[:, before : before + plain.shape[1]], plain)

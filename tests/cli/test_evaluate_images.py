@@ -69,15 +69,6 @@ def test_alone(pictures):
     ]
 
 
-def test_layouts_agree(pictures):
-    whole = json.loads(ok("evaluate", "vit", "--images", "listed", "--json"))
-    assert json.loads(ok("evaluate", "vit", "--images", "listed/images", "--json")) == whole
-    assert json.loads(ok("evaluate", "vit", "--images", "foldered", "--json")) == whole
-    shutil.move("listed/labels.csv", "mine.csv")
-    write_csv(Path("mine.csv"), *[line.removeprefix("images/") for line in Path("mine.csv").read_text().splitlines()])
-    assert json.loads(ok("evaluate", "vit", "--images", "flat", "--labels", "mine.csv", "--json")) == whole
-
-
 def test_against(pictures):
     found = compare_classifiers(tiny_vit(1), tiny_vit(0), expected())
     said = json.loads(ok("evaluate", "other", "--against", "vit", "--images", "listed", "--json"))

@@ -147,15 +147,6 @@ def test_from_the_hub(here, hub: Hub):
     assert fault.startswith(("reading parquet needs pyarrow", "cannot be read as labelled texts: Parquet"))
 
 
-def test_parquet(here):
-    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow comes with the eval extra")
-    from pyarrow import parquet
-
-    Path("glue/mrpc").mkdir(parents=True)
-    parquet.write_table(pyarrow.Table.from_pylist(pairs()), "glue/mrpc/validation-00000-of-00001.parquet")
-    assert figures("dense", "--tasks", "glue/glue:mrpc") == figures("dense", "--tasks", "data/glue:mrpc")
-
-
 def test_bad_input(here):
     make("many", 3)
     make("graded", 1)

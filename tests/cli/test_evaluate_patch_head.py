@@ -11,7 +11,6 @@ from PIL import Image
 from safetensors.torch import save_file
 from transformers import Dinov2WithRegistersConfig, Dinov2WithRegistersModel
 
-from ckpt_prune.evaluation.label_maps import LabelMaps
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.measure.samples.image_files import ImageFiles
 from ckpt_prune.measure.samples.image_processor import load_processor
@@ -22,7 +21,6 @@ from tests.oracles.dense_labels import drawn_out, miou, normalised
 
 COLOURS = ((250, 10, 10), (10, 250, 10), (10, 10, 250))
 COUNT, SIDE = 6, 32
-CROP = {"size": {"shortest_edge": 32}, "do_center_crop": True, "crop_size": {"height": 16, "width": 40}}
 ARGS = ("--images", "pictures", "--patch-head", "head.safetensors", "--label-maps", "maps")
 
 
@@ -177,15 +175,6 @@ def test_depth(here):
         "",
         "difference +0",
     ]
-
-
-def test_maps_are_cropped_as_images_are(here):
-    processor = load_processor(write_processor(Path("cut"), image_processor_type="BitImageProcessor", **CROP))
-    maps = LabelMaps(Path("maps"), [Path("pictures/0.png")], processor, (16, 40), classes=3)
-    labels = torch.from_numpy(np.asarray(Image.open("maps/0.png")).astype(int))
-    expected = torch.full((16, 40), -1)  # beyond the picture there is no label
-    expected[:, 4:36] = labels[8:24]
-    assert torch.equal(maps.read(0), expected)
 
 
 def test_refusals(here):

@@ -70,14 +70,6 @@ def test_both_models(here, kind):
     ]
 
 
-def test_folders_of_classes_are_halved(here):
-    for n, label in enumerate("abababab"):
-        write_images(Path("foldered", label), [f"{n}.png"])
-    said = json.loads(ok("evaluate", "base", "--images", "foldered", "--probe", "knn", "--json"))
-    assert (said["train"], said["test"], said["against"]) == (4, 4, None)
-    assert said["split"] == "one half at random to learn, the other to test (seed 0)"
-
-
 def test_refusals(here):
     assert refused("evaluate", "base", "--text", "x.txt", "--window", "4", "--probe", "knn") == (
         "--probe goes with --images"

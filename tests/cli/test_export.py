@@ -92,31 +92,6 @@ def test_a_model_is_traced_compared_and_written(graphs, tmp_path, monkeypatch):
     assert Path("out/model.onnx").read_bytes() == (graphs[VISION][1] / "model.onnx").read_bytes()
 
 
-def test_a_decoder_is_compared_on_its_text(decoder):
-    said = ok("export", "decoder", "-o", "out", "--text", "text.txt", "--samples", "4").splitlines()
-    assert re.fullmatch(r"perplexity (\d+\.\d{3}) in onnxruntime, \1 in PyTorch \(4 windows of 32 tokens\)", said[-4])
-    assert said[-3:] == [
-        "compared on: text.txt",
-        "the graph agrees with decoder (fp32, cpu, tolerance 0.0001 of the largest output)",
-        f"text-generation, with cache, fp32, opset 20, {size('out')}: written to out",
-    ]
-    record = read_json("out/validation.json")
-    (graph,) = record["graphs"]
-    assert (record["passed"], graph["data"]["files"], graph["data"]["samples"]) == (True, ["text.txt"], 4)
-    assert graph["files"] == read_json("out/ckpt_prune_onnx.json")["files"]
-
-
-def test_without_validation_the_graph_is_written_uncompared(vision):
-    assert ok("export", "vision", "-o", "out", "--no-validate").splitlines() == [
-        "not compared with PyTorch: `ckpt-prune validate` does it",
-        f"image-classification, fp32, opset 20, {size('out')}: written to out",
-    ]
-    assert files("out") == sorted(VISION_FILES)
-    said = json.loads(ok("export", "vision", "-o", "again", "--no-validate", "--json"))
-    assert (said["written"], said["validation"]) == (True, None)
-    assert ok("validate", "out", "--against", "vision").splitlines()[-1] == AGREES
-
-
 def test_outside_the_tolerance_nothing_is_written(vision):
     before = listing()
     result = run("export", "vision", "-o", "out", "--tolerance", "1e-12")
@@ -241,12 +216,6 @@ def test_a_graph_that_loses_more_than_is_allowed_is_not_written(decoder):
 )
 def test_options_that_do_not_go_together_are_refused(decoder, untraced, options, message):
     assert refused("export", "decoder", "-o", "out", *options) == message
-
-
-def test_ranges_of_inputs_are_measured_on_images(vision, untraced):
-    assert refused("export", "vision", "-o", "out", "--dtype", "int8") == (
-        "--dtype int8 of a model of images measures the ranges of its inputs: give --images DIR"
-    )
 
 
 def test_a_block_size_that_does_not_divide_is_refused(decoder):

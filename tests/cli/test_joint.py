@@ -69,20 +69,6 @@ def test_blocks_that_do_little_go_first(here) -> None:
     assert run("verify", "out", "--against", "deep").exit_code == 0
 
 
-def test_a_given_number_beside_spaces(here) -> None:
-    """A share of the size is of the model with all its blocks; a ratio is of the blocks that stay."""
-    ok("prune", "deep", *JOB, "--set", "depth.drop=2", "--target-params", "60%", "-o", "out")
-    report = read_json("out/ckpt_prune.json")
-    assert len(report["depth"]["kept"]) == 4
-    assert report["depth"]["tried"] == []
-    assert {site["block"] for site in report["sites"]} == {0, 1, 2, 3}
-    assert 0.5 * report["before"]["parameters"] < report["after"]["parameters"] <= 0.6 * report["before"]["parameters"]
-    uniform = ("--set", "allocation=uniform", "--set", "depth.drop=1", "--ratio", "0.5")
-    ok("prune", "deep", *JOB, *uniform, "-o", "half")
-    sites = read_json("half/ckpt_prune.json")["sites"]
-    assert {(len(site["kept"]), site["units"]) for site in sites if site["space"] == "mlp"} == {(12, 24)}
-
-
 def test_a_ratio_is_the_size_that_it_leaves(here) -> None:
     ok("prune", "deep", *JOB, "--ratio", "0.5", "-o", "out")
     ok("prune", "deep", "--recipe", "widths.yaml", *JOB[2:], "--ratio", "0.5", "-o", "plain")

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from ckpt_prune.benchmarking import latency_table
 from ckpt_prune.evaluation.whole_model import quiet_transformers
@@ -170,13 +169,6 @@ def test_a_table_is_kept_and_told_apart(here, timed) -> None:
     assert len(timed) == 4
 
 
-def test_blocks_by_time(here, timed) -> None:
-    """The fewest that reach it."""
-    said = ok("prune", "deep", "--recipe", "shortgpt", *TEXT, "--target-latency", "60%@token", "-o", "out")
-    assert len(read_json("out/ckpt_prune.json")["depth"]["kept"]) == 3
-    assert ", for 60% of the latency of a single token\n" in said
-
-
 @pytest.mark.parametrize(
     ("asked", "why"),
     [
@@ -199,17 +191,6 @@ def test_what_is_out_of_reach(here, timed) -> None:
         "Error: 1ns latency of one pass: out of reach of recipe ridge, whose spaces leave 23.6 ms at the least, of "
         "49.4 ms",
     ]
-
-
-def test_a_variant_has_the_shape_that_is_timed(here) -> None:
-    from ckpt_prune.model.model import Model
-
-    model = Model.open("deep")
-    found: nn.Module = latency_table.build_variant(model, latency_table.Variant(2, {"mlp": 12, "heads": 1}))
-    assert made_up(found) == REST + 2 * (ATTENTION + HEAD + 12 * COLUMN)
-    with torch.no_grad():
-        logits = found(input_ids=torch.arange(8)[None]).logits  # type: ignore[operator]
-    assert bool(torch.isfinite(logits).all())
 
 
 # ---- a narrower residual stream ------------------------------------------------------------------------------------

@@ -71,28 +71,6 @@ def test_where_nothing_is_gained_weights_stay(place: Path):
     assert (lora["modules"], lora["loss_after"]) == (0, lora["loss_before"])
 
 
-def test_an_output_with_code_of_its_own_is_recovered(place: Path):
-    ok(
-        "prune",
-        "dense",
-        "--recipe",
-        "rcpu",
-        "--statistics",
-        "stats",
-        "--ratio",
-        "0.5",
-        "--container",
-        "remote",
-        "-o",
-        "own",
-    )
-    ok("recover", "own", *LORA, "-o", "out")
-    lora = report_of("out")["adapters"]
-    assert lora["loss_after"] == pytest.approx(held_out_loss("out"), rel=1e-4)
-    assert lora["loss_after"] < lora["loss_before"]
-    assert changed("out", "own") == linears(0, 1)
-
-
 def test_a_classifier_learns_its_classes(tmp_path: Path):
     write_vit(Path("vit"))
     names = [f"{index}.png" for index in range(12)]

@@ -8,10 +8,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ckpt_prune.evaluation.whole_model import quiet_transformers
-from tests.cli.running import TEXT, edit_weights, interrupted, ok, read_json, refused, resumed, run
+from tests.cli.running import TEXT, edit_weights, ok, read_json, refused, run
 from tests.oracles import factors
-from tests.pairs import every
 
 PRUNE = ("prune", "dense", "--recipe", "svd-llm-w", "--ratio", "0.4")
 LINEARS = (*(f"self_attn.{kind}_proj" for kind in "qkvo"), *(f"mlp.{kind}_proj" for kind in ("gate", "up", "down")))
@@ -52,15 +50,6 @@ def test_statistics_give_the_same(factored):
     assert "computed again" in ok("verify", "again", "--against", "dense", "--statistics", "grams")
 
 
-def test_it_loads_by_remote_code(factored):
-    with quiet_transformers():
-        model = AutoModelForCausalLM.from_pretrained("out", trust_remote_code=True)
-    rank = read_json("out/ckpt_prune.json")["factored"][0]["rank"]
-    query = model.model.layers[0].self_attn.q_proj
-    assert (query.down.out_features, query.up.in_features) == (rank, rank)
-    assert query.weight.shape == (query.out_features, query.in_features)
-
-
 def test_verify_finds_another_factor(factored):
     said = ok("verify", "out", "--against", "dense")
     assert "products of two factors are as far from the dense weights as ckpt_prune.json says" in said
@@ -73,14 +62,6 @@ def test_verify_finds_another_factor(factored):
     assert found.exit_code == 1
     assert f"kept units: {QUERY}.weight is " in found.stdout
     assert " of its norm away from the product of its factors, ckpt_prune.json says " in found.stdout
-
-
-@pytest.mark.parametrize("recipe", every(2, ["low-rank", "svd-llm-w", "svd-llm"]))
-def test_an_interrupted_run_goes_on(place, recipe):
-    job = ["prune", "dense", "--recipe", recipe, "--ratio", "0.4", *TEXT]
-    ok(*job, "-o", "whole")
-    interrupted(job, 2)
-    resumed(job)
 
 
 def test_the_update_is_that_of_the_dense_weights_behind_factored_blocks(place):

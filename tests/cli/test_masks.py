@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForImageClassification, AutoModelForMaskedLM
+from transformers import AutoModelForCausalLM, AutoModelForImageClassification
 
 import ckpt_prune
 from ckpt_prune.common.progress import Meter
@@ -61,7 +61,6 @@ bytes              20.3 KiB  21.2 KiB  104.3%
 FLOPs / 32 tokens      418K      434K  103.9%
 """
 """One matrix of 16 x 16 between the two blocks: 256 of 5200 parameters, and 2 x 256 x 32 FLOPs."""
-DENSE_CACHE = "recipe {} is sequential; with --statistics its dense-cache variant is used\n"
 WIDTHS = {
     **dict.fromkeys(("self_attn.q_proj", "self_attn.o_proj"), (16, 16)),
     **dict.fromkeys(("self_attn.k_proj", "self_attn.v_proj"), (8, 16)),
@@ -224,19 +223,6 @@ def test_rotations_and_masks(here, recipe):
     assert tensors("out").keys() - tensors("dense").keys() == (set() if shared else added)
 
 
-@pytest.mark.parametrize(("model", "kind"), every(2, product(["dense", "sharded"], ["per-layer", "shared", "values"])))
-def test_rotated_and_unmasked_is_the_dense_model(here, model, kind):
-    ok(
-        *("prune", model, "--recipe", "denoise-rotator-magnitude-50", "--ratio", "0"),
-        *("--set", f"rotation.kind={kind}", "--set", "rotation.steps=5", "-o", "out"),
-    )
-    assert zeros("out") == 0
-    found, dense = ckpt_prune.load("out"), stock("dense")
-    torch.testing.assert_close(logits(found), logits(dense), rtol=1e-4, atol=1e-4)
-    values = "model.layers.1.self_attn.v_proj.weight"
-    assert not torch.allclose(tensors("out")[values], tensors("dense")[values], atol=1e-2)
-
-
 def test_a_head_that_is_no_longer_tied_is_said(here):
     said = ok("prune", "tied", "--recipe", "cayley-rotator-shared-magnitude-50", *FEW, "-o", "out")
     assert said.startswith("the head is no longer tied to the embedding: it reads another basis\n")
@@ -269,26 +255,6 @@ def test_a_vision_transformer(here, recipe):
     assert model(pixel_values=torch.randn(2, 3, 8, 8)).logits.isfinite().all()
 
 
-@pytest.mark.parametrize("recipe", ["magnitude-50", "wanda-50", "sparsegpt-50"])
-def test_bert(here, recipe):
-    said = ok("prune", "bert", "--recipe", recipe, *BERT_TEXT, "-o", "out")
-    # 3 x (4 x 256 + 2 x 352) weights.
-    assert masked_line(recipe).replace("14 linear weights of 3.84K", "18 linear weights of 5.18K") in said
-    dense, found = tensors("bert"), tensors("out")
-    linear = {name for name in dense if ".layer." in name and dense[name].ndim == 2}
-    assert len(linear) == 18
-    assert sum(int((found[name] == 0).sum()) for name in linear) == 3 * 1728 // 2
-    assert all(torch.equal(found[name], dense[name]) for name in dense.keys() - linear)
-    stock("out", AutoModelForMaskedLM)
-
-
-@pytest.mark.parametrize("model", ["opt", "opt-post-norm", "opt-no-head"])
-def test_opt(here, model):
-    said = ok("prune", model, "--recipe", "wanda-50", *TEXT, "-o", "out")
-    assert "Masked by wanda: 50.00% zeros in 18 linear weights of 5.18K parameters.\n" in said
-    assert json.loads(ok("verify", "out", "--against", model, "--json"))["passed"]
-
-
 @pytest.mark.parametrize("kind", ["per-layer", "shared", "values"])
 def test_opt_rotated(here, kind):
     """LayerNorms and biases: the mean that they subtract has to be folded away."""
@@ -318,29 +284,7 @@ def test_a_pattern_is_its_own_ratio(here, recipe):
     assert "with changes" not in (Path("as-it-is") / "README.md").read_text()
 
 
-@pytest.mark.parametrize("recipe", ["magnitude-50", "magnitude-2-4", "cayley-rotator-shared-magnitude-2-4"])
-def test_magnitude_needs_no_data(here, recipe):
-    ok("prune", "dense", "--recipe", recipe, *few(recipe), *TEXT, "-o", "with")
-    ok(*PRUNE, recipe, *few(recipe))
-    assert tensors("out").keys() == tensors("with").keys()
-    assert all(torch.equal(tensor, tensors("with")[name]) for name, tensor in tensors("out").items())
-
-
 # ---- statistics, dry runs, JSON, plans -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("recipe", every(2, ["wanda-50", "sparsegpt-2-4", "cayley-rotator-shared-wanda-50"]))
-def test_statistics(here, recipe):
-    """The dense cache gives what measuring the dense model on the same text gives."""
-    said = ok(*PRUNE, recipe, *few(recipe), "--statistics", "stats")
-    assert said.startswith(DENSE_CACHE.format(recipe) + COSTS)
-    assert said.endswith(masked_line(recipe) + error_line("out") + "written to out\n")
-    ok("prune", "dense", "--recipe", recipe, *few(recipe), "--set", "target=dense", *TEXT, "-o", "live")
-    assert (Path("out") / "model.safetensors").read_bytes() == (Path("live") / "model.safetensors").read_bytes()
-    assert read_json("out/ckpt_prune.json")["calibration"]["target"] == "dense"
-    ok("prune", "dense", "--recipe", recipe, *few(recipe), *TEXT, "-o", "sequential")
-    assert (Path("out") / "model.safetensors").read_bytes() != (Path("sequential") / "model.safetensors").read_bytes()
-    assert "sequential" in read_json("sequential/ckpt_prune.json")["calibration"]["target"]
 
 
 @pytest.mark.parametrize(
@@ -607,29 +551,6 @@ def test_a_hessian_that_stays_singular_is_named(here, monkeypatch):
 # ---- the same again, and interruption ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", every(2, ["wanda-50", "sparsegpt-2-4", *SHARED[2:4], *PER_LAYER[4:]]))
-def test_the_same_twice(here, recipe):
-    args = (*TEXT, "--seed", "3", *((*FEW, "--set", "rotation.jitter=0.1") if "rotator" in recipe else ()))
-    for out in ("one", "two"):
-        ok("prune", "dense", "--recipe", recipe, *args, "-o", out)
-    assert same_files("one", "two")
-
-
-def test_seeds(here):
-    """Of the samples, and of where a rotation starts."""
-    jittered = (*PRUNE, "denoise-rotator-magnitude-50", *FEW, "--set", "rotation.jitter=0.1", "--overwrite")
-    found = []
-    for seed in ("0", "1"):
-        ok(*jittered, "--set", f"rotation.seed={seed}")
-        found.append(load_file("out/rotations.st"))
-    assert not any(torch.equal(found[0][name], found[1][name]) for name in found[0])
-    sampled = []
-    for seed in ("0", "1"):
-        ok(*PRUNE, "sparsegpt-50", *TEXT, "--seed", seed, "--overwrite")
-        sampled.append(tensors("out"))
-    assert not any(torch.equal(sampled[0][name], sampled[1][name]) for name in LINEARS)
-
-
 @pytest.mark.parametrize(
     ("recipe", "step"), dealt(["denoise-rotator-sparsegpt-2-4", "denoise-rotator-wanda-50"], [2, 5])
 )
@@ -647,19 +568,6 @@ def test_ctrl_c_while_learning_a_rotation_of_a_block(here, recipe, step, monkeyp
     )
     ok(*job, "-o", "out", "--resume")
     assert learned == ([0, 1] if step == 2 else [1])
-    assert same_files("out", "whole")
-
-
-@pytest.mark.parametrize("recipe", every(2, ["cayley-rotator-shared-wanda-2-4", "cayley-rotator-shared-magnitude-50"]))
-def test_ctrl_c_while_learning_one_rotation(here, recipe):
-    job = ["prune", "dense", "--recipe", recipe, *TEXT, *FEW]
-    ok(*job, "-o", "whole")
-    before = {Path(name).parts[0] for name in listing()}
-    with pytest.MonkeyPatch.context() as patch:
-        interrupt_at(patch, Meter, "step", 2)
-        assert run(*job, "-o", "out").exit_code == 130
-    assert {Path(name).parts[0] for name in listing()} - before <= {"out.partial"}
-    ok(*job, "-o", "out", "--resume")
     assert same_files("out", "whole")
 
 

@@ -147,14 +147,6 @@ def test_every_pattern_goes_in_and_comes_back(here, family, recipe):
     assert all(not trained[name][zeros[name] == 0].any() for name in masked("whole"))
 
 
-def test_a_mask_that_is_trained_at_once(here):
-    """The blocks of an output are resumed as they are: nothing of theirs is counted anew."""
-    job = ["prune", "llama", "--recipe", "laco-wanda-50", *TEXT, "--set", "recovery.epochs=1"]
-    ok(*job, "-o", "whole")
-    interrupted(job, 3)
-    resumed(job)
-
-
 def test_stock_classes_refuse_what_is_made_of_an_output_of_an_earlier_version(here):
     """Such an output does not say so itself."""
     path = Path("opt/config.json")
@@ -188,11 +180,3 @@ def test_what_is_refused(here):
     assert refused("recover", "dense-llama", "--dense", "llama", *TEXT, "-o", "out") == REFUSED.format(
         "llama", "no other model is held against it"
     )
-
-
-def test_statistics_of_one_output_are_not_those_of_another(here):
-    ok("calibrate", "llama", *TEXT, "--collect", "moments,linears", "-o", "stats")
-    told = json.loads(ok("statistics", "show", "stats", "--json"))
-    assert any(isinstance(width, list) for width in told["consumers"].values())
-    said = refused("prune", "dense-llama", "--recipe", "wanda-50", "--statistics", "stats", "-o", "out")
-    assert said == "stats was measured on another model than this checkpoint: measure again"

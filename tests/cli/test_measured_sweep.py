@@ -1,15 +1,12 @@
 """`plan --sweep` of what no plan says, and of what is calibrated anew: each value is pruned and measured."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from tests.cli.running import listing, ok, refused
-from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
 from tests.images import CLASSES, write_csv, write_images, write_vit
 
 HELD_OUT = ("--evaluate", "calib.txt", "--window", "16", "--evaluate-samples", "4")
@@ -44,25 +41,6 @@ def test_calibration_samples(place):
         assert point["perplexity"] == pytest.approx(alone["perplexity"], rel=1e-9)
     first, second = said["points"]
     assert first["errors"] != second["errors"]
-
-
-@pytest.fixture
-def tied(place: Path) -> Path:
-    """A llama of three blocks whose head is its embedding."""
-    torch.manual_seed(3)
-    with quiet_transformers():
-        tiny_llama(max_position_embeddings=32, tie_word_embeddings=True, num_hidden_layers=3).save_pretrained("tied")
-    tiny_tokenizer("<s> $A").save_pretrained("tied")
-    return place
-
-
-def test_dimensions_of_the_stream(tied):
-    how = ("--recipe", "slicegpt-shared", "--set", "hidden.multiple_of=2", *TRAIN, *HELD_OUT)
-    rows, said = swept("tied", *how, "--sweep", "hidden.drop=2,6")
-    assert rows[0].split()[:6] == ["hidden.drop", "parameters", "share", "bytes", "FLOPs", "dimensions"]
-    assert [row.split()[-3] for row in rows[1:3]] == ["14", "10"]
-    assert [point["dimensions"] for point in said["points"]] == [14, 10]
-    assert said["points"][0]["kl"] < said["points"][1]["kl"]
 
 
 @pytest.mark.parametrize("labelled", [True, False])

@@ -8,7 +8,7 @@ import torch
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from tests.cli.joint_axes import JOB, WIDTHS
-from tests.cli.running import ok, read_json, refused, resumed, run, untimed
+from tests.cli.running import ok, read_json, refused, resumed, run
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
 from tests.families import stock
 from tests.interrupting import interrupt_at
@@ -81,22 +81,6 @@ def test_an_interrupted_choice_goes_on(here) -> None:
         interrupt_at(patch, Journal, "record", 5)
         assert run(*job, "-o", "out").exit_code == 130
     resumed(job)
-
-
-def test_a_dry_run(here) -> None:
-    said = untimed(ok("prune", "flat", *JOB, "--target-params", "70%", "--dry-run", "-o", "out")).splitlines()
-    assert (
-        "how many dimensions of the residual stream go is measured first; were it none; kept per block at one ratio "
-        "everywhere: heads 1/2, mlp 15/24 (70% of the parameters); measuring finds widths of that size that lose less"
-    ) in said
-    assert (
-        "to be measured first: the residual stream, wherever a block reads it, and then the inputs of every block's "
-        "layers, and what pruning each does to the model's output, on 8 windows of 16 tokens of calib.txt"
-    ) in said
-    assert (
-        "to be stored as a stock class with the shape that measuring finds (llama or one that computes the same), or "
-        "with code of its own where there is none"
-    ) in said
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from ckpt_prune.model.skeleton import quiet_transformers
 from tests.cli.running import TEXT, edit_weights, ok, read_json, refused, run, set_config
 from tests.contract.test_parts import PartCase
 from tests.evaluation.tiny import tiny_tokenizer
-from tests.images import write_images, write_processor
 
 NOTE = (
     "all figures are of the text part of this llava: it is calibrated on text alone: what its blocks see of images "
@@ -75,20 +74,6 @@ def test_measured_once_and_planned(llava):
     assert all(Path("out", name).read_bytes() == Path("planned", name).read_bytes() for name in names)
     other = refused("prune", "llava", "--part", "vision", "--statistics", "own", *recipe, "-o", "other")
     assert "own" in other
-
-
-def test_the_vision_tower_by_its_images(llava):
-    write_processor(Path("llava"), size={"height": 12, "width": 12})
-    write_images(Path("images"), [f"{index}.png" for index in range(8)])
-    said = ok("prune", "llava", "--part", "vision", "--recipe", "corp-heads", "--ratio", "0.5", "--images", "images",
-              "-o", "out")  # fmt: skip
-    assert "all figures are of the vision part of this llava: it is calibrated on its own images\n" in said
-    assert changes(read_json("llava/config.json"), read_json("out/config.json")) == {
-        "vision_config.head_dim": 4,
-        "vision_config.mlp_ratio": 1,
-        "vision_config.num_attention_heads": 2,
-    }
-    assert "FAILED" not in ok("verify", "out", "--against", "llava")
 
 
 def test_another_part_that_was_changed_is_noticed(llava):

@@ -54,20 +54,6 @@ def test_text(place):
         assert row[8:] == ["-"]
 
 
-def test_with_folds_the_error_on_unseen_windows_is_told(place):
-    ok("calibrate", "dense", *TEXT, "--folds", "4", "-o", "folded")
-    lines = ok("plan", "dense", "--recipe", "ridge", "--statistics", "folded", "--ratio", "0.5").splitlines()
-    held_out = []
-    for line in lines[7:11]:
-        after, unseen = float(line.split()[6]), float(line.split()[9])
-        assert unseen > after
-        held_out.append((line.split()[1], unseen))
-    for space in ("heads", "mlp"):
-        (told,) = (line for line in lines if line.startswith(f"{space}: mean error on held-out folds, compensated, "))
-        own = [unseen for where, unseen in held_out if where == space]
-        assert float(told.split()[-1]) == pytest.approx(sum(own) / 2, abs=1e-4)
-
-
 def test_applying_the_plan_is_applying_the_recipe(place):
     ok("plan", "dense", *RCPU, "-o", "plan.json")
     ok("prune", "dense", "--plan", "plan.json", "-o", "planned")
@@ -98,13 +84,6 @@ def test_a_plan_has_settled_everything(place):
         assert refused(*prune, *option) == message
     for given, data in (("--text", TEXT), ("--images", ("--images", "."))):
         assert refused(*prune, *data) == f"a plan has settled its statistics: {given} does not go with it"
-
-
-@pytest.mark.parametrize("file", ["calib.txt", "stats/statistics.json", "dense/model.safetensors"])
-def test_what_is_not_a_plan(place, file):
-    assert refused("prune", "dense", "--plan", file, "-o", "out") == (
-        f"{file} is not a plan: plans are written by `ckpt-prune plan`"
-    )
 
 
 # ---- places ----------------------------------------------------------------------------------------------------

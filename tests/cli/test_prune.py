@@ -8,13 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from safetensors.torch import load_file
 
 import ckpt_prune
 from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.cli.main import main
 from ckpt_prune.cli.prune_command import hints
-from ckpt_prune.common.errors import UserError
 from tests.cli.running import (
     TEXT,
     interrupted,
@@ -27,7 +25,6 @@ from tests.cli.running import (
     run,
     same_files,
     set_config,
-    untimed,
 )
 from tests.interrupting import interrupt_at
 from tests.pairs import crossed, every
@@ -84,15 +81,6 @@ def test_text_and_a_sequential_recipe(place):
     assert "FAILED" not in ok("verify", "out", "--against", "dense")
 
 
-def test_text_and_a_dense_recipe_is_calibrating_first(place):
-    before = listing()
-    ok("prune", "dense", "--recipe", "flap", *HALF, *TEXT, "-o", "live")
-    assert {Path(name).parts[0] for name in set(listing()) - set(before)} == {"live"}
-    ok("prune", "dense", "--recipe", "flap", *HALF, "--statistics", "stats", "-o", "cached")
-    live, cached = (Path(out) / "model.safetensors" for out in ("live", "cached"))
-    assert live.read_bytes() == cached.read_bytes()
-
-
 def test_a_strength_searched_by_perplexity_is_told(place):
     args = ["--set", "spaces.mlp.compensation.lambda_grid=[0.001,1]", "--set"]
     args += ["spaces.heads.compensation.lambda_grid=[0.001,1]"]
@@ -114,12 +102,6 @@ def test_set_changes_the_recipe(place):
     assert [len(site["kept"]) for site in report["sites"]] == [2, 18, 2, 18]
 
 
-def test_a_space_that_is_to_stay_whole_stays_under_one_budget(place):
-    ok("prune", "dense", "--set", "spaces.heads.ratio=0", *HALF, *TEXT, "-o", "out")
-    sites = read_json("out/ckpt_prune.json")["sites"]
-    assert {(site["space"], len(site["kept"])) for site in sites} == {("mlp", 12)}
-
-
 def test_dry_run_writes_nothing(place):
     before = listing()
     said = ok(*SEQUENTIAL, "-o", "out", "--dry-run")
@@ -127,21 +109,6 @@ def test_dry_run_writes_nothing(place):
         f"{COSTS}it takes about 1 s, 1.16 GiB of memory and 12.8 KiB of disk, where nothing else runs on this machine\n"
         "everything checked, nothing written\n"
     )
-    assert listing() == before
-
-
-@pytest.mark.parametrize(
-    "recipe",
-    ["rcpu", "ridge-folds", "wanda-sp", "ridge", "sparsegpt-50"],
-)
-def test_a_dry_run_needs_nothing_to_measure_on(place, recipe):
-    before = listing()
-    said = ok("prune", "dense", "--recipe", recipe, "-o", "out", "--dry-run")
-    assert untimed(said).splitlines()[-2:] == [
-        "to be measured: the inputs of every block's layers; give --text FILE for it (128 windows of 32 tokens, unless "
-        "you say --samples), or --statistics STATS",
-        "everything that needs no measuring is checked, nothing written",
-    ]
     assert listing() == before
 
 
@@ -251,23 +218,7 @@ def test_a_crash_keeps_the_blocks_that_are_done(place, recipe, error):
     assert same_files("out", "whole")
 
 
-@pytest.mark.parametrize("commit", [1, 2])
-def test_bad_input_that_is_found_late_leaves_nothing(place, commit):
-    with pytest.MonkeyPatch.context() as patch:
-        interrupt_at(patch, CheckpointWriter, "commit", commit, UserError("a bad disk"))
-        assert refused(*SEQUENTIAL, "-o", "out") == "a bad disk"
-
-
 # ---- containers ------------------------------------------------------------------------------------------------
-
-
-def test_a_forced_container(place):
-    ok("prune", "dense", "--recipe", "magnitude", *HALF, "--container", "seed_oss", "-o", "out")
-    assert read_json("out/config.json")["model_type"] == "seed_oss"
-    assert "FAILED" not in ok("verify", "out", "--against", "dense")
-    assert refused("prune", "dense", "--recipe", "magnitude", "--container", "gpt2", "-o", "other") == (
-        "container 'gpt2' cannot hold a llama: llama, mistral, seed_oss, remote, any or padded can"
-    )
 
 
 def test_remote_code_of_the_source_does_not_travel(place):
@@ -322,14 +273,8 @@ def test_statistics_of_a_plan_that_are_gone(place):
 # ---- recovery in a recipe --------------------------------------------------------------------------------------
 
 MANY = ("--text", "calib.txt", "--samples", "64", "--window", "16")
-SOME = ("--text", "calib.txt", "--samples", "16", "--window", "16")
-"""Where what is learned does not matter, but that it is the same."""
 TWO = ("--set", "recovery.epochs=2")
 RECOVERING = ("prune", "dense", "--recipe", "rcpu", *HALF, *MANY, *TWO)
-
-
-def linear_weights(out: str) -> dict[str, torch.Tensor]:
-    return {name: tensor for name, tensor in load_file(f"{out}/model.safetensors").items() if "_proj" in name}
 
 
 @pytest.mark.parametrize("option", [[], ["--dry-run"], ["--statistics", "stats"]])
@@ -351,76 +296,9 @@ def test_statistics_and_text_without_recovery_exclude_each_other(place):
     )
 
 
-@pytest.mark.parametrize(("recipe", "zeros"), [("magnitude", False), ("magnitude-50", True)])
-def test_recovering_on_the_way_and_afterwards_are_the_same_where_nothing_is_measured(place, recipe, zeros):
-    args = ("prune", "dense", "--recipe", recipe, *HALF)
-    ok(*args, *MANY, *TWO, "-o", "once")
-    ok(*args, "-o", "first")
-    ok("recover", "first", "--dense", "dense", *MANY, "--epochs", "2", "-o", "then")
-    once, then = read_json("once/ckpt_prune.json"), read_json("then/ckpt_prune.json")
-    assert Path("once/model.safetensors").read_bytes() == Path("then/model.safetensors").read_bytes()
-    assert once["layers"] == then["layers"]
-    assert [once["recovery"].pop("on_the_fly"), then["recovery"].pop("on_the_fly")] == [True, False]
-    assert then["recovery"].pop("earlier") is None
-    assert once["recovery"] == then["recovery"]
-    gone = sum(int((weight == 0).sum()) for weight in linear_weights("once").values())
-    assert gone == (1920 if zeros else 0)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "streams"),
-    every(2, [("rcpu", 1), ("flap", 1), ("denoise-rotator-wanda-50", 2), ("wanda-50", 1), ("ridge-folds", 1)]),
-)
-def test_states_of_the_model_that_is_measured_may_be_on_disk(place, monkeypatch, recipe, streams):
-    """Of sequential recipes, of those that measure first, of what a rotation learns from: none recovers."""
-    job = ("prune", "dense", "--recipe", recipe, *TEXT)
-    job += ("--set", "rotation.steps=3") if "rotator" in recipe else ()
-    from_file, mapped = torch.from_file, []
-    monkeypatch.setattr(torch, "from_file", lambda *args, **kw: mapped.append(kw["size"]) or from_file(*args, **kw))
-    ok(*job, "-o", "whole")
-    assert mapped == []
-    before = set(listing())
-    ok(*job, "--state-memory", "0", "-o", "out")
-    assert mapped == [8 * 16 * 16] * streams
-    assert {Path(name).parts[0] for name in set(listing()) - before} == {"out"}
-    assert same_files("out", "whole")
-
-
-@pytest.mark.parametrize("recipe", every(2, ["rcpu", "flap", "laco-sparsegpt-2-4"]))
-def test_ctrl_c_and_resume_with_recovery(place, recipe):
-    job = ["prune", "dense", "--recipe", recipe, *([] if "2-4" in recipe else HALF), *SOME, *TWO]
-    job += ["--perplexity-after", "all"]
-    ok(*job, "-o", "whole")
-    for commit in (1, 2, 3):
-        interrupted(job, commit)
-        if commit == 2:
-            different = f"{Path('out.partial').absolute()} was begun by a different job; "
-            for other in (["--set", "recovery.lr=1"], ["--set", "recovery.seed=1"], ["--set", "recovery.samples=9"]):
-                assert refused(*job, *other, "-o", "out", "--resume").startswith(different)
-        resumed(job)
-
-
 RECOVERY_KEYS = (
     "method, epochs, lr, batch, accumulate, schedule, only, layers, norms, teacher, held_out, patience, samples, seed"
 )
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("epoch=2", f"unknown key recovery.epoch: did you mean 'epochs'? allowed here: {RECOVERY_KEYS}"),
-        (
-            "ratio=0.5",
-            f"unknown key recovery.ratio: ratio stands at the top of a recipe; allowed here: {RECOVERY_KEYS}",
-        ),
-        ("held_out=1", "recovery.held_out: input should be less than 1, got 1"),
-        ("layers=a", "recovery.layers: 'a' is not a range of blocks: say A:B, such as 0:4, 4: or :4"),
-    ],
-)
-def test_keys_and_values_of_recovery_that_mean_nothing(place, override, message):
-    for command in (["prune", "dense", *MANY, "-o", "out"], ["plan", "dense", "--statistics", "stats"]):
-        said = refused(*command, "--recipe", "rcpu", "--set", f"recovery.{override}")
-        assert said == f"--set: {message}"
 
 
 def test_recovery_that_a_model_or_its_data_does_not_allow(place):

@@ -102,16 +102,6 @@ def test_a_graph_of_another_model_inside(again, finished):
     )
 
 
-def test_a_plan_ends_in_a_graph(again):
-    plan = ("plan", "dense", "--recipe", "rcpu", "--ratio", "0.5", "--statistics", "stats", "-o", "plan.json")
-    ok(*plan, *EXPORT, "--set", "export.validate=false")
-    assert read_json("plan.json")["recipe"]["export"]["validate"] is False
-    said = ok("prune", "dense", "--plan", "plan.json", "-o", "out").splitlines()
-    assert said[-3] == "written to out"
-    assert files("out/onnx") == sorted(GRAPH)
-    assert read_json("out/onnx/ckpt_prune_onnx.json")["source"]["name"] == "out"
-
-
 # ---- a dry run -----------------------------------------------------------------------------------------------------
 
 
@@ -223,17 +213,6 @@ def test_resumed_with_the_graph_alone(again, monkeypatch):
     result = run(*PRUNE, *EXPORT, "-o", "out", "--resume")
     assert (result.exit_code, result.stdout, result.stderr) == (0, "", "out is finished: nothing is left to do\n")
     assert listing() == before
-
-
-def test_resumed_as_json_and_with_a_graph_that_does_not_pass(again, monkeypatch):
-    strict = ("--set", "export.tolerance=1e-12")
-    leave_without_graph(monkeypatch, *strict)
-    result = run(*PRUNE, *EXPORT, *strict, "-o", "out", "--resume", "--json")
-    assert result.exit_code == 1
-    said = json.loads(result.stdout)
-    assert said.pop("onnx")["written"] is False
-    assert said == read_json("out/ckpt_prune.json")
-    assert_complete("out")
 
 
 def test_another_recipe_is_not_resumed(again, monkeypatch):

@@ -168,22 +168,6 @@ def test_measures_of_a_vocabulary_head_are_refused(here: Path, kind: str, recipe
     assert refused("prune", "dense", "--recipe", recipe, *DATA, "-o", "out").startswith(why.format(named))
 
 
-def test_effects_on_an_embedder_are_those_on_its_features(here: Path) -> None:
-    """A head that is never used changes nothing of what is measured."""
-    write_embedder("base")
-    write_embedder("headed", "Qwen3ForCausalLM", tie_word_embeddings=False)
-    own, head = (load_file(f"{name}/model.safetensors") for name in ("base", "headed"))
-    moved = {f"model.{name}": tensor for name, tensor in own.items()} | {"lm_head.weight": head["lm_head.weight"]}
-    save_file(moved, "headed/model.safetensors", {"format": "pt"})
-    effects = []
-    for name in ("base", "headed"):
-        ok("calibrate", name, *DATA, "-o", f"statistics-{name}")
-        found = json.loads(Path(f"statistics-{name}/statistics.json").read_text())["effects"]
-        effects.append([point[1] for points in found.values() for point in points])
-    assert len(effects[0]) == 8
-    assert effects[1] == pytest.approx(effects[0], rel=1e-5)
-
-
 def numbers(folder: str, windows: Tensor) -> np.ndarray[Any, Any]:
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     with torch.no_grad():
@@ -255,16 +239,6 @@ def test_a_class_that_is_not_taken_is_named(here: Path, model: str, named: str, 
     said = f"config.json names {named}, which is not a known class of {model.lower()}; known are {classes}"
     for command in (("inspect", "dense"), ("prune", "dense", *RIDGE, "-o", "out")):
         assert refused(*command).startswith(f"dense: {said}")
-
-
-def test_a_cross_encoder_of_a_causal_family(here: Path) -> None:
-    write("dense", "Qwen3ForSequenceClassification", num_labels=1)
-    edit("dense", sentence_transformers={"version": "5.0.0", "activation_fn": "torch.nn.modules.linear.Identity"})
-    ok("prune", "dense", *RIDGE, "-o", "out")
-    card = Path("out/README.md").read_text()
-    assert card.startswith("---\nlibrary_name: sentence-transformers\npipeline_tag: text-ranking\n")
-    assert 'model = CrossEncoder("PATH")' in card
-    assert json.loads(Path("out/config.json").read_text())["sentence_transformers"]["version"] == "5.0.0"
 
 
 @pytest.mark.parametrize("false", [7, None])

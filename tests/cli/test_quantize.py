@@ -263,15 +263,6 @@ def test_without_the_library_it_says_which_extra(here: Path, monkeypatch: pytest
     )
 
 
-def test_overwriting_replaces_only_what_it_wrote(here: Path):
-    ok("quantize", "dense", "-o", "out", "--format", "int8")
-    assert "out exists" in refused("quantize", "dense", "-o", "out", "--format", "int4")
-    Path("out/mine.txt").write_text("mine")
-    ok("quantize", "dense", "-o", "out", "--format", "int4", "--overwrite")
-    assert Path("out/mine.txt").read_text() == "mine"
-    assert json.loads(Path("out/ckpt_prune_quantised.json").read_text())["format"] == "int4"
-
-
 def test_code_of_its_own_is_refused(place: Path):
     ok(
         "prune",

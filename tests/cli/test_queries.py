@@ -1,12 +1,9 @@
 """Query heads inside KV groups, alone and beside whole groups, from the command line."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 import ckpt_prune
 from ckpt_prune.evaluation.whole_model import quiet_transformers
@@ -16,7 +13,7 @@ from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import Site
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.stages.spaces.widths import dense_ranking
-from tests.cli.running import TEXT, ok, read_json, refused, run
+from tests.cli.running import TEXT, ok, read_json, refused
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
 from tests.families import stock
 
@@ -66,18 +63,6 @@ def small(folder: str, **changes: int) -> None:
 
 
 # ---- one query head of every group -------------------------------------------------------------------------------
-
-
-def test_a_plan_lists_query_heads_as_many_in_every_group(here):
-    said = ok("plan", "dense", "--recipe", "mine.yaml", "--statistics", "stats", "-o", "plan.json")
-    assert "kept per block: queries 1/2 (ratio 0.5), mlp 18/24 (ratio 0.25)" in said.splitlines()
-    assert "kept: units that stay, of those there are (queries: grouped query heads, mlp: columns)" in said.splitlines()
-    sites = [site for site in read_json("plan.json")["sites"] if site["space"] == "queries"]
-    assert [(site["block"], site["units"]) for site in sites] == [(0, 4), (1, 4)]
-    assert all(len({head // 2 for head in site["kept"]}) == len(site["kept"]) == 2 for site in sites)
-    for site in sites:
-        # In each group the one of higher score.
-        assert site["kept"] == [max((g * 2, g * 2 + 1), key=lambda head: site["scores"][head]) for g in (0, 1)]
 
 
 def test_keys_and_values_stay_and_the_stock_class_loads_it(here):
@@ -184,47 +169,3 @@ def test_groups_of_one_query_head(here):
         "recipe mine prunes queries, query heads inside KV groups, and none can go by itself in this llama: "
         "spaces.heads drops them with their keys and values"
     )
-
-
-def test_a_class_that_cannot_say_the_shape(here):
-    """Six of eight query heads do not divide a hidden size of sixteen: a Llama is stored as mistral, unless forced."""
-    small("wide", num_attention_heads=8)
-    given = ("prune", "wide", "--recipe", "mine.yaml", "--set", "spaces.queries.ratio=0.25", *TEXT, "-o", "out")
-    ok(*given)
-    assert read_json("out/config.json")["model_type"] == "mistral"
-    assert heads("out") == (6, 2)
-    shutil.rmtree("out")
-    assert refused(*given, "--container", "llama") == (
-        "no stock class fits: llama refuses 6 heads, which do not divide its hidden size of 16. Say --container any "
-        "to store it with code of its own beside the weights, or take another --ratio or a compensation without a bias"
-    )
-
-
-@pytest.mark.parametrize(("model_type", "spaces"), [("gemma2", "heads"), ("gemma3_text", "queries")])
-def test_blocks_differ_in_heads_where_the_class_checks_their_number(place, model_type: str, spaces: str) -> None:
-    """Three or six heads do not divide 32 dimensions, which its config class asks for."""
-    shape = {"num_attention_heads": 8, "num_key_value_heads": 4 if spaces == "heads" else 2, "head_dim": 8}
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
-    torch.manual_seed(0)
-    with quiet_transformers():
-        config = AutoConfig.for_model(model_type, **sizes, **shape, max_position_embeddings=32)
-        AutoModelForCausalLM.from_config(config).save_pretrained("gemma")
-    tiny_tokenizer("<s> $A").save_pretrained("gemma")
-    recipe = {"version": 1, "name": "test", "allocation": "least-error", "weigh_by": "energy", "widths": "per_layer"}
-    own = {"score": "obs", "compensation": {"method": "ridge"}}
-    recipe |= {"container": "any", "size": {"params": "86%"}, "spaces": {spaces: own}}
-    Path("recipe.json").write_text(json.dumps(recipe))
-    ok("prune", "gemma", "--recipe", "recipe.json", *TEXT, "-o", "out")
-    kept = [len(site["kept"]) for site in read_json("out/ckpt_prune.json")["sites"]]
-    assert len(set(kept)) > 1
-    ok("verify", "out", "--against", "gemma")
-    tokens = torch.arange(12)[None]
-    with quiet_transformers(), torch.no_grad():
-        ours, theirs = (
-            ckpt_prune.load("out"),
-            AutoModelForCausalLM.from_pretrained("out", trust_remote_code=True),
-        )
-        assert torch.equal(ours(tokens).logits, theirs(tokens).logits)
-    again = run("evaluate", "out", "--trust-remote-code", "--text", "calib.txt", "--window", "16", "--samples", "2")
-    assert again.exit_code == 0
-    assert "per-layer" not in again.stderr

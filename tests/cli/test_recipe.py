@@ -74,17 +74,6 @@ def test_keys_of_a_named_rotation_can_be_changed():
     assert load_recipe("sparsegpt", ("mask.pattern=1:4",)).ratio == 0.75
 
 
-def test_copy(place):
-    assert ok("recipe", "copy", "rcpu") == "rcpu.yaml\n"
-    assert ok("recipe", "copy", "flap", "mein rezept ü.yaml") == "mein rezept ü.yaml\n"
-    Path("folder").mkdir()
-    assert ok("recipe", "copy", "rcpu", "folder") == "folder/rcpu.yaml\n"
-    assert (
-        Path("folder/rcpu.yaml").read_text() == Path("rcpu.yaml").read_text() == recipe_text(shipped_recipes()["rcpu"])
-    )
-    assert ok("recipe", "validate", "mein rezept ü.yaml") == "mein rezept ü.yaml: recipe flap is valid\n"
-
-
 def test_names_that_no_file_can_have(place):
     long = "x" * 300
     for command in (
@@ -212,15 +201,6 @@ def test_nonsense_in_set(place, override, message):
     assert said == message.format(shipped_recipes()["magnitude"].path)
 
 
-@pytest.mark.parametrize(("ratio", "share"), [("20", "0.2"), ("2", "0.02"), ("12.5", "0.125")])
-def test_percentages_without_their_sign_are_asked_about(place, ratio, share):
-    meant = f"did you mean {ratio}% or {share}?"
-    message = f"--ratio {ratio}: a ratio is in [0, 1): {meant}"
-    assert refused("prune", "dense", "--recipe", "magnitude", "--ratio", ratio, "-o", "out") == message
-    said = refused("prune", "dense", "--recipe", "magnitude", "--set", f"spaces.mlp.ratio={ratio}", "-o", "out")
-    assert said == f"--set: spaces.mlp.ratio: input should be less than 1, got {float(ratio):g}: {meant}"
-
-
 @pytest.mark.parametrize("change", [["--ratio", "50%"], ["--set", "ratio=50%"]])
 def test_percentages_are_ratios(place, change):
     def plan(*changes):
@@ -230,10 +210,3 @@ def test_percentages_are_ratios(place, change):
     assert refused("prune", "dense", "--recipe", "magnitude", "--ratio", "100%", "-o", "out") == (
         "--ratio 1: a ratio is in [0, 1)"
     )
-
-
-def test_a_ratio_that_leaves_nothing(place):
-    message = "ratio 0.99 would drop all 24 units of a space: at least one must stay"
-    for command in ("prune", "plan"):
-        assert refused(command, "dense", "--recipe", "magnitude", "--ratio", "0.99", "-o", "out") == message
-    assert refused("plan", "dense", "--recipe", "magnitude", "--ratio", "half").startswith("--ratio half: Input should")

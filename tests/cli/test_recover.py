@@ -139,13 +139,6 @@ def test_text(place):
 # ---- which weights ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("only", "modules"), [("mlp", MLP), ("attention", ATTENTION)])
-def test_only_the_mlp_or_the_attention(place, only, modules):
-    ok(*RECOVER, "--only", only, "-o", "out")
-    assert changed("out") == linears(0, 1, only=modules)
-    assert report_of("out")["recovery"]["settings"]["only"] == only
-
-
 @pytest.mark.parametrize(
     ("layers", "blocks"),
     every(2, [("0:1", [0]), ("1:", [1]), (":1", [0]), ("1:2", [1]), (":", [0, 1]), ("0:2", [0, 1])]),
@@ -169,15 +162,6 @@ def test_layers_that_are_no_range(place, layers):
     )
 
 
-@pytest.mark.parametrize("layers", ["1:1", "0:99", f"0:{10**30}"])
-def test_layers_that_are_not_there(place, layers):
-    message = f"layers {layers}: the model has blocks 0 to 1, say 0:2 for all"
-    assert refused(*RECOVER, "--layers", layers, "-o", "out") == message
-    assert refused("prune", "dense", "--recipe", "rcpu", *TEXT, "--set", f"recovery.layers={layers!r}", "-o", "o") == (
-        message
-    )
-
-
 def test_zeros_stay_zeros(place):
     ok("prune", "dense", "--recipe", "wanda-2-4", *TEXT, "-o", "masked")
     args = ("--lr", "0.02", "-o", "out")
@@ -189,20 +173,6 @@ def test_zeros_stay_zeros(place):
     assert recovered == pruned
     assert "all                    14    3.84K  50.0%  50.0%  50.0%      2:4\n" in recovered
     assert "sparsity: 14 masked weights: 50.0 % zeros, 2:4 holds in every group\n" in ok("verify", "out")
-
-
-def test_nothing_to_recover(place):
-    """The dense model itself."""
-    lines = ok("recover", "dense", "--dense", "dense", *TEXT, "-o", "out").splitlines()
-    assert [cells(line) for line in lines[1:3]] == [
-        [str(block), "old weights kept", "0", "0", "0", "0", "1", "1"] for block in (0, 1)
-    ]
-    assert lines[4].startswith("  0 of 2 blocks have new weights")
-    assert Path("out/model.safetensors").read_bytes() == Path("dense/model.safetensors").read_bytes()
-    report = report_of("out")
-    assert report["recipe"] == {"name": "pruned elsewhere"}
-    first, last = report["recovery"]["perplexity_after"]
-    assert first["perplexity"] == last["perplexity"]
 
 
 def test_a_learning_rate_that_gets_lost(place):
@@ -272,17 +242,6 @@ def test_hidden_states_that_are_not_finite(place, model, block):
 # ---- perplexity on the way -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("after", "blocks"),
-    every(2, [("all", [0, 1, 2]), ("0,1", [0, 1, 2]), ("2", [0, 2]), ("0", [0, 2]), (" 1 , 2", [0, 1, 2])]),
-)
-def test_perplexity_after(whole, after, blocks):
-    said = ok(*RECOVER, "--perplexity-after", after, "-o", "out")
-    assert [entry["blocks"] for entry in report_of("out")["recovery"]["perplexity_after"]] == blocks
-    assert curve("out") in said.splitlines()
-    assert changed("out", "whole") == set()
-
-
 @pytest.mark.parametrize("after", ["x", "3", "0,,1", "-1", "²"])
 def test_perplexity_after_what_is_not_there(place, after):
     assert refused(*RECOVER, "--perplexity-after", after, "-o", "out") == (
@@ -308,16 +267,6 @@ def test_states_on_disk_change_nothing_and_are_not_left(whole, monkeypatch):
     ok(*RECOVER, "--state-memory", str(STATES * 4 / 2**30), "-o", "half")
     assert mapped.count(STATES) == 1
     assert same_files("half", "whole")
-
-
-def test_the_same_twice_and_other_seeds(whole):
-    ok(*RECOVER, "-o", "again")
-    assert same_files("again", "whole")
-    ok(*RECOVER, "--seed", "1", "--choose", "first", "-o", "c")
-    ok(*RECOVER, "--seed", "2", "--choose", "first", "-o", "d")
-    data = [report_of(out)["recovery"]["data"]["data"] for out in "cd"]
-    assert data[0] == data[1]
-    assert changed("c", "d") == linears(0, 1)
 
 
 @pytest.mark.parametrize("commit", chosen([1, 2, 3], lambda commit: commit == 2))
@@ -471,32 +420,6 @@ def test_pruned_elsewhere(here):
 
 
 # ---- a dense model that is not the source ----------------------------------------------------------------------
-
-
-DOUBT = (
-    "pruned says it was made from another model (dense) than tuned: right where it was pruned more than once, else "
-    "give the dense model it was made from"
-)
-
-
-def tune() -> None:
-    """A dense model `tuned` that is nearly the one that `pruned` was made from."""
-    shutil.copytree("dense", "tuned")
-    edit_weights("tuned", lambda found: found["model.norm.weight"].mul_(1.01))
-
-
-@pytest.mark.parametrize("option", [[], ["--json"]])
-def test_another_dense_model_is_doubted_and_taken(place, option):
-    tune()
-    result = run("recover", "pruned", "--dense", "tuned", *RECOVER[4:], "-o", "out", *option)
-    assert result.exit_code == 0
-    assert DOUBT in result.stderr.splitlines()
-    assert DOUBT not in result.stdout
-    assert changed("out") == linears(0, 1)
-    report = report_of("out")
-    assert (report["source"]["name"], report["recovery"]["dense"]["name"]) == ("dense", "tuned")
-    assert report["source"]["fingerprint"] != report["recovery"]["dense"]["fingerprint"]
-    assert not option or json.loads(result.stdout) == report
 
 
 # ---- options that mean nothing ---------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_prune.common.filenames import REPORT
-from tests.cli.running import listing, ok, refused
+from tests.cli.running import ok, refused
 from tests.show.examples import (
     Json,
     elsewhere,
@@ -43,37 +43,9 @@ def heading(path: str) -> str:
 # ---- where it goes ---------------------------------------------------------------------------------------------
 
 
-def test_beside_the_folder(here):
-    before = listing()
-    assert ok("report", "out") == "report written to out.report.html\n"
-    assert heading("out.report.html") == "tiny, pruned by recipe corp"
-    assert set(listing()) - set(before) == {"out.report.html"}
-    assert {name: value for name, value in listing().items() if name in before} == before
-
-
-def test_the_working_folder(here, monkeypatch):
-    monkeypatch.chdir("out")
-    assert ok("report", ".") == f"report written to {here / 'out.report.html'}\n"
-    assert heading("../out.report.html") == "tiny, pruned by recipe corp"
-    assert ok("report", REPORT, "--overwrite") == f"report written to {here / 'out.report.html'}\n"
-    assert [path.name for path in Path().iterdir()] == [REPORT]
-    Path("inner").mkdir()
-    monkeypatch.chdir("inner")
-    assert ok("report", "..", "--overwrite") == f"report written to {here / 'out.report.html'}\n"
-
-
 def test_a_plan(here):
     assert ok("report", "plan.json") == "report written to plan.report.html\n"
     assert heading("plan.report.html") == "Plan for tiny, by corp"
-
-
-def test_a_link_is_replaced_and_what_it_names_stays(here):
-    ok("report", "out", "-o", "a.html")
-    Path("b.html").symlink_to("a.html")
-    before = Path("a.html").stat()
-    ok("report", "plan.json", "-o", "b.html", "--overwrite")
-    assert Path("a.html").stat() == before
-    assert not Path("b.html").is_symlink()
 
 
 def test_neither_torch_nor_transformers_is_loaded(here):
@@ -87,14 +59,6 @@ def test_neither_torch_nor_transformers_is_loaded(here):
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------
-
-
-def test_a_place_that_is_taken(here):
-    ok("report", "out")
-    message = "out.report.html exists: choose another name or say --overwrite"
-    assert refused("report", "out") == message
-    Path("gone.html").symlink_to("nowhere")
-    assert refused("report", "out", "-o", "gone.html") == "gone.html exists: choose another name or say --overwrite"
 
 
 @pytest.mark.parametrize("place", ["plan.json", "other", "gone.html"])

@@ -74,20 +74,6 @@ def test_weights_of_a_module_that_are_a_pickle_are_refused(dense: Path) -> None:
     )
 
 
-def test_embeddings_are_compared(dense: Path) -> None:
-    data = ("--against", "dense", "--text", "lines.txt", "--window", "20")
-    assert ok("evaluate", "dense", *data) == (
-        "model  cosine  rank correlation  same nearest  texts\n"
-        "dense  1.0000            1.0000        100.0%      4\n\n"
-        "embeddings against those of dense; ranks of the cosines of 6 pairs\n"
-    )
-    found = json.loads(ok("evaluate", "near", *data, "--json", "--samples", "3"))
-    figures = {key: found.pop(key) for key in ("cosine", "rank_correlation", "nearest", "tokens")}
-    assert found == {"model": "near", "against": "dense", "texts": 3, "pairs": 3}
-    assert 0 < figures["cosine"] < 0.9999
-    assert figures["tokens"] == 13 + 19 + 20  # characters and two of the tokenizer's own, cut to the window
-
-
 @pytest.mark.parametrize("head", [False, True])
 def test_an_encoder_that_names_another_class_than_its_modules_use(dense: Path, head: bool) -> None:
     """Masked tokens are not what it is for, whether its files hold their head or not."""

@@ -41,15 +41,6 @@ def test_a_recipe_of_the_hub_prunes_as_a_file_does_and_is_on_record(place: Path,
     assert f"| file of the recipe | org/recipes/deep/er/mine.yaml@{recipes.head} |" in Path("b/README.md").read_text()
 
 
-def test_other_commands_take_it_too(place: Path, recipes: Repo):
-    assert ok("recipe", "show", "org/recipes/mine.yaml").startswith(MINE)
-    assert ok("recipe", "validate", "org/recipes/mine.yaml") == "org/recipes/mine.yaml: recipe mine is valid\n"
-    assert ok("recipe", "copy", "org/recipes/mine.yaml") == "mine.yaml\n"
-    assert Path("mine.yaml").read_text() == MINE
-    told = ok("inspect", "dense", "--recipe", "org/recipes/mine.yaml")
-    assert told.replace("org/recipes/", "") == ok("inspect", "dense", "--recipe", "mine.yaml")
-
-
 def test_what_was_fetched_is_there_without_the_hub(place: Path, hub: Hub, recipes: Repo, monkeypatch):
     ok("recipe", "show", "org/recipes/mine.yaml")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

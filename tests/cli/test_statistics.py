@@ -14,15 +14,8 @@ from ckpt_prune.checkpoint.digests import sha256_files
 from ckpt_prune.checkpoint.staging import Staging
 from ckpt_prune.measure.statistics.files import INDEX
 from ckpt_prune.measure.statistics.folder import Statistics
-from tests.cli.running import TEXT, edit_weights, listing, misused, ok, poison, read_json, refused, run, same_files
+from tests.cli.running import TEXT, edit_weights, listing, ok, poison, read_json, refused, run
 from tests.interrupting import interrupt_at
-
-
-def test_calibrate_says_what_it_wrote(place):
-    said = ok("calibrate", "dense", *TEXT, "-o", "again")
-    assert said == "again: 8 windows of 16 tokens, 2 blocks, moments+gram+linears+fisher+effects, folds 1, 17.6 KiB\n"
-    assert same_files("again", "stats")
-
 
 DRY = ("calibrate", "dense", *TEXT, "--folds", "2", "--dry-run", "-o", "s")
 
@@ -60,13 +53,6 @@ def test_a_dry_run_says_what_would_be_measured_and_writes_nothing(place):
 def test_a_dry_run_refuses_what_a_run_would(place):
     assert refused(*DRY[:-1], "stats") == f"{place / 'stats'} exists; --overwrite replaces it"
     assert refused(*DRY, "--folds", "9") == "9 folds of 8 samples: every fold needs at least one"
-
-
-def test_text_may_be_given_twice_and_be_jsonl(place):
-    line = json.dumps({"text": "the cat sat on a mat and ran"})
-    Path("mehr text ü.jsonl").write_text("\n".join([line] * 40))
-    ok("calibrate", "dense", "--text", "mehr text ü.jsonl", *TEXT, "-o", "s ü")
-    assert Statistics(Path("s ü")).index.data != Statistics(Path("stats")).index.data
 
 
 def test_what_counts_as_active_is_said_and_kept(place):
@@ -178,22 +164,6 @@ def test_the_model_is_no_place_for_statistics(place, out):
     )
 
 
-def test_missing_parent(place):
-    assert refused("calibrate", "dense", *TEXT, "-o", "no/s") == (
-        f"the folder {Path('no').absolute()} does not exist; create it first"
-    )
-
-
-def test_bad_options(place):
-    assert refused("calibrate", "dense", "-o", "s") == (
-        "calibrate needs --text FILE, --images DIR for a vision model, or --audio DIR"
-    )
-    assert refused("calibrate", "dense", *TEXT, "--collect", "grams", "-o", "s") == (
-        "--collect grams: choose from moments,gram,rotary,linears,fisher,taylor,effects,queries,values (llama)"
-    )
-    assert misused("calibrate", "dense", *TEXT) == "Missing option '-o' / '--output'."
-
-
 # ---- show and add ----------------------------------------------------------------------------------------------
 
 
@@ -251,13 +221,6 @@ def test_statistics_of_a_retokenised_or_edited_model(place):
     assert refused("prune", "dense", "--recipe", "rcpu", "--statistics", "stats", "-o", "out") == (
         "stats was measured with another tokenizer than this checkpoint's: measure again"
     )
-
-
-def test_statistics_without_folds(place):
-    message = "lambda_by: folds needs at least two folds: calibrate with --folds 4"
-    assert refused("prune", "dense", "--recipe", "ridge-folds", "--statistics", "stats", "-o", "out") == message
-    ok("calibrate", "dense", *TEXT, "--folds", "4", "-o", "folded")
-    ok("prune", "dense", "--recipe", "ridge-folds", "--statistics", "folded", "-o", "out")
 
 
 def test_an_edited_index(place):

@@ -8,7 +8,6 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from pydantic import BaseModel, model_serializer
 
 from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.cli.main import main
@@ -80,19 +79,6 @@ def test_ctrl_c_that_a_library_makes_an_error_of_its_own(place, monkeypatch, pla
     """Where its errors are taken for the input's, and where nobody expects any."""
     monkeypatch.setattr(place_of_it, stopped_and_masked)
     monkeypatch.setattr(skeleton, "_stock_names", skeleton._stock_names.__wrapped__)
-    result = run("inspect", "dense")
-    assert (result.exit_code, result.stdout, result.stderr) == (130, "", "Interrupted.\n")
-
-
-def test_ctrl_c_while_pydantic_writes_json(place, monkeypatch):
-    """Its error has it for a cause, and no context."""
-
-    class Record(BaseModel):
-        @model_serializer
-        def stopped(self) -> dict[str, int]:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr("ckpt_prune.inspection.describe.describe", lambda *_, **__: Record().model_dump())
     result = run("inspect", "dense")
     assert (result.exit_code, result.stdout, result.stderr) == (130, "", "Interrupted.\n")
 

@@ -42,26 +42,6 @@ def test_an_unfinished_run_is_no_output(place, command):
     )
 
 
-@pytest.mark.parametrize("command", ["verify", "report"])
-def test_an_unfinished_export_is_begun_again(place, command):
-    Path("graph.partial").mkdir()
-    Journal(Path("graph.partial"), "export", resumable=False).save()
-    assert refused(command, "graph.partial") == (
-        "graph.partial is an unfinished run: the command that began it starts afresh with --overwrite"
-    )
-
-
-@pytest.mark.parametrize("command", ["verify", "report"])
-def test_a_finished_output_of_such_a_name_is_one(place, command):
-    Path("pruned").rename("mine.partial")
-    ok(command, "mine.partial")
-
-
-def test_a_journal_that_a_kill_left_in_a_finished_output_does_not_matter(place):
-    Journal(Path("pruned"), "job").save()
-    ok("verify", "pruned")
-
-
 # ---- resuming ------------------------------------------------------------------------------------------------------
 
 
@@ -77,14 +57,6 @@ def test_measuring_is_kept_and_gone_on_with(place):
         assert same_files("out", "whole")
         assert set(listing()) - before == {"out", *(str(path) for path in Path("out").iterdir())}
         shutil.rmtree("out")
-
-
-def test_what_ends_before_anything_is_done_promises_nothing(place):
-    assert stopped(*FLAP, record=1) == (
-        "out.partial holds nothing that is done yet: the same command with --resume starts afresh\nInterrupted.\n"
-    )
-    result = run(*FLAP, "--resume")
-    assert (result.exit_code, result.stderr) == (0, "nothing to resume: starting afresh\n")
 
 
 def test_a_disk_that_fills_up_keeps_what_is_measured(place):
@@ -136,26 +108,6 @@ def test_resuming_what_is_finished_does_nothing(place, job):
         assert refused(*job, "--seed", "1", "--resume").endswith(exists)
 
 
-def test_recovering_goes_on_in_a_line(place):
-    stopped(*RECOVER, record=2)
-    assert run(*RECOVER, "--resume").stderr.startswith("resuming out.partial: 1 of 2 blocks recovered\n")
-
-
-def test_a_report_of_a_former_version_is_no_finished_job(place):
-    ok(*FLAP)
-    path = Path("out/ckpt_prune.json")
-    report = read_json(path)
-    assert {"tokenizer.json", "README.md", "ckpt_prune.json"} <= set(report["side_files"])
-    former = {key: value for key, value in report.items() if key not in ("job", "side_files")}
-    path.write_text(json.dumps(former))
-    assert refused(*FLAP, "--resume") == f"{Path('out').absolute()} exists; --overwrite replaces it"
-    ok("verify", "out", "--against", "dense")
-    ok("report", "out")
-    # Its tokenizer is not listed, and is the same as the new one's: nothing is lost.
-    ok(*FLAP, "--overwrite")
-    assert read_json(path)["side_files"] == report["side_files"]
-
-
 # ---- overwriting ---------------------------------------------------------------------------------------------------
 
 
@@ -205,16 +157,6 @@ def test_users_files_stay(place):
         assert Path(folder, "mine/thesis.tex").read_text() == "years"
     ok("verify", "pruned", "--against", "dense")
     ok("statistics", "show", "stats")
-
-
-def test_a_dry_run_names_a_file_in_the_way_too(place):
-    Path("pruned/onnx").mkdir()
-    job = ("prune", "dense", "--recipe", "magnitude", "--set", "export.format=onnx", "-o", "pruned", "--overwrite")
-    for option in ([], ["--dry-run"]):
-        assert refused(*job, *option) == (
-            f"{Path('pruned/onnx').absolute()} was not written with the output that is there, and the new one needs "
-            "its name; move it away or choose another output name"
-        )
 
 
 def test_a_folder_that_appears_while_calibrating_is_kept(place, monkeypatch):

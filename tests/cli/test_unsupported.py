@@ -27,14 +27,3 @@ def test_it_is_refused_by_name(model_type: str) -> None:
     assert refused("inspect", model_type).startswith(expected)
     assert refused("prune", model_type, "--recipe", "ridge", *TEXT, "-o", "out").startswith(expected)
     assert refused("calibrate", model_type, *TEXT, "-o", "stats").startswith(expected)
-
-
-def test_the_decoder_of_whisper_is_refused() -> None:
-    folder = Path("whisper")
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"model_type": "whisper"}))
-    said = refused("inspect", "whisper", "--part", "decoder")
-    assert said.endswith(
-        "its blocks attend to what the encoder makes of audio as well, and calibration has no text with the audio it "
-        "belongs to"
-    )

@@ -16,7 +16,6 @@ from ckpt_prune.modeling_pruned import cache_argument
 from tests.cli.running import TEXT, interrupted, ok, read_json, refused, resumed
 from tests.evaluation.tiny import tiny_tokenizer
 from tests.families import stock
-from tests.pairs import every
 
 RECIPE = """\
 version: 1
@@ -48,7 +47,6 @@ spaces:
   values: {score: principal, compensation: {method: ridge}}
   mlp: {score: auto, compensation: {method: ridge}}
 """
-PAIRS = "  rotary: {score: obs, compensation: {method: factors, lambda: 0.01}}\n"
 
 
 @pytest.fixture
@@ -85,19 +83,6 @@ def test_half_of_the_values(here):
     again = AutoModelForCausalLM.from_pretrained("out", trust_remote_code=True)
     ids = torch.arange(3, 15)[None]
     torch.testing.assert_close(again(ids).logits, ckpt_prune.load("out")(ids).logits)
-
-
-def test_a_plan_does_what_its_recipe_does(here):
-    given = ("--recipe", "mine.yaml", "--statistics", "stats")
-    ok("plan", "dense", *given, "-o", "plan.json")
-    sites = read_json("plan.json")["sites"]
-    assert [(site["space"], site["units"]) for site in sites] == [("values", 8)] * 2
-    # Directions of each KV head, by what they carry.
-    for site in sites:
-        assert all(site["scores"][g : g + 4] == sorted(site["scores"][g : g + 4], reverse=True) for g in (0, 4))
-    ok("prune", "dense", "--plan", "plan.json", "-o", "planned")
-    ok("prune", "dense", *given, "-o", "again")
-    assert Path("planned/model.safetensors").read_bytes() == Path("again/model.safetensors").read_bytes()
 
 
 def test_the_cache_shrinks(here):
@@ -143,52 +128,6 @@ def test_beside_heads_queries_and_columns(here):
     assert shapes("planned") == shapes("whole")
 
 
-def test_beside_rotary_pairs(here):
-    """What both have left in one attention is what the one leaves, with v and o of the other."""
-    pairs = "  rotary: {score: obs, ratio: 0.5, compensation: {method: factors, lambda: 0.001}}\n"
-    Path("both.yaml").write_text(RECIPE + pairs)
-    Path("pairs.yaml").write_text(RECIPE.partition("  values")[0] + pairs)
-    ok("calibrate", "dense", *TEXT, "--collect", "moments,gram,rotary", "-o", "all")
-    for name in ("both", "pairs", "mine"):
-        ok("prune", "dense", "--recipe", f"{name}.yaml", "--statistics", "all", "-o", name)
-    assert shapes("both") == {"q": (8, 16), "k": (4, 16), "v": (4, 16), "o": (16, 8)}
-    model, ids = ckpt_prune.load("both"), torch.arange(3, 13)[None]
-    expected = model(ids, use_cache=False).logits
-    for implementation in ("eager", "sdpa"):
-        model.set_attn_implementation(implementation)
-        cache = DynamicCache()
-        given = {cache_argument(model.forward): cache}
-        steps = [model(ids[:, at : at + 1], **given).logits for at in range(10)]
-        torch.testing.assert_close(torch.cat(steps, 1), expected, rtol=1e-4, atol=1e-5)
-        assert [each.shape[3] for each in (cache.layers[0].keys, cache.layers[0].values)] == [2, 2]
-    held = sum(each.nbytes for layer in cache.layers for each in (layer.keys, layer.values))
-    assert read_json("both/ckpt_prune.json")["after"]["cache"] == held / 10
-    # Attention over dense widths: zeros where values were, in the model that lacks the pairs alone.
-    padded = ("--container", "padded", "--statistics", "all", "-o", "padded")
-    ok("prune", "dense", "--recipe", "mine.yaml", *padded)
-    whole, padding = ckpt_prune.load("pairs"), ckpt_prune.load("padded")
-    for layer, other in zip(whole.model.layers, padding.model.layers, strict=True):
-        for name in ("v_proj", "o_proj"):
-            setattr(layer.self_attn, name, getattr(other.self_attn, name))
-    torch.testing.assert_close(whole(ids).logits, expected, rtol=1e-4, atol=1e-5)
-    found = {
-        check["name"]: check for check in json.loads(ok("verify", "both", "--against", "dense", "--json"))["checks"]
-    }
-    assert found["kept units"]["detail"].endswith(
-        "; q of 2 blocks are rewritten and not compared; v of 2 blocks are rewritten and not compared"
-    )
-
-
-def test_a_recipe_that_trains_goes_on_where_it_was_stopped(here):
-    """Of a finished block the shapes of q and o do not tell how many heads there are: its widths do."""
-    text = BESIDE.replace("target: drift", "target: sequential").replace("method: auto", "method: ridge")
-    Path("trained.yaml").write_text(text + "recovery: {epochs: 1, lr: 0.001}\n")
-    job = ["prune", "dense", "--recipe", "trained.yaml", *TEXT]
-    ok(*job, "-o", "whole")
-    interrupted(job, 3)
-    resumed(job)
-
-
 def test_widths_by_the_least_error(here):
     """A size is met where queries, groups, values and columns share it: what goes with several counts once."""
     given = ("--recipe", "budget.yaml", *TEXT, "--folds", "4", "--target-params", "60%")
@@ -199,15 +138,6 @@ def test_widths_by_the_least_error(here):
     assert 0.55 * dense < parameters == read_json("out/ckpt_prune.json")["after"]["parameters"] <= 0.6 * dense
     for check in json.loads(ok("verify", "out", "--against", "dense", "--json"))["checks"]:
         assert check["passed"] is not False, check
-
-
-@pytest.mark.parametrize("more", every(2, [PAIRS, ""]), ids=["with-pairs", "without-pairs"])
-def test_blocks_that_differ_in_values_are_recovered(here, more):
-    Path("budget.yaml").write_text(BUDGET + more)
-    ok("prune", "dense", "--recipe", "budget.yaml", *TEXT, "--folds", "2", "--target-params", "50%", "-o", "out")
-    assert len({len(own) for own in kept("out", "values")}) == 2
-    ok("recover", "out", "--dense", "dense", *TEXT, "-o", "recovered")
-    assert [shapes("recovered", block) for block in range(2)] == [shapes("out", block) for block in range(2)]
 
 
 def test_padded_values_are_the_same_function(here):

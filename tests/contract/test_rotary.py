@@ -8,14 +8,11 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import ckpt_prune
-from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.modeling_pruned import cache_argument
 from ckpt_prune.runner.plan import prepare_plan
-from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.verification.verify import verify
 from tests.families import contents
-from tests.interrupting import interrupt_at
 from tests.pairs import every
 
 from .dense import Dense, spaces_recipe
@@ -112,19 +109,6 @@ def test_padded_pairs_load_with_the_stock_class(dense: Dense, tmp_path) -> None:
     model = ckpt_prune.load(tmp_path / "out")
     assert type(model).__name__ == case.architecture
     assert_same_outputs(outputs(model, other), outputs(whole.model, other), COMPUTED)
-
-
-def test_an_interrupted_run_is_resumed_to_the_same_bytes(dense: Dense, tmp_path) -> None:
-    case = PAIRED[0]
-    recipe = spaces_recipe(case, {"rotary": "factors", "heads": "affine"}, target="sequential")
-    job = dense.request(case, recipe, case.samples())
-    with pytest.MonkeyPatch.context() as patch:
-        interrupt_at(patch, CheckpointWriter, "commit", 2)
-        with pytest.raises(KeyboardInterrupt):
-            run_job(job, tmp_path / "out")
-    run_job(job, tmp_path / "out", resume=True)
-    run_job(job, tmp_path / "once")
-    assert contents(tmp_path / "out") == contents(tmp_path / "once")
 
 
 def test_costs_are_those_that_are_measured(dense: Dense, tmp_path) -> None:

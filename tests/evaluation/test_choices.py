@@ -49,14 +49,6 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_shapes(tmp_path, shape):
-    raw, item = SHAPES[shape]
-    (tmp_path / "items.jsonl").write_text(f"{json.dumps(raw)}\n\n{json.dumps(raw)}\n")
-    assert read_items(tmp_path / "items.jsonl") == [item, item]
-    assert read_items(tmp_path / "items.jsonl", limit=1) == [item]
-
-
 GOOD = json.dumps(SHAPES["piqa"][0])
 
 

@@ -8,14 +8,6 @@ from ckpt_prune.evaluation.generation import continue_prompts, share_repeated
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
 
 
-@pytest.mark.parametrize(
-    ("tokens", "share"),
-    [([], 0), ([1, 2, 3], 0), ([1, 2, 3, 4, 5], 0), ([7] * 8, 1 - 1 / 5), ([1, 2, 3, 4, 1, 2, 3, 4], 1 - 4 / 5)],
-)
-def test_repeated(tokens, share):
-    assert share_repeated(tokens) == pytest.approx(share)
-
-
 def test_each_token_is_the_likeliest():
     model, tokenizer = tiny_llama(eos_token_id=None), tiny_tokenizer()
     (found,) = continue_prompts(model, tokenizer, ["the cat"], tokens=5)
@@ -38,15 +30,6 @@ def test_it_ends_with_the_context_and_samples_nothing():
     first, second = continue_prompts(model, tokenizer, ["the cat sat on", "the cat sat on"], tokens=50)
     assert first == second
     assert first.tokens == 16 - len("the cat sat on")
-
-
-def test_it_ends_where_the_model_ends():
-    model, tokenizer = tiny_llama(eos_token_id=None), tiny_tokenizer()
-    (whole,) = continue_prompts(model, tokenizer, ["the"], tokens=4)
-    likeliest = int(model(torch.tensor([tokenizer("the")["input_ids"]])).logits[0, -1].argmax())
-    model.generation_config.eos_token_id = likeliest
-    (cut,) = continue_prompts(model, tokenizer, ["the"], tokens=4)
-    assert (whole.tokens, cut.tokens) == (4, 1)
 
 
 @pytest.mark.parametrize(

@@ -28,12 +28,6 @@ def test_unknown_tasks(tasks, said):
     assert str(caught.value) == said
 
 
-def test_folder_of_own_tasks_must_exist(tmp_path):
-    pytest.importorskip("lm_eval", reason="the eval extra is not installed")
-    with pytest.raises(UserError, match=r"absent: no such folder of task files$"):
-        run_tasks(tmp_path, ["arc_easy"], device="cpu", include_path=tmp_path / "absent")
-
-
 @pytest.mark.filterwarnings("default")  # lm-eval and what it imports warn of things that are theirs
 def test_a_task_of_ones_own(tmp_path):
     pytest.importorskip("lm_eval", reason="the eval extra is not installed")

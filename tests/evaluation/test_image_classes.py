@@ -6,8 +6,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image
 
 from ckpt_prune.common.errors import UserError
@@ -23,7 +21,7 @@ from ckpt_prune.evaluation.image_classes import (
 from ckpt_prune.measure.samples.image_files import ImageFiles, choose_images, find_images
 from ckpt_prune.measure.samples.image_processor import load_processor
 from ckpt_prune.measure.samples.images import ImageSamples
-from tests.images import ID2LABEL, MEAN, SIZE, STD, tiny_vit, write_image, write_processor
+from tests.images import MEAN, SIZE, STD, tiny_vit, write_image, write_processor
 from tests.shared_data import shared_data
 
 COUNT = 40
@@ -79,14 +77,6 @@ class TestClassify:
         top1, top5 = oracle_share(rankings, labels, 1), oracle_share(rankings, labels, 5)
         assert 0.4 < top1 < top5 < 1  # or the figures would say little
         assert classify(model, samples) == Classification(top1, top5, images=COUNT, classes=6)
-
-    def test_default_batch_is_below_the_budget(self, samples, monkeypatch):
-        seen = []
-        watched = copy.copy(samples)
-        watched.batch = lambda rows: seen.append(rows) or samples.batch(rows)
-        monkeypatch.setattr(module, "BATCH_PIXELS", 16 * SIZE * SIZE + 5)
-        classify(tiny_vit(), watched)
-        assert seen == [slice(0, 16), slice(16, 32), slice(32, 48)]
 
 
 class TestCompare:
@@ -153,17 +143,6 @@ def test_images_come_in_the_dtype_of_the_model_and_kl_is_taken_wide():
     assert result.kl == pytest.approx(oracle_divergence([p], [q]), rel=1e-12)
 
 
-# Few distinct values, so that ties are common.
-@given(st.integers(1, 8).flatmap(lambda n: st.lists(st.lists(st.integers(-1, 1), min_size=n, max_size=n), min_size=1)))
-def test_of_equal_logits_the_lower_index_comes_first(logits):
-    classes = len(logits[0])
-    labels = [i % classes for i in range(len(logits))]
-    rankings = [sorted(range(classes), key=lambda index, row=row: -row[index]) for row in logits]
-    score = classify(Fixed(torch.tensor(logits, dtype=torch.float32)), Numbers(torch.tensor(labels)))
-    assert score.top1 == oracle_share(rankings, labels, 1)
-    assert score.top5 == (oracle_share(rankings, labels, 5) if classes >= 5 else None)
-
-
 def broken() -> torch.nn.Module:
     model = tiny_vit()
     model.classifier.bias.data[3] = math.nan
@@ -218,12 +197,6 @@ class TestConfigs:
     )
     def test_what_a_config_is_of(self, config, vision, classifier):
         assert (is_vision(config), is_classifier(config)) == (vision, classifier)
-
-    def test_class_names(self):
-        assert class_names(tiny_vit().config.to_dict()) == ID2LABEL
-        assert class_names(json.loads(tiny_vit().config.to_json_string())) == ID2LABEL
-        assert class_names({"num_labels": 3, "architectures": None}) == {0: "LABEL_0", 1: "LABEL_1", 2: "LABEL_2"}
-        assert class_names({}) == {0: "LABEL_0", 1: "LABEL_1"}
 
 
 def test_a_trained_model():

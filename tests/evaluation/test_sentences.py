@@ -83,13 +83,6 @@ def test_a_text_is_cut_to_what_the_folder_says(tmp_path: Path) -> None:
     torch.testing.assert_close(model.embed([text.upper() for text in TEXTS], 24)[0], model.embed(TEXTS, 24)[0])
 
 
-def test_a_named_mode_of_newer_versions(tmp_path: Path) -> None:
-    folder = make_sentences(tmp_path / "m", modes=("weightedmean_tokens",))
-    expected = opened(folder).embed(TEXTS, 24)[0]
-    (folder / "1_Pooling/config.json").write_text('{"embedding_dimension": 16, "pooling_mode": "weightedmean"}')
-    torch.testing.assert_close(opened(folder).embed(TEXTS, 24)[0], expected)
-
-
 def prompted(folder: Path, **settings: Any) -> Path:
     (folder / "config_sentence_transformers.json").write_text(json.dumps(settings))
     return folder

@@ -3,7 +3,6 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers.utils import logging
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.whole_model import LoadReport, load_model, stock_load_report
@@ -40,13 +39,6 @@ class TestLoadModel:
         expected.load_state_dict(load_file(folder / "model.safetensors"))
         assert torch.equal(model(input_ids=WINDOWS).logits, expected(input_ids=WINDOWS).logits)
 
-    def test_quiet_and_settings_restored(self, folder, capfd):
-        before = logging.get_verbosity(), logging.is_progress_bar_enabled()
-        edit_tensors(folder, lambda tensors: tensors.update({"model.layers.0.mlp.up_proj.bias": torch.zeros(24)}))
-        load_model(folder, device="cpu")
-        assert capfd.readouterr() == ("", "")
-        assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
-
     def test_random_numbers_are_never_measured(self, folder):
         edit_tensors(folder, lambda tensors: [tensors.pop(f"model.layers.{i}.mlp.up_proj.weight") for i in (0, 1)])
         with pytest.raises(UserError) as caught:
@@ -81,12 +73,6 @@ class TestLoadModel:
         model = load_model(folder, device="cpu")
         assert type(model) is PrunedLlamaForCausalLM
         assert (model.training, model.dtype) == (False, torch.float32)
-
-    def test_our_remote_code_must_be_whole_too(self, folder):
-        edit_config(folder, auto_map={"AutoModelForCausalLM": "modeling_pruned.PrunedLlamaForCausalLM"})
-        edit_tensors(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(3)}))
-        with pytest.raises(UserError, match=r"tensors are missing or of the wrong shape: model\.norm\.weight: \(3,\)"):
-            load_model(folder, device="cpu")
 
     def test_unreadable_folders(self, tmp_path, folder):
         config = tmp_path / "config.json"

@@ -11,16 +11,6 @@ VALUES = {
 }
 
 
-def test_a_site_without_an_expert_has_none_in_its_file():
-    plan = SitePlan.model_validate(VALUES)
-    assert plan.site == Site(1, "mlp")
-    assert "expert" not in json.loads(plan.model_dump_json())
-    assert "expert" not in plan.model_dump()
-    assert list(plan.model_dump())[:3] == ["block", "space", "consumer"]
-    assert list(plan.model_dump(exclude={"scores", "units"}))[:4] == ["block", "space", "consumer", "kept"]
-    assert SitePlan.model_validate(plan.model_dump()) == plan
-
-
 def test_a_site_of_an_expert_reads_back():
     plan = SitePlan.model_validate(VALUES | {"expert": 3})
     assert plan.site == Site(1, "mlp.3")

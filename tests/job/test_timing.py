@@ -43,29 +43,6 @@ def test_memory_is_the_largest_so_far():
     assert all(stage.device_peak_bytes is None for stage in found.records)
 
 
-def test_a_stage_that_fails_is_not_recorded():
-    found = PhaseTimer(torch.device("cpu"))
-    with pytest.raises(RuntimeError), found.time("broken"):
-        raise RuntimeError
-    assert found.records == []
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_memory_of_a_gpu_is_the_stages_own():
-    device = torch.device("cuda")
-    found = PhaseTimer(device)
-    with found.time("large"):
-        large = torch.ones(64 << 20, device=device)
-        del large
-    with found.time("small"):
-        pass
-    first, second = (stage.device_peak_bytes for stage in found.records)
-    assert first is not None
-    assert second is not None
-    assert first - second >= 256 << 20
-
-
 def test_an_accelerator_is_awaited_and_counted_anew_for_each_stage(monkeypatch):
     calls = []
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: calls.append(("reset", device.type)))

@@ -84,13 +84,6 @@ def test_steps_act_in_order_and_advance_with_what_was_written(tmp_path):
     assert records == {"first": [Added(number=1)] * BLOCKS, "second": [Added(number=2)] * BLOCKS}
 
 
-def test_a_first_block_may_be_read_elsewhere(tmp_path):
-    dense, _ = dense_of(tmp_path)
-    step = Adding(0)
-    walk(dense, {"only": step}, read=lambda block: Adding(5).added(block, dense.block(block)))
-    assert [entry for entry in step.told if entry[0] == "act"] == [("act", block, 5) for block in range(BLOCKS)]
-
-
 @pytest.mark.parametrize("stop", [1, 2])
 def test_a_resumed_walk_goes_past_what_is_written_and_ends_in_the_same_bytes(tmp_path, stop):
     dense, layout = dense_of(tmp_path)

@@ -78,20 +78,6 @@ def hull_segments(sites: list[Site]) -> list[Segment]:
     return sorted(found, key=lambda segment: (-segment.worth, segment.site))
 
 
-def steepest_first(sites: list[Site], budget: int) -> list[int]:
-    """Widths after taking the hulls' segments as long as they fit; a site stops at its first that does not."""
-    kept = [widths(site)[0] for site in sites]
-    left = budget - sum(site.cost * width for site, width in zip(sites, kept, strict=True))
-    stopped = set()
-    for segment in hull_segments(sites):
-        if segment.cost > left:
-            stopped.add(segment.site)
-        if segment.site not in stopped:
-            left -= segment.cost
-            kept[segment.site] += segment.cost // sites[segment.site].cost
-    return kept
-
-
 class Crossed(NamedTuple):
     """A block whose inner units stand in its outer ones: it costs outer · (each · inner + alone) + own · inner."""
 

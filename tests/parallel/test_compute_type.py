@@ -34,11 +34,6 @@ def test_auto_on_a_gpu(monkeypatch, has, expected):
     assert resolve_compute_dtype("auto", CUDA, BRAIN) == expected
 
 
-@pytest.mark.parametrize("named", ["float32", "bfloat16", "float16"])
-def test_what_is_named_is_taken(named):
-    assert resolve_compute_dtype(named, CPU, BRAIN) == getattr(torch, named)
-
-
 def test_commands_take_it(monkeypatch, tmp_path):
     monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {"amx_bf16": True}, raising=False)
     (tmp_path / "text.txt").write_text("It is a model of texts such as this one. " * 20)

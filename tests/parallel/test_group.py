@@ -1,13 +1,11 @@
 """What processes ask of each other: shares, sums in a fixed order, and what one makes for all."""
 
-import pickle
-
 import pytest
 import torch
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.parallel import group as module
-from ckpt_prune.parallel.group import ALONE, Group, add_in_order, process_group, working_in
+from ckpt_prune.parallel.group import Group, add_in_order
 from tests.parallel.threads import in_threads
 
 
@@ -44,13 +42,6 @@ def test_how_terms_are_cut_into_parts_changes_no_more_than_rounding_in_float64()
     assert torch.allclose(two, add_in_order(terms), rtol=1e-14, atol=0)
 
 
-def test_a_sum_leaves_its_parts_as_they_were():
-    parts = numbers(2, 4, dtype=torch.float64)
-    before = [part.clone() for part in parts]
-    add_in_order(parts)
-    assert all(map(torch.equal, parts, before))
-
-
 def test_threads_take_turns_in_the_order_of_ranks():
     """So that a test of several processes goes the same way each time, on any machine."""
     seen = []
@@ -82,35 +73,6 @@ def test_processes_add_up_in_their_order(monkeypatch):
     assert in_threads(2, lambda group: group.add(torch.tensor(3)))[0] == 6
 
 
-def test_what_is_joined_is_in_the_order_of_processes():
-    found = in_threads(3, lambda group: group.join(torch.full((2, group.rank), group.rank), 1))
-    assert found[0].tolist() == [[1, 2, 2]] * 2
-
-
-def test_one_makes_what_all_get():
-    made = []
-
-    def make():
-        made.append(process_group().rank)
-        return {"a": torch.arange(3), "b": [None]}
-
-    found = in_threads(3, lambda group: group.once(make))
-    assert made == [0]
-    assert all(torch.equal(each["a"], torch.arange(3)) and each["b"] == [None] for each in found)
-    assert in_threads(2, lambda group: group.on_first(lambda: group.rank + 1)) == [1, None]
-
-
-def test_what_was_dealt_out_comes_back_in_order():
-    found = in_threads(3, lambda group: group.interleave([i * i for i in range(7)[group.rank :: group.size]]))
-    assert found == [[0, 1, 4, 9, 16, 25, 36]] * 3
-    assert in_threads(3, lambda group: group.interleave(["x"][group.rank :: group.size])) == [["x"]] * 3
-
-
-def test_values_of_unequal_length_are_gathered():
-    found = in_threads(3, lambda group: group.gather("ü" * group.rank))
-    assert found == [["", "ü", "üü"], None, None]
-
-
 def test_who_differs_is_named():
     with pytest.raises(UserError, match=r"^rank 2 has another text than rank 0: all processes of a run need the same$"):
         in_threads(3, lambda group: group.agree({"model": "m", "text": "b" if group.rank == 2 else "a"}))
@@ -124,25 +86,3 @@ def test_more_processes_than_samples_are_refused():
         "3 processes cannot share 2 samples: every one needs at least one; start fewer, or take more samples"
     )
     assert in_threads(3, lambda group: group.check_enough(3)) == [None] * 3
-
-
-def test_alone_nothing_is_sent(monkeypatch):
-    monkeypatch.setattr(pickle, "dumps", lambda *_: 1 / 0)
-    tensor = torch.ones(3)
-    assert process_group() is ALONE
-    assert ALONE.add(tensor) is tensor
-    assert ALONE.join(tensor, 0) is tensor
-    assert ALONE.once(lambda: tensor) is tensor
-    assert ALONE.on_first(lambda: tensor) is tensor
-    assert ALONE.gather(tensor) == [tensor]
-    assert ALONE.interleave((1, 2)) == [1, 2]
-    assert ALONE.share(5) == slice(0, 5)
-
-
-def test_a_group_lasts_as_long_as_its_work():
-    group = Group()
-    with working_in(group):
-        assert process_group() is group
-        with working_in(ALONE):
-            assert process_group() is ALONE
-    assert process_group() is ALONE

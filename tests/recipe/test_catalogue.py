@@ -5,7 +5,7 @@ import pytest
 from ckpt_prune.job.names import Goal
 from ckpt_prune.recipe.catalogue import GOALS, Entry, grouped
 from ckpt_prune.recipe.reading import load_recipe
-from ckpt_prune.recipe.shipped import DEFAULT_RECIPE, WIDER_CHOICE, shipped_recipes
+from ckpt_prune.recipe.shipped import shipped_recipes
 from ckpt_prune.stages import FullRecipe
 from tests.recipe.recipes import refusal, write
 
@@ -77,18 +77,6 @@ def test_every_shipped_recipe_is_in_one_group_and_states_its_time():
     assert [recipe.name for recipe in recipes if recipe.time is None] == []
     assert load_recipe("ridge").time == 1
     assert load_recipe("magnitude").time < 1 < load_recipe("best").time
-
-
-def test_what_it_is_for_is_said_only_where_it_does_not_follow():
-    for name in shipped_recipes():
-        recipe = load_recipe(name)
-        without = Entry.of(recipe.model_copy(update={"goal": None}))
-        assert recipe.goal is None or without.goal != recipe.goal
-
-
-def test_the_default_and_the_wider_choice_stand_where_they_belong():
-    assert Entry.of(load_recipe(DEFAULT_RECIPE)).loads == "stock, else own code"
-    assert Entry.of(load_recipe(WIDER_CHOICE)).loads == "own code"
 
 
 def test_goals_and_times_are_checked(tmp_path):

@@ -3,8 +3,6 @@
 import pytest
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.job.space_recipe import SpaceRecipe
-from ckpt_prune.model.spaces import SPACES
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.stages import FullRecipe
 from tests.recipe.recipes import GOOD, refusal, write
@@ -64,18 +62,6 @@ def test_a_mistake_in_a_stage_is_named_by_its_key(tmp_path, stage, text, message
     assert refusal(path).startswith(f"{path}, line 13: {message}")
 
 
-def test_a_stage_is_a_mapping(tmp_path):
-    path = write(tmp_path, GOOD + "recovery: [epochs]\n")
-    assert refusal(path).startswith(f"{path}, line 12: recovery: keys are expected (method, epochs, ")
-
-
-def test_export_takes_one_type_or_several(tmp_path):
-    """One as people write it is written as it was."""
-    several = load_recipe(str(write(tmp_path, GOOD)), ("export.dtype=[fp32, int4, fp32]",)).export
-    assert several is not None
-    assert (several.dtype, several.model_dump()["dtype"]) == (("fp32", "int4"), ["fp32", "int4"])
-
-
 def test_a_recipe_without_export_keeps_the_digest_it_had_before_there_was_any(tmp_path):
     plain = load_recipe(str(write(tmp_path, GOOD)))
     assert "export" not in plain.canonical_json()
@@ -96,36 +82,9 @@ def test_a_key_given_twice_is_refused(tmp_path):
     assert refusal(path) == f"{path}, line 12: spaces.mlp.compensation.lambda is given twice"
 
 
-def test_bad_yaml(tmp_path):
-    path = write(tmp_path, GOOD + "  : [\n")
-    assert refusal(path).startswith(f"{path} is not YAML: ")
-    assert "line 12" in refusal(path)
-
-
-@pytest.mark.parametrize("text", ["", "- 1\n- 2\n", "just text\n"])
-def test_not_a_mapping(tmp_path, text):
-    path = write(tmp_path, text)
-    assert refusal(path) == f"{path} is not a recipe: a mapping of keys is expected (`ckpt-prune recipe show rcpu`)"
-
-
-def test_the_wrong_file(tmp_path):
-    path = write(tmp_path, "model_type: llama\nhidden_size: 16\n")
-    assert refusal(path) == f"{path} is not a recipe: it has neither name nor spaces (`ckpt-prune recipe show rcpu`)"
-    path.write_bytes(b"\xff\xfe\x00binary")
-    assert refusal(path) == f"{path} cannot be read as text: a recipe is a YAML file"
-
-
 def test_code_in_yaml_is_not_run(tmp_path):
     path = write(tmp_path, GOOD.replace("name: mine", "name: !!python/object/apply:os.getcwd []"))
     assert refusal(path).startswith(f"{path} is not YAML: could not determine a constructor")
-
-
-def test_an_unknown_name():
-    message = refusal("rcup")
-    assert message == (
-        "no recipe 'rcup': did you mean 'rcpu'? `ckpt-prune recipe list --all` shows all; "
-        "or give a path to a .yaml file"
-    )
 
 
 # ---- overrides -------------------------------------------------------------------------------------------------
@@ -225,21 +184,6 @@ def test_an_override_changes_one_place_of_those_that_share_an_alias(tmp_path):
     assert [own.compensation.strength for own in found.values()] == [0.1, 2]
 
 
-def test_a_space_that_is_not_there_and_is_no_mapping_is_named_twice(tmp_path):
-    path = write(tmp_path, GOOD.replace("spaces:", "spaces:\n  mpl: 3"))
-    assert refusal(path) == (
-        f"{path}, line 5: unknown key spaces.mpl: did you mean 'mlp'? allowed here: {', '.join(SPACES)}; "
-        f"{path}, line 5: spaces.mpl: keys are expected ({', '.join(SpaceRecipe.model_fields)}), got 3"
-    )
-
-
-def test_the_ratio_option_replaces_every_ratio(tmp_path):
-    path = write(tmp_path, GOOD.replace("    score: rcpu", "    score: rcpu\n    ratio: 0.9"))
-    loaded = load_recipe(str(path), (), 0.4)
-    assert [loaded.ratio_of("heads"), loaded.ratio_of("mlp")] == [0.4, 0.4]
-    assert "ratio: input should be less than 1" in refusal(path, (), 1.0)
-
-
 @pytest.mark.parametrize("override", ["spaces.mlp.ratio=0.1", "spaces.mlp={score: rcpu, ratio: 0.1}"])
 def test_a_space_s_own_ratio_that_is_set_beside_the_ratio_option_stays(tmp_path, override):
     path = write(tmp_path, GOOD.replace("    score: rcpu", "    score: rcpu\n    ratio: 0.9"))
@@ -269,12 +213,3 @@ def bomb(link: str) -> str:
 def test_what_no_recipe_holds(tmp_path, text, reason):
     path = write(tmp_path, text)
     assert refusal(path).startswith(f"{path} is not YAML: {reason}")
-
-
-@pytest.mark.parametrize("text", ["[" * 2000, "9" * 5001, "&a [*a]"])
-def test_overrides_that_no_recipe_holds(text):
-    with pytest.raises(UserError) as error:
-        load_recipe("rcpu", overrides=(f"ratio={text}",))
-    assert str(error.value).startswith(f"--set ratio={text[:100]}")
-    assert str(error.value).endswith(" is not a YAML value")
-    assert len(str(error.value)) < 500

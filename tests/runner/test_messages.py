@@ -8,7 +8,7 @@ import pytest
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.job.decisions import Losses
 from ckpt_prune.recipe.reading import load_recipe
-from ckpt_prune.runner.messages import coarse_lines, wider_choice
+from ckpt_prune.runner.messages import wider_choice
 from ckpt_prune.runner.open_run import summary
 
 DEFAULT = load_recipe("best-uniform", ratio=0.3)
@@ -33,15 +33,6 @@ def settled(losses: Losses | None, *, by_default: bool = True) -> Any:
 )
 def test_what_widths_per_block_would_lose(losses, said):
     assert wider_choice(settled(losses)) == f"widths per block (--recipe best) would lose {said}"
-
-
-def test_who_named_a_recipe_is_told_of_no_other():
-    assert wider_choice(settled(Losses(2.0, 1.0), by_default=False)) is None
-
-
-def test_weights_are_never_too_coarse():
-    model: Any = None
-    assert list(coarse_lines(model, load_recipe("wanda-50"))) == []
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,6 @@
 """The model card: metadata, how the output is loaded, and what was done to it."""
 
-from pathlib import Path
 from typing import Any
-
-import pytest
 
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.runner.publish import model_card
@@ -134,34 +131,9 @@ def magnitude(*changes: str, **amount):
     return load_recipe("magnitude", changes, **amount)
 
 
-def test_another_amount_is_told():
-    assert said(magnitude()) == ""
-    assert said(magnitude(ratio=0.35)) == f"{SHIPPED}, at a ratio of 0.35."
-    own = magnitude("spaces.heads.ratio=0.25", "spaces.mlp.ratio=0.4")
-    assert said(own) == f"{SHIPPED}, at ratios of 0.25 (heads), 0.4 (mlp)."
-    assert said(load_recipe("wanda-50", ratio=0.6), name="wanda-50") == f"{SHIPPED}, at a ratio of 0.6."
-    asked = {"size": {"params": "70%"}, "digest": "0"}
-    assert said(magnitude(ratio=0.35), asked) == f"{SHIPPED}, for 70% of the parameters."
-    best = load_recipe("best", size={"bytes": "9.5GiB"})
-    assert said(best, name="best") == f"{SHIPPED}, for 9.5GiB bytes."
-
-
 def test_a_strength_that_was_searched_for_is_no_change():
     used = load_recipe("ridge-perplexity").with_strength(10.0)
     search = {"chosen": 10.0, "perplexity": {"10": 3.0}}
     made = report([site(0)]) | {"recipe": used.model_dump(mode="json", by_alias=True), "recipe_digest": used.digest}
     assert SHIPPED not in card(made | {"lambda_search": search})
     assert CHANGED in card(made)
-
-
-@pytest.mark.parametrize("change", ["spaces.mlp.score=wanda-sp", "spaces.mlp.multiple_of=8", "container=any"])
-def test_more_than_the_amount_is_a_change(change):
-    assert said(magnitude(change)) == CHANGED
-    assert said(magnitude(change, ratio=0.35)) == CHANGED
-
-
-def test_a_recipe_of_another_name_is_not_compared(tmp_path: Path):
-    path = tmp_path / "mine.yaml"
-    path.write_text("version: 1\nname: mine\nsummary: Mine.\nspaces: {mlp: {score: magnitude}}\n")
-    made = report([site(0)]) | {"recipe": load_recipe(str(path)).model_dump(mode="json"), "recipe_digest": "0"}
-    assert SHIPPED not in card(made)

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_prune.show.axes import block_axis, tick_label, value_axis
+from ckpt_prune.show.axes import value_axis
 from ckpt_prune.show.charts import (
     HEIGHT,
-    MARKS,
     SHADES,
     SIDE,
     TEXT,
@@ -20,7 +19,6 @@ from ckpt_prune.show.charts import (
     draw,
     draw_bar,
     draw_heat_map,
-    draw_legend,
     has_hidden,
 )
 from ckpt_prune.show.section import Figure, HeatMap, Line, Point
@@ -55,41 +53,6 @@ def interpolated(ticks, wanted, *, log=False):
 # ---- where things are ------------------------------------------------------------------------------------------
 
 
-def test_marks_of_a_linear_plot():
-    values = [0.1, 0.45, 0.3]
-    plot = drawn(line(values))
-    assert plot.labels == (["0", "1", "2"], ["0", "0.1", "0.2", "0.3", "0.4", "0.5"])
-    for block, (wanted, (x, y, kind)) in enumerate(zip(values, plot.marks("line-0"), strict=True)):
-        assert x == pytest.approx(interpolated(plot.x, block), abs=0.02)
-        assert y == pytest.approx(interpolated(plot.y, wanted), abs=0.02)
-        assert kind == "mark"
-    assert plot.unit == "u"
-    assert plot.path("band", "line-0") == []
-
-
-def test_marks_of_a_logarithmic_plot():
-    values = [0.5, 0.03, 0.002]
-    plot = drawn(line(values))
-    assert plot.labels[1] == ["0.002", "0.005", "0.01", "0.02", "0.05", "0.1", "0.2", "0.5"]
-    assert plot.unit == "u, log scale"
-    for wanted, (_, y, _) in zip(values, plot.marks("line-0"), strict=True):
-        assert y == pytest.approx(interpolated(plot.y, wanted, log=True), abs=0.02)
-    assert [y for y, _ in plot.y] == [pytest.approx(interpolated(plot.y, v, log=True), abs=0.02) for _, v in plot.y]
-
-
-def test_many_decades_have_powers_of_ten():
-    assert drawn(line([1e-5, 0.03, 2.0])).labels[1] == ["10⁻⁵", "0.0001", "0.001", "0.01", "0.1", "1"]
-
-
-def test_exact_pixels():
-    """By hand: from the labels' right to 12 before the edge, from 28 below the top to 40 above the bottom."""
-    plot = drawn(line([0.0, 1.0]), full=(0, 1))
-    left = 10 + 7 * len("0.2")
-    pitch = (WIDTH - 12 - left) / 2
-    assert plot.marks("line-0") == [(left + pitch / 2, 196, "mark"), (left + 3 * pitch / 2, 28, "mark")]
-    assert plot.path("line", "line-0") == [[(left + pitch / 2, 196), (left + 3 * pitch / 2, 28)]]
-
-
 def test_blocks_keep_their_numbers():
     plot = drawn(Line("a", [Point(b, 1.0, 1.0, 1.0, "") for b in (5, 6, 9)]))
     assert plot.labels[0] == ["5", "6", "7", "8", "9"]
@@ -119,24 +82,6 @@ def test_a_joined_line_goes_on_over_places_nobody_asked_for():
     assert plot.tooltips() == [f"blocks recovered {place}\na: {v:g}" for place, v in points.items()]
 
 
-def test_a_band_from_low_to_high():
-    values = {0: (1.0, 2.0, 4.0), 1: (2.0, 3.0, 3.5), 2: (0.0, 1.0, 5.0)}
-    plot = drawn(spread(values), log=False)
-    (corners,) = plot.path("band", "line-0")
-    xs = [interpolated(plot.x, b) for b in values]
-    highs, lows = ([interpolated(plot.y, v[i]) for v in values.values()] for i in (2, 0))
-    wanted = [*zip(xs, highs, strict=True), *reversed(list(zip(xs, lows, strict=True)))]
-    assert corners == [pytest.approx(corner, abs=0.02) for corner in wanted]
-
-
-def test_a_band_is_parted_too_and_a_lone_block_has_a_bar():
-    plot = drawn(spread({0: (1.0, 2.0, 3.0), 2: (1.0, 2.0, 3.0), 3: (1.0, 2.0, 3.0)}))
-    lone, pair = plot.path("band", "line-0")
-    assert len({x for x, _ in lone}) == 2
-    assert sum(x for x, _ in lone) / 4 == pytest.approx(interpolated(plot.x, 0), abs=0.02)
-    assert len(pair) == 4
-
-
 def test_what_a_log_scale_cannot_show_lies_hollow_at_its_foot():
     hidden = line([0.5, 0.0, 0.01, 0.2])
     plot = drawn(hidden)
@@ -156,18 +101,6 @@ def test_rounding_noise_does_not_stretch_the_axis():
     assert min(tick for _, tick in plot.y) >= 1e-8
 
 
-def test_everything_zero():
-    plot = drawn(line([0.0, 0.0]))
-    assert plot.labels[1][0] == "0"
-    assert [kind for _, _, kind in plot.marks("line-0")] == ["mark", "mark"]
-
-
-def test_negative_values_are_linear():
-    plot = drawn(line([-0.5, 1000.0]))
-    assert plot.unit == "u"
-    assert plot.y[0][1] < 0
-
-
 @pytest.mark.parametrize(
     ("values", "options", "log"),
     [
@@ -179,25 +112,12 @@ def test_a_log_scale_from_a_factor_of_twenty_where_it_is_wanted(values, options,
     assert (drawn(line(values), **options).unit == "u, log scale") is log
 
 
-def test_a_full_range_is_covered_and_grows():
-    assert drawn(line([0.4, 0.5]), full=(0, 1)).labels[1] == ["0", "0.2", "0.4", "0.6", "0.8", "1.0"]
-    assert drawn(line([0.4, 1.1]), full=(0, 1)).y[-1][1] == pytest.approx(1.2)
-
-
 # ---- what can be read ------------------------------------------------------------------------------------------
 
 
 def test_every_block_tells_its_values():
     tips = drawn(line([0.25, None], "before"), line([0.5, 0.75], "after")).tooltips()
     assert tips == ["block 0\nbefore: 0.25\nafter: 0.5", "block 1\nafter: 0.75"]
-
-
-def test_the_areas_of_tooltips_lie_side_by_side_over_their_marks():
-    plot = drawn(line([1.0] * 7))
-    areas = [(numbers(r.get("x"))[0], numbers(r.get("width"))[0]) for r in plot.svg.iter("rect")]
-    for (left, width), (x, _, _) in zip(areas, plot.marks("line-0"), strict=True):
-        assert left + width / 2 == pytest.approx(x, abs=0.02)
-    assert all(a + width == pytest.approx(b, abs=0.02) for (a, width), (b, _) in pairwise(areas))
 
 
 def test_texts_are_escaped():
@@ -208,11 +128,6 @@ def test_texts_are_escaped():
     assert root.get("aria-label") == f"{seen}. {seen}"
     assert "<script" not in svg
     assert Drawn(root).tooltips() == [f"block 0\n{seen}: 1"]
-
-
-def test_marks_tell_lines_apart_without_colour():
-    legends = [ElementTree.fromstring(draw_legend(number))[1].get("d") for number in range(len(MARKS))]
-    assert len(set(legends)) == len(legends) == 8
 
 
 def boxes(plot: Drawn):
@@ -299,23 +214,6 @@ def test_ticks_say_where_they_are(values, log):
 
 
 @pytest.mark.parametrize(
-    ("tick", "step", "label"),
-    [
-        *[(0.0, 0.2, "0"), (0.6000000000000001, 0.2, "0.6"), (1.0, 0.2, "1.0"), (20000.0, 5000.0, "20000")],
-        *[(-0.5, 0.5, "-0.5"), (0.0002, 0.0001, "0.0002"), (1e-5, 1e-5, "10⁻⁵"), (2e-5, 1e-5, "2·10⁻⁵")],
-        *[(1.5e6, 5e5, "1.5·10⁶"), (100000.0, 100000.0, "10⁵"), (5.0, 5.0, "5"), (-3e-7, 1e-7, "-3·10⁻⁷")],
-    ],
-)
-def test_tick_labels(tick, step, label):
-    assert tick_label(tick, step) == label
-
-
-def test_block_axis_leaves_half_a_block_free():
-    axis = block_axis(0, 3, 40, 80, digit=7)
-    assert [axis.at(b) for b in range(4)] == [45, 55, 65, 75]
-
-
-@pytest.mark.parametrize(
     ("share", "most", "widths"), [(75.0, 100.0, [120, 90, 0]), (0.0, 100.0, [120, 0, 0]), (150.0, 150.0, [80, 80, 40])]
 )
 def test_a_bar_ends_where_its_percentage_is(share, most, widths):
@@ -331,11 +229,6 @@ def shades(before, after) -> list[tuple[int, str]]:
     svg = draw_heat_map(HeatMap("t", "n", {"before": before, "after": after}))
     assert svg.count('class="frame"') == (2 if svg else 0)
     return [(path.count("M"), shade) for path, shade in re.findall(r'<path d="([^"]+)" fill-opacity="([\d.]+)"', svg)]
-
-
-def test_darker_is_more_on_one_scale():
-    """From 0.5 to 4: 1 is a third of the way, 1.5 a bit more than half. Nothing is drawn where nothing is."""
-    assert shades([[1.0, 1.0], [0.5, 1.5]], [[0.0, 4.0]]) == [(1, "0.08"), (2, "0.33"), (1, "0.50"), (1, "1.00")]
 
 
 @pytest.mark.parametrize("cells", [[], [[]], [[None]], [[0.0, -1.0]]])

@@ -75,13 +75,6 @@ def test_a_page_loads_and_runs_nothing(page):
     assert policy == "default-src 'none'; style-src 'unsafe-inline'"
 
 
-def test_captions_say_when_marks_lie_below_the_scale(page):
-    html = page(report([site(b, error_compensated=e, floor=None) for b, e in enumerate((0.01, 0.0))]))
-    notes = {words(f.find(".//h3")): words(f.find(".//figcaption/p")) for f in parse(html).iter("figure")}
-    assert notes["MLP: output error"].endswith("Hollow marks at the foot: zero, or too small for this scale.")
-    assert "Hollow" not in notes["Active inputs"]
-
-
 def test_nothing_from_a_report_is_markup(page):
     mask = {"method": EVIL, "pattern": EVIL, "ratio": 0.5}
     made = masked([linear(0, weight=EVIL, kind=EVIL)], learned(0), kind=EVIL, mask=mask)

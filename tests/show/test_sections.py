@@ -7,12 +7,12 @@ import pytest
 from ckpt_prune.job.records import SiteRecord
 from ckpt_prune.model.descriptions import known_families, load_family, variants_of
 from ckpt_prune.runner.sections import all_sections, name_report
-from ckpt_prune.show.section import Figure, HeatMap, Section, format_figure
+from ckpt_prune.show.section import Figure, HeatMap, Section
 from ckpt_prune.stages.mask.records import MaskedLinear
 from ckpt_prune.stages.report import Report
 from ckpt_prune.stages.show_linears import KINDS, label_of
-from ckpt_prune.stages.spaces.show import inputs_of, mean_errors, mean_held_out, relative_floor, warn_of_sites
-from tests.show.examples import Json, bare, elsewhere, kept, layer, learned, linear, masked, recovery, report, site
+from ckpt_prune.stages.spaces.show import warn_of_sites
+from tests.show.examples import Json, elsewhere, kept, layer, learned, linear, masked, recovery, report, site
 
 
 def sections(made: Json) -> dict[str, Section]:
@@ -70,22 +70,6 @@ def test_a_note_on_the_container_stands_once(note):
     container = {"model_type": "llama", "remote_code": True, "note": note}
     facts = dict(tables(sections(report([], container=container))["How it was made"])[""][1:])
     assert facts["stored as"] in ("remote code: q narrower than v", "llama with remote code (q narrower than v)")
-
-
-def test_calibration_of_another_kind_is_listed_by_its_keys():
-    calibration = {"target": "sequential", "samples": 1, "image_size": 224, "skipped": None, "names": ["a"]}
-    facts = dict(tables(sections(report([], calibration=calibration))["How it was made"])[""][1:])
-    assert facts["calibration"] == "target sequential, 1 sample, image size 224"
-
-
-def test_seconds_of_inner_phases_stand_beside_their_phase():
-    stage = {"name": "blocks", "seconds": 12.345, "peak_bytes": 2**20, "device_peak_bytes": None}
-    stages = [stage | {"phases": {"calibration": 2.5}}, stage | {"name": "rest", "phases": {"calibration": None}}]
-    assert tables(sections(report([], stages=stages))["How it was made"])["Time and memory"] == [
-        ["phase", "seconds", "of these calibration", "memory, largest so far"],
-        ["blocks", "12.3", "2.50", "1.00 MiB"],
-        ["rest", "12.3", "–", "1.00 MiB"],
-    ]
 
 
 # ---- units of spaces ---------------------------------------------------------------------------------------------
@@ -158,14 +142,6 @@ def test_errors_of_a_language_model_have_a_yardstick_unless_they_hold_earlier_on
     assert "These errors are from before recovery." in units(site(0), adapters={"modules": 1}).sentences
 
 
-def test_means_are_of_sites_with_both_errors_and_of_those_that_are_compensated():
-    made = [site(0), site(1, error_uncompensated=0.25, error_compensated=0.0), site(2, error_compensated=None), bare(3)]
-    assert mean_errors([SiteRecord.read(each) for each in made]) == (0.375, 0.125)
-    made = [site(0, error_held_out=0.5), site(1, error_held_out=0.25), site(2, error_held_out=9.0, method="none")]
-    assert mean_held_out([SiteRecord.read(each) for each in made]) == 0.375
-    assert (mean_errors([]), mean_held_out([])) == (None, None)
-
-
 def test_sites_where_compensation_fails_are_named():
     """Those where nothing is dropped or nothing was to compensate do not count."""
     sites = [site(b, error_compensated=0.6, error_held_out=0.5) for b in range(9)]
@@ -185,77 +161,6 @@ def test_solves_that_stopped_short_are_told():
         "The logits of block 1 are not solved to the end (relative residual 2e-06): use more samples or a larger "
         "lambda."
     ]
-
-
-def test_without_figures_the_way_to_them_is_told():
-    found = units(bare(0))
-    assert (found.figures, tables(found)["Every site"]) == (
-        [],
-        [["block", "space", "compensation", "λ", "kept"], ["0", "MLP", "none", "–", "4 of 8"]],
-    )
-    (sentence,) = found.explanations
-    assert sentence.startswith("Nothing was measured per layer: errors and diagnostics need statistics with Grams")
-
-
-def test_errors_are_relative_the_floor_too():
-    found = figures(units(site(0), site(1, error_uncompensated=0.2, floor=3.0, j0=6.0), site(2, error_held_out=None)))
-    assert values(found["MLP: output error"]) == {
-        "uncompensated": {0: 0.5, 1: 0.2, 2: 0.5},
-        "compensated": {0: 0.25, 1: 0.25, 2: 0.25},
-        "held out": {0: 0.3, 1: 0.3},
-        "floor": {0: pytest.approx(0.125), 1: pytest.approx(0.1), 2: pytest.approx(0.125)},
-    }
-    assert found["MLP: output error"].unit == "share of output energy"
-
-
-@pytest.mark.parametrize(
-    ("changes", "floor"),
-    [
-        ({"floor": 0.0, "j0": 0.0, "error_uncompensated": 0.0}, 0.0),
-        ({"floor": 1.0, "j0": 0.0}, None),
-        ({"floor": None}, None),
-        ({"j0": None}, None),
-        ({"error_uncompensated": None}, None),
-    ],
-)
-def test_a_floor_that_is_relative_to_nothing(changes, floor):
-    assert relative_floor(SiteRecord.read(site(0, **changes))) == floor
-
-
-@pytest.mark.parametrize(
-    ("made", "inputs"),
-    [
-        *[(site(0), 8), (site(0, width=12), 12), (site(0, width=0), 8)],
-        *[(site(0, "heads"), None), (site(0, "heads", width=16), 16), (site(0, "heads", width=-4), None)],
-    ],
-)
-def test_inputs_of_the_consumer(made, inputs):
-    assert inputs_of(SiteRecord.read(made)) == inputs
-
-
-def test_heads_are_drawn_as_a_mean_and_a_spread():
-    found = units(site(2, "qk", heads=heads((0.5, 0.1), (0.2, None), (0.8, 0.2))))
-    before, after = (line.points[0] for line in figures(found)["Q/K: logit error per head"].lines)
-    assert (before.place, before.value, before.low, before.high) == (2, pytest.approx(0.5), 0.2, 0.8)
-    assert before.text == "mean 0.500, from 0.200 (head 1) to 0.800 (head 2)"
-    assert after.text == "mean 0.150, from 0.100 (head 0) to 0.200 (head 2)"
-
-
-def test_ranks_are_shares_of_the_width():
-    found = figures(units(site(0), site(0, "heads", effective_rank=3.0, k95=6, width=12), site(0, "queries")))
-    assert values(found["MLP: rank of the inputs"]) == {"effective rank": {0: 0.25}, "k95": {0: 0.5}}
-    assert values(found["Attention heads: rank of the inputs"]) == {"effective rank": {0: 0.25}, "k95": {0: 0.5}}
-    assert "Query heads in groups: rank of the inputs" not in found
-
-
-def test_units_are_drawn_if_blocks_differ():
-    assert "Units kept" not in figures(units(site(0), site(1), site(0, "heads", kept=[1])))
-    found = figures(units(site(0), site(1, kept=[0, 1]), site(0, "heads", kept=[1])))
-    assert values(found["Units kept"]) == {"MLP": {0: 0.5, 1: 0.25}, "Attention heads": {0: 0.125}}
-
-
-def test_a_space_of_a_later_version_is_shown_by_its_name():
-    assert "experts: output error" in figures(units(site(0, "experts")))
 
 
 @pytest.mark.parametrize("value", ["0.5", True, [1.0], float("nan"), float("inf"), 10**400])
@@ -356,14 +261,6 @@ def test_shares_of_zeros():
     )
 
 
-def test_the_order_of_kinds_does_not_depend_on_the_report():
-    modules = [f"mlp.{name}_proj" for name in ("down", "up", "gate")] + [f"self_attn.{n}_proj" for n in "ovkq"]
-    figure = figures(sections(masked([linear(0, m) for m in [*modules, "mixer"]]))["Mask"])[
-        "Output error of the linears"
-    ]
-    assert list(values(figure)) == [*KINDS, "mixer"]
-
-
 @pytest.mark.parametrize(
     ("weight", "kind"),
     [
@@ -423,17 +320,6 @@ def test_rotations_of_every_block():
         (1, pytest.approx(0.85), 0.8, 0.9),
     ]
     assert tables(found)["Every rotation"][1:] == [["0", "50", "40", "-20.0%", "1"], ["1", "50", "20", "-60.0%", "15"]]
-
-
-@pytest.mark.parametrize(
-    ("kind", "what"), [("shared", "all blocks share one basis"), ("values", "the values of every head turn")]
-)
-def test_rotations_that_are_folded_away(kind, what):
-    found = sections(masked([linear(0)], learned(None, 100.0, 80.0, 1), kind=kind))["Rotation"]
-    assert found.sentences[0].endswith("80 nats after (-20.0%), in 1 step.")
-    assert found.explanations[0].startswith(f"Rotation {kind}: {what}")
-    assert found.explanations[0].endswith("absorbed by the weights and adds no computation at run time.")
-    assert found.figures == []
 
 
 def test_entropies_that_are_not_known_are_not_summed():
@@ -503,16 +389,6 @@ def test_recovery_of_blocks():
     ]
 
 
-def test_recovery_of_a_part():
-    made = recovery(on_the_fly=True, data={"modality": "image", "samples": 64, "held_out": 6}, earlier=None)
-    made["settings"] |= {"only": "mlp", "layers": "2:5"}
-    made["earlier"] = {"recovery": recovery(), "layers": [layer(0)]}
-    found = sections(elsewhere([layer(0)], recovery=made))["Recovery"].explanations
-    assert "the MLP weights that pruning left of layers 2:5 were trained, each block right after it" in found[0]
-    assert "on 64 images, 6 of them held out" in found[0]
-    assert found[1] == "It had been recovered before; that record is in ckpt_prune.json as recovery.earlier."
-
-
 def test_blocks_to_warn_of():
     layers = [kept(0, epochs=4), kept(1, epochs=0), kept(2, diverged=True), layer(3, diverged=True, mse_after=None)]
     assert [sentence[:40] for sentence in recovered(*layers, layer(4, mse_after=0.75)).sentences[2:]] == [
@@ -522,16 +398,6 @@ def test_blocks_to_warn_of():
         "Training diverged in 2 blocks (2, 3) and",
     ]
     assert len(recovered(layer(0, mse_before=None, mse_after=0.75)).sentences) == 2
-
-
-@pytest.mark.parametrize("nothing", [None, float("nan"), float("inf")])
-def test_means_are_of_the_blocks_with_both_figures(nothing):
-    sentences = recovered(layer(0, mse_after=nothing, cka_before=nothing), layer(1, cka_after=nothing)).sentences
-    assert sentences[1].endswith("before → after: mean squared error 0.5 → 0.25 (1 block).")
-    empty = dict.fromkeys(("mse_before", "mse_start", "mse_after", "cka_before", "cka_after"), nothing)
-    found = recovered(kept(0, **empty))
-    assert (found.figures, len(found.sentences)) == ([], 3)
-    assert tables(found)["Every block"][1] == ["0", "old weights kept", "10"]
 
 
 def test_perplexity_over_recovered_blocks():
@@ -547,16 +413,6 @@ def test_perplexity_over_recovered_blocks():
     assert tables(found)["Every perplexity"][1:] == [["0", "50"], ["1", "–"], ["2", "20.5"], ["4", "10"]]
 
 
-def test_what_another_tool_pruned():
-    made = elsewhere([layer(0)])
-    found = sections(made)
-    assert name_report(Report.read(made)) == "tiny, pruned elsewhere and recovered"
-    assert list(found) == ["Size", "Recipe", "Recovery", "How it was made"]
-    assert [row[0] for row in tables(found["How it was made"])[""][1:]] == [
-        *("dense model", "its fingerprint", "recipe", "digest of the recipe", "stored as", "written by")
-    ]
-
-
 # ---- every report --------------------------------------------------------------------------------------------------
 
 
@@ -565,23 +421,3 @@ def test_an_older_report_says_the_same():
     made = report([site(0), site(1, "heads")])
     later = {"mask": None, "rotation": None, "linears": [], "recovery": None, "layers": []}
     assert sections(made) == sections(made | later)
-
-
-def test_the_order_of_records_does_not_matter():
-    made = masked(
-        [linear(b, error=0.1 * b) for b in range(4)], layers=[layer(b) for b in range(4)], recovery=recovery()
-    )
-    made["sites"] = [site(b, error_compensated=0.1 * b) for b in range(4)]
-    turned = made | {key: made[key][::-1] for key in ("sites", "linears", "layers")}
-    assert sections(turned) == sections(made)
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        *[(0.0, "0"), (4.0, "4"), (1536.0, "1,536"), (0.25, "0.250"), (0.123456, "0.123"), (186.4, "186")],
-        *[(float("inf"), "inf"), (12.34, "12.3"), (0.0001, "0.000100"), (0.0000123, "1.23e-05"), (2e9, "2.00e+09")],
-    ],
-)
-def test_numbers_have_three_digits(value, text):
-    assert format_figure(value) == text

@@ -341,7 +341,7 @@ def routed(model: Any, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("case", [BY_BEST, BY_TWO_BEST], ids=str)
 def test_tokens_that_lose_nothing_stay_with_their_experts(case: Case, score: str, tmp_path: Path) -> None:
     moved = stayed = 0
-    for seed in range(4):
+    for seed in range(2):
         dense, out = Dense(tmp_path / str(seed)), tmp_path / f"out-{seed}"
         dense.root.mkdir()
         path = dense.folder(case) / "model.safetensors"
@@ -362,7 +362,7 @@ def test_tokens_that_lose_nothing_stay_with_their_experts(case: Case, score: str
         same = (before.sort().values == after.sort().values).all(1)
         moved, stayed = moved + int((~same & ~loses).sum()), stayed + int((~loses).sum())
     assert moved == 0
-    assert stayed > 200
+    assert stayed > 100
 
 
 def test_a_plan_that_moves_experts_to_other_groups_is_refused(tmp_path: Path) -> None:

@@ -167,12 +167,6 @@ def test_without_a_mask(output, kept, keys, detail):
     assert made.check("sparsity", against=False) == Check("sparsity", None, detail)
 
 
-def test_a_checkpoint_of_others(dense):
-    with quiet_transformers():
-        found = next(check for check in verify(dense) if check.name == "sparsity")
-    assert found == Check("sparsity", None, "no mask recorded; 0.0 % of block weights are zero")
-
-
 # ---- against the dense model ---------------------------------------------------------------------------------------
 
 SITE = {"block": 0, "space": "mlp", "units": 24, "kept": list(range(24)), "method": "none"}
@@ -294,10 +288,3 @@ def test_units_that_the_weights_do_not_have(output, site, detail):
     check = made.check("kept units")
     assert check.passed is (detail is None)
     assert detail is None or check.detail == detail
-
-
-def test_a_zero_in_a_row_is_no_excuse_without_a_mask(output):
-    made = output("1")
-    made.report |= UNMASKED
-    zero_one(GATE)(made)
-    assert made.check("kept units").detail == f"{GATE} does not hold the dense model's rows of the kept units"
