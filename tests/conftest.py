@@ -1,5 +1,6 @@
 """What rooms share: a folder for each test, checkpoints made once, and one thread, because tensors here are tiny."""
 
+import ast
 import gc
 import os
 import shutil
@@ -8,7 +9,6 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
-from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,28 +22,8 @@ if TYPE_CHECKING:
 # The process that only hands tests to workers reads this file too: torch and transformers are imported by the others,
 # which start as many seconds earlier.
 ROOT = Path(__file__).resolve().parents[1]
-QUICK = (
-    "model/test_families.py",
-    "measure/test_[imt]*.py",  # images, moments, text
-    "measure/test_logits.py",
-    "measure/test_statistics.py",
-    "checkpoint/test_[dhsuw]*.py",  # all but resuming and reading, which start processes
-    "cli/test_help.py",
-    "cli/test_plan.py",
-    "cli/test_recipe.py",
-    "compensation/test_*.py",
-    "model/containers/test_containers.py",
-    "job/test_[rs]*.py",  # budgets, recipes, selection, sizes
-    "stages/recovery/test_similarity.py",
-    "show/test_*.py",
-    "stages/rotation/test_[ai]*.py",  # absorbing, importance
-    "scoring/test_*.py",
-    "sparsity/test_*.py",
-    "test_do*.py",  # documents; devices run whole commands twice
-    "test_[gilmp]*.py",
-    "stages/test_families.py",
-)
-"""What `--quick` runs: formulas, formats and messages, and every language model pruned once; it traces no graph."""
+DEAR = {"click", "multiprocessing", "onnx", "onnxruntime", "subprocess", "transformers"}
+"""What runs commands, processes, graphs and whole models. `--quick` runs the files that import none of it."""
 
 FIRST = (
     "onnx_graphs/test_card.py",  # makes most graphs, so that nobody waits for one later
@@ -96,16 +76,39 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--quick", action="store_true", help="only the files that `QUICK` in tests/conftest.py names")
+    parser.addoption("--quick", action="store_true", help="only files that run no command, process, graph or model")
     parser.addoption("--thorough", action="store_true", help="every cell of every product (tests/pairs.py)")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Other files are not even imported."""
-    if not config.getoption("--quick") or collection_path.suffix != ".py":
+    if not config.getoption("--quick") or not collection_path.match("test_*.py"):
         return None
-    name = collection_path.relative_to(ROOT / "tests").as_posix()
-    return None if any(fnmatch(name, pattern) and name.count("/") == pattern.count("/") for pattern in QUICK) else True
+    return True if is_dear(collection_path) else None
+
+
+@cache
+def is_dear(path: Path) -> bool:
+    """Return whether a file of tests imports what takes long: by itself, by helpers here or by its room's conftest."""
+    names = set(find_imports(path))
+    if not names.isdisjoint(DEAR) or path == Path(__file__):
+        return path != Path(__file__)
+    helpers = [ROOT / f"{name.replace('.', '/')}.py" for name in names if name.startswith("tests.")]
+    return any(is_dear(helper) for helper in (*helpers, path.with_name("conftest.py")) if helper.exists())
+
+
+def find_imports(path: Path) -> Iterator[str]:
+    """Yield top packages that a file imports, and modules of these tests by their full names."""
+    room = ".".join(path.parent.relative_to(ROOT).parts)
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            if node.level:
+                module = f"{room.rsplit('.', node.level - 1)[0]}.{module}".rstrip(".")
+            yield module if module.startswith("tests") else module.partition(".")[0]
+            yield from (f"{module}.{alias.name}" for alias in node.names if module.startswith("tests"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -65,8 +65,8 @@ class Estimate:
         free = available_bytes()
         if free is not None and self.peak_bytes > free + (resident_bytes() or 0):
             return (
-                f"this takes {self.line}, and only {human_bytes(free)} of memory are free: close other programs, or see "
-                "by --dry-run what fewer --samples take"
+                f"this takes {self.line}, and only {human_bytes(free)} of memory are free: close other programs, or "
+                "see by --dry-run what fewer --samples take"
             )
         return f"this takes {self.line}" if self.seconds is not None and self.seconds >= WORTH_SAYING else None
 

@@ -10,7 +10,7 @@ import yaml
 
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from tests.cli.joint_axes import divergence
-from tests.cli.running import TEXT, ok, read_json, refused, run, same_files
+from tests.cli.running import TEXT, ok, read_json, refused, run
 from tests.cli.test_depth import windows
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
 
@@ -30,13 +30,13 @@ JOB = ("--recipe", "mine.yaml", *TEXT, "--folds", "2")
 
 @pytest.fixture
 def here(place: Path) -> Path:
-    """A llama of six blocks, of which the middle four do little, and a recipe for blocks and spaces."""
+    """A llama of four blocks, of which the middle two do little, and a recipe for blocks and spaces."""
     Path("mine.yaml").write_text(RECIPE)
     Path("widths.yaml").write_text(WIDTHS)
     torch.manual_seed(3)
     with quiet_transformers():
-        model = tiny_llama(max_position_embeddings=32, num_hidden_layers=6)
-        for block in (1, 2, 3, 4):
+        model = tiny_llama(max_position_embeddings=32, num_hidden_layers=4)
+        for block in (1, 2):
             for weight in (model.model.layers[block].self_attn.o_proj, model.model.layers[block].mlp.down_proj):
                 weight.weight.data *= 0.02
         model.save_pretrained("deep")
@@ -49,11 +49,11 @@ def test_blocks_that_do_little_go_first(here) -> None:
     said = ok("prune", "deep", *JOB, "--target-params", "70%", "-o", "out").splitlines()
     report = read_json("out/ckpt_prune.json")
     depth, tried = report["depth"], report["depth"]["tried"]
-    gone = 6 - len(depth["kept"])
+    gone = 4 - len(depth["kept"])
     measured = {each["blocks"]: each["measured"] for each in tried}
     assert measured[gone] == min(measured.values())
     assert gone >= 1
-    assert set(depth["kept"]) >= {0, 5}
+    assert set(depth["kept"]) >= {0, 3}
     assert report["after"]["parameters"] <= 0.7 * report["before"]["parameters"]
     start = said.index("  blocks gone  divergence")
     assert said[start - 1] == "Amounts that were tried"
@@ -96,7 +96,7 @@ def test_a_ratio_is_the_size_that_it_leaves(here) -> None:
             {"spaces": {}, "allocation": "uniform", "container": "auto"},
             "depth.drop: auto is for recipes with spaces, which lose what the blocks do not",
         ),
-        ({"depth": {"drop": 6}}, "recipe mine drops 6 of 6 blocks: one has to stay at the least"),
+        ({"depth": {"drop": 4}}, "recipe mine drops 4 of 4 blocks: one has to stay at the least"),
     ],
 )
 def test_recipes_that_contradict_themselves(here, changes: dict[str, Any], why: str) -> None:
@@ -120,7 +120,3 @@ def test_what_cannot_be(here) -> None:
     said = refused(*bare, "-o", "out")
     assert said == "recipe mine compares numbers of blocks by running the model itself: give --text as well"
     ok(*bare, *TEXT, "--folds", "2", "-o", "both")
-    ok("prune", "deep", *JOB, "--target-params", "70%", "-o", "live")
-    kept = [read_json(f"{folder}/ckpt_prune.json")["depth"]["kept"] for folder in ("both", "live")]
-    assert kept[0] == kept[1]
-    assert not same_files("both", "deep")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 import ckpt_prune
 from ckpt_prune.checkpoint.writer import CheckpointWriter
@@ -27,7 +27,7 @@ from tests.cli.running import (
     set_config,
 )
 from tests.interrupting import interrupt_at
-from tests.pairs import crossed, every
+from tests.pairs import every
 
 COSTS = """\
                      before     after  share
@@ -179,14 +179,6 @@ def test_a_partial_folder_of_someone_else(place):
 
 
 KEEPS = "out.partial keeps what is done: the same command with --resume continues\n"
-CRASHES = [RuntimeError("bug"), torch.OutOfMemoryError("too large")]
-
-
-def crash(*args: str) -> Result:
-    """The result of a command that ends by an error which is no refusal: a shell shows its traceback."""
-    result = CliRunner().invoke(main, args)
-    assert not isinstance(result.exception, SystemExit | None)
-    return result
 
 
 @pytest.mark.parametrize("recipe", every(2, ["rcpu", "flap", "ridge-folds"]))
@@ -204,15 +196,21 @@ def test_ctrl_c_and_resume(place, recipe):
         resumed(job)
 
 
-@pytest.mark.parametrize(("recipe", "error"), crossed(["rcpu", "flap"], CRASHES))
-def test_a_crash_keeps_the_blocks_that_are_done(place, recipe, error):
-    job = ["prune", "dense", "--recipe", recipe, *HALF, *TEXT]
+@pytest.mark.parametrize("error", [RuntimeError("bug"), torch.OutOfMemoryError("too large")])
+def test_a_crash_keeps_the_blocks_that_are_done(place, error):
+    """An error of the code shows its traceback; memory that runs out is one line."""
+    job = ["prune", "dense", "--recipe", "rcpu", *HALF, *TEXT]
     ok(*job, "-o", "whole")
     before = {Path(name).parts[0] for name in listing()}
     with pytest.MonkeyPatch.context() as patch:
         interrupt_at(patch, CheckpointWriter, "commit", 2, error)
-        result = crash(*job, "-o", "out")
-    assert (result.exception, result.stdout, result.stderr) == (error, "", KEEPS)
+        result = CliRunner().invoke(main, [*job, "-o", "out"])
+    assert result.stderr.startswith(KEEPS)
+    if isinstance(error, torch.OutOfMemoryError):
+        assert result.exit_code == 2
+        assert result.stderr.splitlines()[1].startswith("Error: memory ran out (too large): ")
+    else:
+        assert (result.exception, result.stderr) == (error, KEEPS)
     assert {Path(name).parts[0] for name in listing()} - before == {"out.partial"}
     ok(*job, "-o", "out", "--resume")
     assert same_files("out", "whole")
