@@ -3,10 +3,12 @@
     PYTHONPATH=. python tools/bench_export.py graphs --out graphs.jsonl [--models NAME ...]
     PYTHONPATH=. python tools/bench_export.py speed --out speed.jsonl [--models NAME ...]
     PYTHONPATH=. python tools/bench_export.py widths --out widths.jsonl
+    PYTHONPATH=. python tools/bench_export.py cost --out cost.jsonl --folders MODEL ... --text HELD_OUT.txt
 
 Everything is done by the command line, as a user would. Each line of the output is one measurement; a run goes on where
 the last one stopped, and ends by printing the table. `speed` times dense and pruned models in turns, in one run, two
 threads each, in PyTorch and in onnxruntime; `widths` does it for one made-up Llama at MLP widths beside each other.
+`cost` is what an export with its proof takes of processors and memory.
 """
 
 import argparse
@@ -159,6 +161,26 @@ def widths(args: argparse.Namespace, done: set[str]) -> None:
             )
 
 
+def cost(folder: Path, args: argparse.Namespace, done: set[str]) -> None:
+    for proof in (("--text", args.text), ("--no-validate",)):
+        key = f"{folder.name} | {proof[0]}"
+        if key in done:
+            continue
+        out = args.work / "graph"
+        took = command("export", folder, "-o", out, "--overwrite", "--json", *proof)
+        size = sum(json.loads(took.printed)["bytes"].values())
+        line = {"key": key, "seconds": took.seconds, "clock": took.clock, "gibibytes": took.gibibytes, "bytes": size}
+        record(args.out, line)
+
+
+def print_cost(lines: list[dict[str, Any]]) -> None:
+    print("\n| model | CPU s | seconds | peak MiB | graph MiB |")
+    print("|---|---|---|---|---|")
+    for line in lines:
+        peak, size = line["gibibytes"] * 1024, line["bytes"] / 2**20
+        print(f"| {line['key']} | {line['seconds']:.1f} | {line['clock']:.1f} | {peak:.0f} | {size:.0f} |")
+
+
 def timed(dense: Path, pruned: Path, args: argparse.Namespace, *more: str) -> dict[str, Any]:
     """What `benchmark` says of two models, without every round's time."""
     options = ("--onnx", "--threads", "2", "--rounds", str(args.rounds), "--batch", "1,8", "--json", *more)
@@ -210,11 +232,13 @@ def record(out: Path, line: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["graphs", "speed", "widths"])
+    parser.add_argument("what", choices=["graphs", "speed", "widths", "cost"])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True, help="Folder that pruned models are kept in.")
     parser.add_argument("--models", nargs="*")
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--folders", type=Path, nargs="*", default=[], help="Models that `cost` exports.")
+    parser.add_argument("--text", help="What their graphs are proved on.")
     args = parser.parse_args()
     known = {model.name: model for model in models()}
     if unknown := set(args.models or ()) - set(known):
@@ -224,11 +248,14 @@ def main() -> None:
     done = set(by_key(args.out))
     if args.what == "widths":
         widths(args, done)
+    elif args.what == "cost":
+        for folder in args.folders:
+            cost(folder, args, done)
     else:
         for model in chosen:
             (graphs if args.what == "graphs" else speed)(model, args, done)
     found = lines_of(args.out)
-    (print_graphs if args.what == "graphs" else print_speed)(found)
+    {"graphs": print_graphs, "cost": print_cost}.get(args.what, print_speed)(found)
 
 
 if __name__ == "__main__":

@@ -52,6 +52,7 @@ from ckpt_prune.onnx.samples import FEW_WINDOWS, WINDOWS, ProofSamples, choose_p
 from ckpt_prune.onnx.session import DATA, FILES, Provider, default_provider
 from ckpt_prune.onnx.tasks import check_padding, choose_task, remove_head
 from ckpt_prune.onnx.tracing import get_image_size, trace_model
+from ckpt_prune.onnx.writing import write_graph
 from ckpt_prune.options.data import CalibrationOptions, ImageOptions, ProofOptions
 from ckpt_prune.options.graphs import GraphSettings
 from ckpt_prune.stages.export.stage import Export
@@ -278,7 +279,10 @@ def _tracing_type(dtype: GraphType) -> torch.dtype:
 def _save(graph: onnx_ir.Model, folder: Path, dtype: GraphType, embedded: int, decision: Decision | None) -> GraphEntry:
     file = FILES[dtype]
     weights = sum(v.const_value.nbytes for v in graph.graph.initializers.values() if v.const_value is not None)
-    onnx_ir.save(graph, folder / file, external_data=f"{file}{DATA}" if weights > embedded else None)
+    if weights > embedded:
+        onnx_ir.save(graph, folder / file, external_data=f"{file}{DATA}")
+    else:
+        write_graph(graph, folder / file)
     return GraphEntry(
         file=file,
         dtype=dtype,

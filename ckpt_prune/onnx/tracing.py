@@ -1,6 +1,7 @@
 """From a model in memory to an ONNX graph: transformers' exporter, and names that deployments know."""
 
 import contextlib
+import copy
 import gc
 import inspect
 import io
@@ -18,7 +19,7 @@ import onnx_ir
 import torch
 from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 from torch.export import Dim
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache
 from transformers.exporters.configs import OnnxConfig
 from transformers.exporters.exporter_onnx import OnnxExporter
 
@@ -28,6 +29,8 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.context import context_length
 from ckpt_prune.model.skeleton import quiet_transformers
 from ckpt_prune.modeling_pruned import cache_argument
+from ckpt_prune.onnx.block_kinds import find_block_kinds
+from ckpt_prune.onnx.repetition import repeated
 from ckpt_prune.onnx.tasks import PAST, PRESENT, Task
 
 DEFAULT_OPSET = 20
@@ -135,8 +138,9 @@ def trace_model(model: Any, task: Task, *, opset: int | None, fusions: str | Non
     output = io.StringIO()
     try:
         with _captured(output), quiet_transformers(), _without_garbage_collection(), _without_stack_traces():
-            # It takes flags such as use_cache out of the inputs it is given.
-            graph: onnx_ir.Model = OnnxExporter().export_program(model, dict(example.inputs), config)[0]
+            graph = _trace_once(model, example, config, cached=task.cached)
+            if graph is None:
+                graph = _trace_whole(model, example, config)
     except Exception as error:  # torch.export, onnxscript and model code raise anything here
         write_atomically(log, f"{output.getvalue()}\n{''.join(traceback.format_exception(error))}")
         cause: BaseException = error
@@ -157,6 +161,31 @@ def trace_model(model: Any, task: Task, *, opset: int | None, fusions: str | Non
             "or say that one"
         )
     return graph
+
+
+def _trace_whole(model: Any, example: Example, config: OnnxConfig) -> onnx_ir.Model:
+    # It takes flags such as use_cache out of the inputs it is given.
+    graph: onnx_ir.Model = OnnxExporter().export_program(model, dict(example.inputs), config)[0]
+    return graph
+
+
+def _trace_once(model: Any, example: Example, config: OnnxConfig, *, cached: bool) -> onnx_ir.Model | None:
+    """Trace one block of each kind, and repeat it; None if that is not proven to give the graph of the whole model."""
+    inputs = copy.deepcopy(example.inputs)
+    if "attention_mask" in inputs:
+        inputs["attention_mask"][0, 0] = 0  # without padding some models make no mask, and masks tell kinds apart
+    past = [
+        (layer.keys, layer.values) for value in inputs.values() if isinstance(value, Cache) for layer in value.layers
+    ]
+    try:
+        kinds = find_block_kinds(model, inputs, past)
+        if len(kinds.traced) == len(kinds.blocks):
+            return None
+        with repeated(kinds, cached=cached) as outcome:
+            graph = _trace_whole(model, example, config)
+    except Exception:  # the full trace says what is wrong, if it fails too
+        return None
+    return graph if outcome == [""] else None
 
 
 @contextlib.contextmanager

@@ -1,0 +1,48 @@
+"""Writing a graph with its weights inside, one weight at a time."""
+
+from pathlib import Path
+
+import onnx
+import onnx_ir
+
+_GRAPH, _INITIALIZER, _RAW_DATA = 7, 5, 9
+"""Numbers of fields: `graph` of ModelProto, `initializer` of GraphProto, `raw_data` of TensorProto."""
+
+
+def write_graph(model: onnx_ir.Model, path: Path) -> None:
+    """Write what `onnx_ir.save` writes without external data, in the memory of the largest weight.
+
+    protobuf would hold two copies of all weights: one in its message, one in the bytes of that.
+    """
+    weights = list(model.graph.initializers.values())
+    model.graph.initializers.clear()
+    try:
+        message = onnx_ir.to_proto(model)
+    finally:
+        for weight in weights:
+            model.graph.register_initializer(weight)
+    nodes = message.graph.SerializeToString()
+    message.ClearField("graph")
+    parts = []
+    for weight in weights:
+        tensor = weight.const_value
+        assert tensor is not None
+        head = onnx.TensorProto(name=weight.name or "", data_type=int(tensor.dtype), dims=list(tensor.shape.numpy()))
+        start = head.SerializeToString() + _start(_RAW_DATA, tensor.nbytes)
+        parts.append((_start(_INITIALIZER, len(start) + tensor.nbytes) + start, tensor))
+    with path.open("wb") as file:
+        file.write(message.SerializeToString())
+        file.write(_start(_GRAPH, len(nodes) + sum(len(start) + tensor.nbytes for start, tensor in parts)))
+        file.write(nodes)
+        for start, tensor in parts:
+            file.write(start)
+            file.write(tensor.tobytes())
+
+
+def _start(number: int, size: int) -> bytes:
+    """The key of a field of bytes, and their number as a varint."""
+    found = bytearray([number << 3 | 2])
+    while size > 127:
+        found.append(size & 127 | 128)
+        size >>= 7
+    return bytes([*found, size])

@@ -1,0 +1,212 @@
+"""Blocks that are alike are traced once, and the graph computes what the whole model does."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import onnx_ir
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, PreTrainedModel
+
+from ckpt_prune.onnx import tracing
+from ckpt_prune.onnx.block_kinds import NotAlikeError
+from ckpt_prune.onnx.tasks import Task
+from ckpt_prune.onnx.tracing import trace_model
+from tests import encoders, families
+from tests.graphs import undisturbed
+from tests.pairs import chosen
+
+from .exports import Graph, Text, assert_near, assert_reads, assert_reads_in_chunks, expected_of, pixels
+
+EXACT = 1e-5
+"""Share of the largest output that float32 rounding leaves."""
+GENERATION = Task("text-generation", "text", True)
+FEATURES = Task("feature-extraction", "text", False)
+CLASSES = Task("image-classification", "image", False)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _as_a_command_exports() -> Iterator[None]:
+    with undisturbed():
+        yield
+
+
+def build(architecture: str, model_type: str, layers: int, **changes: Any) -> PreTrainedModel:
+    sizes = encoders.SIZES.get(model_type, families.SIZES) | {"num_hidden_layers": layers} | changes
+    model = getattr(transformers, architecture)(AutoConfig.for_model(model_type, **sizes)).eval()
+    encoders.randomise(model, 5)
+    return model
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    (found,) = (each for each in model.modules() if isinstance(each, nn.ModuleList))
+    return list(found)
+
+
+def trace(model: nn.Module, task: Task, folder: Path) -> tuple[Graph, list[int]]:
+    """The graph, and which blocks were traced: those that ran more often than the others."""
+    calls: Counter[int] = Counter()
+    hooks = [
+        next(block.children()).register_forward_hook(lambda *_, index=index: calls.update([index]))
+        for index, block in enumerate(blocks_of(model))
+    ]
+    graph = trace_model(model, task, opset=None, fusions=None, log=folder / "log")
+    for hook in hooks:
+        hook.remove()
+    onnx_ir.save(graph, folder / "model.onnx")
+    most = max(calls.values())
+    return Graph(folder), [index for index in range(len(hooks)) if calls[index] == most]
+
+
+def gemma(layers: str) -> PreTrainedModel:
+    """A Gemma 3 whose layers look back on a window (S) or on all (F)."""
+    kinds = {"S": "sliding_attention", "F": "full_attention"}
+    return build(
+        "Gemma3ForCausalLM", "gemma3_text", len(layers), head_dim=4, sliding_window=6,
+        layer_types=[kinds[layer] for layer in layers], tie_word_embeddings=True,
+    )  # fmt: skip
+
+
+def uneven() -> PreTrainedModel:
+    """A llama with an MLP of another width in every block, and fewer heads in some."""
+    model = build("LlamaForCausalLM", "llama", 6)
+    for index, block in enumerate(blocks_of(model)):
+        mlp, attention = block.mlp, block.self_attn
+        width = 22 - index
+        mlp.gate_proj, mlp.up_proj = nn.Linear(16, width, bias=False), nn.Linear(16, width, bias=False)
+        mlp.down_proj = nn.Linear(width, 16, bias=False)
+        if index % 2:
+            attention.q_proj, attention.o_proj = nn.Linear(16, 8, bias=False), nn.Linear(8, 16, bias=False)
+            attention.k_proj, attention.v_proj = nn.Linear(16, 4, bias=False), nn.Linear(16, 4, bias=False)
+    encoders.randomise(model, 6)
+    return model
+
+
+DECODERS: dict[str, tuple[Callable[[], PreTrainedModel], list[int]]] = {
+    "llama": (lambda: build("LlamaForCausalLM", "llama", 4, tie_word_embeddings=True), [0, 1]),
+    "gemma": (lambda: gemma("SSFSSF"), [0, 1, 2, 5]),
+    "uneven": (uneven, [0, 1, 2, 3]),
+    "qwen2": (lambda: build("Qwen2ForCausalLM", "qwen2", 4), [0, 1]),
+    "opt": (lambda: build("OPTForCausalLM", "opt", 4), [0, 1]),
+}
+
+
+@pytest.mark.parametrize("name", chosen(list(DECODERS), lambda name: name in ("gemma", "uneven", "opt")))
+def test_decoders(name, tmp_path):
+    make, expected = DECODERS[name]
+    model = make()
+    graph, traced = trace(model, GENERATION, tmp_path)
+    assert traced == expected
+    layers = range(len(blocks_of(model)))
+    held = [f"{layer}.{part}" for layer in layers for part in ("key", "value")]
+    assert [port for port in graph.inputs if "past" in port] == [f"past_key_values.{each}" for each in held]
+    assert graph.outputs == ["logits", *(f"present.{each}" for each in held)]
+    assert_reads(graph, model, Text.random(1, 1), EXACT)
+    assert_reads(graph, model, Text.random(3, 14, side="left"), EXACT)
+    assert_reads_in_chunks(graph, model, Text.random(2, 20), (7, 1, 6, 1, 5), EXACT)
+
+
+def test_encoders(tmp_path):
+    model = build("BertModel", "bert", 4)
+    graph, traced = trace(model, FEATURES, tmp_path)
+    assert traced == [0, 1]
+    assert_reads(graph, model, Text.random(3, 14, side="right"), EXACT)
+
+
+@pytest.mark.parametrize("kind", chosen(["vit", "dinov2"], lambda kind: kind == "vit"))
+def test_models_of_images(kind, tmp_path):
+    name = {"vit": "ViTForImageClassification", "dinov2": "Dinov2ForImageClassification"}[kind]
+    model = build(name, kind, 4)
+    graph, traced = trace(model, CLASSES, tmp_path)
+    assert traced == [0, 1]
+    feed = {"pixel_values": pixels(3)}
+    assert_near("logits", graph(feed)["logits"], expected_of(model, feed, ["logits"])["logits"], EXACT)
+
+
+def test_the_graph_is_that_of_a_full_trace(tmp_path, monkeypatch):
+    model = build("LlamaForCausalLM", "llama", 4)
+    repeated = trace_model(model, GENERATION, opset=None, fusions=None, log=tmp_path / "log")
+
+    def refuse(*_: Any) -> None:
+        raise NotAlikeError("")
+
+    monkeypatch.setattr(tracing, "find_block_kinds", refuse)
+    full = trace_model(model, GENERATION, opset=None, fusions=None, log=tmp_path / "log")
+    assert describe(repeated) == describe(full)
+    weights = {f"{name}.T" if weight.ndim == 2 else name for name, weight in model.named_parameters()}
+    for graph in (repeated.graph, full.graph):
+        assert weights - {"model.embed_tokens.weight.T"} <= set(graph.initializers)
+
+
+def describe(model: onnx_ir.Model) -> Counter[Any]:
+    """Every node by what it computes from inputs and weights, whatever values between are called."""
+    known: dict[Any, Any] = {None: None}
+    known |= {value: hash(("input", value.name)) for value in model.graph.inputs}
+    for name, value in model.graph.initializers.items():
+        assert value.const_value is not None
+        small = value.const_value.size < 64
+        known[value] = hash((str(value.dtype), value.const_value.tobytes() if small else name))
+    found = []
+    for node in model.graph:
+        attributes = sorted((name, str(attribute.value)) for name, attribute in node.attributes.items())
+        inputs = [known[value] for value in node.inputs]
+        if node.op_type == "Shape" and str(node.inputs[0].name).startswith("past_key_values."):
+            inputs = ["past"]  # all layers hold as many tokens, and the tracer asks the last of them
+        found.append(hash((node.op_type, *map(tuple, attributes), *inputs)))
+        known |= {value: hash((found[-1], number)) for number, value in enumerate(node.outputs)}
+    return Counter([*found, *(hash((value.name, known[value])) for value in model.graph.outputs)])
+
+
+# ---- models whose blocks cannot stand for each other ---------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """A block whose place in the model matters to what it computes: always, or only to a tracer."""
+
+    def __init__(self, block: nn.Module, index: int, *, hidden: bool) -> None:
+        super().__init__()
+        self.block, self.hidden, self.scale = block, hidden, {"place": 1 + index}
+
+    def forward(self, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
+        entered = self.block(hidden_states, **options)
+        if self.hidden and not torch.compiler.is_exporting():
+            return entered * 1
+        return entered * self.scale["place"]
+
+
+@pytest.mark.parametrize("hidden", chosen([False, True], lambda hidden: hidden))
+def test_blocks_that_differ_by_their_place(hidden, tmp_path):
+    model = build("LlamaForCausalLM", "llama", 3)
+    model.model.layers = nn.ModuleList(Scaled(block, i, hidden=hidden) for i, block in enumerate(model.model.layers))
+    graph, traced = trace(model, GENERATION, tmp_path)
+    assert traced == [0, 1] if hidden else [0, 1, 2]  # before all of them were
+    for block in model.model.layers:
+        block.hidden = False
+    assert_reads(graph, model, Text.random(2, 9), EXACT)
+
+
+class Skipping(transformers.LlamaForCausalLM):
+    """Adds what a block in the middle computes to the end."""
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, position_ids: Any = None) -> Any:
+        seen = []
+        hook = self.model.layers[2].register_forward_hook(lambda _, __, output: seen.append(output))
+        end = self.model.norm.register_forward_hook(lambda _, __, output: output + seen[0])
+        try:
+            return super().forward(input_ids, attention_mask, position_ids, use_cache=False)
+        finally:
+            hook.remove()
+            end.remove()
+
+
+def test_a_block_that_is_read_at_the_end(tmp_path):
+    config = AutoConfig.for_model("llama", **(families.SIZES | {"num_hidden_layers": 4}))
+    model = Skipping(config).eval()
+    encoders.randomise(model, 5)
+    graph, traced = trace(model, Task("text-generation", "text", False), tmp_path)
+    assert traced == [0, 1, 2, 3]
+    assert_reads(graph, model, Text.random(2, 9), EXACT)
