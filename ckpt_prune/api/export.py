@@ -90,7 +90,7 @@ def _export_gguf(options: ExportOptions) -> "ExportedGguf":
             options.model,
             options.output,
             options,
-            kind=options.type,
+            kind=options.gguf_type,
             proof=options.proof,
             overwrite=options.overwrite,
             trust=options.trust_remote_code,

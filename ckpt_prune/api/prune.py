@@ -13,7 +13,6 @@ from ckpt_prune.api.push import push as push_output
 from ckpt_prune.checkpoint.model_folder import refuse_adapter
 from ckpt_prune.checkpoint.staging import check_output
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.common.filenames import GRAPH_FOLDER
 from ckpt_prune.common.progress import Notices
 from ckpt_prune.common.short_repr import short_repr
 from ckpt_prune.job.sizes import asked_size
@@ -28,6 +27,8 @@ from ckpt_prune.runner.resuming import resumable
 
 if TYPE_CHECKING:
     from ckpt_prune.evaluation.results import Result
+    from ckpt_prune.gguf.export import ExportedGguf
+    from ckpt_prune.gguf.step import GgufStep
     from ckpt_prune.job.prepared import Prepared
     from ckpt_prune.model.model import Model
     from ckpt_prune.onnx.export import Exported, GraphStep
@@ -42,14 +43,14 @@ class Pruned:
     Attributes:
         settled: the job with all that was decided; None if an earlier run had done everything but the graph.
         report: as in the output's ckpt_prune.json; None after a dry run.
-        graph: the ONNX graph of a recipe with `export`.
+        graph: the ONNX graph or GGUF file of a recipe with `export`.
         evaluation: what `evaluate` measured, as `cp.evaluate` returns it.
     """
 
     path: Path
     settled: "Prepared | None"
     report: "Report | None"
-    graph: "Exported | None" = None
+    graph: "Exported | ExportedGguf | None" = None
     notices: tuple[str, ...] = ()
     evaluation: "Result | None" = None
     pushed: "Pushed | None" = None
@@ -73,7 +74,7 @@ class Pruned:
 
             data["messages"] = messages(self.settled)
         if self.graph is not None:
-            data["onnx"] = self.graph.data()
+            data[self.graph.format] = self.graph.data()
         if self.evaluation is not None:
             data["evaluation"] = self.evaluation.data()
         return data if self.pushed is None else data | {"pushed": self.pushed.data()}
@@ -120,9 +121,10 @@ def prune(options: PruneOptions) -> Pruned:
 
     If a recipe has `recovery`, what stays is trained as `ckpt-prune recover` does it: each block right after it is
     pruned (for any recipe with --set recovery.epochs=10), or scales of all blocks at the end (--set
-    recovery.method=scales). If it has `export` (--set export.format=onnx), OUT/onnx is its graph, compared with PyTorch
-    as `ckpt-prune export` does it. The exit code is 1 if the graph computes something else, and 2 if it cannot be made;
-    OUT is complete without it either way.
+    recovery.method=scales). If it has `export` (--set export.format=onnx), OUT/onnx is its graph, or with
+    export.format=gguf OUT/gguf has its file for llama.cpp, compared with PyTorch as `ckpt-prune export` does it. The
+    exit code is 1 if the graph or file computes something else, and 2 if it cannot be made; OUT is complete without it
+    either way.
 
     A long run starts with an estimate of time, memory and disk; --dry-run always prints one. The output appears only
     when it is complete. An interrupted run leaves OUT.partial, which --resume continues.
@@ -210,7 +212,7 @@ def _prune(options: PruneOptions, written: Callable[[Pruned], None]) -> Pruned:
     report = timed(done.report, job, out, say, trust=options.trust_remote_code)
     pruned = Pruned(out, None if done.finished else done.prepared, report, None, tuple(say.lines))
     written(pruned)
-    if step is None or process_group().once(lambda: done.finished and (out / GRAPH_FOLDER).exists()):
+    if step is None or process_group().once(lambda: done.finished and step.recipe.is_done(out)):
         return pruned
     graph = process_group().alone(lambda: _graph(pruned, step, say))
     return replace(pruned, graph=graph, notices=tuple(say.lines))
@@ -264,18 +266,25 @@ def _check_pushed(repo: str, options: PruneOptions) -> None:
         )
 
 
-def _graph_step(options: PruneOptions, chosen: "ChosenRecipe", model: "Model") -> "GraphStep | None":
+def _graph_step(options: PruneOptions, chosen: "ChosenRecipe", model: "Model") -> "GraphStep | GgufStep | None":
     from ckpt_prune.stages.export.stage import Export
 
     export = chosen.recipe.get(Export)
     if export is None:
         return None
+    if export.format == "gguf":
+        from ckpt_prune.gguf import require_gguf
+
+        require_gguf()
+        from ckpt_prune.gguf.step import GgufStep
+
+        return GgufStep.of(export, model, options, trust=options.trust_remote_code)
     from ckpt_prune.onnx.export import GraphStep  # a second of imports
 
     return GraphStep.of(export, model.checkpoint, options, options, trust=options.trust_remote_code)
 
 
-def _graph(pruned: Pruned, step: "GraphStep", say: Notices) -> "Exported":
+def _graph(pruned: Pruned, step: "GraphStep | GgufStep", say: Notices) -> "Exported | ExportedGguf":
     try:
         return step.run(pruned.path, say)
     except UserError as error:
@@ -286,10 +295,12 @@ def _missing_graph(
     options: PruneOptions, chosen: "ChosenRecipe", model: "Model", say: Notices, written: Callable[[Pruned], None]
 ) -> Pruned | None:
     """Make the graph of an output that an interrupted run of this recipe on this model left before its export."""
+    from ckpt_prune.stages.export.stage import Export
     from ckpt_prune.stages.report import find_report
 
     recipe, out = chosen.recipe, options.output
-    if not recipe.has("export") or (out / GRAPH_FOLDER).exists():
+    export = recipe.get(Export)
+    if export is None or export.is_done(out):
         return None
     report = find_report(out)
     if report is None:
@@ -297,7 +308,8 @@ def _missing_graph(
     digest = report.recipe_digest if report.asked is None else report.asked.digest
     if digest != recipe.digest or report.source.fingerprint != model.checkpoint.fingerprint:
         return None
-    say(f"{out} is complete: only its graph is missing")
+    what = "GGUF file" if export.format == "gguf" else "graph"
+    say(f"{out} is complete: only its {what} is missing")
     step = _graph_step(options, chosen, model)
     assert step is not None
     pruned = Pruned(out, None, report)
@@ -305,7 +317,7 @@ def _missing_graph(
     return replace(pruned, graph=_graph(pruned, step, say), notices=tuple(say.lines))
 
 
-def _check_before_measuring(settled: "Prepared", step: "GraphStep | None", out: Path) -> None:
+def _check_before_measuring(settled: "Prepared", step: "GraphStep | GgufStep | None", out: Path) -> None:
     """Refuse what the run would only find after measuring, where a NaN would pass for an overflow."""
     from ckpt_prune.checkpoint.writer import check_free_space
 

@@ -12,11 +12,16 @@ if TYPE_CHECKING:
     from ckpt_prune.onnx.export import Exported
 
 
-def _show(exported: "Exported | ExportedGguf", _options: dict[str, Any]) -> None:
+def lines_of(exported: "Exported | ExportedGguf") -> list[str]:
+    """Return what became of an export, in lines."""
     from ckpt_prune.cli.proof import exported_lines
     from ckpt_prune.onnx.export import Exported
 
-    click.echo("\n".join(exported_lines(exported) if isinstance(exported, Exported) else exported.lines()))
+    return exported_lines(exported) if isinstance(exported, Exported) else exported.lines()
+
+
+def _show(exported: "Exported | ExportedGguf", _options: dict[str, Any]) -> None:
+    click.echo("\n".join(lines_of(exported)))
 
 
 command = Command(
@@ -26,7 +31,7 @@ command = Command(
         "export OUT -o OUT/onnx --text held_out.txt",
         "export VIT -o vit-onnx --images photos --dtype fp32 --dtype int8",
         "export OUT -o OUT/onnx --dtype int4 --rounding gptq --text held_out.txt --dense MODEL",
-        "export OUT --format gguf --type q8_0 -o out.gguf --text held_out.txt",
+        "export OUT --format gguf --dtype q4_k_m -o out.gguf --text held_out.txt",
         "export OUT -o onnx-fp16 --dtype fp16 --optimize cuda --provider cuda",
     ],
 )

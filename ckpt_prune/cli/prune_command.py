@@ -12,6 +12,7 @@ from ckpt_prune.common.safe_text import escape_controls
 from ckpt_prune.model.runtimes import takers_by_change
 from ckpt_prune.options.commands import PruneOptions
 from ckpt_prune.options.option import check_options
+from ckpt_prune.stages.export.stage import Export
 
 
 def _prune(options: dict[str, Any], as_json: bool) -> None:
@@ -25,16 +26,19 @@ def _prune(options: dict[str, Any], as_json: bool) -> None:
     except (UserError, KeyboardInterrupt) as error:
         if complete:
             why = str(error) if isinstance(error, UserError) else "interrupted"
-            echo_json(complete[0].data() | {"onnx": {"written": False, "error": why}})
+            settled = complete[0].settled
+            export = None if settled is None else settled.recipe.get(Export)
+            missing = {"onnx" if export is None else export.format: {"written": False, "error": why}}
+            echo_json(complete[0].data() | missing)
         raise
     if as_json:
         echo_json(pruned.data())
     elif pruned.report is None:
         _print_dry(pruned.settled)
     elif pruned.graph is not None:
-        from ckpt_prune.cli.proof import exported_lines
+        from ckpt_prune.cli.export_command import lines_of
 
-        click.echo("\n".join(exported_lines(pruned.graph)))
+        click.echo("\n".join(lines_of(pruned.graph)))
     if not as_json and pruned.evaluation is not None:
         from ckpt_prune.cli.evaluate_command import result_text
 
@@ -87,7 +91,6 @@ def hints(pruned: Pruned, settled: Any) -> list[str]:
 
 def _print_dry(settled: Any) -> None:
     from ckpt_prune.cli.rendering import container_line, kept_line, ranks_line
-    from ckpt_prune.common.filenames import GRAPH_FOLDER
     from ckpt_prune.common.formatting import plural
     from ckpt_prune.runner.estimate import estimate_job
     from ckpt_prune.runner.messages import messages, unmeasured_lines
@@ -123,8 +126,10 @@ def _print_dry(settled: Any) -> None:
             f"to be recovered{how}: {len(blocks)} of {settled.model.blocks} blocks, "
             f"{plural(recovery.epochs, 'epoch')} on {len(settled.job.training.samples)} samples"
         )
-    if settled.recipe.export is not None:
-        click.echo(f"to be exported to the output's folder {GRAPH_FOLDER}, {', '.join(settled.recipe.export.dtype)}")
+    export = settled.recipe.get(Export)
+    if export is not None:
+        types = ", ".join(export.dtype) or "in the checkpoint's type"
+        click.echo(f"to be exported to the output's folder {export.format}, {types}")
     if settled.foreseen:
         click.echo(container_line(settled))
     unmeasured = list(unmeasured_lines(settled))

@@ -8,7 +8,12 @@ GgufType = Literal[PlainGgufType, MixedGgufType]
 """Types of the matrices of a GGUF file. The mixtures have blocks of 256, and more bits in some matrices than others."""
 GGUF_ROWS = dict.fromkeys(("q8_0", "q4_0", "q4_1"), 32) | dict.fromkeys(get_args(MixedGgufType), 256)
 """GGUF type → what rows are a multiple of, so that no matrix gets another type."""
+GGUF_BITS = {"f32": 32, "f16": 16, "bf16": 16, "q8_0": 9, "q6_k": 9} | dict.fromkeys(
+    ("q4_0", "q4_1", *get_args(MixedGgufType)[:-1]), 8
+)
+"""GGUF type → bits of a weight at most, with what embeddings and rows that do not divide take."""
 GraphType = Literal["fp32", "fp16", "int8", "int4", "q4f16"]
 """32 or 16 bits; 8 or 4 bits computed in float32; 4 bits computed in float16."""
+ExportType = Literal[GraphType, GgufType]
 ROUNDED_TYPES: tuple[GraphType, ...] = ("int8", "int4", "q4f16")
 """Types with rounded weights: validated by the task's metric instead of by a tolerance on outputs."""

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ckpt_prune.checkpoint.files import check_place
 from ckpt_prune.checkpoint.staging import staged_file
@@ -37,6 +37,7 @@ class ExportedGguf:
         proof: the comparison with PyTorch; None if none was asked for.
     """
 
+    format: ClassVar[str] = "gguf"
     path: Path
     architecture: str
     type: str

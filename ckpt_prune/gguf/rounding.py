@@ -72,7 +72,7 @@ def encode(name: str, tensor: Tensor, kind: Kind) -> Array:
     def encode_rows(start: int) -> Array:
         part = np.ascontiguousarray(rows[start : start + size].float().numpy())
         if kind == Kind.F16 and np.abs(part).max(initial=0) > np.finfo(np.float16).max:
-            raise UserError(f"{name} has weights beyond the range of float16: give --type bf16 or f32")
+            raise UserError(f"{name} has weights beyond the range of float16: give --dtype bf16 or f32")
         return _by_llama_cpp(part, kind) if kind in _BY_LLAMA_CPP else gguf.quantize(part, kind)
 
     starts = range(0, rows.shape[0], size)

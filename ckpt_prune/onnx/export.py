@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import onnx_ir
 import torch
@@ -70,7 +70,7 @@ BITS: dict[GraphType, float] = {"fp32": 32, "fp16": 16, "int8": 8, "int4": 4.5, 
 
 def estimate_graphs_bytes(settings: GraphSettings, parameters: int) -> int:
     """Approximate size of the graphs of so many parameters."""
-    return round(sum(BITS[dtype] for dtype in settings.dtype) * parameters / 8)
+    return round(sum(BITS[dtype] for dtype in settings.graph_types) * parameters / 8)
 
 
 def count_graph_bytes(folder: Path, file: str) -> int:
@@ -89,6 +89,7 @@ class Exported:
         bytes: of each graph with its weights, by its type; empty if nothing is left.
     """
 
+    format: ClassVar[str] = "onnx"
     path: Path
     manifest: Manifest | None
     validation: Validations | None
@@ -160,7 +161,7 @@ class GraphWriter:
             entries: dict[GraphType, GraphEntry] = {}
             decisions: dict[GraphType, Decision] = {}
             for kind in (torch.float32, torch.float16):
-                types = [dtype for dtype in settings.dtype if _tracing_type(dtype) == kind]
+                types = [dtype for dtype in settings.graph_types if _tracing_type(dtype) == kind]
                 # What becomes of a weight is measured in float32, whatever it is computed in later.
                 rounded = [dtype for dtype in ROUNDED_TYPES if dtype in settings.dtype and kind == torch.float32]
                 if not types and not rounded:
@@ -194,7 +195,7 @@ class GraphWriter:
                 _free(graph, model)
                 del graph, model
             with disk_failures(folder):
-                graphs = [entries[dtype] for dtype in settings.dtype]
+                graphs = [entries[dtype] for dtype in settings.graph_types]
                 manifest = self._fill(folder, graphs, config, generation, prove is not None)
             proved = prove is None or prove(folder)
             # The proof reads the source again: if it changed, the proof says nothing of the graph.
@@ -415,7 +416,7 @@ class GraphStep:
         words = ["ckpt-prune", "export", str(output), "-o", str(out)]
         for name, field in GraphSettings.model_fields.items():
             value, option = getattr(self.recipe, name), name.replace("_", "-")
-            if value == field.default:
+            if value in (field.default, ("fp32",)):
                 continue
             if isinstance(value, tuple):
                 words += [word for each in value for word in (f"--{option}", each)]

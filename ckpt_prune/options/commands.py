@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Protocol
 from pydantic import AfterValidator, BeforeValidator, model_validator
 
 from ckpt_prune.checkpoint.model_folder import find_graph
-from ckpt_prune.common.graph_types import GgufType, GraphType
+from ckpt_prune.common.graph_types import GraphType
 from ckpt_prune.common.ratios import Ratio
 from ckpt_prune.options.data import (
     CalibrationOptions,
@@ -465,19 +465,12 @@ class ExportOptions(
 
     model: Model = option(kw_only=False)
     """Folder of a model, or a Hub id."""
-    format: Literal["onnx", "gguf"] = option(default="onnx", group=MODEL)
-    """onnx: a graph for onnxruntime, in a folder. gguf: a file for llama.cpp, whose name ends in .gguf."""
-    type: GgufType | None = option(default=None, group=GRAPH)
-    """Type of the matrices of a GGUF file; norms and biases are float32. The mixtures, such as q4_k_m, are rounded by
-    llama.cpp, that of xllamacpp or its program llama-quantize. [default: that of the checkpoint]"""
     proof: bool = option(default=True, flags=("--validate",), group=MEASURE)
     """Compare the graph in onnxruntime, or the file in llama.cpp, with PyTorch before it takes its place."""
 
     @model_validator(mode="after")
-    def _check_format(self) -> "ExportOptions":
-        if self.format == "onnx" and self.type is not None:
-            raise ValueError("--type goes with --format gguf; a graph has --dtype")
-        names = (*GraphSettings.model_fields, *DenseOptions.model_fields, "provider")
+    def _check_onnx_alone(self) -> "ExportOptions":
+        names = (*DenseOptions.model_fields, "provider")
         asked = [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
         if self.format == "gguf" and asked:
             raise ValueError(f"--{asked[0].replace('_', '-')} does not go with --format gguf")

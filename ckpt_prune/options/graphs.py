@@ -1,14 +1,14 @@
-"""How a model becomes an ONNX graph: the keys of a recipe's `export`, and options of `export`. Without torch."""
+"""How a model becomes an ONNX graph or a GGUF file: a recipe's `export`, and options of `export`. Without torch."""
 
 from collections.abc import Sequence
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, cast, get_args
 
 from pydantic import BeforeValidator, ConfigDict, WithJsonSchema, field_serializer, field_validator, model_validator
 
 from ckpt_prune.common.fields import Strict
-from ckpt_prune.common.graph_types import ROUNDED_TYPES, GraphType
+from ckpt_prune.common.graph_types import ROUNDED_TYPES, ExportType, GgufType, GraphType
 from ckpt_prune.common.ratios import Ratio
-from ckpt_prune.options.option import GRAPH, Accepts, as_tuple, option
+from ckpt_prune.options.option import GRAPH, MODEL, Accepts, as_tuple, option
 
 TaskName = Literal[
     "text-generation",
@@ -28,14 +28,14 @@ OPSETS = range(18, 24)
 
 _ONE_OR_SEVERAL = {
     "anyOf": [
-        {"type": "string", "enum": list(get_args(GraphType))},
-        {"type": "array", "minItems": 1, "items": {"type": "string", "enum": list(get_args(GraphType))}},
+        {"type": "string", "enum": list(get_args(ExportType))},
+        {"type": "array", "items": {"type": "string", "enum": list(get_args(ExportType))}},
     ]
 }
 
 
 class GraphSettings(Strict):
-    """How a model becomes an ONNX graph."""
+    """How a model becomes an ONNX graph or a GGUF file."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
     group: ClassVar[str] = GRAPH
@@ -44,13 +44,14 @@ class GraphSettings(Strict):
     opset: int | None = option(default=None, ge=OPSETS[0], le=OPSETS[-1])
     """ONNX opset, 18 to 23. [default: 20]"""
     dtype: Annotated[
-        Accepts[GraphType | Sequence[GraphType], tuple[GraphType, ...]],
+        Accepts[ExportType | Sequence[ExportType], tuple[ExportType, ...]],
         BeforeValidator(as_tuple),
         WithJsonSchema(_ONE_OR_SEVERAL),
-    ] = option(default=("fp32",))
+    ] = option(default=())
     """Type of the weights and of the computation. May be repeated: each makes a graph in OUT. int8: inputs are rounded
     to 8 bits, too; those of text as they come, those of images to ranges measured on --images. int4: weights in blocks
-    of 4 bits. q4f16: the same, computed in fp16."""
+    of 4 bits. q4f16: the same, computed in fp16. For gguf f32, f16, bf16, q8_0, q4_0, q4_1, or a mixture from q2_k to
+    q6_k, such as q4_k_m, that llama.cpp rounds. [default: fp32; for gguf that of the checkpoint]"""
     cache: bool | None = option(default=None)
     """Make keys and values of earlier tokens inputs and outputs. [default: if the model generates text]"""
     optimize: Literal["cpu", "cuda", "none"] = option(default="none")
@@ -74,22 +75,54 @@ class GraphSettings(Strict):
     rounding: Literal["nearest", "gptq"] = option(default="nearest")
     """How weights of int4 and q4f16 are rounded: to the nearest, or so that later inputs make up for it (GPTQ), by
     Grams of the inputs on the text or images."""
+    format: Literal["onnx", "gguf"] = option(default="onnx", group=MODEL)
+    """onnx: a graph for onnxruntime. gguf: a file for llama.cpp, whose name ends in .gguf."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_type(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("format", "onnx") == "onnx" and not values.get("dtype"):
+            return values | {"dtype": ("fp32",)}
+        return values
 
     @field_validator("dtype")
     @classmethod
-    def _drop_repeated(cls, value: tuple[GraphType, ...]) -> tuple[GraphType, ...]:
-        if not value:
-            raise ValueError("at least one type is needed")
+    def _drop_repeated(cls, value: tuple[ExportType, ...]) -> tuple[ExportType, ...]:
         return tuple(dict.fromkeys(value))
 
     @field_serializer("dtype")
-    def _write_one_plainly(self, value: tuple[GraphType, ...]) -> GraphType | list[GraphType]:
+    def _write_one_plainly(self, value: tuple[ExportType, ...]) -> ExportType | list[ExportType]:
         return value[0] if len(value) == 1 else list(value)
+
+    @property
+    def graph_types(self) -> tuple[GraphType, ...]:
+        """The types of an export to ONNX."""
+        return cast(tuple[GraphType, ...], self.dtype)
+
+    @property
+    def gguf_type(self) -> GgufType | None:
+        """The type of an export to GGUF; None: that of the checkpoint."""
+        return cast(GgufType, self.dtype[0]) if self.dtype else None
 
     @property
     def is_rounded(self) -> bool:
         """True if any of the graphs is rounded."""
         return any(each in ROUNDED_TYPES for each in self.dtype)
+
+    @model_validator(mode="after")
+    def _check_format(self) -> "GraphSettings":
+        known = get_args(GraphType if self.format == "onnx" else GgufType)
+        if wrong := [each for each in self.dtype if each not in known]:
+            raise ValueError(f"--dtype {wrong[0]} does not go with --format {self.format}: take {', '.join(known)}")
+        if self.format == "onnx":
+            return self
+        fields = GraphSettings.model_fields
+        asked = [name for name in fields.keys() - {"format", "dtype"} if getattr(self, name) != fields[name].default]
+        if asked:
+            raise ValueError(f"--{min(asked).replace('_', '-')} does not go with --format gguf")
+        if len(self.dtype) > 1:
+            raise ValueError("a GGUF file has one --dtype")
+        return self
 
     @model_validator(mode="after")
     def _check_rounded(self) -> "GraphSettings":

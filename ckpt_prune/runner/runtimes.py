@@ -9,6 +9,7 @@ from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.runtimes import Change, Target, changes_of_config, read_target, refusal
 from ckpt_prune.model.spaces import recipe_space
+from ckpt_prune.stages.export.stage import Export
 from ckpt_prune.stages.hidden.stage import Hidden
 from ckpt_prune.stages.low_rank.stage import LowRank
 from ckpt_prune.stages.rotation.stage import Rotation
@@ -21,7 +22,7 @@ def fit_to_runtimes(recipe: Recipe, model: Model, say: Callable[[str], None]) ->
         UserError: one of them does not take the output.
     """
     targets = [read_target(text) for text in recipe.runs_on or []]
-    _check(targets, model, model.family.model_type, changes_of_recipe(recipe, model))
+    _check([*targets, *_exported(recipe)], model, model.family.model_type, changes_of_recipe(recipe, model))
     columns = {recipe_space(name): model.unit_columns(name) for name in model.family.columns}
     multiples = {
         space: lcm(1, *(target.multiple(columns.get(space, 1)) for target in targets)) for space in recipe.spaces
@@ -47,10 +48,16 @@ def fit_to_runtimes(recipe: Recipe, model: Model, say: Callable[[str], None]) ->
 
 def check_stored(prepared: Prepared) -> None:
     """Refuse an output whose container one of its recipe's runtimes does not take, as soon as it is known."""
-    targets = [read_target(text) for text in prepared.recipe.runs_on or []]
+    targets = [*(read_target(text) for text in prepared.recipe.runs_on or []), *_exported(prepared.recipe)]
     if targets and prepared.container_known:
         config = prepared.output.container.config
         _check(targets, prepared.model, str(config["model_type"]), changes_of_config(config))
+
+
+def _exported(recipe: Recipe) -> list[Target]:
+    """Return the runtime that the recipe's own export is for."""
+    export = recipe.get(Export)
+    return [Target("llama.cpp")] if export is not None and export.format == "gguf" else []
 
 
 def _check(targets: Iterable[Target], model: Model, model_type: str, changes: set[Change]) -> None:

@@ -35,7 +35,7 @@ class Target:
 
 _JOB = ("prune", "dense", *_MAGNITUDE)
 _RECOVER = ("recover", "rotated", "--dense", "dense", *TEXT, "--epochs", "1", "-o", "out")
-_TO_GGUF = ("export", "to-gguf", "--format", "gguf", "--type", "q8_0", "--no-validate", "-o", "out.gguf")
+_TO_GGUF = ("export", "to-gguf", "--format", "gguf", "--dtype", "q8_0", "--no-validate", "-o", "out.gguf")
 TARGETS = {
     "config": Target(
         "dense/config.json",
@@ -128,7 +128,7 @@ def make_place(folder: Path, *, graphs: bool = True) -> Path:
     save(place / "to-gguf", "llama", num_hidden_layers=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
-        ok("export", "to-gguf", "--format", "gguf", "--type", "f16", "--no-validate", "-o", "model.gguf")
+        ok("export", "to-gguf", "--format", "gguf", "--dtype", "f16", "--no-validate", "-o", "model.gguf")
     (place / "recipe.json").write_text(json.dumps(RECIPE))
     shutil.copy(Path(__file__).parents[2] / "recipes" / "best.yaml", place / "recipe.yaml")
     lines = [json.dumps({"text": line}) for line in (place / "calib.txt").read_text().split(" then ")]

@@ -24,7 +24,7 @@ def test_a_file_is_written_proven_validated_and_read_back(model, tmp_path):
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
     text, file = proving(model).text[0], tmp_path / "m.gguf"
     compare = ["--text", text, "--samples", 2, "--window", 48]
-    code, said = run("export", model, "--format", "gguf", "--type", "f16", "-o", file, *compare)
+    code, said = run("export", model, "--format", "gguf", "--dtype", "f16", "-o", file, *compare)
     assert code == 0, said
     assert "passed\nllama, f16, " in said
     code, said = run("validate", file, "--runtime", "llama.cpp", "--against", model, *compare, "--json")
@@ -67,8 +67,14 @@ def test_a_file_that_computes_something_else_is_not_kept(model, tmp_path, monkey
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--format", "gguf", "--dtype", "int8", "-o", "m.gguf"], "--dtype does not go with --format gguf"),
-        (["--type", "f16", "-o", "m"], "--type goes with --format gguf"),
+        (
+            ["--format", "gguf", "--dtype", "int8", "-o", "m.gguf"],
+            "int8 does not go with --format gguf: take f32",
+        ),
+        (["--format", "gguf", "--opset", 20, "-o", "m.gguf"], "--opset does not go with --format gguf"),
+        (["--format", "gguf", "--provider", "cpu", "-o", "m.gguf"], "--provider does not go with --format gguf"),
+        (["--format", "gguf", "--dtype", "f16", "--dtype", "f32", "-o", "m.gguf"], "a GGUF file has one --dtype"),
+        (["--dtype", "f16", "-o", "m"], "--dtype f16 does not go with --format onnx: take fp32"),
         (["--format", "gguf", "-o", "m"], "a name that ends in .gguf"),
     ],
 )
@@ -87,3 +93,40 @@ def test_a_file_is_only_replaced_when_asked_and_if_it_is_a_gguf_file(model, tmp_
     code, said = run("export", model, "--format", "gguf", "-o", place, "--no-validate", "--overwrite")
     assert (code, "is no GGUF file, and is not replaced" in said) == (2, True)
     assert place.read_text() == "mine"
+
+
+def test_a_recipe_ends_in_a_file_beside_the_weights(model, tmp_path):
+    pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
+    out, text = tmp_path / "out", proving(model).text[0]
+    recipe = ["--recipe", "flap-global", "--ratio", 0.3, "--text", text, "--samples", 4, "--window", 48]
+    asked = ["--set", "export={format: gguf, dtype: q8_0}"]
+    code, said = run("prune", model, *recipe, *asked, "-o", out, "--dry-run")
+    assert (code, "to be exported to the output's folder gguf, q8_0" in said) == (0, True), said
+    code, said = run("prune", model, *recipe, *asked, "-o", out)
+    assert code == 0, said
+    assert "passed\ndeci, q8_0, " in said
+    assert [path.name for path in (out / "gguf").iterdir()] == ["model-q8_0.gguf"]
+    assert run("verify", out)[0] == 0
+    (out / "gguf" / "model-q8_0.gguf").unlink()
+    code, said = run("prune", model, *recipe, *asked, "-o", out, "--resume", "--json")
+    assert code == 0, said
+    assert json.loads(said[said.index("{") :])["gguf"]["validation"]["passed"]
+    assert (out / "gguf" / "model-q8_0.gguf").is_file()
+
+
+def test_a_recipe_that_llama_cpp_cannot_end_is_refused_before_pruning_and_a_file_that_fails_leaves_the_output(
+    model, tmp_path, monkeypatch
+):
+    pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
+    out, text = tmp_path / "out", proving(model).text[0]
+    ends = ["--text", text, "--samples", 4, "--window", 48, "--set", "export.format=gguf", "-o", out]
+    code, said = run("prune", model, "--recipe", "svd-llm", *ends)
+    assert (code, "llama.cpp does not take outputs" in said) == (2, True), said
+    assert not list(tmp_path.iterdir())
+    code, said = run("prune", model, "--recipe", "magnitude", "--ratio", 0.3, *ends, "--set", "export.dtype=int8")
+    assert (code, "export.dtype" in said or "int8 does not go with" in said) == (2, True), said
+    monkeypatch.setattr("ckpt_prune.gguf.layout.Weight.pair_neighbours", lambda weight, _heads: weight)
+    code, said = run("prune", model, "--recipe", "magnitude", "--ratio", 0.3, *ends)
+    assert (code, "nothing is written to" in said) == (1, True), said
+    assert not (out / "gguf").exists()
+    assert run("verify", out)[0] == 0

@@ -52,7 +52,7 @@ def test_a_mistake_is_named_by_file_line_and_key(tmp_path, old, new, line, messa
         ("recovery", "only: heads", "recovery.only: input should be 'mlp' or 'attention', got 'heads'"),
         ("recovery", "layers: a:b", "recovery.layers: 'a:b' is not a range of blocks: say A:B, such as 0:4, 4: or :4"),
         ("export", "dtyp: fp16", "unknown key export.dtyp: did you mean 'dtype'? allowed here: "),
-        ("export", "dtype: int3", "export.dtype.0: input should be 'fp32', 'fp16', 'int8', 'int4' or 'q4f16'"),
+        ("export", "dtype: int3", "export.dtype.0: input should be 'fp32', 'fp16', 'int8', 'int4', 'q4f16', 'f32', "),
         ("export", "opset: 17", "export.opset: input should be greater than or equal to 18, got 17"),
         ("export", "cache: 3", "export.cache: input should be a valid boolean, unable to interpret input, got 3"),
     ],

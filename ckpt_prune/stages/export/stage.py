@@ -1,28 +1,34 @@
-"""The stage `export`: an ONNX graph of the output, in its folder onnx."""
+"""The stage `export`: an ONNX graph of the output in its folder onnx, or a GGUF file in its folder gguf."""
 
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any
 
 from pydantic import Field
 
-from ckpt_prune.common.filenames import GRAPH_FOLDER
+from ckpt_prune.common.filenames import GGUF_FOLDER, GRAPH_FOLDER
 from ckpt_prune.job.stage import Stage
 from ckpt_prune.options.graphs import GraphSettings
 
 
 class Export(GraphSettings, Stage):
-    """An ONNX graph as the last step of a recipe."""
+    """An ONNX graph or a GGUF file as the last step of a recipe."""
 
     key = "export"
-    summary = "End in an ONNX graph, in the output's folder onnx."
+    summary = "End in an ONNX graph or a GGUF file, in the output's folder onnx or gguf."
     prunes = False
-    writes = (GRAPH_FOLDER,)
+    writes = (GRAPH_FOLDER, GGUF_FOLDER)
 
-    format: Literal["onnx"] = Field("onnx", description="What is written, into the output's folder onnx.")
     proof: bool = Field(
         True,
         alias="validate",
-        description="Compare the graph in onnxruntime with PyTorch; outside the tolerance fails.",
+        description="Compare what is exported with PyTorch, in onnxruntime or llama.cpp; outside the tolerance fails.",
     )
+
+    def is_done(self, output: Path) -> bool:
+        """Return whether an output has what is exported of it."""
+        if self.format == "gguf":
+            return any((output / GGUF_FOLDER).glob("*.gguf"))
+        return (output / GRAPH_FOLDER).exists()
 
     @classmethod
     def fill_in(cls, values: dict[str, Any]) -> dict[str, Any]:
