@@ -11,6 +11,7 @@ from ckpt_prune.evaluation.whole_model import quiet_transformers
 from tests.cli.running import ok
 from tests.conversion.test_convert import timm
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
+from tests.gguf_files.tiny import save
 
 IN = "../inputs"
 TEXT = ("--text", f"{IN}/calib.txt", "--samples", "4", "--window", "16")
@@ -26,7 +27,7 @@ class Job:
     Attributes:
         arguments: all of it.
         resumable: whether another run can go on with it.
-        old: folder of the inputs that lies at `out` before, and is to be replaced.
+        old: folder or file of the inputs that lies at `out` before, and is to be replaced.
         fixed: whether it never replaces what it made.
         graph: whether it traces a model: that is done before and once.
         out: name of what it makes.
@@ -52,6 +53,7 @@ def _prune(recipe: str, *more: str, old: bool = False, graph: bool = False, give
 _HALF = ("--ratio", "0.5")
 _STATS = ("--statistics", f"{IN}/stats")
 _FEW = ("--samples", "4", "--window", "16")
+_GGUF = ("export", f"{IN}/to-gguf", "--format", "gguf", "--no-validate")
 JOBS = {
     "calibrate": Job(("calibrate", f"{IN}/dense", *TEXT, "--collect", "moments,gram", "-o", "out")),
     "calibrate-fisher": Job(("calibrate", f"{IN}/dense", *TEXT, "--folds", "2", "-o", "out")),
@@ -109,6 +111,16 @@ JOBS = {
     "push": Job(("push", f"{IN}/pruned", "team/small"), repo="team/small"),
     "report": Job(("report", f"{IN}/pruned", "-o", "out.html"), out="out.html"),
     "convert": Job(("convert", f"{IN}/timm", "-o", "out"), resumable=True),
+    "convert-gguf": Job(("convert", f"{IN}/model.gguf", "-o", "out"), resumable=True),
+    "gguf": Job((*_GGUF, "--dtype", "q8_0", "-o", "out.gguf"), out="out.gguf"),
+    "gguf-again": Job((*_GGUF, "-o", "out.gguf", "--overwrite"), old="model.gguf", out="out.gguf"),
+    "gguf-recipe": Job(
+        (
+            *("prune", f"{IN}/to-gguf", "--recipe", "magnitude", *_HALF, "-o", "out"),
+            *("--set", "export.format=gguf", "--set", "export.validate=false"),
+        ),
+        resumable=True,
+    ),
 }
 
 
@@ -129,11 +141,13 @@ def make_inputs(folder: Path, *, graphs: bool = True) -> Path:
         tiny_llama(max_position_embeddings=32, hidden_size=32, intermediate_size=64).save_pretrained(here / "wide")
     for name in ("dense", "sharded", "wide"):
         tiny_tokenizer("<s> $A").save_pretrained(here / name)
+    save(here / "to-gguf", "llama", num_hidden_layers=2)
     moments = ("--collect", "moments,gram")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(work)
         ok("calibrate", f"{IN}/dense", *TEXT, *moments, "-o", f"{IN}/stats")
         ok("calibrate", f"{IN}/dense", "--text", f"{IN}/more.txt", *_FEW, *moments, "-o", f"{IN}/more")
+        ok(*_GGUF, "--dtype", "f16", "-o", f"{IN}/model.gguf")
         ok("prune", f"{IN}/dense", "--recipe", "wanda-sp", *_HALF, *_STATS, "-o", f"{IN}/pruned")
         ok("plan", f"{IN}/dense", "--recipe", "ridge", *_HALF, *_STATS, "-o", f"{IN}/plan.json")
         ok("calibrate", f"{IN}/wide", *TEXT, "--collect", "moments,gram,linears", "-o", f"{IN}/wide-stats")
@@ -150,6 +164,8 @@ def make_inputs(folder: Path, *, graphs: bool = True) -> Path:
 def lay(job: Job, inputs: Path, place: Path) -> None:
     """What is there before a job begins."""
     place.mkdir(exist_ok=True)
-    if job.old:
+    if job.old and (inputs / job.old).is_file():
+        shutil.copy(inputs / job.old, place / job.out)
+    elif job.old:
         shutil.copytree(inputs / job.old, place / job.out)
         (place / job.out / THEIRS).write_text("mine")

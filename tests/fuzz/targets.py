@@ -14,7 +14,6 @@ from ckpt_prune.common.filenames import QUANTISED_RECORD
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from tests.cli.running import ok
 from tests.faults.jobs import make_inputs
-from tests.gguf_files.tiny import save
 from tests.images import write_csv, write_images, write_processor, write_vit
 
 TEXT = ("--text", "calib.txt", "--samples", "4", "--window", "16")
@@ -125,10 +124,6 @@ RECIPE = {
 def make_place(folder: Path, *, graphs: bool = True) -> Path:
     """Every file of `TARGETS`, and what stands beside them."""
     place = make_inputs(folder, graphs=graphs)
-    save(place / "to-gguf", "llama", num_hidden_layers=2)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(place)
-        ok("export", "to-gguf", "--format", "gguf", "--dtype", "f16", "--no-validate", "-o", "model.gguf")
     (place / "recipe.json").write_text(json.dumps(RECIPE))
     shutil.copy(Path(__file__).parents[2] / "recipes" / "best.yaml", place / "recipe.yaml")
     lines = [json.dumps({"text": line}) for line in (place / "calib.txt").read_text().split(" then ")]
