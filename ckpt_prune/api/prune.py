@@ -122,9 +122,9 @@ def prune(options: PruneOptions) -> Pruned:
     If a recipe has `recovery`, what stays is trained as `ckpt-prune recover` does it: each block right after it is
     pruned (for any recipe with --set recovery.epochs=10), or scales of all blocks at the end (--set
     recovery.method=scales). If it has `export` (--set export.format=onnx), OUT/onnx is its graph, or with
-    export.format=gguf OUT/gguf has its file for llama.cpp, compared with PyTorch as `ckpt-prune export` does it. The
-    exit code is 1 if the graph or file computes something else, and 2 if it cannot be made; OUT is complete without it
-    either way.
+    export.format=gguf OUT/model-TYPE.gguf a file for llama.cpp, compared with PyTorch as `ckpt-prune export` does it.
+    The exit code is 1 if the graph or file computes something else, and 2 if it cannot be made; OUT is complete without
+    it either way.
 
     A long run starts with an estimate of time, memory and disk; --dry-run always prints one. The output appears only
     when it is complete. An interrupted run leaves OUT.partial, which --resume continues.

@@ -10,7 +10,8 @@ from ckpt_prune.checkpoint.files import read_input
 from ckpt_prune.checkpoint.journal import JOURNAL
 from ckpt_prune.checkpoint.json_files import parse_json_object
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.common.filenames import EXPORT_ERROR, GRAPH_FOLDER, GRAPH_RECORD, REPORT, VALIDATION
+from ckpt_prune.common.filenames import EXPORT_ERROR, GRAPH_FOLDER, GRAPH_RECORD, REPORT, VALIDATION, partial_name
+from ckpt_prune.common.graph_types import GGUF_FILES
 
 WantedNames = Mapping[str, Path | None]
 """Names at the top of a new folder → the file that is copied there, or None if it is made."""
@@ -24,6 +25,7 @@ class FolderKind:
         record: name of the record.
         what: such a folder is, for messages.
         always: names of files that are this tool's even if the record does not list them.
+        exported: returns for a record the names of files that were exported into the folder, if they are there.
         inside: returns for a record the sub-folders that were written with the folder, and their kinds.
         unfinished: what happens to an unfinished run: a later one resumes it, deletes it when asked to (--overwrite),
             or always deletes it.
@@ -32,6 +34,7 @@ class FolderKind:
     record: str
     what: str
     always: frozenset[str] = frozenset()
+    exported: Callable[[dict[str, Any]], Set[str]] = field(default=lambda _record: frozenset())
     inside: Callable[[dict[str, Any]], Mapping[str, "FolderKind"]] = field(default=lambda _record: {})
     unfinished: Literal["resumed", "asked", "dropped"] = "resumed"
 
@@ -60,7 +63,8 @@ class FolderKind:
             KeyError, TypeError, ValueError: it is no such record.
         """
         names = {str(name) for name in [*dict(record["files"]), *(record.get("side_files") or [])]}
-        return frozenset({name for name in names if _is_below(name)} | self.always | {self.record})
+        listed = {name for name in names if _is_below(name)}
+        return frozenset(listed | self.always | self.exported(record) | {self.record})
 
     def _refusal(self, folder: Path, reason: str) -> UserError:
         return UserError(
@@ -76,6 +80,14 @@ def _is_below(name: str) -> bool:
 
 EXPORT_KIND = FolderKind(GRAPH_RECORD, "an exported folder", frozenset({"README.md", VALIDATION}), unfinished="asked")
 """Written by `export`."""
+
+
+def _exported_files(record: dict[str, Any]) -> Set[str]:
+    recipe = record.get("recipe")
+    export = recipe.get("export") if isinstance(recipe, dict) else None
+    if not isinstance(export, dict) or export.get("format") != "gguf":
+        return frozenset()
+    return {*GGUF_FILES.values(), *(partial_name(name) for name in GGUF_FILES.values())}
 
 
 def _find_graph_folder(record: dict[str, Any]) -> Mapping[str, FolderKind]:
@@ -97,6 +109,7 @@ OUTPUT_KIND = FolderKind(
             f"{GRAPH_FOLDER}{EXPORT_ERROR}",
         }
     ),
+    _exported_files,
     _find_graph_folder,
 )
 """Written by `prune` and `recover`."""

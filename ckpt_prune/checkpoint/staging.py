@@ -19,6 +19,7 @@ from ckpt_prune.checkpoint.journal import JOURNAL, Journal, is_unfinished_run
 from ckpt_prune.checkpoint.locks import lock_file, lock_folder
 from ckpt_prune.checkpoint.swap import complete, swap
 from ckpt_prune.common.errors import DiskError, UserError
+from ckpt_prune.common.filenames import partial_name
 
 SCRATCH = "measured"
 """Folder in a staging folder for measurements that --resume needs and the output does not hold."""
@@ -301,7 +302,7 @@ def staged_file(path: Path) -> Iterator[tuple[Path, int]]:
     It grows next to its place under a name that follows from its own, so that the next writer takes what a kill left.
     UserError if another run writes it.
     """
-    fresh = path.with_name(f".{path.name}.ckpt_prune-partial")
+    fresh = path.with_name(partial_name(path.name))
     with disk_failures(path):
         # Not through a link that somebody put there, and open to whoever the umask lets read it.
         descriptor = os.open(fresh, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)

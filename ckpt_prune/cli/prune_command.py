@@ -129,7 +129,7 @@ def _print_dry(settled: Any) -> None:
     export = settled.recipe.get(Export)
     if export is not None:
         types = ", ".join(export.dtype) or "in the checkpoint's type"
-        click.echo(f"to be exported to the output's folder {export.format}, {types}")
+        click.echo(f"to be exported: {export.format}, {types}")
     if settled.foreseen:
         click.echo(container_line(settled))
     unmeasured = list(unmeasured_lines(settled))

@@ -29,5 +29,11 @@ GENAI = "genai_config.json"
 EXPORT_ERROR = ".export-error.log"
 """Ending of the file beside an export that holds the log if a model could not be traced."""
 
-GRAPH_FOLDER, GGUF_FOLDER = "onnx", "gguf"
-"""Folders in an output where a recipe's export goes, as in repositories on the Hub."""
+
+def partial_name(name: str) -> str:
+    """Return the name under which a file grows next to its place."""
+    return f".{name}.ckpt_prune-partial"
+
+
+GRAPH_FOLDER = "onnx"
+"""Folder in an output where a recipe's graph goes, as in repositories on the Hub."""

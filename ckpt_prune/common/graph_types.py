@@ -8,6 +8,8 @@ GgufType = Literal[PlainGgufType, MixedGgufType]
 """Types of the matrices of a GGUF file. The mixtures have blocks of 256, and more bits in some matrices than others."""
 GGUF_ROWS = dict.fromkeys(("q8_0", "q4_0", "q4_1"), 32) | dict.fromkeys(get_args(MixedGgufType), 256)
 """GGUF type → what rows are a multiple of, so that no matrix gets another type."""
+GGUF_FILES: dict[str, str] = {kind: f"model-{kind}.gguf" for kind in get_args(GgufType)}
+"""GGUF type → name of the file that a recipe ends in, in its output."""
 GGUF_BITS = {"f32": 32, "f16": 16, "bf16": 16, "q8_0": 9, "q6_k": 9} | dict.fromkeys(
     ("q4_0", "q4_1", *get_args(MixedGgufType)[:-1]), 8
 )

@@ -1,6 +1,5 @@
 """Reading a GGUF file as a checkpoint, so that it can be pruned. Rounded weights become float16."""
 
-import tempfile
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 import torch
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from ckpt_prune.checkpoint.digests import sha256_files
 from ckpt_prune.checkpoint.json_files import pretty_json
@@ -53,9 +53,7 @@ def stock_of_gguf(path: Path) -> StockCheckpoint:
     texts = {"generation_config.json": pretty_json(_generation(file, config))}
     if card := {key: value for key in _CARD if (value := file.values.get(f"general.{_CARD[key]}"))}:
         texts["README.md"] = f"{front_matter(card)}\nMade from {path.name}.\n"
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer_of(file.values, path).save_pretrained(folder)
-        texts |= {saved.name: saved.read_bytes().decode() for saved in sorted(Path(folder).iterdir())}
+    texts |= _tokenizer_texts(tokenizer_of(file.values, path))
     kinds = sorted({info.kind.name for info in file.tensors.values()})
     return StockCheckpoint(
         path.name,
@@ -68,6 +66,17 @@ def stock_of_gguf(path: Path) -> StockCheckpoint:
         texts,
         notes=(f"written in {config['dtype']} from {', '.join(kinds)}",),
     )
+
+
+def _tokenizer_texts(tokenizer: PreTrainedTokenizerFast) -> dict[str, str]:
+    """Return the files of a tokenizer."""
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    texts = {
+        "tokenizer.json": tokenizer.backend_tokenizer.to_str(pretty=True),
+        "tokenizer_config.json": pretty_json(settings | tokenizer.special_tokens_map),
+    }
+    template = tokenizer.chat_template
+    return texts | ({"chat_template.jinja": template} if isinstance(template, str) else {})
 
 
 def _generation(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,12 +2,10 @@
 
 import shlex
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_prune.common.filenames import GGUF_FOLDER
-from ckpt_prune.common.graph_types import GGUF_BITS, GgufType
+from ckpt_prune.common.graph_types import GGUF_BITS, GGUF_FILES, GgufType
 from ckpt_prune.gguf.export import ExportedGguf, export_gguf
 from ckpt_prune.gguf.layout import lay_out
 from ckpt_prune.gguf.llama_cpp import require_runtime
@@ -54,11 +52,9 @@ class GgufStep:
         return int(parameters * GGUF_BITS[self.kind] // 8)
 
     def run(self, output: Path, say: Callable[[str], None]) -> ExportedGguf:
-        """Write the file of a finished output into its folder `gguf`; if that fails, `say` is told how to make it."""
-        folder = output / GGUF_FOLDER
-        file = folder / f"model-{self.kind}.gguf"
+        """Write the file of a finished output beside its weights; if that fails, `say` is told how to make it."""
+        file = output / GGUF_FILES[self.kind]
         try:
-            folder.mkdir(exist_ok=True)
             return export_gguf(
                 str(output), file, self.proving, kind=self.kind, proof=self.recipe.proof, trust=self.trust
             )
@@ -66,6 +62,3 @@ class GgufStep:
             command = ["ckpt-prune", "export", str(output), "--format", "gguf", "--dtype", self.kind, "-o", str(file)]
             say(f"{output} is complete without its GGUF file: `{shlex.join(command)}` writes it")
             raise
-        finally:
-            with suppress(OSError):
-                folder.rmdir()  # if there is no file

@@ -5,7 +5,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import gguf
 import numpy as np
@@ -19,6 +19,17 @@ from ckpt_prune.gguf.layout import Layout
 from ckpt_prune.gguf.rounding import encode
 from ckpt_prune.gguf.types import FILE_TYPES, tensor_bytes
 from ckpt_prune.job.model_card import source_card
+
+
+class _Rows:
+    """Bytes of a tensor, for gguf-py. Written by Python, which says that a disk is full; numpy's `tofile` may not."""
+
+    def __init__(self, rows: "np.ndarray[Any, Any]") -> None:
+        self._rows = np.ascontiguousarray(rows)
+        self.nbytes = rows.nbytes
+
+    def tofile(self, file: BinaryIO) -> None:
+        file.write(self._rows.data.cast("B"))
 
 
 def write_gguf(
@@ -58,7 +69,8 @@ def write_gguf(
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
             for name, weight in track(list(layout.tensors.items()), "writing", unit="tensor"):
-                writer.write_tensor_data(encode(name, weight.read(), kinds[name]))
+                rows = _Rows(encode(name, weight.read(), kinds[name]))
+                writer.write_tensor_data(rows)  # type: ignore[arg-type]
         finally:
             writer.close()
 

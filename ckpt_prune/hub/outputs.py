@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from ckpt_prune.checkpoint.journal import refuse_unfinished
 from ckpt_prune.checkpoint.json_files import parse_json_object
 from ckpt_prune.checkpoint.model_folder import check_output_folder
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.common.filenames import GGUF_FOLDER, GRAPH_FOLDER, GRAPH_RECORD, REPORT
+from ckpt_prune.common.filenames import GRAPH_FOLDER, GRAPH_RECORD, REPORT
 from ckpt_prune.hub.figures import figures_table, read_figures, to_model_index
 from ckpt_prune.hub.repository import Repository
 from ckpt_prune.job.model_card import CARD, PRUNED, front_matter, metadata, split_card
@@ -23,8 +22,6 @@ from ckpt_prune.stages.report import find_report
 
 _PATH = '"PATH"'
 """Stands in a card for the folder; on the Hub it becomes the repository."""
-_GGUF = "model-*.gguf"
-"""Files of a recipe's export, in their folder."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,6 @@ def find_output_files(folder: Path) -> OutputFiles:
     written = kind.written(folder)
     if (folder / GRAPH_FOLDER / GRAPH_RECORD).is_file():
         written |= {f"{GRAPH_FOLDER}/{name}" for name in EXPORT_KIND.written(folder / GRAPH_FOLDER)}
-    written |= {f"{GGUF_FOLDER}/{file.name}" for file in (folder / GGUF_FOLDER).glob(_GGUF)}
     files = sorted(name for name in written if (folder / name).is_file())
     for name in files:
         path = folder / name
@@ -92,7 +88,6 @@ def find_removed(place: Repository, output: OutputFiles, *, overwrite: bool) -> 
     graph = f"{GRAPH_FOLDER}/{GRAPH_RECORD}"
     if graph in place.files:
         pushed |= {f"{GRAPH_FOLDER}/{name}" for name in _read_pushed(place, EXPORT_KIND, graph)}
-    pushed |= {name for name in place.files if fnmatch(name, f"{GGUF_FOLDER}/{_GGUF}")}
     lost = sorted((place.files & set(output.files)) - pushed)
     if lost:
         raise UserError(

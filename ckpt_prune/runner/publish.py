@@ -106,7 +106,7 @@ def publish_complete(staging: Staging, form: Form, announce: Announce) -> Any:
 
 def _announce_stale(out: Path, kept: Iterable[str], announce: Announce) -> None:
     for name in kept:
-        if (out / name / GRAPH_RECORD).is_file() or any((out / name).glob("*.gguf")):
+        if (out / name / GRAPH_RECORD).is_file() or name.endswith(".gguf"):
             announce(f"{out / name} was exported from the output that is replaced: export it again")
 
 

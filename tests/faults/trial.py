@@ -369,13 +369,14 @@ def _place_faults(job: Job, place: Path, reference: Reference, ran: Ran) -> Iter
     out = _below(found, job.out)
     aside = f".{job.out}.ckpt_prune-replaced"
     new = _below(reference.after, job.out)
-    finished = [new, {name: data for name, data in new.items() if not name.startswith(f"{job.out}/onnx/")}]
+    exported = (f"{job.out}/onnx/", f"{job.out}/model-f32.gguf")
+    finished = [new, {name: data for name, data in new.items() if not name.startswith(exported)}]
     if f"{aside}/{THEIRS}" in found:  # what is not this tool's moves last
         finished += [{name: data for name, data in each.items() if name != f"{job.out}/{THEIRS}"} for each in finished]
     own = {
         name: data
         for name, data in out.items()
-        if not name.startswith((f"{job.out}/onnx.partial/", f"{job.out}/{JOURNAL}"))
+        if not name.startswith((f"{job.out}/onnx.partial/", f"{job.out}/{JOURNAL}", f"{job.out}/.model-f32.gguf."))
     }
     if out and own not in (_below(reference.before, job.out), *finished):
         yield f"{job.out} is neither old nor new: {_difference(out, _below(reference.after, job.out))}"

@@ -101,17 +101,19 @@ def test_a_recipe_ends_in_a_file_beside_the_weights(model, tmp_path):
     recipe = ["--recipe", "flap-global", "--ratio", 0.3, "--text", text, "--samples", 4, "--window", 48]
     asked = ["--set", "export={format: gguf, dtype: q8_0}"]
     code, said = run("prune", model, *recipe, *asked, "-o", out, "--dry-run")
-    assert (code, "to be exported to the output's folder gguf, q8_0" in said) == (0, True), said
+    assert (code, "to be exported: gguf, q8_0" in said) == (0, True), said
     code, said = run("prune", model, *recipe, *asked, "-o", out)
     assert code == 0, said
     assert "passed\ndeci, q8_0, " in said
-    assert [path.name for path in (out / "gguf").iterdir()] == ["model-q8_0.gguf"]
     assert run("verify", out)[0] == 0
-    (out / "gguf" / "model-q8_0.gguf").unlink()
+    (out / "model-q8_0.gguf").unlink()
     code, said = run("prune", model, *recipe, *asked, "-o", out, "--resume", "--json")
     assert code == 0, said
     assert json.loads(said[said.index("{") :])["gguf"]["validation"]["passed"]
-    assert (out / "gguf" / "model-q8_0.gguf").is_file()
+    assert (out / "model-q8_0.gguf").is_file()
+    code, said = run("prune", model, *recipe, "-o", out, "--overwrite")
+    assert code == 0, said
+    assert not (out / "model-q8_0.gguf").exists()
 
 
 def test_a_recipe_that_llama_cpp_cannot_end_is_refused_before_pruning_and_a_file_that_fails_leaves_the_output(
@@ -128,5 +130,5 @@ def test_a_recipe_that_llama_cpp_cannot_end_is_refused_before_pruning_and_a_file
     monkeypatch.setattr("ckpt_prune.gguf.layout.Weight.pair_neighbours", lambda weight, _heads: weight)
     code, said = run("prune", model, "--recipe", "magnitude", "--ratio", 0.3, *ends)
     assert (code, "nothing is written to" in said) == (1, True), said
-    assert not (out / "gguf").exists()
+    assert not list(out.glob("*gguf*"))
     assert run("verify", out)[0] == 0

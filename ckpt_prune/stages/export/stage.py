@@ -1,11 +1,12 @@
-"""The stage `export`: an ONNX graph of the output in its folder onnx, or a GGUF file in its folder gguf."""
+"""The stage `export`: an ONNX graph of the output in its folder onnx, or a GGUF file beside its weights."""
 
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
-from ckpt_prune.common.filenames import GGUF_FOLDER, GRAPH_FOLDER
+from ckpt_prune.common.filenames import GRAPH_FOLDER
+from ckpt_prune.common.graph_types import GGUF_FILES
 from ckpt_prune.job.stage import Stage
 from ckpt_prune.options.graphs import GraphSettings
 
@@ -14,9 +15,9 @@ class Export(GraphSettings, Stage):
     """An ONNX graph or a GGUF file as the last step of a recipe."""
 
     key = "export"
-    summary = "End in an ONNX graph or a GGUF file, in the output's folder onnx or gguf."
+    summary = "End in an ONNX graph, in the output's folder onnx, or in a GGUF file."
     prunes = False
-    writes = (GRAPH_FOLDER, GGUF_FOLDER)
+    writes = (GRAPH_FOLDER, *GGUF_FILES.values())
 
     proof: bool = Field(
         True,
@@ -26,9 +27,10 @@ class Export(GraphSettings, Stage):
 
     def is_done(self, output: Path) -> bool:
         """Return whether an output has what is exported of it."""
-        if self.format == "gguf":
-            return any((output / GGUF_FOLDER).glob("*.gguf"))
-        return (output / GRAPH_FOLDER).exists()
+        if self.format == "onnx":
+            return (output / GRAPH_FOLDER).exists()
+        kinds = ("f32", "f16", "bf16") if self.gguf_type is None else (self.gguf_type,)
+        return any((output / GGUF_FILES[kind]).is_file() for kind in kinds)
 
     @classmethod
     def fill_in(cls, values: dict[str, Any]) -> dict[str, Any]:
