@@ -48,7 +48,6 @@ def compare(options: CompareOptions) -> "Comparison":
     from ckpt_prune.evaluation.comparison_section import show_comparison
     from ckpt_prune.job.model_view import ModelView
     from ckpt_prune.measure.samples.choose import choose_samples
-    from ckpt_prune.measure.samples.text import read_text
     from ckpt_prune.measure.streams.state_memory import StateMemory
     from ckpt_prune.model.containers.container import container_of
     from ckpt_prune.model.containers.opening import Opening, open_model
@@ -65,7 +64,7 @@ def compare(options: CompareOptions) -> "Comparison":
     beside, leaps = at_same_depth(ours, theirs, report)
     check_models(ours, beside, WHY)
     chosen = choose_samples(theirs, options, options, trust=trust, say=say)
-    check_same_reader(ours, theirs, read_text(options.text) if options.text else "", trust=trust)
+    check_same_reader(ours, theirs, options.text, trust=trust)
     for source in (theirs, ours):
         source.checkpoint.check_finite()
     container = container_of(ours).unfactored

@@ -66,7 +66,7 @@ def measure_text(pair: Pair, options: EvaluationOptions) -> TextResult:
     frame = count_frame_tokens(tokenizer)
     if options.window < frame + 2:
         raise UserError(f"--window {options.window} is too short: the tokenizer adds {frame} tokens of its own")
-    stream = tokenise_text(tokenizer, read_text(options.text), bos="never")
+    stream = tokenise_text(tokenizer, read_text(options.text, tokenizer), bos="never")
     windows = cut_windows(stream, window=options.window, limit=options.samples, frame=frame)
     windows = add_frame(windows, tokenizer)
     if purpose == "fill-mask":
@@ -86,7 +86,8 @@ def measure_text(pair: Pair, options: EvaluationOptions) -> TextResult:
 
 def _measure_perplexity(pair: Pair, options: EvaluationOptions) -> PerplexityResult:
     assert options.window is not None
-    stream = tokenise_text(load_tokenizer(pair.folder), read_text(options.text), bos=options.bos)
+    tokenizer = load_tokenizer(pair.folder)
+    stream = tokenise_text(tokenizer, read_text(options.text, tokenizer), bos=options.bos)
     windows = cut_windows(stream, window=options.window, limit=options.samples)
     model = pair.load()
     if pair.reference is None:
@@ -120,7 +121,7 @@ def _compare_sentences(
         )
     if tokenizer.pad_token_id is None:
         raise UserError(f"{pair.folder}: its tokenizer has no padding token, so texts cannot be read together")
-    lines = [line.strip() for line in read_text(options.text).split("\n")]
+    lines = [line.strip() for line in read_text(options.text, tokenizer).split("\n")]
     texts = [line for line in lines if line][: options.samples]
     model = SentenceModel(pair.load(), pair.folder, tokenizer)
     reference = SentenceModel(pair.load_reference(), base, tokenizer)

@@ -101,7 +101,7 @@ def _choose_text(
     try:
         tokenizer = load_tokenizer(folder)
         if options.text:
-            text = read_text(options.text)
+            text = read_text(options.text, tokenizer)
         else:
             text, what = _read_python_sources()
         # An encoder reads whole texts, between special tokens of its tokenizer.

@@ -40,8 +40,9 @@ class SampleOptions(TextOptions):
 
     usual_split: ClassVar[Split] = "train"
     text: Texts = option(default=(), metavar="FILE")
-    """Text to run the model on: a .txt, .jsonl, .ndjson or .json file, or a named text: wikitext2, c4, ptb. May be
-    repeated."""
+    """Text to run the model on: a .txt, .jsonl, .ndjson or .json file, or a named text: wikitext2, c4, ptb. Rows may be
+    conversations, which the model's chat template writes out. May be repeated: each gives an equal share of the
+    windows."""
     samples: int | None = option(default=None, ge=1)
     """Number of windows, or of images; all, if there are fewer. [default: 128 windows; at most 4000 images]"""
     window: int | None = option(default=None, ge=2)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from ckpt_prune.checkpoint.staging import check_output, partial_of, refuse_overlap
 from ckpt_prune.job.job import Job, RecoverySamples
 from ckpt_prune.measure.samples.choose import choose_fresh_samples, choose_samples
-from ckpt_prune.measure.samples.text import read_text
 from ckpt_prune.measure.streams.state_memory import StateMemory
 from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.options.commands import RecoverOptions
@@ -66,7 +65,7 @@ def read_recovery(options: RecoverOptions, recipe: RecoverRecipe, say: Callable[
     if dense is None:
         classes = classes_of(pruned, samples, options)
     else:
-        check_same_reader(pruned, dense, read_text(options.text) if options.text else "", trust=trust)
+        check_same_reader(pruned, dense, options.text, trust=trust)
     allocate, after = StateMemory(int(options.state_memory * 2**30), partial_of(out)), frozenset[int]()
     if method == "laco":
         after = asked_after(options.perplexity_after, pruned)

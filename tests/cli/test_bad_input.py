@@ -421,7 +421,7 @@ reading = pytest.mark.parametrize("command", READING.values(), ids=READING)
         (
             "keys.jsonl",
             b'{"text": "a"}\n{"txt": "b"}',
-            'keys.jsonl, line 2: no string under "text"; each line must be {"text": "…"}',
+            'keys.jsonl, line 2: no string under "text"; each line must be {"text": "…"} or {"messages": […]}',
         ),
         (
             "short.txt",

@@ -81,6 +81,18 @@ def test_text_and_a_sequential_recipe(place):
     assert "FAILED" not in ok("verify", "out", "--against", "dense")
 
 
+def test_report_and_card_say_which_texts_the_windows_are_of(place):
+    """Equal shares of each text; conversations need the model's chat template."""
+    Path("chats.jsonl").write_text('{"messages": [{"role": "user", "content": "the cat sat on the mat"}]}\n' * 9)
+    how = (*SEQUENTIAL, "--text", "chats.jsonl", "--samples", "6", "--window", "8", "-o", "mixed")
+    assert refused(*how).startswith("chats.jsonl, line 1: a conversation, and the tokenizer dense has no chat template")
+    Path("dense/chat_template.jinja").write_text("{% for m in messages %}{{ m.content }} {% endfor %}")
+    ok(*how)
+    told = f"3 of {TEXT[1]}, 3 of chats.jsonl (9 by the chat template)"
+    assert calibration("mixed")["windows"] == told
+    assert f"windows {told}" in Path("mixed/README.md").read_text()
+
+
 def test_a_strength_searched_by_perplexity_is_told(place):
     args = ["--set", "spaces.mlp.compensation.lambda_grid=[0.001,1]", "--set"]
     args += ["spaces.heads.compensation.lambda_grid=[0.001,1]"]

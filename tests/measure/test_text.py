@@ -11,13 +11,15 @@ from ckpt_prune.measure.samples.text import (
     cut_windows,
     fingerprint_windows,
     load_tokenizer,
+    mix_windows,
     read_text,
     tokenise_text,
 )
 from tests.evaluation.tiny import BOS, EOS, tiny_tokenizer
 from tests.refusals import refusal
 
-EACH_LINE = 'each line must be {"text": "…"}'
+EACH_LINE = 'each line must be {"text": "…"} or {"messages": […]}'
+SKIPPING = ({"samples": 20}, {"samples": 30, "skip": 20})
 TAKEN = ".txt, .jsonl, .ndjson or .json file in UTF-8, or UTF-16 or UTF-32 with a byte order mark"
 
 
@@ -73,7 +75,11 @@ class TestReadText:
             ("a.jsonl", b'{"body": "a"}', f', line 1: no string under "text"; {EACH_LINE}'),
             ("a.jsonl", b'{"text": 3}', f', line 1: no string under "text"; {EACH_LINE}'),
             ("a.jsonl", b'{"text": "a"}\n"b"', f", line 2: a string without a key; {EACH_LINE}"),
-            ("a.json", b'["one", 2]', ', row 2: no string under "text"; each row must be a string or {"text": "…"}'),
+            (
+                "a.json",
+                b'["one", 2]',
+                ', row 2: no string under "text"; each row must be a string, {"text": "…"} or {"messages": […]}',
+            ),
             ("a.json", b'[\n"one",\n]', ", line 3: not valid JSON: Expecting value"),
             ("a.jsonl", b"[" * 100_000, ": nested too deeply"),
             (
@@ -159,6 +165,54 @@ class TestTokenStream:
             logger.removeHandler(handler)
 
 
+class TestConversations:
+    TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>\n{% endfor %}"
+    ROWS = (
+        '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}',
+        '{"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]}',
+        '{"messages": [{"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]}, '
+        '{"role": "assistant", "content": "Ho"}]}',
+    )
+    WRITTEN = "<user>Hi</user>\n<assistant>Ho</assistant>\n"
+
+    @staticmethod
+    def read(tmp_path, content, template=TEMPLATE):
+        (tmp_path / "a.jsonl").write_text(content, encoding="utf-8")
+        tokenizer = tiny_tokenizer()
+        tokenizer.chat_template = template
+        return read_text([tmp_path / "a.jsonl"], tokenizer)
+
+    @pytest.mark.parametrize("row", ROWS)
+    def test_both_forms_are_written_by_the_chat_template(self, tmp_path, row):
+        assert self.read(tmp_path, row) == self.WRITTEN
+
+    def test_they_follow_each_other_and_texts_stand_apart(self, tmp_path):
+        rows = "\n".join([*self.ROWS[:2], '{"text": "one"}', self.ROWS[0]])
+        assert self.read(tmp_path, rows) == f"{self.WRITTEN * 2}\n\none\n\n{self.WRITTEN}"
+
+    def test_a_template_with_a_date_gives_the_same_every_day(self, tmp_path):
+        dated = "{{ date_string }} {{ strftime_now('%Y-%m-%d') }}"
+        assert self.read(tmp_path, self.ROWS[0], dated) == "26 Jul 2024 26 Jul 2024"
+
+    @pytest.mark.parametrize(
+        ("row", "template", "said"),
+        [
+            ('{"messages": "Hi"}', TEMPLATE, '"messages" must be a list of messages, not str'),
+            ('{"messages": []}', TEMPLATE, '"messages" must be a list of messages, not []'),
+            ('{"messages": ["Hi"]}', TEMPLATE, ", message 1: a message must be an object"),
+            ('{"messages": [{"role": "user"}]}', TEMPLATE, ', message 1: no string under "content"'),
+            ('{"conversations": [{"from": "gpt", "value": 3}]}', TEMPLATE, ', message 1: no string under "value"'),
+            (ROWS[0], None, "has no chat template: give plain texts"),
+            (ROWS[0], "{{ raise_exception('user first') }}", "chat template does not take it: user first"),
+            ('{"messages": [', TEMPLATE, "not valid JSON"),
+        ],
+    )
+    def test_what_cannot_be_written_is_named_with_its_line(self, tmp_path, row, template, said):
+        message = refusal(lambda: self.read(tmp_path, f"\n{row}\n", template))
+        assert f"{tmp_path / 'a.jsonl'}, line 2" in message
+        assert said in message
+
+
 class TestWindows:
     STREAM = torch.arange(1000)
 
@@ -199,6 +253,16 @@ class TestWindows:
         for choose in ("random", "first"):
             windows = choose_windows(torch.arange(31), samples=5, window=10, seed=0, choose=choose)
             assert torch.equal(windows, torch.arange(30).view(3, 10))
+
+    def test_several_streams_give_equal_shares_mixed_evenly(self):
+        short, long, other = torch.zeros(6), torch.ones(200), torch.full((200,), 2.0)
+        given = {"samples": 13, "window": 2, "seed": 0}
+        windows, shares = mix_windows([short, long, other], **given)
+        assert shares == [3, 5, 5]
+        assert windows[:, 0].int().tolist() == [1, 2, 0, 1, 2, 0, 1, 2, 1, 2, 0, 1, 2]
+        # What is skipped was dealt in the same way.
+        first, rest = (mix_windows([long.cumsum(0), other.cumsum(0)], window=2, seed=0, **own)[0] for own in SKIPPING)
+        assert not {tuple(row) for row in first.tolist()} & {tuple(row) for row in rest.tolist()}
 
     def test_senseless_numbers(self):
         assert refusal(cut_windows, self.STREAM, window=1) == "window must be at least 2 tokens, not 1"

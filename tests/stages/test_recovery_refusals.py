@@ -84,8 +84,10 @@ def test_a_damaged_report(dense, masked_llama, tmp_path, text):
 
 def reader_refusal(pruned: Path, dense: Path, text: str = "a word or two") -> str | None:
     ours, theirs = Model.open(pruned), Model.open(dense)
+    file = pruned.parent / "read.txt"
+    file.write_text(text)
     try:
-        check_same_reader(ours, theirs, text)
+        check_same_reader(ours, theirs, [file])
     except UserError as error:
         return str(error)
     return None

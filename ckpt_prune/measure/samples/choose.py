@@ -13,9 +13,10 @@ from ckpt_prune.measure.samples.samples import Samples, TokenWindows
 from ckpt_prune.measure.samples.text import (
     add_frame,
     check_vocabulary,
-    choose_windows,
     count_frame_tokens,
     load_tokenizer,
+    mix_windows,
+    read_file,
     read_text,
     tokenise_text,
 )
@@ -83,10 +84,13 @@ def _choose_windows(model: Model, calibration: SampleOptions, most: int | None, 
     if not causal and calibration.bos != "auto":
         raise UserError("--bos is for causal language models: others read windows between the tokenizer's own tokens")
     frame = 0 if causal else count_frame_tokens(tokenizer)
-    stream = tokenise_text(tokenizer, read_text(calibration.text), bos=calibration.bos if causal else "never")
+    if not calibration.text:
+        read_text(())
+    texts = [read_file(file, tokenizer) for file in calibration.text]
+    bos = calibration.bos if causal else "never"
     requested = calibration.samples or most or DEFAULT_WINDOWS
-    windows = choose_windows(
-        stream,
+    windows, shares = mix_windows(
+        [tokenise_text(tokenizer, text, bos=bos) for text, _ in texts],
         samples=requested,
         window=window,
         seed=calibration.seed,
@@ -100,7 +104,11 @@ def _choose_windows(model: Model, calibration: SampleOptions, most: int | None, 
     if count < requested and (most is None or _should_tell(calibration, skip)):
         name = str(calibration.text[0]) if len(calibration.text) == 1 else "the text"
         say(_all_used(f"{name} has {count} window{'s' * (count != 1)} of {window} tokens", skip, requested))
-    return TokenWindows(windows)
+    origin = [
+        f"{share} of {file.name}{f' ({talks:,} by the chat template)' if talks else ''}"
+        for file, share, (_, talks) in zip(calibration.text, shares, texts, strict=True)
+    ]
+    return TokenWindows(windows, ", ".join(origin))
 
 
 def _choose_images(

@@ -44,9 +44,11 @@ class TokenWindows:
 
     Attributes:
         windows: token ids, (N, T) int64.
+        origin: how many are of which text, in words; "" if that is not known.
     """
 
     windows: Tensor
+    origin: str = ""
 
     def __len__(self) -> int:
         return len(self.windows)

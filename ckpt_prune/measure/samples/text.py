@@ -24,6 +24,7 @@ from ckpt_prune.common.text_encoding import (
     parse_json_rows,
 )
 from ckpt_prune.datasets.texts import parse_text_name
+from ckpt_prune.measure.samples.conversations import is_conversation, write_conversation
 from ckpt_prune.measure.samples.text_files import check_texts
 from ckpt_prune.measure.samples.text_pieces import split_text
 
@@ -82,20 +83,22 @@ def _growth_of_step(step: dict[str, Any]) -> int:
     return inner * max(1, len(step.get("content") or ""), len(step.get("prepend") or ""))
 
 
-def read_text(files: Sequence[Path]) -> str:
+def read_text(files: Sequence[Path], tokenizer: PreTrainedTokenizerBase | None = None) -> str:
     """Read text files as one string, in the order given, joined by a blank line.
 
-    The texts of a file of rows (`text_encoding.ROWS`) are joined by a blank line too. A name that papers use is read
-    and joined as their code does it (`text_names`).
+    The texts of a file of rows (`text_encoding.ROWS`) are joined by a blank line too. Conversations among them are
+    written out by the chat template of `tokenizer`, and follow each other directly. A name that papers use is read and
+    joined as their code does it (`text_names`).
     """
     if not files:
         raise UserError(f"no text file given: name at least one {TEXT_FILE} in {ENCODINGS}")
-    return SEPARATOR.join(_read_file(file) for file in files)
+    return SEPARATOR.join(read_file(file, tokenizer)[0] for file in files)
 
 
-def _read_file(file: Path) -> str:
+def read_file(file: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> tuple[str, int]:
+    """Read one text file as `read_text` does. Return its text, and how many conversations are in it."""
     if (named := parse_text_name(file)) is not None:
-        return named.read()
+        return named.read(), 0
     check_texts([file])
     if file.suffix.lower() in (".csv", ".tsv"):
         raise UserError(f"{file}: a table, and no text; {REWRITE}")
@@ -103,11 +106,20 @@ def _read_file(file: Path) -> str:
         text = decode_text(file, file.read_bytes())
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror}") from error
+    conversations = 0
     if has_row_suffix(file):
-        text = SEPARATOR.join(_read_row(*row) for row in parse_json_rows(file, text))
+        pieces: list[str] = []
+        after_conversation = False
+        for where, row in parse_json_rows(file, text):
+            talks = is_conversation(row)
+            if pieces and not (talks and after_conversation):
+                pieces.append(SEPARATOR)
+            pieces.append(write_conversation(where, row, tokenizer) if talks else _read_row(where, row))
+            conversations, after_conversation = conversations + talks, talks
+        text = "".join(pieces)
     if not text.strip():
         raise UserError(f"{file}: the file holds no text")
-    return text
+    return text, conversations
 
 
 def _read_row(where: str, row: Any) -> str:
@@ -115,7 +127,8 @@ def _read_row(where: str, row: Any) -> str:
     in_array = ", row " in where
     text = row.get("text") if isinstance(row, dict) else row if in_array else None
     if not isinstance(text, str):
-        expected = 'row must be a string or {"text": "…"}' if in_array else 'line must be {"text": "…"}'
+        forms = '{"text": "…"} or {"messages": […]}'
+        expected = f"row must be a string, {forms}" if in_array else f"line must be {forms}"
         problem = "a string without a key" if isinstance(row, str) else 'no string under "text"'
         raise UserError(f"{where}: {problem}; each {expected}")
     check_unicode(where, text)
@@ -177,17 +190,53 @@ def choose_windows(
     Returns:
         int64 token ids, (at most samples, window - frame).
     """
+    return mix_windows([stream], samples=samples, window=window, seed=seed, choose=choose, frame=frame, skip=skip)[0]
+
+
+def mix_windows(
+    streams: Sequence[Tensor],
+    *,
+    samples: int,
+    window: int,
+    seed: int,
+    choose: Literal["random", "first"] = "random",
+    frame: int = 0,
+    skip: int = 0,
+) -> tuple[Tensor, list[int]]:
+    """Choose windows of several streams, as `choose_windows` does from one, in equal shares.
+
+    If a stream has fewer windows than its share, the others give more. The streams' windows are mixed evenly, so that
+    every fold has all of them.
+
+    Returns:
+        The windows, and how many are of each stream.
+    """
     if samples < 1:
         raise UserError(f"samples must be at least 1, not {samples}")
-    windows = _cut_all_windows(stream, window, frame)
-    if skip >= len(windows):
-        raise NoneLeftError(f"the text has {len(windows)} windows, and {skip} of them are taken; give more text")
-    rows = slice(skip, skip + samples)
-    if choose == "first":
-        return windows[rows]
-    generator = torch.Generator().manual_seed(seed)
-    chosen = torch.randperm(len(windows), generator=generator)[rows]
-    return windows[chosen.sort().values]
+    windows = [_cut_all_windows(stream, window, frame) for stream in streams]
+    counts = [len(own) for own in windows]
+    if skip >= sum(counts):
+        raise NoneLeftError(f"the text has {sum(counts)} windows, and {skip} of them are taken; give more text")
+    chosen: list[Tensor] = []
+    for own, start, stop in zip(windows, _deal(counts, skip), _deal(counts, skip + samples), strict=True):
+        rows = torch.arange(start, stop)
+        if choose == "random":
+            order = torch.randperm(len(own), generator=torch.Generator().manual_seed(seed))
+            rows = order[start:stop].sort().values
+        chosen.append(own[rows])
+    places = torch.cat([(torch.arange(len(own)) + 0.5) / max(1, len(own)) for own in chosen])
+    return torch.cat(chosen)[places.argsort(stable=True)], [len(own) for own in chosen]
+
+
+def _deal(counts: Sequence[int], total: int) -> list[int]:
+    """Deal so many windows in turn to streams that have any left: how many each one gives."""
+    shares, left = [0] * len(counts), min(total, sum(counts))
+    while left:
+        for index, count in enumerate(counts):
+            if left and shares[index] < count:
+                shares[index] += 1
+                left -= 1
+    return shares
 
 
 def cut_windows(stream: Tensor, *, window: int, limit: int | None = None, frame: int = 0) -> Tensor:

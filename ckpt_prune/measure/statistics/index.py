@@ -47,6 +47,7 @@ class StatisticsIndex(BaseModel):
     dtype: str
     modality: Modality = "text"
     data: list[str]
+    texts: str = ""
     seed: int
     samples: int = Field(ge=1)
     window: int = Field(ge=2)
@@ -74,7 +75,18 @@ class StatisticsIndex(BaseModel):
     def _omit_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         # Statistics without these keep the digest that they had before there were any.
         values: dict[str, Any] = handler(self)
-        for key in ("leading", "turned", "routers", "fisher", "predicted", "spaces", "scores", "stream", "effects"):
+        for key in (
+            "leading",
+            "turned",
+            "routers",
+            "fisher",
+            "predicted",
+            "spaces",
+            "scores",
+            "stream",
+            "effects",
+            "texts",
+        ):
             if not values.get(key):
                 values.pop(key, None)
         if values.get("active_above") == ACTIVE_THRESHOLD:
@@ -98,6 +110,7 @@ def add_index(a: StatisticsIndex, b: StatisticsIndex) -> StatisticsIndex:
     return a.model_copy(
         update={
             "data": join_fingerprints([*a.data, *b.data]),
+            "texts": ", ".join(filter(None, (a.texts, b.texts))),
             "samples": a.samples + b.samples,
             "tokens": a.tokens + b.tokens,
             "fisher": a.fisher + b.fisher,

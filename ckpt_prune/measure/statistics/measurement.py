@@ -221,6 +221,7 @@ def measure_into(
         dtype=str(model.dtype).removeprefix("torch."),
         modality=family.modality,
         data=[samples.fingerprint],
+        texts=getattr(samples, "origin", ""),
         seed=seed,
         samples=len(samples),
         window=samples.tokens,

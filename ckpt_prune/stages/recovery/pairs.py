@@ -1,5 +1,7 @@
 """Two checkpoints of one model, a pruned one and what it was made from, run side by side."""
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import get_args
 
 import torch
@@ -8,7 +10,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import REPORT
 from ckpt_prune.job.names import RotationKind
 from ckpt_prune.measure.samples.image_processor import load_processor
-from ckpt_prune.measure.samples.text import load_tokenizer, tokenise_text
+from ckpt_prune.measure.samples.text import load_tokenizer, read_text, tokenise_text
 from ckpt_prune.measure.streams.kept_blocks import KeptBlocks
 from ckpt_prune.model.containers.checking import check_source, check_stock, check_stored
 from ckpt_prune.model.containers.container import stored_container
@@ -94,12 +96,12 @@ def check_models(pruned: Model, dense: Model, why: str) -> None:
         raise UserError(f"{here} and {there} have vocabularies of {sizes[0]} and {sizes[1]} tokens")
 
 
-def check_same_reader(pruned: Model, dense: Model, text: str, *, trust: bool = False) -> None:
+def check_same_reader(pruned: Model, dense: Model, texts: Sequence[Path], *, trust: bool = False) -> None:
     """Refuse two checkpoints that read the same data differently, where the pruned one says how it reads.
 
     Args:
         dense: whose tokenizer or image processor is used.
-        text: what a language model is run on.
+        texts: files that a language model is run on.
         trust: run an image processor's own code.
     """
     ours, theirs = pruned.reader_fingerprint, dense.reader_fingerprint
@@ -112,6 +114,7 @@ def check_same_reader(pruned: Model, dense: Model, text: str, *, trust: bool = F
             raise UserError(f"{here} and {there} have different image processors")
         return
     # The files may differ in what does not matter, such as the version that wrote them.
-    streams = [tokenise_text(load_tokenizer(each), text) for each in (here, there)]
-    if not torch.equal(*streams):
+    readers = [load_tokenizer(each) for each in (here, there)]
+    text = read_text(texts, readers[1])
+    if not torch.equal(*(tokenise_text(each, text) for each in readers)):
         raise UserError(f"{here} and {there} have different tokenizers: they read the text differently")
