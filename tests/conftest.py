@@ -158,11 +158,11 @@ def no_waiting_for_disks() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def one_machine() -> Iterator[None]:
-    """Estimates of time and memory are of a machine that is always the same, and has no bfloat16."""
+    """Estimates of time and memory are of a machine that is always the same, and slow in bfloat16."""
     from ckpt_prune.runner.estimate import BlockTimes
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch.cpu.get_capabilities", dict, raising=False)
+        patch.setattr("ckpt_prune.parallel.devices.time_products", lambda: (1.0, 4.0))
         patch.setattr("ckpt_prune.runner.estimate.time_block", lambda *_: BlockTimes(run=0.001, solve=0.01))
         patch.setattr("ckpt_prune.runner.estimate.resident_bytes", lambda: 2**30)
         patch.setattr("ckpt_prune.runner.estimate.available_bytes", lambda: None)

@@ -1,9 +1,15 @@
 """Device and number format that a command computes with."""
 
+import time
+from functools import cache
+
 import torch
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.parallel.group import process_group
+
+_GAIN = 1.25
+"""By how much bfloat16 must be faster: a run that is resumed should find the same."""
 
 
 def resolve_device(text: str) -> torch.device:
@@ -25,19 +31,37 @@ def resolve_device(text: str) -> torch.device:
 def resolve_compute_dtype(option: str, device: torch.device, stored: torch.dtype = torch.float32) -> torch.dtype:
     """Return the dtype of `--compute-dtype`: of that name, or for "auto" bfloat16 where it is faster, else float32.
 
-    It is faster for a model that is stored in bfloat16 (`stored`) on a device that multiplies it. Perplexities change
-    less by it than by taking other samples.
+    It is taken for a model that is stored in bfloat16 (`stored`). Perplexities change less by it than by taking other
+    samples. All processes take what the first one finds.
     """
     if option != "auto":
         dtype: torch.dtype = getattr(torch, option)
         return dtype
-    return torch.bfloat16 if stored == torch.bfloat16 and multiplies_bfloat16(device) else torch.float32
+    if stored != torch.bfloat16 or not process_group().once(lambda: multiplies_bfloat16(device)):
+        return torch.float32
+    return torch.bfloat16
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:
-    """Whether a device has instructions for products of bfloat16; others emulate them, slower than float32."""
+    """Return True if products of bfloat16 are faster than those of float32 on a device.
+
+    A GPU says whether it has the instructions. A processor is timed: having them, it can still be slower.
+    """
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    # Versions of torch before this function cannot tell.
-    has: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
-    return bool(has.get("amx_bf16") or has.get("avx512_bf16"))
+    single, brain = time_products()
+    return _GAIN * brain < single
+
+
+@cache
+def time_products() -> tuple[float, float]:
+    """Return the seconds of one product on this processor in float32 and in bfloat16, measured once in a process."""
+    seconds = [float("inf"), float("inf")]
+    factors = [torch.ones(256, 1024, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
+    for turn in range(4):
+        for index, factor in enumerate(factors):
+            start = time.perf_counter()
+            factor @ factor.T
+            if turn > 0:  # the first one makes the kernel
+                seconds[index] = min(seconds[index], time.perf_counter() - start)
+    return seconds[0], seconds[1]

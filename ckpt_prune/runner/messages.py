@@ -19,7 +19,6 @@ from ckpt_prune.model.composites import load_composite
 from ckpt_prune.model.containers.choosing import unprunable_spaces
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import SpaceName, first_expert_spaces
-from ckpt_prune.parallel.devices import multiplies_bfloat16
 from ckpt_prune.recipe.shipped import DEFAULT_RECIPE, WIDER_CHOICE
 from ckpt_prune.sparsity.patterns import describe_mask
 from ckpt_prune.stages.depth.stage import Depth
@@ -27,7 +26,6 @@ from ckpt_prune.stages.hidden.stage import Hidden
 from ckpt_prune.stages.low_rank.stage import LowRank
 from ckpt_prune.stages.mask.stage import Mask
 from ckpt_prune.stages.report import find_report
-from ckpt_prune.stages.rotation.stage import Rotation
 from ckpt_prune.stages.spaces.ratio_gaps import gap
 from ckpt_prune.stages.spaces.size_search import dense_size, output_size
 
@@ -67,12 +65,6 @@ def messages(prepared: Prepared) -> list[str]:
         found.append(
             f"the mask leaves {plural(first, 'block')} before the others as they are ({family.leading} in "
             "config.json): one mlp stands there in place of experts"
-        )
-    rotation = recipe.get(Rotation)
-    if rotation is not None and rotation.compute_dtype == "bfloat16" and not multiplies_bfloat16(prepared.device):
-        found.append(
-            f"this machine has no instructions for products of bfloat16, in which recipe {recipe.name} learns its "
-            "rotations, and emulates them: --set rotation.compute_dtype=float32 is faster here"
         )
     refused = unprunable_spaces(prepared.model)
     found += [refused[space] for space in prepared.left_whole if space in refused]

@@ -14,6 +14,7 @@ from ckpt_prune.measure.samples.samples import SampleRange, Samples
 from ckpt_prune.measure.statistics import fisher as module
 from ckpt_prune.measure.statistics.fisher import Fisher, measure_fisher
 from ckpt_prune.measure.streams import backward, readout
+from ckpt_prune.measure.streams.sliced_head import LabelDraw
 from ckpt_prune.measure.streams.state_memory import StateMemory
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.skeleton import Names
@@ -45,6 +46,19 @@ def found(sources: Sources, variant: str, **options) -> dict[str, Fisher]:
 def unlikeliest(log_p: Tensor, count: int = 1, _generator: torch.Generator | None = None) -> Tensor:
     """Labels that do not hang on rounding, as a draw would where precision differs."""
     return log_p.argmin(-1, keepdim=True).expand(-1, count)
+
+
+class _Unlikeliest(LabelDraw):
+    """The same, of a vocabulary that is one slice."""
+
+    def see(self, start: int, weights: Tensor, mass: Tensor, total: Tensor) -> None:
+        assert start == 0
+        self.labels = weights.argmin(1)
+
+
+def draw_unlikeliest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readout, "draw_labels", unlikeliest)
+    monkeypatch.setattr(readout, "LabelDraw", _Unlikeliest)
 
 
 # ---- by hand, on a whole model -----------------------------------------------------------------------------------
@@ -124,7 +138,7 @@ def turned(keys: Tensor, source: Model) -> Tensor:
 def test_it_is_that_of_the_whole_model(dense, variant, monkeypatch):
     rotary = variant == "rotary"
     variant = "llama-gqa-tied" if rotary else variant
-    monkeypatch.setattr(readout, "draw_labels", unlikeliest)
+    draw_unlikeliest(monkeypatch)
     source, samples = Model.open(dense.folder(variant)), data_of(variant)
     if variant in encoders.IMAGES:
         samples = encoders.Pixels(samples.values.double(), samples.tokens)

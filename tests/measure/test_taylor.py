@@ -94,7 +94,7 @@ def test_batches_and_where_states_are_change_nothing(dense, monkeypatch, tmp_pat
     # Five samples as 2 + 2 + 1 through blocks, one by one through the head, pieces of logits, states on disk.
     monkeypatch.setattr("ckpt_prune.measure.streams.hidden_stream.TOKENS_PER_BATCH", 2 * tokens)
     monkeypatch.setattr(module, "READOUT_TOKENS", tokens - 1)
-    monkeypatch.setattr("ckpt_prune.measure.streams.readout.CHUNK", 100)
+    monkeypatch.setattr("ckpt_prune.measure.streams.sliced_head.CLASSES", 7)
     parted = found(dense, "opt", allocate=StateMemory(0, tmp_path))
     for name, own in whole.items():
         torch.testing.assert_close(parted[name].first, own.first, rtol=1e-4, atol=0)

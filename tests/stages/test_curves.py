@@ -11,7 +11,6 @@ from torch import Tensor
 from ckpt_prune.job.space_kinds import CANDIDATES
 from ckpt_prune.measure.moments.inputs import Moments
 from ckpt_prune.measure.samples.samples import SampleRange
-from ckpt_prune.measure.streams import readout
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import Site
 from ckpt_prune.runner.messages import predicted_line
@@ -22,7 +21,7 @@ from ckpt_prune.stages.spaces.solvers import solver_of
 from ckpt_prune.stages.spaces.widths import decide, dense_ranking
 from tests.encoders import calibrate, job_on
 from tests.families import BLOCKS, prune
-from tests.measure.test_fisher import losses_of, unlikeliest
+from tests.measure.test_fisher import draw_unlikeliest, losses_of
 from tests.oracles import obs as oracle
 from tests.oracles.whole_best import read
 from tests.stages.test_effects import ByHand
@@ -95,7 +94,7 @@ def lost_by_hand(weight: Tensor, moments: Moments, kept: list[int], *, biased: b
 @pytest.mark.parametrize("variant", ["llama-gqa-tied", "opt", "vit"])
 def test_predictions_are_of_samples_that_no_refit_has_seen(variant, monkeypatch, dense, tmp_path):
     """½ E[(g·δ)²] on the last fold of a refit to the first one: gradients and inputs of a whole stock model."""
-    monkeypatch.setattr(readout, "draw_labels", unlikeliest)
+    draw_unlikeliest(monkeypatch)
     folder, data = dense.folder(variant), data_of(variant)
     source, statistics = Model.open(folder), calibrate(folder, tmp_path / "statistics", data, folds=2)
     half = len(data) // 2

@@ -92,7 +92,7 @@ def measure_fisher(
 
     A model of L blocks has 4 L of them run, the gradient counted twice. Memory: a block with its activations of
     `TOKENS_PER_BATCH` tokens, everything outside the blocks, the hidden states at the end of every block and once more
-    for the gradients, and the logits of `READOUT_TOKENS` tokens (at least of one sample) twice.
+    for the gradients, and the logits of `READOUT_TOKENS` tokens (at least of one sample) for some classes.
 
     All samples are run; a few are enough. `watcher` looks on at every block, `ends` adds up distances between the ends
     of all of them. `rotary` adds the sites of rotary pairs.

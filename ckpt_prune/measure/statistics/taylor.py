@@ -63,7 +63,7 @@ def measure_taylor(
     A model of L blocks has 5 L of them run, gradients of states and of weights counted as one run each more. Memory: a
     block with its activations of `TOKENS_PER_BATCH` tokens and twice its weights in float32, everything outside
     the blocks, the hidden states at the end of every block and once more for the gradients, and the logits of
-    `READOUT_TOKENS` tokens (at least of one sample) twice.
+    `READOUT_TOKENS` tokens (at least of one sample) for some classes.
 
     The model is a causal language model, and the samples are windows of text. Processes of a group share the samples;
     the first one gets the importances.

@@ -5,6 +5,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.nn import functional
 from ckpt_prune.measure.samples.samples import Samples, move_batch, split_batches
 from ckpt_prune.measure.streams.blocks import BlockFactory
 from ckpt_prune.measure.streams.modules import ReadTensors, give_buffers
+from ckpt_prune.measure.streams.sliced_head import LabelDraw, SlicedHead
 from ckpt_prune.model.skeleton import base_model_of, is_stored_buffer, missing_pooler
 
 CHUNK = 2**20
@@ -78,6 +80,7 @@ class Readout:
         if factory.family.modality == "text":
             allow_several_texts(self._model)
         self._states: Tensor | None = None
+        self._sliced: bool | None = None
         self._fill(tensors, read)
         give_buffers(factory, self._model, self._is_outside)
         for index, layer in enumerate(hollow.values()):
@@ -94,6 +97,11 @@ class Readout:
         there is one draw if a sample has many predictions, `DRAWS` if it has one; the generator is on CPU. `batch` and
         `states` are as in `outputs`.
         """
+        head = self._slice_head(batch, states)
+        if head is not None:
+            draw = LabelDraw(states.shape[0] * states.shape[1], generator, self.factory.device)
+            share = states.shape[1] ** -0.5
+            return [DrawnGradients(head.log_p_gradients(self._place(states), draw, share), False, 1.0)]
         entering, outputs = self._run_with_gradients(batch, states)
         drawn = []
         for output in outputs:
@@ -110,13 +118,12 @@ class Readout:
         The loss of a sample is the mean over its predictions of −log p(next token). `batch` holds `input_ids` of B
         samples. States (B, T, hidden) have any floating dtype; the gradients are float32.
         """
-        entering, (logits,) = self._run_with_gradients(batch, states)
-        tokens = batch["input_ids"].to(logits.device)
-        share = -1 / (tokens.shape[1] - 1)
-        slope = _log_p_slope(logits.detach().flatten(0, 1), tokens.roll(-1, 1).flatten(), share).view_as(logits)
-        slope[:, -1] = 0  # nothing comes after the last token
-        (values,) = torch.autograd.grad(logits, entering, slope)
-        return values.float()
+        head = self._slice_head(batch, states)
+        assert head is not None
+        tokens = batch["input_ids"].to(self.factory.device)
+        share = torch.full(tokens.shape, -1 / (tokens.shape[1] - 1), device=tokens.device)
+        share[:, -1] = 0  # nothing comes after the last token
+        return head.log_p_gradients(self._place(states), tokens.roll(-1, 1).flatten(), share.view(-1, 1))
 
     def divergence_gradients(self, batch: Mapping[str, Tensor], states: Tensor, reference: Sequence[Tensor]) -> Tensor:
         """Return the gradients of `divergence` at the last states, (B, T, hidden) float32, on CPU.
@@ -130,8 +137,21 @@ class Readout:
         (values,) = torch.autograd.grad(outputs, entering, slopes)
         return values.float().cpu()
 
+    def _place(self, states: Tensor) -> Tensor:
+        return states.to(self.factory.device, self.factory.dtype)
+
+    def _slice_head(self, batch: Mapping[str, Tensor], states: Tensor) -> SlicedHead | None:
+        """Return the head if its classes can be computed a slice at a time: it is linear, and makes all the output."""
+        linear = self._model.get_output_embeddings() if self.logits else None
+        if not isinstance(linear, nn.Linear):
+            return None
+        head = SlicedHead(linear, partial(self._outputs, batch))
+        if self._sliced is None:
+            self._sliced = head.fits(self._place(states))
+        return head if self._sliced else None
+
     def _run_with_gradients(self, batch: Mapping[str, Tensor], states: Tensor) -> tuple[Tensor, list[Tensor]]:
-        entering = states.to(self.factory.device, self.factory.dtype).detach().requires_grad_(True)
+        entering = self._place(states).detach().requires_grad_(True)
         with torch.enable_grad():
             return entering, [self._with_classes(output) for output in self._outputs(batch, entering)]
 
@@ -150,7 +170,7 @@ class Readout:
         factory = self.factory
         inputs = move_batch(batch, factory.device, factory.dtype)
         options = {"use_cache": False} if factory.family.modality == "text" else {}
-        leaving, flat = states.to(factory.device, factory.dtype), factory.family.flat
+        leaving, flat = self._place(states), factory.family.flat
         self._states = leaving.flatten(0, 1) if flat else leaving
         result = (self._model if self.logits else base_model_of(self._model))(**inputs, **options)
         self._states = None

@@ -20,8 +20,9 @@ H = diag(1, 0), turned by 45°, W' = (±1, ±1)/√2 and diag(H') = (½, ½), so
 normalises each group, and so does not see its total: learning does not need the invariance.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -30,6 +31,7 @@ from torch import Tensor
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.finite import all_finite
 from ckpt_prune.job.names import Backbone
+from ckpt_prune.parallel.devices import multiplies_bfloat16
 from ckpt_prune.sparsity.damping import DAMP, SingularHessianError, damped_cholesky, live_mean
 
 CELLS = 24
@@ -164,19 +166,26 @@ def rotate_weight(
     """
     if left == "residual" and residual is not None:
         _fits(weight.shape[0], residual.shape[-1], exact=True)
-        weight = residual.mT @ weight
+        weight = _multiply(residual.mT, weight)
     elif left == "heads" and heads is not None:
         count, size, _ = heads.shape
         _fits(weight.shape[0], count * size, exact=True)
-        weight = (heads.mT @ weight.view(count, size, -1)).view(weight.shape)
+        weight = _multiply(heads.mT, weight.view(count, size, -1)).view(weight.shape)
     if right == "residual" and residual is not None:
         _fits(weight.shape[1], residual.shape[-1], exact=True)
-        weight = weight @ residual
+        weight = _multiply(weight, residual)
     elif right == "heads" and heads is not None:
         _fits(weight.shape[1], heads.shape[0] * heads.shape[1], exact=False)
         by_head = weight.view(len(weight), heads.shape[0], -1, heads.shape[1])
-        weight = torch.einsum("okgi,kij->okgj", by_head, heads).reshape(weight.shape)
+        weight = _multiply(by_head, heads, partial(torch.einsum, "okgi,kij->okgj")).reshape(weight.shape)
     return weight
+
+
+def _multiply(a: Tensor, b: Tensor, product: Callable[[Tensor, Tensor], Tensor] = torch.matmul) -> Tensor:
+    """Return a product; of bfloat16 in float32 if that is faster: both add up exact products and round once."""
+    if a.dtype != torch.bfloat16 or multiplies_bfloat16(a.device):
+        return product(a, b)
+    return product(a.float(), b.float()).to(a.dtype)
 
 
 def _fits(width: int, of_rotation: int, *, exact: bool) -> None:
@@ -193,7 +202,7 @@ def _rotated_diagonal(inputs: Tensor, right: Side | None, residual: Tensor | Non
         raise ValueError("inputs that are rotated need their whole matrix, not its diagonal")
     if right == "residual":
         assert residual is not None
-        return ((inputs @ residual) * residual).sum(0)
+        return (_multiply(inputs, residual) * residual).sum(0)
     assert heads is not None
     count, size, _ = heads.shape
     _fits(len(inputs), count * size, exact=False)
@@ -201,7 +210,7 @@ def _rotated_diagonal(inputs: Tensor, right: Side | None, residual: Tensor | Non
     queries = len(inputs) // size
     blocks = inputs.view(queries, size, queries, size).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
     blocks = blocks.reshape(count, -1, size, size)
-    return ((blocks @ heads[:, None]) * heads[:, None]).sum(2).flatten()
+    return (_multiply(blocks, heads[:, None]) * heads[:, None]).sum(2).flatten()
 
 
 def importance(term: Term, backbone: Backbone, residual: Tensor | None, heads: Tensor | None) -> Tensor:
