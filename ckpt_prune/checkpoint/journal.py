@@ -1,6 +1,7 @@
 """The journal of an unfinished run: which parts of its output are safely on disk, so that a killed run can resume."""
 
 import json
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from ckpt_prune.common.errors import UserError
 JOURNAL = ".ckpt_prune_journal.json"
 _FRESH = f"{JOURNAL}.tmp"
 _VERSION = 3
+_RECORDING = threading.Lock()
 
 
 @dataclass
@@ -60,11 +62,12 @@ class Journal:
             raise ValueError(str(error)) from error
 
     def record(self, entry: str, names: Iterable[str] = (), note: Any = None) -> None:
-        """Record a finished entry and a JSON note. Its bytes must be on disk already."""
-        self.entries[entry] = sorted(names)
-        if note is not None:
-            self.notes[entry] = note
-        self.save()
+        """Record a finished entry and a JSON note. Its bytes must be on disk already. Several threads may record."""
+        with _RECORDING:
+            self.entries[entry] = sorted(names)
+            if note is not None:
+                self.notes[entry] = note
+            self.save()
 
     def save(self) -> None:
         """Write the journal atomically."""

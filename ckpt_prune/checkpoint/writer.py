@@ -4,6 +4,7 @@ import errno
 import hashlib
 import os
 import shutil
+import threading
 from collections.abc import Callable, Container, Iterable, Mapping, Set
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,13 @@ from ckpt_prune.common.formatting import human_bytes
 Layout = Mapping[str, Mapping[str, tuple[torch.dtype, tuple[int, ...]]]]
 
 _MARGIN_BYTES = 64 * 2**20
+
+
+class _Pending(threading.local):
+    """Names of the tensors that a thread has written and not committed."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
 
 
 class CheckpointWriter:
@@ -107,7 +115,7 @@ class CheckpointWriter:
         self.out, self.folder, self.scratch, self.job = staging.out, staging.path, staging.scratch, staging.journal.job
         self._staging, self._journal = staging, staging.journal
         self._written = {name for names in self._journal.entries.values() for name in names}
-        self._pending: list[str] = []
+        self._pending = _Pending()
         self._side_names: set[str] = set()
         staging.settle_layout(digest)
         self._check_space()
@@ -144,7 +152,7 @@ class CheckpointWriter:
         with disk_failures(self.folder):
             self._put(name, tensor)
         self._written.add(name)
-        self._pending.append(name)
+        self._pending.names.append(name)
 
     def _put(self, name: str, tensor: Tensor) -> None:
         info = self._plan[name]
@@ -193,15 +201,15 @@ class CheckpointWriter:
         return dict(self._journal.notes)
 
     def commit(self, entry: str, note: Any = None) -> None:
-        """Record everything written since the last commit as an entry that is on disk, with JSON for a resumed run."""
+        """Record what this thread wrote since its last commit as an entry on disk, with JSON for a resumed run."""
         self._check_active()
         if entry in self.done:
             raise ValueError(f"entry {entry!r} is already done")
         with disk_failures(self.folder):
-            for file in sorted({self._plan[name].file for name in self._pending}):
+            for file in sorted({self._plan[name].file for name in self._pending.names}):
                 sync(self.folder / file)
-            self._journal.record(entry, self._pending, note)
-        self._pending = []
+            self._journal.record(entry, self._pending.names, note)
+        self._pending.names = []
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Read tensors that this run or the resumed one wrote, with planned shape and dtype, to CPU."""

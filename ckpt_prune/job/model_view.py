@@ -49,10 +49,10 @@ class ModelView:
     container: Container | None = None
     leaps: KeptBlocks | None = None
 
-    def block(self, block: int) -> dict[str, Tensor]:
-        """Return a block's tensors by on-disk name."""
+    def block(self, block: int, stored: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Return a block's tensors by on-disk name. `stored` are those on disk, if they are read already."""
         if self.basis is None:
-            return dict(multiply_factors(self.model.read_block(block)))
+            return dict(multiply_factors(self.model.read_block(block) if stored is None else stored))
         assert self.container is not None
         tensors = self.basis.block(block)
         # Blocks in another basis are built as the output's are, which may have biases that nothing is absorbed into.

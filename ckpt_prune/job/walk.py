@@ -1,5 +1,7 @@
 """The one walk over the blocks: every step acts, the block is written, every step moves on.
 
+The next block is read while this one is worked on, and this one is written while the next one is.
+
 Several processes walk together. If blocks follow from one another, all of them take every block; if not, each takes
 some.
 """
@@ -12,6 +14,7 @@ from typing import Any
 from pydantic import BaseModel
 from torch import Tensor
 
+from ckpt_prune.checkpoint.block_thread import BlockThread
 from ckpt_prune.common.progress import track
 from ckpt_prune.job.model_view import ModelView
 from ckpt_prune.job.step import Step, Tensors
@@ -30,7 +33,6 @@ def walk(
     steps: Steps,
     store: BlockStore | None = None,
     *,
-    read: Callable[[int], Tensors] | None = None,
     doing: str = "pruning",
 ) -> Records:
     """Take every block through the steps and write it. Blocks that an interrupted run has written are read instead.
@@ -39,7 +41,6 @@ def walk(
         view: whose blocks are read.
         steps: by the keys of their stages, in order.
         store: where blocks go; nothing is written without one.
-        read: reads the block that the first step sees; that of `view` by default.
         doing: what the progress bar says, unless a step shows its own.
 
     Returns:
@@ -47,15 +48,20 @@ def walk(
     """
     if store is not None and process_group().size > 1 and all(step.apart for step in steps.values()):
         return _walk_apart(view, steps, store, doing)
-    read = view.block if read is None else read
     records: Records = {key: [] for key in steps}
     blocks = range(view.model.blocks)
+    # Written blocks are read from the store, unless a step needs what it was given.
+    replayed = any(step.needs_input for step in steps.values())
+    unread = [] if replayed or store is None else [block for block in blocks if store.has(block)]
+    # In another basis reading is computing.
+    ahead = [block for block in blocks if block not in unread] if view.basis is None else []
     with ExitStack() as stack:
+        thread = stack.enter_context(BlockThread(view.model.read_block, ahead))
         for step in steps.values():
             stack.enter_context(step.progress())
         silent = any(step.shows_progress for step in steps.values())
         for block in blocks if silent else track(blocks, doing, total=len(blocks)):
-            tensors, of_block, inputs = _take(view.model, steps, block, read, store)
+            tensors, of_block, inputs = _take(view, steps, block, store, thread)
             for key, step in steps.items():
                 records[key] += of_block[key]
                 if step.needs_input:
@@ -75,15 +81,20 @@ def read_records(model: Model, steps: Steps, store: BlockStore) -> Records:
 
 
 def _take(
-    model: Model, steps: Steps, block: int, read: Callable[[int], Tensors], store: BlockStore | None
+    view: ModelView, steps: Steps, block: int, store: BlockStore | None, thread: BlockThread[dict[str, Tensor]]
 ) -> tuple[dict[str, Tensor], Records, dict[str, Tensors]]:
     """Make a block, or read it if it is written. Return tensors, records, and inputs of steps that need them."""
+
+    def read(block: int) -> Tensors:
+        return view.block(block, None if view.basis is not None else thread.take(block))
+
+    model = view.model
     if store is not None and store.has(block):
         tensors, notes = store.read(model, block)
         return tensors, _validate(steps, notes), _inputs(steps, block, read)
     tensors, records, inputs = _act(steps, block, read(block))
     if store is not None:
-        store.write(model, block, tensors, _notes(records))
+        thread.write(partial(store.write, model, block, tensors, _notes(records)))
     return tensors, records, inputs
 
 

@@ -189,9 +189,9 @@ def _dtype(job: Job) -> torch.dtype:
 
 
 def _peak(model: Model, samples: int, tokens: int, dtype: torch.dtype) -> int:
-    """Return bytes of memory: a block twice, hidden states of all samples, and five Grams of the widest input."""
+    """Return bytes of memory: four blocks (read, pruned, the next and the last), all hidden states, five Grams."""
     names = model.weights(model.spaced_blocks.start)
     block = sum(model.checkpoint.tensors[name].nbytes for name in names)
     widest = max(model.checkpoint.tensors[name].shape[-1] for name in names)
     states = samples * tokens * model.dimension("hidden") * dtype.itemsize
-    return (resident_bytes() or 0) + LIBRARIES + 2 * block + states + 5 * 8 * widest**2
+    return (resident_bytes() or 0) + LIBRARIES + 4 * block + states + 5 * 8 * widest**2

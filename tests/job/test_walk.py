@@ -1,5 +1,6 @@
 """The walk over blocks: the order of steps, what a resumed run passes, and what is written."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from pydantic import BaseModel
+from torch import Tensor
 
 from ckpt_prune.checkpoint.staging import Staging
 from ckpt_prune.checkpoint.writer import CheckpointWriter
+from ckpt_prune.common.errors import DiskError, UserError
 from ckpt_prune.job.layout import Layout, layout_of
 from ckpt_prune.job.model_view import ModelView
 from ckpt_prune.job.step import Step, Tensors
@@ -20,6 +23,8 @@ from ckpt_prune.model.model import Model
 from tests.families import BLOCKS, contents, make
 from tests.interrupting import interrupt_at
 
+WAIT = 30
+"""Seconds after which a test fails in place of waiting for ever."""
 NAME = "model.layers.{}.mlp.up_proj.weight"
 
 
@@ -82,6 +87,77 @@ def test_steps_act_in_order_and_advance_with_what_was_written(tmp_path):
         told = [(("act", block, given), ("input", block, given), ("advance", block, 3)) for block in range(BLOCKS)]
         assert step.told == [entry for each in told for entry in each]
     assert records == {"first": [Added(number=1)] * BLOCKS, "second": [Added(number=2)] * BLOCKS}
+
+
+class _Overlapping(Adding):
+    """Acts on a block only once the next one is being read and the last one written; both wait for that."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        super().__init__(1)
+        self.acting, self.reading, self.writing = ([threading.Event() for _ in range(BLOCKS)] for _ in range(3))
+        read, write = Model.read_block, BlockStore.write
+
+        def slow_read(model: Model, block: int) -> dict[str, Tensor]:
+            self.reading[block].set()
+            # A slow disk: the block is there when the one before has been worked on for a while.
+            assert block == 0 or self.acting[block - 1].wait(WAIT)
+            return read(model, block)
+
+        def slow_write(store: BlockStore, model: Model, block: int, *given) -> None:
+            self.writing[block].set()
+            assert block + 1 == BLOCKS or self.acting[block + 1].wait(WAIT)
+            write(store, model, block, *given)
+
+        patch.setattr(Model, "read_block", slow_read)
+        patch.setattr(BlockStore, "write", slow_write)
+
+    def act(self, block, tensors):
+        self.acting[block].set()
+        assert block + 1 == BLOCKS or self.reading[block + 1].wait(WAIT)
+        assert block == 0 or self.writing[block - 1].wait(WAIT)
+        assert not any(event.is_set() for event in self.reading[block + 2 :])  # one block waits, not more
+        return super().act(block, tensors)
+
+
+def test_the_next_block_is_read_and_the_last_one_written_while_one_is_worked_on(tmp_path, monkeypatch):
+    dense, layout = dense_of(tmp_path)
+    with writer_of(tmp_path / "whole", layout) as writer:
+        walk(dense, {"only": Adding(1)}, BlockStore(writer, layout))
+        BlockStore(writer, layout).write_rest(dense)
+        writer.finish()
+    with writer_of(tmp_path / "out", layout) as writer:
+        walk(dense, {"only": _Overlapping(monkeypatch)}, BlockStore(writer, layout))
+        BlockStore(writer, layout).write_rest(dense)
+        writer.finish()
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_a_block_that_cannot_be_read_stops_the_walk_when_its_turn_comes(tmp_path, monkeypatch):
+    dense, layout = dense_of(tmp_path)
+    read = Model.read_block
+
+    def failing(model: Model, block: int) -> dict[str, Tensor]:
+        if block == 1:
+            raise UserError("the disk is gone")
+        return read(model, block)
+
+    monkeypatch.setattr(Model, "read_block", failing)
+    step = Adding(1)
+    with writer_of(tmp_path / "out", layout) as writer:
+        with pytest.raises(UserError, match="the disk is gone"):
+            walk(dense, {"only": step}, BlockStore(writer, layout))
+        assert step.told == [("act", 0, 0), ("advance", 0, 1)]
+        assert writer.done == {"block 0"}
+
+
+@pytest.mark.parametrize("failing", range(BLOCKS))
+def test_a_block_that_cannot_be_written_stops_the_walk_before_the_next_one_is(tmp_path, monkeypatch, failing):
+    dense, layout = dense_of(tmp_path)
+    with writer_of(tmp_path / "out", layout) as writer:
+        interrupt_at(monkeypatch, CheckpointWriter, "commit", failing + 1, DiskError("the disk is full"))
+        with pytest.raises(DiskError, match="the disk is full"):
+            walk(dense, {"only": Adding(1)}, BlockStore(writer, layout))
+        assert writer.done == {f"block {block}" for block in range(failing)}
 
 
 @pytest.mark.parametrize("stop", [1, 2])

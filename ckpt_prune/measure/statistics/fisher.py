@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from ckpt_prune.checkpoint.block_thread import read_ahead
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.finite import all_finite
 from ckpt_prune.common.progress import track
@@ -109,8 +110,8 @@ def measure_fisher(
     gradients = draw_end_gradients(stream.readout(), samples, end, allocate)
     if ends is not None:
         ends.see(stream, states, end, gradients)
-    for block in track(range(blocks - 1, -1, -1), "gradients", total=blocks):
-        tensors = model.read_block(block)
+    backward = read_ahead(model.read_block, range(blocks - 1, -1, -1))
+    for block, tensors in track(backward, "gradients", total=blocks):
         block_watcher = watcher if block in model.spaced_blocks else None
         if block_watcher is not None:
             block_watcher.begin(block, tensors)

@@ -11,6 +11,7 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
+from ckpt_prune.checkpoint.block_thread import read_ahead
 from ckpt_prune.checkpoint.digests import READER_FILES
 from ckpt_prune.checkpoint.files import sync
 from ckpt_prune.checkpoint.journal import Journal
@@ -199,14 +200,12 @@ def measure_into(
     def write_units(block: int, importances: Mapping[str, Taylor]) -> None:
         files[name_file("taylor", block)] = write_taylor(folder, block, importances)
 
-    for block in track(range(blocks), "calibrating", total=blocks):
+    for block, tensors in track(read_ahead(model.read_block, range(blocks)), "calibrating", total=blocks):
         if _entry(block) in done:
-            stream.advance(block, model.read_block(block))
+            stream.advance(block, tensors)
             files[name_file("block", block)] = done[_entry(block)]
             continue
-        observed = stream.observe(
-            block, model.read_block(block), gram if block in model.spaced_blocks else {}, advance=True
-        )
+        observed = stream.observe(block, tensors, gram if block in model.spaced_blocks else {}, advance=True)
         named = {model.moments_name(block, key): moments for key, moments in observed.items()}
         group.on_first(partial(write, block, named))
     if "taylor" in collect:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ckpt_prune.checkpoint.block_thread import read_ahead
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.finite import all_finite
 from ckpt_prune.common.progress import track
@@ -79,8 +80,8 @@ def measure_taylor(
     for rows in split_batches(stream.samples, READOUT_TOKENS):
         gradients[rows] = readout.loss_gradients(stream.samples.batch(rows), leaving[rows]).cpu()
     del readout, leaving
-    for block in track(range(model.blocks - 1, -1, -1), "gradients", total=model.blocks):
-        tensors = model.read_block(block)
+    backward = read_ahead(model.read_block, range(model.blocks - 1, -1, -1))
+    for block, tensors in track(backward, "gradients", total=model.blocks):
         module = stream.factory.build_block(block, tensors).requires_grad_(False)
         weights = _pass_block(stream, module, block, states.pop(), gradients)
         importances = {

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ckpt_prune.checkpoint.block_thread import read_ahead
 from ckpt_prune.common.progress import track
 from ckpt_prune.measure.samples.samples import Samples, split_batches
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
@@ -46,9 +47,10 @@ def states_at_ends(model: Model, stream: HiddenStream, allocate: Allocate) -> li
     The stream is at the first block, and stays there.
     """
     states = [stream.states]
-    for block in track(range(model.blocks), "gradients: states", total=model.blocks):
+    blocks = read_ahead(model.read_block, range(model.blocks))
+    for block, tensors in track(blocks, "gradients: states", total=model.blocks):
         states.append(allocate(tuple(stream.states.shape), stream.states.dtype))
-        module = stream.factory.build_block(block, model.read_block(block))
+        module = stream.factory.build_block(block, tensors)
         stream.pass_through(module, block, states[-2], states[-1])
     return states
 
