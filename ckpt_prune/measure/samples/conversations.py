@@ -67,5 +67,5 @@ def _read_content(content: Any) -> Any:
     """Return the text of a content that is a list of parts, all of them text; anything else as it is."""
     if not isinstance(content, list) or not content:
         return content
-    parts = [part.get("text") if isinstance(part, dict) else None for part in content]
-    return "".join(parts) if all(isinstance(part, str) for part in parts) else None
+    parts = [part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)]
+    return "".join(parts) if len(parts) == len(content) else None

@@ -6,7 +6,7 @@ sums are relative to the greatest logit so far. No tensor has an axis of all cla
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -136,11 +136,12 @@ class SlicedHead:
         return _HeadRun(*seen[-1], outputs)
 
     def _call(self, states: Tensor, forward: Callable[[Tensor], Tensor]) -> Sequence[Tensor]:
-        self._head.forward = forward  # type: ignore[method-assign]
+        head: Any = self._head
+        head.forward = forward
         try:
             return self._run(states)
         finally:
-            del self._head.forward
+            del head.forward
 
 
 def _pull_back(logits: Tensor, leaf: Tensor, slope: Tensor) -> Tensor:
