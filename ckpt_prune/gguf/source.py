@@ -60,7 +60,7 @@ def stock_of_gguf(path: Path) -> StockCheckpoint:
         sha256_files(path.parent, [path.name])[path.name],
         config,
         {
-            name: NewTensor(dtype, weight.shape, partial(_read_rounded, name, weight, dtype))
+            name: NewTensor(dtype, weight.shape, partial(_read_rounded, f"{name} of {path}", weight, dtype))
             for name, weight in weights.items()
         },
         texts,
