@@ -37,7 +37,8 @@ def export(options: ExportOptions) -> "Exported | ExportedGguf":
 
     Fused graphs (--optimize) have operators of onnxruntime alone. One for cuda is meant for its CUDA provider.
 
-    This loads the whole model, and once more to compare.
+    For ONNX this loads the whole model, and once more to compare. A GGUF file is written tensor by tensor, and only the
+    comparison loads the whole model.
     """
     check_texts(options.text)
     if options.format == "gguf":

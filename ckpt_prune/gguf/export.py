@@ -1,5 +1,6 @@
 """Writing a checkpoint as a GGUF file that llama.cpp runs, and proving the file before it takes its place."""
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ from ckpt_prune.gguf.writing import check_gguf_place, write_gguf
 from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.options.data import ProofOptions
 from ckpt_prune.runtimes.comparison import Proof
+
+_LARGE = 2**32
+"""Bytes in float32, from which on a line says that the proof takes so many."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,12 @@ def export_gguf(
     filled = [f"zeros take {human_bytes(zeros)} of {human_bytes(whole)}"] if zeros else []
     for line in (*layout.notes, *filled, *changed):
         notes(line)
+    in_float32 = 4 * sum(math.prod(weight.shape) for weight in layout.tensors.values())
+    if proof and in_float32 > _LARGE:
+        notes(
+            f"the proof loads the whole model, {human_bytes(whole)} in llama.cpp and then {human_bytes(in_float32)} in "
+            "PyTorch; --no-validate needs the memory of a tensor or two"
+        )
     result: Proof | None = None
     name, size = layout.architecture.name, 0
     try:
