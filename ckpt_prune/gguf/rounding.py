@@ -4,7 +4,7 @@ import ctypes
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib.util import find_spec
@@ -58,8 +58,8 @@ def run_program(plain: Path, rounded: Path, chosen: GgufType) -> None:
         raise UserError(f"{_PROGRAM} cannot write {chosen}: {said[:300]} (exit code {done.returncode})")
 
 
-def encode(name: str, tensor: Tensor, kind: Kind) -> Array:
-    """Return a tensor's rows as bytes of a type.
+def encode(name: str, tensor: Tensor, kind: Kind) -> Iterator[Array]:
+    """Yield a tensor's rows as bytes of a type, some rows at a time.
 
     Raises:
         UserError: a weight is NaN, Inf, or beyond float16.
@@ -77,9 +77,10 @@ def encode(name: str, tensor: Tensor, kind: Kind) -> Array:
 
     starts = range(0, rows.shape[0], size)
     if kind not in _BY_LLAMA_CPP:
-        return np.concatenate([encode_rows(start) for start in starts])
+        yield from map(encode_rows, starts)
+        return
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        return np.concatenate(list(pool.map(encode_rows, starts)))
+        yield from pool.map(encode_rows, starts)
 
 
 def _by_llama_cpp(rows: Array, kind: Kind) -> Array:

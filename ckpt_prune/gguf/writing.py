@@ -3,7 +3,8 @@
 import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,15 +22,16 @@ from ckpt_prune.gguf.types import FILE_TYPES, tensor_bytes
 from ckpt_prune.job.model_card import source_card
 
 
+@dataclass(frozen=True)
 class _Rows:
-    """Bytes of a tensor, for gguf-py. Written by Python, which says that a disk is full; numpy's `tofile` may not."""
+    """A tensor for gguf-py, encoded while it is written. Python says that a disk is full; numpy's `tofile` may not."""
 
-    def __init__(self, rows: "np.ndarray[Any, Any]") -> None:
-        self._rows = np.ascontiguousarray(rows)
-        self.nbytes = rows.nbytes
+    nbytes: int
+    parts: Iterator["np.ndarray[Any, Any]"]
 
     def tofile(self, file: BinaryIO) -> None:
-        file.write(self._rows.data.cast("B"))
+        for part in self.parts:
+            file.write(part.data.cast("B"))
 
 
 def write_gguf(
@@ -69,7 +71,7 @@ def write_gguf(
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
             for name, weight in track(list(layout.tensors.items()), "writing", unit="tensor"):
-                rows = _Rows(encode(name, weight.read(), kinds[name]))
+                rows = _Rows(sizes[name], encode(name, weight.read(), kinds[name]))
                 writer.write_tensor_data(rows)  # type: ignore[arg-type]
         finally:
             writer.close()
