@@ -8,8 +8,9 @@ from typing import Literal
 
 import torch
 
-Phase = Literal["calibration", "ranking", "compensation"]
-"""Running and measuring the model; scoring and choosing units; solving for the kept weights."""
+Phase = Literal["calibration", "gradients", "effects", "ranking", "compensation"]
+"""Running and measuring the model; passing gradients back through it; trying what whole sites or spaces do to its
+output; scoring and choosing units; solving for the kept weights."""
 
 
 class PhaseClock:

@@ -20,7 +20,6 @@ from torch import Tensor
 from ckpt_prune.compensation.fit import Blend, Fit, Solution, squared_error
 from ckpt_prune.compensation.held_out import HeldOut
 from ckpt_prune.compensation.methods import METHODS, Method, Units, absolute_strength
-from ckpt_prune.compensation.strength_walk import StrengthWalk
 
 RESOLUTION = 1e-12
 """Relative errors that differ by less than this count as equal: the difference is rounding."""
@@ -28,9 +27,6 @@ SMALLEST_SCALE = 1e-6
 """The scaled rotation is divided by its scale to get the plain one, unless the scale is smaller than this."""
 ENOUGH_FOR_TWO_FOLDS = 8
 """With so many training tokens for each kept input, two folds held out choose as well as all."""
-WIDE = 1024
-"""With more kept inputs than this the strength of a ridge is found by `StrengthWalk`, not by eigenvectors."""
-
 NEAR = 0.1
 """A rotation that is so much worse than the best, at the ridges' share of the drift, is tried at no other share."""
 FEW = 2
@@ -61,7 +57,8 @@ class RuledOut:
     """A method that cannot win: on the tokens it is fitted to, it does worse than another on unseen ones.
 
     Attributes:
-        at_least: a lower bound of its held-out error, in the units of `FormTrial.error`; not that error itself.
+        at_least: a lower bound of its held-out error, in the units of `FormTrial.error`; not that error itself. At wide
+            sites, what one fold says that it is.
     """
 
     method: str
@@ -121,6 +118,14 @@ def choose_form(
         total: the sum of `folds`, if the caller has it. Folds are read one by one and never kept, so a sequence that
             makes them on demand holds one at a time: once, and again for methods that may win.
     """
+    candidates = candidates_of(methods, grid, shares)
+    sum_of_folds = _sum(folds) if total is None else total
+    trials = _Trials(weight_kept, folds, sum_of_folds, sorted(set(grid)), sorted(set(shares)), units)
+    return make_choice(*trials.run(candidates))
+
+
+def candidates_of(methods: Sequence[str], grid: Sequence[float], shares: Sequence[float]) -> list[Method]:
+    """Return the methods with these names, in the order of `METHODS`; check arguments as `choose_form` takes them."""
     unknown = [name for name in methods if name not in METHODS]
     if unknown:
         raise ValueError(f"unknown method {unknown[0]!r}: known are {', '.join(METHODS)}")
@@ -131,9 +136,14 @@ def choose_form(
         raise ValueError("choosing lambda needs at least one value to try")
     if not shares or not all(0 <= share <= 1 for share in shares):
         raise ValueError(f"shares of the drift must be one or more numbers from 0 to 1, not {list(shares)}")
-    sum_of_folds = _sum(folds) if total is None else total
-    trials = _Trials(weight_kept, folds, sum_of_folds, sorted(set(grid)), sorted(set(shares)), units)
-    tried_trials, ruled_out = trials.run(candidates)
+    return candidates
+
+
+def make_choice(
+    methods: Sequence[Method], trials: Sequence[FormTrial], ruled_out: Sequence[RuledOut] = ()
+) -> FormChoice:
+    """Choose among all trials of some methods, and say how clear that is."""
+    tried_trials = [_least([trial for trial in trials if trial.method == method.name]) for method in methods]
     best = _least(tried_trials)
     others = [trial for trial in tried_trials if trial.method != best.method]
     # Where a method was ruled out its error is not known, but it is no less than this.
@@ -167,8 +177,8 @@ def _least(trials: Sequence[FormTrial]) -> FormTrial:
     )
 
 
-def split_folds(folds: Sequence[Blend], total: Blend, kept: int) -> Iterator[tuple[Blend, Fit]]:
-    """Yield training and held-out tokens, at α = 1: every fold that has tokens, or two if tokens are plenty.
+def split_folds(folds: Sequence[Blend], total: Blend, kept: int) -> Iterator[tuple[int, Blend, Fit]]:
+    """Yield a fold's number, training and held-out tokens, at α = 1: every fold with tokens, or two if they are plenty.
 
     The two are the first and the middle one. Folds are runs of one text: neighbours are most alike.
     """
@@ -182,7 +192,7 @@ def split_folds(folds: Sequence[Blend], total: Blend, kept: int) -> Iterator[tup
             raise ValueError(_too_few(1))
         if (fold.cross is None) != (total.cross is None):
             raise ValueError("some folds have a drift and some have none: measure all of them to the same target")
-        yield train, fold.at(1.0)
+        yield index, train, fold.at(1.0)
         training.append(train.fit.count)
         if len(training) == 2 and min(training) >= ENOUGH_FOR_TWO_FOLDS * kept:
             return
@@ -199,36 +209,23 @@ class _Trials:
     shares: Sequence[float]
     units: Units
 
-    def run(self, methods: Sequence[Method]) -> tuple[list[FormTrial], list[RuledOut]]:
-        """Return the best trial of each method, and the methods that need none, in the order given."""
+    def run(self, methods: Sequence[Method]) -> tuple[list[Method], list[FormTrial], list[RuledOut]]:
+        """Return the methods that are not ruled out, all trials of these, and those that are, in the order given."""
         shares = (0.0,) if self.total.cross is None else self.shares
         bounded_names = [method.name for method in methods if method.best_of_form]
         sums: dict[_Key, float] = defaultdict(float)
         bounds: dict[str, float] = dict.fromkeys(bounded_names, 0.0)
         compared = len(bounded_names) < len(methods)
         bounding = dict(_fits(bounded_names, self.weight_kept, self.total.at(1.0))) if compared else {}
-        ridges = [method for method in methods if method.ridge_towards and self.weight_kept.shape[1] > WIDE]
-        walks = [StrengthWalk(ridge, self.weight_kept, self.grid, shares, self.units) for ridge in ridges]
-        others = [method for method in methods if not method.best_of_form and method not in ridges]
-        energy, fewest, count = 0.0, self.total.fit.count, 0
-        for train, fold in split_folds(self.folds, self.total, self.weight_kept.shape[1]):
+        others = [method for method in methods if not method.best_of_form]
+        energy, fewest = 0.0, self.total.fit.count
+        for _, train, fold in split_folds(self.folds, self.total, self.weight_kept.shape[1]):
             fewest = min(fewest, train.fit.count)
             energy += fold.second_moments()[2]
             for key, fold_error in self._others(others, train, fold, shares):
                 sums[key] += fold_error
-            for walk in walks:
-                walk.see(count, train, fold)
-            count += 1
             for name, solution in bounding.items():
                 bounds[name] += squared_error(solution, fold)
-        going_on = [walk for walk in walks if walk.move(count)]
-        while going_on:
-            for number, (train, fold) in enumerate(split_folds(self.folds, self.total, self.weight_kept.shape[1])):
-                for walk in going_on:
-                    walk.see(number, train, fold)
-            going_on = [walk for walk in going_on if walk.move(count)]
-        for walk in walks:
-            sums |= walk.errors()
         unit = energy if energy > 0 else 1.0
         least = min(sums.values(), default=math.inf)
         ruled_out = {name for name, bound in bounds.items() if bound > least + RESOLUTION * unit}
@@ -236,9 +233,9 @@ class _Trials:
         few = fewest < FEW * self.weight_kept.shape[1]
         sums |= self._around(_share(sums, energy), open_names, shares, math.inf if few else least * (1 + NEAR))
         scale = 1 / energy if energy > 0 else 0.0
-        trials = [FormTrial(*key, total_error * scale) for key, total_error in sums.items()]
         return (
-            [_least([t for t in trials if t.method == m.name]) for m in methods if m.name not in ruled_out],
+            [method for method in methods if method.name not in ruled_out],
+            [FormTrial(*key, total_error * scale) for key, total_error in sums.items()],
             [RuledOut(m.name, bounds[m.name] * scale) for m in methods if m.name in ruled_out],
         )
 
@@ -274,7 +271,7 @@ class _Trials:
         indices = set(range(len(shares))) if start is None else {shares.index(start)}
         done_indices: set[int] = set()
         while names and indices - done_indices:
-            for train, fold in split_folds(self.folds, self.total, self.weight_kept.shape[1]):
+            for _, train, fold in split_folds(self.folds, self.total, self.weight_kept.shape[1]):
                 for index in sorted(indices - done_indices):
                     for name, solution in _fits(names, self.weight_kept, train.at(shares[index])):
                         sums[name, None, shares[index]] += squared_error(solution, fold)

@@ -244,6 +244,43 @@ def blend_from_moments(weight: Tensor, moments: Moments, kept: Tensor) -> Blend:
     return Blend(fit, drift.cross[:, kept].double(), drift.sum, drift.energy, along)
 
 
+def lack_from_moments(weight: Tensor, moments: Moments, kept: Tensor) -> Blend:
+    """Blend every target of what W_K x lacks: y − W_K x, which is W_D x_D, and with drift W_D x_D + α δ.
+
+    A fit of Δ to it gives Ŵ = W_K + Δ, and its errors are those of Ŵ. The products are with the dropped inputs alone,
+    and no digits cancel, as they do in C − W_K G. Arguments are as in `blend_from_moments`; there must be a Gram.
+    """
+    assert moments.gram is not None
+    dropped = dropped_indices(weight.shape[1], kept)
+    lost = weight[:, dropped].double()
+    gram = torch.empty(len(kept), len(kept), dtype=torch.float64, device=weight.device)
+    for part, rows in _chunks(kept):
+        gram[part] = moments.gram[rows][:, kept].double()
+    cross, energy = torch.zeros(len(weight), len(kept), dtype=torch.float64, device=weight.device), 0.0
+    for part, rows in _chunks(dropped):
+        block = moments.gram[rows]
+        cross += lost[:, part] @ block[:, kept].double()
+        energy += float(((lost @ block[:, dropped].double().T) * lost[:, part]).sum())
+    rounding = max(torch.finfo(moments.gram.dtype).eps, torch.finfo(torch.float32).eps ** 2)
+    fit = Fit(moments.count, moments.sum[kept], lost @ moments.sum[dropped], gram, cross, energy, rounding)
+    if moments.drift is None:
+        return Blend(fit)
+    along = float((moments.drift.cross[:, dropped].double() * lost).sum())
+    return Blend(fit, moments.drift.cross[:, kept].double(), moments.drift.sum, moments.drift.energy, along)
+
+
+def complete(lack: Fit, weight_kept: Tensor) -> Fit:
+    """Return the fit to y that a fit to y − W_K x makes."""
+    gram, cross, energy = lack.second_moments()
+    forecast = weight_kept @ gram
+    return replace(
+        lack,
+        target_sum=lack.target_sum + weight_kept @ lack.sum,
+        cross=cross + forecast,
+        target_energy=energy + float(((2 * cross + forecast) * weight_kept).sum()),
+    )
+
+
 def dropped_indices(width: int, kept: Tensor) -> Tensor:
     """Return the indices below `width` that are not kept, ascending, int64."""
     is_dropped = torch.ones(width, dtype=torch.bool, device=kept.device)

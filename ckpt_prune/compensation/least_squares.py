@@ -45,8 +45,8 @@ def least_squares(weight_kept: Tensor, fit: Fit) -> Solution:
     return Solution(solve(output_gram, cross @ weight_kept.T) @ weight_kept)
 
 
-def shrink(base: Tensor, fit: Fit, strength: float) -> Tensor:
-    """Minimise Σ ‖y − Ŵ x‖² + λ ‖Ŵ − base‖² over Ŵ, as base + (C − base G)(G + λ I)⁻¹; (d_out, k).
+def shrink(base: Tensor | None, fit: Fit, strength: float) -> Tensor:
+    """Minimise Σ ‖y − Ŵ x‖² + λ ‖Ŵ − base‖² over Ŵ, as base + (C − base G)(G + λ I)⁻¹; (d_out, k). None is zero.
 
     This equals (C + λ base)(G + λ I)⁻¹. Written as a correction it leaves `base` alone wherever the tokens say nothing,
     also at λ = 0 with a singular G, and it loses no digits at a large λ.
@@ -54,7 +54,7 @@ def shrink(base: Tensor, fit: Fit, strength: float) -> Tensor:
     gram, cross, _ = fit.second_moments()
     penalised = gram.clone()
     penalised.diagonal().add_(strength)
-    return base + solve(penalised, cross - base @ gram)
+    return solve(penalised, cross) if base is None else base + solve(penalised, cross - base @ gram)
 
 
 def ridge(weight_kept: Tensor, fit: Fit, strength: float) -> Solution:

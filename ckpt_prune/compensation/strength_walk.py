@@ -6,7 +6,7 @@ See compensation/README.md, section 5.
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -67,7 +67,10 @@ class RidgeErrors:
         return cls(gram, pulls, fold_gram, residual, energy, fold.sum, target_sum, fold.count, drift_mean)
 
     def mix(self, mixture: Tensor) -> "RidgeErrors":
-        """Return the same for mixtures (m, d_out) of the outputs but for `energy`, to be solved in float32."""
+        """Return the same for mixtures (m, d_out) of the outputs but for `energy`, to be solved in float32.
+
+        So where the base is what is compared, an error is exact but for an estimate of the gain on the base.
+        """
         return replace(
             self,
             pulls=tuple(mixture @ pull for pull in self.pulls),
@@ -88,7 +91,7 @@ class RidgeErrors:
         gap, lack = self.drift_mean, 1 - share
         total = self.energy + 2 * lack * float(gap @ self.target_sum) + self.count * lack.square() * float(gap @ gap)
         for i, step in enumerate(steps):
-            seen = step @ self.fold_gram.to(step.dtype)
+            seen = step @ (self._single_fold_gram if step.dtype == torch.float32 else self.fold_gram)
             along, tilt = float((step * self.residual).sum()), float(gap @ (step.double() @ self.sum))
             total -= 2 * share**i * (along + lack * tilt)
             for j, other in enumerate(steps[: i + 1]):
@@ -97,15 +100,26 @@ class RidgeErrors:
 
     def _solve(self, strength: float) -> Tensor:
         """Return the pulls times (G + λI)⁻¹, one below the other."""
-        pulls, matrix = torch.cat(self.pulls), self.gram.clone()
-        matrix.diagonal().add_(strength)
+        pulls = torch.cat(self.pulls)
         if self.single:
-            factor, failed = torch.linalg.cholesky_ex(matrix.float())
+            matrix = self._single_gram.clone()
+            matrix.diagonal().add_(strength)
+            factor, failed = torch.linalg.cholesky_ex(matrix)
             pivots = factor.diagonal().square() / matrix.diagonal()
             if int(failed) == 0 and bool(pivots.amin() > SMALLEST_PIVOT):
                 solution: Tensor = torch.cholesky_solve(pulls.T.float(), factor).T
                 return solution
+        matrix = self.gram.clone()
+        matrix.diagonal().add_(strength)
         return solve(matrix, pulls)
+
+    @cached_property
+    def _single_gram(self) -> Tensor:
+        return self.gram.float()
+
+    @cached_property
+    def _single_fold_gram(self) -> Tensor:
+        return self.fold_gram.float()
 
 
 @cache
@@ -124,52 +138,67 @@ class StrengthWalk:
 
     The first fold is walked down. The others are scored beside its best strength alone; if the sum over folds is least
     at an end of what was scored, the folds are gone through again further on. All this is in float32 on mixtures of the
-    outputs, if there are many. At the best strength errors are those of all outputs, in float64.
+    outputs, if there are many. How far these misjudge what the ridge gains on its base is measured on the first fold,
+    where all outputs are solved for at the best strength, and made up for in the errors of all folds.
 
     Args:
         method: a ridge.
-        weight_kept: W_K, (d_out, k) float64.
+        base: where the change of the weights shrinks to, (d_out, k) float64; None for zero.
         grid: strengths, ascending.
         shares: of the drift, ascending.
         units: of the grid.
     """
 
     method: Method
-    weight_kept: Tensor
+    base: Tensor | None
     grid: Sequence[float]
     shares: Sequence[float]
     units: Units
     best: int | None = None
-    rough: dict[int, dict[int, Tensor]] = field(default_factory=lambda: defaultdict(dict))
-    exact: dict[int, dict[int, Tensor]] = field(default_factory=lambda: defaultdict(dict))
+    scored: dict[int, dict[int, Tensor]] = field(default_factory=lambda: defaultdict(dict))
+    _energies: dict[int, float] = field(default_factory=dict)
+    _true_gain: float = 1.0
 
     def see(self, number: int, train: Blend, fold: Fit) -> None:
         """Score the fold of that number, the first of which is 0, by fits to its training tokens."""
-        base = self.weight_kept if self.method.ridge_towards == "kept" else None
-        whole = RidgeErrors.of(train, fold, base, centred=self.method.adds_bias)
-        mixture = mixture_of(len(self.weight_kept))
-        mixed = whole if mixture is None else whole.mix(mixture.to(self.weight_kept.device))
+        whole = errors = RidgeErrors.of(train, fold, self.base, centred=self.method.adds_bias)
+        mixture = mixture_of(len(whole.target_sum))
+        if mixture is not None:
+            errors = whole.mix(mixture.to(whole.gram.device))
+        self._energies[number] = whole.energy
         strengths = [absolute_strength(value, self.units, train.fit) for value in self.grid]
 
         def score(index: int) -> float:
-            if number not in self.rough[index]:
-                self.rough[index][number] = mixed.at(strengths[index], self.shares)
-            return float(self.rough[index][number].min())
+            if number not in self.scored[index]:
+                self.scored[index][number] = errors.at(strengths[index], self.shares)
+            return float(self.scored[index][number].min())
 
         if self.best is None:
             index, following = len(self.grid) // 2, -1
             while index != following:
                 following, index = index, min(self._around(index), key=lambda at: (score(at), -at))
             self.best = index
+            if mixture is not None:
+                mixed, true = score(index), float(replace(whole, single=True).at(strengths[index], self.shares).min())
+                self._true_gain = (whole.energy - true) / (whole.energy - mixed) if mixed < whole.energy else 1.0
         for index in self._around(self.best):
             score(index)
-        self.exact[self.best][number] = whole.at(strengths[self.best], self.shares).clamp_min(0)
 
     def move(self, folds: int) -> bool:
         """Go to the strength of least sum over so many folds, and say whether these must be gone through again."""
-        complete = {index: sum(of_fold.values()) for index, of_fold in self.rough.items() if len(of_fold) == folds}
+        complete = {index: sum(of_fold.values()) for index, of_fold in self.scored.items() if len(of_fold) == folds}
         self.best = min(complete, key=lambda index: (float(torch.as_tensor(complete[index]).min()), -index))
-        return len(self.exact[self.best]) < folds or not complete.keys() >= set(self._around(self.best))
+        return not complete.keys() >= set(self._around(self.best))
+
+    def least_of(self, number: int) -> tuple[float, float]:
+        """Return the least error on a fold that was seen, at the best strength, and the share of the drift it is at."""
+        assert self.best is not None
+        return min(zip(self._errors(number).tolist(), self.shares, strict=True))
+
+    def _errors(self, number: int) -> Tensor:
+        assert self.best is not None
+        energy = self._energies[number]
+        return (energy - self._true_gain * (energy - self.scored[self.best][number])).clamp_min(0)
 
     def _around(self, index: int) -> range:
         return range(max(index - 1, 0), min(index + 2, len(self.grid)))
@@ -177,5 +206,5 @@ class StrengthWalk:
     def errors(self) -> dict[tuple[str, float | None, float], float]:
         """Return the sum over folds at the best strength: method, strength and share → error."""
         assert self.best is not None
-        total = torch.stack(list(self.exact[self.best].values())).sum(0).tolist()
+        total = torch.stack([self._errors(number) for number in self.scored[self.best]]).sum(0).tolist()
         return {(self.method.name, self.grid[self.best], share): e for share, e in zip(self.shares, total, strict=True)}

@@ -144,7 +144,7 @@ class Stage(FixedRecord):
         peak_bytes: largest resident memory of the process from its start to the phase's end; None if the system does
             not say.
         device_peak_bytes: largest memory allocated on the accelerator during the phase.
-        phases: seconds of calibration, ranking and compensation in it; the rest is reading and writing.
+        phases: seconds of `common.phases.Phase` in it; the rest is reading and writing.
     """
 
     name: str

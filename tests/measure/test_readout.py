@@ -12,9 +12,10 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.measure.samples.samples import SampleRange
 from ckpt_prune.measure.streams import readout as module
 from ckpt_prune.measure.streams.blocks import BlockFactory
-from ckpt_prune.measure.streams.readout import Readout, kl_divergence, relative_error
+from ckpt_prune.measure.streams.readout import Readout, kl_divergence, measure_divergences, relative_error
 from ckpt_prune.model.model import Model
 from tests import encoders, families
 from tests.encoders import BLOCKS, HIDDEN
@@ -159,6 +160,22 @@ def test_kl_of_half_precision_and_of_far_logits():
     assert kl_divergence(p, q) == pytest.approx(oracle.kl(p.double().numpy(), q.double().numpy()), rel=1e-5)
     certain = torch.tensor([[200.0, 0.0, -200.0]])
     assert kl_divergence(certain, certain.flip(1)) == pytest.approx(400)
+
+
+def test_few_positions_are_those_of_whole_texts(tmp_path):
+    """Every second position, beginning at another one in every text: the head tells each of them by itself."""
+    checkpoint, _ = made(tmp_path, "llama")
+    readout, texts = readout_of(checkpoint), SampleRange(data_of("llama"), 0, BATCH)
+    dense, pruned = some_states(texts.tokens, 1), some_states(texts.tokens, 2)
+    chosen = [torch.arange(number % 2, texts.tokens - texts.tokens % 2, 2) for number in range(BATCH)]
+    theirs, ours = (readout.outputs(texts.batch(slice(0, BATCH)), states)[0] for states in (dense, pruned))
+    by_hand = [kl_divergence(theirs[i : i + 1, at], ours[i : i + 1, at]) for i, at in enumerate(chosen)]
+    positions = BATCH * texts.tokens // 2
+    (found,) = measure_divergences(readout, dense, texts, [(readout, pruned)], positions=positions)
+    assert found == pytest.approx(sum(by_hand) / BATCH, rel=1e-5)
+    (every,) = measure_divergences(readout, dense, texts, [(readout, pruned)])
+    assert found != pytest.approx(every, rel=1e-5)
+    assert measure_divergences(readout, dense, texts, [(readout, pruned)], positions=10**6) == [every]
 
 
 def test_relative_error_of_samples_adds():

@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 from oracles import obs as oracle
 from torch import Tensor
 
-from ckpt_prune.scoring.costs import DropOrder
+from ckpt_prune.scoring import costs as costs_module
+from ckpt_prune.scoring.costs import WIDE, DropOrder
 from ckpt_prune.scoring.obs import remove_greedily
 from ckpt_prune.sparsity.damping import LEAST_DAMP, SingularHessianError
 
@@ -93,3 +94,49 @@ def test_what_is_lost_is_what_a_refit_leaves(per_unit):
             target = weight @ gram[:, kept] + strength * weight[:, kept]
             expected[:, kept] -= torch.linalg.solve(damped, target.T).T
         torch.testing.assert_close(found.lost(count), expected, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("per_unit", [1, 3])
+def test_what_moves_an_output_needs_no_refit(per_unit):
+    """g·(W − Ŵ)x of every width at once, from x = L u."""
+    weight, gram = layer(5, 12, seed=2)
+    g = torch.Generator().manual_seed(4)
+    inputs, gradient = (torch.randn(7, n, generator=g, dtype=torch.float64) for n in (12, 5))
+    order = DropOrder.of(weight, gram, torch.randperm(12 // per_unit, generator=g), per_unit)
+    counts = [1, 2, 12 // per_unit]
+    expected = torch.stack([((gradient @ order.lost(count)) * inputs).sum(1) for count in counts], 1)
+    torch.testing.assert_close(order.moved(inputs, gradient, counts), expected, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("loudness", [1.0, 30.0])
+def test_a_wide_gram_is_factorised_in_float32_to_a_thousandth(loudness):
+    """Against float64. Three inputs are that much larger than the others, as some of real models are."""
+    weight, gram = wide_layer(loudness)
+    order = torch.randperm(len(gram), generator=torch.Generator().manual_seed(5))
+    single, double = DropOrder.of(weight, gram, order), in_float64(weight, gram, order)
+    assert single.factor.dtype == torch.float32
+    torch.testing.assert_close(single.costs()[1:], double.costs()[1:], rtol=1e-3, atol=0)
+    lost = double.lost(700)
+    assert float((single.lost(700) - lost).norm()) <= 1e-3 * float(lost.norm())
+
+
+def test_a_wide_gram_that_float32_has_no_digits_for_is_factorised_in_float64():
+    weight, gram = wide_layer(3000.0)
+    order = torch.randperm(len(gram), generator=torch.Generator().manual_seed(5))
+    found = DropOrder.of(weight, gram, order)
+    assert found.factor.dtype == torch.float64
+    assert torch.equal(found.costs(), in_float64(weight, gram, order).costs())
+
+
+def wide_layer(loudness: float) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(6)
+    mix = torch.randn(60, WIDE + 76, generator=g)
+    tokens = torch.randn(3000, 60, generator=g) @ mix + torch.randn(3000, WIDE + 76, generator=g)
+    tokens[:, :3] *= loudness
+    return torch.randn(40, WIDE + 76, generator=g), tokens.T @ tokens
+
+
+def in_float64(weight: Tensor, gram: Tensor, order: Tensor) -> DropOrder:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(costs_module, "WIDE", len(gram))
+        return DropOrder.of(weight, gram, order)

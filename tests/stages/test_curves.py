@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from ckpt_prune.runner.messages import predicted_line
 from ckpt_prune.runner.plan import make_plan
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.spaces.effects import predicted as space_effects
+from ckpt_prune.stages.spaces.effects.site_variants import trial_recipe
 from ckpt_prune.stages.spaces.solvers import solver_of
 from ckpt_prune.stages.spaces.widths import decide, dense_ranking
 from tests.encoders import calibrate, job_on
@@ -217,7 +219,7 @@ def test_what_is_predicted_is_said_in_the_words_of_the_model(dense, variant, lin
 @pytest.mark.parametrize("variant", ["llama-gqa-tied", "opt"])
 def test_spaces_are_measured_on_the_whole_model(variant, monkeypatch, dense, tmp_path):
     """Every consumer of a stock model refitted to the first fold, its output on the other against the dense one's."""
-    monkeypatch.setattr("ckpt_prune.stages.spaces.effects.gradients.SHALLOW", 1)
+    monkeypatch.setattr("ckpt_prune.stages.spaces.effects.measured.SHALLOW", 1)
     folder, data = dense.folder(variant), data_of(variant)
     source, statistics = Model.open(folder), calibrate(folder, tmp_path / "statistics", data, folds=2)
     half = len(data) // 2
@@ -248,13 +250,38 @@ def test_spaces_are_measured_on_the_whole_model(variant, monkeypatch, dense, tmp
             assert value == pytest.approx(by_hand.effect(pruned, 0), rel=1e-2)
 
 
+@pytest.mark.parametrize("variant", ["llama-gqa-tied", "opt"])
+def test_wide_sites_are_tried_and_ranked_by_one_order(variant, monkeypatch, dense, tmp_path):
+    """As if every site were wide: no refits but those of whole spaces, and nothing is ranked again."""
+    monkeypatch.setattr("ckpt_prune.stages.spaces.effects.measured.SHALLOW", 1)
+    folder, data = dense.folder(variant), data_of(variant)
+    plain = calibrate(folder, tmp_path / "plain", data, folds=2)
+    monkeypatch.setattr("ckpt_prune.stages.spaces.effects.gradients.WIDE", 1)
+    wide = calibrate(folder, tmp_path / "wide", data, folds=2)
+    for name, by_score in plain.index.predicted.items():
+        for score, points in by_score.items():
+            assert wide.index.predicted[name][score] == [(k, pytest.approx(v, rel=1e-3)) for k, v in points]
+    for space, points in plain.index.spaces.items():
+        assert wide.index.spaces[space] == [(count, pytest.approx(value, rel=1e-3)) for count, value in points]
+    assert plain.read_curves(0) == {}
+    source, half = Model.open(folder), SampleRange(data, 0, len(data) // 2)
+    fitted = calibrate(folder, tmp_path / "half", half, collect=("moments", "gram"))
+    for (space, score), (scores, errors) in wide.read_curves(1).items():
+        name = source.moments_name(1, space)
+        solver = solver_of(source, recipe_of({space: score}, variant), space, CPU)
+        solver = replace(solver, recipe=trial_recipe(source, 1, space, solver.read(1), score))
+        tensors, folds, fisher = solver.read(1), fitted.read_moments(1)[name], wide.read_fisher(1)[name]
+        torch.testing.assert_close(scores, solver.scores(1, tensors, folds, score), rtol=1e-4, atol=0)
+        torch.testing.assert_close(errors, solver.errors(1, tensors, folds, scores, fisher), rtol=1e-4, atol=1e-12)
+
+
 def test_a_score_that_does_better_everywhere_ranks_the_whole_space(dense, tmp_path, monkeypatch):
     """Each single score is tried at the first point of a space of many units; the best of all is kept."""
-    monkeypatch.setattr("ckpt_prune.stages.spaces.effects.gradients.SHALLOW", 1)
+    monkeypatch.setattr("ckpt_prune.stages.spaces.effects.measured.SHALLOW", 1)
     monkeypatch.setattr("ckpt_prune.stages.spaces.effects.predicted.MANY", 20)
     folder, tried = dense.folder("opt"), []
 
-    def divergences(_readout, _samples, _dense, states):
+    def divergences(_readout, _samples, _dense, states, positions):
         tried.append(len(states))
         return [0.5, 0.7, 0.4, 0.45, 0.3, 0.9, 0.8]
 

@@ -1,4 +1,4 @@
-"""Calibration, ranking and compensation are timed apart (CORP's Table 6), whatever is pruned."""
+"""Calibration, gradients, effects, ranking and compensation are timed apart (CORP's Table 6), whatever is pruned."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def found(report):
         ("flap", 0.25, [MEASURED], ALL),  # measured before
         ("rotary", 0.25, [], ALL),
         ("values", 0.5, [], ALL),
-        ("best-uniform", 0.25, [("measuring", ALL), ("ranking", {"ranking"})], ALL),  # sites are tried out
+        ("best-uniform", 0.25, [("measuring", ALL | {"gradients", "effects"}), ("ranking", {"ranking"})], ALL),
         ("wanda-50", None, [], {"calibration", "ranking"}),
         ("sparsegpt-50", None, [], {"calibration", "compensation"}),
         ("svd-llm", 0.5, [MEASURED], {"calibration", "compensation"}),

@@ -1,9 +1,9 @@
 """A statistics folder: an index, and safetensors files for every block, keyed by on-disk tensor names.
 
 `block-00000.safetensors` holds the moments of every site and fold as `<on-disk weight>/<fold>/<moment>`,
-`fisher-00000.safetensors` the Fisher metric at the outputs of the same modules, `taylor-00000.safetensors` the
-importances of units as `<consumer weight>/<order>`. Grams and metrics are symmetric and stored as their packed upper
-triangle, row by row.
+`fisher-00000.safetensors` the Fisher metric at the outputs of the same modules, and scores of units with errors of all
+widths as `<space>/<score>/<scores or errors>`, `taylor-00000.safetensors` the importances of units as
+`<consumer weight>/<order>`. Grams and metrics are symmetric and stored as their packed upper triangle, row by row.
 """
 
 import os
@@ -41,9 +41,14 @@ from ckpt_prune.model.spaces import SpaceName
 _ROUTING = tuple(field.name for field in fields(RoutingMoments))
 _LOGITS = ("queries", "keys", "fourth", "centred")
 _ORDERS = ("first", "second")
+_CURVES = ("scores", "errors")
+MIRRORED = 256
+"""Rows and columns of a symmetric matrix that are mirrored at once."""
 
 BlockMoments = dict[str, SpaceMoments]
 """On-disk weight of a consumer, a query projection or a router → moments of each fold."""
+BlockCurves = dict[tuple[SpaceName, str], tuple[Tensor, Tensor]]
+"""Space and score → the scores of the units of a site, (units,), and the errors of all widths, (units + 1,)."""
 
 
 def name_file(kind: Literal["block", "fisher", "taylor"], block: int) -> str:
@@ -72,10 +77,14 @@ def unpack_symmetric(packed: Tensor, width: int) -> Tensor:
     gram = packed.new_empty(width, width)
     start = 0
     for i in range(width):
-        row = packed[start : start + width - i]
-        gram[i, i:] = row
-        gram[i:, i] = row
+        gram[i, i:] = packed[start : start + width - i]
         start += width - i
+    # In squares that a processor's cache holds: columns one by one are many times slower.
+    for rows in (slice(at, min(at + MIRRORED, width)) for at in range(0, width, MIRRORED)):
+        for columns in (slice(at, min(at + MIRRORED, width)) for at in range(0, rows.start, MIRRORED)):
+            gram[rows, columns] = gram[columns, rows].T
+        square = gram[rows, rows].triu()
+        gram[rows, rows] = square + square.triu(1).T
     return gram
 
 
@@ -106,12 +115,16 @@ def write_block(folder: Path, block: int, moments: BlockMoments) -> str:
     return _write(folder, name_file("block", block), tensors)
 
 
-def write_fisher(folder: Path, block: int, metrics: Mapping[str, Fisher]) -> str:
-    """Write the Fisher metric of one block's sites, by on-disk weight, and return the file's SHA-256."""
+def write_fisher(folder: Path, block: int, metrics: Mapping[str, Fisher], curves: BlockCurves | None = None) -> str:
+    """Write the Fisher metric of one block's sites, by on-disk weight, and return the file's SHA-256.
+
+    `curves` are those that are known, on samples that the metric was not measured on if there are folds.
+    """
     sums = {name: metric.sums for name, metric in metrics.items()}
-    return _write(
-        folder, name_file("fisher", block), {n: pack_symmetric(s) if s.ndim == 2 else s for n, s in sums.items()}
-    )
+    tensors = {name: pack_symmetric(own) if own.ndim == 2 else own for name, own in sums.items()}
+    for key, pair in (curves or {}).items():
+        tensors |= {"/".join((*key, name)): tensor for name, tensor in zip(_CURVES, pair, strict=True)}
+    return _write(folder, name_file("fisher", block), tensors)
 
 
 def write_taylor(folder: Path, block: int, importances: Mapping[str, Taylor]) -> str:
@@ -249,7 +262,7 @@ class Statistics:
         if not self.index.fisher:
             raise UserError(f"{self.folder} holds no Fisher metric: calibrate with --collect moments,gram,fisher")
         with self._open(name_file("fisher", block)) as file:
-            packed = {name: file.get(name, None) for name in file.names}
+            packed = {name: file.get(name, None) for name in file.names if "/" not in name}
         queries = {_in_block(name, block) for name in (*self.index.queries, *self.index.turned)}
         metrics = {}
         for name, sums in packed.items():
@@ -260,6 +273,13 @@ class Statistics:
                 )
             metrics[name] = Fisher(self.index.fisher, sums if name in queries else unpack_symmetric(sums, width))
         return metrics
+
+    def read_curves(self, block: int) -> BlockCurves:
+        """Read the scores and errors of all widths that were found while the metric was measured; there may be none."""
+        with self._open(name_file("fisher", block)) as file:
+            keys = dict.fromkeys(tuple(name.split("/")[:2]) for name in sorted(file.names) if "/" in name)
+            pairs = {key: [file.get("/".join((*key, name)), None) for name in _CURVES] for key in keys}
+        return {(space, score): (scores, errors) for (space, score), (scores, errors) in pairs.items()}
 
     def read_taylor(self, block: int) -> dict[str, Taylor]:
         """Read importances of the units of one block, by on-disk weight of the consumer; nothing if not collected."""
@@ -337,7 +357,7 @@ def record_fisher(
     predicted: Mapping[str, Mapping[str, Sequence[tuple[int, float]]]],
     spaces: Mapping[SpaceName, Sequence[tuple[int, float]]],
     scores: Mapping[SpaceName, str],
-    stream: Distances,
+    stream: Distances | None,
 ) -> Statistics:
     """Enter the Fisher metric, measured on so many samples, and predictions from gradients into a folder's index.
 
@@ -354,7 +374,7 @@ def record_fisher(
         },
         "spaces": {space: list(points) for space, points in spaces.items()},
         "scores": dict(scores),
-        "stream": {"cosine": stream.cosine, "divergence": stream.divergence},
+        "stream": None if stream is None else {"cosine": stream.cosine, "divergence": stream.divergence},
     }
     return _change_index(statistics, changes)
 

@@ -253,18 +253,35 @@ def allow_several_texts(model: Any, pad: int = -1) -> None:
 
 
 def measure_divergences(
-    reference: Readout, states: Tensor, samples: Samples, others: Sequence[tuple[Readout, Tensor]]
+    reference: Readout,
+    states: Tensor,
+    samples: Samples,
+    others: Sequence[tuple[Readout, Tensor]],
+    *,
+    positions: int | None = None,
 ) -> list[float]:
     """Measure the other models' divergences from a reference, whose last block made `states`: the mean over samples.
 
-    `others` holds the readout and the states (N, T, hidden) of each.
+    `others` holds the readout and the states (N, T, hidden) of each. If texts are predicted token by token, about
+    `positions` of all their positions are looked at, as far apart as can be; None for all.
     """
-    sums = [0.0] * len(others)
-    for rows in split_batches(samples, READOUT_TOKENS):
-        batch = samples.batch(rows)
-        expected = reference.outputs(batch, states[rows])
-        for index, (readout, own_states) in enumerate(others):
-            sums[index] += reference.divergence(expected, readout.outputs(batch, own_states[rows]))
+    sums, step = [0.0] * len(others), 1
+    if positions is not None and reference.factory.family.causal:
+        step = max(1, len(samples) * states.shape[1] // positions)
+    for rows in split_batches(samples, READOUT_TOKENS * step):
+        batch, of_batch = (
+            samples.batch(rows),
+            [own_states[rows] for own_states in (states, *(own for _, own in others))],
+        )
+        if step > 1:
+            # Each sample begins at another position.
+            starts = torch.arange(len(samples))[rows] % step
+            at = starts[:, None] + step * torch.arange(states.shape[1] // step)
+            batch = {name: value.take_along_dim(at, 1) for name, value in batch.items()}
+            of_batch = [own.take_along_dim(at[:, :, None], 1) for own in of_batch]
+        expected = reference.outputs(batch, of_batch[0])
+        for index, (readout, _) in enumerate(others):
+            sums[index] += reference.divergence(expected, readout.outputs(batch, of_batch[index + 1]))
     return [total / len(samples) for total in sums]
 
 

@@ -96,10 +96,13 @@ def measure_first(prepared: Prepared, live: LiveSamples, folder: Path, journal: 
     how = data | {"spaces": list(recipe.spaces)}
     if not statistics.index.fisher:
         # An interrupted pass back has to start at the last block again: the index tells only of the whole.
-        statistics = add_gradients(prepared.model, statistics, live.samples, **how)
+        with phase("gradients"):
+            distances = recipe.has("depth")
+            statistics = add_gradients(prepared.model, statistics, live.samples, distances=distances, **how)
     if not measured_singly(prepared.model) or EFFECTS in done:
         return statistics
-    effects = measure_effects(prepared.model, statistics, live.samples, journal=journal, **how)
+    with phase("effects"):
+        effects = measure_effects(prepared.model, statistics, live.samples, journal=journal, **how)
     statistics = group.once(lambda: record_effects(statistics, effects))
     _record(journal, EFFECTS)
     return statistics

@@ -13,11 +13,13 @@ from ckpt_prune.job.decisions import Decision, Decisions, Losses, kept_units, mu
 from ckpt_prune.job.prepared import Prepared, RankedUnits
 from ckpt_prune.job.sizes import SizeKind
 from ckpt_prune.job.space_kinds import CANDIDATES, CHOSEN, kind_of
+from ckpt_prune.job.step import Tensors
 from ckpt_prune.measure.moment_sources import CachedMoments, NoMoments
-from ckpt_prune.measure.statistics.folder import Statistics
-from ckpt_prune.model.spaces import Site, recipe_space
+from ckpt_prune.measure.statistics.folder import BlockCurves, Statistics
+from ckpt_prune.model.spaces import Site, SpaceName, recipe_space
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.stages.spaces.budget import BudgetError, Crossing, Curve, least_error, merge_curves, total_error
+from ckpt_prune.stages.spaces.effects.site_variants import trial_recipe
 from ckpt_prune.stages.spaces.rankings import keep_ranked, standardised_scores
 from ckpt_prune.stages.spaces.size_search import (
     ROUNDS,
@@ -32,6 +34,8 @@ from ckpt_prune.stages.spaces.size_search import (
     unit_costs,
 )
 from ckpt_prune.stages.spaces.solvers import solver_of
+from ckpt_prune.stages.spaces.solvers.base import Solver
+from ckpt_prune.stages.spaces.solvers.columns import ColumnSolver
 
 SiteRanking = Mapping[Site, Sequence[RankedUnits]]
 """Site → its units by every score that may rank them."""
@@ -82,20 +86,21 @@ def dense_ranking(prepared: Prepared) -> dict[Site, list[RankedUnits]]:
     model, recipe, statistics = prepared.model, prepared.recipe, prepared.statistics
     solvers = {space: solver_of(model, recipe, space, prepared.device) for space in recipe.spaces}
     source = CachedMoments(statistics, model)
+    names_of = {space: _names_of_scores(statistics, space, solver.own.score) for space, solver in solvers.items()}
 
     def rank(block: int) -> dict[Site, list[RankedUnits]]:
         ranking: dict[Site, list[RankedUnits]] = {}
-        moments = source.moments(block, {}, list(solvers))
+        tensors_of = {space: solver.read(block) for space, solver in solvers.items()}
+        curves = known_curves(prepared, solvers, tensors_of, block)
+        missing = [space for space in solvers if any((space, score) not in curves for score in names_of[space])]
+        moments = source.moments(block, {}, missing)
         metric = statistics.read_fisher(block) if recipe.weighed_by_effect else {}
         for space, solver in solvers.items():
-            tensors, folds, name = solver.read(block), moments.get(space, ()), model.moments_name(block, space)
-            names: tuple[str, ...] = (solver.own.score,)
-            if solver.own.score == CHOSEN:
-                single = statistics.index.scores.get(space)
-                names = kind_of(space).candidates if single is None else (single,)
-            for score in names:
-                scores, errors = solver.scores(block, tensors, folds, score), None
-                if recipe.allocation == "least-error":
+            tensors, folds, name = tensors_of[space], moments.get(space, ()), model.moments_name(block, space)
+            for score in names_of[space]:
+                known = curves.get((space, score))
+                scores, errors = (solver.scores(block, tensors, folds, score), None) if known is None else known
+                if recipe.allocation == "least-error" and known is None:
                     errors = solver.errors(block, tensors, folds, scores, metric.get(name))
                 if errors is not None and recipe.weighed_by_effect and solver.tried_out:
                     effects = effects_on(statistics, model.site_name(block, space), score)
@@ -110,6 +115,36 @@ def dense_ranking(prepared: Prepared) -> dict[Site, list[RankedUnits]]:
     by_block = group.interleave([rank(block) for block in track(blocks, "ranking", total=len(blocks))])
     ranking = {site: units for sites in by_block for site, units in sites.items()}
     return _scale_spaces(ranking, statistics.index.spaces) if recipe.weighed_by_effect else ranking
+
+
+def _names_of_scores(statistics: Statistics, space: SpaceName, score: str) -> tuple[str, ...]:
+    if score != CHOSEN:
+        return (score,)
+    single = statistics.index.scores.get(space)
+    return kind_of(space).candidates if single is None else (single,)
+
+
+def known_curves(
+    prepared: Prepared, solvers: Mapping[SpaceName, Solver], tensors: Mapping[SpaceName, Tensors], block: int
+) -> BlockCurves:
+    """Return curves of a block's sites that were found while effects were predicted, if they are the recipe's own.
+
+    They are of all folds but the last. That is enough where units are ranked again when their block is reached, and
+    errors are scaled to effects that were predicted of the same folds.
+    """
+    if not (prepared.recipe.weighed_by_effect and prepared.sequential and prepared.statistics is not None):
+        return {}
+    curves = prepared.statistics.read_curves(block)
+
+    def is_own(space: SpaceName) -> bool:
+        solver = solvers.get(space)
+        if not isinstance(solver, ColumnSolver):
+            return False
+        recipe = trial_recipe(prepared.model, block, space, tensors[space])
+        trial = ColumnSolver(prepared.model, recipe, space, prepared.device)
+        return solver.centred(block, tensors[space]) == trial.centred(block, tensors[space])
+
+    return {key: pair for key, pair in curves.items() if is_own(key[0])}
 
 
 def _scale_spaces(

@@ -14,19 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ckpt_prune.common.phases import phase
 from ckpt_prune.job.space_kinds import kind_of
 from ckpt_prune.measure.samples.samples import SampleRange, Samples
 from ckpt_prune.measure.statistics.distances import EndDistances
 from ckpt_prune.measure.statistics.fisher import LIMITS, Fisher, measure_fisher
-from ckpt_prune.measure.statistics.folder import Statistics, name_file, record_fisher, write_fisher
+from ckpt_prune.measure.statistics.folder import BlockCurves, Statistics, name_file, record_fisher, write_fisher
 from ckpt_prune.measure.streams.hidden_stream import split_folds
 from ckpt_prune.measure.streams.readout import DrawnGradients
 from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import SpaceName
 from ckpt_prune.parallel.group import process_group
-from ckpt_prune.stages.spaces.effects.measured import SHALLOW
-from ckpt_prune.stages.spaces.effects.predicted import Predicted, measure_spaces
+from ckpt_prune.scoring.costs import WIDE, DropOrder
+from ckpt_prune.stages.spaces.effects.measured import is_shallow
+from ckpt_prune.stages.spaces.effects.predicted import Predicted, list_refits, measure_spaces
 from ckpt_prune.stages.spaces.effects.refits import BlockRefits, Refits, tried_out
 from ckpt_prune.stages.spaces.effects.site_variants import POINTS, dropped_counts
 
@@ -39,6 +41,7 @@ def add_gradients(
     device: torch.device,
     compute_dtype: torch.dtype,
     spaces: Collection[SpaceName] | None = None,
+    distances: bool = True,
     allocate: Allocate = allocate_in_memory,
 ) -> Statistics:
     """Measure the Fisher metric, and predict effects of dropping units, into statistics that have the Grams.
@@ -51,6 +54,7 @@ def add_gradients(
     Args:
         statistics: of the same model and samples; the result is the same with the metric in it.
         spaces: whose sites are tried; by default those that stand in no other (`Family.consumers`).
+        distances: also measure how far runs of blocks move the stream, which decides what blocks go.
     """
     last = split_folds(len(samples), statistics.index.folds)[-1]
     some = SampleRange(samples, last.start, min(last.stop, last.start + LIMITS[model.family.modality]))
@@ -61,19 +65,23 @@ def add_gradients(
     rotary = "rotary" in statistics.index.collect
     group = process_group()
 
-    def write(block: int, metric: Mapping[str, Fisher]) -> None:
-        files[name_file("fisher", block)] = write_fisher(statistics.folder, block, metric)
+    # In shallow models every site's own effect is measured. Blocks with experts have too many for either.
+    together_too = trials is not None and not is_shallow(model) and model.family.experts is None
 
-    ends = EndDistances(len(some))
+    def write(block: int, metric: Mapping[str, Fisher], curves: BlockCurves) -> None:
+        files[name_file("fisher", block)] = write_fisher(statistics.folder, block, metric, curves)
+
+    ends = EndDistances(len(some)) if distances else None
     for block, metric in measure_fisher(model, some, device=device, watcher=trials, ends=ends, rotary=rotary, **how):
-        group.on_first(partial(write, block, metric))
+        curves = {} if trials is None else trials.finish(metric, allocate if together_too else None)
+        group.on_first(partial(write, block, metric, curves))
     predicted: Predicted = {} if trials is None else trials.predictions
     together: dict[SpaceName, list[tuple[int, float]]] = {}
     scores: dict[SpaceName, str] = {}
-    # In shallow models every site's own effect is measured. Blocks with experts have too many for either.
-    if predicted and model.blocks > SHALLOW and model.family.experts is None:
-        together, scores = measure_spaces(refits, some, predicted, **how)
-    figures = (predicted, together, scores, ends.distances)
+    if predicted and together_too:
+        with phase("effects"):
+            together, scores = measure_spaces(refits, some, predicted, **how)
+    figures = (predicted, together, scores, None if ends is None else ends.distances)
     return group.once(lambda: record_fisher(statistics, len(some), dict(sorted(files.items())), *figures))
 
 
@@ -83,33 +91,40 @@ class _Trials:
 
     refits: Refits
     predictions: Predicted = field(default_factory=dict)
-    _block: int = 0
+    _block: BlockRefits | None = None
     _sites: dict[SpaceName, "_Site"] = field(default_factory=dict)
     _mine: set[tuple[SpaceName, str]] = field(default_factory=set)
 
     def begin(self, block: int, tensors: Mapping[str, Tensor]) -> None:
         """Refit every site of a block at every point."""
-        self._block, refits = block, self.refits.of(block, tensors)
+        self._block = self.refits.of(block, tensors)
         trials = [(space, score) for space in self.refits.spaces for score in kind_of(space).candidates]
         self._mine = set(trials[process_group().rank :: process_group().size])
-        self._sites = {space: self._site(refits, space) for space in self.refits.spaces}
+        self._sites = {space: self._site(self._block, space) for space in self.refits.spaces}
 
     def _site(self, refits: BlockRefits, space: SpaceName) -> "_Site":
         counts = dropped_counts(self.refits.model.units(space), POINTS)
         scores = kind_of(space).candidates
         mine = [score for score in scores if (space, score) in self._mine]
-        lost = {score: [refits.lost(space, score, count).float() for count in counts] for score in mine}
+        orders = {score: refits.order(space, score) for score in mine}
+        lost = {}
+        if not all(_is_wide(order) for order in orders.values()):
+            lost = {score: [refits.lost(space, score, count).float() for count in counts] for score in mine}
+            orders = {}
         mean = refits.mean(space, scores[0])
-        return _Site(counts, lost, None if mean is None else mean.float())
+        copies = self.refits.model.copies(space)
+        return _Site(counts, lost, None if mean is None else mean.float(), orders, copies)
 
     def see(self, space: SpaceName, inputs: Tensor, gradient: Tensor, drawn: DrawnGradients, samples: int) -> None:
         if space in self._sites:
             self._sites[space].see(inputs, gradient, drawn, samples)
 
     def end(self, samples: int) -> None:
-        group, name_of = process_group(), partial(self.refits.model.site_name, self._block)
+        assert self._block is not None
+        block = self._block.block
+        group, name_of = process_group(), partial(self.refits.model.site_name, block)
         divergences = {space: site.divergences(samples) for space, site in self._sites.items()}
-        gathered = group.gather((divergences, self.refits.known(self._block))) or []
+        gathered = group.gather((divergences, self.refits.known(block))) or []
         for of_process, scores in group.once(lambda: gathered):
             self.refits.learn(scores)
             for space, by_score in of_process.items():
@@ -119,7 +134,32 @@ class _Trials:
             by_score = self.predictions[name_of(space)]
             ordered = {score: by_score[score] for score in kind_of(space).candidates if score in by_score}
             self.predictions[name_of(space)] = ordered
+
+    def finish(self, metric: Mapping[str, Fisher], allocate: Allocate | None) -> BlockCurves:
+        """Return the curves of the wide sites of the block that has ended, which ranking would find once more.
+
+        Args:
+            metric: of the block, by `Model.moments_name`.
+            allocate: for refits that `measure_spaces` will ask for; None if it will not.
+        """
+        refits, model, group = self._block, self.refits.model, process_group()
+        if refits is None:
+            return {}
+        curves: BlockCurves = {}
+        for space, site in self._sites.items():
+            own = metric.get(model.moments_name(refits.block, space))
+            if own is not None:
+                curves |= {(space, score): refits.curve(space, score, own) for score in site.orders}
+            if site.orders and allocate is not None and group.size == 1:
+                for score, count in list_refits(model, refits.block, space, self.predictions):
+                    refits.keep(space, score, count, allocate)
+        self._block = None
         self._sites.clear()
+        return {key: pair for of_process in group.gather(curves) or [] for key, pair in of_process.items()}
+
+
+def _is_wide(order: DropOrder) -> bool:
+    return order.basis is None and len(order.columns) > WIDE
 
 
 @dataclass
@@ -128,13 +168,17 @@ class _Site:
 
     Attributes:
         counts: units dropped.
-        lost: score → for each count W − Ŵ, (d_out, d_in) float32.
+        lost: score → for each count W − Ŵ, (d_out, d_in) float32, at a site that is not wide.
         mean: of the inputs, if a bias makes up for it.
+        orders: score → the order of the units, at a wide site: no refit is made there.
+        copies: of a unit.
     """
 
     counts: list[int]
     lost: Mapping[str, list[Tensor]]
     mean: Tensor | None
+    orders: Mapping[str, DropOrder]
+    copies: int
     _sums: dict[str, list[float]] = field(default_factory=dict)
 
     def see(self, inputs: Tensor, gradient: Tensor, drawn: DrawnGradients, samples: int) -> None:
@@ -146,6 +190,12 @@ class _Site:
             for index, lost in enumerate(losses):
                 moved = (gradient @ lost).mul_(x).sum(1).double().view(shape).sum(1)
                 sums[index] += drawn.weight * float(moved.square().sum())
+        for score, order in self.orders.items():
+            sums = self._sums.setdefault(score, [0.0] * len(self.counts))
+            moved = order.moved(x, gradient, [count * self.copies for count in self.counts])
+            squares = moved.view(*shape, len(self.counts)).sum(1).square().sum(0)
+            for index, square in enumerate(squares.tolist()):
+                sums[index] += drawn.weight * square
 
     def divergences(self, samples: int) -> dict[str, list[tuple[int, float]]]:
         """Return ½ E[(g·δ)²], the mean over samples."""

@@ -18,6 +18,7 @@ from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import SpaceName
 from ckpt_prune.parallel.group import process_group
+from ckpt_prune.scoring.costs import WIDE
 from ckpt_prune.stages.spaces.effects.site_variants import (
     POINTS,
     Variants,
@@ -29,14 +30,21 @@ from ckpt_prune.stages.spaces.effects.site_variants import (
 SHALLOW = 12
 """Effects are measured for models of up to so many blocks L: that takes L²/2 runs of blocks for a point of each space.
 
+Each point takes a refit of a site, too, which grows with the cube of the width: models that are `WIDE` are left out.
 Predictions of the Fisher metric are of second order. They come near if a model is redundant, as deep ones are, and fall
 short of what tiny ones lose (measure/README.md, section 5).
 """
 
 
+def is_shallow(model: Model) -> bool:
+    """Return True if a model has so few blocks, and so few inputs of each site, that measuring all sites is cheap."""
+    widths = [width for own in model.consumer_widths.values() for width in ([own] if isinstance(own, int) else own)]
+    return model.blocks <= SHALLOW and max(widths, default=0) <= WIDE
+
+
 def measured_singly(model: Model) -> bool:
     """Return True if effects of single sites are measured: for shallow models, whose blocks have a few sites each."""
-    return model.blocks <= SHALLOW and model.family.experts is None and not model.has_remote_code
+    return is_shallow(model) and model.family.experts is None and not model.has_remote_code
 
 
 def measure_effects(

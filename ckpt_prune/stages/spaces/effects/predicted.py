@@ -1,6 +1,6 @@
 """Effects of whole spaces: as many units of every block are dropped at once."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -10,6 +10,7 @@ from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.measure.streams.hidden_stream import open_stream
 from ckpt_prune.measure.streams.readout import measure_divergences
 from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
+from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import SpaceName
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.stages.spaces.effects.refits import Refits
@@ -19,6 +20,8 @@ SPACE_POINTS = (0.25, 0.5)
 """Shares of units that are dropped from every block at once: with more, all outputs would be equally bad."""
 MANY = 32
 """Single scores are tried for spaces of at least so many units: for a few heads they hardly differ."""
+POSITIONS = 1024
+"""About so many positions of all texts are compared: the vocabulary is what makes each of them dear."""
 ALIKE = 1.05
 """Divergences of a few samples within this factor count as equal."""
 
@@ -53,12 +56,7 @@ def measure_spaces(
         for which a single score is preferred to the best of each site (`_robust`), that score.
     """
     model = refits.model
-    variants = [
-        (space, count, single)
-        for space in refits.spaces
-        for index, count in enumerate(dropped_counts(model.units(space), SPACE_POINTS))
-        for single in (None, *(_singles(space, model.units(space)) if index == 0 else ()))
-    ]
+    variants = [variant for space in refits.spaces for variant in _list_variants(model, space)]
     group = process_group()
     own_variants = variants[group.rank :: group.size]
     stream = open_stream(model, samples, device=refits.device, compute_dtype=compute_dtype, allocate=allocate)
@@ -74,7 +72,8 @@ def measure_spaces(
     readout = stream.readout()
     mixed: dict[SpaceName, dict[int, float]] = {}
     singles: dict[SpaceName, dict[str, float]] = {}
-    values = group.interleave(measure_divergences(readout, stream.states, samples, [(readout, own) for own in states]))
+    others = [(readout, own) for own in states]
+    values = group.interleave(measure_divergences(readout, stream.states, samples, others, positions=POSITIONS))
     for (space, count, single), value in zip(variants, values, strict=True):
         check_finite(value, without_units(count, f"the {space} of every block"), compute_dtype)
         if single is None:
@@ -88,6 +87,20 @@ def measure_spaces(
         if best is not None:
             mixed[space][first], chosen[space] = by_score[best], best
     return {space: list(by_count.items()) for space, by_count in mixed.items()}, chosen
+
+
+def _list_variants(model: Model, space: SpaceName) -> Iterator[tuple[SpaceName, int, str | None]]:
+    """Yield what is tried of a space: units dropped of every block, and the single score, or None for the best ones."""
+    for index, count in enumerate(dropped_counts(model.units(space), SPACE_POINTS)):
+        for single in (None, *(_singles(space, model.units(space)) if index == 0 else ())):
+            yield space, count, single
+
+
+def list_refits(model: Model, block: int, space: SpaceName, predicted: Predicted) -> list[tuple[str, int]]:
+    """List what `measure_spaces` asks for of a site, each once: the score, and the units dropped."""
+    by_score = predicted[model.site_name(block, space)]
+    variants = _list_variants(model, space)
+    return list(dict.fromkeys((single or _best(by_score, count), count) for _, count, single in variants))
 
 
 def _singles(space: SpaceName, units: int) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -9,7 +10,9 @@ from torch import Tensor
 from ckpt_prune.measure.moment_sources import CachedMoments
 from ckpt_prune.measure.moments.inputs import Moments, sum_folds
 from ckpt_prune.measure.moments.kinds import select_input_moments
+from ckpt_prune.measure.statistics.fisher import Fisher
 from ckpt_prune.measure.statistics.folder import Statistics
+from ckpt_prune.measure.streams.state_memory import Allocate
 from ckpt_prune.model.family import KINDS
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import Site, SpaceName
@@ -40,13 +43,17 @@ class Refits:
     device: torch.device
     spaces: Collection[SpaceName]
     _scores: dict[tuple[Site, str], Tensor] = field(default_factory=dict)
+    _lost: dict[tuple[Site, str, int], Tensor] = field(default_factory=dict)
 
     def of(self, block: int, tensors: Mapping[str, Tensor]) -> "BlockRefits":
         """Return the refits of a block with these tensors."""
+        return BlockRefits(self, block, tensors)
+
+    def read(self, block: int) -> dict[SpaceName, Moments]:
+        """Return the moments of a block's sites that refits are made to."""
         read = CachedMoments(self.statistics, self.model).moments(block, {}, list(self.spaces))
         folds = {space: select_input_moments(read[space]) for space in self.spaces}
-        moments = {space: sum_folds(own[:-1] or own).to(self.device) for space, own in folds.items()}
-        return BlockRefits(self, block, tensors, moments)
+        return {space: sum_folds(own[:-1] or own).to(self.device) for space, own in folds.items()}
 
     def known(self, block: int) -> dict[tuple[Site, str], Tensor]:
         """Return the scores of the sites of a block that were computed so far."""
@@ -65,30 +72,52 @@ class Refits:
 
 @dataclass
 class BlockRefits:
-    """Refits of the sites of one block, with its tensors by on-disk name and the moments of its sites."""
+    """Refits of the sites of one block, with its tensors by on-disk name."""
 
     shared: Refits
     block: int
     tensors: Mapping[str, Tensor]
-    moments: Mapping[SpaceName, Moments]
     _orders: dict[tuple[SpaceName, str], DropOrder] = field(default_factory=dict)
+
+    @cached_property
+    def moments(self) -> Mapping[SpaceName, Moments]:
+        """The moments of its sites, read when they are asked for."""
+        return self.shared.read(self.block)
 
     def mean(self, space: SpaceName, score: str) -> Tensor | None:
         """Return the mean of a consumer's inputs, (d_in,) float64, if a bias makes up for it."""
         return self.moments[space].mean if self._solver(space, score).centred(self.block, self.tensors) else None
 
-    def lost(self, space: SpaceName, score: str, count: int) -> Tensor:
-        """Return W − Ŵ with `count` units of a site gone, in each copy as many, (d_out, d_in) float64."""
+    def order(self, space: SpaceName, score: str) -> DropOrder:
+        """Return the order in which units of a site go by a score."""
         key = space, score
         if key not in self._orders:
             solver = self._solver(space, score)
             scores = self.shared.scores(solver, self, score).to(self.shared.device)
             self._orders[key] = solver.drop_order(self.block, self.tensors, self.moments[space], scores)
-        return self._orders[key].lost(count * self.shared.model.copies(space))
+        return self._orders[key]
+
+    def lost(self, space: SpaceName, score: str, count: int) -> Tensor:
+        """Return W − Ŵ with `count` units of a site gone, in each copy as many, (d_out, d_in), as it was computed."""
+        kept = self.shared._lost.get((Site(self.block, space), score, count))
+        return self.order(space, score).lost(count * self.shared.model.copies(space)) if kept is None else kept
+
+    def keep(self, space: SpaceName, score: str, count: int, allocate: Allocate) -> None:
+        """Compute what `lost` returns for good, in the type of the weight."""
+        lost = self.lost(space, score, count)
+        name = self.shared.model.tensor(self.block, self.shared.model.family.columns[space].consumer)
+        kept = allocate(tuple(lost.shape), self.tensors[name].dtype)
+        self.shared._lost[Site(self.block, space), score, count] = kept.copy_(lost)
+
+    def curve(self, space: SpaceName, score: str, metric: Fisher) -> tuple[Tensor, Tensor]:
+        """Return the scores of a site's units, and the divergences of all widths as the solver's `errors` does."""
+        scores = self.shared._scores[Site(self.block, space), score]
+        costs = self.order(space, score).costs(metric.mean.to(self.shared.device))
+        return scores, (costs[:: self.shared.model.copies(space)] / self.moments[space].count / 2).cpu()
 
     def pruned(self, space: SpaceName, score: str, count: int) -> dict[str, Tensor]:
         """Return the block's tensors with `count` units of a site gone: as zeros, in the shapes they had."""
-        lost, mean = self.lost(space, score, count).cpu(), self.mean(space, score)
+        lost, mean = self.lost(space, score, count).cpu().double(), self.mean(space, score)
         consumer = self.shared.model.family.columns[space].consumer
         name, bias = (self.shared.model.tensor(self.block, consumer, kind) for kind in KINDS)
         new = {**self.tensors, name: (self.tensors[name].double() - lost).to(self.tensors[name].dtype)}

@@ -13,20 +13,29 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.phases import phase
 from ckpt_prune.compensation.choice import choose_form
 from ckpt_prune.compensation.diagnostics import diagnose
-from ckpt_prune.compensation.fit import Blend, Fit, Solution, blend_from_moments, squared_error
+from ckpt_prune.compensation.fit import (
+    Blend,
+    Fit,
+    Solution,
+    blend_from_moments,
+    lack_from_moments,
+    squared_error,
+)
 from ckpt_prune.compensation.logit import absolute_logit_strength
 from ckpt_prune.compensation.methods import METHODS, absolute_strength
 from ckpt_prune.compensation.shift import degrees_of_freedom, measure_shift
 from ckpt_prune.compensation.spectrum import EXACT_WIDTH, spectrum
+from ckpt_prune.compensation.wide_sites import choose_wide, fit_change
 from ckpt_prune.job.decisions import Decision
 from ckpt_prune.job.plan import SitePlan
 from ckpt_prune.job.records import SiteShift
 from ckpt_prune.job.selection import select, select_in_heads, unit_scores
 from ckpt_prune.job.step import Tensors
+from ckpt_prune.measure.moments.gram import add_gram
 from ckpt_prune.measure.moments.inputs import Moments, sum_folds
 from ckpt_prune.measure.moments.kinds import SpaceMoments, select_input_moments
 from ckpt_prune.measure.statistics.fisher import Fisher
-from ckpt_prune.scoring.costs import DropOrder
+from ckpt_prune.scoring.costs import WIDE, DropOrder
 from ckpt_prune.scoring.scores import SCORES
 from ckpt_prune.scoring.unit_scores import UNIT_SCORES, centre_gram
 from ckpt_prune.stages.spaces.solvers.base import NO_FOLDS, SolvedSite, Solver
@@ -171,13 +180,16 @@ class ColumnSolver(Solver):
         by_folds = compensation.by_folds and planned is None
         if by_folds and len(moments) < 2:
             raise UserError(NO_FOLDS)
-        blends = _Blends(weight, moments, columns)
+        wide = whole.gram is not None and len(columns) > WIDE
+        blends = _Blends(weight, moments, columns, wide)
         # The sum of folds only if something is chosen on them: diagnostics must not change a bit of the result.
-        summed = compensation.by_folds and len(moments) > 1
-        blend = reduce(add, blends) if summed else blend_from_moments(weight, whole, columns)
+        summed = compensation.by_folds and len(moments) > 1 and not wide
+        blend = reduce(add, blends) if summed else blends.of(whole)
+        energies = _energies(weight, moments) if wide else []
         if by_folds:
             shares, units = compensation.drift_shares, compensation.lambda_units
-            choice = choose_form(weight_kept, blends, methods, compensation.grid, shares, units, total=blend)
+            how = (weight_kept, blends, methods, compensation.grid, shares, units)
+            choice = choose_wide(*how, total=blend, energies=energies) if wide else choose_form(*how, total=blend)
             plan.method, plan.strength, plan.share = choice.best.method, choice.best.strength, choice.best.share
             plan.error_held_out = choice.best.error
             plan.runner_up, plan.margin = choice.runner_up, choice.margin if choice.runner_up else None
@@ -190,33 +202,39 @@ class ColumnSolver(Solver):
         if whole.drift is None:
             plan.share = None
         fit, target = blend.at(plan.share or 0.0), blend.at(1.0)
-        solution = self._solve(plan, weight_kept, fit)
-        if target.target_energy:
-            plan.error_uncompensated = squared_error(Solution(weight_kept), target) / target.target_energy
-            plan.error_compensated = squared_error(solution, target) / target.target_energy
+        solution = self._solve(plan, weight_kept, fit, wide)
+        energy = sum(energies) if wide else target.target_energy
+        if energy:
+            plain = target.second_moments()[2] if wide else squared_error(Solution(weight_kept), target)
+            plan.error_uncompensated = plain / energy
+            plan.error_compensated = squared_error(solution, target) / energy
         if self.diagnostics and whole.gram is not None:
             self._enter_diagnostics(plan, weight, whole, columns)
             if len(moments) > 1 and plan.method == "none":
                 plan.error_held_out = plan.error_uncompensated
-            elif len(moments) > 1 and target.target_energy and plan.error_held_out is None:
-                plan.error_held_out = self._held_out_error(plan, weight_kept, blends, blend) / target.target_energy
-        new = {name: solution.weight.cpu()}
+            elif len(moments) > 1 and energy and plan.error_held_out is None:
+                plan.error_held_out = self._held_out_error(plan, weight_kept, blends, blend) / energy
+        new = {name: (weight_kept + solution.weight if wide else solution.weight).cpu()}
         if solution.bias is not None:
             bias = tensors.get(bias_name)
             new[bias_name] = solution.bias.cpu() if bias is None else solution.bias.cpu() + bias.double()
         return plan, new
 
-    def _solve(self, plan: SitePlan, weight_kept: Tensor, fit: Fit) -> Solution:
-        """Apply the plan's compensation, with its λ on the scale of the fit's Gram; 0 if there is none."""
+    def _solve(self, plan: SitePlan, weight_kept: Tensor, fit: Fit, wide: bool) -> Solution:
+        """Apply the plan's compensation, with its λ on the scale of the fit's Gram; 0 if there is none.
+
+        At a wide site the fit is to what the kept weights lack, and the solution is what is added to them.
+        """
         units = self.own.compensation.lambda_units
         strength = 0.0 if plan.strength is None else absolute_strength(plan.strength, units, fit)
-        return METHODS[plan.method].fit(weight_kept, fit, strength)
+        method = METHODS[plan.method]
+        return fit_change(method, weight_kept, fit, strength) if wide else method.fit(weight_kept, fit, strength)
 
-    def _held_out_error(self, plan: SitePlan, weight_kept: Tensor, folds: Sequence[Blend], total: Blend) -> float:
+    def _held_out_error(self, plan: SitePlan, weight_kept: Tensor, folds: "_Blends", total: Blend) -> float:
         """Return Σ ‖y − ŷ‖² over every fold, for the plan's compensation fitted to the other folds."""
         error = 0.0
         for fold in folds:
-            solution = self._solve(plan, weight_kept, (total - fold).at(plan.share or 0.0))
+            solution = self._solve(plan, weight_kept, (total - fold).at(plan.share or 0.0), folds.wide)
             error += squared_error(solution, fold.at(1.0))
         return error
 
@@ -248,14 +266,36 @@ class ColumnSolver(Solver):
 
 @dataclass(frozen=True)
 class _Blends(Sequence[Blend]):
-    """Blends of the folds of a site, made when they are read: at a width of 11008 each takes a gigabyte."""
+    """Blends of the folds of a site, made when they are read: at a width of 11008 each takes a gigabyte.
+
+    At a wide site they are of what the kept weights lack.
+    """
 
     weight: Tensor
     folds: tuple[Moments, ...]
     kept: Tensor
+    wide: bool
 
     def __len__(self) -> int:
         return len(self.folds)
 
     def __getitem__(self, index: Any) -> Any:
-        return blend_from_moments(self.weight, self.folds[index], self.kept)
+        return self.of(self.folds[index])
+
+    def of(self, moments: Moments) -> Blend:
+        make = lack_from_moments if self.wide else blend_from_moments
+        return make(self.weight, moments, self.kept)
+
+
+def _energies(weight: Tensor, folds: Sequence[Moments]) -> list[float]:
+    """Return Σ ‖y‖² of every fold at α = 1, with y = W x + δ."""
+    outer = torch.zeros(weight.shape[1], weight.shape[1], device=weight.device)
+    add_gram(outer, weight)
+    energies = []
+    for fold in folds:
+        assert fold.gram is not None
+        energy = float((outer * fold.gram).sum(dtype=torch.float64))
+        if fold.drift is not None:
+            energy += 2 * float((fold.drift.cross * weight).sum(dtype=torch.float64)) + fold.drift.energy
+        energies.append(energy)
+    return energies

@@ -1,0 +1,115 @@
+"""Choose and fit what is added to the kept weights of a wide projection: few factors, no eigenvectors.
+
+All sums are of what the kept weights lack, y − W_K x (`fit.lack_from_moments`), so that a fit to them is the change of
+the weights, Δ = Ŵ − W_K. See compensation/README.md, section 5.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ckpt_prune.compensation.choice import (
+    FormChoice,
+    FormTrial,
+    RuledOut,
+    candidates_of,
+    make_choice,
+    split_folds,
+)
+from ckpt_prune.compensation.fit import Blend, Fit, Solution, complete, squared_error
+from ckpt_prune.compensation.least_squares import shrink
+from ckpt_prune.compensation.methods import Method, Units
+from ckpt_prune.compensation.strength_walk import StrengthWalk
+
+NEAR_ON_ONE_FOLD = 0.02
+"""A method without a strength that is so much worse than the best on the first fold is not scored on the others."""
+
+_Key = tuple[str, float | None, float]
+
+
+def fit_change(method: Method, weight_kept: Tensor, lack: Fit, strength: float) -> Solution:
+    """Return Δ = Ŵ − W_K, (d_out, k) float64, and the bias of a method, from the sums of y − W_K x.
+
+    `strength` is absolute; methods without one ignore it.
+    """
+    if method.ridge_towards == "kept":
+        change = shrink(None, lack.centre() if method.adds_bias else lack, strength)
+        return Solution(change, lack.target_mean - change @ lack.mean if method.adds_bias else None)
+    if not method.needs_gram:
+        return method.fit(weight_kept.new_zeros(weight_kept.shape), lack, strength)
+    solution = method.fit(weight_kept, complete(lack, weight_kept), strength)
+    return Solution(solution.weight - weight_kept, solution.bias)
+
+
+def choose_wide(
+    weight_kept: Tensor,
+    folds: Sequence[Blend],
+    methods: Sequence[str],
+    grid: Sequence[float],
+    shares: Sequence[float] = (0.0,),
+    units: Units = "relative",
+    *,
+    total: Blend,
+    energies: Sequence[float],
+) -> FormChoice:
+    """Choose the method, strength and share of the drift with the least held-out error, as `choice.choose_form` does.
+
+    The strength of a ridge is found by `StrengthWalk`, whose errors are those of mixtures of the outputs. Methods
+    that are no ridges, but need a Gram, are scored at the share that the ridges have on the first fold, or the largest
+    if there are none; and on the other folds if they are near the best there. `RuledOut.at_least` of the others is what
+    the first fold says, not a bound.
+
+    Args:
+        weight_kept: W_K, (d_out, k) float64.
+        folds: of disjoint tokens, of what W_K x lacks; they are read one by one.
+        total: their sum.
+        energies: Σ ‖y‖² of each fold, at α = 1.
+    """
+    candidates = candidates_of(methods, grid, shares)
+    used_shares = (0.0,) if total.cross is None else tuple(sorted(set(shares)))
+    walks = [
+        StrengthWalk(
+            method, None if method.ridge_towards == "kept" else -weight_kept, sorted(set(grid)), used_shares, units
+        )
+        for method in candidates
+        if method.ridge_towards
+    ]
+    plain = [method for method in candidates if not method.ridge_towards and not method.needs_gram]
+    dear = [method for method in candidates if not method.ridge_towards and method.needs_gram]
+    sums: dict[_Key, float] = defaultdict(float)
+    on_first: dict[str, float] = {}
+    energy, count, best_on_first = 0.0, 0, 0.0
+    share = used_shares[-1]
+    for number, train, fold in split_folds(folds, total, weight_kept.shape[1]):
+        energy += energies[number]
+        for walk in walks:
+            walk.see(count, train, fold)
+        for method in plain:
+            for own_share in used_shares if method.adds_bias else used_shares[:1]:
+                solution = fit_change(method, weight_kept, train.at(own_share), 0.0)
+                sums[method.name, None, own_share] += squared_error(solution, fold)
+        if count == 0 and walks:
+            best_on_first, share = min(walk.least_of(0) for walk in walks)
+            best_on_first = min([best_on_first, *sums.values()])
+        for method in dear:
+            if count == 0 or method.name not in on_first:
+                error = squared_error(fit_change(method, weight_kept, train.at(share), 0.0), fold)
+                sums[method.name, None, share] += error
+                if count == 0 and walks and error > (1 + NEAR_ON_ONE_FOLD) * best_on_first:
+                    on_first[method.name] = error / best_on_first if best_on_first > 0 else 1.0
+                    del sums[method.name, None, share]
+        count += 1
+    going_on = [walk for walk in walks if walk.move(count)]
+    while going_on:
+        for number, (_, train, fold) in enumerate(split_folds(folds, total, weight_kept.shape[1])):
+            for walk in going_on:
+                walk.see(number, train, fold)
+        going_on = [walk for walk in going_on if walk.move(count)]
+    for walk in walks:
+        sums |= walk.errors()
+    scale = 1 / energy if energy > 0 else 0.0
+    trials = [FormTrial(*key, error * scale) for key, error in sums.items()]
+    least = min(trial.error for trial in trials)
+    ruled_out = [RuledOut(name, least * worse) for name, worse in on_first.items()]
+    return make_choice([method for method in candidates if method.name not in on_first], trials, ruled_out)
