@@ -177,8 +177,10 @@ def _least(trials: Sequence[FormTrial]) -> FormTrial:
     )
 
 
-def split_folds(folds: Sequence[Blend], total: Blend, kept: int) -> Iterator[tuple[int, Blend, Fit]]:
+def split_folds(folds: Sequence[Blend], total: Blend, kept: int = 0) -> Iterator[tuple[int, Blend, Fit]]:
     """Yield a fold's number, training and held-out tokens, at α = 1: every fold with tokens, or two if they are plenty.
+
+    That is `ENOUGH_FOR_TWO_FOLDS` tokens for each of the `kept` inputs.
 
     The two are the first and the middle one. Folds are runs of one text: neighbours are most alike.
     """
@@ -216,7 +218,7 @@ class _Trials:
         sums: dict[_Key, float] = defaultdict(float)
         bounds: dict[str, float] = dict.fromkeys(bounded_names, 0.0)
         compared = len(bounded_names) < len(methods)
-        bounding = dict(_fits(bounded_names, self.weight_kept, self.total.at(1.0))) if compared else {}
+        bounding = dict(fit_all(bounded_names, self.weight_kept, self.total.at(1.0))) if compared else {}
         others = [method for method in methods if not method.best_of_form]
         energy, fewest = 0.0, self.total.fit.count
         for _, train, fold in split_folds(self.folds, self.total, self.weight_kept.shape[1]):
@@ -273,7 +275,7 @@ class _Trials:
         while names and indices - done_indices:
             for _, train, fold in split_folds(self.folds, self.total, self.weight_kept.shape[1]):
                 for index in sorted(indices - done_indices):
-                    for name, solution in _fits(names, self.weight_kept, train.at(shares[index])):
+                    for name, solution in fit_all(names, self.weight_kept, train.at(shares[index])):
                         sums[name, None, shares[index]] += squared_error(solution, fold)
             done_indices |= indices
             lowest = {
@@ -323,7 +325,7 @@ def _ridges(
             yield method, held_out.errors(base, strengths, shares).flatten().tolist()
 
 
-def _fits(names: Sequence[str], weight_kept: Tensor, fit: Fit) -> Iterator[tuple[str, Solution]]:
+def fit_all(names: Sequence[str], weight_kept: Tensor, fit: Fit) -> Iterator[tuple[str, Solution]]:
     """Yield the solution of each of some methods without a strength."""
     solved: dict[str, Solution] = {}
     if {"rotation", "rotation-scale"} <= set(names):

@@ -14,6 +14,7 @@ from ckpt_prune.compensation.choice import (
     FormTrial,
     RuledOut,
     candidates_of,
+    fit_all,
     make_choice,
     split_folds,
 )
@@ -55,10 +56,10 @@ def choose_wide(
 ) -> FormChoice:
     """Choose the method, strength and share of the drift with the least held-out error, as `choice.choose_form` does.
 
-    The strength of a ridge is found by `StrengthWalk`, whose errors are those of mixtures of the outputs. Methods
-    that are no ridges, but need a Gram, are scored at the share that the ridges have on the first fold, or the largest
-    if there are none; and on the other folds if they are near the best there. `RuledOut.at_least` of the others is what
-    the first fold says, not a bound.
+    Two folds are held out, whatever the number of tokens. The strength of a ridge is found by `StrengthWalk`, whose
+    errors are those of mixtures of the outputs. Methods that are no ridges, but need a Gram, are scored at the share
+    that the ridges have on the first fold, or the largest if there are none; and on the other fold if they are near the
+    best there. `RuledOut.at_least` of the others is what the first fold says, not a bound.
 
     Args:
         weight_kept: W_K, (d_out, k) float64.
@@ -81,7 +82,7 @@ def choose_wide(
     on_first: dict[str, float] = {}
     energy, count, best_on_first = 0.0, 0, 0.0
     share = used_shares[-1]
-    for number, train, fold in split_folds(folds, total, weight_kept.shape[1]):
+    for number, train, fold in split_folds(folds, total):
         energy += energies[number]
         for walk in walks:
             walk.see(count, train, fold)
@@ -92,17 +93,18 @@ def choose_wide(
         if count == 0 and walks:
             best_on_first, share = min(walk.least_of(0) for walk in walks)
             best_on_first = min([best_on_first, *sums.values()])
-        for method in dear:
-            if count == 0 or method.name not in on_first:
-                error = squared_error(fit_change(method, weight_kept, train.at(share), 0.0), fold)
-                sums[method.name, None, share] += error
-                if count == 0 and walks and error > (1 + NEAR_ON_ONE_FOLD) * best_on_first:
-                    on_first[method.name] = error / best_on_first if best_on_first > 0 else 1.0
-                    del sums[method.name, None, share]
+        open_names = [method.name for method in dear if method.name not in on_first]
+        lack = complete(train.at(share), weight_kept) if open_names else None
+        for name, solution in fit_all(open_names, weight_kept, lack) if lack is not None else ():
+            error = squared_error(Solution(solution.weight - weight_kept, solution.bias), fold)
+            sums[name, None, share] += error
+            if count == 0 and walks and error > (1 + NEAR_ON_ONE_FOLD) * best_on_first:
+                on_first[name] = error / best_on_first if best_on_first > 0 else 1.0
+                del sums[name, None, share]
         count += 1
     going_on = [walk for walk in walks if walk.move(count)]
     while going_on:
-        for number, (_, train, fold) in enumerate(split_folds(folds, total, weight_kept.shape[1])):
+        for number, (_, train, fold) in enumerate(split_folds(folds, total)):
             for walk in going_on:
                 walk.see(number, train, fold)
         going_on = [walk for walk in going_on if walk.move(count)]

@@ -1,8 +1,8 @@
 """Estimates of a run: memory and disk from sizes, time from the first block, run on one sample.
 
 Time of a recipe = time of `ridge` times the recipe's own `time` (tools/time_recipes.py). Recipes without that key get
-no estimate of time. `ridge` is: every block run twice on every sample with the Grams of its inputs, and one solve as
-wide as its widest input.
+no estimate of time. `ridge` is: every block run once on every sample with the Grams of its inputs, and one solve as
+wide as its widest input. Times are those of the processor, which other work on the machine does not lengthen.
 """
 
 import time
@@ -23,6 +23,7 @@ from ckpt_prune.measure.moments.kinds import Collect
 from ckpt_prune.measure.samples.choose import DEFAULT_WINDOWS
 from ckpt_prune.measure.samples.samples import SampleRange, Samples, TokenWindows
 from ckpt_prune.measure.statistics.measurement import count_statistics_bytes
+from ckpt_prune.measure.streams.hidden_stream import TOKENS_PER_BATCH
 from ckpt_prune.model.model import Model
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.recipe.shipped import shipped_recipes
@@ -81,7 +82,7 @@ class BlockTimes:
     """Times of the first block.
 
     Attributes:
-        run: seconds to run it on one sample, with the Grams of its inputs.
+        run: seconds to run it on one sample, of those that run together, with the Grams of its inputs.
         solve: seconds to solve for its widest input.
     """
 
@@ -107,7 +108,7 @@ def estimate_job(preview: Prepared) -> Estimate:
     if multiple is not None and job.plan is None and not recipe.has("export"):
         times = time_block(model, job.device, _dtype(job), job.samples)
         if times is not None:
-            run = 2 * times.run * samples if live else times.run
+            run = times.run * samples if live else times.run
             seconds = multiple * model.blocks * (run + times.solve)
     return Estimate(
         seconds,
@@ -145,26 +146,32 @@ def time_block(model: Model, device: torch.device, dtype: torch.dtype, samples: 
     """Time the first block that has spaces. Return None for images and sounds if there are none to run it on.
 
     Args:
-        samples: of which the first is run; a made-up window of the model's context if there are none.
+        samples: of which as many are run as run together; a made-up window of the model's context if there are none.
     """
     family = model.family
     if samples is None and family.modality != "text":
         return None
     one: Samples = TokenWindows(torch.zeros(1, model.tokens, dtype=torch.long)) if samples is None else samples
     view, block = ModelView(model, device), model.spaced_blocks.start
-    stream, tensors = view.stream(SampleRange(one, 0, 1), dtype), view.block(block)
+    count = min(len(one), max(1, TOKENS_PER_BATCH // one.tokens))
+    stream, tensors = view.stream(SampleRange(one, 0, count), dtype), view.block(block)
     grams = dict.fromkeys(family.inputs, True)
     stream.observe(block, tensors, grams)  # once to warm up
-    start = time.perf_counter()
+    start = _clock(device)
     stream.observe(block, tensors, grams)
-    run = time.perf_counter() - start
+    run = (_clock(device) - start) / count
     width = max(model.checkpoint.tensors[name].shape[-1] for name in model.weights(block))
     part = max(1, width // _SHARE)
     gram = torch.eye(part, dtype=torch.float64, device=device)
-    start = time.perf_counter()
+    start = _clock(device)
     torch.linalg.cholesky(gram)
     gram @ gram
-    return BlockTimes(run, (time.perf_counter() - start) * _SHARE**3)
+    return BlockTimes(run, (_clock(device) - start) * _SHARE**3)
+
+
+def _clock(device: torch.device) -> float:
+    """Return seconds: of each of the processor's threads, or those that pass while an accelerator works."""
+    return time.process_time() / torch.get_num_threads() if device.type == "cpu" else time.perf_counter()
 
 
 def _multiple(recipe: Recipe) -> float | None:

@@ -30,12 +30,13 @@ def steep(case: Case, decay: float) -> Case:
     return Case(case.site.__class__(**{**vars(case.site), "tokens": tokens}), case.drift, case.sizes)
 
 
+# Two folds each: more would not be looked at.
 CASES = {
-    "few tokens": make_case(2 * OUTPUTS + 44, 60, 45, (30, 25, 28, 31)),
-    "many tokens": make_case(2 * OUTPUTS + 44, 30, 20, (200, 210, 190, 205), noise=3.0),
-    "few outputs": make_case(40, 60, 45, (60, 70, 65)),
-    "a steep spectrum": steep(make_case(2 * OUTPUTS + 44, 50, 40, (60, 61, 62), noise=2.0), 3.0),
-    "hardly any noise": make_case(2 * OUTPUTS + 44, 40, 30, (90, 95, 92), noise=0.01),
+    "few tokens": make_case(2 * OUTPUTS + 44, 60, 45, (55, 59)),
+    "many tokens": make_case(2 * OUTPUTS + 44, 30, 20, (410, 395), noise=3.0),
+    "few outputs": make_case(40, 60, 45, (95, 100)),
+    "a steep spectrum": steep(make_case(2 * OUTPUTS + 44, 50, 40, (92, 91), noise=2.0), 3.0),
+    "hardly any noise": make_case(2 * OUTPUTS + 44, 40, 30, (137, 140), noise=0.01),
 }
 
 
@@ -109,7 +110,7 @@ def test_few_strengths_are_tried(name, monkeypatch):
     monkeypatch.setattr(RidgeErrors, "at", counted)
     case = CASES["few tokens"]
     choose(case, [name])
-    assert len(tried) < len(case.folds) * len(GRID)
+    assert len(tried) <= len(case.folds) * (len(GRID) - 3)
 
 
 def test_mixtures_keep_sums_of_squares_on_average():

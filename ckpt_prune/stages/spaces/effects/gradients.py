@@ -32,6 +32,12 @@ from ckpt_prune.stages.spaces.effects.predicted import Predicted, list_refits, m
 from ckpt_prune.stages.spaces.effects.refits import BlockRefits, Refits, tried_out
 from ckpt_prune.stages.spaces.effects.site_variants import POINTS, dropped_counts
 
+DRAWN = 4
+"""One of so many tokens is looked at where wide sites are tried, and `LEAST_TOKENS` at least."""
+LEAST_TOKENS = 256
+LEAST_CHANCE = 1e-2
+"""Of the mean chance: no token is left out for sure."""
+
 
 def add_gradients(
     model: Model,
@@ -158,6 +164,28 @@ class _Trials:
         return {key: pair for of_process in group.gather(curves) or [] for key, pair in of_process.items()}
 
 
+def draw_tokens(inputs: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw one of `DRAWN` tokens to try a wide site on, those that may matter most with the greatest chance.
+
+    The chance is in proportion to ‖g‖ ‖x‖ and at most one. A token that is drawn stands for as many as the inverse of
+    its chance, so that sums over tokens keep their expectation (Horvitz and Thompson 1952).
+
+    Returns:
+        Indices of the tokens, int64, and their weights, float64.
+    """
+    size = gradient.norm(dim=1).double() * inputs.norm(dim=1).double()
+    size += LEAST_CHANCE * size.mean().clamp_min(torch.finfo(torch.float64).tiny)
+    wanted = min(len(size), max(LEAST_TOKENS, len(size) // DRAWN))
+    chance = size * wanted / size.sum()
+    while bool((chance > 1).any()):
+        sure = chance >= 1
+        rest = size.masked_fill(sure, 0)
+        chance = torch.where(sure, 1.0, rest * (wanted - int(sure.sum())) / rest.sum().clamp_min(1e-300))
+    draws = torch.rand(len(size), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    tokens = (draws.to(chance.device) < chance).nonzero().squeeze(1)
+    return tokens, 1 / chance[tokens]
+
+
 def _is_wide(order: DropOrder) -> bool:
     return order.basis is None and len(order.columns) > WIDE
 
@@ -190,11 +218,19 @@ class _Site:
             for index, lost in enumerate(losses):
                 moved = (gradient @ lost).mul_(x).sum(1).double().view(shape).sum(1)
                 sums[index] += drawn.weight * float(moved.square().sum())
+        if not self.orders:
+            return
+        weights = None
+        if not drawn.whole:
+            tokens, weights = draw_tokens(x, gradient)
+            x, gradient = x[tokens], gradient[tokens]
         for score, order in self.orders.items():
             sums = self._sums.setdefault(score, [0.0] * len(self.counts))
             moved = order.moved(x, gradient, [count * self.copies for count in self.counts])
-            squares = moved.view(*shape, len(self.counts)).sum(1).square().sum(0)
-            for index, square in enumerate(squares.tolist()):
+            squares = moved.square() if weights is None else weights[:, None] * moved.square()
+            if drawn.whole:
+                squares = moved.view(samples, -1, len(self.counts)).sum(1).square()
+            for index, square in enumerate(squares.sum(0).tolist()):
                 sums[index] += drawn.weight * square
 
     def divergences(self, samples: int) -> dict[str, list[tuple[int, float]]]:
