@@ -97,7 +97,7 @@ def measure_first(prepared: Prepared, live: LiveSamples, folder: Path, journal: 
     if not statistics.index.fisher:
         # An interrupted pass back has to start at the last block again: the index tells only of the whole.
         with phase("gradients"):
-            distances = recipe.has("depth")
+            distances = prepared.job.recipe.at_its_size.changes_model
             statistics = add_gradients(prepared.model, statistics, live.samples, distances=distances, **how)
     if not measured_singly(prepared.model) or EFFECTS in done:
         return statistics
