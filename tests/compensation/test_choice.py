@@ -98,13 +98,8 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.parametrize(
-    ("name", "wide"),
-    [*((name, False) for name in METHODS), *((name, True) for name in METHODS if METHODS[name].ridge_towards)],
-)
-def test_every_trial_equals_refitting_on_tokens(name, wide, case, monkeypatch):
-    if wide:
-        monkeypatch.setattr(choice_module, "WIDE", 0)
+@pytest.mark.parametrize("name", METHODS)
+def test_every_trial_equals_refitting_on_tokens(name, case):
     for value in GRID if METHODS[name].uses_strength else [None]:
         for share in SHARES:
             (trial,) = case.choose([name], grid=[value or 0.0], shares=[share]).trials

@@ -8,8 +8,8 @@ from operator import add
 import pytest
 import torch
 
-from ckpt_prune.compensation import strength_walk
-from ckpt_prune.compensation.choice import FormChoice
+from ckpt_prune.compensation import strength_walk, wide_sites
+from ckpt_prune.compensation.choice import FormChoice, split_folds
 from ckpt_prune.compensation.fit import Blend, lack_from_moments, squared_error
 from ckpt_prune.compensation.methods import GRID, METHODS, SHARES
 from ckpt_prune.compensation.strength_walk import OUTPUTS, RidgeErrors, mixture_of
@@ -17,6 +17,7 @@ from ckpt_prune.compensation.wide_sites import choose_wide, fit_change
 from ckpt_prune.measure.moments.inputs import Drift
 
 from .sites import fit_of
+from .test_choice import CASES as EDGES
 from .test_choice import Case, make_case
 
 RIDGES = [name for name, method in METHODS.items() if method.ridge_towards]
@@ -40,11 +41,13 @@ CASES = {
 }
 
 
-def choose(case: Case, methods: Sequence[str]) -> FormChoice:
+def choose(
+    case: Case, methods: Sequence[str], grid: Sequence[float] = GRID, shares: Sequence[float] = SHARES
+) -> FormChoice:
     """By what the kept weights lack, as sites are chosen that are wide."""
     energies = [float(fold.at(1.0).target_energy) for fold in case.folds]
     folds = lacks(case)
-    return choose_wide(case.site.weight_kept, folds, methods, GRID, SHARES, total=reduce(add, folds), energies=energies)
+    return choose_wide(case.site.weight_kept, folds, methods, grid, shares, total=reduce(add, folds), energies=energies)
 
 
 def lacks(case: Case) -> list[Blend]:
@@ -96,6 +99,18 @@ def test_a_change_of_weights_is_that_of_the_method(name):
             torch.testing.assert_close(found.bias, expected.bias, rtol=1e-7, atol=1e-8)
         error = squared_error(found, lack.at(1.0))
         assert error == pytest.approx(squared_error(expected, train.at(1.0)), rel=1e-8)
+
+
+@pytest.mark.parametrize("case", EDGES.values(), ids=EDGES)
+@pytest.mark.parametrize("name", METHODS)
+def test_every_trial_equals_refitting_on_tokens(name, case, monkeypatch):
+    """One input, folds of one token, inputs that are zero: as narrow sites are chosen, if all folds are held out."""
+    monkeypatch.setattr(wide_sites, "split_folds", lambda folds, total: split_folds(folds, total, 10**9))
+    for value in (1e-3, 10.0) if METHODS[name].uses_strength else (None,):
+        for share in (0.0, 0.3, 1.0):
+            (trial,) = choose(case, [name], [value or 0.0], [share]).trials
+            assert (trial.method, trial.strength, trial.share) == (name, value, share)
+            assert trial.error == pytest.approx(case.oracle(name, value, share), rel=1e-7)
 
 
 @pytest.mark.parametrize("name", RIDGES)
