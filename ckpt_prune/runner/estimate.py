@@ -163,6 +163,7 @@ def time_block(model: Model, device: torch.device, dtype: torch.dtype, samples: 
     width = max(model.checkpoint.tensors[name].shape[-1] for name in model.weights(block))
     part = max(1, width // _SHARE)
     gram = torch.eye(part, dtype=torch.float64, device=device)
+    torch.linalg.cholesky(gram)  # once to warm up
     start = _clock(device)
     torch.linalg.cholesky(gram)
     gram @ gram
