@@ -2,8 +2,9 @@
 
 A copy is the nodes of a traced block with the weights, the keys and values and the input of another. Nodes that depend
 on none of these, such as sizes of the whole input, are shared. Two blocks of each kind are traced, and their nodes are
-compared one by one, before the second is copied. Copies are made before the exporter's own optimizer runs, so that it
-sees what it would see of a full trace.
+compared one by one. Then the exporter's own optimizer runs, which takes as long as tracing, and the second block is
+copied as it left it. Meanwhile the weights of that block are inputs of the graph, so that nothing is left out for what
+they happen to hold.
 """
 
 import re
@@ -16,11 +17,12 @@ from unittest.mock import patch
 
 import onnx_ir
 import onnxscript.optimizer
-from onnx_ir.tensor_adapters import TorchTensor
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from ckpt_prune.onnx.block_kinds import BlockKinds, NotAlikeError, name_tensors
+from ckpt_prune.onnx.block_kinds import BlockKinds, NotAlikeError
+from ckpt_prune.onnx.weight_readings import Readings
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
 """Metadata of a node: the modules it was traced in."""
@@ -40,13 +42,14 @@ def repeated(kinds: BlockKinds, *, cached: bool) -> Iterator[list[str]]:
     outcome: list[str] = []
     optimize = onnxscript.optimizer.optimize_ir
 
-    def complete(model: onnx_ir.Model, *args: Any, **options: Any) -> Any:
+    def complete(model: onnx_ir.Model, *args: Any, **options: Any) -> None:
         try:
-            _Repetition(model.graph, kinds, cached).run()
+            repetition = _Repetition(model, kinds, cached)
+            optimize(model, *args, **options)
+            repetition.run()
             outcome.append("")
         except NotAlikeError as error:
             outcome.append(str(error))
-        return optimize(model, *args, **options)
 
     passed = [index for index in range(len(kinds.blocks)) if index not in kinds.traced]
     try:
@@ -77,7 +80,8 @@ class _Block:
         nodes: in the graph's order; none if the block was passed.
         weights: initializers, by their names in the block.
         past: inputs of the graph for its keys and values.
-        entered: what it reads from the block before.
+        entered, left: what it reads from the block before, and what is read behind it.
+        readings: what it reads of its weights; of templates alone.
         data: values that depend on what it reads, and not on sizes of that alone; numbered.
     """
 
@@ -86,6 +90,8 @@ class _Block:
     weights: dict[str, onnx_ir.Value] = field(default_factory=dict)
     past: list[onnx_ir.Value] = field(default_factory=list)
     entered: onnx_ir.Value | None = None
+    left: onnx_ir.Value = field(init=False)
+    readings: Readings = field(init=False)
     data: dict[onnx_ir.Value, int] = field(default_factory=dict)
 
     def find_data(self) -> None:
@@ -97,11 +103,11 @@ class _Block:
 
 
 class _Repetition:
-    """Completes the graph of a model of which only `kinds.traced` was traced."""
+    """Completes the graph of a model of which some blocks were traced: made before it is optimized, run after."""
 
-    def __init__(self, graph: onnx_ir.Graph, kinds: BlockKinds, cached: bool) -> None:
-        self._graph, self._kinds = graph, kinds
-        count = len(kinds.blocks)
+    def __init__(self, model: onnx_ir.Model, kinds: BlockKinds, cached: bool) -> None:
+        self._model, self._graph, self._kinds = model, model.graph, kinds
+        graph, count = model.graph, len(kinds.blocks)
         self._blocks = [_Block(index) for index in range(count)]
         self._place: dict[onnx_ir.Node, int] = {}
         scope = re.compile(rf"'{re.escape(kinds.path)}\.(\d+)'")
@@ -111,7 +117,7 @@ class _Repetition:
                 self._blocks[int(place[1])].nodes.append(node)
                 if any(attribute.type in _GRAPHS for attribute in node.attributes.values()):
                     raise NotAlikeError(f"block {place[1]} has a graph inside")
-        name = re.compile(rf"{re.escape(kinds.path)}\.(\d+)\.(.+)" if kinds.path else r"(\d+)\.(.+)")
+        name = re.compile(rf"{re.escape(kinds.path)}\.(\d+)\.(.+)")
         for key, value in graph.initializers.items():
             if place := name.fullmatch(key):
                 self._blocks[int(place[1])].weights[place[2]] = value
@@ -122,33 +128,43 @@ class _Repetition:
             raise NotAlikeError(f"{len(past)} inputs hold the cache of {count} blocks")
         for block in self._blocks:
             block.past = past[self._cached * block.index : self._cached * (block.index + 1)]
+        self._traced = [self._blocks[index] for index in kinds.traced]
+        for number, block in enumerate(self._traced):
+            if number:
+                block.entered = self._traced[number - 1].left
+            block.find_data()
+            block.left = self._find_left(block, self._traced[number + 1] if number + 1 < len(self._traced) else None)
+        self._templates = self._find_templates()
+        for template in self._templates.values():
+            template.readings = Readings(graph, template.nodes, template.weights, kinds.path)
+            template.readings.hide(kinds.blocks[template.index], template.index)
 
     def run(self) -> None:
-        traced = [self._blocks[index] for index in self._kinds.traced]
-        lefts: dict[int, onnx_ir.Value] = {}
-        for number, block in enumerate(traced):
+        values = {value.name: value for node in self._graph for value in node.outputs}
+        for number, block in enumerate(self._traced):
+            if block.left.name not in values:
+                raise NotAlikeError(f"the optimizer left nothing of what block {block.index} returns")
+            block.left = values[block.left.name]
             if number:
-                block.entered = lefts[traced[number - 1].index]
-            block.find_data()
-            lefts[block.index] = self._find_left(block, traced[number + 1] if number + 1 < len(traced) else None)
-        templates = self._find_templates(lefts)
-        for number, block in enumerate(traced):
-            end = traced[number + 1].index if number + 1 < len(traced) else len(self._blocks)
-            left = lefts[block.index]
-            users = [use for use in left.uses() if self._place.get(use.node) != block.index]
-            current, tail = left, block.nodes[-1]
+                block.entered = self._traced[number - 1].left
+        for template in self._templates.values():
+            template.nodes = self._find_nodes(template)
+        for number, block in enumerate(self._traced):
+            end = self._traced[number + 1].index if number + 1 < len(self._traced) else len(self._blocks)
+            current, users = block.left, list(block.left.uses())
             for copied in self._blocks[block.index + 1 : end]:
-                template = templates[self._kinds.kinds[copied.index]]
-                current, tail = self._copy(template, lefts[template.index], copied, current, tail)
-            if current is left:
-                continue
-            for use in users:
+                current = self._copy(self._templates[self._kinds.kinds[copied.index]], copied, current)
+            for use in users if current is not block.left else ():
                 use.node.replace_input_with(use.idx, current)
             for index in range(self._first_present):
-                if self._graph.outputs[index] is left:
+                if self._graph.outputs[index] is block.left:
                     self._graph.outputs[index] = current
             if end < len(self._blocks):
                 self._blocks[end].entered = current
+        for template in self._templates.values():
+            template.readings.restore(self._kinds.blocks[template.index], template.index)
+        self._graph.sort()
+        RemoveUnusedNodesPass()(self._model)
 
     def _presents(self, block: _Block) -> range:
         """Which of the graph's outputs are the block's keys and values."""
@@ -161,8 +177,8 @@ class _Repetition:
         found = set()
         for value in block.data:
             users = [use.node for use in value.uses() if use.node.op_type not in _SIZES]
-            places = {self._place.get(node) for node in users} - {block.index}
-            if places or value in ends:
+            places = {self._place.get(node) for node in users}
+            if places - {block.index} or value in ends:
                 found.add(value)
                 if following is not None and (places != {following.index} or value in ends):
                     raise NotAlikeError(f"block {block.index} is read elsewhere than in the next")
@@ -170,7 +186,7 @@ class _Repetition:
             raise NotAlikeError(f"{len(found)} values leave block {block.index}")
         return found.pop()
 
-    def _find_templates(self, lefts: dict[int, onnx_ir.Value]) -> dict[int, _Block]:
+    def _find_templates(self) -> dict[int, _Block]:
         """For each kind with blocks to copy, its second block, which was compared with the first."""
         templates = {}
         for kind, count in Counter(self._kinds.kinds).items():
@@ -181,7 +197,7 @@ class _Repetition:
                 if first.entered is None:
                     first.entered = self._find_entered(first, second)
                     first.find_data()
-                self._compare(first, second, lefts)
+                self._compare(first, second)
                 templates[kind] = second
         return templates
 
@@ -206,70 +222,72 @@ class _Repetition:
             raise NotAlikeError(f"{len(found)} values may be what block {first.index} reads")
         return found[0]
 
-    def _compare(self, first: _Block, second: _Block, lefts: dict[int, onnx_ir.Value]) -> None:
+    def _compare(self, first: _Block, second: _Block) -> None:
         """Check node by node that both compute the same of what they read."""
         described = []
         for block in (first, second):
             labels = _Labels(block, self._place)
             nodes = [node for node in block.nodes if any(value in block.data for value in node.outputs)]
-            ends = [lefts[block.index], *(self._graph.outputs[index] for index in self._presents(block))]
+            ends = [block.left, *(self._graph.outputs[index] for index in self._presents(block))]
             described.append([*map(labels.describe, nodes), *map(labels.label, ends)])
         if described[0] != described[1]:
             raise NotAlikeError(f"blocks {first.index} and {second.index} are traced into different nodes")
 
-    def _copy(
-        self, template: _Block, left: onnx_ir.Value, block: _Block, entered: onnx_ir.Value, tail: onnx_ir.Node
-    ) -> tuple[onnx_ir.Value, onnx_ir.Node]:
-        """Insert a block behind the node `tail`; what leaves it, and its last node."""
-        assert template.entered is not None
+    def _find_nodes(self, template: _Block) -> list[onnx_ir.Node]:
+        """The nodes to copy: all that depend on what is replaced, up to what leaves the block."""
+        read = {template.entered, *template.past, *template.readings.values}
+        made: set[onnx_ir.Value | None] = set()
+        found = []
+        for node in self._graph:
+            of_size = node.op_type in _SIZES and not made.intersection(node.inputs)
+            if not of_size and not (read | made).isdisjoint(node.inputs):
+                found.append(node)
+                made |= set(node.outputs) - {template.left}
+        inside = set(found)
+        if template.left.producer() not in inside or any(
+            use.node not in inside for value in made if value is not None for use in value.uses()
+        ):
+            raise NotAlikeError(f"the optimizer joined block {template.index} with others")
+        return found
+
+    def _copy(self, template: _Block, block: _Block, entered: onnx_ir.Value) -> onnx_ir.Value:
+        """Insert a block behind what it reads; what leaves it."""
+        weights, even = template.readings.register(self._kinds.blocks[block.index], block.index)
         copies: dict[onnx_ir.Value | None, onnx_ir.Value] = {template.entered: entered}
         copies |= zip(template.past, block.past, strict=True)
-        for name, weight in template.weights.items():
-            copies[weight] = self._find_weight(template, block, name)
-        even = all(copies[weight].shape == weight.shape for weight in template.weights.values())
+        copies |= zip(template.readings.values, weights, strict=True)
         nodes = []
         for node in template.nodes:
-            inputs = [copies.get(value, value) for value in node.inputs]
-            if all(new is old for new, old in zip(inputs, node.inputs, strict=True)):
-                continue
             outputs = [
                 onnx_ir.Value(
                     name=f"{value.name}.{block.index}",
-                    # Shapes within a block of other widths are for the optimizer to find.
+                    # Shapes within a block of other widths are nobody's.
                     shape=value.shape.copy() if even and value.shape is not None else None,
                     type=value.type,
                 )
                 for value in node.outputs
             ]
-            copies |= zip(node.outputs, outputs, strict=True)
+            inputs = [copies.get(value, value) for value in node.inputs]
             nodes.append(
                 onnx_ir.Node(
-                    node.domain, node.op_type, inputs, node.attributes, outputs=outputs, version=node.version,
+                    node.domain,
+                    node.op_type,
+                    inputs,
+                    node.attributes,
+                    outputs=outputs,
+                    version=node.version,
                     metadata_props=dict(node.metadata_props),
                 )
-            )  # fmt: skip
-        self._graph.insert_after(tail, nodes)
+            )
+            copies |= zip(node.outputs, outputs, strict=True)
+        before = entered.producer()
+        assert before is not None
+        self._graph.insert_after(before, nodes)
         for index, own in zip(self._presents(template), self._presents(block), strict=True):
             present = copies[self._graph.outputs[index]]
             present.shape = self._graph.outputs[index].shape
             self._graph.outputs[own] = present
-        return copies[left], nodes[-1]
-
-    def _find_weight(self, template: _Block, block: _Block, name: str) -> onnx_ir.Value:
-        """The initializer of a block's weight: the exporter keeps none of what it did not trace."""
-        if name not in block.weights:
-            weights, others = (dict(name_tensors(self._kinds.blocks[each.index])) for each in (block, template))
-            if name not in weights:
-                raise NotAlikeError(f"block {block.index} has no {name}")
-            if weights[name] is others[name]:
-                return template.weights[name]
-            tensor = TorchTensor(weights[name].detach(), f"{self._kinds.path}.{block.index}.{name}")
-            value = onnx_ir.Value(
-                name=tensor.name, shape=tensor.shape, type=onnx_ir.TensorType(tensor.dtype), const_value=tensor
-            )
-            self._graph.register_initializer(value)
-            block.weights[name] = value
-        return block.weights[name]
+        return copies[template.left]
 
 
 class _Labels:
