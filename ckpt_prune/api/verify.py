@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt_prune.api.function import takes
 from ckpt_prune.checkpoint.model_folder import check_output_folder, resolve_model
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.common.filenames import GRAPH_FOLDER, GRAPH_RECORD, QUANTISED_RECORD
+from ckpt_prune.common.filenames import GRAPH_FOLDER, GRAPH_RECORD
 from ckpt_prune.options.commands import VerifyOptions
 
 if TYPE_CHECKING:
@@ -48,11 +48,11 @@ def verify(options: VerifyOptions) -> Verification:
     from ckpt_prune.onnx.isolation import isolate_sessions
     from ckpt_prune.onnx.session import FILES
     from ckpt_prune.verification import verify as checking
-    from ckpt_prune.verification.verify_quantized import verify_quantized
+    from ckpt_prune.verification.verify_quantized import is_quantized, verify_quantized
 
     with isolate_sessions(), spread(options):
         dense = None if options.against is None else resolve_model(options.against)
-        if (place / QUANTISED_RECORD).is_file():
+        if is_quantized(place):
             return Verification(tuple(verify_quantized(place, dense)))
         holds_graph = any((place / file).is_file() for file in FILES.values()) and not any(place.glob("*.safetensors"))
         if holds_graph or (place / GRAPH_RECORD).is_file():

@@ -1,6 +1,7 @@
 """The files of an output: every tensor's dtype and shape, checked against the container on the meta device."""
 
 from dataclasses import dataclass, field
+from math import prod
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.shard import stack_shapes
@@ -28,6 +29,7 @@ class Output:
         aside: files beside the checkpoint, such as rotations, with their tensors.
         ranks: of linear modules that become two; empty if none does.
         copied: files of the source that the output has, too, besides those that always travel along.
+        packed: weights that tensors of few bits stand in for in the layout, as they would be otherwise.
     """
 
     container: Container
@@ -36,6 +38,7 @@ class Output:
     aside: Layout = field(default_factory=dict)
     ranks: Ranks = ()
     copied: tuple[str, ...] = ()
+    packed: dict[str, TensorSpec] = field(default_factory=dict)
 
 
 def plan_layout(
@@ -103,6 +106,12 @@ def with_rest(checkpoint: Checkpoint, layout: Layout) -> tuple[Layout, dict[str,
         whole[info.file][OUTER + name] = (info.dtype, info.shape)
     own = {name: within.on_disk(name) for tensors in layout.values() for name in tensors}
     return whole, own | {OUTER + name: name for name in within.rest}
+
+
+def count_bytes(layout: Layout) -> int:
+    """Return the bytes of all tensors of a layout."""
+    specs = [spec for tensors in layout.values() for spec in tensors.values()]
+    return sum(prod(shape) * dtype.itemsize for dtype, shape in specs)
 
 
 def layout_of(model: Model) -> Layout:

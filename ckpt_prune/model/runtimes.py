@@ -10,12 +10,16 @@ from dataclasses import dataclass, field
 from math import gcd, lcm
 from typing import Any, Literal, get_args
 
+from ckpt_prune.checkpoint.quantised import is_packed
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.graph_types import GGUF_ROWS
 
-Change = Literal["zeros", "widths", "heads", "biases", "low rank", "qk", "rotary", "values", "slicing", "rotations"]
+Change = Literal[
+    "zeros", "few bits", "widths", "heads", "biases", "low rank", "qk", "rotary", "values", "slicing", "rotations"
+]
 CHANGES: dict[Change, tuple[str, str]] = {
     "zeros": ("zeros of a mask", "recipe `wanda`"),
+    "few bits": ("linear weights of 8 or 4 bits", "recipe key `quantize`, `ckpt-prune quantize`"),
     "widths": ("columns, another number in each block", "recipe `best`"),
     "heads": ("heads, another number in each block", "recipe `flap-global`"),
     "biases": ("biases that the class has no place for", "recipe `flap` on a qwen3"),
@@ -33,6 +37,7 @@ class is a stock one.
 """
 _INSTEAD: dict[Change, str] = {
     "zeros": "a recipe without a mask",
+    "few bits": "a recipe without quantize",
     "widths": "--recipe best-uniform, or --set widths=uniform",
     "heads": "--recipe best-uniform, or --set widths=uniform",
     "biases": "a compensation without a bias, as in --recipe ridge",
@@ -44,6 +49,7 @@ _INSTEAD: dict[Change, str] = {
     "rotations": "--set rotation=shared, with one rotation for all blocks",
 }
 _ALL = frozenset(get_args(Change))
+_PLAIN = _ALL - {"few bits"}
 _SHAPES: frozenset[Change] = frozenset({"widths", "heads", "biases", "low rank"})
 _GRAPH = {"int4": 32, "q4f16": 32}
 _TENSOR_PARALLEL = {f"tp{size}": size for size in (2, 4, 8)}
@@ -88,7 +94,7 @@ class Runtime:
 
     command: str
     install: str
-    changes: frozenset[Change] = _ALL
+    changes: frozenset[Change] = _PLAIN
     families: tuple[str, ...] | None = None
     own_shapes: tuple[str, ...] | None = None
     own_biases: tuple[str, ...] | None = None
@@ -100,7 +106,7 @@ class Runtime:
 
 RUNTIMES: dict[str, Runtime] = {
     "transformers": Runtime(
-        'AutoModel….from_pretrained("OUT", trust_remote_code=True)', "pip install transformers",
+        'AutoModel….from_pretrained("OUT", trust_remote_code=True)', "pip install transformers", _ALL,
         note="A stock output needs no `trust_remote_code`.",
     ),
     "onnxruntime": Runtime(
@@ -109,7 +115,7 @@ RUNTIMES: dict[str, Runtime] = {
     ),
     "genai": Runtime(
         'ckpt-prune export OUT -o OUT/onnx, then onnxruntime_genai.Model("OUT/onnx")',
-        'pip install "ckpt-prune[genai]"', _ALL - {"qk", "rotary", "values"}, generates=True, rows=_GRAPH,
+        'pip install "ckpt-prune[genai]"', _PLAIN - {"qk", "rotary", "values"}, generates=True, rows=_GRAPH,
         note="From 0.18 on. It makes values as wide as keys.",
     ),
     "llama.cpp": Runtime(
@@ -120,8 +126,8 @@ RUNTIMES: dict[str, Runtime] = {
         "tied head. In other families the file fills all blocks up with zeros to the widest, which saves less.",
     ),
     "vllm": Runtime(
-        "vllm serve OUT --trust-remote-code", "pip install vllm", _SHAPES | {"zeros"}, generates=True,
-        units=_TENSOR_PARALLEL, note="From 0.32 on, which wants transformers before 5.20: "
+        "vllm serve OUT --trust-remote-code", "pip install vllm", _SHAPES | {"zeros", "few bits"},
+        generates=True, units=_TENSOR_PARALLEL, note="From 0.32 on, which wants transformers before 5.20: "
         "for `validate` make an environment of its own by `pip install vllm click onnx onnxscript tqdm` and `pip "
         "install --no-deps ckpt-prune`. Blocks of their own shapes run in its Transformers backend; tried with Llamas.",
     ),
@@ -209,6 +215,8 @@ def refusal(name: str, model_type: str, changes: Set[Change], *, generates: bool
 
 def changes_of_config(config: Mapping[str, Any]) -> set[Change]:
     """Return what an output has by its config.json. A mask cannot be seen there."""
+    if is_packed(config):
+        return {"few bits"}
     if not config.get("auto_map"):
         return set()
     blocks = (config.get("per_layer_config") or {}).values()

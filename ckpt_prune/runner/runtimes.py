@@ -1,7 +1,7 @@
 """Whether an output runs where its recipe says, and the multiples of widths that it needs there."""
 
 from collections.abc import Callable, Iterable
-from math import lcm
+from math import gcd, lcm
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.prepared import Prepared
@@ -12,11 +12,12 @@ from ckpt_prune.model.spaces import recipe_space
 from ckpt_prune.stages.export.stage import Export
 from ckpt_prune.stages.hidden.stage import Hidden
 from ckpt_prune.stages.low_rank.stage import LowRank
+from ckpt_prune.stages.quantize.stage import Quantize
 from ckpt_prune.stages.rotation.stage import Rotation
 
 
 def fit_to_runtimes(recipe: Recipe, model: Model, say: Callable[[str], None]) -> Recipe:
-    """Return the recipe with the multiples of widths that the runtimes of `runs_on` want.
+    """Return the recipe with the multiples of widths that the runtimes of `runs_on` and groups of columns want.
 
     Raises:
         UserError: one of them does not take the output.
@@ -24,10 +25,13 @@ def fit_to_runtimes(recipe: Recipe, model: Model, say: Callable[[str], None]) ->
     targets = [read_target(text) for text in recipe.runs_on or []]
     _check([*targets, *_exported(recipe)], model, model.family.model_type, changes_of_recipe(recipe, model))
     columns = {recipe_space(name): model.unit_columns(name) for name in model.family.columns}
-    multiples = {
-        space: lcm(1, *(target.multiple(columns.get(space, 1)) for target in targets)) for space in recipe.spaces
-    }
-    rows = lcm(1, *(target.multiple(1) for target in targets))
+    quantize = recipe.get(Quantize)
+    group = 1 if quantize is None else quantize.least_group
+
+    def multiple(unit: int) -> int:
+        return lcm(group // gcd(group, unit), *(target.multiple(unit) for target in targets))
+
+    multiples, rows = {space: multiple(columns.get(space, 1)) for space in recipe.spaces}, multiple(1)
     if rows == 1:
         return recipe
     spaces = {
@@ -41,7 +45,7 @@ def fit_to_runtimes(recipe: Recipe, model: Model, say: Callable[[str], None]) ->
             changed = changed.model_copy(update={stage.key: rounded_stage})
     rounded = ", ".join(f"{space} {multiple}" for space, multiple in multiples.items() if multiple > 1)
     if rounded:
-        names = ", ".join(recipe.runs_on or [])
+        names = ", ".join([*(recipe.runs_on or []), *(["quantize"] if group > 1 else [])])
         say(f"for {names} widths are multiples of these numbers: {rounded}")
     return changed
 
@@ -73,6 +77,7 @@ def changes_of_recipe(recipe: Recipe, model: Model) -> set[Change]:
     hidden, rotation = recipe.get(Hidden), recipe.get(Rotation)
     found: dict[Change, bool] = {
         "zeros": recipe.has("mask"),
+        "few bits": recipe.has("quantize"),
         "low rank": recipe.has("low_rank"),
         "slicing": hidden is not None and hidden.kind == "per-block",
         "rotations": rotation is not None and rotation.kind == "per-layer",

@@ -14,11 +14,12 @@ from ckpt_prune.stages.export.stage import Export
 from ckpt_prune.stages.hidden.stage import Hidden
 from ckpt_prune.stages.low_rank.stage import LowRank
 from ckpt_prune.stages.mask.stage import Mask
+from ckpt_prune.stages.quantize.stage import Quantize
 from ckpt_prune.stages.recovery.stage import Recovery
 from ckpt_prune.stages.rotation.stage import Rotation
 from ckpt_prune.stages.spaces.stage import Spaces
 
-STAGES: tuple[type[Stage], ...] = (Depth, Hidden, Rotation, Spaces, Mask, LowRank, Recovery, Export)
+STAGES: tuple[type[Stage], ...] = (Depth, Hidden, Rotation, Spaces, Mask, LowRank, Recovery, Quantize, Export)
 
 _KEYS: dict[str, Any] = {
     stage.key: (stage | None, Field(None, description=stage.summary))

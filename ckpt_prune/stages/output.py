@@ -17,6 +17,8 @@ from ckpt_prune.stages.hidden.narrow_stock import narrow_container
 from ckpt_prune.stages.hidden.sliced_checkpoint import SlicedCheckpoint
 from ckpt_prune.stages.low_rank.factorer import ranks_of
 from ckpt_prune.stages.low_rank.stage import LowRank
+from ckpt_prune.stages.quantize.output import pack_output
+from ckpt_prune.stages.quantize.stage import Quantize
 from ckpt_prune.stages.rotation.learner import RotationSizes
 from ckpt_prune.stages.rotation.rotated_checkpoint import RotatedCheckpoint
 
@@ -25,6 +27,9 @@ def plan_output(prepared: Prepared) -> Prepared:
     """Decide what is still open of the output: units that the recipe's ratio decides, container, files, cost."""
     decided = Decisions(prepared.recipe) if prepared.decided is None else prepared.decided
     planned = output_at(prepared, decided.widths(prepared.model)) if prepared.planned is None else prepared.planned
+    quantize = prepared.recipe.get(Quantize)
+    if quantize is not None and not planned.packed:
+        planned = pack_output(quantize, prepared.model, planned)
     return replace(prepared, decided=decided, planned=planned)
 
 

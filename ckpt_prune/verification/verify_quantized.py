@@ -1,32 +1,49 @@
 """Prove that a quantised checkpoint is whole, and that it is its source, rounded."""
 
+from math import isclose
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ckpt_prune.checkpoint.checkpoint import Checkpoint, read_tensors
+from ckpt_prune.checkpoint.checkpoint import CONFIG, Checkpoint, read_tensors
+from ckpt_prune.checkpoint.json_files import read_json_object
+from ckpt_prune.checkpoint.quantised import is_packed
 from ckpt_prune.checkpoint.shard import TensorInfo, read_header
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.filenames import QUANTISED_RECORD, REPORT
 from ckpt_prune.common.finite import all_finite
 from ckpt_prune.common.progress import track
 from ckpt_prune.evaluation.whole_model import stock_load_report
 from ckpt_prune.model.matching import match_checkpoint
 from ckpt_prune.model.packed import PACKED, SCALE, SHAPE
 from ckpt_prune.stages.quantize.packing import packed_shapes, require_library, unpack_codes
-from ckpt_prune.stages.quantize.record import QuantizationRecord, read_record
-from ckpt_prune.stages.quantize.rounding import codes_of, scales_of
+from ckpt_prune.stages.quantize.record import QuantizationRecord, QuantizedWeights, read_record
+from ckpt_prune.stages.quantize.rounding import codes_of, weights_of
+from ckpt_prune.stages.report import find_report
 from ckpt_prune.verification.verify import Check, check_digests, run_check, run_side_file_check
 
 
+def is_quantized(folder: Path) -> bool:
+    """Return True if this tool wrote the weights of a folder in few bits, by `quantize` or while pruning."""
+    if (folder / QUANTISED_RECORD).is_file():
+        return True
+    return (folder / REPORT).is_file() and (folder / CONFIG).is_file() and is_packed(read_json_object(folder / CONFIG))
+
+
 def verify_quantized(folder: Path, against: Path | None = None) -> list[Check]:
-    """Check a folder that `quantize` wrote, and with `against` every weight against its source's.
+    """Check a folder with weights of few bits, and with `against` every weight of `quantize` against its source's.
 
     It loads the WHOLE model once, with stock transformers.
     """
-    record = read_record(folder)
-    source = None if against is None else _source(folder, record, against)
-    files = [name for name in record.files if name.endswith(".safetensors")]
+    report = find_report(folder)
+    pruned = None if report is None else report.quantize
+    record, digests = (read_record(folder), {}) if pruned is None or report is None else (pruned, report.files)
+    source = None
+    if isinstance(record, QuantizationRecord):
+        digests = record.files
+        source = None if against is None else _source(folder, record, against)
+    files = [name for name in digests if name.endswith(".safetensors")]
     tensors: dict[str, TensorInfo] = {}
 
     def headers() -> tuple[bool, str]:
@@ -38,11 +55,14 @@ def verify_quantized(folder: Path, against: Path | None = None) -> list[Check]:
         run_check("tensors", headers),
         run_check("finite", lambda: _check_finite(folder, tensors)),
         run_check("load", lambda: _check_load(folder)),
-        run_check("digests", lambda: check_digests(folder, record.files)),
+        run_check("digests", lambda: check_digests(folder, digests)),
         *run_side_file_check(folder),
     ]
     if source is not None:
         checks.append(run_check("rounded weights", lambda: _compare_weights(folder, record, tensors, source)))
+    elif against is not None:
+        why = "they were pruned before they were rounded: `ckpt-prune evaluate OUT --against MODEL` compares outputs"
+        checks.append(Check("rounded weights", None, f"not compared with {against}: {why}"))
     return checks
 
 
@@ -53,7 +73,7 @@ def _source(folder: Path, record: QuantizationRecord, against: Path) -> Checkpoi
     return source
 
 
-def _check_shapes(record: QuantizationRecord, tensors: dict[str, TensorInfo]) -> tuple[bool, str]:
+def _check_shapes(record: QuantizedWeights, tensors: dict[str, TensorInfo]) -> tuple[bool, str]:
     for rounded in record.weights:
         module = rounded.weight.removesuffix(".weight")
         if f"{module}.{PACKED}" not in tensors or f"{module}.{SCALE}" not in tensors:
@@ -84,11 +104,11 @@ def _check_load(folder: Path) -> tuple[bool, str]:
 
 
 def _compare_weights(
-    folder: Path, record: QuantizationRecord, tensors: dict[str, TensorInfo], source: Checkpoint
+    folder: Path, record: QuantizedWeights, tensors: dict[str, TensorInfo], source: Checkpoint
 ) -> tuple[bool, str]:
     """Check that quantised weights are the source's, rounded under the stored scales, and all others equal."""
     source, _ = match_checkpoint(source)
-    weights = {rounded.weight for rounded in record.weights}
+    weights = {rounded.weight: rounded.error or 0.0 for rounded in record.weights}
     for name in track(list(source.tensors), "comparing", unit="tensor"):
         theirs = source.read([name])[name]
         if name not in weights:
@@ -102,11 +122,13 @@ def _compare_weights(
         scales = _read(folder, tensors, f"{module}.{SCALE}")
         shape = _read(folder, tensors, f"{module}.{SHAPE}").tolist()
         if record.rounding == "gptq":
-            if shape != list(theirs.shape) or not torch.equal(scales, scales_of(theirs, record.scheme, scales.dtype)):
-                return False, f"{name} has scales that are not its source's"
+            change = (weights_of(codes, scales, record.scheme) - theirs.double()).square().sum()
+            share = float(change / theirs.double().square().sum().clamp_min(torch.finfo(torch.float64).tiny))
+            if shape != list(theirs.shape) or not isclose(share, weights[name], rel_tol=1e-6, abs_tol=1e-12):
+                return False, f"{name} is not as far from its source's as GPTQ left it"
         elif shape != list(theirs.shape) or not torch.equal(codes, codes_of(theirs, scales, record.scheme)):
             return False, f"{name} is not the source's, rounded to nearest"
-    how = "rounded to nearest" if record.rounding == "nearest" else "by their scales; how GPTQ rounded is not compared"
+    how = "rounded to nearest" if record.rounding == "nearest" else "as far off as GPTQ left them"
     others = len(source.tensors) - len(weights)
     return True, f"{len(weights)} weights are the source's, {how}; {others} tensors are its own, bit for bit"
 

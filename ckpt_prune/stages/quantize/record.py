@@ -15,7 +15,7 @@ from ckpt_prune.common.records import Count, Figure, FixedRecord
 from ckpt_prune.common.safe_text import as_code, as_markdown
 from ckpt_prune.job.model_card import described_by_card, front_matter
 from ckpt_prune.job.report import Source
-from ckpt_prune.stages.quantize.scheme import Format, PackingScheme
+from ckpt_prune.stages.quantize.scheme import Format, PackingScheme, Rounding
 
 QUANTISATION_KIND = FolderKind(QUANTISED_RECORD, "what `quantize` wrote", frozenset({"README.md"}))
 
@@ -27,14 +27,50 @@ class RoundedWeight(FixedRecord):
     error: Figure = None
 
 
-class QuantizationRecord(FixedRecord):
+class QuantizedWeights(FixedRecord):
+    """Which weights were rounded, and how.
+
+    Attributes:
+        group_size: columns that share a scale; None for whole rows.
+    """
+
+    format: Format
+    group_size: Annotated[int, Field(ge=1)] | None
+    rounding: Rounding = "nearest"
+    weights: list[RoundedWeight]
+
+    @property
+    def scheme(self) -> PackingScheme:
+        """Storage of the weights."""
+        return PackingScheme(self.format, self.group_size)
+
+    def describe(self) -> str:
+        """Say in a sentence what is stored how, and what rounding has changed."""
+        errors = [weight.error for weight in self.weights if weight.error is not None]
+        rounded = "to nearest" if self.rounding == "nearest" else "by GPTQ"
+        mean = sum(errors) / max(1, len(errors))
+        return (
+            f"{plural(len(self.weights), 'linear weight')} of the blocks as {self.scheme.words}, rounded {rounded}; "
+            "embeddings, norms and heads stay as they were. Rounding changed a weight by "
+            f"{mean:.2%} of its energy on average."
+        )
+
+
+class QuantizeFields(FixedRecord):
+    """The stored weights of an output that was pruned and rounded in one go."""
+
+    optional = frozenset({"quantize"})
+
+    quantize: QuantizedWeights | None = None
+
+
+class QuantizationRecord(QuantizedWeights):
     """Content of the file.
 
     Attributes:
         version: of the file's format.
         ckpt_prune, compressed_tensors, torch, transformers: versions of what wrote it.
         auto_class: of transformers; it loads both checkpoints.
-        group_size: columns that share a scale; None for whole rows.
         before, after: bytes of tensors.
         statistics: digest of those that gptq rounded by, if they were measured before.
         samples, sample_digest: number and fingerprint of the samples that it measured behind the rounded blocks.
@@ -51,15 +87,11 @@ class QuantizationRecord(FixedRecord):
     transformers: str
     source: Source
     auto_class: Annotated[str, Field(pattern=r"^\w+$")]
-    format: Format
-    group_size: Annotated[int, Field(ge=1)] | None
     before: Count
     after: Count
-    rounding: Literal["nearest", "gptq"] = "nearest"
     statistics: str | None = None
     samples: Count | None = None
     sample_digest: str | None = None
-    weights: list[RoundedWeight]
     report: dict[str, Any] | None = None
     files: dict[str, str] = Field(default_factory=dict)
     side_files: list[str] = Field(default_factory=list)
@@ -79,11 +111,6 @@ class QuantizationRecord(FixedRecord):
             ("after", self.after),
             ("weights", len(self.weights)),
         ]
-
-    @property
-    def scheme(self) -> PackingScheme:
-        """Storage of the weights."""
-        return PackingScheme(self.format, self.group_size)
 
 
 def find_record(folder: Path) -> QuantizationRecord | None:
@@ -119,18 +146,14 @@ def card_metadata(record: QuantizationRecord) -> dict[str, Any]:
 
 def make_card(record: QuantizationRecord) -> str:
     """Make README.md of a quantised checkpoint from its record."""
-    errors = [weight.error for weight in record.weights if weight.error is not None]
-    mean = f" Rounding changed a weight by {sum(errors) / len(errors):.2%} of its energy on average." if errors else ""
     share = record.after / record.before
-    rounded = "to nearest" if record.rounding == "nearest" else "by GPTQ"
     return "\n".join(
         [
             front_matter(card_metadata(record)),
             f"# {as_markdown(f'{record.source.name}, {record.format}')}",
             "",
             f"{as_markdown(f'Made by ckpt_prune {record.ckpt_prune}')} from {as_code(record.source.name)}: "
-            f"{plural(len(record.weights), 'linear weight')} of the blocks as {record.scheme.words}, rounded "
-            f"{rounded}; embeddings, norms and heads stay as they were.{mean}",
+            + record.describe(),
             f"{human_bytes(record.after)} of {human_bytes(record.before)} ({share:.1%}), in the form of "
             f"compressed-tensors (pack-quantized). What it was made from is in `{QUANTISED_RECORD}`.",
             "",

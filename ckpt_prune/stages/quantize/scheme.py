@@ -6,6 +6,7 @@ from typing import Any, Literal
 from ckpt_prune.common.errors import UserError
 
 Format = Literal["int8", "int4"]
+Rounding = Literal["nearest", "gptq"]
 BITS: dict[str, int] = {"int8": 8, "int4": 4}
 GROUPS = (128, 64, 32)
 """Columns that may share a scale: those that kernels for such weights take, largest first."""

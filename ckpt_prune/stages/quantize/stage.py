@@ -1,60 +1,130 @@
 """The stage `quantize`: weights of few bits. The command `quantize` runs it alone."""
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from ckpt_prune.job.recipe import Recipe, StageKeys
 from ckpt_prune.job.stage import Stage
-from ckpt_prune.measure.statistics.files import Collect
-from ckpt_prune.stages.quantize.scheme import Format
+from ckpt_prune.stages.quantize.scheme import GROUPS, Format, Rounding
 
 if TYPE_CHECKING:
     from ckpt_prune.job.form import Form
     from ckpt_prune.job.prepared import Prepared
     from ckpt_prune.job.run import Run
     from ckpt_prune.job.step import Step
-
-
-Rounding = Literal["nearest", "gptq"]
+    from ckpt_prune.show.section import Section
+    from ckpt_prune.stages.report import Report
 
 
 class Quantize(Stage):
-    """Rounding of the linear weights of the blocks."""
+    """Rounding of the linear weights of the blocks, behind whatever prunes them."""
 
     key = "quantize"
     summary = "Store the linear weights of the blocks in 8 or 4 bits."
+    prunes = False
     doing = "quantised"
     bar = "quantising"
     takes_outputs = True
+    rewrites = True
+    excludes: ClassVar[Mapping[str, str]] = {
+        other: f"{other} and quantize do not go in one recipe: prune first, then `ckpt-prune quantize OUT --text FILE`"
+        for other in ("rotation", "hidden", "low_rank", "recovery", "export")
+    }
 
-    format: Format = Field(description="What weights are stored as.")
-    group_size: str | None = Field(None, description="Columns that share a scale, or channel.")
-    rounding: Rounding = Field("gptq", description="nearest: to the nearest number; gptq: so that outputs stay.")
+    format: Format = Field(description="Type that weights are stored in: int8 or int4 (compressed-tensors).")
+    group_size: str | None = Field(
+        None,
+        description="Columns that share a scale: 32, 64 or 128, or channel for whole rows. Default: channel for int8; "
+        "for int4 the largest that divides every weight.",
+    )
+    rounding: Rounding = Field(
+        "gptq",
+        description="gptq: later columns make up for earlier ones, by the inputs that reach them behind the blocks "
+        "that are pruned and rounded already; nearest: to the nearest number, which needs no data.",
+    )
+
+    @field_validator("group_size", mode="before")
+    @classmethod
+    def _as_text(cls, value: Any) -> Any:
+        return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+    def check_recipe(self, recipe: Recipe) -> None:
+        if recipe.size is not None and recipe.size.kind == "bytes":
+            raise ValueError("size.bytes counts weights as they are before quantize: say size.params")
+        if any(stage.needs_own_code(recipe) for stage in recipe.stages):
+            raise ValueError(
+                "runtimes of quantised weights run no code of our own: say widths: uniform, or leave out quantize"
+            )
 
     def needs_moments(self, recipe: Recipe) -> bool:
         return self.rounding == "gptq"
 
+    def needs_samples(self, recipe: Recipe) -> bool:
+        return self.rounding == "gptq"
+
+    @property
+    def least_group(self) -> int:
+        """Columns that a group has at least: widths are multiples of it; 1 if whole rows share a scale."""
+        if self.group_size is None:
+            return 1 if self.format == "int8" else GROUPS[-1]
+        return int(self.group_size) if self.group_size in map(str, GROUPS) else 1
+
+    # ---- work ------------------------------------------------------------------------------------------------
+
+    def check(self, prepared: "Prepared") -> None:
+        from ckpt_prune.stages.quantize.output import check_model
+
+        check_model(prepared.model)
+
+    def check_data(self, prepared: "Prepared") -> None:
+        from ckpt_prune.stages.quantize.step import check_samples
+
+        if self.rounding == "gptq":
+            check_samples(prepared)
+
+    def step(self, prepared: "Prepared", run: "Run") -> "Step":
+        from ckpt_prune.stages.quantize.step import quantize_step
+
+        return quantize_step(self, prepared, run)
+
+    def report(self, prepared: "Prepared", records: Sequence[Any], run: "Run") -> dict[str, Any]:
+        from ckpt_prune.stages.quantize.step import describe_weights
+
+        return {"quantize": describe_weights(self, prepared, records)}
+
+    @classmethod
+    def sections(cls, report: "Report") -> "Sequence[Section]":
+        """Return what a report says of the stage."""
+        from ckpt_prune.show.section import Section
+
+        return [] if report.quantize is None else [Section("Stored weights", [report.quantize.describe()])]
+
+
+class QuantizeAlone(Quantize):
+    """The stage as the command `quantize` runs it: statistics of the model may have been measured before."""
+
+    prunes = True
+
+    def needs_samples(self, recipe: Recipe) -> bool:
+        return False
+
     def measures_prefix(self, recipe: Recipe) -> bool:
         return self.rounding == "gptq"
 
-    def collects(self, recipe: Recipe) -> set[Collect]:
-        return {"gram", "linears"} if self.rounding == "gptq" else set()
-
     def check(self, prepared: "Prepared") -> None:
-        from ckpt_prune.stages.quantize.step import choose_weights
+        from ckpt_prune.stages.quantize.step import check_alone
 
-        choose_weights(self, prepared)
+        check_alone(self, prepared)
+
+    def check_data(self, prepared: "Prepared") -> None:
+        """Statistics are enough."""
 
     def preview(self, prepared: "Prepared") -> "Prepared":
         from ckpt_prune.stages.quantize.step import lay_out
 
         return lay_out(self, prepared)
-
-    def step(self, prepared: "Prepared", run: "Run") -> "Step":
-        from ckpt_prune.stages.quantize.step import quantize_step
-
-        return quantize_step(self, prepared)
 
     def form(self) -> "Form":
         from ckpt_prune.stages.quantize.step import QUANTIZED
@@ -65,9 +135,9 @@ class Quantize(Stage):
 class QuantizeRecipe(Recipe):
     """The recipe of the command `quantize`: one stage."""
 
-    kinds: ClassVar[tuple[type[StageKeys], ...]] = (Quantize,)
+    kinds: ClassVar[tuple[type[StageKeys], ...]] = (QuantizeAlone,)
 
-    quantize: Quantize
+    quantize: QuantizeAlone
 
 
 def quantize_recipe(format: Format, group_size: str | None, rounding: Rounding) -> QuantizeRecipe:

@@ -1,0 +1,113 @@
+"""The output of the stage `quantize`: which weights are stored in few bits, and what stands in for them."""
+
+from contextlib import redirect_stderr
+from dataclasses import replace
+from io import StringIO
+from typing import Any
+
+from torch import nn
+
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.checkpoint.quantised import QUANTISATION_KEY
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.job.layout import Layout, Output, count_bytes
+from ckpt_prune.model.containers.container import Container
+from ckpt_prune.model.model import Model, TensorSpec
+from ckpt_prune.sparsity.zeros import weights_by_module
+from ckpt_prune.stages.quantize.packing import packed_shapes, packed_skeleton, packing_config, require_library
+from ckpt_prune.stages.quantize.scheme import PackingScheme, choose_scheme
+from ckpt_prune.stages.quantize.stage import Quantize
+
+_WEIGHT = ".weight"
+
+
+def check_model(model: Model) -> None:
+    """Refuse a missing library, and a model whose linear modules transformers does not quantise."""
+    require_library()
+    checkpoint, family = model.checkpoint, model.family
+    if model.has_remote_code:
+        raise _own_code(checkpoint)
+    if checkpoint.stacks or family.experts is not None:
+        raise UserError(f"{checkpoint.path}: experts are no linear modules in transformers, so they are not quantised")
+    if checkpoint.transposed:
+        raise UserError(
+            f"{checkpoint.path} is a {family.model_type}, whose Conv1D modules transformers does not quantise"
+        )
+
+
+def pack_output(stage: Quantize, model: Model, output: Output) -> Output:
+    """Return an output with packed tensors in place of the linear weights of its blocks.
+
+    Refused are groups that do not divide a weight, and a model whose linear modules transformers would not find under
+    the names in its files.
+    """
+    checkpoint, family, container = model.checkpoint, model.family, output.container
+    if container.remote_class is not None:
+        raise _own_code(checkpoint)
+    specs = {name: spec for tensors in output.layout.values() for name, spec in tensors.items()}
+    linears = weights_by_module(specs, family.block, family.linears)
+    chosen = {name for names in linears.values() for name in names}
+    weights = {name: spec for name, spec in specs.items() if name in chosen and all(spec[1])}
+    scheme = scheme_of(stage, weights)
+    ignored = _check_names(weights, container, checkpoint)
+    _check_loads(container.skeleton(), scheme, ignored, checkpoint)
+    layout: Layout = {file: {} for file in output.layout}
+    for file, tensors in output.layout.items():
+        for name, (dtype, shape) in tensors.items():
+            if name in weights:
+                rows, columns = shape
+                layout[file] |= packed_shapes(name.removesuffix(_WEIGHT), (rows, columns), scheme, dtype)
+            else:
+                layout[file][name] = (dtype, shape)
+    packing = packing_config(scheme, ignored).model_dump(mode="json", exclude_none=True)
+    return replace(
+        output,
+        container=replace(container, config=container.config | {QUANTISATION_KEY: packing}),
+        layout=layout,
+        cost=output.cost.model_copy(update={"bytes": count_bytes(layout)}),
+        packed=weights,
+    )
+
+
+def scheme_of(stage: Quantize, weights: dict[str, TensorSpec]) -> PackingScheme:
+    """Choose how weights are stored."""
+    return choose_scheme(stage.format, stage.group_size, {name: shape[1] for name, (_, shape) in weights.items()})
+
+
+def _own_code(checkpoint: Checkpoint) -> UserError:
+    return UserError(
+        f"{checkpoint.path} needs code of its own, which runtimes of quantised weights do not run: prune with "
+        "widths: uniform (recipe best-uniform)"
+    )
+
+
+def _check_loads(model: Any, scheme: PackingScheme, ignored: list[str], checkpoint: Checkpoint) -> None:
+    """Refuse a class that reads weights while it is loaded, if it has only packed ones: on the meta device."""
+    try:
+        with redirect_stderr(StringIO()):
+            packed_skeleton(model, scheme, ignored)
+            for module in model.modules():
+                model._init_weights(module)
+    except AttributeError as error:
+        raise UserError(
+            f"{checkpoint.path}: transformers' {type(model).__name__} cannot be loaded with packed weights ({error})"
+        ) from error
+
+
+def _check_names(weights: dict[str, TensorSpec], container: Container, checkpoint: Checkpoint) -> list[str]:
+    """Refuse weights that transformers would not find: it looks for the linear modules of its own model by name.
+
+    Return the names of its other linear modules, which stay as they are.
+    """
+    names = container.names()
+    modules = dict(names.model.named_modules())
+    rounded = {name.removesuffix(_WEIGHT) for name in weights}
+    for name in weights:
+        if names.parameters(name) != (name,) or type(modules.get(name.removesuffix(_WEIGHT))) is not nn.Linear:
+            raise UserError(
+                f"{checkpoint.path}: transformers holds {name} under another name, or not as a linear module, and "
+                "would not find it quantised"
+            )
+    if not weights:
+        raise UserError(f"{checkpoint.path} has no linear weights in its blocks that could be quantised")
+    return [name for name, module in modules.items() if isinstance(module, nn.Linear) and name not in rounded]
