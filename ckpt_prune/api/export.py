@@ -56,7 +56,7 @@ def export(options: ExportOptions) -> "Exported | ExportedGguf":
 
     trust = options.trust_remote_code
     with spread(options):
-        source = open_checkpoint(options.model, Opening(trust))
+        source = open_checkpoint(options.model, Opening(trust, packed=True))
         refuse_inside(options.output, [options.images, options.labels, *options.text])
         writer = GraphWriter(source, options.output, settings, overwrite=options.overwrite)
         provider = options.provider or default_provider(settings.optimize)

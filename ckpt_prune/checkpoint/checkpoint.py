@@ -18,7 +18,8 @@ from ckpt_prune.checkpoint.fp8 import attach_scales
 from ckpt_prune.checkpoint.journal import refuse_unfinished
 from ckpt_prune.checkpoint.json_files import check_side_files, read_json_object
 from ckpt_prune.checkpoint.model_folder import ADAPTER_CONFIG, is_adapter, model_name, refuse_adapter, resolve_model
-from ckpt_prune.checkpoint.quantised import class_name, drop_quantisation, is_plain_fp8, refuse_quantised
+from ckpt_prune.checkpoint.packed import attach_groups
+from ckpt_prune.checkpoint.quantised import class_name, drop_quantisation, is_packed, is_plain_fp8, refuse_quantised
 from ckpt_prune.checkpoint.shard import (
     Header,
     Stack,
@@ -113,10 +114,13 @@ class Checkpoint:
     adapter: Path | None = None
 
     @classmethod
-    def open(cls, model: str | Path) -> "Checkpoint":
+    def open(cls, model: str | Path, *, packed: bool = False) -> "Checkpoint":
         """Open a folder or Hub id, reading config, index and headers only.
 
         A folder with an adapter is its base model, whose tensors have the adapter merged as they are read.
+
+        Args:
+            packed: read weights that `quantize` has packed as plain ones, in place of refusing them.
 
         Raises:
             UserError: the model is not found, or a file is missing, damaged, not supported or contradicts the index.
@@ -124,7 +128,7 @@ class Checkpoint:
         path = resolve_model(str(model))
         if is_adapter(path):
             return cls._open_adapter(path)
-        config = _read_config(path)
+        config = _read_config(path, packed=packed)
         check_side_files(path)
         # The order of transformers: the single file wins if both are there.
         sharded = not (path / SINGLE).exists()
@@ -133,6 +137,8 @@ class Checkpoint:
         tensors = {name: info for header in headers.values() for name, info in header.tensors.items()}
         if is_plain_fp8(config):
             tensors, config = attach_scales(path, tensors, config), drop_quantisation(config)
+        elif is_packed(config):
+            tensors, config = attach_groups(path, tensors, config), drop_quantisation(config)
         # A file of nothing but scales has nothing that is read for itself.
         used = {info.file for info in tensors.values()}
         files = tuple(file for file in headers if file in used or not headers[file].tensors)
@@ -358,12 +364,13 @@ def _equal(folder: Path, one: TensorInfo, other: TensorInfo, *_stamps: Stamp | N
         return all(torch.equal(ours, theirs) for ours, theirs in pieces)
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def _read_config(path: Path, *, packed: bool = False) -> dict[str, Any]:
     if not (path / CONFIG).is_file():
         refuse_unfinished(path)
         raise UserError(f"{path} has no {CONFIG}; give a checkpoint folder as published on the Hub")
     config = check_config(path / CONFIG, read_json_object(path / CONFIG))
-    refuse_quantised(path, config)
+    if not (packed and is_packed(config)):
+        refuse_quantised(path, config)
     return config
 
 

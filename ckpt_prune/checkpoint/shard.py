@@ -79,11 +79,13 @@ class Scaled:
         dtype: of the stored elements.
         scale: tensor of scales on disk.
         block: rows and columns of the last two axes that share a scale.
+        bits: of an element, if several are packed in a word; None if none is.
     """
 
     dtype: torch.dtype
     scale: "TensorInfo"
     block: tuple[int, int]
+    bits: int | None = None
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,9 @@ class TensorInfo:
         added = () if self.adapter is None else (self.adapter.down, self.adapter.up)
         if self.scaled is None:
             return (replace(self, adapter=None), *added) if added else (self,)
-        plain = replace(self, dtype=self.scaled.dtype, shape=self.stored_shape, transposed=False)
+        shape, bits = self.stored_shape, self.scaled.bits
+        shape = shape if bits is None else (shape[0], -(-shape[1] * bits // 32))
+        plain = replace(self, dtype=self.scaled.dtype, shape=shape, transposed=False)
         return replace(plain, scaled=None, adapter=None), self.scaled.scale, *added
 
     @property
@@ -249,6 +253,16 @@ def read_tensor(handle: io.FileIO, info: TensorInfo) -> Tensor:
     return tensor.T.contiguous() if info.transposed else tensor
 
 
+def unpack_words(words: Tensor, bits: int, columns: int) -> Tensor:
+    """Return the whole numbers that 32-bit words hold, (rows, columns) int32, from -2^(bits-1) on.
+
+    The first of them is in the lowest bits; each is stored as its distance from the least one.
+    """
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    codes: Tensor = (words[..., None] >> shifts) & (2**bits - 1)
+    return codes.reshape(len(words), -1)[:, :columns] - 2 ** (bits - 1)
+
+
 def apply_scales(info: TensorInfo, stored: Tensor, scale: Tensor) -> Tensor:
     """Multiply stored elements by their scales, which gives the tensor as it is read.
 
@@ -258,14 +272,15 @@ def apply_scales(info: TensorInfo, stored: Tensor, scale: Tensor) -> Tensor:
         scale: with as many axes, or one number.
     """
     assert info.scaled is not None
-    (rows, columns), (height, width) = info.scaled.block, stored.shape[-2:]
-    product = torch.empty(stored.shape, dtype=info.dtype)
+    (rows, columns), (height, width), bits = info.scaled.block, info.stored_shape[-2:], info.scaled.bits
+    product = torch.empty(info.stored_shape, dtype=info.dtype)
     wide = scale.float().reshape(1, 1) if scale.numel() == 1 else scale.float()
     wide = wide.repeat_interleave(columns, dim=-1)[..., :width]
     # A run of rows at a time: in float32 the whole would be four times what is stored.
     step = rows * max(1, _CHUNK_BYTES // (4 * width * rows))
     for first in range(0, height, step):
-        part = stored[..., first : first + step, :].float()
+        part = stored[..., first : first + step, :]
+        part = part.float() if bits is None else unpack_words(part, bits, width).float()
         tall = wide[..., first // rows : -(-(first + step) // rows), :].repeat_interleave(rows, dim=-2)
         product[..., first : first + step, :] = (part * tall[..., : part.shape[-2], :]).to(info.dtype)
     return product.T.contiguous() if info.transposed else product

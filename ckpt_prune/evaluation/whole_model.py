@@ -74,6 +74,7 @@ def load_model(
     auto: str | None = None,
     trust_remote_code: bool = False,
     whole: bool = False,
+    unpack: bool = False,
 ) -> PreTrainedModel:
     """Load a WHOLE model into memory, in evaluation mode.
 
@@ -87,6 +88,7 @@ def load_model(
         auto: class of a stock model, as in `load_reported`. Without it an embedder is its base model.
         trust_remote_code: run code that the folder brings and that is not this tool's.
         whole: load onto `device` in any case.
+        unpack: give weights of few bits that `quantize` wrote plain modules, in place of those of compressed-tensors.
     """
     places = None if whole else current_device_map()
     model, report = load_reported(
@@ -95,6 +97,7 @@ def load_model(
         auto=auto,
         trust_remote_code=trust_remote_code,
         places=places,
+        unpack=unpack,
     )
     faults = (*report.missing, *report.mismatched)
     if faults:
@@ -125,6 +128,7 @@ def load_reported(
     auto: str | None = None,
     trust_remote_code: bool = False,
     places: DeviceMap | None = None,
+    unpack: bool = False,
 ) -> tuple[PreTrainedModel, LoadReport]:
     """Load a folder as `from_pretrained` does for anyone, on CPU, and say what did not fit.
 
@@ -137,6 +141,7 @@ def load_reported(
         auto: name of the class; by default `loading_class`.
         trust_remote_code: run the folder's own code.
         places: where its parts may go, if not all on CPU.
+        unpack: as in `load_model`.
     """
     raw = read_config(folder)
     try:
@@ -161,8 +166,8 @@ def load_reported(
                 loader.register_for_auto_class(auto_class(raw))  # so that what is saved of it carries the code
                 stored = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
                 options = {"config": with_block_facts(stored, ours)}
-            elif is_plain_fp8(raw) and not foreign:
-                loader, options = _convert_fp8(loader, folder)
+            elif (is_plain_fp8(raw) and not foreign) or (unpack and is_packed(raw)):
+                loader, options = _convert_weights(loader, folder)
                 source = None
             load = loader.from_pretrained if places is None else partial(places.load, loader)
             model, info = load(
@@ -174,7 +179,7 @@ def load_reported(
                 dtype=dtype,
                 **options,
             )
-            if is_packed(raw):  # else the first forward pass does it
+            if is_packed(raw) and source is not None:  # else the first forward pass does it
                 model.hf_quantizer.compressor.decompress_model(model)
         except UserError:
             raise
@@ -194,9 +199,12 @@ def load_reported(
     return model.eval(), report
 
 
-def _convert_fp8(loader: Any, folder: Path) -> tuple[Any, dict[str, Any]]:
-    """Return the class and the tensors of float8 weights. transformers' own way needs a GPU, or another package."""
-    checkpoint = Checkpoint.open(folder)
+def _convert_weights(loader: Any, folder: Path) -> tuple[Any, dict[str, Any]]:
+    """Return the class and the plain tensors of weights in float8 or few bits.
+
+    transformers' own way needs a GPU, or another package, and leaves modules that are not traced.
+    """
+    checkpoint = Checkpoint.open(folder, packed=True)
     config = parse_config(checkpoint.config)
     if hasattr(loader, "from_config"):  # an Auto class cannot load what is in memory
         with on_meta_device():

@@ -18,7 +18,7 @@ from ckpt_prune.gguf.llama_cpp import require_runtime
 from ckpt_prune.gguf.proof import prove
 from ckpt_prune.gguf.rounding import needs_program, run_program
 from ckpt_prune.gguf.tokenizer import tokenizer_values
-from ckpt_prune.gguf.types import kinds_of, tensor_bytes, type_of, zero_bytes
+from ckpt_prune.gguf.types import default_type, kinds_of, tensor_bytes, type_of, zero_bytes
 from ckpt_prune.gguf.writing import check_gguf_place, write_gguf
 from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.options.data import ProofOptions
@@ -106,9 +106,9 @@ def export_gguf(
     check_gguf_place(out, overwrite=overwrite)
     if proof:
         require_runtime()
-    source = open_model(model, Opening(trust))
+    source = open_model(model, Opening(trust, packed=True))
     folder = source.checkpoint.whole if proof else source.checkpoint.path
-    chosen = kind or type_of(source.checkpoint.dtype)
+    chosen = kind or default_type(source.checkpoint)
     layout = lay_out(source, 32 if chosen in GGUF_ROWS else 1)
     tokenizer = tokenizer_values(folder, layout.values["vocab_size"])
     kinds, changed = kinds_of(layout, chosen)
@@ -162,7 +162,7 @@ def validate_gguf(file: Path, against: str, proving: ProofOptions, *, trust: boo
         UserError: the file is damaged, or llama.cpp is not installed or does not load it.
     """
     require_runtime()
-    source = open_model(against, Opening(trust))
+    source = open_model(against, Opening(trust, packed=True))
     return prove(file, source.checkpoint.whole, type_of_file(file), proving, trust=trust)
 
 

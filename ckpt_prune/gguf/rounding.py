@@ -20,6 +20,7 @@ from torch import Tensor
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.finite import all_finite
 from ckpt_prune.common.graph_types import GgufType, MixedGgufType
+from ckpt_prune.sparsity.steps import find_steps
 
 Array = np.ndarray[Any, Any]
 _PROGRAM = "llama-quantize"
@@ -73,7 +74,10 @@ def encode(name: str, tensor: Tensor, kind: Kind) -> Iterator[Array]:
         part = np.ascontiguousarray(rows[start : start + size].float().numpy())
         if kind == Kind.F16 and np.abs(part).max(initial=0) > np.finfo(np.float16).max:
             raise UserError(f"{name} has weights beyond the range of float16: give --dtype bf16 or f32")
-        return _by_llama_cpp(part, kind) if kind in _BY_LLAMA_CPP else gguf.quantize(part, kind)
+        if kind in _BY_LLAMA_CPP:
+            return _by_llama_cpp(part, kind)
+        kept = _keep_steps(part) if kind == Kind.Q4_0 else None
+        return gguf.quantize(part, kind) if kept is None else kept
 
     starts = range(0, rows.shape[0], size)
     if kind not in _BY_LLAMA_CPP:
@@ -81,6 +85,20 @@ def encode(name: str, tensor: Tensor, kind: Kind) -> Iterator[Array]:
         return
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         yield from pool.map(encode_rows, starts)
+
+
+def _keep_steps(rows: Array) -> Array | None:
+    """Return rows as bytes of q4_0 if they have its steps already, as `quantize` leaves them; else None.
+
+    gguf-py would find the steps again only in blocks that reach code -8.
+    """
+    found = find_steps(rows.reshape(-1, 32))
+    if found is None:
+        return None
+    steps, codes = found
+    fields = (codes + 8).astype(np.uint8)
+    packed = [steps[:, None].astype(np.float16).view(np.uint8), fields[:, :16] | (fields[:, 16:] << 4)]
+    return np.concatenate(packed, axis=1).reshape(len(rows), -1)
 
 
 def _by_llama_cpp(rows: Array, kind: Kind) -> Array:

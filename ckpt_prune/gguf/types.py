@@ -9,6 +9,7 @@ import gguf
 import torch
 from gguf import GGMLQuantizationType as Kind
 
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.graph_types import GGUF_ROWS, GgufType, MixedGgufType
 from ckpt_prune.gguf.layout import Layout
 
@@ -54,6 +55,12 @@ _ELSE = {Kind.Q2_K: Kind.Q4_0, Kind.Q3_K: Kind.Q4_0, Kind.Q4_K: Kind.Q5_0, Kind.
 def type_of(dtype: torch.dtype) -> GgufType:
     """The type that holds a checkpoint's weights as they are."""
     return {torch.float16: "f16", torch.bfloat16: "bf16"}.get(dtype, "f32")  # type: ignore[return-value]
+
+
+def default_type(checkpoint: Checkpoint) -> GgufType:
+    """The type of a checkpoint's file if none is asked for: that of its weights, q4_0 for those that have 4 bits."""
+    packed = any(info.scaled is not None and info.scaled.bits == 4 for info in checkpoint.tensors.values())
+    return "q4_0" if packed else type_of(checkpoint.dtype)
 
 
 def kinds_of(layout: Layout, chosen: GgufType) -> tuple[dict[str, Kind], tuple[str, ...]]:

@@ -7,11 +7,11 @@ from typing import ClassVar, Protocol
 from pydantic import BaseModel
 from torch import Tensor
 
+from ckpt_prune.checkpoint.packed import unpack_weights
 from ckpt_prune.common.phases import phase
 from ckpt_prune.measure.moment_sources import MomentSource, SequentialMoments
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.model.factors import multiply_factors
-from ckpt_prune.model.packed import unpack_weights
 
 Tensors = Mapping[str, Tensor]
 """On-disk name → tensor of a block."""

@@ -49,7 +49,6 @@ _INSTEAD: dict[Change, str] = {
     "rotations": "--set rotation=shared, with one rotation for all blocks",
 }
 _ALL = frozenset(get_args(Change))
-_PLAIN = _ALL - {"few bits"}
 _SHAPES: frozenset[Change] = frozenset({"widths", "heads", "biases", "low rank"})
 _GRAPH = {"int4": 32, "q4f16": 32}
 _TENSOR_PARALLEL = {f"tp{size}": size for size in (2, 4, 8)}
@@ -94,7 +93,7 @@ class Runtime:
 
     command: str
     install: str
-    changes: frozenset[Change] = _PLAIN
+    changes: frozenset[Change] = _ALL
     families: tuple[str, ...] | None = None
     own_shapes: tuple[str, ...] | None = None
     own_biases: tuple[str, ...] | None = None
@@ -106,7 +105,7 @@ class Runtime:
 
 RUNTIMES: dict[str, Runtime] = {
     "transformers": Runtime(
-        'AutoModel….from_pretrained("OUT", trust_remote_code=True)', "pip install transformers", _ALL,
+        'AutoModel….from_pretrained("OUT", trust_remote_code=True)', "pip install transformers",
         note="A stock output needs no `trust_remote_code`.",
     ),
     "onnxruntime": Runtime(
@@ -115,12 +114,12 @@ RUNTIMES: dict[str, Runtime] = {
     ),
     "genai": Runtime(
         'ckpt-prune export OUT -o OUT/onnx, then onnxruntime_genai.Model("OUT/onnx")',
-        'pip install "ckpt-prune[genai]"', _PLAIN - {"qk", "rotary", "values"}, generates=True, rows=_GRAPH,
+        'pip install "ckpt-prune[genai]"', _ALL - {"qk", "rotary", "values"}, generates=True, rows=_GRAPH,
         note="From 0.18 on. It makes values as wide as keys.",
     ),
     "llama.cpp": Runtime(
         "ckpt-prune export OUT --format gguf -o OUT.gguf, then llama-cli -m OUT.gguf",
-        'pip install "ckpt-prune[llamacpp]"', _SHAPES - {"low rank"} | {"zeros"}, _LLAMA_CPP,
+        'pip install "ckpt-prune[llamacpp]"', _SHAPES - {"low rank"} | {"zeros", "few bits"}, _LLAMA_CPP,
         own_biases=("llama", "mistral", "qwen2", "seed_oss", "granite", "phi3"), generates=True, rows=GGUF_ROWS,
         note="It takes blocks as they are in llama, mistral, qwen2, seed_oss, granite and phi3, and in qwen3 with a "
         "tied head. In other families the file fills all blocks up with zeros to the widest, which saves less.",

@@ -93,7 +93,7 @@ def _check_validation(folder: Path, graph: Manifest, present: dict[str, str]) ->
 
 
 def _verify_source(manifest: Manifest, source: Path) -> tuple[bool, str]:
-    if manifest.source.fingerprint != Checkpoint.open(source).fingerprint:
+    if manifest.source.fingerprint != Checkpoint.open(source, packed=True).fingerprint:
         return False, f"it was exported from another model than {source}: its record names {manifest.source.name}"
     return True, f"exported from {source}"
 

@@ -168,7 +168,9 @@ class GraphWriter:
                     continue
                 with meter(2, "exporting") as bar:
                     bar.say("loading the model")
-                    model = load_model(self.source.whole, device="cpu", dtype=kind, trust_remote_code=trust, whole=True)
+                    model = load_model(
+                        self.source.whole, device="cpu", dtype=kind, trust_remote_code=trust, whole=True, unpack=True
+                    )
                     bar.to(1)
                     bar.say("tracing")
                     graph = self._trace(model)

@@ -133,11 +133,11 @@ def validate(
             graph cannot be run on the provider.
     """
     manifest = read_manifest(folder)
-    checkpoint = Checkpoint.open(model)
+    checkpoint = Checkpoint.open(model, packed=True)
     _check_source(folder, manifest, checkpoint)
     if (samples.images if manifest.modality == "text" else samples.windows) is not None:
         raise UserError(f"{folder} reads {manifest.modality}: it cannot be compared on the other")
-    module = load_model(checkpoint.whole, device="cpu", dtype=torch.float32, trust_remote_code=trust)
+    module = load_model(checkpoint.whole, device="cpu", dtype=torch.float32, trust_remote_code=trust, unpack=True)
     others = _load_others(dense, manifest.full_task, trust)
     validations = []
     for graph in manifest.split():
@@ -176,7 +176,7 @@ def find_source(folder: Path, manifest: Manifest) -> Path:
         if not (place / CONFIG).is_file():
             continue
         try:
-            if Checkpoint.open(place).fingerprint == manifest.source.fingerprint:
+            if Checkpoint.open(place, packed=True).fingerprint == manifest.source.fingerprint:
                 return place
         except UserError:  # another folder, or one that changed
             continue
@@ -282,14 +282,14 @@ def validate_metric(
         provider: what onnxruntime runs on; None: what the graph is fused for, else the CPU.
         dense: another model that the metric is compared with as well.
     """
-    checkpoint = Checkpoint.open(model)
+    checkpoint = Checkpoint.open(model, packed=True)
     graphs = _open_graphs(place, checkpoint, options, provider)
     first = next(graphs)
     samples = choose_proof_samples(checkpoint.path, first.task, options, trust=trust)
     if samples.windows is None and samples.images is None:
         option = "--text" if first.task.modality == "text" else "--images"
         raise UserError(f"no metric is measured on noise: give {option}")
-    module = load_model(checkpoint.whole, device="cpu", dtype=torch.float32, trust_remote_code=trust)
+    module = load_model(checkpoint.whole, device="cpu", dtype=torch.float32, trust_remote_code=trust, unpack=True)
     if samples.windows is not None:
         check_windows(module, samples.windows)
     others = _load_others(dense, first.task, trust)

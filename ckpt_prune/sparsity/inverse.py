@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ckpt_prune.sparsity.damping import damped_cholesky, live_mean
@@ -30,6 +31,11 @@ class OrderedFactor:
 
     order: Tensor
     factor: Tensor
+
+    @property
+    def energies(self) -> Tensor:
+        """Diagonal of the damped Gram in units of its mean, inputs in their own order, (d_in,) float64."""
+        return torch.empty_like(self.factor[0]).index_copy_(0, self.order, self.factor.square().sum(1).flip(0))
 
 
 def factorise_largest_first(gram: Tensor, damp: float, most_damp: float) -> OrderedFactor:

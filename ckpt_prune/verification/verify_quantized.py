@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ckpt_prune.checkpoint.checkpoint import CONFIG, Checkpoint, read_tensors
 from ckpt_prune.checkpoint.json_files import read_json_object
+from ckpt_prune.checkpoint.packed import PACKED, SCALE, SHAPE
 from ckpt_prune.checkpoint.quantised import is_packed
 from ckpt_prune.checkpoint.shard import TensorInfo, read_header
 from ckpt_prune.common.errors import UserError
@@ -16,7 +17,6 @@ from ckpt_prune.common.finite import all_finite
 from ckpt_prune.common.progress import track
 from ckpt_prune.evaluation.whole_model import stock_load_report
 from ckpt_prune.model.matching import match_checkpoint
-from ckpt_prune.model.packed import PACKED, SCALE, SHAPE
 from ckpt_prune.stages.quantize.packing import packed_shapes, require_library, unpack_codes
 from ckpt_prune.stages.quantize.record import QuantizationRecord, QuantizedWeights, read_record
 from ckpt_prune.stages.quantize.rounding import codes_of, weights_of

@@ -7,6 +7,7 @@ from typing import get_args
 import pytest
 import torch
 
+from ckpt_prune import quantize
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.graph_types import MixedGgufType
 from ckpt_prune.gguf import rounding
@@ -102,3 +103,25 @@ def test_the_numbers_of_types_are_those_of_llama_cpp():
     numbers = LlamaFileType.__members__.items()
     names = {name.removeprefix("MOSTLY_").removeprefix("ALL_").lower(): int(number) for name, number in numbers}
     assert {name: names[name] for name in FILE_TYPES} == dict(FILE_TYPES)
+
+
+def test_an_int4_checkpoint_keeps_its_codes_in_q4_0(tmp_path):
+    """Also in blocks whose largest weight is no -8: gguf-py would give those other steps, and so other weights."""
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    model, out = save(tmp_path / "model", "llama", **sizes), tmp_path / "m.gguf"
+    packed = quantize(str(model), output=tmp_path / "packed", format="int4", text=proving(model).text, window=32).path
+    exported = export_gguf(str(packed), out, proving(model))
+    assert exported.type == "q4_0"
+    assert exported.passed
+    assert exported.proof.kl < 0.01  # llama.cpp rounds inputs and the embedding to 8 bits
+    weights = lay_out(open_model(str(packed), Opening(packed=True))).tensors
+    blocks = {name: weight for name, weight in weights.items() if "blk." in name and len(weight.shape) == 2}
+    assert len(blocks) == 14
+    file = open_gguf(out)
+    for name, weight in blocks.items():
+        assert file.tensors[name].kind.name == "Q4_0"
+        torch.testing.assert_close(file.read(name).float(), weight.read().float(), rtol=1e-3, atol=1e-6)
+    with pytest.raises(UserError, match="quantised by compressed-tensors"):
+        open_model(str(packed))

@@ -27,11 +27,13 @@ class Opening:
         trust: accept a model that asks for code of its own; the code is not run.
         family: file of a description from outside the package.
         part: of a composite.
+        packed: read weights of few bits that `quantize` wrote, in place of refusing them.
     """
 
     trust: bool = False
     family: Path | None = None
     part: str | None = None
+    packed: bool = False
 
     @classmethod
     def of(cls, options: OpeningOptions) -> "Opening":
@@ -44,7 +46,7 @@ def open_checkpoint(model: str, how: Opening | None = None) -> Checkpoint:
     UserError if it is no checkpoint, asks for code and is not trusted, or if a given description does not hold.
     """
     how = how or Opening()
-    checkpoint = Checkpoint.open(model)
+    checkpoint = Checkpoint.open(model, packed=how.packed)
     checkpoint = replace(checkpoint, config=apply_description(checkpoint.config, how.family))
     try:
         remote_class(checkpoint.config, checkpoint.path)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ckpt_prune.sparsity.damping import DAMP
 from ckpt_prune.sparsity.inverse import factorise_largest_first
+from ckpt_prune.sparsity.steps import find_steps
 from ckpt_prune.sparsity.visiting import fix_in_turn, visit_inputs
 
 Array = NDArray[Any]
@@ -66,11 +67,31 @@ class Blocks:
 
 
 def round_to_nearest(matrix: Array, grid: Grid) -> Blocks:
-    """Round a float32 or float16 matrix (K, N) by onnxruntime's own quantizer; a last block is padded with zeros."""
+    """Round a float32 or float16 matrix (K, N) by onnxruntime's own quantizer; a last block is padded with zeros.
+
+    A matrix that was rounded to 4 bits before, in blocks that end where these end, keeps its weights.
+    """
+    if (kept := _keep_steps(matrix, grid)) is not None:
+        return kept
     config, quantizer = _import_quantizer()
     kernel = quantizer(config(block_size=grid.block, is_symmetric=grid.symmetric, bits=grid.bits))
     packed, scales, zeros = kernel.qbits_block_quant(np.ascontiguousarray(matrix))
     return Blocks(grid, len(matrix), packed, scales, None if grid.symmetric else zeros)
+
+
+def _keep_steps(matrix: Array, grid: Grid) -> Blocks | None:
+    """Return a matrix in blocks that hold its own weights, the zero in the middle of the range; None if none do."""
+    if grid.bits != 4 or len(matrix) % grid.block:
+        return None
+    blocks = np.ascontiguousarray(matrix.T, np.float32).reshape(-1, grid.block)
+    # Nearly every matrix is told by its first blocks.
+    found = find_steps(blocks) if find_steps(blocks[:64]) is not None else None
+    if found is None:
+        return None
+    shape = matrix.shape[1], len(matrix) // grid.block
+    codes = (found[1] + 8).astype(np.uint8).reshape(*shape, grid.block)
+    zeros = None if grid.symmetric else np.full((shape[0], -(-shape[1] // 2)), 0x88, np.uint8)
+    return Blocks(grid, len(matrix), _pack(codes, 4), found[0].reshape(shape).astype(matrix.dtype), zeros)
 
 
 def round_by_gptq(matrix: Array, gram: Tensor, grid: Grid, *, damp: float = DAMP) -> Blocks:

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ckpt_prune.checkpoint.packed import PACKED, SCALE, SHAPE
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.model.packed import PACKED, SCALE, SHAPE
 from ckpt_prune.sparsity.inverse import OrderedFactor
-from ckpt_prune.stages.quantize.rounding import codes_of, gptq_codes, scales_of, weights_of
+from ckpt_prune.stages.quantize.rounding import MORE_SHRINKS, codes_of, gptq_codes, scales_of, weights_of
 from ckpt_prune.stages.quantize.scheme import LIBRARY, PackingScheme
 
 _MOST_AT_ONCE = 2**22
@@ -73,8 +73,12 @@ def pack_weight(
 
     words, scales, change, rows = [], [], 0.0, max(1, _MOST_AT_ONCE // weight.shape[1])
     for part in weight.tensor_split(list(range(rows, len(weight), rows))):
-        scale = scales_of(part, scheme, weight.dtype)
-        codes = codes_of(part, scale, scheme) if gram is None else gptq_codes(part, gram, scale, scheme)
+        if gram is None:
+            scale = scales_of(part, scheme, weight.dtype)
+            codes = codes_of(part, scale, scheme)
+        else:
+            scale = scales_of(part, scheme, weight.dtype, MORE_SHRINKS, gram.energies)
+            codes = gptq_codes(part, gram, scale, scheme)
         change += float((weights_of(codes, scale, scheme) - part).square().sum())
         words.append(pack_to_int32(codes, scheme.bits))
         scales.append(scale)

@@ -46,15 +46,25 @@ def gptq_codes(weight: Tensor, gram: OrderedFactor, scales: Tensor, scheme: Pack
 
 SHRINKS = tuple(1 - step / 20 for step in range(8))
 """Shares of the largest weight of a group that its range may end at: what is beyond is cut off, the others gain."""
+MORE_SHRINKS = tuple(1 - step / 40 for step in range(25))
+"""The same if inputs differ in energy: large weights of inputs that hardly count may be cut off further."""
 
 
-def scales_of(weight: Tensor, scheme: PackingScheme, dtype: torch.dtype, shrinks: Sequence[float] = SHRINKS) -> Tensor:
+def scales_of(
+    weight: Tensor,
+    scheme: PackingScheme,
+    dtype: torch.dtype,
+    shrinks: Sequence[float] = SHRINKS,
+    energies: Tensor | None = None,
+) -> Tensor:
     """Return the scales under which rounding to nearest changes a weight least, (rows, groups) in `dtype`.
 
-    Every group of a weight (rows, columns) gets the scale with the least sum of squared differences; of equals the
-    first of `shrinks` wins.
+    Every group of a weight (rows, columns) gets the scale with the least sum of squared differences, each times the
+    energy of its input, (columns,), if these are given: the outputs' change if inputs did not depend on one another. Of
+    equals the first of `shrinks` wins.
     """
     groups = _group(weight, scheme)
+    counts = 1.0 if energies is None else _group(energies[None], scheme).to(groups.dtype)
     largest = groups.abs().amax(dim=-1, keepdim=True)
     half = (2**scheme.bits - 1) / 2
     best = least = None
@@ -62,12 +72,13 @@ def scales_of(weight: Tensor, scheme: PackingScheme, dtype: torch.dtype, shrinks
         scale = (largest * shrink / half).to(dtype)
         # A group of zeros, or one whose scale its type rounds to zero.
         scale = torch.where(scale == 0, torch.finfo(dtype).tiny, scale)
-        change = (_round(groups, scale, scheme) * scale.to(groups.dtype) - groups).square().sum(dim=-1, keepdim=True)
+        change = (_round(groups, scale, scheme) * scale.to(groups.dtype) - groups).square().mul_(counts)
+        lost = change.sum(dim=-1, keepdim=True)
         if best is None or least is None:
-            best, least = scale, change
+            best, least = scale, lost
         else:
-            better = change < least
-            best, least = torch.where(better, scale, best), torch.where(better, change, least)
+            better = lost < least
+            best, least = torch.where(better, scale, best), torch.where(better, lost, least)
     assert best is not None
     return best.squeeze(-1)
 

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import BaseModel
 from torch import Tensor
 
+from ckpt_prune.checkpoint.packed import unpack_weights
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.phases import phase
 from ckpt_prune.common.versions import versions
@@ -25,7 +26,6 @@ from ckpt_prune.measure.moments.kinds import SpaceMoments, select_input_moments
 from ckpt_prune.model.containers.container import stored_container
 from ckpt_prune.model.family import DATA_OPTIONS
 from ckpt_prune.model.model import Model
-from ckpt_prune.model.packed import unpack_weights
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.sparsity.damping import DAMP, MOST_DAMP
 from ckpt_prune.sparsity.inverse import factorise_largest_first

@@ -75,3 +75,14 @@ def test_logging_is_left_alone():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert logging.getLogger().level == logging.WARNING
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_a_matrix_that_was_rounded_to_4_bits_keeps_its_weights(symmetric):
+    """Also where no code of a block is the least: onnxruntime would choose other steps."""
+    generator = np.random.default_rng(2)
+    codes, steps = generator.integers(-5, 7, (6, 3, 32)), generator.uniform(0.01, 0.2, (6, 3, 1))
+    matrix = np.ascontiguousarray((codes * steps).reshape(6, 96).T, np.float32)
+    blocks = round_to_nearest(matrix, Grid(4, 32, symmetric))
+    np.testing.assert_allclose(blocks.to_matrix(), matrix, rtol=1e-6)
+    assert (blocks.zeros is None) == symmetric

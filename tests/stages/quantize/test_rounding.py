@@ -6,22 +6,26 @@ import torch
 
 from ckpt_prune.sparsity.inverse import factorise_largest_first
 from ckpt_prune.stages.quantize.packing import pack_weight, unpack_codes
-from ckpt_prune.stages.quantize.rounding import SHRINKS, codes_of, gptq_codes, scales_of, weights_of
+from ckpt_prune.stages.quantize.rounding import MORE_SHRINKS, SHRINKS, codes_of, gptq_codes, scales_of, weights_of
 from ckpt_prune.stages.quantize.scheme import PackingScheme
 
 
-def slow(weight: np.ndarray, bits: int, group: int) -> tuple[np.ndarray, np.ndarray]:
+def slow(
+    weight: np.ndarray, bits: int, group: int, shrinks: tuple[float, ...] = SHRINKS, energies: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Codes and scales, one group after the other: every shrink tried, the nearest whole number taken."""
+    counts = np.ones(weight.shape[1]) if energies is None else energies
     low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
     codes, scales = np.zeros_like(weight), np.zeros((len(weight), weight.shape[1] // group))
     for row in range(len(weight)):
         for g in range(scales.shape[1]):
             own = weight[row, g * group : (g + 1) * group]
             tried = []
-            for shrink in SHRINKS:
+            for shrink in shrinks:
                 scale = float(np.float32(np.abs(own).max() * shrink / ((2**bits - 1) / 2)))
                 nearest = np.clip(np.round(own / scale), low, high)
-                tried.append((float(((nearest * scale - own) ** 2).sum()), scale, nearest))
+                lost = counts[g * group : (g + 1) * group] * (nearest * scale - own) ** 2
+                tried.append((float(lost.sum()), scale, nearest))
             _, scales[row, g], codes[row, g * group : (g + 1) * group] = min(tried, key=lambda each: each[0])
     return codes, scales
 
@@ -38,6 +42,20 @@ def test_rounding_is_the_textbook_one(format, bits, group):
     assert (codes.double().numpy() == theirs).all()
     expected = theirs * np.repeat(theirs_scales, group or 64, axis=1)
     np.testing.assert_allclose(weights_of(codes, scales, scheme).numpy(), expected, rtol=1e-6)
+
+
+def test_scales_are_chosen_by_what_inputs_weigh():
+    generator = torch.Generator().manual_seed(5)
+    weight = torch.randn(6, 96, generator=generator, dtype=torch.float64)
+    inputs = torch.randn(400, 96, generator=generator, dtype=torch.float64) * torch.logspace(-2, 1, 96)
+    factor = factorise_largest_first(inputs.T @ inputs, 0.01, 1.0)
+    energies = inputs.square().sum(0) / inputs.square().sum(0).mean() + 0.01
+    torch.testing.assert_close(factor.energies, energies)
+    scheme = PackingScheme("int4", 32)
+    scales = scales_of(weight, scheme, torch.float32, MORE_SHRINKS, factor.energies)
+    _, theirs = slow(weight.numpy(), 4, 32, MORE_SHRINKS, energies.numpy())
+    np.testing.assert_allclose(scales.double().numpy(), theirs, rtol=1e-6)
+    assert not torch.equal(scales, scales_of(weight, scheme, torch.float32, MORE_SHRINKS))
 
 
 def test_a_range_that_is_cut_off_changes_a_weight_less():

@@ -1,0 +1,59 @@
+"""Weights of few bits in the pack-quantized form of compressed-tensors, as `quantize` writes them."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ckpt_prune.checkpoint.quantised import QUANTISATION_KEY, weight_settings
+from ckpt_prune.checkpoint.shard import Scaled, TensorInfo, unpack_words
+from ckpt_prune.common.errors import UserError
+
+PACKED, SCALE, SHAPE = "weight_packed", "weight_scale", "weight_shape"
+
+
+def unpack_weights(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return tensors with plain weights in place of packed ones, in the type of their scales (as transformers)."""
+    modules = [name.removesuffix(PACKED) for name in tensors if name.endswith(f".{PACKED}")]
+    if not modules:
+        return tensors
+    ends = (f".{PACKED}", f".{SCALE}", f".{SHAPE}")
+    plain = {name: tensor for name, tensor in tensors.items() if not name.endswith(ends)}
+    for module in modules:
+        words, scales = tensors[module + PACKED], tensors[module + SCALE]
+        rows, columns = tensors[module + SHAPE].tolist()
+        codes = unpack_words(words, 8 if words.shape[1] == -(-columns // 4) else 4, columns)
+        grouped = codes.to(scales.dtype).reshape(rows, scales.shape[1], -1)
+        plain[f"{module}weight"] = (grouped * scales[..., None]).reshape(rows, columns)
+    return plain
+
+
+def attach_groups(path: Path, tensors: dict[str, TensorInfo], config: Mapping[str, Any]) -> dict[str, TensorInfo]:
+    """Return the tensors of a packed checkpoint as they are read: plain weights, in the type of their scales.
+
+    Raises:
+        UserError: weights are packed in another way than `quantize` packs them, or scales do not fit them.
+    """
+    settings = weight_settings(config[QUANTISATION_KEY])
+    bits = settings[0].get("num_bits") if len(settings) == 1 else None
+    ends = (f".{PACKED}", f".{SCALE}", f".{SHAPE}")
+    odd = [name for name in tensors if ".weight_" in name and not name.endswith(ends)]
+    if bits not in (4, 8) or odd or settings[0].get("symmetric") is not True:
+        why = odd[0] if odd else f"its quantization_config has weights of {bits} bits"
+        raise UserError(f"{path} is packed in another way than `ckpt-prune quantize` packs ({why})")
+    read: dict[str, TensorInfo] = {}
+    for name, info in tensors.items():
+        if not name.endswith(ends):
+            read[name] = info
+        elif name.endswith(f".{PACKED}"):
+            module = name.removesuffix(PACKED)
+            scale = tensors.get(module + SCALE)
+            rows, columns = (info.shape[0], info.shape[1] * 32 // bits) if len(info.shape) == 2 else (0, 0)
+            if scale is None or len(scale.shape) != 2 or scale.shape[0] != rows or columns % max(1, scale.shape[1]):
+                raise UserError(f"{path}: {name} has no scales that fit it; download it again")
+            group = Scaled(info.dtype, scale, (1, columns // scale.shape[1]), bits)
+            plain = f"{module}weight"
+            read[plain] = replace(info, name=plain, dtype=scale.dtype, shape=(rows, columns), scaled=group)
+    return read
