@@ -46,7 +46,7 @@ def gptq_codes(weight: Tensor, gram: OrderedFactor, scales: Tensor, scheme: Pack
 
 SHRINKS = tuple(1 - step / 20 for step in range(8))
 """Shares of the largest weight of a group that its range may end at: what is beyond is cut off, the others gain."""
-MORE_SHRINKS = tuple(1 - step / 40 for step in range(25))
+MORE_SHRINKS = tuple(1 - step / 20 for step in range(13))
 """The same if inputs differ in energy: large weights of inputs that hardly count may be cut off further."""
 
 
@@ -60,16 +60,21 @@ def scales_of(
     """Return the scales under which rounding to nearest changes a weight least, (rows, groups) in `dtype`.
 
     Every group of a weight (rows, columns) gets the scale with the least sum of squared differences, each times the
-    energy of its input, (columns,), if these are given: the outputs' change if inputs did not depend on one another. Of
-    equals the first of `shrinks` wins.
+    energy of its input, (columns,), if these are given: the outputs' change if inputs did not depend on one another.
+    Then scales that put the largest weight at the least code are tried too, as in GGUF's q4_0; they are negative where
+    that weight is positive. Of equals the first wins.
     """
     groups = _group(weight, scheme)
     counts = 1.0 if energies is None else _group(energies[None], scheme).to(groups.dtype)
     largest = groups.abs().amax(dim=-1, keepdim=True)
     half = (2**scheme.bits - 1) / 2
+    tried = [largest * shrink / half for shrink in shrinks]
+    if energies is not None:
+        extreme = groups.gather(-1, groups.abs().argmax(dim=-1, keepdim=True))
+        tried += [extreme * shrink / -(2 ** (scheme.bits - 1)) for shrink in shrinks]
     best = least = None
-    for shrink in shrinks:
-        scale = (largest * shrink / half).to(dtype)
+    for wanted in tried:
+        scale = wanted.to(dtype)
         # A group of zeros, or one whose scale its type rounds to zero.
         scale = torch.where(scale == 0, torch.finfo(dtype).tiny, scale)
         change = (_round(groups, scale, scheme) * scale.to(groups.dtype) - groups).square().mul_(counts)
