@@ -259,8 +259,9 @@ def unpack_words(words: Tensor, bits: int, columns: int) -> Tensor:
     The first of them is in the lowest bits; each is stored as its distance from the least one.
     """
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
-    codes: Tensor = (words[..., None] >> shifts) & (2**bits - 1)
-    return codes.reshape(len(words), -1)[:, :columns] - 2 ** (bits - 1)
+    fields: Tensor = (words[..., None] >> shifts) & (2**bits - 1)
+    codes: Tensor = fields.reshape(len(words), -1)[:, :columns] - 2 ** (bits - 1)
+    return codes
 
 
 def apply_scales(info: TensorInfo, stored: Tensor, scale: Tensor) -> Tensor:
