@@ -13,7 +13,7 @@ from ckpt_prune.stages import FullRecipe
 from ckpt_prune.verification.verify import verify
 from tests.oracles import factors
 from tests.oracles.masked_model import Target
-from tests.pairs import dealt, every
+from tests.pairs import dealt
 from tests.stages.whole import TARGETS
 
 from .dense import Dense
@@ -29,14 +29,15 @@ def in_one(case: Case) -> bool:
     return case.family.experts is None and all(len(paths) == 1 for paths in module_paths(case.family).values())
 
 
-CELLS = dealt(filter(in_one, FIRST), list(TARGETS))
+CELLS = dealt(filter(in_one, FIRST[::7]), list(TARGETS))
+"""One family in seven: to look at all takes seconds while tests are collected."""
 
 
 def product(W: torch.Tensor, X: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(factors.of_share(W.double().numpy(), X.numpy(), RATIO))
 
 
-@pytest.mark.parametrize(("case", "target"), every(7, CELLS), ids=lambda value: str(value).replace(" ", "-"))
+@pytest.mark.parametrize(("case", "target"), CELLS, ids=lambda value: str(value).replace(" ", "-"))
 def test_factors_equal_a_whole_model_factored_by_hand(dense: Dense, case: Case, target: Target, tmp_path: Path):
     data = case.samples(8)
     values = {"version": 1, "name": "test", "low_rank": {}, "ratio": RATIO, **TARGETS[target]}

@@ -8,7 +8,7 @@ from transformers import CONFIG_MAPPING
 import ckpt_prune
 from ckpt_prune.model.descriptions import known_families, load_family
 from ckpt_prune.verification.verify import verify
-from tests.pairs import first_of_each
+from tests.pairs import chosen
 
 from .dense import Dense, spaces_recipe
 from .models import Case
@@ -45,7 +45,11 @@ def test_every_class_that_transformers_loads_is_known(auto: str) -> None:
     assert known > 20
 
 
-@pytest.mark.parametrize("case", first_of_each(beside(), lambda case: case.model_type), ids=str)
+ALWAYS = list({case.model_type: case for case in reversed(beside())}.values())[::2]
+"""One class of every second family: the blocks of all are held against whole models in `test_pruning.py`."""
+
+
+@pytest.mark.parametrize("case", chosen(beside(), ALWAYS.__contains__), ids=str)
 def test_equals_a_whole_model_pruned_by_hand(dense: Dense, case: Case, tmp_path) -> None:
     """The head stays as it is to the bit, and stock transformers loads the output."""
     methods = {space: "none" if space == "qk" else "ridge" for space in case.ratios}

@@ -22,7 +22,7 @@ from tests.families import BLOCKS, contents, job_on, make, prune, recipe, stock,
 from tests.interrupting import interrupt_at
 from tests.oracles import closed_forms, perplexity
 from tests.oracles.streams import inputs_of
-from tests.pairs import crossed
+from tests.pairs import crossed, every
 from tests.stages.oracle import CONSUMERS, per_unit
 
 GRID = [0.01, 1.0, 100.0]
@@ -124,7 +124,7 @@ PLANNED = {
 }
 
 
-@pytest.mark.parametrize("name", PLANNED)
+@pytest.mark.parametrize("name", every(2, PLANNED))
 def test_a_plan_prunes_as_its_recipe_does(sources, tmp_path, name):
     job = job_on(sources.folder("llama"), PLANNED[name], sources.statistics("llama", folds=2))
     (tmp_path / "plan.json").write_text(make_plan(job).to_json(), encoding="utf-8")
