@@ -133,6 +133,8 @@ def pytest_collection_finish() -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Count what passed, and what was skipped by its reason."""
+    if config.option.collectonly:
+        return
     counts = Counter(
         report.longrepr[2].removeprefix("Skipped: ").removeprefix("could not import ")
         for report in terminalreporter.stats.get("skipped", ())
