@@ -149,11 +149,3 @@ def test_a_size_that_spaces_alone_cannot_reach(here) -> None:
     )
     said = ok(*job, "--target-params", "5%")
     assert "how many whole blocks go is measured first; were it 3, the fewest for this size" in said
-
-
-def test_verify_computes_what_is_left_again_but_for_the_map(here) -> None:
-    given = ("--set", "depth.drop=1", "--set", "hidden.drop=4", *BARE)
-    ok("prune", "dense", *JOB, *given, "-o", "out")
-    said = ok("verify", "out", "--against", "dense")
-    assert "in the basis of 12 dimensions that the embedding tells, " in said
-    assert "; 1 rewritten tensor not compared" in said

@@ -13,7 +13,6 @@ from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from tests import encoders, families
 from tests.cli.running import TEXT, listing, ok, read_json, refused, run, same_files
-from tests.families import logits
 from tests.images import write_images, write_vit
 from tests.interrupting import interrupt_at
 from tests.oracles import whole_best
@@ -105,25 +104,6 @@ def test_best_on_data(here, model):
     inputs = {"input_ids": families.windows(2, 8)} if model != "vit" else {"pixel_values": torch.randn(2, 3, 8, 8)}
     with torch.inference_mode():
         assert torch.isfinite(loaded(**inputs).logits).all()
-
-
-def test_best_uniform_loads_with_stock_classes(here):
-    said = ok("prune", "llama", "--recipe", "best-uniform", "--ratio", "0.4", *QUICK, *TEXT, "-o", "out")
-    assert "remote" not in said
-    assert len({tuple(len(s["kept"]) for s in b) for b in by_block("out").values()}) == 1
-    ids = families.windows(2, 8)
-    config = read_json("out/config.json")
-    assert "auto_map" not in config
-    stock = families.stock(Path("out"))
-    assert torch.equal(logits(stock, ids), logits(ckpt_prune.load("out"), ids))
-    assert json.loads(ok("verify", "out", "--against", "llama", "--json"))["passed"]
-
-
-def by_block(out: str) -> dict[int, list[dict[str, object]]]:
-    found: dict[int, list[dict[str, object]]] = {}
-    for site in read_json(f"{out}/ckpt_prune.json")["sites"]:
-        found.setdefault(site["block"], []).append(site)
-    return found
 
 
 def same(a: Path, b: Path) -> bool:

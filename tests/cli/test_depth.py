@@ -128,18 +128,6 @@ def test_two_gaps_and_their_maps(here) -> None:
     assert first["error_compensated"] < first["error_uncompensated"]
 
 
-def test_a_size_takes_the_fewest_blocks(here) -> None:
-    said = ok("prune", "deep", "--recipe", "shortgpt", "--target-params", "80%", *TEXT, "-o", "out")
-    before, after = (read_json("out/ckpt_prune.json")[key]["parameters"] for key in ("before", "after"))
-    gone = 6 - len(read_json("out/ckpt_prune.json")["depth"]["kept"])
-    block = (before - after) / gone
-    assert after <= 0.8 * before < after + block
-    assert ", for 80% of the parameters" in said
-    said = ok("prune", "deep", "--recipe", "shortgpt", "--target-params", "100%", *TEXT, "-o", "same")
-    assert "nothing is dropped: the model is within 100% of the parameters as it is\n" in said
-    assert Path("same/model.safetensors").read_bytes() == Path("deep/model.safetensors").read_bytes()
-
-
 def test_verify_finds_what_is_not_the_dense_models(here) -> None:
     ok(*LINEAR, "-o", "out")
     said = run("verify", "out", "--against", "deep")
@@ -245,6 +233,17 @@ def test_a_plan_chooses_the_blocks(here) -> None:
     assert said == "--test holds sites against other samples, and recipe depth drops whole blocks: leave it out"
     said = refused("plan", "deep", "--recipe", "sleb", "--statistics", "deep-stats")
     assert said == "recipe sleb chooses blocks by the loss without them, on text: use `ckpt-prune prune --text`"
+
+
+def test_depth_beside_width_in_one_table(here) -> None:
+    ok("calibrate", "deep", *TEXT, "-o", "deep-stats")
+    said = ok(
+        *("plan", "deep", "--recipe", "shortgpt", "--recipe", "wanda-sp", "--statistics", "deep-stats"),
+        *("--target-params", "80%", "--json"),
+    )
+    first, second = json.loads(said)["recipes"]
+    assert (first["recipe"], second["recipe"]) == ("shortgpt", "wanda-sp")
+    assert min(first["divergence"], second["divergence"]) > 0
 
 
 def test_statistics_that_do_not_say_what_blocks_do(here) -> None:

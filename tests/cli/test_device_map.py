@@ -82,6 +82,16 @@ def test_a_dry_run_tells_where_a_70b_model_would_go_without_its_weights(place):
     )
 
 
+def test_a_dry_run_of_two_models_counts_both(place):
+    room = ("--device-map", "auto", "--max-memory", "cpu=100KiB")
+    told = json.loads(ok("evaluate", "pruned", "--against", "dense", "--dry-run", *room, "--json"))["memory"]
+    assert [each["model"] for each in told] == ["pruned", "dense"]
+    first, second = (each["devices"][0] for each in told)
+    assert (first["device"], first["room"]) == ("cpu", 100 * 1024)
+    assert second["room"] == first["room"] - first["bytes"]
+    assert told[0]["dtype"] == "float32"
+
+
 def test_what_means_nothing_is_refused(place, monkeypatch):
     evaluate = ("evaluate", "dense", *TEXT)
     assert refused(*evaluate, "--max-memory", "cpu=1GiB") == "--max-memory goes with --device-map auto"

@@ -6,9 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from ckpt_prune.cli.main import main
 from ckpt_prune.onnx import export as exporting
 from tests.cli.running import edit_weights, listing, ok, poison, read_json, refused, run
 from tests.graphs import traced_before, undisturbed
@@ -266,16 +264,3 @@ def test_weights_that_are_no_numbers_do_not_pass(vision):
     assert "the model is damaged, or overflows in float32" in result.stdout
     assert result.stdout.splitlines()[-1].endswith("nothing is written to out")
     assert listing() == before
-
-
-def test_control_c_leaves_nothing(vision, monkeypatch):
-    def stop(*_, **__):
-        raise KeyboardInterrupt
-
-    before = listing()
-    monkeypatch.setattr(exporting, "trace_model", stop)
-    result = CliRunner().invoke(main, ["export", "vision", "-o", "out"])
-    assert result.exit_code == 130
-    assert result.stdout == ""
-    assert listing() == before
-    assert result.stderr == "Interrupted.\n"

@@ -114,20 +114,3 @@ def test_what_does_not_go(here, recipe, options, why):
     assert message.endswith(why)
     assert "\n" not in message
     assert not Path("out").exists()
-
-
-def test_a_resumed_run_shares_out_once(here, monkeypatch):
-    from ckpt_prune.stages.mask import run as running
-    from ckpt_prune.stages.mask.masker import Masker
-    from tests.interrupting import interrupt_at
-
-    job = (*PRUNE, "wanda-owl", *TEXT)
-    ok(*job)
-    expected = load_file("out/model.safetensors")
-    with pytest.MonkeyPatch.context() as patch:
-        interrupt_at(patch, Masker, "block", 2)
-        assert run("prune", "dense", "-o", "again", "--recipe", "wanda-owl", *TEXT).exit_code == 130
-    monkeypatch.setattr(running, "choose_shares", lambda *_: pytest.fail("measured again"))
-    ok("prune", "dense", "-o", "again", "--recipe", "wanda-owl", *TEXT, "--resume")
-    found = load_file("again/model.safetensors")
-    assert all((found[name] == tensor).all() for name, tensor in expected.items())

@@ -253,15 +253,6 @@ def test_a_vision_transformer(here, recipe):
     assert model(pixel_values=torch.randn(2, 3, 8, 8)).logits.isfinite().all()
 
 
-@pytest.mark.parametrize("kind", ["per-layer", "shared", "values"])
-def test_opt_rotated(here, kind):
-    """LayerNorms and biases: the mean that they subtract has to be folded away."""
-    args = (*("prune", "opt", "--recipe", "denoise-rotator-magnitude-50"), *FEW, "--set", f"rotation.kind={kind}")
-    ok(*args, "--ratio", "0", "-o", "whole")
-    torch.testing.assert_close(logits(ckpt_prune.load("whole")), logits(stock("opt")), rtol=1e-4, atol=1e-4)
-    assert "Masked by magnitude: 50.00% zeros in 18 linear weights of 5.18K parameters.\n" in ok(*args, "-o", "out")
-
-
 # ---- how much ------------------------------------------------------------------------------------------------------
 
 

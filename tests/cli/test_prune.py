@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import load_file
 
 import ckpt_prune
 from ckpt_prune.checkpoint.writer import CheckpointWriter
@@ -304,6 +305,25 @@ def test_statistics_and_text_without_recovery_exclude_each_other(place):
     assert refused(*args, "--perplexity-after", "all") == (
         "--perplexity-after is for recipes with recovery, which rcpu has not"
     )
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    every(2, ["laco-wanda-50", "laco-sparsegpt-2-4", "laco-sparsegpt-4-8", "laco-flap", "laco-llm-pruner-taylor1"]),
+)
+def test_the_shipped_recipes_with_recovery(place, recipe):
+    """What stays zero does, and it is better than the recipe without recovery, block by block."""
+    every_block = ("--set", "layers=null") if "llm-pruner" in recipe else ()
+    ok("prune", "dense", "--recipe", recipe, *every_block, *MANY, "--set", "recovery.epochs=3", "-o", "out")
+    report = read_json("out/ckpt_prune.json")
+    assert report["recipe"]["name"] == recipe
+    assert report["recovery"]["settings"]["lr"] == 5e-5
+    assert any(layer["recovered"] for layer in report["layers"])
+    assert all(layer["mse_after"] <= layer["mse_start"] for layer in report["layers"])
+    weights = load_file("out/model.safetensors")
+    gone = sum(int((weight == 0).sum()) for name, weight in weights.items() if name.endswith("_proj.weight"))
+    assert gone == (0 if report["mask"] is None else 1920)
+    assert json.loads(ok("verify", "out", "--against", "dense", "--json"))["passed"]
 
 
 RECOVERY_KEYS = (

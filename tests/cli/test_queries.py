@@ -145,21 +145,6 @@ def test_effects_of_query_heads_are_measured_on_request(here):
 # ---- what follows ------------------------------------------------------------------------------------------------
 
 
-def test_an_output_is_measured_masked_recovered_and_pruned_again(here):
-    ok("prune", "dense", "--recipe", "mine.yaml", *TEXT, "-o", "out")
-    perplexity = json.loads(ok("evaluate", "out", "--text", "calib.txt", "--window", "16", "--json"))["perplexity"]
-    assert perplexity > 1
-    ok("prune", "out", "--recipe", "wanda-50", *TEXT, "-o", "masked")
-    assert "14 masked weights: what is not zero is the dense model's" in ok("verify", "masked", "--against", "out")
-    ok("recover", "out", "--dense", "dense", *TEXT, "-o", "recovered")
-    # Every group has one query head now: whole heads can go, and nothing inside them.
-    assert "queries" not in ok("inspect", "out")
-    ok("prune", "out", "--recipe", "rcpu", "--ratio", "0.5", *TEXT, "-o", "again")
-    assert heads("again") == (1, 1)
-    for folder in ("recovered", "again"):
-        stock(Path(folder))
-
-
 # ---- what is refused ---------------------------------------------------------------------------------------------
 
 

@@ -74,6 +74,17 @@ def test_keys_of_a_named_rotation_can_be_changed():
     assert load_recipe("sparsegpt", ("mask.pattern=1:4",)).ratio == 0.75
 
 
+def test_copy(place):
+    assert ok("recipe", "copy", "rcpu") == "rcpu.yaml\n"
+    assert ok("recipe", "copy", "flap", "mein rezept ü.yaml") == "mein rezept ü.yaml\n"
+    Path("folder").mkdir()
+    assert ok("recipe", "copy", "rcpu", "folder") == "folder/rcpu.yaml\n"
+    assert (
+        Path("folder/rcpu.yaml").read_text() == Path("rcpu.yaml").read_text() == recipe_text(shipped_recipes()["rcpu"])
+    )
+    assert ok("recipe", "validate", "mein rezept ü.yaml") == "mein rezept ü.yaml: recipe flap is valid\n"
+
+
 def test_names_that_no_file_can_have(place):
     long = "x" * 300
     for command in (

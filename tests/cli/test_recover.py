@@ -252,23 +252,6 @@ def test_perplexity_after_what_is_not_there(place, after):
 # ---- memory, repetition and interruption -----------------------------------------------------------------------
 
 
-def test_states_on_disk_change_nothing_and_are_not_left(whole, monkeypatch):
-    from_file, mapped = torch.from_file, []
-    monkeypatch.setattr(torch, "from_file", lambda *args, **kw: mapped.append(kw["size"]) or from_file(*args, **kw))
-    ok(*RECOVER, "--state-memory", "8", "-o", "more")
-    assert mapped == []
-    before = set(listing())
-    ok(*RECOVER, "--state-memory", "0", "-o", "out")
-    assert mapped[:2] == [STATES] * 2
-    assert {Path(name).parts[0] for name in set(listing()) - before} == {"out"}
-    assert same_files("out", "whole")
-    # The dense model's fit, the pruned one's do not.
-    mapped.clear()
-    ok(*RECOVER, "--state-memory", str(STATES * 4 / 2**30), "-o", "half")
-    assert mapped.count(STATES) == 1
-    assert same_files("half", "whole")
-
-
 @pytest.mark.parametrize("commit", chosen([1, 2, 3], lambda commit: commit == 2))
 def test_ctrl_c_and_resume(place, commit):
     ok(*RECOVER, "--perplexity-after", "all", "-o", "whole")

@@ -40,6 +40,17 @@ def heading(path: str) -> str:
     return words(parse(Path(path).read_text(encoding="utf-8")).find(".//h1"))
 
 
+def test_the_working_folder(here, monkeypatch):
+    monkeypatch.chdir("out")
+    assert ok("report", ".") == f"report written to {here / 'out.report.html'}\n"
+    assert heading("../out.report.html") == "tiny, pruned by recipe corp"
+    assert ok("report", REPORT, "--overwrite") == f"report written to {here / 'out.report.html'}\n"
+    assert [path.name for path in Path().iterdir()] == [REPORT]
+    Path("inner").mkdir()
+    monkeypatch.chdir("inner")
+    assert ok("report", "..", "--overwrite") == f"report written to {here / 'out.report.html'}\n"
+
+
 # ---- where it goes ---------------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,5 @@
 """Unfinished runs: what other commands say of them, and what --resume finds; and what --overwrite may not take."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -12,11 +11,10 @@ from ckpt_prune.checkpoint.writer import CheckpointWriter, check_free_space
 from ckpt_prune.common.errors import DiskError
 from ckpt_prune.measure.statistics import measurement as measuring
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
-from tests.cli.running import TEXT, listing, ok, read_json, refused, run, same_files
+from tests.cli.running import TEXT, listing, ok, refused, run, same_files
 from tests.interrupting import interrupt_at
 
 FLAP = ("prune", "dense", "--recipe", "flap", "--ratio", "0.5", *TEXT, "-o", "out")
-RECOVER = ("recover", "pruned", "--dense", "dense", *TEXT, "--epochs", "1", "-o", "out")
 
 
 def stopped(*job: str, record: int) -> str:
@@ -82,30 +80,6 @@ def test_a_disk_that_fills_up_keeps_what_is_measured(place):
 
 def no_room(_writer):
     check_free_space(Path(), 2**62)
-
-
-def test_another_seed_is_another_job(place):
-    """Also where it makes no difference to the samples."""
-    stopped(*FLAP, "--choose", "first", record=4)
-    for other in (("--seed", "1"), ("--samples", "7"), ("--folds", "2")):
-        assert "was begun by a different job" in refused(*FLAP, "--choose", "first", *other, "--resume")
-
-
-@pytest.mark.parametrize("job", [FLAP, RECOVER], ids=lambda job: job[0])
-def test_resuming_what_is_finished_does_nothing(place, job):
-    first = run(*job, "--resume")
-    assert first.exit_code == 0
-    assert first.stderr.startswith("nothing to resume: starting afresh\n")
-    before = listing()
-    result = run(*job, "--resume")
-    assert (result.exit_code, result.stderr) == (0, "out is finished: nothing is left to do\n")
-    assert listing() == before
-    said = run(*job, "--resume", "--json")
-    assert json.loads(said.stdout) == read_json("out/ckpt_prune.json")
-    exists = f"{Path('out').absolute()} exists; --overwrite replaces it"
-    assert refused(*job) == exists
-    if job is FLAP:
-        assert refused(*job, "--seed", "1", "--resume").endswith(exists)
 
 
 # ---- overwriting ---------------------------------------------------------------------------------------------------

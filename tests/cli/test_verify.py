@@ -233,24 +233,6 @@ def test_a_byte_of_a_graphs_weight(vision):
     assert failures("vision-onnx").keys() == {"files", "validation"}
 
 
-def test_a_graph_inside_a_model(vision):
-    """The model's own checks, and those of the graph, which has to be of this model."""
-    Path("vision-onnx").rename("vision/onnx")
-    names = [line.split("  ")[0] for line in ok("verify", "vision").split("\n\n")[0].splitlines()[1:]]
-    own = ["tensors", "finite", "load", "digests", "sparsity"]
-    assert names == [
-        *own,
-        *(f"onnx: {name}" for name in ("files", "checker", "finite", "load", "validation", "source")),
-    ]
-    edit_weights("vision", poison("deit.layernorm.weight", 0.25))
-    assert failures("vision") == {
-        "onnx: source": "it was exported from another model than vision: its record names deit-teacher"
-    }
-    # A folder of the Hub's own graphs is nothing of ours.
-    Path("vision/onnx/ckpt_prune_onnx.json").unlink()
-    assert "onnx: " not in ok("verify", "vision")
-
-
 # ---- what cannot be checked ------------------------------------------------------------------------------------
 
 
@@ -262,6 +244,12 @@ def test_against_another_model(place):
     )
     assert refused("verify", "pruned", "--against", "pruned") == (
         "pruned was not made from pruned: its report names dense"
+    )
+
+
+def test_against_without_a_report(place):
+    assert refused("verify", "sharded", "--against", "dense") == (
+        "sharded has no ckpt_prune.json: it cannot be compared with the model it was made from"
     )
 
 

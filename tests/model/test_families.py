@@ -24,11 +24,9 @@ from ckpt_prune.model.skeleton import (
     parse_config,
 )
 from ckpt_prune.model.supported import declared_family
-from tests.families import SIZES, VARIANTS, make, model_of
+from tests.families import SIZES, VARIANTS, make
 
 FAMILIES = sorted({variant.model_type for variant in VARIANTS.values()})
-UNEQUAL = SIZES | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6}
-"""Every dimension differs from every other, so that no two can be mistaken."""
 
 
 def shapes_of(config) -> dict[str, tuple[int, ...]]:
@@ -76,22 +74,6 @@ def test_a_missing_dimension_is_named():
         load_family("qwen2").dimension(Config(), "kv_heads")
     message = "config.json of type qwen2 lacks num_key_value_heads or num_attention_heads"
     assert str(caught.value) == message
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "windowed"),
-    [
-        ("llama", {}, False),
-        ("mistral", {"sliding_window": None}, False),
-        ("mistral", {"sliding_window": 8}, True),
-        ("qwen2", {"use_sliding_window": False, "sliding_window": 8}, False),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 8}, True),
-        ("qwen3", {"use_sliding_window": True, "sliding_window": 8}, True),
-        ("seed_oss", {}, False),
-    ],
-)
-def test_whether_attention_is_windowed(name, changes, windowed):
-    assert model_of({"model_type": name, **UNEQUAL, **changes}).uses_sliding_window is windowed
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------

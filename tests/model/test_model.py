@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from ckpt_prune.checkpoint.digests import processor_fingerprint, tokenizer_fingerprint
 from ckpt_prune.model.cuts import list_cuts
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.skeleton import Names, build_skeleton, parse_config
@@ -120,24 +119,12 @@ def test_every_tensor_is_in_a_block_or_outside(name):
         assert found.has(module, "bias") == (found.tensor(0, module, "bias") in found.shapes)
 
 
-def test_the_tenth_block_is_not_the_first():
-    found = model_of(RAW["llama"] | {"num_hidden_layers": 11})
-    assert len(found.block_names(1)) == len(found.block_names(10)) == 9
-    assert len(found.outside()) == 3
-
-
 def test_a_block_is_read(tmp_path):
     folder = families.make(tmp_path / "m", "llama-biases")
     stored = load_file(folder / "model.safetensors")
     found = Model.open(folder).read_block(2)
     assert found.keys() == {name for name in stored if name.startswith("model.layers.2.")}
     assert all(torch.equal(tensor, stored[name]) for name, tensor in found.items())
-
-
-def test_a_reader_is_the_tokenizer_or_the_image_processor(tmp_path):
-    text, image = families.make(tmp_path / "text"), encoders.make(tmp_path / "image", "vit")
-    assert Model.open(text).reader_fingerprint == tokenizer_fingerprint(text) is not None
-    assert Model.open(image).reader_fingerprint == processor_fingerprint(image) is not None
 
 
 def test_a_head_that_is_the_embedding():
@@ -213,16 +200,6 @@ def test_widths_are_read_off_tensors(name, data):
 
 
 @pytest.mark.parametrize("name", RAW)
-def test_a_config_says_how_wide_values_are(name):
-    """That of an output: its tensors come without a note."""
-    found = model(name)
-    kept = {"heads": found.family.spaces["heads"].first(1, found.dimension)}
-    kept["values"] = found.family.spaces["values"].first(2, found.dimension)
-    tensors = {n: torch.empty(s, device="meta") for n, s in shapes_of_choice(found, 0, kept).items()}
-    assert found.with_widths({"values": 2}).widths_of(0, tensors) == WIDTHS[name] | {"heads": 1, "values": 2}
-
-
-@pytest.mark.parametrize("name", RAW)
 def test_whole_widths_are_the_checkpoints_own_shapes(name):
     found = model(name)
     assert found.shapes_at([{s: found.units(s) for s in found.family.spaces}] * BLOCKS) == found.shapes
@@ -256,18 +233,6 @@ def test_weights_of_a_unit_are_those_that_go_with_it(name):
 
 
 # ---- statistics ------------------------------------------------------------------------------------------------
-
-
-def test_names_of_moments():
-    """A space under the module it is measured at; linears that are no consumer with a suffix, queries among them."""
-    found, prefix = model("opt"), "model.decoder.layers.2."
-    spaces = {"qk": "self_attn.q_proj", "heads": "self_attn.out_proj", "mlp": "fc2"}
-    for space, module in spaces.items():
-        assert found.moments_name(2, space) == f"{prefix}{module}.weight"
-    for consumer in ("self_attn.out_proj", "fc2"):
-        assert found.moments_name(2, consumer) == f"{prefix}{consumer}.weight"
-    for linear in ("self_attn.q_proj", "fc1"):
-        assert found.moments_name(2, linear) == f"{prefix}{linear}.weight/input"
 
 
 def test_widths_of_what_statistics_hold():

@@ -10,7 +10,6 @@ import torch
 from numpy.typing import NDArray
 
 import ckpt_prune
-from ckpt_prune.common.errors import UserError
 from ckpt_prune.compensation.choice import choose_form
 from ckpt_prune.compensation.fit import Blend, Fit
 from ckpt_prune.job.job import Job, LiveSamples
@@ -214,22 +213,3 @@ def test_a_bias_is_a_candidate_where_there_is_one_or_on_request(dense, variant, 
     assert {site.method for site in plan.sites} <= set(methods)
     consumers = {job.model.family.columns[space].consumer for space in RATIOS}
     assert consumers <= job.output.container.biases if "bias" in methods else not job.output.container.biases
-
-
-@pytest.mark.parametrize(
-    ("compensation", "what"),
-    [
-        ({"method": "auto"}, "method auto"),
-        ({"method": "ridge", "lambda_grid": GRID, "lambda_by": "folds"}, "lambda_by: folds"),
-    ],
-    ids=["auto", "folds"],
-)
-def test_one_fold_is_none(dense, compensation, what):
-    given = {
-        "calibrate with --folds 4": (dense.statistics("llama", 1), None),
-        "say --folds 4": (None, data_of("llama")),
-    }
-    for remedy, (statistics, data) in given.items():
-        with pytest.raises(UserError) as caught:
-            encoders.job_on(dense.folder("llama"), wanted(compensation), statistics, data)
-        assert str(caught.value) == f"{what} needs at least two folds: {remedy}"

@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from ckpt_prune.measure.moments.inputs import sum_folds
 from ckpt_prune.measure.statistics.folder import Statistics, record_effects
 from ckpt_prune.model.spaces import Site
 from ckpt_prune.recipe.reading import load_recipe
-from ckpt_prune.runner.plan import make_plan, prepare_plan
+from ckpt_prune.runner.plan import make_plan
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.spaces.effects.site_variants import dropped_counts
 from ckpt_prune.stages.spaces.size_search import at_size
@@ -466,22 +465,3 @@ def test_effects_are_met_where_each_error_is_worth_more_than_the_last(drawn):
     found = scaled(curve, effects)
     assert found.numpy() == pytest.approx(whole_best.as_effects(curve.numpy(), effects))
     assert [float(found[k]) for k, _ in effects] == pytest.approx([effect for _, effect in effects])
-
-
-def test_scores_of_the_dense_model_are_what_pruning_selects_by(dense, weighed):
-    """Known beforehand, they change no plan."""
-    for variant in ("opt", "vit"):
-        recipe = wanted(variant, weigh_by="energy", ratio=0.4, compensation={"method": "auto"})
-        job = job_on(dense.folder(variant), recipe, weighed(variant))
-        ranking = dense_ranking(job)
-        assert list(ranking) == [Site(block, space) for block in range(BLOCKS) for space in SPACES[variant]]
-        known = prepare_plan(job.job, ranking)
-        assert make_plan(known).sites == make_plan(job).sites
-        for site in make_plan(prepare_plan(replace(job.job, recipe=uniform_of(recipe)))).sites:
-            (only,) = ranking[site.site]
-            own = only.scores.flatten().tolist()
-            assert site.scores == [float(f"{s:.6g}") for s in own]
-
-
-def uniform_of(recipe: FullRecipe) -> FullRecipe:
-    return FullRecipe.model_validate(recipe.model_dump(by_alias=True) | {"allocation": "uniform", "weigh_by": None})

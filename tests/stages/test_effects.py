@@ -10,10 +10,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.measure.samples.samples import Samples
-from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.measure.streams.readout import Readout
 from ckpt_prune.model.family import Family
 from ckpt_prune.model.model import Model
@@ -199,45 +197,6 @@ def assert_close(found: Effects, wanted: Effects, tolerance: float) -> None:
 def test_effects_are_those_on_the_whole_model(dense, variant):
     found = measured(dense, variant)
     assert_close(found, expected(dense.folder(variant), variant), 2e-4)
-
-
-@pytest.mark.parametrize(
-    ("units", "points", "counts"),
-    [
-        (1, (0.25, 0.5, 0.75), []),
-        (2, (0.25, 0.5, 0.75), [1]),
-        (3, (0.25, 0.5, 0.75), [1, 2]),
-        (8, (0.25, 0.5, 0.75), [2, 4, 6]),
-        (100, (0.0, 0.001, 0.999, 1.0), [1, 99]),
-        (100, (0.5, 0.1), [10, 50]),
-        (8, (), []),
-    ],
-)
-def test_counts_to_drop(units, points, counts):
-    assert dropped_counts(units, points) == counts
-
-
-def test_the_model_is_read_once_for_every_block_that_is_pruned(dense, monkeypatch):
-    """Not once for each space and count; statistics once for each block."""
-    variant = "opt"
-    source, statistics = Model.open(dense.folder(variant)), dense.statistics(variant)
-    block_of = {name: block for block in range(BLOCKS) for name in source.block_names(block)}
-    read, measured_blocks = [], []
-    original, own = Checkpoint.read, Statistics.read_moments
-
-    def reading(self, names):
-        read.extend({block_of[name] for name in names if name in block_of})
-        return original(self, names)
-
-    def opening(self, block, weights=None):
-        measured_blocks.append(block)
-        return own(self, block, weights)
-
-    monkeypatch.setattr(Checkpoint, "read", reading)
-    monkeypatch.setattr(Statistics, "read_moments", opening)
-    measured(dense, variant, statistics=statistics)
-    assert read == [block for site in range(BLOCKS) for block in range(site, BLOCKS)]
-    assert measured_blocks == list(range(BLOCKS))
 
 
 def refusal(*args, **options) -> str:

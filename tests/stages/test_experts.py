@@ -308,14 +308,6 @@ def test_what_whole_experts_cannot_have_is_refused(dense: Dense) -> None:
         FullRecipe.model_validate({"version": 1, "name": "test", "spaces": experts, "allocation": "least-error"})
 
 
-def test_groups_of_experts_stay_alike(dense: Dense) -> None:
-    recipe = {"ratio": 0.5, "spaces": {"experts": {"score": "routed-energy"}}}
-    assert refused(dense, recipe, LED) == (
-        "2 experts would stay, which the router takes in 2 groups (n_group in config.json) and sends every token to 2 "
-        "experts of 1 of them: keep a multiple of 2, 4 at the least"
-    )
-
-
 GROUPED = {"first_k_dense_replace": 0, "n_routed_experts": 16, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}
 BY_BEST = Case(
     "deepseek_v2", "DeepseekV2ForCausalLM", settings=json.dumps(GROUPED | {"topk_method": "group_limited_greedy"})

@@ -193,21 +193,6 @@ def test_overwriting_keeps_what_its_user_put_there(sources, tmp_path):
     assert said == [f"{out / 'graph'} was exported from the output that is replaced: export it again"]
 
 
-@pytest.mark.parametrize("name", ["rotations.st", "pytorch_model.bin"])
-def test_a_name_that_is_needed_is_refused_before_anything_is_measured(sources, tmp_path, name, monkeypatch):
-    out = tmp_path / "out"
-    prune(job(sources, "dense"), out)
-    (out / name).write_text("mine")
-    masked = job_on(sources.folder("llama"), load_recipe("denoise-rotator-magnitude-50", ["rotation.steps=1"]))
-    if name != "rotations.st":
-        prune(masked, out, overwrite=True)
-        assert (out / name).read_text() == "mine"
-        return
-    monkeypatch.setattr(Staging, "__enter__", lambda *_a: pytest.fail("begun"))
-    with pytest.raises(UserError, match=r"rotations\.st was not written with the output that is there"):
-        prune(masked, out, overwrite=True)
-
-
 # ---- kills that nobody can catch -----------------------------------------------------------------------------------
 
 

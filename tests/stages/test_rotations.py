@@ -22,8 +22,6 @@ import ckpt_prune
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import ROTATIONS
 from ckpt_prune.measure.moments.inputs import sum_folds
-from ckpt_prune.model.model import Model
-from ckpt_prune.model.skeleton import parse_config
 from ckpt_prune.modeling_pruned import PlainNorm
 from ckpt_prune.runner.run_job import preview_job
 from ckpt_prune.stages import FullRecipe
@@ -31,7 +29,6 @@ from ckpt_prune.stages.mask.masker import Masker
 from ckpt_prune.stages.moments import open_moments
 from ckpt_prune.stages.rotation import learner as rotations
 from ckpt_prune.stages.rotation.descent import LearnedRotations, RotationProblem
-from ckpt_prune.stages.rotation.rotated_checkpoint import check_rotatable
 from ckpt_prune.stages.rotation.run import learner_of
 from tests import encoders, families
 from tests.families import BLOCKS, prune, windows
@@ -289,31 +286,6 @@ def test_rotations_are_kept_beside_the_model(dense, turned, variant, kind):
 
 # ---- as remote code ----------------------------------------------------------------------------------------------
 
-REMOTE = ["llama-gqa-tied", "qwen3", "opt"]
-
-
-@pytest.mark.parametrize("variant", REMOTE)
-def test_generating_with_the_cache_equals_the_dense_model(dense, turned, variant):
-    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
-    texts = [
-        model.generate(TEXT[:1, :6], **options)
-        for model in (ckpt_prune.load(turned(variant, "per-layer")), families.stock(dense.folder(variant)))
-    ]
-    assert texts[0].shape == (1, 14)
-    assert torch.equal(*texts)
-
-
-def test_hidden_states_between_blocks_are_in_the_basis_of_their_block(dense, turned):
-    """What the documentation of remote code says of them: as long as the dense ones, and turned."""
-    ours, theirs = (
-        model.double()(input_ids=TEXT, output_hidden_states=True).hidden_states
-        for model in (ckpt_prune.load(turned("llama", "per-layer")), families.stock(dense.folder("llama")))
-    )
-    R1 = [load_file(turned("llama", "per-layer") / ROTATIONS)[f"blocks.{b}.residual"].double() for b in range(BLOCKS)]
-    torch.testing.assert_close(ours[0], theirs[0] @ R1[0], rtol=1e-5, atol=1e-5)
-    for block in range(1, BLOCKS):
-        torch.testing.assert_close(ours[block], theirs[block] @ R1[block - 1], rtol=1e-4, atol=1e-5)
-
 
 # ---- refusals ----------------------------------------------------------------------------------------------------
 
@@ -324,22 +296,6 @@ def refusal(folder: Path, recipe: FullRecipe) -> str:
     text = str(error.value)
     assert "\n" not in text
     return text
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"word_embed_proj_dim": 8}, "projects its embeddings into the residual stream and out of it"),
-        ({"_remove_final_layer_norm": True}, "has no norm after its last block"),
-    ],
-)
-def test_an_opt_with_another_stream(dense, changes, reason):
-    values = {"model_type": "opt"} | encoders.SIZES["opt"] | changes
-    model = Model.open(dense.folder("opt")).with_config(parse_config(values))
-    for kind in ("shared", "per-layer"):
-        with pytest.raises(UserError, match=f"opt cannot be rotated: this one {reason}"):
-            check_rotatable(model, kind)
-    check_rotatable(model, "values")
 
 
 def test_modules_between_blocks_are_not_pruned_again(turned):

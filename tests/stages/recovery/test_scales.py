@@ -158,11 +158,3 @@ def test_without_held_out_samples_the_last_epoch_stays(twins_of):
     assert fitted.scales
     assert math.isfinite(fitted.after)
     assert fitted.after != fitted.before
-
-
-@pytest.mark.parametrize(
-    ("schedule", "expected"), [("cosine", [0.5, 0.9619, 0.8536, 0.6913]), ("constant", [0.5, 1, 1, 1])]
-)
-def test_the_rate_climbs_and_falls(schedule, expected):
-    assert [module._share(step, 8, schedule) for step in range(4)] == pytest.approx(expected, abs=1e-4)
-    assert module._share(0, 1, schedule) == 1

@@ -15,7 +15,6 @@ from ckpt_prune.stages.rotation.absorbing import (
     residual_of,
     rotate_block,
     rotate_moments,
-    rotated_sides,
     undo_gains,
 )
 from tests.oracles import rotation_entropy
@@ -68,17 +67,6 @@ def block(model_type: str, biases: bool) -> dict[str, Tensor]:
         if model_type == "opt":
             found[f"{norm}.bias"] = normal(HIDDEN)
     return {BLOCK[model_type] + name: tensor for name, tensor in found.items()}
-
-
-@pytest.mark.parametrize("residual", [True, False])
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_sides(model_type, residual):
-    family = load_family(model_type)
-    linears = FAMILIES[model_type][0]
-    assert set(family.linears) == set(linears)
-    for module, (_, _, *expected) in linears.items():
-        left, right = (side if residual or side == "heads" else None for side in expected)
-        assert rotated_sides(family, module, residual=residual) == (left, right), module
 
 
 @pytest.mark.parametrize("model_type", ["beit", "dinov2", "bert"])

@@ -1,4 +1,3 @@
-import weakref
 from dataclasses import replace
 
 import pytest
@@ -215,22 +214,6 @@ def test_shared_gradient_is_that_of_the_whole_sum(monkeypatch):
     torch.testing.assert_close(one.residual, two.residual, atol=1e-6, rtol=0)
 
 
-def test_shared_holds_one_block_at_a_time():
-    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
-    most = 0
-
-    def terms_of(index):
-        nonlocal most
-        terms = make_block(index).terms("wanda")
-        alive.update(term.weight for term in terms)
-        most = max(most, len(alive))
-        return terms
-
-    learn_shared_rotation(4, terms_of, problem("wanda", WHOLE), quick(2))
-    # Of the block before, the last term of the loop may still be there.
-    assert most <= len(make_block().weights) + 1
-
-
 @pytest.mark.parametrize("method", sorted(RETRACTIONS))
 def test_bfloat16_learns_and_is_orthogonal_in_float64(method):
     """What is optimised stays wide, so that rotations are as orthogonal as in float32."""
@@ -242,11 +225,3 @@ def test_bfloat16_learns_and_is_orthogonal_in_float64(method):
     assert defect(found[1].residual) < 1e-12
     gained = [each.entropy_before - each.entropy_after for each in found]
     assert gained[1] > 0.9 * gained[0] > 0
-
-
-def test_groups_are_concentrated_where_they_are_asked_for():
-    terms, _ = planted()
-    lines, groups = (learn(terms, "magnitude", PLANTED, quick(60), groups=each) for each in (None, 4))
-    loss = [float(objective(terms, "magnitude", each.residual, None, groups=4)) for each in (lines, groups)]
-    assert groups.entropy_after == pytest.approx(loss[1], rel=1e-12)
-    assert loss[1] < loss[0]

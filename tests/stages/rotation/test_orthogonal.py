@@ -51,17 +51,6 @@ def test_a_step_is_down_whatever_the_clip(method):
     torch.testing.assert_close(ends[0], ends[2], atol=1e-5, rtol=0)
 
 
-def test_several_slopes_are_clipped_together():
-    slopes = [torch.full((2, 2), 3.0), torch.full((1, 4, 4), -1.0).double()]  # norms 6 and 4
-    short = clip_slopes(slopes, 1.0)
-    for one, other in zip(short, slopes, strict=True):
-        assert one.dtype == other.dtype
-        torch.testing.assert_close(one, other / 52**0.5)
-    for clip in (None, 8.0):
-        assert all(torch.equal(one, other) for one, other in zip(clip_slopes(slopes, clip), slopes, strict=True))
-    assert torch.equal(*clip_slopes([torch.zeros(2, 2)], 1.0), torch.zeros(2, 2))
-
-
 @pytest.mark.parametrize("method", RETRACTIONS)
 @pytest.mark.parametrize("shape", [(24, 24), (3, 8, 8)])
 def test_stays_orthogonal_in_float32_for_2000_steps(method, shape):
