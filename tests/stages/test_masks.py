@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 
-from tests import encoders
+from ckpt_prune.measure.samples.samples import TokenWindows
+from tests import encoders, families
 from tests.families import prune
 from tests.oracles.masked_model import Target
 from tests.pairs import dealt, every
@@ -13,10 +14,12 @@ from tests.stages.whole import (
     RULES,
     assert_masked,
     data_of,
+    make_wide,
     masked,
     stock,
     tensors_of,
     wanted,
+    watch_reading,
     whole,
 )
 
@@ -92,6 +95,16 @@ def test_errors_are_those_of_the_whole_models_outputs(dense, tmp_path):
         X, W = seen[each["block"], at], before[each["weight"]].double()
         lost = (X @ (W - after[each["weight"]].double()).T).square().sum() / (X @ W.T).square().sum()
         assert each["error"] == pytest.approx(float(lost), rel=1e-4)
+
+
+def test_no_two_blocks_are_read_together(tmp_path, monkeypatch):
+    folder = make_wide(tmp_path / "dense", "llama", num_hidden_layers=6)
+    seen = watch_reading(monkeypatch)
+    masked(folder, tmp_path / "out", wanted("wanda", "by input"), TokenWindows(families.windows(2, 8)))
+    assert seen.blocks == {str(block) for block in range(6)}
+    assert seen.together == 1
+    # Tensors that a mask leaves alone are passed on; they go when the next block comes.
+    assert seen.alive <= 2
 
 
 # ---- memory ------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.report import read_report_or_plan
 from ckpt_prune.verification.verify import verify
 from tests import encoders, families
-from tests.families import one_group
+from tests.families import BLOCKS, one_group
 from tests.pairs import dealt, every
 from tests.stages.recovering import (
     SAMPLES,
@@ -30,7 +30,7 @@ from tests.stages.recovering import (
     training_data,
 )
 from tests.stages.test_rotations import random_rotations, rotating
-from tests.stages.whole import data_of, tensors_of, wanted
+from tests.stages.whole import data_of, tensors_of, wanted, watch_reading
 
 HEADS = ("dinov2-classifier", "dinov2-swiglu-classifier", "deit-model", "opt-model", "opt-tied")
 HEADS += ("bert-pretraining", "bert-sequence-classification")
@@ -150,6 +150,17 @@ def test_half_precision(dense, tmp_path, variant, dtype):
     check(folder, pruned, tmp_path / "out", variant)
     linears = [t for n, t in tensors_of(tmp_path / "out").items() if "layer" in n and n.endswith("weight")]
     assert {tensor.dtype for tensor in linears} == {dtype}
+
+
+def test_no_two_blocks_of_a_model_are_read_together(dense, tmp_path, monkeypatch):
+    folder = dense.folder("llama")
+    pruned = pruned_by(folder, tmp_path / "pruned", wanted("magnitude"), None)
+    seen = watch_reading(monkeypatch)
+    recovered(pruned, folder, tmp_path / "out", training_data("llama"))
+    assert seen.blocks == {str(block) for block in range(BLOCKS)}
+    assert seen.together == 1
+    # Tensors of a block go when those of the next come.
+    assert seen.alive <= 2
 
 
 # ---- rotated -----------------------------------------------------------------------------------------------------

@@ -1,12 +1,15 @@
 """What tests of masks and of rotations share: checkpoints, jobs, and the whole models they are held against."""
 
+import weakref
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.measure.samples.samples import Samples, TokenWindows
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.model.family import Family
@@ -126,5 +129,42 @@ def assert_masked(
             assert torch.equal(tensor, new), name
 
 
+class Reading:
+    """What `Checkpoint.read` was asked for.
+
+    Attributes:
+        blocks: indices of all blocks read.
+        together: most blocks that one call asked for tensors of.
+        alive: most blocks of which tensors that were handed out were held at one time.
+    """
+
+    def __init__(self) -> None:
+        self.blocks: set[str] = set()
+        self.together = self.alive = 0
+        self.held: dict[str, int] = {}
+
+
 def block_of(name: str) -> str | None:
     return name.split("layers.")[1].split(".")[0] if "layers." in name else None
+
+
+def watch_reading(monkeypatch: pytest.MonkeyPatch) -> Reading:
+    seen, original = Reading(), Checkpoint.read
+
+    def release(block: str) -> None:
+        seen.held[block] -= 1
+
+    def read(self: Checkpoint, names: Any) -> dict[str, torch.Tensor]:
+        found = original(self, names)
+        asked = {block for name in found if (block := block_of(name)) is not None}
+        seen.blocks |= asked
+        seen.together = max(seen.together, len(asked))
+        for name, tensor in found.items():
+            if (block := block_of(name)) is not None:
+                seen.held[block] = seen.held.get(block, 0) + 1
+                weakref.finalize(tensor, release, block)
+        seen.alive = max(seen.alive, sum(count > 0 for count in seen.held.values()))
+        return found
+
+    monkeypatch.setattr(Checkpoint, "read", read)
+    return seen
