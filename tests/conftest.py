@@ -1,4 +1,4 @@
-"""What rooms share: a folder for each test, checkpoints made once, and one thread, because tensors here are tiny."""
+"""Fixtures and options of all tests: a folder for each test, checkpoints made once, quick and thorough runs."""
 
 import ast
 import gc
@@ -19,8 +19,8 @@ import pytest
 if TYPE_CHECKING:
     from tests.stored import Sources
 
-# The process that only hands tests to workers reads this file too: torch and transformers are imported by the others,
-# which start as many seconds earlier.
+# The process that only hands tests to workers reads this file too. It imports neither torch nor transformers, so that
+# the workers start some seconds earlier.
 ROOT = Path(__file__).resolve().parents[1]
 DEAR = {"click", "multiprocessing", "onnx", "onnxruntime", "subprocess", "transformers"}
 """What runs commands, processes, graphs and whole models. `--quick` runs the files that import none of it."""
@@ -41,24 +41,24 @@ FIRST = (
     "stages/test_budgets.py",
     "stages/test_resuming.py",
 )
-"""The dearest files: what is begun last should be short, as one worker may wait for the other then."""
+"""The files that take longest run first, so that no worker waits long for another at the end."""
 
 SUMMARY = pytest.StashKey[str]()
 
 MEMORY, ROOM = Path("/dev/shm"), 4 * 2**30
-"""Where Linux keeps files in memory, and the bytes that must be free there: a run leaves some hundred MiB at once."""
+"""A file system in memory on Linux, and the bytes that must be free there: a run needs some hundred MiB at a time."""
 
-# Tests write a hundred thousand small files, which a disk takes a tenth of their time for. The folder in which they do
-# is pytest's, below this one, and workers and processes that tests start have the same.
+# Tests write a hundred thousand small files. On a disk that takes a tenth of their time. Workers and the processes that
+# tests start use the same folder.
 if "TMPDIR" not in os.environ and MEMORY.is_dir() and shutil.disk_usage(MEMORY).free >= ROOM:
     os.environ["TMPDIR"] = tempfile.tempdir = str(MEMORY)
 
-# A shell's job in the background has Ctrl-C ignored, and tests of it want it heard.
+# A shell ignores Ctrl-C for jobs in the background; tests of Ctrl-C need it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Where a test does not say how many: identities show a mistake in the first few, and there are a hundred of them.
-# An example may take as long as it takes: how long says nothing of the code on a machine that does other work too.
+# Identities show a mistake in the first few examples, and there are a hundred identities. No example has a deadline:
+# time says nothing about the code on a machine that does other work too.
 hypothesis.settings.register_profile(
     "suite",
     hypothesis.settings(),
@@ -68,10 +68,10 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("suite")
 
-# The Hub's client, which reads these when it is imported, waits for an answer as long as a loaded machine needs.
+# The Hub's client reads these when it is imported. It waits for an answer as long as a loaded machine needs.
 os.environ |= {"HF_HUB_DOWNLOAD_TIMEOUT": "86400", "HF_HUB_ETAG_TIMEOUT": "86400"}
 
-# A fresh interpreter runs this checkout too, from whichever folder.
+# Processes that tests start import this checkout, whatever their working folder is.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
@@ -112,7 +112,7 @@ def find_imports(path: Path) -> Iterator[str]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What is run, and the order in which workers are handed files."""
+    """Leave out the thorough cells, and put the files that take longest first."""
     if not config.getoption("--thorough"):
         left = [item for item in items if item.get_closest_marker("thorough")]
         config.hook.pytest_deselected(items=left)
@@ -122,7 +122,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What is imported stays: the collector need not look at it again at every few thousand objects."""
+    """Keep the garbage collector away from what is imported."""
     import torch
 
     torch.set_num_threads(1)
@@ -151,16 +151,16 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def no_waiting_for_disks() -> Iterator[None]:
-    """A pruning waits some twenty times until a file is on disk, in case of a power cut; no test has one."""
+def skip_fsync() -> Iterator[None]:
+    """Never wait until a file is on disk: a prune does so some twenty times, in case of a power cut."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
         yield
 
 
 @pytest.fixture(autouse=True, scope="session")
-def one_machine() -> Iterator[None]:
-    """Estimates of time and memory are of a machine that is always the same, and slow in bfloat16."""
+def fix_machine() -> Iterator[None]:
+    """Let estimates of time and memory be those of one machine, slow in bfloat16."""
     from ckpt_prune.runner.estimate import BlockTimes
 
     with pytest.MonkeyPatch.context() as patch:
@@ -172,16 +172,16 @@ def one_machine() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def clock_stands_still() -> Iterator[None]:
-    """Lines that are printed after a minute, or of a search that takes half of one, never come; tests set the clock."""
+def stop_clock() -> Iterator[None]:
+    """Print no line that appears only after some time; tests of those lines set the clock."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ckpt_prune.common.progress.now", lambda: 0.0)
         yield
 
 
 @pytest.fixture(autouse=True, scope="session")
-def not_compared_whole(request: pytest.FixtureRequest) -> Iterator[None]:
-    """That a tiny model computes what transformers' own does is tested once for every family, not by each command.
+def skip_comparison(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Skip the comparison of a model with transformers: one test does it for every family.
 
     With `--thorough` commands compare as they do for users.
     """
@@ -194,11 +194,10 @@ def not_compared_whole(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def graphs_run_here(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A process for each graph that a command runs takes a third of a second: test_isolation.py has some.
+def run_graphs_here(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Run graphs in this process: a process of their own takes a third of a second, and test_isolation.py starts some.
 
-    With `--thorough` every command starts them, as for users. A graph may take a day: one that would end is never
-    stopped because the machine is busy.
+    With `--thorough` every command starts them, as for users. A graph may take a day, so a busy machine stops none.
     """
     from ckpt_prune.onnx import isolation
 
@@ -210,11 +209,8 @@ def graphs_run_here(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def skeletons_kept() -> Iterator[None]:
-    """Names and shapes of every tiny model are kept, where a command keeps those of a few.
-
-    A file goes through all families for one promise, then through all again for the next.
-    """
+def keep_skeletons() -> Iterator[None]:
+    """Keep names and shapes of every tiny model: a file goes through all families for one promise after another."""
     from ckpt_prune.model import skeleton
 
     with pytest.MonkeyPatch.context() as patch:

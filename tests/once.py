@@ -1,4 +1,4 @@
-"""What is dear to make is made once for all workers of a run."""
+"""Make what takes long once for all workers of a run."""
 
 import os
 import shutil
@@ -10,17 +10,17 @@ from filelock import FileLock
 
 
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that all workers of a run share, and no other run."""
+    """Return a folder that all workers of a run share, and no other run."""
     base = tmp_path_factory.getbasetemp()
     return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
 
 def once(place: Path, make: Callable[[Path], Path]) -> Path:
-    """What `make` made in the new folder `place`, in this process or another; while one makes it, the others wait.
+    """Return what `make` made in the new folder `place`. One process makes it; the others wait.
 
     Args:
         place: a folder below `run_folder`.
-        make: given `place`, writes below it and says where; what a failure leaves is made anew by the next who asks.
+        make: writes below `place` and returns where. After a failure the next process that asks makes it again.
     """
     place.parent.mkdir(parents=True, exist_ok=True)
     told = place.with_name(place.name + ".made")

@@ -1,4 +1,4 @@
-"""Fewer tests than a full product, where one path serves many values: what still occurs is said by the function."""
+"""Choices from products of parameters: fewer tests where the same code serves many values."""
 
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -9,7 +9,7 @@ from _pytest.mark import ParameterSet
 
 
 def pairwise(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """Rows that hold every pair of values of every two axes, three and more at a time only as they come.
+    """Return rows that hold every pair of values of every two axes.
 
     Greedy: each next row is the first of the product that holds most of the pairs still missing.
     """
@@ -29,7 +29,7 @@ def _pairs(row: tuple[int, ...]) -> set[tuple[int, int, int, int]]:
 
 
 def dealt(first: Iterable[Any], second: Sequence[Any], each: int = 1) -> list[tuple[Any, Any]]:
-    """Each value of the first axis with `each` values of the second, dealt in turn: every value of both occurs.
+    """Return each value of the first axis with `each` values of the second, in turn. Every value of both occurs.
 
     Values of the first that stand side by side get different ones.
     """
@@ -40,7 +40,7 @@ def dealt(first: Iterable[Any], second: Sequence[Any], each: int = 1) -> list[tu
 
 
 def chosen(values: Iterable[Any], keep: Callable[[Any], bool]) -> list[ParameterSet]:
-    """Parameters of which some are tested always, and the others with `--thorough`.
+    """Return parameters: some are tested always, the others with `--thorough`.
 
     Args:
         values: tuples where a test takes several.
@@ -54,18 +54,18 @@ def chosen(values: Iterable[Any], keep: Callable[[Any], bool]) -> list[Parameter
 
 
 def crossed(first: Sequence[Any], second: Sequence[Any], each: int = 1) -> list[ParameterSet]:
-    """As `chosen`: of a whole product what `dealt` deals."""
+    """Return a whole product as parameters; tested always is what `dealt` returns."""
     kept = dealt(first, second, each)
     return chosen(itertools.product(first, second), lambda pair: pair in kept)
 
 
 def every(count: int, values: Iterable[Any]) -> list[ParameterSet]:
-    """As `chosen`: the first of every `count` values as they come."""
+    """Return values as parameters; tested always is the first of every `count`."""
     turn = itertools.count()
     return chosen(values, lambda _: next(turn) % count == 0)
 
 
 def first_of_each(values: Iterable[Any], kind: Callable[[Any], Hashable]) -> list[ParameterSet]:
-    """As `chosen`: the first value of every kind."""
+    """Return values as parameters; tested always is the first of every kind."""
     met: set[Hashable] = set()
     return chosen(values, lambda value: not (kind(value) in met or met.add(kind(value))))

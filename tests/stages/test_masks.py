@@ -71,6 +71,8 @@ def test_blocks_equal_the_whole_model_masked_by_hand(dense, tmp_path, variant, r
         name: int((weight == 0).sum()) for name, weight in expected.items()
     }
     config = json.loads((tmp_path / "out" / "config.json").read_text())
+    # Older versions of transformers read the base of rotary positions under a key of its own.
+    config.pop("rope_theta", None)
     assert config == json.loads((folder / "config.json").read_text())
 
 
