@@ -110,6 +110,16 @@ def test_a_wrong_head_fails_verify_though_the_digests_are_right(here, recipe) ->
         assert not head_is_kept("bad", "differs")
 
 
+def test_gains_that_a_head_applies_twice_fail_verify(here) -> None:
+    """A sliced stream's head of its own, beside a final norm that still has the gains of a tied one."""
+    ok("prune", "plain", "--recipe", "slicegpt-shared", *RECIPES["slicegpt-shared"], *TEXT, "-o", "out")
+    assert head_is_kept("out", "plain")
+    table = load_file("out/model.safetensors")[EMBEDDING]
+    gains = load_file("plain/model.safetensors")["model.norm.weight"]
+    edit_file("out", **{HEAD: table * gains[: table.shape[1]]})
+    assert not head_is_kept("out", "plain")
+
+
 def head_is_kept(out: str, dense: str) -> bool:
     """What `verify` says: in a line of its own if the head has absorbed a matrix, else beside kept units."""
     found = {check.name: check.passed for check in verify(Path(out), Path(dense))}

@@ -1,5 +1,6 @@
 """Unfinished runs: what other commands say of them, and what --resume finds; and what --overwrite may not take."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from ckpt_prune.checkpoint.writer import CheckpointWriter, check_free_space
 from ckpt_prune.common.errors import DiskError
 from ckpt_prune.measure.statistics import measurement as measuring
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
-from tests.cli.running import TEXT, listing, ok, refused, run, same_files
+from tests.cli.running import TEXT, listing, ok, read_json, refused, run, same_files
 from tests.interrupting import interrupt_at
 
 FLAP = ("prune", "dense", "--recipe", "flap", "--ratio", "0.5", *TEXT, "-o", "out")
@@ -80,6 +81,21 @@ def test_a_disk_that_fills_up_keeps_what_is_measured(place):
 
 def no_room(_writer):
     check_free_space(Path(), 2**62)
+
+
+def test_a_report_of_a_former_version_is_no_finished_job(place):
+    ok(*FLAP)
+    path = Path("out/ckpt_prune.json")
+    report = read_json(path)
+    assert {"tokenizer.json", "README.md", "ckpt_prune.json"} <= set(report["side_files"])
+    former = {key: value for key, value in report.items() if key not in ("job", "side_files")}
+    path.write_text(json.dumps(former))
+    assert refused(*FLAP, "--resume") == f"{Path('out').absolute()} exists; --overwrite replaces it"
+    ok("verify", "out", "--against", "dense")
+    ok("report", "out")
+    # Its tokenizer is not listed, and is the same as the new one's: nothing is lost.
+    ok(*FLAP, "--overwrite")
+    assert read_json(path)["side_files"] == report["side_files"]
 
 
 # ---- overwriting ---------------------------------------------------------------------------------------------------

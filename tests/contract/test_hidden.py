@@ -12,14 +12,19 @@ import torch
 
 import ckpt_prune
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.job.prepared import begin
 from ckpt_prune.measure.moment_sources import CachedMoments
+from ckpt_prune.measure.moments.inputs import Moments, sum_folds
 from ckpt_prune.measure.streams.hidden_stream import open_stream
 from ckpt_prune.model.model import Model
+from ckpt_prune.model.skeleton import parse_config
 from ckpt_prune.model.sublayers import list_sublayers
 from ckpt_prune.runner.plan import prepare_plan
 from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.stages import FullRecipe
-from ckpt_prune.stages.hidden.bases import SlicedStream
+from ckpt_prune.stages.hidden.bases import SlicedStream, directions_keeping_ones, stream_scale
+from ckpt_prune.stages.hidden.preview import hidden_record, narrow_jointly, view_of
+from ckpt_prune.stages.moments import open_moments
 from ckpt_prune.stages.rotation.absorbing import residual_of
 from ckpt_prune.stages.rotation.moments import stream_gram
 from ckpt_prune.verification.verify import verify
@@ -142,3 +147,53 @@ def test_statistics_tell_what_norms_give(dense: Dense, case: Case) -> None:
         live.block(block, model.read_block(block), lambda _place, gram: grams.append(gram))
     expected = torch.stack(grams).sum(0)
     assert torch.allclose(found.double(), expected, atol=1e-3 * float(expected.abs().max()))
+
+
+READS = [case for case in SHARED if case.family.modality == "text"]
+
+
+@pytest.mark.parametrize("case", chosen(READS, lambda case: case.model_type in {"llama", "cohere2"}), ids=str)
+def test_drift_beside_a_narrower_stream_is_from_the_dense_one(dense: Dense, case: Case) -> None:
+    """In any basis: c (h - mean) P of the dense model less z of stock transformers, behind the first block's attention.
+
+    Where attention and mlp read the same stream that is behind its heads alone.
+    """
+    values = {"hidden": {"kind": "shared", "drop": 4, "multiple_of": 2}, "target": "drift", "container": "any"}
+    spaces = {"heads": {"score": "rcpu", "compensation": {"method": "ridge"}}}
+    recipe = FullRecipe.model_validate({"version": 1, "name": "test", "spaces": spaces, **values})
+    request = begin(dense.request(case, recipe, case.samples()))
+    model, kept = request.model, request.model.dimension("hidden") - 4
+    own = torch.randn(model.dimension("hidden"), 3 * kept, dtype=torch.float64)
+    layer = residual_of(model.family).norm == "layer"
+    basis = directions_keeping_ones(own @ own.T, kept)[0] if layer else torch.linalg.qr(own[:, :kept])[0]
+    view = view_of(request, kept, lambda _block: (basis, basis))
+    narrow = narrow_jointly(request, hidden_record(request, kept), view)
+    source = open_moments(narrow, {"heads": True})
+    (space,) = source.group_keys(["heads"])
+    tensors = narrow.model.read_block(0)
+    folds = source.moments(0, tensors, space)["heads"]
+    drift = sum_folds([each for each in folds if isinstance(each, Moments)]).drift
+    assert drift is not None
+    config = parse_config(narrow.model.checkpoint.config)
+    short = type(case.model())(config)
+    held = narrow.model.checkpoint.read(list(narrow.model.checkpoint.tensors))
+    short.load_state_dict(held, strict=False)
+    ids = case.samples().batch(slice(len(case.samples())))["input_ids"]
+    seen = [_behind_attention(each.double().eval(), model, ids) for each in (plain(case.model()), short)]
+    wide = seen[0] - seen[0].mean(-1, keepdim=True) if layer else seen[0]
+    delta = (stream_scale(kept, model.dimension("hidden")) * wide @ basis - seen[1]).flatten(0, 1)
+    assert drift.energy == pytest.approx(float(delta.square().sum()), rel=1e-4)
+    assert torch.allclose(drift.sum, delta.sum(0), atol=1e-4 * float(delta.abs().sum()))
+
+
+@torch.no_grad()
+def _behind_attention(whole: Any, model: Model, ids: torch.Tensor) -> torch.Tensor:
+    """What enters the first block and what its attention adds."""
+    block, found = whole.get_submodule(model.family.layers)[0], dict[str, torch.Tensor]()
+    block.register_forward_pre_hook(
+        lambda _, args, kwargs: found.update(h=(*args, *kwargs.values())[0]), with_kwargs=True
+    )
+    output = block.get_submodule(model.family.attention.output)
+    output.register_forward_hook(lambda _, args, given: found.update(a=given))
+    whole(input_ids=ids, use_cache=False)
+    return found["h"] + found["a"]

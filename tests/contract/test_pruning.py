@@ -139,6 +139,18 @@ def test_a_space_of_which_none_can_go_is_refused(dense: Dense, case: Case) -> No
         )
 
 
+@pytest.mark.parametrize("case", first_cases(), ids=str)
+def test_stand_ins_compute_the_same_function(dense: Dense, case: Case, tmp_path) -> None:
+    """They are offered as containers of the same function."""
+    methods = dict.fromkeys(case.ratios, "none")
+    other = case.samples(6, seed=9)
+    for stand_in in case.family.stand_ins:
+        report = dense.prune(case, spaces_recipe(case, methods, stand_in), tmp_path / stand_in)
+        assert (report["container"]["model_type"], report["container"]["remote_code"]) == (stand_in, False)
+        expected = outputs(Whole(case).prune(case.samples(), methods).model, other)
+        assert_same_outputs(outputs(ckpt_prune.load(tmp_path / stand_in), other), expected, KEPT)
+
+
 @pytest.mark.parametrize("case", every(4, LONG), ids=str)
 def test_nothing_dropped_is_the_source_byte_for_byte(dense: Dense, case: Case, tmp_path) -> None:
     wanted = spaces_recipe(case, dict.fromkeys(case.ratios, "none"))

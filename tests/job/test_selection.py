@@ -126,3 +126,9 @@ def test_one_ranking_as_flaps_released_code_cuts():
         found = select_ranked(tensors, cost, float(budget), below_cut=True)
         # A site that would lose all keeps its best unit, which the code does not see to.
         assert {s: units.tolist() for s, units in found.items()} == {s: own or [0] for s, own in expected.items()}
+
+
+@pytest.mark.parametrize(("ratio", "heads", "columns"), [(0.1, 29, 9907), (0.2, 26, 8806), (0.3, 23, 7705)])
+def test_the_counts_of_rcpu_table_5(ratio, heads, columns):
+    assert units_kept(32, ratio, "floor") == heads
+    assert units_kept(11008, ratio, "ceil") == columns

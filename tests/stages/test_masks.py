@@ -99,6 +99,22 @@ def test_errors_are_those_of_the_whole_models_outputs(dense, tmp_path):
         assert each["error"] == pytest.approx(float(lost), rel=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_kept(tmp_path, dtype):
+    """The mask is chosen on the stored weights, and what stays of them keeps its bits."""
+    folder = families.make(tmp_path / "dense", "mistral", dtype=dtype)
+    masked(folder, tmp_path / "out", wanted("wanda", "by block"), data_of("mistral"))
+    found, before = tensors_of(tmp_path / "out"), tensors_of(folder)
+    linears = [name for name in found if "_proj" in name]
+    assert len(linears) == 7 * families.BLOCKS
+    for name, tensor in found.items():
+        assert tensor.dtype == dtype
+        stays = tensor != 0
+        assert torch.equal(tensor[stays], before[name][stays])
+        if name in linears:
+            assert (tensor == 0).sum(1).tolist() == [tensor.shape[1] // 2] * tensor.shape[0]
+
+
 def test_no_two_blocks_are_read_together(tmp_path, monkeypatch):
     folder = make_wide(tmp_path / "dense", "llama", num_hidden_layers=6)
     seen = watch_reading(monkeypatch)

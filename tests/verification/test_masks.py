@@ -288,3 +288,10 @@ def test_units_that_the_weights_do_not_have(output, site, detail):
     check = made.check("kept units")
     assert check.passed is (detail is None)
     assert detail is None or check.detail == detail
+
+
+def test_a_zero_in_a_row_is_no_excuse_without_a_mask(output):
+    made = output("1")
+    made.report |= UNMASKED
+    zero_one(GATE)(made)
+    assert made.check("kept units").detail == f"{GATE} does not hold the dense model's rows of the kept units"
