@@ -121,8 +121,8 @@ def test_no_two_blocks_are_read_together(tmp_path, monkeypatch):
     masked(folder, tmp_path / "out", wanted("wanda", "by input"), TokenWindows(families.windows(2, 8)))
     assert seen.blocks == {str(block) for block in range(6)}
     assert seen.together == 1
-    # Tensors that a mask leaves alone are passed on; they go when the next block comes.
-    assert seen.alive <= 2
+    # One is worked on, while the next is read and the last is written.
+    assert seen.alive <= 3
 
 
 # ---- memory ------------------------------------------------------------------------------------------------------

@@ -159,8 +159,8 @@ def test_no_two_blocks_of_a_model_are_read_together(dense, tmp_path, monkeypatch
     recovered(pruned, folder, tmp_path / "out", training_data("llama"))
     assert seen.blocks == {str(block) for block in range(BLOCKS)}
     assert seen.together == 1
-    # Tensors of a block go when those of the next come.
-    assert seen.alive <= 2
+    # One is worked on, while the next is read and the last is written.
+    assert seen.alive <= 3
 
 
 # ---- rotated -----------------------------------------------------------------------------------------------------
