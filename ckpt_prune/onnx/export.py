@@ -400,7 +400,7 @@ class GraphStep:
         out, recipe = output / GRAPH_FOLDER, self.recipe
         try:
             # What a killed run left is dropped; a graph that is there is not replaced.
-            writer = GraphWriter(Checkpoint.open(output), out, recipe, overwrite=not out.exists())
+            writer = GraphWriter(Checkpoint.open(output, packed=True), out, recipe, overwrite=not out.exists())
             return write_proven(
                 writer,
                 self.samples,

@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 import torch
 
-from ckpt_prune import quantize
+from ckpt_prune import prune, quantize
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.graph_types import MixedGgufType
 from ckpt_prune.gguf import rounding
@@ -116,6 +116,12 @@ def test_an_int4_checkpoint_keeps_its_codes_in_q4_0(tmp_path):
     assert exported.type == "q4_0"
     assert exported.passed
     assert exported.proof.kl < 0.01  # llama.cpp rounds inputs and the embedding to 8 bits
+    check_same_weights(out, packed)
+    with pytest.raises(UserError, match="quantised by compressed-tensors"):
+        open_model(str(packed))
+
+
+def check_same_weights(out, packed):
     weights = lay_out(open_model(str(packed), Opening(packed=True))).tensors
     blocks = {name: weight for name, weight in weights.items() if "blk." in name and len(weight.shape) == 2}
     assert len(blocks) == 14
@@ -123,5 +129,17 @@ def test_an_int4_checkpoint_keeps_its_codes_in_q4_0(tmp_path):
     for name, weight in blocks.items():
         assert file.tensors[name].kind.name == "Q4_0"
         torch.testing.assert_close(file.read(name).float(), weight.read().float(), rtol=1e-3, atol=1e-6)
-    with pytest.raises(UserError, match="quantised by compressed-tensors"):
-        open_model(str(packed))
+
+
+def test_one_recipe_prunes_rounds_and_ends_in_a_file_of_the_same_weights(tmp_path):
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
+    model = save(tmp_path / "model", "llama", hidden_size=64, intermediate_size=96, num_hidden_layers=2)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "{version: 1, name: small, ratio: 0.3, spaces: {mlp: {score: rcpu, compensation: {method: ridge}}}, "
+        "quantize: {format: int4}, export: {format: gguf, dtype: q4_0}}"
+    )
+    text = proving(model).text
+    out = prune(str(model), recipe=str(recipe), text=text, window=32, samples=8, output=tmp_path / "out").path
+    check_same_weights(out / "model-q4_0.gguf", out)

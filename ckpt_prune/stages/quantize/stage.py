@@ -30,7 +30,7 @@ class Quantize(Stage):
     rewrites = True
     excludes: ClassVar[Mapping[str, str]] = {
         other: f"{other} and quantize do not go in one recipe: prune first, then `ckpt-prune quantize OUT --text FILE`"
-        for other in ("rotation", "hidden", "low_rank", "recovery", "export")
+        for other in ("rotation", "hidden", "low_rank", "recovery")
     }
 
     format: Format = Field(description="Type that weights are stored in: int8 or int4 (compressed-tensors).")
