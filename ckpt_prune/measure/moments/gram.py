@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ckpt_prune.parallel.devices import multiplies_bfloat16
+
 
 def cut_strips(n: int) -> Iterator[slice]:
     """Cut n columns into strips, wide enough for full speed and narrow enough to skip nearly half of the products."""
@@ -17,8 +19,8 @@ def cut_strips(n: int) -> Iterator[slice]:
 def add_gram(gram: Tensor, x: Tensor, scale: float = 1) -> None:
     """Add `scale` xᵀx of x (m, n) to the symmetric `gram` (n, n) in place. One triangle mirrors the other.
 
-    Tokens in bfloat16 are multiplied as such and added up in float32: no product is rounded, and on processors that
-    multiply in bfloat16 it takes half the time or less.
+    Tokens in bfloat16 are multiplied as such, if the device is faster so, and added up in float32: no product is
+    rounded, and it takes half the time or less.
     """
     with _multiply_narrowly(x):
         x = x.to(gram.dtype)
@@ -39,8 +41,8 @@ def product_settings(device: torch.device) -> Any:
 
 @contextmanager
 def _multiply_narrowly(x: Tensor) -> Iterator[None]:
-    """Let float32 products round their factors to bfloat16 if x is in it. Every sum stays in float32."""
-    if x.dtype != torch.bfloat16:
+    """Let float32 products round their factors to bfloat16 if x is in it and that is faster. Sums stay in float32."""
+    if x.dtype != torch.bfloat16 or not multiplies_bfloat16(x.device):
         yield
         return
     settings = product_settings(x.device)
