@@ -71,10 +71,6 @@ class AttentionPaths(TypedDict):
     """The linears of an attention: paths in a block.
 
     Attributes:
-        query: its path.
-        key: its path.
-        value: its path.
-        output: its path.
         heads: config key of the heads that there are, where it is not the stock class's own. The model is then built
             with its dense number: it has heads elsewhere, too (SigLIP's pooling).
     """
@@ -98,7 +94,6 @@ class WidthPaths(TypedDict):
 
     Attributes:
         inner: those that make it.
-        outer: the one that reads it.
         units: config key of the dense width, which the stock block is built at: it loses `lines` for every unit that
             is gone. Without it the width is the number of lines.
         lines: rows, or of `outer` columns, of one unit, by path.
@@ -146,7 +141,7 @@ class Blocks(TypedDict):
 
 
 class SublayerPaths(TypedDict):
-    """What of a block reads the residual stream at one place and adds to it behind: paths in the block.
+    """The parts of a block that read the residual stream at one place and add to it behind: paths in the block.
 
     Attributes:
         norms: that the stream passes before it is read.
@@ -221,18 +216,12 @@ def layer_config(config: PreTrainedConfig, index: int) -> PreTrainedConfig:
 
 
 class BlockConfig:
-    """The config of one block, whose attention and experts run as the model's own config says at the time.
-
-    Args:
-        shared: the model's.
-        own: the block's.
-    """
+    """The config of one block, whose attention and experts run as the model's own config says at the time."""
 
     def __init__(self, shared: PreTrainedConfig, own: PreTrainedConfig) -> None:
         self.__dict__.update(shared=shared, own=own)
 
     def __getattr__(self, name: str) -> Any:
-        """Of the one or the other."""
         if name.startswith("__") or not {"shared", "own"} <= self.__dict__.keys():
             raise AttributeError(name)  # copies ask before there is anything to copy to
         return getattr(self.__dict__["shared" if name.startswith(("_attn", "_experts")) else "own"], name)
@@ -292,7 +281,7 @@ def make_block(layer_class: type[nn.Module], config: PreTrainedConfig, blocks: B
         blocks: where in the block what is rebuilt.
         index: of the block.
     """
-    layer = _resized(layer_class, config, blocks, index)
+    layer = _resize_block(layer_class, config, blocks, index)
     for path in getattr(config, "ckpt_prune_biases", None) or []:
         linear: Any = layer.get_submodule(path)
         if linear.bias is None:
@@ -313,7 +302,7 @@ def make_block(layer_class: type[nn.Module], config: PreTrainedConfig, blocks: B
     return layer
 
 
-def _resized(layer_class: type[nn.Module], config: PreTrainedConfig, blocks: Blocks, index: int) -> nn.Module:
+def _resize_block(layer_class: type[nn.Module], config: PreTrainedConfig, blocks: Blocks, index: int) -> nn.Module:
     """The stock block with linears of its own size, and its attention generalised where no stock one has its shape."""
     attention = blocks["attention"]
     heads = _heads(config, attention)
@@ -396,11 +385,7 @@ def _turning(layer_class: type[nn.Module]) -> type:
 
 
 class PlainNorm(nn.Module):
-    """An RMSNorm or LayerNorm whose gains are one number, and whose biases are.
-
-    Args:
-        norm: the stock one.
-    """
+    """An RMSNorm or LayerNorm whose gains are one number, and whose biases are."""
 
     def __init__(self, norm: Any) -> None:
         super().__init__()
@@ -464,7 +449,7 @@ SKIPS = ("first_skip", "second_skip")
 
 
 class Stream:
-    """Where a block keeps its stream while the stock code runs. No module, and not part of what that code sees.
+    """The stream of a block while the stock code runs. It is no module, and not part of what that code sees.
 
     Attributes:
         states: as the sub-layer that runs reads them, (B, T, width).
@@ -479,7 +464,6 @@ class StreamNorm(PlainNorm):
     A LayerNorm becomes one: what adds to the stream has no mean any more.
 
     Args:
-        norm: the stock one.
         stream: of the block.
     """
 
@@ -499,7 +483,6 @@ class Between:
     The stock code adds what this returns to zeros, and to that what the mlp gives: the block's output.
 
     Args:
-        layer: the block.
         stream: of the block.
         multiplier: what the block multiplies by before it adds.
     """
@@ -537,13 +520,13 @@ def _slice(layer: Any, config: PreTrainedConfig, slicing: Slicing, index: int) -
     if index == 0:
         layer.entry_slice = nn.Linear(config.hidden_size, width, bias=False)
     layer.narrow_stream = stream
-    layer.__class__ = _sliced(type(layer))
+    layer.__class__ = _derive_sliced(type(layer))
 
 
 _SLICED: dict[type, type] = {}
 
 
-def _sliced(layer_class: type[nn.Module]) -> type:
+def _derive_sliced(layer_class: type[nn.Module]) -> type:
     """A block's class that reads its stream beside the stock code; under the same name, for device maps."""
     if layer_class in _SLICED.values():
         return layer_class
@@ -606,7 +589,6 @@ def plain_attention(
     """Softmax attention in the open, for the "eager" implementation.
 
     Args:
-        module: the attention.
         query: (B, H, T, d').
         key: (B, H, T, d').
         value: (B, H, T, d).
@@ -703,7 +685,7 @@ def _narrow(
     attention.narrow_names = [path.removeprefix(f"{owner}.") if path.startswith(f"{owner}.") else None for path in own]
     attention.narrow_scaling = head_dim**-0.5
     attention.narrow_dropout = _attention_dropout(config)
-    attention.__class__ = _narrowed(type(attention))
+    attention.__class__ = _derive_narrow(type(attention))
 
 
 def _attention_dropout(config: PreTrainedConfig) -> float:
@@ -716,7 +698,7 @@ def _attention_dropout(config: PreTrainedConfig) -> float:
 _NARROWED: dict[type, type] = {}
 
 
-def _narrowed(attention: type[nn.Module]) -> type:
+def _derive_narrow(attention: type[nn.Module]) -> type:
     """The stock attention class with `narrow_forward` in place of its own; one class for each stock one."""
     if attention not in _NARROWED:
         _NARROWED[attention] = _derive("Narrow", attention, narrow_forward)
@@ -818,13 +800,13 @@ def _drop_pairs(layer: nn.Module, config: PreTrainedConfig, blocks: Blocks) -> N
     attention.paired_names = [path.removeprefix(f"{owner}.") for path in own]
     attention.paired_facts, attention.paired_heads = facts, kv_heads
     attention.register_buffer("rotary_pairs", torch.arange(kept, dtype=torch.int16).repeat(kv_heads))
-    attention.__class__ = _paired(type(attention))
+    attention.__class__ = _derive_paired(type(attention))
 
 
 _PAIRED: dict[type, type] = {}
 
 
-def _paired(attention: type[nn.Module]) -> type:
+def _derive_paired(attention: type[nn.Module]) -> type:
     """The stock attention class with `paired_forward` in place of its own; one class for each stock one."""
     if attention not in _PAIRED:
         _PAIRED[attention] = _derive("Paired", attention, paired_forward)
@@ -855,7 +837,6 @@ class NarrowCache:
         return key, nn.functional.pad(value, (0, missing)) if self.narrow_padded else value
 
     def __getattr__(self, name: str) -> Any:
-        """Of the cache."""
         return getattr(self.__dict__.get("narrow_cache"), name)
 
 
@@ -873,7 +854,7 @@ class PaddedValues(nn.Linear):
 
 
 def _without_zeros(linear: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-    """What the output projection reads of heads that attention has mixed with their zeros."""
+    """Return what the output projection reads of heads that attention has mixed with their zeros."""
     columns, _ = _sizes(linear)
     (mixed,) = inputs
     if mixed.shape[-1] == columns:
@@ -905,13 +886,13 @@ def _pad_values(layer: nn.Module, paths: ValuePaths, head_dim: int, width: int) 
     value.narrow_width, value.narrow_missing = width, head_dim - width
     attention: Any = layer.get_submodule(paths["value"].rpartition(".")[0])
     attention.narrow_width = width
-    attention.__class__ = _valued(type(attention))
+    attention.__class__ = _derive_cached(type(attention))
 
 
 _VALUED: dict[type, type] = {}
 
 
-def _valued(attention: type[nn.Module]) -> type:
+def _derive_cached(attention: type[nn.Module]) -> type:
     """The stock attention class behind a `NarrowCache`; one class for each stock one."""
     if attention not in _VALUED:
 

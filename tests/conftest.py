@@ -161,11 +161,10 @@ def skip_fsync() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def fix_machine() -> Iterator[None]:
     """Let estimates of time and memory be those of one machine, slow in bfloat16."""
-    from ckpt_prune.runner.estimate import BlockTimes
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ckpt_prune.parallel.devices.time_products", lambda: (1.0, 4.0))
-        patch.setattr("ckpt_prune.runner.estimate.time_block", lambda *_: BlockTimes(run=0.001, solve=0.01))
+        patch.setattr("ckpt_prune.runner.estimate.time_run", lambda *_: 0.001)
+        patch.setattr("ckpt_prune.runner.estimate.time_solve", lambda *_: 0.01)
         patch.setattr("ckpt_prune.runner.estimate.resident_bytes", lambda: 2**30)
         patch.setattr("ckpt_prune.runner.estimate.available_bytes", lambda: None)
         yield

@@ -1,4 +1,4 @@
-"""What goes of attention: heads, query heads, value directions, rotary pairs or q/k dimensions, against the mlp.
+"""Pruning of attention: heads, query heads, value directions, rotary pairs or q/k dimensions, against the mlp.
 
     PYTHONPATH=. python tools/bench_attention.py shares --out FILE.jsonl [--models NAME ...] [--ratios R ...]
     PYTHONPATH=. python tools/bench_attention.py best   --out FILE.jsonl [--models NAME ...] [--ratios R ...]
@@ -225,7 +225,7 @@ def run_bench(what: str, bench: Bench, args: argparse.Namespace, lines: dict[str
                 record(key, {"refused": str(error)})
                 continue
             scored = (
-                timed(bench.folder, Path(scratch) / "out", args)
+                time_models(bench.folder, Path(scratch) / "out", args)
                 if what == "speed"
                 else bench.score(Path(scratch) / "out")
             )
@@ -240,7 +240,7 @@ def divergence(bench: Bench, out: Path, text: str) -> float:
     return float(ckpt_prune.evaluate(out, against=bench.folder, **how).data()["kl"])
 
 
-def timed(dense: Path, out: Path, args: argparse.Namespace) -> dict[str, Any]:
+def time_models(dense: Path, out: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Medians in ms, and their ratio to the dense model's, which takes turns, by phase and runtime."""
     how: dict[str, Any] = {"tokens": args.tokens, "generate": args.generate, "rounds": args.rounds, "progress": False}
     found = ckpt_prune.benchmark(dense, out, onnx=True, **how)

@@ -152,7 +152,7 @@ class Entrants:
 
     @property
     def statistics(self) -> Statistics:
-        """Of the dense model, with effects; measured when first asked for."""
+        """Statistics of the dense model, with effects; measured when first asked for."""
         if self._statistics is None:
             start = time.monotonic()
             run = {"device": torch.device("cpu"), "compute_dtype": torch.float32}
@@ -240,7 +240,7 @@ def run_bench(bench: Bench, args: argparse.Namespace, lines: dict[str, dict[str,
                 record(key, {"recipe": label, "samples": count, "ratio": ratio, **values})
 
 
-def predicted(bench: Bench, args: argparse.Namespace) -> None:
+def compare_predictions(bench: Bench, args: argparse.Namespace) -> None:
     """Print how the errors that folds predict compare with those on fresh samples, site by site.
 
     `best` on the dense cache with one ratio everywhere: the error of a written consumer on the moments of the held-out
@@ -352,7 +352,7 @@ def main() -> None:
         found = benches(args.evaluated)
         for name in args.models or list(found):
             if args.predicted:
-                predicted(found[name], args)
+                compare_predictions(found[name], args)
             else:
                 run_bench(found[name], args, lines)
     if args.predicted:

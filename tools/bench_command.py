@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Done:
-    """What a command printed and took.
+    """The output, time and memory of a command.
 
     Attributes:
         printed: on stdout.

@@ -77,7 +77,7 @@ def compare(found: torch.Tensor, dense: torch.Tensor, labels: torch.Tensor) -> t
     return top, same, (p.exp() * (p - q)).sum(1).mean().item()
 
 
-def wanted(target: str, ratio: float, *, compensate: bool, container: str = "any") -> FullRecipe:
+def make_recipe(target: str, ratio: float, *, compensate: bool, container: str = "any") -> FullRecipe:
     whole = load_recipe("corp", (f"container={container}",), ratio).model_dump(by_alias=True)
     whole["spaces"] = {space: whole["spaces"][space] for space in TARGETS[target]}
     if not compensate:
@@ -87,7 +87,7 @@ def wanted(target: str, ratio: float, *, compensate: bool, container: str = "any
 
 
 @contextmanager
-def pruned(folder: Path, recipe: FullRecipe, statistics: Statistics) -> Iterator[Path]:
+def open_output(folder: Path, recipe: FullRecipe, statistics: Statistics) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "out"
         prune(prepare_plan(Job(Model.open(folder), recipe, statistics)), out)
@@ -95,7 +95,7 @@ def pruned(folder: Path, recipe: FullRecipe, statistics: Statistics) -> Iterator
 
 
 @contextmanager
-def measured(folder: Path, samples: Samples, folds: int = 1) -> Iterator[Statistics]:
+def open_statistics(folder: Path, samples: Samples, folds: int = 1) -> Iterator[Statistics]:
     model = Model.open(folder)
     with tempfile.TemporaryDirectory() as scratch:
         yield measure_statistics(
@@ -129,12 +129,12 @@ def accuracy(data: Path) -> None:
     print()
     print("| pruned | ratio | top-1 bare | top-1 CORP | agreement bare | agreement CORP | KL bare | KL CORP |")
     print("|---|---|---|---|---|---|---|---|")
-    with measured(folder, calib) as statistics:
+    with open_statistics(folder, calib) as statistics:
         for target in TARGETS:
             for ratio in RATIOS:
                 cells = []
                 for compensate in (False, True):
-                    with pruned(folder, wanted(target, ratio, compensate=compensate), statistics) as out:
+                    with open_output(folder, make_recipe(target, ratio, compensate=compensate), statistics) as out:
                         cells.append(compare(logits(out, held_out), dense, held_out.labels))
                 (t0, a0, k0), (t1, a1, k1) = cells
                 print(
@@ -150,11 +150,11 @@ def sequential(data: Path) -> None:
     dense = logits(folder, held_out)
     print("| joint ratio | top-1 dense statistics | top-1 sequential | KL dense statistics | KL sequential |")
     print("|---|---|---|---|---|")
-    with measured(folder, calib) as statistics, tempfile.TemporaryDirectory() as scratch:
+    with open_statistics(folder, calib) as statistics, tempfile.TemporaryDirectory() as scratch:
         for ratio in RATIOS:
             cells = []
             for live in (None, LiveSamples(calib, 1, torch.float32)):
-                recipe = wanted("joint", ratio, compensate=True)
+                recipe = make_recipe("joint", ratio, compensate=True)
                 if live is not None:
                     recipe = recipe.model_copy(update={"target": "sequential"})
                 out = Path(scratch) / f"{ratio}-{live is not None}"
@@ -185,10 +185,10 @@ def calibration(data: Path) -> None:
     for count in (5, 20, 50, 100, 256, 500):
         pixels = images(folder, choose_images(pool, samples=count, seed=1))
         cells = []
-        with measured(folder, pixels) as statistics:
+        with open_statistics(folder, pixels) as statistics:
             for target in TARGETS:
                 for ratio in (0.3, 0.5):
-                    with pruned(folder, wanted(target, ratio, compensate=True), statistics) as out:
+                    with open_output(folder, make_recipe(target, ratio, compensate=True), statistics) as out:
                         cells.append(f"{compare(logits(out, held_out), dense, held_out.labels)[0]:.1%}")
         print(f"| {count} | {' | '.join(cells)} |", flush=True)
 
@@ -208,11 +208,11 @@ def reference(data: Path) -> None:
     assert held_out.labels is not None
     dense = logits(folder, held_out)
     print(f"dense {compare(dense, dense, held_out.labels)[0]:.1%}")
-    with measured(folder, calib) as statistics:
+    with open_statistics(folder, calib) as statistics:
         for target in ("MLP", "Q/K"):
             for ratio in (0.3, 0.5):
                 for compensate in (False, True):
-                    with pruned(folder, wanted(target, ratio, compensate=compensate), statistics) as out:
+                    with open_output(folder, make_recipe(target, ratio, compensate=compensate), statistics) as out:
                         top = compare(logits(out, held_out), dense, held_out.labels)[0]
                     print(target, ratio, "compensated" if compensate else "bare", f"{top:.1%}", flush=True)
 
@@ -227,7 +227,7 @@ def opt(data: Path) -> None:
     print(f"opt-shakespeare-char-0.8m: 512 calibration and 512 evaluation windows of 64 tokens: dense {score:.3f}\n")
     print("| pruned | ratio | bare | compensated |")
     print("|---|---|---|---|")
-    with measured(folder, TokenWindows(windows)) as statistics:
+    with open_statistics(folder, TokenWindows(windows)) as statistics:
         for target in (*TARGETS, "heads"):
             for ratio in RATIOS if target != "heads" else (0.25, 0.5, 0.75):
                 cells = []
@@ -239,8 +239,8 @@ def opt(data: Path) -> None:
                             recipe["spaces"]["heads"]["compensation"] = {"method": "none"}
                         chosen = FullRecipe.model_validate(recipe)
                     else:
-                        chosen = wanted(target, ratio, compensate=compensate)
-                    with pruned(folder, chosen, statistics) as out:
+                        chosen = make_recipe(target, ratio, compensate=compensate)
+                    with open_output(folder, chosen, statistics) as out:
                         cells.append(f"{perplexity(load_model(out, device='cpu'), held).perplexity:.3f}")
                 print(f"| {target} | {ratio:.0%} | {cells[0]} | {cells[1]} |", flush=True)
 
@@ -251,12 +251,12 @@ def speed(data: Path) -> None:
     folder = data / "vit-tiny-imagenet"
     few = images(folder, choose_images(find_images(data / "imagenet-1per-class", split="calib"), samples=16, seed=0))
     models, flops = {"dense": load_model(folder, device="cpu")}, {}
-    with measured(folder, few) as statistics:
+    with open_statistics(folder, few) as statistics:
         for target, ratio in (("MLP", 0.5), ("Q/K", 0.5), ("joint", 0.3), ("joint", 0.5)):
-            recipe = wanted(target, ratio, compensate=True)
+            recipe = make_recipe(target, ratio, compensate=True)
             job = prepare_plan(Job(Model.open(folder), recipe, statistics))
             flops["dense"], flops[f"{target} {ratio:.0%}"] = job.before.flops, job.output.cost.flops
-            with pruned(folder, recipe, statistics) as out:
+            with open_output(folder, recipe, statistics) as out:
                 models[f"{target} {ratio:.0%}"] = load_model(out, device="cpu")
     print("| model | FLOP ratio | batch 1, ms (p50) | images/s | speed-up | batch 16, images/s | speed-up |")
     print("|---|---|---|---|---|---|---|")
@@ -279,7 +279,7 @@ def speed(data: Path) -> None:
 
 
 def seconds(data: Path) -> None:
-    """What calibration, ranking and compensation take (CORP's Table 6): the phases of whole runs."""
+    """Print the seconds of calibration, ranking and compensation (CORP's Table 6): the phases of whole runs."""
     vit, opt_folder = data / "vit-tiny-imagenet", data / "opt-shakespeare-char-0.8m"
     stream = tokenise_text(load_tokenizer(opt_folder), read_text([data / "text-tinyshakespeare" / "calib_first90.txt"]))
     model = Model.open(vit)
@@ -292,7 +292,7 @@ def seconds(data: Path) -> None:
     print("|---|---|---|---|---|---|---|")
     for folder, samples, targets in cases:
         for target in targets:
-            recipe = wanted(target, 0.5, compensate=True)
+            recipe = make_recipe(target, 0.5, compensate=True)
             with tempfile.TemporaryDirectory() as scratch:
                 live = LiveSamples(samples, 1, torch.float32)
                 stages = prune(prepare_plan(Job(Model.open(folder), recipe, None, live)), Path(scratch) / "out")[

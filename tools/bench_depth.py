@@ -83,7 +83,7 @@ def timings(dense: Path, out: Path, rounds: int) -> dict[str, float]:
     }
 
 
-def measured(args: argparse.Namespace, model: str, share: float, name: str) -> dict[str, Any]:
+def measure_point(args: argparse.Namespace, model: str, share: float, name: str) -> dict[str, Any]:
     folder, calibration, held_out = data_of(args, model)
     recipe, changes = entrants()[name]
     dense = Model.open(folder)
@@ -151,7 +151,7 @@ def main() -> None:
                     continue
                 own = {"key": key, "model": Path(model).name, "share": share, "entrant": name}
                 try:
-                    lines[key] = own | measured(args, model, share, name)
+                    lines[key] = own | measure_point(args, model, share, name)
                 except UserError as error:
                     print(f"{key}: {error}", flush=True)
                     continue

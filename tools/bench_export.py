@@ -130,7 +130,7 @@ def graphs(model: Model, args: argparse.Namespace, done: set[str]) -> None:
 
 
 def largest(cases: list[dict[str, Any]], figure: str) -> float | None:
-    """Of all cases; None where a case has none, as where its outputs are infinite."""
+    """The largest figure of all cases; None if a case has none, as if its outputs are infinite."""
     found = [case[figure] for case in cases]
     return None if None in found else max(found, default=None)
 
@@ -140,7 +140,7 @@ def speed(model: Model, args: argparse.Namespace, done: set[str]) -> None:
         key = f"{model.name} | {ratio:g}"
         if key not in done:
             other = checkpoint(model, ratio, args.work)
-            record(args.out, {"key": key, "model": model.name, "ratio": ratio} | timed(model.folder, other, args))
+            record(args.out, {"key": key, "model": model.name, "ratio": ratio} | time_models(model.folder, other, args))
 
 
 def widths(args: argparse.Namespace, done: set[str]) -> None:
@@ -157,7 +157,8 @@ def widths(args: argparse.Namespace, done: set[str]) -> None:
         key = f"synthetic | {width}"
         if key not in done:
             record(
-                args.out, {"key": key, "width": width} | timed(paths[WIDTHS[0]], paths[width], args, "--generate", "0")
+                args.out,
+                {"key": key, "width": width} | time_models(paths[WIDTHS[0]], paths[width], args, "--generate", "0"),
             )
 
 
@@ -181,8 +182,8 @@ def print_cost(lines: list[dict[str, Any]]) -> None:
         print(f"| {line['key']} | {line['seconds']:.1f} | {line['clock']:.1f} | {peak:.0f} | {size:.0f} |")
 
 
-def timed(dense: Path, pruned: Path, args: argparse.Namespace, *more: str) -> dict[str, Any]:
-    """What `benchmark` says of two models, without every round's time."""
+def time_models(dense: Path, pruned: Path, args: argparse.Namespace, *more: str) -> dict[str, Any]:
+    """Time two models by `benchmark`; return its result without every round's time."""
     options = ("--onnx", "--threads", "2", "--rounds", str(args.rounds), "--batch", "1,8", "--json", *more)
     printed = ckpt_prune("benchmark", str(dense), str(pruned), *options)
     found: dict[str, Any] = json.loads(printed)

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def lines_of(out: Path) -> list[dict[str, Any]]:
-    """What was measured so far.
+    """Read what was measured so far.
 
     Args:
         out: JSON lines; it need not be there.

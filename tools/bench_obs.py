@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.scoring.obs import DAMP, remove_greedily
-from tools.bench_rotation import timed
+from tools.bench_rotation import time_action
 
 TOKENS = 2
 """Tokens, as multiples of the width."""
@@ -85,14 +85,14 @@ def main() -> None:
             if device.startswith("cuda"):
                 torch.cuda.reset_peak_memory_stats()
                 held = torch.cuda.memory_allocated()
-            found, seconds = timed(lambda: remove_greedily(weight, gram), device)  # noqa: B023
+            found, seconds = time_action(lambda: remove_greedily(weight, gram), device)  # noqa: B023
             peak = "-"
             if device.startswith("cuda"):
                 peak = f"{(torch.cuda.max_memory_allocated() - held) / (8 * d * d):.1f}"
             flops = 2 * d**3 + len(weight) * d**2
             cells = ["-"] * 4
             if d <= arguments.textbook:
-                (order, costs), slow = timed(lambda: textbook(weight, gram, DAMP), device)  # noqa: B023
+                (order, costs), slow = time_action(lambda: textbook(weight, gram, DAMP), device)  # noqa: B023
                 difference = float((found.costs.cpu() / costs - 1).abs().max())
                 same = "yes" if torch.equal(found.order.cpu(), order) else "no"
                 cells = [f"{slow:.2f}", f"{slow / seconds:.1f}", same, f"{difference:.0e}"]

@@ -50,15 +50,15 @@ class Subject:
 
 
 def subjects() -> dict[str, Subject]:
-    def shared(name: str, window: int, calibration: str, evaluation: str) -> Subject:
+    def share(name: str, window: int, calibration: str, evaluation: str) -> Subject:
         return Subject(name, window, SHARED / name, f"{SHARED}/{calibration}", f"{SHARED}/{evaluation}")
 
     found = [
         Subject("embedded", 256, model_folder(), "", ""),
-        shared("llama-pystdlib-3m", 256, "text-pystdlib/calib.txt", "text-pystdlib/eval.txt"),
-        shared("llama-pycode-16m", 256, "text-pycode/calib.txt", "text-pycode/eval.txt"),
-        shared("llama-stories260k", 512, "text-tinystories/calib_bos.txt", "text-tinystories/eval_bos.txt"),
-        shared("llama-stories-char-1m", 256, "text-tinystories/calib_bos.txt", "text-tinystories/eval_bos.txt"),
+        share("llama-pystdlib-3m", 256, "text-pystdlib/calib.txt", "text-pystdlib/eval.txt"),
+        share("llama-pycode-16m", 256, "text-pycode/calib.txt", "text-pycode/eval.txt"),
+        share("llama-stories260k", 512, "text-tinystories/calib_bos.txt", "text-tinystories/eval_bos.txt"),
+        share("llama-stories-char-1m", 256, "text-tinystories/calib_bos.txt", "text-tinystories/eval_bos.txt"),
     ]
     return {subject.name: subject for subject in found}
 

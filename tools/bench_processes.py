@@ -32,7 +32,7 @@ POLL = 0.2
 """Seconds between looks at the memory of processes that torchrun started."""
 
 
-def launched(launch: str, words: list[str]) -> tuple[list[str], dict[str, str]]:
+def make_launch(launch: str, words: list[str]) -> tuple[list[str], dict[str, str]]:
     """The command line of a launch, and its environment."""
     processes, threads = map(int, launch.split("x"))
     several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
@@ -55,7 +55,7 @@ def peaks(parent: int) -> Iterator[tuple[int, int]]:
                 yield entry, 1024 * int(status["VmHWM"].split()[0])
 
 
-def measured(line: list[str], environment: dict[str, str]) -> dict[str, Any]:
+def measure_command(line: list[str], environment: dict[str, str]) -> dict[str, Any]:
     """Run a command, and look at what it takes."""
     found: dict[int, int] = {}
     start = time.monotonic()
@@ -120,8 +120,10 @@ def main() -> None:
             key = f"{job} {launch}"
             if key in by_key(args.out):
                 continue
-            line, environment = launched(launch, words_of(job, args.model, data, args.work, launch, args.launches[0]))
-            found = measured(line, environment)
+            line, environment = make_launch(
+                launch, words_of(job, args.model, data, args.work, launch, args.launches[0])
+            )
+            found = measure_command(line, environment)
             made, first = args.work / f"{job}-{launch}", args.work / f"{job}-{args.launches[0]}"
             found["difference"] = difference(made, first)
             add_line(args.out, {"key": key, "samples": args.samples, "window": args.window, **found})

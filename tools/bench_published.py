@@ -23,7 +23,7 @@ DENSE = "dense"
 
 
 def statistics(args: argparse.Namespace) -> Path:
-    """Of the dense model; measured once."""
+    """Statistics of the dense model; measured once."""
     place: Path = args.work / f"{args.model.name}-{args.samples}-statistics"
     if not place.exists():
         took = command("calibrate", str(args.model), *calibration(args), "--folds", "4",
@@ -37,7 +37,7 @@ def calibration(args: argparse.Namespace) -> list[str]:
     return as_options({"text": args.text, "samples": args.samples, "window": args.window})
 
 
-def measured(args: argparse.Namespace, recipe: str, ratio: float, size: int | None) -> dict[str, Any]:
+def measure_recipe(args: argparse.Namespace, recipe: str, ratio: float, size: int | None) -> dict[str, Any]:
     """One recipe at one ratio, or at a size in parameters."""
     with tempfile.TemporaryDirectory(dir=args.work) as scratch:
         out, line = args.model, {}
@@ -104,7 +104,7 @@ def main() -> None:
             beside = lines.get(key.replace(recipe, "ridge"), {}).get("parameters")
             size = beside if recipe.startswith("llm-pruner") else None
             found = {"key": key, "model": args.model.name, "ratio": part, "recipe": recipe}
-            lines[key] = found | measured(args, recipe, part, size)
+            lines[key] = found | measure_recipe(args, recipe, part, size)
             add_line(args.out, lines[key])
             print(json.dumps(lines[key]), flush=True)
     show(lines, args.model.name)

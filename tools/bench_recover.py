@@ -109,7 +109,7 @@ def data_of(name: str, scratch: Path, args: argparse.Namespace) -> Data:
 
 
 def tool(*options: str | Path) -> tuple[str, dict[str, float]]:
-    """What a command prints, and its seconds on the clock and peak memory."""
+    """Run a command. Return what it prints, its seconds on the clock, and peak memory."""
     done = command(*options, "--device", "cpu", "--json")
     return done.printed, {"seconds": round(done.clock, 1), "peak_rss_gib": done.gibibytes}
 

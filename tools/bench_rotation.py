@@ -51,7 +51,7 @@ def textbook(fit: Fit, weight_kept: Tensor, dtype: torch.dtype) -> Tensor:
     return (left @ right).double() @ weight_kept
 
 
-def timed(action: Callable[[], Any], device: str) -> tuple[Any, float]:
+def time_action(action: Callable[[], Any], device: str) -> tuple[Any, float]:
     def wait() -> None:
         if device.startswith("cuda"):
             torch.cuda.synchronize()
@@ -83,9 +83,9 @@ def main() -> None:
             procrustes(small, weight_small), textbook(small, weight_small, dtype)  # first calls load kernels
             slow_times, fast_times = [], []
             for _ in range(arguments.repeats):
-                (ours, _), seconds = timed(lambda: procrustes(fit, weight_kept), arguments.device)  # noqa: B023
+                (ours, _), seconds = time_action(lambda: procrustes(fit, weight_kept), arguments.device)  # noqa: B023
                 fast_times.append(seconds)
-                reference, seconds = timed(lambda: textbook(fit, weight_kept, dtype), arguments.device)  # noqa: B023
+                reference, seconds = time_action(lambda: textbook(fit, weight_kept, dtype), arguments.device)  # noqa: B023
                 slow_times.append(seconds)
             slow, fast = min(slow_times), min(fast_times)
             difference = float((ours - reference).norm() / reference.norm())

@@ -31,7 +31,7 @@ SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 @dataclass(frozen=True)
 class Problem:
-    """What to descend on; `heads` is the shape of R2 or None."""
+    """A loss to descend on; `heads` is the shape of R2 or None."""
 
     name: str
     terms: list[Term]

@@ -78,7 +78,7 @@ def graphs(model: Model, ratio: float, args: argparse.Namespace, done: set[str])
 
 
 def folder_of(model: Model, ratio: float, work: Path) -> Path:
-    """Where the graphs of a checkpoint are."""
+    """Return the folder of a checkpoint's graphs."""
     return work / f"{model.name}-{ratio:g}-onnx"
 
 
@@ -117,7 +117,7 @@ def frontier(lines: list[dict[str, Any]]) -> set[str]:
     ['a', 'b']
     """
 
-    def beaten(line: dict[str, Any]) -> bool:
+    def is_beaten(line: dict[str, Any]) -> bool:
         if line["lost"] is None:  # not finite
             return True
         size = line["bytes"], line["lost"]
@@ -127,7 +127,7 @@ def frontier(lines: list[dict[str, Any]]) -> set[str]:
             for bytes_, lost in others
         )
 
-    return {line["key"] for line in lines if not beaten(line)}
+    return {line["key"] for line in lines if not is_beaten(line)}
 
 
 def show(lines: list[dict[str, Any]]) -> None:

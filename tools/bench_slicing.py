@@ -44,7 +44,7 @@ def main() -> None:
             target = cost_of(model).parameters - round(share * inside)
             same = {name: value for name, value in key.items() if name not in ("recipe", "share")}
             dense = next((each["dense"] for each in done if same.items() <= each.items()), None)
-            found = key | measured(given, recipe, target, dense)
+            found = key | measure_model(given, recipe, target, dense)
             done.append(found)
             add_line(given.out, found)
     print("| model | share | recipe | parameters | perplexity | s |\n|---|---|---|---|---|---|")
@@ -61,7 +61,7 @@ def perplexity(given: argparse.Namespace, model: str) -> float:
     return float(cp.evaluate(model, progress=False, **data).data()["perplexity"])
 
 
-def measured(given: argparse.Namespace, recipe: str, target: int, dense: float | None) -> dict[str, Any]:
+def measure_model(given: argparse.Namespace, recipe: str, target: int, dense: float | None) -> dict[str, Any]:
     """One model pruned to so many parameters, and what it loses; the dense model's figure where it is not known."""
     with tempfile.TemporaryDirectory() as folder:
         start = time.monotonic()

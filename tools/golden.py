@@ -56,7 +56,7 @@ LLAMA: dict[str, Any] = {**TEXT, "num_hidden_layers": 4, "num_key_value_heads": 
 
 
 def environment() -> dict[str, str]:
-    """What the bytes depend on."""
+    """Return what the bytes depend on."""
     return {
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -119,7 +119,7 @@ def hashes_of(folder: Path) -> dict[str, str]:
     return found
 
 
-def pruned(recipe: RecipeFile, given: Mapping[str, Any], scratch: Path, **more: Any) -> dict[str, str]:
+def hash_output(recipe: RecipeFile, given: Mapping[str, Any], scratch: Path, **more: Any) -> dict[str, str]:
     """The hashes of one output, or the words of the refusal."""
     stated = FullRecipe.expand_names(yaml.safe_load(recipe_text(recipe)))
     ratios = [space for space in stated.get("spaces", {}).values() if "ratio" in space]
@@ -136,7 +136,7 @@ def pruned(recipe: RecipeFile, given: Mapping[str, Any], scratch: Path, **more: 
         return hashes_of(Path(out, "out"))
 
 
-def chosen(key: str, only: list[str]) -> bool:
+def is_chosen(key: str, only: list[str]) -> bool:
     """Whether a job is asked for."""
     return not only or any(fnmatch(key.partition(" ")[0], pattern) for pattern in only)
 
@@ -149,11 +149,11 @@ def prune_all(only: list[str]) -> Iterator[tuple[str, dict[str, str]]]:
         for recipe in shipped_recipes().values():
             for model, given in models.items():
                 key, start = f"{recipe.name}/{model}", time.monotonic()
-                if not chosen(key, only):
+                if not is_chosen(key, only):
                     continue
-                yield key, (found := pruned(recipe, given, scratch))
+                yield key, (found := hash_output(recipe, given, scratch))
                 if "refused" in found and "container" in found["refused"]:
-                    yield f"{key} container=any", pruned(recipe, given, scratch, container="any")
+                    yield f"{key} container=any", hash_output(recipe, given, scratch, container="any")
                 print(f"{key}: {found.get('refused', f'{len(found)} hashes')} ({time.monotonic() - start:.1f} s)")
 
 
@@ -189,7 +189,7 @@ def main() -> None:
     if not given.check:
         given.file.write_text(json.dumps({"environment": here, "hashes": found}, indent=1), encoding="utf-8")
         return
-    asked = {key: own for key, own in known["hashes"].items() if chosen(key, given.only)}
+    asked = {key: own for key, own in known["hashes"].items() if is_chosen(key, given.only)}
     told = list(differences(asked, found))
     print("\n".join(told) or "all are the same")
     sys.exit(1 if told else 0)

@@ -1,4 +1,4 @@
-"""What this tool does on a GPU, beside the CPU: time, memory, and how far the outputs are apart.
+"""Compare this tool on a GPU with the CPU: time, memory, and how far the outputs are apart.
 
     tools/gpu.sh [--here] [--small] [--limit SECONDS] [--out FILE.json] [--data DIR] [--only WORDS]
 
@@ -57,7 +57,7 @@ ON_THE_LANGUAGE_MODEL = ("ridge, dense cache", "ridge, sequential", "wanda-2-4",
 
 
 def find_data(asked: str | None) -> Path | None:
-    """Where models and texts lie, if anywhere."""
+    """Return the folder of models and texts, if there is one."""
     folders = [Path(asked)] if asked else DATA
     return next((folder.resolve() for folder in folders if folder.is_dir()), None)
 
@@ -86,7 +86,7 @@ def plan(work: Path, *, data: Path | None, gpu: bool, small: bool) -> list[Step]
     steps += _on_model(work, demo, ON_THE_DEMO, ("texts, cpu",), gpu)
     steps += _on_layers("7B", small)
 
-    def beside(subject: Subject, prunings: Collection[str]) -> list[Step]:
+    def steps_beside(subject: Subject, prunings: Collection[str]) -> list[Step]:
         missing = None if data is not None else NO_DATA
         return [_unless(missing, step) for step in _on_model(work, subject, prunings, (), gpu)]
 
@@ -99,7 +99,7 @@ def plan(work: Path, *, data: Path | None, gpu: bool, small: bool) -> list[Step]
         pictures / "labels.csv",
         4 if small else 16,
     )
-    steps += beside(vit, ON_IMAGES)
+    steps += steps_beside(vit, ON_IMAGES)
     language = of_text(
         "llama-pycode-16m",
         folder / "llama-pycode-16m",
@@ -108,7 +108,7 @@ def plan(work: Path, *, data: Path | None, gpu: bool, small: bool) -> list[Step]
         samples,
         window,
     )
-    steps += beside(language, ON_THE_LANGUAGE_MODEL)
+    steps += steps_beside(language, ON_THE_LANGUAGE_MODEL)
     steps += _on_layers("70B", small)
     return [step if gpu or step.device == "cpu" else _unless(NO_GPU, step) for step in steps]
 
@@ -127,7 +127,7 @@ def _on_model(work: Path, subject: Any, prunings: Collection[str], after: tuple[
     def out(name: str) -> dict[Device, str]:
         return {device: str(work / f"{subject.name}-{name}-{device}".replace(", ", "-")) for device in DEVICES}
 
-    def compared(name: str, measured: bool) -> None:
+    def add_comparison(name: str, measured: bool) -> None:
         label, folders = f"{subject.name}: {name}", out(name)
         # Without a GPU what the CPU made is measured all the same.
         needs = tuple(f"{label}, {device}" for device in (DEVICES if gpu else ("cpu",)))
@@ -141,7 +141,7 @@ def _on_model(work: Path, subject: Any, prunings: Collection[str], after: tuple[
 
     both("evaluate the dense model", "evaluate", {})
     both("calibrate", "calibrate", {}, out=out("calibrate"))
-    compared("calibrate", measured=False)
+    add_comparison("calibrate", measured=False)
     for name in prunings:
         given = dict(PRUNINGS[name])
         needs: dict[Device, tuple[str, ...]] = {}
@@ -149,11 +149,11 @@ def _on_model(work: Path, subject: Any, prunings: Collection[str], after: tuple[
             given["statistics"] = out("calibrate")
             needs = {device: (of("calibrate", device),) for device in DEVICES}
         both(name, "prune", needs, out=out(name), **given)
-        compared(name, measured=True)
+        add_comparison(name, measured=True)
     # Both devices recover and export what the CPU made, so that nothing else differs.
     first = {device: (of(RECOVERED, "cpu"),) for device in DEVICES}
     both("recover", "recover", first, out=out("recover"), pruned=out(RECOVERED)["cpu"], epochs=2)
-    compared("recover", measured=True)
+    add_comparison("recover", measured=True)
     if subject.name not in GRAPHS_OF:
         return steps
     first = {device: (of(EXPORTED, "cpu"),) for device in DEVICES}
@@ -218,14 +218,14 @@ def row(outcome: Outcome) -> str:
     gib = [None if size is None else f"{size / 2**30:.2f}" for size in (outcome.rss_bytes, outcome.gpu_bytes)]
     seconds = None if outcome.seconds is None else f"{outcome.seconds:.2f}"
     cells = [each or "-" for each in (seconds, *gib)]
-    said = outcome.reason or _said(outcome.values)
+    said = outcome.reason or _describe(outcome.values)
     return (
         f"{outcome.name:<62} {outcome.device:<5} {outcome.status:<8} {cells[0]:>8} {cells[1]:>8} {cells[2]:>8}  {said}"
     ).rstrip()
 
 
-def _said(values: dict[str, Any]) -> str:
-    """What a step says, in short."""
+def _describe(values: dict[str, Any]) -> str:
+    """Describe the result of a step, in short."""
     parts = []
     for device, found in values.get("measured", {}).items():
         parts += [f"{name} ({device}) {value:.4f}" for name, value in found.items() if value is not None]

@@ -37,7 +37,7 @@ class Layer:
 
     @property
     def moments(self) -> Moments:
-        """Of all tokens."""
+        """Moments of all tokens."""
         return self.folds[0] + self.folds[1]
 
 

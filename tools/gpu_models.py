@@ -55,7 +55,7 @@ def of_images(name: str, model: Path, images: Path, labels: Path, samples: int) 
 
 
 def environment() -> dict[str, Any]:
-    """What is installed, and the GPU."""
+    """Return versions of packages, and the GPU."""
     import onnxruntime
     import torch
     import transformers
@@ -189,11 +189,11 @@ def export(subject: Subject, device: str, out: str, model: str) -> dict[str, Any
 
 def evaluate(subject: Subject, device: str) -> dict[str, Any]:
     """Measure the dense model on this device, in the dtype that `evaluate` takes there."""
-    return _measured(subject, subject.model, device)
+    return _measure(subject, subject.model, device)
 
 
 def compare(subject: Subject, cpu: str, cuda: str | None, *, measured: bool = True) -> dict[str, Any]:
-    """What the devices made: perplexity or accuracy of both, and how far their tensors are apart.
+    """Compare the outputs of two devices: perplexity or accuracy of both, and how far their tensors are apart.
 
     Args:
         subject: what they were made from.
@@ -204,10 +204,10 @@ def compare(subject: Subject, cpu: str, cuda: str | None, *, measured: bool = Tr
     folders = {"cpu": cpu} if cuda is None else {"cpu": cpu, "cuda": cuda}
     found: dict[str, Any] = {}
     if measured:
-        found["measured"] = {device: _measured(subject, folder, "cpu") for device, folder in folders.items()}
+        found["measured"] = {device: _measure(subject, folder, "cpu") for device, folder in folders.items()}
     if cuda is not None:
         found["difference"] = differences(Path(cpu), Path(cuda))
-        kept = [_kept(Path(folder)) for folder in folders.values()] if measured else []
+        kept = [_read_kept(Path(folder)) for folder in folders.values()] if measured else []
         if any(kept):  # a mask drops none
             found["same_units"] = kept[0] == kept[1]
     return found
@@ -243,7 +243,7 @@ def differences(a: Path, b: Path) -> dict[str, Any]:
     }
 
 
-def _measured(subject: Subject, model: str, device: str) -> dict[str, Any]:
+def _measure(subject: Subject, model: str, device: str) -> dict[str, Any]:
     found = cp.evaluate(model, **subject.held_out, device=device, progress=False).data()
     return {key: found[key] for key in ("perplexity", "top1") if key in found}
 
@@ -258,6 +258,6 @@ def _tensors(folder: Path) -> dict[str, Any]:
     }
 
 
-def _kept(folder: Path) -> list[Any]:
+def _read_kept(folder: Path) -> list[Any]:
     report = json.loads((folder / "ckpt_prune.json").read_text(encoding="utf-8"))
     return [(site["block"], site["space"], site["kept"]) for site in report["sites"]]

@@ -59,7 +59,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a step.
+    """The outcome of a step.
 
     Attributes:
         name, device: of the step.
@@ -86,7 +86,7 @@ class Outcome:
     values: dict[str, Any] = field(default_factory=dict)
 
     def data(self) -> dict[str, Any]:
-        """As JSON has it: without what there is none of."""
+        """Return it for JSON, without keys that have no value."""
         return {key: value for key, value in asdict(self).items() if value not in (None, {})}
 
 
@@ -189,7 +189,7 @@ def attempt(step: Step) -> Outcome:
         fresh = _forget_peak()
         start = time.perf_counter()
         values = function(**step.arguments)
-        held, largest = gpu.ended() if gpu else (None, None)
+        held, largest = gpu.read_end() if gpu else (None, None)
         seconds = round(time.perf_counter() - start, 3)
         return Outcome(
             *(step.name, step.device, "ok", None, None, seconds, peak_bytes(), not fresh, largest, held), values or {}
@@ -215,8 +215,8 @@ class _Gpu:
         self._cuda.reset_peak_memory_stats()
         self._held = self._cuda.memory_allocated()
 
-    def ended(self) -> tuple[int, int]:
-        """What was allocated at the start, and the most that was since."""
+    def read_end(self) -> tuple[int, int]:
+        """Return the bytes allocated at the start, and the most since."""
         self._cuda.synchronize()
         return self._held, self._cuda.max_memory_allocated()
 

@@ -1,4 +1,4 @@
-"""What every shipped recipe takes to prune a model, as a multiple of `ridge`: the `time` that recipes state.
+"""Time of every shipped recipe as a multiple of `ridge`: the `time` that recipes state.
 
     PYTHONPATH=. OMP_NUM_THREADS=1 python tools/time_recipes.py [--samples 128] [--recipes NAME ...]
 

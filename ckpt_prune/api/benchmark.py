@@ -10,11 +10,11 @@ from ckpt_prune.options.machine import SpreadOptions
 from ckpt_prune.options.option import select_options
 
 if TYPE_CHECKING:
-    from ckpt_prune.benchmarking.results import Result
+    from ckpt_prune.benchmarking.results import Benchmark
 
 
 @takes(BenchmarkOptions)
-def benchmark(options: BenchmarkOptions) -> "Result":
+def benchmark(options: BenchmarkOptions) -> "Benchmark":
     """Time A, the dense model, against B, the pruned one: latency, throughput, size and peak memory.
 
     Both are loaded whole, each in a process of its own, a second time for --onnx, and all stay in memory together. They

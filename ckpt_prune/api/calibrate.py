@@ -67,7 +67,7 @@ def calibrate(options: CalibrateOptions) -> "Statistics | ForeseenStatistics":
     A long run starts with an estimate of time, memory and disk; --dry-run always prints one.
     """
     # Refuse what can be refused before torch is imported.
-    if not has_data(options, options):
+    if not has_data(options):
         raise UserError("calibrate needs --text FILE, --images DIR for a vision model, or --audio DIR")
     check_supported(options.model, options.family, options.part)
     check_texts(options.text)
@@ -112,7 +112,7 @@ def calibrate(options: CalibrateOptions) -> "Statistics | ForeseenStatistics":
     check_one_basis(source)
     refuse_overlap(checkpoint.path, out)
     refuse_inside(out, [options.images, options.audio, options.labels, *options.text])
-    chosen: Samples = choose_samples(source, options, options, trust=trust, say=say)
+    chosen: Samples = choose_samples(source, options, trust=trust, say=say)
     if options.shard is not None:
         if "taylor" in kinds:
             raise UserError("--shard: taylor, absolute values of sums over all samples, does not add: leave it out")
@@ -182,7 +182,6 @@ def _kinds(text: str | None, kinds: Sequence[str], inside: Sequence[str], usual:
         kinds: those that the model's family can use.
         inside: spaces inside other spaces.
         usual: what is collected by default.
-        family: its name, for errors.
     """
     if text is None:
         return usual

@@ -26,14 +26,14 @@ def compare(options: CompareOptions) -> "Comparison":
     pruned, quantized or trained and saved as plain weights. Both run side by side, one block of each in memory at a
     time.
 
-    MSE is the mean squared difference of hidden states; relative error is the squared difference over A's squared
-    length; cosine is the mean over tokens; CKA is linear centred kernel alignment, which no rotation of the states
+    MSE is the mean squared difference of hidden states. Relative error is the squared difference over A's squared
+    length. Cosine is the mean over tokens. CKA is linear centred kernel alignment, which no rotation of the states
     changes. The last line compares the outputs: KL(A || B) in nats, or for a model without a head the relative error of
     its last hidden states. If B's hidden states are rotated, A's are rotated alike. Hidden states beyond --state-memory
     go to files in the temporary folder.
     """
     # Refuse what can be refused before torch is imported.
-    if not has_data(options, options):
+    if not has_data(options):
         raise UserError("compare needs --text FILE, --images DIR for vision models, or --audio DIR")
     for each in (options.reference, options.model):
         check_supported(each, options.family, options.part)
@@ -63,7 +63,7 @@ def compare(options: CompareOptions) -> "Comparison":
     report = find_report(ours.checkpoint.path)
     beside, leaps = at_same_depth(ours, theirs, report)
     check_models(ours, beside, WHY)
-    chosen = choose_samples(theirs, options, options, trust=trust, say=say)
+    chosen = choose_samples(theirs, options, trust=trust, say=say)
     check_same_reader(ours, theirs, options.text, trust=trust)
     for source in (theirs, ours):
         source.checkpoint.check_finite()

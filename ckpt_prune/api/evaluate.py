@@ -27,22 +27,18 @@ def evaluate(options: EvaluateOptions) -> "Result":
     window, and is exp of the mean. Two protocols are in use, windows of 128 and of 2048 tokens, and they differ by a
     factor of two on the same model: every figure is printed with its window. KL is the mean over scored tokens of
     KL(MODEL2 || MODEL), in nats. --samples N scores the first N windows of the text, not N at random as calibrate takes
-    them: how hard a text is differs along it, so compare such a figure only with others of the same text, window and N.
+    them. How hard a text is differs along it: compare such a figure only with others of the same text, window and N.
 
     Other text models. A masked language model (BERT) predicts 15 % of the tokens of every window, masked. A classifier
     of texts or tokens, and a model that finds answers, is compared with MODEL2: KL divergence, and how often both put
-    the same first; a reranker or reward model by the order of its numbers. A base model without a head is compared by
-    the cosine of its features. A sentence-transformers folder is compared by its embeddings of every line of the text
-    that is not empty, cut to T tokens: their cosine, the rank correlation of the cosines of all pairs of lines, and how
-    often both find the same line nearest to another.
+    the same first. A reranker or reward model is compared by the order of its numbers, and a base model without a head
+    by the cosine of its features. A sentence-transformers folder embeds every line of the text that is not empty, cut
+    to T tokens. Compared are the cosine of both embeddings, the rank correlation of the cosines of all pairs of lines,
+    and how often both find the same line nearest to another.
 
     Images. Top-1 and top-5 of an image classifier; with --against also how often both put the same class first, and the
     mean KL over images. Preprocessing is the checkpoint's own (preprocessor_config.json), by Pillow. --samples takes
-    images at random, because the first ones would be those of the first classes. --probe learns on images that
-    labels.csv marks calib and is tested on those marked eval; without marks, on one half each. --patch-head is given
-    what the last block makes of every patch, behind its norm, as DINOv2's linear segmentation heads are. Its answers
-    are interpolated (bilinear) to the size that the model sees, and the label maps are resized and cropped as the
-    images are (nearest): mean intersection over union and pixel accuracy, or root mean squared error.
+    images at random, because the first ones would be those of the first classes.
 
     Tasks. Items of a .jsonl file are answered by the likeliest continuation, as EleutherAI's harness does it: accuracy
     by plain log-probability, norm. by that per character, next to the chance of guessing. They have the shape of ARC,
@@ -70,7 +66,7 @@ def evaluate(options: EvaluateOptions) -> "Result":
 
     from ckpt_prune.evaluation.answers import measure_choices, measure_generation
     from ckpt_prune.evaluation.device_map import spread
-    from ckpt_prune.evaluation.images import measure_images, measure_patches, measure_probe
+    from ckpt_prune.evaluation.images import measure_images
     from ckpt_prune.evaluation.label_tasks import is_labelled, measure_labelled
     from ckpt_prune.evaluation.memory_plan import memory_plans
     from ckpt_prune.evaluation.pair import Pair
@@ -111,10 +107,6 @@ def evaluate(options: EvaluateOptions) -> "Result":
             return CombinedResult({name: results[name] for name in ("text", "tasks", "generate") if name in results})
         if results:
             return next(iter(results.values()))
-        if options.probe is not None:
-            return measure_probe(pair, options, options.probe)
-        if options.patch_head is not None and options.label_maps is not None:
-            return measure_patches(pair, options, options.patch_head, options.label_maps)
         return measure_images(pair, options)
 
 
@@ -172,10 +164,6 @@ def _check(options: EvaluateOptions) -> None:
         "--generate": bool(options.generate),
     }
     asked = [name for name, there in given.items() if there]
-    if (options.patch_head is None) != (options.label_maps is None):
-        raise UserError("--patch-head and --label-maps go together")
-    if options.patch_head is not None and options.probe is not None:
-        raise UserError("--probe and --patch-head: each is measured in a call of its own")
     if len(asked) > 1 and options.images is not None:
         raise UserError(f"{' and '.join(asked)}: a model reads either images or text; measure each by itself")
     if not asked:

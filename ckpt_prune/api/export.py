@@ -23,7 +23,7 @@ def export(options: ExportOptions) -> "Exported | ExportedGguf":
     it is laid out as repositories on the Hub are.
 
     Batch and length are dynamic. A model that generates text takes input_ids, attention_mask, position_ids and
-    past_key_values.i.key and .value, which the first call leaves empty (length 0), and returns logits and present.i.key
+    past_key_values.i.key and .value, which are empty (length 0) in the first call. It returns logits and present.i.key
     and .value, which the next call takes as its past. With --no-cache it reads whole texts.
 
     The graph is compared with PyTorch in onnxruntime at several batch sizes and lengths, padded and step by step.

@@ -32,7 +32,7 @@ def with_latencies(job: "Job", say: Notices, *, trust: bool) -> "Job":
     return replace(job, latencies=table.latencies)
 
 
-def timed(report: "Report", job: "Job", out: Path, say: Notices, *, trust: bool) -> "Report":
+def time_output(report: "Report", job: "Job", out: Path, say: Notices, *, trust: bool) -> "Report":
     """Time an output whose size was a time, if both models are small enough, and return its report with the times.
 
     The output is in its place by then, so nothing is lost if it cannot be timed. Its report and card, which no digest

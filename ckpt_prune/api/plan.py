@@ -109,9 +109,9 @@ def plan(options: PlanOptions) -> Planned:
     folds, is the error on each fold when fitted on the others. If compensation is chosen on held-out folds (method
     auto), margin says how much worse the next best method is there, relative.
 
-    --test compares the plan, made from --statistics, with other samples: the exact error of every site there, how far
-    its inputs are from those it was fitted on, and the bounds of CORP's Propositions C.1.3 and C.2.3. The plan file
-    holds all of it, and `ckpt-prune report` draws it, for the plan and for a model pruned by it.
+    --test compares the plan, made from --statistics, with other samples. It gives the exact error of every site there,
+    how far its inputs are from those it was fitted on, and the bounds of CORP's Propositions C.1.3 and C.2.3. The plan
+    file holds all of it, and `ckpt-prune report` draws it, for the plan and for a model pruned by it.
     """
     # Refuse what can be refused before torch is imported.
     asked_size(options.sizes, options.ratio)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_prune.api.function import takes
-from ckpt_prune.api.latency import timed, with_latencies
+from ckpt_prune.api.latency import time_output, with_latencies
 from ckpt_prune.api.push import Pushed
 from ckpt_prune.api.push import push as push_output
 from ckpt_prune.checkpoint.model_folder import refuse_adapter
@@ -95,13 +95,9 @@ class GraphFailedError(AfterwardsError):
 class EvaluationFailedError(AfterwardsError):
     """The output cannot be measured."""
 
-    key = "evaluation"
-
 
 class PushFailedError(AfterwardsError):
     """The output cannot be pushed."""
-
-    key = "pushed"
 
 
 @takes(PruneOptions)
@@ -119,8 +115,8 @@ def prune(options: PruneOptions) -> Pruned:
     measures each block behind the already pruned ones, as its paper does; a dense recipe measures the unpruned model
     first. A recipe whose scores and compensation look at no activations (magnitude) needs neither.
 
-    If a recipe has `recovery`, what stays is trained as `ckpt-prune recover` does it: each block right after it is
-    pruned (for any recipe with --set recovery.epochs=10), or scales of all blocks at the end (--set
+    If a recipe has `recovery`, what stays is trained as `ckpt-prune recover` does it. Each block is trained right after
+    it is pruned (for any recipe with --set recovery.epochs=10), or scales of all blocks at the end (--set
     recovery.method=scales). If it has `export` (--set export.format=onnx), OUT/onnx is its graph, or with
     export.format=gguf OUT/model-TYPE.gguf a file for llama.cpp, compared with PyTorch as `ckpt-prune export` does it.
     The exit code is 1 if the graph or file computes something else, and 2 if it cannot be made; OUT is complete without
@@ -135,13 +131,21 @@ def prune(options: PruneOptions) -> Pruned:
     return prune_as(options)
 
 
-def prune_as(options: PruneOptions, written: Callable[[Pruned], None] = lambda _pruned: None) -> Pruned:
-    """Prune, and call `written` with the output as soon as it is complete, before its graph is made."""
-    pruned = _prune(options, written)
+Tell = Callable[[Pruned, str], None]
+
+
+def prune_as(options: PruneOptions, tell: Tell = lambda _pruned, _following: None) -> Pruned:
+    """Prune, and call `tell` whenever something is complete: with the output, and the key of what follows, if any.
+
+    That is the key of `Pruned.data`: onnx, gguf, evaluation or pushed.
+    """
+    pruned = _prune(options, tell)
     if options.evaluate and not options.dry_run:
+        tell(pruned, "evaluation")
         pruned = process_group().alone(lambda: _evaluate(options, pruned))
     if options.push is None or options.dry_run or not pruned.passed:
         return pruned
+    tell(pruned, "pushed")
     send = partial(push_output, pruned, options.push, public=options.public, progress=options.progress)
     try:
         return replace(pruned, pushed=process_group().alone(send))
@@ -150,7 +154,7 @@ def prune_as(options: PruneOptions, written: Callable[[Pruned], None] = lambda _
         raise PushFailedError(f"{error}; {pruned.path} is complete: {again}", pruned) from error
 
 
-def _prune(options: PruneOptions, written: Callable[[Pruned], None]) -> Pruned:
+def _prune(options: PruneOptions, tell: Tell) -> Pruned:
     out = options.output
     # Refuse what can be refused before torch is imported.
     _check_together(options)
@@ -186,33 +190,34 @@ def _prune(options: PruneOptions, written: Callable[[Pruned], None]) -> Pruned:
     dense = open_model(options.model, Opening.of(options))
     chosen = replace(chosen, recipe=fit_to_runtimes(chosen.recipe, dense, say))
     if options.resume and not options.overwrite and not options.dry_run:
-        finished = process_group().alone(lambda: _missing_graph(options, chosen, dense, say, written))
+        finished = process_group().alone(lambda: _missing_graph(options, chosen, dense, say, tell))
         if finished is not None:
             return finished
     job = with_latencies(read_job(options, chosen, dense, say), say, trust=options.trust_remote_code)
     start = check_job(job, needs_data=not options.dry_run)
-    preview = preview_job(job, start) if options.dry_run or start.widths_known else None
-    settled = preview or start
-    if preview is not None:
+    preview = preview_job(job, start)
+    settled = preview if options.dry_run or start.widths_known else start
+    if settled is preview:
         check_stored(preview)
     check_training(start)
     step = _graph_step(options, chosen, dense)
-    if options.dry_run or settled.measures_first:
-        _check_before_measuring(settled, step, out)
+    if options.dry_run or settled.measures_first or settled is not preview:
+        _check_before_measuring(preview, step, out)
     if job.samples is not None:
         check_forward(job.model, job.samples, say)
     if options.dry_run:
         return Pruned(out, settled, None, None, tuple(say.lines))
     if not options.resume:
-        warning = process_group().alone(lambda: estimate_job(preview or preview_job(job, start)).warning)
+        warning = process_group().alone(lambda: estimate_job(preview).warning)
         if warning is not None:
             say(warning)
     with resumable(out, say):
         done = run_job(job, out, start=settled, resume=options.resume, overwrite=options.overwrite, announce=say)
-    report = timed(done.report, job, out, say, trust=options.trust_remote_code)
+    report = time_output(done.report, job, out, say, trust=options.trust_remote_code)
     pruned = Pruned(out, None if done.finished else done.prepared, report, None, tuple(say.lines))
-    written(pruned)
-    if step is None or process_group().once(lambda: done.finished and step.recipe.is_done(out)):
+    has_graph = step is None or process_group().once(lambda: done.finished and step.recipe.is_done(out))
+    tell(pruned, "" if step is None or has_graph else step.recipe.format)
+    if step is None or has_graph:
         return pruned
     graph = process_group().alone(lambda: _graph(pruned, step, say))
     return replace(pruned, graph=graph, notices=tuple(say.lines))
@@ -242,7 +247,7 @@ def _evaluate(options: PruneOptions, pruned: Pruned) -> Pruned:
 
 
 def _check_together(options: PruneOptions) -> None:
-    has_data(options, options)
+    has_data(options)
     if options.public and options.push is None:
         raise UserError("--public goes with --push")
     if options.recipe is not None and options.plan is not None:
@@ -281,7 +286,7 @@ def _graph_step(options: PruneOptions, chosen: "ChosenRecipe", model: "Model") -
         return GgufStep.of(export, model, options, trust=options.trust_remote_code)
     from ckpt_prune.onnx.export import GraphStep  # a second of imports
 
-    return GraphStep.of(export, model.checkpoint, options, options, trust=options.trust_remote_code)
+    return GraphStep.of(export, model.checkpoint, options, trust=options.trust_remote_code)
 
 
 def _graph(pruned: Pruned, step: "GraphStep | GgufStep", say: Notices) -> "Exported | ExportedGguf":
@@ -292,7 +297,7 @@ def _graph(pruned: Pruned, step: "GraphStep | GgufStep", say: Notices) -> "Expor
 
 
 def _missing_graph(
-    options: PruneOptions, chosen: "ChosenRecipe", model: "Model", say: Notices, written: Callable[[Pruned], None]
+    options: PruneOptions, chosen: "ChosenRecipe", model: "Model", say: Notices, tell: Tell
 ) -> Pruned | None:
     """Make the graph of an output that an interrupted run of this recipe on this model left before its export."""
     from ckpt_prune.stages.export.stage import Export
@@ -313,17 +318,18 @@ def _missing_graph(
     step = _graph_step(options, chosen, model)
     assert step is not None
     pruned = Pruned(out, None, report)
-    written(pruned)
+    tell(pruned, export.format)
     return replace(pruned, graph=_graph(pruned, step, say), notices=tuple(say.lines))
 
 
-def _check_before_measuring(settled: "Prepared", step: "GraphStep | GgufStep | None", out: Path) -> None:
+def _check_before_measuring(preview: "Prepared", step: "GraphStep | GgufStep | None", out: Path) -> None:
     """Refuse what the run would only find after measuring, where a NaN would pass for an overflow."""
     from ckpt_prune.checkpoint.writer import check_free_space
 
-    process_group().on_first(settled.model.checkpoint.check_finite)
-    if settled.planned is not None:
-        cost = settled.output.cost
+    process_group().on_first(preview.model.checkpoint.check_finite)
+    # What measuring decides can be smaller than its stand-in only if it also decides how many blocks go.
+    if not (preview.foreseen and preview.job.recipe.joint):
+        cost = preview.output.cost
         check_free_space(out.absolute().parent, cost.bytes + (step.bytes(cost.parameters) if step else 0))
 
 

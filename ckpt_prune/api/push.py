@@ -21,7 +21,7 @@ _READ = 2**24
 
 @dataclass(frozen=True)
 class Pushed:
-    """What was pushed, or would be.
+    """An output in a repository of the Hub; after a dry run, one that would be there.
 
     Attributes:
         files: name in the repository → bytes.

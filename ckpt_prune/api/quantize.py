@@ -43,7 +43,7 @@ def quantize(options: QuantizeOptions) -> QuantizedModel:
 
     `verify OUT --against MODEL` proves it, `evaluate OUT --against MODEL` measures what it cost.
     """
-    measures = has_data(options, options)
+    measures = has_data(options)
     if measures and options.statistics is not None:
         raise UserError("--statistics takes the place of --text: give one of them")
     check_supported(options.model, None, None)

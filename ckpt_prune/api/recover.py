@@ -75,7 +75,7 @@ def recover(options: RecoverOptions) -> Recovered:
         process_group().on_first(
             lambda: check_output(pruned_folder, out, resume=options.resume, overwrite=options.overwrite)
         )
-    if not has_data(options, options):
+    if not has_data(options):
         raise UserError("recover needs --text FILE, --images DIR for a vision model, or --audio DIR")
     for each in filter(None, (options.pruned, options.dense)):
         check_supported(each, options.family, options.part)

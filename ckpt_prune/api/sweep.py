@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ckpt_prune.api.function import takes
-from ckpt_prune.api.sweep_measuring import Measuring, Scores
+from ckpt_prune.api.sweep_measuring import PointMeasurer, Scores
 from ckpt_prune.api.sweep_values import OF_DATA, RATIO, asked_values, words
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.short_repr import short_repr
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ckpt_prune.job.recipe import Recipe
     from ckpt_prune.job.records import Cost
     from ckpt_prune.model.spaces import SpaceName
-    from ckpt_prune.runner.sweep import DepthPoint, Point
+    from ckpt_prune.runner.sweep import DepthPoint, SweepPoint
 
 
 _GLANCED = 6
@@ -39,7 +39,7 @@ class Sweep:
     recipe: str
     spaces: tuple["SpaceName", ...]
     before: "Cost"
-    points: tuple["Point", ...]
+    points: tuple["SweepPoint", ...]
     key: str = RATIO
     measured: str | None = None
     metric: str = "perplexity"
@@ -106,7 +106,7 @@ def sweep(options: SweepOptions) -> Sweep:
 
     measuring = None
     if options.evaluate:
-        measuring = Measuring(
+        measuring = PointMeasurer(
             options.model, options.evaluate, options.window, options.evaluate_samples, lambda value: data | at(value)
         )
         measuring.check(of_images=options.images is not None)
@@ -196,13 +196,13 @@ def _plan_points(
     return Sweep(name, spaces, before, tuple(points), key, notes=notes, depth=tuple(blocks))
 
 
-def _add_scores(curve: Sweep, measuring: Measuring) -> Sweep:
+def _add_scores(curve: Sweep, measuring: PointMeasurer) -> Sweep:
     scores = [own for _, own in measuring.each(curve.key, [point.value for point in curve.points])]
-    points = [_scored(point, own) for point, own in zip(curve.points, scores, strict=True)]
+    points = [_add_score(point, own) for point, own in zip(curve.points, scores, strict=True)]
     return replace(curve, points=tuple(points), measured=scores[0].told, metric=scores[0].metric)
 
 
-def _measure_only(key: str, values: Sequence[float | str], measuring: Measuring) -> Sweep:
+def _measure_only(key: str, values: Sequence[float | str], measuring: PointMeasurer) -> Sweep:
     from ckpt_prune.model.spaces import first_expert_spaces
     from ckpt_prune.runner.messages import cache_line
     from ckpt_prune.runner.sweep import point_of_output
@@ -212,7 +212,7 @@ def _measure_only(key: str, values: Sequence[float | str], measuring: Measuring)
     for value, (pruned, own) in zip(values, measuring.each(key, values), strict=True):
         assert pruned.settled is not None
         assert pruned.report is not None
-        points.append(_scored(point_of_output(value, pruned.settled, pruned.report), own))
+        points.append(_add_score(point_of_output(value, pruned.settled, pruned.report), own))
         settled, scores = pruned.settled, own
     recipe = settled.recipe
     spaces = tuple(first_expert_spaces(recipe.spaces))
@@ -220,5 +220,5 @@ def _measure_only(key: str, values: Sequence[float | str], measuring: Measuring)
     return Sweep(recipe.name, spaces, settled.before, tuple(points), key, scores.told, scores.metric, notes)
 
 
-def _scored(point: "Point", scores: Scores) -> "Point":
+def _add_score(point: "SweepPoint", scores: Scores) -> "SweepPoint":
     return replace(point, score=scores.score, measured=scores.kl)

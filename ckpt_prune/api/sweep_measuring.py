@@ -40,11 +40,10 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class Measuring:
+class PointMeasurer:
     """How points are made and measured.
 
     Attributes:
-        model: the dense model.
         data: text files, or one folder of images.
         window: tokens per window of text.
         samples: windows, or images, at most.
@@ -90,9 +89,9 @@ class Measuring:
         say = Notices()
         for place, value in enumerate(values, start=1):
             say(f"{words(key, value)} ({place} of {len(values)})")
-            yield self.measured(value)
+            yield self.measure_at(value)
 
-    def measured(self, value: float | str) -> tuple["Pruned", Scores]:
+    def measure_at(self, value: float | str) -> tuple["Pruned", Scores]:
         """Prune at a value into a temporary folder, and measure the output."""
         from ckpt_prune.api.evaluate import evaluate
         from ckpt_prune.api.prune import prune

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def validate(options: ValidateOptions) -> "Validations | Proof":
     """Prove that the graph in DIR computes in onnxruntime what MODEL computes in PyTorch.
 
-    Checks the files' digests, runs onnx.checker, compares inputs and outputs with the model's, and runs both on the
+    Checks the files' digests, runs onnx.checker, and compares inputs and outputs with the model's. Then both run on the
     same text or images: in several batch sizes and lengths, with padding, and, if the graph has a cache, in chunks and
     step by step as text is generated. PyTorch computes in float32 with the checkpoint's own values. Then the task's own
     metric is measured in both: perplexity (of masked tokens for BERT), top-1, or the cosine of features.

@@ -59,10 +59,10 @@ def verify(options: VerifyOptions) -> Verification:
             return Verification(tuple(verify_graph(place, dense)))
         checks = list(checking.verify(place, dense, options.family))
         if options.statistics is not None and dense is not None:
-            from ckpt_prune.runner.recomputing import recomputed
+            from ckpt_prune.runner.recomputing import recompute_blocks
 
             measured = options.statistics
-            checks.append(checking.run_check("recomputed", lambda: recomputed(place, dense, measured)))
+            checks.append(checking.run_check("recomputed", lambda: recompute_blocks(place, dense, measured)))
         if (place / GRAPH_FOLDER / GRAPH_RECORD).is_file():
             inside = verify_graph(place / GRAPH_FOLDER, place)
             checks += [replace(check, name=f"{GRAPH_FOLDER}: {check.name}") for check in inside]

@@ -1,9 +1,9 @@
 """A table of the time that a block and a unit of its spaces take on this machine, for `--target-latency`.
 
 Models of a few blocks, with random weights, are timed in turns in PyTorch: as many blocks as fit into `MOST_BYTES`,
-half as many, and as many with half the units of each space; if dimensions of the residual stream may go, both numbers
-of blocks with half of these as well. Time is taken to be additive over blocks and linear in the widths of each. One
-more model, of half of everything, measures the error of that.
+half as many, and as many with half the units of each space. If dimensions of the residual stream may go, both numbers
+of blocks are timed with half of these as well. Time is taken to be additive over blocks and linear in the widths of
+each. One more model, of half of everything, measures the error of that.
 """
 
 import hashlib
@@ -47,7 +47,7 @@ CHECKED_BYTES = 4 * 2**30
 """Weights of the largest model that is timed whole to check the table."""
 
 
-class Table(BaseModel):
+class LatencyTable(BaseModel):
     """Measured times in nanoseconds: `rest`, `block`, `units` and `stream` as in `Latencies`.
 
     `blocks` is the number of blocks of the models that were timed. `half` is what a model of half of everything took,
@@ -121,7 +121,7 @@ def choose_timed_workload(folder: Path, timed: Timed, *, trust: bool = False) ->
 
 def load_or_measure_table(
     model: Model, spaces: Iterable[SpaceName], workload: Workload, device: torch.device, half: HalfStream | None = None
-) -> Table:
+) -> LatencyTable:
     """The table of a dense model: the one in the user's cache, or measured now.
 
     It is measured again if its error is above `TRUSTED`; after `ATTEMPTS` the best is returned, and not kept.
@@ -134,7 +134,7 @@ def load_or_measure_table(
     base = os.environ.get("XDG_CACHE_HOME") or os.environ.get("LOCALAPPDATA") or Path.home() / ".cache"
     place = Path(base) / "ckpt-prune" / "latency" / f"{_cache_key(model, spaces, workload, device, half)}.json"
     with suppress(OSError, ValidationError):
-        cached = Table.model_validate_json(place.read_bytes())
+        cached = LatencyTable.model_validate_json(place.read_bytes())
         if cached.error <= TRUSTED:
             return cached
     table = _measure_table(model, spaces, workload, device, half)
@@ -164,7 +164,7 @@ def _cache_key(
 
 def _measure_table(
     model: Model, spaces: Sequence[SpaceName], workload: Workload, device: torch.device, half: HalfStream | None
-) -> Table:
+) -> LatencyTable:
     blocks = _count_timed_blocks(model)
     few = max(1, blocks // 2)
     names = list(dict.fromkeys(map(recipe_space, spaces)))
@@ -190,8 +190,8 @@ def _measure_table(
         whole, part = others[len(alike) :]
         narrow = _split_rest_and_block(whole, part, blocks, few)
         stream = _time_stream(width, width - kept, (rest, block), narrow)
-    table = Table(rest=rest, block=block, units=units, stream=stream, blocks=blocks, half=least, told=0.0)
-    told = table.latencies.narrowed(kept).at(model.units, [everything] * few)
+    table = LatencyTable(rest=rest, block=block, units=units, stream=stream, blocks=blocks, half=least, told=0.0)
+    told = table.latencies.narrow(kept).at(model.units, [everything] * few)
     return table.model_copy(update={"told": float(told)})
 
 

@@ -42,7 +42,7 @@ class BenchmarkModel:
 def open_model(label: Label, name: str, options: BenchmarkOptions, say: Say) -> BenchmarkModel:
     """Open a checkpoint, or a folder written by `ckpt-prune export`.
 
-    With `options.onnx` a suitable graph in a checkpoint's folder `onnx` is used; `say` is told whether it is.
+    With `options.onnx` a suitable graph in a checkpoint's folder `onnx` is used, and `say` gets a line about it.
     """
     folder = resolve_model(name)
     if (folder / GRAPH_RECORD).is_file():

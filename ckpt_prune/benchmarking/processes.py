@@ -1,4 +1,4 @@
-"""Processes that each hold one model and run it when they are told to.
+"""Processes that each hold one model and run it on demand.
 
 Nothing heavy is imported here, so that a new process soon ignores Ctrl-C and catches its errors.
 """
@@ -115,18 +115,18 @@ class Worker:
             self._connection.send(message)
         except OSError:
             self._receive()  # the process is gone; perhaps it said why
-            raise self._died() from None
+            raise self._make_death_error() from None
 
     def _receive(self) -> Any:
         try:
             message = self._connection.recv()
         except (EOFError, OSError):
-            raise self._died() from None
+            raise self._make_death_error() from None
         if isinstance(message, UserError):
             raise UserError(f"{self.participant}: {message}")
         return message
 
-    def _died(self) -> UserError:
+    def _make_death_error(self) -> UserError:
         self._process.join(_PATIENCE)
         return UserError(f"{self.participant}: its process {_describe_exit(self._process.exitcode)}")
 

@@ -4,19 +4,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
 
 from ckpt_prune.benchmarking.models import Costs
 from ckpt_prune.benchmarking.participants import Label, Participant, Phase, Runtime, Timing
 from ckpt_prune.benchmarking.workload import Workload
+from ckpt_prune.common.fields import Frozen
 from ckpt_prune.common.graph_types import GraphType
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
-
-class Row(_Frozen):
+class Row(Frozen):
     """One model in one runtime on one workload.
 
     Attributes:
@@ -40,7 +36,7 @@ class Row(_Frozen):
     latencies_ms: list[list[float]]
 
 
-class Block(_Frozen):
+class Block(Frozen):
     """One phase of one workload: `tokens` of each text (None of images), and `steps` generated after it."""
 
     phase: Phase
@@ -51,7 +47,7 @@ class Block(_Frozen):
     rows: list[Row]
 
 
-class Run(_Frozen):
+class TimedModel(Frozen):
     """One model in one runtime: size and memory in bytes.
 
     Attributes:
@@ -77,7 +73,7 @@ class Run(_Frozen):
     gpu_bytes: int | None
 
 
-class Machine(_Frozen):
+class Machine(Frozen):
     """The machine: `cores` are those that this process may use, `threads` those of each model."""
 
     processor: str
@@ -87,7 +83,7 @@ class Machine(_Frozen):
     versions: dict[str, str]
 
 
-class Result(_Frozen):
+class Benchmark(Frozen):
     """Everything that was measured."""
 
     version: Literal[1] = 1
@@ -95,7 +91,7 @@ class Result(_Frozen):
     rounds: int
     warmup: int
     seed: int
-    runs: list[Run]
+    runs: list[TimedModel]
     blocks: list[Block]
 
     def __repr_args__(self) -> list[tuple[str | None, Any]]:

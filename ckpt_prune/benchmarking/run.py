@@ -14,7 +14,7 @@ import torch
 from ckpt_prune.benchmarking.models import BenchmarkModel, Costs, Say, add_graph, count_costs, open_model
 from ckpt_prune.benchmarking.participants import Label, Loaded, Memory, Participant, Timing
 from ckpt_prune.benchmarking.processes import start_workers
-from ckpt_prune.benchmarking.results import Machine, Result, Run, make_blocks
+from ckpt_prune.benchmarking.results import Benchmark, Machine, TimedModel, make_blocks
 from ckpt_prune.benchmarking.runners import why_not_two_four
 from ckpt_prune.benchmarking.workload import SEED, Workload, choose_workloads, read_model_inputs
 from ckpt_prune.checkpoint.scratch import scratch_folder
@@ -34,7 +34,7 @@ PAUSE = 0.05
 needs (measured with two threads on two cores: one small model took 16.0 ms behind a graph, and 13.8 behind PyTorch)."""
 
 
-def compare(options: BenchmarkOptions, batches: Sequence[int], spread: SpreadOptions, say: Say) -> Result:
+def compare(options: BenchmarkOptions, batches: Sequence[int], spread: SpreadOptions, say: Say) -> Benchmark:
     """Time two models in turns.
 
     Both are loaded WHOLE, a process for each model and runtime, and stay in memory together.
@@ -42,7 +42,7 @@ def compare(options: BenchmarkOptions, batches: Sequence[int], spread: SpreadOpt
     Args:
         options: the two models, and how they are timed.
         spread: over which devices a model in PyTorch is spread.
-        say: is told in a line what takes long and what is not as asked for.
+        say: takes a line about what takes long and what is not as asked for.
     """
     models = [open_model("A", options.a, options, say), open_model("B", options.b, options, say)]
     uses_onnx = _uses_onnxruntime(models, options)
@@ -80,7 +80,7 @@ def compare(options: BenchmarkOptions, batches: Sequence[int], spread: SpreadOpt
                     blocks += make_blocks(workload, participants, timings, costs)
             memory = [worker.finish() for worker in workers]
         runs = [_describe_run(*each, models, costs) for each in zip(participants, loaded, memory, strict=True)]
-    return Result(
+    return Benchmark(
         machine=_describe_machine(threads, [each.device for each in loaded]),
         rounds=options.rounds,
         warmup=options.warmup,
@@ -90,14 +90,14 @@ def compare(options: BenchmarkOptions, batches: Sequence[int], spread: SpreadOpt
     )
 
 
-class Timed(Protocol):
+class Timer(Protocol):
     """Something that runs a workload once."""
 
     def time(self, workload: Workload) -> Timing: ...
 
 
 def take_turns(
-    timed: Sequence[Timed],
+    timed: Sequence[Timer],
     workload: Workload,
     *,
     rounds: int,
@@ -191,7 +191,7 @@ def _describe_run(
     memory: Memory,
     models: Sequence[BenchmarkModel],
     costs: dict[Label, Costs | None],
-) -> Run:
+) -> TimedModel:
     model = next(each for each in models if each.label == participant.label)
     is_graph = participant.runtime == "onnxruntime"
     checkpoint, known = model.checkpoint, costs[participant.label]
@@ -202,7 +202,7 @@ def _describe_run(
         disk = count_graph_bytes(Path(participant.folder), FILES[participant.dtype])
     else:
         disk = sum((checkpoint.path / name).stat().st_size for name in checkpoint.files)
-    return Run(
+    return TimedModel(
         label=participant.label,
         model=participant.model,
         runtime=participant.runtime,

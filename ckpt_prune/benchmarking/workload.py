@@ -1,4 +1,4 @@
-"""What is timed: the same inputs for both models, made from a seed."""
+"""Workloads that are timed: the same inputs for both models, made from a seed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -63,7 +63,7 @@ class Workload:
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """What is timed, in this order."""
+        """The phases that are timed, in order."""
         return (self.phase, "decode") if self.steps else (self.phase,)
 
     def count_items(self, phase: Phase) -> int:

@@ -38,7 +38,7 @@ class FolderKind:
     inside: Callable[[dict[str, Any]], Mapping[str, "FolderKind"]] = field(default=lambda _record: {})
     unfinished: Literal["resumed", "asked", "dropped"] = "resumed"
 
-    def written(self, folder: Path) -> frozenset[str]:
+    def list_written(self, folder: Path) -> frozenset[str]:
         """Return the paths below a folder, with slashes, of the files that this tool wrote; refuse another's folder."""
         if folder.is_symlink():
             raise self._refusal(folder, "it is a link")
@@ -53,7 +53,7 @@ class FolderKind:
             raise self._refusal(folder, f"its {self.record} is damaged") from error
         for inner, kind in self.inside(record).items():
             if (folder / inner / kind.record).is_file():
-                names |= {f"{inner}/{name}" for name in kind.written(folder / inner)}
+                names |= {f"{inner}/{name}" for name in kind.list_written(folder / inner)}
         return frozenset(names)
 
     def names(self, record: dict[str, Any]) -> frozenset[str]:

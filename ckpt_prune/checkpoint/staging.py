@@ -202,7 +202,7 @@ class Staging:
     def _check_out(self, wants: WantedNames) -> None:
         if not os.path.lexists(self.out):
             return
-        written = self._kind.written(self.out)
+        written = self._kind.list_written(self.out)
         if not self.journal.replace:
             raise UserError(f"{self.out} exists; --overwrite replaces it")
         refuse_lost(self.out, find_foreign(self.out, written), wants)

@@ -42,7 +42,7 @@ def complete(out: Path, kind: FolderKind) -> list[str]:
         sync(out.parent)
     kept: list[str] = []
     if aside.exists():
-        kept = find_foreign(aside, kind.written(aside))
+        kept = find_foreign(aside, kind.list_written(aside))
         _move(kept, aside, out)
         # From here on nothing in it is wanted: deleting may stop anywhere.
         if doomed.exists():

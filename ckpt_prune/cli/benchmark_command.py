@@ -8,10 +8,10 @@ from ckpt_prune.api.benchmark import benchmark
 from ckpt_prune.cli.command import Command, figure, table_of
 
 if TYPE_CHECKING:
-    from ckpt_prune.benchmarking.results import Block, Result, Run
+    from ckpt_prune.benchmarking.results import Benchmark, Block, TimedModel
 
 
-def _show(result: "Result", _options: dict[str, Any]) -> None:
+def _show(result: "Benchmark", _options: dict[str, Any]) -> None:
     from ckpt_prune.common.formatting import plural
 
     machine = result.machine
@@ -28,7 +28,7 @@ def _show(result: "Result", _options: dict[str, Any]) -> None:
     click.echo("\n\n".join(parts))
 
 
-def _runs(runs: "list[Run]") -> str:
+def _runs(runs: "list[TimedModel]") -> str:
     from ckpt_prune.common.formatting import human_bytes, human_count
 
     def size(count: int | None) -> str:

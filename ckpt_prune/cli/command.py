@@ -12,6 +12,8 @@ from pydantic.fields import FieldInfo
 from ckpt_prune.api.function import group_of, ordered_options
 from ckpt_prune.common.formatting import human_bytes, human_count
 from ckpt_prune.options.option import OUTPUT, Options, flags_of, shell_of
+from ckpt_prune.show.section import Table
+from ckpt_prune.show.terminal import print_table
 
 if TYPE_CHECKING:
     from ckpt_prune.job.records import Cost
@@ -140,7 +142,7 @@ def echo_json(value: Any) -> None:
 
 def table_of(rows: Sequence[Mapping[str, str]]) -> str:
     """Return a table of rows that have the same columns, header → cell."""
-    return table(list(rows[0]), [list(row.values()) for row in rows])
+    return print_table(Table(list(rows[0]), [list(row.values()) for row in rows]))
 
 
 def size_cells(after: "Cost", before: "Cost") -> dict[str, str]:
@@ -156,14 +158,3 @@ def size_cells(after: "Cost", before: "Cost") -> dict[str, str]:
 def figure(value: float | None, form: str = ".4f") -> str:
     """Return a figure, or a dash if it is not known."""
     return "-" if value is None else format(value, form)
-
-
-def table(headers: list[str], rows: list[list[str]]) -> str:
-    """Return columns padded to equal width: the first aligned left, the others right."""
-    widths = [max(len(row[i]) for row in [headers, *rows]) for i in range(len(headers))]
-
-    def line(cells: list[str]) -> str:
-        padded = [c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))]
-        return "  ".join(padded).rstrip()
-
-    return "\n".join([line(headers), *(line(row) for row in rows)])

@@ -11,11 +11,11 @@ from ckpt_prune.cli.command import Command, table_of
 from ckpt_prune.options.commands import DemoOptions
 
 if TYPE_CHECKING:
-    from ckpt_prune.demo.run import Row
+    from ckpt_prune.demo.run import DemoRow
 
 
 @takes(DemoOptions)
-def demo(options: DemoOptions) -> "list[Row]":
+def demo(options: DemoOptions) -> "list[DemoRow]":
     """Prune the packaged 3M-parameter Llama by Wanda-sp, FLAP, RCPU, best-uniform and best at 20 and 30 %.
 
     Each result is verified and measured. Calibration and held-out text are this Python's own standard library; the
@@ -31,13 +31,13 @@ def demo(options: DemoOptions) -> "list[Row]":
         return run.run(folder, target, options.recipe or run.RECIPES)
 
 
-def _data(rows: "list[Row]") -> dict[str, Any]:
+def _data(rows: "list[DemoRow]") -> dict[str, Any]:
     from ckpt_prune.demo.run import EVALUATION_WINDOWS, WINDOW
 
     return {"window": WINDOW, "windows": EVALUATION_WINDOWS, "rows": [asdict(row) for row in rows]}
 
 
-def _show(rows: "list[Row]", options: dict[str, Any]) -> None:
+def _show(rows: "list[DemoRow]", options: dict[str, Any]) -> None:
     from ckpt_prune.common.formatting import human_bytes
     from ckpt_prune.demo.run import CALIBRATION_WINDOWS, EVALUATION_WINDOWS, WINDOW
 

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt_prune.api.inspect import inspect
-from ckpt_prune.cli.command import Command, echo_json, table, table_of
+from ckpt_prune.cli.command import Command, echo_json, table_of
+from ckpt_prune.show.section import Table
+from ckpt_prune.show.terminal import print_table
 
 if TYPE_CHECKING:
     from ckpt_prune.inspection.answer import (
@@ -115,20 +117,12 @@ def _print(found: "ModelDescription") -> None:
     for key, value in facts.items():
         if value:
             click.echo(f"{key:<11} {value}")
-    rows = [
-        {
-            "space": name,
-            "units per block": f"{space.units} x {space.unit}",
-            "parameters": human_count(space.parameters),
-            "container": space.containers["weights"],
-            "with a bias": space.containers["weights and bias"],
-        }
+    columns = ["space", "units per block", "parameters", "container", "with a bias"]
+    spaces = [
+        [name, f"{space.units} x {space.unit}", human_count(space.parameters), *space.containers.values()]
         for name, space in found.spaces.items()
     ]
-    click.echo()
-    click.echo(
-        table_of(rows) if rows else table(["space", "units per block", "parameters", "container", "with a bias"], [])
-    )
+    click.echo(f"\n{print_table(Table(columns, spaces))}")
     if found.sparsity is not None:
         _print_sparsity(found.sparsity)
     if found.pruned:

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from ckpt_prune._version import __version__
-from ckpt_prune.cli.stopping import exit_code, stoppable, unmasked
+from ckpt_prune.cli.stopping import exit_code, raise_interruptions, stoppable
 from ckpt_prune.common.errors import UserError, to_memory_error, to_user_error
 from ckpt_prune.common.safe_text import escape_output, to_one_line
 from ckpt_prune.parallel.torchrun import is_started_by_torchrun, join_processes
@@ -61,7 +61,7 @@ TOGETHER = ("calibrate", "prune", "recover")
 """Commands that torchrun may start in several processes."""
 
 
-class Refusal(click.ClickException):
+class BadInputError(click.ClickException):
     """Bad input, as the shell sees it: one line on stderr and exit code 2."""
 
     exit_code = 2
@@ -119,20 +119,20 @@ class LazyGroup(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command. Bad input becomes one line and exit code 2, a signal 128 plus its number (Ctrl-C: 130)."""
         try:
-            with interruptible(), stoppable(), escape_output(sys.stdout), join_processes(), unmasked():
+            with interruptible(), stoppable(), escape_output(sys.stdout), join_processes(), raise_interruptions():
                 return super().invoke(ctx)
         except UserError as error:
-            raise Refusal(to_one_line(str(error))) from error
+            raise BadInputError(to_one_line(str(error))) from error
         except OSError as error:
             if error.errno == errno.EPIPE:  # nobody reads what is printed: click ends the program
                 raise
-            raise Refusal(to_one_line(str(to_user_error(error)))) from error
+            raise BadInputError(to_one_line(str(to_user_error(error)))) from error
         except (MemoryError, RuntimeError) as error:
             command = self.get_command(ctx, ctx.invoked_subcommand or "")
             has_dry_run = command is not None and any(option.name == "dry_run" for option in command.params)
             if (told := to_memory_error(error, has_dry_run)) is None:
                 raise
-            raise Refusal(to_one_line(str(told))) from error
+            raise BadInputError(to_one_line(str(told))) from error
 
 
 def _show_versions(ctx: click.Context, _option: click.Parameter, wanted: bool) -> None:

@@ -104,7 +104,7 @@ def _print_planned(planned: Planned) -> None:
         click.echo(f"\nplan written to {planned.path}")
 
 
-def _predicted() -> str:
+def _explain_predicted() -> str:
     from ckpt_prune.runner.messages import SECOND_ORDER
 
     return (
@@ -162,7 +162,7 @@ def _print_compared(compared: "list[ComparedPlan]") -> None:
     if held_out:
         click.echo("held out: the same on each fold of the samples when fitted on the others; by these recipes compare")
     if predicted:
-        click.echo(_predicted())
+        click.echo(_explain_predicted())
     for each in compared:
         for line in each.messages:
             click.echo(f"{each.recipe}: {line}")
@@ -236,7 +236,7 @@ def _print_sweep(sweep: Sweep) -> None:
     if sweep.spaces:
         click.echo("errors: means over blocks, relative to each output's energy, after compensation; no perplexity")
     if predicted and not sweep.depth:
-        click.echo(_predicted())
+        click.echo(_explain_predicted())
     for line in filter(None, (sweep.measured, *sweep.notes)):
         click.echo(line)
     if sweep.depth:

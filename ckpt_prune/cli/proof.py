@@ -1,15 +1,16 @@
-"""What came out of an export: the table of a comparison with PyTorch, and what was written."""
+"""Lines about exported graphs: the table of a comparison with PyTorch, and the files that were written."""
 
 import math
 
-from ckpt_prune.cli.command import table
 from ckpt_prune.common.formatting import format_distinctly, human_bytes, plural
 from ckpt_prune.onnx.export import Exported
 from ckpt_prune.onnx.records import Case, Continuation, Metric, Quantization, Validation, Validations
+from ckpt_prune.show.section import Table
+from ckpt_prune.show.terminal import print_table
 
 
 def exported_lines(exported: Exported) -> list[str]:
-    """What became of an export, in lines; a table's lines come as one element."""
+    """Return the lines about an export. Those of a table come as one element."""
     found = [] if exported.validation is None else proof_lines(exported.validation)
     if exported.manifest is None:
         wrong = [each for each in exported.validation.graphs if not each.passed] if exported.validation else []
@@ -48,7 +49,7 @@ _UNITS = {"KL": "KL", "energy": "lost energy of the features"}
 
 
 def proof_lines(validations: Validations) -> list[str]:
-    """What came out of each graph, as `graph_lines` has it; with its name, where there are several."""
+    """Return the `graph_lines` of each graph, with its name if there are several."""
     lines = []
     for each in validations.graphs:
         lines += [f"{each.file}:"] if len(validations.graphs) > 1 else []
@@ -57,15 +58,15 @@ def proof_lines(validations: Validations) -> list[str]:
 
 
 def graph_lines(validation: Validation) -> list[str]:
-    """What came out: a table of the cases, the checks that failed, and the metrics.
+    """Return a table of the cases, the checks that failed, and the metrics.
 
     A table's lines come as one element.
     """
     lines = [validation.note] if validation.note else []
     if validation.cases and validation.max_loss is None:
         headers = ["onnxruntime - PyTorch", "max abs", "mean abs", "max rel", "mean rel", "top-1", ""]
-        lines.append(table(headers, [_row(case) for case in validation.cases]))
-    lines += [f"{_named(case)}: {_where(case)}" for case in validation.cases if not case.passed]
+        lines.append(print_table(Table(headers, [_row(case) for case in validation.cases])))
+    lines += [f"{_name_case(case)}: {_where(case)}" for case in validation.cases if not case.passed]
     for metric in validation.metrics:
         show = _percent if metric.name in ("top-1", "agreement") else _decimal
         failed = "" if metric.passed else " FAILED"
@@ -79,7 +80,7 @@ def graph_lines(validation: Validation) -> list[str]:
             lines.append(
                 f"{metric.name} {ours} in onnxruntime, {theirs} in PyTorch{where} ({metric.of}){rounded}{failed}"
             )
-    lines += [_said(each) for each in validation.continuations]
+    lines += [_describe_continuation(each) for each in validation.continuations]
     lines += [f"{check.name} FAILED: {check.detail}" for check in validation.checks if check.passed is False]
     skipped = [check for check in validation.checks if check.passed is None]
     lines += [f"{check.name}: {check.detail}" for check in skipped]
@@ -96,7 +97,7 @@ def graph_lines(validation: Validation) -> list[str]:
 
 
 def _alike(metric: Metric) -> str:
-    """What is lost, and how alike the predictions are."""
+    """Say how much is lost, and how alike the predictions are."""
     parts = []
     if metric.difference is not None:
         most = math.inf if metric.tolerance is None else metric.tolerance
@@ -106,7 +107,7 @@ def _alike(metric: Metric) -> str:
     return f": {', '.join(parts)}"
 
 
-def _said(each: Continuation) -> str:
+def _describe_continuation(each: Continuation) -> str:
     return (
         f"after {each.prompt!r} the first {each.same} of {each.tokens} tokens are the same: onnxruntime "
         f"{each.onnxruntime!r}, PyTorch {each.pytorch!r}"
@@ -116,14 +117,14 @@ def _said(each: Continuation) -> str:
 def _row(case: Case) -> list[str]:
     figures = [case.max_abs, case.mean_abs, case.max_rel, case.mean_rel]
     return [
-        _named(case),
+        _name_case(case),
         *("-" if figure is None else f"{figure:.1e}" for figure in figures),
         "" if case.agreement is None else _percent(case.agreement),
         "ok" if case.passed else "FAILED",
     ]
 
 
-def _named(case: Case) -> str:
+def _name_case(case: Case) -> str:
     """A case in words: its output, and what it was read from."""
     size = plural(case.batch, "image") if case.tokens is None else f"{case.batch} x {plural(case.tokens, 'token')}"
     padding = "" if case.padding == "none" else f", padded {case.padding}"
@@ -133,7 +134,7 @@ def _named(case: Case) -> str:
 
 
 def _where(case: Case) -> str:
-    """What is wrong with a failed case, and where."""
+    """Say where a failed case is wrong, and how."""
     parts = []
     if case.where is not None:
         place = case.where

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from ckpt_prune.api.prune import EvaluationFailedError, Pruned, PushFailedError, prune, prune_as
+from ckpt_prune.api.prune import Pruned, prune, prune_as
 from ckpt_prune.cli.command import Command, echo_json
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.safe_text import escape_controls
@@ -16,43 +16,55 @@ from ckpt_prune.stages.export.stage import Export
 
 
 def _prune(options: dict[str, Any], as_json: bool) -> None:
-    complete: list[Pruned] = []
+    done: list[tuple[Pruned, str]] = []
+
+    def tell(pruned: Pruned, following: str) -> None:
+        if not as_json:
+            _print_new(pruned, done[-1][0] if done else None)
+        done.append((pruned, following))
+
     try:
-        pruned = prune_as(check_options(PruneOptions, options), complete.append if as_json else _print_done)
-    except (EvaluationFailedError, PushFailedError) as error:
-        if complete:
-            echo_json(error.pruned.data() | {error.key: {"error": str(error)}})
-        raise
+        pruned = prune_as(check_options(PruneOptions, options), tell)
     except (UserError, KeyboardInterrupt) as error:
-        if complete:
-            why = str(error) if isinstance(error, UserError) else "interrupted"
-            settled = complete[0].settled
-            export = None if settled is None else settled.recipe.get(Export)
-            missing = {"onnx" if export is None else export.format: {"written": False, "error": why}}
-            echo_json(complete[0].data() | missing)
+        if as_json and done:
+            complete, failed = done[-1]
+            why = {"error": str(error) if isinstance(error, UserError) else "interrupted"}
+            fault = {"written": False, **why} if failed in ("onnx", "gguf") else why
+            echo_json(complete.data() | ({failed: fault} if failed else {}))
         raise
     if as_json:
         echo_json(pruned.data())
     elif pruned.report is None:
         _print_dry(pruned.settled)
-    elif pruned.graph is not None:
-        from ckpt_prune.cli.export_command import lines_of
-
-        click.echo("\n".join(lines_of(pruned.graph)))
-    if not as_json and pruned.evaluation is not None:
-        from ckpt_prune.cli.evaluate_command import result_text
-
-        click.echo(result_text(pruned.evaluation))
-    if not as_json and pruned.pushed is not None:
-        from ckpt_prune.cli.push_command import pushed_lines
-
-        click.echo("\n".join(pushed_lines(pruned.pushed, files=False)))
+    else:
+        _print_new(pruned, done[-1][0])
     if not pruned.passed:
         click.get_current_context().exit(1)
 
 
+def _print_new(pruned: Pruned, before: Pruned | None) -> None:
+    """Print what has come about since `before`: each thing before the next begins, which takes long and may fail."""
+    if before is None:
+        _print_done(pruned)
+        return
+    lines: list[str] = []
+    if pruned.graph is not None and before.graph is None:
+        from ckpt_prune.cli.export_command import lines_of
+
+        lines = lines_of(pruned.graph)
+    if pruned.evaluation is not None and before.evaluation is None:
+        from ckpt_prune.cli.evaluate_command import result_text
+
+        lines.append(result_text(pruned.evaluation))
+    if pruned.pushed is not None:
+        from ckpt_prune.cli.push_command import pushed_lines
+
+        lines += pushed_lines(pruned.pushed, files=False)
+    for line in lines:
+        click.echo(line)
+
+
 def _print_done(pruned: Pruned) -> None:
-    """Print what was pruned, before its graph is made, which takes long and may fail."""
     from ckpt_prune.cli.rendering import kept_line
     from ckpt_prune.runner.messages import messages
     from ckpt_prune.runner.sections import cost_table, latency_sentences, stage_sections

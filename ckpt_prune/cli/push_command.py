@@ -5,14 +5,14 @@ from typing import Any
 import click
 
 from ckpt_prune.api.push import Pushed, push
-from ckpt_prune.cli.command import Command, table
+from ckpt_prune.cli.command import Command, table_of
 
 
 def pushed_lines(pushed: Pushed, *, files: bool) -> list[str]:
     """Describe what was pushed, or would be; with `files`, list every file."""
     from ckpt_prune.common.formatting import human_bytes, plural
 
-    lines = [table(["file", "bytes"], [[name, str(size)] for name, size in pushed.files.items()])] if files else []
+    lines = [table_of([{"file": name, "bytes": str(size)} for name, size in pushed.files.items()])] if files else []
     lines += [f"removed there: {name}" for name in pushed.removed]
     if pushed.left_out:
         lines.append(f"not pushed, as this tool did not write it: {', '.join(pushed.left_out)}")

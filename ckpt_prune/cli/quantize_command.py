@@ -5,7 +5,9 @@ from typing import Any
 import click
 
 from ckpt_prune.api.quantize import QuantizedModel, quantize
-from ckpt_prune.cli.command import Command, table
+from ckpt_prune.cli.command import Command
+from ckpt_prune.show.section import Table
+from ckpt_prune.show.terminal import print_table
 
 
 def _show(quantized: QuantizedModel, _options: dict[str, Any]) -> None:
@@ -15,7 +17,7 @@ def _show(quantized: QuantizedModel, _options: dict[str, Any]) -> None:
     errors = [weight.error or 0.0 for weight in record.weights]
     worst = max(record.weights, key=lambda weight: weight.error or 0.0)
     size = ["bytes", human_bytes(record.before), human_bytes(record.after), f"{record.after / record.before:.1%}"]
-    click.echo(table(["", "before", "after", "share"], [size]))
+    click.echo(print_table(Table(["", "before", "after", "share"], [size])))
     click.echo(f"{plural(len(errors), 'weight')} as {record.scheme.words}")
     click.echo(
         f"rounding changed {sum(errors) / len(errors):.3%} of a weight's energy on average, {max(errors):.3%} of "

@@ -29,11 +29,11 @@ def list_recipes(options: RecipeListOptions) -> "Groups":
     `ckpt_prune.load(OUT)`, or trust_remote_code=True without this package. data is what prune needs besides the model:
     --text, --images for a vision model, or --statistics; any one of those named is enough.
     """
-    from ckpt_prune.recipe.catalogue import grouped
+    from ckpt_prune.recipe.catalogue import group_recipes
     from ckpt_prune.recipe.reading import load_recipe
 
     files = shipped_recipes().values()
-    return grouped(load_recipe(file) for file in files if options.all or file.is_first != options.papers)
+    return group_recipes(load_recipe(file) for file in files if options.all or file.is_first != options.papers)
 
 
 def _list_data(groups: "Groups") -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ class Stopped(KeyboardInterrupt):
 
 
 def exit_code(error: KeyboardInterrupt) -> int:
-    """As shells have it: 128 and the number of the signal."""
+    """Return the exit code that shells use: 128 and the number of the signal."""
     return 128 + (error.number if isinstance(error, Stopped) else signal.SIGINT)
 
 
@@ -75,7 +75,7 @@ def stoppable() -> Iterator[None]:
 
 
 @contextmanager
-def unmasked() -> Iterator[None]:
+def raise_interruptions() -> Iterator[None]:
     """Raise the interruption in place of an error that a library made of it."""
     try:
         yield

@@ -1,4 +1,4 @@
-"""What the models of a recipe share: strictness, and strings that must be keys of a registry."""
+"""Parts of pydantic models: strictness, and strings that must be keys of a registry."""
 
 import difflib
 from collections.abc import Iterable
@@ -36,3 +36,9 @@ class Strict(BaseModel):
     """Unknown keys are refused, and nothing changes once it is read."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, allow_inf_nan=False)
+
+
+class Frozen(BaseModel):
+    """Nothing changes once it is made."""
+
+    model_config = ConfigDict(frozen=True)

@@ -11,8 +11,11 @@ import yaml
 class Yaml12Loader(yaml.SafeLoader):
     """A safe loader that reads numbers as YAML 1.2 does.
 
-    PyYAML reads YAML 1.1, where 2:4 is the number 124 in base sixty, 010 is 8 and 1e-3 is text.
+    PyYAML reads YAML 1.1, where 2:4 is the number 124 in base sixty, 010 is 8 and 1e-3 is text. It goes some frames
+    deeper at every level, so levels are counted: a text is refused in every process, or in none.
     """
+
+    _level = 0
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, Any]]] = {  # noqa: RUF012 - as PyYAML declares it
         first: [
@@ -20,6 +23,14 @@ class Yaml12Loader(yaml.SafeLoader):
         ]
         for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self._level == _DEEPEST:
+            raise ValueError(_TOO_DEEP)
+        self._level += 1
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self._level -= 1
+        return node
 
 
 def _decimal(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
@@ -38,44 +49,48 @@ Yaml12Loader.add_constructor("tag:yaml.org,2002:int", _decimal)
 
 _MOST_VALUES = 20_000
 """Keys and values of a text, every alias counted as what it stands for."""
+_DEEPEST = 30
+"""Levels of a text, every alias counted as what it stands for."""
+_TOO_DEEP = f"nested too deeply: {_DEEPEST} levels are read"
 
 
 def read_yaml(text: str) -> tuple[yaml.Node | None, Any]:
     """The node of a YAML text, and its value.
 
     Raises:
-        ValueError: it is not YAML, is nested too deeply, refers to itself, holds a value that cannot be read, or stands
+        ValueError: it is not YAML, has too many levels, refers to itself, holds a value that cannot be read, or stands
             for too many values: 500 bytes of aliases can stand for any number. The message is one line.
     """
     try:
-        root = _composed(text)
+        root = _compose(text)
         if root is None:
             return None, None
         # PyYAML puts what a merge key stands for into the node itself.
         return root, Yaml12Loader("").construct_document(deepcopy(root) if "<<" in text else root)
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from error
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
 
 
 @lru_cache(maxsize=32)
-def _composed(text: str) -> yaml.Node | None:
+def _compose(text: str) -> yaml.Node | None:
     """The node of a text, which nobody may change: a command asks for a recipe's several times, and PyYAML is slow."""
     root = yaml.compose(text, Loader=Yaml12Loader)
-    if root is not None and _count(root, {}) > _MOST_VALUES:
+    values, levels = (0, 0) if root is None else _measure(root, {})
+    if values > _MOST_VALUES:
         raise ValueError(f"its aliases stand for more than {_MOST_VALUES} values")
+    if levels > _DEEPEST:
+        raise ValueError(_TOO_DEEP)
     return root
 
 
-def _count(node: yaml.Node, known: dict[int, int]) -> int:
-    """Values that a node stands for; each node is looked at once."""
+def _measure(node: yaml.Node, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
+    """Return the values that a node stands for and their levels; each node is looked at once."""
     if id(node) in known:
-        if not known[id(node)]:
+        if not known[id(node)][0]:
             raise ValueError("it refers to itself")
         return known[id(node)]
-    known[id(node)] = 0
+    known[id(node)] = (0, 0)
     children = [each for pair in node.value for each in pair] if isinstance(node, yaml.MappingNode) else node.value
-    inner = sum(_count(each, known) for each in children) if isinstance(children, list) else 0
-    known[id(node)] = 1 + inner
-    return 1 + inner
+    inner = [_measure(each, known) for each in children] if isinstance(children, list) else []
+    known[id(node)] = 1 + sum(values for values, _ in inner), 1 + max((levels for _, levels in inner), default=0)
+    return known[id(node)]

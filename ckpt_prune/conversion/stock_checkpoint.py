@@ -26,7 +26,7 @@ from ckpt_prune.job.run import Announce, Run, say_nothing
 from ckpt_prune.job.timing import PhaseTimer
 from ckpt_prune.model.containers.rope_keys import state_rope
 from ckpt_prune.model.containers.side_files import carried_files, top_names
-from ckpt_prune.runner.open_run import Opening, open_staging
+from ckpt_prune.runner.open_run import OutputFacts, open_staging
 from ckpt_prune.runner.publish import put_in_place
 
 
@@ -103,7 +103,6 @@ class ConversionRecord(FixedRecord):
     """Content of `ckpt_prune_converted.json`.
 
     Attributes:
-        source: its name.
         fingerprint: of the source.
         files: file → sha256.
         side_files: names of other files written.
@@ -142,7 +141,7 @@ def write_stock(
 ) -> Conversion:
     """Write a checkpoint, one tensor at a time, or continue an interrupted run that did."""
     record = ConversionRecord(source=stock.name, fingerprint=stock.fingerprint, notes=list(stock.notes))
-    opening = Opening(
+    opening = OutputFacts(
         _CONVERTED,
         hashlib.sha256(canonical_json([__version__, "convert", stock.fingerprint]).encode()).hexdigest(),
         [] if stock.source is None else [stock.source],

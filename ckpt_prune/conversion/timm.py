@@ -260,7 +260,7 @@ class _Renamer:
         source, own, new = self.source, f"blocks.{index}.", f"{self.base}encoder.layer.{index}."
         for kind in ("weight", "bias"):
             for module, name in _PARTS.items():
-                self._put(f"{new}{name}.{kind}", f"{own}{module}.{kind}", self._scaled(own, module, kind))
+                self._put(f"{new}{name}.{kind}", f"{own}{module}.{kind}", self._absorb_scale(own, module, kind))
             if kind == "bias" and not source.has(f"{own}attn.qkv.bias"):
                 continue
             fused = f"{own}attn.qkv.{kind}"
@@ -270,7 +270,7 @@ class _Renamer:
                 made = self._new([fused], (rows // 3, *rest), lambda own, part=part: own[part])
                 self._put(f"{new}attention.attention.{name}.{kind}", fused, made)
 
-    def _scaled(self, block: str, module: str, kind: str) -> NewTensor | None:
+    def _absorb_scale(self, block: str, module: str, kind: str) -> NewTensor | None:
         """A projection with its layer scale absorbed; None if it has none."""
         if module not in _SCALES or not self.source.has(block + _SCALES[module]):
             return None

@@ -28,7 +28,7 @@ WINDOW, CALIBRATION_WINDOWS, EVALUATION_WINDOWS = 256, 64, 64
 
 
 @dataclass(frozen=True)
-class Row:
+class DemoRow:
     """One line of the demo's table. The seconds are those of pruning, with its statistics."""
 
     model: str
@@ -45,7 +45,7 @@ def model_folder() -> Path:
     return Path(str(resources.files("ckpt_prune.demo") / "model"))
 
 
-def run(out: Path, device: torch.device, recipes: Sequence[str] = RECIPES) -> list[Row]:
+def run(out: Path, device: torch.device, recipes: Sequence[str] = RECIPES) -> list[DemoRow]:
     """Prune the packaged model into subfolders of `out`, an empty or new folder, and measure every result."""
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is not a folder: choose another one for the demo")
@@ -73,7 +73,7 @@ def run(out: Path, device: torch.device, recipes: Sequence[str] = RECIPES) -> li
         return perplexity(loaded, cut_windows(held_out.flatten(), window=WINDOW)).perplexity
 
     dense = cost_of(model)
-    rows = [Row("dense", 0.0, dense.parameters, dense.bytes, measure_perplexity(folder), "llama", 0.0)]
+    rows = [DemoRow("dense", 0.0, dense.parameters, dense.bytes, measure_perplexity(folder), "llama", 0.0)]
     for ratio in RATIOS:
         for name in recipes:
             start = time.monotonic()
@@ -89,5 +89,7 @@ def run(out: Path, device: torch.device, recipes: Sequence[str] = RECIPES) -> li
             after, container = report.after, report.container.model_type
             if report.container.remote_code:
                 container += ", remote code"
-            rows.append(Row(name, ratio, after.parameters, after.bytes, measure_perplexity(target), container, seconds))
+            rows.append(
+                DemoRow(name, ratio, after.parameters, after.bytes, measure_perplexity(target), container, seconds)
+            )
     return rows

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.choice_items import read_items
 from ckpt_prune.evaluation.choices import ChoiceScore, answer
-from ckpt_prune.evaluation.generation import Continuation, continue_prompts
+from ckpt_prune.evaluation.generation import GeneratedText, continue_prompts
 from ckpt_prune.evaluation.pair import Pair
 from ckpt_prune.evaluation.purpose import check_folder, check_generates, check_same_kind, check_same_tokenizer
 from ckpt_prune.evaluation.results import ChoiceResult, GenerationResult
@@ -34,7 +34,7 @@ def measure_generation(pair: Pair, prompts: Sequence[str], tokens: int) -> Gener
     """Let a model, and its reference, continue prompts greedily, by at most so many tokens."""
     _check(pair)
 
-    def measure(model: PreTrainedModel, folder: Path) -> tuple[Continuation, ...]:
+    def measure(model: PreTrainedModel, folder: Path) -> tuple[GeneratedText, ...]:
         return tuple(continue_prompts(model, load_tokenizer(folder), prompts, tokens=tokens))
 
     reference = None if pair.reference is None else measure(pair.load_reference(), pair.reference)

@@ -51,7 +51,6 @@ class ChoiceScore(Figures):
         return math.sqrt(self.accuracy * (1 - self.accuracy) / max(1, self.items - 1))
 
     def data(self) -> dict[str, Any]:
-        """Return the figures as JSON has them."""
         return super().data() | {"stderr": self.stderr}
 
     def difference(self, other: "ChoiceScore") -> tuple[float, float]:

@@ -2,17 +2,10 @@
 
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from ckpt_prune.job.report import Loss
-
-
-class Table(NamedTuple):
-    """Rows of text under headings. The first column is a name."""
-
-    columns: list[str]
-    rows: list[list[str]]
-
+from ckpt_prune.show.section import Table
 
 Columns = tuple[tuple[str, str, str], ...]
 """Headings, the attribute that stands under each, and how that is formatted."""

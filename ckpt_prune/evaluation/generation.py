@@ -16,7 +16,7 @@ RUN = 4
 
 
 @dataclass(frozen=True)
-class Continuation:
+class GeneratedText:
     """How a model continues a prompt.
 
     `repeated` is the share of its runs of four tokens that were there before, 0 to 1: near 1 if the model loops.
@@ -30,7 +30,7 @@ class Continuation:
 @torch.inference_mode()
 def continue_prompts(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], *, tokens: int
-) -> list[Continuation]:
+) -> list[GeneratedText]:
     """Continue prompts greedily, one by one, whatever the folder's generation config says, by at most so many tokens.
 
     There are fewer if the model ends the text or its context does.
@@ -57,7 +57,7 @@ def continue_prompts(
         output = model.generate(inputs, attention_mask=torch.ones_like(inputs), generation_config=greedy)
         new = output[0, len(ids) :].tolist()
         text = tokenizer.decode(new, skip_special_tokens=True)
-        continuations.append(Continuation(text, len(new), share_repeated(new)))
+        continuations.append(GeneratedText(text, len(new), share_repeated(new)))
     return continuations
 
 

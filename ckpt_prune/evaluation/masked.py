@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.batches import check_same_vocabulary, check_windows, iterate_windows
-from ckpt_prune.evaluation.perplexity import PredictionSums, Score, TokenComparison
+from ckpt_prune.evaluation.perplexity import PerplexityScore, PredictionSums, TokenComparison
 from ckpt_prune.measure.samples.text import check_vocabulary
 
 SHARE = 0.15
@@ -16,7 +16,7 @@ SHARE = 0.15
 
 
 @dataclass(frozen=True)
-class MaskedScore(Score):
+class MaskedScore(PerplexityScore):
     """A score of masked tokens; `accuracy` is the share that the model finds likeliest."""
 
     columns = (

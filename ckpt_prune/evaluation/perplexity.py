@@ -19,7 +19,7 @@ CHUNK_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
-class Score(Figures):
+class PerplexityScore(Figures):
     """Perplexity of a model on a text. It means nothing without its window.
 
     Attributes:
@@ -42,15 +42,15 @@ class Score(Figures):
 
 @dataclass(frozen=True)
 class TokenComparison:
-    """A model and a reference on the same tokens, with a `Score` or `masked.MaskedScore` each.
+    """A model and a reference on the same tokens, with a `PerplexityScore` or `masked.MaskedScore` each.
 
     Attributes:
         kl: mean over the scored tokens of KL(reference ‖ model), nats.
         top1_agreement: share of the scored tokens for which both find the same token likeliest, 0 to 1.
     """
 
-    score: Score
-    reference_score: Score
+    score: PerplexityScore
+    reference_score: PerplexityScore
     kl: float
     top1_agreement: float
 
@@ -85,12 +85,12 @@ class PredictionSums:
         return math.exp(nll) if nll < 700 else math.inf, nll
 
 
-def perplexity(model: PreTrainedModel, windows: Tensor, *, what: str = "perplexity") -> Score:
+def perplexity(model: PreTrainedModel, windows: Tensor, *, what: str = "perplexity") -> PerplexityScore:
     """Measure perplexity on windows, int64 (windows, window): exp of the mean over every token but each window's first.
 
     Puts the model in evaluation mode.
     """
-    return Score(*_add_up([model], windows, what).perplexity(0), *_count(windows))
+    return PerplexityScore(*_add_up([model], windows, what).perplexity(0), *_count(windows))
 
 
 def compare(
@@ -102,7 +102,7 @@ def compare(
     """
     check_same_vocabulary(model, reference)
     sums = _add_up([model, reference], windows, what)
-    score, reference_score = (Score(*sums.perplexity(place), *_count(windows)) for place in range(2))
+    score, reference_score = (PerplexityScore(*sums.perplexity(place), *_count(windows)) for place in range(2))
     return TokenComparison(score, reference_score, sums.kl / sums.tokens, sums.agreeing / sums.tokens)
 
 

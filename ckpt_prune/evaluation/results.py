@@ -14,17 +14,16 @@ from ckpt_prune.common.formatting import human_bytes
 from ckpt_prune.common.safe_text import to_one_line
 from ckpt_prune.common.short_repr import short_repr
 from ckpt_prune.evaluation.choices import ChoiceScore
-from ckpt_prune.evaluation.display import Figures, Table
+from ckpt_prune.evaluation.display import Figures
 from ckpt_prune.evaluation.display import Result as Result
 from ckpt_prune.evaluation.features import FeatureComparison
-from ckpt_prune.evaluation.generation import Continuation
+from ckpt_prune.evaluation.generation import GeneratedText
 from ckpt_prune.evaluation.heads import HeadComparison
 from ckpt_prune.evaluation.image_classes import Classification
-from ckpt_prune.evaluation.patch_heads import Depth, Segmentation
-from ckpt_prune.evaluation.perplexity import Score
-from ckpt_prune.evaluation.probes import Probe
+from ckpt_prune.evaluation.perplexity import PerplexityScore
 from ckpt_prune.evaluation.sentences import SentenceComparison
 from ckpt_prune.job.report import Loss
+from ckpt_prune.show.section import Table
 
 _NAMED_IMAGES = 10
 """So many images that do not decode are named in text; JSON names all."""
@@ -62,7 +61,6 @@ class ScoredResult(Result, Generic[S]):
     agreement: float | None = None
 
     def data(self) -> dict[str, Any]:
-        """Return what `--json` prints."""
         details = {each.name: getattr(self, each.name) for each in fields(self)[len(fields(ScoredResult)) :]}
         return {
             **self._data_of(self.model, self.score),
@@ -86,7 +84,6 @@ class ScoredResult(Result, Generic[S]):
         return Loss(of=of, before=before, after=after, kl=self.kl, agreement=self.agreement, data=amount)
 
     def paragraphs(self) -> list[Table | str]:
-        """Return tables and sentences for people, in order."""
         rows = [[str(self.model), *self.score.cells()]]
         if self.reference is not None:
             rows.append([str(self.against), *self.reference.cells()])
@@ -103,18 +100,17 @@ class ScoredResult(Result, Generic[S]):
         return [f"KL divergence {self.kl:.4f} nats per {unit}, top-1 agreement {self.agreement:.1%}"]
 
 
-class PerplexityResult(ScoredResult[Score]):
+class PerplexityResult(ScoredResult[PerplexityScore]):
     """A causal language model on text."""
 
     def data(self) -> dict[str, Any]:
-        """Return what `--json` prints."""
         data = self._data_of(self.model, self.score)
         if self.reference is not None:
             against = self._data_of(self.against, self.reference)
             data |= {"kl": self.kl, "top1_agreement": self.agreement, "against": against}
         return data
 
-    def _data_of(self, model: Path | None, score: Score) -> dict[str, Any]:
+    def _data_of(self, model: Path | None, score: PerplexityScore) -> dict[str, Any]:
         data = super()._data_of(model, score)
         if not math.isfinite(score.perplexity):  # JSON has no infinity
             data["perplexity"] = None
@@ -124,7 +120,7 @@ class PerplexityResult(ScoredResult[Score]):
 class MaskedResult(PerplexityResult):
     """A masked language model on masked tokens; scores are `masked.MaskedScore`."""
 
-    def _data_of(self, model: Path | None, score: Score) -> dict[str, Any]:
+    def _data_of(self, model: Path | None, score: PerplexityScore) -> dict[str, Any]:
         data = super()._data_of(model, score)
         data["masked_perplexity"], data["masked"] = data.pop("perplexity"), data.pop("tokens")
         return data
@@ -137,61 +133,10 @@ class AccuracyResult(ScoredResult[Classification]):
     skipped: tuple[str, ...] = field(default=(), repr=False)
 
     def data(self) -> dict[str, Any]:
-        """Return what `--json` prints."""
         return super().data() | {"kl": self.kl}
 
     def _sentences(self) -> list[Table | str]:
         return [*super()._sentences(), *_name_skipped(self.skipped)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProbeResult(ScoredResult[Probe]):
-    """A probe, knn or linear, of the features of images: fitted on `train` of them, tried on `test`, split as said."""
-
-    probe: str
-    train: int
-    test: int
-    split: str
-
-    @property
-    def difference(self) -> float | None:
-        """The model's accuracy less that of the reference; None without one."""
-        return None if self.reference is None else self.score.top1 - self.reference.top1
-
-    def data(self) -> dict[str, Any]:
-        """Return what `--json` prints."""
-        return super().data() | {"difference": self.difference}
-
-    def _sentences(self) -> list[Table | str]:
-        counts = f"{self.train:,} images to learn from, {self.test:,} to test on; {self.split}"
-        if self.reference is None:
-            return [f"{self.probe} probe: {counts}"]
-        return [
-            f"{self.probe} probe: {counts}",
-            f"difference {self.difference:+.2%}, same class {self.agreement:.1%}",
-        ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PatchHeadResult(ScoredResult[Segmentation | Depth]):
-    """A linear head, read from a file, on the patches of images, compared at a size (height, width)."""
-
-    patch_head: str
-    images: int
-    size: tuple[int, int]
-    skipped: tuple[str, ...] = field(default=(), repr=False)
-
-    def _sentences(self) -> list[Table | str]:
-        height, width = self.size
-        parts: list[Table | str] = [
-            f"{self.patch_head} on {self.images:,} images, compared at {height} x {width} pixels"
-        ]
-        if isinstance(self.score, Depth) and isinstance(self.reference, Depth):
-            parts.append(f"difference {self.score.rmse - self.reference.rmse:+.4g}")
-        elif isinstance(self.score, Segmentation) and isinstance(self.reference, Segmentation):
-            difference = self.score.miou - self.reference.miou
-            parts.append(f"difference {difference:+.2%} of mIoU, same class in {self.agreement:.1%} of the pixels")
-        return [*parts, *_name_skipped(self.skipped)]
 
 
 # ---- figures of a model and a reference together ---------------------------------------------------------------------
@@ -210,12 +155,10 @@ class ComparisonResult(Result):
     skipped: tuple[str, ...] | None = field(default=None, repr=False)
 
     def data(self) -> dict[str, Any]:
-        """Return what `--json` prints."""
         data = {"model": str(self.model), "against": str(self.against), **self.comparison.data()}
         return data if self.skipped is None else data | {"skipped": self.skipped}
 
     def paragraphs(self) -> list[Table | str]:
-        """Return tables and sentences for people, in order."""
         figures = self.comparison
         table = Table(["model", *figures.headings()], [[str(self.model), *figures.cells()]])
         return [table, *figures.remarks(self.against), *_name_skipped(self.skipped)]
@@ -247,7 +190,6 @@ class TaskResult(Result):
         return figures
 
     def data(self) -> dict[str, Any]:
-        """Return what `--json` prints."""
         if self.reference is None:
             return self.tables
         differences: dict[str, dict[str, float]] = {}
@@ -257,7 +199,6 @@ class TaskResult(Result):
         return self.tables | {"against": {"model": str(self.against)} | self.reference, "differences": differences}
 
     def paragraphs(self) -> list[Table | str]:
-        """Return tables and sentences for people, in order."""
         if self.reference is None:
             rows = [[task, metric, f"{value:.4f}"] for task, metric, value, _ in self.figures()]
             return [Table(["task", "metric", "value"], rows)]
@@ -285,7 +226,6 @@ class ChoiceResult(Result):
         return sum(a == b for a, b in zip(picked, other_picked, strict=True)) / len(picked)
 
     def data(self) -> dict[str, Any]:
-        """Return what `--json` prints."""
         tasks: dict[str, Any] = {}
         for task, score in self.scores.items():
             tasks[task] = score.data()
@@ -300,7 +240,6 @@ class ChoiceResult(Result):
         return {"model": str(self.model), "against": _text(self.against), "tasks": tasks}
 
     def paragraphs(self) -> list[Table | str]:
-        """Return tables and sentences for people, in order."""
         rows, differences = [], []
         for task, score in self.scores.items():
             rows.append([task, str(self.model), *score.cells()])
@@ -345,7 +284,6 @@ class LabelResult(Result):
     comparisons: dict[str, LabelComparison] | None = None
 
     def data(self) -> dict[str, Any]:
-        """Return what `--json` prints."""
         tasks: dict[str, Any] = {}
         for task, score in self.scores.items():
             tasks[task] = {"items": score.items, "by_name": score.by_name, **score.figures}
@@ -359,7 +297,6 @@ class LabelResult(Result):
         return {"model": str(self.model), "against": _text(self.against), "tasks": tasks}
 
     def paragraphs(self) -> list[Table | str]:
-        """Return tables and sentences for people, in order."""
         rows = []
         for task, score in self.scores.items():
             for metric, value in score.figures.items():
@@ -385,12 +322,11 @@ class GenerationResult(Result):
 
     model: Path
     prompts: tuple[str, ...]
-    continuations: tuple[Continuation, ...]
+    continuations: tuple[GeneratedText, ...]
     against: Path | None = None
-    reference: tuple[Continuation, ...] | None = None
+    reference: tuple[GeneratedText, ...] | None = None
 
     def data(self) -> dict[str, Any]:
-        """Return what `--json` prints."""
         rows = []
         for number, prompt in enumerate(self.prompts):
             rows.append({"prompt": prompt, **asdict(self.continuations[number])})
@@ -399,7 +335,6 @@ class GenerationResult(Result):
         return {"model": str(self.model), "against": _text(self.against), "generated": rows}
 
     def paragraphs(self) -> list[Table | str]:
-        """Return tables and sentences for people, in order."""
         parts: list[Table | str] = []
         for number, prompt in enumerate(self.prompts):
             both = [(self.model, self.continuations[number])]
@@ -445,11 +380,9 @@ class MemoryPlans(Result):
     plans: tuple[MemoryPlan, ...]
 
     def data(self) -> dict[str, Any]:
-        """Return what `--json` prints."""
         return {"memory": [asdict(plan) | {"model": str(plan.model)} for plan in self.plans]}
 
     def paragraphs(self) -> list[Table | str]:
-        """Return tables and sentences for people, in order."""
         parts: list[Table | str] = []
         for plan in self.plans:
             rows = []
@@ -470,8 +403,6 @@ OneResult = (
     | PerplexityResult
     | MaskedResult
     | AccuracyResult
-    | ProbeResult
-    | PatchHeadResult
     | ComparisonResult
     | TaskResult
     | MemoryPlans
@@ -489,5 +420,4 @@ class CombinedResult(Result):
         return {name: result.data() for name, result in self.results.items()}
 
     def paragraphs(self) -> list[Table | str]:
-        """Return tables and sentences for people, in order."""
         return [part for result in self.results.values() for part in result.paragraphs()]

@@ -82,7 +82,6 @@ def load_model(
     get. `stock_load_report` names them.
 
     Args:
-        folder: a checkpoint folder.
         device: where the model goes, unless it is spread over several (`device_map.spread`).
         dtype: "auto" is the checkpoint's own; by default `default_dtype`.
         auto: class of a stock model, as in `load_reported`. Without it an embedder is its base model.
@@ -136,7 +135,6 @@ def load_reported(
     run. If the folder lacks the pooler of a base model, the model gets none. Pickles are not read.
 
     Args:
-        folder: a checkpoint folder.
         dtype: of the parameters; "auto" is the checkpoint's own.
         auto: name of the class; by default `loading_class`.
         trust_remote_code: run the folder's own code.

@@ -28,7 +28,7 @@ TANH_GELU = ("gelu_pytorch_tanh", "gelu_new")
 
 @dataclass(frozen=True)
 class Architecture:
-    """How llama.cpp names and computes a model.
+    """The names and computations of a model in llama.cpp.
 
     Attributes:
         name: of the architecture in llama.cpp.

@@ -221,7 +221,6 @@ def tokenizer_of(values: Mapping[str, Any], where: Path) -> PreTrainedTokenizerF
 
     Args:
         values: keys of the file.
-        where: the file.
 
     Raises:
         UserError: the keys contradict each other, or the pre-tokenizer is not known.

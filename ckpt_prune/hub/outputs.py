@@ -56,9 +56,9 @@ def find_output_files(folder: Path) -> OutputFiles:
     kind = next((kind for kind in (OUTPUT_KIND, QUANTISATION_KIND) if (folder / kind.record).is_file()), None)
     if kind is None:
         raise UserError(f"{folder} has no {REPORT}; give a folder that `prune`, `recover` or `quantize` wrote")
-    written = kind.written(folder)
+    written = kind.list_written(folder)
     if (folder / GRAPH_FOLDER / GRAPH_RECORD).is_file():
-        written |= {f"{GRAPH_FOLDER}/{name}" for name in EXPORT_KIND.written(folder / GRAPH_FOLDER)}
+        written |= {f"{GRAPH_FOLDER}/{name}" for name in EXPORT_KIND.list_written(folder / GRAPH_FOLDER)}
     files = sorted(name for name in written if (folder / name).is_file())
     for name in files:
         path = folder / name

@@ -1,1 +1,1 @@
-"""What a checkpoint is, in figures: the answer of `inspect`."""
+"""The answer of `inspect`: what a checkpoint is, in figures."""

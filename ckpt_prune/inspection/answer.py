@@ -3,14 +3,12 @@
 from collections.abc import Iterable
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from ckpt_prune.common.fields import Frozen
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
-
-class SpaceDescription(_Frozen):
+class SpaceDescription(Frozen):
     """One space of a model.
 
     Attributes:
@@ -29,7 +27,7 @@ class SpaceDescription(_Frozen):
     containers: dict[str, str]
 
 
-class SizeAtRatio(_Frozen):
+class SizeAtRatio(Frozen):
     """The size of a model at one ratio, or at the recipe's own (None); sizes as in `job.records.Cost`."""
 
     ratio: float | None
@@ -42,7 +40,7 @@ class SizeAtRatio(_Frozen):
     cache: int | None = None
 
 
-class Zeros(_Frozen):
+class Zeros(Frozen):
     """Zeros of several tensors together.
 
     Attributes:
@@ -60,7 +58,7 @@ class Zeros(_Frozen):
     pattern: str | None
 
 
-class TensorZeros(_Frozen):
+class TensorZeros(Frozen):
     """Zeros of one tensor."""
 
     name: str
@@ -70,7 +68,7 @@ class TensorZeros(_Frozen):
     pattern: str | None
 
 
-class SparsityDescription(_Frozen):
+class SparsityDescription(Frozen):
     """Zeros of the blocks' linear weights by module and together, and of every tensor."""
 
     modules: dict[str, Zeros]
@@ -78,21 +76,21 @@ class SparsityDescription(_Frozen):
     tensors: list[TensorZeros]
 
 
-class Origin(_Frozen):
+class MadeFrom(Frozen):
     """The model and recipe that an output of this tool was made from."""
 
     source: str
     recipe: str
 
 
-class BlockDescription(_Frozen):
+class BlockDescription(Frozen):
     """A whole block: the parameters of the last one, and why none can go (None if some can)."""
 
     parameters: int
     stay: str | None
 
 
-class _Answer(_Frozen):
+class _Answer(Frozen):
     model: str
 
     def __repr_args__(self) -> list[tuple[str | None, Any]]:
@@ -104,7 +102,6 @@ class _Answer(_Frozen):
 
 
 def _scalars(args: Iterable[tuple[str | None, Any]]) -> list[tuple[str | None, Any]]:
-    """Arguments of a `repr` that are short."""
     return [(name, value) for name, value in args if isinstance(value, str | int | float)]
 
 
@@ -150,7 +147,7 @@ class ModelDescription(_KnownDescription):
     ignored: list[str] = Field(default_factory=list)
     ignored_words: str | None = Field(default=None, exclude=True)
     tied_words: str | None = Field(default=None, exclude=True)
-    made_from: Origin | None
+    made_from: MadeFrom | None
     pruned: list[SizeAtRatio]
     messages: list[str]
     recipe: str | None

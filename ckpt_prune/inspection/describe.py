@@ -12,8 +12,8 @@ from ckpt_prune.evaluation.whole_model import purpose_of
 from ckpt_prune.inspection.answer import (
     BlockDescription,
     Description,
+    MadeFrom,
     ModelDescription,
-    Origin,
     RemoteDescription,
     SizeAtRatio,
     SpaceDescription,
@@ -98,7 +98,7 @@ def _model(
         ignored=sorted([*model.checkpoint.ignored, *model.checkpoint.shadowed]),
         ignored_words=ignored_words(model) if model.checkpoint.ignored else None,
         tied_words=tied_words(model),
-        made_from=Origin(source=report.source.name, recipe=report.recipe.name) if report else None,
+        made_from=MadeFrom(source=report.source.name, recipe=report.recipe.name) if report else None,
         pruned=pruned,
         messages=[line for each in recipes for line in coarse_lines(model, each)],
         recipe=recipe or "rcpu" if pruned else None,

@@ -108,7 +108,7 @@ def kept_units(model: Model, recipe: Recipe, kept: Mapping[Site, Tensor]) -> Dec
     return Decisions(recipe, sites)
 
 
-def planned(model: Model, plan: Plan) -> Decisions:
+def decide_by_plan(model: Model, plan: Plan) -> Decisions:
     """Return the decisions of a plan."""
     sites: dict[Site, Decision] = {}
     for site in plan.sites:

@@ -46,7 +46,7 @@ class Latencies:
     stream: StreamTime | None = None
     off: float = 0.0
 
-    def narrowed(self, kept: int) -> "Latencies":
+    def narrow(self, kept: int) -> "Latencies":
         """Return the table of a model whose stream has so many dimensions.
 
         A block and what stands outside the blocks are linear in them. A unit takes the same share of its block, because

@@ -25,7 +25,6 @@ class Output:
     Attributes:
         container: what it is stored as.
         layout: its files, tensors, dtypes and shapes.
-        cost: its size.
         aside: files beside the checkpoint, such as rotations, with their tensors.
         ranks: of linear modules that become two; empty if none does.
         copied: files of the source that the output has, too, besides those that always travel along.
@@ -49,7 +48,6 @@ def plan_layout(
     UserError if the container could not load them: a fault of this tool, caught before any byte is written.
 
     Args:
-        model: the source.
         widths: units kept per block and space.
         container: what the output is stored as.
         added: tensors besides biases that the source lacks, or has in another shape.

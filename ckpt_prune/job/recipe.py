@@ -340,7 +340,7 @@ class Recipe(Strict):
 
     @property
     def collect(self) -> tuple[Collect, ...]:
-        """What statistics must hold for this recipe, at least."""
+        """The least that statistics must hold for this recipe."""
         needed: set[Collect] = {"moments"}
         for stage in self.stages:
             needed |= stage.collects(self)
@@ -529,7 +529,6 @@ def _default_ratio() -> Any:
 
 
 def _without_absent(values: dict[str, Any], *optional: str) -> dict[str, Any]:
-    """Return a copy without the optional keys that hold None."""
     return {key: value for key, value in values.items() if key not in optional or value is not None}
 
 

@@ -1,4 +1,4 @@
-"""What plans and reports say of a model: its cost, its sites, its masked linears.
+"""Records of plans and reports: the cost of a model, its sites, its masked linears.
 
 Nothing here needs torch: reading a report must not take seconds.
 """
@@ -49,7 +49,7 @@ class HeadErrors(FixedRecord):
 
 
 class SiteShift(FixedRecord):
-    """What a site loses on other samples than it was made from (`plan --test`). Errors are shares of the energy there.
+    """The loss of a site on other samples than it was made from (`plan --test`), as shares of the energy there.
 
     Attributes:
         uncompensated, test, floor: without compensation, after it, and the least there can be.
@@ -72,7 +72,7 @@ class SiteShift(FixedRecord):
 
 
 class SiteRecord(FixedRecord):
-    """What was done at a site: one space of one block.
+    """The pruning of a site: one space of one block.
 
     Attributes:
         expert: None if the block has none.
@@ -196,7 +196,7 @@ class TriedDepth(Tried):
 
 
 class TriedHidden(Tried):
-    """So many dimensions of the residual stream stayed, and so many blocks were gone besides, if that was open too."""
+    """A trial: how many dimensions of the residual stream stayed; and how many blocks were gone, if that was open."""
 
     kept: Annotated[int, Field(ge=1, le=10**7)]
     blocks: Annotated[int, Field(ge=0, le=10**6)] | None = None
@@ -223,7 +223,7 @@ class DepthRecord(FixedRecord):
 
 
 class HiddenRecord(FixedRecord):
-    """What is left of a model's residual stream.
+    """The dimensions that are left of a model's residual stream.
 
     Attributes:
         signal: what its principal directions are of.
@@ -251,7 +251,7 @@ class StatisticsReference(FixedRecord):
 
 
 class Origin(FixedRecord):
-    """Where a recipe was fetched from.
+    """The place that a recipe was fetched from.
 
     Attributes:
         reference: as it is given to --recipe, without a revision.
@@ -265,7 +265,7 @@ class Origin(FixedRecord):
 
     @property
     def pinned(self) -> str:
-        """What is given to --recipe for the same bytes again."""
+        """The value of --recipe that gives the same bytes again."""
         if self.revision is not None:
             return f"{self.reference}@{self.revision}"
         return f"{self.reference}#sha256={self.sha256}"

@@ -79,7 +79,7 @@ class Asked(FixedRecord):
 
 
 class StoredAs(FixedRecord):
-    """What the output is stored as.
+    """The container of the output.
 
     Attributes:
         remote_code: whether code of this tool travels with it.
@@ -100,7 +100,7 @@ class StoredAs(FixedRecord):
 
 
 class Latency(FixedRecord):
-    """What an output takes beside the dense model, in milliseconds on the machine that pruned.
+    """Latency of an output and of the dense model, in milliseconds on the machine that pruned.
 
     Attributes:
         of: what was timed, in words.
@@ -136,7 +136,7 @@ class Loss(FixedRecord):
     data: str = ""
 
 
-class Stage(FixedRecord):
+class PhaseRecord(FixedRecord):
     """The time of one phase. A resumed run counts only its own time.
 
     Attributes:
@@ -192,7 +192,7 @@ class CommonReport(FixedRecord):
     after: Cost
     latency: Latency | None = None
     loss: Loss | None = None
-    stages: list[Stage] = Field(default_factory=list)
+    stages: list[PhaseRecord] = Field(default_factory=list)
     files: dict[str, str] = Field(default_factory=dict)
     side_files: list[str] | None = None
     job: str | None = None
@@ -203,7 +203,6 @@ class CommonReport(FixedRecord):
         return {kind.key for kind in Recipe.full.kinds}
 
     def __repr_args__(self) -> list[tuple[str | None, Any]]:
-        """What is worth a glance."""
         return [
             ("source", self.source.name),
             ("recipe", self.recipe.name),

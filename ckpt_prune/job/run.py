@@ -33,7 +33,6 @@ class Run:
     """One attempt at a job.
 
     Attributes:
-        out: the folder to write.
         staging: where the output grows; None in a process that does not write.
         timer: times the phases of the run.
         announce: says a line to the user.

@@ -26,7 +26,7 @@ SizeKind = Literal["params", "bytes", "flops", "latency"]
 
 @dataclass(frozen=True)
 class Timed:
-    """What a latency is of.
+    """The work that a latency is measured of.
 
     Attributes:
         tokens: of the text that is read; None for as many as a benchmark takes.
@@ -116,7 +116,7 @@ def parse_size(kind: SizeKind, text: str) -> Size:
     """
     unit = _UNITS[kind]
     if kind == "latency":
-        timed(text)
+        parse_timed(text)
         text = text.partition("@")[0]
     match = _SIZE.fullmatch(text.strip())
     suffix = match["suffix"].lower() if match is not None else ""
@@ -140,7 +140,7 @@ def parse_size(kind: SizeKind, text: str) -> Size:
     return Size(value=floor(number * scale))
 
 
-def timed(text: str) -> Timed:
+def parse_timed(text: str) -> Timed:
     """Read what a latency is of, after an @: 512 for a text of so many tokens, token or token:512 for one more token.
 
     ValueError if it is neither.
@@ -169,7 +169,7 @@ SizeText = Annotated[str, BeforeValidator(_as_text), WithJsonSchema({"type": ["s
 
 
 class TargetSize(Strict):
-    """What the pruned model may come to, at most: exactly one of parameters, bytes, FLOPs and latency.
+    """The most that the pruned model may come to: exactly one of parameters, bytes, FLOPs and latency.
 
     It is written as it was read: `{"params": "5.0B"}`. A number becomes its text.
     """
@@ -193,23 +193,23 @@ class TargetSize(Strict):
 
     @model_validator(mode="after")
     def _exactly_one(self) -> "TargetSize":
-        if len(self._given()) != 1:
+        if len(self._list_texts()) != 1:
             raise ValueError("a target size has exactly one of params, bytes, flops and latency: {params: 5.0B}")
         return self
 
     @model_serializer
-    def _given(self) -> dict[str, str]:
+    def _list_texts(self) -> dict[str, str]:
         texts = {"params": self.params, "bytes": self.bytes, "flops": self.flops, "latency": self.latency}
         return {kind: text for kind, text in texts.items() if text is not None}
 
     @property
     def kind(self) -> SizeKind:
-        return cast(SizeKind, next(iter(self._given())))
+        return cast(SizeKind, next(iter(self._list_texts())))
 
     @property
     def text(self) -> str:
         """The size as it was written."""
-        return self._given()[self.kind]
+        return self._list_texts()[self.kind]
 
     @property
     def words(self) -> str:
@@ -217,7 +217,7 @@ class TargetSize(Strict):
         amount, _, _ = self.text.partition("@")
         what = _UNITS[self.kind].what
         if self.kind == "latency":
-            what += f" of {timed(self.text).words}"
+            what += f" of {parse_timed(self.text).words}"
         return f"{amount} {'of the ' if amount.endswith('%') else ''}{what}"
 
     @property
@@ -228,7 +228,7 @@ class TargetSize(Strict):
 
     @property
     def timed(self) -> Timed:
-        return timed(self.text)
+        return parse_timed(self.text)
 
     def of(self, dense: int) -> int:
         """Return the size as a number for a dense model of size `dense`."""

@@ -1,6 +1,8 @@
 """A stage: one key of a recipe, and all that it does. Its fields are the keys below it; its methods are the stage."""
 
 from collections.abc import Mapping, Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ckpt_prune.job.recipe import StageKeys
@@ -74,5 +76,10 @@ class Stage(StageKeys):
 
     @classmethod
     def sections(cls, report: Any) -> "Sequence[Section]":
-        """Return what a report (`stages.report.Report`) says of the stage, for people."""
-        return ()
+        """Return what a report (`stages.report.Report`) says of the stage, for people.
+
+        That is `sections` of the module `show` in the stage's folder, if there is one.
+        """
+        show = f"{cls.__module__.rpartition('.')[0]}.show"
+        sections: Sequence[Section] = import_module(show).sections(report) if find_spec(show) else ()
+        return sections

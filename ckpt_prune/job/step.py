@@ -24,7 +24,6 @@ class Step:
     move in `advance`, with the tensors that were written, and resuming gives the bytes of an uninterrupted run.
 
     Attributes:
-        record: the type of its records.
         needs_input: True if it also follows the model as it is without this step. `advance_input` is then called before
             `advance`; for a block that an interrupted run has written, the steps before act again to make its input.
         apart: True if no block depends on what was done to another, so that several processes may share the blocks.

@@ -1,4 +1,4 @@
-"""Where finished blocks are: written by this run, or by the interrupted one that it continues."""
+"""The store of finished blocks, written by this run or by the interrupted one that it continues."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -8,7 +8,7 @@ import torch
 
 from ckpt_prune.common.memory import peak_bytes
 from ckpt_prune.common.phases import time_phases
-from ckpt_prune.job.report import Stage
+from ckpt_prune.job.report import PhaseRecord
 
 
 class PhaseTimer:
@@ -16,7 +16,7 @@ class PhaseTimer:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.records: list[Stage] = []
+        self.records: list[PhaseRecord] = []
 
     @contextmanager
     def time(self, name: str) -> Iterator[None]:
@@ -30,7 +30,7 @@ class PhaseTimer:
         if cuda:
             torch.cuda.synchronize(self._device)
         self.records.append(
-            Stage(
+            PhaseRecord(
                 name=name,
                 seconds=round(time.perf_counter() - start, 3),
                 peak_bytes=peak_bytes(),

@@ -1,4 +1,4 @@
-"""Where a family's blocks and their linear modules are in a transformers model, by transformers' own names."""
+"""Paths of a family's blocks and linear modules in a transformers model, by transformers' own names."""
 
 from functools import cache
 from inspect import signature

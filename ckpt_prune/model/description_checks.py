@@ -57,7 +57,7 @@ def check_description(family: Family, config: Mapping[str, Any]) -> None:
     skeleton = build_skeleton(parsed, family.architecture)
     names = Names(skeleton)
     _check_modules(family, dict(skeleton.named_modules()), names, family.dimension(parsed, "layers"))
-    shapes = _apart(family, names.shapes)
+    shapes = _split_experts(family, names.shapes)
     _check_linears(family, shapes)
     _check_bias_slots(family, config, parsed)
     sizes = _sizes(family, shapes)
@@ -69,7 +69,7 @@ def check_description(family: Family, config: Mapping[str, Any]) -> None:
             _check_widths(family, name, config, parsed, sizes)
 
 
-def _apart(family: Family, shapes: Shapes) -> dict[str, tuple[int, ...]]:
+def _split_experts(family: Family, shapes: Shapes) -> dict[str, tuple[int, ...]]:
     """Shapes of the first block's tensors and those outside blocks, each expert's weights apart."""
     apart, prefix = dict(shapes), family.block.format(block=0)
     for stack, (module,) in ({} if family.experts is None else family.experts.stacks).items():
@@ -278,7 +278,9 @@ def _check_widths(
         values["head_dim"] = dimension("head_dim")
     changes = {stored_key(key, config, parsed): value for key, value in values.items()}
     try:
-        shapes = _apart(family, Names(build_skeleton(parse_config(config | changes), family.architecture)).shapes)
+        shapes = _split_experts(
+            family, Names(build_skeleton(parse_config(config | changes), family.architecture)).shapes
+        )
     except RefusedConfigError:
         return  # by a rule of the class beyond shapes (`choosing.unprunable_spaces`)
     # One config key says the widths of all experts, and perhaps of other spaces.

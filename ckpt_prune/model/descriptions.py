@@ -54,14 +54,14 @@ def families_with_experts() -> list[str]:
 
 
 @cache
-def _unsupported() -> dict[str, str]:
+def _read_unsupported() -> dict[str, str]:
     reasons: dict[str, str] = json.loads((_folder().parent / "unsupported.json").read_text(encoding="utf-8"))
     return reasons
 
 
 def refuse_unsupported(model_type: str) -> None:
     """Refuse a family that spaces cannot describe, with the reason."""
-    why = _unsupported().get(model_type)
+    why = _read_unsupported().get(model_type)
     if why is not None:
         why = why.replace("{mixtures}", ", ".join(families_with_experts()))
         raise UserError(f"{model_type} is not supported: {why}")

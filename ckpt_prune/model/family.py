@@ -136,7 +136,7 @@ class Family(StrictModel):
 
     @property
     def purpose(self) -> Purpose | None:
-        """What the class in use is for, in its folder."""
+        """The purpose of the class in use, in its folder."""
         return purpose_of_class(self.auto_class, binary=self.binary, used_for=self.used_for)
 
     @property

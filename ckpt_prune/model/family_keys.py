@@ -77,7 +77,7 @@ class Experts(StrictModel):
         """Linear module of an expert → its role; a module that holds gate and up is the gate."""
         return {self.up: UP, self.gate: GATE, self.down: DOWN}
 
-    def rewritten(self, method: str) -> set[str]:
+    def list_rewritten(self, method: str) -> set[str]:
         """Return the linear modules of a kept expert that a compensation of whole experts changes."""
         return set() if method == "none" else {self.down}
 

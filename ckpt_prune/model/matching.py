@@ -54,7 +54,7 @@ def orient_checkpoint(checkpoint: Checkpoint, family: Family) -> Checkpoint:
     that the class ignores (`Names.ignores`) are left out, and tied tensors are read as the class loads them.
     """
     experts = family.experts
-    checkpoint = apply_family_ties(checkpoint.ignore(_ignored(checkpoint, family)), family)
+    checkpoint = apply_family_ties(checkpoint.ignore(_list_ignored(checkpoint, family)), family)
     if not family.transposed and experts is None:
         return checkpoint
     block = re.escape(family.block).replace(re.escape("{block}"), r"\d+")
@@ -104,7 +104,7 @@ def _stock_names(checkpoint: Checkpoint, family: Family) -> Names | None:
         return None
 
 
-def _ignored(checkpoint: Checkpoint, family: Family) -> list[str]:
+def _list_ignored(checkpoint: Checkpoint, family: Family) -> list[str]:
     names = None if checkpoint.config.get("auto_map") else _stock_names(checkpoint, family)
     if names is None:
         return []

@@ -213,7 +213,6 @@ class Model:
         return {name: widths[name] for name in spaces if name in widths}
 
     def _widths_name(self, block: int) -> str:
-        """The name under which a block's tensors may state their widths."""
         return f"{self.family.block.format(block=block)}widths"
 
     def note_widths(self, block: int, tensors: Mapping[str, Tensor], widths: BlockWidths) -> dict[str, Tensor]:

@@ -50,7 +50,6 @@ class FamilyComparison:
 
     Attributes:
         architecture: the stock class that would load it.
-        like: the nearest known family.
         lacking: tensors of that family that this model lacks, with `{block}`.
         extra: tensors that only this model has.
         keys: config keys that only this model's class has → their values.

@@ -1,4 +1,4 @@
-"""What a model is for, by the class that config.json names, or by the modules of its sentence-transformers folder."""
+"""Purposes of models, by the class that config.json names, or by the modules of a sentence-transformers folder."""
 
 from functools import cache
 from typing import Literal

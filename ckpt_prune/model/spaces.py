@@ -119,7 +119,7 @@ class StrictModel(BaseModel):
 
 
 class Incidence(StrictModel):
-    """Where the units of a space lie on one axis of one linear module of a block.
+    """The places of a space's units on one axis of one linear module of a block.
 
     The axis is `after` lines of something else, then `copies` runs of units, then the rest. In a run, units follow each
     other with `each` neighbouring lines, `stride` lines from one unit to the next. Units may stand several times: each
@@ -195,7 +195,7 @@ class Space(StrictModel):
         """Linear modules whose tensors scores and compensation read."""
 
     @abstractmethod
-    def rewritten(self, method: str) -> list[str]:
+    def list_rewritten(self, method: str) -> list[str]:
         """Return the linear modules whose values a compensation changes; the others only lose units."""
 
     @property
@@ -256,7 +256,7 @@ class ConsumerSpace(Space):
     def solved_from(self) -> list[str]:
         return [self.consumer]
 
-    def rewritten(self, method: str) -> list[str]:
+    def list_rewritten(self, method: str) -> list[str]:
         return [self.consumer]
 
 
@@ -271,7 +271,7 @@ class ValueSpace(ConsumerSpace):
 
     ends: Literal["values"]
 
-    def rewritten(self, method: str) -> list[str]:
+    def list_rewritten(self, method: str) -> list[str]:
         return [*self.readers, self.consumer]  # both change basis, whatever the method
 
 
@@ -296,7 +296,7 @@ class LogitSpace(ReaderSpace):
 
     ends: Literal["logits"]
 
-    def rewritten(self, method: str) -> list[str]:
+    def list_rewritten(self, method: str) -> list[str]:
         return [] if method == "none" else self.readers
 
 
@@ -310,7 +310,7 @@ class RotarySpace(ReaderSpace):
     pairs: Pairing
     angles: Pairing
 
-    def rewritten(self, method: str) -> list[str]:
+    def list_rewritten(self, method: str) -> list[str]:
         return [] if method == "none" else [self.measured]  # the keys that stay are as they were
 
 
@@ -339,7 +339,7 @@ class ExpertSpace(ReaderSpace):
 
     ends: Literal["experts"]
 
-    def rewritten(self, method: str) -> list[str]:
+    def list_rewritten(self, method: str) -> list[str]:
         return []
 
 

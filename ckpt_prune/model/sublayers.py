@@ -7,7 +7,7 @@ from ckpt_prune.model.model import Model
 
 @dataclass(frozen=True)
 class Sublayer:
-    """What reads the residual stream at one place, and what is added to it there.
+    """The modules that read the residual stream at one place, and those that add to it there.
 
     Attributes:
         norms: of the block, that the stream passes before it is read.

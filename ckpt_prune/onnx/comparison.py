@@ -82,7 +82,7 @@ def make_chunk_cases(windows: Tensor, *, pad: int) -> list[TextCase]:
 
 
 def make_prompts(windows: Tensor, *, pad: int, context: int | None) -> list[TextCase]:
-    """What generation starts from: a text, and two of unequal length padded on the left; half the context at most."""
+    """Return prompts for generation: a text, and two of unequal length padded on the left; half the context at most."""
     room = windows.shape[1] if context is None else min(windows.shape[1], context // 2)
     length = max(1, min(8, room))
     return [_make_case(windows, 1, length, "none", pad), _make_case(windows, 2, length, "left", pad)]

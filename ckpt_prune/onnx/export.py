@@ -53,7 +53,7 @@ from ckpt_prune.onnx.session import DATA, FILES, Provider, default_provider
 from ckpt_prune.onnx.tasks import check_padding, choose_task, remove_head
 from ckpt_prune.onnx.tracing import get_image_size, trace_model
 from ckpt_prune.onnx.writing import write_graph
-from ckpt_prune.options.data import CalibrationOptions, ImageOptions, ProofOptions
+from ckpt_prune.options.data import ProofOptions, SampleOptions
 from ckpt_prune.options.graphs import GraphSettings
 from ckpt_prune.stages.export.stage import Export
 
@@ -358,28 +358,25 @@ class GraphStep:
     trust: bool
 
     @classmethod
-    def of(
-        cls, recipe: Export, source: Checkpoint, calibration: CalibrationOptions, images: ImageOptions, *, trust: bool
-    ) -> "GraphStep":
+    def of(cls, recipe: Export, source: Checkpoint, given: SampleOptions, *, trust: bool) -> "GraphStep":
         """The step for an output that is still to be made.
 
         Args:
             source: the model that is pruned: it reads what its output will.
-            calibration: its text, in its windows, is what the graph is proved on.
-            images: the same of a vision model.
+            given: its text, in its windows, or its images are what the graph is proved on.
         """
         task = choose_task(source.config, folder=source.path, task=recipe.task, cache=recipe.cache)
         check_padding(source.config, task)
         provider = default_provider(recipe.optimize)
-        check_rounding(recipe, task, images=images.images is not None, provider=provider)
+        check_rounding(recipe, task, images=given.images is not None, provider=provider)
         samples = None
         if recipe.proof or recipe.is_rounded:
             options = ProofOptions(
-                text=calibration.text,
-                window=calibration.window,
-                images=images.images,
-                labels=images.labels,
-                max_corrupt=images.max_corrupt,
+                text=given.text,
+                window=given.window,
+                images=given.images,
+                labels=given.labels,
+                max_corrupt=given.max_corrupt,
             )
             samples = choose_proof_samples(
                 source.path,
@@ -396,7 +393,7 @@ class GraphStep:
         return estimate_graphs_bytes(self.recipe, parameters)
 
     def run(self, output: Path, say: Callable[[str], None]) -> Exported:
-        """Write the graph of a finished output into its folder `onnx`; if it fails, `say` is told how to make it."""
+        """Write the graph of a finished output into its folder `onnx`. If that fails, `say` gets the command for it."""
         out, recipe = output / GRAPH_FOLDER, self.recipe
         try:
             # What a killed run left is dropped; a graph that is there is not replaced.

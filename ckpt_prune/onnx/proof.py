@@ -120,7 +120,6 @@ def validate(
     may lose at most `max_loss` of the task's metric, by default 2 % in int8 and 10 % in int4.
 
     Args:
-        folder: an exported folder.
         model: the checkpoint it was made from.
         provider: what onnxruntime runs on; None: what the graph is fused for, else the CPU.
         dense: another model that the metric is compared with as well.
@@ -460,7 +459,7 @@ class Proof:
         return passed, detail
 
     def _run(self, feed: dict[str, Tensor]) -> dict[str, Tensor] | str:
-        """What comes out of the graph, or why nothing does."""
+        """Return the outputs of the graph, or say why there are none."""
         assert self.graph is not None
         try:
             return self.graph.run(feed)

@@ -275,7 +275,7 @@ class Metric(BaseModel):
 
 
 class Continuation(BaseModel):
-    """What both say after a prompt, each taking its own likeliest token.
+    """The words of both after a prompt, each taking its own likeliest token.
 
     `tokens` is how many each generates, `same` how many are the same before the first that is not.
     """

@@ -1,4 +1,4 @@
-"""What an exported graph is compared with PyTorch on: text, images, or noise."""
+"""Data that an exported graph is compared with PyTorch on: text, images, or noise."""
 
 import sysconfig
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ CHARACTERS = 400_000
 
 @dataclass(frozen=True)
 class ProofSamples:
-    """What to compare a graph and its model on. Without windows and images: noise, on which no metric is measured."""
+    """Data to compare a graph and its model on. Without windows and images: noise, on which no metric is measured."""
 
     windows: Tensor | None = None
     """int64 (N, T): real text, no padding."""

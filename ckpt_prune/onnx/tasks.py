@@ -1,4 +1,4 @@
-"""What a graph is for: its inputs and outputs follow from it."""
+"""Tasks of graphs: inputs and outputs follow from them."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -137,7 +137,7 @@ def trace_model(model: Any, task: Task, *, opset: int | None, fusions: str | Non
     config = OnnxConfig(dynamic=True, dynamic_shapes=example.dynamic, opset_version=opset, ort_fusions=fusions)
     output = io.StringIO()
     try:
-        with _captured(output), quiet_transformers(), _without_garbage_collection(), _without_stack_traces():
+        with _capture(output), quiet_transformers(), _without_garbage_collection(), _without_stack_traces():
             graph = _trace_once(model, example, config, cached=task.cached)
             if graph is None:
                 graph = _trace_whole(model, example, config)
@@ -189,7 +189,7 @@ def _trace_once(model: Any, example: Example, config: OnnxConfig, *, cached: boo
 
 
 @contextlib.contextmanager
-def _captured(into: io.StringIO) -> Iterator[None]:
+def _capture(into: io.StringIO) -> Iterator[None]:
     """Keep what the exporter prints, warns and logs from the terminal."""
     handler = logging.StreamHandler(into)
     roots = ("torch", "onnxscript", "onnx_ir", "transformers")

@@ -12,7 +12,6 @@ from ckpt_prune.common.ratios import Ratio
 from ckpt_prune.options.data import (
     CalibrationOptions,
     EvaluationOptions,
-    ImageOptions,
     ProofOptions,
     SampleOptions,
     TrainingOptions,
@@ -67,7 +66,7 @@ from ckpt_prune.options.training import LoraSettings, RecoverySettings
 
 
 class HasPlan(Protocol):
-    """What `plan` returned."""
+    """The value that `plan` returned."""
 
     @property
     def plan(self) -> Any:
@@ -164,7 +163,7 @@ class RecipeOptions(SizeOptions, RecipeKeyOptions):
 
 
 class DiagnosticsOptions(Options):
-    """What is measured besides."""
+    """Options of `plan` for more measurements."""
 
     group = MEASURE
     diagnostics: bool = option(default=True)
@@ -173,7 +172,7 @@ class DiagnosticsOptions(Options):
 
 
 class PruneDiagnosticsOptions(Options):
-    """What is measured besides, which costs time."""
+    """Options for more measurements, which cost time."""
 
     group = MEASURE
     diagnostics: bool | None = option(default=None)
@@ -182,7 +181,7 @@ class PruneDiagnosticsOptions(Options):
 
 
 class PlanOptions(OverwriteOptions, DiagnosticsOptions, RecipeOptions):
-    """What to plan."""
+    """Options of `plan`."""
 
     output: File = option(default=None, flags=("-o", "--output"), metavar="FILE")
     """Plan file to write."""
@@ -191,7 +190,7 @@ class PlanOptions(OverwriteOptions, DiagnosticsOptions, RecipeOptions):
 
 
 class SweepDataOptions(Options):
-    """What the points of a sweep are calibrated and measured on."""
+    """Data that the points of a sweep are calibrated and measured on."""
 
     group = SWEEP
     evaluate: Texts = option(default=(), metavar="FILE|DIR")
@@ -223,7 +222,7 @@ class SweepOptions(SweepDataOptions, RecipeKeyOptions):
 
 
 class PlanCommandOptions(SweepDataOptions, DiagnosticsOptions, SizeOptions, RecipeKeyOptions, OverwriteOptions):
-    """What the command `plan` takes: plans, plans side by side, and sweeps."""
+    """Options of the command `plan`, which also compares plans and sweeps."""
 
     group = OUTPUT
     recipes: Strings = option(default=(), flags=("--recipe",), metavar="R", group=RECIPE)
@@ -238,7 +237,7 @@ class PlanCommandOptions(SweepDataOptions, DiagnosticsOptions, SizeOptions, Reci
 
 
 class RecoveryMeasureOptions(Options):
-    """What is measured of recovery."""
+    """Options for measurements of recovery."""
 
     group = MEASURE
     perplexity_after: Listed = option(default=None, metavar="K,K,...|all")
@@ -271,11 +270,10 @@ class PruneOptions(
     StateMemoryOptions,
     RecoveryMeasureOptions,
     PruneDiagnosticsOptions,
-    ImageOptions,
     CalibrationOptions,
     RecipeOrPlanOptions,
 ):
-    """What to prune, how, and into what."""
+    """Options of `prune`."""
 
     group = OUTPUT
     harmless = True
@@ -297,12 +295,11 @@ class RecoverOptions(
     RecoverySettings,
     RecoveryMeasureOptions,
     StateMemoryOptions,
-    ImageOptions,
     TrainingOptions,
     DeviceOptions,
     OpeningOptions,
 ):
-    """What to recover, towards what, and into what."""
+    """Options of `recover`."""
 
     pruned: Model = option(kw_only=False)
     """Folder of the pruned model, or a Hub id."""
@@ -310,7 +307,7 @@ class RecoverOptions(
     """The dense model that PRUNED was made from. --method lora needs none."""
 
 
-class CompareOptions(OverwriteOptions, StateMemoryOptions, ImageOptions, SampleOptions, DeviceOptions, OpeningOptions):
+class CompareOptions(OverwriteOptions, StateMemoryOptions, SampleOptions, DeviceOptions, OpeningOptions):
     """Which two models to compare, and on what."""
 
     group = OUTPUT
@@ -324,8 +321,8 @@ class CompareOptions(OverwriteOptions, StateMemoryOptions, ImageOptions, SampleO
     """Also write an HTML page with every figure drawn."""
 
 
-class CalibrateOptions(OutputOptions, ImageOptions, CalibrationOptions, SourceOptions):
-    """What to measure statistics of."""
+class CalibrateOptions(OutputOptions, CalibrationOptions, SourceOptions):
+    """Options of `calibrate`."""
 
     group = MEASURE
     output: Place = option(flags=("-o", "--output"), metavar="STATS", group=OUTPUT)
@@ -352,14 +349,14 @@ class CalibrateOptions(OutputOptions, ImageOptions, CalibrationOptions, SourceOp
 
 
 class ConvertOptions(ResumeOptions):
-    """What to convert."""
+    """Options of `convert`."""
 
     model: Folder = option(kw_only=False)
     """Folder of a model or of a LoRA adapter, a Hub id, or a GGUF file."""
 
 
-class QuantizeOptions(ResumeOptions, StateMemoryOptions, ImageOptions, SampleOptions, DeviceOptions):
-    """What to quantise, how, and into what."""
+class QuantizeOptions(ResumeOptions, StateMemoryOptions, SampleOptions, DeviceOptions):
+    """Options of `quantize`."""
 
     model: Model = option(kw_only=False)
     """Folder of a model, or a Hub id."""
@@ -377,7 +374,7 @@ class QuantizeOptions(ResumeOptions, StateMemoryOptions, ImageOptions, SampleOpt
 
 
 class PushOptions(PublicOptions):
-    """What to share, and where."""
+    """Options of `push`."""
 
     folder: Folder = option(kw_only=False, metavar="OUT")
     """Folder of an output of this tool."""
@@ -398,7 +395,7 @@ class PushOptions(PublicOptions):
 
 
 class EvaluateOptions(SpreadOptions, EvaluationOptions, DeviceOptions, TrustOptions):
-    """What to measure, and compared with what."""
+    """Options of `evaluate`."""
 
     group = MEASURE
     model: GraphOrModel = option(kw_only=False)
@@ -407,15 +404,6 @@ class EvaluateOptions(SpreadOptions, EvaluationOptions, DeviceOptions, TrustOpti
         Accepts[AnyModel | None, str | None], BeforeValidator(path_of), AfterValidator(_check_graph_or_model)
     ] = option(default=None, metavar="MODEL2", group=MODEL)
     """A reference, usually the dense model: both are measured, and the KL divergence between them."""
-    probe: Literal["knn", "linear"] | None = option(default=None, needs="images")
-    """With --images: how well the model's features, without a head, tell the classes apart, by 20 nearest neighbours or
-    by ridge regression."""
-    patch_head: File = option(default=None, metavar="FILE", needs="images")
-    """With --images and --label-maps: a linear head on every patch, a safetensors file with weight, perhaps bias and a
-    batch norm (bn.*). It gives classes (segmentation) or one number (depth)."""
-    label_maps: File = option(default=None, metavar="DIR")
-    """For --patch-head: folder with a PNG for each image, of its size and stem; 255 is no class, for depth 0 is no
-    number."""
     tasks: Annotated[
         Accepts[AnyPath | Sequence[AnyPath] | None, str | None],
         BeforeValidator(lambda tasks: None if tasks == () else with_commas(tasks)),
@@ -434,7 +422,7 @@ class EvaluateOptions(SpreadOptions, EvaluationOptions, DeviceOptions, TrustOpti
 
 
 class InspectOptions(OpeningOptions):
-    """What to describe."""
+    """Options of `inspect`."""
 
     group = RECIPE
     model: Model = option(kw_only=False)
@@ -461,7 +449,7 @@ class DenseOptions(Options):
 class ExportOptions(
     OutputOptions, GraphSettings, DenseOptions, ProofOptions, ProviderOptions, SpreadOptions, TrustOptions
 ):
-    """What to export, and into what."""
+    """Options of `export`."""
 
     model: Model = option(kw_only=False)
     """Folder of a model, or a Hub id."""
@@ -481,7 +469,7 @@ RuntimeName = Literal["onnxruntime", "llama.cpp", "genai", "openvino", "transfor
 
 
 class ValidateOptions(DenseOptions, ProofOptions, ProviderOptions, SpreadOptions, TrustOptions):
-    """What to compare, on what, and how strictly."""
+    """Options of `validate`."""
 
     group = MEASURE
     folder: Folder = option(kw_only=False, metavar="DIR")
@@ -503,7 +491,7 @@ class ValidateOptions(DenseOptions, ProofOptions, ProviderOptions, SpreadOptions
 
 
 class VerifyOptions(SpreadOptions):
-    """What to verify."""
+    """Options of `verify`."""
 
     group = MODEL
     folder: Folder = option(kw_only=False, metavar="OUT")
@@ -517,7 +505,7 @@ class VerifyOptions(SpreadOptions):
 
 
 class BenchmarkOptions(SpreadOptions, DeviceOptions, TrustOptions):
-    """What to time, and how."""
+    """Options of `benchmark`."""
 
     group = TIMING
     a: Model = option(kw_only=False)
@@ -564,7 +552,7 @@ class ReportOptions(OverwriteOptions):
 
 
 class DemoOptions(DeviceOptions):
-    """Where the demo runs, and what it keeps."""
+    """Options of `demo`."""
 
     output: File = option(default=None, flags=("-o", "--output"), metavar="DIR", group=OUTPUT)
     """Keep the pruned checkpoints in this new folder."""

@@ -36,13 +36,24 @@ class TextOptions(Options):
 
 
 class SampleOptions(TextOptions):
-    """Which windows of which text, or how many images, to run a model on."""
+    """Samples to run a model on: windows of text, images or audio."""
 
     usual_split: ClassVar[Split] = "train"
     text: Texts = option(default=(), metavar="FILE")
     """Text to run the model on: a .txt, .jsonl, .ndjson or .json file, or a named text: wikitext2, c4, ptb. Rows may be
     conversations, which the model's chat template writes out. May be repeated: each gives an equal share of the
     windows."""
+    images: File = option(default=None, metavar="DIR")
+    """Folder of images to run a vision model on, instead of --text: plain, with a labels.csv, or with a sub-folder per
+    class."""
+    labels: File = option(default=None, metavar="CSV", needs="images")
+    """CSV file with a column file, and perhaps a column split: then the rows calib are taken. [default: labels.csv in
+    the folder of images or beside it]"""
+    max_corrupt: float = option(default=0.05, ge=0, le=1)
+    """Share of the images that may fail to decode."""
+    audio: File = option(default=None, metavar="DIR")
+    """Folder of audio to run a speech encoder on, instead of --text: .wav files at its sampling rate, or features, one
+    file per sound (.npy, .safetensors)."""
     samples: int | None = option(default=None, ge=1)
     """Number of windows, or of images; all, if there are fewer. [default: 128 windows; at most 4000 images]"""
     window: int | None = option(default=None, ge=2)
@@ -74,40 +85,21 @@ class TrainingOptions(SampleOptions):
     """Number of windows, or of images; all, if there are fewer. [default: 2048; 32 for --method scales]"""
 
 
-class DecodingOptions(Options):
-    """Images that do not decode."""
-
-    group = DATA
-    max_corrupt: float = option(default=0.05, ge=0, le=1)
-    """Share of the images that may fail to decode."""
-
-
-class ImageOptions(DecodingOptions):
-    """Images or audio to run a model on."""
-
-    images: File = option(default=None, metavar="DIR")
-    """Folder of images to run a vision model on, instead of --text: plain, with a labels.csv, or with a sub-folder per
-    class."""
-    labels: File = option(default=None, metavar="CSV", needs="images")
-    """CSV file with a column file, and perhaps a column split: then the rows calib are taken. [default: labels.csv in
-    the folder of images or beside it]"""
-    audio: File = option(default=None, metavar="DIR")
-    """Folder of audio to run a speech encoder on, instead of --text: .wav files at its sampling rate, or features, one
-    file per sound (.npy, .safetensors)."""
-
-
-class LabelledImageOptions(DecodingOptions):
+class LabelledImageOptions(Options):
     """Images with classes."""
 
+    group = DATA
     images: File = option(default=None, metavar="DIR")
     """Folder of images: with a labels.csv, with a sub-folder per class, or plain."""
     labels: File = option(default=None, metavar="CSV", needs="images")
     """CSV file with the columns file and label, and perhaps a column split: then the rows eval are taken. [default:
     labels.csv in the folder of images or beside it]"""
+    max_corrupt: float = option(default=0.05, ge=0, le=1)
+    """Share of the images that may fail to decode."""
 
 
 class EvaluationOptions(TextOptions, LabelledImageOptions):
-    """What a model is measured on."""
+    """Data that a model is measured on."""
 
     text: Texts = option(default=(), metavar="FILE")
     """Text file to measure perplexity on, or a named text: wikitext2, c4, ptb, also wikitext2:validation, or with the
@@ -125,7 +117,7 @@ class EvaluationOptions(TextOptions, LabelledImageOptions):
 
 
 class ProofOptions(TextOptions, LabelledImageOptions):
-    """What a graph is compared with PyTorch on."""
+    """Data that a graph is compared with PyTorch on."""
 
     text: Texts = option(default=(), metavar="FILE")
     """Text to compare on: a .txt, .jsonl, .ndjson or .json file. May be repeated. [default: the sources of Python's
@@ -141,12 +133,12 @@ class ProofOptions(TextOptions, LabelledImageOptions):
     """Seed of the random choice of images, and of noise."""
 
 
-def has_data(calibration: SampleOptions, images: ImageOptions) -> bool:
+def has_data(options: SampleOptions) -> bool:
     """Return True if there is something to run the model on; raise UserError if there are two things."""
     data = {
-        "--text": bool(calibration.text),
-        "--images": images.images is not None,
-        "--audio": images.audio is not None,
+        "--text": bool(options.text),
+        "--images": options.images is not None,
+        "--audio": options.audio is not None,
     }
     given = [name for name, is_given in data.items() if is_given]
     if len(given) > 1:

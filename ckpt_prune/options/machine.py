@@ -35,7 +35,7 @@ class OpeningOptions(TrustOptions):
 
 
 class DeviceOptions(Options):
-    """Where the work is done."""
+    """The device that does the work."""
 
     group = MACHINE
     device: str = option(default="auto", metavar="auto|cpu|cuda[:N]")
@@ -43,7 +43,7 @@ class DeviceOptions(Options):
 
 
 class ProviderOptions(Options):
-    """What onnxruntime runs on."""
+    """The device that onnxruntime runs on."""
 
     group = MACHINE
     provider: Provider | None = option(default=None)

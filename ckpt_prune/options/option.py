@@ -165,7 +165,7 @@ def flags_of(name: str, field: FieldInfo) -> tuple[str, ...]:
 
 
 def shell_of(field: FieldInfo) -> Shell:
-    """Return how an option is written on the command line, where that is not by its name."""
+    """Return how an option is written on the command line, if that is not by its name."""
     assert isinstance(field.json_schema_extra, Shell)
     return field.json_schema_extra
 

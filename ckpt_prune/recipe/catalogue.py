@@ -69,7 +69,7 @@ class Entry:
         return " or ".join(filter(None, [", ".join(self.data[:-1]), *self.data[-1:]])) or "none"
 
 
-def grouped(recipes: Iterable[Recipe]) -> dict[Goal, list[Entry]]:
+def group_recipes(recipes: Iterable[Recipe]) -> dict[Goal, list[Entry]]:
     """Return recipes by what they are for, in the order of `GOALS`; groups without a recipe are left out."""
     entries = [Entry.of(recipe) for recipe in recipes]
     groups = {goal: [entry for entry in entries if entry.goal == goal] for goal in GOALS}

@@ -1,4 +1,4 @@
-"""Where a recipe is: a shipped name, a file, a folder, a Hub repository, or an address on the web.
+"""Places of recipes: a shipped name, a file, a folder, a Hub repository, or an address on the web.
 
 What is downloaded is data of a bounded size, and its digest is recorded.
 """

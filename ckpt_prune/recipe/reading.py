@@ -189,7 +189,6 @@ def _allowed_keys(loc: tuple[Any, ...]) -> list[str]:
 
 
 def _fields(model: type[BaseModel]) -> dict[str, Any]:
-    """Return key → type of its value."""
     return {field.alias or name: field.annotation for name, field in model.model_fields.items()}
 
 

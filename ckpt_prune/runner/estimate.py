@@ -1,8 +1,9 @@
 """Estimates of a run: memory and disk from sizes, time from the first block, run on one sample.
 
 Time of a recipe = time of `ridge` times the recipe's own `time` (tools/time_recipes.py). Recipes without that key get
-no estimate of time. `ridge` is: every block run once on every sample with the Grams of its inputs, and one solve as
-wide as its widest input. Times are those of the processor, which other work on the machine does not lengthen.
+no estimate of time. `ridge` is: every block run once on every sample with the Grams of its inputs, unless statistics
+are given, and one solve as wide as its widest input. Times are those of the processor, which other work on the machine
+does not lengthen.
 """
 
 import time
@@ -77,19 +78,6 @@ class Estimate:
         return {"seconds": seconds, "peak_bytes": self.peak_bytes, "disk_bytes": self.disk_bytes}
 
 
-@dataclass(frozen=True)
-class BlockTimes:
-    """Times of the first block.
-
-    Attributes:
-        run: seconds to run it on one sample, of those that run together, with the Grams of its inputs.
-        solve: seconds to solve for its widest input.
-    """
-
-    run: float
-    solve: float
-
-
 def estimate_job(preview: Prepared) -> Estimate:
     """Return what a prune will take, by what `preview_job` tells of its output.
 
@@ -106,10 +94,9 @@ def estimate_job(preview: Prepared) -> Estimate:
     seconds = None
     multiple = _multiple(recipe)
     if multiple is not None and job.plan is None and not recipe.has("export"):
-        times = time_block(model, job.device, _dtype(job), job.samples)
-        if times is not None:
-            run = times.run * samples if live else times.run
-            seconds = multiple * model.blocks * (run + times.solve)
+        run = time_run(model, job.device, _dtype(job), job.samples) if live else 0.0
+        if run is not None:
+            seconds = multiple * model.blocks * (run * samples + time_solve(model, job.device))
     return Estimate(
         seconds,
         _peak(model, samples if live else 0, tokens, _dtype(job)),
@@ -120,8 +107,9 @@ def estimate_job(preview: Prepared) -> Estimate:
 def estimate_plan(job: Job, plan: Plan) -> Estimate:
     """Return what a prune by a plan of a job will take: what a solve by statistics does."""
     estimate = estimate_job(preview_job(replace(job, plan=plan)))
-    times = None if job.statistics is None else time_block(job.model, job.device, _dtype(job), None)
-    return estimate if times is None else replace(estimate, seconds=job.model.blocks * (times.run + times.solve))
+    if job.statistics is None:
+        return estimate
+    return replace(estimate, seconds=job.model.blocks * time_solve(job.model, job.device))
 
 
 def estimate_calibration(
@@ -134,19 +122,17 @@ def estimate_calibration(
 ) -> Estimate:
     """Return what `calibrate` will take."""
     size = count_statistics_bytes(model, collect=collect, folds=folds, samples=len(samples))
-    times = time_block(model, device, dtype, samples)
-    seconds = None
-    if times is not None:
-        runs = 1 + (_BACKWARD if {"fisher", "taylor"} & set(collect) else 0)
-        seconds = model.blocks * times.run * len(samples) * runs
+    run = time_run(model, device, dtype, samples)
+    runs = 1 + (_BACKWARD if {"fisher", "taylor"} & set(collect) else 0)
+    seconds = None if run is None else model.blocks * run * len(samples) * runs
     return Estimate(seconds, _peak(model, len(samples), samples.tokens, dtype), size)
 
 
-def time_block(model: Model, device: torch.device, dtype: torch.dtype, samples: Samples | None) -> BlockTimes | None:
-    """Time the first block that has spaces. Return None for images and sounds if there are none to run it on.
+def time_run(model: Model, device: torch.device, dtype: torch.dtype, samples: Samples | None) -> float | None:
+    """Return the seconds that the first block with spaces takes for one sample, with the Grams of its inputs.
 
-    Args:
-        samples: of which as many are run as run together; a made-up window of the model's context if there are none.
+    As many samples are run as run together. If there are none, that is a window of the model's context; there is none
+    for images and sounds.
     """
     family = model.family
     if samples is None and family.modality != "text":
@@ -159,15 +145,18 @@ def time_block(model: Model, device: torch.device, dtype: torch.dtype, samples: 
     stream.observe(block, tensors, grams)  # once to warm up
     start = _clock(device)
     stream.observe(block, tensors, grams)
-    run = (_clock(device) - start) / count
-    width = max(model.checkpoint.tensors[name].shape[-1] for name in model.weights(block))
-    part = max(1, width // _SHARE)
+    return (_clock(device) - start) / count
+
+
+def time_solve(model: Model, device: torch.device) -> float:
+    """Return the seconds of a solve for the widest input of that block."""
+    part = max(1, _widest(model) // _SHARE)
     gram = torch.eye(part, dtype=torch.float64, device=device)
     torch.linalg.cholesky(gram)  # once to warm up
     start = _clock(device)
     torch.linalg.cholesky(gram)
     gram @ gram
-    return BlockTimes(run, (_clock(device) - start) * _SHARE**3)
+    return (_clock(device) - start) * _SHARE**3
 
 
 def _clock(device: torch.device) -> float:
@@ -198,8 +187,10 @@ def _dtype(job: Job) -> torch.dtype:
 
 def _peak(model: Model, samples: int, tokens: int, dtype: torch.dtype) -> int:
     """Return bytes of memory: four blocks (read, pruned, the next and the last), all hidden states, five Grams."""
-    names = model.weights(model.spaced_blocks.start)
-    block = sum(model.checkpoint.tensors[name].nbytes for name in names)
-    widest = max(model.checkpoint.tensors[name].shape[-1] for name in names)
+    block = sum(model.checkpoint.tensors[name].nbytes for name in model.weights(model.spaced_blocks.start))
     states = samples * tokens * model.dimension("hidden") * dtype.itemsize
-    return (resident_bytes() or 0) + LIBRARIES + 4 * block + states + 5 * 8 * widest**2
+    return (resident_bytes() or 0) + LIBRARIES + 4 * block + states + 5 * 8 * _widest(model) ** 2
+
+
+def _widest(model: Model) -> int:
+    return max(model.checkpoint.tensors[name].shape[-1] for name in model.weights(model.spaced_blocks.start))

@@ -24,7 +24,7 @@ from ckpt_prune.runner.publish import form_of, publish_complete, wanted_names
 def open_run(job: Job, out: Path, *, resume: bool, overwrite: bool, announce: Announce) -> Iterator[Run]:
     """Enter the staging folder of a job's run."""
     doing = next((stage.doing for stage in reversed(stages_of(job.recipe)) if stage.prunes), "")
-    opening = Opening(
+    opening = OutputFacts(
         form_of(job.recipe),
         job.digest,
         [model.checkpoint for model in (job.model, job.dense) if model is not None],
@@ -37,11 +37,10 @@ def open_run(job: Job, out: Path, *, resume: bool, overwrite: bool, announce: An
 
 
 @dataclass(frozen=True)
-class Opening:
+class OutputFacts:
     """The facts about an output that are known before it is begun.
 
     Attributes:
-        form: its record and card.
         digest: of everything that it depends on.
         sources: checkpoints that it is made from. Values that are not finite are refused.
         wanted: returns the names that it will have, as far as they are known.
@@ -56,7 +55,7 @@ class Opening:
 
 
 @contextmanager
-def open_staging(opening: Opening, run: Run, *, resume: bool, overwrite: bool) -> Iterator[None]:
+def open_staging(opening: OutputFacts, run: Run, *, resume: bool, overwrite: bool) -> Iterator[None]:
     """Enter the staging folder of a run, or set `run.report` if an earlier run has done everything.
 
     In several processes, the first one writes.
@@ -89,7 +88,7 @@ def open_staging(opening: Opening, run: Run, *, resume: bool, overwrite: bool) -
         yield
 
 
-def _find_finished(opening: Opening, run: Run) -> Any:
+def _find_finished(opening: OutputFacts, run: Run) -> Any:
     """Return the record of an output that this very job has finished, or None. Finish its swap."""
     if partial_of(run.out).exists():
         return None
@@ -110,7 +109,7 @@ def summary(journal: Journal, blocks: int, done: str) -> str:
         return "all done but putting it in its place"
     entries = journal.entries
 
-    def counted(prefix: str) -> int:
+    def count(prefix: str) -> int:
         return sum(entry.rpartition(" ")[0] == prefix for entry in entries)
 
     parts = []
@@ -119,31 +118,31 @@ def summary(journal: Journal, blocks: int, done: str) -> str:
     for stage in ("statistics", "effects"):
         if stage in entries:
             parts.append(f"{stage} measured")
-        elif counted(stage):
-            parts.append(f"{stage} of {counted(stage)} of {blocks} blocks measured")
+        elif count(stage):
+            parts.append(f"{stage} of {count(stage)} of {blocks} blocks measured")
     if "depth" in entries:
         parts.append("blocks to drop chosen")
-    elif counted("removal"):
-        parts.append(f"{counted('removal')} blocks to drop chosen")
+    elif count("removal"):
+        parts.append(f"{count('removal')} blocks to drop chosen")
     for tried, chosen in (("depth tried", "depth"), ("dimensions tried", "hidden"), ("axes tried", "depth")):
-        if counted(tried) and chosen not in entries:
-            parts.append(f"{counted(tried)} models of the size tried")
+        if count(tried) and chosen not in entries:
+            parts.append(f"{count(tried)} models of the size tried")
     if "hidden" in entries:
         parts.append("dimensions to drop chosen")
     if "basis" in entries:
         parts.append("basis of the residual stream measured")
-    elif counted("basis"):
-        parts.append(f"bases of {counted('basis')} of {blocks} blocks measured")
+    elif count("basis"):
+        parts.append(f"bases of {count('basis')} of {blocks} blocks measured")
     if "search" in entries:
         parts.append("lambda chosen")
-    if "rotations" in entries or counted("rotation") == blocks:
+    if "rotations" in entries or count("rotation") == blocks:
         parts.append("rotations learned")
-    elif counted("rotation"):
-        parts.append(f"{counted('rotation')} of {blocks} rotations learned")
+    elif count("rotation"):
+        parts.append(f"{count('rotation')} of {blocks} rotations learned")
     if "adapters" in entries:
         parts.append("adapters trained")
-    if counted("block"):
-        parts.append(f"{counted('block')} of {blocks} blocks {done}")
+    if count("block"):
+        parts.append(f"{count('block')} of {blocks} blocks {done}")
     if "scales" in entries:
-        parts.append(f"scales fitted, {counted('scaled')} of {blocks} blocks scaled")
+        parts.append(f"scales fitted, {count('scaled')} of {blocks} blocks scaled")
     return ", ".join(parts)

@@ -108,7 +108,7 @@ def read_job(options: PruneOptions, chosen: ChosenRecipe, model: Model, say: Cal
     check_spaces(model.family, recipe)
     allocate = StateMemory(int(options.state_memory * 2**30), partial_of(options.output))
     live = training = None
-    data, cached = has_data(options, options), None if statistics is None else Statistics(statistics)
+    data, cached = has_data(options), None if statistics is None else Statistics(statistics)
     if data and recipe.needs_moments and ((statistics is None and plan is None) or runs_model(recipe)):
         live = _live(options, chosen, model, allocate, say)
     recovery = recipe.get(Recovery)
@@ -134,7 +134,6 @@ def read_job(options: PruneOptions, chosen: ChosenRecipe, model: Model, say: Cal
 
 
 def _file(given: str | Path) -> Path | None:
-    """Where a plan or recipe is read, if it is no shipped one."""
     return Path(given) if Path(given).is_file() else None
 
 
@@ -154,7 +153,7 @@ def _live(
     options: PruneOptions, chosen: ChosenRecipe, model: Model, allocate: Allocate, say: Callable[[str], None]
 ) -> LiveSamples:
     """The samples and how they are to be measured on."""
-    samples = choose_samples(model, options, options, trust=options.trust_remote_code, say=say)
+    samples = choose_samples(model, options, trust=options.trust_remote_code, say=say)
     folds = options.folds or (min(4, len(samples)) if chosen.recipe.needs_folds else 1)
     if folds > len(samples):
         raise UserError(f"{folds} folds of {len(samples)} samples: every fold needs at least one")
@@ -173,7 +172,7 @@ def _training(
     allocate: Allocate,
     say: Callable[[str], None],
 ) -> RecoverySamples:
-    """What is trained on: as many samples as the recipe says, else the calibration's; scales, others than these.
+    """Return the samples to train on: as many as the recipe says, else the calibration's; others for scales.
 
     Args:
         live: the calibration's samples, where they are read here.
@@ -196,10 +195,10 @@ def _training(
             if index.modality == "text":
                 own["window"] = wanted.window or index.window
             wanted = wanted.model_copy(update=own)
-        fresh = choose_fresh_samples(model, wanted, options, used, trust=options.trust_remote_code, say=say)
+        fresh = choose_fresh_samples(model, wanted, used, trust=options.trust_remote_code, say=say)
         samples, seen = fresh.samples, fresh.seen
     elif samples is None or recovery.samples is not None:
-        samples = choose_samples(model, wanted, options, trust=options.trust_remote_code, say=say)
+        samples = choose_samples(model, wanted, trust=options.trust_remote_code, say=say)
     dtype = training_dtype(options, chosen.device, recovery.method, model.dtype)
     return RecoverySamples(samples, dtype, allocate, after, seen)
 

@@ -39,7 +39,7 @@ def read_quantization(options: QuantizeOptions, measures: bool, say: Callable[[s
     if not measures:
         return job
     check_job(job, needs_data=False)
-    samples = choose_samples(model, options, options, say=say)
+    samples = choose_samples(model, options, say=say)
     dtype = resolve_compute_dtype(options.compute_dtype, device, model.dtype)
     allocate = StateMemory(int(options.state_memory * 2**30), partial_of(out))
     source = ", ".join(map(str, options.text)) or str(options.images or options.audio)

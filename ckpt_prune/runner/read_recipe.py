@@ -22,7 +22,7 @@ from ckpt_prune.stages.recovery.stage import Recovery
 
 @dataclass(frozen=True)
 class ChosenRecipe:
-    """What options want done.
+    """The recipe that options ask for.
 
     Attributes:
         recipe: with the changes that options make to it.
@@ -50,7 +50,7 @@ def read_recipe(options: PruneOptions) -> ChosenRecipe:
     else:
         file, recipe = recipe_of(options)
         origin = file.origin
-    if has_data(options, options) and not recipe.has("recovery") and not runs_model(recipe):
+    if has_data(options) and not recipe.has("recovery") and not runs_model(recipe):
         given = "--text" if options.text else "--images" if options.images is not None else "--audio"
         if plan is not None:
             raise UserError(f"a plan has settled its statistics: {given} does not go with it")

@@ -58,10 +58,10 @@ def read_recovery(options: RecoverOptions, recipe: RecoverRecipe, say: Callable[
     if method == "scales":
         assert dense is not None
         known = _known_samples(find_report(pruned.checkpoint.path))
-        fresh = choose_fresh_samples(dense, options, options, known, trust=trust, most=FEW_SAMPLES, say=say)
+        fresh = choose_fresh_samples(dense, options, known, trust=trust, most=FEW_SAMPLES, say=say)
         samples, seen = fresh.samples, fresh.seen
     else:
-        samples = choose_samples(dense or pruned, options, options, trust=trust, most=MOST_SAMPLES, say=say)
+        samples = choose_samples(dense or pruned, options, trust=trust, most=MOST_SAMPLES, say=say)
     if dense is None:
         classes = classes_of(pruned, samples, options)
     else:

@@ -28,11 +28,8 @@ _LIMIT = 1e-3
 """Of a tensor's largest value: what other machines and numbers of threads move it by is far less."""
 
 
-def recomputed(folder: Path, dense: Path, statistics: Path) -> tuple[bool | None, str]:
+def recompute_blocks(folder: Path, dense: Path, statistics: Path) -> tuple[bool | None, str]:
     """Prune some blocks of the dense model again and hold them against the output's.
-
-    Args:
-        dense: the model it was made from.
 
     Returns:
         Whether they are the same; None where an output of its kind cannot be made again block by block. And what was

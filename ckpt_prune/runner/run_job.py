@@ -17,7 +17,7 @@ from ckpt_prune.stages.output import plan_output
 
 @dataclass(frozen=True)
 class Done:
-    """What a run has made.
+    """The results of a run.
 
     Attributes:
         prepared: the job with everything that was decided while it ran.
@@ -43,7 +43,7 @@ def check_job(job: Job, *, needs_data: bool = True) -> Prepared:
 
 
 def preview_job(job: Job, start: Prepared | None = None) -> Prepared:
-    """Return what is known of the output before anything is measured. What measuring will decide gets a stand-in.
+    """Return what is known of the output before anything is measured. What measuring will decide gets a placeholder.
 
     `start` is what `check_job` has returned; by default the job is checked here.
     """

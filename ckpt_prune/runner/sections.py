@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from ckpt_prune.common.formatting import human_bytes, human_count
 from ckpt_prune.job.latency import TRUSTED
 from ckpt_prune.job.records import Cost
-from ckpt_prune.job.report import UNKNOWN, Stage
+from ckpt_prune.job.report import UNKNOWN, PhaseRecord
 from ckpt_prune.job.sizes import TargetSize
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.recipe.shipped import shipped_recipes
@@ -176,7 +176,7 @@ def _phases(report: Report) -> list[Table]:
     ]
 
 
-def _inner_seconds(name: str) -> Callable[[Stage], str | None]:
+def _inner_seconds(name: str) -> Callable[[PhaseRecord], str | None]:
     return lambda stage: _seconds(stage.phases.get(name), 2)
 
 

@@ -20,8 +20,8 @@ from ckpt_prune.stages.spaces.widths import dense_ranking
 
 
 @dataclass(frozen=True)
-class Point:
-    """What a recipe gives at one value of a key.
+class SweepPoint:
+    """The output of a recipe at one value of a key.
 
     Attributes:
         value: of the key: a share of units to drop, or what else varies.
@@ -52,7 +52,7 @@ class Point:
 
 @dataclass(frozen=True)
 class DepthPoint:
-    """What whole blocks in place of units are predicted to do at one ratio: the run of the least divergence.
+    """The run of whole blocks that would go in place of units at one ratio: that of the least predicted divergence.
 
     Attributes:
         ratio: share of the blocks that go.
@@ -88,7 +88,7 @@ def depth_points_at(job: Job, ratios: Sequence[float]) -> list[DepthPoint]:
     return found
 
 
-def points_at(job: Job, ratios: Sequence[float]) -> list[Point]:
+def points_at(job: Job, ratios: Sequence[float]) -> list[SweepPoint]:
     """Plan a job at several ratios.
 
     Args:
@@ -100,7 +100,7 @@ def points_at(job: Job, ratios: Sequence[float]) -> list[Point]:
     return [point_of(ratio, replace(job, recipe=recipe.with_ratio(ratio)), ranked) for ratio in ratios]
 
 
-def point_of(value: float | str, job: Job, ranked: Mapping[Site, Sequence[RankedUnits]] | None = None) -> Point:
+def point_of(value: float | str, job: Job, ranked: Mapping[Site, Sequence[RankedUnits]] | None = None) -> SweepPoint:
     """Plan a job at a value that its recipe has."""
     start = begin(job)
     plan = make_plan(prepare_plan(job, ranked))
@@ -108,8 +108,8 @@ def point_of(value: float | str, job: Job, ranked: Mapping[Site, Sequence[Ranked
     return replace(point, divergence=plan.divergence, blocks=_blocks(plan.depth))
 
 
-def point_of_output(value: float | str, prepared: Prepared, report: Report) -> Point:
-    """What a prune at a value that its recipe has came to."""
+def point_of_output(value: float | str, prepared: Prepared, report: Report) -> SweepPoint:
+    """Return the point of a finished prune, whose recipe has the value."""
     found = _point(value, prepared.model, prepared.recipe, report.sites, report.after)
     dimensions = None if report.hidden is None else report.hidden.kept
     return replace(found, blocks=_blocks(report.depth), dimensions=dimensions)
@@ -119,13 +119,13 @@ def _blocks(depth: DepthRecord | None) -> int | None:
     return None if depth is None else len(depth.kept)
 
 
-def _point(value: float | str, model: Model, recipe: Recipe, all_sites: Sequence[SiteRecord], after: Cost) -> Point:
+def _point(value: float | str, model: Model, recipe: Recipe, records: Sequence[SiteRecord], after: Cost) -> SweepPoint:
     first = first_expert_spaces(recipe.spaces)
-    spaces = {space: [site for site in all_sites if site.space == space] for space in first}
+    spaces = {space: [site for site in records if site.space == space] for space in first}
     kept = {s: [len(site.kept) // model.copies(first[s]) for site in sites] for s, sites in spaces.items()}
     widths = {space: (min(counts), max(counts)) for space, counts in kept.items()}
     errors = {space: _mean_error(sites) for space, sites in spaces.items()}
-    return Point(value, after, widths, errors)
+    return SweepPoint(value, after, widths, errors)
 
 
 def _mean_error(sites: Sequence[SiteRecord]) -> float | None:

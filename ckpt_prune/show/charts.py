@@ -88,7 +88,6 @@ def draw_bar(share: float, most: float) -> str:
     """Draw a percentage as a bar on a track that ends at 100, and what is above 100 in another colour.
 
     Args:
-        share: the percentage, 0 or more.
         most: the percentage that fills the width, at least 100.
     """
     track, bar, more = (_pixel(120 * value / most) for value in (100, min(share, 100), max(share - 100, 0)))

@@ -59,8 +59,6 @@ def sliced_output(model: Model, view: SlicedCheckpoint, widths: Widths) -> Outpu
     """Return the output whose residual stream has lost dimensions.
 
     Args:
-        model: the dense model.
-        view: the same in other bases.
         widths: units of its blocks, all of them.
     """
     if view.shared:
@@ -101,7 +99,7 @@ def _container(prepared: Prepared, widths: Widths, rotated: RotatedCheckpoint | 
     for space, settings in recipe.spaces.items():
         pruned = any(width.get(space, model.units(space)) < model.units(space) for width in widths)
         if pruned and settings.compensation.opens_bias:
-            biases |= set(model.family.spaces[space].rewritten(settings.compensation.method))
+            biases |= set(model.family.spaces[space].list_rewritten(settings.compensation.method))
     turns = rotated is not None and bool(rotated.turns)
     chosen = choose_container(
         model,

@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from ckpt_prune.show.section import Figure, Pick, Table, draw_figure, draw_line, format_figure, make_tables, mean_of
-from ckpt_prune.stages.low_rank.records import FactoredLinear
+from ckpt_prune.stages.low_rank.records import FactoredRecord
 from ckpt_prune.stages.mask.records import MaskedLinear
 
-Linear = MaskedLinear | FactoredLinear
+Linear = MaskedLinear | FactoredRecord
 L = TypeVar("L", bound=Linear)
 KINDS = ("q", "k", "v", "o", "gate", "up", "down")
 """Names of modules (`Family.labels`), in the order of figures."""

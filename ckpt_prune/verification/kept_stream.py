@@ -248,6 +248,6 @@ def _recompute(view: SlicedCheckpoint, report: Report, blocks: list[int]) -> Ite
 
 def _list_rewritten(model: Model, report: Report, block: int, sites: dict[str, SiteRecord]) -> set[str]:
     """List the tensors of a block that compensation or a mask rewrote."""
-    modules = {m for space, site in sites.items() for m in model.family.spaces[space].rewritten(site.method)}
+    modules = {m for space, site in sites.items() for m in model.family.spaces[space].list_rewritten(site.method)}
     names = {model.tensor(block, module, kind) for module in modules for kind in KINDS}
     return names | {linear.weight for linear in report.linears}

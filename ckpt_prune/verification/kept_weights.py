@@ -17,7 +17,7 @@ from ckpt_prune.model.matching import match_checkpoint
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.skeleton import parse_config
 from ckpt_prune.model.spaces import SpaceName, expert_space
-from ckpt_prune.stages.low_rank.records import FactoredLinear
+from ckpt_prune.stages.low_rank.records import FactoredRecord
 from ckpt_prune.stages.report import Report
 from ckpt_prune.verification.equality import (
     check_kept_blocks,
@@ -44,14 +44,14 @@ def check_kept_rows(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -
             module
             for space, site in sites.items()
             if space in model.family.expert_spaces and model.family.experts is not None
-            for module in model.family.experts.rewritten(site.method)
+            for module in model.family.experts.list_rewritten(site.method)
         }
         if fault := _find_fault(checkpoint, model, report, block, sites, refitted):
             return False, fault
         refits += bool(refitted)
         for space, site in sites.items():
             spec = model.family.spaces[space]
-            if makers := set(spec.readers) & set(spec.rewritten(site.method)):
+            if makers := set(spec.readers) & set(spec.list_rewritten(site.method)):
                 names = " and ".join(sorted((model.family.labels[module] for module in makers), key="qkv".index))
                 absorbing[names] = absorbing.get(names, 0) + 1
             else:
@@ -88,7 +88,7 @@ def _find_fault(
     kept = {space: torch.tensor(site.kept, dtype=torch.int64) for space, site in sites.items()}
     stored = {space: units for space, units in kept.items() if space not in report.container.padded}
     narrow = model.remaining_lines(stored)
-    rewritten = {m for space, site in sites.items() for m in model.family.spaces[space].rewritten(site.method)}
+    rewritten = {m for space, site in sites.items() for m in model.family.spaces[space].list_rewritten(site.method)}
     masked = {linear.weight for linear in report.linears}
     skipped = list_mapped_tensors(report.depth, checkpoint.tensors) | (masked if rewriting_method(report) else set())
     for module, kind, dim, lines in list_cuts(model.remaining_lines(kept)):
@@ -206,7 +206,7 @@ def _check_factors(checkpoint: Checkpoint, dense: Checkpoint, report: Report) ->
     )
 
 
-def _find_factor_fault(linear: FactoredLinear, checkpoint: Checkpoint, dense: Checkpoint) -> str | None:
+def _find_factor_fault(linear: FactoredRecord, checkpoint: Checkpoint, dense: Checkpoint) -> str | None:
     """Say how the factors of a weight differ from its record; None if they do not."""
     down, up = factor_names(linear.weight)
     if not {down, up} <= checkpoint.tensors.keys():

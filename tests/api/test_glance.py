@@ -7,15 +7,13 @@ import pytest
 import ckpt_prune
 from ckpt_prune.api.push import Pushed
 from ckpt_prune.api.sweep import Sweep
-from ckpt_prune.benchmarking.results import Block, Machine, Result, Row
+from ckpt_prune.benchmarking.results import Benchmark, Block, Machine, Row
 from ckpt_prune.evaluation.block_comparison import BlockComparison, Comparison
 from ckpt_prune.evaluation.choices import ChoiceScore
-from ckpt_prune.evaluation.patch_heads import Segmentation
-from ckpt_prune.evaluation.probes import Probe
 from ckpt_prune.evaluation.results import AccuracyResult, TaskResult
 from ckpt_prune.evaluation.similarity import Similarity
 from ckpt_prune.job.records import Cost
-from ckpt_prune.runner.sweep import Point
+from ckpt_prune.runner.sweep import SweepPoint
 
 LINE = 700
 """Characters that a result may take in an interpreter."""
@@ -74,18 +72,16 @@ def test_what_grows_with_blocks_items_and_files() -> None:
     blocks = [BlockComparison(block, alike) for block in range(48)]
     size = Cost(parameters=100, bytes=400, flops=100, tokens=8)
     widths, errors = {"heads": (1, 2), "mlp": (3, 4)}, {"heads": 0.1, "mlp": 0.2}
-    points = tuple(Point(at / 50, size, widths, errors) for at in range(50))
+    points = tuple(SweepPoint(at / 50, size, widths, errors) for at in range(50))
     task = dict.fromkeys(("acc,none", "acc_stderr,none", "acc_norm,none"), 0.5)
     machine = Machine(processor="cpu", gpu=None, cores=2, threads=1, versions={})
     row = Row.model_construct(label="A", model="a", latencies_ms=[[1.0]] * 999)
     timed = Block.model_construct(phase="prefill", batch=1, rows=[row])
     found = [
-        Result.model_construct(machine=machine, rounds=999, runs=[], blocks=[timed]),
+        Benchmark.model_construct(machine=machine, rounds=999, runs=[], blocks=[timed]),
         Comparison(Path("a"), Path("b"), blocks, 0.1, logits=True, samples=8, tokens=16),
         Sweep("ridge", ("heads", "mlp"), size, points),
         ChoiceScore(items=999, accuracy=0.5, accuracy_norm=0.5, chance=0.2, picked=(1,) * 999, right=(True,) * 999),
-        Probe(top1=0.5, picked=(1,) * 999, features=8),
-        Segmentation(miou=0.5, accuracy=0.5, classes=(0.5,) * 150, pixels=9),
         AccuracyResult(Path("a"), None, skipped=tuple(f"{at}.jpg" for at in range(999))),  # type: ignore[arg-type]
         TaskResult(Path("a"), {"results": {f"task{at}": task for at in range(20)}, "versions": {}}),
         Pushed("org/name", False, {f"model-{at:05d}-of-00099.safetensors": at for at in range(99)}),

@@ -34,7 +34,7 @@ def divergence_on_the_second_fold(folder: str, **values: Any) -> float:
         {"model": folder, "output": "out", "text": ("calib.txt",), "samples": 8, "window": 16}
     )
     model = Model.open(folder)
-    samples = choose_samples(model, options, options, trust=False, say=print)
+    samples = choose_samples(model, options, trust=False, say=print)
     recipe = FullRecipe.model_validate({"version": 1, "name": "first", **values})
     live = LiveSamples(SampleRange(samples, 0, 4), 1, torch.float32)
     run_job(Job(model, recipe, live=live), Path("first"))

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from ckpt_prune.benchmarking import run as benchmark
 from ckpt_prune.benchmarking.processes import Worker, start_workers
-from ckpt_prune.benchmarking.results import Block, Machine, Result, Row, Run
+from ckpt_prune.benchmarking.results import Benchmark, Block, Machine, Row, TimedModel
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import GRAPH_RECORD
 from ckpt_prune.onnx.records import Manifest, Source
@@ -45,14 +45,14 @@ def row(who, runtime, p50, p95, throughput, ratio, flops=None, flops_ratio=None)
     )
 
 
-RESULT = Result(
+RESULT = Benchmark(
     machine=Machine(processor="Abacus 3", gpu=None, cores=2, threads=1, versions={"torch": "2.13", "onnx": "1.23"}),
     rounds=2,
     warmup=1,
     seed=0,
     runs=[
-        Run(**DENSE, **TORCH, **SIZES, gpu_bytes=None),
-        Run(**PRUNED, **ONNX, **UNKNOWN, gpu_bytes=None),
+        TimedModel(**DENSE, **TORCH, **SIZES, gpu_bytes=None),
+        TimedModel(**PRUNED, **ONNX, **UNKNOWN, gpu_bytes=None),
     ],
     blocks=[
         Block(
@@ -183,7 +183,7 @@ def test_dense_against_pruned_in_both_runtimes(place, imported_once, scratch, mo
         "dense: using the graph in dense/onnx",
         "pruned: exporting a graph, for this run only",
     ]
-    found = Result.model_validate_json(result.stdout)
+    found = Benchmark.model_validate_json(result.stdout)
     assert json.loads(result.stdout) == found.model_dump()
     assert multiprocessing.active_children() == []
     assert list(scratch.iterdir()) == []

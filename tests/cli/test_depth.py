@@ -49,7 +49,7 @@ def windows() -> Tensor:
     options = PruneOptions.model_validate(
         {"model": "deep", "output": "out", "text": ("calib.txt",), "samples": 8, "window": 16}
     )
-    samples = choose_samples(Model.open("deep"), options, options, trust=False, say=print)
+    samples = choose_samples(Model.open("deep"), options, trust=False, say=print)
     return samples.batch(slice(len(samples)))["input_ids"]
 
 

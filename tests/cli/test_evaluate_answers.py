@@ -54,10 +54,10 @@ def test_without_a_reference(tasks):
 
 
 def test_what_a_terminal_would_obey_is_not_printed(tasks, monkeypatch):
-    from ckpt_prune.evaluation.generation import Continuation
+    from ckpt_prune.evaluation.generation import GeneratedText
 
     monkeypatch.setattr(
-        "ckpt_prune.evaluation.answers.continue_prompts", lambda *_a, **_k: [Continuation("a\x1b[2Jb\nc", 3, 0.0)]
+        "ckpt_prune.evaluation.answers.continue_prompts", lambda *_a, **_k: [GeneratedText("a\x1b[2Jb\nc", 3, 0.0)]
     )
     assert ok("evaluate", "dense", "--generate", "x").endswith("\na\ufffd[2Jb\nc\n")
 

@@ -126,7 +126,7 @@ def _batches(family: str) -> list[dict[str, Tensor]]:
     given = dict(zip(("images",) if family == "vit" else ("text",), [DATA[family][1]], strict=True))
     sizes = {"samples": 8, **({} if family == "vit" else {"window": 16})}
     options = CalibrateOptions(model=family, output="unused", **given, **sizes)
-    samples = choose_samples(Model.open(family), options, options, say=lambda _: None)
+    samples = choose_samples(Model.open(family), options, say=lambda _: None)
     return [{name: t.double() if t.is_floating_point() else t for name, t in samples.batch(slice(0, 8)).items()}]
 
 

@@ -382,6 +382,19 @@ def test_an_evaluation_that_fails_leaves_the_output_and_says_so(place):
     ok("verify", "out")
 
 
+def test_an_evaluation_that_is_interrupted_is_named_in_json(place, monkeypatch):
+    def stop(*_args: object, **_options: object) -> None:
+        raise KeyboardInterrupt
+
+    Path("held_out.txt").write_text(Path("calib.txt").read_text()[:600])
+    monkeypatch.setattr("ckpt_prune.api.evaluate.evaluate", stop)
+    job = ("prune", "dense", "--recipe", "magnitude", "--window", "16", "--evaluate", "held_out.txt")
+    printed = json.loads(run(*job, "--json", "-o", "out").stdout)
+    assert printed["evaluation"] == {"error": "interrupted"}
+    assert "onnx" not in printed
+    ok("verify", "out")
+
+
 def test_what_cannot_be_evaluated_on_is_refused_first(place):
     assert refused("prune", "dense", "--recipe", "magnitude", "-o", "out", "--evaluate", "nothing.txt") == (
         "nothing.txt: no such text file"

@@ -13,8 +13,8 @@ from tests.cli.running import ok, refused
 from tests.graphs import with_layers
 
 ROWS = [
-    demo.Row("dense", 0.0, 2_345_678, 4_691_356, 10.126, "llama", 0.0),
-    demo.Row("rcpu-scale", 0.2, 1_987_654, 3_975_308, 123.456, "seed_oss", 12.34),
+    demo.DemoRow("dense", 0.0, 2_345_678, 4_691_356, 10.126, "llama", 0.0),
+    demo.DemoRow("rcpu-scale", 0.2, 1_987_654, 3_975_308, 123.456, "seed_oss", 12.34),
 ]
 
 

@@ -7,7 +7,7 @@ from transformers import LlamaForCausalLM
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation import batches
 from ckpt_prune.evaluation import perplexity as module
-from ckpt_prune.evaluation.perplexity import Score, compare, perplexity
+from ckpt_prune.evaluation.perplexity import PerplexityScore, compare, perplexity
 from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.measure.samples.text import cut_windows, load_tokenizer, read_text, tokenise_text
 from tests.evaluation.tiny import CONTEXT, VOCAB, random_windows, tiny_llama
@@ -20,7 +20,7 @@ WINDOWS = random_windows(3, 7)
 def test_equals_the_oracle():
     score = perplexity(tiny_llama(), WINDOWS)
     assert score.perplexity == pytest.approx(oracle.perplexity(tiny_llama(), WINDOWS), rel=1e-6)
-    assert score == Score(math.exp(score.nll), score.nll, tokens=18, window=7, windows=3)
+    assert score == PerplexityScore(math.exp(score.nll), score.nll, tokens=18, window=7, windows=3)
 
 
 def test_batches_and_chunks_of_positions_do_not_change_it(monkeypatch):

@@ -6,9 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
-from PIL import Image
-from safetensors.torch import save_file
 
 from ckpt_prune.common.filenames import QUANTISED_RECORD
 from ckpt_prune.evaluation.whole_model import quiet_transformers
@@ -19,7 +16,6 @@ from tests.images import write_csv, write_images, write_processor, write_vit
 TEXT = ("--text", "calib.txt", "--samples", "4", "--window", "16")
 _MOMENTS = ("--collect", "moments", "-o", "out")
 _MAGNITUDE = ("--recipe", "magnitude", "--ratio", "0.5")
-_PATCHES = ("evaluate", "vit", "--images", "flat", "--patch-head", "head.safetensors", "--label-maps", "maps")
 _IMAGES = ("calibrate", "vit", "--images", "flat", "--samples", "3", *_MOMENTS)
 
 
@@ -83,8 +79,6 @@ TARGETS = {
         "bytes",
         (("evaluate", "vit", "--images", "listed/images", "--labels", "listed/labels.csv", "--samples", "2"),),
     ),
-    "head on patches": Target("head.safetensors", "safetensors", (_PATCHES,)),
-    "label map": Target("maps/0.png", "bytes", (_PATCHES,)),
     "items": Target("items.jsonl", "bytes", (("evaluate", "dense", "--tasks", "items.jsonl"),)),
     "image": Target("flat/0.png", "bytes", (_IMAGES,)),
     "text": Target("calib.txt", "bytes", (("calibrate", "dense", *TEXT, *_MOMENTS),)),
@@ -135,11 +129,6 @@ def make_place(folder: Path, *, graphs: bool = True) -> Path:
     write_images(place / "flat", names)
     write_images(place / "listed" / "images", names)
     write_csv(place / "listed" / "labels.csv", "file,label", *(f"images/{name},{i}" for i, name in enumerate(names)))
-    save_file({"weight": torch.eye(3, 16), "bias": torch.zeros(3)}, place / "head.safetensors")
-    (place / "maps").mkdir()
-    for name in names:
-        with Image.open(place / "flat" / name) as image:
-            Image.new("L", image.size, 1).save(place / "maps" / name)
     items = [
         {"question": "the cat", "choices": {"text": ["sat", "ran far"], "label": ["A", "B"]}, "answerKey": "A"}
         for _ in range(3)

@@ -118,10 +118,10 @@ def test_what_a_space_says_of_its_modules():
     assert space.modules == ["gate_up", "extra", "down"]
     assert space.readers == ["gate_up", "extra"]
     assert space.consumer == space.measured == "down"
-    assert space.solved_from == space.rewritten("none") == space.rewritten("ridge") == ["down"]
+    assert space.solved_from == space.list_rewritten("none") == space.list_rewritten("ridge") == ["down"]
     space = logits()
     assert space.modules == space.readers == space.solved_from == ["q", "k"]
-    assert (space.measured, space.rewritten("logit"), space.rewritten("none")) == ("q", ["q", "k"], [])
+    assert (space.measured, space.list_rewritten("logit"), space.list_rewritten("none")) == ("q", ["q", "k"], [])
     fused = [Incidence(module="qkv"), Incidence(module="qkv", after=[["heads", "head_dim"]])]
     assert logits(rows=fused).modules == ["qkv"]
 
@@ -141,7 +141,7 @@ def test_a_rotary_pair_lies_on_its_key_and_on_every_query_that_shares_it(pairs, 
     found = [each.lines(torch.tensor([2, 3]), 6, sizes.__getitem__).sort().values.tolist() for each in space.rows]
     assert found == [query, key]
     assert [each.per_unit(sizes.__getitem__) for each in space.rows] == [4, 2]
-    assert (space.rewritten("factors"), space.rewritten("none")) == (["q"], [])
+    assert (space.list_rewritten("factors"), space.list_rewritten("none")) == (["q"], [])
 
 
 @pytest.mark.parametrize(("name", "variant"), FAMILIES)

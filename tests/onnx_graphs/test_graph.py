@@ -17,7 +17,7 @@ from ckpt_prune.cli.main import main
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.onnx.export import GraphWriter
 from ckpt_prune.onnx.tasks import Task
-from ckpt_prune.onnx.tracing import _captured, trace_model
+from ckpt_prune.onnx.tracing import _capture, trace_model
 from ckpt_prune.options.graphs import GraphSettings
 from tests.forked import forked, posix
 from tests.graphs import Exported, graph_of, undisturbed
@@ -248,7 +248,7 @@ def test_what_is_said_meanwhile_is_kept_from_the_terminal(capsys):
             logger.error("logged by %s", logger.name)
         raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError), _captured(said):
+    with pytest.raises(ZeroDivisionError), _capture(said):
         fail()
     text = said.getvalue()
     for part in ("printed", "to the error stream", *(f"logged by {logger.name}" for logger in loggers)):

@@ -3,7 +3,7 @@
 import pytest
 
 from ckpt_prune.job.names import Goal
-from ckpt_prune.recipe.catalogue import GOALS, Entry, grouped
+from ckpt_prune.recipe.catalogue import GOALS, Entry, group_recipes
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.recipe.shipped import shipped_recipes
 from ckpt_prune.stages import FullRecipe
@@ -71,7 +71,7 @@ def test_what_it_is_measured_on(top, needs, calibration):
 
 def test_every_shipped_recipe_is_in_one_group_and_states_its_time():
     recipes = [load_recipe(name) for name in shipped_recipes()]
-    groups = grouped(recipes)
+    groups = group_recipes(recipes)
     assert list(groups) == list(GOALS)
     assert sorted(each.recipe.name for own in groups.values() for each in own) == list(shipped_recipes())
     assert [recipe.name for recipe in recipes if recipe.time is None] == []

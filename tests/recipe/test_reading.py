@@ -206,7 +206,9 @@ def bomb(link: str) -> str:
         (bomb("[{0}, {0}]"), "its aliases stand for more than 20000 values"),
         (bomb("{{<<: [{0}, {0}]}}"), "its aliases stand for more than 20000 values"),
         ("ratio: &a [*a]", "it refers to itself"),
-        ("ratio: " + "[" * 2000, ""),  # nested too deeply, or without an end: libraries change the limit
+        ("ratio: " + "[" * 2000, "nested too deeply: 30 levels are read"),
+        ("ratio: " + "[" * 30 + "]" * 30, "nested too deeply: 30 levels are read"),
+        ("&a0 0: 0\n" + "\n".join(f"a{i}: &a{i} [*a{i - 1}]" for i in range(1, 60)), "nested too deeply"),
         ("ratio: " + "9" * 5001, "Exceeds the limit (4300 digits) for integer string conversion"),
     ],
 )

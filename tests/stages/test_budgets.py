@@ -29,7 +29,7 @@ from ckpt_prune.stages.spaces.widths import (
     decide,
     dense_ranking,
     effects_on,
-    scaled,
+    scale_curve,
 )
 from ckpt_prune.verification.verify import verify
 from tests.encoders import job_on, request_on
@@ -462,6 +462,6 @@ def test_effects_are_met_where_each_error_is_worth_more_than_the_last(drawn):
     """Worth rising with the units dropped, nothing bends down between two points."""
     curve, points, worths = drawn
     effects = [(k, float(curve[k]) * worth) for k, worth in zip(points, itertools.accumulate(worths), strict=True)]
-    found = scaled(curve, effects)
+    found = scale_curve(curve, effects)
     assert found.numpy() == pytest.approx(whole_best.as_effects(curve.numpy(), effects))
     assert [float(found[k]) for k, _ in effects] == pytest.approx([effect for _, effect in effects])

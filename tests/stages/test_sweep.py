@@ -11,7 +11,7 @@ from ckpt_prune.job.cost import cost_of
 from ckpt_prune.job.job import Job
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.runner.plan import make_plan, prepare_plan
-from ckpt_prune.runner.sweep import Point, points_at
+from ckpt_prune.runner.sweep import SweepPoint, points_at
 from ckpt_prune.stages import FullRecipe
 from tests.encoders import calibrate, request_on
 from tests.stages.whole import data_of
@@ -35,7 +35,7 @@ CASES: dict[str, tuple[str, FullRecipe]] = {
 }
 
 
-def expected(request: Job, ratio: float) -> Point:
+def expected(request: Job, ratio: float) -> SweepPoint:
     """From a plan of its own."""
     own = prepare_plan(replace(request, recipe=request.recipe.with_ratio(ratio)))
     plan = make_plan(own)
@@ -52,7 +52,7 @@ def expected(request: Job, ratio: float) -> Point:
             elif site.space == space:
                 found.append(site.error_compensated)
         errors[space] = None if None in found else fmean(found)
-    return Point(ratio, plan.after, widths, errors)
+    return SweepPoint(ratio, plan.after, widths, errors)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -22,7 +22,7 @@ from ckpt_prune.measure.samples.text import (
 )
 from ckpt_prune.model.context import context_length
 from ckpt_prune.model.model import Model
-from ckpt_prune.options.data import ImageOptions, SampleOptions
+from ckpt_prune.options.data import SampleOptions
 
 DEFAULT_WINDOWS, MOST_IMAGES = 128, 4000
 """Samples if no number is asked for: windows or sounds, and at most so many images (CORP's number)."""
@@ -32,8 +32,7 @@ Say = Callable[[str], None]
 
 def choose_samples(
     model: Model,
-    calibration: SampleOptions,
-    images: ImageOptions,
+    options: SampleOptions,
     *,
     trust: bool = False,
     most: int | None = None,
@@ -44,8 +43,7 @@ def choose_samples(
 
     Args:
         model: its tokenizer, image processor or feature extractor reads them.
-        calibration: which windows, or how many images or sounds.
-        images: folders of images or sounds.
+        options: which windows, images or sounds, and how many.
         trust: run the image processor's own code.
         most: samples if no number is asked for, or all there are if these are fewer. By default 128 windows or sounds,
             and 4000 images.
@@ -56,65 +54,64 @@ def choose_samples(
         NoneLeftError: there are no other samples than those that are skipped.
     """
     folder, modality = model.checkpoint.path, model.family.modality
-    given = {"image": images.images, "audio": images.audio}
+    given = {"image": options.images, "audio": options.audio}
     needed = {"image": "--images DIR", "audio": "--audio DIR", "text": "--text FILE"}[modality]
     if any(given.values()) if modality == "text" else given[modality] is None:
         raise UserError(f"{folder} reads {modality}{'s' * (modality == 'image')}: give {needed}")
     if modality == "text":
-        return _choose_windows(model, calibration, most, skip, say)
-    if calibration.window is not None or calibration.bos != "auto":
+        return _choose_windows(model, options, most, skip, say)
+    if options.window is not None or options.bos != "auto":
         raise UserError(f"--window and --bos are for text: they do not go with {needed.split()[0]}")
     if modality == "image":
-        return _choose_images(model, calibration, images, trust, most or MOST_IMAGES, skip, say)
-    assert images.audio is not None
-    sounds = ImageFiles(tuple(find_audio(images.audio)))
-    chosen = _choose_files(sounds, images.audio, "sound", calibration, most or DEFAULT_WINDOWS, skip, say)
+        return _choose_images(model, options, trust, most or MOST_IMAGES, skip, say)
+    assert options.audio is not None
+    sounds = ImageFiles(tuple(find_audio(options.audio)))
+    chosen = _choose_files(sounds, options.audio, "sound", options, most or DEFAULT_WINDOWS, skip, say)
     shape = {name: model.dimension(name) for name in ("channels", "frames")}
     return AudioSamples(list(chosen.paths), folder, **shape, tokens=model.tokens)
 
 
-def _choose_windows(model: Model, calibration: SampleOptions, most: int | None, skip: int, say: Say) -> TokenWindows:
+def _choose_windows(model: Model, options: SampleOptions, most: int | None, skip: int, say: Say) -> TokenWindows:
     causal = model.family.causal
-    window = calibration.window or model.tokens
+    window = options.window or model.tokens
     limit = context_length(model.config)
     if limit is not None and window > limit:
         raise UserError(f"--window {window} is longer than the model's context of {limit} tokens")
     tokenizer = load_tokenizer(model.checkpoint.path)
     # What generates text reads one long text; others read each window between the tokenizer's own tokens.
-    if not causal and calibration.bos != "auto":
+    if not causal and options.bos != "auto":
         raise UserError("--bos is for causal language models: others read windows between the tokenizer's own tokens")
     frame = 0 if causal else count_frame_tokens(tokenizer)
-    if not calibration.text:
+    if not options.text:
         read_text(())
-    texts = [read_file(file, tokenizer) for file in calibration.text]
-    bos = calibration.bos if causal else "never"
-    requested = calibration.samples or most or DEFAULT_WINDOWS
+    texts = [read_file(file, tokenizer) for file in options.text]
+    bos = options.bos if causal else "never"
+    requested = options.samples or most or DEFAULT_WINDOWS
     windows, shares = mix_windows(
         [tokenise_text(tokenizer, text, bos=bos) for text, _ in texts],
         samples=requested,
         window=window,
-        seed=calibration.seed,
-        choose=calibration.choose,
+        seed=options.seed,
+        choose=options.choose,
         frame=frame,
         skip=skip,
     )
     windows = add_frame(windows, tokenizer) if frame else windows
     check_vocabulary(windows, model.config)
     count = len(windows)
-    if count < requested and (most is None or _should_tell(calibration, skip)):
-        name = str(calibration.text[0]) if len(calibration.text) == 1 else "the text"
+    if count < requested and (most is None or _should_tell(options, skip)):
+        name = str(options.text[0]) if len(options.text) == 1 else "the text"
         say(_all_used(f"{name} has {count} window{'s' * (count != 1)} of {window} tokens", skip, requested))
     origin = [
         f"{share} of {file.name}{f' ({talks:,} by the chat template)' if talks else ''}"
-        for file, share, (_, talks) in zip(calibration.text, shares, texts, strict=True)
+        for file, share, (_, talks) in zip(options.text, shares, texts, strict=True)
     ]
     return TokenWindows(windows, ", ".join(origin))
 
 
 def _choose_images(
     model: Model,
-    calibration: SampleOptions,
-    options: ImageOptions,
+    options: SampleOptions,
     trust: bool,
     most: int,
     skip: int,
@@ -123,7 +120,7 @@ def _choose_images(
     assert options.images is not None
     processor = load_processor(model.checkpoint.path, trust_remote_code=trust)
     files = find_images(options.images, labels=options.labels, split="calib")
-    chosen = _choose_files(files, options.images, "image", calibration, most, skip, say)
+    chosen = _choose_files(files, options.images, "image", options, most, skip, say)
     kind = PatchSamples if model.family.flat else ImageSamples
     samples = kind(chosen, processor, tokens=model.image_tokens, max_corrupt=options.max_corrupt)
     if samples.skipped:
@@ -133,18 +130,18 @@ def _choose_images(
 
 
 def _choose_files(
-    files: ImageFiles, folder: Path, noun: str, calibration: SampleOptions, most: int, skip: int, say: Say
+    files: ImageFiles, folder: Path, noun: str, options: SampleOptions, most: int, skip: int, say: Say
 ) -> ImageFiles:
-    requested = calibration.samples or most
+    requested = options.samples or most
     count = min(len(files.paths) - skip, requested)
-    if count < requested and _should_tell(calibration, skip):
+    if count < requested and _should_tell(options, skip):
         say(_all_used(f"{folder} has {count} {noun}{'s' * (count > 1)} to calibrate on", skip, requested))
-    return choose_images(files, samples=count, seed=calibration.seed, choose=calibration.choose, skip=skip)
+    return choose_images(files, samples=count, seed=options.seed, choose=options.choose, skip=skip)
 
 
-def _should_tell(calibration: SampleOptions, skip: int) -> bool:
+def _should_tell(options: SampleOptions, skip: int) -> bool:
     """Return True if a user may wonder about fewer samples: a number was asked for, or others took some."""
-    return calibration.samples is not None or skip > 0
+    return options.samples is not None or skip > 0
 
 
 def _all_used(count: str, skip: int, requested: int) -> str:
@@ -165,8 +162,7 @@ class FreshSamples:
 
 def choose_fresh_samples(
     model: Model,
-    calibration: SampleOptions,
-    images: ImageOptions,
+    options: SampleOptions,
     used: Samples | Sequence[tuple[int, str]] | None,
     *,
     trust: bool = False,
@@ -181,16 +177,16 @@ def choose_fresh_samples(
     if there are no other samples, or if they are chosen in another way than those that the model has seen.
     """
 
-    def choose(options: SampleOptions, skip: int = 0, say: Say = lambda _line: None) -> Samples | None:
+    def choose(given: SampleOptions, skip: int = 0, say: Say = lambda _line: None) -> Samples | None:
         try:
-            return choose_samples(model, options, images, trust=trust, most=most, skip=skip, say=say)
+            return choose_samples(model, given, trust=trust, most=most, skip=skip, say=say)
         except NoneLeftError:
             return None
 
     skip, seen = 0, None if used is None else False
     if isinstance(used, Sequence):
         for count, fingerprint in used:
-            same = choose(calibration.model_copy(update={"samples": count}), skip)
+            same = choose(options.model_copy(update={"samples": count}), skip)
             if same is not None and same.fingerprint == fingerprint:
                 skip += count
             else:
@@ -198,10 +194,10 @@ def choose_fresh_samples(
     elif used is not None:
         skip = len(used) + len(getattr(used, "skipped", ()))
     lines: list[str] = []
-    samples = choose(calibration, skip, lines.append)
+    samples = choose(options, skip, lines.append)
     if samples is None or (skip and len(samples) < 2):
         lines = ["there are fewer than 2 other samples than those that the model has seen: it is fitted to those again"]
-        samples, seen = choose(calibration), True
+        samples, seen = choose(options), True
     elif used and seen is None:
         lines.append(
             "it is not known whether the model has seen these samples: some that it was pruned on or fitted to were "

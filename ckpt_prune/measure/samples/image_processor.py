@@ -29,7 +29,6 @@ def load_processor(folder: Path, *, trust_remote_code: bool = False) -> Any:
     processor that has no Pillow implementation loads only if torchvision is installed.
 
     Args:
-        folder: a checkpoint folder.
         trust_remote_code: run the processor's own code if its file names some and transformers has none. The model's
             code is never run.
     """

@@ -91,7 +91,7 @@ class BlockMemory:
         return self._structures[classes]
 
     @contextmanager
-    def attached(
+    def attach_block(
         self,
         block: nn.Module,
         structure: Structure,

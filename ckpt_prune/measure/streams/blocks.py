@@ -28,7 +28,6 @@ class BlockFactory:
     """Builds single blocks of a model, of any widths the tensors have, without ever holding the model.
 
     Args:
-        model: the dense model.
         device: where the blocks run.
         dtype: floating-point type the blocks compute in.
         skeleton: the model on the meta device, if it is not the stock one of the config. Its config takes the place

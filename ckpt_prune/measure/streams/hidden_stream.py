@@ -267,7 +267,6 @@ class HiddenStream:
         Args:
             block: built of `tensors`, with hooks on what must run in any case.
             index: of the block.
-            tensors: its on-disk tensors.
             keep: whether other runs on the same states follow.
 
         Yields:
@@ -276,7 +275,7 @@ class HiddenStream:
         structure = self.learn_structure(block, index, tensors)
         state = index, id(self.states), self.states._version
         find_paths = partial(self.factory.find_paths, index)
-        with self.memory.attached(block, structure, state, tensors, find_paths, keep=keep):
+        with self.memory.attach_block(block, structure, state, tensors, find_paths, keep=keep):
             yield structure.single
         if not keep:
             self.memory.clear()

@@ -1,1 +1,1 @@
-"""What an output is stored as: container, config, remote code."""
+"""Containers of outputs: model_type, config, remote code."""

@@ -45,7 +45,6 @@ class _Output:
     """The output that a container must hold.
 
     Attributes:
-        model: the source.
         widths: of the blocks that have spaces.
         biases: linear modules of a block that need a bias.
         ranks: of every block.

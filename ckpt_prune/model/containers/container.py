@@ -23,7 +23,7 @@ Ranks = Sequence[Mapping[str, int]]
 
 @dataclass(frozen=True)
 class Container:
-    """What an output is stored as.
+    """The container that an output is stored in.
 
     Attributes:
         config: its config.json.

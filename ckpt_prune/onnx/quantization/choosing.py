@@ -55,7 +55,6 @@ def choose_weights(
         saved: name → bytes that few bits save of it, in the graph's order.
         together: measures a set of names, all others being stored in more bits.
         alone: measures a set of names, all others being as they were.
-        allowed: the most that may be lost.
         alike: all names, in runs of those that are used alike, each in the graph's order.
         most: measurements by `alone`.
     """

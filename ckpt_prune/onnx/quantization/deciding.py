@@ -81,7 +81,7 @@ def make_scheme(dtype: GraphType, settings: GraphSettings, task: Task, *, ranges
 
 
 def allow_harm(max_loss: float, task: Task) -> float:
-    """What outputs may lose for a task's metric to lose at most `max_loss`.
+    """Return how much outputs may lose for a task's metric to lose at most `max_loss`.
 
     A perplexity grows by the factor exp(KL), if the model's own predictions are the truth. Classes change with a
     probability of at most √(KL / 2), which is Pinsker's inequality. A cosine falls by half of the energy that is lost.
@@ -117,7 +117,7 @@ def check_block_size(model: onnx_ir.Model, settings: GraphSettings) -> None:
 
 @dataclass(frozen=True)
 class Measuring:
-    """What harm is measured on, and how."""
+    """The data that harm is measured on, and how."""
 
     feeds: Sequence[Feed]
     """Short batches: the graph is run on them once for each weight."""
@@ -136,7 +136,7 @@ class Measuring:
 def make_measuring(
     model: onnx_ir.Model, task: Task, samples: ProofSamples, vocabulary: int, size: tuple[int, int, int]
 ) -> Measuring:
-    """What harm is measured on: the samples' own text or images, or noise if there are none.
+    """Return the data to measure harm on: the samples' own text or images, or noise if there are none.
 
     Args:
         samples: see `ProofSamples.for_rounding`.

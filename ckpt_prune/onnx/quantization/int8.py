@@ -22,7 +22,7 @@ _WEIGHTS_ONLY = {"MatMulConstBOnly": True}
 
 
 def round_to_int8(matrix: Array) -> Array:
-    """What the quantizers make of a matrix (K, N), with a scale for each output: float32."""
+    """Return what the quantizers make of a matrix (K, N), with a scale for each output: float32."""
     scale = np.abs(matrix).max(0, keepdims=True).astype(np.float32) / LARGEST
     codes = np.round(matrix / np.where(scale == 0, 1, scale)).clip(-LARGEST, LARGEST)
     return np.asarray(codes * scale, np.float32)

@@ -1,4 +1,4 @@
-"""What a graph says by running it: how much its outputs lose by rounding, and the Grams of its weights' inputs."""
+"""Measurements on a running graph: how much its outputs lose by rounding, and the Grams of its weights' inputs."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -75,7 +75,7 @@ class Probe:
     def measure_harm(
         self, rounded: Mapping[str, Array], inputs: frozenset[str] = frozenset(), on: slice = slice(None)
     ) -> float:
-        """What the outputs lose if weights are replaced.
+        """Measure how much the outputs lose if weights are replaced.
 
         Args:
             rounded: name → matrix (K, N), float32.

@@ -54,7 +54,7 @@ class Weight:
 
     @property
     def role(self) -> tuple[object, ...]:
-        """What it is used for, as far as a graph says it: what operators come after it.
+        """Its use, as far as a graph says it: the operators that come after it.
 
         In a model of blocks each block has one weight of a role, or a few. Widths do not count: blocks may differ.
         """

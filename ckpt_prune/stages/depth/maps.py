@@ -34,7 +34,6 @@ class _Waiting:
 
     Attributes:
         block: its number in the dense model.
-        tensors: its own, by on-disk name.
         entering: states that enter it in the model that is made.
     """
 

@@ -15,8 +15,6 @@ from ckpt_prune.measure.statistics.files import Collect
 if TYPE_CHECKING:
     from ckpt_prune.job.prepared import Prepared
     from ckpt_prune.job.run import Run
-    from ckpt_prune.show.section import Section
-    from ckpt_prune.stages.report import Report
 
 Choice = Literal["influence", "cosine", "divergence", "loss"]
 """How blocks are chosen where they are not given."""
@@ -25,7 +23,7 @@ DepthPart = Literal["block", "attention", "mlp"]
 
 
 class DepthCompensation(Strict):
-    """What makes up for a run of blocks that go (compensation/README.md, section 12)."""
+    """Compensation for a run of blocks that go (compensation/README.md, section 12)."""
 
     method: Literal["none", "linear"] = Field(
         "none",
@@ -265,10 +263,3 @@ class Depth(Stage):
 
     def report(self, prepared: "Prepared", records: Sequence[Any], run: "Run") -> dict[str, Any]:
         return {"depth": prepared.depth}
-
-    @classmethod
-    def sections(cls, report: "Report") -> "Sequence[Section]":
-        """Return what a report says of the stage."""
-        from ckpt_prune.stages.depth import show
-
-        return show.sections(report)

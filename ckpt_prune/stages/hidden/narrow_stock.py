@@ -157,7 +157,7 @@ def _check_heads(model: Model, container: Container) -> None:
 
 
 def embedding_scale(model: Model, container: Container) -> float:
-    """What the output's class multiplies its embedding by, as a share of what it would at the dense width."""
+    """Return the factor of the output's class on its embedding, as a share of the factor at the dense width."""
     key, width = model.family.dimensions["hidden"][0], model.dimension("hidden")
     wide = container.config | {stored_key(key, container.config, model.config): width}
     kept = int(getattr(parse_config(container.config), key))

@@ -91,7 +91,7 @@ def _width_for_size(prepared: Prepared, least: int) -> int:
     dense, width = dense_size(prepared, size.kind), model.dimension("hidden")
     limit = limit_of(prepared)
 
-    def reached(kept: int) -> int:
+    def size_at(kept: int) -> int:
         if size.kind == "latency":
             return time_in_stream(prepared, kept)
         return cost_in(size.kind, _cost(prepared, kept))
@@ -99,15 +99,15 @@ def _width_for_size(prepared: Prepared, least: int) -> int:
     if dense <= limit:
         return width
     low, high = least // step, (width - 1) // step
-    if low > high or reached(low * step) > limit:
+    if low > high or size_at(low * step) > limit:
         raise UserError(
             f"{size.words}: out of reach of recipe {prepared.recipe.name}, which leaves "
-            f"{size_words(size.kind, reached(max(low, 1) * step) if low <= high else dense)} at the least, of "
+            f"{size_words(size.kind, size_at(max(low, 1) * step) if low <= high else dense)} at the least, of "
             f"{size_words(size.kind, dense)}{size.share_meant}"
         )
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if reached(middle * step) <= limit else (low, middle - 1)
+        low, high = (middle, high) if size_at(middle * step) <= limit else (low, middle - 1)
     return low * step
 
 
@@ -169,12 +169,12 @@ def _check_joint(prepared: Prepared) -> None:
     check_reachable(narrow_jointly(own, hidden_record(own, widths[-1])))
 
 
-def unmeasured(prepared: Prepared) -> Prepared:
+def slice_unmeasured(prepared: Prepared) -> Prepared:
     """Return the state once the stream is sliced, its bases not yet known."""
-    return narrowed(prepared, not_measured, [])
+    return slice_stream(prepared, not_measured, [])
 
 
-def narrowed(prepared: Prepared, bases: Bases, energy: Sequence[float]) -> Prepared:
+def slice_stream(prepared: Prepared, bases: Bases, energy: Sequence[float]) -> Prepared:
     """Return the state once the stream is sliced: as it is, if the model is within its size already.
 
     Args:

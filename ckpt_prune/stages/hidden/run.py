@@ -20,8 +20,8 @@ from ckpt_prune.stages.hidden.preview import (
     hidden_of,
     hidden_record,
     narrow_jointly,
-    narrowed,
-    unmeasured,
+    slice_stream,
+    slice_unmeasured,
     view_of,
     wanted_width,
 )
@@ -68,15 +68,15 @@ def narrow_stream(prepared: Prepared, run: Run) -> Prepared:
     if prepared.recipe.spaces:
         return _narrow_jointly(prepared, run)
     journal, folder, timer = run.own_journal, run.scratch, run.timer
-    view = unmeasured(prepared).basis
+    view = slice_unmeasured(prepared).basis
     if not isinstance(view, SlicedCheckpoint):
-        return unmeasured(prepared)
+        return slice_unmeasured(prepared)
     bases = WrittenBases(folder / "bases", view.shared, len(view.sublayers))
     with timer.time("hidden"):
         with disk_failures(folder):
             bases.folder.mkdir(parents=True, exist_ok=True)
         energy = (_measure_shared_basis if bases.shared else _measure_bases)(prepared, view, bases, journal)
-    return narrowed(prepared, bases, energy)
+    return slice_stream(prepared, bases, energy)
 
 
 def _narrow_jointly(prepared: Prepared, run: Run) -> Prepared:

@@ -13,8 +13,6 @@ from ckpt_prune.measure.statistics.files import Collect
 if TYPE_CHECKING:
     from ckpt_prune.job.prepared import Prepared
     from ckpt_prune.job.run import Run
-    from ckpt_prune.show.section import Section
-    from ckpt_prune.stages.report import Report
 
 
 class Hidden(Stage):
@@ -153,10 +151,3 @@ class Hidden(Stage):
         record = prepared.hidden
         idle = prepared.basis is None and not prepared.job.recipe.spaces
         return {"hidden": None if idle else record}
-
-    @classmethod
-    def sections(cls, report: "Report") -> "Sequence[Section]":
-        """Return what a report says of the stage."""
-        from ckpt_prune.stages.hidden import show
-
-        return show.sections(report)

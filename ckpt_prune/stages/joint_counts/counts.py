@@ -201,7 +201,7 @@ class PairSearch(CountSearch[Pair]):
     def best(self) -> Pair:
         """Return the tried pair that changes the output least; of equal ones the one of fewer blocks."""
         most = wanted_depth(self.prepared).count
-        return self.found(least_pair(most, lambda blocks: len(self._widths(blocks)) - 1, self.divergence))
+        return self.check_found(least_pair(most, lambda blocks: len(self._widths(blocks)) - 1, self.divergence))
 
     def records(self) -> tuple[DepthRecord, HiddenRecord]:
         """Return the blocks that go, and how many dimensions stay, with what was tried."""

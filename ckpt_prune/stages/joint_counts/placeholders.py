@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.stages.depth.preview import at_depth, depth_of, last_blocks, wanted_depth
-from ckpt_prune.stages.hidden.preview import hidden_of, hidden_record, narrow_jointly, open_widths, unmeasured
+from ckpt_prune.stages.hidden.preview import hidden_of, hidden_record, narrow_jointly, open_widths, slice_unmeasured
 from ckpt_prune.stages.spaces.size_search import at_own_size, is_reachable
 
 
@@ -33,7 +33,7 @@ def narrow_unmeasured(prepared: Prepared) -> Prepared:
     If measuring also decides how many, keep all, or drop as few as let spaces meet the size.
     """
     if not hidden_of(prepared).auto:
-        return unmeasured(prepared)
+        return slice_unmeasured(prepared)
     widths = open_widths(at_own_size(prepared))
 
     def is_enough(step: int) -> bool:

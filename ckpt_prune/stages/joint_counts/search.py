@@ -141,7 +141,7 @@ class CountSearch(ABC, Generic[Count]):
             self.refusal = error
             return None
 
-    def found(self, best: Count | None) -> Count:
+    def check_found(self, best: Count | None) -> Count:
         """Return the best count if there is one; else raise why the last one did not work."""
         if best is None:
             assert self.refusal is not None
@@ -226,7 +226,7 @@ class SingleCountSearch(CountSearch[int]):
         best = self._least(first)
         if best is not None:
             best = self._least([*first, *counts_beside(best, first)])
-        return self.found(best)
+        return self.check_found(best)
 
     def _least(self, counts: Sequence[int]) -> int | None:
         divergences = {count: value for count in counts if (value := self.divergence(count)) is not None}

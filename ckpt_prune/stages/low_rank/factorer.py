@@ -21,7 +21,7 @@ from ckpt_prune.model.factors import factor_names
 from ckpt_prune.model.family import Family
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.stages.low_rank.ranks import Thin, ranks_by_energy, uniform_ranks
-from ckpt_prune.stages.low_rank.records import FactoredLinear
+from ckpt_prune.stages.low_rank.records import FactoredRecord
 from ckpt_prune.stages.low_rank.stage import LowRank
 from ckpt_prune.stages.spaces.pruner import check_overflow
 
@@ -42,11 +42,11 @@ class Factorer:
     device: torch.device
     dense: MomentSource | None = None
 
-    record = FactoredLinear
+    record = FactoredRecord
 
     def block(
         self, block: int, tensors: Mapping[str, Tensor], source: MomentSource
-    ) -> tuple[dict[str, Tensor], list[FactoredLinear]]:
+    ) -> tuple[dict[str, Tensor], list[FactoredRecord]]:
         """Factor one block, one group of linears that read the same input after the other.
 
         Args:
@@ -56,7 +56,7 @@ class Factorer:
             The block's new tensors, with two factors in the place of a weight, and what was done to each linear.
         """
         running, made = dict(tensors), {}
-        factored: list[FactoredLinear] = []
+        factored: list[FactoredRecord] = []
         groups = {first: [m for m in own if m in self.ranks[block]] for first, own in self.family.inputs.items()}
         for stage in source.group_keys([first for first, own in groups.items() if own]):
             with phase("calibration"):
@@ -84,7 +84,7 @@ class Factorer:
     @phase("compensation")
     def _factor_linear(
         self, block: int, module: str, tensor: Tensor, gram: Tensor | None, reaches: Tensor | None
-    ) -> tuple[tuple[Tensor, Tensor], FactoredLinear]:
+    ) -> tuple[tuple[Tensor, Tensor], FactoredRecord]:
         weight = tensor.to(self.device, torch.float64)
         rank = self.ranks[block][module]
         found = factor(weight, gram, rank)
@@ -93,7 +93,7 @@ class Factorer:
         down, up = (each.to(tensor.dtype).cpu() for each in (found.down, found.up))
         away = torch.linalg.norm(up.double() @ down.double() - tensor.double()) / torch.linalg.norm(weight).cpu()
         rows, columns = weight.shape
-        record = FactoredLinear(
+        record = FactoredRecord(
             block=block,
             weight=self.family.tensor(block, module),
             kind=self.family.labels[module],

@@ -25,7 +25,7 @@ class Thin:
     energies: Sequence[float] = ()
 
 
-def rounded(linear: Thin, rank: int, multiple_of: int) -> int | None:
+def round_rank(linear: Thin, rank: int, multiple_of: int) -> int | None:
     """Round a rank up to a multiple; None if its factors would save nothing, so that the module stays."""
     up = -(-rank // multiple_of) * multiple_of
     return up if saves_parameters(linear.rows, linear.columns, up) else None
@@ -38,7 +38,8 @@ def uniform_ranks(linears: Mapping[L, Thin], ratio: float, multiple_of: int = 1)
         Ranks of those that become two.
     """
     ranks = {
-        each: rounded(own, rank_for_ratio(own.rows, own.columns, ratio), multiple_of) for each, own in linears.items()
+        each: round_rank(own, rank_for_ratio(own.rows, own.columns, ratio), multiple_of)
+        for each, own in linears.items()
     }
     return {each: rank for each, rank in ranks.items() if rank is not None}
 
@@ -80,5 +81,5 @@ def ranks_by_energy(linears: Mapping[L, Thin], ratio: float, multiple_of: int = 
             room -= cost
             taken[keys[index]] = rank
             offer(index)
-    ranks = {each: rounded(own, taken[each], multiple_of) for each, own in linears.items()}
+    ranks = {each: round_rank(own, taken[each], multiple_of) for each, own in linears.items()}
     return {each: rank for each, rank in ranks.items() if rank is not None}

@@ -7,7 +7,7 @@ from pydantic import Field
 from ckpt_prune.common.records import Block, Figure, FixedRecord
 
 
-class FactoredLinear(FixedRecord):
+class FactoredRecord(FixedRecord):
     """One linear module of one block that two thin ones stand in for.
 
     Attributes:
@@ -45,4 +45,4 @@ class LowRankFields(FixedRecord):
 
     optional = frozenset({"factored"})
 
-    factored: list[FactoredLinear] = Field(default_factory=list)
+    factored: list[FactoredRecord] = Field(default_factory=list)

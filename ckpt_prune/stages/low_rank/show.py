@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from ckpt_prune.common.formatting import human_count, plural
 from ckpt_prune.show.section import Section, format_span, number_under
-from ckpt_prune.stages.low_rank.records import FactoredLinear
+from ckpt_prune.stages.low_rank.records import FactoredRecord
 from ckpt_prune.stages.report import Report
 from ckpt_prune.stages.show_linears import draw_by_kind, error_sentences, list_linears
 
@@ -39,7 +39,7 @@ def sections(report: Report) -> list[Section]:
             varying=True,
         ),
     ]
-    columns: dict[str, Callable[[FactoredLinear], str | float | None]] = {
+    columns: dict[str, Callable[[FactoredRecord], str | float | None]] = {
         "rank": lambda linear: f"{linear.rank:,}",
         "share": lambda linear: f"{linear.left / linear.size:.1%}",
         "error": number_under("error"),

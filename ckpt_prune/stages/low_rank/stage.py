@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from ckpt_prune.job.prepared import Prepared
     from ckpt_prune.job.run import Run
     from ckpt_prune.job.step import BlockPruner, Step
-    from ckpt_prune.show.section import Section
-    from ckpt_prune.stages.report import Report
 
 
 class LowRank(Stage):
@@ -124,10 +122,3 @@ class LowRank(Stage):
 
     def report(self, prepared: "Prepared", records: Sequence[Any], run: "Run") -> dict[str, Any]:
         return {"factored": list(records)}
-
-    @classmethod
-    def sections(cls, report: "Report") -> "Sequence[Section]":
-        """Return what a report says of the stage."""
-        from ckpt_prune.stages.low_rank import show
-
-        return show.sections(report)

@@ -77,13 +77,15 @@ class Masker:
                     name = self.model.tensor(block, module)
                     # Of several processes, the first one has the moments.
                     current[name], record = process_group().once(
-                        partial(self.stored, block, module, current[name], whole)
+                        partial(self.mask_linear, block, module, current[name], whole)
                     )
                     masked.append(record)
         check_overflow(tensors, current)
         return current, masked
 
-    def stored(self, block: int, module: str, tensor: Tensor, moments: Moments | None) -> tuple[Tensor, MaskedLinear]:
+    def mask_linear(
+        self, block: int, module: str, tensor: Tensor, moments: Moments | None
+    ) -> tuple[Tensor, MaskedLinear]:
         """Return a masked weight as it is stored, and its record."""
         new, record = self.linear(block, module, tensor, moments)
         return new.to(tensor.dtype).cpu(), record

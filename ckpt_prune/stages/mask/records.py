@@ -31,7 +31,7 @@ class MaskedLinear(FixedRecord):
     dead: Amount = None
 
     @model_validator(mode="after")
-    def _within(self) -> Self:
+    def _check_zeros(self) -> Self:
         if self.zeros > self.size:
             raise ValueError("more zeros than weights")
         return self

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from ckpt_prune.job.prepared import Prepared
     from ckpt_prune.job.run import Run
     from ckpt_prune.job.step import BlockPruner, Step
-    from ckpt_prune.show.section import Section
-    from ckpt_prune.stages.report import Report
 
 _SPREADS = {"owl": 0.08, "alpha": 0.3, "divergence": 0.08}
 """OWL's and AlphaPruning's of LLaMA-7B at 70 %."""
@@ -221,10 +219,3 @@ class Mask(Stage):
             shares=prepared.shares,
         )
         return {"mask": mask, "linears": list(records)}
-
-    @classmethod
-    def sections(cls, report: "Report") -> "Sequence[Section]":
-        """Return what a report says of the stage."""
-        from ckpt_prune.stages.mask import show
-
-        return show.sections(report)

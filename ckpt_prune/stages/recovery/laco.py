@@ -224,7 +224,6 @@ class Recoverer:
         return rows_within(self.split.measured, self._share)
 
     def _run_pruned(self, block: nn.Module, index: int, rows: slice) -> Tensor:
-        """Run a block on the states of some of this process's measured samples; the result is on CPU."""
         return self._run(block, index, self.pruned.states[self._own_measured[rows]])
 
     def _run_unrecovered(self, block: nn.Module, index: int, rows: slice) -> Tensor:

@@ -17,9 +17,10 @@ from ckpt_prune.measure.samples.image_files import find_images
 from ckpt_prune.measure.samples.images import ImageSamples
 from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.model.model import Model
-from ckpt_prune.options.data import ImageOptions
+from ckpt_prune.options.data import SampleOptions
 from ckpt_prune.options.training import LoraSettings, RecoverySettings
 from ckpt_prune.stages.recovery.block_training import SampleSplit, cut, part_size
+from ckpt_prune.stages.recovery.records import Trained
 
 _WARM_UP = 0.05
 """Share of the training over which the learning rate climbs."""
@@ -54,7 +55,7 @@ class LoraExamples:
         return cross_entropy(logits.flatten(0, 1), batch["input_ids"][:, 1:].flatten())
 
 
-def classes_of(model: Model, samples: Samples, images: ImageOptions) -> Tensor | None:
+def classes_of(model: Model, samples: Samples, images: SampleOptions) -> Tensor | None:
     """Return the classes of images, (N,) int64; None for text.
 
     Refuses a model that is neither a causal language model nor an image classifier, and images without classes.
@@ -74,29 +75,6 @@ def classes_of(model: Model, samples: Samples, images: ImageOptions) -> Tensor |
         raise UserError("--method lora needs the images' classes: give --labels FILE or a sub-folder per class")
     class_of = dict(zip(files.paths, files.labels, strict=True))
     return torch.tensor([class_of[path] for path in samples.paths])
-
-
-@dataclass(frozen=True)
-class TrainedAdapters:
-    """Result of training.
-
-    Attributes:
-        weights: module → its weight as it is to be stored; empty if nothing was gained.
-        loss_before, loss_after: on held-out samples, nats; equal if nothing was gained.
-        epochs: passes over the training samples.
-        seconds: of training, held-out losses included.
-        parameters: how many were trained.
-        rate: the highest one.
-    """
-
-    weights: dict[str, Tensor]
-    loss_before: float
-    loss_after: float
-    steps: int
-    epochs: float
-    seconds: float
-    parameters: int
-    rate: float
 
 
 def require_peft() -> Any:
@@ -123,8 +101,10 @@ def train_adapters(
     rate: float,
     seed: int,
     progress: Callable[[int, float], None],
-) -> TrainedAdapters:
+) -> Trained[Tensor]:
     """Train adapters beside linear modules, and merge those of the epoch that was best on held-out samples.
+
+    Return the weights of modules as they are to be stored, and losses in nats.
 
     Args:
         model: in float32 or bfloat16, on its device. It is changed.
@@ -182,7 +162,7 @@ def train_adapters(
                 break
     count = sum(parameter.numel() for parameter in trained)
     seconds = time.monotonic() - start
-    return TrainedAdapters(kept, before, best, steps, seen / len(split.train), seconds, count, rate)
+    return Trained(kept, before, best, steps, seen / len(split.train), seconds, count, rate)
 
 
 def _orders(count: int, seed: int) -> Iterator[Tensor]:

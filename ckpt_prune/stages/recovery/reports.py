@@ -66,7 +66,7 @@ def _recovered_report(prepared: Prepared, records: Mapping[str, Sequence[Any]], 
 
 
 def _pruned_elsewhere(prepared: Prepared, dense: Model) -> Report:
-    """Return what is known of a model that another tool pruned."""
+    """Return the report of a model that another tool pruned, as far as it can be made."""
     pruned = prepared.model
     return Report(
         recipe=UsedRecipe(name=PRUNED_ELSEWHERE),

@@ -135,29 +135,14 @@ def _train_adapters(recovery: Afterwards, prepared: Prepared, run: Run) -> None:
             seed=recovery.seed,
             progress=lambda epoch, loss: epochs.step(epoch, loss),
         )
-    if not adapted.weights:
+    if not adapted.kept:
         run.announce("no epoch was better on the held-out samples: the weights stay as they are")
     # Otherwise new weights would be written beside what another process has put there since.
     pruned.check_unchanged([*pruned.files, CONFIG])
-    record = Adapters(
-        rank=recovery.lora.rank,
-        alpha=recovery.lora.alpha,
-        lr=adapted.rate,
-        seed=recovery.seed,
-        settings=recovery.of_all(),
-        data=samples.fingerprint,
-        samples=len(samples),
-        window=samples.tokens if training.classes is None else None,
-        measured=len(SampleSplit.of(len(samples), recovery.held_out).measured),
-        modules=len(adapted.weights),
-        parameters=adapted.parameters,
-        steps=adapted.steps,
-        epochs=adapted.epochs,
-        seconds=round(adapted.seconds, 3),
-        loss_before=adapted.loss_before,
-        loss_after=adapted.loss_after,
-    )
-    writer.keep(_FILE, {modules[name][0]: weight.cpu().contiguous() for name, weight in adapted.weights.items()})
+    measured = len(SampleSplit.of(len(samples), recovery.held_out).measured)
+    record = adapted.record(recovery, training, measured=measured, text=training.classes is None)
+    record = record.model_copy(update={"rank": recovery.lora.rank, "alpha": recovery.lora.alpha})
+    writer.keep(_FILE, {modules[name][0]: weight.cpu().contiguous() for name, weight in adapted.kept.items()})
     writer.commit(_ADAPTERS, note=record.model_dump(mode="json"))
 
 

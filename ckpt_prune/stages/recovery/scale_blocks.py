@@ -74,35 +74,18 @@ def _fit(recovery: Recovery, prepared: Prepared, run: Run, writer: CheckpointWri
             seed=recovery.seed,
             progress=lambda epoch, loss: epochs.step(epoch, loss),
         )
-    if not fitted.scales and not fitted.before:
+    if not fitted.kept and not fitted.loss_before:
         run.announce(
             "the model predicts what the dense one does: there is nothing to fit, and its weights stay as they are"
         )
-    elif not fitted.scales:
+    elif not fitted.kept:
         run.announce(
             f"no epoch was better than the model as it was, at lr {fitted.rate:g}: the weights stay as they are; try a "
             "smaller learning rate, or more samples"
         )
-    record = Adapters(
-        method="scales",
-        lr=fitted.rate,
-        seed=recovery.seed,
-        settings=recovery.of_all(),
-        data=samples.fingerprint,
-        seen=training.seen,
-        samples=len(samples),
-        window=samples.tokens if text else None,
-        measured=len(split.measured),
-        modules=len(fitted.scales),
-        parameters=fitted.parameters,
-        steps=fitted.steps,
-        epochs=fitted.epochs,
-        seconds=round(fitted.seconds, 3),
-        loss_before=fitted.before,
-        loss_after=fitted.after,
-    )
+    record = fitted.record(recovery, training, measured=len(split.measured), text=text)
     kept: dict[str, Any] = {}
-    for name, (outputs, inputs) in fitted.scales.items():
+    for name, (outputs, inputs) in fitted.kept.items():
         kept |= {_OUTPUTS + name: outputs.cpu(), _INPUTS + name: inputs.cpu()}
     writer.keep(_FILE, kept)
     writer.commit(SCALES, note=record.model_dump(mode="json"))

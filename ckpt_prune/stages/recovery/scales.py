@@ -18,6 +18,7 @@ from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.measure.streams.readout import READOUT_TOKENS, Readout
 from ckpt_prune.options.training import RecoverySettings
 from ckpt_prune.stages.recovery.block_training import SampleSplit, cut, part_size, trainable_tensors
+from ckpt_prune.stages.recovery.records import Trained
 
 RATE, RATE_OF_LOSS = 3e-3, 7.5e-3
 """Of Adam, for factors that are near one, whatever the size of the model: at most the first, and the second times the
@@ -44,31 +45,11 @@ class ModelInBlocks:
     blocks: int
 
 
-@dataclass(frozen=True)
-class FittedScales:
-    """Result of fitting.
-
-    Attributes:
-        scales: on-disk name of a weight → factors of its outputs (d_out,) and inputs (d_in,), float32, of the epoch
-            that was best on held-out samples; empty if none was.
-        before, after: mean divergence from the dense model on held-out samples; equal if nothing was gained.
-        epochs: passes over the training samples.
-        seconds: of fitting, held-out samples included.
-        parameters: how many were fitted.
-        rate: the highest one.
-    """
-
-    scales: dict[str, tuple[Tensor, Tensor]]
-    before: float
-    after: float
-    steps: int
-    epochs: int
-    seconds: float
-    parameters: int
-    rate: float
+Scales = tuple[Tensor, Tensor]
+"""Factors of a weight's outputs (d_out,) and inputs (d_in,), float32."""
 
 
-def apply_scales(tensors: Mapping[str, Tensor], scales: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+def apply_scales(tensors: Mapping[str, Tensor], scales: Mapping[str, Scales]) -> dict[str, Tensor]:
     """Return diag(o) W diag(i) of every weight (d_out, d_in) that has scales, in its dtype; others as they are."""
     new = dict(tensors)
     for name in new.keys() & scales.keys():
@@ -86,8 +67,10 @@ def fit_scales(
     *,
     seed: int,
     progress: Callable[[int, float], None] = lambda _epoch, _loss: None,
-) -> FittedScales:
+) -> Trained[Scales]:
     """Minimise the divergence of the pruned model's predictions from the dense one's over scales, by Adam.
+
+    Return the scales of weights, by on-disk name, and mean divergences from the dense model.
 
     Every step takes a batch forward through all blocks and back, one block in memory at a time. The gradient of a scale
     is a sum of that of the weight. Time: of an epoch about five runs of all blocks, and four of the head. Memory: a
@@ -113,7 +96,7 @@ def fit_scales(
     optimiser = torch.optim.Adam(trained, lr=rate, betas=_BETAS)
     steps = settings.epochs * math.ceil(len(split.train) / settings.batch)
     order = torch.Generator().manual_seed(seed)
-    kept, step, epoch, waited = dict[str, tuple[Tensor, Tensor]](), 0, 0, 0
+    kept, step, epoch, waited = dict[str, Scales](), 0, 0, 0
     for epoch in range(1, settings.epochs + 1):
         for rows in cut(split.train[torch.randperm(len(split.train), generator=order)], settings.batch):
             optimiser.param_groups[0]["lr"] = rate * _share(step, steps, settings.schedule)
@@ -133,7 +116,7 @@ def fit_scales(
         if waited >= settings.patience or not math.isfinite(divergence):
             break
     count = sum(parameter.numel() for parameter in trained)
-    return FittedScales(kept, before, best, step, epoch, time.monotonic() - start, count, rate)
+    return Trained(kept, before, best, step, epoch, time.monotonic() - start, count, rate)
 
 
 def default_rate(divergence: float) -> float:
@@ -166,7 +149,7 @@ class _ScaleFit:
     def begin(self) -> None:
         """Set scales to one, for every linear module that is fitted."""
         family, device = self.pruned.stream.factory.family, self.pruned.stream.factory.device
-        self.scales: dict[str, tuple[Tensor, Tensor]] = {}
+        self.scales: dict[str, Scales] = {}
         for block in self.settings.blocks(self.pruned.blocks):
             tensors = self.pruned.read(block)
             for name in trainable_tensors(family, block, tensors, self.settings.only):

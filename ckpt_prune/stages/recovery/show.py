@@ -126,7 +126,6 @@ def _unless_recovered(layer: RecoveredLayer) -> str:
 
 
 def _samples(recovery: RecoveryRecord) -> str:
-    """Say which samples errors are of."""
     return "held-out" if recovery.data.amount("held_out") != 0 else "training"
 
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from ckpt_prune.job.prepared import Prepared
     from ckpt_prune.job.run import Run
     from ckpt_prune.job.step import Step
-    from ckpt_prune.show.section import Section
-    from ckpt_prune.stages.report import Report
 
 
 class Recovery(RecoverySettings, Stage):
@@ -97,13 +95,6 @@ class Recovery(RecoverySettings, Stage):
             "adapters": run.done.get("adapters"),
             "layers": list(records),
         }
-
-    @classmethod
-    def sections(cls, report: "Report") -> "Sequence[Section]":
-        """Return what a report says of the stage."""
-        from ckpt_prune.stages.recovery import show
-
-        return show.sections(report)
 
 
 class Afterwards(Recovery):

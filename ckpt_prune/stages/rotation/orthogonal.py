@@ -51,7 +51,6 @@ class QRRotator:
         self._q: Tensor | None = None
 
     def rotation(self) -> Tensor:
-        """See `Rotator`."""
         if self._q is None:
             with torch.enable_grad():
                 q, r = torch.linalg.qr(self._a)
@@ -68,7 +67,6 @@ class QRRotator:
         return slope
 
     def step(self, slope: Tensor, rate: float) -> None:
-        """See `Rotator`."""
         self._a.grad = slope
         self._adam.param_groups[0]["lr"] = rate
         self._adam.step()
@@ -87,7 +85,6 @@ class CayleyRotator:
         self._steps = 0
 
     def rotation(self) -> Tensor:
-        """See `Rotator`."""
         return self._q
 
     @torch.no_grad()
@@ -98,7 +95,6 @@ class CayleyRotator:
 
     @torch.no_grad()
     def step(self, slope: Tensor, rate: float) -> None:
-        """See `Rotator`."""
         self._steps += 1
         # Ω is skew and Ω² symmetric, so the step made of their averages is skew again.
         self._mean.lerp_(slope, 1 - MOMENTUM)
@@ -167,7 +163,6 @@ class Preserving:
         self._inner = build(_reflect(start, self._normal)[1:, 1:].contiguous())
 
     def rotation(self) -> Tensor:
-        """See `Rotator`."""
         return _reflect(_with_axis(self._inner.rotation()), self._normal)
 
     def slope(self, gradient: Tensor) -> Tensor:
@@ -175,7 +170,6 @@ class Preserving:
         return self._inner.slope(_reflect(gradient, self._normal)[1:, 1:].contiguous())
 
     def step(self, slope: Tensor, rate: float) -> None:
-        """See `Rotator`."""
         self._inner.step(slope, rate)
 
 

@@ -136,7 +136,7 @@ class InTurn:
 
     @property
     def learned(self) -> list[dict[str, Any]]:
-        """What was learned, as `Learner.run` gives it."""
+        """Learned rotations of all blocks, as `Learner.run` returns them."""
         return [self._writer.notes[journal_entry(block)] for block in range(self._learner.sizes.blocks)]
 
     def _learn(self, block: int) -> None:
@@ -147,12 +147,12 @@ class InTurn:
             found, still = learner.moments(learner.source(learner), 0, dense), dense
         else:
             assert self.stream is not None
-            still = self._unturned(block)
+            still = self._undo_turns(block)
             found = dict(self.stream.observe(block, still, learner.grams))
         terms = learner.weights(block, dense, learner.inputs(block, still, found))
         learner.learn(block, terms, self._writer, self._advance)
 
-    def _unturned(self, block: int) -> dict[str, Tensor]:
+    def _undo_turns(self, block: int) -> dict[str, Tensor]:
         """A dense block as the output's class runs it, in the basis that the checkpoint has."""
         sizes = self._learner.sizes
         one = torch.eye(sizes.hidden, dtype=torch.float64) if self._learner.turns_stream else None

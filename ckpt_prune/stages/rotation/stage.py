@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from ckpt_prune.job.prepared import Prepared
     from ckpt_prune.job.run import Run
     from ckpt_prune.job.step import Step
-    from ckpt_prune.show.section import Section
-    from ckpt_prune.stages.report import Report
 
 RetractionName = Annotated[names.RetractionName, OneOf("retraction", get_args(names.RetractionName))]
 
@@ -192,10 +190,3 @@ class Rotation(Stage):
         from ckpt_prune.stages.rotation.run import report_rotation
 
         return report_rotation(self, prepared, run)
-
-    @classmethod
-    def sections(cls, report: "Report") -> "Sequence[Section]":
-        """Return what a report says of the stage."""
-        from ckpt_prune.stages.rotation import show
-
-        return show.sections(report)

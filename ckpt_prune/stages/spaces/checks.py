@@ -97,7 +97,6 @@ def _check_gradients(prepared: Prepared) -> None:
 
 
 def _check_experts(prepared: Prepared) -> None:
-    """Refuse to refit experts on statistics of the dense model."""
     if prepared.recipe.refits_experts and not prepared.sequential and not prepared.lacks_moments:
         raise UserError(
             f"recipe {prepared.recipe.name} refits experts on the tokens that reach them once others are gone, which "

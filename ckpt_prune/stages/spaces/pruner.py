@@ -34,7 +34,6 @@ class Pruner:
     """Prunes the blocks of one model.
 
     Args:
-        model: the dense model.
         decisions: how many units stay, and what else is decided for each site.
         biases: linear modules of a block that have a bias in the output container.
         device: where the closed forms are solved, in float64.
@@ -70,7 +69,7 @@ class Pruner:
     def _refit(self, dense: Tensors, tensors: dict[str, Tensor], plan: SitePlan, source: MomentSource) -> SitePlan:
         """Fit what stays to what the block lacks. Experts must be gone, since that decides which tokens they get."""
         solver = solver_of(self.model, self.decisions.recipe, plan.site.space, self.device)
-        spaces = solver.refitted(len(plan.kept)) if len(plan.kept) < plan.units else []
+        spaces = solver.list_refitted(len(plan.kept)) if len(plan.kept) < plan.units else []
         sweeps: list[dict[str, Any]] = []
         for _ in range(SWEEPS if spaces else 0):
             with phase("calibration"):

@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.job.decisions import planned
+from ckpt_prune.job.decisions import decide_by_plan
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.run import Run
 from ckpt_prune.job.walk import walk
@@ -32,7 +32,7 @@ def choose_widths(prepared: Prepared) -> Prepared:
         check_enough_samples(sized)  # what it asks depends on the ratio
     if not sized.widths_known:
         return sized
-    decisions = planned(sized.model, sized.plan) if sized.plan is not None else decide(sized, ranking)
+    decisions = decide_by_plan(sized.model, sized.plan) if sized.plan is not None else decide(sized, ranking)
     return plan_output(replace(sized, decided=decisions, planned=None))
 
 

@@ -77,7 +77,9 @@ def sections(report: Report) -> list[Section]:
             "Nothing was measured per layer: errors and diagnostics need statistics with Grams "
             "(ckpt-prune calibrate --collect moments,gram)."
         )
-    return [Section("Units", sentences, explanations, tables=_kept(sites), figures=figures, details=_details(sites))]
+    return [
+        Section("Units", sentences, explanations, tables=_make_table(sites), figures=figures, details=_details(sites))
+    ]
 
 
 def _by_space(sites: Sequence[SiteRecord]) -> dict[str, list[SiteRecord]]:
@@ -106,7 +108,7 @@ def mean_held_out(sites: Sequence[SiteRecord]) -> float | None:
     return mean_of([site.error_held_out for site in sites if site.method != "none"])
 
 
-def _kept(sites: Sequence[SiteRecord]) -> Sequence[Table]:
+def _make_table(sites: Sequence[SiteRecord]) -> Sequence[Table]:
     """Make the table with a row for every space: its units, and the means of its errors."""
 
     def error(pair: tuple[float, float] | None, which: int) -> str | None:

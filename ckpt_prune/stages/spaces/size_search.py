@@ -283,7 +283,7 @@ def output_size(prepared: Prepared, kind: SizeKind, widths: Widths) -> int:
 def time_in_stream(prepared: Prepared, kept: int) -> int:
     """Return the time of the state's model with a residual stream of so many dimensions, before anything else goes."""
     assert prepared.job.latencies is not None
-    return prepared.job.latencies.narrowed(kept).of(prepared.model.blocks)
+    return prepared.job.latencies.narrow(kept).of(prepared.model.blocks)
 
 
 def _latencies(prepared: Prepared) -> Latencies:
@@ -291,4 +291,4 @@ def _latencies(prepared: Prepared) -> Latencies:
     latencies = prepared.job.latencies
     assert latencies is not None
     sliced = prepared.basis if isinstance(prepared.basis, SlicedCheckpoint) else None
-    return latencies.narrowed(prepared.model.dimension("hidden") if sliced is None else sliced.kept)
+    return latencies.narrow(prepared.model.dimension("hidden") if sliced is None else sliced.kept)

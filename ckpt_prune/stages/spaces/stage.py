@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from ckpt_prune.job.prepared import Prepared
     from ckpt_prune.job.run import Run
     from ckpt_prune.job.step import BlockPruner, Step
-    from ckpt_prune.show.section import Section
-    from ckpt_prune.stages.report import Report
 
 
 class Spaces(Stage):
@@ -196,10 +194,3 @@ class Spaces(Stage):
 
         sites = [SiteRecord.model_validate(record.model_dump(exclude={"scores"})) for record in records]
         return {"sites": sites, "lambda_search": run.done.get("search")}
-
-    @classmethod
-    def sections(cls, report: "Report") -> "Sequence[Section]":
-        """Return what a report says of the stage."""
-        from ckpt_prune.stages.spaces import show
-
-        return show.sections(report)

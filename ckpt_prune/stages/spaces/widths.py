@@ -106,7 +106,7 @@ def dense_ranking(prepared: Prepared) -> dict[Site, list[RankedUnits]]:
                     effects = effects_on(statistics, model.site_name(block, space), score)
                     counts = [count for count, _ in effects]
                     predicted = solver.tried_errors(block, tensors, folds, counts, errors, metric[name])
-                    errors = scaled(errors, effects, predicted)
+                    errors = scale_curve(errors, effects, predicted)
                 ranking.setdefault(Site(block, space), []).append(RankedUnits(score, scores.cpu(), errors))
         return ranking
 
@@ -142,7 +142,7 @@ def known_curves(
             return False
         recipe = trial_recipe(prepared.model, block, space, tensors[space])
         trial = ColumnSolver(prepared.model, recipe, space, prepared.device)
-        return solver.centred(block, tensors[space]) == trial.centred(block, tensors[space])
+        return solver.is_centred(block, tensors[space]) == trial.is_centred(block, tensors[space])
 
     return {key: pair for key, pair in curves.items() if is_own(key[0])}
 
@@ -163,7 +163,9 @@ def _scale_spaces(
 
     def scale(units: RankedUnits, space: str) -> RankedUnits:
         errors = _errors(units)
-        return replace(units, errors=scaled(errors, [(k, float(errors[k]) * factor) for k, factor in factors[space]]))
+        return replace(
+            units, errors=scale_curve(errors, [(k, float(errors[k]) * factor) for k, factor in factors[space]])
+        )
 
     return {
         site: [scale(units, site.space) if factors.get(site.space) else units for units in by_score]
@@ -192,7 +194,7 @@ def weighed_by_energy(curve: Tensor) -> Tensor:
     return curve / curve[-1] if curve[-1] > 0 else curve
 
 
-def scaled(curve: Tensor, effects: list[tuple[int, float]], predicted: Sequence[float] | None = None) -> Tensor:
+def scale_curve(curve: Tensor, effects: list[tuple[int, float]], predicted: Sequence[float] | None = None) -> Tensor:
     """Return a curve of predicted divergences scaled to go through measured ones, keeping its shape between them.
 
     Args:

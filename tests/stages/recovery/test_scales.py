@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ckpt_prune.stages.recovery import scales as module
 from ckpt_prune.stages.recovery.block_training import SampleSplit
-from ckpt_prune.stages.recovery.scales import FittedScales, ModelInBlocks, apply_scales, fit_scales
+from ckpt_prune.stages.recovery.records import Trained
+from ckpt_prune.stages.recovery.scales import ModelInBlocks, Scales, apply_scales, fit_scales
 from tests.encoders import Pixels
 from tests.oracles import scales as oracle
 
@@ -37,7 +38,7 @@ class Pair:
     def of(cls, twins: Twins) -> "Pair":
         return cls(twins, twins.disk(), twins.disk(twins.pruned()))
 
-    def fit(self, **changes: object) -> FittedScales:
+    def fit(self, **changes: object) -> Trained[Scales]:
         chosen = settings(**{"lr": 0.02, "epochs": 4} | changes)
         split = SampleSplit.of(SAMPLES, chosen.held_out)
         ours = self.twins.stream(self.pruned, sizes=split.sizes(chosen))
@@ -48,9 +49,9 @@ class Pair:
         )
         return fit_scales(next(sides), next(sides), self.twins.data, split, chosen, seed=0)
 
-    def outputs(self, fitted: FittedScales | None, rows: Tensor, weights: Weights) -> list[Tensor]:
+    def outputs(self, fitted: Trained[Scales] | None, rows: Tensor, weights: Weights) -> list[Tensor]:
         """Of a whole model in float64 with these weights, scaled."""
-        own = weights if fitted is None else weights | apply_scales(weights, fitted.scales)
+        own = weights if fitted is None else weights | apply_scales(weights, fitted.kept)
         stream = self.twins.stream(own)
         for block in range(BLOCKS):
             stream.advance(block, self.twins.block(block, own))
@@ -60,7 +61,7 @@ class Pair:
         ]
         return [torch.cat(each) for each in zip(*found, strict=True)]
 
-    def divergence(self, fitted: FittedScales | None, rows: Tensor) -> float:
+    def divergence(self, fitted: Trained[Scales] | None, rows: Tensor) -> float:
         theirs, ours = self.outputs(None, rows, self.dense), self.outputs(fitted, rows, self.pruned)
         return float(oracle.divergence(theirs, ours, logits=self.twins.variant not in HEADLESS))
 
@@ -123,38 +124,38 @@ def test_what_is_told_is_the_divergence_of_the_scaled_model(twins_of, variant):
     pair = Pair.of(twins_of(variant))
     fitted = pair.fit()
     measured = SampleSplit.of(SAMPLES, 0.2).measured
-    assert fitted.before == pytest.approx(pair.divergence(None, measured), rel=1e-5)
-    assert fitted.after == pytest.approx(pair.divergence(fitted, measured), rel=1e-5)
-    assert fitted.after < 0.99 * fitted.before
+    assert fitted.loss_before == pytest.approx(pair.divergence(None, measured), rel=1e-5)
+    assert fitted.loss_after == pytest.approx(pair.divergence(fitted, measured), rel=1e-5)
+    assert fitted.loss_after < 0.99 * fitted.loss_before
     assert (fitted.steps, fitted.epochs, fitted.rate) == (4 * 3, 4, 0.02)
-    assert fitted.parameters == sum(sum(pair.pruned[name].shape) for name in fitted.scales)
+    assert fitted.parameters == sum(sum(pair.pruned[name].shape) for name in fitted.kept)
 
 
 def test_names_shapes_dtypes_and_zeros_stay(twins_of):
     pair = Pair.of(twins_of("llama-gqa-tied"))
     fitted = pair.fit(epochs=1, held_out=0)
     stored = {name: tensor.bfloat16() for name, tensor in pair.twins.block(1, pair.pruned).items()}
-    new = apply_scales(stored, fitted.scales)
+    new = apply_scales(stored, fitted.kept)
     assert new.keys() == stored.keys()
     for name, tensor in stored.items():
         assert (new[name].shape, new[name].dtype) == (tensor.shape, torch.bfloat16)
         assert torch.equal(new[name] == 0, tensor == 0)
-        assert torch.equal(new[name], tensor) == (name not in fitted.scales)
+        assert torch.equal(new[name], tensor) == (name not in fitted.kept)
     linears = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    assert {name.split(".")[-2] for name in fitted.scales} == set(linears)
+    assert {name.split(".")[-2] for name in fitted.kept} == set(linears)
 
 
 def test_where_nothing_is_gained_there_are_no_scales(twins_of):
     pair = Pair.of(twins_of("llama-gqa-tied"))
     same = replace(pair, pruned=pair.dense).fit()
-    assert (same.scales, same.before, same.after) == ({}, 0.0, 0.0)
+    assert (same.kept, same.loss_before, same.loss_after) == ({}, 0.0, 0.0)
     lost = Pair.of(twins_of("opt")).fit(lr=1e4, patience=1)
-    assert (lost.scales, lost.after, lost.epochs) == ({}, lost.before, 1)
+    assert (lost.kept, lost.loss_after, lost.epochs) == ({}, lost.loss_before, 1)
 
 
 def test_without_held_out_samples_the_last_epoch_stays(twins_of):
     pair = Pair.of(twins_of("llama-gqa-tied"))
     fitted = pair.fit(held_out=0, lr=0.3, epochs=2)
-    assert fitted.scales
-    assert math.isfinite(fitted.after)
-    assert fitted.after != fitted.before
+    assert fitted.kept
+    assert math.isfinite(fitted.loss_after)
+    assert fitted.loss_after != fitted.loss_before

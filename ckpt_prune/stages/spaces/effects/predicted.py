@@ -67,7 +67,9 @@ def measure_spaces(
         fitted = refits.of(block, tensors)
         for (space, count, single), own in zip(own_variants, states, strict=True):
             score = single or _best(predicted[model.site_name(block, space)], count)
-            stream.pass_through(stream.factory.build_block(block, fitted.pruned(space, score, count)), block, own, own)
+            stream.pass_through(
+                stream.factory.build_block(block, fitted.prune_site(space, score, count)), block, own, own
+            )
         stream.advance(block, tensors)
     readout = stream.readout()
     mixed: dict[SpaceName, dict[int, float]] = {}

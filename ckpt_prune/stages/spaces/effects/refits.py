@@ -86,7 +86,7 @@ class BlockRefits:
 
     def mean(self, space: SpaceName, score: str) -> Tensor | None:
         """Return the mean of a consumer's inputs, (d_in,) float64, if a bias makes up for it."""
-        return self.moments[space].mean if self._solver(space, score).centred(self.block, self.tensors) else None
+        return self.moments[space].mean if self._solver(space, score).is_centred(self.block, self.tensors) else None
 
     def order(self, space: SpaceName, score: str) -> DropOrder:
         """Return the order in which units of a site go by a score."""
@@ -115,7 +115,7 @@ class BlockRefits:
         costs = self.order(space, score).costs(metric.mean.to(self.shared.device))
         return scores, (costs[:: self.shared.model.copies(space)] / self.moments[space].count / 2).cpu()
 
-    def pruned(self, space: SpaceName, score: str, count: int) -> dict[str, Tensor]:
+    def prune_site(self, space: SpaceName, score: str, count: int) -> dict[str, Tensor]:
         """Return the block's tensors with `count` units of a site gone: as zeros, in the shapes they had."""
         lost, mean = self.lost(space, score, count).cpu().double(), self.mean(space, score)
         consumer = self.shared.model.family.columns[space].consumer

@@ -85,7 +85,6 @@ class Solver(ABC):
         """Return the errors of dropping the units of least score while the others make up for them.
 
         Args:
-            scores: as `scores` returns them.
             fisher: the metric at the site; None counts errors of its own output instead.
 
         Returns:
@@ -127,7 +126,7 @@ class Solver(ABC):
         """
         return None
 
-    def refitted(self, count: int) -> list[SpaceName]:
+    def list_refitted(self, count: int) -> list[SpaceName]:
         """Return spaces whose consumers are fitted again after a block has lost all that goes, with `count` units left.
 
         Only experts have such spaces.

@@ -89,12 +89,11 @@ class ColumnSolver(Solver):
 
         Args:
             moments: of the consumer's input, of all folds, with a Gram.
-            scores: as `scores` returns them.
         """
         weight = tensors[self._consumer(block)].to(self.device)
         if moments.gram is None:
             raise UserError("errors of every width need Grams: calibrate with --collect moments,gram")
-        gram = centre_gram(moments.gram, moments) if self.centred(block, tensors) else moments.gram
+        gram = centre_gram(moments.gram, moments) if self.is_centred(block, tensors) else moments.gram
         copies = self.model.copies(self.space)
         order = scores.view(copies, -1).argsort(dim=-1, stable=True)
         order += torch.arange(copies, device=order.device)[:, None] * order.shape[1]
@@ -142,7 +141,7 @@ class ColumnSolver(Solver):
         """Return the columns of some units of the site, in the consumer's weight as it is solved."""
         return self.model.consumer_columns(self.space, units)
 
-    def centred(self, block: int, tensors: Tensors) -> bool:
+    def is_centred(self, block: int, tensors: Tensors) -> bool:
         """Return True if the kept columns may get a bias, which makes up for every mean."""
         return any(METHODS[method].adds_bias for method in self._methods(block, tensors))
 

@@ -52,7 +52,7 @@ class ExpertSolver(Solver):
         kept = self.select(scores, decision.keep) if decision.kept is None else decision.kept
         return self._plan(block, None, kept, scores), None if len(kept) == len(scores) else {}
 
-    def refitted(self, count: int) -> list[SpaceName]:
+    def list_refitted(self, count: int) -> list[SpaceName]:
         """Return spaces of the experts that stay, which are numbered anew; none if the recipe leaves them alone."""
         if not METHODS[self.own.compensation.method].uses_strength:
             return []
@@ -100,7 +100,7 @@ class ExpertSolver(Solver):
 
     def samples_needed(self, kept: int, tokens: int) -> tuple[int, str]:
         """Return how many samples send every expert as many tokens as its last projection has inputs."""
-        consumers = self.refitted(1)
+        consumers = self.list_refitted(1)
         if not consumers:
             return 1, "0 unknowns"
         inputs = self.model.units(consumers[0]) * self.model.unit_columns(consumers[0])

@@ -62,7 +62,7 @@ class LogitSolver(HeadSolver[LogitMoments]):
 
         Else what the dropped dimensions carry, as if nothing made up for them.
         """
-        moments = self._fitted(sum_folds(self._moments(folds)))
+        moments = self._choose_keys(sum_folds(self._moments(folds)))
         if self.method.width_errors is not None:
             return self._over_heads(self.method.width_errors(moments) / moments.samples, fisher)
         energies = moments.logit_energy().double()
@@ -89,8 +89,7 @@ class LogitSolver(HeadSolver[LogitMoments]):
             divergences.append(float(self._over_heads(lost[:, None] / moments.samples, fisher)))
         return divergences
 
-    def _fitted(self, moments: LogitMoments) -> LogitMoments:
-        """Return the moments that logits are fitted with."""
+    def _choose_keys(self, moments: LogitMoments) -> LogitMoments:
         return moments.with_keys(centred=bool(self.own.compensation.centre_keys))
 
     def select(self, scores: Tensor, keep: int) -> Tensor:
@@ -106,7 +105,7 @@ class LogitSolver(HeadSolver[LogitMoments]):
         values = [tensors[name].to(self.device) if name in tensors else None for name in biases]
         fit = logit.fit_unmeasured(kept, self.model.units(self.space))
         if folds:
-            fit = self._fit(plan, kept, [self._fitted(each) for each in folds], planned)
+            fit = self._fit(plan, kept, [self._choose_keys(each) for each in folds], planned)
         new = zip([*names, *biases], absorb(query, key, values[0], values[1], fit.left, fit.right), strict=True)
         return {name: tensor.cpu() for name, tensor in new if tensor is not None}
 
@@ -131,7 +130,7 @@ class LogitSolver(HeadSolver[LogitMoments]):
     def shift(self, tensors: Tensors, folds: SpaceMoments, test: SpaceMoments, solved: SolvedSite) -> SiteShift | None:
         """Make the fit once more, and compare its logits with those of the other samples; exact, from the moments."""
         plan, method, units = solved[0], self.method, self.own.compensation.lambda_units
-        whole, other = (self._fitted(sum_folds(self._moments(each))) for each in (folds, test))
+        whole, other = (self._choose_keys(sum_folds(self._moments(each))) for each in (folds, test))
         kept = in_heads(torch.tensor(plan.kept), whole.heads, whole.head_dim).to(self.device)
         system, other_system = (logit.logit_system(each, kept) for each in (whole, other))
         fit = method.fit(whole, system, kept, plan.strength or 0.0, units)

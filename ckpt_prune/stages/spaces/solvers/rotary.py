@@ -81,7 +81,7 @@ class RotarySolver(HeadSolver[RotaryMoments]):
         new: dict[str, Tensor] = {}
         query, key = self.description.readers
         for module, absorbed, copies in ((query, factors, self.model.dimension("group")), (key, None, 1)):
-            if module not in self.description.rewritten(plan.method):
+            if module not in self.description.list_rewritten(plan.method):
                 continue
             for name in (self.model.tensor(plan.block, module, kind) for kind in KINDS):
                 if name in tensors:

@@ -109,6 +109,6 @@ class ValueSolver(ColumnSolver):
         whole = sum_folds(folds)
         if whole.gram is None:
             raise UserError("score principal needs Grams: calibrate with --collect moments,gram")
-        gram = centre_gram(whole.gram, whole) if self.centred(block, tensors) else whole.gram
+        gram = centre_gram(whole.gram, whole) if self.is_centred(block, tensors) else whole.gram
         weight = tensors[self._consumer(block)].to(gram.device)
         return principal_values(weight, gram, self.model.copies(self.space), self.model.units(self.space))

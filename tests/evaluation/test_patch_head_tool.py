@@ -1,27 +1,36 @@
-"""`evaluate --images --patch-head`: a linear head on the patches of images, against label maps."""
+"""`tools/probe_features.py patches`: a linear head on the patches of images, against label maps."""
 
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from PIL import Image
 from safetensors.torch import save_file
 from transformers import Dinov2WithRegistersConfig, Dinov2WithRegistersModel
 
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.measure.samples.image_files import ImageFiles
 from ckpt_prune.measure.samples.image_processor import load_processor
 from ckpt_prune.measure.samples.images import ImageSamples
-from tests.cli.running import ok, refused
 from tests.images import write_processor
 from tests.oracles.dense_labels import drawn_out, miou, normalised
+from tools.probe_features import main
 
 COLOURS = ((250, 10, 10), (10, 250, 10), (10, 10, 250))
 COUNT, SIDE = 6, 32
-ARGS = ("--images", "pictures", "--patch-head", "head.safetensors", "--label-maps", "maps")
+ARGS = ("--images", "pictures", "--head", "head.safetensors", "--label-maps", "maps")
+
+
+def measured(*args: str) -> dict[str, Any]:
+    result = CliRunner().invoke(main, args, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
 
 
 @pytest.fixture
@@ -104,7 +113,7 @@ def picked(name: str, head: dict[str, torch.Tensor]) -> list[int]:
 def test_segmentation_of_both_models(here):
     head = fitted()
     save_file(head, "head.safetensors")
-    said = json.loads(ok("evaluate", "base", "--against", "other", *ARGS, "--json"))
+    said = measured("patches", "base", "--against", "other", *ARGS)
     truth = seen().flatten().tolist()
     classes = [picked(name, head) for name in ("base", "other")]
     own, other = (miou(each, truth, 3) for each in classes)
@@ -121,29 +130,13 @@ def test_segmentation_of_both_models(here):
 
     assert said == {
         "model": "base",
-        "patch_head": "head.safetensors",
         **score(own),
         "images": COUNT,
         "size": [16, 16],
         "agreement": near(same),
         "against": {"model": "other", **score(other)},
-        "skipped": [],
     }
     assert own[0] > 0.8 > other[0]
-
-    def line(name, found):
-        return f"{name:<5}  {found['miou']:>6.2%}          {found['accuracy']:>6.2%}   1,530"
-
-    assert ok("evaluate", "base", "--against", "other", *ARGS).splitlines() == [
-        "model    mIoU  pixel accuracy  pixels",
-        line("base", said),
-        line("other", said["against"]),
-        "",
-        "head.safetensors on 6 images, compared at 16 x 16 pixels",
-        "",
-        f"difference {said['miou'] - said['against']['miou']:+.2%} of mIoU, same class in {said['agreement']:.1%} of "
-        "the pixels",
-    ]
 
 
 def test_depth(here):
@@ -162,19 +155,9 @@ def test_depth(here):
         plane = drawn_out((image @ head["weight"][0].double() + 500).tolist(), 16, 16)
         found += [value for row in plane for value in row]
     errors = [(a - b) ** 2 for a, b in zip(found, truth, strict=True) if b]
-    said = json.loads(ok("evaluate", "base", *ARGS, "--json"))
+    said = measured("patches", "base", *ARGS)
     assert said["rmse"] == pytest.approx(math.sqrt(sum(errors) / len(errors)), rel=1e-5)
-    assert (said["pixels"], said["agreement"], said["against"]) == (len(errors), None, None)
-    told = f"{said['rmse']:>4.4g}"
-    assert ok("evaluate", "base", "--against", "base", *ARGS).splitlines() == [
-        f"model  {'RMSE':>{len(told)}}  pixels",
-        f"base   {told}   {len(errors):,}",
-        f"base   {told}   {len(errors):,}",
-        "",
-        "head.safetensors on 6 images, compared at 16 x 16 pixels",
-        "",
-        "difference +0",
-    ]
+    assert said["pixels"] == len(errors)
 
 
 def test_refusals(here):
@@ -188,27 +171,24 @@ def test_refusals(here):
         Path(folder).mkdir()
     Image.new("L", (16, 16)).save("small/0.png")
     Image.new("RGB", (SIDE, SIDE)).save("coloured/0.png")
-    images, head, maps = ("--images", "pictures"), ("--patch-head", "head.safetensors"), ("--label-maps", "maps")
+    head, maps = ("--head", "head.safetensors"), ("--label-maps", "maps")
     for args, message in {
-        (*head, *maps, "--text", "x.txt", "--window", "4"): "--patch-head goes with --images",
-        (*images, *head): "--patch-head and --label-maps go together",
-        (*images, *head, *maps, "--probe", "knn"): "--probe and --patch-head: each is measured in a call of its own",
-        (*images, "--patch-head", "no.safetensors", *maps): "no.safetensors: no such head",
-        (*images, "--patch-head", "wide.safetensors", *maps): "the head reads 32 numbers of a patch, the model gives "
+        ("--head", "no.safetensors", *maps): "no.safetensors: no such head",
+        ("--head", "wide.safetensors", *maps): "the head reads 32 numbers of a patch, the model gives "
         "16: heads on several blocks, or with the class token beside every patch, are not read",
-        (*images, "--patch-head", "biased.safetensors", *maps): "biased.safetensors: bias is 2, not 3 for a weight of "
-        "3 x 16",
-        (*images, "--patch-head", "half.safetensors", *maps): "half.safetensors: bn.weight without bn.running_mean and "
-        "bn.running_var",
-        (*images, "--patch-head", "odd.safetensors", *maps): "odd.safetensors: tensor conv.weight is not of a linear "
+        ("--head", "biased.safetensors", *maps): "biased.safetensors: bias is 2, not 3 for a weight of 3 x 16",
+        ("--head", "half.safetensors", *maps): "half.safetensors: bn.weight without bn.running_mean and bn.running_var",
+        ("--head", "odd.safetensors", *maps): "odd.safetensors: tensor conv.weight is not of a linear "
         "head on patches: weight (outputs, d), and perhaps bias and bn.running_mean, bn.running_var, bn.weight, "
         "bn.bias",
-        (*images, "--patch-head", "two.safetensors", *maps): "maps/0.png: label 2, and the head has 2 classes (0 to 1; "
+        ("--head", "two.safetensors", *maps): "maps/0.png: label 2, and the head has 2 classes (0 to 1; "
         "255 is ignored)",
-        (*images, *head, "--label-maps", "none"): "none: no such folder of label maps",
-        (*images, *head, "--label-maps", "few"): "few/0.png: no such label map, which pictures/0.png needs",
-        (*images, *head, "--label-maps", "small"): "small/0.png is 16 x 16 pixels, its image pictures/0.png is 32 x 32",
-        (*images, *head, "--label-maps", "coloured"): "coloured/0.png is a picture of mode RGB: a label map has one "
+        (*head, "--label-maps", "none"): "none: no such folder of label maps",
+        (*head, "--label-maps", "few"): "few/0.png: no such label map, which pictures/0.png needs",
+        (*head, "--label-maps", "small"): "small/0.png is 16 x 16 pixels, its image pictures/0.png is 32 x 32",
+        (*head, "--label-maps", "coloured"): "coloured/0.png is a picture of mode RGB: a label map has one "
         "number a pixel",
     }.items():
-        assert refused("evaluate", "base", *args) == message
+        with pytest.raises(UserError) as error:
+            measured("patches", "base", "--images", "pictures", *args)
+        assert str(error.value) == message

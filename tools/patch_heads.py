@@ -1,9 +1,9 @@
-"""A linear head on every patch of an image: classes (segmentation) or a number (depth) (README.md, section 7)."""
+"""A linear head on every patch of an image: classes (segmentation) or a number (depth)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,9 +15,8 @@ from ckpt_prune.checkpoint.shard import read_header
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.finite import all_finite
 from ckpt_prune.evaluation.batches import check_finite, iterate_samples
-from ckpt_prune.evaluation.display import Figures
-from ckpt_prune.evaluation.probes import patch_grid
 from ckpt_prune.measure.samples.samples import Samples, move_batch
+from tools.label_maps import LabelMaps
 
 _PREFIXES = ("decode_head.", "conv_seg.")
 """Of names in DINOv2's released heads, before `weight` and `bias` of the 1 × 1 convolution."""
@@ -94,7 +93,7 @@ def _shape(tensor: Tensor) -> str:
 
 
 @dataclass(frozen=True)
-class Segmentation(Figures):
+class Segmentation:
     """How often a head is right about the class of a pixel.
 
     Attributes:
@@ -104,33 +103,31 @@ class Segmentation(Figures):
         pixels: that are labelled.
     """
 
-    columns = (("mIoU", "miou", ".2%"), ("pixel accuracy", "accuracy", ".2%"), ("pixels", "pixels", ","))
     miou: float
     accuracy: float
-    classes: tuple[float | None, ...] = field(repr=False)
+    classes: tuple[float | None, ...]
     pixels: int
 
 
 @dataclass(frozen=True)
-class Depth(Figures):
+class Depth:
     """Root of the mean squared error of a head's numbers over pixels that have one, in the unit of the maps."""
 
-    columns = (("RMSE", "rmse", ".4g"), ("pixels", "pixels", ","))
     rmse: float
     pixels: int
 
 
-class Maps(Protocol):
-    """Labels of the pixels of images."""
-
-    def read(self, index: int) -> Tensor:
-        """Return those of one image, (height, width) int64; −1 if a pixel has none."""
-        ...
+def patch_grid(config: Any, batch: dict[str, Tensor]) -> tuple[int, int]:
+    """Return rows and columns of the patches that every image of a batch is cut into."""
+    patch = config.patch_size
+    height, width = (patch, patch) if isinstance(patch, int) else patch
+    rows, columns = batch["pixel_values"].shape[-2:]
+    return rows // height, columns // width
 
 
 @torch.inference_mode()
 def measure_patch_head(
-    models: Sequence[PreTrainedModel], head: PatchHead, samples: Samples, maps: Maps
+    models: Sequence[PreTrainedModel], head: PatchHead, samples: Samples, maps: LabelMaps
 ) -> tuple[list[Segmentation | Depth], float | None]:
     """Read patches of the last hidden states, behind their norm, out by a head, and compare the outputs with maps.
 
