@@ -1,8 +1,8 @@
 """Scores of whole units that are no sum over the columns of an output projection: higher = keep. Pure functions.
 
 Each takes the consumer's weight (d_out, d), the moments of its input (d,), the number of adjacent columns that make a
-unit, and `centred`: whether the kept columns may get a bias, which makes up for every mean. Each returns
-(d / per_unit,) float64.
+unit, and `centred`: whether the kept columns may get a bias, which makes up for every mean. `count` says how many units
+will go, if that is all the scores are for: those of the others may be rough. Each returns (d / per_unit,) float64.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ckpt_prune.measure.moments.inputs import Moments, Taylor
 
 
-def obs(weight: Tensor, moments: Moments, per_unit: int, *, centred: bool) -> Tensor:
+def obs(weight: Tensor, moments: Moments, per_unit: int, *, centred: bool, count: int | None = None) -> Tensor:
     """Error per token of dropping a unit and all cheaper ones, once the others are refitted (`scoring.obs`).
 
     Sorted they are the cost curve J(k).
@@ -27,7 +27,7 @@ def obs(weight: Tensor, moments: Moments, per_unit: int, *, centred: bool) -> Te
     if moments.gram is None:
         raise ValueError("score obs needs second moments: collect statistics with a Gram")
     gram = centre_gram(moments.gram, moments) if centred else moments.gram
-    return remove_greedily(weight, gram, per_unit).scores / moments.count
+    return remove_greedily(weight, gram, per_unit, count=count).scores / moments.count
 
 
 def centre_gram(gram: Tensor, moments: Moments) -> Tensor:
@@ -35,12 +35,12 @@ def centre_gram(gram: Tensor, moments: Moments) -> Tensor:
     return gram.double().addr(moments.mean, moments.mean, alpha=-moments.count)
 
 
-def taylor1(weight: Tensor, moments: Moments, per_unit: int, *, centred: bool) -> Tensor:
+def taylor1(weight: Tensor, moments: Moments, per_unit: int, *, centred: bool, count: int | None = None) -> Tensor:
     """Σ |g w| over a unit's weights, LLM-Pruner's first order, as the statistics hold it."""
     return _taylor(moments).first
 
 
-def taylor2(weight: Tensor, moments: Moments, per_unit: int, *, centred: bool) -> Tensor:
+def taylor2(weight: Tensor, moments: Moments, per_unit: int, *, centred: bool, count: int | None = None) -> Tensor:
     """Σ |g w − ½ Σ_s (g_s w)²|, LLM-Pruner's second order, as the statistics hold it."""
     return _taylor(moments).second
 

@@ -221,3 +221,27 @@ def test_what_float32_gets_wrong_is_done_in_float64(monkeypatch):
     # Hardly any damping, which nothing but float64 resolves.
     monkeypatch.setattr(obs, "AGREES", 1.0)
     assert torch.equal(remove_greedily(weight, gram, damp=1e-6).costs[-1:] > 0, torch.tensor([True]))
+
+
+@pytest.mark.parametrize("per_unit", [1, 3])
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("count", [0, 1, 5, 11, 12])
+def test_an_order_may_end_with_the_units_that_go(monkeypatch, count, wide, per_unit):
+    """In float32, too, where what is left is known to cost the rest of the whole."""
+    small_blocks(monkeypatch, 7, 5)
+    monkeypatch.setattr(obs, "WIDE", 1 if wide else 10**6)
+    weight, gram = layer(9, 12 * per_unit, seed=3)
+    whole, found = (remove_greedily(weight, gram, per_unit, count=number) for number in (None, count))
+    assert found.order[:count].tolist() == whole.order[:count].tolist()
+    assert sorted(found.order.tolist()) == list(range(12))
+    torch.testing.assert_close(found.costs[:count], whole.costs[:count], rtol=1e-5 if wide else 1e-10, atol=0)
+    kept = [select(removal.scores, 12 - count).tolist() for removal in (whole, found)]
+    assert kept[0] == kept[1]
+    if count < 12:
+        nexts = [
+            oracle.cost(weight, gram, found.strength, [*whole.order[:count].tolist(), u], per_unit) for u in range(12)
+        ]
+        expected = sorted(cost for unit, cost in enumerate(nexts) if unit in found.order[count:].tolist())
+        torch.testing.assert_close(
+            found.costs[count:], torch.tensor(expected, dtype=torch.float64), rtol=1e-4 if wide else 1e-9, atol=0
+        )

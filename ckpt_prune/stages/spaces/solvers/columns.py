@@ -158,7 +158,10 @@ class ColumnSolver(Solver):
         whole = sum_folds(moments) if moments else None
         scores = decision.scores
         if scores is None:
-            scores = self._unit_scores(weight, whole, methods, decision.score)
+            # Copies lose as many units each, whatever their order together.
+            single = self.model.copies(self.space) == 1 and weight.shape[1] > WIDE
+            count = self.model.site_units(self.space) - decision.keep if single else None
+            scores = self._unit_scores(weight, whole, methods, decision.score, count)
         kept = self.select(scores, decision.keep) if decision.kept is None else decision.kept
         plan = self._plan(block, name, kept, scores)
         plan.score = decision.score
@@ -251,16 +254,24 @@ class ColumnSolver(Solver):
 
     @phase("ranking")
     def _unit_scores(
-        self, weight: Tensor, moments: Moments | None, methods: list[str], score: str | None = None
+        self,
+        weight: Tensor,
+        moments: Moments | None,
+        methods: list[str],
+        score: str | None = None,
+        count: int | None = None,
     ) -> Tensor:
-        """Return the score of every unit, (units,) float64, if one of `methods` makes up for what goes."""
+        """Return the score of every unit, (units,) float64, if one of `methods` makes up for what goes.
+
+        With `count`, scores are for choosing so many units alone.
+        """
         name, per_unit = score or self.own.score, self.model.unit_columns(self.space)
         if name not in UNIT_SCORES:
             return unit_scores(self.column_scores(weight, moments, name), per_unit)
         if moments is None:
             raise ValueError(f"score {name} needs moments")
         centred = any(METHODS[method].adds_bias for method in methods)
-        return UNIT_SCORES[name].function(weight, moments, per_unit, centred=centred)
+        return UNIT_SCORES[name].function(weight, moments, per_unit, centred=centred, count=count)
 
 
 @dataclass(frozen=True)
