@@ -255,12 +255,12 @@ def lack_from_moments(weight: Tensor, moments: Moments, kept: Tensor) -> Blend:
     lost = weight[:, dropped].double()
     gram = torch.empty(len(kept), len(kept), dtype=torch.float64, device=weight.device)
     for part, rows in _chunks(kept):
-        gram[part] = moments.gram[rows][:, kept].double()
+        gram[part] = moments.gram.index_select(0, rows).index_select(1, kept)
     cross, energy = torch.zeros(len(weight), len(kept), dtype=torch.float64, device=weight.device), 0.0
     for part, rows in _chunks(dropped):
-        block = moments.gram[rows]
-        cross += lost[:, part] @ block[:, kept].double()
-        energy += float(((lost @ block[:, dropped].double().T) * lost[:, part]).sum())
+        block = moments.gram.index_select(0, rows)
+        cross += lost[:, part] @ block.index_select(1, kept).double()
+        energy += float(((lost @ block.index_select(1, dropped).double().T) * lost[:, part]).sum())
     rounding = max(torch.finfo(moments.gram.dtype).eps, torch.finfo(torch.float32).eps ** 2)
     fit = Fit(moments.count, moments.sum[kept], lost @ moments.sum[dropped], gram, cross, energy, rounding)
     if moments.drift is None:

@@ -37,7 +37,9 @@ LIBRARIES = 160 * 2**20
 _BACKWARD = 3
 """Time of a run and a pass back through it, as a multiple of the run."""
 _SHARE = 4
-"""A solve is timed at a width that is this many times smaller: it grows with the cube of the width."""
+"""A solve is timed at a width that is this many times smaller, if it is large: it grows with the cube of the width."""
+_LARGE = 1024
+"""Narrower matrices are multiplied at a lower speed."""
 
 
 @dataclass(frozen=True)
@@ -150,13 +152,14 @@ def time_run(model: Model, device: torch.device, dtype: torch.dtype, samples: Sa
 
 def time_solve(model: Model, device: torch.device) -> float:
     """Return the seconds of a solve for the widest input of that block."""
-    part = max(1, _widest(model) // _SHARE)
+    width = _widest(model)
+    part = min(width, max(_LARGE, width // _SHARE))
     gram = torch.eye(part, dtype=torch.float64, device=device)
     torch.linalg.cholesky(gram)  # once to warm up
     start = _clock(device)
     torch.linalg.cholesky(gram)
     gram @ gram
-    return (_clock(device) - start) * _SHARE**3
+    return (_clock(device) - start) * (width / part) ** 3
 
 
 def _clock(device: torch.device) -> float:

@@ -62,7 +62,7 @@ class DropOrder:
         columns = (order.flip(0)[:, None] * per_unit + torch.arange(per_unit, device=order.device)).flatten()
         scale = float(gram.diagonal().double().mean())
         scale = scale if scale > 0 else 1.0
-        sorted_gram = gram[columns][:, columns]
+        sorted_gram = gram.index_select(0, columns).index_select(1, columns)
         factor = _single_factor(sorted_gram, scale, damp) if len(columns) > WIDE else None
         if factor is None:
             factor, _ = damped_cholesky(sorted_gram.double().div_(scale), damp)

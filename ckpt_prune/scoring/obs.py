@@ -126,7 +126,7 @@ def _remove(
 
 def _cost_left(A: Tensor, columns: Tensor, gram: Tensor, scale: float, share: float) -> float:
     """Return the inner product of A, (m, m) of which the lower triangle counts, and G / `scale` + `share` I there."""
-    part = gram[columns][:, columns]
+    part = gram.index_select(0, columns).index_select(1, columns)
     twice = 2 * float((A.tril() * part).sum(dtype=torch.float64)) - float((A.diagonal() * part.diagonal()).sum())
     return twice / scale + share * float(A.diagonal().sum(dtype=torch.float64))
 
