@@ -128,7 +128,8 @@ RUNTIMES: dict[str, Runtime] = {
         "vllm serve OUT --trust-remote-code", "pip install vllm", _SHAPES | {"zeros", "few bits"},
         generates=True, units=_TENSOR_PARALLEL, note="From 0.32 on, which wants transformers before 5.20: "
         "for `validate` make an environment of its own by `pip install vllm click onnx onnxscript tqdm` and `pip "
-        "install --no-deps ckpt-prune`. Blocks of their own shapes run in its Transformers backend; tried with Llamas.",
+        "install --no-deps ckpt-prune`. Blocks of their own shapes run in its Transformers backend; tried with Llamas "
+        "and a Qwen2.",
     ),
     "mlx": Runtime(
         "mlx_lm.generate --model OUT --trust-remote-code", 'pip install "ckpt-prune[mlx]"', _SHAPES | {"zeros"}, _MLX,
