@@ -15,7 +15,7 @@ from ckpt_prune.model.spaces import Rounding, Site, SpaceName
 
 
 @dataclass(frozen=True)
-class Decision:
+class SiteDecision:
     """The decisions for one site.
 
     Attributes:
@@ -57,16 +57,16 @@ class Decisions:
     """
 
     recipe: Recipe
-    sites: Mapping[Site, Decision] = field(default_factory=dict)
+    sites: Mapping[Site, SiteDecision] = field(default_factory=dict)
     losses: Losses | None = None
 
-    def of(self, model: Model, site: Site) -> Decision:
+    def of(self, model: Model, site: Site) -> SiteDecision:
         """Return what is decided for one site."""
         if site in self.sites:
             return self.sites[site]
         if site.block not in self.recipe.blocks(model.blocks):
-            return Decision(model.units(site.space))
-        return Decision(keep_count(model, self.recipe, site.space))
+            return SiteDecision(model.units(site.space))
+        return SiteDecision(keep_count(model, self.recipe, site.space))
 
     def widths(self, model: Model) -> list[dict[SpaceName, int]]:
         """Return units kept per block and space."""
@@ -104,15 +104,15 @@ def rounding_of(model: Model, recipe: Recipe, space: SpaceName) -> Rounding:
 
 def kept_units(model: Model, recipe: Recipe, kept: Mapping[Site, Tensor]) -> Decisions:
     """Return decisions that keep these units."""
-    sites = {site: Decision(len(units) // model.copies(site.space), units) for site, units in kept.items()}
+    sites = {site: SiteDecision(len(units) // model.copies(site.space), units) for site, units in kept.items()}
     return Decisions(recipe, sites)
 
 
 def decide_by_plan(model: Model, plan: Plan) -> Decisions:
     """Return the decisions of a plan."""
-    sites: dict[Site, Decision] = {}
+    sites: dict[Site, SiteDecision] = {}
     for site in plan.sites:
         scores = torch.tensor(site.scores, dtype=torch.float64)
         keep = len(site.kept) // model.copies(site.site.space)
-        sites[site.site] = Decision(keep, torch.tensor(site.kept), scores, site, site.score)
+        sites[site.site] = SiteDecision(keep, torch.tensor(site.kept), scores, site, site.score)
     return Decisions(plan.recipe.at(model.family), sites)

@@ -64,7 +64,7 @@ class BlockKinds:
 
 @dataclass
 class _Run:
-    """What one block did, as far as it has run."""
+    """The run of one block, as far as it has come."""
 
     index: int
     weights: Mapping[int, str]

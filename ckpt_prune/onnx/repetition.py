@@ -202,7 +202,7 @@ class _Repetition:
         return templates
 
     def _find_entered(self, first: _Block, second: _Block) -> onnx_ir.Value:
-        """What the first block of all reads: the value from outside that it uses as the other uses its input."""
+        """Return what the first block of all reads: the value from outside that it uses as the other uses its input."""
 
         def uses(value: onnx_ir.Value, block: _Block) -> list[tuple[str, int]]:
             return sorted(

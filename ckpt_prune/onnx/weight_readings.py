@@ -1,4 +1,4 @@
-"""What a block of a graph reads of its weights: a weight as it is, transposed, or what nodes make of weights alone."""
+"""Readings of weights by a block of a graph: a weight as it is, transposed, or what nodes make of weights alone."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

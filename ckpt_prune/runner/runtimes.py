@@ -23,7 +23,7 @@ def fit_to_runtimes(recipe: Recipe, model: Model, say: Callable[[str], None]) ->
         UserError: one of them does not take the output.
     """
     targets = [read_target(text) for text in recipe.runs_on or []]
-    _check([*targets, *_exported(recipe)], model, model.family.model_type, changes_of_recipe(recipe, model))
+    _check([*targets, *_target_of_export(recipe)], model, model.family.model_type, changes_of_recipe(recipe, model))
     columns = {recipe_space(name): model.unit_columns(name) for name in model.family.columns}
     quantize = recipe.get(Quantize)
     group = 1 if quantize is None else quantize.least_group
@@ -52,13 +52,13 @@ def fit_to_runtimes(recipe: Recipe, model: Model, say: Callable[[str], None]) ->
 
 def check_stored(prepared: Prepared) -> None:
     """Refuse an output whose container one of its recipe's runtimes does not take, as soon as it is known."""
-    targets = [*(read_target(text) for text in prepared.recipe.runs_on or []), *_exported(prepared.recipe)]
+    targets = [*(read_target(text) for text in prepared.recipe.runs_on or []), *_target_of_export(prepared.recipe)]
     if targets and prepared.container_known:
         config = prepared.output.container.config
         _check(targets, prepared.model, str(config["model_type"]), changes_of_config(config))
 
 
-def _exported(recipe: Recipe) -> list[Target]:
+def _target_of_export(recipe: Recipe) -> list[Target]:
     """Return the runtime that the recipe's own export is for."""
     export = recipe.get(Export)
     return [Target("llama.cpp")] if export is not None and export.format == "gguf" else []

@@ -20,7 +20,7 @@ from ckpt_prune.checkpoint.staging import disk_failures
 from ckpt_prune.common.errors import DiskError, UserError, find_unreadable_file
 from ckpt_prune.common.phases import phase
 from ckpt_prune.common.progress import track
-from ckpt_prune.job.decisions import Decision, Decisions
+from ckpt_prune.job.decisions import Decisions, SiteDecision
 from ckpt_prune.job.job import LiveSamples
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.records import Tried
@@ -207,7 +207,9 @@ class CountSearch(ABC, Generic[Count]):
         by_space = source.moments(trial.numbers[block], {}, pruned)
         moments: Any = {space: (sum_folds(folds[:-1] or folds).to(short.device),) for space, folds in by_space.items()}
         values = {"version": 1, "name": "tried", "spaces": trial_spaces(model, block, pruned, tensors)}
-        sites = {Site(block, space): Decision(decided[space].keep, scores=decided[space].scores) for space in pruned}
+        sites = {
+            Site(block, space): SiteDecision(decided[space].keep, scores=decided[space].scores) for space in pruned
+        }
         pruner = Pruner(model, Decisions(FullRecipe.model_validate(values), sites), frozenset(), short.device)
         return pruner.block(block, tensors, KnownMoments(moments))[0]
 

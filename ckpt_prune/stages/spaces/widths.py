@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import track
-from ckpt_prune.job.decisions import Decision, Decisions, Losses, kept_units, multiple_of
+from ckpt_prune.job.decisions import Decisions, Losses, SiteDecision, kept_units, multiple_of
 from ckpt_prune.job.prepared import Prepared, RankedUnits
 from ckpt_prune.job.sizes import SizeKind
 from ckpt_prune.job.space_kinds import CANDIDATES, CHOSEN, kind_of
@@ -245,12 +245,12 @@ def _decide_by_errors(prepared: Prepared) -> Decisions:
     raise UserError(taken_up(prepared))
 
 
-def _decision(prepared: Prepared, keep: int, ranked_units: Sequence[RankedUnits]) -> Decision:
+def _decision(prepared: Prepared, keep: int, ranked_units: Sequence[RankedUnits]) -> SiteDecision:
     """Keep so many units, by the score that is best at that width."""
     best = min(ranked_units, key=lambda units: float(_errors(units)[-1 - keep]))
     # Sequential moments differ from the dense model's: units are ranked anew when their block is reached.
     again = prepared.sequential and keep < len(_errors(best)) - 1
-    return Decision(keep, scores=None if again else best.scores, score=best.score)
+    return SiteDecision(keep, scores=None if again else best.scores, score=best.score)
 
 
 def curves_of(prepared: Prepared, ranking: SiteRanking, kind: SizeKind) -> dict[Site, Curve]:

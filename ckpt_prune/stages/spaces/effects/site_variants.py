@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.job.decisions import Decision, Decisions
+from ckpt_prune.job.decisions import Decisions, SiteDecision
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.measure.moment_sources import CachedMoments, KnownMoments
 from ckpt_prune.measure.moments.inputs import sum_folds
@@ -83,7 +83,7 @@ class Variants:
             # RankedUnits once for all counts.
             scores = solver_of(self.model, recipe, space, self.device).scores(block, tensors, moments[space])
             for count in chosen:
-                decision = Decision(self.model.units(space) - count, scores=scores)
+                decision = SiteDecision(self.model.units(space) - count, scores=scores)
                 decisions = Decisions(recipe, {Site(block, space): decision})
                 pruner = Pruner(self.model, decisions, frozenset(), self.device)
                 # Each of several processes has variants of its own.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.compensation.shift import Shift
-from ckpt_prune.job.decisions import Decision
+from ckpt_prune.job.decisions import SiteDecision
 from ckpt_prune.job.plan import SitePlan
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.records import SiteShift
@@ -108,7 +108,7 @@ class Solver(ABC):
         """Return the units of a site that stay, ascending, if so many do (of q and k, in every head)."""
 
     @abstractmethod
-    def solve(self, block: int, tensors: Tensors, folds: SpaceMoments | None, decision: Decision) -> SolvedSite:
+    def solve(self, block: int, tensors: Tensors, folds: SpaceMoments | None, decision: SiteDecision) -> SolvedSite:
         """Select units and compensate; `folds` are None if the recipe needs no moments."""
 
     def divergence(self, tensors: Tensors, folds: SpaceMoments, solved: SolvedSite, fisher: Fisher) -> float | None:

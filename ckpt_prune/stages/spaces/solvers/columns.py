@@ -26,7 +26,7 @@ from ckpt_prune.compensation.methods import METHODS, absolute_strength
 from ckpt_prune.compensation.shift import degrees_of_freedom, measure_shift
 from ckpt_prune.compensation.spectrum import EXACT_WIDTH, spectrum
 from ckpt_prune.compensation.wide_sites import choose_wide, fit_change
-from ckpt_prune.job.decisions import Decision
+from ckpt_prune.job.decisions import SiteDecision
 from ckpt_prune.job.plan import SitePlan
 from ckpt_prune.job.records import SiteShift
 from ckpt_prune.job.selection import select, select_in_heads, unit_scores
@@ -149,7 +149,7 @@ class ColumnSolver(Solver):
         copies = self.model.copies(self.space)
         return select(scores, keep) if copies == 1 else select_in_heads(scores.view(copies, -1), keep)
 
-    def solve(self, block: int, tensors: Tensors, folds: SpaceMoments | None, decision: Decision) -> SolvedSite:
+    def solve(self, block: int, tensors: Tensors, folds: SpaceMoments | None, decision: SiteDecision) -> SolvedSite:
         """Select columns and solve what stays of the consumer (compensation/README.md, section 2)."""
         compensation, planned = self.own.compensation, decision.plan
         name, bias_name = self._consumer(block), self._consumer(block, "bias")

@@ -13,7 +13,7 @@ from ckpt_prune.common.phases import phase
 from ckpt_prune.compensation.choice import choose_form
 from ckpt_prune.compensation.fit import Solution, blend_from_moments, squared_error
 from ckpt_prune.compensation.methods import METHODS, absolute_strength
-from ckpt_prune.job.decisions import Decision
+from ckpt_prune.job.decisions import SiteDecision
 from ckpt_prune.job.selection import select_in_heads
 from ckpt_prune.job.step import Tensors
 from ckpt_prune.measure.moments.inputs import Moments, sum_folds
@@ -46,7 +46,7 @@ class ExpertSolver(Solver):
         """Return the experts of highest score, as many in every group of the router, so that none changes its group."""
         return select_in_heads(scores.view(self.model.expert_groups, -1), keep // self.model.expert_groups)
 
-    def solve(self, block: int, tensors: Tensors, folds: SpaceMoments | None, decision: Decision) -> SolvedSite:
+    def solve(self, block: int, tensors: Tensors, folds: SpaceMoments | None, decision: SiteDecision) -> SolvedSite:
         """Select experts. Those that stay are refitted later, on the tokens that the router then sends them."""
         scores = decision.scores if decision.scores is not None else self.scores(block, tensors, folds or ())
         kept = self.select(scores, decision.keep) if decision.kept is None else decision.kept

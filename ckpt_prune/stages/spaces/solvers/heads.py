@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.compensation.logit import LogitDiagnostics, StrengthChoice
-from ckpt_prune.job.decisions import Decision
+from ckpt_prune.job.decisions import SiteDecision
 from ckpt_prune.job.plan import SitePlan
 from ckpt_prune.job.records import HeadErrors
 from ckpt_prune.job.selection import in_heads
@@ -42,7 +42,7 @@ class HeadSolver(Solver, Generic[HeadMoments]):
         own: Any = (fold for fold in folds or () if isinstance(fold, self.moments_type))
         return tuple(fold.to(self.device) for fold in own)
 
-    def solve(self, block: int, tensors: Tensors, folds: SpaceMoments | None, decision: Decision) -> SolvedSite:
+    def solve(self, block: int, tensors: Tensors, folds: SpaceMoments | None, decision: SiteDecision) -> SolvedSite:
         """Select units of every head, and solve what makes up for the others in q and k.
 
         See compensation/README.md, sections 7 and 9.

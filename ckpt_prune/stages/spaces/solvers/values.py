@@ -9,7 +9,7 @@ from torch import Tensor
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.phases import phase
 from ckpt_prune.compensation.values import ValueBasis, by_direction, by_head, principal_values
-from ckpt_prune.job.decisions import Decision
+from ckpt_prune.job.decisions import SiteDecision
 from ckpt_prune.job.records import SiteShift
 from ckpt_prune.job.step import Tensors
 from ckpt_prune.measure.moments.inputs import Moments, sum_folds
@@ -52,7 +52,7 @@ class ValueSolver(ColumnSolver):
         order = super().drop_order(block, site.tensors, site.folds[0], scores)
         return replace(order, basis=site.basis.basis(moments.width))
 
-    def solve(self, block: int, tensors: Tensors, folds: SpaceMoments | None, decision: Decision) -> SolvedSite:
+    def solve(self, block: int, tensors: Tensors, folds: SpaceMoments | None, decision: SiteDecision) -> SolvedSite:
         """Turn values and consumer, and solve what stays (compensation/README.md, section 10)."""
         moments = self._moments(folds)
         heads, keep = self.model.copies(self.space), decision.keep
