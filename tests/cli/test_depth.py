@@ -76,7 +76,10 @@ def test_given_blocks_go_without_any_data(here) -> None:
         "  blocks 3 to 4",
         "written to out",
     ]
-    assert read_json("out/config.json") == read_json("deep/config.json") | {"num_hidden_layers": 3}
+    assert read_json("out/config.json") == read_json("deep/config.json") | {
+        "num_hidden_layers": 3,
+        "rope_theta": 10000.0,
+    }
     model = stock(Path("deep"))
     model.model.layers = torch.nn.ModuleList([model.model.layers[block] for block in (0, 2, 5)])
     ids = windows()

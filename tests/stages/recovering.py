@@ -177,7 +177,9 @@ def assert_described(out: Path, pruned: Path, report: dict[str, Any], dense: Pat
     assert {path.name for path in out.iterdir()} == files | {REPORT, "README.md"}
     for name in files:
         if name == "config.json":
-            assert json.loads((out / name).read_text()) == json.loads((pruned / name).read_text())
+            # Older versions of transformers read the base of rotary positions under a key of its own.
+            found, before = (json.loads((folder / name).read_text()) for folder in (out, pruned))
+            assert found == {key: found[key] for key in found if key == "rope_theta"} | before
         elif name not in (REPORT, "README.md") and not name.startswith("model"):
             assert (out / name).read_bytes() == (pruned / name).read_bytes(), name
     checks = {check.name: check.passed for check in verify(out, dense)}
