@@ -282,8 +282,11 @@ def _graph_step(options: PruneOptions, chosen: "ChosenRecipe", model: "Model") -
 
         require_gguf()
         from ckpt_prune.gguf.step import GgufStep
+        from ckpt_prune.stages.quantize.stage import Quantize
 
-        return GgufStep.of(export, model, options, trust=options.trust_remote_code)
+        rounding = chosen.recipe.get(Quantize)
+        rounded = rounding is not None and rounding.format == "int4"
+        return GgufStep.of(export, model, options, rounded=rounded, trust=options.trust_remote_code)
     from ckpt_prune.onnx.export import GraphStep  # a second of imports
 
     return GraphStep.of(export, model.checkpoint, options, trust=options.trust_remote_code)

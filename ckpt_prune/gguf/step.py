@@ -34,15 +34,17 @@ class GgufStep:
     trust: bool
 
     @classmethod
-    def of(cls, recipe: Export, source: Model, calibration: CalibrationOptions, *, trust: bool) -> "GgufStep":
-        """Return the step for an output that is still to be made of a model.
+    def of(
+        cls, recipe: Export, source: Model, calibration: CalibrationOptions, *, rounded: bool, trust: bool
+    ) -> "GgufStep":
+        """Return the step for an output that is still to be made of a model; `rounded`: to int4, before the export.
 
         Raises:
             UserError: llama.cpp has no such model or tokenizer, or is not installed.
         """
         if recipe.proof:
             require_runtime()
-        kind = recipe.gguf_type or type_of(source.checkpoint.dtype)
+        kind = recipe.gguf_type or ("q4_0" if rounded else type_of(source.checkpoint.dtype))
         needs_program(kind)
         tokenizer_values(source.checkpoint.path, lay_out(source).values["vocab_size"])
         return cls(recipe, kind, ProofOptions(text=calibration.text, window=calibration.window), trust)

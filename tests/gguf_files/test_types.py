@@ -138,7 +138,7 @@ def test_one_recipe_prunes_rounds_and_ends_in_a_file_of_the_same_weights(tmp_pat
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
         "{version: 1, name: small, ratio: 0.3, spaces: {mlp: {score: rcpu, compensation: {method: ridge}}}, "
-        "quantize: {format: int4}, export: {format: gguf, dtype: q4_0}}"
+        "quantize: {format: int4}, export: {format: gguf}}"
     )
     text = proving(model).text
     out = prune(str(model), recipe=str(recipe), text=text, window=32, samples=8, output=tmp_path / "out").path
