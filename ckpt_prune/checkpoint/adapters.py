@@ -13,6 +13,8 @@ from ckpt_prune.checkpoint.shard import Adapter, TensorInfo, read_header
 from ckpt_prune.common.errors import UserError
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_SLOW_PATTERN = re.compile(r"\)[*+{]|([*+{].*){5}")
+"""A repeated group, or many repetitions: comparing one may take for ever."""
 _PREFIX = "base_model.model."
 _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
 _MORE = (
@@ -104,6 +106,11 @@ def _number(config: Mapping[str, Any], key: str, module: str, folder: Path) -> i
     """Return rank or alpha of a module: as peft, by the first pattern that its path ends with, else the common one."""
     patterns = config.get({"r": "rank_pattern", "lora_alpha": "alpha_pattern"}[key])
     patterns = patterns if isinstance(patterns, dict) else {}
+    if slow := next((pattern for pattern in patterns if _SLOW_PATTERN.search(pattern)), None):
+        raise UserError(
+            f"{folder / ADAPTER_CONFIG}: the pattern {slow[:60]!r} repeats too much to be compared in time: write the "
+            "names of the modules out"
+        )
     value = next((number for pattern, number in patterns.items() if _ends_with(module, pattern)), config.get(key))
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise UserError(f"{folder / ADAPTER_CONFIG}: {key} of {module} is {value!r}, not a number")

@@ -110,6 +110,7 @@ def test_another_alpha_is_another_model(adapter):
         ({"modules_to_save": ["lm_head"]}, "not a plain LoRA adapter (modules_to_save"),
         ({"bias": "all"}, "not a plain LoRA adapter (bias: 'all'"),
         ({"rank_pattern": {}}, "are no adapter of rank 3 for"),
+        ({"rank_pattern": {"(a*)*b": 2}}, "repeats too much"),
         ({"lora_alpha": "8"}, "lora_alpha of"),
         ({"base_model_name_or_path": None}, "names no base model"),
         ({"base_model_name_or_path": "/nowhere/base"}, "/nowhere/base, which cannot be opened"),
