@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ckpt_prune.parallel.devices import multiplies_bfloat16
+
 CUDA, CPU = torch.device("cuda:0"), torch.device("cpu")
 MOVING = {"to", "cpu", "cuda"}
 MIXING = MOVING | {"copy_", "set_", "__set__", "backward", "_has_compatible_shallow_copy_type"}
@@ -136,6 +138,7 @@ def pretended_cuda() -> Iterator[torch.device]:
         patch.setattr(torch.cuda, "device_count", lambda: 1)
         for name in ("synchronize", "reset_peak_memory_stats", "empty_cache"):
             patch.setattr(torch.cuda, name, lambda *_: None)
+        patch.setattr(torch.cuda, "is_bf16_supported", lambda **_: multiplies_bfloat16(CPU))
         patch.setattr(torch.cuda, "max_memory_allocated", lambda *_: 1)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)  # a CUDA build asks the driver
         # `Module.to` makes parameters of the type that they become.

@@ -40,7 +40,7 @@ def test_every_block_has_its_own_share(here, method, allocation):
     ratios = found["shares"]["ratios"]
     assert found["allocation"] == allocation
     assert sum(ratios) / 2 == pytest.approx(0.5, abs=1e-5)
-    assert ratios[0] != ratios[1]
+    assert ratios[0] != ratios[1] or allocation == "divergence"  # it may find that even shares lose least
     assert all(figure >= 0 for figure in found["shares"]["figures"])
     line = f"  Zeros are shared out over blocks by {allocation}: {min(ratios):.1%} to {max(ratios):.1%} zeros."
     assert line in said.splitlines()

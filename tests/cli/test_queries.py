@@ -8,6 +8,7 @@ import pytest
 import ckpt_prune
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.job.job import Job
+from ckpt_prune.job.prepared import begin
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import Site
@@ -131,7 +132,7 @@ def test_effects_of_query_heads_are_measured_on_request(here):
     assert "queries" not in str(read_json("stats/statistics.json")["predicted"].keys())
     # What is predicted of each space goes through what was measured of it, and of no other.
     recipe = load_recipe("budget.yaml")
-    ranking = dense_ranking(Job(Model.open("dense"), recipe, Statistics(Path("more"))))
+    ranking = dense_ranking(begin(Job(Model.open("dense"), recipe, Statistics(Path("more")))))
     for block in (0, 1):
         (first,) = (own for own in ranking[Site(block, "queries")] if own.score == "obs")
         assert index["effects"][name.format(block)] == [[1, pytest.approx(float(first.errors[1]))]]

@@ -14,7 +14,7 @@ from tests.cli.running import misused, ok, refused
 
 TOP = (
     "version, name, summary, source, goal, time, ratio, target, true_sequential, size, allocation, weigh_by, widths, "
-    "layers, container, runs_on, spaces, depth, hidden, rotation, mask, low_rank, recovery, export"
+    "layers, container, runs_on, spaces, depth, hidden, rotation, mask, low_rank, recovery, quantize, export"
 )
 GOOD = "version: 1\nname: mine\nspaces:\n  mlp: {score: rcpu, compensation: {method: rotation}}\n"
 

@@ -3,17 +3,17 @@
 import itertools
 import json
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedTokenizerBase
 
 import ckpt_prune
 from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.measure.samples import choose as choosing
-from ckpt_prune.measure.samples.text import choose_windows, load_tokenizer, read_text, tokenise_text
+from ckpt_prune.measure.samples.text import choose_windows, load_tokenizer, read_file, read_text, tokenise_text
 from ckpt_prune.stages.recovery.block_training import SampleSplit
 from tests.cli.running import TEXT, ok, refused, run
 from tests.cli.test_recover import changed, linears, report_of, tensors
@@ -238,12 +238,12 @@ def test_a_text_that_fails_the_second_time_is_no_text_without_others(place: Path
     """Scales would be fitted to what it was pruned on, and nothing would say why."""
     turns = itertools.count()
 
-    def fails(files: Sequence[Path]) -> str:
+    def fails(file: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[str, int]:
         if next(turns):
-            raise UserError(f"{files[0]}: cannot be read: Input/output error")
-        return read_text(files)
+            raise UserError(f"{file}: cannot be read: Input/output error")
+        return read_file(file, tokenizer)
 
-    monkeypatch.setattr(choosing, "read_text", fails)
+    monkeypatch.setattr(choosing, "read_file", fails)
     step = ("--set", "recovery.method=scales")
     said = refused("prune", "dense", "--recipe", "ridge", "--ratio", "0.5", *TEXT, *step, "-o", "out")
     assert said == "calib.txt: cannot be read: Input/output error"

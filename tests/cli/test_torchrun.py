@@ -85,14 +85,17 @@ def test_ctrl_c_ends_all(place, tmp_path, monkeypatch):
 
     def stopped(self, *args, **kwargs):
         commit(self, *args, **kwargs)
-        # Whoever starts tests in the background of a shell has it ignored.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         os.kill(os.getpid(), signal.SIGINT)
 
     with monkeypatch.context() as patch:
         patch.setattr(CheckpointWriter, "commit", stopped)
         patch.setattr(joining, "_SIGNING", DAY)  # the other one lives, however late its sign comes
-        first, second = together(tmp_path, *RIDGE, "-o", "out")
+        # Whoever starts tests in the background of a shell has it ignored; blocks are written by another thread.
+        handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            first, second = together(tmp_path, *RIDGE, "-o", "out")
+        finally:
+            signal.signal(signal.SIGINT, handler)
     assert first.returncode == 130
     assert second.returncode != 0
     assert first.stderr.splitlines()[-2:] == [

@@ -91,7 +91,7 @@ def test_llama_cpp_computes_what_pytorch_does(output, text, tmp_path):
     for package in ("gguf", "xllamacpp"):
         pytest.importorskip(package)
     proving = ["--text", text, "--samples", 2, "--window", 48]
-    code, said = run("export", output, "--format", "gguf", "--type", "f32", "-o", tmp_path / "out.gguf", *proving)
+    code, said = run("export", output, "--format", "gguf", "--dtype", "f32", "-o", tmp_path / "out.gguf", *proving)
     assert code == 0, said
     assert "llama.cpp, f32: KL to PyTorch" in said
     assert "passed" in said

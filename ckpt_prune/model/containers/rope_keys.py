@@ -11,6 +11,8 @@ _SHARE = {"gpt_neox": "rotary_pct"}
 """`model_type` → the older key, if it is not the usual one."""
 OLDER_KEYS = frozenset({"rope_theta", *_THETA.values()})
 """Keys that say how fast positions turn, of which an output has one if its config states rotary positions."""
+_EARLIER_KINDS = {"default", "linear", "dynamic", "yarn", "longrope", "llama3"}
+"""Values of `rope_type` that transformers 4.57 knows."""
 _LONGROPE = ("short_factor", "long_factor")
 
 
@@ -60,6 +62,9 @@ def _older_keys(model_type: str, parameters: dict[str, Any]) -> dict[str, Any]:
     full = parameters.get("full_attention", parameters)
     if not isinstance(full, dict) or full.get("rope_theta") is None:
         return {}
+    kind = full.get("type") or full.get("rope_type", "default")
+    if kind not in _EARLIER_KINDS:
+        return {}
     keys = {_THETA.get(model_type, "rope_theta"): full["rope_theta"]}
     local = parameters.get("sliding_attention")
     if isinstance(local, dict) and model_type in _LOCAL_THETA:
@@ -69,7 +74,7 @@ def _older_keys(model_type: str, parameters: dict[str, Any]) -> dict[str, Any]:
     share = scaling.pop("partial_rotary_factor", None)
     if share is not None:
         keys[_SHARE.get(model_type, "partial_rotary_factor")] = share
-    kind = scaling.pop("type", None) or scaling.get("rope_type", "default")
+    scaling.pop("type", None)
     if kind == "longrope" and model_type == "phi3":  # its class takes these three keys and no other
         keys[SCALING] = {"type": kind} | {key: scaling[key] for key in _LONGROPE}
     elif kind != "default" or scaling.keys() - {"rope_type"}:
