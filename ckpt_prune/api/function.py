@@ -80,7 +80,6 @@ def ordered_options(kind: type[Options]) -> list[str]:
 
 
 def group_of(kind: type[Options], name: str) -> str:
-    """Return the title of an option's group."""
     title: str = shell_of(kind.model_fields[name]).group or defining_class(kind, name).group
     return title
 

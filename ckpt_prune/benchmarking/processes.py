@@ -51,7 +51,6 @@ def serve(connection: Connection, participant: Participant) -> None:
 
 
 def _describe(error: Exception) -> str:
-    """An error in one line."""
     if isinstance(error, UserError):
         return str(error)
     message = " ".join(str(error).split())[:300]
@@ -87,7 +86,6 @@ class Worker:
         return loaded
 
     def time(self, workload: "Workload") -> Timing:
-        """Run a workload once."""
         self._send(workload)
         timing: Timing = self._receive()
         return timing

@@ -110,7 +110,6 @@ class OnnxRunner:
         self._run = self._call if session.provider == "cpu" else self._run_bound
 
     def time(self, workload: Workload) -> Timing:
-        """Run a workload once."""
         inputs = workload.make_inputs()
         feed = inputs
         if workload.modality == "text":

@@ -63,7 +63,6 @@ class Workload:
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """The phases that are timed, in order."""
         return (self.phase, "decode") if self.steps else (self.phase,)
 
     def count_items(self, phase: Phase) -> int:

@@ -33,7 +33,6 @@ class EncodingError(ValueError):
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file."""
     try:
         return parse_json_object(read_input(path))
     except EncodingError as error:

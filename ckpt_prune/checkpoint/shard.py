@@ -67,7 +67,6 @@ class Stack:
     each: int = 1
 
     def shape(self, count: int, part: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of a tensor that holds `count` parts of shape `part`."""
         return (count, *part) if self.each == 1 else (count // self.each, self.each * part[0], *part[1:])
 
 
@@ -160,7 +159,6 @@ class TensorInfo:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
 
@@ -317,7 +315,6 @@ def read_flat_chunks(handle: io.FileIO, info: TensorInfo) -> Iterator[Tensor]:
 
 
 def read_bytes(handle: io.FileIO, info: TensorInfo, start: int, count: int) -> bytes:
-    """Read `count` bytes of the tensor's data, from its byte `start`."""
     data = torch.empty(count, dtype=torch.uint8)
     _fill(handle, info, start, data)
     return data.numpy().tobytes()

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 
 def lines_of(exported: "Exported | ExportedGguf") -> list[str]:
-    """Return what became of an export, in lines."""
     from ckpt_prune.cli.proof import exported_lines
     from ckpt_prune.onnx.export import Exported
 

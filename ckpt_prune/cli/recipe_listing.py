@@ -50,7 +50,6 @@ def _time(entry: Entry) -> str:
 
 
 def recipe_data(entry: Entry) -> dict[str, Any]:
-    """Return a recipe of the list, for JSON."""
     recipe = entry.recipe
     return {
         "name": recipe.name,

@@ -41,7 +41,6 @@ _clock: ContextVar[PhaseClock | None] = ContextVar("phase clock", default=None)
 
 @contextmanager
 def time_phases() -> Iterator[PhaseClock]:
-    """Time the phases of the body."""
     clock = PhaseClock()
     token = _clock.set(clock)
     try:

@@ -95,7 +95,6 @@ class Conversion:
     notes: tuple[str, ...]
 
     def data(self) -> dict[str, Any]:
-        """Return what `--json` prints."""
         return asdict(self) | {"output": str(self.output), "notes": list(self.notes)}
 
 

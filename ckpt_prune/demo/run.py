@@ -41,7 +41,6 @@ class DemoRow:
 
 
 def model_folder() -> Path:
-    """Return the folder of the packaged model."""
     return Path(str(resources.files("ckpt_prune.demo") / "model"))
 
 

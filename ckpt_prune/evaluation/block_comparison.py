@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ckpt_prune.common.progress import track
-from ckpt_prune.evaluation.similarity import Similarity, SimilaritySums
+from ckpt_prune.evaluation.similarity import Similarity, StateSimilarity
 from ckpt_prune.job.model_view import ModelView
 from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.measure.streams.readout import Readout, measure_divergences
@@ -27,7 +27,6 @@ class BlockComparison:
     divergence: float | None = None
 
     def data(self) -> dict[str, Any]:
-        """Return what `--json` prints."""
         data = {"block": self.block, **asdict(self.states)}
         return data if self.divergence is None else data | {"divergence": self.divergence}
 
@@ -52,7 +51,6 @@ class Comparison:
     tokens: int
 
     def data(self) -> dict[str, Any]:
-        """Return what `--json` prints."""
         return {
             "reference": str(self.reference),
             "model": str(self.model),
@@ -86,9 +84,9 @@ def compare(
     for block in track(range(blocks), "comparing", total=blocks):
         for stream, source in ((theirs, reference), (ours, model)):
             stream.advance(block, source.block(block))
-        sums = SimilaritySums()
+        sums = StateSimilarity()
         for _, rows in ours.batches:
-            sums.add(*(each.states[rows].to(ours.factory.device) for each in (theirs, ours)))
+            sums.add(*(each.states[rows].to(ours.factory.device) for each in (ours, theirs)))
         if lens or block == blocks - 1:
             readouts = readouts or [theirs.readout(), ours.readout()]
             (divergence,) = measure_divergences(readouts[0], theirs.states, samples, [(readouts[1], ours.states)])

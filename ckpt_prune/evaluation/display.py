@@ -26,7 +26,6 @@ class Figures:
 
     @classmethod
     def headings(cls) -> list[str]:
-        """Return the headings of the columns."""
         return [heading for heading, _, _ in cls.columns]
 
     def data(self) -> dict[str, Any]:
@@ -39,7 +38,6 @@ class Figures:
         return ["–" if value is None else format(value, style) for value, style in values]
 
     def remarks(self, against: Path | None) -> list[str]:
-        """Return the remark, if there is one."""
         return [self.remark.format(against=against, **vars(self))] if self.remark else []
 
 

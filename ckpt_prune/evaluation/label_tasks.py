@@ -186,7 +186,6 @@ def _match_classes(folder: Path, task: LabelTask, count: int) -> tuple[list[str]
 
 
 def _find_class(label: float | str, classes: Sequence[str], task: str) -> int:
-    """Return the number of a label's class."""
     if isinstance(label, str):
         if _normalise(label) in classes:
             return classes.index(_normalise(label))

@@ -43,7 +43,6 @@ class Pair:
 
     @property
     def folders(self) -> list[Path]:
-        """The folders of both, or of the one."""
         return [self.folder] if self.reference is None else [self.folder, self.reference]
 
     def load(self) -> PreTrainedModel:

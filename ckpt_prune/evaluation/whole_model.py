@@ -53,12 +53,10 @@ class LoadReport:
 
     @property
     def clean(self) -> bool:
-        """Whether everything fitted."""
         return not (self.missing or self.unexpected or self.mismatched)
 
     @property
     def fault(self) -> str:
-        """The first of each, and how many there are."""
         parts = {"missing": self.missing, "unexpected": self.unexpected, "mismatched": self.mismatched}
         return "; ".join(f"{len(names)} {what}, first {names[0]}" for what, names in parts.items() if names)
 
@@ -232,7 +230,6 @@ def _run_odd_experts_eagerly(model: nn.Module) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read a folder's config.json."""
     refuse_adapter(folder)
     path = folder / "config.json"
     try:

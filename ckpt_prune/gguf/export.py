@@ -51,11 +51,9 @@ class ExportedGguf:
 
     @property
     def passed(self) -> bool:
-        """Whether there is a file."""
         return self.bytes > 0
 
     def data(self) -> dict[str, Any]:
-        """Return what `--json` prints."""
         proof = None if self.proof is None else self.proof.model_dump()
         return {
             "written": self.passed,

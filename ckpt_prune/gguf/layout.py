@@ -61,7 +61,6 @@ class Weight:
         return replace(self.then(change, shape), zeros=self.zeros + math.prod(shape) - math.prod(self.shape))
 
     def rows(self, start: int, stop: int) -> "Weight":
-        """Return some of its rows."""
         return self.then(lambda tensor: tensor[start:stop], (stop - start, *self.shape[1:]))
 
     def pair_neighbours(self, heads: int, *, back: bool = False) -> "Weight":
@@ -70,7 +69,6 @@ class Weight:
         return self.then(lambda tensor: tensor.reshape(*sizes, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape))
 
     def times(self, factor: float) -> "Weight":
-        """Return its multiple."""
         return self if factor == 1 else self.then(lambda tensor: tensor * factor)
 
 
@@ -125,7 +123,6 @@ class Source:
 
     @property
     def tied(self) -> bool:
-        """Whether the head is the embedding."""
         return "lm_head.weight" not in self.outer
 
     @cached_property

@@ -60,7 +60,6 @@ class GgufFile:
         return found
 
     def read(self, name: str) -> Tensor:
-        """A tensor in float32."""
         info = self.tensors[name]
         with open_input(self.path) as handle:
             if stamp_of(handle.fileno()) != self.stamp:

@@ -69,7 +69,6 @@ def stock_of_gguf(path: Path) -> StockCheckpoint:
 
 
 def _tokenizer_texts(tokenizer: PreTrainedTokenizerFast) -> dict[str, str]:
-    """Return the files of a tokenizer."""
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     texts = {
         "tokenizer.json": tokenizer.backend_tokenizer.to_str(pretty=True),

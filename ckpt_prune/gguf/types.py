@@ -94,7 +94,6 @@ def kinds_of(layout: Layout, chosen: GgufType) -> tuple[dict[str, Kind], tuple[s
 
 
 def tensor_bytes(layout: Layout, kinds: Mapping[str, Kind]) -> dict[str, int]:
-    """Return the bytes of every tensor."""
     blocks = {name: gguf.GGML_QUANT_SIZES[kind] for name, kind in kinds.items()}
     return {
         name: math.prod(weight.shape) // blocks[name][0] * blocks[name][1] for name, weight in layout.tensors.items()

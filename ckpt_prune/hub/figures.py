@@ -99,7 +99,6 @@ def to_model_index(name: str, task: str | None, figures: list[MeasuredFigure]) -
 
 
 def figures_table(figures: list[MeasuredFigure]) -> list[str]:
-    """Return the figures as lines of Markdown."""
     lines = ["## Measured", "", "| data | figure | this model | reference |", "|---|---|---|---|"]
     for each in figures:
         against = "" if each.against is None else f"{each.against:.4g}"

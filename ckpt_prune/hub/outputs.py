@@ -41,7 +41,6 @@ class OutputFiles:
     stamps: Mapping[str, Stamp]
 
     def bytes(self, name: str) -> int:
-        """Return the size of one of the files."""
         return (self.folder / name).stat().st_size
 
     def check_unchanged(self) -> None:

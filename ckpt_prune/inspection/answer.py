@@ -97,7 +97,6 @@ class _Answer(Frozen):
         return _scalars(super().__repr_args__())
 
     def data(self) -> dict[str, Any]:
-        """Return what `--json` prints."""
         return self.model_dump(exclude={key for key in _OPTIONAL if not getattr(self, key, True)})
 
 

@@ -61,7 +61,6 @@ class Decisions:
     losses: Losses | None = None
 
     def of(self, model: Model, site: Site) -> SiteDecision:
-        """Return what is decided for one site."""
         if site in self.sites:
             return self.sites[site]
         if site.block not in self.recipe.blocks(model.blocks):
@@ -103,13 +102,11 @@ def rounding_of(model: Model, recipe: Recipe, space: SpaceName) -> Rounding:
 
 
 def kept_units(model: Model, recipe: Recipe, kept: Mapping[Site, Tensor]) -> Decisions:
-    """Return decisions that keep these units."""
     sites = {site: SiteDecision(len(units) // model.copies(site.space), units) for site, units in kept.items()}
     return Decisions(recipe, sites)
 
 
 def decide_by_plan(model: Model, plan: Plan) -> Decisions:
-    """Return the decisions of a plan."""
     sites: dict[Site, SiteDecision] = {}
     for site in plan.sites:
         scores = torch.tensor(site.scores, dtype=torch.float64)

@@ -19,7 +19,6 @@ from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
 from ckpt_prune.model.containers.container import Container, container_of
 from ckpt_prune.model.model import Model
-from ckpt_prune.options.option import Options, digested_options
 
 _JOURNAL = 7
 """Version of the notes that a run leaves for the one that resumes it."""
@@ -83,7 +82,6 @@ class Job:
         by_default: True if the user named no recipe.
         origin: where the recipe, or that of the plan, was fetched from; None if it was here.
         latencies: of this machine, if the recipe's size is a latency.
-        options: as they were given, for whatever needs one of them.
         dense: the model that `model` was made from, if that is pruned already.
     """
 
@@ -98,7 +96,6 @@ class Job:
     by_default: bool = False
     origin: Origin | None = None
     latencies: Latencies | None = None
-    options: Options | None = None
     dense: Model | None = None
 
     @property
@@ -134,9 +131,6 @@ class Job:
             parts.append(self.dense.checkpoint.fingerprint)
         if self.latencies is not None:
             parts.append(asdict(self.latencies))
-        digested = {} if self.options is None else digested_options(self.options)
-        if digested:
-            parts.append(digested)
         if self.training is not None:
             training = self.training
             parts += [training.samples.fingerprint, str(training.compute_dtype), sorted(training.after)]

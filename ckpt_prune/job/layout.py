@@ -107,7 +107,6 @@ def with_rest(checkpoint: Checkpoint, layout: Layout) -> tuple[Layout, dict[str,
 
 
 def count_bytes(layout: Layout) -> int:
-    """Return the bytes of all tensors of a layout."""
     specs = [spec for tensors in layout.values() for spec in tensors.values()]
     return sum(prod(shape) * dtype.itemsize for dtype, shape in specs)
 

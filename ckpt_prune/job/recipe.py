@@ -77,7 +77,6 @@ class StageKeys(Strict):
 
     @classmethod
     def pick(cls, recipe: "Recipe") -> "StageKeys | None":
-        """Return the stage of a recipe, if it has it."""
         stage: StageKeys | None = getattr(recipe, cls.key)
         return stage
 
@@ -287,11 +286,9 @@ class Recipe(Strict):
         return tuple(stage for kind in self.kinds if (stage := kind.pick(self)) is not None)
 
     def get(self, kind: type[AnyStage]) -> AnyStage | None:
-        """Return its stage of a kind, if it has one."""
         return next((stage for stage in self.stages if isinstance(stage, kind)), None)
 
     def has(self, key: str) -> bool:
-        """Return True if it has the stage of a key."""
         return any(stage.key == key for stage in self.stages)
 
     def without_stages(self, *keys: str) -> Self:
@@ -510,7 +507,6 @@ class Recipe(Strict):
         return self.model_validate(values | stages)
 
     def with_own_ratio(self, space: SpaceName, ratio: float) -> Self:
-        """Return a copy with this ratio in one space."""
         values = self.model_dump(by_alias=True)
         values["spaces"][space]["ratio"] = ratio
         return self.model_validate(values)

@@ -219,5 +219,4 @@ class CommonReport(FixedRecord):
             return None
 
     def data(self) -> dict[str, Any]:
-        """Return the content of the file."""
         return self.model_dump(mode="json")

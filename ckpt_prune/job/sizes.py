@@ -208,7 +208,6 @@ class TargetSize(Strict):
 
     @property
     def text(self) -> str:
-        """The size as it was written."""
         return self._list_texts()[self.kind]
 
     @property

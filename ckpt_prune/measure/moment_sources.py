@@ -48,7 +48,6 @@ class NoMoments:
     """A source for recipes that need no moments."""
 
     def group_keys(self, keys: list[Key]) -> list[list[Key]]:
-        """Return one group."""
         return [keys]
 
     def moments(self, block: int, tensors: Mapping[str, Tensor], keys: list[Key]) -> dict[Key, SpaceMoments]:
@@ -72,7 +71,6 @@ class KnownMoments(NoMoments):
         self._known = known
 
     def moments(self, block: int, tensors: Mapping[str, Tensor], keys: list[Key]) -> dict[Key, SpaceMoments]:
-        """Return those that are asked for."""
         return {key: self._known[key] for key in keys}
 
 

@@ -278,7 +278,6 @@ class Family(StrictModel):
 
     @property
     def named_keys(self) -> set[str]:
-        """Config keys that the description names."""
         keys = {key for tried in self.dimensions.values() for key in tried} | set(self.settings or ())
         keys |= {slot for slot in self.bias_slots.values() if isinstance(slot, str)}
         keys |= {multiple.key for multiple in self.multiples.values()} | set(self.relabel) | set(self.uneven)

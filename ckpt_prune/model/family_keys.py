@@ -105,7 +105,6 @@ class Refusal(StrictModel):
     why: str
 
     def holds(self, config: Any, dimension: Dimension) -> bool:
-        """Return whether a config has the setting."""
         try:
             value = self.config_value(config)
         except AttributeError:

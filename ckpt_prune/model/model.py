@@ -90,7 +90,6 @@ class Model:
 
     @property
     def blocks(self) -> int:
-        """Number of blocks."""
         return self.dimension("layers")
 
     @property

@@ -196,7 +196,6 @@ class Names:
         return any(re.search(pattern, name) for pattern in patterns)
 
     def saved_as(self, parameter: str) -> str:
-        """Return the on-disk name of a parameter."""
         if parameter in self.shapes:
             return parameter
         return next(disk for disk in self.shapes if parameter in self.parameters(disk))

@@ -214,7 +214,6 @@ def _find_blocks(model: nn.Module) -> tuple[str, Sequence[nn.Module]]:
 
 
 def name_tensors(block: nn.Module) -> list[tuple[str, Tensor]]:
-    """Parameters and buffers of a block by their names in it."""
     return [*block.named_parameters(), *block.named_buffers()]
 
 

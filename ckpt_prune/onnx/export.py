@@ -69,12 +69,10 @@ BITS: dict[GraphType, float] = {"fp32": 32, "fp16": 16, "int8": 8, "int4": 4.5, 
 
 
 def estimate_graphs_bytes(settings: GraphSettings, parameters: int) -> int:
-    """Approximate size of the graphs of so many parameters."""
     return round(sum(BITS[dtype] for dtype in settings.graph_types) * parameters / 8)
 
 
 def count_graph_bytes(folder: Path, file: str) -> int:
-    """Size of an exported graph with its weights."""
     return sum((folder / name).stat().st_size for name in (file, f"{file}{DATA}") if (folder / name).is_file())
 
 
@@ -97,11 +95,9 @@ class Exported:
 
     @property
     def passed(self) -> bool:
-        """Whether there is a graph."""
         return self.manifest is not None
 
     def data(self) -> dict[str, Any]:
-        """Return what `--json` prints."""
         return {
             "written": self.passed,
             "out": str(self.path),
@@ -411,7 +407,6 @@ class GraphStep:
             raise
 
     def _command(self, output: Path, out: Path) -> str:
-        """The command that does this step alone."""
         words = ["ckpt-prune", "export", str(output), "-o", str(out)]
         for name, field in GraphSettings.model_fields.items():
             value, option = getattr(self.recipe, name), name.replace("_", "-")

@@ -81,7 +81,6 @@ class IsolatedSession:
         return self._providers
 
     def run(self, _names: None, arrays: Mapping[str, Any]) -> list[Any]:
-        """All outputs for these inputs."""
         tokens = [array.size for array in arrays.values() if array.dtype.kind == "i"]
         positions = max(tokens) if tokens else _IMAGE * max(len(array) for array in arrays.values())
         outputs: list[Any] = self._ask(dict(arrays), SECONDS + round(self._weights * positions / _PER_SECOND))

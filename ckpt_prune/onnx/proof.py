@@ -409,7 +409,6 @@ class Proof:
         raise NotImplementedError
 
     def run(self, provider: Provider) -> None:
-        """Make all checks."""
         self._check("files", lambda: check_files(self.folder, self.manifest, self.present))
         self._check("checker", lambda: check_operators(self.folder, self.manifest))
         sound = self._check("interface", self._check_interface)

@@ -120,12 +120,10 @@ class Manifest(BaseModel):
         return self.model_copy(update={"graphs": entries, "files": files})
 
     def split(self) -> "list[Manifest]":
-        """One record for each of its graphs."""
         return [self.select(entry.dtype) for entry in self.graphs]
 
     @property
     def graph(self) -> GraphEntry:
-        """The graph, or the first one."""
         return self.graphs[0]
 
     @property
@@ -337,7 +335,6 @@ class Validations(BaseModel):
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The record of an exported folder."""
     return _read(folder / GRAPH_RECORD, Manifest, "it was not written by `ckpt-prune export`", "export again")
 
 

@@ -51,7 +51,6 @@ class ProofSamples:
 
     @property
     def seed(self) -> int:
-        """The seed of noise."""
         return int((self.description or {}).get("seed") or 0)
 
 

@@ -73,12 +73,6 @@ class HasPlan(Protocol):
         """The plan."""
 
 
-RECIPE_NAME = (
-    "Name of a shipped recipe (`ckpt-prune recipe list`), a recipe file, a folder with one, "
-    "ORG/REPO/NAME.yaml[@REVISION] on the Hub, or an https address"
-)
-
-
 def _check_graph_or_model(model: str | None) -> str | None:
     if model is not None and find_graph(model) is None:
         return check_model(model)
@@ -91,7 +85,6 @@ GraphOrModel = Annotated[Accepts[AnyModel, str], BeforeValidator(path_of), After
 class OverwriteOptions(Options):
     """Whether an output may be replaced."""
 
-    harmless = True
     overwrite: bool = option(default=False)
     """Replace an existing output."""
 
@@ -99,7 +92,6 @@ class OverwriteOptions(Options):
 class OutputOptions(OverwriteOptions):
     """A folder to write."""
 
-    harmless = True
     output: Place = option(flags=("-o", "--output"), metavar="OUT")
     """Folder to write."""
 
@@ -107,7 +99,6 @@ class OutputOptions(OverwriteOptions):
 class ResumeOptions(OutputOptions):
     """A folder to write, in a run that may be continued."""
 
-    harmless = True
     resume: bool = option(default=False)
     """Continue an interrupted run of the same job."""
 
@@ -148,7 +139,6 @@ class SizeOptions(Options):
 
     @property
     def sizes(self) -> dict[str, str | None]:
-        """Return the target for each kind of size."""
         kinds = ("params", "bytes", "flops", "latency")
         return {kind: getattr(self, f"target_{kind}") for kind in kinds}
 
@@ -249,7 +239,6 @@ class PublicOptions(Options):
     """Who may read what is pushed."""
 
     group = HUB
-    harmless = True
     public: bool = option(default=False)
     """Let everyone read what is pushed. [default: private]"""
 
@@ -276,7 +265,6 @@ class PruneOptions(
     """Options of `prune`."""
 
     group = OUTPUT
-    harmless = True
     dry_run: bool = option(default=False)
     """Check everything and print sizes; measure and write nothing. Data to measure on may be left out."""
     evaluate: Texts = option(default=(), metavar="FILE|DIR", group=MEASURE)

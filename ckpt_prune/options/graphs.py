@@ -96,7 +96,6 @@ class GraphSettings(Strict):
 
     @property
     def graph_types(self) -> tuple[GraphType, ...]:
-        """The types of an export to ONNX."""
         return cast(tuple[GraphType, ...], self.dtype)
 
     @property
@@ -106,7 +105,6 @@ class GraphSettings(Strict):
 
     @property
     def is_rounded(self) -> bool:
-        """True if any of the graphs is rounded."""
         return any(each in ROUNDED_TYPES for each in self.dtype)
 
     @model_validator(mode="after")

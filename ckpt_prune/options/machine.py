@@ -13,7 +13,6 @@ class TrustOptions(Options):
     """Whose code may run."""
 
     group = MACHINE
-    harmless = True
     trust_remote_code: bool = option(default=False)
     """Accept a model whose config.json or image processor asks for code of its own. Only evaluate, export, validate and
     benchmark run the model's code; every other command uses the stock class of its model_type if each tensor fits it.
@@ -25,7 +24,6 @@ class OpeningOptions(TrustOptions):
     """How a model is opened that is measured or pruned."""
 
     group = MODEL
-    harmless = False
     family: File = option(default=None, metavar="FILE")
     """JSON file that describes the model's family, as those in ckpt_prune/model/families, for a family that this
     version does not know. `ckpt-prune inspect MODEL` drafts one. Outputs carry it along."""
@@ -67,7 +65,6 @@ class StateMemoryOptions(Options):
     """Memory for hidden states."""
 
     group = MACHINE
-    harmless = True
     state_memory: float = option(default=8.0, ge=0, le=2**20, metavar="GIB")
     """GiB of hidden states to keep in memory. More of them go to memory-mapped files; no result changes. They take
     samples x tokens x hidden size x 4 bytes (2 in bfloat16), twice if two models are run."""

@@ -121,12 +121,6 @@ class Options(BaseModel):
     )
     group: ClassVar[str] = OUTPUT
     """Title of the options' group in `--help`."""
-    harmless: ClassVar[bool] = True
-    """True if the options that this very class states change no output, so that an interrupted run goes on under other
-    values. A class that does not say it is not harmless."""
-    in_digest: ClassVar[bool] = False
-    """True if the options that this very class states are in the digest of a job as they are. Other options that are
-    not harmless are in it by what they lead to: a model, a recipe, samples."""
     progress: bool = option(default=True, shown=False)
     """Show progress bars and notices on stderr."""
 
@@ -173,19 +167,6 @@ def shell_of(field: FieldInfo) -> Shell:
 def same_option(kind: type[BaseModel], name: str) -> Any:
     """Return an option of another class, for a class that has it, too."""
     return kind.model_fields[name]
-
-
-def is_harmless(kind: type[BaseModel], name: str) -> bool:
-    """Return True if an option changes no output, and so is not in the digest of a job."""
-    return bool(vars(defining_class(kind, name)).get("harmless", False))
-
-
-def digested_options(options: BaseModel) -> dict[str, str]:
-    """Return the options that are in the digest of a job as they are, and are not at their defaults."""
-    kind = type(options)
-    names = [name for name in kind.model_fields if vars(defining_class(kind, name)).get("in_digest", False)]
-    given = {name: getattr(options, name) for name in names}
-    return {name: str(value) for name, value in given.items() if value != kind.model_fields[name].default}
 
 
 def defining_class(kind: type[BaseModel], name: str) -> Any:

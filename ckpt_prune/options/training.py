@@ -82,7 +82,6 @@ class RecoverySettings(Strict):
         return self.model_dump(mode="json", exclude={*own, "norms", "teacher"})
 
     def rate(self, hidden: int) -> float:
-        """Return the learning rate at a hidden size."""
         return self.lr if self.lr is not None else _PAPER_RATE * _PAPER_HIDDEN / hidden
 
 

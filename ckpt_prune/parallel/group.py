@@ -41,7 +41,6 @@ class Group:
         return tensor
 
     def name(self, rank: int) -> str:
-        """Return the name of a process for messages."""
         return f"rank {rank}"
 
     @property
@@ -178,7 +177,6 @@ _group: ContextVar[Group] = ContextVar("group", default=ALONE)
 
 
 def process_group() -> Group:
-    """Return the group that this process works in."""
     return _group.get()
 
 

@@ -73,7 +73,6 @@ class Watch:
         self._thread = threading.Thread(target=self._look, daemon=True)
 
     def begin(self) -> None:
-        """Start to look."""
         self._thread.start()
 
     def close(self) -> None:

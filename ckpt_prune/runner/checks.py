@@ -17,7 +17,6 @@ from ckpt_prune.stages.spaces.checks import check_spaces
 
 
 def stages_of(recipe: Recipe) -> list[Stage]:
-    """Return the stages of a recipe, in order."""
     return [stage for stage in recipe.stages if isinstance(stage, Stage)]
 
 

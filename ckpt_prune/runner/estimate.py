@@ -58,7 +58,6 @@ class Estimate:
 
     @property
     def line(self) -> str:
-        """The estimate in words."""
         spent = "" if self.seconds is None else f"about {format_duration(self.seconds)}, "
         size = f"{human_bytes(self.peak_bytes)} of memory and {human_bytes(self.disk_bytes)} of disk"
         return size if self.seconds is None else f"{spent}{size}, where nothing else runs on this machine"
@@ -75,7 +74,6 @@ class Estimate:
         return f"this takes {self.line}" if self.seconds is not None and self.seconds >= WORTH_SAYING else None
 
     def data(self) -> dict[str, Any]:
-        """Return the estimate as `--json` prints it."""
         seconds = None if self.seconds is None else round(self.seconds, 3)
         return {"seconds": seconds, "peak_bytes": self.peak_bytes, "disk_bytes": self.disk_bytes}
 

@@ -33,12 +33,10 @@ def name_report(report: Report) -> str:
 
 
 def all_sections(report: Report) -> list[Section]:
-    """Return everything that a report says."""
     return [size_section(report), *recipe_sections(report), *stage_sections(report), provenance(report)]
 
 
 def stage_sections(report: Report) -> list[Section]:
-    """Return what each stage did."""
     return [section for stage in STAGES for section in stage.sections(report)]
 
 
@@ -213,7 +211,6 @@ def report_of_plan(plan: AnyPlan) -> Report:
 
 
 def titled_sections(document: Report | AnyPlan) -> tuple[str, list[Section]]:
-    """Return the title and the sections of the page of a report or a plan."""
     if isinstance(document, Report):
         return name_report(document), all_sections(document)
     size, *others = all_sections(report_of_plan(document))

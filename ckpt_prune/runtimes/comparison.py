@@ -59,7 +59,6 @@ class Proof(BaseModel):
         return math.isfinite(self.kl) and (self.allowed is None or self.kl <= self.allowed)
 
     def lines(self) -> list[str]:
-        """Return the lines that the terminal shows."""
         ours, theirs = self.perplexity
         limit = "" if self.allowed is None else f" (at most {self.allowed:g})"
         split = "" if self.texts is None else f"; {self.texts} texts are split into the same tokens"

@@ -39,7 +39,6 @@ _TYPES = {"fp32": "f32", "fp16": "f16"}
 
 
 def require_runtime(runtime: RuntimeName) -> None:
-    """Refuse a runtime that is not installed."""
     if runtime == "transformers.js":
         _require_node(RUNTIMES[runtime].install)
     elif find_spec(_MODULES[runtime]) is None:

@@ -34,7 +34,6 @@ def print_page(title: str, sections: Sequence[Section]) -> str:
 
 
 def section_lines(section: Section) -> Iterator[str]:
-    """Yield the elements of one section."""
     yield f"<section>\n<h2>{escape(section.title)}</h2>"
     if section.drawing:
         yield f"<pre>{escape(section.drawing)}</pre>"

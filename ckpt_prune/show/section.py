@@ -191,7 +191,6 @@ def number_under(key: str) -> Callable[[Record], float | None]:
 
 
 def format_cell(value: str | float | None) -> str:
-    """Format a value of a table."""
     return MISSING if value is None else value if isinstance(value, str) else format_figure(value)
 
 

@@ -34,7 +34,6 @@ class Sparsity:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return prod(self.shape)
 
     @property
@@ -87,7 +86,6 @@ def pattern_of_all(tensors: Iterable[Sparsity]) -> str | None:
 
 
 def share_of_all(tensors: Iterable[Sparsity]) -> float:
-    """Return the share of zeros among the elements of all tensors."""
     tensors = list(tensors)
     return sum(tensor.zeros for tensor in tensors) / max(1, sum(tensor.numel for tensor in tensors))
 

@@ -1,4 +1,4 @@
-"""Options of `prune` that are not marked harmless change the digest of a job: no run is resumed under others."""
+"""Options of `prune` that change what is written change the digest of a job: no run is resumed under others."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 
 from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.options.commands import PruneOptions
-from ckpt_prune.options.option import check_options, digested_options, is_harmless, option
+from ckpt_prune.options.option import check_options
 from ckpt_prune.runner.read_job import read_job
 from ckpt_prune.runner.read_recipe import read_recipe
 
@@ -78,21 +78,7 @@ def digest(place: Path) -> Callable[..., str]:
 
 
 def test_every_option_is_harmless_or_in_the_digest():
-    marked = {name for name in PruneOptions.model_fields if is_harmless(PruneOptions, name)}
-    assert marked == HARMLESS.keys()
-    assert PruneOptions.model_fields.keys() - marked == CHANGES.keys() | OF_OTHER_JOBS | DEVICE
-
-
-class Further(PruneOptions):
-    in_digest = True
-    most: int = option(default=3)
-
-
-def test_an_option_may_be_in_the_digest_as_it_is():
-    """Jobs that do not say it keep their digests."""
-    required = {"model": "m", "output": "out"}
-    assert digested_options(Further(**required)) == digested_options(Further(**required, seed=1, most=3)) == {}
-    assert digested_options(Further(**required, most=4)) == {"most": "4"}
+    assert PruneOptions.model_fields.keys() == CHANGES.keys() | OF_OTHER_JOBS | DEVICE | HARMLESS.keys()
 
 
 def test_what_changes_an_output_changes_the_digest(digest):

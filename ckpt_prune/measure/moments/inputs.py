@@ -45,7 +45,6 @@ class Drift(Sums):
 
     @classmethod
     def zeros(cls, outputs: int, width: int, device: torch.device | str = "cpu") -> Self:
-        """Return the drift of no token."""
         cross = torch.zeros(outputs, width, dtype=torch.float32, device=device)
         return cls(cross, torch.zeros(outputs, dtype=torch.float64, device=device), 0.0)
 
@@ -146,7 +145,6 @@ class Moments:
 
     @classmethod
     def zeros(cls, width: int, *, gram: bool, device: torch.device | str = "cpu") -> Self:
-        """Return the moments of no token."""
         a, b, c, d = (torch.zeros(width, dtype=torch.float64, device=device) for _ in VECTORS)
         full = torch.zeros(width, width, dtype=torch.float32, device=device) if gram else None
         return cls(0, a, b, c, d, full)
@@ -195,7 +193,6 @@ class Moments:
         return replace(self, **vectors, **changes)
 
     def to(self, device: torch.device | str) -> "Moments":
-        """Move the moments to another device."""
         return self._replace_vectors(
             lambda vector: vector.to(device),
             gram=None if self.gram is None else self.gram.to(device),

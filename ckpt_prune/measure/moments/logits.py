@@ -99,7 +99,6 @@ class LogitMoments:
     def zeros(
         cls, heads: int, head_dim: int, *, form: LogitForm, centred: bool = False, device: torch.device | str = "cpu"
     ) -> Self:
-        """Return the moments of no sample."""
         p = packed_width(head_dim)
         names = (["fourth"] if form == "fourth-order" else ["queries", "keys"]) + ["centred"] * centred
         rows = p if form == "fourth-order" else 0
@@ -152,7 +151,6 @@ class LogitMoments:
 
     @property
     def device(self) -> torch.device:
-        """The device of the moments."""
         return self._batches[0][0].device if self.fourth is None else self.fourth.device
 
     def grams(self) -> tuple[Tensor, Tensor]:
@@ -280,7 +278,6 @@ class LogitMoments:
         return self._map(select, self.heads, size)
 
     def to(self, device: torch.device | str) -> "LogitMoments":
-        """Move the moments to another device."""
         return self._map(lambda tensor: tensor.to(device), self.heads, self.head_dim)
 
     def pool(self, group: Group) -> "LogitMoments":
@@ -296,7 +293,6 @@ class LogitMoments:
 
     @property
     def is_finite(self) -> bool:
-        """True if no moment is NaN or Inf."""
         tensors = (self.queries, self.keys, self.fourth, self.centred)
         return all(all_finite(tensor) for tensor in tensors if tensor is not None)
 

@@ -35,17 +35,14 @@ class RotaryMoments(Sums):
 
     @classmethod
     def zeros(cls, heads: int, pairs: int, *, device: torch.device | str = "cpu") -> Self:
-        """Return the moments of no sample."""
         return cls(0, 0, torch.zeros(heads, 2 * pairs, 2 * pairs, dtype=torch.float64, device=device))
 
     @property
     def heads(self) -> int:
-        """Query heads."""
         return self.gram.shape[0]
 
     @property
     def pairs(self) -> int:
-        """Rotary pairs of a head."""
         return self.gram.shape[1] // 2
 
     def accumulate(self, queries: Tensor, keys: Tensor) -> Self:
@@ -75,7 +72,6 @@ class RotaryMoments(Sums):
 
     @property
     def is_finite(self) -> bool:
-        """True if no moment is NaN or Inf."""
         return all_finite(self.gram)
 
 

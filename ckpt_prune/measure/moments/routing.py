@@ -28,7 +28,6 @@ class RoutingMoments(Sums):
 
     @classmethod
     def zeros(cls, experts: int, device: torch.device | str = "cpu") -> Self:
-        """Return the moments of no token."""
         return cls(*(torch.zeros(experts, dtype=torch.float64, device=device) for _ in fields(cls)))
 
     def accumulate(self, expert: int, weights: Tensor, outputs: Tensor) -> None:

@@ -30,7 +30,6 @@ class Sums:
         return self._map(lambda name, value: value - getattr(other, name))
 
     def to(self, device: torch.device | str) -> Self:
-        """Move the sums to another device."""
         return self._map(lambda _, value: value.to(device) if isinstance(value, Tensor) else value)
 
     def pool(self, group: Group) -> Self:

@@ -117,7 +117,6 @@ def choose_images(
 
 
 def take_images(files: ImageFiles, rows: list[int]) -> ImageFiles:
-    """Return some of the files, in the order of `rows`."""
     labels = None if files.labels is None else tuple(files.labels[row] for row in rows)
     return ImageFiles(tuple(files.paths[row] for row in rows), labels)
 
@@ -272,7 +271,6 @@ def _list_names(name: str) -> set[str]:
 
 
 def describe_error(error: Exception) -> str:
-    """Return an error in one line."""
     if isinstance(error, UnidentifiedImageError):  # its own text names an object in memory
         return f"not a {', '.join(FORMATS[:-1])} or {FORMATS[-1]} image"
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)

@@ -134,7 +134,6 @@ class PatchSamples(ImageSamples):
 
     @property
     def tokens(self) -> int:
-        """Patches of one image."""
         return int(self.size[0])
 
     def batch(self, rows: slice) -> dict[str, Tensor]:

@@ -55,7 +55,6 @@ class TokenWindows:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a window."""
         return int(self.windows.shape[1])
 
     @property
@@ -64,7 +63,6 @@ class TokenWindows:
         return fingerprint_windows(self.windows)
 
     def batch(self, rows: slice) -> dict[str, Tensor]:
-        """Return the `input_ids` of these windows."""
         return {"input_ids": self.windows[rows]}
 
 

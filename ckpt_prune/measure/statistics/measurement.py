@@ -49,7 +49,6 @@ def _open_staging(out: Path, blocks: int, collect: Sequence[str], *, overwrite: 
 
 
 def list_collectable(model: Model) -> tuple[Collect, ...]:
-    """List all that can be collected for a model."""
     family = model.family
     if model.has_remote_code:
         # It can only be masked: nothing else is done to it again.
@@ -110,7 +109,6 @@ def check_measurable(
 
 
 def check_folds(samples: Samples, folds: int) -> None:
-    """Refuse more folds than samples."""
     if folds > len(samples):
         raise UserError(f"{folds} folds of {len(samples)} samples: every fold needs at least one")
 

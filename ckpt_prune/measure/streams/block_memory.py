@@ -79,7 +79,6 @@ class BlockMemory:
         self.batch = 0
 
     def clear(self) -> None:
-        """Forget everything."""
         self._kept.clear()
         self._state, self._tensors = None, {}
 

@@ -93,7 +93,6 @@ class PartDistances:
 
     @property
     def distances(self) -> Distances:
-        """The distances of runs of one block."""
 
         def matrix(values: list[float]) -> Matrix:
             size = len(values) + 1
@@ -253,7 +252,6 @@ def _choose_parts(prepared: Prepared, wanted: Wanted) -> tuple[list[int], Distan
 
 
 def _compared_samples(prepared: Prepared, *, gradients: bool) -> SampleRange:
-    """Return the samples that blocks are compared on."""
     samples = live_samples(prepared).samples
     most = LIMITS[prepared.model.family.modality] if gradients else SAMPLES
     return SampleRange(samples, 0, min(len(samples), most))

@@ -174,7 +174,6 @@ def _join_names(names: Sequence[str]) -> str:
 
 
 def _rename_tensor(model: Model, name: str, old: int, new: int) -> str:
-    """Return the name that a tensor has in the output."""
     prefix = model.family.block
     return prefix.format(block=new) + name.removeprefix(prefix.format(block=old))
 

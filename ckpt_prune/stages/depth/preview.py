@@ -126,7 +126,6 @@ def _most(prepared: Prepared, allowed: Sequence[int]) -> int:
 
 
 def without(model: Model, gone: Sequence[int]) -> Model:
-    """Return a model without some of its blocks."""
     return shorten_model(model, [block for block in range(model.blocks) if block not in set(gone)])
 
 
@@ -230,7 +229,6 @@ def last_blocks(prepared: Prepared, count: int) -> Prepared:
 
 
 def depth_record(model: Model, gone: Sequence[int], depth: Depth) -> DepthRecord:
-    """Return the record of the blocks that are gone."""
     kept = [block for block in range(model.blocks) if block not in set(gone)]
     return DepthRecord(
         blocks=model.blocks, kept=kept, part=depth.part, choose=depth.choice, gaps=gaps_of(gone, depth.part)

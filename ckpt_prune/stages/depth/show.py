@@ -41,13 +41,11 @@ def draw_blocks(depth: DepthRecord) -> str:
 
 
 def name_gap(gap: GapRecord) -> str:
-    """Name the blocks of a gap."""
     last = gap.first + gap.blocks - 1
     return f"block {gap.first}" if last == gap.first else f"blocks {gap.first} to {last}"
 
 
 def name_gone(depth: DepthRecord) -> str:
-    """Name everything that is gone."""
     return ("" if depth.part == "block" else f"{depth.part} of ") + ", ".join(map(name_gap, depth.gaps))
 
 

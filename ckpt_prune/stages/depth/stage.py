@@ -59,12 +59,10 @@ class DepthCompensation(Strict):
 
     @property
     def linear(self) -> bool:
-        """Whether there is a map."""
         return self.method == "linear"
 
     @property
     def strength(self) -> float:
-        """The strength where it is fixed."""
         return 0.001 if self.lam is None else self.lam
 
     @property
@@ -221,7 +219,6 @@ class Depth(Stage):
 
     @property
     def most_runs(self) -> int:
-        """Runs of consecutive blocks at most."""
         return 1 if self.runs is None else self.runs
 
     @property
@@ -231,7 +228,6 @@ class Depth(Stage):
 
     @property
     def measures(self) -> bool:
-        """Whether anything is to be measured."""
         return self.choice is not None or self.compensation.linear
 
     # ---- work ------------------------------------------------------------------------------------------------

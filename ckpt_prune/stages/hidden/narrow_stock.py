@@ -67,7 +67,6 @@ class NarrowCheckpoint(Checkpoint):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Fingerprint of the dense checkpoint."""
         return self.view.source.fingerprint
 
     def _block(self, block: int) -> dict[str, Tensor]:

@@ -112,7 +112,6 @@ def _width_for_size(prepared: Prepared, least: int) -> int:
 
 
 def _cost(prepared: Prepared, kept: int) -> Cost:
-    """Return the cost of an output with so many dimensions."""
     model = prepared.model
     widths = [{space: model.units(space) for space in model.family.spaces}] * model.blocks
     return sliced_output(model, view_of(prepared, kept), widths).cost

@@ -53,11 +53,9 @@ class WrittenBases:
         return tuple(own * self.sublayers if self.shared else own)
 
     def name(self, block: int) -> str:
-        """The file of a block's bases."""
         return f"{_SHARED if self.shared else block}.safetensors"
 
     def write(self, block: int, bases: list[Tensor]) -> None:
-        """Keep a block's bases."""
         path = self.folder / self.name(block)
         save_file({str(place): basis.float().cpu().contiguous() for place, basis in enumerate(bases)}, path)
         sync(path)

@@ -37,7 +37,6 @@ def _show_stream(hidden: HiddenRecord) -> Section:
 
 
 def dimensions_line(hidden: HiddenRecord) -> str:
-    """Say how many dimensions stay."""
     share = 1 - hidden.kept / hidden.dimensions
     return f"{hidden.kept} of {hidden.dimensions} dimensions stay (ratio {share:.3g})"
 

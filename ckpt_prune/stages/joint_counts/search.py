@@ -252,7 +252,6 @@ def measure_unpruned(prepared: Prepared, run: Run) -> Statistics:
 
 
 def _predict_sites(prepared: Prepared, decisions: Decisions) -> float:
-    """Return the predicted loss of all sites."""
     assert prepared.ranked is not None
     assert prepared.recipe.size is not None
     kind = prepared.recipe.size.kind

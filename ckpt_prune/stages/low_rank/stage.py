@@ -85,7 +85,6 @@ class LowRank(Stage):
 
     @property
     def whitens(self) -> bool:
-        """Whether Grams are needed."""
         return self.method == "whitened"
 
     # ---- work ------------------------------------------------------------------------------------------------

@@ -38,7 +38,6 @@ class MaskedLinear(FixedRecord):
 
     @property
     def size(self) -> int:
-        """Its weights."""
         return self.rows * self.columns
 
 

@@ -50,7 +50,6 @@ def share_zeros(mask: Mask, prepared: Prepared, run: Run) -> Prepared:
 
 
 def masker_of(mask: Mask, prepared: Prepared) -> Masker:
-    """Return what masks a block."""
     return Masker(
         prepared.model,
         mask,

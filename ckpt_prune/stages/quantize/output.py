@@ -70,7 +70,6 @@ def pack_output(stage: Quantize, model: Model, output: Output) -> Output:
 
 
 def scheme_of(stage: Quantize, weights: dict[str, TensorSpec]) -> PackingScheme:
-    """Choose how weights are stored."""
     return choose_scheme(stage.format, stage.group_size, {name: shape[1] for name, (_, shape) in weights.items()})
 
 

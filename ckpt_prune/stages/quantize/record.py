@@ -41,7 +41,6 @@ class QuantizedWeights(FixedRecord):
 
     @property
     def scheme(self) -> PackingScheme:
-        """Storage of the weights."""
         return PackingScheme(self.format, self.group_size)
 
     def describe(self) -> str:
@@ -98,7 +97,6 @@ class QuantizationRecord(QuantizedWeights):
     job: str = ""
 
     def data(self) -> dict[str, Any]:
-        """Return the record as the file has it."""
         return self.model_dump(mode="json")
 
     def __repr_args__(self) -> list[tuple[str | None, Any]]:
@@ -136,7 +134,6 @@ QUANTISED_FROM = "quantized"
 
 
 def card_metadata(record: QuantizationRecord) -> dict[str, Any]:
-    """Return the card's metadata for the Hub."""
     values: dict[str, Any] = {"library_name": "transformers"}
     if "/" in record.source.name:
         values |= {"base_model": record.source.name, "base_model_relation": QUANTISED_FROM}

@@ -27,21 +27,17 @@ class PackingScheme:
 
     @property
     def bits(self) -> int:
-        """Bits of a weight."""
         return BITS[self.format]
 
     @property
     def words(self) -> str:
-        """Description in words."""
         shared = "row" if self.group_size is None else f"group of {self.group_size} columns"
         return f"{self.format}, one scale per {shared}"
 
     def scales(self, columns: int) -> int:
-        """Return how many scales a row has."""
         return 1 if self.group_size is None else columns // self.group_size
 
     def words_per_row(self, columns: int) -> int:
-        """Return how many 32-bit words a row takes."""
         return -(-columns * self.bits // 32)
 
     def arguments(self) -> dict[str, Any]:

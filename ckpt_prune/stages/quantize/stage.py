@@ -96,7 +96,6 @@ class Quantize(Stage):
 
     @classmethod
     def sections(cls, report: "Report") -> "Sequence[Section]":
-        """Return what a report says of the stage."""
         from ckpt_prune.show.section import Section
 
         return [] if report.quantize is None else [Section("Stored weights", [report.quantize.describe()])]

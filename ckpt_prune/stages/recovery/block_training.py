@@ -95,7 +95,6 @@ class SampleSplit:
 
     @property
     def samples(self) -> int:
-        """Number of samples in all."""
         # Where none are held out, some are in both.
         return len({*self.train.tolist(), *self.measured.tolist()})
 
@@ -217,7 +216,6 @@ class _Attempt:
         return rows_within(rows, self.stream.group.share(self.split.samples))
 
     def block(self) -> "_Block":
-        """Make the block as it was given."""
         return _Block(self.stream, self.index, self.given, self.names)
 
     def error(self, block: "_Block") -> float:
@@ -286,7 +284,6 @@ class _Block:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """All trained parameters."""
         return [parameter for parts in self._parts.values() for parameter in parts]
 
     def step(self, optimiser: torch.optim.Optimizer, targets: Tensor, parts: list[Tensor], scale: float) -> float:

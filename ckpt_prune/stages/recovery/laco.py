@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import plural
 from ckpt_prune.common.progress import Meter
+from ckpt_prune.evaluation.similarity import StateSimilarity
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
 from ckpt_prune.options.training import RecoverySettings
@@ -24,7 +25,6 @@ from ckpt_prune.stages.recovery.block_training import (
     trainable_tensors,
 )
 from ckpt_prune.stages.recovery.records import RecoveredLayer
-from ckpt_prune.stages.recovery.similarity import StateSimilarity
 
 _UNLIKE = 0.3
 """Relative difference of the hidden states entering the first block, above which two models have nothing in common."""
@@ -64,18 +64,15 @@ class Recoverer:
 
     @cached_property
     def blocks(self) -> int:
-        """Number of blocks."""
         factory = self.pruned.factory
         return factory.model.blocks
 
     @cached_property
     def recovered_blocks(self) -> range:
-        """Blocks that are recovered."""
         return self.settings.blocks(self.blocks)
 
     @cached_property
     def rate(self) -> float:
-        """The learning rate."""
         factory = self.pruned.factory
         return self.settings.rate(factory.model.dimension("hidden"))
 

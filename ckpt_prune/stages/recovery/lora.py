@@ -183,7 +183,6 @@ def _share(done: float, schedule: str) -> float:
 
 @torch.no_grad()
 def _loss(model: Any, examples: LoraExamples, rows: Tensor, size: int) -> float:
-    """Return the mean loss of these samples."""
     model.eval()
     return sum(examples.loss(model, part).item() * len(part) for part in cut(rows, size)) / len(rows)
 

@@ -159,7 +159,6 @@ class _ScaleFit:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """All scales."""
         return [side for pair in self.scales.values() for side in pair]
 
     @torch.no_grad()

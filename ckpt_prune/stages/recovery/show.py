@@ -142,7 +142,6 @@ def _new_weights(recovery: RecoveryRecord, layers: Sequence[RecoveredLayer]) -> 
 
 
 def _training(recovery: RecoveryRecord) -> str:
-    """Say what was trained, how, and on which samples."""
     data, settings = recovery.data, recovery.settings
     only, where = settings.text("only"), settings.text("layers")
     which = "" if only is None else f"{'MLP' if only == 'mlp' else only} "

@@ -62,17 +62,14 @@ class RotationSizes:
 
     @classmethod
     def of(cls, kind: RotationKind, model: Model) -> "RotationSizes":
-        """Read the sizes from a model."""
         return cls(kind, *map(model.dimension, ("layers", "hidden", "kv_heads", "head_dim")))
 
     def residual_name(self, block: int) -> str | None:
-        """Return the name of a block's R1; None if there is none."""
         if self.kind == "values":
             return None
         return _SHARED if self.kind == "shared" else f"blocks.{block}.residual"
 
     def heads_name(self, block: int) -> str:
-        """Return the name of a block's R2."""
         return f"blocks.{block}.heads"
 
     @property
@@ -136,7 +133,6 @@ class Learner:
 
     @property
     def sizes(self) -> RotationSizes:
-        """The sizes of the rotations."""
         return RotationSizes.of(self.recipe.kind, self.model)
 
     @property
@@ -261,7 +257,6 @@ class Learner:
     # ---- terms ------------------------------------------------------------------------------------------------
 
     def read(self, block: int) -> dict[str, Tensor]:
-        """Read a block of the dense model."""
         return self.model.read_block(block)
 
     def moments(self, source: MomentSource, block: int, tensors: Mapping[str, Tensor]) -> dict[str, SpaceMoments]:

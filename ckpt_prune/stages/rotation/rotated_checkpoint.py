@@ -61,7 +61,6 @@ class AbsorbedCheckpoint(ABC):
         """Return a tensor outside the blocks, in its dtype."""
 
     def names(self) -> list[str]:
-        """List the on-disk names of all tensors."""
         return list(dict.fromkeys([*self.source.tensors, *self.added]))
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
@@ -223,7 +222,6 @@ class RotatedCheckpoint(AbsorbedCheckpoint):
 
     @property
     def blocks(self) -> int:
-        """Number of blocks."""
         return self.model.blocks
 
     @cached_property

@@ -68,7 +68,6 @@ def turn_step(prepared: Prepared) -> "TurnStep | None":
 
 
 def note_learned(prepared: Prepared, run: Run) -> None:
-    """Note what was learned in turn."""
     rotations = rotations_in_turn(prepared)
     if rotations is not None:
         run.done["learned"] = rotations.learned
@@ -184,7 +183,6 @@ class TurnStep(Step):
 
 
 def report_rotation(rotation: Rotation, prepared: Prepared, run: Run) -> dict[str, Any]:
-    """Return what the report says of rotations."""
     basis = prepared.basis
     assert isinstance(basis, RotatedCheckpoint)
     record = RotationRecord(

@@ -52,7 +52,6 @@ class Solver(ABC):
 
     @property
     def own(self) -> SpaceRecipe:
-        """The recipe's entry for the space."""
         return self.recipe.spaces[self.space]
 
     @property

@@ -85,7 +85,6 @@ class ValueSolver(ColumnSolver):
         return super().shift(site.tensors, site.folds, turned, self._in_basis(solved))
 
     def _in_basis(self, solved: SolvedSite) -> SolvedSite:
-        """Return a solved site with its columns by direction."""
         plan, new = solved
         assert new is not None
         heads, output = self.model.copies(self.space), self._consumer(plan.block)
