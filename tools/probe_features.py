@@ -14,6 +14,7 @@ what it says with label maps (label_maps.py). Its answers are interpolated (bili
 """
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +31,7 @@ from ckpt_prune.evaluation.batches import check_finite, iterate_samples
 from ckpt_prune.evaluation.images import choose_image_samples, images_refused, load_shared_processor
 from ckpt_prune.evaluation.pair import Pair
 from ckpt_prune.evaluation.purpose import check_folder, is_vision
-from ckpt_prune.measure.samples.image_files import choose_images, find_classes, find_images, has_splits, take_images
+from ckpt_prune.measure.samples.image_files import LABELS, choose_images, find_images, read_label_rows, take_images
 from ckpt_prune.measure.samples.samples import Samples, move_batch
 from tools.label_maps import LabelMaps
 from tools.patch_heads import measure_patch_head, patch_grid, read_patch_head
@@ -170,6 +171,22 @@ def _shared(command: Any) -> Any:
     return command
 
 
+def find_classes(directory: Path, labels: Path | None) -> tuple[dict[int, str], bool]:
+    """Return the classes that a folder of images names, index → label, and whether its labels name splits.
+
+    Labels that are numbers are their own indices; others are counted in order.
+    """
+    candidates = (labels, directory / LABELS, directory.resolve().parent / LABELS)
+    file = next((path for path in candidates if path is not None and path.is_file()), None)
+    rows = [] if file is None else read_label_rows(file)
+    names = {row.values.get("label", "").strip() for row in rows}
+    if file is None and directory.is_dir():
+        names = {path.name for path in directory.iterdir() if path.is_dir()}
+    are_numbers = all(re.fullmatch(r"[0-9]{1,9}", name) for name in names)
+    classes = {int(name): name for name in names} if are_numbers else dict(enumerate(sorted(names)))
+    return classes, bool(rows) and "split" in rows[0].values
+
+
 @main.command()
 @_shared
 @click.option("--probe", "kind", type=click.Choice(["knn", "linear"]), required=True)
@@ -177,8 +194,8 @@ def classes(
     model: Path, against: Path | None, images: Path, labels: Path | None, kind: ProbeName, **given: Any
 ) -> None:
     """Probe the features of whole images."""
-    pair, names = _open_pair(model, against), find_classes(images, labels)
-    if has_splits(images, labels):
+    pair, (names, has_splits) = _open_pair(model, against), find_classes(images, labels)
+    if has_splits:
         parts = [find_images(images, labels=labels, split=split, id2label=names) for split in ("calib", "eval")]
     else:
         files = find_images(images, labels=labels, split="eval", id2label=names)

@@ -27,8 +27,7 @@ from ckpt_prune.runner.resuming import resumable
 
 if TYPE_CHECKING:
     from ckpt_prune.evaluation.results import Result
-    from ckpt_prune.gguf.export import ExportedGguf
-    from ckpt_prune.gguf.step import GgufStep
+    from ckpt_prune.gguf.export import ExportedGguf, GgufStep
     from ckpt_prune.job.prepared import Prepared
     from ckpt_prune.model.model import Model
     from ckpt_prune.onnx.export import Exported, GraphStep
@@ -281,7 +280,7 @@ def _graph_step(options: PruneOptions, chosen: "ChosenRecipe", model: "Model") -
         from ckpt_prune.gguf import require_gguf
 
         require_gguf()
-        from ckpt_prune.gguf.step import GgufStep
+        from ckpt_prune.gguf.export import GgufStep
         from ckpt_prune.stages.quantize.stage import Quantize
 
         rounding = chosen.recipe.get(Quantize)

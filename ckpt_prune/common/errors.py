@@ -19,10 +19,15 @@ class DiskError(UserError):
     """The disk is full or cannot be written. Nothing is wrong with the input, so finished work may be kept."""
 
 
+def one_line(error: BaseException) -> str:
+    """Return what an error of another package says, in one line that is not too long."""
+    return (" ".join(str(error).split()) or type(error).__name__)[:300]
+
+
 def to_user_error(error: OSError) -> UserError:
     """Turn an error of the system that no code expected into a line for the user."""
     if error.filename is None:
-        return UserError(f"{' '.join(str(error).split())[:300]}; look at the disk and the files that were named")
+        return UserError(f"{one_line(error)}; look at the disk and the files that were named")
     return UserError(f"{error.filename}: {error.strerror}; give another path or mend this one")
 
 

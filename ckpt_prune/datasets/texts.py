@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal, get_args
 
-from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.errors import UserError, one_line
 from ckpt_prune.common.text_encoding import NOT_UTF8
 from ckpt_prune.datasets.files import find_data_file, read_lines, read_rows
 
@@ -119,7 +119,7 @@ class NamedText:
         try:
             return files.separator.join(islice(_rows(file, data_set.column), files.rows))
         except (OSError, EOFError, ValueError) as error:  # gzip's, too
-            reason = NOT_UTF8 if isinstance(error, UnicodeDecodeError) else " ".join(str(error).split())
+            reason = NOT_UTF8 if isinstance(error, UnicodeDecodeError) else one_line(error)
             raise UserError(f"{file}: cannot be read as {self.name}: {reason}") from error
 
 

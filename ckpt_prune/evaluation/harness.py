@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ckpt_prune.common.errors import UserError
-from ckpt_prune.evaluation.whole_model import first_line, load_model
+from ckpt_prune.common.errors import UserError, one_line
+from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.measure.samples.text import load_tokenizer
 
 
@@ -56,7 +56,7 @@ def run_tasks(
             model=wrapped, tasks=list(tasks), limit=limit, task_manager=manager, log_samples=False
         )
     except OSError as error:  # what `datasets` raises for a file, a data set or a Hub that is not there
-        raise UserError(f"the data of {', '.join(tasks)} cannot be loaded: {first_line(error)}") from error
+        raise UserError(f"the data of {', '.join(tasks)} cannot be loaded: {one_line(error)}") from error
     except IndexError as error:
         size = loaded.config.get_text_config().vocab_size
         if len(tokenizer) <= size:

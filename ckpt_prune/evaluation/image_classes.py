@@ -10,11 +10,11 @@ from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
 
-from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.errors import UserError, one_line
 from ckpt_prune.common.progress import track
 from ckpt_prune.evaluation.batches import check_finite
 from ckpt_prune.evaluation.display import Figures
-from ckpt_prune.evaluation.whole_model import auto_class, first_line
+from ckpt_prune.evaluation.whole_model import auto_class
 from ckpt_prune.measure.samples.images import ImageSamples
 from ckpt_prune.model.descriptions import family_for_config, has_description
 
@@ -170,7 +170,7 @@ def _run(model: PreTrainedModel, batch: dict[str, Tensor], name: str) -> Tensor:
         logits = getattr(model(**inputs), "logits", None)
     except ValueError as error:  # what transformers' vision models raise for images of another size
         shape = " x ".join(str(n) for n in batch["pixel_values"].shape[1:])
-        raise UserError(f"the {name} does not take images of {shape}: {first_line(error)}") from error
+        raise UserError(f"the {name} does not take images of {shape}: {one_line(error)}") from error
     if not isinstance(logits, Tensor) or logits.dim() != 2:
         raise UserError(f"the {name} gives no class logits: it is no image classifier")
     check_finite(f"{name}'s logits", logits)

@@ -6,13 +6,13 @@ from contextlib import contextmanager
 from transformers import BaseImageProcessor
 
 from ckpt_prune.checkpoint.json_files import read_json_object
-from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.errors import UserError, one_line
 from ckpt_prune.evaluation.features import compare_features
 from ckpt_prune.evaluation.image_classes import class_names, classify, compare_classifiers, is_classifier
 from ckpt_prune.evaluation.pair import Pair
 from ckpt_prune.evaluation.purpose import check_folder, check_same_kind, is_vision, reference_of_base
 from ckpt_prune.evaluation.results import AccuracyResult, ComparisonResult
-from ckpt_prune.evaluation.whole_model import first_line, purpose_of_folder, read_config
+from ckpt_prune.evaluation.whole_model import purpose_of_folder, read_config
 from ckpt_prune.measure.samples.image_files import ImageFiles, choose_images, find_images
 from ckpt_prune.measure.samples.image_processor import load_processor
 from ckpt_prune.measure.samples.images import ImageSamples
@@ -61,7 +61,7 @@ def images_refused() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise UserError(f"the model does not take the images: {first_line(error)}") from error
+        raise UserError(f"the model does not take the images: {one_line(error)}") from error
 
 
 def choose_image_samples(

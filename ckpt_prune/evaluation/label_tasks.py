@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.errors import UserError, one_line
 from ckpt_prune.common.progress import track
 from ckpt_prune.datasets.files import read_rows
 from ckpt_prune.datasets.glue import GLUE, LabelTask, Metric, guess_task, parse_task_name
@@ -57,7 +57,7 @@ def read_labelled(path: Path, task: LabelTask, limit: int | None = None) -> list
                 break
             items.append(_read_item(row, task, f"{path}, row {len(items) + 1}"))
     except (OSError, EOFError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read as labelled texts: {' '.join(str(error).split())}") from error
+        raise UserError(f"{path}: cannot be read as labelled texts: {one_line(error)}") from error
     if not items:
         raise UserError(f"{path} holds no labelled text")
     return items

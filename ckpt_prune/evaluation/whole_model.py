@@ -19,7 +19,7 @@ from ckpt_prune.checkpoint.json_files import parse_json_object
 from ckpt_prune.checkpoint.model_folder import refuse_adapter
 from ckpt_prune.checkpoint.quantised import is_packed, is_plain_fp8, refuse_quantised
 from ckpt_prune.checkpoint.sentence_modules import find_sentence_use
-from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.errors import UserError, one_line
 from ckpt_prune.evaluation.device_map import DeviceMap, current_device_map
 from ckpt_prune.model.composites import known_composites, load_composite
 from ckpt_prune.model.containers.remote import remote_class, remote_model_class, with_block_facts
@@ -181,7 +181,7 @@ def load_reported(
             raise
         except Exception as error:  # transformers raises anything here, from OSError to safetensors' own type
             by = "transformers" if foreign or ours else "stock transformers"
-            raise UserError(f"{folder}: {by} cannot load it: {first_line(error)}") from error
+            raise UserError(f"{folder}: {by} cannot load it: {one_line(error)}") from error
     pooler = missing_pooler(model, info["missing_keys"])
     if pooler:  # transformers has filled it with random numbers
         model.pooler = None
@@ -206,11 +206,6 @@ def _convert_weights(loader: Any, folder: Path) -> tuple[Any, dict[str, Any]]:
         with on_meta_device():
             loader = type(loader.from_config(config))
     return loader, {"config": config, "state_dict": checkpoint.read(checkpoint.tensors)}
-
-
-def first_line(error: Exception) -> str:
-    """Return what an error of another package says, in one line."""
-    return (" ".join(str(error).split()) or type(error).__name__)[:300]
 
 
 def _ask_for_trust(error: UserError) -> UserError:
@@ -259,7 +254,7 @@ def config_of(folder: Path, *, trust: bool = False) -> PreTrainedConfig:
                     folder, local_files_only=True, trust_remote_code=True
                 )
         except Exception as failure:  # the folder's own code raises anything
-            raise UserError(f"{folder}: its config cannot be loaded: {first_line(failure)}") from failure
+            raise UserError(f"{folder}: its config cannot be loaded: {one_line(failure)}") from failure
         return config
     model_type = raw.get("model_type")
     if not isinstance(model_type, str):

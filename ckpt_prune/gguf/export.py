@@ -1,7 +1,8 @@
 """Writing a checkpoint as a GGUF file that llama.cpp runs, and proving the file before it takes its place."""
 
 import math
-from collections.abc import Iterator, Mapping
+import shlex
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from ckpt_prune.checkpoint.files import check_place
 from ckpt_prune.checkpoint.staging import staged_file
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import human_bytes
-from ckpt_prune.common.graph_types import GGUF_ROWS, GgufType
+from ckpt_prune.common.graph_types import GGUF_BITS, GGUF_FILES, GGUF_ROWS, GgufType
 from ckpt_prune.common.progress import Notices
 from ckpt_prune.gguf.layout import Layout, lay_out
 from ckpt_prune.gguf.llama_cpp import require_runtime
@@ -21,8 +22,10 @@ from ckpt_prune.gguf.tokenizer import tokenizer_values
 from ckpt_prune.gguf.types import default_type, kinds_of, tensor_bytes, type_of, zero_bytes
 from ckpt_prune.gguf.writing import check_gguf_place, write_gguf
 from ckpt_prune.model.containers.opening import Opening, open_model
-from ckpt_prune.options.data import ProofOptions
+from ckpt_prune.model.model import Model
+from ckpt_prune.options.data import CalibrationOptions, ProofOptions
 from ckpt_prune.runtimes.comparison import Proof
+from ckpt_prune.stages.export.stage import Export
 
 _LARGE = 2**32
 """Bytes in float32, from which on a line says that the proof takes so many."""
@@ -175,3 +178,52 @@ def type_of_file(file: Path) -> str:
     if not sizes:
         raise UserError(f"{file} has no matrices")
     return max(sizes, key=lambda kind: sizes[kind])
+
+
+@dataclass(frozen=True)
+class GgufStep:
+    """The last step of a recipe with `export: {format: gguf}`, with all that can be checked before the first.
+
+    Attributes:
+        recipe: what to write.
+        kind: type of the matrices.
+        proving: what to compare the file on.
+        trust: run code that the checkpoint brings.
+    """
+
+    recipe: Export
+    kind: GgufType
+    proving: ProofOptions
+    trust: bool
+
+    @classmethod
+    def of(
+        cls, recipe: Export, source: Model, calibration: CalibrationOptions, *, rounded: bool, trust: bool
+    ) -> "GgufStep":
+        """Return the step for an output that is still to be made of a model; `rounded`: to int4, before the export.
+
+        Raises:
+            UserError: llama.cpp has no such model or tokenizer, or is not installed.
+        """
+        if recipe.proof:
+            require_runtime()
+        kind = recipe.gguf_type or ("q4_0" if rounded else type_of(source.checkpoint.dtype))
+        needs_program(kind)
+        tokenizer_values(source.checkpoint.path, lay_out(source).values["vocab_size"])
+        return cls(recipe, kind, ProofOptions(text=calibration.text, window=calibration.window), trust)
+
+    def bytes(self, parameters: int) -> int:
+        """Return what the file takes at most."""
+        return int(parameters * GGUF_BITS[self.kind] // 8)
+
+    def run(self, output: Path, say: Callable[[str], None]) -> ExportedGguf:
+        """Write the file of a finished output beside its weights; if that fails, `say` is told how to make it."""
+        file = output / GGUF_FILES[self.kind]
+        try:
+            return export_gguf(
+                str(output), file, self.proving, kind=self.kind, proof=self.recipe.proof, trust=self.trust
+            )
+        except BaseException:
+            command = ["ckpt-prune", "export", str(output), "--format", "gguf", "--dtype", self.kind, "-o", str(file)]
+            say(f"{output} is complete without its GGUF file: `{shlex.join(command)}` writes it")
+            raise

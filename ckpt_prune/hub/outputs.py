@@ -11,7 +11,7 @@ from ckpt_prune.checkpoint.hub_files import fetch_hub_file
 from ckpt_prune.checkpoint.journal import refuse_unfinished
 from ckpt_prune.checkpoint.json_files import parse_json_object
 from ckpt_prune.checkpoint.model_folder import check_output_folder
-from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.errors import UserError, one_line
 from ckpt_prune.common.filenames import GRAPH_FOLDER, GRAPH_RECORD, REPORT
 from ckpt_prune.hub.figures import figures_table, read_figures, to_model_index
 from ckpt_prune.hub.repository import Repository
@@ -118,7 +118,7 @@ def make_card(output: OutputFiles, repo: str, options: PushOptions) -> bytes:
     try:
         values, body = split_card(read_input(path).decode("utf-8") if CARD in output.files else "")
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} is no model card ({' '.join(str(error).split())}); mend or remove it") from error
+        raise UserError(f"{path} is no model card ({one_line(error)}); mend or remove it") from error
     known, relation = _metadata(output)
     values = known | values
     if options.base_model is not None:

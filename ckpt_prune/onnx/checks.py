@@ -12,11 +12,11 @@ import onnx
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.digests import sha256_files
 from ckpt_prune.checkpoint.journal import refuse_unfinished
-from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.errors import UserError, one_line
 from ckpt_prune.common.filenames import VALIDATION
 from ckpt_prune.common.progress import track
 from ckpt_prune.onnx.records import Manifest, Port, read_manifest, read_validation
-from ckpt_prune.onnx.session import DATA, default_provider, describe, open_session, read_graph
+from ckpt_prune.onnx.session import DATA, default_provider, open_session, read_graph
 from ckpt_prune.onnx.tasks import PAST, PRESENT
 from ckpt_prune.verification.verify import Check, run_check
 
@@ -60,7 +60,7 @@ def _check_finite(path: Path) -> tuple[bool, str]:
             if tensor is not None and tensor.dtype.is_floating_point() and not np.isfinite(tensor.numpy()).all():
                 return False, f"{name} has NaN or Inf"
     except Exception as error:  # protobuf's and onnx_ir's exceptions share no base class
-        raise UserError(f"{path.name} cannot be read: {describe(error)}") from error
+        raise UserError(f"{path.name} cannot be read: {one_line(error)}") from error
     return True, f"no NaN, no Inf in {len(weights)} tensors"
 
 
@@ -151,7 +151,7 @@ def check_operators(folder: Path, graph: Manifest) -> tuple[bool, str]:
             return True, detail
         onnx.checker.check_model(_hide_foreign_operators(path), full_check=True)
     except Exception as error:  # the checker's, shape inference's and protobuf's exceptions share no base class
-        raise UserError(f"onnx.checker: {describe(error)}") from error
+        raise UserError(f"onnx.checker: {one_line(error)}") from error
     return True, f"{detail}; onnxruntime's own operators are not its matter"
 
 
@@ -193,7 +193,7 @@ def check_interface(
     try:
         graph = onnx.load(folder / manifest.file, load_external_data=False).graph
     except Exception as error:
-        raise UserError(f"{manifest.file} cannot be read ({describe(error)})") from error
+        raise UserError(f"{manifest.file} cannot be read ({one_line(error)})") from error
     weights = {weight.name for weight in graph.initializer}
     inputs = [_describe_value(value) for value in graph.input if value.name not in weights]
     faults = _compare_with_record("input", inputs, manifest.inputs)

@@ -16,6 +16,8 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
+from ckpt_prune.common.errors import one_line
+
 MOST_BYTES = 2**33
 """Memory that a graph may take, beside four times its weights."""
 SECONDS = 20.0
@@ -26,6 +28,7 @@ _CHILD = """
 import sys
 sys.path[:] = {path!r}
 from multiprocessing.connection import Connection
+from ckpt_prune.common.errors import one_line
 from ckpt_prune.onnx.isolation import serve
 serve(Connection({descriptor}))
 """
@@ -165,12 +168,12 @@ def serve(connection: Connection) -> None:
             try:
                 answer = session.run(None, feed)
             except Exception as error:
-                answer = _describe(error)
+                answer = one_line(error)
             connection.send(answer)
     except _CLOSED:
         return  # the parent is gone
     except Exception as error:  # onnxruntime's exceptions share no base class
-        connection.send(_describe(error))
+        connection.send(one_line(error))
 
 
 def _end_with(parent: int) -> None:
@@ -178,10 +181,6 @@ def _end_with(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)
-
-
-def _describe(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def _limit_memory(most: int | None) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ckpt_prune.checkpoint.checkpoint import CONFIG, Checkpoint
 from ckpt_prune.checkpoint.digests import sha256_files
 from ckpt_prune.checkpoint.model_folder import resolve_model
-from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.errors import UserError, one_line
 from ckpt_prune.common.filenames import GRAPH_RECORD
 from ckpt_prune.common.formatting import format_distinctly
 from ckpt_prune.common.graph_types import GraphType
@@ -54,7 +54,7 @@ from ckpt_prune.onnx.records import (
 )
 from ckpt_prune.onnx.reference import Reference
 from ckpt_prune.onnx.samples import ProofSamples, choose_proof_samples
-from ckpt_prune.onnx.session import OnnxModel, Provider, complete_inputs, default_provider, describe, next_cache
+from ckpt_prune.onnx.session import OnnxModel, Provider, complete_inputs, default_provider, next_cache
 from ckpt_prune.onnx.tasks import PAST, PRESENT, Task, choose_task
 from ckpt_prune.onnx.tracing import get_image_size
 from ckpt_prune.options.commands import ValidateOptions
@@ -443,7 +443,7 @@ class Proof:
         except UserError:
             raise
         except Exception as error:  # transformers raises anything over a damaged config.json
-            raise UserError(f"config.json: {describe(error)}") from error
+            raise UserError(f"config.json: {one_line(error)}") from error
         inputs = [port.name for port in self.manifest.inputs]
         if list(self.graph.outputs) != list(self.ports) or list(self.graph.inputs) != inputs:
             return False, f"{self.manifest.file} has inputs and outputs that its record does not name"

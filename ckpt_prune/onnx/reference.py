@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.errors import UserError, one_line
 from ckpt_prune.modeling_pruned import cache_argument
-from ckpt_prune.onnx.session import complete_inputs, describe
+from ckpt_prune.onnx.session import complete_inputs
 from ckpt_prune.onnx.tasks import PRESENT, Task, remove_head
 from ckpt_prune.onnx.tracing import get_cache, make_example
 
@@ -110,7 +110,7 @@ class Reference:
         except Exception as error:  # model code raises anything
             shape = " x ".join(map(str, next(iter(feed.values())).shape))
             name = type(self.module).__name__
-            raise UserError(f"PyTorch itself cannot run {name} on {shape}: {describe(error)}") from error
+            raise UserError(f"PyTorch itself cannot run {name} on {shape}: {one_line(error)}") from error
 
 
 def _mask_start(mask: Tensor) -> Tensor:

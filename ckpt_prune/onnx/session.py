@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
-from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.errors import UserError, one_line
 from ckpt_prune.common.graph_types import GraphType
 from ckpt_prune.evaluation.whole_model import config_of
 from ckpt_prune.onnx.isolation import create_session
@@ -88,12 +88,7 @@ def _load(graph: Path, threads: int, providers: list[Any]) -> Any:
     try:
         return create_session(graph, threads, providers)
     except Exception as error:  # onnxruntime's exceptions share no base class
-        return describe(error)
-
-
-def describe(error: Exception) -> str:
-    """Return the message of a library's error in one line."""
-    return (" ".join(str(error).split()) or type(error).__name__)[:300]
+        return one_line(error)
 
 
 class OnnxModel:
@@ -158,7 +153,7 @@ class OnnxModel:
             values = self.session.inner.run(None, arrays)
         except Exception as error:  # onnxruntime's exceptions share no base class
             sizes = ", ".join(f"{name} {list(array.shape)}" for name, array in list(arrays.items())[:4])
-            raise UserError(f"onnxruntime cannot run the graph on {sizes}: {describe(error)}") from error
+            raise UserError(f"onnxruntime cannot run the graph on {sizes}: {one_line(error)}") from error
         return {name: torch.from_numpy(value) for name, value in zip(self.outputs, values, strict=True)}
 
     def __call__(self, **inputs: Any) -> ModelOutput:
@@ -207,6 +202,6 @@ def read_graph(path: Path) -> onnx_ir.Model:
     try:
         return onnx_ir.load(path)
     except Exception as error:  # protobuf's and onnx_ir's exceptions share no base class
-        raise UserError(f"{path.name} cannot be read: {describe(error)}") from error
+        raise UserError(f"{path.name} cannot be read: {one_line(error)}") from error
     finally:
         logger.setLevel(before)

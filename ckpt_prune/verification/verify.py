@@ -16,7 +16,7 @@ from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.digests import find_changed_files
 from ckpt_prune.checkpoint.journal import refuse_unfinished
 from ckpt_prune.checkpoint.json_files import parse_json_object, read_json_object
-from ckpt_prune.common.errors import UserError, refuse_unreadable
+from ckpt_prune.common.errors import UserError, one_line, refuse_unreadable
 from ckpt_prune.common.filenames import REPORT
 from ckpt_prune.common.progress import track
 from ckpt_prune.conversion.stock_checkpoint import find_conversion
@@ -68,7 +68,7 @@ def _load_generation_config(folder: Path) -> None:
             GenerationConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # transformers raises anything here
         read_json_object(path)
-        raise UserError(f"{path} cannot be loaded: {' '.join(str(error).split())[:300]}") from error
+        raise UserError(f"{path} cannot be loaded: {one_line(error)}") from error
 
 
 _CARD = "README.md"

@@ -19,7 +19,7 @@ from ckpt_prune.sparsity.allocation import (
     whole_groups,
 )
 from ckpt_prune.sparsity.patterns import GroupPattern
-from ckpt_prune.stages.mask.budget import divergence_at, least_divergence, least_divergence_in_groups
+from ckpt_prune.stages.mask.shares import divergence_at, least_divergence, least_divergence_in_groups
 from tests.oracles import mask_shares as oracle
 
 SEVERAL = st.lists(st.floats(0.1, 9), min_size=2, max_size=9).filter(lambda values: max(values) - min(values) > 1e-3)

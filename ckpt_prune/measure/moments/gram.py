@@ -29,11 +29,6 @@ def add_gram(gram: Tensor, x: Tensor, scale: float = 1) -> None:
             gram[: strip.start, strip] = gram[strip, : strip.start].T
 
 
-def count_gram_flops(rows: int, width: int) -> int:
-    """Count the multiplications and additions of `add_gram` for x (rows, width)."""
-    return sum(2 * rows * (strip.stop - strip.start) * strip.stop for strip in cut_strips(width))
-
-
 def product_settings(device: torch.device) -> Any:
     """Return torch's settings of matrix products: `fp32_precision` is what factors in float32 are rounded to."""
     return (torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn).matmul

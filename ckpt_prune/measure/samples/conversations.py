@@ -4,7 +4,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.errors import UserError, one_line
 from ckpt_prune.common.text_encoding import check_unicode
 
 _KEYS = {"messages": ("role", "content"), "conversations": ("from", "value")}
@@ -35,8 +35,7 @@ def write_conversation(where: str, row: dict[str, Any], tokenizer: PreTrainedTok
             messages, chat_template=_CLOCK + tokenizer.get_chat_template(), tokenize=False, date_string=_DAY
         )
     except Exception as error:  # templates raise what they like
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"{where}: the model's chat template does not take it: {reason[:300]}") from error
+        raise UserError(f"{where}: the model's chat template does not take it: {one_line(error)}") from error
     assert isinstance(text, str)
     return text
 

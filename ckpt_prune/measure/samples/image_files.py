@@ -61,35 +61,15 @@ def find_images(
     if labels is not None:
         if not labels.is_file():
             raise UserError(f"{labels}: no such labels file")
-        return _read_csv(labels, _read_rows(labels), directory, split, id2label)
+        return _read_csv(labels, read_label_rows(labels), directory, split, id2label)
     inside, beside = directory / LABELS, _parent(directory) / LABELS
     if inside.is_file():
-        return _read_csv(inside, _read_rows(inside), directory, split, id2label)
+        return _read_csv(inside, read_label_rows(inside), directory, split, id2label)
     if beside.is_file():
-        rows = [row for row in _read_rows(beside) if _is_about(row, beside, directory)]
+        rows = [row for row in read_label_rows(beside) if _is_about(row, beside, directory)]
         if any(_locate(row, beside, directory) for row in rows):
             return _read_csv(beside, rows, directory, split, id2label)
     return _read_folders(directory, id2label)
-
-
-def find_classes(directory: Path, labels: Path | None = None) -> dict[int, str]:
-    """Return the classes that a folder of images names, index → label, if no model says which there are.
-
-    Labels that are numbers are their own indices; others are counted in order.
-    """
-    file = _find_csv(directory, labels)
-    if file is not None:
-        names = {row.values.get("label", "").strip() for row in _read_rows(file)}
-    else:
-        names = {path.name for path in directory.iterdir() if path.is_dir()} if directory.is_dir() else set()
-    are_numbers = all(re.fullmatch(r"[0-9]{1,9}", name) for name in names)
-    return {int(name): name for name in names} if are_numbers else dict(enumerate(sorted(names)))
-
-
-def has_splits(directory: Path, labels: Path | None = None) -> bool:
-    """Return True if the labels of a folder of images say which of them are to calibrate on."""
-    file = _find_csv(directory, labels)
-    return file is not None and "split" in _read_rows(file)[0].values
 
 
 def choose_images(
@@ -132,12 +112,8 @@ def _parent(directory: Path) -> Path:
     return directory.parent if directory.name not in ("", "..") else Path(os.path.abspath(directory)).parent  # noqa: PTH100
 
 
-def _find_csv(directory: Path, labels: Path | None) -> Path | None:
-    candidates = (labels, directory / LABELS, _parent(directory) / LABELS)
-    return next((path for path in candidates if path is not None and path.is_file()), None)
-
-
-def _read_rows(file: Path) -> list[_Row]:
+def read_label_rows(file: Path) -> list[_Row]:
+    """Read a CSV file of labels: at least one row."""
     try:
         content = decode_text(file, read_input(file), "CSV")
         head = content.partition("\n")[0]

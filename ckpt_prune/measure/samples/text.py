@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from ckpt_prune.checkpoint.json_files import read_json_object
-from ckpt_prune.common.errors import NoneLeftError, UserError
+from ckpt_prune.common.errors import NoneLeftError, UserError, one_line
 from ckpt_prune.common.text_encoding import (
     ENCODINGS,
     REWRITE,
@@ -68,8 +68,7 @@ def _report_as_user_error(start: str) -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"{start}: {reason[:300]}") from error
+        raise UserError(f"{start}: {one_line(error)}") from error
 
 
 def _find_growth(tokenizer: Any) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ckpt_prune.checkpoint.digests import PROCESSOR
-from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.errors import UserError, one_line
 from ckpt_prune.measure.moments.inputs import ACTIVE_THRESHOLD
 from ckpt_prune.measure.moments.kinds import Key, SpaceMoments, pool_moments, select_input_moments
 from ckpt_prune.measure.samples.samples import SampleRange, Samples, move_batch
@@ -43,10 +43,9 @@ def refuse_data() -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except (ValueError, IndexError, RuntimeError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(
-            f"the model refuses its calibration data: {reason.rstrip('.')}; the tokenizer or {PROCESSOR} in its folder "
-            "may belong to another model"
+            f"the model refuses its calibration data: {one_line(error).rstrip('.')}; the tokenizer or {PROCESSOR} in "
+            "its folder may belong to another model"
         ) from error
 
 
