@@ -12,8 +12,6 @@ import onnx_ir
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo import config as dynamo_config
-from torch.onnx._internal._lazy_import import onnxscript_apis
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.evaluation.whole_model import quiet_transformers
@@ -136,22 +134,15 @@ def _whole(graph: Path) -> onnx_ir.Model:
     return found
 
 
-_operators = cache(onnxscript_apis.get_torchlib_ops)
-
-
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """As a command exports, whichever test asks first; and in half of the time.
+    """As a command exports, whichever test asks first: in inference mode torch traces other operators.
 
-    Without looking for garbage, without parsing the source of every operator that there is anew for each model, and
-    without remembering each operator by its shapes, which takes longer than to run it. In inference mode torch traces
-    other operators.
+    And without looking for garbage.
     """
     gc.disable()
     try:
-        unremembered = dynamo_config.patch(fake_tensor_cache_enabled=False)
-        with unremembered, torch.inference_mode(False), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(onnxscript_apis, "get_torchlib_ops", _operators)
+        with torch.inference_mode(False):
             yield
     finally:
         gc.enable()
