@@ -246,9 +246,9 @@ def _faster() -> Iterator[None]:
 
     Sizes are symbols, so that hardly two calls are alike, and to look for a call takes longer than to work it out.
     """
-    with dynamo_config.patch(fake_tensor_cache_enabled=False):
-        with patch.object(onnxscript_apis, "get_torchlib_ops", _parse_operators):
-            yield
+    parsed_once = patch.object(onnxscript_apis, "get_torchlib_ops", _parse_operators)
+    with dynamo_config.patch(fake_tensor_cache_enabled=False), parsed_once:
+        yield
 
 
 @cache
