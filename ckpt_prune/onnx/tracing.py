@@ -22,7 +22,7 @@ import torch
 from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 from torch._dynamo import config as dynamo_config
 from torch.export import Dim
-from torch.onnx._internal._lazy_import import onnxscript_apis
+from torch.onnx._internal._lazy_import import onnxscript_apis  # type: ignore[attr-defined]
 from transformers import Cache, DynamicCache
 from transformers.exporters.configs import OnnxConfig
 from transformers.exporters.exporter_onnx import OnnxExporter

@@ -2,14 +2,11 @@
 
 import importlib
 import inspect
-import re
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import mypy.api
 import pytest
 
 import ckpt_prune
@@ -66,35 +63,6 @@ def test_an_option_that_is_none_is_refused_as_python_does():
         ckpt_prune.prune("dense", output="out", ratoi=0.2)
     with pytest.raises(TypeError, match="missing a required"):
         ckpt_prune.prune("dense")
-
-
-CALLS = """
-from pathlib import Path
-import ckpt_prune as cp
-
-pruned = cp.prune("dense", output=Path("out"), text=["a.txt"], ratio="20%", overrides={"container": "any"})
-cp.evaluate(pruned, against="dense", text="a.txt", window=16)
-cp.recover(pruned, dense="dense", output="out", text="a.txt", epochs=None, max_corrupt=0.1)
-cp.export(pruned, output="out", dtype=["fp32", "int8"], max_loss="1%")
-cp.prune("dense", output="out", ratoi=0.2)
-cp.prune("dense", output="out", samples="many")
-cp.calibrate("dense", output="out", choose="last")
-cp.prune("dense")
-pruned.paths
-"""
-"""The last five are wrong."""
-
-
-def test_type_checkers_know_the_options(tmp_path):
-    file = tmp_path / "calls.py"
-    file.write_text(CALLS)
-    root = Path(ckpt_prune.__file__).parents[1]
-    where = ["--config-file", str(root / "pyproject.toml"), "--cache-dir", str(root / ".mypy_cache")]
-    out, _, code = mypy.api.run([*where, str(file)])
-    assert code == 1
-    faults = re.findall(r"calls.py:(\d+): error: .*\[(.*)\]$", out, re.MULTILINE)
-    kinds = ["call-arg", "arg-type", "arg-type", "call-arg", "attr-defined"]
-    assert faults == [(str(line), kind) for line, kind in enumerate(kinds, start=9)], out
 
 
 def test_nothing_else_is_on_the_surface():

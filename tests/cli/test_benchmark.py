@@ -6,7 +6,6 @@ import multiprocessing
 import shutil
 import tempfile
 from functools import partial
-from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import GRAPH_RECORD
 from ckpt_prune.onnx.records import Manifest, Source
 from tests.benchmarking import targets
+from tests.benchmarking.forking import fork_what_has_imported
 from tests.cli.running import refused, run
 from tests.graphs import exports, traced_before
 
@@ -155,20 +155,9 @@ def parameters(folder: str) -> int:
     return sum(tensor.numel() for tensor in load_file(f"{folder}/model.safetensors").values())
 
 
-@pytest.fixture
-def imported_once(monkeypatch) -> None:
-    """Processes fork from one that has imported what they need, in place of importing it each.
-
-    Spawned ones are in the test below, and in `tests/benchmarking`.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["ckpt_prune.benchmarking.runners"])
-    forkserver.ensure_running()
-    monkeypatch.setattr(multiprocessing, "get_context", lambda method: context)
-
-
-def test_dense_against_pruned_in_both_runtimes(place, imported_once, scratch, monkeypatch, tmp_path_factory):
+def test_dense_against_pruned_in_both_runtimes(place, scratch, monkeypatch, tmp_path_factory):
     """One graph is there already, the other is made: `tests/onnx_graphs` has what is in it."""
+    fork_what_has_imported(monkeypatch)
     model, graph = exports(tmp_path_factory)("llama-gqa-tied")
     traced_before(monkeypatch, graph)
     shutil.rmtree("dense")

@@ -62,7 +62,7 @@ def save(folder: Path, model_type: str, **changes: Any) -> Path:
 
 
 def proving(folder: Path) -> ProofOptions:
-    """What files are compared on: two windows of a text."""
+    """What files are compared on: a window of a text."""
     text = folder.parent / "text.txt"
     text.write_text(TEXT, encoding="utf-8")
-    return ProofOptions(text=(text,), samples=2, window=48)
+    return ProofOptions(text=(text,), samples=1, window=48)
