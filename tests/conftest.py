@@ -209,9 +209,15 @@ def run_graphs_here(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def keep_skeletons() -> Iterator[None]:
-    """Keep names and shapes of every tiny model: a file goes through all families for one promise after another."""
+    """Keep names and shapes of every tiny model: a file goes through all families for one promise after another.
+
+    And keep transformers quiet from the start, which this package does and undoes thousands of times.
+    """
+    from transformers.utils import logging
+
     from ckpt_prune.model import skeleton
 
+    logging.set_verbosity_error()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(skeleton, "_stock_names", cache(skeleton._stock_names.__wrapped__))
         yield

@@ -99,12 +99,14 @@ def base_model_of(model: Any) -> Any:
 def quiet_transformers() -> Iterator[None]:
     """Hold back transformers' loading bars and all messages but errors; restores the earlier settings."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
+    if verbosity != logging.ERROR:  # setting it empties the caches of all loggers there are, which takes a millisecond
+        logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        logging.set_verbosity(verbosity)
+        if logging.get_verbosity() != verbosity:
+            logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
 

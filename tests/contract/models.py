@@ -15,7 +15,6 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.measure.samples.samples import Samples, TokenWindows
-from ckpt_prune.model.description_checks import check_description
 from ckpt_prune.model.descriptions import known_families, load_family, variants_of
 from ckpt_prune.model.family import Family
 from ckpt_prune.model.skeleton import Names, build_skeleton
@@ -215,11 +214,7 @@ class Case:
         return values | {"architectures": [self.architecture]}
 
     def write(self, folder: Path) -> Path:
-        """As published: the stock class's own `save_pretrained`, with a tokenizer or image processor.
-
-        A wrong description is refused here, by the key that is wrong, and not by an error of torch further on.
-        """
-        check_description(self.described, self.published_config)
+        """As published: the stock class's own `save_pretrained`, with a tokenizer or image processor."""
         with quiet_transformers():
             self.model().save_pretrained(folder)
         if self.family.modality == "image":

@@ -34,7 +34,11 @@ def shapes_of(case: Case, **changes: object) -> dict[str, tuple[int, ...]]:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_published_checkpoint_is_known_and_whole(dense: Dense, case: Case) -> None:
-    """The class is found by its tensors, Auto classes load it, and no tensor lacks or is too many."""
+    """The class is found by its tensors, Auto classes load it, and no tensor lacks or is too many.
+
+    A wrong description is refused by the key that is wrong.
+    """
+    check_description(case.described, case.published_config)
     model = dense.model(case)
     assert (model.family.architecture, model.family.variant) == (case.architecture, case.variant)
     assert model.family == case.family
@@ -51,8 +55,7 @@ def test_a_published_checkpoint_is_known_and_whole(dense: Dense, case: Case) -> 
 
 
 @pytest.mark.parametrize("case", chosen(CASES, LONG.__contains__), ids=str)
-def test_a_description_holds_for_its_class(case: Case) -> None:
-    check_description(case.described, case.published_config)
+def test_transposed_modules_are_those_of_the_class(case: Case) -> None:
     block = case.block(build_skeleton(case.config, case.architecture), 0)
     conv = {path for path, module in block.named_modules() if isinstance(module, Conv1D)}
     assert {path for module in case.family.transposed for path in module_paths(case.family)[module]} == conv
