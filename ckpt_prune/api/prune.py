@@ -159,9 +159,9 @@ def _prune(options: PruneOptions, tell: Tell) -> Pruned:
     _check_together(options)
     if options.recipe is not None:
         check_recipe(options.recipe)
-    if Path(options.model).is_dir():
-        model = Path(options.model)
-        process_group().on_first(lambda: check_output(model, out, resume=options.resume, overwrite=options.overwrite))
+    if Path(options.model).is_dir() and options.has_output:
+        model, replaced = Path(options.model), options.may_replace
+        process_group().on_first(lambda: check_output(model, out, resume=options.resume, overwrite=replaced))
     check_supported(options.model, options.family, options.part)
     check_texts(options.text)
     check_texts(tuple(place for place in options.evaluate if not Path(place).is_dir()))

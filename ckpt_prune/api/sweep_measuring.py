@@ -78,11 +78,10 @@ class PointMeasurer:
         from ckpt_prune.api.prune import prune
         from ckpt_prune.runner.run_job import check_job
 
-        with scratch_folder() as folder:
-            for value in values:
-                told = prune(**self.at(value) | {"progress": False}, output=str(folder / "point"), dry_run=True)
-                assert told.settled is not None
-                check_job(told.settled.job)  # a dry run needs no data
+        for value in values:
+            told = prune(**self.at(value) | {"progress": False}, dry_run=True)
+            assert told.settled is not None
+            check_job(told.settled.job)  # a dry run needs no data
 
     def each(self, key: str, values: Sequence[float | str]) -> Iterator[tuple["Pruned", Scores]]:
         """Yield the result at every value, and print the value before."""

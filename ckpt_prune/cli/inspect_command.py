@@ -103,7 +103,7 @@ def _print(found: "ModelDescription") -> None:
         "weights": f"{found.dtype}, {human_bytes(found.bytes)} in {found.files} file(s)",
         "parameters": human_count(found.parameters) + (", tied head" if found.tied_head else ""),
         "blocks": f"{found.blocks}, {human_count(found.block.parameters)} parameters each; "
-        + (f"all stay: {found.block.stay}" if found.block.stay else "whole ones can go (--recipe replaceme)"),
+        + (f"all stay: {found.block.stay}" if found.block.stay else "whole ones can go (--recipe depth)"),
         "FLOPs": f"{human_count(found.flops)} for one sample of {found.tokens} tokens",
     }
     if found.cache:

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import IO, Any
 
 import click
 
@@ -67,6 +67,30 @@ class BadInputError(click.ClickException):
     exit_code = 2
 
 
+class MisuseError(BadInputError):
+    """A command line that click cannot split, as the shell sees it: the error, and which help to look at."""
+
+    def __init__(self, error: click.UsageError) -> None:
+        super().__init__(to_one_line(error.format_message()))
+        self.ctx = error.ctx
+
+    def show(self, file: IO[str] | None = None) -> None:
+        super().show(file)
+        if self.ctx is not None:
+            click.echo(f"Help: {self.ctx.command_path} --help", file=file, err=True)
+
+
+@contextmanager
+def short_usage_errors() -> Iterator[None]:
+    """Turn click's four lines about a misused command into two. A command line without a command gets its help."""
+    try:
+        yield
+    except click.exceptions.NoArgsIsHelpError:
+        raise
+    except click.UsageError as error:
+        raise MisuseError(error) from error
+
+
 @contextmanager
 def interruptible() -> Iterator[None]:
     """Turn a signal that asks to stop into one line and its exit code."""
@@ -113,13 +137,20 @@ class LazyGroup(click.Group):
             return super().main(*args, **more)
 
     def make_context(self, *args: Any, **more: Any) -> click.Context:
-        with interruptible():
+        with interruptible(), short_usage_errors():
             return super().make_context(*args, **more)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command. Bad input becomes one line and exit code 2, a signal 128 plus its number (Ctrl-C: 130)."""
         try:
-            with interruptible(), stoppable(), escape_output(sys.stdout), join_processes(), raise_interruptions():
+            with (
+                interruptible(),
+                stoppable(),
+                escape_output(sys.stdout),
+                join_processes(),
+                raise_interruptions(),
+                short_usage_errors(),
+            ):
                 return super().invoke(ctx)
         except UserError as error:
             raise BadInputError(to_one_line(str(error))) from error

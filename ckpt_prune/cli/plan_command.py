@@ -211,7 +211,7 @@ def _print_plan(settled: Any, plan: Any) -> None:
             "`prune --plan` asks for the samples that it takes"
         )
     warnings = (*warn_of_sites(plan.sites), *mean_lines(plan.sites), *compare_errors(plan.sites, warnings=True))
-    for line in filter(None, (few_tokens(settled, errors="above"), *warnings)):
+    for line in filter(None, (few_tokens(settled), *warnings)):
         click.echo(line)
     for line in filter(None, (plan.container_note, wider_choice(settled), multiples_line(settled))):
         click.echo(f"\n{line}")

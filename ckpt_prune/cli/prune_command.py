@@ -73,12 +73,15 @@ def _print_done(pruned: Pruned) -> None:
     report, settled = pruned.report, pruned.settled
     if report is not None and settled is not None:
         for message in messages(settled):
-            click.echo(message)
+            if message not in report.warnings:  # which stand with the errors
+                click.echo(message)
         click.echo(print_table(cost_table(report.before, report.after)))
         if not settled.recipe.has("mask") and not settled.recipe.has("low_rank"):
             click.echo(kept_line(settled))
         for line in (*section_lines(stage_sections(report)), *latency_sentences(report)):
             click.echo(line)
+        for warning in report.warnings:
+            click.echo(f"warning: {warning}")
         click.echo(f"written to {pruned.path}")
         for hint in hints(pruned, settled) if sys.stderr.isatty() else []:
             click.echo(escape_controls(hint), err=True)

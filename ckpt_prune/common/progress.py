@@ -18,6 +18,8 @@ T = TypeVar("T")
 Clock = Callable[[], float]
 """Returns seconds since any moment, and never goes backwards."""
 _LINE_SECONDS = 60.0
+_FINE_SECONDS = 180
+"""Durations below that are told in steps of ten seconds."""
 _silent: ContextVar[bool] = ContextVar("silent", default=False)
 
 
@@ -116,9 +118,9 @@ class _Lines:
         parts = [f"{self._unit} {self.n}"]
         if self._total:
             parts = [f"{self.n / self._total:.0%}", f"{self._unit} {self.n} of {self._total}"]
-        parts.append(f"{_minutes(seconds)} so far")
+        parts.append(f"{_duration(seconds)} so far")
         if self._total and 0 < self.n < self._total:
-            parts.append(f"about {_minutes(seconds * (self._total - self.n) / self.n)} left")
+            parts.append(f"about {_duration(seconds * (self._total - self.n) / self.n)} left")
         return f"{self._what}: {', '.join([*parts, *filter(None, [self._postfix])])}"
 
 
@@ -127,8 +129,11 @@ def _print(line: str) -> None:
         print(escape_controls(line), file=sys.stderr, flush=True)
 
 
-def _minutes(seconds: float) -> str:
-    """Format as hours and minutes, rounded up."""
+def _duration(seconds: float) -> str:
+    """Format as hours and minutes; up to three minutes, in steps of ten seconds. Rounded up."""
+    if (tens := 10 * math.ceil(seconds / 10)) < _FINE_SECONDS:
+        minutes, rest = divmod(tens, 60)
+        return " ".join([f"{minutes} min"] * (minutes > 0) + [f"{rest} s"] * (rest > 0 or minutes == 0))
     hours, minutes = divmod(math.ceil(seconds / 60), 60)
     return f"{hours} h {minutes:02} min" if hours else f"{minutes} min"
 

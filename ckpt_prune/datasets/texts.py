@@ -73,6 +73,8 @@ _SETS = {
         "ptb-text-only/ptb_text_only", "refs/convert/parquet", "sentence", {split: _ptb(split) for split in _SHORT}
     ),
 }
+TEXT_NAMES = tuple(_SETS)
+"""Names of texts that stand for a data set."""
 _NAME = re.compile(rf"({'|'.join(_SETS)})(?::(\w+))?(?:@(\w+))?")
 
 

@@ -164,6 +164,7 @@ class CommonReport(FixedRecord):
         part: of a source that is made of several models; all other figures are about this part.
         asked: what the recipe was changed for.
         loss: measured after pruning (`prune --evaluate`); None if it was not.
+        warnings: that should be read with the figures, such as of too few calibration tokens.
         calibration: where the moments came from; empty if another tool pruned.
         plan: digest of the plan that was applied.
         stages: phases of the run, in order.
@@ -172,7 +173,7 @@ class CommonReport(FixedRecord):
         job: digest of all that the output depends on: another run of the same job has nothing to do. None in old files.
     """
 
-    optional = frozenset({"origin", "ignored", "part", "latency", "loss"})
+    optional = frozenset({"origin", "ignored", "part", "latency", "loss", "warnings"})
 
     version: Literal[1] = 1
     ckpt_prune: str = UNKNOWN
@@ -192,6 +193,7 @@ class CommonReport(FixedRecord):
     after: Cost
     latency: Latency | None = None
     loss: Loss | None = None
+    warnings: list[str] = Field(default_factory=list)
     stages: list[PhaseRecord] = Field(default_factory=list)
     files: dict[str, str] = Field(default_factory=dict)
     side_files: list[str] | None = None

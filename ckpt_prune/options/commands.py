@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol, Self
 
 from pydantic import AfterValidator, BeforeValidator, model_validator
 
@@ -52,6 +52,7 @@ from ckpt_prune.options.option import (
     Model,
     Options,
     OtherModel,
+    OtherPlace,
     Place,
     StatisticsFolder,
     Strings,
@@ -265,6 +266,8 @@ class PruneOptions(
     """Options of `prune`."""
 
     group = OUTPUT
+    output: OtherPlace = option(default_factory=lambda _given: Path("OUT"), flags=("-o", "--output"), metavar="OUT")
+    """Folder to write. A dry run needs none."""
     dry_run: bool = option(default=False)
     """Check everything and print sizes; measure and write nothing. Data to measure on may be left out."""
     evaluate: Texts = option(default=(), metavar="FILE|DIR", group=MEASURE)
@@ -275,6 +278,24 @@ class PruneOptions(
     push: str | None = option(default=None, metavar="REPO", group=HUB)
     """Push OUT to this new repository on the Hub (ORG/NAME) when it is complete, as `ckpt-prune push` does. Token and
     name are checked before any work."""
+
+    @property
+    def has_output(self) -> bool:
+        """Whether a folder to write was given, which a dry run needs not be."""
+        return "output" in self.model_fields_set
+
+    @property
+    def may_replace(self) -> bool:
+        """Whether an output of this tool may be in the place; a dry run writes nothing there."""
+        return self.overwrite or (self.dry_run and not self.resume)
+
+    @model_validator(mode="after")
+    def _check_output(self) -> Self:
+        if not self.has_output and not self.dry_run:
+            raise ValueError(
+                "give -o OUT, the folder to write; without one, --dry-run checks everything and prints sizes"
+            )
+        return self
 
 
 class RecoverOptions(

@@ -15,10 +15,13 @@ from typing import (
     Any,
     ClassVar,
     Generic,
+    Literal,
     Protocol,
     Self,
     TypeVar,
     dataclass_transform,
+    get_args,
+    get_origin,
 )
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -28,6 +31,7 @@ from ckpt_prune.checkpoint.files import check_place
 from ckpt_prune.checkpoint.model_folder import find_local_folder
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.ratios import check_ratio
+from ckpt_prune.common.value_words import explain_value
 
 Given = TypeVar("Given")
 Kept = TypeVar("Kept")
@@ -150,7 +154,16 @@ def check_options(kind: type[T], given: Mapping[str, Any]) -> T:
             raise UserError(message) from error
         name = str(first["loc"][0])
         flag = flags_of(name, fields[name])[-1] if name in fields else f"--{name}"
-        raise UserError(f"{flag} {first['input']}: {message}") from error
+        explained = explain_value(first, _choices_of(fields[name]) if name in fields else ())
+        raise UserError(
+            f"{flag} {first['input']}: {message}" if explained is None else f"{flag}: {explained}"
+        ) from error
+
+
+def _choices_of(field: FieldInfo) -> tuple[Any, ...]:
+    """Return the values that an option may have, if it is one of several words."""
+    kinds = [field.annotation, *get_args(field.annotation)]
+    return next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), ())
 
 
 def flags_of(name: str, field: FieldInfo) -> tuple[str, ...]:
@@ -257,6 +270,8 @@ StatisticsFolder = Annotated[Accepts[AnyModel | HasFolder | None, Path | None], 
 """A folder of statistics, or what `calibrate` returned."""
 Place = Annotated[Accepts[AnyPath, Path], AfterValidator(_check_output_place)]
 """A folder to write. It is refused at once if it cannot be made."""
+OtherPlace = Annotated[Accepts[AnyPath | None, Path], AfterValidator(_check_output_place)]
+"""The same, which may be left out."""
 Strings = Annotated[Accepts[str | Sequence[str], tuple[str, ...]], BeforeValidator(as_tuple)]
 """Strings, or one of them."""
 Listed = Annotated[Accepts[str | Sequence[object] | None, str | None], BeforeValidator(with_commas)]

@@ -79,6 +79,13 @@ def find_recipe(reference: str) -> RecipeFile:
         return _only_recipe(path)
     if path.parent.is_dir() and path.parent != Path() and (path.parent / f"{path.name}.yaml").is_file():
         return RecipeFile(path.parent / f"{path.name}.yaml", name=path.name)
+    name, mark, pin = reference.partition("#sha256=" if "#sha256=" in reference else "@")
+    if mark and (name in shipped or Path(name).is_file()):
+        raise UserError(
+            f"{reference}: only recipes from elsewhere are pinned, ORG/REPO/NAME.yaml@COMMIT on the Hub and "
+            f"https://…#sha256=DIGEST; {name} comes {'with ckpt-prune' if name in shipped else 'from this machine'}: "
+            f"leave {mark}{pin} off"
+        )
     if path.suffix in {".yaml", ".yml"} or len(path.parts) > 1:
         raise UserError(f"{reference}: no such recipe file")
     near = " or ".join(repr(name) for name in difflib.get_close_matches(reference, shipped))

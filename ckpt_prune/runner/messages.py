@@ -83,7 +83,7 @@ def messages(prepared: Prepared) -> list[str]:
             "chooses anew; see `ckpt-prune inspect OUT --sparsity`"
         )
     found += size_lines(prepared)
-    others = [few_tokens(prepared, errors="below"), wider_choice(prepared), multiples_line(prepared)]
+    others = [few_tokens(prepared), wider_choice(prepared), multiples_line(prepared)]
     found += filter(None, others)
     return found
 
@@ -118,13 +118,8 @@ def tied_words(model: Model) -> str | None:
     return "; ".join(lines) or None
 
 
-def few_tokens(prepared: Prepared, *, errors: str) -> str | None:
-    """Warn if there are so few calibration tokens that a fit only memorises them, or return None.
-
-    Args:
-        prepared: what was measured on how much.
-        errors: where they are printed: above or below.
-    """
+def few_tokens(prepared: Prepared) -> str | None:
+    """Warn if there are so few calibration tokens that a fit only memorises them, or return None."""
     model, recipe = prepared.model, prepared.recipe
     if prepared.lacks_moments:
         return None
@@ -142,8 +137,8 @@ def few_tokens(prepared: Prepared, *, errors: str) -> str | None:
         if tokens >= 2 * width:
             return None
         return (
-            f"{tokens} calibration tokens for {width} dimensions of the residual stream: principal directions of so "
-            "few are those of these tokens; use more samples"
+            f"few calibration tokens: {tokens:,} for {width:,} dimensions of the residual stream, whose principal "
+            f"directions are then those of these tokens; use more samples ({2 * width:,} tokens or more)"
         )
     if depth is not None and depth.compensation.linear and prepared.whole.live is not None:
         widths = [model.dimension("hidden")]
@@ -154,8 +149,8 @@ def few_tokens(prepared: Prepared, *, errors: str) -> str | None:
     if not widths or tokens >= 2 * max(widths):
         return None
     return (
-        f"{tokens} calibration tokens for {max(widths)} inputs of a projection: "
-        f"the errors {errors} are a fit, not a prediction; use more samples"
+        f"few calibration tokens: {tokens:,} for {max(widths):,} inputs of a projection, so errors are those of a fit, "
+        f"not a prediction; use more samples ({2 * max(widths):,} tokens or more)"
     )
 
 
@@ -196,15 +191,16 @@ def coarse_lines(model: Model, recipe: Recipe) -> Iterable[str]:
         if found is None:
             continue
         in_steps = f" in multiples of {multiple}" if multiple > 1 else ""
-        drops = f"{found.dropped} ({found.dropped / units:.3g})" if found.dropped else "none"
-        beside = "that is the most that can go"
+        beside = "no more can go"
         if found.other is not None:
-            which = "the next size" if found.other > found.dropped else "the size before"
-            beside = f"{which} drops {found.other or 'none'} (ratio {found.ratio:g})"
+            beside = f"a ratio of {found.ratio:g} drops {found.other or 'none'}"
         yield (
-            f"{name}: {plural(units, 'unit')} per block{in_steps}, so a ratio of {found.asked:g} "
-            f"drops {drops}; {beside}{'' if found.dropped else _inside(model, recipe, space)}"
+            f"{name}: a ratio of {found.asked:g} drops {found.dropped or 'none'} of {units} in each block{in_steps}; "
+            f"{beside}"
         )
+        inside = "" if found.dropped else _inside(model, recipe, space)
+        if inside:
+            yield f"{name}: {inside}"
 
 
 def multiples_line(prepared: Prepared) -> str | None:
@@ -243,8 +239,9 @@ def _inside(model: Model, recipe: Recipe, space: SpaceName) -> str:
     with suppress(UserError):  # a ratio that leaves none
         dropped = units - units_kept(units, recipe.ratio_of(space), own.rounding)
         if dropped:
-            return f"; spaces.{inner} in a recipe of your own drops {dropped} of {units} {own.unit}s in each"
-    return f"; spaces.{inner} in a recipe of your own drops {own.unit}s"
+            each = f"{dropped} of {units} {own.unit}s in each"
+            return f"in place of whole ones, spaces.{inner} in your own recipe drops {each}"
+    return f"in place of whole ones, spaces.{inner} in your own recipe drops {own.unit}s"
 
 
 def unmeasured_lines(prepared: Prepared) -> Iterable[str]:

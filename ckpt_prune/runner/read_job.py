@@ -91,16 +91,17 @@ def read_job(options: PruneOptions, chosen: ChosenRecipe, model: Model, say: Cal
     """
     recipe, plan = chosen.recipe, chosen.plan
     files = [_file(each) for each in (options.recipe, options.plan) if isinstance(each, str | Path)]
-    process_group().on_first(
-        lambda: check_output(
-            model.checkpoint.path,
-            options.output,
-            resume=options.resume,
-            overwrite=options.overwrite,
-            inputs=[options.statistics, *files, options.images, options.audio, options.labels, *options.text],
-            wants=wanted_names(model.checkpoint, recipe),
+    if options.has_output:
+        process_group().on_first(
+            lambda: check_output(
+                model.checkpoint.path,
+                options.output,
+                resume=options.resume,
+                overwrite=options.may_replace,
+                inputs=[options.statistics, *files, options.images, options.audio, options.labels, *options.text],
+                wants=wanted_names(model.checkpoint, recipe),
+            )
         )
-    )
     statistics = _statistics(options.statistics, model, plan)
     # Before the data: reading it takes time, and a broken config would be blamed on the tokenizer.
     check_source(model)

@@ -62,6 +62,8 @@ def test_an_option_that_is_none_is_refused_as_python_does():
     with pytest.raises(TypeError, match="unexpected keyword argument 'ratoi'"):
         ckpt_prune.prune("dense", output="out", ratoi=0.2)
     with pytest.raises(TypeError, match="missing a required"):
+        ckpt_prune.recover("pruned")
+    with pytest.raises(UserError, match="give -o OUT, the folder to write"):
         ckpt_prune.prune("dense")
 
 
@@ -131,7 +133,10 @@ def test_what_a_command_refuses_its_function_refuses_in_the_same_words(place, ve
 def test_a_text_that_is_not_there_is_told_before_anything_is_loaded(place, monkeypatch, words):
     monkeypatch.setattr("ckpt_prune.model.containers.opening.open_model", lambda *_a, **_k: pytest.fail("loaded"))
     monkeypatch.setattr("ckpt_prune.checkpoint.model_folder.resolve_model", lambda *_a, **_k: pytest.fail("loaded"))
-    assert refused(*words, "--text", "calib.txt", "--text", "clib.txt") == "clib.txt: no such text file"
+    assert (
+        refused(*words, "--text", "calib.txt", "--text", "clib.txt")
+        == "clib.txt: no such text file: did you mean calib.txt?"
+    )
 
 
 def test_what_the_system_says_is_a_user_error():

@@ -1,6 +1,7 @@
 """Running commands as a shell would, and what is allowed to come of bad input."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -54,13 +55,15 @@ def refused(*args: str) -> str:
 
 
 def misused(*args: str) -> str:
-    """The last line of click's own usage error."""
+    """What is wrong with a command line that click cannot split: one line, before one that names the help."""
     before = listing()
     result = run(*args)
-    assert result.exit_code == 2, result.output
-    assert result.stderr.startswith("Usage: ")
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
     assert listing() == before
-    return result.stderr.splitlines()[-1].removeprefix("Error: ")
+    error, hint = result.stderr.splitlines()
+    assert error.startswith("Error: ")
+    assert re.fullmatch(r"Help: main( [a-z]+){0,2} --help", hint)
+    return error.removeprefix("Error: ")
 
 
 def interrupted(job: list[str], commit: int) -> None:

@@ -412,6 +412,9 @@ reading = pytest.mark.parametrize("command", READING.values(), ids=READING)
     ("name", "content", "message"),
     [
         ("none.txt", None, "none.txt: no such text file"),
+        ("calb.txt", None, "calb.txt: no such text file: did you mean calib.txt?"),
+        ("wikitext", None, "wikitext: no such text file: did you mean the named text wikitext2?"),
+        ("news", None, "news: no such text file; named texts are wikitext2, c4, ptb"),
         ("empty.txt", b"", "empty.txt: the file holds no text"),
         ("blank.txt", b" \n\n", "blank.txt: the file holds no text"),
         ("p.png", b"\x89PNG\r\n", f"p.png: not UTF-8 text (byte 0); give a {TEXT_FILE} in {ENCODINGS}"),
@@ -450,6 +453,24 @@ def test_a_token_that_the_model_has_no_row_for(place, command):
     )
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("--window 4096x", "--window: 4096x is not a whole number"),
+        ("--samples 0.5", "--samples: 0.5 is not a whole number"),
+        ("--ratio abc", "--ratio: abc is not a number"),
+        ("--state-memory nan", "--state-memory: nan is not a finite number"),
+        ("--max-corrupt 2", "--max-corrupt: 2 is more than 1, the most that it can be"),
+        ("--choose firs", "--choose: firs is not one of random, first: did you mean first?"),
+        ("--bos yes", "--bos: yes is not one of auto, always, never"),
+        ("--device tpu", "--device tpu: "),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_told_in_plain_words(place, given, message):
+    said = refused("prune", "dense", "--text", "calib.txt", "-o", "out", *given.split())
+    assert said == message or (message.endswith(": ") and said.startswith(message))
+
+
 @measuring
 def test_windows_samples_and_folds(place, command):
     text = [*command, "--text", "calib.txt"]
@@ -457,7 +478,7 @@ def test_windows_samples_and_folds(place, command):
     assert refusal([*text, "--window", "16", "--samples", "3", "--folds", "4"], "dense") == (
         "4 folds of 3 samples: every fold needs at least one"
     )
-    assert refusal([*text, "--samples", "0"], "dense") == "--samples 0: Input should be greater than or equal to 1"
+    assert refusal([*text, "--samples", "0"], "dense") == "--samples: 0 is less than 1, the least that it can be"
 
 
 @reading

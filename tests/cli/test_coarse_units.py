@@ -4,9 +4,9 @@ from pathlib import Path
 
 from tests.cli.running import ok
 
-INSIDE = "; spaces.queries in a recipe of your own drops 1 of 2 grouped query heads in each"
-NONE = "heads: 2 units per block, so a ratio of 0.3 drops none; the next size drops 1 (ratio 0.5)" + INSIDE
-FEWER = "heads: 2 units per block, so a ratio of 0.7 drops 1 (0.5); that is the most that can go"
+INSIDE = "heads: in place of whole ones, spaces.queries in your own recipe drops 1 of 2 grouped query heads in each"
+NONE = ["heads: a ratio of 0.3 drops none of 2 in each block; a ratio of 0.5 drops 1", INSIDE]
+FEWER = "heads: a ratio of 0.7 drops 1 of 2 in each block; no more can go"
 MAGNITUDE = ("dense", "--recipe", "magnitude")
 DRY = ("prune", *MAGNITUDE, "-o", "out", "--dry-run")
 
@@ -16,10 +16,10 @@ def heads(said: str) -> list[str]:
 
 
 def test_a_ratio_that_drops_no_group_says_so(place):
-    assert heads(ok("plan", *MAGNITUDE, "--ratio", "0.3")) == [NONE]
-    assert heads(ok(*DRY, "--ratio", "0.3")) == [NONE]
-    assert heads(ok("prune", *MAGNITUDE, "--ratio", "0.3", "-o", "out")) == [NONE]
-    assert heads(ok("inspect", "dense", "--ratio", "0.3,0.5,0.7")) == [NONE, FEWER]
+    assert heads(ok("plan", *MAGNITUDE, "--ratio", "0.3")) == NONE
+    assert heads(ok(*DRY, "--ratio", "0.3")) == NONE
+    assert heads(ok("prune", *MAGNITUDE, "--ratio", "0.3", "-o", "out")) == NONE
+    assert heads(ok("inspect", "dense", "--ratio", "0.3,0.5,0.7")) == [*NONE, FEWER]
 
 
 def coarse(out: str) -> list[str]:

@@ -28,7 +28,7 @@ family      llama (LlamaForCausalLM)
 for         text-generation
 weights     float32, 20.3 KiB in 1 file(s)
 parameters  5.20K
-blocks      2, 1.95K parameters each; whole ones can go (--recipe replaceme)
+blocks      2, 1.95K parameters each; whole ones can go (--recipe depth)
 FLOPs       418K for one sample of 32 tokens
 KV cache    128 B a token
 

@@ -520,14 +520,16 @@ EIGHT_TOKENS = ("--text", "calib.txt", "--samples", "1", "--window", "8")
 def test_singular_hessians_are_damped_and_said(here):
     """Eight tokens for 16 and 24 inputs."""
     said = ok(*PRUNE, "sparsegpt-50", "--set", "mask.damp=0", *EIGHT_TOKENS)
-    assert said.splitlines()[-2] == (
+    *_, damped, few, written = said.splitlines()
+    assert damped == (
         "  14 of 14 Hessians were singular with damping 0 and took up to 0.0001: use more samples (q of block 0, k of "
         "block 0, v of block 0 and 11 more)."
     )
-    assert said.startswith(
-        "8 calibration tokens for 24 inputs of a projection: the errors below are a fit, not a prediction; "
-        "use more samples\n"
+    assert few == (
+        "warning: few calibration tokens: 8 for 24 inputs of a projection, so errors are those of a fit, not a "
+        "prediction; use more samples (48 tokens or more)"
     )
+    assert written == "written to out"
     assert [entry["damp"] for entry in read_json("out/ckpt_prune.json")["linears"]] == [1e-4] * 14
     assert "Hessian" not in ok("prune", "dense", "--recipe", "sparsegpt-50", *EIGHT_TOKENS, "-o", "damped")
 

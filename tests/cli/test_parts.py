@@ -112,7 +112,9 @@ def test_what_cannot_be_done_is_refused_by_name(llava):
         "--part is for models that are made of several (clip, gemma3, llava, paligemma, qwen2_5_vl, qwen2_vl, siglip, "
         "whisper), which a llama is not"
     )
-    assert refused("prune", "llava", "--part", "audio", "-o", "out").startswith("--part audio: Input should be ")
+    assert refused("prune", "llava", "--part", "audio", "-o", "out") == (
+        "--part: audio is not one of text, vision, encoder, decoder"
+    )
     assert refused(*RIDGE, "--container", "remote", "-o", "out") == (
         "--part text: blocks that need remote code have no place in another model: choose a recipe with widths: "
         "uniform and a compensation that opens no bias, such as ridge"

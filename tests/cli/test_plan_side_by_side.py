@@ -49,9 +49,9 @@ def test_with_folds_held_out_errors_stand_beside(place):
 def test_what_a_recipe_has_to_say_stands_below_with_its_name(place):
     lines = ok("plan", "dense", "--recipe", "wanda-sp", "--recipe", "ridge", "--ratio", "0.3", "--statistics", "stats")
     said = [line for line in lines.splitlines() if line.startswith(("wanda-sp: ", "ridge: "))]
-    assert len(said) == 4  # of heads and of mlp
-    assert [line.removeprefix("wanda-sp: ") for line in said[:2]] == [line.removeprefix("ridge: ") for line in said[2:]]
-    assert said[0].startswith("wanda-sp: heads: 2 units per block, so a ratio of 0.3 drops none; ")
+    assert len(said) == 6  # two of heads, one of mlp
+    assert [line.removeprefix("wanda-sp: ") for line in said[:3]] == [line.removeprefix("ridge: ") for line in said[3:]]
+    assert said[0].startswith("wanda-sp: heads: a ratio of 0.3 drops none of 2 in each block; ")
 
 
 def test_bad_input(place):

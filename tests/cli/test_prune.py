@@ -59,11 +59,15 @@ def test_statistics(place):
     first, rest = said.split("\n", 1)
     assert first == "recipe rcpu is sequential; with --statistics its dense-cache variant is used"
     assert rest.startswith(COSTS)
-    title, columns, heads, mlp, honest, verdict, end = rest.removeprefix(COSTS).splitlines()
+    title, columns, heads, mlp, what, honest, verdict, end = rest.removeprefix(COSTS).splitlines()
     assert (title, columns.split()) == ("Units", ["space", "units", "kept", "error", "before", "after"])
     assert re.fullmatch(rf"  heads \(.*\) +1 of 2 +0\.\d{{4}}  {mean_error('out', 'heads'):.4f}", heads)
     assert re.fullmatch(rf"  mlp \(.*\) +12 of 24 +0\.\d{{4}}  {mean_error('out', 'mlp'):.4f}", mlp)
-    assert honest.startswith("  Error: what pruning changes in the output of a module, before and after compensation")
+    assert what == (
+        "  The error is the share of the energy of a module's output that pruning changes, before and after "
+        "compensation: mean over blocks, calibration samples."
+    )
+    assert honest.startswith("  It is not perplexity or accuracy: 0.18 (heads)")
     assert verdict == "  Compensation lowers the error on calibration samples at 4 of 4 sites."
     assert end == "written to out"
     assert calibration("out")["target"] == "dense"
@@ -125,6 +129,32 @@ def test_dry_run_writes_nothing(place):
     assert listing() == before
 
 
+@pytest.mark.parametrize("where", [[], ["-o", "pruned"]], ids=["no output", "an output that exists"])
+def test_a_dry_run_needs_no_place_for_an_output(place, where):
+    before = listing()
+    said = ok(*SEQUENTIAL, *where, "--dry-run")
+    assert said.endswith("everything checked, nothing written\n")
+    assert listing() == before
+    if not where:  # the output of another run is a model, too, wherever it is
+        Path("pruned").rename("OUT")
+        assert "everything checked" in ok("prune", "OUT", "--recipe", "magnitude", "--dry-run")
+
+
+def test_a_warning_of_few_tokens_stands_beside_the_errors_and_in_the_card(place):
+    few = ("--text", "calib.txt", "--samples", "2", "--window", "8")
+    said = ok("prune", "dense", "--recipe", "ridge", *few, "-o", "out").splitlines()
+    warning = (
+        "few calibration tokens: 16 for 19 inputs of a projection, so errors are those of a fit, not a prediction; use "
+        "more samples (38 tokens or more)"
+    )
+    assert said[-2:] == [f"warning: {warning}", "written to out"]
+    assert read_json("out/ckpt_prune.json")["warnings"] == [warning]
+    assert f"- F{warning[1:]}." in Path("out/README.md").read_text().partition("## How to load it")[0]
+    assert sum(warning in line for line in said) == 1
+    assert "warning: " not in ok("prune", "dense", "--recipe", "ridge", *TEXT, "-o", "enough")
+    assert "warnings" not in read_json("enough/ckpt_prune.json")
+
+
 @pytest.mark.parametrize("recipe", every(2, ["rcpu", "flap", "flap-global", "magnitude", "ridge-folds", "vbp"]))
 def test_json_alone_is_on_standard_output(place, recipe):
     result = run("prune", "dense", "--recipe", recipe, *TEXT, "-o", "out", "--json")
@@ -138,7 +168,9 @@ def test_what_prune_needs(place):
     assert refused("prune", "dense", "-o", "out") == (
         "recipe best-uniform needs statistics: give --statistics, or --text to measure them"
     )
-    assert misused("prune", "dense", "--recipe", "rcpu") == "Missing option '-o' / '--output'."
+    assert refused("prune", "dense", "--recipe", "rcpu") == (
+        "give -o OUT, the folder to write; without one, --dry-run checks everything and prints sizes"
+    )
     assert misused("prune", "--recipe", "rcpu", "-o", "out") == "Missing argument 'MODEL'."
     assert misused("prune", "out", "dense", "--recipe", "rcpu", "-o", "out") == "Got unexpected extra argument (dense)"
     assert refused(*SEQUENTIAL, "-o", "out", "--resume", "--overwrite") == (
@@ -170,7 +202,6 @@ def test_an_existing_output_stays_unless_told(place):
     args = ["prune", "dense", "--recipe", "magnitude", "-o", "pruned"]
     message = f"{Path('pruned').absolute()} exists; --overwrite replaces it"
     assert refused(*args) == message
-    assert refused(*args, "--dry-run") == message
     assert refused(*args, "--resume") == message
     ok(*args, "--overwrite")
     assert read_json("pruned/ckpt_prune.json")["recipe"]["name"] == "magnitude"

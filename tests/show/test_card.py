@@ -55,8 +55,9 @@ Affine. That is the shipped recipe of this name with changes; ckpt_prune.json ha
 |---|---:|---:|---:|---:|
 | mlp (columns of the MLP) | 4 of 8 | 0.5000 | 0.2500 | 0.3000 |
 
-- Error: what pruning changes in the output of a module, before and after compensation, as a share of its energy on \
-the calibration samples; the mean over blocks. It is not perplexity or accuracy.
+- The error is the share of the energy of a module's output that pruning changes, before and after compensation: mean \
+over blocks, calibration samples.
+- It is not perplexity or accuracy.
 - Compensation lowers the error on calibration samples at 1 of 1 sites.
 - Compensation lowers the error on held-out samples at 1 of 1 sites.
 

@@ -139,10 +139,12 @@ def _errors(sites: Sequence[SiteRecord], *, language: bool) -> Iterator[str]:
         logits = any(ENDS.get(recipe_space(own[0].space)) in ("logits", "rotary") for own in measured)
         of = " (of queries and keys: of the attention logits)" if logits else ""
         yield (
-            f"Error: what pruning changes in the output of a module{of}, before and after compensation, as a share of "
-            f"its energy on the calibration samples; the mean over blocks{f', {_DRIFT}' if drift else ''}. It is not "
-            f"perplexity or accuracy{YARDSTICK if language and not drift else ''}."
+            f"The error is the share of the energy of a module's output{of} that pruning changes, before and after "
+            "compensation: mean over blocks, calibration samples."
         )
+        if drift:
+            yield f"It is {_DRIFT}."
+        yield f"It is not perplexity or accuracy{YARDSTICK if language and not drift else ''}."
 
 
 def mean_lines(sites: Sequence[SiteRecord]) -> Iterator[str]:

@@ -1,0 +1,37 @@
+"""Say in plain words what is wrong with the value of an option, in place of pydantic's own sentences."""
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+_WORDS = {
+    "int_parsing": "is not a whole number",
+    "int_from_float": "is not a whole number",
+    "int_type": "is not a whole number",
+    "float_parsing": "is not a number",
+    "float_type": "is not a number",
+    "finite_number": "is not a finite number",
+    "bool_parsing": "is neither true nor false",
+    "bool_type": "is neither true nor false",
+    "greater_than_equal": "is less than {ge:g}, the least that it can be",
+    "less_than_equal": "is more than {le:g}, the most that it can be",
+    "greater_than": "is not more than {gt:g}",
+    "less_than": "is not less than {lt:g}",
+}
+"""Type of one of pydantic's errors → what it says of the value."""
+
+
+def explain_value(error: Mapping[str, Any], choices: tuple[Any, ...] = ()) -> str | None:
+    """Return what one of pydantic's errors says of a value, such as "4096x is not a whole number"; None of others.
+
+    Args:
+        error: an entry of `ValidationError.errors()`.
+        choices: that the option has, if it is one of several.
+    """
+    value = error["input"]
+    if error["type"] == "literal_error":
+        names = [str(choice) for choice in choices]
+        near = difflib.get_close_matches(str(value), names, n=1)
+        return f"{value} is not one of {', '.join(names)}" + (f": did you mean {near[0]}?" if near else "")
+    words = _WORDS.get(error["type"])
+    return None if words is None else f"{value} {words.format_map(error.get('ctx', {}))}"
