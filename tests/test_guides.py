@@ -1,4 +1,7 @@
-"""Every command of a guide runs, on tiny models: names of files are those that the guides speak of."""
+"""Every command of a guide runs, on tiny models: names of files are those that the guides speak of.
+
+So do the commands on the front page, which print what is shown below them.
+"""
 
 import random
 import re
@@ -16,6 +19,7 @@ from tests.gguf_files.tiny import save
 from tests.graphs import with_layers
 from tests.images import CLASSES, write_csv, write_images, write_vit
 
+FRONT_PAGE = Path(__file__).parents[1] / "README.md"
 GUIDES = sorted((Path(__file__).parents[1] / "recipes" / "guides").glob("*.md"))
 SMALLER = {"--window": "16", "--generate": "2"}
 """The tiny models read short texts."""
@@ -69,3 +73,50 @@ def test_every_command_of_a_guide_runs(guide, monkeypatch):
         save(Path("MODEL"), "llama", tie_word_embeddings=True)
     for words in written:
         ok(*smaller(words))
+
+
+def samples(page: Path) -> list[tuple[list[str], list[str]]]:
+    """The commands of a page's samples of a terminal, each with the lines that it shows below."""
+    (block,) = re.findall(r"^```console\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    runs = re.split(r"^\$ ckpt-prune ", block, flags=re.MULTILINE)
+    assert runs[0] == ""
+    return [
+        (shlex.split(command, comments=True), shown)
+        for command, *shown in (run.rstrip("\n").split("\n") for run in runs[1:])
+    ]
+
+
+def without_figures(line: str) -> str:
+    """A line without what differs from model to model: numbers, their units and the width of columns."""
+    line = re.sub(r"\d[\d.,]*( to \d+)?([KMB]|( [KM]iB))?\b", "#", line)
+    return " ".join(line.split())
+
+
+@pytest.mark.usefixtures("workplace")
+def test_commands_on_the_front_page_print_what_is_shown_below_them():
+    shown_at_all = 0
+    for words, shown in samples(FRONT_PAGE):
+        more = ["--window", "16", "--samples", "8"] if words[0] == "prune" else []
+        printed = iter([without_figures(line) for line in ok(*smaller(words), *more).splitlines()])
+        for line in map(without_figures, shown):
+            assert line in printed, line  # in the order that they are printed in
+        shown_at_all += len(shown)
+    assert shown_at_all >= 8
+
+
+def test_a_sample_that_is_not_printed_is_noticed():
+    line = without_figures("kept per block: heads 8/8, mlp 403/544 (the size of ratio 0.2)")
+    assert line == without_figures("kept per block: heads 1 to 2/2, mlp 20/24 (the size of ratio 0.25)")
+    assert line != without_figures("kept per block: heads 8/8, mlp 403/544 (ratio 0.2)")
+    assert without_figures("parameters    3.16M  2.67M  84.6%") == without_figures("parameters  13.1K  9.5K  72%")
+
+
+@pytest.mark.usefixtures("workplace")
+def test_the_other_commands_of_the_front_page_run():
+    """Those for the reader's own model; what installs, and what made the results, is left out."""
+    text = FRONT_PAGE.read_text(encoding="utf-8")
+    blocks = re.findall(r"^```bash\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    lines = [line for block in blocks for line in block.splitlines() if line.startswith("ckpt-prune prune MODEL")]
+    assert any("--target-params 70%" in line for line in lines)
+    for line in lines:
+        ok(*smaller(shlex.split(line, comments=True)[1:]), "--window", "16", "--samples", "8")

@@ -174,7 +174,7 @@ def table(results: dict[str, Row]) -> str:
         *(f"| {' | '.join(cells(run, row))} |" for run, row in rows),
         "",
         "Dense → pruned, on two CPU cores. Perplexity: 32 held-out windows of 512 tokens. Tokens a second: generated "
-        "behind 128 others; –: not measured. Took: processor time and memory. Each row is one command, with its RECIPE:",
+        "behind 128 others; –: not measured. Took: processor time and memory. Each row is one command with its RECIPE:",
         "",
         "```bash",
         *dict.fromkeys(run.command.replace(f"--recipe {run.recipe} ", "--recipe RECIPE ") for run, _ in rows),
@@ -203,8 +203,8 @@ def with_table(page: str, results: dict[str, Row]) -> str:
 
 _WIDTH, _LEFT, _RIGHT, _LINE, _HEAD = 640, 118, 66, 17, 34
 _STYLE = (
-    "text{fill:#4b535d}.strong{font-weight:600}.track{fill:#8b949e;fill-opacity:.25}.bar{fill:#2f6fd0}.more{fill:#c2571a}"
-    "@media(prefers-color-scheme:dark){text{fill:#a9b2bc}.bar{fill:#5a96ee}.more{fill:#e0813f}}"
+    "text{fill:#59636e}.strong{font-weight:600}.track{fill:#8b949e;fill-opacity:.25}.bar{fill:#2f6fd0}.more{fill:#c2571a}"
+    "@media(prefers-color-scheme:dark){text{fill:#848d97}.bar{fill:#5a96ee}.more{fill:#e0813f}}"
 )
 """There is no background. Each scheme's colours can be read on the other's page too: a page need not have the colours
 that the browser prefers."""

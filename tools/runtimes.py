@@ -43,7 +43,7 @@ def page() -> str:
         text += f"| {name} | `{runtime.command}` | {_multiples(runtime)} | {only} |\n"
     text += "\n| runtime | families | families whose blocks may differ |\n|---|---|---|\n"
     for name, runtime in RUNTIMES.items():
-        own = "the same" if runtime.own_shapes is None else _families(runtime.own_shapes)
+        own = "all of these" if runtime.own_shapes is None else _families(runtime.own_shapes)
         text += f"| {name} | {_families(runtime.families)} | {own} |\n"
     text += "\n"
     for name, runtime in RUNTIMES.items():
@@ -56,7 +56,7 @@ def front_table() -> str:
     text = f"{FRONT_HEAD}\n|---|---|---|---|\n"
     for name, runtime in RUNTIMES.items():
         families = "all families" if runtime.families is None else f"{len(runtime.families)} families"
-        own = "the same" if runtime.own_shapes is None else f"{len(runtime.own_shapes)} families"
+        own = families if runtime.own_shapes is None else f"{len(runtime.own_shapes)} families"
         exported = "ckpt-prune export" in runtime.command
         by = (
             "`export --format gguf`"
