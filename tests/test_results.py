@@ -59,7 +59,9 @@ def test_what_was_not_measured_has_a_dash_and_accuracies_are_percentages():
         "2026-11-26, 7139f245",
     ]
     assert "accuracy" in results.chart({vit.name: row})
-    assert "--images images --samples 256" in results.table({vit.name: row})
+    table = results.table({vit.name: row})
+    assert "--images images --samples 256" in table
+    assert "| perplexity, or accuracy |" in table
 
 
 def test_the_chart_can_be_read_anywhere(figures):

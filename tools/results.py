@@ -166,15 +166,19 @@ def measured_runs(results: dict[str, Row]) -> list[tuple[Run, Row]]:
 def table(results: dict[str, Row]) -> str:
     """Write the chart's place, the table and the commands behind it, in Markdown."""
     rows = measured_runs(results)
+    loss, of_images = "perplexity", ""
+    if any("top1" in row for _, row in rows):
+        loss, of_images = "perplexity, or accuracy", " Accuracy: the images that labels.csv holds out."
     lines = [
         f"![Parameters and loss after pruning, by model and recipe]({CHART.relative_to(ROOT).as_posix()})",
         "",
-        "| model | recipe | parameters | perplexity | tokens a second | took | measured |",
+        f"| model | recipe | parameters | {loss} | tokens a second | took | measured |",
         "|---|---|---|---|---|---|---|",
         *(f"| {' | '.join(cells(run, row))} |" for run, row in rows),
         "",
-        "Dense → pruned, on two CPU cores. Perplexity: 32 held-out windows of 512 tokens. Tokens a second: generated "
-        "behind 128 others; –: not measured. Took: processor time and memory. Each row is one command with its RECIPE:",
+        f"Dense → pruned, on two CPU cores. Perplexity: 32 held-out windows of 512 tokens.{of_images} Tokens a second: "
+        "generated behind 128 others; –: not measured. Took: processor time and memory. Each row is one command with "
+        "its RECIPE:",
         "",
         "```bash",
         *dict.fromkeys(run.command.replace(f"--recipe {run.recipe} ", "--recipe RECIPE ") for run, _ in rows),
