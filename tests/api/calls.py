@@ -15,5 +15,5 @@ cp.export(pruned, output="out", dtype=["fp32", "int8"], max_loss="1%")
 cp.prune("dense", output="out", ratoi=0.2)  # type: ignore[call-arg]
 cp.prune("dense", output="out", samples="many")  # type: ignore[arg-type]
 cp.calibrate("dense", output="out", choose="last")  # type: ignore[arg-type]
-cp.prune("dense")  # type: ignore[call-arg]
+cp.recover("pruned")  # type: ignore[call-arg]
 print(pruned.paths)  # type: ignore[attr-defined]
