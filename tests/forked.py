@@ -13,6 +13,8 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -90,6 +92,34 @@ def begin(work: Callable[[], None], place: Path) -> Child:
 def forked(work: Callable[[], None], place: Path) -> "subprocess.CompletedProcess[str]":
     """Run `work` as `begin` does, to its end."""
     return begin(work, place).ended()
+
+
+def fork_module(patch: pytest.MonkeyPatch, module: Any, place: Path) -> None:
+    """Let a module that runs itself in a new Python do so in a copy of this process, which has imported what it needs.
+
+    Args:
+        patch: undoes it.
+        module: runs `python -m` with its own name, and gives its arguments to `_main`.
+        place: a folder for what the copy prints.
+    """
+
+    def run(command: list[str], *, stderr: Any = None, text: bool = False, **_: Any) -> Any:
+        runs, given = command[1:3], command[3:]
+        assert runs == ["-m", module.__name__]
+
+        def work() -> None:
+            with warnings.catch_warnings(action="ignore"):  # a new Python would not take them for errors
+                module._main(*given[:-1], Path(given[-1]))
+
+        done = forked(work, place)
+        if stderr is subprocess.STDOUT:
+            done = subprocess.CompletedProcess([], done.returncode, done.stdout + done.stderr, "")
+        if not text:
+            done = subprocess.CompletedProcess([], done.returncode, done.stdout.encode(), done.stderr.encode())
+        return done
+
+    names = {name: getattr(subprocess, name) for name in ("DEVNULL", "PIPE", "STDOUT")}
+    patch.setattr(module, "subprocess", SimpleNamespace(run=run, **names))
 
 
 def work_and_exit(work: Callable[[], None], files: list[Path]) -> None:

@@ -188,7 +188,7 @@ def held_out_windows() -> Tensor:
 @pytest.mark.parametrize("padding", [2, None])
 def test_a_reward_model_of_a_causal_family(here: Path, padding: int | None) -> None:
     """Without a padding token in its config, several texts are read together as each is alone."""
-    write("dense", "LlamaForSequenceClassification", num_labels=1, pad_token_id=padding)
+    write("dense", "LlamaForSequenceClassification", num_labels=1, pad_token_id=padding, num_hidden_layers=1)
     assert "for         text-classification\n" in ok("inspect", "dense")
     ok("prune", "dense", *RIDGE, "-o", "out")
     assert load_file("out/model.safetensors")["score.weight"].equal(

@@ -17,7 +17,8 @@ from ckpt_prune.cli.main import main
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.demo.corpus import read_corpus
 from ckpt_prune.demo.run import model_folder
-from ckpt_prune.runtimes import proof
+from ckpt_prune.runtimes import isolation, proof
+from tests.forked import fork_module, posix
 from tests.graphs import with_layers
 
 
@@ -100,7 +101,9 @@ def test_llama_cpp_computes_what_pytorch_does(output, text, tmp_path):
     assert "passed" in said
 
 
-def test_other_weights_fail(output, text, tmp_path):
+@posix
+def test_other_weights_fail(output, text, tmp_path, monkeypatch):
+    fork_module(monkeypatch, isolation, tmp_path)
     other = copy_of(output, tmp_path)
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
@@ -139,7 +142,9 @@ def test_code_that_is_not_this_packages_is_not_run(output, text, tmp_path):
     assert "which is not this package's: say --trust-remote-code" in said
 
 
-def test_a_folder_that_a_runtime_cannot_load_is_refused_in_its_words(output, text, tmp_path):
+@posix
+def test_a_folder_that_a_runtime_cannot_load_is_refused_in_its_words(output, text, tmp_path, monkeypatch):
+    fork_module(monkeypatch, isolation, tmp_path)
     copy = copy_of(output, tmp_path)
     config = json.loads((copy / "config.json").read_text())
     del config["auto_map"]
