@@ -27,19 +27,22 @@ DEAR = {"click", "multiprocessing", "onnx", "onnxruntime", "subprocess", "transf
 
 FIRST = (
     "onnx_graphs/test_card.py",  # makes most graphs, so that nobody waits for one later
-    "stages/test_recovery.py",
+    "onnx_graphs/test_repetition.py",
+    "onnx_graphs/test_tracing.py",
+    "stages/test_experts.py",
+    "test_guides.py",
+    "runtimes/test_validate.py",
+    "faults/test_outputs.py",
+    "contract/test_pruning.py",
+    "cli/test_quantize.py",
+    "cli/test_scales.py",
     "contract/test_graphs.py",
-    "stages/test_qk.py",
-    "cli/test_prune_export.py",
-    "stages/test_recovery_runs.py",
-    "stages/test_encoders.py",
-    "cli/test_recover.py",
-    "onnx_graphs/test_families.py",
-    "cli/test_masks.py",
-    "stages/test_families.py",
-    "stages/test_rotations.py",
-    "stages/test_budgets.py",
+    "test_wheel.py",
+    "gguf_files/test_families.py",
+    "cli/test_export.py",
+    "faults/test_faults.py",
     "stages/test_resuming.py",
+    "stages/test_steps_resumed.py",
 )
 """The files that take longest run first, so that no worker waits long for another at the end."""
 
