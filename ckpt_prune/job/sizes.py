@@ -130,6 +130,10 @@ def parse_size(kind: SizeKind, text: str) -> Size:
         if not 0 < number <= 100:
             raise ValueError(f"{text!r} is not a share of the dense model: above 0% and at most 100% is allowed")
         return Size(share=number / 100)
+    if not suffix and 0 < number < 1:
+        raise ValueError(
+            f"{text!r} is no size in {unit.what}: did you mean {float(100 * number):g}%, a share of the dense model?"
+        )
     if scale == 1 and number.denominator != 1:
         raise ValueError(
             f"{text!r} is no whole number of {unit.what}: is a suffix missing? Allowed are {unit.allowed}, or a share "

@@ -103,6 +103,8 @@ def test_what_is_no_size_is_told_what_is(kind, text):
     [
         ("params", "0", "'0' comes to less than 1: nothing of the model would be left"),
         ("params", "0.0009K", "'0.0009K' comes to less than 1: nothing of the model would be left"),
+        ("params", "0.7", "'0.7' is no size in parameters: did you mean 70%, a share of the dense model?"),
+        ("bytes", "0.125", "'0.125' is no size in bytes: did you mean 12.5%, a share of the dense model?"),
         ("flops", "0%", "'0%' is not a share of the dense model: above 0% and at most 100% is allowed"),
         ("params", "100.1%", "'100.1%' is not a share of the dense model: above 0% and at most 100% is allowed"),
         (
