@@ -23,6 +23,7 @@ from tests.families import contents
 from tests.hub_server import Hub
 from tests.interrupting import stop_before
 from tests.once import once, run_folder
+from tests.pairs import crossed
 from tests.stages.quantize.test_rounding import bits_of, slow_gptq
 
 LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
@@ -369,8 +370,7 @@ def test_one_recipe_prunes_and_rounds_behind_the_pruned_blocks(here: Path, targe
     assert "mlx_lm" not in card
 
 
-@pytest.mark.parametrize("entry", ["block 0", "block 1", "rest"])
-@pytest.mark.parametrize("target", ["dense", "drift"])
+@pytest.mark.parametrize(("entry", "target"), crossed(["block 0", "block 1", "rest"], ["drift", "dense"]))
 def test_a_killed_prune_that_rounds_is_resumed_to_the_same_bytes(
     here: Path, monkeypatch: pytest.MonkeyPatch, target: str, entry: str
 ):

@@ -32,7 +32,7 @@ from tests.contract.open_experts import open_up
 from tests.contract.whole import TARGETS, outputs, seen
 from tests.encoders import STRENGTH
 from tests.oracles import closed_forms, scores
-from tests.pairs import chosen, every
+from tests.pairs import chosen, crossed, every
 
 ONE = Case("qwen3_moe", "Qwen3MoeForCausalLM", settings='{"num_experts_per_tok": 1}')
 """Every token goes to one of four experts."""
@@ -329,8 +329,7 @@ def routed(model: Any, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 # A third of the experts of four in a group is no whole number: it is rounded to one of four.
-@pytest.mark.parametrize("score", ["frequency", "reap"])
-@pytest.mark.parametrize("case", [BY_BEST, BY_TWO_BEST], ids=str)
+@pytest.mark.parametrize(("case", "score"), crossed([BY_BEST, BY_TWO_BEST], ["frequency", "reap"]), ids=str)
 def test_tokens_that_lose_nothing_stay_with_their_experts(case: Case, score: str, tmp_path: Path) -> None:
     moved = stayed = 0
     for seed in range(2):

@@ -61,7 +61,7 @@ def stopped(settled: Prepared, out: Path, record: int, **options: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "record"), every(3, [(name, n + 1) for name, most in RECORDS.items() for n in range(most)])
+    ("name", "record"), every(5, [(name, n + 1) for name, most in RECORDS.items() for n in range(most)])
 )
 def test_nothing_is_done_twice_and_the_bytes_are_those_of_one_run(sources, tmp_path, whole, name, record, monkeypatch):
     out = tmp_path / "out"
