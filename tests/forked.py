@@ -89,7 +89,7 @@ def begin(work: Callable[[], None], place: Path) -> Child:
     return Child(process, files)
 
 
-def forked(work: Callable[[], None], place: Path) -> "subprocess.CompletedProcess[str]":
+def run_forked(work: Callable[[], None], place: Path) -> "subprocess.CompletedProcess[str]":
     """Run `work` as `begin` does, to its end."""
     return begin(work, place).ended()
 
@@ -111,7 +111,7 @@ def fork_module(patch: pytest.MonkeyPatch, module: Any, place: Path) -> None:
             with warnings.catch_warnings(action="ignore"):  # a new Python would not take them for errors
                 module._main(*given[:-1], Path(given[-1]))
 
-        done = forked(work, place)
+        done = run_forked(work, place)
         if stderr is subprocess.STDOUT:
             done = subprocess.CompletedProcess([], done.returncode, done.stdout + done.stderr, "")
         if not text:

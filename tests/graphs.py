@@ -82,7 +82,7 @@ def exports(tmp_path_factory: pytest.TempPathFactory, models: Mapping[str, Maker
     @cache
     def export(name: str, *, embedded: int = EMBEDDED_BYTES, **settings: Any) -> tuple[Path, Path]:
         def write(place: Path) -> Path:
-            with undisturbed(), pytest.MonkeyPatch.context() as patch:
+            with trace_as_commands_do(), pytest.MonkeyPatch.context() as patch:
                 if embedded != EMBEDDED_BYTES:  # another place for the same graph
                     traced_before(patch, export(name, **settings)[1])
                 writer = GraphWriter(Checkpoint.open(model(name)), place / name, GraphSettings(**settings))
@@ -135,7 +135,7 @@ def _whole(graph: Path) -> onnx_ir.Model:
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
+def trace_as_commands_do() -> Iterator[None]:
     """As a command exports, whichever test asks first: in inference mode torch traces other operators.
 
     And without looking for garbage.

@@ -14,7 +14,7 @@ from ckpt_prune.checkpoint.journal import JOURNAL
 from ckpt_prune.checkpoint.staging import Staging
 from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.common.errors import UserError
-from tests.forked import forked, posix
+from tests.forked import posix, run_forked
 from tests.interrupting import interrupt_at
 
 from .folders import as_bytes, writing
@@ -61,7 +61,7 @@ def work(out: Path, stop: str, resume: bool) -> None:
 
 
 def run(out: Path, stop: str, resume: bool = False) -> "subprocess.CompletedProcess[str]":
-    return forked(lambda: work(out, stop, resume), Path.cwd())
+    return run_forked(lambda: work(out, stop, resume), Path.cwd())
 
 
 @posix

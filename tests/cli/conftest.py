@@ -40,12 +40,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def finished(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `out`, pruned and exported by one command, and what that printed in `said`; for all workers."""
 
-    from tests.graphs import undisturbed  # imports what exports, which few commands do
+    from tests.graphs import trace_as_commands_do  # imports what exports, which few commands do
 
     def make(here: Path) -> Path:
         shutil.copytree(made / "dense", here / "dense")
         shutil.copy(made / "calib.txt", here)
-        with pytest.MonkeyPatch.context() as patch, undisturbed():
+        with pytest.MonkeyPatch.context() as patch, trace_as_commands_do():
             patch.chdir(here)
             (here / "said").write_text(ok(*PRUNE, *EXPORT, "-o", "out"))
         return here

@@ -9,7 +9,7 @@ import pytest
 
 from ckpt_prune.onnx import export as exporting
 from tests.cli.running import edit_weights, listing, ok, poison, read_json, refused, run
-from tests.graphs import traced_before, undisturbed
+from tests.graphs import trace_as_commands_do, traced_before
 from tests.onnx_graphs.exports import made
 
 VISION, DECODER = "deit-teacher", "llama-gqa-tied"
@@ -79,7 +79,7 @@ def test_a_model_is_traced_compared_and_written(graphs, tmp_path, monkeypatch):
     """Once with nothing left out: every other test takes the graph that is there."""
     shutil.copytree(graphs[VISION][0], tmp_path / "vision")
     monkeypatch.chdir(tmp_path)
-    with undisturbed():
+    with trace_as_commands_do():
         said = ok("export", "vision", "-o", "out")
     end = f"image-classification, fp32, opset 20, {size('out')}: written to out"
     assert without_figures(said) == [*TABLE, *NOISE, AGREES, end]

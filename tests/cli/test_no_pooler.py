@@ -52,7 +52,7 @@ def test_it_is_stored_with_remote_code(variant):
 
 def test_its_graph_has_no_pooled_output():
     edit_files(graphs.make(Path("shallow"), "vit-model"), no_pooler)
-    with graphs.undisturbed():
+    with graphs.trace_as_commands_do():
         ok("export", "shallow", "-o", "onnx")
     onnx = pytest.importorskip("onnx")
     assert [each.name for each in onnx.load("onnx/model.onnx").graph.output] == ["last_hidden_state"]

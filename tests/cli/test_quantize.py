@@ -53,7 +53,7 @@ def here(model: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def loaded(folder: str) -> PreTrainedModel:
+def load_float32(folder: str) -> PreTrainedModel:
     """As anybody loads it, in float32, in which codes times scales are exact."""
     with quiet_transformers():
         found: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -77,7 +77,7 @@ def tensors_of(folder: str) -> dict[str, torch.Tensor]:
 def oracle(folder: str, bits: int) -> PreTrainedModel:
     """The dense model in float64 with every packed weight read bit by bit in its place."""
     tensors = tensors_of(folder)
-    model = copy.deepcopy(loaded("dense")).double()
+    model = copy.deepcopy(load_float32("dense")).double()
     for name in [name for name in tensors if name.endswith("weight_packed")]:
         module = name.removesuffix(".weight_packed")
         rows, columns = tensors[f"{module}.weight_shape"].tolist()
@@ -97,8 +97,8 @@ def test_stock_transformers_computes_what_codes_and_scales_say(here: Path, forma
     ok("quantize", "dense", "-o", "out", "--format", format, *(["--group-size", size] if size else []))
     ids = random_windows(2, 12)
     with torch.no_grad():
-        ours, theirs = loaded("out")(ids).logits, oracle("out", bits)(ids).logits
-        dense = loaded("dense")(ids).logits
+        ours, theirs = load_float32("out")(ids).logits, oracle("out", bits)(ids).logits
+        dense = load_float32("dense")(ids).logits
     torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-4)
     assert 1e-3 < (ours - dense).abs().max() < 5
     found = tensors_of("out")
@@ -296,7 +296,7 @@ def test_by_gptq_it_rounds_so_that_outputs_stay(here: Path, measured: tuple[str,
     ok("quantize", "dense", "-o", "out", "--format", "int4", *measured)
     ids = calibration_ids("calib.txt")
     with torch.no_grad():
-        dense, plain, gptq = (loaded(name)(ids).logits for name in ("dense", "plain", "out"))
+        dense, plain, gptq = (load_float32(name)(ids).logits for name in ("dense", "plain", "out"))
     assert (gptq - dense).square().mean() < 0.6 * (plain - dense).square().mean()
     assert ok("verify", "out", "--against", "dense").splitlines()[-1] == (
         "rounded weights: 14 weights are the source's, as far off as GPTQ left them; 7 tensors are its own, bit for bit"
@@ -311,7 +311,12 @@ def test_by_gptq_it_rounds_so_that_outputs_stay(here: Path, measured: tuple[str,
 def test_every_weight_is_rounded_by_what_reaches_it_in_the_rounded_model(here: Path):
     """The inputs of each linear module of the output are those that its weight was rounded by."""
     ok("quantize", "dense", "-o", "out", "--format", "int4", *TEXT)
-    ids, dense, rounded, tensors = calibration_ids("calib.txt"), loaded("dense"), loaded("out"), tensors_of("out")
+    ids, dense, rounded, tensors = (
+        calibration_ids("calib.txt"),
+        load_float32("dense"),
+        load_float32("out"),
+        tensors_of("out"),
+    )
     grams: dict[str, np.ndarray] = {}
 
     def watch(name: str, module: torch.nn.Module) -> None:
@@ -358,7 +363,7 @@ def test_one_recipe_prunes_and_rounds_behind_the_pruned_blocks(here: Path, targe
     ]
     ids = calibration_ids("calib.txt")
     with torch.no_grad():
-        dense, rounded = loaded("dense")(ids).logits, loaded("out")(ids).logits
+        dense, rounded = load_float32("dense")(ids).logits, load_float32("out")(ids).logits
         assert (rounded - dense).square().mean() < 0.5 * dense.square().mean()
     if target == "dense":
         ok(*words, "--set", "quantize=null", "-o", "pruned")
@@ -433,12 +438,12 @@ def test_a_tokenizer_that_changes_meanwhile_is_an_error(here, monkeypatch) -> No
     name = here / "own" / "tokenizer_config.json"
     usual = quantise.pack_weight
 
-    def changed(*args: Any) -> Any:
+    def change_and_pack(*args: Any) -> Any:
         name.write_text(name.read_text() + "\n")
         return usual(*args)
 
     monkeypatch.chdir(here)
-    monkeypatch.setattr(quantise, "pack_weight", changed)
+    monkeypatch.setattr(quantise, "pack_weight", change_and_pack)
     said = run("quantize", "own", "--format", "int8", "-o", "out")
     assert said.exit_code == 2
     assert said.stderr.splitlines()[-1] == "Error: own/tokenizer_config.json changed since it was opened; run again"

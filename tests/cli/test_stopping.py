@@ -14,7 +14,7 @@ from ckpt_prune.cli.main import main
 from ckpt_prune.cli.stopping import Stopped, exit_code, stoppable
 from ckpt_prune.model import skeleton
 from tests.cli.running import TEXT, resumed, run
-from tests.forked import forked, posix
+from tests.forked import posix, run_forked
 
 
 @posix
@@ -30,7 +30,7 @@ def test_what_is_done_is_kept_and_can_be_resumed(place, monkeypatch, tmp_path):
     assert run(*job, "-o", "whole").exit_code == 0
     with monkeypatch.context() as patch:
         patch.setattr(CheckpointWriter, "commit", counted)
-        done = forked(lambda: main([*job, "-o", "out"]), tmp_path)
+        done = run_forked(lambda: main([*job, "-o", "out"]), tmp_path)
     assert (done.returncode, done.stdout) == (143, "")
     assert done.stderr.splitlines()[-2:] == [
         "out.partial keeps what is done: the same command with --resume continues",

@@ -61,7 +61,7 @@ def test_transposed_modules_are_those_of_the_class(case: Case) -> None:
     assert {path for module in case.family.transposed for path in module_paths(case.family)[module]} == conv
 
 
-def stacked(case: Case, values: dict[str, nn.Parameter], block: int, module: str) -> Tensor:
+def find_stacked_weight(case: Case, values: dict[str, nn.Parameter], block: int, module: str) -> Tensor:
     """The weight of a linear module of an expert in the stock class's stack of them."""
     assert case.family.experts is not None
     expert, role = case.family.expert_modules[module]
@@ -90,7 +90,7 @@ def test_every_linear_of_a_block_is_in_a_space(dense: Dense, case: Case) -> None
         linears = {case.family.tensor(index, module) for module in case.family.linears}
         assert linears == weights - {case.family.tensor(index, module) for module in routers}
         assert all(
-            torch.equal(stacked(case, values, index, module), stored[case.family.tensor(index, module)])
+            torch.equal(find_stacked_weight(case, values, index, module), stored[case.family.tensor(index, module)])
             for module in case.family.expert_modules
         )
         for module, held in paths.items():
@@ -114,12 +114,12 @@ def test_config_keys_change_the_shapes_of_their_space_and_nothing_else(dense: De
             alike = [known, *(each for each in case.family.spaces if space.units in case.family.together)]
             alike = [each for each in alike if each == known or case.family.spaces[each].units == space.units]
             widths = {each: kept for each in case.family.spaces if recipe_space(each) in map(recipe_space, alike)}
-            wanted = derived(model, [widths] * BLOCKS)
+            wanted = derive_shapes(model, [widths] * BLOCKS)
             wanted = stacked_up(wanted, model.checkpoint.stacks)
             assert {disk: found[disk] for disk in wanted} == {disk: shape for disk, (_, shape) in wanted.items()}
 
 
-def derived(model: Model, widths: list[dict[str, int]]) -> dict[str, TensorSpec]:
+def derive_shapes(model: Model, widths: list[dict[str, int]]) -> dict[str, TensorSpec]:
     """Shapes as the model has them where blocks keep so many units."""
     return {name: shape for name, shape in model.shapes_at(widths).items() if name in model.tensors}  # type: ignore[arg-type]
 

@@ -9,7 +9,7 @@ import torch
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.onnx.export import GraphWriter
 from ckpt_prune.options.graphs import GraphSettings
-from tests.graphs import undisturbed
+from tests.graphs import trace_as_commands_do
 from tests.onnx_graphs.exports import (
     Graph,
     Text,
@@ -52,7 +52,7 @@ def test_a_graph_computes_what_pytorch_does(dense: Dense, case: Case, tmp_path) 
     if case.model_type == PAIRED:
         methods["rotary"] = "factors"
     dense.prune(case, spaces_recipe(case, methods), tmp_path / "model")
-    with undisturbed():
+    with trace_as_commands_do():
         GraphWriter(Checkpoint.open(tmp_path / "model"), tmp_path / "graph", settings).write()
     assert_stated(tmp_path / "graph", settings)
     graph, module = Graph(tmp_path / "graph"), in_pytorch(tmp_path / "model")

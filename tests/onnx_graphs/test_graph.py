@@ -19,8 +19,8 @@ from ckpt_prune.onnx.export import GraphWriter
 from ckpt_prune.onnx.tasks import Task
 from ckpt_prune.onnx.tracing import _capture, trace_model
 from ckpt_prune.options.graphs import GraphSettings
-from tests.forked import forked, posix
-from tests.graphs import Exported, graph_of, undisturbed
+from tests.forked import posix, run_forked
+from tests.graphs import Exported, graph_of, trace_as_commands_do
 from tests.once import run_folder
 from tests.pairs import chosen
 
@@ -156,7 +156,7 @@ def test_nothing_of_this_machine_is_in_the_file(exported, name, tmp_path_factory
 
 def test_two_exports_of_a_model_are_the_same_bytes(exported, tmp_path):
     model, folder = exported("dinov2-model")
-    with undisturbed():
+    with trace_as_commands_do():
         GraphWriter(Checkpoint.open(model), tmp_path / "again", GraphSettings()).write()
     for path in folder.iterdir():
         assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes(), path.name
@@ -172,7 +172,7 @@ def vit(tmp_path_factory) -> Path:
 
 def refusal(model: Path, out: Path, **settings: Any) -> str:
     """The one line of an export that fails; nothing but a log is left."""
-    with pytest.raises(UserError) as error, undisturbed():
+    with pytest.raises(UserError) as error, trace_as_commands_do():
         GraphWriter(Checkpoint.open(model), out, GraphSettings(**settings)).write()
     assert {path.name for path in out.parent.iterdir()} <= {f"{out.name}.export-error.log"}
     assert "\n" not in str(error.value)
@@ -214,7 +214,7 @@ def test_a_model_that_branches_on_what_it_reads_leaves_a_log(vit, tmp_path, monk
 def test_a_failed_trace_is_one_line_on_the_terminal(vit, tmp_path, monkeypatch):
     """Whoever writes there: click's runner would not see what is written past Python."""
     monkeypatch.setattr(ViTMLP, "forward", depending_on_data(ViTMLP.forward))
-    done = forked(lambda: main(["export", str(vit), "-o", "out", "--no-validate"]), tmp_path)
+    done = run_forked(lambda: main(["export", str(vit), "-o", "out", "--no-validate"]), tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert [path.name for path in tmp_path.iterdir()] == ["out.export-error.log"]
     (line,) = done.stderr.splitlines()
@@ -226,7 +226,7 @@ def test_an_opset_that_the_exporter_does_not_write_is_refused(vit, tmp_path):
 
     task = Task("image-classification", "image", False)
     model = load_model(vit, device="cpu")
-    with pytest.raises(UserError) as error, undisturbed():
+    with pytest.raises(UserError) as error, trace_as_commands_do():
         trace_model(model, task, opset=26, fusions=None, log=tmp_path / "log")
     assert str(error.value) == (
         "ViTForImageClassification cannot be written in opset 26: the exporter kept 18; leave out --opset, or say that "

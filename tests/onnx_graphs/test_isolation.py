@@ -19,7 +19,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.onnx import isolation
 from ckpt_prune.onnx.isolation import isolate_sessions
 from ckpt_prune.onnx.session import open_session
-from tests.forked import forked, posix, wait_gone
+from tests.forked import posix, run_forked, wait_gone
 from tests.graphs import Exported
 
 pytestmark = posix
@@ -152,5 +152,5 @@ def test_it_ends_with_whoever_waits_for_it(tmp_path):
             inner._connection.send(IDS)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    assert forked(work, tmp_path).returncode == -signal.SIGKILL
+    assert run_forked(work, tmp_path).returncode == -signal.SIGKILL
     wait_gone(int(told.read_text()))

@@ -17,7 +17,7 @@ from ckpt_prune.onnx.block_kinds import NotAlikeError
 from ckpt_prune.onnx.tasks import Task
 from ckpt_prune.onnx.tracing import trace_model
 from tests import encoders, families
-from tests.graphs import undisturbed
+from tests.graphs import trace_as_commands_do
 from tests.pairs import chosen
 
 from .exports import Graph, Text, assert_near, assert_reads, assert_reads_in_chunks, expected_of, pixels
@@ -31,7 +31,7 @@ CLASSES = Task("image-classification", "image", False)
 
 @pytest.fixture(autouse=True, scope="module")
 def _as_a_command_exports() -> Iterator[None]:
-    with undisturbed():
+    with trace_as_commands_do():
         yield
 
 

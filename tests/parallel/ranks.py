@@ -56,7 +56,7 @@ def in_processes(size: int, work: Callable[[int], None], place: Path) -> list[En
         # Its other end closes when the process ends.
         end, held = os.pipe()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # as in `forked`
+            warnings.simplefilter("ignore", DeprecationWarning)  # as in `run_forked`
             process = os.fork()
         if not process:
             work_and_exit(partial(joined, rank), files[rank])

@@ -59,7 +59,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Dense:
     return Dense(tmp_path_factory.mktemp("dense"))
 
 
-def reported(out: Path) -> Sequence[SiteRecord]:
+def read_sites(out: Path) -> Sequence[SiteRecord]:
     """Sites of an output's report."""
     report = find_report(out)
     assert report is not None
@@ -87,7 +87,7 @@ def expected_of(dense: Dense, block: int) -> tuple[list[int], np.ndarray]:
 def test_an_expert_without_tokens_takes_those_of_its_layer(lonely: Dense, target: Any, tmp_path: Path) -> None:
     wanted = spaces_recipe(ONE, {"mlp": "ridge"}, **TARGETS[target])
     lonely.prune(ONE, wanted, tmp_path / "out", None if target == "dense" else ONE.samples())
-    sites = reported(tmp_path / "out")
+    sites = read_sites(tmp_path / "out")
     few = {(site.block, site.expert): site.few for site in sites if site.few is not None}
     assert few == {(block, expert): 0 for block in range(BLOCKS) for expert in (2, UNSEEN)}
     assert next(iter(warn_of_sites(sites))) == (
@@ -129,7 +129,7 @@ KEEP = 3
 
 
 @torch.no_grad()
-def ranked(case: Case, score: str) -> dict[int, list[int]]:
+def rank_experts(case: Case, score: str) -> dict[int, list[int]]:
     """Block → the experts that stay, from what every token of the stock model is given."""
     model: Any = case.model().double()
     assert case.family.experts is not None
@@ -179,8 +179,8 @@ def test_whole_experts_go_with_their_rows_of_the_router(dense: Dense, case: Case
     values = {"version": 1, "name": "test", "ratio": 0.25, "spaces": {"experts": {"score": score}}}
     live = None if score == "frequency" else case.samples()
     dense.prune(case, FullRecipe.model_validate(values), tmp_path / "out", live)
-    kept = {site.block: site.kept for site in reported(tmp_path / "out")}
-    assert kept == ranked(case, score)
+    kept = {site.block: site.kept for site in read_sites(tmp_path / "out")}
+    assert kept == rank_experts(case, score)
     other = case.samples(6, seed=9)
     found, expected = outputs(ckpt_prune.load(tmp_path / "out"), other), outputs(smaller(case, kept), other)
     torch.testing.assert_close(found["logits"], expected["logits"], rtol=1e-9, atol=1e-9)
@@ -189,7 +189,7 @@ def test_whole_experts_go_with_their_rows_of_the_router(dense: Dense, case: Case
 
 
 @torch.no_grad()
-def refitted(case: Case, kept: Mapping[int, list[int]], target: str) -> Any:
+def refit_by_hand(case: Case, kept: Mapping[int, list[int]], target: str) -> Any:
     """The stock class of the experts that stay, its last projections fitted token by token, one after the other."""
     model, dense = smaller(case, kept).double(), case.model().double()
     family, data = case.family, case.samples()
@@ -245,11 +245,11 @@ def test_experts_that_stay_make_up_for_those_that_go(dense: Dense, case: Case, t
     spaces = {"experts": {"score": "routed-energy", "compensation": compensation}}
     values = {"version": 1, "name": "test", "ratio": 0.25, "target": target, "spaces": spaces}
     dense.prune(case, FullRecipe.model_validate(values), tmp_path / "out", case.samples())
-    sites = reported(tmp_path / "out")
+    sites = read_sites(tmp_path / "out")
     kept = {site.block: site.kept for site in sites}
     other = case.samples(6, seed=9)
     found = outputs(ckpt_prune.load(tmp_path / "out"), other)["logits"]
-    wanted = refitted(case, kept, target)
+    wanted = refit_by_hand(case, kept, target)
     expected = outputs(wanted, other)["logits"].float()
     torch.testing.assert_close(found.float(), expected, rtol=0, atol=5e-4 * float(expected.abs().max()))
     bare = outputs(smaller(case, kept), other)["logits"].float()
@@ -278,7 +278,7 @@ def test_verify_sees_an_expert_that_is_another(dense: Dense, tmp_path: Path) -> 
 
 def test_what_whole_experts_cannot_have_is_refused(dense: Dense) -> None:
     experts = {"experts": {"score": "reap"}}
-    assert refused(dense, {"ratio": 0.75, "spaces": experts}) == (
+    assert refusal_of(dense, {"ratio": 0.75, "spaces": experts}) == (
         "1 of 4 experts would stay, and the router sends every token to 2 (num_experts_per_tok in config.json): keep "
         "as many"
     )
@@ -316,7 +316,7 @@ BY_TWO_BEST = Case("deepseek_v3", "DeepseekV3ForCausalLM", settings=json.dumps(G
 
 
 @torch.no_grad()
-def routed(model: Any, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+def route_tokens(model: Any, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     """What the first router gives for every token: scores that it chooses by (tokens, experts), and experts chosen."""
     found: list[Any] = []
     router = model.double().get_submodule("model.layers.0.mlp.gate")
@@ -340,10 +340,10 @@ def test_tokens_that_lose_nothing_stay_with_their_experts(case: Case, score: str
         tensors[router] = torch.randn(tensors[router].shape, generator=torch.Generator().manual_seed(seed))
         save_file(tensors, path, {"format": "pt"})
         dense.prune(case, experts_recipe(score, 0.33), out, case.samples())
-        kept = torch.tensor(reported(out)[0].kept)
+        kept = torch.tensor(read_sites(out)[0].kept)
         assert [int((kept // 4 == group).sum()) for group in range(4)] == [3] * 4
-        values, before = routed(ckpt_prune.load(dense.folder(case)), case)
-        after = kept[routed(ckpt_prune.load(out), case)[1]]
+        values, before = route_tokens(ckpt_prune.load(dense.folder(case)), case)
+        after = kept[route_tokens(ckpt_prune.load(out), case)[1]]
         loses = ~torch.isin(before, kept).all(1)
         if case is BY_TWO_BEST:  # its groups are rated by experts that a token need not be sent to
             best = values.view(-1, 4, 4).topk(2)
@@ -373,21 +373,21 @@ def experts_recipe(score: str, ratio: float) -> FullRecipe:
 
 def test_experts_and_shared_ones_keep_one_width(dense: Dense) -> None:
     spaces = {"mlp": {"score": "magnitude"}, "shared": {"score": "magnitude", "ratio": 0.5}}
-    assert refused(dense, {"ratio": 0.25, "spaces": spaces}, LED) == (
+    assert refusal_of(dense, {"ratio": 0.25, "spaces": spaces}, LED) == (
         "one key of config.json (moe_intermediate_size) says how wide mlp and shared of a deepseek_v3 are, and 16 of "
         "mlp and 11 of shared would stay: prune both, by the same ratio and rounding (allocation: uniform)"
     )
 
 
 def test_latent_attention_is_refused_by_name(dense: Dense) -> None:
-    assert refused(dense, {"ratio": 0.25, "spaces": {"heads": {"score": "magnitude"}}}, LED) == (
+    assert refusal_of(dense, {"ratio": 0.25, "spaces": {"heads": {"score": "magnitude"}}}, LED) == (
         "recipe test prunes heads, which deepseek_v3 has not (keys and values of all heads are made of one latent "
         "vector of a token, which every head that stays needs whole). --set spaces.heads.optional=true leaves them "
         "as they are: it has mlp, shared, experts"
     )
 
 
-def refused(dense: Dense, recipe: Mapping[str, Any], case: Case = TWO) -> str:
+def refusal_of(dense: Dense, recipe: Mapping[str, Any], case: Case = TWO) -> str:
     wanted = FullRecipe.model_validate({"version": 1, "name": "test", **recipe})
     with pytest.raises(UserError) as caught:
         prepare_plan(dense.request(case, wanted, case.samples()))
@@ -397,10 +397,10 @@ def refused(dense: Dense, recipe: Mapping[str, Any], case: Case = TWO) -> str:
 def test_what_experts_cannot_have_is_refused(tmp_path: Path) -> None:
     dense = Dense(tmp_path)
     affine = {"score": "corp", "compensation": {"method": "affine"}}
-    assert refused(dense, {"spaces": {"mlp": affine}, "container": "any"}) == (
+    assert refusal_of(dense, {"spaces": {"mlp": affine}, "container": "any"}) == (
         "experts of a qwen3_moe have no biases: choose a compensation of mlp without one"
     )
-    assert refused(dense, {"spaces": {"mlp": {"score": "taylor1"}}}) == (
+    assert refusal_of(dense, {"spaces": {"mlp": {"score": "taylor1"}}}) == (
         "recipe test ranks units by gradients of the loss, which are not gathered for experts: choose another score"
     )
 
@@ -450,14 +450,14 @@ def test_a_plan_names_experts_and_is_applied(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(plan.to_json())
     assert set(json.loads(plan.to_json())["recipe"]["spaces"]) == {"heads", "mlp"}
     ckpt_prune.prune(dense.folder(TWO), plan=tmp_path / "plan.json", statistics=statistics, output=tmp_path / "out")
-    sites = {site.space: site for site in reported(tmp_path / "out")}
+    sites = {site.space: site for site in read_sites(tmp_path / "out")}
     assert len(sites["mlp"].kept) == 11
     assert json.loads((tmp_path / "out" / "config.json").read_text())["moe_intermediate_size"] == 11
     # The default implementation of transformers runs no such width.
     assert (
         "Experts of 11 columns do not run by transformers' default, which wants a multiple of 8: say --set "
         'spaces.mlp.multiple_of=8, or load them by ckpt_prune.load or with experts_implementation="eager".'
-    ) in list(warn_of_sites(reported(tmp_path / "out")))
+    ) in list(warn_of_sites(read_sites(tmp_path / "out")))
     with torch.no_grad():
         logits = ckpt_prune.load(tmp_path / "out")(torch.arange(3, 12)[None]).logits
     assert torch.isfinite(logits).all()
@@ -482,7 +482,7 @@ def test_experts_run_by_the_default_of_transformers(model_type: str, way: str, t
     dense.prune(case, recipe, tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["moe_intermediate_size"] in (24, 32)
-    assert not any("do not run" in line for line in warn_of_sites(reported(tmp_path / "out")))
+    assert not any("do not run" in line for line in warn_of_sites(read_sites(tmp_path / "out")))
     for dtype in (torch.float32, torch.bfloat16):
         stock = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=dtype)
         assert stock.config._experts_implementation == "grouped_mm"

@@ -23,7 +23,7 @@ from ckpt_prune.stages.spaces.effects import gradients
 from ckpt_prune.stages.spaces.effects.measured import measure_effects
 from ckpt_prune.stages.spaces.pruner import Pruner
 from tests.families import BLOCKS, contents, job_on, prune, recipe, windows
-from tests.forked import forked, posix
+from tests.forked import posix, run_forked
 from tests.interrupting import interrupt_at
 from tests.pairs import every
 
@@ -52,7 +52,7 @@ def whole(sources, tmp_path_factory) -> dict[str, dict[str, bytes]]:
     return {name: contents(folder / name) for name in RECORDS}
 
 
-def stopped(settled: Prepared, out: Path, record: int, **options: Any) -> None:
+def stop_before_entry(settled: Prepared, out: Path, record: int, **options: Any) -> None:
     """A run that ends just before this entry of its journal."""
     with pytest.MonkeyPatch.context() as patch:
         interrupt_at(patch, Journal, "record", record)
@@ -65,7 +65,7 @@ def stopped(settled: Prepared, out: Path, record: int, **options: Any) -> None:
 )
 def test_nothing_is_done_twice_and_the_bytes_are_those_of_one_run(sources, tmp_path, whole, name, record, monkeypatch):
     out = tmp_path / "out"
-    stopped(job(sources, name), out, record)
+    stop_before_entry(job(sources, name), out, record)
     assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
     records, observed, solved, fitted, said = [], [], [], [], []
     for owner, method, seen in (
@@ -104,7 +104,7 @@ def watch(patch: pytest.MonkeyPatch, owner: object, method: str, seen: list[Any]
 
 
 def test_other_data_is_another_job_before_anything_is_measured(sources, tmp_path, monkeypatch):
-    stopped(job(sources, "dense"), tmp_path / "out", BLOCKS + 3)
+    stop_before_entry(job(sources, "dense"), tmp_path / "out", BLOCKS + 3)
     left = contents(tmp_path)
     monkeypatch.setattr(HiddenStream, "__init__", lambda *_a, **_k: pytest.fail("measured"))
     with pytest.raises(UserError, match="was begun by a different job"):
@@ -200,14 +200,14 @@ def test_overwriting_keeps_what_its_user_put_there(sources, tmp_path):
 def test_a_killed_process_leaves_its_measurements(sources, tmp_path, whole, monkeypatch):
     out, said, record = tmp_path / "out", [], Journal.record
 
-    def killing(self, unit, *args, **kwargs):
+    def record_and_die(self, unit, *args, **kwargs):
         record(self, unit, *args, **kwargs)
         if unit == "statistics":
             os.kill(os.getpid(), signal.SIGKILL)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Journal, "record", killing)
-        assert forked(lambda: prune(job(sources, "dense"), out), tmp_path).returncode == -signal.SIGKILL
+        patch.setattr(Journal, "record", record_and_die)
+        assert run_forked(lambda: prune(job(sources, "dense"), out), tmp_path).returncode == -signal.SIGKILL
     assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
     prune(job(sources, "dense"), out, resume=True, announce=said.append)
     assert said == [f"resuming {out}.partial: statistics measured"]
