@@ -238,10 +238,15 @@ class Prepared:
     def plain_view(self) -> ModelView:
         return ModelView(self.model, self.device, container=self.stored)
 
+    @property
+    def live_samples(self) -> LiveSamples:
+        """`live` of a job that was given samples."""
+        assert self.live is not None
+        return self.live
+
     def live_stream(self, view: ModelView) -> HiddenStream:
         """Return the hidden states of the live samples at the first block of a model."""
-        live = self.live
-        assert live is not None
+        live = self.live_samples
         return view.stream(
             live.samples, live.compute_dtype, folds=live.folds, allocate=live.allocate, group=process_group()
         )

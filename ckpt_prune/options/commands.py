@@ -207,9 +207,7 @@ class SweepOptions(SweepDataOptions, RecipeKeyOptions):
     values: Accepts[str | Sequence[float], Any] = option(kw_only=False)
     """Ratios: numbers, or FROM:TO:STEP with both ends included. Or values of another key: KEY=A,B,C or
     KEY=FROM:TO:STEP, of any key that `overrides` may have, of samples or of seed."""
-    recipe: AnyFolder = option(default=None, metavar="R")
-    """Name of a shipped recipe (`ckpt-prune recipe list`), a recipe file, a folder with one,
-    ORG/REPO/NAME.yaml[@REVISION] on the Hub, or an https address. [default: best-uniform]"""
+    recipe: AnyFolder = same_option(RecipeOptions, "recipe")
 
 
 class PlanCommandOptions(SweepDataOptions, DiagnosticsOptions, SizeOptions, RecipeKeyOptions, OverwriteOptions):

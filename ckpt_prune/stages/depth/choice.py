@@ -11,7 +11,6 @@ from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.staging import disk_failures
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import track
-from ckpt_prune.job.job import LiveSamples
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.records import DepthRecord, GapRecord
 from ckpt_prune.measure.samples.samples import SampleRange, Samples
@@ -212,7 +211,7 @@ def _choose_blocks(prepared: Prepared, journal: Journal | None) -> tuple[list[in
 
 def _choose_by_loss(prepared: Prepared, wanted: Wanted, journal: Journal | None) -> list[int]:
     """Choose blocks one after the other, each the one without which the loss is least; of equal ones the first."""
-    live = live_samples(prepared)
+    live = prepared.live_samples
     some = SampleRange(live.samples, 0, min(len(live.samples), max(1, LOSS_TOKENS // live.samples.tokens)))
     units = {} if journal is None else journal.notes
     gone = [block for unit, block in units.items() if unit.startswith(f"{_REMOVED} ")]
@@ -236,7 +235,7 @@ def _choose_by_loss(prepared: Prepared, wanted: Wanted, journal: Journal | None)
 
 def _choose_parts(prepared: Prepared, wanted: Wanted) -> tuple[list[int], Distances]:
     """Choose the blocks whose part does least, each by itself."""
-    live, depth = live_samples(prepared), depth_of(prepared)
+    live, depth = prepared.live_samples, depth_of(prepared)
     gradients = depth.choice == "divergence"
     found = measure_part_distances(
         prepared.model,
@@ -252,7 +251,7 @@ def _choose_parts(prepared: Prepared, wanted: Wanted) -> tuple[list[int], Distan
 
 
 def _compared_samples(prepared: Prepared, *, gradients: bool) -> SampleRange:
-    samples = live_samples(prepared).samples
+    samples = prepared.live_samples.samples
     most = LIMITS[prepared.model.family.modality] if gradients else SAMPLES
     return SampleRange(samples, 0, min(len(samples), most))
 
@@ -263,7 +262,7 @@ def _read_distances(prepared: Prepared, *, gradients: bool) -> Distances:
         known = prepared.statistics.index.stream
         assert known is not None
         return Distances(known.cosine, known.divergence)
-    live = live_samples(prepared)
+    live = prepared.live_samples
     return measure_distances(
         prepared.model,
         _compared_samples(prepared, gradients=gradients),
@@ -272,11 +271,6 @@ def _read_distances(prepared: Prepared, *, gradients: bool) -> Distances:
         gradients=gradients,
         allocate=live.allocate,
     )
-
-
-def live_samples(prepared: Prepared) -> LiveSamples:
-    assert prepared.live is not None
-    return prepared.live
 
 
 def _with_distances(gap: GapRecord, distances: Distances | None) -> GapRecord:

@@ -24,7 +24,6 @@ from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.model.depth import output_tensors, shorten_model
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import Kind, SpaceName
-from ckpt_prune.stages.depth.choice import live_samples
 from ckpt_prune.stages.depth.preview import depth_of, find_map_spaces
 
 
@@ -81,7 +80,7 @@ def fit_maps(prepared: Prepared, gaps: Sequence[GapRecord]) -> tuple[list[GapRec
     have changed, and is fitted to the dense model's own stream. Held are a block, and two sets of hidden states, three
     while one waits.
     """
-    live, model = live_samples(prepared), prepared.model
+    live, model = prepared.live_samples, prepared.model
     dense = prepared.plain_view
     stream = dense.stream(live.samples, live.compute_dtype, folds=live.folds, allocate=live.allocate)
     starts = {gap.first: gap for gap in gaps}

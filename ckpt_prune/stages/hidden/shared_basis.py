@@ -14,9 +14,7 @@ from ckpt_prune.stages.rotation.moments import stream_gram
 
 
 def open_sliced_stream(prepared: Prepared) -> SlicedStream:
-    live, model = prepared.live, prepared.model
-    assert live is not None
-    stream = prepared.live_stream(prepared.plain_view)
+    model, stream = prepared.model, prepared.live_stream(prepared.plain_view)
     centred = residual_of(model.family).norm == "layer"
     return SlicedStream(stream, list_sublayers(model), normed=hidden_of(prepared).signal == "normed", centred=centred)
 

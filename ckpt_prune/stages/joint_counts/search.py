@@ -39,7 +39,7 @@ from ckpt_prune.stages.spaces.budget import total_error
 from ckpt_prune.stages.spaces.effects.site_variants import check_finite, trial_spaces
 from ckpt_prune.stages.spaces.measure_dense import measure_first
 from ckpt_prune.stages.spaces.pruner import Pruner
-from ckpt_prune.stages.spaces.size_search import at_own_size
+from ckpt_prune.stages.spaces.size_search import at_own_size, crossed_spaces
 from ckpt_prune.stages.spaces.widths import crossings_of, curves_of, decide, dense_ranking
 
 FIRST, MORE = 5, 2
@@ -151,14 +151,9 @@ class CountSearch(ABC, Generic[Count]):
     # ---- running it ----------------------------------------------------------------------------------------------
 
     @property
-    def _live(self) -> LiveSamples:
-        assert self.prepared.live is not None
-        return self.prepared.live
-
-    @property
     def fitted(self) -> LiveSamples:
         """The samples that maps and bases are fitted to here, which are not those that models are run on."""
-        live, most = self._live, LIMITS[self.prepared.model.family.modality]
+        live, most = self.prepared.live_samples, LIMITS[self.prepared.model.family.modality]
         last = split_folds(len(live.samples), live.folds)[-1]
         count = min(last.start if last.start > 1 else last.stop, most)
         return replace(live, samples=SampleRange(live.samples, 0, count), folds=min(live.folds, count))
@@ -166,12 +161,12 @@ class CountSearch(ABC, Generic[Count]):
     @property
     def _unseen(self) -> Samples:
         """The samples that models are run on: those at the start of the last fold."""
-        live, most = self._live, LIMITS[self.prepared.model.family.modality]
+        live, most = self.prepared.live_samples, LIMITS[self.prepared.model.family.modality]
         last = split_folds(len(live.samples), live.folds)[-1]
         return SampleRange(live.samples, last.start, min(last.stop, last.start + most))
 
     def _stream(self, model: Model) -> HiddenStream:
-        live, device = self._live, self.prepared.device
+        live, device = self.prepared.live_samples, self.prepared.device
         return open_stream(model, self._unseen, device=device, compute_dtype=live.compute_dtype, allocate=live.allocate)
 
     @cached_property
@@ -191,7 +186,7 @@ class CountSearch(ABC, Generic[Count]):
         readout, states = self._dense
         own = stream.readout() if trial.own_ends else readout
         (value,) = measure_divergences(readout, states, self._unseen, [(own, stream.states)])
-        check_finite(value, f"the output {trial.description}", self._live.compute_dtype)
+        check_finite(value, f"the output {trial.description}", self.prepared.live_samples.compute_dtype)
         return value
 
     @torch.no_grad()
@@ -242,10 +237,9 @@ def measure_unpruned(prepared: Prepared, run: Run) -> Statistics:
     folder = run.scratch / "whole"
     if _UNPRUNED in run.own_journal.entries:
         return Statistics(folder)
-    assert prepared.live is not None
     with run.timer.time("measuring"), phase("calibration"):
         plain = replace(prepared, recipe=prepared.recipe.spaces_alone)
-        statistics = measure_first(plain, prepared.live, folder, None)
+        statistics = measure_first(plain, prepared.live_samples, folder, None)
     with disk_failures(folder):
         run.own_journal.record(_UNPRUNED)
     return statistics
@@ -257,4 +251,4 @@ def _predict_sites(prepared: Prepared, decisions: Decisions) -> float:
     kind = prepared.recipe.size.kind
     curves = curves_of(prepared, prepared.ranked, kind)
     kept = {site: decisions.of(prepared.model, site).keep for site in curves}
-    return total_error(curves, kept, crossings_of(prepared, curves, kind))
+    return total_error(curves, kept, crossings_of(curves, crossed_spaces(prepared, kind)))

@@ -189,8 +189,7 @@ def _choose_by_divergence(prepared: Prepared, mask: Mask) -> MaskShares:
     order. Time: for every block and share one mask and one run. Memory: a block twice, and the hidden states of these
     samples at the ends of all blocks.
     """
-    model, live = prepared.model, prepared.live
-    assert live is not None
+    model, live = prepared.model, prepared.live_samples
     some = SampleRange(live.samples, 0, min(len(live.samples), LIMITS[model.family.modality]))
     stream = prepared.plain_view.stream(some, live.compute_dtype, allocate=live.allocate)
     factory, states = stream.factory, states_at_ends(model, stream, live.allocate)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -105,8 +105,8 @@ class Recoverer:
             meter: over the epochs of all wanted blocks.
         """
         as_pruned = self.pruned.factory.build_block(index, pruned)
-        start, cka_start = self._likeness(partial(self._run_pruned, as_pruned, index))
-        before, cka_before = self._likeness(partial(self._run_unrecovered, as_pruned, index))
+        start, cka_start = self._likeness(as_pruned, index)
+        before, cka_before = self._likeness(as_pruned, index, self._branches[0])
         # Training has a block of its own.
         del as_pruned
         trained = TrainedBlock(dict(pruned))
@@ -116,7 +116,7 @@ class Recoverer:
         after, cka_after = start, cka_start
         if trained.best_epoch > 0:
             block = self.pruned.factory.build_block(index, trained.tensors)
-            after, cka_after = self._likeness(partial(self._run_pruned, block, index))
+            after, cka_after = self._likeness(block, index)
         return trained.tensors, RecoveredLayer(
             block=index,
             mse_before=before,
@@ -220,30 +220,24 @@ class Recoverer:
         """Measured samples of this process, numbered as it counts them."""
         return rows_within(self.split.measured, self._share)
 
-    def _run_pruned(self, block: nn.Module, index: int, rows: slice) -> Tensor:
-        return self._run(block, index, self.pruned.states[self._own_measured[rows]])
-
-    def _run_unrecovered(self, block: nn.Module, index: int, rows: slice) -> Tensor:
-        return self._run(block, index, self._branches[0][rows])
-
     @torch.no_grad()
     def _run(self, block: nn.Module, index: int, states: Tensor) -> Tensor:
         return self.pruned.run(block, index, states).cpu() if len(states) else states
 
-    def _likeness(self, ours: Callable[[slice], Tensor]) -> tuple[float, float]:
-        """Compare measured samples' states with the dense ones: mean squared error and linear CKA.
+    def _likeness(self, block: nn.Module, index: int, entering: Tensor | None = None) -> tuple[float, float]:
+        """Compare measured samples' states behind a block with the dense ones: mean squared error and linear CKA.
 
-        `ours` returns the states of a run of this process's measured samples.
+        `entering` are their states before it, of this process; by default those of the recovered model.
         """
         device, group, similarity, tokens = self.pruned.factory.device, self.pruned.group, StateSimilarity(), 0
         # How many of them are other processes', before this one's.
         before = int((self.split.measured < self._share.start).sum())
         for start in range(0, len(self.split.measured), self._part):
             first, last = (min(max(at - before, 0), len(self._own_measured)) for at in (start, start + self._part))
-            rows = slice(first, last)
-            mine, theirs = (
-                group.join(states, 0) for states in (ours(rows), self.dense.states[self._own_measured[rows]])
-            )
+            rows = self._own_measured[first:last]
+            states = self.pruned.states[rows] if entering is None else entering[first:last]
+            ours = self._run(block, index, states)
+            mine, theirs = (group.join(each, 0) for each in (ours, self.dense.states[rows]))
             if group.first:
                 similarity.add(mine.to(device), theirs.to(device))
             tokens += len(self.split.measured[start : start + self._part]) * mine.shape[1]

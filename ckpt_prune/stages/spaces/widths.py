@@ -189,11 +189,6 @@ def effects_on(statistics: Statistics, name: str, score: str) -> list[tuple[int,
     return [(count, value * true / told if told > 0 else true) for (count, value), (_, told), (_, true) in triples]
 
 
-def weighed_by_energy(curve: Tensor) -> Tensor:
-    """Return an error curve as shares of what dropping everything costs."""
-    return curve / curve[-1] if curve[-1] > 0 else curve
-
-
 def scale_curve(curve: Tensor, effects: list[tuple[int, float]], predicted: Sequence[float] | None = None) -> Tensor:
     """Return a curve of predicted divergences scaled to go through measured ones, keeping its shape between them.
 
@@ -259,8 +254,8 @@ def curves_of(prepared: Prepared, ranking: SiteRanking, kind: SizeKind) -> dict[
     curves: dict[Site, Curve] = {}
     for site, by_score in ranking.items():
         curve = torch.stack([_errors(units) for units in by_score]).amin(0)
-        if not prepared.recipe.weighed_by_effect:
-            curve = weighed_by_energy(curve)
+        if not prepared.recipe.weighed_by_effect and curve[-1] > 0:
+            curve = curve / curve[-1]  # as a share of what dropping everything costs
         curves[site] = Curve(curve, costs[site.space], multiple_of(prepared.model, prepared.recipe, site.space))
     return curves
 
@@ -291,15 +286,11 @@ def _counts_per_block(curves: Mapping[Site, Curve], budget: float, crossed: Sequ
     for site, curve in curves.items():
         grouped.setdefault(merged_site[site], []).append(curve)
     sites = {site: own[0] if len(own) == 1 else merge_curves(own) for site, own in grouped.items()}
-    kept = least_error(sites, budget, _crossings(sites, crossed))
+    kept = least_error(sites, budget, crossings_of(sites, crossed))
     return {site: kept[merged_site[site]] for site in curves}
 
 
-def crossings_of(prepared: Prepared, curves: Mapping[Site, Curve], kind: SizeKind) -> list[Crossing[Site]]:
-    return _crossings(curves, crossed_spaces(prepared, kind))
-
-
-def _crossings(curves: Mapping[Site, Curve], crossed: Sequence[CrossedSpaces]) -> list[Crossing[Site]]:
+def crossings_of(curves: Mapping[Site, Curve], crossed: Sequence[CrossedSpaces]) -> list[Crossing[Site]]:
     """Return the sites of every block that cross."""
     return [
         Crossing(
@@ -315,7 +306,7 @@ def _losses(
     curves: Mapping[Site, Curve], counts: Mapping[Site, int], budget: float, crossed: Sequence[CrossedSpaces]
 ) -> Losses:
     """Return the losses of shared widths and of widths per block, within the same budget."""
-    crossings = _crossings(curves, crossed)
+    crossings = crossings_of(curves, crossed)
     chosen = total_error(curves, counts, crossings)
     per_block = total_error(curves, _counts_per_block(curves, budget, crossed), crossings)
     # The search per block is not exact. Shared widths are among its choices: it never does worse than they.
