@@ -26,7 +26,7 @@ def _families(names: tuple[str, ...] | None) -> str:
 
 def _multiples(runtime: Runtime) -> str:
     each = runtime.rows | runtime.units
-    options = {number: [f"`{name}`" for name in each if each[name] == number] for number in each.values()}
+    options = {number: [f"`{name or 'all'}`" for name in each if each[name] == number] for number in each.values()}
     return "; ".join(f"{', '.join(names)}: {number}" for number, names in options.items()) or "–"
 
 
@@ -47,7 +47,9 @@ def page() -> str:
         text += f"| {name} | {_families(runtime.families)} | {own} |\n"
     text += "\n"
     for name, runtime in RUNTIMES.items():
-        text += f"- {name}: `{runtime.install}`.{' ' + runtime.note if runtime.note else ''}\n"
+        beside = f" For `validate`: {runtime.beside}." if runtime.beside else ""
+        untried = "" if runtime.tried else " Read in its source, not run."
+        text += f"- {name}: `{runtime.install}`.{untried}{' ' + runtime.note if runtime.note else ''}{beside}\n"
     return text
 
 
@@ -55,6 +57,8 @@ def front_table() -> str:
     """Return the table of the front page."""
     text = f"{FRONT_HEAD}\n|---|---|---|---|\n"
     for name, runtime in RUNTIMES.items():
+        if not runtime.tried:
+            continue
         families = "all families" if runtime.families is None else f"{len(runtime.families)} families"
         own = families if runtime.own_shapes is None else f"{len(runtime.own_shapes)} families"
         exported = "ckpt-prune export" in runtime.command

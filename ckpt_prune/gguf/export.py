@@ -12,7 +12,7 @@ from ckpt_prune.checkpoint.files import check_place
 from ckpt_prune.checkpoint.staging import staged_file
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import human_bytes
-from ckpt_prune.common.graph_types import GGUF_BITS, GGUF_FILES, GGUF_ROWS, GgufType
+from ckpt_prune.common.graph_types import GGUF_BITS, GGUF_FILES, GgufType
 from ckpt_prune.common.progress import Notices
 from ckpt_prune.gguf.layout import Layout, lay_out
 from ckpt_prune.gguf.llama_cpp import require_runtime
@@ -110,7 +110,7 @@ def export_gguf(
     source = open_model(model, Opening(trust, packed=True))
     folder = source.checkpoint.whole if proof else source.checkpoint.path
     chosen = kind or default_type(source.checkpoint)
-    layout = lay_out(source, 32 if chosen in GGUF_ROWS else 1)
+    layout = lay_out(source, chosen)
     tokenizer = tokenizer_values(folder, layout.values["vocab_size"])
     kinds, changed = kinds_of(layout, chosen)
     by_program = needs_program(chosen)

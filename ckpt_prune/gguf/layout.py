@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.graph_types import GGUF_ROWS, GgufType
 from ckpt_prune.gguf.architectures import ARCHITECTURES, DIFFERENT, KEY, OUTPUT, QUERY, VALUE, Architecture
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.skeleton import is_stored_buffer
@@ -18,6 +19,8 @@ _FUSED_ATTENTION, _FUSED_GATES = "self_attn.qkv_proj.weight", "mlp.gate_up_proj.
 _INPUTS = tuple(f"{module}.weight" for module in (QUERY, KEY, VALUE))
 _GATES = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
 _ORIGINAL = "original_max_position_embeddings"
+_BLOCK = 32
+"""Columns that share a scale; the mixtures have 256, and their rows that are no multiple of it get other types."""
 
 
 class CannotMapError(UserError):
@@ -250,12 +253,12 @@ class Layout:
     notes: tuple[str, ...] = ()
 
 
-def lay_out(model: Model, multiple: int = 1) -> Layout:
+def lay_out(model: Model, kind: GgufType | None = None) -> Layout:
     """Choose llama.cpp's architecture for a checkpoint, and name everything that its file holds.
 
     Args:
         model: of a family that is mapped.
-        multiple: what columns are filled up to.
+        kind: type of the matrices; if it has blocks of columns, columns are filled up to multiples of 32.
 
     Raises:
         CannotMapError: none computes what the checkpoint computes; the reason of each is named.
@@ -271,13 +274,13 @@ def lay_out(model: Model, multiple: int = 1) -> Layout:
     # Rather an architecture that takes blocks as they are than one that needs zeros.
     for candidate in sorted(candidates, key=lambda each: each.differs != (not alike)):
         try:
-            return _lay_out(source, candidate, multiple)
+            return _lay_out(source, candidate, kind)
         except CannotMapError as error:
             reasons.append(f"{candidate.name}: {error}")
     raise CannotMapError(f"no architecture of llama.cpp computes this model. {'; '.join(reasons)}")
 
 
-def _lay_out(source: Source, architecture: Architecture, multiple: int) -> Layout:
+def _lay_out(source: Source, architecture: Architecture, kind: GgufType | None) -> Layout:
     _check_config(source, architecture)
     source.check_heads()
     notes = []
@@ -293,9 +296,12 @@ def _lay_out(source: Source, architecture: Architecture, multiple: int) -> Layou
             f"blocks differ, and {architecture.name} has one shape for all: they are filled up with zeros to "
             f"{groups * kv_heads} heads and {columns} columns (--recipe best-uniform makes blocks alike)"
         )
-    if any(shape.columns % multiple for shape in shapes):
-        shapes = tuple(shape._replace(columns=-(-shape.columns // multiple) * multiple) for shape in shapes)
-        notes.append(f"columns are filled up with zeros to multiples of {multiple}")
+    if kind in GGUF_ROWS and any(shape.columns % _BLOCK for shape in shapes):
+        shapes = tuple(shape._replace(columns=-(-shape.columns // _BLOCK) * _BLOCK) for shape in shapes)
+        notes.append(
+            f"columns are filled up with zeros to multiples of {_BLOCK} (prune with --for llama.cpp:{kind}, which "
+            "makes widths such multiples)"
+        )
     if shapes != source.shapes:
         source = source.fill(shapes)
     if architecture.differs:

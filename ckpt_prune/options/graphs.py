@@ -111,6 +111,10 @@ class GraphSettings(Strict):
     def _check_format(self) -> "GraphSettings":
         known = get_args(GraphType if self.format == "onnx" else GgufType)
         if wrong := [each for each in self.dtype if each not in known]:
+            if self.format == "onnx":
+                raise ValueError(
+                    f"--dtype {wrong[0]} is a type of GGUF files: add --format gguf, or take {', '.join(known)}"
+                )
             raise ValueError(f"--dtype {wrong[0]} does not go with --format {self.format}: take {', '.join(known)}")
         if self.format == "onnx":
             return self

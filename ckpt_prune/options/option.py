@@ -30,6 +30,7 @@ from pydantic.fields import FieldInfo
 from ckpt_prune.checkpoint.files import check_place
 from ckpt_prune.checkpoint.model_folder import find_local_folder
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.fields import message_of
 from ckpt_prune.common.ratios import check_ratio
 from ckpt_prune.common.value_words import explain_value
 
@@ -149,7 +150,7 @@ def check_options(kind: type[T], given: Mapping[str, Any]) -> T:
         return kind(**{name: value for name, value in given.items() if name not in made})
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        message = first["msg"].removeprefix("Value error, ")
+        message = message_of(first)
         if not first["loc"]:  # a check of several options, which names them
             raise UserError(message) from error
         name = str(first["loc"][0])

@@ -1,6 +1,5 @@
 """Reading recipe files, with errors that name file, line and key."""
 
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from types import UnionType
@@ -10,6 +9,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.fields import message_of
+from ckpt_prune.common.formatting import did_you_mean
 from ckpt_prune.common.ratios import suggest_percentage
 from ckpt_prune.common.yaml12 import read_yaml
 from ckpt_prune.job.recipe import Recipe
@@ -213,8 +214,7 @@ def _explain(error: Any, path: Path, lines: Lines) -> str:
     key = ".".join(keys)
     if error["type"] == "extra_forbidden" or error["loc"][-1:] == ("[key]",):
         allowed = _allowed_keys(loc)
-        near = difflib.get_close_matches(keys[-1], allowed, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        hint = did_you_mean(keys[-1], allowed)
         if keys[-1] in FullRecipe.model_fields and len(keys) > 1:
             hint = f"{keys[-1]} stands at the top of a recipe; "
         return f"{where}: unknown key {key}: {hint}allowed here: {', '.join(allowed)}"
@@ -224,7 +224,7 @@ def _explain(error: Any, path: Path, lines: Lines) -> str:
         return (
             f"{where}: {key}: keys are expected ({', '.join(_allowed_keys((*loc, '')))}), got {_shown(error['input'])}"
         )
-    message = error["msg"].removeprefix("Value error, ")
+    message = message_of(error)
     if error["type"] == "value_error":
         return f"{where}: {key + ': ' if key else ''}{message}"
     too_large = error["type"] == "less_than" and keys[-1] == "ratio"

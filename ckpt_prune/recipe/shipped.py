@@ -1,6 +1,5 @@
 """The shipped recipes, and files of recipes. Without torch, so that a wrong name is refused at once."""
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -11,6 +10,7 @@ import yaml
 
 from ckpt_prune.checkpoint.files import read_input
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.formatting import did_you_mean
 from ckpt_prune.common.yaml12 import read_yaml
 from ckpt_prune.job.records import Origin
 
@@ -88,8 +88,7 @@ def find_recipe(reference: str) -> RecipeFile:
         )
     if path.suffix in {".yaml", ".yml"} or len(path.parts) > 1:
         raise UserError(f"{reference}: no such recipe file")
-    near = " or ".join(repr(name) for name in difflib.get_close_matches(reference, shipped))
-    hint = f"did you mean {near}? " if near else ""
+    hint = did_you_mean(reference, shipped, most=3)
     raise UserError(
         f"no recipe {reference!r}: {hint}`ckpt-prune recipe list --all` shows all; or give a path to a .yaml file"
     )

@@ -42,7 +42,7 @@ def require_runtime(runtime: RuntimeName) -> None:
     if runtime == "transformers.js":
         _require_node(RUNTIMES[runtime].install)
     elif find_spec(_MODULES[runtime]) is None:
-        raise UserError(f"{runtime} is not installed: {RUNTIMES[runtime].install}")
+        raise UserError(f"{runtime} is not installed: {RUNTIMES[runtime].beside or RUNTIMES[runtime].install}")
 
 
 def _require_node(install: str) -> None:

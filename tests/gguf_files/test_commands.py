@@ -74,7 +74,9 @@ def test_a_file_that_computes_something_else_is_not_kept(model, tmp_path, monkey
         (["--format", "gguf", "--opset", 20, "-o", "m.gguf"], "--opset does not go with --format gguf"),
         (["--format", "gguf", "--provider", "cpu", "-o", "m.gguf"], "--provider does not go with --format gguf"),
         (["--format", "gguf", "--dtype", "f16", "--dtype", "f32", "-o", "m.gguf"], "a GGUF file has one --dtype"),
-        (["--dtype", "f16", "-o", "m"], "--dtype f16 does not go with --format onnx: take fp32"),
+        (["--dtype", "f16", "-o", "m"], "--dtype f16 is a type of GGUF files: add --format gguf, or take fp32, fp16"),
+        (["--dtype", "q4_k_m", "-o", "m"], "--dtype q4_k_m is a type of GGUF files: add --format gguf"),
+        (["-o", "m.gguf"], "-o m.gguf ends in .gguf: add --format gguf"),
         (["--format", "gguf", "-o", "m"], "a name that ends in .gguf"),
     ],
 )
@@ -83,6 +85,7 @@ def test_options_of_the_other_format_are_refused(model, tmp_path, monkeypatch, a
     code, said = run("export", model, *arguments)
     assert code == 2
     assert says in said
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_file_is_only_replaced_when_asked_and_if_it_is_a_gguf_file(model, tmp_path):

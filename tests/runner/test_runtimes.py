@@ -31,10 +31,26 @@ def test_the_help_of_prune_says_what_runs_where():
     assert "rotary pairs all but genai, llama.cpp, vllm, mlx" in said
 
 
-@pytest.mark.parametrize("text", ["ollama", "vllm:q4_0", "llama.cpp:", "transformers:int4", ""])
+@pytest.mark.parametrize("text", ["ollama", "vllm:q4_0", "llama.cpp:", "exllamav3:", "transformers:int4", ""])
 def test_what_is_no_runtime_is_refused(text):
     with pytest.raises(UserError, match=r"is no (runtime|option)"):
         read_target(text)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["--for", "llamacpp"], "--for llamacpp: 'llamacpp' is no runtime: did you mean 'llama.cpp'? choose from "),
+        (["--for", "vllm,mlx:3bit"], "--for vllm,mlx:3bit: 'mlx:3bit' is no option of mlx: choose from mlx:4bit"),
+        (["--for", ""], "--for : '' is no runtime: choose from transformers"),
+        (["--set", "runs_on=[Ollama]"], "--set: runs_on: 'Ollama' is no runtime: did you mean 'llama.cpp'? "),
+    ],
+)
+def test_a_misspelt_runtime_is_named_with_its_option(tmp_path, llama, given, says):
+    done = CliRunner().invoke(main, ["prune", str(llama), *given, "-o", str(tmp_path / "out")])
+    assert done.exit_code == 2
+    assert says in done.output
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -45,6 +61,9 @@ def test_what_is_no_runtime_is_refused(text):
         ("llama.cpp:q4_0", 64, 1),
         ("vllm:tp4", 64, 4),
         ("mlx", 1, 1),
+        ("exllamav3", 1, 128),
+        ("exllamav3", 64, 2),
+        ("sglang:tp2", 64, 2),
     ],
 )
 def test_multiples_are_of_rows_or_of_units(target, columns, multiple):
@@ -54,6 +73,8 @@ def test_multiples_are_of_rows_or_of_units(target, columns, multiple):
 @pytest.mark.parametrize(
     ("recipe", "overrides", "runtime", "instead"),
     [
+        ("best", {"container": "any"}, "sglang", "--recipe best-uniform"),
+        ("svd-llm", {}, "tensorrt-llm", "a recipe that drops columns"),
         ("values", {}, "vllm", "--recipe best, which leaves values whole"),
         ("rotary", {}, "llama.cpp", "--recipe best, which leaves rotary pairs whole"),
         ("slicegpt", {}, "mlx", "--recipe slicegpt-shared"),

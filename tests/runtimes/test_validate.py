@@ -120,6 +120,21 @@ def test_a_runtime_that_is_not_installed_is_named_with_the_command_that_installs
     assert 'mlx is not installed: pip install "ckpt-prune[mlx]"' in said
 
 
+def test_vllm_needs_an_environment_of_its_own(output, monkeypatch):
+    """pip cannot install it beside this package, which wants a newer transformers."""
+    monkeypatch.setattr(proof, "find_spec", lambda _name: None)
+    code, said = run("validate", output, "--runtime", "vllm")
+    assert code == 2
+    assert "-m venv vllm && vllm/bin/pip install vllm click" in said
+
+
+def test_a_misspelt_runtime_is_guessed(output):
+    code, said = run("validate", output, "--runtime", "llamacpp")
+    assert code == 2
+    assert said.startswith("Error: --runtime llamacpp: ")
+    assert said.endswith("; did you mean 'llama.cpp'?\n")
+
+
 def test_node_and_its_package_are_asked_for(output, monkeypatch, tmp_path):
     monkeypatch.delenv("NODE_PATH", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
