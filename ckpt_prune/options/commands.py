@@ -7,10 +7,8 @@ from typing import Annotated, Any, Literal, Protocol, Self
 from pydantic import AfterValidator, BeforeValidator, model_validator
 
 from ckpt_prune.checkpoint.model_folder import find_graph
-from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.graph_types import GraphType
 from ckpt_prune.common.ratios import Ratio
-from ckpt_prune.model.runtimes import read_target
 from ckpt_prune.options.data import (
     CalibrationOptions,
     EvaluationOptions,
@@ -82,15 +80,6 @@ def _check_graph_or_model(model: str | None) -> str | None:
     return model
 
 
-def _check_runtimes(runtimes: str | None) -> str | None:
-    for text in () if runtimes is None else runtimes.split(","):
-        try:
-            read_target(text)
-        except UserError as error:
-            raise ValueError(str(error)) from error
-    return runtimes
-
-
 GraphOrModel = Annotated[Accepts[AnyModel, str], BeforeValidator(path_of), AfterValidator(_check_graph_or_model)]
 
 
@@ -123,9 +112,7 @@ class RecipeKeyOptions(SourceOptions):
     """Folder of statistics that `ckpt-prune calibrate` wrote."""
     overrides: Changes = option(default=(), flags=("--set",), metavar="KEY=VALUE", several=True)
     """Change a key of the recipe: spaces.mlp.ratio=0.4. May be repeated."""
-    runs_on: Annotated[Listed, AfterValidator(_check_runtimes)] = option(
-        default=None, flags=("--for",), metavar="RUNTIME[,RUNTIME...]"
-    )
+    runs_on: Listed = option(default=None, flags=("--for",), metavar="RUNTIME[,RUNTIME...]")
     """Runtimes that the output is for: transformers, onnxruntime, genai, llama.cpp, vllm, mlx, transformers.js,
     openvino, sglang, exllamav3 or tensorrt-llm. What does not run there is refused before any data is read.
     llama.cpp:q4_0 (q8_0, q4_k_m, and so on), vllm:tp2 (tp4, tp8), mlx:4bit (8bit), onnxruntime:int4 (q4f16) also make

@@ -10,6 +10,7 @@ from ckpt_prune.job.plan import Plan, read_plan
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.records import Origin
 from ckpt_prune.job.sizes import asked_size
+from ckpt_prune.model.runtimes import read_target
 from ckpt_prune.options.commands import PruneOptions, RecipeOptions
 from ckpt_prune.options.data import has_data
 from ckpt_prune.parallel.devices import resolve_device
@@ -69,10 +70,19 @@ def recipe_of(options: RecipeOptions) -> tuple[RecipeFile, Recipe]:
     file = locate_recipe(DEFAULT_RECIPE if options.recipe is None else options.recipe)
     changes = options.overrides
     if options.runs_on is not None:
+        _check_runtimes(options.runs_on)
         changes = (*changes, f"runs_on=[{options.runs_on}]")
     if options.container is not None:
         changes = (*changes, f"container={options.container}")
     return file, load_recipe(file, changes, options.ratio, asked_size(options.sizes, options.ratio))
+
+
+def _check_runtimes(runtimes: str) -> None:
+    for text in runtimes.split(","):
+        try:
+            read_target(text)
+        except UserError as error:
+            raise UserError(f"--for {runtimes}: {error}") from error
 
 
 def runs_model(recipe: Recipe) -> bool:
