@@ -84,10 +84,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Other files are not even imported."""
-    if not config.getoption("--quick") or not collection_path.match("test_*.py"):
+    """Other files are not even imported, nor what prepares whole rooms of them."""
+    path = collection_path
+    if path.is_dir() and not any(path.glob("*/test_*.py")):
+        path /= "conftest.py"
+    if not config.getoption("--quick") or not path.match("*.py") or not path.is_file():
         return None
-    return True if is_dear(collection_path) else None
+    return True if is_dear(path) else None
 
 
 @cache
@@ -103,7 +106,12 @@ def is_dear(path: Path) -> bool:
 def find_imports(path: Path) -> Iterator[str]:
     """Yield top packages that a file imports, and modules of these tests by their full names."""
     room = ".".join(path.parent.relative_to(ROOT).parts)
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    statements: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    while statements:
+        node = statements.pop()
+        if isinstance(node, ast.expr):  # holds no import, and most nodes are of this kind
+            continue
+        statements += ast.iter_child_nodes(node)
         if isinstance(node, ast.Import):
             yield from (alias.name.partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
