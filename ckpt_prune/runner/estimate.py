@@ -91,17 +91,15 @@ def estimate_job(preview: Prepared) -> Estimate:
     if live:
         folds = job.live.folds if job.live is not None else 4 if recipe.needs_folds else 1
         measured = count_statistics_bytes(model, collect=recipe.collect, folds=folds, samples=samples)
+    # Before the first block is timed: what that leaves behind is used again.
+    peak = _peak(model, samples if live else 0, tokens, _dtype(job), grams="gram" in recipe.collect)
     seconds = None
     multiple = _multiple(recipe)
     if multiple is not None and job.plan is None and not recipe.has("export"):
         run = time_run(model, job.device, _dtype(job), job.samples) if live else 0.0
         if run is not None:
             seconds = multiple * model.blocks * (run * samples + time_solve(model, job.device))
-    return Estimate(
-        seconds,
-        _peak(model, samples if live else 0, tokens, _dtype(job)),
-        preview.output.cost.bytes + (measured if preview.measures_first else 0),
-    )
+    return Estimate(seconds, peak, preview.output.cost.bytes + (measured if preview.measures_first else 0))
 
 
 def estimate_plan(job: Job, plan: Plan) -> Estimate:
@@ -122,10 +120,11 @@ def estimate_calibration(
 ) -> Estimate:
     """Return what `calibrate` will take."""
     size = count_statistics_bytes(model, collect=collect, folds=folds, samples=len(samples))
+    peak = _peak(model, len(samples), samples.tokens, dtype, grams="gram" in collect)
     run = time_run(model, device, dtype, samples)
     runs = 1 + (_BACKWARD if {"fisher", "taylor"} & set(collect) else 0)
     seconds = None if run is None else model.blocks * run * len(samples) * runs
-    return Estimate(seconds, _peak(model, len(samples), samples.tokens, dtype), size)
+    return Estimate(seconds, peak, size)
 
 
 def time_run(model: Model, device: torch.device, dtype: torch.dtype, samples: Samples | None) -> float | None:
@@ -186,11 +185,12 @@ def _dtype(job: Job) -> torch.dtype:
     return torch.float32 if data is None else data.compute_dtype
 
 
-def _peak(model: Model, samples: int, tokens: int, dtype: torch.dtype) -> int:
-    """Return bytes of memory: four blocks (read, pruned, the next and the last), all hidden states, five Grams."""
+def _peak(model: Model, samples: int, tokens: int, dtype: torch.dtype, *, grams: bool) -> int:
+    """Return bytes of memory: four blocks (read, pruned, the next and the last), all hidden states, any five Grams."""
     block = sum(model.checkpoint.tensors[name].nbytes for name in model.weights(model.spaced_blocks.start))
     states = samples * tokens * model.dimension("hidden") * dtype.itemsize
-    return (resident_bytes() or 0) + LIBRARIES + 4 * block + states + 5 * 8 * _widest(model) ** 2
+    sums = 5 * 8 * _widest(model) ** 2 if grams else 0
+    return (resident_bytes() or 0) + LIBRARIES + 4 * block + states + sums
 
 
 def _widest(model: Model) -> int:

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import ckpt_prune as cp
 from ckpt_prune.common.text_encoding import ENCODINGS, TEXT_FILE
+from ckpt_prune.demo.run import model_folder
 from ckpt_prune.model.descriptions import families_with_experts, known_families
 from ckpt_prune.runner.estimate import Estimate
 from tests.cli.running import TEXT, edit_weights, ok, poison, read_json, refused, set_config
@@ -589,3 +591,13 @@ def test_too_little_memory_is_told_before_a_run(monkeypatch):
     assert Estimate(1.0, 3 * 2**30, 0).warning.endswith(
         "and only 1.00 GiB of memory are free: close other programs, or see by --dry-run what fewer --samples take"
     )
+
+
+def test_memory_for_grams_is_counted_where_a_recipe_collects_them(monkeypatch):
+    monkeypatch.setattr("ckpt_prune.runner.estimate.resident_bytes", lambda: 0)
+    flap, ridge = (
+        cp.prune(model_folder(), output=None, recipe=name, ratio=0.2, dry_run=True).data()["estimate"]["peak_bytes"]
+        for name in ("flap", "ridge")
+    )
+    widest = json.loads((model_folder() / "config.json").read_text())["intermediate_size"]
+    assert ridge - flap == 5 * 8 * widest**2  # five in float64
