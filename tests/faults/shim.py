@@ -81,6 +81,7 @@ class Shim:
         self._fault = fault
         self.seen: list[Operation] = []
         self._busy = False
+        self._torn = False
 
     def install(self) -> None:
         """From now on."""
@@ -159,7 +160,12 @@ class Shim:
             return None
         if fault.what == FULL:
             return _fail("ENOSPC", what, path) if what in GROWS else None
-        if len(self.seen) > fault.at:
+        if fault.what in TORN:
+            # Only a write can be torn: the first from there on, if another operation has come in between.
+            if half is None or self._torn:
+                return None
+            self._torn = True
+        elif len(self.seen) > fault.at:
             return None
         if fault.what in DISTURBED:
             self._busy = True

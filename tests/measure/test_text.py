@@ -97,7 +97,7 @@ class TestReadText:
     def test_refusals(self, tmp_path):
         assert refusal(read_text, []) == f"no text file given: name at least one {TAKEN}"
         missing = tmp_path / "missing"
-        assert refusal(read_text, [missing]) == f"{missing}: no such text file"
+        assert refusal(read_text, [missing]) == f"{missing}: no such text file; named texts are wikitext2, c4, ptb"
         assert refusal(read_text, [tmp_path]) == f"{tmp_path}: a folder, not a text file"
         (tmp_path / "empty").write_text(" \n")
         assert refusal(read_text, [tmp_path / "empty"]) == f"{tmp_path / 'empty'}: the file holds no text"
@@ -156,6 +156,8 @@ class TestTokenStream:
         handler.emit = records.append
         logger = logging.getLogger("transformers")
         logger.addHandler(handler)
+        level = logger.level
+        logger.setLevel(logging.WARNING)
         try:
             assert len(tokenise_text(tiny_tokenizer("<s> $A"), "a" * 100)) == 101
             assert records == []
@@ -163,6 +165,7 @@ class TestTokenStream:
             assert len(records) == 1, "the control: the plain call does warn"
         finally:
             logger.removeHandler(handler)
+            logger.setLevel(level)
 
 
 class TestConversations:
