@@ -297,8 +297,10 @@ def _chunks(indices: Tensor) -> Iterator[tuple[slice, Tensor]]:
 def squared_error(solution: Solution, fit: Fit) -> float:
     """Return Σ ‖y − Ŵ x − b‖² over the tokens of `fit`, from its sums alone; never negative."""
     gram, cross, energy = fit.second_moments()
-    weight = solution.weight
-    value = energy + float(((weight @ gram - 2 * cross) * weight).sum())
+    weight, value = solution.weight, energy
+    # At a wide site `none` and `bias` change no weight, and a product with the Gram is most of the work.
+    if bool(weight.any()):
+        value += float(((weight @ gram - 2 * cross) * weight).sum())
     if solution.bias is not None:
         value += float(solution.bias @ (2 * (weight @ fit.sum - fit.target_sum) + fit.count * solution.bias))
     return max(value, 0.0)

@@ -80,6 +80,13 @@ class RidgeErrors:
             single=True,
         )
 
+    def towards(self, share: float) -> "RidgeErrors":
+        """Return the same for one share of the drift alone: half of the work, to be asked for that share only."""
+        if len(self.pulls) == 1:
+            return self
+        plain, drift = self.pulls
+        return replace(self, pulls=(torch.add(plain, drift, alpha=share),))
+
     def at(self, strength: float, shares: Sequence[float]) -> Tensor:
         """Return Σ ‖y − Ŵ x − b‖² over the fold for every share α of the drift, (shares,) float64.
 
@@ -139,7 +146,7 @@ class StrengthWalk:
     The first fold is walked down. The others are scored beside its best strength alone; if the sum over folds is least
     at an end of what was scored, the folds are gone through again further on. All this is in float32 on mixtures of the
     outputs, if there are many. How far these misjudge what the ridge gains on its base is measured on the first fold,
-    where all outputs are solved for at the best strength, and made up for in the errors of all folds.
+    where all outputs are solved for at the best strength and share, and made up for in the errors of all folds.
 
     Args:
         method: a ridge.
@@ -179,7 +186,9 @@ class StrengthWalk:
                 following, index = index, min(self._around(index), key=lambda at: (score(at), -at))
             self.best = index
             if mixture is not None:
-                mixed, true = score(index), float(replace(whole, single=True).at(strengths[index], self.shares).min())
+                mixed = score(index)
+                share = self.shares[int(self.scored[index][number].argmin())]
+                true = float(replace(whole.towards(share), single=True).at(strengths[index], [share]))
                 self._true_gain = (whole.energy - true) / (whole.energy - mixed) if mixed < whole.energy else 1.0
         for index in self._around(self.best):
             score(index)

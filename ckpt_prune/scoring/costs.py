@@ -15,6 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ckpt_prune.measure.moments.gram import cut_strips
 from ckpt_prune.sparsity.damping import DAMP, damped_cholesky
 
 WIDE = 1024
@@ -71,7 +72,13 @@ class DropOrder:
     @cached_property
     def turned(self) -> Tensor:
         """W L, (d_out, d)."""
-        return self.weight @ self.factor
+        if len(self.columns) <= WIDE:
+            return self.weight @ self.factor
+        # Rows above the diagonal of L are zero: strips of it leave out nearly half of the products.
+        turned = torch.empty_like(self.weight)
+        for strip in cut_strips(len(self.columns)):
+            turned[:, strip] = self.weight[:, strip.start :] @ self.factor[strip.start :, strip]
+        return turned
 
     def costs(self, metric: Tensor | None = None) -> Tensor:
         """Return J with the first k units dropped, k = 0 … n, (n + 1,) float64, on the scale of Gram sums.

@@ -152,6 +152,17 @@ def test_a_gram_that_float32_cannot_factor_is_factored_in_float64(monkeypatch):
     torch.testing.assert_close(found, whole.at(1e-9, SHARES), rtol=1e-3, atol=0)
 
 
+@pytest.mark.parametrize("centred", [False, True])
+def test_errors_at_one_share_are_those_of_all_shares_there(centred):
+    case = CASES["many tokens"]
+    train, fold = case.folds[0], case.folds[1].at(1.0)
+    assert train.cross is not None
+    whole = RidgeErrors.of(train, fold, case.site.weight_kept, centred=centred)
+    together = whole.at(2.0, SHARES)
+    for index, share in enumerate(SHARES):
+        torch.testing.assert_close(whole.towards(share).at(2.0, [share]), together[index : index + 1])
+
+
 def test_what_is_lacking_is_summed_from_moments_of_all_inputs():
     """Against the tokens themselves, with a drift of them."""
     site = CASES["many tokens"].site
