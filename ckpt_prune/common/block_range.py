@@ -7,6 +7,7 @@ from ckpt_prune.common.ratios import parse_percentage
 
 
 def checked_range(value: str | None) -> str | None:
+    """Return a range as it is; raise ValueError if it is none."""
     if value is not None:
         _bounds(value)
     return value

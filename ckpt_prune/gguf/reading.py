@@ -60,6 +60,7 @@ class GgufFile:
         return found
 
     def read(self, name: str) -> Tensor:
+        """Return a tensor in float32."""
         info = self.tensors[name]
         with open_input(self.path) as handle:
             if stamp_of(handle.fileno()) != self.stamp:

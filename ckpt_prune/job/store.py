@@ -33,6 +33,7 @@ class BlockStore:
     widths: Sequence[BlockWidths] | None = None
 
     def has(self, block: int) -> bool:
+        """Return True if the block is on disk."""
         return process_group().once(lambda: self.writer is not None and _entry(block) in self.writer.done)
 
     def read(self, model: Model, block: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
