@@ -30,9 +30,9 @@ BEGIN, END = "<!-- results: `tools/results.py write` replaces what follows -->",
 WIKITEXT = "text-wikitext2/wiki.train.first1MB.raw.txt", "text-wikitext2/wiki.test.raw"
 PYTHON_CODE = "text-pycode/calib.txt", "text-pycode/eval.txt"
 IMAGES = "imagenet-1per-class/images", "imagenet-1per-class/images"
-"""Of one folder: its labels.csv says which images calibrate and which are held out."""
+"""Both are one folder, whose labels.csv says which images calibrate and which are held out."""
 Row = dict[str, Any]
-"""What was measured of a run."""
+"""The figures of one run."""
 
 
 @dataclass(frozen=True)

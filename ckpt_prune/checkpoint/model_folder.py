@@ -1,6 +1,5 @@
 """Finding what a MODEL argument names: a folder, a Hub id whose files are downloaded into the cache, or a graph."""
 
-import difflib
 import os
 import re
 import stat
@@ -9,6 +8,7 @@ from pathlib import Path
 from ckpt_prune.checkpoint.hub_files import hub_failures
 from ckpt_prune.checkpoint.quantised import refuse_by_config, refuse_gguf
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.similar_names import similar_siblings
 
 # Weights, configurations, tokenizers, model card. Only sentence-transformers' modules have files in folders, which are
 # numbered after the model's own (1_Pooling). Never pickles, never code.
@@ -18,8 +18,6 @@ _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _LONGEST_ID = 96
 _CACHED = "models--"
 """Precedes the id in the name of a folder of the Hub's cache."""
-_NEAR = 0.75
-"""Likeness of names that are suggested (`difflib`): one letter more or less in four."""
 _GRAPH_SUFFIX = ".onnx"
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -104,12 +102,10 @@ def suggest_folders(missing: str) -> str:
         if missing.startswith("~"):  # which a shell leaves in quotes as it is
             home = Path(missing).expanduser()
             return f" (did you mean {home}?)" if home.is_dir() else ""
-        path = Path(missing)
-        siblings = sorted(sibling.name for sibling in path.parent.iterdir() if sibling.is_dir())
     except (OSError, RuntimeError, ValueError):  # unreadable, no such user, no name of a file
         return ""
-    near = difflib.get_close_matches(path.name, siblings, cutoff=_NEAR)
-    return f" (did you mean {' or '.join(str(path.with_name(name)) for name in near)}?)" if near else ""
+    near = similar_siblings(Path(missing), Path.is_dir)
+    return f" (did you mean {' or '.join(map(str, near))}?)" if near else ""
 
 
 def _download(model: str) -> Path:

@@ -19,7 +19,7 @@ Clock = Callable[[], float]
 """Returns seconds since any moment, and never goes backwards."""
 _LINE_SECONDS = 60.0
 _FINE_SECONDS = 180
-"""Durations below that are told in steps of ten seconds."""
+"""Shorter durations are shown in steps of ten seconds."""
 _silent: ContextVar[bool] = ContextVar("silent", default=False)
 
 

@@ -1,6 +1,7 @@
 """Say in plain words what is wrong with the value of an option, in place of pydantic's own sentences."""
 
 import difflib
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,16 +22,14 @@ _WORDS = {
 """Type of one of pydantic's errors → what it says of the value."""
 
 
-def explain_value(error: Mapping[str, Any], choices: tuple[Any, ...] = ()) -> str | None:
+def explain_value(error: Mapping[str, Any]) -> str | None:
     """Return what one of pydantic's errors says of a value, such as "4096x is not a whole number"; None of others.
 
-    Args:
-        error: an entry of `ValidationError.errors()`.
-        choices: that the option has, if it is one of several.
+    `error` is an entry of `ValidationError.errors()`.
     """
     value = error["input"]
     if error["type"] == "literal_error":
-        names = [str(choice) for choice in choices]
+        names = [choice.strip("'") for choice in re.split(", | or ", error["ctx"]["expected"])]
         near = difflib.get_close_matches(str(value), names, n=1)
         return f"{value} is not one of {', '.join(names)}" + (f": did you mean {near[0]}?" if near else "")
     words = _WORDS.get(error["type"])

@@ -217,7 +217,7 @@ class GgufStep:
         return int(parameters * GGUF_BITS[self.kind] // 8)
 
     def run(self, output: Path, say: Callable[[str], None]) -> ExportedGguf:
-        """Write the file of a finished output beside its weights; if that fails, `say` is told how to make it."""
+        """Write the file of a finished output beside its weights. If that fails, pass `say` the command for it."""
         file = output / GGUF_FILES[self.kind]
         try:
             return export_gguf(

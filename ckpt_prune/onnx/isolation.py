@@ -28,7 +28,6 @@ _CHILD = """
 import sys
 sys.path[:] = {path!r}
 from multiprocessing.connection import Connection
-from ckpt_prune.common.errors import one_line
 from ckpt_prune.onnx.isolation import serve
 serve(Connection({descriptor}))
 """

@@ -15,13 +15,10 @@ from typing import (
     Any,
     ClassVar,
     Generic,
-    Literal,
     Protocol,
     Self,
     TypeVar,
     dataclass_transform,
-    get_args,
-    get_origin,
 )
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -150,21 +147,14 @@ def check_options(kind: type[T], given: Mapping[str, Any]) -> T:
         return kind(**{name: value for name, value in given.items() if name not in made})
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        message = message_of(first)
         if not first["loc"]:  # a check of several options, which names them
-            raise UserError(message) from error
+            raise UserError(message_of(first)) from error
         name = str(first["loc"][0])
         flag = flags_of(name, fields[name])[-1] if name in fields else f"--{name}"
-        explained = explain_value(first, _choices_of(fields[name]) if name in fields else ())
-        raise UserError(
-            f"{flag} {first['input']}: {message}" if explained is None else f"{flag}: {explained}"
-        ) from error
-
-
-def _choices_of(field: FieldInfo) -> tuple[Any, ...]:
-    """Return the values that an option may have, if it is one of several words."""
-    kinds = [field.annotation, *get_args(field.annotation)]
-    return next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), ())
+        explained = explain_value(first)
+        if explained is not None:
+            raise UserError(f"{flag}: {explained}") from error
+        raise UserError(f"{flag} {first['input']}: {message_of(first)}") from error
 
 
 def flags_of(name: str, field: FieldInfo) -> tuple[str, ...]:

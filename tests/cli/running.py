@@ -55,7 +55,7 @@ def refused(*args: str) -> str:
 
 
 def misused(*args: str) -> str:
-    """What is wrong with a command line that click cannot split: one line, before one that names the help."""
+    """Run a command line that click cannot split. Return its error: the first line, the second names the help."""
     before = listing()
     result = run(*args)
     assert (result.exit_code, result.stdout) == (2, ""), result.output

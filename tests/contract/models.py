@@ -214,7 +214,7 @@ class Case:
         return values | {"architectures": [self.architecture]}
 
     def write(self, folder: Path) -> Path:
-        """As published: the stock class's own `save_pretrained`, with a tokenizer or image processor."""
+        """Save the model as it is published: by the stock class, with a tokenizer or image processor."""
         with quiet_transformers():
             self.model().save_pretrained(folder)
         if self.family.modality == "image":

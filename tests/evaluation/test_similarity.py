@@ -26,7 +26,7 @@ def pair(tokens: int, width: int, *, seed: int = 0, noise: float = 0.5) -> tuple
 
 
 def similarity(ours: torch.Tensor, theirs: torch.Tensor, cuts: tuple[int, ...] = ()) -> StateSimilarity:
-    """Of the tokens cut into batches before the given indices; some may be empty."""
+    """Add tokens in batches, cut before the given indices; some batches may be empty."""
     found = StateSimilarity()
     for x, y in zip(ours.tensor_split(cuts), theirs.tensor_split(cuts), strict=True):
         found.add(x, y)
@@ -179,7 +179,7 @@ def by_hand(a: np.ndarray, b: np.ndarray) -> tuple[float, float, float, float]:
 
 
 def figures(a: np.ndarray, b: np.ndarray) -> Similarity:
-    """Of a model's states `b` beside a reference's, in three batches."""
+    """Compare a model's states `b` with those of a reference, in three batches."""
     return similarity(torch.from_numpy(b), torch.from_numpy(a), (13, 30)).figures()
 
 

@@ -62,7 +62,7 @@ def save(folder: Path, model_type: str, **changes: Any) -> Path:
 
 
 def proving(folder: Path) -> ProofOptions:
-    """What files are compared on: a window of a text."""
+    """The options that name the text and the window on which files are compared."""
     text = folder.parent / "text.txt"
     text.write_text(TEXT, encoding="utf-8")
     return ProofOptions(text=(text,), samples=1, window=48)

@@ -1,14 +1,11 @@
 """Check text files before they are read. Does not import torch, so that a wrong name is refused at once."""
 
-import difflib
 from collections.abc import Iterable
 from pathlib import Path
 
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.similar_names import similar_names, similar_siblings
 from ckpt_prune.datasets.texts import TEXT_NAMES, parse_text_name
-
-_NEAR = 0.75
-"""Names that are so much alike are suggested (1: the same)."""
 
 
 def check_texts(files: Iterable[Path]) -> None:
@@ -25,12 +22,8 @@ def check_texts(files: Iterable[Path]) -> None:
 
 def _suggest_texts(missing: Path) -> str:
     """Ask whether a file beside it or a named text was meant; name those texts if the name has no suffix either."""
-    try:
-        siblings = sorted(sibling.name for sibling in missing.parent.iterdir() if sibling.is_file())
-    except OSError:
-        siblings = []
-    near = [str(missing.with_name(name)) for name in difflib.get_close_matches(missing.name, siblings, cutoff=_NEAR)]
-    near += [f"the named text {name}" for name in difflib.get_close_matches(missing.name, TEXT_NAMES, cutoff=_NEAR)]
+    near = [str(sibling) for sibling in similar_siblings(missing, Path.is_file)]
+    near += [f"the named text {name}" for name in similar_names(missing.name, TEXT_NAMES)]
     if near:
         return f": did you mean {' or '.join(near)}?"
     return "" if missing.suffix else f"; named texts are {', '.join(TEXT_NAMES)}"
