@@ -1,6 +1,7 @@
 """Processes of the benchmark that need not import what they need."""
 
 import multiprocessing
+import tempfile
 from multiprocessing import forkserver
 
 import pytest
@@ -13,5 +14,8 @@ def fork_what_has_imported(patch: pytest.MonkeyPatch) -> None:
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["ckpt_prune.benchmarking.runners"])
-    forkserver.ensure_running()
+    with pytest.MonkeyPatch.context() as elsewhere:
+        # A test's own folder can be too deep for the path of a socket, which has 107 bytes.
+        elsewhere.setattr(tempfile, "tempdir", None)
+        forkserver.ensure_running()
     patch.setattr(multiprocessing, "get_context", lambda method: context)
