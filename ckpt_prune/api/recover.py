@@ -52,7 +52,8 @@ def recover(options: RecoverOptions) -> Recovered:
 
     With --method lora adapters are trained on the linear modules of all blocks at once, by peft, on the next token (or
     on the images' classes), and merged; the whole model is in memory. Zeros are zero again after merging, and the
-    weights of the epoch that is best on held-out samples are kept as they are stored, if any is better.
+    weights of the epoch that is best on held-out samples are kept as they are stored, if any is better. With
+    --keep-adapter that epoch's adapter is also kept as it is, for PRUNED in peft.
 
     The output appears only when it is complete. An interrupted run leaves OUT.partial, which --resume continues with
     the next block, or with the scales or adapters that are fitted; what was half fitted is fitted again.
@@ -111,4 +112,4 @@ def _check_whole(options: RecoverOptions, settings: RecoverySettings) -> None:
 def _refuse_adapters(given: LoraSettings) -> None:
     for name, own in LoraSettings.model_fields.items():
         if getattr(given, name) != own.default:
-            raise UserError(f"--{name} is for --method lora")
+            raise UserError(f"--{name.replace('_', '-')} is for --method lora")

@@ -225,15 +225,17 @@ class CheckpointWriter:
         self.write_text(name, pretty_json(value))
 
     def write_text(self, name: str, text: str) -> None:
-        """Write `text` as UTF-8 to the top-level file `name`."""
+        """Write `text` as UTF-8 to a file, perhaps in a sub-folder."""
         with disk_failures(self.folder):
-            self._side_file(name).write_text(text, encoding="utf-8", newline="\n")
+            target = self._side_file(name)
+            target.write_text(text, encoding="utf-8", newline="\n")
+            if target.parent != self.folder:
+                sync(target)
 
     def copy(self, path: Path, name: str | None = None) -> None:
         """Copy a file, or the target of a link, under its own name or another, perhaps in a sub-folder."""
         with disk_failures(self.folder):
-            target = self._side_file(name or path.name, inside=True)
-            target.parent.mkdir(exist_ok=True)
+            target = self._side_file(name or path.name)
             shutil.copyfile(path, target)
             if target.parent != self.folder:
                 sync(target)
@@ -270,14 +272,16 @@ class CheckpointWriter:
         if not self._staging.active:
             raise ValueError("CheckpointWriter is used outside the `with` block of its staging, or after finish()")
 
-    def _side_file(self, name: str, *, inside: bool = False) -> Path:
+    def _side_file(self, name: str) -> Path:
         self._check_active()
-        parts = name.split("/") if inside else [name]
+        parts = name.split("/")
         plain = all(part and Path(part).name == part and not part.startswith(".") for part in parts)
         if not plain or len(parts) > 2 or name in self._headers:
             raise ValueError(f"{name!r} cannot be a side file")
         self._side_names.add(name)
-        return self.folder / name
+        target = self.folder / name
+        target.parent.mkdir(exist_ok=True)
+        return target
 
     def _check_space(self) -> None:
         folder = self.folder.parent

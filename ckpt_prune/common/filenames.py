@@ -35,5 +35,9 @@ def partial_name(name: str) -> str:
     return f".{name}.ckpt_prune-partial"
 
 
+ADAPTER_FOLDER = "adapter"
+"""Folder in an output where the LoRA adapter goes that is merged into its weights."""
+ADAPTER_PLACE = f"{ADAPTER_FOLDER}/adapter_config.json"
+
 GRAPH_FOLDER = "onnx"
 """Folder in an output where a recipe's graph goes, as in repositories on the Hub."""

@@ -96,3 +96,6 @@ class LoraSettings(Strict):
     """The adapters are multiplied by this number divided by the rank (lora)."""
     seconds: float | None = option(default=None, gt=0)
     """End training after this many seconds, whatever --epochs says (lora)."""
+    keep_adapter: bool = option(default=False)
+    """Also write the adapter itself, as peft does, to OUT/adapter: `peft.PeftModel.from_pretrained` puts it on PRUNED
+    (lora)."""

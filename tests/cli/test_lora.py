@@ -8,8 +8,10 @@ import pytest
 import torch
 from PIL import Image
 from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
 
 import ckpt_prune
+from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.measure.samples.image_processor import load_processor
 from ckpt_prune.measure.samples.text import choose_windows, load_tokenizer, read_text, tokenise_text
 from ckpt_prune.stages.recovery import run_afterwards
@@ -130,7 +132,7 @@ def test_without_peft_it_says_which_extra(place: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("entry", ["adapters", "block 1"])
 def test_a_killed_run_is_resumed_to_the_same_bytes(place: Path, monkeypatch: pytest.MonkeyPatch, entry: str):
     """Before its adapters are on disk it trains them again; after that it does not."""
-    words = ("recover", "pruned", *LORA, "--epochs", "1", "-o")
+    words = ("recover", "pruned", *LORA, "--epochs", "1", "--keep-adapter", "-o")
     ok(*words, "whole")
     with monkeypatch.context() as patch:
         stop_before(patch, entry)
@@ -160,3 +162,71 @@ def test_a_source_that_changes_while_adapters_are_trained_is_an_error(place: Pat
     assert said.exit_code == 2
     assert said.stderr.splitlines()[-1] == "Error: masked/model.safetensors changed since it was opened; run again"
     assert not Path("out").exists()
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+@pytest.mark.parametrize("own_code", [False, True])
+def test_the_adapter_by_itself_makes_of_the_pruned_model_what_was_merged(
+    place: Path, monkeypatch: pytest.MonkeyPatch, own_code: bool
+):
+    """In peft, on stock classes and on code of the output's own; and `convert` merges it to the same bytes."""
+    peft = pytest.importorskip("peft")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # peft asks the Hub for a tokenizer beside the adapter
+    if own_code:
+        widths = ("--set", "widths=per_layer", "--set", "allocation=across-layers")
+        ok("prune", "dense", "--recipe", "magnitude", "--ratio", "0.4", *widths, "-o", "own")
+        assert Path("own/modeling_pruned.py").is_file()
+    source = "own" if own_code else "pruned"
+    said = ok("recover", source, *LORA, "--only", "mlp", "--keep-adapter", "-o", "out")
+    sentence = "The adapter by itself is in adapter: peft.PeftModel.from_pretrained puts it on what was recovered."
+    assert sentence in said
+    assert sentence in Path("out/README.md").read_text()
+    assert sorted(path.name for path in Path("out/adapter").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    assert set(report_of("out")["files"]) >= {"adapter/adapter_config.json", "adapter/adapter_model.safetensors"}
+    trust = {"trust_remote_code": True, "dtype": torch.float32}
+    windows = torch.randint(0, 40, (3, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), quiet_transformers():
+        adapted = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(source, **trust), "out/adapter")
+        by_name = peft.AutoPeftModelForCausalLM.from_pretrained("out/adapter", **trust)
+        merged, before = (AutoModelForCausalLM.from_pretrained(folder, **trust) for folder in ("out", source))
+        ours, theirs, named, old = (model.eval()(windows).logits for model in (merged, adapted, by_name, before))
+    assert (ours - old).abs().max() > 0.05
+    torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-5)
+    assert torch.equal(named, theirs)
+    ok("convert", "out/adapter", "-o", "converted")
+    for name, weight in tensors("out").items():
+        torch.testing.assert_close(tensors("converted")[name], weight, rtol=0, atol=1e-6)
+
+
+def test_no_adapter_is_kept_where_nothing_is_gained_or_nobody_asks(place: Path):
+    ok("recover", "pruned", *LORA, "--epochs", "1", "-o", "plain")
+    done = run("recover", "pruned", *LORA[:-4], "--lr", "100000", "--patience", "1", "--keep-adapter", "-o", "out")
+    assert done.exit_code == 0, done.output
+    for out in ("plain", "out"):
+        assert not Path(out, "adapter").exists()
+        assert "The adapter by itself" not in Path(out, "README.md").read_text()
+    assert refused("recover", "pruned", "--dense", "dense", *TEXT, "--keep-adapter", "-o", "scaled") == (
+        "--keep-adapter is for --method lora"
+    )
+
+
+def test_an_adapter_that_fills_zeros_says_so_and_goes_with_its_output(place: Path):
+    ok("prune", "dense", "--recipe", "magnitude-50", "-o", "masked")
+    said = run("recover", "masked", *LORA, "--keep-adapter", "-o", "out").stderr
+    assert "zeros of a mask stay in the merged weights; the adapter by itself would fill them\n" in said
+    ok("recover", "pruned", *LORA, "--epochs", "1", "--overwrite", "-o", "out")
+    assert not Path("out/adapter").exists()
+    ok("recover", "pruned", *LORA, "--epochs", "1", "--keep-adapter", "--overwrite", "-o", "out")
+    ok("prune", "out", "--recipe", "magnitude", "--ratio", "0.2", "-o", "again")
+    assert not Path("again/adapter").exists()
+    assert "The adapter by itself" not in Path("again/README.md").read_text()
+
+
+def test_an_adapter_of_a_model_on_the_hub_names_its_commit(tmp_path: Path):
+    snapshot = tmp_path / "models--org--name" / "snapshots" / "0123abc"
+    snapshot.mkdir(parents=True)
+    assert run_afterwards.base_of(snapshot) == {"base_model_name_or_path": "org/name", "revision": "0123abc"}
+    assert run_afterwards.base_of(tmp_path) == {"base_model_name_or_path": str(tmp_path)}

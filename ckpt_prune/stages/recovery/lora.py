@@ -3,7 +3,7 @@
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -125,7 +125,7 @@ def train_adapters(
         trained = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
         adapters = {name: adapted.base_model.model.get_submodule(name) for name in dtypes}
         before = _loss(adapted, examples, split.measured, size)
-        best, kept, waited = before, dict[str, Tensor](), 0
+        best, kept, factors, waited = before, dict[str, Tensor](), dict[str, Tensor](), 0
         start, steps, seen = time.monotonic(), 0, 0
         per_epoch = len(cut(split.train, settings.batch))
         optimizer = torch.optim.AdamW(trained, lr=rate)
@@ -157,12 +157,27 @@ def train_adapters(
                 waited = 0 if better else waited + 1
                 if better:
                     best, kept = loss_now, {name: weight.clone() for name, weight in merged.items()}
+                    saved = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
+                    factors = {name: matrix.detach().clone() for name, matrix in saved.items()}
             progress(epoch, loss_now)
             if over() >= 1 or waited >= settings.patience:
                 break
     count = sum(parameter.numel() for parameter in trained)
     seconds = time.monotonic() - start
-    return Trained(kept, before, best, steps, seen / len(split.train), seconds, count, rate)
+    return Trained(kept, before, best, steps, seen / len(split.train), seconds, count, rate, factors)
+
+
+def adapter_config(modules: Sequence[str], lora: LoraSettings, *, text: bool) -> dict[str, Any]:
+    """Return adapter_config.json of adapters on these modules, but for the model that they belong to."""
+    peft = require_peft()
+    values: dict[str, Any] = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        task_type="CAUSAL_LM" if text else None,
+        inference_mode=True,
+    ).to_dict()
+    # peft holds names as a set, which has no order.
+    return values | {"target_modules": sorted(modules)}
 
 
 def _orders(count: int, seed: int) -> Iterator[Tensor]:

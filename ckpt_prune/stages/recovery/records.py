@@ -1,7 +1,7 @@
 """Records of recovery, block by block and of the model as a whole."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import AliasChoices, BeforeValidator, Field
@@ -10,6 +10,8 @@ from ckpt_prune.common.records import Amount, Block, Count, Figure, FixedRecord,
 from ckpt_prune.job.report import Source
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ckpt_prune.job.job import RecoverySamples
     from ckpt_prune.stages.recovery.stage import Recovery
 
@@ -154,6 +156,7 @@ class Trained(Generic[Kept]):
         seconds: of training, held-out losses included.
         parameters: that were trained.
         rate: the highest learning rate.
+        factors: of LoRA, the matrices of that epoch by the names that peft gives them in files.
     """
 
     kept: dict[str, Kept]
@@ -164,6 +167,7 @@ class Trained(Generic[Kept]):
     seconds: float
     parameters: int
     rate: float
+    factors: "dict[str, Tensor]" = field(default_factory=dict)
 
     def record(self, recovery: "Recovery", training: "RecoverySamples", *, measured: int, text: bool) -> Adapters:
         """Return the record of the training: on these samples, with losses of so many of them."""

@@ -1,15 +1,19 @@
 """The work of the stage `Afterwards`: LaCo, scales or LoRA on a model that was pruned before."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from pydantic import BaseModel
 from safetensors.torch import load_file
 from torch import Tensor
 
+from ckpt_prune.checkpoint.adapters import ADAPTER_WEIGHTS
 from ckpt_prune.checkpoint.checkpoint import CONFIG, Checkpoint
+from ckpt_prune.checkpoint.json_files import pretty_json
+from ckpt_prune.checkpoint.model_folder import model_name
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.common.filenames import ROTATIONS
+from ckpt_prune.common.filenames import ADAPTER_FOLDER, ADAPTER_PLACE, ROTATIONS
 from ckpt_prune.common.formatting import human_bytes
 from ckpt_prune.common.progress import meter
 from ckpt_prune.evaluation.whole_model import load_model
@@ -22,7 +26,7 @@ from ckpt_prune.job.step import Step, Tensors
 from ckpt_prune.model.containers.container import container_of
 from ckpt_prune.model.model import Model
 from ckpt_prune.stages.recovery.block_training import SampleSplit, trainable_tensors
-from ckpt_prune.stages.recovery.lora import LoraExamples, lora_rate, require_peft, train_adapters
+from ckpt_prune.stages.recovery.lora import LoraExamples, adapter_config, lora_rate, require_peft, train_adapters
 from ckpt_prune.stages.recovery.pairs import (
     at_same_depth,
     check_models,
@@ -39,6 +43,10 @@ _WEIGHT = ".weight"
 _ADAPTERS = "adapters"
 """Entry of the journal: adapters are trained."""
 _FILE = "adapters.safetensors"
+_FACTORS = "factors.safetensors"
+"""The same adapters before they are merged, in peft's names."""
+_FEW_ZEROS = 0.01
+"""Share of zeros that weights may have without a mask."""
 
 
 def check_afterwards(recovery: Afterwards, prepared: Prepared) -> None:
@@ -88,6 +96,26 @@ def train_before_blocks(recovery: Afterwards, prepared: Prepared, run: Run) -> N
     """Train LoRA's adapters, unless an interrupted run has."""
     if recovery.method == "lora" and _ADAPTERS not in run.own_journal.notes:
         _train_adapters(recovery, prepared, run)
+
+
+def write_adapter(recovery: Afterwards, prepared: Prepared, run: Run) -> None:
+    """Write the adapter beside the weights that it is merged into, if it is asked for and there is one."""
+    factors, writer = run.scratch / _FACTORS, run.writer
+    if writer is None or not factors.is_file():
+        return
+    pruned, text = prepared.model.checkpoint, prepared.model.family.purpose == "text-generation"
+    modules = list(adapted_modules(recovery, prepared.model))
+    config = adapter_config(modules, recovery.lora, text=text) | base_of(pruned.path)
+    writer.copy(factors, f"{ADAPTER_FOLDER}/{ADAPTER_WEIGHTS}")
+    writer.write_text(ADAPTER_PLACE, pretty_json(config))
+
+
+def base_of(folder: Path) -> dict[str, str]:
+    """Return what an adapter says of its model: its folder, or the commit on the Hub that the folder is of."""
+    name = model_name(folder)
+    if "/" in name:
+        return {"base_model_name_or_path": name, "revision": folder.resolve().name}
+    return {"base_model_name_or_path": str(folder.absolute())}
 
 
 def afterwards_step(recovery: Afterwards, prepared: Prepared, run: Run) -> Step | None:
@@ -142,6 +170,11 @@ def _train_adapters(recovery: Afterwards, prepared: Prepared, run: Run) -> None:
     measured = len(SampleSplit.of(len(samples), recovery.held_out).measured)
     record = adapted.record(recovery, training, measured=measured, text=training.classes is None)
     record = record.model_copy(update={"rank": recovery.lora.rank, "alpha": recovery.lora.alpha})
+    if recovery.lora.keep_adapter and adapted.kept:
+        zeros = sum(int((weight == 0).sum()) for weight in adapted.kept.values())
+        if zeros > _FEW_ZEROS * sum(weight.numel() for weight in adapted.kept.values()):
+            run.announce("zeros of a mask stay in the merged weights; the adapter by itself would fill them")
+        writer.keep(_FACTORS, {name: matrix.cpu().contiguous() for name, matrix in adapted.factors.items()})
     writer.keep(_FILE, {modules[name][0]: weight.cpu().contiguous() for name, weight in adapted.kept.items()})
     writer.commit(_ADAPTERS, note=record.model_dump(mode="json"))
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+from ckpt_prune.common.filenames import ADAPTER_FOLDER, ADAPTER_PLACE
 from ckpt_prune.common.formatting import plural
 from ckpt_prune.show.section import (
     Section,
@@ -27,7 +28,7 @@ _LACO = "LaCo: Layer-wise Compensation for Pruned Large Language Models, ACL 202
 def sections(report: Report) -> list[Section]:
     """Say what was trained, and what it gave."""
     blocks = [] if report.recovery is None else [_show_blocks(report.recovery, report.layers)]
-    return blocks + _show_adapters(report.adapters)
+    return blocks + _show_adapters(report.adapters, kept=ADAPTER_PLACE in report.files)
 
 
 def _show_blocks(recovery: RecoveryRecord, records: Sequence[RecoveredLayer]) -> Section:
@@ -217,12 +218,18 @@ def _perplexities(recovery: RecoveryRecord, perplexities: Sequence[Perplexity], 
 # ---- as a whole --------------------------------------------------------------------------------------------------
 
 
-def _show_adapters(adapters: Adapters | None) -> list[Section]:
-    """Say what was trained and what it gave, for each time, the last one first."""
+def _show_adapters(adapters: Adapters | None, *, kept: bool) -> list[Section]:
+    """Say what was trained and what it gave, for each time, the last one first; and whether that adapter was kept."""
     sections: list[Section] = []
     while adapters is not None:
         title = "Scales" if adapters.method == "scales" else "LoRA"
-        sections.append(Section(title if not sections else f"{title}, before that", _adapter_sentences(adapters)))
+        sentences = _adapter_sentences(adapters)
+        if kept and not sections:
+            sentences.append(
+                f"The adapter by itself is in {ADAPTER_FOLDER}: peft.PeftModel.from_pretrained puts it on what was "
+                "recovered."
+            )
+        sections.append(Section(title if not sections else f"{title}, before that", sentences))
         adapters = adapters.earlier
     return sections
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from pydantic import Field, model_validator
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.common.filenames import ROTATIONS
+from ckpt_prune.common.filenames import ADAPTER_FOLDER, ROTATIONS
 from ckpt_prune.job.recipe import Recipe, StageKeys
 from ckpt_prune.job.stage import Stage
 from ckpt_prune.options.training import LoraSettings, RecoverySettings
@@ -104,7 +104,7 @@ class Afterwards(Recovery):
     doing = "recovered"
     bar = "writing"
     takes_outputs = True
-    writes = (ROTATIONS,)
+    writes = (ROTATIONS, ADAPTER_FOLDER)
 
     lora: LoraSettings = Field(default_factory=lambda: LoraSettings.model_validate({}))
 
@@ -133,6 +133,12 @@ class Afterwards(Recovery):
         from ckpt_prune.stages.recovery.run_afterwards import afterwards_step
 
         return afterwards_step(self, prepared, run)
+
+    def after_blocks(self, prepared: "Prepared", run: "Run") -> None:
+        from ckpt_prune.stages.recovery.run_afterwards import write_adapter
+
+        super().after_blocks(prepared, run)
+        write_adapter(self, prepared, run)
 
     def form(self) -> "Form":
         from ckpt_prune.stages.recovery.reports import RECOVERED
