@@ -5,13 +5,15 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+import ckpt_prune
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.gguf.export import export_gguf
-from ckpt_prune.gguf.tokenizer import PRE_TOKENIZERS, tokenizer_values
-from tests.gguf_files.tiny import DEMO, TEXT, proving, save
+from ckpt_prune.gguf.reading import open_gguf
+from ckpt_prune.gguf.tokenizer import NORMAL, PRE_TOKENIZERS, tokenizer_values
+from tests.gguf_files.tiny import DEMO, TEXT, WINDOWED, proving, save
 
 ROWS = 2048
 TEMPLATE = (
@@ -54,12 +56,65 @@ def pieces(folder: Path, *, prefix: bool) -> Path:
     return keep(folder, tokenizer)
 
 
-def keep(folder: Path, tokenizer: Tokenizer) -> Path:
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", chat_template=TEMPLATE
-    )
-    fast.save_pretrained(folder)
+def keep(folder: Path, tokenizer: Tokenizer, **tokens: str | None) -> Path:
+    named = tokens or {"bos_token": "<s>", "eos_token": "</s>"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=TEMPLATE, **named).save_pretrained(folder)
     return folder
+
+
+def like_qwen(folder: Path) -> Path:
+    """Bytes, NFC, no first token, chat tokens behind the vocabulary, two ends, rows without a token."""
+    (qwen2,) = (steps for steps, name in PRE_TOKENIZERS.items() if name == "qwen2")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    split = pre_tokenizers.Split(Regex(qwen2[0]), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=700, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator([TEXT], trainer)
+    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    tokenizer.add_tokens([AddedToken("<tool_call>", normalized=False), AddedToken("</tool_call>", normalized=False)])
+    end, pad = tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("<|endoftext|>")
+    save(folder, "qwen2", bos_token_id=pad, eos_token_id=end)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [end, pad]}))
+    return keep(folder, tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+
+
+def like_gemma(folder: Path) -> Path:
+    """Pieces without a space in front, a first token, tokens that are reserved and tokens of markup."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    # Of one word or mark each; the tokenizer itself splits no text, for its normalizer leaves no space.
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"▁?(\w+|\W)"), "isolated")
+    control = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<start_of_turn>", "<end_of_turn>"]
+    reserved = ["[multimodal]", "<unused0>", "<unused1>", "<h1>", "▁▁", "▁▁▁"]
+    pieces = [*control, *reserved, *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokenizer.train_from_iterator(
+        [TEXT], trainers.BpeTrainer(vocab_size=700, special_tokens=pieces, show_progress=False)
+    )
+    content = json.loads(tokenizer.to_str())
+    added = content["added_tokens"][: len(control) + len(reserved)]
+    content["added_tokens"] = [each | {"special": each["content"] in control} for each in added]
+    # As where pieces were SentencePiece's: every two pieces that make a third are merged, early pieces first.
+    ids = content["model"]["vocab"]
+    made = {"▁▁", "▁▁▁", *("".join(pair) for pair in content["model"]["merges"])}
+    cuts = [(piece[:at], piece[at:]) for piece in sorted(made, key=ids.get) for at in range(1, len(piece))]
+    content["model"]["merges"] = [list(cut) for cut in cuts if {*cut} <= ids.keys()]
+    tokenizer = Tokenizer.from_str(json.dumps(content))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
+    save(folder, "gemma3_text", **WINDOWED, bos_token_id=2, eos_token_id=1, pad_token_id=0)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 6]}))
+    return keep(folder, tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
+
+
+def like_smollm(folder: Path) -> Path:
+    """Bytes and single digits, a first token that the text does not get."""
+    save(folder, "llama")
+    return byte_level(folder, ("digits", next(steps[0] for steps, name in PRE_TOKENIZERS.items() if name == "gpt-2")))
 
 
 CASES = [
@@ -86,6 +141,52 @@ def test_llama_cpp_splits_text_into_the_same_pieces(tmp_path, prefix):
     assert values["tokenizer.ggml.add_space_prefix"] == prefix
     assert values["tokenizer.ggml.token_type"][:5] == [2, 3, 3, 6, 6]
     assert export_gguf(str(folder), tmp_path / "m.gguf", proving(folder)).passed
+
+
+KEYS = {"model", "tokens", "token_type", "eos_token_id", "add_bos_token", "add_eos_token"}
+
+
+@pytest.mark.parametrize(
+    ("make", "pre", "own"),
+    [
+        (like_qwen, "qwen2", {"merges", "pre", "padding_token_id", "bos_token_id", "eot_token_id"}),
+        (like_gemma, None, {"scores", "bos_token_id", "padding_token_id", "unknown_token_id", "eot_token_id"}),
+        (like_smollm, "smollm", {"merges", "pre", "bos_token_id"}),
+    ],
+)
+def test_a_tokenizer_comes_back_from_a_file_key_by_key(tmp_path, make, pre, own):
+    """Exported, read by `convert` and exported again: every key that is about the tokenizer is as it was."""
+    folder = make(tmp_path / "model")
+    export_gguf(str(folder), tmp_path / "m.gguf", proving(folder), kind="f32", proof=False)
+    ckpt_prune.convert(tmp_path / "m.gguf", output=tmp_path / "back")
+    export_gguf(str(tmp_path / "back"), tmp_path / "again.gguf", proving(folder), kind="f32", proof=False)
+    first, second = (
+        {key: value for key, value in open_gguf(tmp_path / name).values.items() if key.startswith("tokenizer.")}
+        for name in ("m.gguf", "again.gguf")
+    )
+    named = {key.removeprefix("tokenizer.ggml.") for key in first}
+    assert KEYS | own | {"tokenizer.chat_template"} <= named
+    assert first.get("tokenizer.ggml.pre") == (pre or first.get("tokenizer.ggml.pre"))
+    assert first["tokenizer.chat_template"] == TEMPLATE
+    for key in first.keys() | second.keys():
+        ours, theirs = second.get(key), first.get(key)
+        if key.endswith(".scores"):
+            # Spaces are tokens of their own in a file, which no merge makes: only the order of the others stays.
+            pieces_of = [index for index, kind in enumerate(first["tokenizer.ggml.token_type"]) if kind == NORMAL]
+            ours, theirs = (sorted(pieces_of, key=scores.__getitem__) for scores in (ours, theirs))
+        assert ours == theirs, key
+    ours, theirs = (AutoTokenizer.from_pretrained(each) for each in (tmp_path / "back", folder))
+    for text in (
+        TEXT[:400].replace("    ", "  "),
+        " two  spaces   three\n\n\t12345 ",
+        "e\u0301t\u00e9 \U0001f600 \u4f60\u597d",
+        "",
+        "a<mask>b<|im_end|>",
+    ):
+        assert ours(text)["input_ids"] == theirs(text)["input_ids"], text
+    chat = [{"role": "user", "content": "Hi"}]
+    options = {"tokenize": False, "add_generation_prompt": True}
+    assert ours.apply_chat_template(chat, **options) == theirs.apply_chat_template(chat, **options)
 
 
 def test_special_tokens_templates_and_rows_without_a_token_are_written(tmp_path):
