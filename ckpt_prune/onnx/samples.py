@@ -29,7 +29,7 @@ from ckpt_prune.options.data import ProofOptions
 
 WINDOWS, IMAGES, WINDOW = 16, 64, 512
 """By default: windows and their length, at most the context; images."""
-FEW_WINDOWS = 2
+FEW_WINDOWS = 1
 """Enough for a graph that is held to a tolerance: its perplexity is compared, not estimated."""
 ROUNDING_SAMPLES = 32
 """Windows, or images, that rounding is measured on."""

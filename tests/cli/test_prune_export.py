@@ -65,7 +65,7 @@ def test_one_command_says_what_was_pruned_and_how_its_graph_compares(finished):
     lines = graph.splitlines()
     assert lines[0].startswith("onnxruntime - PyTorch ")
     assert not [line for line in lines if "FAILED" in line]
-    found = re.fullmatch(r"perplexity (\S+) in onnxruntime, (\S+) in PyTorch \(2 windows of 16 tokens\)", lines[-4])
+    found = re.fullmatch(r"perplexity (\S+) in onnxruntime, (\S+) in PyTorch \(1 window of 16 tokens\)", lines[-4])
     assert found is not None
     assert float(found[1]) == pytest.approx(float(found[2]), rel=1e-4)
     assert lines[-3:-1] == [

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from ckpt_prune.job.space_kinds import CANDIDATES
 from ckpt_prune.measure.moments.inputs import Moments
-from ckpt_prune.measure.samples.samples import SampleRange
+from ckpt_prune.measure.samples.samples import SampleRange, ShortWindows, TokenWindows
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import Site
 from ckpt_prune.runner.messages import predicted_line
 from ckpt_prune.runner.plan import make_plan
 from ckpt_prune.stages import FullRecipe
+from ckpt_prune.stages.spaces import measure_dense
 from ckpt_prune.stages.spaces.effects import predicted as space_effects
 from ckpt_prune.stages.spaces.effects.gradients import draw_tokens
 from ckpt_prune.stages.spaces.effects.site_variants import trial_recipe
@@ -217,17 +218,24 @@ def test_what_is_predicted_is_said_in_the_words_of_the_model(dense, variant, lin
 # ---- spaces as wholes --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("variant", ["llama-gqa-tied", "opt"])
-def test_spaces_are_measured_on_the_whole_model(variant, monkeypatch, dense, tmp_path):
-    """Every consumer of a stock model refitted to the first fold, its output on the other against the dense one's."""
+@pytest.mark.parametrize(("variant", "part"), [("llama-gqa-tied", 1), ("opt", 1), ("opt", 2)])
+def test_spaces_are_measured_on_the_whole_model(variant, part, monkeypatch, dense, tmp_path):
+    """Every consumer of a stock model refitted to the first fold, its output on the other against the dense one's.
+
+    With positions for half of the tokens, the other half of each window is not read.
+    """
     monkeypatch.setattr("ckpt_prune.stages.spaces.effects.measured.SHALLOW", 1)
     folder, data = dense.folder(variant), data_of(variant)
+    compared = len(data) // 2 * data.tokens // part
+    monkeypatch.setattr("ckpt_prune.stages.spaces.effects.predicted.SPACING", 1)
+    monkeypatch.setattr("ckpt_prune.stages.spaces.effects.predicted.POSITIONS", compared)
     source, statistics = Model.open(folder), calibrate(folder, tmp_path / "statistics", data, folds=2)
     half = len(data) // 2
     fitted = calibrate(folder, tmp_path / "half", SampleRange(data, 0, half), collect=("moments", "gram"))
     some = SampleRange(data, half, min(len(data), half + statistics.index.fisher))
+    assert compared == len(some) * data.tokens // part
     model = stock(folder, variant)
-    by_hand = ByHand(model, source, some)
+    by_hand = ByHand(model, source, ShortWindows(some, data.tokens // part))
     assert set(statistics.index.spaces) == {"heads", "mlp"}
     for space, points in statistics.index.spaces.items():
         solver = solver_of(source, recipe_of({space: "rcpu"}, variant), space, CPU)
@@ -274,6 +282,21 @@ def test_wide_sites_are_tried_and_ranked_by_one_order(variant, monkeypatch, dens
         tensors, folds, fisher = solver.read(1), fitted.read_moments(1)[name], wide.read_fisher(1)[name]
         torch.testing.assert_close(scores, solver.scores(1, tensors, folds, score), rtol=1e-4, atol=0)
         torch.testing.assert_close(errors, solver.errors(1, tensors, folds, scores, fisher), rtol=1e-4, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("target", "least", "per_input", "measured"),
+    [("drift", 2, 0.1, 2), ("drift", 1, 2.0, 6), ("sequential", 2, 0.1, 2), ("dense", 2, 0.1, 8), ("drift", 1, 9.0, 8)],
+)
+def test_widths_are_decided_on_a_part_of_the_samples(dense, monkeypatch, target, least, per_input, measured):
+    """If what stays is fitted behind pruned blocks, on all of them: so many tokens for each input of the mlp's 22."""
+    monkeypatch.setattr(measure_dense, "LEAST_WINDOWS", least)
+    monkeypatch.setattr(measure_dense, "TOKENS_PER_INPUT", per_input)
+    data = TokenWindows(torch.zeros(8, 8, dtype=torch.long))
+    wanted = recipe_of({"mlp": "obs"}, target=target, allocation="least-error", ratio=0.3)
+    prepared = job_on(dense.folder("llama"), wanted, None, data, folds=2)
+    assert prepared.live is not None
+    assert len(measure_dense.choose_samples(prepared, prepared.live).samples) == measured
 
 
 def test_a_score_that_does_better_everywhere_ranks_the_whole_space(dense, tmp_path, monkeypatch):

@@ -93,6 +93,53 @@ class SampleRange:
         return self.samples.batch(slice(self.start + first, self.start + last))
 
 
+@dataclass(frozen=True)
+class SpreadSamples:
+    """So many of the samples, as far apart as can be. It has the fingerprint of the whole set."""
+
+    samples: Samples
+    count: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one sample inside the model."""
+        return self.samples.tokens
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the whole set."""
+        return self.samples.fingerprint
+
+    def __len__(self) -> int:
+        return self.count
+
+    def batch(self, rows: slice) -> dict[str, Tensor]:
+        """Return what the model is called with; rows are counted among those that are left."""
+        places = [row * len(self.samples) // self.count for row in range(*rows.indices(self.count))]
+        batches = [self.samples.batch(slice(place, place + 1)) for place in places]
+        return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+
+
+@dataclass(frozen=True)
+class ShortWindows:
+    """The first tokens of windows of text, for a causal model: what it computes there is the same as in the whole."""
+
+    samples: Samples
+    tokens: int
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the whole windows."""
+        return self.samples.fingerprint
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def batch(self, rows: slice) -> dict[str, Tensor]:
+        """Return what the model is called with."""
+        return {name: values[:, : self.tokens] for name, values in self.samples.batch(rows).items()}
+
+
 def split_batches(samples: Samples, tokens: int) -> list[slice]:
     """Cut samples into runs of at most so many tokens, or of one sample."""
     size = max(1, tokens // samples.tokens)

@@ -1,5 +1,6 @@
 """Statistics of the dense model, measured first, in the staging folder of the run."""
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -13,6 +14,7 @@ from ckpt_prune.common.phases import phase
 from ckpt_prune.job.job import LiveSamples
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.run import Run
+from ckpt_prune.measure.samples.samples import SpreadSamples
 from ckpt_prune.measure.statistics.folder import Statistics, record_effects
 from ckpt_prune.measure.statistics.measurement import check_folds, count_statistics_bytes, measure_into
 from ckpt_prune.parallel.group import process_group
@@ -21,6 +23,8 @@ from ckpt_prune.stages.spaces.effects.measured import measure_effects, measured_
 
 STATISTICS, EFFECTS = "statistics", "effects"
 """Entries of the journal: moments, and effects, of the whole model."""
+LEAST_WINDOWS, TOKENS_PER_INPUT = 32, 8
+"""Widths are decided on at least so many samples, and tokens for each input of the widest consumer."""
 Choose = Callable[[Prepared], Prepared]
 """Returns the state with what goes decided, by statistics or without."""
 
@@ -34,7 +38,23 @@ def measure_dense(prepared: Prepared, run: Run) -> Prepared:
     if not prepared.measures_first or prepared.live is None:
         return prepared
     with run.timer.time("measuring"), phase("calibration"):
-        return replace(prepared, statistics=measure_first(prepared, prepared.live, run.scratch, run.journal))
+        live = choose_samples(prepared, prepared.live)
+        return replace(prepared, statistics=measure_first(prepared, live, run.scratch, run.journal))
+
+
+def choose_samples(prepared: Prepared, live: LiveSamples) -> LiveSamples:
+    """Return the samples that the unpruned model is measured on: a part of them if that decides nothing but widths.
+
+    Then what stays is fitted to all of them, behind the pruned blocks. A width is one number of a whole site, and
+    needs less than the weights that are fitted at it.
+    """
+    only_widths = prepared.sequential and prepared.recipe.weighed_by_effect and not prepared.recipe.changes_model
+    if not only_widths:
+        return live
+    model, samples = prepared.model, live.samples
+    widths = [width for own in model.consumer_widths.values() for width in ([own] if isinstance(own, int) else own)]
+    count = max(LEAST_WINDOWS, math.ceil(TOKENS_PER_INPUT * max(widths, default=0) / samples.tokens))
+    return replace(live, samples=SpreadSamples(samples, count)) if count < len(samples) else live
 
 
 def measure_and_choose(prepared: Prepared, run: Run, choose: Choose) -> Prepared:

@@ -6,7 +6,7 @@ import torch
 
 from ckpt_prune.common.progress import track
 from ckpt_prune.job.space_kinds import CANDIDATES, kind_of
-from ckpt_prune.measure.samples.samples import Samples
+from ckpt_prune.measure.samples.samples import Samples, ShortWindows
 from ckpt_prune.measure.streams.hidden_stream import open_stream
 from ckpt_prune.measure.streams.readout import measure_divergences
 from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
@@ -22,6 +22,8 @@ MANY = 32
 """Single scores are tried for spaces of at least so many units: for a few heads they hardly differ."""
 POSITIONS = 1024
 """About so many positions of all texts are compared: the vocabulary is what makes each of them dear."""
+SPACING = 2
+"""One of so many positions of a text is compared. What a causal model reads after the last of them is left out."""
 ALIKE = 1.05
 """Divergences of a few samples within this factor count as equal."""
 
@@ -44,7 +46,8 @@ def measure_spaces(
     that is predicted to be best at each site; what stays is refitted as for predictions. In spaces of many units,
     each single score is tried at the first point, too.
 
-    Time: one run of every block for each space and point, one for each single score, and one for the dense model.
+    Time: one run of every block for each space and point, one for each single score, and one for the dense model, on
+    texts of at most `SPACING` tokens for each position that is compared.
     Memory: the hidden states of the samples as often. Several processes share the variants, each on all samples.
 
     Args:
@@ -56,6 +59,9 @@ def measure_spaces(
         for which a single score is preferred to the best of each site (`_robust`), that score.
     """
     model = refits.model
+    longest = max(1, SPACING * POSITIONS // len(samples))
+    if model.family.causal and samples.tokens > longest:
+        samples = ShortWindows(samples, longest)
     variants = [variant for space in refits.spaces for variant in _list_variants(model, space)]
     group = process_group()
     own_variants = variants[group.rank :: group.size]
