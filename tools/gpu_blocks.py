@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ckpt_prune.common.zero_patterns import GroupPattern
 from ckpt_prune.compensation.choice import choose_form
 from ckpt_prune.compensation.fit import blend_from_moments, squared_error
 from ckpt_prune.compensation.methods import METHODS, absolute_strength
 from ckpt_prune.measure.moments.inputs import Moments
 from ckpt_prune.scoring.obs import remove_greedily
 from ckpt_prune.sparsity import masks, sparsegpt
-from ckpt_prune.sparsity.patterns import GroupPattern
 
 KEPT, STRENGTH, GRID = 0.8, 0.01, (1e-3, 1e-2, 0.1)
 CANDIDATES = ("none", "bias", "rotation", "ridge")

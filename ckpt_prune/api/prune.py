@@ -252,10 +252,11 @@ def _check_together(options: PruneOptions) -> None:
     if options.recipe is not None and options.plan is not None:
         raise UserError("a plan has settled its recipe: give --recipe or --plan, not both")
     size = asked_size(options.sizes, options.ratio)
-    changed = options.ratio is not None or size or options.overrides or options.container or options.runs_on
-    if options.plan is not None and changed:
+    changes = (options.ratio is not None, size, options.overrides, options.container, options.runs_on)
+    if options.plan is not None and any((*changes, options.pattern, options.rotate)):
         raise UserError(
-            "a plan has settled ratio and recipe: --ratio, --target-*, --set, --for and --container do not go with it"
+            "a plan has settled ratio and recipe: --ratio, --target-*, --pattern, --rotate, --set, --for and "
+            "--container do not go with it"
         )
 
 

@@ -107,11 +107,11 @@ def hints(pruned: Pruned, settled: Any) -> list[str]:
 def _print_dry(settled: Any) -> None:
     from ckpt_prune.cli.rendering import container_line, kept_line, ranks_line
     from ckpt_prune.common.formatting import plural
+    from ckpt_prune.common.zero_patterns import describe_mask
     from ckpt_prune.runner.estimate import estimate_job
     from ckpt_prune.runner.messages import messages, unmeasured_lines
     from ckpt_prune.runner.sections import cost_table
     from ckpt_prune.show.terminal import print_table
-    from ckpt_prune.sparsity.patterns import describe_mask
 
     for message in messages(settled):
         click.echo(message)
@@ -162,7 +162,7 @@ command = Command(
         "prune MODEL --recipe rcpu --ratio 0.2 --text calib.txt -o OUT",
         "prune MODEL --recipe ridge --set spaces.mlp.ratio=0.4 --statistics STATS -o OUT",
         "prune VIT --recipe corp --ratio 0.5 --images photos -o OUT",
-        "prune MODEL --recipe wanda-2-4 --text calib.txt -o OUT",
+        "prune MODEL --recipe sparsegpt --pattern 2:4 --text calib.txt -o OUT",
         "prune MODEL --plan plan.json -o OUT",
     ],
     tables={"Where outputs run, by what was pruned (families and multiples: RUNTIMES.md)": takers_by_change()},

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, model_validator
 from ckpt_prune.checkpoint.model_folder import find_graph
 from ckpt_prune.common.graph_types import GraphType
 from ckpt_prune.common.ratios import Ratio
+from ckpt_prune.common.zero_patterns import RotationName, parse_pattern
 from ckpt_prune.options.data import (
     CalibrationOptions,
     EvaluationOptions,
@@ -253,6 +254,30 @@ class RecipeOrPlanOptions(RecipeOptions):
     """Apply a plan that `ckpt-prune plan` wrote, instead of a recipe."""
 
 
+def _check_pattern(text: str | None) -> str | None:
+    if text is not None:
+        parse_pattern(text)
+    return text
+
+
+class MaskOptions(Options):
+    """How a recipe with a mask zeroes weights."""
+
+    group = RECIPE
+    pattern: Annotated[str | None, AfterValidator(_check_pattern)] = option(default=None, metavar="N:M")
+    """For a recipe with a mask (sparsegpt, wanda, magnitude-50): of every M consecutive weights of a row, N stay (2:4).
+    unstructured: a share of the weights goes, anywhere."""
+    rotate: RotationName | None = option(default=None, metavar="NAME")
+    """For a recipe with a mask: first learn rotations that gather the importance of the weights. denoise:
+    DenoiseRotator as published; cayley: the same in a tenth of the steps; shared: one rotation for all blocks, which
+    the weights absorb; groups: for the groups of an N:M pattern."""
+
+    @property
+    def mask_changes(self) -> dict[str, tuple[str, str | None]]:
+        """Option → the key of the recipe that it sets, and the value."""
+        return {"--pattern": ("mask.pattern", self.pattern), "--rotate": ("rotation", self.rotate)}
+
+
 class PruneOptions(
     PublicOptions,
     ResumeOptions,
@@ -260,6 +285,7 @@ class PruneOptions(
     RecoveryMeasureOptions,
     PruneDiagnosticsOptions,
     CalibrationOptions,
+    MaskOptions,
     RecipeOrPlanOptions,
 ):
     """Options of `prune`."""

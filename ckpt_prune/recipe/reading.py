@@ -13,12 +13,12 @@ from ckpt_prune.common.fields import message_of
 from ckpt_prune.common.formatting import did_you_mean
 from ckpt_prune.common.ratios import suggest_percentage
 from ckpt_prune.common.yaml12 import read_yaml
+from ckpt_prune.common.zero_patterns import UNSTRUCTURED
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.space_kinds import FACTS
 from ckpt_prune.model.spaces import SPACES
 from ckpt_prune.recipe.places import locate_recipe
 from ckpt_prune.recipe.shipped import RecipeFile, recipe_text
-from ckpt_prune.sparsity.patterns import UNSTRUCTURED
 from ckpt_prune.stages import STAGES, FullRecipe
 
 _MOST_SHOWN = 200
@@ -31,6 +31,7 @@ def load_recipe(
     overrides: tuple[str, ...] = (),
     ratio: float | None = None,
     size: Mapping[str, str] | None = None,
+    mask_changes: Mapping[str, tuple[str, str | None]] | None = None,
 ) -> Recipe:
     """Read and check a recipe. Errors name file, line and key path.
 
@@ -40,6 +41,7 @@ def load_recipe(
         ratio: replaces the file's ratio and every space's own, but not an override of a space's own.
         size: replaces all ratios and the size of the file: params, bytes, flops or latency. Stages that are for other
             sizes are left out.
+        mask_changes: option → a key of recipes with a mask, and its value or None. They are applied before overrides.
     """
     file = reference if isinstance(reference, RecipeFile) else locate_recipe(reference)
     path = file.path
@@ -49,7 +51,14 @@ def load_recipe(
     if not {"spaces", "mask", "depth", "hidden", "low_rank", "name"} & values.keys():
         raise UserError(f"{path} is not a recipe: it has neither name nor spaces (`ckpt-prune recipe show rcpu`)")
     values = FullRecipe.expand_names(values)
-    for override in overrides:
+    given = {option: change for option, change in (mask_changes or {}).items() if change[1] is not None}
+    if given and "mask" not in values:
+        option, (_, value) = next(iter(given.items()))
+        raise UserError(
+            f"{option} {value}: recipe {file.name} has no mask; take one that has, such as --recipe sparsegpt or wanda"
+        )
+    options = [*given, *["--set"][: len(overrides)]]
+    for override in (*(f"{key}={value}" for key, value in given.values()), *overrides):
         keys = _apply_override(values, override)
         values = FullRecipe.expand_names(values)
         _drop_strength(values, keys, lines)
@@ -67,7 +76,7 @@ def load_recipe(
     except ValidationError as error:
         # A default that follows from another key is not found where that one is wrong.
         wrong = [e for e in error.errors() if e["type"] != "default_factory_not_called"]
-        messages = [_explain(e, path, lines) for e in wrong]
+        messages = [_explain(e, path, lines, " and ".join(options)) for e in wrong]
         more = f"; and {len(messages) - 3} more" if len(messages) > 3 else ""
         raise UserError("; ".join(messages[:3]) + more) from error
 
@@ -203,14 +212,14 @@ def _mapping(annotation: Any) -> Any:
     )
 
 
-def _explain(error: Any, path: Path, lines: Lines) -> str:
+def _explain(error: Any, path: Path, lines: Lines, options: str) -> str:
     """Return the message for one of pydantic's errors."""
     loc = tuple(part for part in error["loc"] if part != "[key]")
     keys = tuple(str(part) for part in loc)
     line = next((lines[keys[:n]] for n in range(len(keys), 0, -1) if keys[:n] in lines), None)
     where = f"{path}, line {line}" if line else "--set" if line == 0 else str(path)
     if line != 0 and any(lines[each] == 0 and each[: len(keys)] == keys for each in lines):
-        where += ", with --set"  # keys that do not go together, one of them set
+        where += f", with {options}"  # keys that do not go together, one of them set
     key = ".".join(keys)
     if error["type"] == "extra_forbidden" or error["loc"][-1:] == ("[key]",):
         allowed = _allowed_keys(loc)

@@ -8,6 +8,7 @@ from math import exp
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import human_bytes, human_count, plural
+from ckpt_prune.common.zero_patterns import describe_mask
 from ckpt_prune.job.decisions import multiple_of, rounding_of
 from ckpt_prune.job.plan import Plan
 from ckpt_prune.job.prepared import Prepared
@@ -20,7 +21,6 @@ from ckpt_prune.model.containers.choosing import unprunable_spaces
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import SpaceName, first_expert_spaces
 from ckpt_prune.recipe.shipped import DEFAULT_RECIPE, WIDER_CHOICE
-from ckpt_prune.sparsity.patterns import describe_mask
 from ckpt_prune.stages.depth.stage import Depth
 from ckpt_prune.stages.hidden.stage import Hidden
 from ckpt_prune.stages.low_rank.stage import LowRank

@@ -1,5 +1,6 @@
 """Read the recipe or the plan that options name, before the model: without transformers, which takes seconds."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,7 +50,7 @@ def read_recipe(options: PruneOptions) -> ChosenRecipe:
     if plan is not None:
         recipe, origin = plan.recipe, plan.origin
     else:
-        file, recipe = recipe_of(options)
+        file, recipe = recipe_of(options, options.mask_changes)
         origin = file.origin
     if has_data(options) and not recipe.has("recovery") and not runs_model(recipe):
         given = "--text" if options.text else "--images" if options.images is not None else "--audio"
@@ -65,7 +66,9 @@ def read_recipe(options: PruneOptions) -> ChosenRecipe:
     return ChosenRecipe(recipe, plan, device, origin)
 
 
-def recipe_of(options: RecipeOptions) -> tuple[RecipeFile, Recipe]:
+def recipe_of(
+    options: RecipeOptions, mask_changes: Mapping[str, tuple[str, str | None]] | None = None
+) -> tuple[RecipeFile, Recipe]:
     """A recipe's file, and the recipe with the changes that options make to it."""
     file = locate_recipe(DEFAULT_RECIPE if options.recipe is None else options.recipe)
     changes = options.overrides
@@ -74,7 +77,8 @@ def recipe_of(options: RecipeOptions) -> tuple[RecipeFile, Recipe]:
         changes = (*changes, f"runs_on=[{options.runs_on}]")
     if options.container is not None:
         changes = (*changes, f"container={options.container}")
-    return file, load_recipe(file, changes, options.ratio, asked_size(options.sizes, options.ratio))
+    size = asked_size(options.sizes, options.ratio)
+    return file, load_recipe(file, changes, options.ratio, size, mask_changes)
 
 
 def _check_runtimes(runtimes: str) -> None:

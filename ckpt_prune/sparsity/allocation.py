@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.sparsity.patterns import GroupPattern
+from ckpt_prune.common.zero_patterns import GroupPattern
 
 BINS = 100
 """Of the histogram of log₁₀ eigenvalues whose peak begins the tail (AlphaPruning's released code)."""

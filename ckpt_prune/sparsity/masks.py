@@ -11,8 +11,8 @@ from decimal import ROUND_FLOOR, Decimal
 import torch
 from torch import Tensor
 
+from ckpt_prune.common.zero_patterns import Compare, GroupPattern
 from ckpt_prune.measure.moments.inputs import Moments
-from ckpt_prune.sparsity.patterns import Compare, GroupPattern
 
 
 def zeros_of(total: int, ratio: float) -> int:

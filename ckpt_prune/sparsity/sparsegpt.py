@@ -15,10 +15,10 @@ from torch import Tensor
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.finite import all_finite
+from ckpt_prune.common.zero_patterns import GroupPattern
 from ckpt_prune.sparsity.damping import DAMP, MOST_DAMP
 from ckpt_prune.sparsity.inverse import factorise
 from ckpt_prune.sparsity.masks import check_width, keep_groups, keep_share
-from ckpt_prune.sparsity.patterns import GroupPattern
 from ckpt_prune.sparsity.visiting import visit_inputs
 
 BLOCK = 128

@@ -5,9 +5,9 @@ import torch
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.formatting import plural
 from ckpt_prune.common.progress import track
+from ckpt_prune.common.zero_patterns import GroupPattern, parse_pattern
 from ckpt_prune.model.family import Family
 from ckpt_prune.model.matching import match_checkpoint
-from ckpt_prune.sparsity.patterns import GroupPattern, parse_pattern
 from ckpt_prune.sparsity.zeros import crowded_groups, find_zeros, pattern_of_all, share_of_all, weights_by_module
 from ckpt_prune.stages.mask.records import MaskedLinear
 from ckpt_prune.stages.report import Report

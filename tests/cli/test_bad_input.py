@@ -245,7 +245,10 @@ WITHOUT_TORCH: list[tuple[list[str], str]] = [
     ),
     (
         ["prune", "dense", "--plan", "p.json", "--set", "ratio=0.2", "-o", "out"],
-        "a plan has settled ratio and recipe: --ratio, --target-*, --set, --for and --container do not go with it",
+        (
+            "a plan has settled ratio and recipe: --ratio, --target-*, --pattern, --rotate, --set, --for and "
+            "--container do not go with it"
+        ),
     ),
     (
         ["prune", "dense", "--ratio", "0.2", "--target-params", "70%", "-o", "out"],

@@ -5,6 +5,7 @@ import re
 import shutil
 from itertools import product
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -13,11 +14,13 @@ from transformers import AutoModelForCausalLM, AutoModelForImageClassification
 
 import ckpt_prune
 from ckpt_prune.common.progress import Meter
+from ckpt_prune.common.zero_patterns import RotationName
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.recipe.shipped import shipped_recipes
 from ckpt_prune.show.section import format_figure
 from ckpt_prune.sparsity import damping
 from ckpt_prune.stages.rotation.learner import Learner
+from ckpt_prune.stages.rotation.stage import Rotation
 from tests import encoders, families
 from tests.cli.running import (
     TEXT,
@@ -273,6 +276,64 @@ def test_a_pattern_is_its_own_ratio(here, recipe):
     assert " That is the shipped recipe of this name with changes" in card
     ok("prune", "dense", "--recipe", "wanda-2-4", *TEXT, "-o", "as-it-is")
     assert "with changes" not in (Path("as-it-is") / "README.md").read_text()
+
+
+OPTIONS = {
+    "wanda-2-4": ("wanda", "--pattern", "2:4"),
+    "magnitude-2-4": ("magnitude-50", "--pattern", "02:04"),
+    "denoise-rotator-sparsegpt-2-4": ("sparsegpt", "--pattern", "2:4", "--rotate", "denoise"),
+    "cayley-rotator-magnitude-50": ("magnitude-50", "--rotate", "cayley"),
+    "cayley-rotator-shared-wanda-50": ("wanda", "--rotate", "shared"),
+    "group-rotator-wanda-2-4": ("wanda", "--rotate", "groups", "--pattern", "2:4"),
+}
+
+
+@pytest.mark.parametrize("recipe", OPTIONS)
+def test_options_do_what_the_recipe_of_that_name_does(here, recipe):
+    ok(*PRUNE, recipe, *TEXT, *few(recipe))
+    name, *options = OPTIONS[recipe]
+    ok("prune", "dense", "-o", "by-options", "--recipe", name, *options, *TEXT, *few(recipe))
+    for file in ("model.safetensors", "config.json"):
+        assert Path("by-options", file).read_bytes() == Path("out", file).read_bytes()
+
+
+def test_every_named_rotation_is_an_option():
+    assert get_args(RotationName) == tuple(Rotation.named)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ("ridge", "--pattern", "2:4"),
+            "--pattern 2:4: recipe ridge has no mask; take one that has, such as --recipe sparsegpt or wanda",
+        ),
+        (
+            ("ridge", "--rotate", "shared"),
+            "--rotate shared: recipe ridge has no mask; take one that has, such as --recipe sparsegpt or wanda",
+        ),
+        (
+            ("wanda", "--pattern", "half"),
+            "--pattern half: pattern 'half' is neither unstructured nor N:M, for example 2:4",
+        ),
+        (
+            ("wanda", "--rotate", "sahred"),
+            "--rotate: sahred is not one of denoise, cayley, shared, groups: did you mean shared?",
+        ),
+        (
+            ("wanda", "--pattern", "2:4", "--ratio", "0.3"),
+            "--ratio 0.3 does not go with pattern 2:4, which says by itself how much is zeroed: take a recipe without "
+            "one, or say --set mask.pattern=unstructured as well",
+        ),
+        (
+            ("wanda", "--rotate", "groups"),
+            f"{shipped_recipes()['wanda'].path}, with --rotate: rotation.entropy groups is of an N:M pattern's groups: "
+            "say mask.pattern, such as 2:4",
+        ),
+    ],
+)
+def test_options_that_a_recipe_does_not_fit(here, words, message):
+    assert refused(*PRUNE, *words, *TEXT) == message
 
 
 # ---- statistics, dry runs, JSON, plans -----------------------------------------------------------------------------

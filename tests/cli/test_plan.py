@@ -73,10 +73,14 @@ def test_a_plan_of_other_statistics(place):
 def test_a_plan_has_settled_everything(place):
     ok("plan", "dense", *RCPU, "-o", "plan.json")
     prune = ("prune", "dense", "--plan", "plan.json", "-o", "out")
-    message = "a plan has settled ratio and recipe: --ratio, --target-*, --set, --for and --container do not go with it"
+    message = (
+        "a plan has settled ratio and recipe: --ratio, --target-*, --pattern, --rotate, --set, --for and "
+        "--container do not go with it"
+    )
     for option in (
         ["--ratio", "0.3"],
         ["--set", "ratio=0.3"],
+        ["--pattern", "2:4"],
         ["--container", "any"],
         ["--for", "vllm"],
         ["--ratio", "0.3", *TEXT],

@@ -47,6 +47,7 @@ CHANGES = {
 """Another value for every option that changes what is written."""
 OF_OTHER_JOBS = {"target_latency", "plan", "statistics", "images", "labels", "audio", "max_corrupt", "family", "part"}
 """Options that a text model, a recipe or its samples cannot have beside those above; their files are in the digest."""
+OF_MASKS = {"pattern": "2:4", "rotate": "shared"}
 HARMLESS = {
     "evaluate": ("held_out.txt",),
     "evaluate_samples": 4,
@@ -78,7 +79,9 @@ def digest(place: Path) -> Callable[..., str]:
 
 
 def test_every_option_is_harmless_or_in_the_digest():
-    assert PruneOptions.model_fields.keys() == CHANGES.keys() | OF_OTHER_JOBS | DEVICE | HARMLESS.keys()
+    assert (
+        PruneOptions.model_fields.keys() == CHANGES.keys() | OF_OTHER_JOBS | OF_MASKS.keys() | DEVICE | HARMLESS.keys()
+    )
 
 
 def test_what_changes_an_output_changes_the_digest(digest):
@@ -86,3 +89,5 @@ def test_what_changes_an_output_changes_the_digest(digest):
     assert digest() == same
     assert [name for name, value in CHANGES.items() if digest(**{name: value}) == same] == []
     assert [name for name, value in HARMLESS.items() if digest(**{name: value}) != same] == []
+    same = digest(recipe="wanda")
+    assert [name for name, value in OF_MASKS.items() if digest(recipe="wanda", **{name: value}) == same] == []

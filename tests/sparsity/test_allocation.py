@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.zero_patterns import GroupPattern
 from ckpt_prune.sparsity.allocation import (
     BINS,
     check_ratios,
@@ -18,7 +19,6 @@ from ckpt_prune.sparsity.allocation import (
     ratios_by_outliers,
     whole_groups,
 )
-from ckpt_prune.sparsity.patterns import GroupPattern
 from ckpt_prune.stages.mask.shares import divergence_at, least_divergence, least_divergence_in_groups
 from tests.oracles import mask_shares as oracle
 

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import masks as oracle
 
+from ckpt_prune.common.zero_patterns import GroupPattern
 from ckpt_prune.measure.moments.inputs import Moments
 from ckpt_prune.sparsity.masks import keep_groups, keep_share, magnitude, wanda, zeros_of
-from ckpt_prune.sparsity.patterns import GroupPattern
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:

@@ -3,9 +3,9 @@ import torch
 from oracles import masks as oracle
 
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.zero_patterns import GroupPattern
 from ckpt_prune.sparsity.damping import LEAST_DAMP, SingularHessianError
 from ckpt_prune.sparsity.masks import zeros_of
-from ckpt_prune.sparsity.patterns import GroupPattern
 from ckpt_prune.sparsity.sparsegpt import PrunedWeight, prune_weight, relative_error
 
 PATTERNS = [(2, 4), (4, 8), (1, 4), (3, 4), (1, 2)]

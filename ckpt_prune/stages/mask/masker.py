@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.phases import phase
+from ckpt_prune.common.zero_patterns import GroupPattern
 from ckpt_prune.job.model_view import fill_biases
 from ckpt_prune.measure.moment_sources import MomentSource
 from ckpt_prune.measure.moments.inputs import Moments, sum_folds
@@ -18,7 +19,6 @@ from ckpt_prune.model.model import Model
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.sparsity import sparsegpt
 from ckpt_prune.sparsity.masks import keep_groups, keep_share, magnitude, wanda
-from ckpt_prune.sparsity.patterns import GroupPattern
 from ckpt_prune.stages.mask.records import MaskedLinear
 from ckpt_prune.stages.mask.stage import Mask
 from ckpt_prune.stages.spaces.pruner import check_overflow

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 from ckpt_prune.common.formatting import human_count, plural
+from ckpt_prune.common.zero_patterns import describe_mask
 from ckpt_prune.show.section import Section, name_some, number_under
-from ckpt_prune.sparsity.patterns import describe_mask
 from ckpt_prune.stages.mask.records import MaskedLinear
 from ckpt_prune.stages.report import Report
 from ckpt_prune.stages.show_linears import draw_by_kind, error_sentences, list_linears, place_of

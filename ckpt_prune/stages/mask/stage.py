@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from ckpt_prune.common.zero_patterns import UNSTRUCTURED, Compare, GroupPattern, parse_pattern
 from ckpt_prune.job.names import Backbone
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.stage import Stage
 from ckpt_prune.measure.statistics.files import Collect
 from ckpt_prune.sparsity.damping import DAMP, MOST_DAMP
-from ckpt_prune.sparsity.patterns import UNSTRUCTURED, Compare, GroupPattern, parse_pattern
 
 if TYPE_CHECKING:
     from ckpt_prune.job.prepared import Prepared

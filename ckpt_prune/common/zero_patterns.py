@@ -6,6 +6,8 @@ from typing import Literal
 
 Compare = Literal["row", "matrix"]
 """Which weights are ranked together."""
+RotationName = Literal["denoise", "cayley", "shared", "groups"]
+"""Rotations that are learned before a mask, by name."""
 UNSTRUCTURED = "unstructured"
 MOST = 32
 """Largest M. A wider group is hardly more than a share of the row."""

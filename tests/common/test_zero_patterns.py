@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_prune.sparsity.patterns import MOST, GroupPattern, parse_pattern
+from ckpt_prune.common.zero_patterns import MOST, GroupPattern, parse_pattern
 
 
 def test_unstructured_is_no_pattern():
