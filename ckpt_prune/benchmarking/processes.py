@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from ckpt_prune.benchmarking.participants import Loaded, Memory, Participant, Timing
-from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.errors import UserError, one_line
 from ckpt_prune.common.memory import peak_bytes, resident_bytes
 
 if TYPE_CHECKING:  # it imports torch
@@ -53,10 +53,9 @@ def serve(connection: Connection, participant: Participant) -> None:
 def _describe(error: Exception) -> str:
     if isinstance(error, UserError):
         return str(error)
-    message = " ".join(str(error).split())[:300]
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return f"out of memory ({message})" if message else "out of memory"
-    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+    name = type(error).__name__
+    kind = "out of memory" if name in ("MemoryError", "OutOfMemoryError") else name
+    return f"{kind}: {one_line(error)}" if str(error).strip() else kind
 
 
 Serve = Callable[[Connection, Participant], None]

@@ -1,6 +1,5 @@
 """`ckpt-prune`: the group; every command is a file of its own, imported when it is called."""
 
-import difflib
 import errno
 import importlib
 import os
@@ -14,6 +13,7 @@ import click
 from ckpt_prune._version import __version__
 from ckpt_prune.cli.stopping import exit_code, raise_interruptions, stoppable
 from ckpt_prune.common.errors import UserError, to_memory_error, to_user_error
+from ckpt_prune.common.formatting import did_you_mean
 from ckpt_prune.common.safe_text import escape_output, to_one_line
 from ckpt_prune.parallel.torchrun import is_started_by_torchrun, join_processes
 
@@ -119,9 +119,9 @@ class LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the command that is called; if there is none, suggest the nearest names."""
-        near = " or ".join(repr(name) for name in difflib.get_close_matches(args[0], COMMANDS))
-        if near and args[0] not in COMMANDS:
-            raise click.UsageError(f"No such command {args[0]!r}. Did you mean {near}?", ctx)
+        hint = did_you_mean(args[0], COMMANDS, most=3).strip().capitalize()
+        if hint and args[0] not in COMMANDS:
+            raise click.UsageError(f"No such command {args[0]!r}. {hint}", ctx)
         if args[0] in COMMANDS and args[0] not in TOGETHER and is_started_by_torchrun():
             raise UserError(f"{args[0]} runs in one process: start it without torchrun")
         return super().resolve_command(ctx, args)

@@ -1,11 +1,10 @@
 """Parts of pydantic models: strictness, and strings that must be keys of a registry."""
 
-import re
 from collections.abc import Iterable
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler
-from pydantic_core import CoreSchema, ErrorDetails, core_schema
+from pydantic_core import CoreSchema, core_schema
 
 from ckpt_prune.common.formatting import did_you_mean
 
@@ -43,12 +42,3 @@ class Frozen(BaseModel):
     """Nothing changes once it is made."""
 
     model_config = ConfigDict(frozen=True)
-
-
-def message_of(error: ErrorDetails) -> str:
-    """Return what pydantic says of a value, with the nearest choice where one of several was expected."""
-    message = error["msg"].removeprefix("Value error, ")
-    if error["type"] != "literal_error":
-        return message
-    hint = did_you_mean(str(error["input"]), re.findall(r"'([^']*)'", error["ctx"]["expected"]))
-    return f"{message}{'; ' * bool(hint)}{hint}".rstrip()

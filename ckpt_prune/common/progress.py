@@ -1,6 +1,5 @@
 """Progress and notices on stderr: bars on a terminal, elsewhere at most one line a minute, or nothing at all."""
 
-import math
 import os
 import shutil
 import sys
@@ -12,14 +11,13 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
+from ckpt_prune.common.formatting import format_duration
 from ckpt_prune.common.safe_text import escape_controls
 
 T = TypeVar("T")
 Clock = Callable[[], float]
 """Returns seconds since any moment, and never goes backwards."""
 _LINE_SECONDS = 60.0
-_FINE_SECONDS = 180
-"""Shorter durations are shown in steps of ten seconds."""
 _silent: ContextVar[bool] = ContextVar("silent", default=False)
 
 
@@ -118,24 +116,15 @@ class _Lines:
         parts = [f"{self._unit} {self.n}"]
         if self._total:
             parts = [f"{self.n / self._total:.0%}", f"{self._unit} {self.n} of {self._total}"]
-        parts.append(f"{_duration(seconds)} so far")
+        parts.append(f"{format_duration(seconds)} so far")
         if self._total and 0 < self.n < self._total:
-            parts.append(f"about {_duration(seconds * (self._total - self.n) / self.n)} left")
+            parts.append(f"about {format_duration(seconds * (self._total - self.n) / self.n)} left")
         return f"{self._what}: {', '.join([*parts, *filter(None, [self._postfix])])}"
 
 
 def _print(line: str) -> None:
     with suppress(OSError, ValueError):  # if stderr is closed, work goes on
         print(escape_controls(line), file=sys.stderr, flush=True)
-
-
-def _duration(seconds: float) -> str:
-    """Format as hours and minutes; up to three minutes, in steps of ten seconds. Rounded up."""
-    if (tens := 10 * math.ceil(seconds / 10)) < _FINE_SECONDS:
-        minutes, rest = divmod(tens, 60)
-        return " ".join([f"{minutes} min"] * (minutes > 0) + [f"{rest} s"] * (rest > 0 or minutes == 0))
-    hours, minutes = divmod(math.ceil(seconds / 60), 60)
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min"
 
 
 class Meter:

@@ -1,9 +1,10 @@
-"""Say in plain words what is wrong with the value of an option, in place of pydantic's own sentences."""
+"""Say in plain words what is wrong with a value, in place of pydantic's own sentences."""
 
-import difflib
 import re
 from collections.abc import Mapping
 from typing import Any
+
+from ckpt_prune.common.formatting import did_you_mean
 
 _WORDS = {
     "int_parsing": "is not a whole number",
@@ -30,7 +31,13 @@ def explain_value(error: Mapping[str, Any]) -> str | None:
     value = error["input"]
     if error["type"] == "literal_error":
         names = [choice.strip("'") for choice in re.split(", | or ", error["ctx"]["expected"])]
-        near = difflib.get_close_matches(str(value), names, n=1)
-        return f"{value} is not one of {', '.join(names)}" + (f": did you mean {near[0]}?" if near else "")
+        hint = did_you_mean(str(value), names).rstrip()
+        return f"{value} is not {'one of ' * (len(names) > 1)}{', '.join(names)}{': ' * bool(hint)}{hint}"
     words = _WORDS.get(error["type"])
     return None if words is None else f"{value} {words.format_map(error.get('ctx', {}))}"
+
+
+def message_of(error: Mapping[str, Any]) -> str:
+    """Return pydantic's own sentence, or that of the check that refused the value."""
+    message: str = error["msg"].removeprefix("Value error, ")
+    return message

@@ -1,6 +1,5 @@
 """The bridge to lm-eval, EleutherAI's evaluation harness: an optional dependency, the `eval` extra."""
 
-import difflib
 import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ckpt_prune.common.errors import UserError, one_line
+from ckpt_prune.common.formatting import did_you_mean
 from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.measure.samples.text import load_tokenizer
 
@@ -73,6 +73,5 @@ def check_tasks(tasks: Sequence[str], known: Iterable[str]) -> None:
     names = list(known)
     for task in tasks:
         if task not in names:
-            near = difflib.get_close_matches(task, names, n=5)
-            hint = f"did you mean {', '.join(near)}?" if near else "`lm_eval ls tasks` lists them"
-            raise UserError(f"unknown task {task!r}: {hint}")
+            hint = did_you_mean(task, names, most=5).rstrip()
+            raise UserError(f"unknown task {task!r}: {hint or '`lm_eval ls tasks` lists them'}")

@@ -27,9 +27,8 @@ from pydantic.fields import FieldInfo
 from ckpt_prune.checkpoint.files import check_place
 from ckpt_prune.checkpoint.model_folder import find_local_folder
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.common.fields import message_of
 from ckpt_prune.common.ratios import check_ratio
-from ckpt_prune.common.value_words import explain_value
+from ckpt_prune.common.value_words import explain_value, message_of
 
 Given = TypeVar("Given")
 Kept = TypeVar("Kept")

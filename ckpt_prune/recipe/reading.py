@@ -9,9 +9,9 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.common.fields import message_of
 from ckpt_prune.common.formatting import did_you_mean
 from ckpt_prune.common.ratios import suggest_percentage
+from ckpt_prune.common.value_words import explain_value, message_of
 from ckpt_prune.common.yaml12 import read_yaml
 from ckpt_prune.common.zero_patterns import UNSTRUCTURED
 from ckpt_prune.job.recipe import Recipe
@@ -233,6 +233,8 @@ def _explain(error: Any, path: Path, lines: Lines, options: str) -> str:
         return (
             f"{where}: {key}: keys are expected ({', '.join(_allowed_keys((*loc, '')))}), got {_shown(error['input'])}"
         )
+    if error["type"] == "literal_error":
+        return f"{where}: {key}: {explain_value({**error, 'input': str(error['input'])[:_MOST_SHOWN]})}"
     message = message_of(error)
     if error["type"] == "value_error":
         return f"{where}: {key + ': ' if key else ''}{message}"

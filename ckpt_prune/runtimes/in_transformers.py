@@ -1,10 +1,13 @@
 """transformers itself, by its Auto class and the code that the folder carries."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
+from ckpt_prune.modeling_pruned import cache_argument
+from ckpt_prune.onnx.tracing import get_cache
 from ckpt_prune.runtimes.task import Array, RuntimeAnswer, RuntimeTask, compute
 
 
@@ -18,11 +21,12 @@ def run(task: RuntimeTask) -> RuntimeAnswer:
 
     def steps(prompt: Array) -> Iterator[int]:
         ids = torch.from_numpy(prompt)[None]
+        past: Any = cache_argument(model.forward)
         output = model(ids, use_cache=True)
         while True:
             ids = output.logits[:, -1:].argmax(-1)
             yield int(ids)
-            output = model(ids, past_key_values=output.past_key_values, use_cache=True)
+            output = model(ids, use_cache=True, **{past: get_cache(output)})
 
     with torch.inference_mode():
         return compute(task, logits_of, steps)

@@ -79,7 +79,7 @@ def test_exit_codes_are_explained_on_windows_too(code, message, monkeypatch):
     [
         (UserError("no such model"), "no such model"),
         (MemoryError(), "out of memory"),
-        (torch.OutOfMemoryError("tried to\n  allocate"), "out of memory (tried to allocate)"),
+        (torch.OutOfMemoryError("tried to\n  allocate"), "out of memory: tried to allocate"),
         (KeyError(), "KeyError"),
         (RuntimeError("x" * 400), "RuntimeError: " + "x" * 300),
     ],

@@ -466,7 +466,7 @@ def test_a_token_that_the_model_has_no_row_for(place, command):
         ("--ratio abc", "--ratio: abc is not a number"),
         ("--state-memory nan", "--state-memory: nan is not a finite number"),
         ("--max-corrupt 2", "--max-corrupt: 2 is more than 1, the most that it can be"),
-        ("--choose firs", "--choose: firs is not one of random, first: did you mean first?"),
+        ("--choose firs", "--choose: firs is not one of random, first: did you mean 'first'?"),
         ("--bos yes", "--bos: yes is not one of auto, always, never"),
         ("--device tpu", "--device tpu: "),
     ],

@@ -175,7 +175,7 @@ def test_sizes_that_are_refused(here, command):
     assert refused(*job, *TARGETS[4:], "--ratio", "0.2") == both.format("flops", "ratio")
     assert refused(*job, "--target-params", "5GiB").startswith("--target-params 5GiB: '5GiB' is not a size in ")
     assert refused(*job, "--target-params", "1K") == (
-        "1K parameters: out of reach of recipe best, whose spaces leave 2,224 at the least, of 5,200"
+        "1K parameters: out of reach of recipe best, whose spaces leave 2,224 at the least, 42.8% of 5,200"
     )
 
 

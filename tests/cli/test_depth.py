@@ -169,8 +169,8 @@ def test_verify_finds_what_is_not_the_dense_models(here) -> None:
         ),
         (
             ["--target-params", "1"],
-            "1 parameters: out of reach of recipe replaceme, whose blocks leave 3,248 at the least, of 13,008: did you "
-            "mean 1%?",
+            "1 parameters: out of reach of recipe replaceme, whose blocks leave 3,248 at the least, 25% of 13,008: did "
+            "you mean 1%?",
         ),
         (["--set", "depth.blocks=[2]"], "line 9, with --set: depth: blocks says which go: choose does not go with it"),
         (

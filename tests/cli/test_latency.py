@@ -188,8 +188,8 @@ def test_what_is_out_of_reach(here, timed) -> None:
     assert told.exit_code == 2
     assert told.stderr.splitlines() == [
         "latency table: 7.4 ms a block, 5 ms for the rest; of half of everything it says 17.6 ms, which took 17.6 ms",
-        "Error: 1ns latency of one pass: out of reach of recipe ridge, whose spaces leave 23.6 ms at the least, of "
-        "49.4 ms",
+        "Error: 1ns latency of one pass: out of reach of recipe ridge, whose spaces leave 23.6 ms at the least, "
+        "47.8% of 49.4 ms",
     ]
 
 

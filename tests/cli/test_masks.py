@@ -318,7 +318,7 @@ def test_every_named_rotation_is_an_option():
         ),
         (
             ("wanda", "--rotate", "sahred"),
-            "--rotate: sahred is not one of denoise, cayley, shared, groups: did you mean shared?",
+            "--rotate: sahred is not one of denoise, cayley, shared, groups: did you mean 'shared'?",
         ),
         (
             ("wanda", "--pattern", "2:4", "--ratio", "0.3"),

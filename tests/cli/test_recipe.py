@@ -143,11 +143,11 @@ def test_schema():
             "grail, auto, logit, low-rank, factors",
         ),
         (GOOD + "ratio: 1\n", "r.yaml, line 5: ratio: input should be less than 1, got 1"),
-        (GOOD.replace("1", "2"), "r.yaml, line 1: version: input should be 1, got 2"),
+        (GOOD.replace("1", "2"), "r.yaml, line 1: version: 2 is not 1"),
         (GOOD + "name: again\n", "r.yaml, line 5: name is given twice"),
         (
             GOOD + "target: late\n",
-            "r.yaml, line 5: target: input should be 'dense', 'sequential' or 'drift', got 'late'",
+            "r.yaml, line 5: target: late is not one of dense, sequential, drift",
         ),
         (
             GOOD.replace("rotation", "rotation, lambda: 1"),

@@ -18,7 +18,7 @@ def test_without_lm_eval_the_extra_is_named(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("tasks", "said"),
     [
-        (["piqa", "arc_eazy"], "unknown task 'arc_eazy': did you mean arc_easy?"),
+        (["piqa", "arc_eazy"], "unknown task 'arc_eazy': did you mean 'arc_easy'?"),
         (["qqqq"], "unknown task 'qqqq': `lm_eval ls tasks` lists them"),
     ],
 )

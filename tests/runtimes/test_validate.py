@@ -132,7 +132,7 @@ def test_a_misspelt_runtime_is_guessed(output):
     code, said = run("validate", output, "--runtime", "llamacpp")
     assert code == 2
     assert said.startswith("Error: --runtime: llamacpp is not one of ")
-    assert said.endswith(": did you mean llama.cpp?\n")
+    assert said.endswith(": did you mean 'llama.cpp'?\n")
 
 
 def test_node_and_its_package_are_asked_for(output, monkeypatch, tmp_path):

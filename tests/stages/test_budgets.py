@@ -350,7 +350,8 @@ def test_a_size_below_the_least_widths_is_refused(dense, weighed, widths):
     with pytest.raises(UserError) as caught:
         _ = job(str(least - 1)).widths
     assert str(caught.value) == (
-        f"{least - 1} parameters: out of reach of recipe test, whose spaces leave {least:,} at the least, of 7,632"
+        f"{least - 1} parameters: out of reach of recipe test, whose spaces leave {least:,} at the least, 30.2% of "
+        "7,632"
     )
 
 

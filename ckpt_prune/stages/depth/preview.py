@@ -9,7 +9,6 @@ from ckpt_prune.job.plan import Plan
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.records import DepthRecord, GapRecord
-from ckpt_prune.job.sizes import size_words
 from ckpt_prune.model.depth import can_shorten, check_shortened, shorten_model
 from ckpt_prune.model.family import DATA_OPTIONS, Family
 from ckpt_prune.model.model import Model
@@ -101,10 +100,7 @@ def _count_for_size(prepared: Prepared, allowed: Sequence[int]) -> int:
     if count is not None:
         return count
     dense = dense_size(prepared, size.kind)
-    raise UserError(
-        f"{size.words}: out of reach of recipe {prepared.recipe.name}, whose blocks leave "
-        f"{size_words(size.kind, reached)} at the least, of {size_words(size.kind, dense)}{size.share_meant}"
-    )
+    raise UserError(size.out_of_reach(prepared.recipe.name, "whose blocks leave", reached, dense))
 
 
 def _fewest(prepared: Prepared, allowed: Sequence[int]) -> tuple[int | None, int]:

@@ -7,7 +7,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.records import Cost, HiddenRecord
-from ckpt_prune.job.sizes import cost_in, size_words
+from ckpt_prune.job.sizes import cost_in
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.model.family import DATA_OPTIONS
 from ckpt_prune.model.model import Model
@@ -100,11 +100,8 @@ def _width_for_size(prepared: Prepared, least: int) -> int:
         return width
     low, high = least // step, (width - 1) // step
     if low > high or size_at(low * step) > limit:
-        raise UserError(
-            f"{size.words}: out of reach of recipe {prepared.recipe.name}, which leaves "
-            f"{size_words(size.kind, size_at(max(low, 1) * step) if low <= high else dense)} at the least, of "
-            f"{size_words(size.kind, dense)}{size.share_meant}"
-        )
+        reached = size_at(max(low, 1) * step) if low <= high else dense
+        raise UserError(size.out_of_reach(prepared.recipe.name, "which leaves", reached, dense))
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if size_at(middle * step) <= limit else (low, middle - 1)

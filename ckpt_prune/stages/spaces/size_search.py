@@ -13,7 +13,7 @@ from ckpt_prune.job.decisions import Decisions, keep_count, kept_units, multiple
 from ckpt_prune.job.latency import Latencies
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.recipe import Recipe
-from ckpt_prune.job.sizes import SizeKind, TargetSize, cost_in, size_words
+from ckpt_prune.job.sizes import SizeKind, TargetSize, cost_in
 from ckpt_prune.model.containers.container import Widths
 from ckpt_prune.model.spaces import COUPLED, Site, SpaceName, recipe_space
 from ckpt_prune.stages.hidden.sliced_checkpoint import SlicedCheckpoint
@@ -177,10 +177,7 @@ def unreachable(prepared: Prepared, least: float) -> str:
     dense = dense_size(prepared.whole, size.kind)
     parts = ["blocks"] * (prepared.depth is not None) + ["stream"] * (prepared.hidden is not None)
     what = " and ".join(filter(None, [", ".join(parts), "spaces"]))
-    return (
-        f"{size.words}: out of reach of recipe {prepared.recipe.name}, whose {what} leave "
-        f"{size_words(size.kind, least)} at the least, of {size_words(size.kind, dense)}{size.share_meant}"
-    )
+    return size.out_of_reach(prepared.recipe.name, f"whose {what} leave", least, dense)
 
 
 def taken_up(prepared: Prepared) -> str:
