@@ -302,7 +302,6 @@ class Pixels:
 
 
 def samples(variant: str, count: int = 24, seed: int = 5) -> Samples:
-    """What a variant reads."""
     chosen = VARIANTS[variant]
     if not chosen.vision:
         return TokenWindows(random_windows(count, WINDOW, seed=seed))
@@ -370,7 +369,6 @@ def request_on(
     folds: int = 1,
     **more: Any,
 ) -> Job:
-    """What is asked for."""
     samples = None if live is None else LiveSamples(live, folds, torch.float32)
     return Job(Model.open(folder), wanted, statistics, samples, **more)
 

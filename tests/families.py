@@ -161,7 +161,7 @@ def request_on(
     folds: int = 1,
     **more: Any,
 ) -> Job:
-    """What is asked for; `live` are windows to measure on."""
+    """Return the job; `live` are windows to measure on."""
     samples = None if live is None else LiveSamples(TokenWindows(live), folds, torch.float32)
     return Job(Model.open(folder), wanted, statistics, samples, **more)
 

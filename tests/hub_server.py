@@ -51,7 +51,7 @@ class Repo:
 
 @dataclass
 class Hub:
-    """What the server has, and what it was asked."""
+    """The files of the server, and the requests that it had."""
 
     url: str = ""
     repos: dict[str, Repo] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What a call refuses, and how it says so."""
+"""Catch the refusal of a call, and return its words."""
 
 from collections.abc import Callable
 from typing import Any

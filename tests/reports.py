@@ -1,4 +1,4 @@
-"""What recovering reports, as JSON has it; and files of two runs, compared but for the time they took."""
+"""Compare reports of recovery, and files of two runs, but for the time they took."""
 
 import json
 from pathlib import Path

@@ -49,7 +49,7 @@ class Pretending(TorchFunctionMode):
         goes = _goes(name, args, kwargs, tensors)
         if goes and kwargs.get("generator") is not None:
             raise RuntimeError(f"{name}: expected a generator of cuda:0, but found one of cpu")
-        args, kwargs = _mapped((args, kwargs), _in_truth)
+        args, kwargs = _map((args, kwargs), _in_truth)
         if name == "cuda":
             func, args, kwargs = Tensor.clone, args[:1], {}
         with torch._C.DisableTorchFunctionSubclass():
@@ -59,7 +59,7 @@ class Pretending(TorchFunctionMode):
                 found = found.clone() if found.data_ptr() == tensors[0].data_ptr() else found
         known = {id(each) for each in tensors}
         with torch._C.DisableTorchFunction():
-            return _mapped(found, lambda each: each if id(each) in known else _dressed(each, goes))
+            return _map(found, lambda each: each if id(each) in known else _dress(each, goes))
 
 
 def _there(tensor: Tensor) -> bool:
@@ -77,12 +77,12 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+def _map(value: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, tuple | list):
-        changed = [_mapped(each, change) for each in value]
+        changed = [_map(each, change) for each in value]
         return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
     if isinstance(value, dict):
-        return {key: _mapped(each, change) for key, each in value.items()}
+        return {key: _map(each, change) for key, each in value.items()}
     return change(value)
 
 
@@ -93,14 +93,13 @@ def _in_truth(value: Any) -> Any:
     return "cpu" if isinstance(value, str) and value.startswith("cuda") else value
 
 
-def _dressed(found: Any, goes: bool) -> Any:
+def _dress(found: Any, goes: bool) -> Any:
     if not isinstance(found, Tensor) or found.is_meta or goes == _there(found):
         return found
     return found.as_subclass(Pretended if goes else Tensor)
 
 
 def _goes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> bool:
-    """Whether what comes out is on the device."""
     if name in ("cpu", "cuda"):
         return name == "cuda"
     asked = kwargs.get("device")

@@ -1,4 +1,4 @@
-"""What several tests of outputs share: dense checkpoints made once, and a Python that lacks this package."""
+"""Helpers for tests of outputs: dense checkpoints made once, and a Python that lacks this package."""
 
 import os
 import subprocess

@@ -65,7 +65,6 @@ REPORTS = {
 
 
 def leaves(value: Any, *path: str | int) -> Iterator[tuple[str | int, ...]]:
-    """Where there are strings."""
     if isinstance(value, str):
         yield path
     for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
@@ -121,7 +120,7 @@ def test_no_text_of_a_report_or_plan_is_markup(tmp_path: Path, name: str) -> Non
     check_html(print_page(*titled_sections(read_report_or_plan(file))))
 
 
-def quantised() -> str:
+def quantised_card() -> str:
     card = SourceCard(license_name=EVIL, language=[EVIL])
     versions = dict.fromkeys(("ckpt_prune", "compressed_tensors", "torch", "transformers"), EVIL)
     values = {"auto_class": "AutoModelForCausalLM", "format": "int8", "group_size": None, "before": 2, "after": 1}
@@ -157,7 +156,7 @@ def with_figures() -> str:
     return front_matter({"model-index": index}) + "\n".join(figures_table(figures))
 
 
-@pytest.mark.parametrize("written", [quantised, of_a_graph, of_recipes, with_figures])
+@pytest.mark.parametrize("written", [quantised_card, of_a_graph, of_recipes, with_figures])
 def test_no_name_is_markup_on_a_card(written: Callable[[], str]) -> None:
     check_markdown(written())
 

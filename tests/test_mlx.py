@@ -23,7 +23,7 @@ ARCHITECTURES = {
 }
 
 
-def pruned(folder: Path, model_type: str) -> Path:
+def prune_tiny(folder: Path, model_type: str) -> Path:
     """A tiny model of a family whose blocks keep other numbers of heads and columns."""
     dense, out = Case(model_type, ARCHITECTURES[model_type]).write(folder / "dense"), folder / "out"
     uneven = {"widths": "per_layer", "allocation": "across-layers", "container": "remote", "ratio": 0.3}
@@ -33,7 +33,7 @@ def pruned(folder: Path, model_type: str) -> Path:
 
 @pytest.mark.parametrize(("model_type", "named"), [("qwen2", True), ("opt", False)])
 def test_the_file_travels_with_families_that_mlx_lm_computes(tmp_path, model_type, named):
-    out = pruned(tmp_path, model_type)
+    out = prune_tiny(tmp_path, model_type)
     config = json.loads((out / "config.json").read_text())
     assert config["auto_map"]["AutoModel"].startswith("modeling_pruned.Pruned")
     assert config.get("model_file") == ("mlx_pruned.py" if named else None)
@@ -42,13 +42,13 @@ def test_the_file_travels_with_families_that_mlx_lm_computes(tmp_path, model_typ
 
 
 def test_a_changed_file_does_not_verify(tmp_path):
-    out = pruned(tmp_path, "llama")
+    out = prune_tiny(tmp_path, "llama")
     (out / "mlx_pruned.py").write_text("raise SystemExit")
     assert not ckpt_prune.verify(out).passed
 
 
 def test_the_base_model_loads_by_auto_model(tmp_path):
-    out = pruned(tmp_path, "llama")
+    out = prune_tiny(tmp_path, "llama")
     from transformers import AutoModel
 
     base = AutoModel.from_pretrained(out, trust_remote_code=True).eval()
@@ -63,7 +63,7 @@ def test_mlx_lm_computes_what_pytorch_does(tmp_path, model_type):
     mx = pytest.importorskip("mlx.core", reason="mlx-lm is not installed (extra mlx)")
     from mlx_lm.utils import load_model
 
-    out = pruned(tmp_path, model_type)
+    out = prune_tiny(tmp_path, model_type)
     ids = torch.randint(4, 20, (1, 12), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         expected = ckpt_prune.load(out)(ids).logits.float().log_softmax(-1)

@@ -90,11 +90,13 @@ def test_a_wrong_row_or_a_missing_model_is_refused_before_anything_is_measured(t
     (tmp_path / "tools").mkdir()
     script = shutil.copy(results.__file__, tmp_path / "tools" / "results.py")
 
-    def said(*words: str) -> str:
+    def standard_error(*words: str) -> str:
         done = subprocess.run([sys.executable, script, "measure", *words], capture_output=True, text=True, check=False)
         assert done.returncode == 1
         return done.stderr
 
-    assert said(str(tmp_path), "--only", "smollm2-135m/rigde").startswith("smollm2-135m/rigde is none of smollm2-135m/")
-    assert "has smollm2-135m" in said(str(tmp_path), "--data", str(tmp_path), "--only", "smollm2-135m")
+    assert standard_error(str(tmp_path), "--only", "smollm2-135m/rigde").startswith(
+        "smollm2-135m/rigde is none of smollm2-135m/"
+    )
+    assert "has smollm2-135m" in standard_error(str(tmp_path), "--data", str(tmp_path), "--only", "smollm2-135m")
     assert list((tmp_path / "tools").iterdir()) == [script]

@@ -1,4 +1,4 @@
-"""What an interpreter shows of results: a line, however many blocks, weights, items or files they hold."""
+"""Results in an interpreter: one line, however many blocks, weights, items or files they hold."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What the commands do, done from Python: the same files, results as objects that the next function takes."""
+"""The commands, done from Python: the same files, and results that the next function takes."""
 
 import json
 from collections.abc import Callable

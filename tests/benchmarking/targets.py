@@ -1,4 +1,4 @@
-"""What processes do in tests in place of loading a model. Imports nothing heavy: each of them starts a Python."""
+"""Work of processes in tests, in place of loading a model. It imports nothing heavy: each starts a Python."""
 
 import os
 import signal

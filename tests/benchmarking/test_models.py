@@ -37,18 +37,18 @@ def options(**given) -> BenchmarkOptions:
     return BenchmarkOptions.model_validate({"a": "a", "b": "b", "onnx": True} | given)
 
 
-def opened(folder, **given):
+def open_it(folder, **given):
     said = []
     return open_model("A", str(folder), options(**given), said.append), said
 
 
 def test_the_graph_in_its_folder_is_taken(output):
-    found, said = opened(output)
+    found, said = open_it(output)
     assert found.graph == output / "onnx"
     assert found.manifest.task == "text-generation"
     assert found.checkpoint.path == output
     assert said == [f"{output}: using the graph in {output / 'onnx'}"]
-    assert opened(output, dtype="fp32", optimize="none")[1] == said
+    assert open_it(output, dtype="fp32", optimize="none")[1] == said
 
 
 @pytest.mark.parametrize(
@@ -56,14 +56,14 @@ def test_the_graph_in_its_folder_is_taken(output):
     [({"dtype": "fp16"}, "it is fp32"), ({"optimize": "cpu"}, "it was written with --optimize none")],
 )
 def test_another_graph_than_that_in_its_folder_is_wanted(output, wish, reason):
-    found, said = opened(output, **wish)
+    found, said = open_it(output, **wish)
     assert (found.graph, found.manifest) == (None, None)
     assert said == [f"{output}: the graph in {output / 'onnx'} is not used: {reason}"]
 
 
 def test_a_graph_of_other_weights_is_not_taken(output):
     edit_weights(output, lambda tensors: tensors["model.norm.weight"].add_(1))
-    found, said = opened(output)
+    found, said = open_it(output)
     assert found.graph is None
     assert said == [f"{output}: the graph in {output / 'onnx'} is not used: it was made of other weights"]
 
@@ -81,7 +81,7 @@ def test_a_graph_of_other_weights_is_not_taken(output):
 def test_a_graph_for_another_task_is_not_taken(output, record, reason):
     path = output / "onnx" / GRAPH_RECORD
     path.write_text(json.dumps(json.loads(path.read_text()) | record))
-    found, said = opened(output)
+    found, said = open_it(output)
     assert (found.graph, found.manifest) == (None, None)
     assert said == [f"{output}: the graph in {output / 'onnx'} is not used: {reason}"]
 
@@ -96,7 +96,7 @@ def test_a_graph_is_made_as_wanted(exported, tmp_path, monkeypatch):
         return models.read_manifest(graph)
 
     monkeypatch.setattr(GraphWriter, "write", write)
-    found, said = opened(model)
+    found, said = open_it(model)
     made = add_graph(found, options(optimize="cpu", dtype="fp16", trust_remote_code=True), tmp_path, said.append)
     assert asked == [(model, tmp_path / "A", ("fp16",), "cpu", True)]
     assert made.graph == tmp_path / "A"
@@ -108,7 +108,7 @@ def test_what_cannot_be_exported_is_named(exported, tmp_path):
     shutil.copytree(model, tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2}))
-    found, said = opened(tmp_path / "model")
+    found, said = open_it(tmp_path / "model")
     with pytest.raises(UserError) as caught:
         add_graph(found, options(), tmp_path / "scratch", said.append)
     assert str(caught.value).startswith(f"{tmp_path / 'model'} in onnxruntime: ")
@@ -117,7 +117,7 @@ def test_what_cannot_be_exported_is_named(exported, tmp_path):
 BATCH, TOKENS, STEPS = 2, 7, 3
 
 
-def counted(call) -> tuple[int, object]:
+def count_flops(call) -> tuple[int, object]:
     """FLOPs of a call, and what it returns."""
     with FlopCounterMode(display=False) as counter, torch.inference_mode():
         result = call()
@@ -142,19 +142,19 @@ def test_flops_are_those_that_torch_counts(model):
     assert costs.parameters == loaded.num_parameters()
     if loaded.main_input_name == "pixel_values":
         workload = Workload("image", BATCH, 0, 0, False, False, 0, (3, encoders.IMAGE, encoders.IMAGE))
-        assert costs.flops(workload, "forward") == counted(lambda: loaded(**workload.make_inputs()))[0]
+        assert costs.flops(workload, "forward") == count_flops(lambda: loaded(**workload.make_inputs()))[0]
         return
     generates = loaded.can_generate()
     workload = Workload("text", BATCH, TOKENS, STEPS if generates else 0, generates, generates, 40, (0, 0, 0))
     flags = {"use_cache": True} if generates else {}
-    flops, result = counted(lambda: loaded(**workload.make_inputs(), **flags))
+    flops, result = count_flops(lambda: loaded(**workload.make_inputs(), **flags))
     assert costs.flops(workload, workload.phase) == flops
     if not generates:
         return
     total, name = 0, cache_argument(loaded.forward)
     for _ in range(STEPS):
         inputs = {"input_ids": result.logits[:, -1:].argmax(-1), name: getattr(result, name)}
-        flops, result = counted(lambda inputs=inputs: loaded(**inputs, use_cache=True))
+        flops, result = count_flops(lambda inputs=inputs: loaded(**inputs, use_cache=True))
         total += flops
     assert costs.flops(workload, "decode") * STEPS == total
 

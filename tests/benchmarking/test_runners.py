@@ -64,11 +64,11 @@ def test_onnxruntime_reads_the_text_and_generates_with_the_cache(exported, way):
     assert runner._run == runner._call
     run, read = getattr(runner, way), []
 
-    def watched(arrays, past):
+    def watch_run(arrays, past):
         read.append((arrays, past))
         return run(arrays, past)
 
-    runner._run = watched
+    runner._run = watch_run
     timing = runner.time(GENERATION)
     assert {phase: len(seconds) for phase, seconds in timing.items()} == {"prefill": 1, "decode": 4}
     ids = torch.cat([torch.from_numpy(arrays["input_ids"]) for arrays, _ in read], 1)
@@ -89,7 +89,7 @@ def test_images(exported, runtime):
 
 
 class Binding:
-    """What onnxruntime is told of a run."""
+    """Records which devices onnxruntime is given."""
 
     def __init__(self):
         self.outputs = []
@@ -106,12 +106,12 @@ def test_onnxruntime_runs_on_the_gpu_that_is_asked_for(monkeypatch):
     asked, binding = [], Binding()
     inner = SimpleNamespace(io_binding=lambda: binding, run_with_iobinding=lambda _: None)
 
-    def opened(folder, file, **options):
+    def open_session(folder, file, **options):
         asked.append(options)
         outputs = dict.fromkeys(["logits", "present.0.key"])
         return SimpleNamespace(session=Session(inner, options["provider"], None), outputs=outputs)
 
-    monkeypatch.setattr(runners, "OnnxModel", opened)
+    monkeypatch.setattr(runners, "OnnxModel", open_session)
     runner = OnnxRunner(Participant("A", "tiny", "onnxruntime", "graph", "cuda:1", 1, "fp32"))
     assert asked == [{"provider": "cuda", "threads": 1, "device": 1}]
     assert runner.device == "cuda:1"

@@ -1,4 +1,4 @@
-"""What two models can both be timed on."""
+"""Workloads that two models can both be timed on."""
 
 import json
 from pathlib import Path

@@ -31,7 +31,7 @@ def fill(folder: Path, files: dict[str, str]) -> Path:
     return folder
 
 
-def written(folder: Path, kind: FolderKind, files: dict[str, str], **record: Any) -> Path:
+def write_folder(folder: Path, kind: FolderKind, files: dict[str, str], **record: Any) -> Path:
     """A folder with the record that this tool leaves in one."""
     record = {"files": dict.fromkeys(files, "")} | record
     return fill(folder, files | {kind.record: json.dumps(record)})
@@ -40,7 +40,7 @@ def written(folder: Path, kind: FolderKind, files: dict[str, str], **record: Any
 def old_output(out: Path, version: str = "old", **record: Any) -> Path:
     files = {"config.json": version, "model-00001-of-00002.safetensors": version, "tokenizer.json": version}
     made = {"README.md": version, "modeling_pruned.py": version, "model.safetensors.index.json": version}
-    return fill(written(out, OUTPUT_KIND, files, **record), made)
+    return fill(write_folder(out, OUTPUT_KIND, files, **record), made)
 
 
 def replacing(out: Path, files: dict[str, str] | None = None, **options: Any) -> Staging:
@@ -86,7 +86,10 @@ def test_side_files_that_the_record_lists_go(out):
 
 def test_the_graph_that_the_recipe_wrote_goes_by_its_own_record(out):
     old_output(out, recipe={"export": {"format": "onnx"}})
-    fill(written(out / "onnx", EXPORT_KIND, GRAPH), {"README.md": "card", "validation.json": "{}", "bench.csv": "mine"})
+    fill(
+        write_folder(out / "onnx", EXPORT_KIND, GRAPH),
+        {"README.md": "card", "validation.json": "{}", "bench.csv": "mine"},
+    )
     fill(out / "onnx.partial", {JOURNAL: "{}", "model.onnx": "half"})
     assert replacing(out).publish() == ["onnx/bench.csv"]
     assert tree(out) == NEW | {"onnx/bench.csv": "mine"}
@@ -94,7 +97,7 @@ def test_the_graph_that_the_recipe_wrote_goes_by_its_own_record(out):
 
 @pytest.mark.parametrize("recipe", [{"export": None}, {}, "damaged"])
 def test_a_graph_that_its_user_exported_stays(out, recipe):
-    written(old_output(out, recipe=recipe) / "onnx", EXPORT_KIND, GRAPH)
+    write_folder(old_output(out, recipe=recipe) / "onnx", EXPORT_KIND, GRAPH)
     graph = tree(out / "onnx")
     assert replacing(out).publish() == ["onnx"]
     assert tree(out / "onnx") == graph
@@ -109,7 +112,7 @@ def test_a_folder_in_the_place_of_a_file_that_was_written_is_the_users(out):
 # ---- names that both want --------------------------------------------------------------------------------------------
 
 
-def needed(path: Path) -> str:
+def message_for(path: Path) -> str:
     return (
         f"{path} was not written with the output that is there, and the new one needs its name; move it away or choose "
         "another output name"
@@ -122,7 +125,7 @@ def test_a_users_file_whose_name_is_needed_is_refused_before_anything_is_written
     before = tree(out.parent)
     wants = WEIGHT_NAMES | {"vocab.json": None, "onnx": None}
     folder = out / name if "/" not in name else out / "onnx"
-    assert refusal(Staging, out, job="job", overwrite=True, wants=wants) == needed(folder)
+    assert refusal(Staging, out, job="job", overwrite=True, wants=wants) == message_for(folder)
     assert tree(out.parent) == before
 
 
@@ -144,7 +147,7 @@ def test_a_name_that_turns_out_to_be_needed_keeps_both(out):
             fill(out, {"extra.json": "mine"})
             staging.publish()
 
-    assert refusal(run) == needed(out / "extra.json")
+    assert refusal(run) == message_for(out / "extra.json")
     assert (tree(out)["config.json"], tree(out)["extra.json"]) == ("old", "mine")
     (out / "extra.json").unlink()
     with Staging(out, job="job", resume=True) as staging:
@@ -203,7 +206,7 @@ def test_a_kill_at_any_moment_loses_nothing(out):
         number += 1
         shutil.rmtree(out.parent)
         old_output(out, recipe={"export": {"format": "onnx"}}, side_files=["tokenizer.json"])
-        written(out / "onnx", EXPORT_KIND, GRAPH)
+        write_folder(out / "onnx", EXPORT_KIND, GRAPH)
         old = tree(out)
         fill(out, users)
         staging = replacing(out)

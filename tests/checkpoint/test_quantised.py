@@ -26,14 +26,14 @@ COMPRESSED = {
 NAME = "model.layers.0.up.weight"
 
 
-def stored(*shape: int) -> Tensor:
+def make_float8(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(torch.float8_e4m3fn)
 
 
 def fp8(
     folder: Path, shape: tuple[int, ...], scale: Tensor, said: dict[str, Any] = FP8, suffix: str = "_scale_inv"
 ) -> Path:
-    tensors = {NAME: stored(*shape), NAME + suffix: scale, "model.norm.weight": torch.ones(3)}
+    tensors = {NAME: make_float8(*shape), NAME + suffix: scale, "model.norm.weight": torch.ones(3)}
     return save_single(folder, tensors, CONFIG | {"quantization_config": said})
 
 
@@ -70,22 +70,22 @@ def test_what_is_read_is_the_stored_numbers_times_their_scales(
     assert checkpoint.config == CONFIG
     assert (checkpoint.tensors[NAME].dtype, checkpoint.tensors[NAME].shape) == (torch.bfloat16, shape)
     read = checkpoint.read([NAME])[NAME]
-    assert torch.equal(read, by_elements(stored(*shape), scales, *block))
+    assert torch.equal(read, by_elements(make_float8(*shape), scales, *block))
 
 
 def test_scales_may_be_in_another_file_and_take_it_with_them(tmp_path: Path) -> None:
     folder, scale = tmp_path / "m", torch.rand(3, 3)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": FP8}))
-    files = {"a.safetensors": {NAME: stored(5, 7)}, "b.safetensors": {NAME + "_scale_inv": scale}}
+    files = {"a.safetensors": {NAME: make_float8(5, 7)}, "b.safetensors": {NAME + "_scale_inv": scale}}
     for file, tensors in files.items():
         save_file(tensors, folder / file)
     write_index(folder, {name: file for file, tensors in files.items() for name in tensors})
     checkpoint = Checkpoint.open(folder)
     assert checkpoint.files == ("a.safetensors",)
-    assert torch.equal(checkpoint.read([NAME])[NAME], by_elements(stored(5, 7), scale, 2, 3))
+    assert torch.equal(checkpoint.read([NAME])[NAME], by_elements(make_float8(5, 7), scale, 2, 3))
     transposed = checkpoint.transpose([NAME])
-    assert torch.equal(transposed.read([NAME])[NAME], by_elements(stored(5, 7), scale, 2, 3).T)
+    assert torch.equal(transposed.read([NAME])[NAME], by_elements(make_float8(5, 7), scale, 2, 3).T)
 
 
 def test_another_scale_is_another_model_and_its_nan_is_found(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_scales_that_fit_nothing(tmp_path: Path, scale: Tensor, said: dict[str, 
 
 
 def test_no_scales(tmp_path: Path) -> None:
-    folder = save_single(tmp_path / "m", {NAME: stored(5, 7)}, CONFIG | {"quantization_config": FP8})
+    folder = save_single(tmp_path / "m", {NAME: make_float8(5, 7)}, CONFIG | {"quantization_config": FP8})
     with pytest.raises(UserError) as error:
         Checkpoint.open(folder)
     assert str(error.value) == (

@@ -92,7 +92,7 @@ def test_torn_bytes_of_an_uncommitted_unit_are_written_anew(tmp_path: Path) -> N
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
-def doubled(out: Path, **options: bool) -> None:
+def double_first(out: Path, **options: bool) -> None:
     """Write two files and double all that is in the first one."""
     files = two_files()
     names = list(next(iter(files.values())))
@@ -113,16 +113,16 @@ def test_what_is_half_rewritten_is_rewritten_from_what_was_there(
     tmp_path: Path, method: str, call: int, torn: bool
 ) -> None:
     """Neither what is doubled is doubled again, nor what is torn."""
-    doubled(tmp_path / "whole")
+    double_first(tmp_path / "whole")
     with pytest.MonkeyPatch.context() as patch:
         interrupt_at(patch, CheckpointWriter, method, call)
         with pytest.raises(KeyboardInterrupt):
-            doubled(tmp_path / "out")
+            double_first(tmp_path / "out")
     if torn and method == "_put":
         place = tmp_path / "out.partial" / next(iter(two_files()))
         data = place.read_bytes()
         place.write_bytes(data[:-8] + b"\xaa" * 8)
-    doubled(tmp_path / "out", resume=True)
+    double_first(tmp_path / "out", resume=True)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 

@@ -122,10 +122,10 @@ def test_a_new_folder_is_checked_again_before_it_is_filled(tmp_path):
 def test_where_there_are_no_locks_work_goes_on(tmp_path, monkeypatch):
     """On a system without them, and on a file system without them."""
 
-    def refused(*_args: object) -> None:
+    def refuse_lock(*_args: object) -> None:
         raise OSError(errno.ENOLCK, "no locks available")
 
-    for name, patched, value in (("system", "fcntl", None), ("files", "fcntl.flock", refused)):
+    for name, patched, value in (("system", "fcntl", None), ("files", "fcntl.flock", refuse_lock)):
         with monkeypatch.context() as patch:
             patch.setattr(f"{locks.__name__}.{patched}", value)
             with staging(tmp_path / name) as first:
@@ -178,10 +178,10 @@ def test_an_output_holds_nothing_of_what_it_was_made_by(tmp_path, monkeypatch):
 
 
 def test_a_signal_before_a_folder_is_known_to_be_ours_leaves_none(tmp_path, monkeypatch):
-    def interrupted(_: Staging) -> None:
+    def interrupt(_: Staging) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Staging, "_take_lock", interrupted)
+    monkeypatch.setattr(Staging, "_take_lock", interrupt)
     with pytest.raises(KeyboardInterrupt), staging(tmp_path / "out"):
         pass
     assert not list(tmp_path.iterdir())

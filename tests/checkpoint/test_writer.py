@@ -1,4 +1,4 @@
-"""What the writer puts on disk, and what it refuses before the first byte."""
+"""The files that the writer makes, and its refusals before the first byte."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""What tests of dimensions and blocks that go beside units of spaces share."""
+"""Helpers for tests of dimensions and blocks that go together with units of spaces."""
 
 from pathlib import Path
 from typing import Any

@@ -35,14 +35,14 @@ def ok(*args: str) -> str:
 
 
 def untimed(said: str) -> str:
-    """What a dry run says, without the one line about what the run will take."""
+    """Return the output of a dry run without the line that estimates time."""
     lines = said.splitlines(keepends=True)
     assert sum(line.startswith("it takes ") for line in lines) == 1, said
     return "".join(line for line in lines if not line.startswith("it takes "))
 
 
 def refused(*args: str) -> str:
-    """The one line of a command that refuses its input; nothing on disk below the working folder changes."""
+    """Return the one line of a command that refuses its input; nothing on disk below the working folder changes."""
     before = listing()
     result = run(*args)
     assert result.exit_code == 2, result.output

@@ -144,7 +144,6 @@ def test_batch_sizes_are_whole_numbers(asked, batch):
 
 @pytest.fixture
 def scratch(tmp_path, monkeypatch) -> Path:
-    """Where temporary folders are made."""
     folder = tmp_path / "scratch"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -203,11 +202,11 @@ def test_dense_against_pruned_in_both_runtimes(place, scratch, monkeypatch, tmp_
 
 
 def test_ctrl_c(place, monkeypatch):
-    def interrupted(worker, workload):
+    def interrupt(worker, workload):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(benchmark, "start_workers", partial(start_workers, target=targets.waiting))
-    monkeypatch.setattr(Worker, "time", interrupted)
+    monkeypatch.setattr(Worker, "time", interrupt)
     result = run("benchmark", "dense", "pruned")
     assert (result.exit_code, result.stdout, result.stderr) == (130, "", "Interrupted.\n")
     assert multiprocessing.active_children() == []
@@ -250,10 +249,10 @@ def test_a_graph_beside_a_checkpoint(place, idle, options, said):
 
 
 def test_two_of_four_is_left_out_on_a_cpu_with_a_reason(place, monkeypatch):
-    def seated(seats):
+    def refuse_seats(seats):
         raise UserError(", ".join(f"{each.runtime} {each.label}" for each in seats))
 
-    monkeypatch.setattr(benchmark, "start_workers", seated)
+    monkeypatch.setattr(benchmark, "start_workers", refuse_seats)
     result = run("benchmark", "dense", "dense", "--two-four", "--dtype", "fp16", "--device", "cpu")
     why = "dense is not timed with 2:4: torch's kernels for 2:4 run on NVIDIA GPUs alone, and this is cpu"
     assert result.stderr.splitlines() == [why, why, "Error: PyTorch A, PyTorch B"]

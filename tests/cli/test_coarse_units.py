@@ -26,6 +26,6 @@ def coarse(out: str) -> list[str]:
     return [line for line in (Path(out) / "README.md").read_text().splitlines() if "too coarse" in line]
 
 
-def kept(said: str) -> str:
+def kept_line(said: str) -> str:
     (line,) = (line for line in said.splitlines() if line.startswith("kept per block: "))
     return line

@@ -19,7 +19,7 @@ BOTH = ("compare", "dense", "pruned", *TEXT)
 
 
 def whole(folder: str, ids: torch.Tensor) -> tuple[list[np.ndarray], torch.Tensor]:
-    """What leaves every block of a stock model, and its log-probabilities."""
+    """Return the states that leave every block of a stock model, and its log-probabilities."""
     with quiet_transformers():
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     seen: list[torch.Tensor] = []

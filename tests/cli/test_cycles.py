@@ -32,7 +32,6 @@ JOBS = {
 
 @contextmanager
 def circles() -> Iterator[list[object]]:
-    """What is only found by the collector; filled at the end."""
     gc.collect()
     found: list[object] = []
     gc.disable()

@@ -42,7 +42,7 @@ def here(weighed: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path
     return tmp_path
 
 
-def told(said: str) -> list[str]:
+def lines_on_widths(said: str) -> list[str]:
     return [line for line in said.splitlines() if line.startswith("widths per block")]
 
 
@@ -51,15 +51,15 @@ def test_an_output_of_the_default_recipe_loads_with_stock_classes(here):
     assert read_json(here / "out" / "ckpt_prune.json")["recipe"]["name"] == DEFAULT_RECIPE == "best-uniform"
     assert "auto_map" not in read_json(here / "out" / "config.json")
     families.stock(here / "out")
-    (line,) = told(said)
+    (line,) = lines_on_widths(said)
     assert LINE.fullmatch(line)
 
 
 def test_a_plan_and_a_dry_run_tell_what_widths_per_block_would_do(here):
     common = ("llama", "--statistics", "weighed", *SIZE, *QUICK)
-    (planned,) = told(ok("plan", *common))
+    (planned,) = lines_on_widths(ok("plan", *common))
     dry = ("prune", *common, "-o", str(here / "out"), "--dry-run")
-    assert told(ok(*dry)) == [planned]
+    assert lines_on_widths(ok(*dry)) == [planned]
     assert planned in json.loads(ok(*dry, "--json"))["messages"]
     assert LINE.fullmatch(planned)
 

@@ -41,7 +41,6 @@ def here(place: Path) -> Path:
 
 
 def windows() -> Tensor:
-    """What the commands here calibrate on."""
     from ckpt_prune.measure.samples.choose import choose_samples
     from ckpt_prune.model.model import Model
     from ckpt_prune.options.commands import PruneOptions
@@ -286,7 +285,7 @@ def test_what_is_left_is_recovered_to_the_dense_states_behind_the_gap(here) -> N
     resumed(job)
 
 
-def silenced(model: Any, block: int, part: str) -> Any:
+def silence(model: Any, block: int, part: str) -> Any:
     """The model without what the attention or the mlp of a block gives."""
     layer = model.model.layers[block]
     module = layer.self_attn.o_proj if part == "attention" else layer.mlp.down_proj
@@ -327,7 +326,7 @@ def test_parts_by_influence(here, part: str) -> None:
 def test_parts_by_loss_and_by_divergence(here) -> None:
     ids, losses = windows(), []
     for block in range(6):
-        model = silenced(stock(Path("deep")), block, "attention")
+        model = silence(stock(Path("deep")), block, "attention")
         with torch.no_grad():
             losses.append(float(model(input_ids=ids, labels=ids, use_cache=False).loss))
     job = ("prune", "deep", "--set", "depth.part=attention", "--set", "depth.drop=1", *TEXT)

@@ -37,11 +37,11 @@ def test_a_model_of_which_most_is_left_on_disk_computes_the_same(place, monkeypa
     loaded = []
     original = device_map.DeviceMap.load
 
-    def watched(self, *args, **options):
+    def load_watched(self, *args, **options):
         loaded.append(original(self, *args, **options))
         return loaded[-1]
 
-    monkeypatch.setattr(device_map.DeviceMap, "load", watched)
+    monkeypatch.setattr(device_map.DeviceMap, "load", load_watched)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     spread = json.loads(ok("evaluate", "pruned", "--against", "dense", *TEXT, *SPREAD, "--json"))
     assert len(loaded) == 2

@@ -75,7 +75,7 @@ def windows(limit: int | None = None) -> torch.Tensor:
     return torch.tensor([[BOS, *row, EOS] for row in rows[:limit]])
 
 
-def masked(folder: str, against: str | None = None, limit: int | None = None):
+def fill_masks(folder: str, against: str | None = None, limit: int | None = None):
     rows = windows(limit)
     models = [load_model(Path(each), device="cpu") for each in (folder, against) if each]
     return fill_in(models[0], rows, choose_masked(rows, {BOS, EOS, UNKNOWN, MASK}), MASK, *models[1:])
@@ -98,7 +98,7 @@ def figures(folder: str, score) -> dict:
 
 class TestMasked:
     def test_alone(self, encoders):
-        score = masked("bert-mlm")
+        score = fill_masks("bert-mlm")
         assert json.loads(ok("evaluate", "bert-mlm", *DATA, "--json")) == figures("bert-mlm", score)
         assert (score.window, score.windows) == (WINDOW, len(windows()))
         assert score.tokens == 2 * score.windows  # 15 % of ten
@@ -109,10 +109,10 @@ class TestMasked:
         ]
         assert lines[2:] == ["", "15% of the tokens masked: not comparable with a causal perplexity"]
         said = json.loads(ok("evaluate", "bert-mlm", *DATA, "--samples", "3", "--json"))
-        assert said == figures("bert-mlm", masked("bert-mlm", limit=3))
+        assert said == figures("bert-mlm", fill_masks("bert-mlm", limit=3))
 
     def test_against(self, encoders):
-        found = masked("bert-mlm-2", "bert-mlm")
+        found = fill_masks("bert-mlm-2", "bert-mlm")
         said = json.loads(ok("evaluate", "bert-mlm-2", "--against", "bert-mlm", *DATA, "--json"))
         assert said == figures("bert-mlm-2", found.score) | {
             "kl": found.kl,

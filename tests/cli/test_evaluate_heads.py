@@ -55,7 +55,7 @@ def windows() -> torch.Tensor:
 
 
 @torch.inference_mode()
-def predicted(folder: str, head: str) -> list[np.ndarray]:
+def predict(folder: str, head: str) -> list[np.ndarray]:
     """Logits over classes (predictions, classes) of every output, by the stock class."""
     rows = windows()
     tokenizer = bert_tokenizer()
@@ -69,7 +69,7 @@ def predicted(folder: str, head: str) -> list[np.ndarray]:
 
 def test_figures(head: str) -> None:
     found: dict[str, Any] = json.loads(ok("evaluate", "near", "--against", "dense", *DATA, "--json"))
-    ours, theirs = predicted("near", head), predicted("dense", head)
+    ours, theirs = predict("near", head), predict("dense", head)
     texts = len(windows())
     assert (found["model"], found["against"], found["window"], found["windows"]) == ("near", "dense", 12, texts)
     if head == "ranks":

@@ -49,7 +49,7 @@ def pictures(pictured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     return tmp_path / "here"
 
 
-def expected(limit: int | None = None) -> ImageSamples:
+def expected_samples(limit: int | None = None) -> ImageSamples:
     files = ImageFiles(tuple(sorted(Path("flat").iterdir())), tuple(LABELS))
     if limit is not None:
         files = choose_images(files, samples=limit, seed=0)
@@ -57,7 +57,7 @@ def expected(limit: int | None = None) -> ImageSamples:
 
 
 def test_alone(pictures):
-    score = classify(tiny_vit(), expected())
+    score = classify(tiny_vit(), expected_samples())
     assert json.loads(ok("evaluate", "vit", "--images", "listed", "--json")) == {
         **{"model": "vit", "images": 12, "top1": score.top1, "top5": score.top5},
         **{"agreement": None, "kl": None, "against": None, "skipped": []},
@@ -70,7 +70,7 @@ def test_alone(pictures):
 
 
 def test_against(pictures):
-    found = compare_classifiers(tiny_vit(1), tiny_vit(0), expected())
+    found = compare_classifiers(tiny_vit(1), tiny_vit(0), expected_samples())
     said = json.loads(ok("evaluate", "other", "--against", "vit", "--images", "listed", "--json"))
     assert said == {
         "model": "other",
@@ -134,7 +134,7 @@ def test_a_classifier_of_no_family_of_ours(pictures):
     write_processor(Path("swin"))
     said = json.loads(ok("evaluate", "swin", "--images", "listed", "--json"))
     model = SwinForImageClassification.from_pretrained("swin", local_files_only=True)
-    assert (said["images"], said["top1"]) == (12, classify(model, expected()).top1)
+    assert (said["images"], said["top1"]) == (12, classify(model, expected_samples()).top1)
 
 
 def test_images_without_labels_and_no_reference(pictures):
@@ -209,4 +209,4 @@ def test_remote_code_is_run_only_when_trusted(pictures, monkeypatch):
     assert not Path("ran").exists()
     said = json.loads(ok("evaluate", "vit", "--images", "listed", "--trust-remote-code", "--json"))
     assert Path("ran").exists()
-    assert said["top1"] == classify(tiny_vit(), expected()).top1
+    assert said["top1"] == classify(tiny_vit(), expected_samples()).top1

@@ -46,7 +46,7 @@ def pairs(count: int = 12) -> list[dict]:
 
 
 @torch.inference_mode()
-def predicted(folder: str, rows: list[dict]) -> np.ndarray:
+def predict(folder: str, rows: list[dict]) -> np.ndarray:
     """Logits of every row, alone, by the stock class."""
     model = BertForSequenceClassification.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -77,7 +77,7 @@ def test_beside_the_dense_model(here, monkeypatch):
     monkeypatch.setenv(DATA_VARIABLE, "data")
     told = figures("near", "--against", "dense", "--tasks", "glue:mrpc")
     rows = pairs()
-    ours, theirs = (predicted(folder, rows) for folder in ("near", "dense"))
+    ours, theirs = (predict(folder, rows) for folder in ("near", "dense"))
     true = [row["label"] for row in rows]
     expected = {}
     for name, logits in (("near", ours), ("dense", theirs)):
@@ -130,7 +130,7 @@ def test_numbers(here):
     rows = [row | {"label": 0.5 * i} for i, row in enumerate(pairs(6))]
     write("data/glue/stsb/validation.jsonl", rows)
     task = figures("graded", "--against", "other", "--tasks", "data/glue:stsb")["tasks"]["stsb"]
-    numbers = predicted("graded", rows)[:, 0].tolist()
+    numbers = predict("graded", rows)[:, 0].tolist()
     assert task["pearson"] == pytest.approx(oracle.pearson(numbers, [row["label"] for row in rows]), abs=1e-5)
     assert (task["kl"], task["agreement"]) == (None, None)
     assert -1 <= task["rank_correlation"] <= 1

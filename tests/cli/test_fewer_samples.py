@@ -9,7 +9,7 @@ from tests.cli.running import ok, read_json, refused, run
 USED = "calib.txt has 98 windows of 16 tokens: all are used, not "
 
 
-def measured(*more: str) -> tuple[str, int]:
+def calibrate(*more: str) -> tuple[str, int]:
     """The first line on stderr of a calibration, and the samples it was measured on."""
     done = run("calibrate", "dense", "--text", "calib.txt", "--window", "16", *more, "-o", "own", "--overwrite")
     assert done.exit_code == 0, done.output
@@ -17,12 +17,12 @@ def measured(*more: str) -> tuple[str, int]:
 
 
 def test_the_first_command_of_the_front_page_takes_a_short_text(place):
-    assert measured() == (f"{USED}128", 98)
+    assert calibrate() == (f"{USED}128", 98)
 
 
 @pytest.mark.parametrize("many", ["99", "99999999999999999999"])
 def test_more_than_there_are(place, many):
-    assert measured("--samples", many) == (USED + many, 98)
+    assert calibrate("--samples", many) == (USED + many, 98)
 
 
 def test_no_window_is_an_error_with_the_remedy_that_works(place):

@@ -125,7 +125,6 @@ def test_a_tied_head_reads_what_an_untied_one_does_inside_the_basis(here, ratio:
 
 @torch.no_grad()
 def ids_states(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """What the head reads."""
     found: Tensor = model.model(input_ids=ids, use_cache=False).last_hidden_state
     return found
 

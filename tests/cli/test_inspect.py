@@ -140,7 +140,7 @@ def zero(folder: str, weight: str, groups: str) -> None:
     edit_weights(folder, change)
 
 
-def masked() -> None:
+def zero_values() -> None:
     zero("dense", "model.layers.0.mlp.up_proj.weight", "0100")
     zero("dense", "model.layers.1.mlp.up_proj.weight", "0110")
     zero("dense", "model.layers.0.mlp.gate_proj.weight", "11110000")

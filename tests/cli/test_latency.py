@@ -225,7 +225,6 @@ def narrow(here: Path, timed: list[tuple[int, str]], monkeypatch: pytest.MonkeyP
 
 
 def took(report: dict[str, Any], *, whole: bool = False) -> float:
-    """What an output takes, or the dense model, of 6 blocks."""
     sites = [] if whole else report["sites"]
     kept = {space: [len(site["kept"]) for site in sites if site["space"] == space] for space in ("heads", "mlp")}
     groups, columns = sum(kept["heads"] or [12]), sum(kept["mlp"] or [144])

@@ -26,7 +26,7 @@ def here(place: Path) -> Path:
     return place
 
 
-def kept(report: Path | str) -> dict[tuple[int, str], list[int]]:
+def kept_units(report: Path | str) -> dict[tuple[int, str], list[int]]:
     return {(site["block"], site["space"]): site["kept"] for site in read_json(str(report))["sites"]}
 
 
@@ -35,7 +35,7 @@ def test_statistics_and_text_give_the_same_and_the_units_of_least_importance_go(
     ok("prune", "opt", *RECIPE, *RATIO, "--statistics", "told", "-o", "a")
     ok("prune", "opt", *RECIPE, *RATIO, *TEXT, "-o", "b")
     assert (Path("a") / WEIGHTS).read_bytes() == (Path("b") / WEIGHTS).read_bytes()
-    sites = kept("a/ckpt_prune.json")
+    sites = kept_units("a/ckpt_prune.json")
     model = Model.open("opt")
     statistics = Statistics(Path("told"))
     for (block, space), units in sites.items():

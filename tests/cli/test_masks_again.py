@@ -73,7 +73,7 @@ def weights(folder: str) -> dict[str, Tensor]:
     return load_file(f"{folder}/model.safetensors")
 
 
-def masked(folder: str) -> list[str]:
+def masked_weights(folder: str) -> list[str]:
     """Weights that its report says are masked."""
     return [linear["weight"] for linear in read_json(f"{folder}/ckpt_prune.json")["linears"]]
 
@@ -110,7 +110,7 @@ def test_zeros_are_those_that_the_whole_model_says(here, family):
     assert read_json("out/config.json") == read_json(f"{family}/config.json")
     assert (Path("out") / "modeling_pruned.py").is_file()
     squares, names = inputs(family, _batches(family)), stored_container(Checkpoint.open(family)).names()
-    for name in masked("out"):
+    for name in masked_weights("out"):
         weight = before[name].double()
         (parameter,) = names.parameters(name)
         scores = weight.abs() * squares[parameter.removesuffix(".weight")].sqrt()
@@ -122,7 +122,6 @@ def test_zeros_are_those_that_the_whole_model_says(here, family):
 
 
 def _batches(family: str) -> list[dict[str, Tensor]]:
-    """What `calibrate` has run."""
     given = dict(zip(("images",) if family == "vit" else ("text",), [DATA[family][1]], strict=True))
     sizes = {"samples": 8, **({} if family == "vit" else {"window": 16})}
     options = CalibrateOptions(model=family, output="unused", **given, **sizes)
@@ -138,13 +137,15 @@ def test_every_pattern_goes_in_and_comes_back(here, family, recipe):
     interrupted(job, 2)
     resumed(job)
     shares = [
-        float((tensor == 0).double().mean()) for name, tensor in weights("whole").items() if name in masked("whole")
+        float((tensor == 0).double().mean())
+        for name, tensor in weights("whole").items()
+        if name in masked_weights("whole")
     ]
     assert all(share >= 0.4 for share in shares)
     ok("verify", "whole", "--against", family)
     ok("recover", "whole", "--dense", f"dense-{family}", *TEXT, "--epochs", "1", "-o", "recovered")
     trained, zeros = weights("recovered"), weights("whole")
-    assert all(not trained[name][zeros[name] == 0].any() for name in masked("whole"))
+    assert all(not trained[name][zeros[name] == 0].any() for name in masked_weights("whole"))
 
 
 def test_stock_classes_refuse_what_is_made_of_an_output_of_an_earlier_version(here):

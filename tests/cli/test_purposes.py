@@ -1,4 +1,4 @@
-"""What a model is for, by its class and by modules.json: embedders, classifiers and rerankers of causal families."""
+"""Purposes of models, by class and modules.json: embedders, classifiers and rerankers of causal families."""
 
 import json
 from collections.abc import Callable
@@ -85,7 +85,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def embeddings(folder: str, pool: Callable[[Tensor], Tensor], most: int = 12, *, trust: bool = False) -> Tensor:
-    """Of every line, by transformers' own base model, one at a time."""
+    """Embed every line alone, by transformers' own base model."""
     model = AutoModel.from_pretrained(folder, trust_remote_code=trust)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     rows = []

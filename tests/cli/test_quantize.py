@@ -54,7 +54,7 @@ def here(model: Path, tmp_path: Path) -> Path:
 
 
 def load_float32(folder: str) -> PreTrainedModel:
-    """As anybody loads it, in float32, in which codes times scales are exact."""
+    """Load in float32, in which codes times scales are exact."""
     with quiet_transformers():
         found: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return found.eval()

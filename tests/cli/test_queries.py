@@ -53,7 +53,7 @@ def heads(folder: str) -> tuple[int, int]:
     return config["num_attention_heads"], config["num_key_value_heads"]
 
 
-def kept(folder: str, space: str) -> list[list[int]]:
+def kept_units(folder: str, space: str) -> list[list[int]]:
     return [site["kept"] for site in read_json(f"{folder}/ckpt_prune.json")["sites"] if site["space"] == space]
 
 
@@ -105,7 +105,7 @@ def test_widths_by_the_least_error(here):
     """A size is met where query heads, groups and columns share it: what goes with two of them counts once."""
     given = ("--recipe", "budget.yaml", *TEXT, "--folds", "4", "--target-params", "60%")
     ok("prune", "dense", *given, "-o", "out")
-    counts = {space: [len(each) for each in kept("out", space)] for space in ("queries", "heads", "mlp")}
+    counts = {space: [len(each) for each in kept_units("out", space)] for space in ("queries", "heads", "mlp")}
     assert any(count < 4 for count in counts["queries"])
     parameters = sum(p.numel() for p in ckpt_prune.load("out").parameters())
     dense = sum(p.numel() for p in stock(Path("dense")).parameters())

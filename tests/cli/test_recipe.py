@@ -19,12 +19,12 @@ TOP = (
 GOOD = "version: 1\nname: mine\nspaces:\n  mlp: {score: rcpu, compensation: {method: rotation}}\n"
 
 
-def listed(*options: str) -> dict[str, dict[str, Any]]:
+def list_recipes(*options: str) -> dict[str, dict[str, Any]]:
     return {entry["name"]: entry for entry in json.loads(ok("recipe", "list", *options, "--json"))}
 
 
 def test_the_first_list_has_a_dozen_and_the_lists_together_have_all():
-    first, papers, every = listed(), listed("--papers"), listed("--all")
+    first, papers, every = list_recipes(), list_recipes("--papers"), list_recipes("--all")
     assert len(first) <= 12
     assert {"best-uniform", "best", "ridge", "magnitude", "depth", "values", "sparsegpt", "corp-mlp"} <= first.keys()
     assert not first.keys() & papers.keys()
@@ -41,14 +41,14 @@ def test_the_first_list_is_one_table():
     rows = [re.split("  +", line) for line in table.splitlines()]
     assert rows[0] == ["you want", "recipe", "time", "loads with", "data"]
     assert ["stock classes", "magnitude", "0.03", "stock", "none"] in rows
-    assert [row[1] for row in rows[1:]] == list(listed())
+    assert [row[1] for row in rows[1:]] == list(list_recipes())
     assert legend.startswith("best-uniform is the default.")
 
 
 @pytest.mark.parametrize("option", ["--papers", "--all"])
 def test_the_long_lists_have_a_table_and_summaries_for_each_goal(option):
     *groups, legend = ok("recipe", "list", option).split("\n\n")
-    entries = listed(option)
+    entries = list_recipes(option)
     lines = [re.split("  +", line) for group in groups for line in group.splitlines()[2:]]
     assert [line[0] for line in lines] == list(entries)
     for name, time, loads, _, summary in (line if len(line) == 5 else [*line, ""] for line in lines):

@@ -102,7 +102,6 @@ def curve(out: str, window: int = 16) -> str:
 
 @pytest.fixture(scope="module")
 def recovered(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `RECOVER` writes, made once."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(made)
         ok(*RECOVER, "-o", str(out := tmp_path_factory.mktemp("recovered") / "whole"))

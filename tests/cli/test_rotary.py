@@ -54,7 +54,6 @@ def parameters(folder: str) -> int:
 
 
 def checks_of(folder: str) -> list[dict]:
-    """What verify says."""
     found: list[dict] = json.loads(run("verify", folder, "--against", "dense", "--json").stdout)["checks"]
     return found
 

@@ -125,7 +125,7 @@ class Web:
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of 127.0.0.1, with its key in the same file."""
+    """Return a certificate of 127.0.0.1, with its key in the same file."""
     if shutil.which("openssl") is None:
         pytest.skip("needs openssl, to make a certificate of this machine")
     folder = tmp_path_factory.mktemp("tls")

@@ -76,7 +76,6 @@ def test_errors_are_those_of_the_pruned_weights_on_the_other_text(other):
 
 
 def test_a_method_that_says_nothing_of_its_freedom_is_counted_by_its_numbers(other, monkeypatch):
-    """As a method is that someone adds."""
     monkeypatch.setitem(METHODS, "ridge", replace(METHODS["ridge"], ridge_towards=None))
     for site in json.loads(ok("plan", "dense", *RIDGE, "--test", "others", "--json"))["sites"]:
         weight = load_file("dense/model.safetensors")[f"model.layers.0.{CONSUMERS[site['space']]}.weight"]

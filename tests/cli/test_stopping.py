@@ -21,7 +21,7 @@ from tests.forked import posix, run_forked
 def test_what_is_done_is_kept_and_can_be_resumed(place, monkeypatch, tmp_path):
     commit, calls = CheckpointWriter.commit, count(1)
 
-    def counted(*args, **kwargs):
+    def count_commits(*args, **kwargs):
         if next(calls) == 2:
             os.kill(os.getpid(), signal.SIGTERM)
         return commit(*args, **kwargs)
@@ -29,7 +29,7 @@ def test_what_is_done_is_kept_and_can_be_resumed(place, monkeypatch, tmp_path):
     job = ["prune", "dense", "--recipe", "rcpu", "--ratio", "0.5", *TEXT]
     assert run(*job, "-o", "whole").exit_code == 0
     with monkeypatch.context() as patch:
-        patch.setattr(CheckpointWriter, "commit", counted)
+        patch.setattr(CheckpointWriter, "commit", count_commits)
         done = run_forked(lambda: main([*job, "-o", "out"]), tmp_path)
     assert (done.returncode, done.stdout) == (143, "")
     assert done.stderr.splitlines()[-2:] == [

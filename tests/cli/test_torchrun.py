@@ -44,13 +44,13 @@ def test_prune_and_a_process_that_is_killed(place, tmp_path, monkeypatch):
     assert (ended.returncode, ended.stdout) == (0, ok(*RIDGE, "-o", "one").replace("to one", "to out"))
     act = PruneStep.act
 
-    def killed(self, block, *args):
+    def die(self, block, *args):
         if block == 1 and os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGKILL)
         return act(self, block, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(PruneStep, "act", killed)
+        patch.setattr(PruneStep, "act", die)
         first, second = together(tmp_path, *RIDGE, "-o", "again")
     assert (first.returncode, second.returncode) == (2, -signal.SIGKILL)
     assert first.stderr.splitlines()[-2:] == [
@@ -83,12 +83,12 @@ def test_an_error_in_all_is_told_once_and_as_of_one(place, tmp_path):
 def test_ctrl_c_ends_all(place, tmp_path, monkeypatch):
     commit = CheckpointWriter.commit
 
-    def stopped(self, *args, **kwargs):
+    def interrupt(self, *args, **kwargs):
         commit(self, *args, **kwargs)
         os.kill(os.getpid(), signal.SIGINT)
 
     with monkeypatch.context() as patch:
-        patch.setattr(CheckpointWriter, "commit", stopped)
+        patch.setattr(CheckpointWriter, "commit", interrupt)
         patch.setattr(joining, "_SIGNING", DAY)  # the other one lives, however late its sign comes
         # Whoever starts tests in the background of a shell has it ignored; blocks are written by another thread.
         handler = signal.signal(signal.SIGINT, signal.default_int_handler)

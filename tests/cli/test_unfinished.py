@@ -18,7 +18,7 @@ from tests.interrupting import interrupt_at
 FLAP = ("prune", "dense", "--recipe", "flap", "--ratio", "0.5", *TEXT, "-o", "out")
 
 
-def stopped(*job: str, record: int) -> str:
+def stop_before(*job: str, record: int) -> str:
     """Standard error of a run that ends just before this entry of its journal."""
     with pytest.MonkeyPatch.context() as patch:
         interrupt_at(patch, Journal, "record", record)
@@ -34,7 +34,7 @@ LOOKING = [("verify",), ("verify", "--json"), ("report",), ("inspect",)]
 
 @pytest.mark.parametrize("command", LOOKING, ids=" ".join)
 def test_an_unfinished_run_is_no_output(place, command):
-    stopped(*FLAP, record=4)
+    stop_before(*FLAP, record=4)
     assert refused(command[0], "out.partial", *command[1:]) == (
         "out.partial is an unfinished run: the command that began it goes on with --resume, or starts afresh with "
         "--overwrite"
@@ -49,7 +49,7 @@ def test_measuring_is_kept_and_gone_on_with(place):
     keeps = "out.partial keeps what is done: the same command with --resume continues\nInterrupted.\n"
     before = set(listing())
     for record, line in ((2, "statistics of 1 of 2 blocks measured"), (4, "statistics measured")):
-        assert stopped(*FLAP, record=record) == keeps
+        assert stop_before(*FLAP, record=record) == keeps
         assert {Path(name).parts[0] for name in set(listing()) - before} == {"out.partial"}
         result = run(*FLAP, "--resume")
         assert (result.exit_code, result.stderr) == (0, f"resuming out.partial: {line}\n")

@@ -61,7 +61,7 @@ def shapes(folder: str, block: int = 0) -> dict[str, tuple[int, ...]]:
     return {name[0]: tuple(weight.shape) for name, weight in found}
 
 
-def kept(folder: str, space: str) -> list[list[int]]:
+def kept_units(folder: str, space: str) -> list[list[int]]:
     return [site["kept"] for site in read_json(f"{folder}/ckpt_prune.json")["sites"] if site["space"] == space]
 
 
@@ -73,7 +73,7 @@ def test_half_of_the_values(here):
         "ckpt_prune.load or trust_remote_code"
     )
     assert shapes("out") == {"q": (16, 16), "k": (8, 16), "v": (4, 16), "o": (16, 8)}
-    assert kept("out", "values") == [[0, 1, 4, 5], [0, 1, 4, 5]]
+    assert kept_units("out", "values") == [[0, 1, 4, 5], [0, 1, 4, 5]]
     config = read_json("out/config.json")
     assert (config["v_head_dim"], config["num_attention_heads"], config["num_key_value_heads"]) == (2, 4, 2)
     said = ok("verify", "out", "--against", "dense")
@@ -111,7 +111,7 @@ def test_beside_heads_queries_and_columns(here):
     ok(*job, "-o", "whole")
     assert shapes("whole") == {"q": (4, 16), "k": (4, 16), "v": (3, 16), "o": (16, 3)}
     # Units are those of the dense model, as many in the group that has gone.
-    assert kept("whole", "values") == [[0, 1, 2, 4, 5, 6]] * 2
+    assert kept_units("whole", "values") == [[0, 1, 2, 4, 5, 6]] * 2
     ok("verify", "whole", "--against", "dense")
     card = Path("whole/README.md").read_text()
     rows = ("queries (query heads inside KV groups) | 2 of 4", "heads (heads, or KV groups) | 1 of 2")
@@ -130,7 +130,7 @@ def test_widths_by_the_least_error(here):
     """A size is met where queries, groups, values and columns share it: what goes with several counts once."""
     given = ("--recipe", "budget.yaml", *TEXT, "--folds", "4", "--target-params", "60%")
     ok("prune", "dense", *given, "-o", "out")
-    assert any(len(own) < 8 for own in kept("out", "values"))
+    assert any(len(own) < 8 for own in kept_units("out", "values"))
     parameters = sum(p.numel() for p in ckpt_prune.load("out").parameters())
     dense = sum(p.numel() for p in stock(Path("dense")).parameters())
     assert 0.55 * dense < parameters == read_json("out/ckpt_prune.json")["after"]["parameters"] <= 0.6 * dense

@@ -58,11 +58,11 @@ def test_it_is_decomposed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[bool] = []
     of: Callable[..., HeldOut] = HeldOut.of
 
-    def counted(train: Blend, fold: Fit, *, centred: bool) -> HeldOut:
+    def count_fits(train: Blend, fold: Fit, *, centred: bool) -> HeldOut:
         made.append(centred)
         return of(train, fold, centred=centred)
 
-    monkeypatch.setattr(HeldOut, "of", counted)
+    monkeypatch.setattr(HeldOut, "of", count_fits)
     ridges = [METHODS["ridge"], METHODS["affine"]]
     mean = float(train.fit.second_moments()[0].diagonal().mean())
     for least, expected in ((1e-4, [False]), (0.0, [False, True]), (LEAST / 10, [False, True])):

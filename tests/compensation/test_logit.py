@@ -48,7 +48,6 @@ class Attention:
         return LogitMoments(samples, samples * tokens, heads, d, fourth=torch.einsum("hnp,hnr->hpr", q, k))
 
     def measured(self, form: str) -> LogitMoments:
-        """As calibration does it, in float32."""
         heads, _, _, d = self.queries.shape
         flat = (x.permute(1, 2, 0, 3).flatten(2).float() for x in (self.queries, self.keys))
         return LogitMoments.zeros(heads, d, form=form).accumulate(*flat)

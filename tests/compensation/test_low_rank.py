@@ -28,7 +28,7 @@ def alike(d: int, size: int, samples: int, tokens: int) -> Attention:
     return Attention(*(x.view(len(x), samples, tokens, d) for x in (a.queries, a.keys)), a.kept)
 
 
-def penalised(samples: oracle.Samples, left: Tensor, right: Tensor, strength: float) -> float:
+def penalised_error(samples: oracle.Samples, left: Tensor, right: Tensor, strength: float) -> float:
     P, R = left.numpy(), right.numpy()
     return oracle.low_rank_error(samples, P, R) + strength * float(np.sum((np.eye(len(P)) - P @ R.T) ** 2))
 
@@ -43,7 +43,9 @@ def test_it_is_the_least_of_many_starts(d, size, value, form):
         samples = a.samples(head)
         strength = value * oracle.whole_mean(samples)
         P, R = (torch.from_numpy(each) for each in oracle.low_rank(samples, size, strength, starts=12))
-        least, ours = (penalised(samples, *each, strength) for each in ((P, R), (found.left[head], found.right[head])))
+        least, ours = (
+            penalised_error(samples, *each, strength) for each in ((P, R), (found.left[head], found.right[head]))
+        )
         assert ours == pytest.approx(least, rel=1e-6)
         error = oracle.low_rank_error(samples, found.left[head].numpy(), found.right[head].numpy())
         assert found.errors[head].item() == pytest.approx(error, rel=1e-8)

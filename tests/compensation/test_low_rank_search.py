@@ -8,7 +8,7 @@ from torch import Tensor
 from ckpt_prune.compensation.low_rank_search import LogitMetric, search_factors, start_from_svd
 
 
-def lopsided(d: int, spread: float) -> tuple[LogitMetric, Tensor]:
+def lopsided_metric(d: int, spread: float) -> tuple[LogitMetric, Tensor]:
     """A metric that is the identity and some of what is not, and the matrix (d², d²) of its operator."""
     g = torch.Generator().manual_seed(d)
     parts = torch.randn(2, 7, d, d, generator=g, dtype=torch.float64)
@@ -27,7 +27,7 @@ def value(metric: LogitMetric, X: Tensor, Y: Tensor) -> float:
     return float((rest * metric.image(rest[None])[0]).sum())
 
 
-def alternated(metric: LogitMetric, matrix: Tensor, start: tuple[Tensor, Tensor]) -> float:
+def alternate(metric: LogitMetric, matrix: Tensor, start: tuple[Tensor, Tensor]) -> float:
     """What is left after many least squares in each factor by turns."""
     root = np.linalg.cholesky(matrix.numpy()).T
     X, Y = (each.numpy() for each in start)
@@ -47,15 +47,15 @@ def alternated(metric: LogitMetric, matrix: Tensor, start: tuple[Tensor, Tensor]
 @pytest.mark.parametrize("spread", [0.01, 0.3])
 @pytest.mark.parametrize(("d", "size"), [(4, 2), (5, 1)])
 def test_it_ends_where_alternating_least_squares_do(d, size, spread):
-    metric, matrix = lopsided(d, spread)
+    metric, matrix = lopsided_metric(d, spread)
     start = start_from_svd(metric, size)
     ours = value(metric, *search_factors(metric, start, 1e-13, 1000))
     assert ours < value(metric, *start)
-    assert ours == pytest.approx(alternated(metric, matrix, start), rel=1e-7)
+    assert ours == pytest.approx(alternate(metric, matrix, start), rel=1e-7)
 
 
 def test_what_the_coarse_products_are_off_by_does_not_show():
-    metric, _ = lopsided(5, 0.3)
+    metric, _ = lopsided_metric(5, 0.3)
     g = torch.Generator().manual_seed(0)
     noise = 1e-3 * torch.randn(5, 5, generator=g, dtype=torch.float64)
     off = LogitMetric(metric.image, lambda Z: metric.image(Z) + noise @ Z, metric.target, metric.left, metric.right)

@@ -44,7 +44,6 @@ def moments_of(queries: np.ndarray, keys: np.ndarray) -> RotaryMoments:
 
 
 def parts_of(queries: np.ndarray, keys: np.ndarray) -> list[np.ndarray]:
-    """Of every query head."""
     return [
         oracle.parts([(q[head], k[head // SHARED]) for q, k in zip(queries, keys, strict=True)])
         for head in range(HEADS)

@@ -35,7 +35,7 @@ def isotropic(d: int) -> torch.Tensor:
     return torch.cat([torch.eye(d), -torch.eye(d)]).double() * 3 + 1
 
 
-def found(tokens: torch.Tensor) -> tuple[float, int]:
+def measure_spectrum(tokens: torch.Tensor) -> tuple[float, int]:
     result = spectrum(moments_of(tokens))
     return result.effective_rank, result.k95
 
@@ -44,14 +44,14 @@ def found(tokens: torch.Tensor) -> tuple[float, int]:
 def test_equals_the_svd_of_centred_activations(tokens, d):
     x = normal(tokens, d) @ normal(d, d, seed=1) + 2
     rank, k95 = oracle(x)
-    assert found(x) == (pytest.approx(rank, rel=1e-7), k95)
+    assert measure_spectrum(x) == (pytest.approx(rank, rel=1e-7), k95)
     assert d == 1 or 1 < rank < d
 
 
 @pytest.mark.parametrize(("d", "k95"), [(1, 1), (10, 10), (20, 19), (41, 39), (80, 76), (120, 114)])
 def test_isotropic(d, k95):
     """95 % of 20 equal directions is exactly 19 of them; sums of 80 or 120 shares fall a rounding short of it."""
-    assert found(isotropic(d)) == (pytest.approx(d), k95)
+    assert measure_spectrum(isotropic(d)) == (pytest.approx(d), k95)
 
 
 def test_active_is_the_mean_share():

@@ -118,11 +118,11 @@ def test_few_strengths_are_tried(name, monkeypatch):
     tried: list[tuple[int, float]] = []
     at = RidgeErrors.at
 
-    def counted(self, strength, shares):
+    def count_strengths(self, strength, shares):
         tried.append((id(self), strength))
         return at(self, strength, shares)
 
-    monkeypatch.setattr(RidgeErrors, "at", counted)
+    monkeypatch.setattr(RidgeErrors, "at", count_strengths)
     case = CASES["few tokens"]
     choose(case, [name])
     assert len(tried) <= len(case.folds) * (len(GRID) - 3)

@@ -107,7 +107,6 @@ class Case:
 
     @cached_property
     def described(self) -> Family:
-        """As its file has it."""
         return load_family(self.model_type, self.variant).of(self.architecture)
 
     @cached_property

@@ -92,7 +92,7 @@ def test_every_linear_module_runs_once_in_a_true_sequential_mask(dense: Dense, c
     calls: Counter[str] = Counter()
     build = BlockFactory.build_block
 
-    def counted(self: BlockFactory, *args: Any, **options: Any) -> nn.Module:
+    def build_counted(self: BlockFactory, *args: Any, **options: Any) -> nn.Module:
         block = build(self, *args, **options)
         for path, module in block.named_modules():
             if isinstance(module, nn.Linear):
@@ -101,7 +101,7 @@ def test_every_linear_module_runs_once_in_a_true_sequential_mask(dense: Dense, c
         return block
 
     list(walk(stream, model, 1))  # learns how modules follow one another
-    monkeypatch.setattr(BlockFactory, "build_block", counted)
+    monkeypatch.setattr(BlockFactory, "build_block", build_counted)
     tensors = dict(model.read_block(1))
     for key, readers in model.inputs(1).items():
         stream.observe(1, tensors, {key: True})

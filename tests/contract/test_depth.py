@@ -125,10 +125,10 @@ class Mapped:
         """The model with the map behind the projection."""
         T, b = torch.tensor(self.map), torch.tensor(self.bias + self.old)
 
-        def mapped(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+        def apply_map(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
             return (output - torch.tensor(self.old)) @ T.T + b
 
-        model.get_submodule(self.path).register_forward_hook(mapped)
+        model.get_submodule(self.path).register_forward_hook(apply_map)
         return model
 
 

@@ -35,7 +35,7 @@ def _sandwich(offset: float, attention: str = "post_attention", mlp: str = "post
     return {"heads": _of_norm(f"{attention}_layernorm", offset), "mlp": _of_norm(f"{mlp}_layernorm", offset)}
 
 
-def _multiplied(_block: nn.Module, output: Tensor) -> Tensor:
+def _gate(_block: nn.Module, output: Tensor) -> Tensor:
     return torch.full_like(output[..., :1], 0.6)
 
 
@@ -48,7 +48,7 @@ SCALES: dict[str, dict[str, Scale]] = {
     "gemma3_text": _sandwich(1),
     "olmo2": _sandwich(0),
     "glm4": _sandwich(0, "post_self_attn", "post_mlp"),
-    "granite": {"heads": _multiplied, "mlp": _multiplied},
+    "granite": {"heads": _gate, "mlp": _gate},
     "cohere": {"heads": _plain, "mlp": _plain},
 }
 """One family of each kind: four norms, norms after alone, a multiplier, attention and mlp side by side."""

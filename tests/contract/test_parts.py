@@ -285,14 +285,14 @@ def test_equals_the_whole_composite_pruned_by_hand(case: PartCase, tmp_path: Pat
     assert report["part"] == case.part
 
     whole = InComposite(case, model)
-    dense_bytes = stored(folder)
+    dense_bytes = read_tensors(folder)
     whole.prune(data, dict.fromkeys(dict(case.ratios), "ridge"))
     assert {(site["block"], site["space"]): site["kept"] for site in report["sites"]} == whole.kept
     shown = case.shown()
     assert_same_outputs(outputs(ckpt_prune.load(out), shown), outputs(whole.whole, shown), COMPUTED)
 
     # What is not in the part's blocks is what it was, byte for byte.
-    written, consumers = stored(out), model.family.linears
+    written, consumers = read_tensors(out), model.family.linears
     assert written.keys() == dense_bytes.keys()
     inside = {model.checkpoint.within.names[name] for b in range(BLOCKS) for name in model.block_names(b)}  # type: ignore[union-attr]
     for name, tensor in written.items():
@@ -318,21 +318,20 @@ def test_a_siglip_tower_is_masked_and_keeps_its_widths(tmp_path: Path) -> None:
     )
     mask = {"version": 1, "name": "test", "mask": {"method": "magnitude", "pattern": "2:4"}}
     report = run_job(Job(model, FullRecipe.model_validate(mask)), tmp_path / "out").report.data()
-    masked, before = {linear["weight"] for linear in report["linears"]}, stored(folder)
+    masked, before = {linear["weight"] for linear in report["linears"]}, read_tensors(folder)
     assert model.checkpoint.within is not None
     names = {model.checkpoint.within.names[name] for name in masked}
-    for name, tensor in stored(tmp_path / "out").items():
+    for name, tensor in read_tensors(tmp_path / "out").items():
         zeros = (tensor == 0).float().mean()
         assert zeros == 0.5 if name in names else torch.equal(tensor, before[name])
     assert all(check.passed for check in verify(tmp_path / "out", folder))
 
 
-def stored(folder: Path) -> dict[str, Tensor]:
+def read_tensors(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def test_modules_of_parts_are_those_of_their_class() -> None:
-    """What a description names is there, in the composite."""
     for case in CASES:
         described = load_composite(case.model_type).part(case.part)
         modules = dict[str, nn.Module](case.model.named_modules())

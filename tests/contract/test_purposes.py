@@ -23,7 +23,7 @@ TASKS = {
 }
 
 
-def beside() -> list[Case]:
+def list_other_classes() -> list[Case]:
     """Every class that no description states; families begin with different ones."""
     cases = []
     for turn, model_type in enumerate(name for name in known_families() if load_family(name).has_causal):
@@ -45,11 +45,11 @@ def test_every_class_that_transformers_loads_is_known(auto: str) -> None:
     assert known > 20
 
 
-ALWAYS = list({case.model_type: case for case in reversed(beside())}.values())[::2]
+ALWAYS = list({case.model_type: case for case in reversed(list_other_classes())}.values())[::2]
 """One class of every second family: the blocks of all are held against whole models in `test_pruning.py`."""
 
 
-@pytest.mark.parametrize("case", chosen(beside(), ALWAYS.__contains__), ids=str)
+@pytest.mark.parametrize("case", chosen(list_other_classes(), ALWAYS.__contains__), ids=str)
 def test_equals_a_whole_model_pruned_by_hand(dense: Dense, case: Case, tmp_path) -> None:
     """The head stays as it is to the bit, and stock transformers loads the output."""
     methods = {space: "none" if space == "qk" else "ridge" for space in case.ratios}

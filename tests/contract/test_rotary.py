@@ -40,7 +40,7 @@ def name(value: object) -> str:
 
 
 @torch.inference_mode()
-def generated(model: Any, ids: Tensor) -> tuple[Tensor, list[tuple[tuple[int, ...], ...]]]:
+def generate(model: Any, ids: Tensor) -> tuple[Tensor, list[tuple[tuple[int, ...], ...]]]:
     """Logits read token by token through the cache, and the shapes of the keys and values in it."""
     name: Any = cache_argument(model.forward)
     cache, found = None, []
@@ -67,7 +67,7 @@ def test_equals_a_whole_model_pruned_by_hand(
     model.set_attn_implementation("eager")
     assert_same_outputs(outputs(model, other), found, 2e-6)
     ids = wide(other)["input_ids"]
-    logits, shapes = generated(model, ids)
+    logits, shapes = generate(model, ids)
     assert_same_outputs({"logits": logits}, found, 2e-6)
     heads = case.kv_heads - ("heads" in methods)
     width = case.family.dimension(case.config, "head_dim")
@@ -124,5 +124,5 @@ def test_costs_are_those_that_are_measured(dense: Dense, tmp_path) -> None:
         model(input_ids=ids, use_cache=False)
     assert counter.get_total_flops() == cost["flops"]
     assert cost["parameters"] == sum(p.numel() for p in model.parameters())
-    _, shapes = generated(model, ids)
+    _, shapes = generate(model, ids)
     assert [keys[3] for keys, _ in shapes] == [case.units("rotary") * 2, case.units("rotary")]

@@ -29,7 +29,7 @@ ALWAYS = {"llama", "gpt2", "gpt_neox", "bert", "opt", "distilbert", "deepseek_v3
 """Heads by three names, one whose name on disk is another, a bias that is tied too and one that is not, experts."""
 
 
-def stored(plain: Path, out: Path, tensors: dict[str, torch.Tensor], **values: bool) -> Path:
+def write_model(plain: Path, out: Path, tensors: dict[str, torch.Tensor], **values: bool) -> Path:
     """A model's folder with other tensors and config values."""
     shutil.copytree(plain, out)
     save_file(tensors, out / "model.safetensors", {"format": "pt"})
@@ -48,13 +48,13 @@ def test_what_is_stored_and_tied_is_seen_as_the_class_loads_it(case: Case, tmp_p
     head = f"{case.described.head}.weight"
     other = {head: copies[head].flip(0)}
     alone = {name: tensor for name, tensor in tensors.items() if name not in ties.values()}
-    apart = stored(plain, tmp_path / "apart", tensors | copies | other, tie_word_embeddings=False)
+    apart = write_model(plain, tmp_path / "apart", tensors | copies | other, tie_word_embeddings=False)
     for name, held, same in (
         ("copy", tensors | copies, plain),
         ("alone", alone | copies, plain),
         ("other", tensors | other, apart),
     ):
-        folder = stored(plain, tmp_path / name, held)
+        folder = write_model(plain, tmp_path / name, held)
         seen, expected = Model.open(folder), Model.open(same)
         check_source(seen)
         assert seen.tied is expected.tied is (same is plain)

@@ -292,7 +292,7 @@ class Whole:
 
 
 def _fitted(method: str, W: Array, X: Array, Y: Array) -> tuple[Array, Array]:
-    """What a compensation makes of columns: weight and bias."""
+    """Return weight and bias of columns as a compensation makes them."""
     if method not in WITH_STRENGTH:
         found: tuple[Array, Array] = STRENGTHLESS[method](W, X, Y)
         return found

@@ -60,7 +60,7 @@ def test_equals_the_oracle(pair, batch_tokens, monkeypatch):
     assert tokens == 6 * pair[2].tokens
 
 
-def said(*args) -> str:
+def refusal(*args) -> str:
     with pytest.raises(UserError) as caught:
         compare_features(*args)
     assert "\n" not in str(caught.value)
@@ -71,13 +71,13 @@ def test_hidden_sizes_that_differ():
     data = samples("bert-model", count=2)
     assert isinstance(data, TokenWindows)
     narrow, wide = (BertModel(BertConfig(**SIZES["bert"] | {"hidden_size": size})).eval() for size in (16, 24))
-    assert said(narrow, wide, data) == "the two models differ in hidden size: their features cannot be compared"
+    assert refusal(narrow, wide, data) == "the two models differ in hidden size: their features cannot be compared"
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_not_a_number(pair, value):
     broken = copy.deepcopy(pair[1])
     next(iter(broken.parameters())).data.fill_(value)
-    assert said(pair[0], broken, pair[2]) == (
+    assert refusal(pair[0], broken, pair[2]) == (
         "the model's features are not finite numbers: the weights are damaged or overflow in this dtype"
     )

@@ -27,7 +27,7 @@ from tests.shared_data import shared_data
 COUNT = 40
 
 
-def unasked(size: tuple[int, int]) -> int:
+def fail_if_asked(size: tuple[int, int]) -> int:
     """Accuracy is measured on models whose tokens nobody knows."""
     raise AssertionError(size)
 
@@ -40,7 +40,7 @@ def samples(tmp_path_factory) -> ImageSamples:
     ranked = [oracle_ranking(oracle_probabilities(tiny_vit(), path)) for path in paths]
     labels = tuple(ranking[i % 6] if i % 2 else ranking[0] for i, ranking in enumerate(ranked))
     processor = load_processor(write_processor(folder / "vit"))
-    return ImageSamples(ImageFiles(tuple(paths), labels), processor, tokens=unasked)
+    return ImageSamples(ImageFiles(tuple(paths), labels), processor, tokens=fail_if_asked)
 
 
 def without_labels(samples: ImageSamples) -> ImageSamples:
@@ -143,7 +143,7 @@ def test_images_come_in_the_dtype_of_the_model_and_kl_is_taken_wide():
     assert result.kl == pytest.approx(oracle_divergence([p], [q]), rel=1e-12)
 
 
-def broken() -> torch.nn.Module:
+def make_broken() -> torch.nn.Module:
     model = tiny_vit()
     model.classifier.bias.data[3] = math.nan
     return model
@@ -152,8 +152,8 @@ def broken() -> torch.nn.Module:
 @pytest.mark.parametrize(
     ("models", "said"),
     [
-        ([broken], "the model's logits are not finite numbers: the weights are damaged or overflow in this dtype"),
-        ([tiny_vit, broken], "the reference's logits are not finite numbers: the weights are damaged or overflow"),
+        ([make_broken], "the model's logits are not finite numbers: the weights are damaged or overflow in this dtype"),
+        ([tiny_vit, make_broken], "the reference's logits are not finite numbers: the weights are damaged or overflow"),
         ([tiny_vit, lambda: tiny_vit(classes=7)], "the models have 6 and 7 classes: they cannot be compared; compare"),
         ([lambda: tiny_vit(image_size=12)], "the model does not take images of 3 x 8 x 8: Input image size (8*8)"),
         ([lambda: tiny_vit().vit], "the model gives no class logits: it is no image classifier"),
@@ -208,7 +208,9 @@ def test_a_trained_model():
     files = find_images(images, split="eval", id2label=names)
     assert (len(files.paths), len(find_images(images / "images", split="calib").paths)) == (744, 256)
     assert names[files.labels[0]] == "n01440764 tench"
-    samples = ImageSamples(choose_images(files, samples=100, choose="first"), load_processor(folder), tokens=unasked)
+    samples = ImageSamples(
+        choose_images(files, samples=100, choose="first"), load_processor(folder), tokens=fail_if_asked
+    )
     assert samples.size == (3, 224, 224)
     assert samples.skipped == ()
     model = ViTForImageClassification.from_pretrained(folder, local_files_only=True)

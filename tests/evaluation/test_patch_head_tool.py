@@ -27,7 +27,7 @@ COUNT, SIDE = 6, 32
 ARGS = ("--images", "pictures", "--head", "head.safetensors", "--label-maps", "maps")
 
 
-def measured(*args: str) -> dict[str, Any]:
+def run_tool(*args: str) -> dict[str, Any]:
     result = CliRunner().invoke(main, args, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
@@ -71,17 +71,17 @@ def tokens(name: str) -> torch.Tensor:
     return states[:, 4:].double().unflatten(1, (4, 4))
 
 
-def seen() -> torch.Tensor:
+def labels_as_seen() -> torch.Tensor:
     """Labels as the model sees them: every second pixel of every second row, (images, 16, 16), -1 unknown."""
     maps = torch.stack([torch.from_numpy(np.asarray(Image.open(f"maps/{n}.png")).astype(int)) for n in range(COUNT)])
     found = maps[:, 1::2, 1::2]
     return torch.where(found == 255, -1, found)
 
 
-def fitted() -> dict[str, torch.Tensor]:
+def fit_head() -> dict[str, torch.Tensor]:
     """A head on normalised patches of `base` that tells the colours apart, in DINOv2's names."""
     patches = tokens("base").flatten(0, 2)
-    truth = seen()[:, 2::4, 2::4].flatten()
+    truth = labels_as_seen()[:, 2::4, 2::4].flatten()
     mean, variance = patches.mean(0), patches.var(0)
     gain, shift = torch.linspace(0.5, 2, 16).double(), torch.linspace(-1, 1, 16).double()
     inputs = (patches - mean) / (variance + 1e-5).sqrt() * gain + shift
@@ -97,7 +97,7 @@ def fitted() -> dict[str, torch.Tensor]:
     }
 
 
-def picked(name: str, head: dict[str, torch.Tensor]) -> list[int]:
+def pick_classes(name: str, head: dict[str, torch.Tensor]) -> list[int]:
     """Classes of all pixels by the definition."""
     conv, bias = (head[f"decode_head.conv_seg.{part}"].double() for part in ("weight", "bias"))
     norm = {part: head[f"decode_head.bn.{part}"].tolist() for part in ("running_mean", "running_var", "weight", "bias")}
@@ -111,11 +111,11 @@ def picked(name: str, head: dict[str, torch.Tensor]) -> list[int]:
 
 
 def test_segmentation_of_both_models(here):
-    head = fitted()
+    head = fit_head()
     save_file(head, "head.safetensors")
-    said = measured("patches", "base", "--against", "other", *ARGS)
-    truth = seen().flatten().tolist()
-    classes = [picked(name, head) for name in ("base", "other")]
+    said = run_tool("patches", "base", "--against", "other", *ARGS)
+    truth = labels_as_seen().flatten().tolist()
+    classes = [pick_classes(name, head) for name in ("base", "other")]
     own, other = (miou(each, truth, 3) for each in classes)
     known = [index for index, label in enumerate(truth) if label >= 0]
     same = sum(classes[0][index] == classes[1][index] for index in known) / len(known)
@@ -155,7 +155,7 @@ def test_depth(here):
         plane = drawn_out((image @ head["weight"][0].double() + 500).tolist(), 16, 16)
         found += [value for row in plane for value in row]
     errors = [(a - b) ** 2 for a, b in zip(found, truth, strict=True) if b]
-    said = measured("patches", "base", *ARGS)
+    said = run_tool("patches", "base", *ARGS)
     assert said["rmse"] == pytest.approx(math.sqrt(sum(errors) / len(errors)), rel=1e-5)
     assert said["pixels"] == len(errors)
 
@@ -190,5 +190,5 @@ def test_refusals(here):
         "number a pixel",
     }.items():
         with pytest.raises(UserError) as error:
-            measured("patches", "base", "--images", "pictures", *args)
+            run_tool("patches", "base", "--images", "pictures", *args)
         assert str(error.value) == message

@@ -54,7 +54,7 @@ class TestCompare:
         assert result.reference_score.nll == pytest.approx(perplexity(reference, WINDOWS).nll, rel=1e-6)
 
 
-def broken() -> LlamaForCausalLM:
+def make_broken() -> LlamaForCausalLM:
     model = tiny_llama()
     model.model.norm.weight.data[0] = math.nan
     return model
@@ -75,7 +75,7 @@ def broken() -> LlamaForCausalLM:
             lambda: perplexity(tiny_llama(), torch.tensor([[1, 40]])),
             "token id 40 is outside the model's vocabulary of 40; the tokenizer belongs to another model",
         ),
-        (lambda: perplexity(broken(), WINDOWS), "the model's logits are not numbers (NaN)"),
+        (lambda: perplexity(make_broken(), WINDOWS), "the model's logits are not numbers (NaN)"),
     ],
 )
 def test_refusals(call, said):

@@ -20,12 +20,11 @@ from tests.sentence_folders import MODES, make_sentences
 TEXTS = ["the cat sat", "on a mat and then the dog ran", "far away", "a", "the cat sat on a mat", "then"]
 
 
-def opened(folder: Path) -> SentenceModel:
+def open_model(folder: Path) -> SentenceModel:
     return SentenceModel(load_model(folder, device="cpu"), folder, AutoTokenizer.from_pretrained(folder))
 
 
-def pooled(states: np.ndarray, mode: str) -> np.ndarray:
-    """Of one text's states (T, d), without padding."""
+def pool(states: np.ndarray, mode: str) -> np.ndarray:
     places = np.arange(1, len(states) + 1)
     return {
         "cls_token": lambda: states[0],
@@ -45,7 +44,7 @@ def by_hand(folder: Path, modes: tuple[str, ...], most: int) -> np.ndarray:
         batch = tokenizer(text, return_tensors="pt", truncation=True, max_length=most)
         states = model(**batch).last_hidden_state[0].double().numpy()
         order = ("cls_token", "max_tokens", "mean_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")
-        value = np.concatenate([pooled(states, mode) for mode in order if mode in modes])
+        value = np.concatenate([pool(states, mode) for mode in order if mode in modes])
         if (folder / "2_Dense").is_dir():
             own = {
                 name: tensor.double().numpy()
@@ -67,7 +66,7 @@ def test_padding_and_batches_do_not_show(
     every = modes == MODES
     folder = make_sentences(tmp_path / "m", modes=modes, dense=every, normal=every)
     monkeypatch.setattr(batches, "BATCH_TOKENS", 60)
-    found, tokens = opened(folder).embed(TEXTS, 24)
+    found, tokens = open_model(folder).embed(TEXTS, 24)
     np.testing.assert_allclose(found.numpy(), by_hand(folder, modes, 24), rtol=1e-4, atol=1e-5)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokens == sum(min(24, len(tokenizer(text).input_ids)) for text in TEXTS)
@@ -75,7 +74,7 @@ def test_padding_and_batches_do_not_show(
 
 def test_a_text_is_cut_to_what_the_folder_says(tmp_path: Path) -> None:
     folder = make_sentences(tmp_path / "m", max_seq_length=9, do_lower_case=True)
-    model = opened(folder)
+    model = open_model(folder)
     assert model.longest == 9
     np.testing.assert_allclose(
         model.embed(TEXTS, 24)[0].numpy(), by_hand(folder, ("mean_tokens",), 9), rtol=1e-4, atol=1e-5
@@ -83,7 +82,7 @@ def test_a_text_is_cut_to_what_the_folder_says(tmp_path: Path) -> None:
     torch.testing.assert_close(model.embed([text.upper() for text in TEXTS], 24)[0], model.embed(TEXTS, 24)[0])
 
 
-def prompted(folder: Path, **settings: Any) -> Path:
+def write_prompts(folder: Path, **settings: Any) -> Path:
     (folder / "config_sentence_transformers.json").write_text(json.dumps(settings))
     return folder
 
@@ -95,7 +94,7 @@ def test_the_default_prompt_stands_before_every_text(tmp_path: Path, pools: bool
     pooling = json.loads((folder / "1_Pooling/config.json").read_text())
     (folder / "1_Pooling/config.json").write_text(json.dumps(pooling | {"include_prompt": pools}))
     prompts = {"query": "is it ", "document": ""}
-    found = opened(prompted(folder, prompts=prompts, default_prompt_name="query")).embed(TEXTS, 24)[0]
+    found = open_model(write_prompts(folder, prompts=prompts, default_prompt_name="query")).embed(TEXTS, 24)[0]
     model, tokenizer = load_model(folder, device="cpu"), AutoTokenizer.from_pretrained(folder)
     with torch.inference_mode():
         for text, row in zip(TEXTS, found, strict=True):
@@ -106,12 +105,12 @@ def test_the_default_prompt_stands_before_every_text(tmp_path: Path, pools: bool
 
 def test_prompts_that_are_not_asked_for(tmp_path: Path) -> None:
     folder = make_sentences(tmp_path / "m")
-    plain = opened(folder).embed(TEXTS, 24)[0]
-    prompted(folder, prompts={"query": "is it "}, default_prompt_name=None)
-    torch.testing.assert_close(opened(folder).embed(TEXTS, 24)[0], plain)
-    prompted(folder, prompts={"query": "is it "}, default_prompt_name="question")
+    plain = open_model(folder).embed(TEXTS, 24)[0]
+    write_prompts(folder, prompts={"query": "is it "}, default_prompt_name=None)
+    torch.testing.assert_close(open_model(folder).embed(TEXTS, 24)[0], plain)
+    write_prompts(folder, prompts={"query": "is it "}, default_prompt_name="question")
     with pytest.raises(UserError, match="has the default_prompt_name 'question', and no such prompt: add it, or write"):
-        opened(folder)
+        open_model(folder)
 
 
 def test_figures_are_those_of_the_embeddings(tmp_path: Path) -> None:
@@ -122,7 +121,7 @@ def test_figures_are_those_of_the_embeddings(tmp_path: Path) -> None:
             t.add_(torch.randn(t.shape, generator=torch.Generator().manual_seed(1)) * 0.3) for t in tensors.values()
         ],
     )
-    found = compare_sentences(opened(b), opened(a), TEXTS, 24)
+    found = compare_sentences(open_model(b), open_model(a), TEXTS, 24)
     x, y = by_hand(a, ("mean_tokens",), 24), by_hand(b, ("mean_tokens",), 24)
     x, y = (each / np.linalg.norm(each, axis=1, keepdims=True) for each in (x, y))
     upper = np.triu_indices(len(TEXTS), 1)
@@ -133,7 +132,7 @@ def test_figures_are_those_of_the_embeddings(tmp_path: Path) -> None:
     assert found.nearest == (near[0] == near[1]).mean()
     assert (found.texts, found.pairs) == (6, 15)
     assert -1 < found.rank_correlation < 0.999
-    same = compare_sentences(opened(a), opened(a), TEXTS, 24)
+    same = compare_sentences(open_model(a), open_model(a), TEXTS, 24)
     assert (same.cosine, same.rank_correlation, same.nearest) == (pytest.approx(1), pytest.approx(1), 1)
 
 
@@ -159,5 +158,5 @@ def test_what_is_not_known_is_refused(tmp_path: Path, file: str, content: Any, s
     folder = make_sentences(tmp_path / "m", dense=True)
     (folder / file).write_text(json.dumps(content))
     with pytest.raises(UserError) as caught:
-        opened(folder)
+        open_model(folder)
     assert said in str(caught.value)

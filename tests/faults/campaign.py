@@ -33,7 +33,7 @@ class Case:
         return " ".join(filter(None, [self.job, self.fault.what, self.fault.to, "at", where, "then", self.then]))
 
     def run(self, machine: Machine) -> list[str]:
-        """What does not hold."""
+        """List the promises that do not hold."""
         try:
             if self.after is not None:
                 number = getattr(signal, self.fault.what)
@@ -49,7 +49,7 @@ class Case:
 
 
 def faults_of(operation: Operation) -> tuple[str, ...]:
-    """What can happen at an operation."""
+    """List the faults that can happen at an operation."""
     if operation.what not in CHANGES:
         return (*SIGNALS, "EIO", "EACCES")
     errors = {"sync": ("EIO", "ENOSPC")}.get(operation.what, ERRORS)
@@ -80,7 +80,7 @@ def _of_job(machine: Machine, name: str, rng: random.Random) -> Iterator[Case]:
     opened = {each.path for each in seen if each.what == "open" and each.path.startswith(inside)}
     given = sorted(path for path in opened if Path(path).is_file())
     while True:
-        at = {changes: _shuffled(name, seen, changes, rng) for changes in (True, False)}
+        at = {changes: _shuffle(name, seen, changes, rng) for changes in (True, False)}
         while at[True] or at[False]:
             # Where files change there is more to go wrong than where they are read.
             for changes in (True, True, True, False):
@@ -94,7 +94,7 @@ def _of_job(machine: Machine, name: str, rng: random.Random) -> Iterator[Case]:
                 yield Case(name, Fault(rng.randint(1, len(seen)), rng.choice(DISTURBED), to))
 
 
-def _shuffled(name: str, seen: Sequence[Operation], changes: bool, rng: random.Random) -> list[Case]:
+def _shuffle(name: str, seen: Sequence[Operation], changes: bool, rng: random.Random) -> list[Case]:
     found = [
         Case(name, Fault(at, what), rng.choice(THEN))
         for at, operation in enumerate(seen, 1)

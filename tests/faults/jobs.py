@@ -162,7 +162,7 @@ def make_inputs(folder: Path, *, graphs: bool = True) -> Path:
 
 
 def lay(job: Job, inputs: Path, place: Path) -> None:
-    """What is there before a job begins."""
+    """Put in place what is there before a job begins."""
     place.mkdir(exist_ok=True)
     if job.old and (inputs / job.old).is_file():
         shutil.copy(inputs / job.old, place / job.out)

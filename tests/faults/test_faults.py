@@ -48,7 +48,7 @@ def test_a_signal_at_any_time(machine: Machine, name: str) -> None:
 
 
 def places_of(machine: Machine, job: str, what: str, ending: str) -> list[int]:
-    """Where an operation of a job is done to files whose names end so."""
+    """List the operations of a job on files whose names end so."""
     seen = machine.reference(job).seen
     return [at for at, each in enumerate(seen, 1) if each.what == what and each.path.endswith(ending)]
 

@@ -81,7 +81,7 @@ def test_threads_batches_and_memory_choose_the_same_units(
         # More threads than this process has are for a fresh one: a copy of it may wait for some that it has not.
         several = 2 if name == "sequential" else 4
         ran = (
-            threaded(here, job.arguments, several)
+            run_with_threads(here, job.arguments, several)
             if how == "threads"
             else machine.run(name, here, job.arguments + more)
         )
@@ -95,7 +95,7 @@ def test_threads_batches_and_memory_choose_the_same_units(
         shutil.rmtree(here)
 
 
-def threaded(place: Path, arguments: Sequence[str], threads: int) -> Ran:
+def run_with_threads(place: Path, arguments: Sequence[str], threads: int) -> Ran:
     """A command in a fresh process."""
     line = [sys.executable, "-m", "ckpt_prune", *arguments]
     own = os.environ | {"OMP_NUM_THREADS": str(threads)}

@@ -341,7 +341,7 @@ def _allowed(fault: Fault) -> set[int]:
 
 
 def _attempts(job: Job, then: str) -> list[tuple[str, ...]]:
-    """What a user tries one after the other."""
+    """List the commands that a user tries one after the other."""
     if job.fixed:
         return [()]
     if then == "overwrite":

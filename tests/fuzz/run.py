@@ -39,7 +39,7 @@ class _HungError(BaseException):
 
 @dataclass(frozen=True)
 class Failure:
-    """What did not hold for a case."""
+    """A promise that did not hold for a case."""
 
     target: str
     number: int

@@ -29,7 +29,7 @@ HAS_BIASES = ("llama", "mistral", "qwen2", "granite", "starcoder2")
 BARE = ["spaces.heads.compensation.method=none", "spaces.mlp.compensation.method=none"]
 
 
-def pruned(folder, *settings, recipe="flap-global"):
+def prune_unevenly(folder, *settings, recipe="flap-global"):
     out, text = folder.parent / "pruned", proving(folder).text
     options = {"text": text, "samples": 4, "window": 32, "ratio": 0.4, "progress": False, "overrides": settings}
     ckpt_prune.prune(folder, output=out, recipe=recipe, **options)
@@ -42,11 +42,11 @@ def test_blocks_of_their_own_shape_compute_what_pytorch_does(name, tmp_path):
     model_type, changes, architecture = FORMS[name]
     folder = save(tmp_path / "model", model_type, **changes)
     if model_type == "olmo2":  # its heads cannot be pruned
-        out = pruned(
+        out = prune_unevenly(
             folder, *BARE[1:], "widths=per_layer", "allocation=across-layers", "container=remote", recipe="corp-mlp"
         )
     else:
-        out = pruned(folder, *(() if model_type in HAS_BIASES else BARE))
+        out = prune_unevenly(folder, *(() if model_type in HAS_BIASES else BARE))
     exported = export_gguf(str(out), tmp_path / "m.gguf", proving(folder), kind="f32")
     assert exported.architecture == architecture
     alike = architecture not in ("deci", "openelm")
@@ -59,7 +59,7 @@ def test_blocks_of_their_own_shape_compute_what_pytorch_does(name, tmp_path):
 def test_columns_are_filled_up_to_whole_blocks_of_a_type(tmp_path):
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
     folder = save(tmp_path / "model", "llama", intermediate_size=96)
-    out = pruned(folder)
+    out = prune_unevenly(folder)
     exported = export_gguf(str(out), tmp_path / "m.gguf", proving(folder), kind="q8_0")
     assert exported.passed, exported.proof
     assert "zeros to multiples of 32 (prune with --for llama.cpp:q8_0, which makes" in "\n".join(exported.notes)
@@ -69,7 +69,7 @@ def test_columns_are_filled_up_to_whole_blocks_of_a_type(tmp_path):
 
 def test_what_no_architecture_computes_is_refused_by_its_reason_and_leaves_nothing(tmp_path):
     folder = save(tmp_path / "model", "qwen3", head_dim=16)
-    out = pruned(folder, "container=remote")
+    out = prune_unevenly(folder, "container=remote")
     with pytest.raises(UserError, match=r"openelm: its head.*qwen3: it has no place for .*bias"):
         export_gguf(str(out), tmp_path / "m.gguf", proving(folder), proof=False)
     assert not list(tmp_path.glob("*gguf*"))

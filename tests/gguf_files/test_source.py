@@ -65,7 +65,7 @@ def test_types_are_those_of_gguf_py(llama, tmp_path, kind):
     np.testing.assert_array_equal(file.read("blk.1.ffn_up.weight")[:48].numpy(), expected)
 
 
-def broken(data: bytes, what: str) -> bytes:
+def break_file(data: bytes, what: str) -> bytes:
     """A file with one thing in it that cannot be."""
     name = data.index(b"blk.0.ffn_up.weight")
     shape = name + len("blk.0.ffn_up.weight") + 4
@@ -101,7 +101,7 @@ FAULTS = [
 @pytest.mark.parametrize("what", FAULTS)
 def test_a_hostile_file_is_refused_in_a_line_that_names_it(llama, tmp_path, what):
     file = tmp_path / "bad.gguf"
-    file.write_bytes(broken(llama[1].read_bytes(), what))
+    file.write_bytes(break_file(llama[1].read_bytes(), what))
     with pytest.raises(UserError) as refusal:
         ckpt_prune.convert(file, output=tmp_path / "out")
     assert "bad.gguf" in str(refusal.value)
@@ -121,7 +121,7 @@ def test_whatever_is_written_over_a_header_is_read_or_refused(llama, place, byte
         assert "\n" not in str(error)  # noqa: PT017
 
 
-def edited(file: Path, out: Path, **values: object) -> Path:
+def edit_file(file: Path, out: Path, **values: object) -> Path:
     """A copy of a file with other keys."""
     old = open_gguf(file)
     writer = gguf.GGUFWriter(out, "llama")
@@ -155,7 +155,7 @@ def edited(file: Path, out: Path, **values: object) -> Path:
     ],
 )
 def test_keys_that_contradict_the_rest_are_refused(llama, tmp_path, key, value, says):
-    file = edited(llama[1], tmp_path / "bad.gguf", **{key: value})
+    file = edit_file(llama[1], tmp_path / "bad.gguf", **{key: value})
     with pytest.raises(UserError, match=says):
         ckpt_prune.convert(file, output=tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -170,7 +170,7 @@ def test_an_unknown_architecture_is_refused(llama, tmp_path):
 
 def test_the_licence_comes_along(llama, tmp_path):
     card = {"general.license": "apache-2.0", "general.languages": ["en"]}
-    file = edited(llama[1], tmp_path / "m.gguf", **card)
+    file = edit_file(llama[1], tmp_path / "m.gguf", **card)
     ckpt_prune.convert(file, output=tmp_path / "out")
     assert source_card(tmp_path / "out").license == "apache-2.0"
     export_gguf(str(tmp_path / "out"), tmp_path / "again.gguf", proving(tmp_path / "out"), proof=False)

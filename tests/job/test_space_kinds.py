@@ -1,4 +1,4 @@
-"""What recipes may say of a space, asked of every kind there is."""
+"""Keys of recipes for spaces, tried with every kind there is."""
 
 import pytest
 

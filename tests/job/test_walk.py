@@ -29,7 +29,7 @@ NAME = "model.layers.{}.mlp.up_proj.weight"
 
 
 class Added(BaseModel):
-    """What a step notes of a block."""
+    """The note of a step on a block."""
 
     number: float
 

@@ -1,4 +1,4 @@
-"""What runs of blocks do to the stream and to the output, against whole models."""
+"""Distances of runs of blocks, in the stream and in the output, against whole models."""
 
 import pytest
 import torch
@@ -33,10 +33,10 @@ def test_distances_are_those_of_the_whole_model(tmp_path, monkeypatch, whole: bo
     gradients = torch.autograd.grad(ends[-1], ends, last)
     ends = [each.detach() for each in ends]
 
-    def given(readout, samples, states, allocate) -> list[DrawnGradients]:
+    def given_states(readout, samples, states, allocate) -> list[DrawnGradients]:
         return [DrawnGradients(last.clone(), whole, 0.5)]
 
-    monkeypatch.setattr("ckpt_prune.measure.statistics.distances.draw_end_gradients", given)
+    monkeypatch.setattr("ckpt_prune.measure.statistics.distances.draw_end_gradients", given_states)
     found = measure_distances(
         Model.open(tmp_path),
         TokenWindows(ids),

@@ -147,7 +147,6 @@ def test_a_layer_scale_of_zero_leaves_nothing_to_correct(twins, space):
 
 
 def numbers(moments: LogitMoments) -> dict[str, Any]:
-    """What moments are made of."""
     return {name: value for name, value in vars(moments).items() if value is not None and not isinstance(value, str)}
 
 

@@ -8,7 +8,7 @@ from ckpt_prune.measure.moments.gram import add_gram
 SHAPES = [(1, 1), (7, 5), (40, 256), (300, 257), (64, 700)]
 
 
-def made(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+def make_tokens(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
     """Numbers with a few that are far larger, as hidden states have them."""
     x = torch.randn(rows, width, generator=torch.Generator().manual_seed(rows + width))
     x[:, :: max(1, width // 3)] *= 50
@@ -26,7 +26,7 @@ def unchanged():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "width"), SHAPES)
 def test_a_gram_is_the_sum_of_exact_products(rows, width, dtype):
-    x = made(rows, width, dtype)
+    x = make_tokens(rows, width, dtype)
     gram = torch.eye(width)
     add_gram(gram, x, 0.5)
     wanted = torch.eye(width, dtype=torch.float64) + 0.5 * x.double().T @ x.double()
@@ -48,15 +48,15 @@ def test_only_tokens_in_bfloat16_are_multiplied_as_such_if_that_is_faster(unchan
 
     monkeypatch.setattr(torch.Tensor, "addmm_", watched)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        add_gram(torch.zeros(3, 3), made(4, 3, dtype))
+        add_gram(torch.zeros(3, 3), make_tokens(4, 3, dtype))
     assert seen == [unchanged, unchanged, "bf16" if fast else unchanged]
 
 
 @pytest.mark.parametrize("asked", ["none", "ieee", "tf32"])
 def test_the_precision_that_was_asked_for_comes_back(unchanged, asked):
     torch.backends.mkldnn.matmul.fp32_precision = asked
-    add_gram(torch.zeros(3, 3), made(4, 3, torch.bfloat16))
+    add_gram(torch.zeros(3, 3), make_tokens(4, 3, torch.bfloat16))
     assert torch.backends.mkldnn.matmul.fp32_precision == asked
     with pytest.raises(RuntimeError):
-        add_gram(torch.zeros(2, 3), made(4, 3, torch.bfloat16))
+        add_gram(torch.zeros(2, 3), make_tokens(4, 3, torch.bfloat16))
     assert torch.backends.mkldnn.matmul.fp32_precision == asked

@@ -31,7 +31,7 @@ def drawn(mean: float = 0.0, massive: float = 1.0, dtype: torch.dtype = torch.fl
     return x.to(dtype)
 
 
-def measured(x: Tensor, parts: int = 4) -> Moments:
+def measure(x: Tensor, parts: int = 4) -> Moments:
     moments = Moments.zeros(WIDTH, gram=True)
     for part in x.chunk(parts):
         moments = moments.accumulate(part)
@@ -58,7 +58,7 @@ def test_errors_and_fits_are_those_of_exact_sums(case: dict[str, Any]) -> None:
     x = drawn(**case)
     weight = torch.randn(OUTPUTS, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     kept = torch.arange(0, WIDTH, 2)
-    ours, theirs = measured(x), exact(x)
+    ours, theirs = measure(x), exact(x)
     found, expected = diagnose(weight, ours, kept), diagnose(weight, theirs, kept)
     assert found.floor == pytest.approx(expected.floor, rel=1e-3)
     assert found.rho2 == pytest.approx(expected.rho2, rel=1e-3)
@@ -70,11 +70,11 @@ def test_errors_and_fits_are_those_of_exact_sums(case: dict[str, Any]) -> None:
 
 
 def test_ordinary_tokens_are_summed_in_float32() -> None:
-    assert measured(drawn(mean=3.0)).gram.dtype == torch.float32  # type: ignore[union-attr]
+    assert measure(drawn(mean=3.0)).gram.dtype == torch.float32  # type: ignore[union-attr]
 
 
 def test_sums_add_whatever_type_each_has() -> None:
-    folds = [measured(drawn(mean=mean)) for mean in (0.0, 1e4)]
+    folds = [measure(drawn(mean=mean)) for mean in (0.0, 1e4)]
     assert [fold.gram.dtype for fold in folds] == [torch.float32, torch.float64]  # type: ignore[union-attr]
     whole, expected = sum_folds(folds), exact(torch.cat([drawn(), drawn(mean=1e4)]))
     np.testing.assert_allclose(whole.gram, expected.gram, rtol=1e-9)

@@ -1,4 +1,4 @@
-"""What a model makes of the states that leave its last block, against the whole model."""
+"""The head on states that leave the last block, against the whole model."""
 
 from pathlib import Path
 

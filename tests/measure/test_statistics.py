@@ -284,10 +284,10 @@ def test_nan_and_inf_are_named(measured, tmp_path, field, value):
 
 
 def test_nothing_is_left_of_an_interrupted_measurement(model, tmp_path, monkeypatch):
-    def interrupted(*args):
+    def interrupt(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(measure_module, "write_block", interrupted)
+    monkeypatch.setattr(measure_module, "write_block", interrupt)
     with pytest.raises(KeyboardInterrupt):
         calibrate(model, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

@@ -79,7 +79,7 @@ def test_parts_have_the_tokens_of_the_whole(kind):
     assert most > 3
 
 
-def prefixed() -> Tokenizer:
+def prefix() -> Tokenizer:
     return bpe(pre_tokenizers.ByteLevel(add_prefix_space=True))
 
 
@@ -92,7 +92,7 @@ def taking_space() -> Tokenizer:
 @pytest.mark.parametrize(
     "tokenizer",
     [
-        prefixed,
+        prefix,
         taking_space,
         lambda: bpe(pre_tokenizers.Metaspace()),
         lambda: bpe(split(r"\n\w")),

@@ -246,7 +246,7 @@ def in_several(self, hidden_states) -> tuple[torch.Tensor, None]:
     return hidden_states, None
 
 
-def unsaid(self, hidden_states):
+def unsaid_keys(self, hidden_states):
     return hidden_states, None
 
 
@@ -254,11 +254,11 @@ def alone(self, hidden_states) -> torch.Tensor:
     return hidden_states
 
 
-@pytest.mark.parametrize(("forward", "expected"), [(in_several, True), (unsaid, True), (alone, False)])
+@pytest.mark.parametrize(("forward", "expected"), [(in_several, True), (unsaid_keys, True), (alone, False)])
 def test_a_class_that_says_it_returns_a_tensor_returns_no_tuple(forward, expected):
     """GPT-J's blocks returned several things until transformers 5.24."""
     stock = type("Block", (nn.Module,), {"forward": forward})
-    derived = type("Block", (stock,), {"forward": unsaid})  # as remote code derives one
+    derived = type("Block", (stock,), {"forward": unsaid_keys})  # as remote code derives one
     assert returns_tuple(load_family("gptj"), stock) is expected
     assert returns_tuple(load_family("gptj"), derived) is expected
     assert not returns_tuple(load_family("llama"), stock)

@@ -37,7 +37,7 @@ WINDOW = 6
 # ---- models and their graphs ---------------------------------------------------------------------------------------
 
 
-def _windowed(root: Path) -> Path:
+def _write_windowed(root: Path) -> Path:
     """A mistral whose attention looks at `WINDOW` tokens."""
     sizes = families.SIZES | {"head_dim": 6, "sliding_window": WINDOW, "num_hidden_layers": 1}
     model = transformers.MistralForCausalLM(AutoConfig.for_model("mistral", **sizes)).eval()
@@ -56,7 +56,7 @@ def _two_heads(root: Path) -> Path:
     return folder
 
 
-def _uneven(root: Path) -> Path:
+def _write_uneven(root: Path) -> Path:
     """A llama whose blocks have widths of their own, and so has its cache."""
     dense = graphs.make(root / "llama-gqa-tied", "llama-gqa-tied")
     statistics = families.calibrate(dense, root / "statistics")
@@ -80,7 +80,7 @@ def _one_layer(variant: str) -> graphs.Maker:
     return lambda root: graphs.make(root / variant, variant, 1)
 
 
-def _rotated(variant: str, kind: str) -> graphs.Maker:
+def _write_rotated(variant: str, kind: str) -> graphs.Maker:
     def make(root: Path) -> Path:
         with pytest.MonkeyPatch.context() as patch:
             random_rotations(patch)
@@ -92,13 +92,13 @@ def _rotated(variant: str, kind: str) -> graphs.Maker:
 
 
 MODELS: dict[str, graphs.Maker] = {
-    "mistral-window": _windowed,
+    "mistral-window": _write_windowed,
     "bert-two-heads": _two_heads,
-    "uneven-llama": _uneven,
+    "uneven-llama": _write_uneven,
     "narrow-vit": _pruned("vit", {"qk": 0.5, "heads": 0.25, "mlp": 0.25}, "remote"),
     "narrow-opt": _pruned("opt", {"qk": 0.5, "heads": 0.25, "mlp": 0.25}, "remote"),
-    "turned-llama": _rotated("llama-gqa-tied", "per-layer"),
-    "rotated-llama": _rotated("llama", "shared"),
+    "turned-llama": _write_rotated("llama-gqa-tied", "per-layer"),
+    "rotated-llama": _write_rotated("llama", "shared"),
     "shallow-llama-gqa-tied": _one_layer("llama-gqa-tied"),
 }
 """Every kind of output of this tool, and what no variant is."""

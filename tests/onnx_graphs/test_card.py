@@ -42,8 +42,8 @@ def snippet(folder: Path) -> str:
     return code
 
 
-def printed(folder: Path, place: Path) -> str:
-    """What the snippet prints in a copy of the folder, in a Python that has nothing else."""
+def run_snippet(folder: Path, place: Path) -> str:
+    """Return what the snippet prints in a copy of the folder, in a Python that has nothing else."""
     shutil.copytree(folder, place / "copy")
     done = subprocess.run(
         [sys.executable, "-I", "-W", "error", "-c", ALONE + snippet(folder)],
@@ -61,7 +61,7 @@ def numbers(text: str) -> list[int]:
 
 
 @torch.inference_mode()
-def continued(model: Any, steps: int) -> list[int]:
+def continue_text(model: Any, steps: int) -> list[int]:
     """The likeliest tokens, reading the whole text anew for each."""
     ids = IDS
     for _ in range(steps):
@@ -74,21 +74,21 @@ def continued(model: Any, steps: int) -> list[int]:
 )
 def test_generation_with_a_cache(exported, tmp_path, name, settings):
     model, folder = exported(name, **settings)
-    expected = continued(in_pytorch(model), 20)
+    expected = continue_text(in_pytorch(model), 20)
     assert len(set(expected)) > 3  # it says something
-    assert numbers(printed(folder, tmp_path)) == expected
+    assert numbers(run_snippet(folder, tmp_path)) == expected
 
 
 def test_the_next_token_without_one(exported, tmp_path):
     model, folder = exported("rotated-llama", cache=False, opset=18)
-    assert numbers(printed(folder, tmp_path)) == continued(in_pytorch(model), 1)[3:]
+    assert numbers(run_snippet(folder, tmp_path)) == continue_text(in_pytorch(model), 1)[3:]
 
 
 @torch.inference_mode()
 def test_an_image_classifier(exported, tmp_path):
     model, folder = exported("deit-teacher")
     expected = in_pytorch(model)(pixel_values=torch.zeros(1, 3, 12, 12)).logits.argmax(-1)
-    assert numbers(printed(folder, tmp_path)) == expected.tolist()
+    assert numbers(run_snippet(folder, tmp_path)) == expected.tolist()
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_an_image_classifier(exported, tmp_path):
     ],
 )
 def test_features_and_encoders(exported, tmp_path, name, shape):
-    assert numbers(printed(exported(name)[1], tmp_path)) == shape
+    assert numbers(run_snippet(exported(name)[1], tmp_path)) == shape
 
 
 def test_the_card(exported):

@@ -310,8 +310,6 @@ def test_a_proof_that_fails_leaves_nothing(vit, overwrite):
 
 
 def test_what_a_proof_writes_stays_in_the_folder(vit, overwrite):
-    """What it leaves in the folder stays there."""
-
     def prove(folder: Path) -> bool:
         (folder / "validation.json").write_text("{}")
         assert not overwrite or Path("out/note.txt").exists()

@@ -27,7 +27,7 @@ IDS = {"input_ids": np.arange(6).reshape(2, 3)}
 WHATEVER = helper.make_tensor_value_info("y", TensorProto.INT64, None)
 
 
-def written(folder: Path, *nodes: onnx.NodeProto) -> Path:
+def write_graph(folder: Path, *nodes: onnx.NodeProto) -> Path:
     """A graph from `input_ids` to `y`."""
     given = helper.make_tensor_value_info("input_ids", TensorProto.INT64, ["batch", "length"])
     graph = helper.make_graph(nodes, "graph", [given], [WHATEVER])
@@ -42,7 +42,7 @@ def constant(name: str, kind: int, values: list[int], shape: list[int]) -> onnx.
 
 def test_nothing_is_reported_to_the_maker_of_onnxruntime(tmp_path: Path) -> None:
     """It kept an identifier and a data base of events in ~/.cache, and sent them."""
-    graph = written(tmp_path, helper.make_node("Identity", ["input_ids"], ["y"]))
+    graph = write_graph(tmp_path, helper.make_node("Identity", ["input_ids"], ["y"]))
     for name in ("home", "temporary"):
         (tmp_path / name).mkdir()
     own = {key: value for key, value in os.environ.items() if key not in ("ORT_DISABLE_TELEMETRY", "XDG_CACHE_HOME")}
@@ -66,12 +66,12 @@ def endless(folder: Path) -> Path:
     steps = [helper.make_node("Identity", [a], [b]) for a, b in (("go", "again"), ("x", "same"))]
     body = helper.make_graph(steps, "body", values("at", "go", "x"), values("again", "same"))
     loop = helper.make_node("Loop", ["", "yes", "input_ids"], ["y"], body=body)
-    return written(folder, constant("yes", TensorProto.BOOL, [True], []), loop)
+    return write_graph(folder, constant("yes", TensorProto.BOOL, [True], []), loop)
 
 
 def huge(folder: Path) -> Path:
     """16 GiB of zeros, of a file of 300 bytes."""
-    return written(
+    return write_graph(
         folder,
         constant("shape", TensorProto.INT64, [2**16, 2**16], [2]),
         helper.make_node("ConstantOfShape", ["shape"], ["zeros"]),
@@ -82,7 +82,7 @@ def huge(folder: Path) -> Path:
 
 
 def test_a_graph_computes_the_same_apart(tmp_path):
-    path = written(tmp_path, helper.make_node("Add", ["input_ids", "input_ids"], ["y"]))
+    path = write_graph(tmp_path, helper.make_node("Add", ["input_ids", "input_ids"], ["y"]))
     with isolate_sessions():
         other = open_session(path)
         own = open_session(path)
@@ -104,11 +104,11 @@ def test_commands_run_graphs_apart(exported: Exported, tmp_path, monkeypatch):
     monkeypatch.setattr(isolation, "isolate_sessions", isolate_sessions)
     opened, open_one = [], isolation.IsolatedSession.__init__
 
-    def noted(self, graph, *rest):
+    def note_folder(self, graph, *rest):
         opened.append(graph)
         open_one(self, graph, *rest)
 
-    monkeypatch.setattr(isolation.IsolatedSession, "__init__", noted)
+    monkeypatch.setattr(isolation.IsolatedSession, "__init__", note_folder)
     model, whole = exported("deit-teacher")
     graph = shutil.copytree(whole, tmp_path / "graph")  # validation writes what it found
     assert verify(graph).passed

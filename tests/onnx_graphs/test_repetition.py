@@ -71,7 +71,7 @@ def gemma(layers: str) -> PreTrainedModel:
     )  # fmt: skip
 
 
-def uneven() -> PreTrainedModel:
+def uneven_llama() -> PreTrainedModel:
     """A llama with an MLP of another width in every block, and fewer heads in the second."""
     model = build("LlamaForCausalLM", "llama", 4)
     for index, block in enumerate(blocks_of(model)):
@@ -89,7 +89,7 @@ def uneven() -> PreTrainedModel:
 DECODERS: dict[str, tuple[Callable[[], PreTrainedModel], list[int]]] = {
     "llama": (lambda: build("LlamaForCausalLM", "llama", 4, tie_word_embeddings=True), [0, 1]),
     "gemma": (lambda: gemma("SFSS"), [0, 1, 2]),
-    "uneven": (uneven, [0, 1, 2]),
+    "uneven": (uneven_llama, [0, 1, 2]),
     "gemma, in turn": (lambda: gemma("SSFSSF"), [0, 1, 2, 5]),
     "qwen2": (lambda: build("Qwen2ForCausalLM", "qwen2", 4), [0, 1]),
     "opt": (lambda: build("OPTForCausalLM", "opt", 3), [0, 1]),

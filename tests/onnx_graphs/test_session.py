@@ -99,11 +99,11 @@ def test_as_many_threads_as_torch_uses(exported, monkeypatch):
     seen = []
     original = onnxruntime.InferenceSession
 
-    def watched(path, options, **rest):
+    def watch_options(path, options, **rest):
         seen.append(options.intra_op_num_threads)
         return original(path, options, **rest)
 
-    monkeypatch.setattr(onnxruntime, "InferenceSession", watched)
+    monkeypatch.setattr(onnxruntime, "InferenceSession", watch_options)
     path = exported("dinov2-model")[1] / "model.onnx"
     open_session(path)
     open_session(path, threads=2)

@@ -1,4 +1,4 @@
-"""What a graph is for follows from the checkpoint's class, and what is asked for must be what it can do."""
+"""The task of a graph follows from the checkpoint's class; another task is refused unless the model can do it."""
 
 import pytest
 

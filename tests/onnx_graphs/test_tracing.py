@@ -1,4 +1,4 @@
-"""What a model is traced with: no size that a tracer could take for a constant, and every axis that is dynamic."""
+"""Inputs that a model is traced with: no size that a tracer could take for a constant, and every axis dynamic."""
 
 from inspect import signature
 from types import SimpleNamespace

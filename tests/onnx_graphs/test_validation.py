@@ -49,7 +49,7 @@ NOISE = ProofSamples(description={"what": "noise", "seed": 4})
 
 
 def validate(graph: Path, model: Path, samples: ProofSamples, **settings: Any) -> Validation:
-    """What comes out of the only graph of a folder."""
+    """Validate the only graph of a folder."""
     found = proof.validate(graph, model, samples, **settings)
     (only,) = found.graphs
     assert found.passed is only.passed
@@ -64,7 +64,7 @@ def detail(found: Validation, name: str) -> str:
     return next(check.detail for check in found.checks if check.name == name)
 
 
-def failed(found: Validation) -> list[Case]:
+def failed_cases(found: Validation) -> list[Case]:
     return [case for case in found.cases if not case.passed]
 
 
@@ -218,8 +218,8 @@ def test_half_precision_passes_its_own_tolerance_and_not_that_of_single(
     assert max(shares) < 1e-2  # room for deeper models
     strict = validate(graph, model, samples, tolerance=1e-4)
     assert not strict.passed
-    assert len(failed(strict)) == len(found.cases)
-    for case in failed(strict):
+    assert len(failed_cases(strict)) == len(found.cases)
+    for case in failed_cases(strict):
         assert case.where is not None
         assert abs(case.where.onnxruntime - case.where.pytorch) == pytest.approx(case.max_abs, rel=1e-3)
 
@@ -411,8 +411,8 @@ def test_a_weight_changed_with_its_digests_shows_in_the_outputs_and_where(
     edit_weight(graph, BIAS, change, honest=True)
     found = validate(graph, model, TEXT)
     assert {name for name, passed in checks(found).items() if passed is False} == {"outputs"}
-    assert len(failed(found)) == len(found.cases) == 5
-    for case in failed(found):
+    assert len(failed_cases(found)) == len(found.cases) == 5
+    for case in failed_cases(found):
         assert case.where is not None
         assert case.where.unit == 17
         assert case.where.onnxruntime - case.where.pytorch == pytest.approx(0.5, abs=1e-5)
@@ -432,7 +432,7 @@ def test_a_shift_too_small_for_the_largest_difference_fails_the_mean(copy: Calla
     edit_weight(graph, BIAS, change, honest=True)
     found = validate(graph, model, TEXT)
     assert checks(found)["outputs"] is False
-    assert any(case.max_abs < 1e-4 * case.largest for case in failed(found))
+    assert any(case.max_abs < 1e-4 * case.largest for case in failed_cases(found))
 
 
 def test_what_is_not_a_number_is_said_to_be_none(copy: Callable[..., tuple[Path, Path]]) -> None:
@@ -444,10 +444,10 @@ def test_what_is_not_a_number_is_said_to_be_none(copy: Callable[..., tuple[Path,
     edit_weight(graph, BIAS, change, honest=False)
     found = validate(graph, model, TEXT)
     assert f"weights differ or cannot be read: {BIAS}" in detail(found, "files")
-    assert all(case.note == "onnxruntime's output is nan there" for case in failed(found))
-    assert all(case.where.unit == 3 and case.where.onnxruntime is None for case in failed(found))
-    assert all(case.max_abs is None and case.mean_rel is None for case in failed(found))
-    assert len(failed(found)) == 5
+    assert all(case.note == "onnxruntime's output is nan there" for case in failed_cases(found))
+    assert all(case.where.unit == 3 and case.where.onnxruntime is None for case in failed_cases(found))
+    assert all(case.max_abs is None and case.mean_rel is None for case in failed_cases(found))
+    assert len(failed_cases(found)) == 5
     assert json.loads(found.model_dump_json(), parse_constant=lambda name: pytest.fail(name))
 
 
@@ -456,13 +456,13 @@ def test_a_model_that_is_no_number_itself_is_not_blamed_on_the_graph(
 ) -> None:
     model, graph = exported(ENCODER)
 
-    def damaged(*args: Any, **options: Any) -> PreTrainedModel:
+    def load_damaged(*args: Any, **options: Any) -> PreTrainedModel:
         loaded = load_model(*args, **options)
         with torch.no_grad():
             loaded.get_parameter("cls.predictions.bias")[5] = math.nan
         return loaded
 
-    monkeypatch.setattr(proof, "load_model", damaged)
+    monkeypatch.setattr(proof, "load_model", load_damaged)
     found = validate(graph, model, TEXT)
     assert {case.note for case in found.cases} == {
         "PyTorch's own output is no finite number there: the model is damaged, or overflows in float32"
@@ -575,31 +575,31 @@ def test_each_way_to_be_wrong_shows_in_the_cases_made_for_it_and_in_no_other(
     wrong, expected = FAULTS[fault]
     run = OnnxModel.run
 
-    def broken(self: OnnxModel, feed: Feed) -> Feed:
+    def run_broken(self: OnnxModel, feed: Feed) -> Feed:
         return wrong(feed, run(self, wrong(feed, {})[0]))[1]
 
-    monkeypatch.setattr(OnnxModel, "run", broken)
+    monkeypatch.setattr(OnnxModel, "run", run_broken)
     found = validate(graph, model, TEXT)
     assert not found.passed
-    assert failed(found)
-    assert all(expected(case) for case in failed(found)), [shape(case) for case in failed(found)]
+    assert failed_cases(found)
+    assert all(expected(case) for case in failed_cases(found)), [shape(case) for case in failed_cases(found)]
     if fault != "positions count padding":
         steps = [case for case in found.cases if case.cache == "steps" and expected(case)]
         assert steps
         assert not any(case.passed for case in steps)
         assert checks(found)["generation"] is False
     else:
-        assert {case.output for case in failed(found)} <= {f"present.{i}.key" for i in range(LAYERS)}
+        assert {case.output for case in failed_cases(found)} <= {f"present.{i}.key" for i in range(LAYERS)}
 
 
 def test_segments_that_are_not_looked_at_show_in_batches(exported: Exported, monkeypatch: pytest.MonkeyPatch) -> None:
     model, graph = exported(ENCODER)
     run = OnnxModel.run
 
-    def broken(self: OnnxModel, feed: Feed) -> Feed:
+    def run_broken(self: OnnxModel, feed: Feed) -> Feed:
         return run(self, feed | {"token_type_ids": torch.zeros_like(feed["input_ids"])})
 
-    monkeypatch.setattr(OnnxModel, "run", broken)
+    monkeypatch.setattr(OnnxModel, "run", run_broken)
     found = validate(graph, model, TEXT)
     assert [case.passed for case in found.cases] == [True, True, False, False, True]
     assert [case.passed for case in found.cases] == [not case.segments for case in found.cases]
@@ -611,14 +611,14 @@ def test_a_graph_that_fails_on_some_inputs_fails_those_cases(
     model, graph = exported(ENCODER)
     run = OnnxModel.run
 
-    def broken(self: OnnxModel, feed: Feed) -> Feed:
+    def run_broken(self: OnnxModel, feed: Feed) -> Feed:
         if len(feed["input_ids"]) == 3:
             raise UserError("onnxruntime cannot run the graph on three")
         return run(self, feed)
 
-    monkeypatch.setattr(OnnxModel, "run", broken)
+    monkeypatch.setattr(OnnxModel, "run", run_broken)
     found = validate(graph, model, TEXT)
-    (case,) = failed(found)
+    (case,) = failed_cases(found)
     assert (case.batch, case.note, case.max_abs) == (3, "onnxruntime cannot run the graph on three", None)
 
 
@@ -629,15 +629,15 @@ def test_the_worst_place_is_counted_with_its_padding(
     model, graph = exported(DECODER)
     run = OnnxModel.run
 
-    def broken(self: OnnxModel, feed: Feed) -> Feed:
+    def run_broken(self: OnnxModel, feed: Feed) -> Feed:
         found = run(self, feed)
         if feed["input_ids"].shape == (3, 24):
             found["logits"][row, token, 5] += 3
             found["logits"][2, 2, 5] += 30  # on padding, of which nothing is said
         return found
 
-    monkeypatch.setattr(OnnxModel, "run", broken)
-    (case,) = failed(validate(graph, model, TEXT))
+    monkeypatch.setattr(OnnxModel, "run", run_broken)
+    (case,) = failed_cases(validate(graph, model, TEXT))
     assert (case.padding, case.cache) == ("left", "none")
     assert case.where is not None
     assert (case.where.batch, case.where.token, case.where.unit) == (row, token, 5)

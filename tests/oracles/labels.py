@@ -22,7 +22,6 @@ def f1(predicted: Sequence[int], true: Sequence[int]) -> float:
 
 
 def matthews(predicted: Sequence[int], true: Sequence[int]) -> float:
-    """Of two classes."""
     tp, fp, fn, tn = counts(predicted, true)
     scale = math.sqrt((tp + fp) * (tp + fn) * (tn + fp) * (tn + fn))
     return (tp * tn - fp * fn) / scale if scale else 0.0

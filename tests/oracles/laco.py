@@ -40,7 +40,6 @@ class Path:
 
 
 def everything(data: Samples) -> dict[str, Tensor]:
-    """What all samples call a model with."""
     return {k: v.double() if v.is_floating_point() else v for k, v in data.batch(slice(len(data))).items()}
 
 

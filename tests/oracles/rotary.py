@@ -40,12 +40,10 @@ def parts(samples: Sequence[tuple[Complex, Complex]]) -> Complex:
 
 
 def energy(parts: Complex) -> Array:
-    """Of single pairs, summed."""
     return np.sum(parts.real**2, axis=0)
 
 
 def diagonal_mean(parts: Complex, kept: Sequence[int]) -> float:
-    """Of the normal matrix."""
     return float(np.mean(np.sum(np.abs(parts[:, kept]) ** 2, axis=0)) / 2)
 
 

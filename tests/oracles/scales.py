@@ -12,7 +12,7 @@ Pairs = Mapping[str, tuple[Tensor, Tensor]]
 
 
 def outputs(model: PreTrainedModel, batch: Mapping[str, Tensor], pairs: Pairs) -> list[Tensor]:
-    """What the model returns with its weights scaled: its logits, or its last hidden states."""
+    """Return logits, or last hidden states, of the model with its weights scaled."""
     held = dict(model.named_parameters())
     changed = {name: rows[:, None] * held[name] * columns[None, :] for name, (rows, columns) in pairs.items()}
     found = functional_call(model, changed, kwargs=dict(batch))

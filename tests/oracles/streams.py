@@ -1,4 +1,4 @@
-"""What flows through a whole model, seen by hooks: slow, every token kept, sums in float64."""
+"""States inside a whole model, seen by hooks: slow, every token kept, sums in float64."""
 
 from collections.abc import Iterable
 

@@ -42,7 +42,6 @@ def total(groups: Sequence[Sequence[Site]], kept: Sequence[Sequence[int]]) -> tu
 
 
 def as_shares(errors: Array) -> Array:
-    """Of what dropping everything costs."""
     return errors / errors[-1]
 
 

@@ -45,7 +45,7 @@ def in_processes(size: int, work: Callable[[int], None], place: Path) -> list[En
     }
     files = {rank: [place / f".out{rank}", place / f".err{rank}"] for rank in range(size)}
 
-    def joined(rank: int) -> None:
+    def work_as(rank: int) -> None:
         os.environ.update(shared, RANK=str(rank), LOCAL_RANK=str(rank))
         joining._TELLING = watch.GRACE = watch.SILENT = DAY
         work(rank)
@@ -59,7 +59,7 @@ def in_processes(size: int, work: Callable[[int], None], place: Path) -> list[En
             warnings.simplefilter("ignore", DeprecationWarning)  # as in `run_forked`
             process = os.fork()
         if not process:
-            work_and_exit(partial(joined, rank), files[rank])
+            work_and_exit(partial(work_as, rank), files[rank])
         os.close(held)
         running[rank], ranks[end] = process, rank
     statuses: dict[int, int] = {}

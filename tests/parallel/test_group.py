@@ -1,4 +1,4 @@
-"""What processes ask of each other: shares, sums in a fixed order, and what one makes for all."""
+"""Exchanges between processes: shares, sums in a fixed order, and work that one does for all."""
 
 import pytest
 import torch

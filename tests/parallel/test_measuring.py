@@ -18,12 +18,12 @@ from tests.contract.models import CASES
 from tests.parallel.threads import in_threads
 
 
-def made(place: Path, kind: str) -> Path:
+def make_model(place: Path, kind: str) -> Path:
     """A tiny model of a family."""
     return next(case for case in CASES if case.model_type == kind).write(place / "dense")
 
 
-def measured(folder: Path, out: Path, size: int, *, folds: int = 2, samples: int = 7, collect=("moments", "gram")):
+def measure(folder: Path, out: Path, size: int, *, folds: int = 2, samples: int = 7, collect=("moments", "gram")):
     """A statistics folder that so many processes have made together."""
     chosen = TokenWindows(families.windows(samples))
 
@@ -58,16 +58,16 @@ def assert_alike(a: Statistics, b: Statistics) -> None:
 
 def test_as_one_process_would_and_the_same_bytes_again(tmp_path):
     folder = families.make(tmp_path / "dense")
-    one = measured(folder, tmp_path / "one", 1)
-    three = measured(folder, tmp_path / "three", 3)
+    one = measure(folder, tmp_path / "one", 1)
+    three = measure(folder, tmp_path / "three", 3)
     assert_alike(one, three)
-    assert measured(folder, tmp_path / "again", 3).index.files == three.index.files
+    assert measure(folder, tmp_path / "again", 3).index.files == three.index.files
 
 
 def test_shares_that_are_folds_give_the_very_bytes_of_one_process(tmp_path):
     folder = families.make(tmp_path / "dense")
-    one = measured(folder, tmp_path / "one", 1, folds=4, samples=8)
-    assert measured(folder, tmp_path / "two", 2, folds=4, samples=8).index.digest == one.index.digest
+    one = measure(folder, tmp_path / "one", 1, folds=4, samples=8)
+    assert measure(folder, tmp_path / "two", 2, folds=4, samples=8).index.digest == one.index.digest
 
 
 @pytest.mark.parametrize(
@@ -79,8 +79,8 @@ def test_shares_that_are_folds_give_the_very_bytes_of_one_process(tmp_path):
     ],
 )
 def test_every_kind_of_moments(tmp_path, kind, collect):
-    folder = made(tmp_path, kind)
-    one, two = (measured(folder, tmp_path / str(size), size, folds=1, collect=collect) for size in (1, 2))
+    folder = make_model(tmp_path, kind)
+    one, two = (measure(folder, tmp_path / str(size), size, folds=1, collect=collect) for size in (1, 2))
     assert_alike(one, two)
     for block in range(one.index.blocks):
         for name, own in one.read_taylor(block).items():
@@ -89,8 +89,8 @@ def test_every_kind_of_moments(tmp_path, kind, collect):
 
 
 def test_grams_of_single_samples_keep_their_order(tmp_path):
-    folder = made(tmp_path, "opt")
-    one, two = (measured(folder, tmp_path / str(n), n, samples=3, collect=("moments", "logits")) for n in (1, 2))
+    folder = make_model(tmp_path, "opt")
+    one, two = (measure(folder, tmp_path / str(n), n, samples=3, collect=("moments", "logits")) for n in (1, 2))
     names = [name for name in one.read_moments(0) if "q_proj" in name]
     assert names
     for name in names:
@@ -112,7 +112,7 @@ def test_effects_that_processes_share_out_are_those_of_one(tmp_path):
 
     found = []
     for size in (1, 2):
-        statistics = measured(folder, tmp_path / str(size), 1, folds=2, samples=4)
+        statistics = measure(folder, tmp_path / str(size), 1, folds=2, samples=4)
         found.append(in_threads(size, lambda group, own=statistics: work(group, own))[-1])
     assert found[0] == found[1]
     assert found[0][1].predicted
@@ -121,5 +121,5 @@ def test_effects_that_processes_share_out_are_those_of_one(tmp_path):
 def test_too_few_samples_and_a_failure_of_one_leave_nothing(tmp_path):
     folder = families.make(tmp_path / "dense")
     with pytest.raises(UserError, match=r"^4 processes cannot share 3 samples"):
-        measured(folder, tmp_path / "out", 4, samples=3)
+        measure(folder, tmp_path / "out", 4, samples=3)
     assert [path.name for path in tmp_path.iterdir()] == ["dense"]

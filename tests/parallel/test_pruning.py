@@ -25,7 +25,9 @@ RECIPES = {
 }
 
 
-def pruned(folder: Path, out: Path, size: int, recipe: FullRecipe, *, statistics=None, samples: int = 7, **options):
+def prune_together(
+    folder: Path, out: Path, size: int, recipe: FullRecipe, *, statistics=None, samples: int = 7, **options
+):
     """An output that so many processes have made together, and what each of them says of it."""
     live = None if statistics is not None else families.windows(samples)
 
@@ -46,8 +48,8 @@ def assert_alike(a: Path, b: Path) -> None:
 @pytest.mark.parametrize("kind", RECIPES)
 def test_as_one_process_would(tmp_path, kind):
     folder = families.make(tmp_path / "dense", "mistral")
-    one = pruned(folder, tmp_path / "one", 1, RECIPES[kind])
-    two = pruned(folder, tmp_path / "two", 2, RECIPES[kind])
+    one = prune_together(folder, tmp_path / "one", 1, RECIPES[kind])
+    two = prune_together(folder, tmp_path / "two", 2, RECIPES[kind])
     assert_alike(tmp_path / "one", tmp_path / "two")
     assert two[0] == two[1]  # every process knows the report
     for key in ("before", "after", "recipe"):
@@ -81,17 +83,17 @@ def test_another_number_of_processes_goes_on(tmp_path, monkeypatch, kind):
     dealt = kind == "dealt out"
     statistics = families.calibrate(folder, tmp_path / "stats", folds=2) if dealt else None
     recipe = families.recipe("ridge", lam=0.01) if dealt else RECIPES[kind]
-    pruned(folder, tmp_path / "whole", 1, recipe, statistics=statistics)
+    prune_together(folder, tmp_path / "whole", 1, recipe, statistics=statistics)
     with monkeypatch.context() as patch:
         interrupt_at(patch, CheckpointWriter, "commit", 3)
         with pytest.raises(KeyboardInterrupt):
-            pruned(folder, tmp_path / "out", 2, recipe, statistics=statistics)
+            prune_together(folder, tmp_path / "out", 2, recipe, statistics=statistics)
     assert (tmp_path / "out.partial").is_dir()
-    pruned(folder, tmp_path / "out", 3, recipe, statistics=statistics, resume=True)
+    prune_together(folder, tmp_path / "out", 3, recipe, statistics=statistics, resume=True)
     assert_alike(tmp_path / "whole", tmp_path / "out")
     # What is done is done, for any number of them.
     said: list[str] = []
-    pruned(folder, tmp_path / "out", 2, recipe, statistics=statistics, resume=True, announce=said.append)
+    prune_together(folder, tmp_path / "out", 2, recipe, statistics=statistics, resume=True, announce=said.append)
     assert said == [f"{tmp_path / 'out'} is finished: nothing is left to do"]
 
 
@@ -100,7 +102,7 @@ def test_what_one_process_does_alone_is_refused(tmp_path):
     mask = {"method": "magnitude", "pattern": "1:2"}
     rotating = FullRecipe.model_validate({**MASK, "target": "dense", "mask": mask, "rotation": {"kind": "shared"}})
     with pytest.raises(UserError) as caught:
-        pruned(folder, tmp_path / "out", 2, rotating, samples=4)
+        prune_together(folder, tmp_path / "out", 2, rotating, samples=4)
     assert str(caught.value) == "recipe masked rotates, which one process does alone: start it without torchrun"
 
 

@@ -18,7 +18,7 @@ from tests.stages.recovering import QUICK, recovery_job
 TRAINING = {"epochs": 2, "lr": 0.001, "batch": 3, "held_out": 0.34, "accumulate": 2}
 
 
-def recovered(pruned: Path, dense: Path, out: Path, size: int, **options):
+def recover_together(pruned: Path, dense: Path, out: Path, size: int, **options):
     """The report of what so many processes have recovered."""
 
     def work(_group):
@@ -42,7 +42,7 @@ def test_as_one_process_would(tmp_path):
     dense = families.make(tmp_path / "dense", "mistral")
     pruned = tmp_path / "pruned"
     families.prune(families.job_on(dense, families.recipe("none", score="magnitude")), pruned)
-    one, three = (recovered(pruned, dense, tmp_path / str(size), size) for size in (1, 3))
+    one, three = (recover_together(pruned, dense, tmp_path / str(size), size) for size in (1, 3))
     assert_alike(tmp_path / "1", tmp_path / "3", pruned)
     assert one["recovery"]["data"] == three["recovery"]["data"]
     for ours, theirs in zip(one["layers"], three["layers"], strict=True):
@@ -56,12 +56,12 @@ def test_another_number_of_processes_goes_on(tmp_path, monkeypatch):
     dense = families.make(tmp_path / "dense", "mistral")
     pruned = tmp_path / "pruned"
     families.prune(families.job_on(dense, families.recipe("none", score="magnitude")), pruned)
-    recovered(pruned, dense, tmp_path / "whole", 1)
+    recover_together(pruned, dense, tmp_path / "whole", 1)
     with monkeypatch.context() as patch:
         interrupt_at(patch, CheckpointWriter, "commit", 2)
         with pytest.raises(KeyboardInterrupt):
-            recovered(pruned, dense, tmp_path / "out", 2)
-    recovered(pruned, dense, tmp_path / "out", 3, resume=True)
+            recover_together(pruned, dense, tmp_path / "out", 2)
+    recover_together(pruned, dense, tmp_path / "out", 3, resume=True)
     assert_alike(tmp_path / "whole", tmp_path / "out", pruned)
 
 

@@ -11,7 +11,7 @@ from tests.parallel.ranks import DAY
 
 
 class Store(dict):
-    """What all processes share."""
+    """The store that all processes share."""
 
     lock = threading.Lock()
 

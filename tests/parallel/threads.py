@@ -84,7 +84,7 @@ class Threads(Group):
 
 
 def in_threads(size: int, work: Callable[[Group], T]) -> list[T]:
-    """What each process of a group makes; the error of the first that has one of its own."""
+    """Return the result of each process of a group; raise the error of the first that has one of its own."""
     meeting = _Meeting(size)
     made: dict[int, T] = {}
     failed: list[BaseException] = []

@@ -1,4 +1,4 @@
-"""What a list says of recipes follows from the recipes."""
+"""The list of recipes, whose words follow from the recipes."""
 
 import pytest
 

@@ -14,7 +14,7 @@ from ckpt_prune.runner.open_run import summary
 DEFAULT = load_recipe("best-uniform", ratio=0.3)
 
 
-def settled(losses: Losses | None, *, by_default: bool = True) -> Any:
+def settle(losses: Losses | None, *, by_default: bool = True) -> Any:
     return SimpleNamespace(
         recipe=DEFAULT, job=SimpleNamespace(by_default=by_default), decisions=SimpleNamespace(losses=losses)
     )
@@ -32,7 +32,7 @@ def settled(losses: Losses | None, *, by_default: bool = True) -> Any:
     ],
 )
 def test_what_widths_per_block_would_lose(losses, said):
-    assert wider_choice(settled(losses)) == f"widths per block (--recipe best) would lose {said}"
+    assert wider_choice(settle(losses)) == f"widths per block (--recipe best) would lose {said}"
 
 
 @pytest.mark.parametrize(

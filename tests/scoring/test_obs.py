@@ -149,7 +149,7 @@ def test_a_pass_that_rounding_spoils_is_done_again_with_more_damping(monkeypatch
     inverse = obs._inverse
     shares = []
 
-    def spoiled(gram: Tensor, scale: float, share: float) -> Tensor:
+    def spoil(gram: Tensor, scale: float, share: float) -> Tensor:
         shares.append(share)
         found = inverse(gram, scale, share)
         if len(shares) == 1:
@@ -158,7 +158,7 @@ def test_a_pass_that_rounding_spoils_is_done_again_with_more_damping(monkeypatch
             found -= 0.9 * torch.linalg.eigvalsh(found).mean() * torch.eye(8, dtype=torch.float64)
         return found
 
-    monkeypatch.setattr(obs, "_inverse", spoiled)
+    monkeypatch.setattr(obs, "_inverse", spoil)
     found = remove_greedily(weight, gram, per_unit, damp=1e-3)
     assert shares == [1e-3, 1e-2]
     assert found.strength == pytest.approx(1e-2 * float(gram.diagonal().mean()))

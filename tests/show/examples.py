@@ -40,7 +40,6 @@ def bare(block: int, space: str = "mlp", **changes: Any) -> Json:
 
 
 def report(sites: list[Json], **changes: Any) -> Json:
-    """As `prune` writes it."""
     return {
         "version": 1,
         "ckpt_prune": "0.1.0",
@@ -72,7 +71,7 @@ KINDS |= {f"mlp.{kind}_proj": kind for kind in ("gate", "up", "down")}
 
 
 def linear(block: int, module: str = "self_attn.q_proj", **changes: Any) -> Json:
-    """What a mask did to one linear of a llama."""
+    """Return the record of a mask on one linear of a llama."""
     return {
         "block": block,
         "weight": f"model.layers.{block}.{module}.weight",
@@ -122,7 +121,7 @@ def masked(
 
 
 def layer(block: int, **changes: Any) -> Json:
-    """What recovery did to one block."""
+    """Return the record of recovery on one block."""
     return {
         "block": block,
         "mse_before": 0.5,
@@ -162,7 +161,6 @@ def elsewhere(layers: list[Json], **changes: Any) -> Json:
 
 
 def plan(sites: list[Json], **changes: Any) -> Json:
-    """As `plan` writes it."""
     made = report(sites)
     kept = ("version", "recipe", "recipe_digest", "before", "after", "sites")
     return (

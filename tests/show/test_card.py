@@ -120,8 +120,7 @@ def test_what_another_tool_pruned_has_no_recipe():
 # ---- how a recipe differs from the shipped one -------------------------------------------------------------------
 
 
-def said(used, asked=None, name="magnitude") -> str:
-    """What the card says of the recipe after its summary."""
+def recipe_words(used, asked=None, name="magnitude") -> str:
     made = report([site(0)]) | {
         "recipe": used.model_dump(mode="json", by_alias=True),
         "recipe_digest": used.digest,

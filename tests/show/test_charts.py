@@ -42,7 +42,7 @@ def drawn(*lines, **options) -> Drawn:
     return Drawn(ElementTree.fromstring(draw(figure(*lines, **options))))
 
 
-def interpolated(ticks, wanted, *, log=False):
+def interpolate(ticks, wanted, *, log=False):
     """Where a value belongs, going by the outermost ticks alone."""
     (p0, v0), (p1, v1) = ticks[0], ticks[-1]
     if log:
@@ -57,7 +57,7 @@ def test_blocks_keep_their_numbers():
     plot = drawn(Line("a", [Point(b, 1.0, 1.0, 1.0, "") for b in (5, 6, 9)]))
     assert plot.labels[0] == ["5", "6", "7", "8", "9"]
     for block, (x, _, _) in zip((5, 6, 9), plot.marks("line-0"), strict=True):
-        assert x == pytest.approx(interpolated(plot.x, block), abs=0.02)
+        assert x == pytest.approx(interpolate(plot.x, block), abs=0.02)
 
 
 # ---- gaps, spreads, zeros --------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ def test_a_joined_line_goes_on_over_places_nobody_asked_for():
     assert drawn(series).path("line", "line-0") == []
     assert [text.text for text in plot.svg.iter("text") if text.get("class") == "unit"] == ["u", "blocks recovered"]
     for place, (x, _, _) in zip(points, plot.marks("line-0"), strict=True):
-        assert x == pytest.approx(interpolated(plot.x, place), abs=0.02)
+        assert x == pytest.approx(interpolate(plot.x, place), abs=0.02)
     assert plot.tooltips() == [f"blocks recovered {place}\na: {v:g}" for place, v in points.items()]
 
 

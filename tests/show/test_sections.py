@@ -1,4 +1,4 @@
-"""What each stage says of its records, against numbers worked out by hand."""
+"""Sections of every stage, against numbers worked out by hand."""
 
 from typing import Any
 
@@ -350,14 +350,14 @@ def test_a_map_of_the_importance():
 # ---- recovery ------------------------------------------------------------------------------------------------------
 
 
-def recovered(*layers: Json, **changes: Any) -> Section:
+def recovery_section(*layers: Json, **changes: Any) -> Section:
     return sections(elsewhere(list(layers), recovery=recovery(**changes)))["Recovery"]
 
 
 def test_recovery_of_blocks():
     layers = [layer(1, mse_after=0.05, cka_after=0.9375, curve=[0.4, 0.1]), layer(0, curve=[0.2, 0.1])]
     layers.append(kept(2, mse_after=0.5, cka_after=0.75, epochs=4))
-    found = recovered(*layers)
+    found = recovery_section(*layers)
     assert found.sentences == [
         "2 of 3 blocks have new weights, trained towards the hidden states of dense; zeros stay zero.",
         "Hidden states on 13 held-out samples, mean over blocks, before → after: mean squared error 0.5 → 0.2667, "
@@ -392,18 +392,18 @@ def test_recovery_of_blocks():
 
 def test_blocks_to_warn_of():
     layers = [kept(0, epochs=4), kept(1, epochs=0), kept(2, diverged=True), layer(3, diverged=True, mse_after=None)]
-    assert [sentence[:40] for sentence in recovered(*layers, layer(4, mse_after=0.75)).sentences[2:]] == [
+    assert [sentence[:40] for sentence in recovery_section(*layers, layer(4, mse_after=0.75)).sentences[2:]] == [
         "The hidden states after block 3 are not ",
         "No epoch was better than the old weights",
         "After the last block the squared error i",
         "Training diverged in 2 blocks (2, 3) and",
     ]
-    assert len(recovered(layer(0, mse_before=None, mse_after=0.75)).sentences) == 2
+    assert len(recovery_section(layer(0, mse_before=None, mse_after=0.75)).sentences) == 2
 
 
 def test_perplexity_over_recovered_blocks():
     curve = [{"blocks": b, "perplexity": p} for b, p in ((4, 10.0), (0, 50.0), (1, None), (2, 20.5))]
-    found = recovered(*(layer(b) for b in range(4)), perplexity_after=curve)
+    found = recovery_section(*(layer(b) for b in range(4)), perplexity_after=curve)
     assert found.sentences[-1] == (
         "Perplexity on held-out windows of 256 tokens: 50.000 with 0, inf with 1, 20.500 with 2, 10.000 with 4 of 4 "
         "blocks recovered."

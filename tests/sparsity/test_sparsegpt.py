@@ -21,7 +21,7 @@ def layer(rows: int, width: int, seed: int = 0, tokens: int | None = None) -> tu
     return weight, x.T @ x
 
 
-def damped(H: torch.Tensor, damp: float) -> torch.Tensor:
+def damp_gram(H: torch.Tensor, damp: float) -> torch.Tensor:
     return H + damp * H.diagonal().mean() * torch.eye(len(H), dtype=H.dtype)
 
 
@@ -35,7 +35,7 @@ def assert_is(found: PrunedWeight, weight: torch.Tensor, keep: torch.Tensor) -> 
 @pytest.mark.parametrize(("width", "block"), [(20, 128), (44, 20), (23, 5), (6, 1), (40, 40)])
 def test_unstructured_is_the_textbook_surgeon(width, block, ratio):
     weight, H = layer(5, width, seed=width)
-    expected = oracle.sparsegpt(weight, damped(H, 0.01), block=block, count=lambda n: zeros_of(n, ratio))
+    expected = oracle.sparsegpt(weight, damp_gram(H, 0.01), block=block, count=lambda n: zeros_of(n, ratio))
     found = prune_weight(weight, H, pattern=None, ratio=ratio, block=block)
     assert_is(found, *expected)
     assert found.damp == 0.01
@@ -48,7 +48,7 @@ def test_unstructured_is_the_textbook_surgeon(width, block, ratio):
 @pytest.mark.parametrize(("kept", "of"), PATTERNS)
 def test_groups_are_the_textbook_surgeon(kept, of, block):
     weight, H = layer(6, 40, seed=of)
-    expected = oracle.sparsegpt(weight, damped(H, 0.05), block=of, groups=(kept, of))
+    expected = oracle.sparsegpt(weight, damp_gram(H, 0.05), block=of, groups=(kept, of))
     found = prune_weight(weight, H, pattern=GroupPattern(kept, of), ratio=0.0, block=block, damp=0.05)
     assert_is(found, *expected)
     assert (found.keep.view(6, -1, of).sum(2) == kept).all()
@@ -63,7 +63,7 @@ def test_strips_and_blocks_of_the_default_size(pattern):
         whole = prune_weight(weight, H, pattern=pattern, ratio=0.5, block=272)
         assert_is(found, whole.weight, whole.keep)
     else:
-        assert_is(found, *oracle.sparsegpt(weight, damped(H, 0.01), block=128, count=lambda n: n // 2))
+        assert_is(found, *oracle.sparsegpt(weight, damp_gram(H, 0.01), block=128, count=lambda n: n // 2))
 
 
 def test_a_ratio_of_zero_changes_nothing():
@@ -89,7 +89,7 @@ def test_dead_inputs_go_first_and_trouble_nobody(kept, of):
 
     live = H[~dead][:, ~dead]
     filled = torch.eye(24, dtype=torch.float64)
-    filled[(~dead).nonzero(), (~dead).nonzero().T] = damped(live, 0.1)
+    filled[(~dead).nonzero(), (~dead).nonzero().T] = damp_gram(live, 0.1)
     start = weight.masked_fill(dead, 0)
     expected = (
         oracle.sparsegpt(start, filled, block=8, count=lambda n: n // 2)
@@ -141,7 +141,7 @@ def test_damping_rises_tenfold(lowest, damp, used):
     weight, _ = layer(4, 8)
     found = prune_weight(weight, with_lowest(lowest), pattern=GroupPattern(2, 4), ratio=0.0, damp=damp, most_damp=used)
     assert found.damp == pytest.approx(used)
-    expected = oracle.sparsegpt(weight, damped(with_lowest(lowest), used), block=4, groups=(2, 4))
+    expected = oracle.sparsegpt(weight, damp_gram(with_lowest(lowest), used), block=4, groups=(2, 4))
     assert_is(found, *expected)
 
 

@@ -7,7 +7,7 @@ import torch
 from ckpt_prune.sparsity.steps import find_steps
 
 
-def rounded(dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
+def round_blocks(dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
     """Steps and codes of random blocks, some with few codes, one of zeros."""
     generator = np.random.default_rng(4)
     steps = torch.tensor(generator.uniform(0.001, 0.1, 500) * generator.choice([-1, 1], 500)).to(dtype)
@@ -20,7 +20,7 @@ def rounded(dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_weight_is_stored_again_as_it_is(dtype):
-    steps, codes = rounded(dtype)
+    steps, codes = round_blocks(dtype)
     weights = torch.tensor(steps[:, None] * codes).to(dtype).float().numpy()
     found = find_steps(weights)
     assert found is not None
@@ -30,7 +30,7 @@ def test_every_weight_is_stored_again_as_it_is(dtype):
 
 
 def test_one_weight_between_two_steps_is_enough_to_refuse():
-    steps, codes = rounded(torch.float32)
+    steps, codes = round_blocks(torch.float32)
     weights = (steps[:, None] * codes).astype(np.float32)
     weights[7, 3] += 0.3 * steps[7]
     assert find_steps(weights) is None

@@ -174,12 +174,12 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path, monkeypatch):
     checkpoint = Checkpoint.open(save_sharded(tmp_path / "model", example_tensors()))
     read, held = Checkpoint.read, []
 
-    def watched(self, names):
+    def watch_names(self, names):
         assert [kept for kept in held if kept() is not None] == []
         found = read(self, names)
         held.extend(weakref.ref(tensor) for tensor in found.values())
         assert len(found) == 1
         return found
 
-    monkeypatch.setattr(Checkpoint, "read", watched)
+    monkeypatch.setattr(Checkpoint, "read", watch_names)
     assert len(list(find_zeros(checkpoint))) == len(held) == 6

@@ -1,4 +1,4 @@
-"""What tests of recovery share: pruned models of every kind, jobs on them, and what must hold of every output."""
+"""Helpers for tests of recovery: pruned models of every kind, jobs on them, and what must hold of every output."""
 
 import json
 from functools import cache
@@ -157,7 +157,6 @@ def assert_recovered(
 
 
 def earlier_of(pruned: Path) -> dict[str, Any] | None:
-    """What a pruned model says of its own recovery."""
     found = json.loads((pruned / REPORT).read_text()) if (pruned / REPORT).is_file() else {}
     return {key: found[key] for key in ("recovery", "layers")} if "recovery" in found else None
 

@@ -35,7 +35,7 @@ FULL_GRID = [1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0]
 GRID, SHARES = [0.003, 0.1, 3.0], [0.0, 0.5, 1.0]
 
 
-def wanted(compensation: dict[str, Any], **top: Any) -> FullRecipe:
+def make_recipe(compensation: dict[str, Any], **top: Any) -> FullRecipe:
     spaces = {
         space: {"score": "obs", "ratio": ratio, "rounding": "floor", "compensation": compensation}
         for space, ratio in RATIOS.items()
@@ -70,7 +70,7 @@ def fit_of(X: Array, Y: Array) -> Fit:
 @pytest.mark.parametrize("variant", ["llama", "opt"])
 def test_what_is_chosen_is_best_on_folds_of_the_dense_models_tokens(dense, variant):
     folds, folder = 4, dense.folder(variant)
-    job = encoders.job_on(folder, wanted({"method": "auto"}), dense.statistics(variant, folds))
+    job = encoders.job_on(folder, make_recipe({"method": "auto"}), dense.statistics(variant, folds))
     plan = make_plan(job)
     model = whole(stock(folder, variant), variant)
     paths = {space: f"{model.layers}.{{}}.{site.consumer}" for space, site in drift.SITES[variant].items()}
@@ -120,7 +120,7 @@ def test_consumers_are_refitted_to_the_dense_residual_stream(dense, case, tmp_pa
     """Every site on whole models of which all that comes before it is pruned."""
     variant, compensation, folds = DRIFTING[case]
     folder, data = dense.folder(variant), samples_of(variant)
-    recipe = wanted(compensation, target="drift", **(BUDGET if "least error" in case else {}))
+    recipe = make_recipe(compensation, target="drift", **(BUDGET if "least error" in case else {}))
     job = live_job(folder, recipe, data, folds)
     report = prune(job, tmp_path / "out")
     remote = report["container"]["remote_code"]
@@ -206,7 +206,7 @@ def test_a_bias_is_a_candidate_where_there_is_one_or_on_request(dense, variant, 
         return choose_form(weight, folds, names, *more, **known)
 
     monkeypatch.setattr(sites, "choose_form", watching)
-    recipe = wanted({"method": "auto", **compensation})
+    recipe = make_recipe({"method": "auto", **compensation})
     job = encoders.job_on(dense.folder(variant), recipe, dense.statistics(variant, 2))
     plan = make_plan(job)
     assert tried == [methods] * (2 * BLOCKS)

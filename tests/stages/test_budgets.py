@@ -59,7 +59,7 @@ def unit_cost(variant: str, space: str, kind: str) -> int:
     return (weights + biases) * (4 if kind == "bytes" else 1)
 
 
-def wanted(variant: str, *, multiple: int = 1, compensation: Any = "none", **top: Any) -> FullRecipe:
+def make_recipe(variant: str, *, multiple: int = 1, compensation: Any = "none", **top: Any) -> FullRecipe:
     spaces = {
         space: {
             "score": "logit-energy" if space == "qk" else "obs",
@@ -97,7 +97,7 @@ def weighed(dense: Sources) -> Callable[[str], Statistics]:
     def of(variant: str) -> Statistics:
         if variant not in made:
             statistics, folder = dense.statistics(variant, 2), dense.folder(variant)
-            job = job_on(folder, wanted(variant), statistics)
+            job = job_on(folder, make_recipe(variant), statistics)
             effects = {}
             for (block, space), curve in curves_of(job).items():
                 points = enumerate(dropped_counts(len(curve) - 1, (0.25, 0.5, 0.75)))
@@ -156,7 +156,7 @@ def cost(job: Prepared, kind: str, *, before: bool = False) -> int:
 def test_no_widths_do_better(dense, weighed, variant, weigh_by, widths):
     found = set()
     for kind, share in zip(KINDS, ("70%", "81%", "62.5%"), strict=True):
-        recipe = wanted(variant, weigh_by=weigh_by, widths=widths, size={kind: share})
+        recipe = make_recipe(variant, weigh_by=weigh_by, widths=widths, size={kind: share})
         job = job_on(dense.folder(variant), recipe, weighed(variant))
         limit = int(cost(job, kind, before=True) * float(share[:-1]) / 100)
         groups = groups_of(job, variant, kind)
@@ -183,7 +183,7 @@ ATTENTION: dict[str, Any] = {
 @pytest.mark.parametrize("variant", every(2, ["vit", "opt"]))
 def test_heads_dimensions_and_columns_in_one_budget(dense, variant, tmp_path):
     """What is written has the size that was planned, block by block, and is whole."""
-    values = wanted(variant, widths="per_layer", size={"params": "64%"}).model_dump(by_alias=True)
+    values = make_recipe(variant, widths="per_layer", size={"params": "64%"}).model_dump(by_alias=True)
     statistics = dense.statistics(variant, 2)
     shared, own = (
         job_on(
@@ -218,7 +218,7 @@ def test_what_corp_loses_tells_what_an_error_of_the_logits_is_worth(dense, weigh
     """Effects of q and k are measured with CORP's compensation; low rank errs less, and is scaled by the same worth."""
     statistics, width = weighed("vit"), UNITS["vit"]["qk"][0]
     qk: dict[str, Any] = {"score": "logit-energy", "compensation": {"method": "low-rank"}}
-    values = wanted("vit", widths="per_layer", size={"params": "90%"}).model_dump(by_alias=True)
+    values = make_recipe("vit", widths="per_layer", size={"params": "90%"}).model_dump(by_alias=True)
     job = job_on(dense.folder("vit"), FullRecipe.model_validate(values | {"spaces": {"qk": qk}}), statistics)
     plain, ranking = curves_of(job), dense_ranking(job)
     corp = {"score": "logit-energy", "ratio": 1 / width, "compensation": {"method": "logit", "lambda": 0.001}}
@@ -251,7 +251,9 @@ def test_what_corp_loses_tells_what_an_error_of_the_logits_is_worth(dense, weigh
 def test_no_widths_of_spaces_that_cross_do_better(dense, crossing, share):
     """Every combination of one width per space, at the cost of its own shapes. An error inside what goes is none."""
     variant, inner, kind = crossing
-    recipe = wanted(variant, spaces=(inner, "heads", "mlp"), weigh_by="energy", widths="uniform", size={kind: share})
+    recipe = make_recipe(
+        variant, spaces=(inner, "heads", "mlp"), weigh_by="energy", widths="uniform", size={kind: share}
+    )
     job = job_on(dense.folder(variant), recipe, dense.statistics(variant, 2))
     model, curves = job.model, {space: [] for space in recipe.spaces}
     for (_, space), curve in curves_of(job).items():
@@ -274,7 +276,7 @@ def test_no_widths_of_spaces_that_cross_do_better(dense, crossing, share):
 
 def test_nothing_goes_where_everything_fits(dense, weighed):
     for size in ({"params": "100%"}, {"flops": "1T"}):
-        job = job_on(dense.folder("opt"), wanted("opt", widths="per_layer", size=size), weighed("opt"))
+        job = job_on(dense.folder("opt"), make_recipe("opt", widths="per_layer", size=size), weighed("opt"))
         assert job.output.cost == job.before
 
 
@@ -289,7 +291,7 @@ def test_nothing_goes_where_everything_fits(dense, weighed):
 )
 def test_what_is_written_is_within_the_size(dense, weighed, variant, size, tmp_path):
     """Counted in the files."""
-    recipe = wanted(variant, widths="per_layer", compensation={"method": "ridge"}, size=size)
+    recipe = make_recipe(variant, widths="per_layer", compensation={"method": "ridge"}, size=size)
     job = job_on(dense.folder(variant), recipe, weighed(variant))
     report = prune(job, tmp_path / "out")
     numbers, taken = whole_best.sizes(tmp_path / "out")
@@ -323,7 +325,7 @@ AFFINE = {"method": "auto", "candidates": ["affine"], "lambda_grid": [0.01, 1.0]
 )
 def test_biases_of_the_container_count(dense, weighed, share, widths, kind):
     """A llama has no slot for the biases that affine adds: others get one with those, and widths make room."""
-    recipe = wanted("llama", widths=widths, compensation=AFFINE, size={kind: f"{share}%"})
+    recipe = make_recipe("llama", widths=widths, compensation=AFFINE, size={kind: f"{share}%"})
     job = job_on(dense.folder("llama"), recipe, weighed("llama"))
     groups = groups_of(job, "llama", "params")
     _, spent = whole_best.total(groups, widths_of(job))
@@ -340,7 +342,7 @@ def test_biases_of_the_container_count(dense, weighed, share, widths, kind):
 @pytest.mark.parametrize("widths", ["uniform", "per_layer"])
 def test_a_size_below_the_least_widths_is_refused(dense, weighed, widths):
     def job(text: str) -> Prepared:
-        recipe = wanted("llama", widths=widths, size={"params": text})
+        recipe = make_recipe("llama", widths=widths, size={"params": text})
         return job_on(dense.folder("llama"), recipe, weighed("llama"))
 
     dropped = BLOCKS * (3 * 256 + 21 * 48)
@@ -359,7 +361,7 @@ def test_a_size_below_the_least_widths_is_refused(dense, weighed, widths):
 def test_a_size_that_biases_take_up_is_refused(dense, weighed, widths):
     """The least widths would do without them."""
     least = 7632 - BLOCKS * (3 * 256 + 21 * 48)
-    recipe = wanted("llama", widths=widths, compensation=AFFINE, size={"params": str(least)})
+    recipe = make_recipe("llama", widths=widths, compensation=AFFINE, size={"params": str(least)})
     with pytest.raises(UserError) as caught:
         _ = job_on(dense.folder("llama"), recipe, weighed("llama")).widths
     assert str(caught.value) == (
@@ -370,25 +372,25 @@ def test_a_size_that_biases_take_up_is_refused(dense, weighed, widths):
 def test_least_error_needs_statistics_and_the_metric(dense, tmp_path):
     folder = dense.folder("llama")
     with pytest.raises(UserError) as caught:
-        _ = job_on(folder, wanted("llama", weigh_by="energy"), None, data_of("llama")).widths
+        _ = job_on(folder, make_recipe("llama", weigh_by="energy"), None, data_of("llama")).widths
     assert str(caught.value) == (
         "allocation least-error has no widths before the model is measured: `ckpt-prune plan --statistics STATS` "
         "prints them"
     )
     bare = calibrate(folder, tmp_path / "bare")
     with pytest.raises(UserError) as caught:
-        job_on(folder, wanted("llama"), bare)
+        job_on(folder, make_recipe("llama"), bare)
     assert str(caught.value) == (
         f"{bare.folder} holds no Fisher metric, by which allocation least-error weighs errors: calibrate with "
         "--folds 4, or say --set weigh_by=energy"
     )
-    job_on(folder, wanted("llama", weigh_by="energy"), bare)
+    job_on(folder, make_recipe("llama", weigh_by="energy"), bare)
 
 
 # ---- one ratio for a size ----------------------------------------------------------------------------------------
 
 
-def sized(folder: Path, name: str, statistics: Statistics | None, size: dict[str, str], *changes: str) -> Prepared:
+def sized_job(folder: Path, name: str, statistics: Statistics | None, size: dict[str, str], *changes: str) -> Prepared:
     recipe = load_recipe(name, changes, size=size)
     return job_on(folder, recipe, statistics)
 
@@ -400,7 +402,7 @@ def at_ratio(folder: Path, name: str, statistics: Statistics | None, ratio: floa
 def test_the_least_ratio_of_a_ranking_that_is_within_the_size(dense):
     """One ratio says it all; where blocks share their widths the finest space makes up for the rest (test_sizing)."""
     folder, statistics = dense.folder("llama"), dense.statistics("llama")
-    job = sized(folder, "flap-global", statistics, {"flops": "60%"})
+    job = sized_job(folder, "flap-global", statistics, {"flops": "60%"})
     limit = int(cost(job, "flops", before=True) * 60 / 100)
     step = round(job.recipe.ratio * 10_000)
     assert job.recipe.ratio == step / 10_000
@@ -417,12 +419,12 @@ def test_the_least_ratio_of_a_ranking_that_is_within_the_size(dense):
 @pytest.mark.parametrize(("name", "share"), [("flap", 62), ("flap-global", 60)])
 def test_a_ratio_that_leaves_room_for_biases_is_found(dense, name, share):
     statistics = dense.statistics("llama")
-    job = sized(dense.folder("llama"), name, statistics, {"params": f"{share}%"})
+    job = sized_job(dense.folder("llama"), name, statistics, {"params": f"{share}%"})
     assert job.output.cost.parameters <= job.before.parameters * share // 100
 
 
 def test_a_job_without_a_size_or_with_widths_of_its_own_stays(dense, weighed):
-    for recipe in (load_recipe("wanda-sp"), wanted("llama", size={"params": "70%"})):
+    for recipe in (load_recipe("wanda-sp"), make_recipe("llama", size={"params": "70%"})):
         request = begin(request_on(dense.folder("llama"), recipe, weighed("llama")))
         assert at_size(request) is request
     ranked_recipe = load_recipe("flap-global", size={"params": "70%"})
@@ -436,7 +438,7 @@ def test_what_a_ratio_reaches_a_size_reaches(tmp_path, heads):
     folder = make_wide(tmp_path / "dense", "llama", num_key_value_heads=heads)
     there = at_ratio(folder, "magnitude", None, 0.9).after.parameters
     assert there < at_ratio(folder, "magnitude", None, 0.5).after.parameters
-    assert sized(folder, "magnitude", None, {"params": str(there)}).after.parameters <= there
+    assert sized_job(folder, "magnitude", None, {"params": str(there)}).after.parameters <= there
 
 
 def test_a_size_is_settled_before_anything_else(dense):
@@ -449,7 +451,7 @@ def test_a_size_is_settled_before_anything_else(dense):
 
 
 @st.composite
-def measured(draw):
+def draw_curve(draw):
     """A rising curve, and points of it with any effects that rise too."""
     steps = draw(st.lists(st.floats(1e-3, 10), min_size=2, max_size=12))
     curve = torch.tensor([0.0, *itertools.accumulate(steps)], dtype=torch.float64)
@@ -458,7 +460,7 @@ def measured(draw):
     return curve, points, worths
 
 
-@given(measured())
+@given(draw_curve())
 def test_effects_are_met_where_each_error_is_worth_more_than_the_last(drawn):
     """Worth rising with the units dropped, nothing bends down between two points."""
     curve, points, worths = drawn

@@ -64,7 +64,6 @@ class ByHand:
         return self.source.family
 
     def path(self, block: int, disk: str) -> str:
-        """Of a module of the stock model."""
         (name, *_) = Names(self.model).parameters(self.family.tensor(block, disk))
         return name.removesuffix(".weight")
 

@@ -53,7 +53,7 @@ def dense(tmp_path_factory) -> Sources:
     return Sources(tmp_path_factory.mktemp("dense"), make, measure)
 
 
-def loaded(folder: Path, variant: str, report: dict, **options):
+def load_output(folder: Path, variant: str, report: dict, **options):
     """By stock transformers where the report says so, else by our own loader."""
     if report["container"]["remote_code"]:
         return ckpt_prune.load(folder)
@@ -174,7 +174,9 @@ def check_against_whole(dense, variant, method, out, *, sequential=False, contai
     whole = Whole.of_folder(folder, unchanged(folder, variant), RATIOS)
     whole.prune(data, {"heads": method, "mlp": method}, "by site" if sequential else "dense")
     assert {(s["block"], s["space"]): s["kept"] for s in report["sites"]} == whole.kept
-    assert_same_outputs(loaded(out, variant, report), whole.model.float(), samples(variant, 6, seed=9), tolerance=5e-4)
+    assert_same_outputs(
+        load_output(out, variant, report), whole.model.float(), samples(variant, 6, seed=9), tolerance=5e-4
+    )
     return report
 
 
@@ -209,14 +211,14 @@ def test_nothing_dropped_is_the_source_byte_for_byte(dense, variant, tmp_path):
 # ---- containers ----------------------------------------------------------------------------------------------------
 
 
-def pruned(dense, variant, out, ratios, methods="none", **top):
+def prune_variant(dense, variant, out, ratios, methods="none", **top):
     return prune(job_on(dense.folder(variant), recipe(ratios, methods=methods, **top), dense.statistics(variant)), out)
 
 
 def refusal(dense, variant, ratios, methods="none", **top) -> str:
     out = dense.root / "never"
     with pytest.raises(UserError) as caught:
-        pruned(dense, variant, out, ratios, methods, **top)
+        prune_variant(dense, variant, out, ratios, methods, **top)
     assert not out.exists()
     assert not out.with_name("never.partial").exists()
     return str(caught.value)
@@ -233,13 +235,13 @@ def test_a_third_of_dinov2s_mlp_has_no_ratio(dense, tmp_path):
     assert message == "no stock class fits: dinov2 knows only mlp widths of 16, 32, 48, not 44" + STOCKLESS + (
         "; --set spaces.mlp.multiple_of=16 rounds the mlp up to a stock width"
     )
-    remote = pruned(dense, "dinov2-model", tmp_path / "any", {"mlp": 0.3})
+    remote = prune_variant(dense, "dinov2-model", tmp_path / "any", {"mlp": 0.3})
     assert remote["container"]["remote_code"]
     assert remote["container"]["note"] == (
         "stored as dinov2 with remote code (dinov2 knows only mlp widths of 16, 32, 48, not 44): "
         "load with ckpt_prune.load or trust_remote_code"
     )
-    padded = pruned(dense, "dinov2-model", tmp_path / "padded", {"mlp": 0.3}, container="padded")
+    padded = prune_variant(dense, "dinov2-model", tmp_path / "padded", {"mlp": 0.3}, container="padded")
     assert padded["container"]["padded"] == ["mlp"]
     assert padded["container"]["note"] == (
         "mlp padded with zeros to the dense width for a stock class: nothing is saved there"
@@ -259,7 +261,7 @@ def test_heads_of_opt_and_bert_have_no_stock_class(dense, variant, tmp_path):
     kind = VARIANTS[variant].model_type
     reason = f"the heads of {kind} are always as wide together as the hidden size"
     assert message == f"no stock class fits: {reason}{STOCKLESS}"
-    report = pruned(dense, variant, tmp_path / "out", {"heads": 0.25}, container="remote")
+    report = prune_variant(dense, variant, tmp_path / "out", {"heads": 0.25}, container="remote")
     assert report["container"]["note"] == (
         f"stored as {kind} with remote code ({reason}): load with ckpt_prune.load or trust_remote_code"
     )
@@ -271,7 +273,7 @@ def test_heads_of_opt_and_bert_have_no_stock_class(dense, variant, tmp_path):
 
 @pytest.mark.parametrize("variant", ["vit", "vit-model", "deit", "deit-teacher", "dinov2-swiglu-classifier"])
 def test_heads_of_vision_transformers_are_stock(dense, variant, tmp_path):
-    report = pruned(dense, variant, tmp_path / "out", {"heads": 0.25}, "affine", container="auto")
+    report = prune_variant(dense, variant, tmp_path / "out", {"heads": 0.25}, "affine", container="auto")
     assert report["container"]["note"] is None
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["num_attention_heads"], config["head_dim"], config["hidden_size"]) == (3, 4, 16)
@@ -290,7 +292,7 @@ def remote(dense, tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("remote")
     folders = {}
     for variant in REMOTE:
-        report = pruned(
+        report = prune_variant(
             dense, variant, root / variant, {"qk": 0.5, "heads": 0.25, "mlp": 0.3}, None, container="remote"
         )
         assert report["container"]["remote_code"]

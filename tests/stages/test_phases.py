@@ -10,7 +10,7 @@ MEASURED = ("measuring", {"calibration"})
 BEHIND = [("rest", set()), ("publishing", set())]
 
 
-def found(report):
+def phases_of(report):
     return [(stage["name"], set(stage["phases"])) for stage in report["stages"]]
 
 
@@ -32,4 +32,4 @@ def test_phases_of_a_run(dense, tmp_path, name, ratio, before, blocks):
     settled = job_on(
         folder, load_recipe(name, ("container=any",) if name != "wanda-50" else (), ratio), live=windows(), folds=4
     )
-    assert found(prune(settled, tmp_path / "out")) == [*before, ("blocks", blocks), *BEHIND]
+    assert phases_of(prune(settled, tmp_path / "out")) == [*before, ("blocks", blocks), *BEHIND]

@@ -219,7 +219,7 @@ def test_rotated_and_masked(dense, turned, tmp_path, variant, kind):
 # ---- pruned by others --------------------------------------------------------------------------------------------
 
 
-def zeroed(folder: Path, out: Path) -> Path:
+def zero_half(folder: Path, out: Path) -> Path:
     """Half of the weights of every linear of a block, by torch alone."""
     shutil.copytree(folder, out)
     tensors = load_file(out / "model.safetensors")
@@ -230,7 +230,7 @@ def zeroed(folder: Path, out: Path) -> Path:
     return out
 
 
-def sliced(folder: Path, out: Path) -> Path:
+def slice_columns(folder: Path, out: Path) -> Path:
     """The first 13 columns of the MLP of a llama stay, saved as transformers does."""
     model = families.stock(folder)
     for layer in model.model.layers:
@@ -245,7 +245,16 @@ def sliced(folder: Path, out: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("variant", "how"),
-    every(2, [("vit", zeroed), ("opt", zeroed), ("qwen3", sliced), ("llama", zeroed), ("bert-old-names", zeroed)]),
+    every(
+        2,
+        [
+            ("vit", zero_half),
+            ("opt", zero_half),
+            ("qwen3", slice_columns),
+            ("llama", zero_half),
+            ("bert-old-names", zero_half),
+        ],
+    ),
 )
 def test_what_another_tool_pruned(dense, tmp_path, variant, how):
     """No ckpt_prune.json: it is recovered all the same, and what is written speaks of what is known."""

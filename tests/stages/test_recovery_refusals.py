@@ -1,4 +1,4 @@
-"""What recovery refuses: two models that do not belong together, damaged files, too little data."""
+"""Refusals of recovery: two models that do not belong together, damaged files, too little data."""
 
 import json
 import shutil

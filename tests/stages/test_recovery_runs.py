@@ -287,15 +287,15 @@ CHANGED: dict[str, Any] = {
 }
 
 
-def changed(job: Job, key: str) -> Job:
+def change(job: Job, key: str) -> Job:
     if hasattr(job.training, key):
-        return trained(job, **{key: CHANGED[key]})
+        return train_otherwise(job, **{key: CHANGED[key]})
     assert isinstance(job.recipe, RecoverRecipe)
     stage = job.recipe.recovery.model_copy(update={key: CHANGED[key]})
     return replace(job, recipe=job.recipe.model_copy(update={"recovery": stage}))
 
 
-def trained(job: Job, **changes: Any) -> Job:
+def train_otherwise(job: Job, **changes: Any) -> Job:
     assert job.training is not None
     return replace(job, training=replace(job.training, **changes))
 
@@ -303,13 +303,13 @@ def trained(job: Job, **changes: Any) -> Job:
 def test_a_job_is_known_by_everything_its_output_depends_on(dense, masked_llama, tmp_path):
     job = recovery_job(masked_llama, dense.folder("llama"), training_data("llama"))
     assert set(RecoverySettings.model_fields) <= CHANGED.keys()
-    others = [changed(job, key) for key in CHANGED]
+    others = [change(job, key) for key in CHANGED]
     other_pruned = pruned_by(dense.folder("llama"), tmp_path / "pruned", wanted("magnitude", ratio=0.4), None)
     others.append(replace(job, model=Model.open(other_pruned)))
     others.append(replace(job, dense=Model.open(other_pruned)))
     assert len({each.digest for each in [job, *others]}) == 1 + len(others)
     # Where states are kept makes no difference.
-    assert trained(job, allocate=StateMemory(0, tmp_path)).digest == job.digest
+    assert train_otherwise(job, allocate=StateMemory(0, tmp_path)).digest == job.digest
 
 
 @pytest.mark.parametrize("key", ["lr", "seed", "samples"])
@@ -321,7 +321,7 @@ def test_another_job_does_not_resume(dense, masked_llama, tmp_path, key, monkeyp
             recover(job, tmp_path / "out")
     left = contents(tmp_path)
     with pytest.raises(UserError, match="was begun by a different job"):
-        recover(changed(job, key), tmp_path / "out", resume=True)
+        recover(change(job, key), tmp_path / "out", resume=True)
     assert contents(tmp_path) == left
 
 
@@ -357,6 +357,6 @@ def test_states_on_disk_change_no_byte(dense, masked_llama, tmp_path, limit):
     memory = StateMemory(limit, tmp_path)
     job = recovery_job(masked_llama, dense.folder("llama"), training_data("llama"), **SEVERAL)
     recover(job, tmp_path / "plain")
-    recover(trained(job, allocate=memory), tmp_path / "mapped")
+    recover(train_otherwise(job, allocate=memory), tmp_path / "mapped")
     assert contents(tmp_path / "mapped") == contents(tmp_path / "plain")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mapped", "plain"]

@@ -43,11 +43,11 @@ def test_inputs_are_those_behind_the_masked_blocks(dense, tmp_path, monkeypatch,
     random_rotations(monkeypatch)
     by_hand, seen = learning.learn_rotations, []
 
-    def watched(terms: list[Term], *rest: Any, **options: Any) -> LearnedRotations:
+    def watch_terms(terms: list[Term], *rest: Any, **options: Any) -> LearnedRotations:
         seen.append({term.name: term.inputs for term in terms})
         return by_hand(terms, *rest, **options)
 
-    monkeypatch.setattr(learning, "learn_rotations", watched)
+    monkeypatch.setattr(learning, "learn_rotations", watch_terms)
     recipe = in_turn(method=method, importance="wanda")
     report = masked(dense.folder(variant), tmp_path / "out", recipe, data_of(variant))
     assert report["calibration"]["target"] == "sequential"

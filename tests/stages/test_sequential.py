@@ -106,7 +106,9 @@ def test_a_sliding_window_is_seen_by_the_stream(tmp_path, window):
     assert np.allclose(moments.sum.numpy(), unlimited, rtol=1e-4, atol=1e-4) == (window == 24)
 
 
-def mixed(pruned: PreTrainedModel, dense: PreTrainedModel, block: int, *, attention_pruned: bool) -> PreTrainedModel:
+def mix_blocks(
+    pruned: PreTrainedModel, dense: PreTrainedModel, block: int, *, attention_pruned: bool
+) -> PreTrainedModel:
     """Blocks before `block` pruned, it and those after dense; its attention pruned already on request."""
     for index in range(block, BLOCKS):
         pruned.model.layers[index] = dense.model.layers[index]
@@ -133,7 +135,7 @@ def test_sequential_moments_are_of_the_pruned_prefix(sources, variant, true_sequ
     prune(job_on(folder, wanted, live=ids), tmp_path / "out")
     assert set(seen) == {(block, space) for block in range(BLOCKS) for space in CONSUMERS}
     for (block, space), moments in seen.items():
-        whole = mixed(
+        whole = mix_blocks(
             stock(tmp_path / "out"), stock(folder), block, attention_pruned=true_sequential and space == "mlp"
         )
         path = consumer_path(block, space)

@@ -28,7 +28,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def settled(folder: Path, size: str, *changes: str, kind: str = "params", recipe: str = "magnitude") -> Prepared:
+def settle(folder: Path, size: str, *changes: str, kind: str = "params", recipe: str = "magnitude") -> Prepared:
     return job_on(folder, load_recipe(recipe, changes, size={kind: size}))
 
 
@@ -48,7 +48,7 @@ def widths(job: Prepared) -> tuple[int, int]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("share", [40, 62, 81, 100])
 def test_no_wider_column_would_fit(three, share, kind):
-    job = settled(three, f"{share}%", kind=kind)
+    job = settle(three, f"{share}%", kind=kind)
     limit = size_at(three, GROUPS, COLUMNS, kind) * share // 100
     heads, mlp = widths(job)
     reached = getattr(job.after, KINDS[kind])
@@ -59,7 +59,7 @@ def test_no_wider_column_would_fit(three, share, kind):
 @pytest.mark.parametrize("share", [45, 58, 66, 74, 78, 88])
 def test_the_coarse_space_is_as_the_ratio_says_and_the_columns_are_near_it(three, share):
     """Of the two counts of groups on either side of where the size is met, the one that moves the columns less."""
-    job = settled(three, f"{share}%")
+    job = settle(three, f"{share}%")
     limit = size_at(three, GROUPS, COLUMNS) * share // 100
     by_ratio = []
     for step in range(1_000):  # columns in steps of 1/24 and groups of 1/3 tell no finer ones apart
@@ -81,7 +81,7 @@ def test_the_coarse_space_is_as_the_ratio_says_and_the_columns_are_near_it(three
 
 def test_the_space_of_the_smallest_steps_makes_up_for_the_rest(three):
     """Columns in steps of 24 are coarser than groups."""
-    job = settled(three, "80%", "spaces.mlp.multiple_of=24")
+    job = settle(three, "80%", "spaces.mlp.multiple_of=24")
     limit = size_at(three, GROUPS, COLUMNS) * 8 // 10
     heads, mlp = widths(job)
     assert mlp == COLUMNS
@@ -101,7 +101,7 @@ def test_the_space_of_the_smallest_steps_makes_up_for_the_rest(three):
 def test_a_bare_number_that_reads_like_a_percentage(three, size, kind, hint, recipe):
     changes = () if recipe == "magnitude" else ("spaces.heads.score=magnitude", "spaces.mlp.score=magnitude")
     with pytest.raises(UserError) as caught:
-        settled(three, size, *changes, kind=kind, recipe=recipe)
+        settle(three, size, *changes, kind=kind, recipe=recipe)
     assert str(caught.value).partition(" at the least, of ")[2].lstrip("0123456789,") == hint
 
 

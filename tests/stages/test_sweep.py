@@ -35,7 +35,7 @@ CASES: dict[str, tuple[str, FullRecipe]] = {
 }
 
 
-def expected(request: Job, ratio: float) -> SweepPoint:
+def expected_point(request: Job, ratio: float) -> SweepPoint:
     """From a plan of its own."""
     own = prepare_plan(replace(request, recipe=request.recipe.with_ratio(ratio)))
     plan = make_plan(own)
@@ -61,7 +61,7 @@ def test_points_are_plans(dense, case):
     request = request_on(dense.folder(variant), recipe, dense.statistics(variant, 2))
     points = points_at(request, RATIOS)
     for point, ratio in zip(points, RATIOS, strict=True):
-        alone = expected(request, ratio)
+        alone = expected_point(request, ratio)
         assert (point.value, point.after, point.widths) == (alone.value, alone.after, alone.widths)
         assert point.errors == pytest.approx(alone.errors)
     assert points[0].after == cost_of(request.model)

@@ -130,14 +130,6 @@ def assert_masked(
 
 
 class Reading:
-    """What `Checkpoint.read` was asked for.
-
-    Attributes:
-        blocks: indices of all blocks read.
-        together: most blocks that one call asked for tensors of.
-        alive: most blocks of which tensors that were handed out were held at one time.
-    """
-
     def __init__(self) -> None:
         self.blocks: set[str] = set()
         self.together = self.alive = 0

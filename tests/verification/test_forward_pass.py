@@ -26,7 +26,6 @@ TEXT = ("--text", "calib.txt", "--samples", "4", "--window", "8")
 
 @pytest.fixture(autouse=True)
 def compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As users' commands do, each time."""
     monkeypatch.setattr(forward_pass, "check_forward", check_forward)
     monkeypatch.setattr(forward_pass, "_PASSED", set())
 
@@ -52,13 +51,13 @@ def test_every_class_of_every_family_is_what_its_blocks_compute(
     apart: list[float] = []
     relative = forward_pass.relative_error
 
-    def kept(expected: Tensor, found: Tensor) -> float:
+    def keep_difference(expected: Tensor, found: Tensor) -> float:
         difference = relative(expected, found)
         assert difference is not None
         apart.append(difference)
         return difference
 
-    monkeypatch.setattr(forward_pass, "relative_error", kept)
+    monkeypatch.setattr(forward_pass, "relative_error", keep_difference)
     check_forward(dense_cases.model(case), case.samples(1), said.append)
     assert said == []
     assert len(apart) > 2

@@ -1,4 +1,4 @@
-"""What counts as a check that fails, and what as one that could not be made."""
+"""Checks that fail, and checks that cannot be made."""
 
 import errno
 import os
@@ -11,7 +11,7 @@ from ckpt_prune.verification import verify as verifying
 from ckpt_prune.verification.verify import Check, run_check
 
 
-def _refused(number: int, path: str) -> tuple[bool, str]:
+def _refuse(number: int, path: str) -> tuple[bool, str]:
     """A check whose file the system does not give, told as a library would: by an error of its own."""
     try:
         try:
@@ -26,13 +26,13 @@ def _refused(number: int, path: str) -> tuple[bool, str]:
 def test_a_file_that_the_system_does_not_give_fails_no_check(number: int) -> None:
     """An export ended with exit code 1, which says that the graph is wrong."""
     with pytest.raises(UserError) as raised:
-        run_check("load", lambda: _refused(number, "out/config.json"))
+        run_check("load", lambda: _refuse(number, "out/config.json"))
     assert str(raised.value) == f"out/config.json: {os.strerror(number)}; give another path or mend this one"
 
 
 def test_a_file_that_is_gone_or_wrong_fails_it() -> None:
     found = Check("load", False, "config.json: not a config")
-    assert run_check("load", lambda: _refused(errno.ENOENT, "out/config.json")) == found
+    assert run_check("load", lambda: _refuse(errno.ENOENT, "out/config.json")) == found
 
     def wrong() -> tuple[bool, str]:
         raise UserError("config.json: not a config")

@@ -13,7 +13,6 @@ def together(names):
 
 
 def alone(names):
-    """Of one weight."""
     (name,) = names
     return HARMS[name]
 
@@ -57,22 +56,22 @@ MANY |= {"q17": 0.5, "v3": 0.4}
 ROLES = [[name for name in MANY if name[0] == role] for role in "qv"]
 
 
-def searched(most, alike=ROLES, allowed=0.2):
+def search(most, alike=ROLES, allowed=0.2):
     """What is chosen of many, and every set that was measured for its rank."""
     asked: list[tuple[str, ...]] = []
 
     def lost(names):
         return sum(MANY[name] for name in names)
 
-    def ranked(names):
+    def rank(names):
         asked.append(tuple(names))
         return lost(names)
 
-    return choose_weights(dict.fromkeys(MANY, 100), lost, ranked, allowed, alike=alike, most=most), asked
+    return choose_weights(dict.fromkeys(MANY, 100), lost, rank, allowed, alike=alike, most=most), asked
 
 
 def test_of_many_weights_those_alike_are_measured_at_once_and_the_worst_runs_halved():
-    found, asked = searched(26)
+    found, asked = search(26)
     assert len(asked) == 26
     assert asked[:2] == [tuple(role) for role in ROLES]
     assert set(asked[2]) < set(ROLES[1])  # the role that loses more
@@ -85,20 +84,20 @@ def test_of_many_weights_those_alike_are_measured_at_once_and_the_worst_runs_hal
 
 
 def test_what_is_measured_at_once_shares_what_it_loses_by_bytes():
-    found, asked = searched(2)
+    found, asked = search(2)
     assert asked == [tuple(role) for role in ROLES]
     assert found.at_once == dict.fromkeys(MANY, 40)
     assert found.alone["q0"] == pytest.approx(sum(MANY[name] for name in ROLES[0]) / 40)
 
 
 def test_a_larger_search_finds_no_worse_a_choice():
-    sizes = [len(searched(most)[0].more) for most in (2, 14, 26, 80)]
+    sizes = [len(search(most)[0].more) for most in (2, 14, 26, 80)]
     assert sizes == sorted(sizes, reverse=True)
-    assert sizes[-1] == len(searched(80, alike=())[0].more)  # each alone
+    assert sizes[-1] == len(search(80, alike=())[0].more)  # each alone
 
 
 def test_roles_beyond_what_may_be_measured_are_halved_as_one():
-    found, asked = searched(5, alike=[[name] for name in MANY])
+    found, asked = search(5, alike=[[name] for name in MANY])
     assert asked[0] == tuple(MANY)
     assert len(asked) == 5
     assert found.together <= 0.2
@@ -106,5 +105,5 @@ def test_roles_beyond_what_may_be_measured_are_halved_as_one():
 
 def test_so_many_sets_are_measured():
     assert [count_measurements(count) for count in (0, 1, 8, 64, 211)] == [(0, 1), (1, 1), (8, 4), (64, 7), (64, 9)]
-    _, asked = searched(64)
+    _, asked = search(64)
     assert len(asked) <= 64

@@ -35,7 +35,7 @@ def go(
     return [tensors for tensors, _ in found], [layer for _, layer in found]
 
 
-def recovered(twins: Twins, **changes: object) -> tuple[Recoverer, list[Weights], list[RecoveredLayer]]:
+def recover_masked(twins: Twins, **changes: object) -> tuple[Recoverer, list[Weights], list[RecoveredLayer]]:
     """The masked twin, in float64."""
     after = changes.pop("after", ())
     dense, pruned = twins.disk(), twins.disk(twins.pruned())
@@ -70,7 +70,7 @@ def same_layers(ours: list[RecoveredLayer], theirs: list[RecoveredLayer]) -> boo
 def test_a_walk_is_algorithm_1(twins, variant, changes):
     """Weights of every block, and what is said of it: mean squared error and CKA of the real models' hidden states."""
     pair = twins(variant)
-    walk, found, layers = recovered(pair, **changes)
+    walk, found, layers = recover_masked(pair, **changes)
     chosen = walk.settings
     split = (TRAIN, HELD_OUT) if chosen.held_out else (sorted([*TRAIN, *HELD_OUT]), [4])
     assert (walk.split.train.tolist(), walk.split.measured.tolist()) == split
@@ -104,7 +104,7 @@ def test_a_walk_is_algorithm_1(twins, variant, changes):
 def test_figures_of_many_tokens_are_of_the_first_samples_held_out(twins, monkeypatch):
     monkeypatch.setattr(module, "_COMPARED_TOKENS", WINDOW)  # one of two
     pair = twins("llama")
-    _, _, layers = recovered(pair, batch=1)
+    _, _, layers = recover_masked(pair, batch=1)
     dense, pruned = pair.dense(), pair.pruned()
     for block, layer in enumerate(layers):
         first = [laco.states(model, block, pair.data, HELD_OUT[:1]) for model in (pruned, dense)]
@@ -114,7 +114,7 @@ def test_figures_of_many_tokens_are_of_the_first_samples_held_out(twins, monkeyp
 @pytest.mark.parametrize("done", [1, 2, 3])
 def test_going_past_what_is_done_changes_nothing_that_follows(twins, done):
     pair, options = twins("llama-biases"), {"after": (1, 2)}
-    walk, tensors, layers = recovered(pair, **options)
+    walk, tensors, layers = recover_masked(pair, **options)
     dense, pruned = pair.disk(), pair.disk(pair.pruned())
     again = pair.recoverer(dense, pruned, settings(), **options)
     for block in range(done):
@@ -130,7 +130,7 @@ def test_going_past_what_is_done_changes_nothing_that_follows(twins, done):
 
 def test_a_rate_that_leads_astray_leaves_the_model_as_it_was_pruned(twins):
     pair = twins("opt")
-    walk, tensors, layers = recovered(pair, lr=1000)
+    walk, tensors, layers = recover_masked(pair, lr=1000)
     pruned = pair.disk(pair.pruned())
     for block, found in enumerate(tensors):
         assert all(torch.equal(found[name], tensor) for name, tensor in pair.block(block, pruned).items())
@@ -150,7 +150,7 @@ def test_a_rate_that_leads_astray_leaves_the_model_as_it_was_pruned(twins):
 def test_perplexity_is_that_of_models_with_the_first_blocks_recovered(twins, variant):
     """On windows held out, by a float64 oracle that is given one prefix at a time."""
     pair = twins(variant)
-    walk, tensors, _ = recovered(pair, after=range(BLOCKS + 1), lr=0.03)
+    walk, tensors, _ = recover_masked(pair, after=range(BLOCKS + 1), lr=0.03)
     hybrid, expected = pair.pruned(), []
     windows = pair.data.batch(slice(SAMPLES))["input_ids"][HELD_OUT]
     for blocks in range(BLOCKS + 1):
@@ -165,7 +165,7 @@ def test_perplexity_is_that_of_models_with_the_first_blocks_recovered(twins, var
 
 @pytest.mark.parametrize("variant", ["vit", "bert-mlm", "opt-model"])
 def test_models_that_are_no_causal_language_models_have_no_perplexity(twins, variant):
-    walk, _, layers = recovered(twins(variant), after=(1,))
+    walk, _, layers = recover_masked(twins(variant), after=(1,))
     assert all(layer.recovered for layer in layers)
     assert walk.perplexities() is None
 

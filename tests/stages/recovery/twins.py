@@ -109,7 +109,6 @@ class Twins:
         return {name: tensors[name] for name in self.model.block_names(index)}
 
     def names(self, index: int, chosen: RecoverySettings) -> list[str]:
-        """What is trained of a block."""
         return trainable_tensors(self.family, index, self.block(index, self.disk()), chosen.only, norms=chosen.norms)
 
     def stream(

@@ -39,7 +39,7 @@ def defect(q) -> float:
     return float((q.mT @ q - torch.eye(q.shape[-1], dtype=q.dtype)).abs().amax())
 
 
-def planted(d=24, seed=0) -> list[Term]:
+def plant(d=24, seed=0) -> list[Term]:
     """Sparse weights seen through a random rotation: turned back, a tenth of each row is left."""
     g = torch.Generator().manual_seed(seed)
     turn = orthogonal(d, d, seed=seed)
@@ -96,7 +96,7 @@ def test_lowers_the_entropy(backbone, method):
 
 
 def test_finds_a_planted_rotation_and_both_methods_agree():
-    terms, turn = planted()
+    terms, turn = plant()
     planted_entropy = float(objective(terms, "magnitude", turn, None))
     found = {
         method: learn(terms, "magnitude", PLANTED, quick(steps, retraction=method, learning_rate=rate, patience=10**6))
@@ -160,7 +160,7 @@ def test_a_loss_that_is_not_finite_stops_training(monkeypatch):
 def _only_training(call, calls):
     """Measuring in float64 is left whole."""
 
-    def wrapped(self, *args, **kwargs):
+    def wrap(self, *args, **kwargs):
         before = list(calls)
         if self.dtype == torch.float64:
             calls.clear()
@@ -169,7 +169,7 @@ def _only_training(call, calls):
             calls[:] = before
         return found
 
-    return wrapped
+    return wrap
 
 
 def test_weights_that_are_not_finite_give_the_identity():
@@ -217,7 +217,7 @@ def test_shared_gradient_is_that_of_the_whole_sum(monkeypatch):
 @pytest.mark.parametrize("method", sorted(RETRACTIONS))
 def test_bfloat16_learns_and_is_orthogonal_in_float64(method):
     """What is optimised stays wide, so that rotations are as orthogonal as in float32."""
-    terms, _ = planted()
+    terms, _ = plant()
     found = [
         learn(terms, "magnitude", PLANTED, quick(60, retraction=method), dtype=dtype)
         for dtype in (torch.float32, torch.bfloat16)

@@ -29,7 +29,7 @@ def rotations(block, residual: bool, heads: bool):
     )
 
 
-def expected(block, name, backbone, R1, R2):
+def expected_entropy(block, name, backbone, R1, R2):
     W, H, left, right = block.weights[name]
     R1, R2 = (None if R is None else R.numpy() for R in (R1, R2))
     L = oracle.full_rotation(left, W.shape[0], R1, R2)
@@ -47,7 +47,7 @@ def test_importance_and_objective_equal_the_oracle(backbone, residual, heads, gr
     R1, R2 = rotations(block, residual, heads)
     total = 0.0
     for term in block.terms(backbone):
-        values, found = expected(block, term.name, backbone, R1, R2)
+        values, found = expected_entropy(block, term.name, backbone, R1, R2)
         ours = importance(term, backbone, R1, R2).numpy()
         # Up to scale: sensitivities are in units of the mean diagonal.
         np.testing.assert_allclose(ours / ours.sum(), values / values.sum(), rtol=1e-10)
