@@ -2,9 +2,12 @@
 
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from ckpt_prune.checkpoint.json_files import read_json_object
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import GENAI, GRAPH_RECORD, VALIDATION
 from ckpt_prune.common.graph_types import GraphType
 from ckpt_prune.common.safe_text import as_code, as_markdown
@@ -15,6 +18,12 @@ from ckpt_prune.onnx.tasks import PAST, PRESENT, Task
 PREFERRED: tuple[GraphType, ...] = ("int4", "int8", "fp32", "q4f16", "fp16")
 """genai_config.json names the first of these that there is, the smallest that a CPU computes without casts."""
 _GENAI_INPUTS = ("input_ids", "attention_mask", "position_ids")
+_SESSION_OPTIONS = {"log_id": "onnxruntime-genai", "provider_options": []}
+_MODEL_KEYS = {"type", "context_length", "vocab_size", "bos_token_id", "eos_token_id", "pad_token_id", "decoder"}
+_DECODER_KEYS = {
+    *("filename", "session_options", "head_size", "hidden_size", "num_attention_heads", "num_hidden_layers"),
+    *("num_key_value_heads", "inputs", "outputs"),
+}
 
 
 def make_card(
@@ -159,6 +168,33 @@ def _write_feed(manifest: Manifest, ids: str) -> str:
     return ", ".join(f'"{name}": {value}' for name, value in known.items() if name in names)
 
 
+def read_genai_graph(path: Path, *, trust: bool) -> str:
+    """Return the file of the graph that a genai_config.json names.
+
+    Args:
+        trust: it may say more than `make_genai_config` writes: onnxruntime-genai loads libraries that it names.
+
+    Raises:
+        UserError: it is damaged, or says more.
+    """
+    config = read_json_object(path)
+    model = config.get("model")
+    decoder = model.get("decoder") if isinstance(model, dict) else None
+    file = decoder.get("filename") if isinstance(decoder, dict) else None
+    if not isinstance(model, dict) or not isinstance(decoder, dict) or not isinstance(file, str):
+        raise UserError(f"{path} names no graph in model.decoder.filename: export it again")
+    others = (config.keys() - {"model", "search"}) | (model.keys() - _MODEL_KEYS) | (decoder.keys() - _DECODER_KEYS)
+    more = sorted(others)
+    if decoder.get("session_options") != _SESSION_OPTIONS:
+        more.append("session_options")
+    if more and not trust:
+        raise UserError(
+            f"{path} says more than this package writes ({more[0][:60]!r}), and onnxruntime-genai may load libraries "
+            "by it: export it again, or say --trust-remote-code"
+        )
+    return file
+
+
 def make_genai_config(graphs: Sequence[GraphEntry], task: Task, config: Any, generation: Any) -> dict[str, Any] | str:
     """`genai_config.json`, with which onnxruntime-genai generates with a graph, or why it cannot be written.
 
@@ -200,7 +236,7 @@ def make_genai_config(graphs: Sequence[GraphEntry], task: Task, config: Any, gen
             "pad_token_id": first if pad is None else pad,
             "decoder": {
                 "filename": graph.file,
-                "session_options": {"log_id": "onnxruntime-genai", "provider_options": []},
+                "session_options": _SESSION_OPTIONS,
                 "head_size": width,
                 "hidden_size": config.hidden_size,
                 "num_attention_heads": vars(config).get("num_attention_heads", heads),

@@ -1,6 +1,6 @@
 """Proving an output in a runtime: what it computes on held-out text, beside what PyTorch computes."""
 
-import json
+import itertools
 import shutil
 import subprocess
 from importlib.util import find_spec
@@ -9,13 +9,14 @@ from typing import Literal
 
 import torch
 
-from ckpt_prune.checkpoint.checkpoint import CONFIG
+from ckpt_prune.checkpoint.checkpoint import CONFIG, INDEX
 from ckpt_prune.checkpoint.json_files import read_json_object
 from ckpt_prune.checkpoint.model_folder import check_output_folder
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.common.filenames import GENAI, GRAPH_FOLDER, GRAPH_RECORD
+from ckpt_prune.common.filenames import GENAI, GRAPH_FOLDER, GRAPH_RECORD, REPORT
 from ckpt_prune.model.containers.remote import MLX_KEY, MLX_MODULE, REMOTE_MODULE
 from ckpt_prune.model.runtimes import RUNTIMES
+from ckpt_prune.onnx.card import read_genai_graph
 from ckpt_prune.onnx.proof import find_source
 from ckpt_prune.onnx.records import read_manifest
 from ckpt_prune.options.data import ProofOptions
@@ -35,6 +36,9 @@ _MODULES: dict[RuntimeName, str] = {
 GRAPHS = ("genai", "openvino", "transformers.js")
 """Runtimes of what `export` wrote."""
 _NODE_PACKAGE = "@huggingface/transformers"
+_GENERATION = "custom_generate/generate.py"
+_LISTS = {"tokenizer.json", "vocab.json", REPORT, INDEX}
+"""Large JSON files that name no classes."""
 _TYPES = {"fp32": "f32", "fp16": "f16"}
 
 
@@ -75,7 +79,7 @@ def validate_in(
     require_runtime(runtime)
     if runtime in GRAPHS:
         folder = folder / GRAPH_FOLDER if (folder / GRAPH_FOLDER / GRAPH_RECORD).is_file() else folder
-        kind = _check_graph(runtime, check_output_folder(folder))
+        kind = _check_graph(runtime, check_output_folder(folder), trust=trust)
         model = against or find_source(folder, read_manifest(folder))
     else:
         config = read_json_object(folder / CONFIG)
@@ -107,7 +111,7 @@ def validate_in(
     )
 
 
-def _check_graph(runtime: RuntimeName, folder: Path) -> str:
+def _check_graph(runtime: RuntimeName, folder: Path, *, trust: bool) -> str:
     """Return the type of the graph that a runtime takes out of a folder."""
     manifest = read_manifest(folder)
     if manifest.task != "text-generation" or not manifest.cached:
@@ -117,7 +121,7 @@ def _check_graph(runtime: RuntimeName, folder: Path) -> str:
     if runtime == "genai":
         if not (folder / GENAI).is_file():
             raise UserError(f"{folder} has no {GENAI}: README.md says why, or export it again")
-        file = json.loads((folder / GENAI).read_text(encoding="utf-8"))["model"]["decoder"]["filename"]
+        file = read_genai_graph(folder / GENAI, trust=trust)
     if file not in graphs:
         raise UserError(f"{folder} has no graph {file}, which {runtime} takes: export --dtype fp32 as well")
     return _TYPES.get(graphs[file], graphs[file])
@@ -125,12 +129,31 @@ def _check_graph(runtime: RuntimeName, folder: Path) -> str:
 
 def _check_code(runtime: RuntimeName, folder: Path, *, trust: bool) -> None:
     """Refuse to run code of a folder that is not this package's, unless it is trusted."""
-    config = read_json_object(folder / CONFIG)
-    named = {f"{str(target).partition('.')[0]}.py" for target in (config.get("auto_map") or {}).values()}
-    if runtime == "mlx":
-        named = {str(config[MLX_KEY])} if config.get(MLX_KEY) else set()
+    if trust:
+        return
     package = Path(__file__).parents[1]
     ours = {f"{name}.py" for name in (REMOTE_MODULE, MLX_MODULE)}
-    for name in sorted(named):
-        if not trust and (name not in ours or (folder / name).read_bytes() != (package / name).read_bytes()):
-            raise UserError(f"{runtime} runs {folder / name}, which is not this package's: say --trust-remote-code")
+    for name in sorted(_list_code(runtime, folder)):
+        if name in ours and not (folder / name).is_file():
+            raise UserError(f"{folder} has no {name}, which its {CONFIG} names: download or restore it")
+        if name not in ours or (folder / name).read_bytes() != (package / name).read_bytes():
+            shown = f"{folder}/{name[:100]!r}" if name not in ours else str(folder / name)
+            raise UserError(f"{runtime} runs {shown}, which is not this package's: say --trust-remote-code")
+
+
+def _list_code(runtime: RuntimeName, folder: Path) -> set[str]:
+    """Return the files of a folder that a runtime would run, by the names that its JSON files give them."""
+    if runtime == "mlx":
+        named = read_json_object(folder / CONFIG).get(MLX_KEY)
+        return {str(named)} if named else set()
+    # transformers runs this with every class that may bring code, whatever the config says.
+    found = {_GENERATION} if (folder / _GENERATION).exists() else set()
+    for path in folder.glob("*.json"):  # those of a tokenizer or a processor name classes, too
+        named = {} if path.name in _LISTS else read_json_object(path).get("auto_map")
+        targets = list(named.values()) if isinstance(named, dict) else [named] if named else []
+        for target in itertools.chain.from_iterable(each if isinstance(each, list) else [each] for each in targets):
+            if target is not None:
+                # REPO--MODULE.CLASS is in another repository.
+                name = str(target)
+                found.add(name if "--" in name else f"{name.partition('.')[0]}.py")
+    return found

@@ -248,7 +248,7 @@ class TestWindows:
     def test_a_window_has_room_for_its_frame(self, cut):
         assert torch.equal(cut(torch.arange(26), frame=2), torch.arange(24).view(3, 8))
         start = "the text is too short for one window: it has "
-        remedy = "say --window 9, or give more text"
+        remedy = "give more text, or say --window 9"
         assert refusal(cut, torch.arange(7), frame=2) == f"{start}7 tokens, a window takes 8; {remedy}"
         assert refusal(cut, torch.arange(1)) == f"{start}1 tokens, a window takes 10; give more text"
 

@@ -1,10 +1,14 @@
 """genai_config.json, and onnxruntime-genai itself where it is installed."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
 
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.onnx.card import read_genai_graph
 from tests.graphs import Exported
 
 from .exports import in_pytorch, made
@@ -55,3 +59,33 @@ def test_it_generates(exported, name):
             ids.append(int(logits[0, -1].argmax()))
     assert len(said) > 3
     assert said == ids[3:]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda config: config["model"].update(decoder=[]),
+            "names no graph in model.decoder.filename: export it again",
+        ),
+        (lambda config: config["model"]["decoder"].update(filename=3), "names no graph in model.decoder.filename"),
+        (lambda config: config.update(engine={}), "says more than this package writes ('engine')"),
+        (lambda config: config["model"].update(vision={}), "('vision')"),
+        (lambda config: config["model"]["decoder"].update(pipeline=[]), "('pipeline')"),
+        (
+            lambda config: config["model"]["decoder"]["session_options"].update(custom_ops_library="x.so"),
+            "('session_options'), and onnxruntime-genai may load libraries",
+        ),
+    ],
+)
+def test_a_genai_config_that_says_more_is_not_run(exported, tmp_path, change, message):
+    path = Path(shutil.copy(exported("llama-gqa-tied")[1] / "genai_config.json", tmp_path))
+    assert read_genai_graph(path, trust=False) == "model.onnx"
+    config = json.loads(path.read_text())
+    change(config)
+    path.write_text(json.dumps(config))
+    with pytest.raises(UserError) as refused:
+        read_genai_graph(path, trust=False)
+    assert message in str(refused.value)
+    if "no graph" not in message:
+        assert read_genai_graph(path, trust=True) == "model.onnx"

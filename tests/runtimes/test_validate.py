@@ -6,6 +6,7 @@ In each runtime that is installed: `tools/test` installs llama.cpp, onnxruntime-
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +26,14 @@ from tests.graphs import with_layers
 def run(*arguments: object) -> tuple[int, str]:
     done = CliRunner().invoke(main, [str(argument) for argument in arguments])
     return done.exit_code, done.output
+
+
+def plant(folder: Path, name: str, **values: object) -> None:
+    """Put values into a JSON file of a folder, and a file of Python beside it that would end the process."""
+    path = folder / name
+    held = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(held | values))
+    (folder / "planted.py").write_text("raise SystemExit('planted')")
 
 
 def copy_of(output, place):
@@ -155,6 +164,42 @@ def test_code_that_is_not_this_packages_is_not_run(output, text, tmp_path):
     code, said = run("validate", copy, "--runtime", "transformers", "--text", text)
     assert code == 2
     assert "which is not this package's: say --trust-remote-code" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "auto_map"),
+    [
+        ("tokenizer_config.json", {"AutoTokenizer": ["planted.Tokenizer", None]}),
+        ("processor_config.json", {"AutoProcessor": "planted.Processor"}),
+        ("config.json", "planted.Model"),
+        ("config.json", {"AutoModelForCausalLM": "someone/else--modeling_pruned.PrunedLlamaForCausalLM"}),
+        ("config.json", {"AutoModelForCausalLM": "modeling_pruned.x/y--z.PrunedLlamaForCausalLM"}),
+        ("custom_generate/generate.py", None),
+    ],
+)
+@pytest.mark.parametrize("runtime", ["transformers", "vllm"])
+def test_no_file_of_a_folder_brings_other_code_into_a_runtime(
+    output, text, tmp_path, monkeypatch, name, auto_map, runtime
+):
+    monkeypatch.setattr(proof, "require_runtime", lambda _runtime: None)
+    monkeypatch.setattr(proof, "run_isolated", lambda *_: pytest.fail("it was run"))
+    copy = copy_of(output, tmp_path)
+    if auto_map is None:
+        (copy / name).parent.mkdir()
+        (copy / name).write_text("raise SystemExit('planted')")
+    else:
+        plant(copy, name, auto_map=auto_map)
+    code, said = run("validate", copy, "--runtime", runtime, "--text", text)
+    assert code == 2
+    assert said.endswith("which is not this package's: say --trust-remote-code\n")
+
+
+def test_code_that_is_missing_is_said(output, text, tmp_path):
+    copy = copy_of(output, tmp_path)
+    (copy / "modeling_pruned.py").unlink()
+    code, said = run("validate", copy, "--runtime", "transformers", "--text", text)
+    assert code == 2
+    assert "has no modeling_pruned.py, which its config.json names" in said
 
 
 @posix

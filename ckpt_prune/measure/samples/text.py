@@ -254,10 +254,10 @@ def _cut_all_windows(stream: Tensor, framed_window: int, frame: int) -> Tensor:
         raise UserError(f"window must be at least 2 tokens, not {window}")
     count = len(stream) // window
     if count == 0:
-        shorter = f"say --window {len(stream) + frame}, or " if len(stream) > 1 else ""
+        shorter = f", or say --window {len(stream) + frame}" if len(stream) > 1 else ""
         raise UserError(
             f"the text is too short for one window: it has {len(stream)} tokens, a window takes {window}; "
-            f"{shorter}give more text"
+            f"give more text{shorter}"
         )
     return stream[: count * window].view(count, window)
 
