@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import tarfile
 import zipfile
 from pathlib import Path
 
@@ -27,8 +26,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     python("-m", "hatchling", "build", "-t", "sdist", "-d", folder / "sdist", cwd=ROOT)
     (sdist,) = (folder / "sdist").iterdir()
-    with tarfile.open(sdist) as archive:
-        archive.extractall(folder, filter="data")
+    python("-m", "tarfile", "-e", sdist, folder, cwd=ROOT)
     python("-m", "hatchling", "build", "-t", "wheel", "-d", folder, cwd=folder / sdist.name.removesuffix(".tar.gz"))
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:

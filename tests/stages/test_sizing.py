@@ -102,7 +102,7 @@ def test_a_bare_number_that_reads_like_a_percentage(three, size, kind, hint, rec
     changes = () if recipe == "magnitude" else ("spaces.heads.score=magnitude", "spaces.mlp.score=magnitude")
     with pytest.raises(UserError) as caught:
         settle(three, size, *changes, kind=kind, recipe=recipe)
-    assert str(caught.value).partition(" at the least, of ")[2].lstrip("0123456789,") == hint
+    assert str(caught.value).partition(" at the least, ")[2].partition("% of ")[2].lstrip("0123456789,") == hint
 
 
 # ---- blocks that stay whole --------------------------------------------------------------------------------------
