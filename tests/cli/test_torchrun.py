@@ -69,7 +69,9 @@ def test_a_process_without_the_file_is_named_and_nothing_is_left(place, tmp_path
 
     before = listing()
     first, second = in_processes(2, work, tmp_path)
-    assert (first.returncode, second.returncode) == (2, 2)
+    assert first.returncode == 2
+    # It ends by itself, or by the signal that follows the end of the first one, whichever comes first.
+    assert second.returncode in (2, -signal.SIGTERM, 128 + signal.SIGTERM)
     assert first.stderr == "Error: rank 1: calib.txt: no such text file\n"
     assert (second.stdout, second.stderr) == ("", "")
     assert listing() == before
